@@ -1,0 +1,115 @@
+"""ringweave: exact block-sparse and dilated attention for PyTorch.
+
+    >>> import ringweave as rw
+    >>> out = rw.attention(q, k, v, rw.SlidingWindow(64) | rw.Sinks(4))
+
+A pattern says what may attend, a plan which tiles that makes, a backend computes them, and merge joins partial results.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .errors import PatternError, RingweaveError, ShapeError, UnsupportedError
+from .functional import attention, attention_with_lse, longnet_attention
+from .merge import merge
+from .patterns import (
+    BlockTable,
+    Causal,
+    Dilated,
+    Documents,
+    Full,
+    Global,
+    LongNet,
+    Neighborhood,
+    Pattern,
+    PerHead,
+    Periodic,
+    PrefixLM,
+    Segments,
+    Sinks,
+    SlidingWindow,
+    Strided,
+    TokenMask,
+    bigbird,
+    dilated_blocks,
+    from_mask_mod,
+    local_global,
+    longformer,
+    natten_1d,
+    random_blocks,
+    sparse_transformer_fixed,
+    variable,
+)
+from .plan import BlockPlan, PlanCache, from_block_mask, plan
+from .types import AttentionOutput
+from .weights import BlockWeights, attention_weights
+
+if TYPE_CHECKING:
+    from . import bench
+    from .explain import explain
+
+__version__ = "0.1.0"
+
+_LAZY = {"explain": "ringweave.explain", "bench": "ringweave.bench"}
+
+__all__ = [
+    "AttentionOutput",
+    "BlockPlan",
+    "BlockTable",
+    "BlockWeights",
+    "Causal",
+    "Dilated",
+    "Documents",
+    "Full",
+    "Global",
+    "LongNet",
+    "Neighborhood",
+    "Pattern",
+    "PatternError",
+    "PerHead",
+    "Periodic",
+    "PlanCache",
+    "PrefixLM",
+    "RingweaveError",
+    "Segments",
+    "ShapeError",
+    "Sinks",
+    "SlidingWindow",
+    "Strided",
+    "TokenMask",
+    "UnsupportedError",
+    "attention",
+    "attention_weights",
+    "attention_with_lse",
+    "bench",
+    "bigbird",
+    "dilated_blocks",
+    "explain",
+    "from_block_mask",
+    "from_mask_mod",
+    "local_global",
+    "longformer",
+    "longnet_attention",
+    "merge",
+    "natten_1d",
+    "plan",
+    "random_blocks",
+    "sparse_transformer_fixed",
+    "variable",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # reports and benchmarks load when asked for: importing ringweave stays quick
+    if name not in _LAZY:
+        raise AttributeError(f"module 'ringweave' has no attribute {name!r}")
+    module = importlib.import_module(_LAZY[name])
+    value = module if name == "bench" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,91 @@
+"""The checks of a call, each said as name, got, wanted, remedy."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .errors import PatternError, ShapeError, UnsupportedError, message
+from .ops.backend import Case
+from .ops.dispatch import program
+from .patterns import Pattern, check_extents
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ShapeError unless q, k and v fit each other."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ShapeError(message(name, type(x).__name__, "a tensor", "Pass torch tensors."))
+        if x.ndim != 4:
+            raise ShapeError(
+                message(name, f"shape {tuple(x.shape)}", "(batch, heads, tokens, dim)", "Add or split dimensions to make four.")
+            )
+        if x.dtype not in _DTYPES:
+            raise ShapeError(
+                message(f"{name}.dtype", x.dtype, "float32, float16, bfloat16 or float64", f"Convert {name} with .to(...).")
+            )
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ShapeError(message(f"{name}.dtype", x.dtype, f"{q.dtype}, as q", f"Convert with {name}.to(q.dtype)."))
+        if x.device != q.device:
+            raise ShapeError(message(f"{name}.device", x.device, f"{q.device}, as q", f"Move it with {name}.to(q.device)."))
+        if x.shape[0] != q.shape[0]:
+            raise ShapeError(message(f"{name} batch", x.shape[0], f"{q.shape[0]}, as q", "Expand or slice the batch."))
+    if k.shape[3] != q.shape[3]:
+        raise ShapeError(message("k head dim D", k.shape[3], f"{q.shape[3]}, as q", "Project q and k to one dimension."))
+    if v.shape[1] != k.shape[1]:
+        raise ShapeError(message("v heads", v.shape[1], f"{k.shape[1]}, as k", "Give k and v the same heads."))
+    if v.shape[2] != k.shape[2]:
+        raise ShapeError(message("v tokens", v.shape[2], f"{k.shape[2]}, as k", "Give k and v the same length."))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        for size, what in zip(x.shape, ("batch", "heads", "tokens", "head dim"), strict=True):
+            if size == 0:
+                raise ShapeError(message(f"{name} {what}", 0, "at least 1", f"Skip the call when {what} is empty."))
+    if q.shape[1] % k.shape[1]:
+        raise ShapeError(
+            message("k heads", k.shape[1], f"a divisor of the {q.shape[1]} query heads", "Repeat or drop key heads.")
+        )
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    *,
+    scale: float | None,
+    q_offset: int,
+    backend: str,
+    dropout: float,
+) -> float:
+    """Raise a typed error unless the call can run; the scale to use."""
+    check_tensors(q, k, v)
+    if not isinstance(pattern, Pattern):
+        raise PatternError(
+            message("pattern", type(pattern).__name__, "a ringweave pattern", "Wrap a mask function in from_mask_mod.")
+        )
+    if dropout != 0:
+        raise UnsupportedError(
+            message("dropout", dropout, "0", "Attention dropout is not supported: apply dropout to the output instead.")
+        )
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[3])
+    elif not math.isfinite(scale):
+        raise ShapeError(message("scale", scale, "a finite number", "Leave it out for 1 / sqrt(D)."))
+    if isinstance(q_offset, bool) or q_offset < 0:
+        raise ShapeError(message("q_offset", q_offset, "an int of at least 0", "Pass Nk - Nq for a decode step."))
+    if not torch.compiler.is_compiling():
+        _check_runnable(q, k, v, pattern, q_offset, backend)
+    return scale
+
+
+def _check_runnable(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, q_offset: int, backend: str) -> None:
+    # needs planning, which a trace leaves to the operator; there the same errors come when it runs
+    check_extents(pattern, q.shape[0], q.shape[1])
+    pattern.check(q.shape[2], k.shape[2], q_offset)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    program(pattern, Case.of(q, k, v, needs_grad), q_offset, backend)

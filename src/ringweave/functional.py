@@ -1,0 +1,184 @@
+"""Attention as functions: the boundary that checks a call once and hands it to the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .checks import check_call
+from .merge import merge
+from .ops.registered import attention_op
+from .patterns import Full, LongNet, Pattern
+from .plan import branches
+from .types import AttentionOutput
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern = Full(),  # noqa: B008  (immutable)
+    *,
+    scale: float | None = None,
+    q_offset: int = 0,
+    backend: str = "auto",
+    dropout: float = 0.0,
+) -> Tensor:
+    """Exact attention over the pairs that a pattern allows, differentiable in q, k and v.
+
+    ``out[i] = sum_j softmax_j(scale * <q[i], k[j]>) v[j]`` over the allowed j; a row that attends nothing gives 0. Cost
+    and memory grow with the pattern's non-empty tiles.
+
+    Args:
+        q: Queries, (B, Hq, Nq, D), float32, float16 or bfloat16 (float64: reference, gather and sdpa), any strides.
+        k: Keys, (B, Hkv, Nk, D), dtype and device of q; Hkv divides Hq (grouped queries).
+        v: Values, (B, Hkv, Nk, Dv).
+        pattern: Which (head, query, key) triples may attend.
+        scale: Factor of the scores; 1 / sqrt(D) by default.
+        q_offset: Position of the first query; Nk - Nq for a decode step over a cache.
+        backend: ``"auto"``, or one by name; see :func:`ringweave.explain`.
+        dropout: Must be 0: attention dropout is not supported.
+    Returns:
+        Output, (B, Hq, Nq, Dv), dtype of q.
+    Raises:
+        ShapeError: Shapes, dtypes or devices do not fit; the message names the argument.
+        PatternError: The pattern is made for other lengths, heads or batch.
+        UnsupportedError: The named backend cannot run the case, or dropout is asked for.
+    Example:
+        >>> rw.attention(q, k, v, rw.SlidingWindow(64) | rw.Sinks(4)).shape
+        torch.Size([1, 4, 256, 32])
+    References:
+        Dao et al. (2022), FlashAttention, section 3 (tiling and recomputation); here over non-empty tiles only.
+    """
+    return attention_with_lse(
+        q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, dropout=dropout
+    ).out
+
+
+def attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern = Full(),  # noqa: B008  (immutable)
+    *,
+    scale: float | None = None,
+    q_offset: int = 0,
+    backend: str = "auto",
+    dropout: float = 0.0,
+) -> AttentionOutput:
+    """Attention with each row's log-sum-exp, which makes partial results mergeable; both are differentiable.
+
+    ``lse[i] = log sum_j exp(scale * <q[i], k[j]>)`` over the allowed j, -inf where there are none.
+
+    Args:
+        q: Queries, (B, Hq, Nq, D); all arguments as of :func:`ringweave.attention`.
+        k: Keys, (B, Hkv, Nk, D).
+        v: Values, (B, Hkv, Nk, Dv).
+        pattern: Which (head, query, key) triples may attend.
+        scale: Factor of the scores.
+        q_offset: Position of the first query.
+        backend: ``"auto"``, or one by name.
+        dropout: Must be 0.
+    Returns:
+        ``AttentionOutput(out, lse)``: (B, Hq, Nq, Dv) in q's dtype and (B, Hq, Nq) in float32.
+    Raises:
+        ShapeError: Shapes, dtypes or devices do not fit.
+        PatternError: The pattern does not fit the call.
+        UnsupportedError: The named backend cannot run the case.
+    Example:
+        >>> out, lse = rw.attention_with_lse(q, k, v, rw.Causal())
+        >>> sink = torch.zeros(4, 1)  # a learned sink per head needs no kernel
+        >>> with_sink = out * torch.sigmoid(lse - sink)[..., None]
+    """
+    q, k, v = _autocast(q, k, v)
+    scale = check_call(q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, dropout=dropout)
+    out, lse = attention_op(q, k, v, pattern.tables, pattern.spec, scale, q_offset, backend)
+    return AttentionOutput(out, lse)
+
+
+def longnet_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    segments: Sequence[int],
+    rates: Sequence[int],
+    causal: bool = False,
+    offset: str | int = "interleaved",
+    heads: str = "shared",
+    detach_weights: bool = False,
+    scale: float | None = None,
+    q_offset: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    """LongNet's dilated attention: a mixture of dilated branches, merged by their log-sum-exp.
+
+    ``out = sum_b exp(lse_b - LSE) out_b``. A key that two branches see counts twice; for a union in which it counts
+    once, use :class:`ringweave.Dilated` with ``|``. Branches run over strided views, nothing is padded or dropped.
+
+    Args:
+        q: Queries, (B, Hq, Nq, D).
+        k: Keys, (B, Hkv, Nk, D).
+        v: Values, (B, Hkv, Nk, Dv).
+        segments: Segment length of each branch, in tokens.
+        rates: Dilation rate of each branch; divides its segment.
+        causal: Whether keys after the query are left out.
+        offset: ``"interleaved"``, ``"grouped"`` or an int: which residue a head keeps; see :class:`ringweave.LongNet`.
+        heads: ``"shared"`` or ``"partitioned"``.
+        detach_weights: Treat the branch weights as constants in the backward pass, as published implementations do;
+            the exact gradient includes them.
+        scale: Factor of the scores; 1 / sqrt(D) by default.
+        q_offset: Position of the first query.
+        backend: ``"auto"``, or one by name.
+    Returns:
+        Output, (B, Hq, Nq, Dv), dtype of q; a position that no branch of a head keeps gives 0.
+    Raises:
+        PatternError: Lists of different lengths, a rate that does not divide its segment, an unknown option.
+        ShapeError: Shapes, dtypes or devices do not fit.
+        UnsupportedError: The named backend cannot run the case.
+    Example:
+        >>> rw.longnet_attention(q, k, v, segments=[64, 256], rates=[1, 4], causal=True).shape
+        torch.Size([1, 4, 256, 32])
+    References:
+        Ding et al. (2023), LongNet: scaling transformers to 1,000,000,000 tokens, section 2.2.
+    """
+    pattern = LongNet(segments, rates, causal=causal, offset=offset, heads=heads)
+    if not detach_weights:
+        return attention(q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend)
+    q, k, v = _autocast(q, k, v)
+    scale = check_call(q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, dropout=0.0)
+    ratio = q.shape[1] // k.shape[1]
+    outs, lses = [], []
+    for branch in branches(pattern, q.shape[2], k.shape[2], heads=q.shape[1], batch=q.shape[0], q_offset=q_offset):
+        rows = slice(branch.q_first, None, branch.rate)
+        keys = [head // ratio for head in range(*branch.heads)]
+        part = attention_with_lse(
+            q[:, slice(*branch.heads), rows],
+            k[:, keys, branch.k_first :: branch.rate],
+            v[:, keys, branch.k_first :: branch.rate],
+            branch.pattern,
+            scale=scale,
+            q_offset=branch.q_offset,
+            backend=backend,
+        )
+        out = q.new_zeros(*q.shape[:3], v.shape[3])
+        lse = part.lse.new_full(q.shape[:3], -torch.inf)
+        out[:, slice(*branch.heads), rows] = part.out
+        lse[:, slice(*branch.heads), rows] = part.lse.detach()
+        outs.append(out)
+        lses.append(lse)
+    return merge(outs, lses).out
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """Inputs in autocast's dtype where it is on, as for PyTorch's own attention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+
+
+__all__ = ["attention", "attention_with_lse", "longnet_attention"]

@@ -1,0 +1,73 @@
+"""The exact combination of partial attention results by their log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import ShapeError, message
+from .types import AttentionOutput
+
+
+def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
+    """Join partial results over disjoint key sets (or over branches that may overlap) into the whole.
+
+    ``lse = log sum_i exp(lse_i)``, ``out = sum_i exp(lse_i - lse) out_i``, in float32 (float64 for float64 parts);
+    a row that no part attends gives 0 and -inf. Associative and commutative to rounding; differentiable in all inputs.
+
+    Args:
+        outs: Partial outputs, (..., Nq, Dv) each.
+        lses: Their log-sum-exp, (..., Nq) each.
+    Returns:
+        The joined output, dtype of the first part, and lse.
+    Raises:
+        ShapeError: No parts, or parts of different shapes.
+    Example:
+        >>> near = rw.attention_with_lse(q, k, v, rw.SlidingWindow(64))
+        >>> rest = rw.attention_with_lse(q, k, v, rw.Causal() & ~rw.SlidingWindow(64))
+        >>> whole = rw.merge([near.out, rest.out], [near.lse, rest.lse])
+        >>> torch.testing.assert_close(whole.out, rw.attention(q, k, v, rw.Causal()))
+    References:
+        Milakov and Gimelshein (2018), Online normalizer calculation for softmax, section 3.
+    """
+    if not outs or len(outs) != len(lses):
+        raise ShapeError(
+            message("outs, lses", f"{len(outs)} and {len(lses)} parts", "as many of both, at least one", "Pass pairs.")
+        )
+    for out, lse in zip(outs, lses, strict=True):
+        if out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
+            raise ShapeError(
+                message(
+                    "outs, lses",
+                    f"out {tuple(out.shape)}, lse {tuple(lse.shape)}",
+                    f"out {tuple(outs[0].shape)} and lse {tuple(outs[0].shape[:-1])} in every part",
+                    "Give all parts the same queries.",
+                )
+            )
+    wide = lses[0].dtype if lses[0].dtype == torch.float64 else torch.float32
+    stacked = torch.stack([lse.to(wide) for lse in lses])
+    # log-sum-exp by hand: torch.logsumexp has a NaN gradient where every part is -inf
+    top = stacked.detach().amax(0)
+    top = torch.where(torch.isfinite(top), top, 0.0)
+    weights = torch.exp(stacked - top)
+    total = weights.sum(0)
+    alive = total != 0
+    safe = torch.where(alive, total, 1.0)
+    joined = torch.zeros_like(outs[0], dtype=wide)
+    for out, weight in zip(outs, weights, strict=True):
+        joined = joined + (weight / safe)[..., None] * out.to(wide)
+    lse = torch.where(alive, top + torch.log(safe), -torch.inf)
+    return AttentionOutput(joined.to(outs[0].dtype), lse)
+
+
+def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge a partial result into running (out, lse) in place, without gradients; out and lse may be strided views."""
+    top = torch.maximum(lse, part_lse)
+    top = torch.where(torch.isfinite(top), top, 0.0)
+    old, new = torch.exp(lse - top), torch.exp(part_lse - top)
+    total = old + new
+    safe = torch.where(total != 0, total, 1.0)
+    out.mul_((old / safe)[..., None]).addcmul_(part_out.to(out.dtype), (new / safe)[..., None])
+    lse.copy_(torch.where(total != 0, top + torch.log(safe), -torch.inf))

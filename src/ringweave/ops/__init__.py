@@ -1,0 +1,1 @@
+"""Who computes a plan: backends, their dispatch, and the registered operators."""

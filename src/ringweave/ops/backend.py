@@ -1,0 +1,85 @@
+"""What a backend is, and the case that it is asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..plan import Branch
+
+
+@dataclass(frozen=True)
+class Case:
+    """The sizes and types of one call: what a backend needs to know to say whether it can run it."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    nq: int
+    nk: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: str
+    needs_grad: bool = False
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, needs_grad: bool = False) -> Case:
+        """The case of three tensors."""
+        batch, heads, nq, head_dim = q.shape
+        return Case(
+            batch, heads, k.shape[1], nq, k.shape[2], head_dim, v.shape[3], q.dtype, q.device.type, needs_grad
+        )
+
+
+class Forward(Protocol):
+    """(q, k, v) of a branch's view to (out, lse); out in ``dtype``, lse at least float32."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Backward(Protocol):
+    """Gradients of a branch's view from the *whole* attention's out and lse, in ``dtype``.
+
+    ``delta`` is rowsum(dout * out) - dlse; ``out`` is given where there is no dlse. With the whole lse, the branches'
+    gradients add up.
+    """
+
+    def __call__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None,
+        lse: Tensor,
+        delta: Tensor,
+        branch: Branch,
+        scale: float,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute a branch.
+
+    Attributes:
+        name: What users pass as ``backend=``.
+        forward: Computes a branch.
+        backward: Its gradients; None for a forward-only backend.
+        refusal: Why it cannot run a branch of a case; None where it can.
+        branched: Whether it takes compiled branches; the reference takes the pattern as it is.
+    """
+
+    name: str
+    forward: Forward
+    backward: Backward | None
+    refusal: Callable[[Case, Branch], str | None]
+    branched: bool = True

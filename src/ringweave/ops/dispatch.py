@@ -1,0 +1,168 @@
+"""Which backend computes a branch, and a program of branches computed with it.
+
+Branches are strided views of the same tensors. Forward merges their (out, lse) in place; backward needs no merge: with
+the whole attention's lse each branch's gradients are its share, and they are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError, message
+from ..merge import merge_into
+from ..patterns import Pattern
+from ..plan import Branch, branches
+from . import gather, reference, sdpa
+from .backend import Backend, Case
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (reference.BACKEND, gather.BACKEND, sdpa.BACKEND)}
+# what auto tries, best first; the last one runs everything
+PREFERENCE: tuple[str, ...] = ("sdpa", "gather")
+
+
+def names() -> tuple[str, ...]:
+    """What ``backend=`` takes."""
+    return ("auto", *BACKENDS)
+
+
+def choose(name: str, case: Case, branch: Branch) -> Backend:
+    """The backend for one branch.
+
+    Raises:
+        UnsupportedError: An unknown name, or a named backend that cannot run the branch, with the reason.
+    """
+    if name == "auto":
+        return next(backend for backend, reason in candidates(case, branch) if reason is None)
+    backend = BACKENDS.get(name)
+    if backend is None:
+        raise UnsupportedError(message("backend", repr(name), f"one of {', '.join(names())}", "Use 'auto'."))
+    reason = _refusal(backend, case, branch)
+    if reason is not None:
+        raise UnsupportedError(
+            message("backend", repr(name), f"a case that it can run, but {reason}", "Use backend='auto' or 'gather'.")
+        )
+    return backend
+
+
+def candidates(case: Case, branch: Branch) -> list[tuple[Backend, str | None]]:
+    """The backends that auto considers, in order, each with why it cannot run the branch (None: it can)."""
+    return [(BACKENDS[name], _refusal(BACKENDS[name], case, branch)) for name in PREFERENCE]
+
+
+def _refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
+    if case.needs_grad and backend.backward is None:
+        return "it is forward-only, and an input requires gradients (detach the inputs, or use torch.no_grad)"
+    return backend.refusal(case, branch)
+
+
+def program(pattern: Pattern, case: Case, q_offset: int, backend: str) -> list[tuple[Branch, Backend]]:
+    """The branches of a call, each with its backend."""
+    if backend in BACKENDS and not BACKENDS[backend].branched:
+        whole = Branch(pattern, (0, case.heads, 1), 1, 0, 0, case.nq, case.nk, q_offset, case.batch)
+        return [(whole, choose(backend, case, whole))]
+    split = branches(pattern, case.nq, case.nk, heads=case.heads, batch=case.batch, q_offset=q_offset)
+    return [(branch, choose(backend, case, branch)) for branch in split]
+
+
+def run_forward(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, q_offset: int, backend: str
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a pattern; out in q's dtype."""
+    case = Case.of(q, k, v)
+    steps = program(pattern, case, q_offset, backend)
+    if len(steps) == 1 and _is_whole(steps[0][0], case):
+        branch, chosen = steps[0]
+        return chosen.forward(q, k, v, branch, scale, q.dtype)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+    for branch, chosen in steps:
+        view = _View(branch, case)
+        part, part_lse = chosen.forward(view.of_q(q), view.of_k(k), view.of_k(v), branch, scale, wide)
+        merge_into(view.of_q(out), view.of_q(lse), part, part_lse)
+    return out.to(q.dtype), lse
+
+
+def run_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pattern: Pattern,
+    scale: float,
+    q_offset: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of a pattern, in the inputs' dtype."""
+    case = Case.of(q, k, v, needs_grad=True)
+    wide = lse.dtype
+    delta = (dout.to(wide) * out.to(wide)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    steps = program(pattern, case, q_offset, backend)
+    if len(steps) == 1 and _is_whole(steps[0][0], case):
+        branch, chosen = steps[0]
+        assert chosen.backward is not None
+        whole_out = out if dlse is None else None
+        return chosen.backward(dout, q, k, v, whole_out, lse, delta, branch, scale, q.dtype)
+    totals = [torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    for branch, chosen in steps:
+        assert chosen.backward is not None
+        view = _View(branch, case)
+        dq, dk, dv = chosen.backward(
+            view.of_q(dout), view.of_q(q), view.of_k(k), view.of_k(v), None, view.of_q(lse), view.of_q(delta),
+            branch, scale, wide,
+        )  # fmt: skip
+        view.of_q(totals[0]).add_(dq)
+        view.add_to_k(totals[1], dk)
+        view.add_to_k(totals[2], dv)
+    dq, dk, dv = (total.to(q.dtype) for total in totals)
+    return dq, dk, dv
+
+
+def _is_whole(branch: Branch, case: Case) -> bool:
+    return branch.rate == 1 and branch.head_count == case.heads
+
+
+class _View:
+    """A branch's part of tensors laid out (B, heads, tokens, ...): strided views, no copies where strides allow it."""
+
+    def __init__(self, branch: Branch, case: Case):
+        self.branch = branch
+        ratio = case.heads // case.kv_heads
+        keys = [head // ratio for head in range(*branch.heads)]
+        self.kv_heads: slice | list[int] = keys
+        distinct = sorted(set(keys))
+        step = distinct[1] - distinct[0] if len(distinct) > 1 else 1
+        # grouped queries stay grouped where every key head serves equally many of them
+        even = len(keys) // len(distinct)
+        if keys == [head for head in range(distinct[0], distinct[-1] + 1, step) for _ in range(even)]:
+            self.kv_heads = slice(distinct[0], distinct[-1] + 1, step)
+
+    def of_q(self, x: Tensor) -> Tensor:
+        branch = self.branch
+        return x[:, slice(*branch.heads), branch.q_first :: branch.rate]
+
+    def of_k(self, x: Tensor) -> Tensor:
+        return x[:, self.kv_heads, self.branch.k_first :: self.branch.rate]
+
+    def add_to_k(self, total: Tensor, part: Tensor) -> None:
+        tokens = total[:, :, self.branch.k_first :: self.branch.rate]
+        if isinstance(self.kv_heads, slice):
+            tokens[:, self.kv_heads] += part
+        else:
+            tokens.index_add_(1, torch.tensor(self.kv_heads, device=part.device), part)
+
+
+def describe(steps: Sequence[tuple[Branch, Backend]]) -> list[tuple[int, str]]:
+    """Backends by number of branches, for people: [(branches, backend), ...] in order of first use."""
+    counts: dict[str, int] = {}
+    for _, backend in steps:
+        counts[backend.name] = counts.get(backend.name, 0) + 1
+    return [(number, name) for name, number in counts.items()]

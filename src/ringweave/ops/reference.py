@@ -1,0 +1,78 @@
+"""The definition, densely, in float64: what every other backend is tested against.
+
+Multiplicities rather than masks: a LongNet lets a key count several times, a relation at most once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..plan import Branch
+from .backend import Backend, Case
+
+
+def _scores(q: Tensor, k: Tensor, branch: Branch, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled scores with -inf where nothing is allowed, multiplicities, and keys per query head."""
+    batch, heads = q.shape[:2]
+    count = branch.pattern.to_dense(q.shape[2], k.shape[2], heads, batch=batch, q_offset=branch.q_offset)
+    count = count.to(q.device, torch.float64)
+    keys = k.double().repeat_interleave(heads // k.shape[1], 1)
+    scores = scale * (q.double() @ keys.mT)
+    return torch.where(count > 0, scores + count.log(), -torch.inf), count, keys
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Attention by the formula of its definition."""
+    scores, count, _ = _scores(q, k, branch, scale)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.where(count > 0, torch.exp(scores - lse[..., None]), 0.0)
+    values = _only_attended(v, count, q.shape[1])
+    return (weights @ values).to(dtype), lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    delta: Tensor,
+    branch: Branch,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by the formula; lse is recomputed in float64."""
+    scores, count, keys = _scores(q, k, branch, scale)
+    exact = torch.logsumexp(scores, -1)
+    weights = torch.where(count > 0, torch.exp(scores - exact[..., None]), 0.0)
+    heads = q.shape[1]
+    dead = torch.isneginf(exact)[..., None]
+    grad_out, queries = (x.double().masked_fill(dead, 0.0) for x in (dout, q))
+    values = _only_attended(v, count, heads)
+    keys = keys.masked_fill((count.sum(-2) == 0)[..., None], 0.0)
+    slope = weights * (grad_out @ values.mT - delta.double()[..., None])
+    dq = scale * (slope @ keys)
+    dk = scale * (slope.mT @ queries)
+    dv = weights.mT @ grad_out
+
+    def per_kv_head(x: Tensor) -> Tensor:
+        return x.unflatten(1, (k.shape[1], heads // k.shape[1])).sum(2)
+
+    return dq.to(dtype), per_kv_head(dk).to(dtype), per_kv_head(dv).to(dtype)
+
+
+def _only_attended(v: Tensor, count: Tensor, heads: int) -> Tensor:
+    values = v.double().repeat_interleave(heads // v.shape[1], 1)
+    return values.masked_fill((count.sum(-2) == 0)[..., None], 0.0)
+
+
+def refusal(case: Case, branch: Branch) -> str | None:
+    """The reference runs everything that fits into memory."""
+    return None
+
+
+BACKEND = Backend("reference", forward, backward, refusal, branched=False)

@@ -1,0 +1,266 @@
+"""Patterns of residues: dilated and strided relations, and LongNet's mixture of dilated branches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import PatternError, message
+from .base import Derived, Int64, Pattern, Ranges, Tiles, classes
+from .checks import at_least
+from .local import Causal, Segments, SlidingWindow
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Strided(Pattern):
+    """A query attends the keys at a multiple of ``stride`` from it.
+
+    Args:
+        stride: Tokens between attended keys.
+    Raises:
+        PatternError: A stride below 1.
+    Example:
+        >>> rw.Strided(2).to_dense(3)[0, 0].int()
+        tensor([[1, 0, 1],
+                [0, 1, 0],
+                [1, 0, 1]], dtype=torch.int32)
+    References:
+        Child et al. (2019), Generating long sequences with sparse transformers, section 4.3.
+    """
+
+    stride: int
+
+    def __post_init__(self) -> None:
+        at_least("stride", self.stride, 1)
+
+    @property
+    def spec(self) -> str:
+        return f"Strided({self.stride})"
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q - k) % self.stride == 0
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        stride = self.stride
+        width = int((q_hi - q_lo).max()) if len(q_lo) else 1
+        if stride <= 2 * width or nk <= stride:
+            return Ranges.of((0, nk), rows=len(q_lo))
+        # one range per multiple of the stride, as wide as the query tile
+        first = (q_lo % stride)[:, None] + np.arange(-1, -(-nk // stride))[None, :] * stride
+        return Ranges(np.clip(first, 0, nk), np.clip(first + (q_hi - q_lo)[:, None], 0, nk))
+
+    def tile_keys(self, tiles: Tiles) -> Int64:
+        q_lo, q_hi, k_lo, k_hi = tiles
+        least, most = q_lo - k_hi + 1, q_hi - 1 - k_lo
+        hits = most // self.stride - (least - 1) // self.stride
+        return classes(hits == 0, hits == most - least + 1, (q_lo - k_lo) % self.stride)
+
+    def residue_rate(self) -> int:
+        return self.stride
+
+    def restride(self, rate: int, offset: int) -> Pattern:
+        return Strided(self.stride // math.gcd(self.stride, rate))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dilated(Derived):
+    """A window with holes: ``abs(q - k) <= window * rate`` and ``(q - k) % rate == 0``.
+
+    A relation, unlike :class:`LongNet`: it may be combined with others, and a key counts once. It is computed in the
+    strided view, where it is a plain window.
+
+    Args:
+        window: Attended keys on either side.
+        rate: Tokens between attended keys.
+    Raises:
+        PatternError: A negative window or a rate below 1.
+    Example:
+        >>> rw.Dilated(1, 2).to_dense(4)[0, 0].int()
+        tensor([[1, 0, 1, 0],
+                [0, 1, 0, 1],
+                [1, 0, 1, 0],
+                [0, 1, 0, 1]], dtype=torch.int32)
+    References:
+        Beltagy, Peters, Cohan (2020), Longformer, section 3.1.
+    """
+
+    window: int
+    rate: int
+
+    def __post_init__(self) -> None:
+        at_least("window", self.window, 0)
+        at_least("rate", self.rate, 1)
+
+    @property
+    def spec(self) -> str:
+        return f"Dilated({self.window}, {self.rate})"
+
+    @property
+    def definition(self) -> Pattern:
+        reach = self.window * self.rate
+        return SlidingWindow(reach, reach) & Strided(self.rate)
+
+
+class View(NamedTuple):
+    """Heads [start, stop) in steps, and among positions those congruent to ``offset`` modulo ``rate``."""
+
+    heads: tuple[int, int, int]
+    rate: int
+    offset: int
+
+
+class LongNet(Pattern):
+    """LongNet's mixture of dilated branches: softmax over the multiset of their keys.
+
+    Branch b cuts the sequence in segments of ``segments[b]`` tokens; in each, a head keeps the tokens whose position is
+    congruent to its offset modulo ``rates[b]``, for queries and keys alike, and attends among them. The branches are
+    merged by their log-sum-exp. A key that two branches see counts twice, unlike in ``A | B``; so a LongNet is not a
+    relation and takes no part in set algebra.
+
+    Args:
+        segments: Segment lengths in tokens, one per branch; each a multiple of its rate.
+        rates: Dilation rates, one per branch.
+        causal: Whether keys after the query are left out.
+        offset: ``"interleaved"`` (h mod r, the paper), ``"grouped"`` (contiguous head groups, floor(h * r / H)) or an int.
+        heads: ``"shared"`` (every head runs every branch) or ``"partitioned"`` (each head group runs one branch;
+            earlier groups take the remainder).
+    Raises:
+        PatternError: Lists of different lengths, a rate that does not divide its segment, an unknown option.
+    Example:
+        >>> rw.LongNet([2, 4], [1, 2]).to_dense(4)[0, 0]
+        tensor([[2, 1, 1, 0],
+                [1, 1, 0, 0],
+                [1, 0, 2, 1],
+                [0, 0, 1, 1]], dtype=torch.int32)
+    References:
+        Ding et al. (2023), LongNet: scaling transformers to 1,000,000,000 tokens, sections 2.2 and 2.3. Here ragged
+        tails are neither padded nor dropped.
+    """
+
+    combinable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        segments: Sequence[int],
+        rates: Sequence[int],
+        causal: bool = False,
+        offset: str | int = "interleaved",
+        heads: str = "shared",
+    ):
+        self.segments, self.rates = tuple(segments), tuple(rates)
+        self.causal, self.offset, self.heads = bool(causal), offset, heads
+        if len(self.segments) != len(self.rates) or not self.segments:
+            raise PatternError(
+                message(
+                    "segments, rates",
+                    f"{len(self.segments)} segments and {len(self.rates)} rates",
+                    "one rate per segment, at least one",
+                    "Pass lists of one length.",
+                )
+            )
+        for segment, rate in zip(self.segments, self.rates, strict=True):
+            at_least("segments", segment, 1)
+            at_least("rates", rate, 1)
+            if segment % rate:
+                raise PatternError(
+                    message(
+                        "segments, rates",
+                        f"segment {segment} with rate {rate}",
+                        "segments divisible by their rates",
+                        f"Use segment {segment // rate * rate or rate} or {-(-segment // rate) * rate}.",
+                    )
+                )
+        if offset not in ("interleaved", "grouped") and (isinstance(offset, (str, bool)) or offset < 0):
+            raise PatternError(
+                message("offset", repr(offset), "'interleaved', 'grouped' or an int >= 0", "Name one of them.")
+            )
+        if heads not in ("shared", "partitioned"):
+            raise PatternError(message("heads", repr(heads), "'shared' or 'partitioned'", "Name one of them."))
+
+    @property
+    def spec(self) -> str:
+        rest = "".join(
+            f", {name}={value!r}"
+            for name, value, default in (
+                ("causal", self.causal, False),
+                ("offset", self.offset, "interleaved"),
+                ("heads", self.heads, "shared"),
+            )
+            if value != default
+        )
+        return f"LongNet({list(self.segments)}, {list(self.rates)}{rest})"
+
+    def views(self, heads: int) -> list[tuple[View, Pattern]]:
+        """The branches for a number of query heads: a view of heads and positions, and the relation inside it.
+
+        Raises:
+            PatternError: More branches than heads, when the heads are partitioned.
+        """
+        count = len(self.segments)
+        if self.heads == "partitioned" and count > heads:
+            raise PatternError(
+                message(
+                    "heads",
+                    f"{heads} heads for {count} branches",
+                    "at least one head per branch when heads='partitioned'",
+                    "Use heads='shared', or drop branches.",
+                )
+            )
+        found: list[tuple[View, Pattern]] = []
+        last = 0
+        for branch, (segment, rate) in enumerate(zip(self.segments, self.rates, strict=True)):
+            first, last = last, last + heads // count + (branch < heads % count)
+            owned = range(first, last) if self.heads == "partitioned" else range(heads)
+            inside: Pattern = Segments(segment // rate)
+            if self.causal:
+                inside = inside & Causal()
+            by_offset: dict[int, list[int]] = {}
+            for head in owned:
+                by_offset.setdefault(self._offset(head, rate, heads), []).append(head)
+            for offset, members in sorted(by_offset.items()):
+                step = members[1] - members[0] if len(members) > 1 else 1
+                found.append((View((members[0], members[-1] + 1, step), rate, offset), inside))
+        return found
+
+    def _offset(self, head: int, rate: int, heads: int) -> int:
+        if isinstance(self.offset, int):
+            return self.offset % rate
+        return head % rate if self.offset == "interleaved" else head * rate // heads
+
+    def to_dense(self, nq: int, nk: int | None = None, heads: int = 1, *, batch: int = 1, q_offset: int = 0) -> Tensor:
+        """How many branches let each query attend each key: int32 (batch, heads, nq, nk)."""
+        nk = nq + q_offset if nk is None else nk
+        q, k = torch.arange(q_offset, q_offset + nq)[:, None], torch.arange(nk)[None, :]
+        dense = torch.zeros(batch, heads, nq, nk, dtype=torch.int32)
+        for (owned, rate, offset), inside in self.views(heads):
+            kept = (q % rate == offset) & (k % rate == offset)
+            dense[:, slice(*owned)] += (kept & inside.allows(q // rate, k // rate)).int()
+        return dense
+
+    def _refuse(self) -> NoReturn:
+        raise PatternError(
+            message(
+                "pattern",
+                repr(self),
+                "a relation",
+                "A LongNet is a mixture of branches: use attention, longnet_attention or explain, or plan the relation of one branch.",
+            )
+        )
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        self._refuse()
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        self._refuse()
+
+    def tile_keys(self, tiles: Tiles) -> Int64:
+        self._refuse()
+
+    def __invert__(self) -> Pattern:
+        self._refuse()

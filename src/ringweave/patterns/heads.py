@@ -1,0 +1,74 @@
+"""One pattern per head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..errors import PatternError, message
+from .base import Int64, Pattern, Ranges, Tiles
+
+
+class PerHead(Pattern):
+    """Each query head has its own pattern; equal ones share their plan.
+
+    Args:
+        patterns: One pattern per query head.
+    Raises:
+        PatternError: An empty list, or at use another number of heads.
+    Example:
+        >>> rw.PerHead([rw.Causal(), rw.SlidingWindow(1)]).to_dense(3, heads=2)[0].sum((1, 2))
+        tensor([6, 5])
+    """
+
+    def __init__(self, patterns: Sequence[Pattern]):
+        self.patterns = tuple(patterns)
+        if not self.patterns or not all(isinstance(p, Pattern) and p.combinable for p in self.patterns):
+            raise PatternError(
+                message("patterns", [type(p).__name__ for p in self.patterns], "a list of relations", "Pass one per query head.")
+            )
+
+    @property
+    def spec(self) -> str:
+        return f"PerHead([{', '.join(p.spec for p in self.patterns)}])"
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        return tuple(table for p in self.patterns for table in p.tables)
+
+    def __repr__(self) -> str:
+        return f"PerHead([{', '.join(map(repr, self.patterns))}])"
+
+    def extents(self) -> tuple[int | None, int | None]:
+        return next((b for b, _ in (p.extents() for p in self.patterns) if b is not None), None), len(self.patterns)
+
+    def select(self, b: int, h: int) -> Pattern:
+        return self.patterns[h].select(b, h)
+
+    def check(self, nq: int, nk: int, q_offset: int) -> None:
+        for pattern in self.patterns:
+            pattern.check(nq, nk, q_offset)
+
+    def restride(self, rate: int, offset: int) -> Pattern | None:
+        strided = [pattern.restride(rate, offset) for pattern in self.patterns]
+        found = [pattern for pattern in strided if pattern is not None]
+        return PerHead(found) if len(found) == len(strided) else None
+
+    def residue_rate(self) -> int:
+        rates = {pattern.residue_rate() for pattern in self.patterns}
+        return rates.pop() if len(rates) == 1 else 1
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return self._only().allows(q, k)
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        return self._only().key_ranges(q_lo, q_hi, nk)
+
+    def tile_keys(self, tiles: Tiles) -> Int64:
+        return self._only().tile_keys(tiles)
+
+    def _only(self) -> Pattern:
+        if len(set(self.patterns)) == 1:
+            return self.patterns[0]
+        raise PatternError(message("pattern", repr(self), "the pattern of one head", "Take it with select(b, h)."))

@@ -1,0 +1,242 @@
+"""Well-known sparse patterns as plain functions that return patterns.
+
+They cover the family of layouts that block-sparse kernels used to ship as configuration classes (fixed, variable,
+longformer, bigbird), and neighbourhood attention in one dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import PatternError, message
+from .base import Pattern
+from .checks import at_least
+from .dilated import Dilated
+from .local import Causal, Documents, Neighborhood, Segments, SlidingWindow
+from .table import BlockTable
+from .tokens import Global, Periodic
+
+
+def longformer(window: int, global_tokens: int | Sequence[int] = 1, *, causal: bool = False) -> Pattern:
+    """A window of ``window`` tokens on either side, and global tokens.
+
+    Args:
+        window: Tokens on either side (on the left when causal).
+        global_tokens: Positions, or an int n for the first n.
+        causal: Whether keys after the query are left out.
+    Returns:
+        A pattern.
+    Example:
+        >>> rw.longformer(256, 1)
+        SlidingWindow(256, 256) | Global(1)
+    References:
+        Beltagy, Peters, Cohan (2020), Longformer, section 3.1.
+    """
+    pattern = SlidingWindow(window, window) | Global(global_tokens)
+    return pattern & Causal() if causal else pattern
+
+
+def random_blocks(
+    tokens: int,
+    density: float,
+    *,
+    block_size: int = 128,
+    heads: int | None = None,
+    batch: int | None = None,
+    seed: int = 0,
+    diagonal: bool = True,
+) -> BlockTable:
+    """Random blocks, as many as the density asks for: the same number in every row of blocks, to one block.
+
+    Args:
+        tokens: Sequence length.
+        density: Share of blocks that are set, in (0, 1].
+        block_size: Tokens in a block's side.
+        heads: Own blocks per query head, when given.
+        batch: Own blocks per batch element too, when given; needs heads.
+        seed: Of the generator.
+        diagonal: Whether each query block attends its own position.
+    Returns:
+        A block table; ``round(density * blocks ** 2)`` blocks are set in each head.
+    Raises:
+        PatternError: A density outside (0, 1], or too small for the diagonal.
+    Example:
+        >>> table = rw.random_blocks(1024, 0.25, block_size=64)
+        >>> int(table.mask.sum()), table.density(1024)
+        (64, 0.25)
+    """
+    at_least("tokens", tokens, 1)
+    side = -(-tokens // block_size)
+    total = round(density * side * side)
+    if not 0 < density <= 1 or (diagonal and total < side):
+        least = 1 / side if diagonal else 0.0
+        raise PatternError(message("density", density, f"at most 1 and at least {least:g} for {side} rows", "Raise it."))
+    shape = [n for n in (batch, heads) if n is not None] + [side, side]
+    generator = torch.Generator().manual_seed(seed)
+    score = torch.rand(shape, generator=generator)
+    if diagonal:
+        score.diagonal(dim1=-2, dim2=-1).fill_(2.0)
+    rank = score.argsort(-1, descending=True).argsort(-1)
+    row_count = torch.full((side,), total // side)
+    row_count[torch.randperm(side, generator=generator)[: total % side]] += 1
+    return BlockTable(rank < row_count[:, None], block_size)
+
+
+def bigbird(
+    tokens: int, *, window: int = 192, global_tokens: int = 64, random: int = 3, block_size: int = 64, seed: int = 0
+) -> Pattern:
+    """A window, global tokens and ``random`` random blocks for every query block.
+
+    Args:
+        tokens: Sequence length.
+        window: Tokens on either side.
+        global_tokens: Tokens at the start that attend all and that all attend.
+        random: Random blocks per query block.
+        block_size: Tokens in a random block's side.
+        seed: Of the random blocks.
+    Returns:
+        A pattern for that length.
+    Example:
+        >>> rw.bigbird(1024)
+        SlidingWindow(192, 192) | Global(64) | BlockTable(<16x16 blocks>, 64)
+    References:
+        Zaheer et al. (2020), BigBird, section 2 (the internal transformer construction).
+    """
+    side = -(-tokens // block_size)
+    table = random_blocks(tokens, min(1.0, random / side), block_size=block_size, seed=seed, diagonal=False)
+    return SlidingWindow(window, window) | Global(global_tokens) | table
+
+
+def sparse_transformer_fixed(block: int = 128, summary: int = 32, *, causal: bool = True) -> Pattern:
+    """Local blocks, and the last ``summary`` tokens of every block for all later queries ("fixed" attention).
+
+    Args:
+        block: Tokens in a local block.
+        summary: Tokens at the end of each block that stand for it.
+        causal: Whether keys after the query are left out.
+    Returns:
+        A pattern.
+    Raises:
+        PatternError: A summary longer than its block.
+    Example:
+        >>> rw.sparse_transformer_fixed(4, 1).to_dense(6)[0, 0].int()[5]
+        tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32)
+    References:
+        Child et al. (2019), Generating long sequences with sparse transformers, section 4.3.
+    """
+    at_least("summary", summary, 1)
+    at_least("block", block, 1)
+    if summary > block:
+        raise PatternError(message("summary", summary, f"at most block = {block}", "Lower it."))
+    pattern = Segments(block) | Periodic(block, block - summary, block)
+    return pattern & Causal() if causal else pattern
+
+
+def variable(
+    tokens: int,
+    *,
+    local_blocks: Sequence[int] = (4,),
+    global_blocks: Sequence[int] = (0,),
+    random: int = 0,
+    block_size: int = 64,
+    seed: int = 0,
+) -> Pattern:
+    """Local windows of chosen sizes one after the other, global blocks anywhere, and random blocks.
+
+    Args:
+        tokens: Sequence length.
+        local_blocks: Sizes in blocks of consecutive local windows; the last one repeats to the end.
+        global_blocks: Blocks whose tokens attend all and that all attend.
+        random: Random blocks per query block.
+        block_size: Tokens in a block's side.
+        seed: Of the random blocks.
+    Returns:
+        A pattern for that length.
+    Raises:
+        PatternError: A window below one block.
+    Example:
+        >>> rw.variable(256, local_blocks=(1, 2), block_size=32)
+        Documents([32, 64, 64, 64, 32]) | Global(32)
+    """
+    at_least("tokens", tokens, 1)
+    for size in local_blocks:
+        at_least("local_blocks", size, 1)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        size = local_blocks[min(len(lengths), len(local_blocks) - 1)] * block_size
+        lengths.append(min(size, tokens - sum(lengths)))
+    pattern: Pattern = Documents(lengths)
+    chosen = [t for block in global_blocks for t in range(block * block_size, min((block + 1) * block_size, tokens))]
+    if chosen:
+        pattern = pattern | Global(chosen)
+    if random:
+        side = -(-tokens // block_size)
+        pattern = pattern | random_blocks(
+            tokens, min(1.0, random / side), block_size=block_size, seed=seed, diagonal=False
+        )
+    return pattern
+
+
+def local_global(window: int, stride: int, *, causal: bool = False) -> Pattern:
+    """A window, and every ``stride``-th key for all queries.
+
+    Args:
+        window: Tokens on either side.
+        stride: Tokens between the keys that all attend.
+        causal: Whether keys after the query are left out.
+    Returns:
+        A pattern.
+    Example:
+        >>> rw.local_global(1, 3).to_dense(5)[0, 0].int()[4]
+        tensor([1, 0, 0, 1, 1], dtype=torch.int32)
+    """
+    pattern = SlidingWindow(window, window) | Periodic(stride, 0, 1)
+    return pattern & Causal() if causal else pattern
+
+
+def dilated_blocks(window: int, rates: Sequence[int]) -> Pattern:
+    """The union of windows at several dilation rates; a key in two of them counts once.
+
+    Args:
+        window: Attended keys on either side, at each rate.
+        rates: Dilation rates.
+    Returns:
+        A pattern.
+    Raises:
+        PatternError: No rates, or a rate below 1.
+    Example:
+        >>> rw.dilated_blocks(1, [1, 4]).to_dense(6)[0, 0].int()[0]
+        tensor([1, 1, 0, 0, 1, 0], dtype=torch.int32)
+    """
+    if not rates:
+        raise PatternError(message("rates", list(rates), "at least one rate", "Pass rates such as [1, 4, 16]."))
+    parts: list[Pattern] = [SlidingWindow(window, window) if rate == 1 else Dilated(window, rate) for rate in rates]
+    result = parts[0]
+    for part in parts[1:]:
+        result = result | part
+    return result
+
+
+def natten_1d(window: int, dilation: int = 1, *, tokens: int) -> Pattern:
+    """Neighbourhood attention in one dimension: every query attends exactly ``window`` keys, fewer only if there are fewer.
+
+    Unlike in a sliding window, the neighbourhood of a query near a border is shifted inwards.
+
+    Args:
+        window: Attended keys, the query's own among them.
+        dilation: Tokens between attended keys.
+        tokens: Sequence length; the borders depend on it.
+    Returns:
+        A pattern for that length.
+    Raises:
+        PatternError: A window or dilation below 1.
+    Example:
+        >>> rw.natten_1d(3, tokens=5).to_dense(5)[0, 0].int()[[0, 2]]
+        tensor([[1, 1, 1, 0, 0],
+                [0, 1, 1, 1, 0]], dtype=torch.int32)
+    References:
+        Hassani et al. (2023), Neighborhood attention transformer, section 3.
+    """
+    return Neighborhood(window, dilation, tokens=tokens)

@@ -1,0 +1,74 @@
+"""Which tiles to compute: plans, their cache, and the branches of a pattern."""
+
+from __future__ import annotations
+
+import torch
+
+from ..patterns import Pattern
+from .block_plan import BlockPlan, pack_masks, unpack_masks
+from .branches import Branch, branches, tile_sides
+from .cache import CacheStatistics, PlanCache, pattern_of, plan_cache
+from .interop import from_block_mask
+
+__all__ = [
+    "BlockPlan",
+    "Branch",
+    "CacheStatistics",
+    "PlanCache",
+    "branches",
+    "density",
+    "from_block_mask",
+    "pack_masks",
+    "pattern_of",
+    "plan",
+    "plan_cache",
+    "unpack_masks",
+]
+
+
+def plan(
+    pattern: Pattern,
+    nq: int,
+    nk: int | None = None,
+    *,
+    heads: int = 1,
+    batch: int = 1,
+    q_offset: int = 0,
+    tile: int | tuple[int, int] | None = None,
+    device: str | torch.device = "cpu",
+) -> BlockPlan:
+    """The tiles that a pattern leaves non-empty, by rows and columns, with the masks of the partial ones; cached.
+
+    Cost and memory grow with the non-empty tiles, never with N squared.
+
+    Args:
+        pattern: A relation.
+        nq: Queries, at positions q_offset, q_offset + 1, ...
+        nk: Keys; nq + q_offset by default.
+        heads: Query heads.
+        batch: Batch elements.
+        q_offset: Position of the first query.
+        tile: Side of a tile, or (queries, keys); multiples of 16. None: 128, less for short sequences.
+        device: Where the plan's tensors live.
+    Returns:
+        The plan.
+    Raises:
+        PatternError: The pattern is made for other lengths, heads or batch, or is a LongNet.
+        ShapeError: A size below 1, or a tile that is not a multiple of 16.
+    Example:
+        >>> rw.plan(rw.SlidingWindow(1024) | rw.Sinks(64), 16384)
+        BlockPlan(16384 x 16384 tokens, tiles 128 x 128, 1227 non-empty tiles in 1 group(s), 3 masks, density 0.0749, cpu)
+    """
+    nk = nq + q_offset if nk is None else nk
+    return plan_cache.get(
+        pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile_sides(tile, nq, nk), device=device
+    )
+
+
+def density(
+    pattern: Pattern, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0
+) -> float:
+    """Allowed pairs over all pairs, counted exactly; for a LongNet a pair counts once per branch that allows it."""
+    nk = nq + q_offset if nk is None else nk
+    program = branches(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
+    return sum(branch.plan().pairs() for branch in program) / (batch * heads * nq * nk)

@@ -1,0 +1,169 @@
+"""The tiles to compute, as tensors: all that a kernel sees of a pattern."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_TENSORS = ("row_ptr", "col", "bits", "col_ptr", "row", "bits_t", "masks", "group", "order")
+_SIZES = ("nq", "nk", "q_tile", "kv_tile", "q_offset")
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPlan:
+    """The non-empty tiles of a pattern by rows and by columns, with the masks of the partial ones.
+
+    G sets of rows serve all (batch, head) pairs; equal ones share a set. All tensors are int32 on one device. Sizes grow
+    with the non-empty tiles (nnz), never with N squared.
+
+    Attributes:
+        row_ptr: (G, query tiles + 1), offsets into ``col`` and ``bits``.
+        col: (nnz,), key tiles of each query tile, ascending.
+        bits: (nnz,), -1 where every pair of the tile inside the lengths is allowed, else an index into ``masks``.
+        col_ptr: (G, key tiles + 1), offsets into ``row`` and ``bits_t``.
+        row: (nnz,), query tiles of each key tile, ascending.
+        bits_t: (nnz,), as ``bits``, in column order.
+        masks: (M, q_tile, ceil(kv_tile / 32)), distinct masks, key c of a row at bit c % 32 of word c // 32.
+        group: (B, Hq), which of the G sets a batch element and head uses.
+        order: (G * query tiles,), rows g * tiles + i in launch order: longest first, neighbours together.
+        nq: Queries, at positions q_offset and after.
+        nk: Keys.
+        q_tile: Queries in a tile.
+        kv_tile: Keys in a tile.
+        q_offset: Position of the first query.
+    """
+
+    row_ptr: Tensor
+    col: Tensor
+    bits: Tensor
+    col_ptr: Tensor
+    row: Tensor
+    bits_t: Tensor
+    masks: Tensor
+    group: Tensor
+    order: Tensor
+    nq: int
+    nk: int
+    q_tile: int
+    kv_tile: int
+    q_offset: int = 0
+
+    @property
+    def q_tiles(self) -> int:
+        """Query tiles of one row set."""
+        return self.row_ptr.shape[1] - 1
+
+    @property
+    def kv_tiles(self) -> int:
+        """Key tiles of one row set."""
+        return self.col_ptr.shape[1] - 1
+
+    @property
+    def nnz(self) -> int:
+        """Non-empty tiles, summed over the distinct row sets."""
+        return self.col.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in (getattr(self, name) for name in _TENSORS))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.col.device
+
+    @property
+    def tiles(self) -> int:
+        """Non-empty tiles, summed over batch and heads: what a kernel computes."""
+        per_group = (self.row_ptr[:, -1] - self.row_ptr[:, 0]).long()
+        return int(per_group[self.group.long()].sum())
+
+    @property
+    def density(self) -> float:
+        """Non-empty tiles over all tiles, over batch and heads."""
+        return self.tiles / (self.group.numel() * self.q_tiles * self.kv_tiles)
+
+    def pairs(self) -> int:
+        """Allowed (query, key) pairs, summed over batch and heads."""
+        counts = self.row_ptr.diff(dim=1).reshape(-1).long()
+        row = torch.arange(counts.numel(), device=self.device).repeat_interleave(counts)
+        height = (self.nq - row % self.q_tiles * self.q_tile).clamp(max=self.q_tile)
+        width = (self.nk - self.col.long() * self.kv_tile).clamp(max=self.kv_tile)
+        area = height * width
+        if self.masks.shape[0]:
+            size = unpack_masks(self.masks, self.kv_tile).sum((1, 2))
+            area = torch.where(self.bits < 0, area, size[self.bits.clamp(min=0).long()])
+        per_group = torch.zeros(self.row_ptr.shape[0], dtype=torch.int64, device=self.device)
+        per_group.index_add_(0, row // self.q_tiles, area)
+        return int(per_group[self.group.long()].sum())
+
+    def tile_rows(self) -> Tensor:
+        """The query tile of each entry of ``col``, int64 (nnz,)."""
+        counts = self.row_ptr.diff(dim=1).reshape(-1).long()
+        return torch.arange(counts.numel(), device=self.device).repeat_interleave(counts) % self.q_tiles
+
+    def to(self, device: torch.device | str) -> BlockPlan:
+        """The plan with its tensors on a device."""
+        return dataclasses.replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
+
+    def to_dense(self) -> Tensor:
+        """The relation that the tiles spell out, bool (B, Hq, nq, nk); for tests and small sizes."""
+        groups = self.row_ptr.shape[0]
+        tiles = torch.zeros(groups, self.q_tiles, self.kv_tiles, self.q_tile, self.kv_tile, dtype=torch.bool)
+        full = torch.ones(1, self.q_tile, self.kv_tile, dtype=torch.bool)
+        shapes = torch.cat([unpack_masks(self.masks.cpu(), self.kv_tile), full])
+        counts = self.row_ptr.diff(dim=1).reshape(-1).long().cpu()
+        row = torch.arange(counts.numel()).repeat_interleave(counts)
+        tiles[row // self.q_tiles, row % self.q_tiles, self.col.long().cpu()] = shapes[self.bits.long().cpu()]
+        dense = tiles.permute(0, 1, 3, 2, 4).reshape(groups, self.q_tiles * self.q_tile, self.kv_tiles * self.kv_tile)
+        return dense[:, : self.nq, : self.nk][self.group.long().cpu()]
+
+    def to_block_mask(self) -> Any:
+        """The plan as FlexAttention's ``BlockMask``; its ``mask_mod`` reads the packed masks.
+
+        Returns:
+            ``torch.nn.attention.flex_attention.BlockMask`` on the plan's device, for q_offset 0 or a flex call whose
+            queries start at 0: positions are those of the tensors.
+        """
+        from .interop import to_block_mask
+
+        return to_block_mask(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockPlan({self.nq} x {self.nk} tokens, tiles {self.q_tile} x {self.kv_tile}, {self.nnz} non-empty tiles "
+            f"in {self.row_ptr.shape[0]} group(s), {self.masks.shape[0]} masks, density {self.density:.4f}, {self.device})"
+        )
+
+
+def pack_masks(dense: Tensor) -> Tensor:
+    """Pack bool (M, q_tile, kv_tile) to int32 (M, q_tile, ceil(kv_tile / 32)), lowest bit first."""
+    width = dense.shape[-1]
+    dense = torch.nn.functional.pad(dense, (0, -width % 32))
+    # summed as int64, then wrapped: bit 31 is the sign
+    weights = torch.ones(32, dtype=torch.int64, device=dense.device) << torch.arange(32, device=dense.device)
+    words = (dense.unflatten(-1, (-1, 32)) * weights).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def unpack_masks(masks: Tensor, kv_tile: int) -> Tensor:
+    """The inverse of ``pack_masks``: bool (M, q_tile, kv_tile)."""
+    bits = (masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device)) & 1
+    return bits.flatten(-2)[..., :kv_tile].bool()
+
+
+def _flatten(plan: BlockPlan) -> tuple[list[Any], Any]:
+    return [getattr(plan, name) for name in _TENSORS], tuple(getattr(plan, name) for name in _SIZES)
+
+
+def _unflatten(tensors: Any, sizes: Any) -> BlockPlan:
+    return BlockPlan(*tensors, *sizes)
+
+
+pytree.register_pytree_node(BlockPlan, _flatten, _unflatten, serialized_type_name="ringweave.BlockPlan")

@@ -1,0 +1,196 @@
+"""Pattern to branches: strided views with a relation each, whose results merge into the whole.
+
+A relation that is sparse by residue (``Dilated``, ``Strided``) leaves every tile partial in token order, but is a dense
+window among the positions congruent to one offset. So ``A | B`` with such a B becomes A in token order and, for every
+offset, ``B & ~A`` in the strided view: disjoint, joined by their log-sum-exp. A split is made where it computes fewer
+tiles. ``LongNet`` is a list of such branches by definition, and there the branches may overlap.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from ..patterns import Causal, Full, LongNet, Or, Pattern, View
+from .block_plan import BlockPlan
+from .build import default_tile
+from .cache import plan_cache, table_keys
+
+# Tiles of 128 x 128 whose computation costs as much as starting another branch and merging a row tile of it.
+_BRANCH_COST = 16
+_MERGE_COST = 0.25
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One relation over a strided view of some heads.
+
+    Attributes:
+        pattern: The relation, in the view's own positions.
+        heads: (start, stop, step) over query heads.
+        rate: Tokens between neighbours of the view.
+        q_first: The first query of the view, as an index into q.
+        k_first: The first key of the view, as an index into k.
+        nq: Queries in the view.
+        nk: Keys in the view.
+        q_offset: Position of the view's first query, in the view's own positions.
+        batch: Batch elements.
+    """
+
+    pattern: Pattern
+    heads: tuple[int, int, int]
+    rate: int
+    q_first: int
+    k_first: int
+    nq: int
+    nk: int
+    q_offset: int
+    batch: int
+
+    @property
+    def head_count(self) -> int:
+        """Query heads of the branch."""
+        return len(range(*self.heads))
+
+    @property
+    def structure(self) -> str:
+        """``"full"`` or ``"causal"`` (top-left) where a dense kernel computes exactly this relation, else ``"sparse"``."""
+        if self.pattern == Full():
+            return "full"
+        return "causal" if self.pattern == Causal() and self.q_offset == 0 else "sparse"
+
+    def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
+        """The branch's plan, cached."""
+        return plan_cache.get(
+            self.pattern,
+            self.nq,
+            self.nk,
+            heads=self.head_count,
+            batch=self.batch,
+            q_offset=self.q_offset,
+            tile=tile_sides(tile, self.nq, self.nk),
+            device=device,
+        )
+
+
+def tile_sides(tile: int | tuple[int, int] | None, nq: int, nk: int) -> tuple[int, int]:
+    """(q_tile, kv_tile) from a side, both sides or None."""
+    if tile is None:
+        return default_tile(nq), default_tile(nk)
+    return (tile, tile) if isinstance(tile, int) else tile
+
+
+_MAX_PROGRAMS = 1024
+_programs: OrderedDict[Hashable, tuple[Branch, ...]] = OrderedDict()
+_lock = threading.Lock()
+
+
+def branches(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, batch: int = 1, q_offset: int = 0) -> tuple[Branch, ...]:
+    """The branches that compute a pattern, cached by value.
+
+    Args:
+        pattern: A relation or a LongNet.
+        nq: Queries.
+        nk: Keys.
+        heads: Query heads.
+        batch: Batch elements.
+        q_offset: Position of the first query.
+    Returns:
+        At least one branch, unless no view of a LongNet holds a token.
+    """
+    key = (pattern.spec, table_keys(pattern.tables), nq, nk, heads, batch, q_offset)
+    with _lock:
+        found = _programs.get(key)
+        if found is not None:
+            _programs.move_to_end(key)
+            return found
+    size = _Sizes(nq, nk, heads, batch, q_offset)
+    if isinstance(pattern, LongNet):
+        split = [_branch(view, inside, size) for view, inside in pattern.views(heads)]
+        program = tuple(branch for branch in split if branch is not None)
+    else:
+        program = _split(pattern, size)
+    with _lock:
+        _programs[key] = program
+        if len(_programs) > _MAX_PROGRAMS:
+            _programs.popitem(last=False)
+    return program
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    nq: int
+    nk: int
+    heads: int
+    batch: int
+    q_offset: int
+
+
+def _branch(view: View, pattern: Pattern, size: _Sizes) -> Branch | None:
+    q_first = (view.offset - size.q_offset) % view.rate
+    nq = -(-(size.nq - q_first) // view.rate)
+    nk = -(-(size.nk - view.offset) // view.rate)
+    if nq < 1 or nk < 1:
+        return None
+    return Branch(
+        pattern=pattern,
+        heads=view.heads,
+        rate=view.rate,
+        q_first=q_first,
+        k_first=view.offset,
+        nq=nq,
+        nk=nk,
+        q_offset=(q_first + size.q_offset - view.offset) // view.rate,
+        batch=size.batch,
+    )
+
+
+def _split(pattern: Pattern, size: _Sizes) -> tuple[Branch, ...]:
+    everything = View((0, size.heads, 1), 1, 0)
+    whole = _branch(everything, pattern, size)
+    assert whole is not None
+    parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
+    if all(part.residue_rate() == 1 for part in parts):
+        return (whole,)
+    rest = [part for part in parts if part.residue_rate() == 1]
+    program: list[Branch] = []
+    seen: Pattern | None = None
+    for part in rest:
+        seen = part if seen is None else seen | part
+    if seen is not None:
+        base = _branch(everything, seen, size)
+        assert base is not None
+        program.append(base)
+    for part in parts:
+        rate = part.residue_rate()
+        if rate == 1:
+            continue
+        new = part if seen is None else part & ~seen
+        for offset in range(min(rate, size.nk)):
+            inside = new.restride(rate, offset)
+            if inside is None:
+                return (whole,)
+            branch = _branch(View(everything.heads, rate, offset), inside, size)
+            if branch is not None:
+                program.append(branch)
+        seen = part if seen is None else seen | part
+    return tuple(program) if _cost(program) < _cost([whole]) else (whole,)
+
+
+def _cost(program: list[Branch]) -> float:
+    """Modelled cost in tiles of 128 x 128: computed, plus what further branches cost to start and merge."""
+    total = 0.0
+    seen: dict[tuple[object, ...], float] = {}
+    for branch in program:
+        # residues of one rate differ by a token at most: one plan stands for all of them
+        alike = (branch.pattern.spec, branch.rate, branch.nq // 64, branch.nk // 64)
+        if alike not in seen:
+            plan = branch.plan()
+            seen[alike] = plan.tiles * plan.q_tile * plan.kv_tile / 128**2
+        total += seen[alike]
+    rows = sum(branch.nq * branch.head_count * branch.batch for branch in program) / 128
+    return total + (len(program) - 1) * _BRANCH_COST + (_MERGE_COST * rows if len(program) > 1 else 0.0)

@@ -1,0 +1,261 @@
+"""Pattern to plan, in time and memory that grow with the non-empty tiles.
+
+Each query tile has a few key ranges outside of which the pattern allows nothing. The tiles of those ranges get a class
+(empty, full, or one of a few masks), one tile of each class is evaluated by token, and the masks are deduplicated.
+Everything is vectorised over tiles; the only Python loop runs over the distinct patterns among batch and heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import PatternError, ShapeError, message
+from ..patterns import BlockTable, Pattern, check_extents
+from ..patterns.base import EMPTY, FULL, Int64, Ranges, Tiles
+from .block_plan import BlockPlan, pack_masks
+
+_EVALUATED_AT_ONCE = 2**24  # mask bits
+DEFAULT_TILE = 128
+
+
+@dataclass
+class _Rows:
+    """The non-empty tiles of one row set, in row order."""
+
+    row: NDArray[np.int64]
+    col: NDArray[np.int64]
+    bits: NDArray[np.int32]
+
+
+def default_tile(n: int) -> int:
+    """The tile side for a length: 128, or the least power of two >= 16 that holds a shorter sequence."""
+    return min(DEFAULT_TILE, max(16, 1 << (n - 1).bit_length()))
+
+
+def build(
+    pattern: Pattern,
+    nq: int,
+    nk: int,
+    *,
+    heads: int = 1,
+    batch: int = 1,
+    q_offset: int = 0,
+    tile: tuple[int, int],
+    device: str | torch.device = "cpu",
+) -> BlockPlan:
+    """Plan a pattern, uncached; see :func:`ringweave.plan`."""
+    _check(pattern, nq, nk, heads, batch, q_offset, tile)
+    if isinstance(pattern, BlockTable) and q_offset == 0 and pattern.block_size == tile:
+        return _from_table(pattern, nq, nk, heads, batch, tile, device)
+    distinct: dict[Pattern, int] = {}
+    group = np.zeros((batch, heads), np.int32)
+    for b in range(batch):
+        for h in range(heads):
+            group[b, h] = distinct.setdefault(pattern.select(b, h), len(distinct))
+    store = _Masks(tile)
+    sets = [_rows(each, nq, nk, q_offset, tile, store) for each in distinct]
+    return _assemble(sets, torch.from_numpy(group), store.packed(), nq, nk, q_offset, tile, device)
+
+
+def _check(pattern: Pattern, nq: int, nk: int, heads: int, batch: int, q_offset: int, tile: tuple[int, int]) -> None:
+    for name, value, least in (
+        ("nq", nq, 1), ("nk", nk, 1), ("heads", heads, 1), ("batch", batch, 1), ("q_offset", q_offset, 0),
+    ):  # fmt: skip
+        if value < least:
+            raise ShapeError(message(name, value, f"at least {least}", "Pass non-empty sequences and heads."))
+    for side in tile:
+        if side < 1 or side % 16 or side > 1024:
+            raise ShapeError(message("tile", tile, "multiples of 16 from 16 to 1024", "Use 128."))
+    if not pattern.combinable:
+        raise PatternError(
+            message("pattern", repr(pattern), "a relation", "A LongNet has one plan per branch: see explain().")
+        )
+    check_extents(pattern, batch, heads)
+    pattern.check(nq, nk, q_offset)
+
+
+def _rows(pattern: Pattern, nq: int, nk: int, q_offset: int, tile: tuple[int, int], store: _Masks) -> _Rows:
+    q_tile, kv_tile = tile
+    lo = np.arange(0, nq, q_tile, dtype=np.int64)
+    q_lo, q_hi = lo + q_offset, np.minimum(lo + q_tile, nq) + q_offset
+    row, col = _candidates(pattern.key_ranges(q_lo, q_hi, nk), kv_tile, -(-nk // kv_tile))
+    k_lo = col * kv_tile
+    tiles = Tiles(q_lo[row], q_hi[row], k_lo, np.minimum(k_lo + kv_tile, nk))
+    keys = pattern.tile_keys(tiles)
+    used = keys != EMPTY
+    if not used.all():
+        row, col, keys, tiles = row[used], col[used], keys[used], Tiles(*(side[used] for side in tiles))
+    bits = np.full(len(row), -1, np.int32)
+    partial = keys != FULL
+    if not partial.any():
+        return _Rows(row, col, bits)
+    # clipped tiles at the ends hold other masks than whole ones of the same class
+    clipped = (tiles.q_hi - tiles.q_lo != q_tile) * 2 + (tiles.k_hi - tiles.k_lo != kv_tile)
+    label = keys[partial] * 4 + clipped[partial]
+    _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
+    sample = Tiles(*(side[partial][first] for side in tiles))
+    bits[partial] = store.add(pattern, sample)[inverse.reshape(-1)]
+    kept = bits != _Masks.EMPTY
+    return _Rows(row[kept], col[kept], bits[kept])
+
+
+def _candidates(ranges: Ranges, kv_tile: int, kv_tiles: int) -> tuple[Int64, Int64]:
+    """The tiles that the ranges touch, by row and ascending, each once."""
+    start = np.maximum(ranges.start, 0) // kv_tile
+    stop = np.minimum(-(-ranges.stop // kv_tile), kv_tiles)
+    empty = (ranges.stop <= ranges.start) | (stop <= start)
+    if start.shape[1] > 1:
+        start = np.where(empty, kv_tiles, start)
+        stop = np.where(empty, 0, stop)
+        order = np.argsort(start, axis=1, kind="stable")
+        start, stop = np.take_along_axis(start, order, 1), np.take_along_axis(stop, order, 1)
+        covered = np.maximum.accumulate(stop, axis=1)
+        start[:, 1:] = np.maximum(start[:, 1:], covered[:, :-1])
+    length = np.maximum(stop - start, 0)
+    length[empty if start.shape[1] == 1 else start >= kv_tiles] = 0
+    flat = length.reshape(-1)
+    ends = np.cumsum(flat)
+    total = int(ends[-1])
+    col = np.arange(total) - np.repeat(ends - flat - start.reshape(-1), flat)
+    row = np.repeat(np.arange(len(start)), length.sum(1))
+    return row, col
+
+
+class _Masks:
+    """Distinct packed masks; full and empty ones get a code of their own."""
+
+    FULL, EMPTY = -1, -2
+
+    def __init__(self, tile: tuple[int, int]):
+        self.tile = tile
+        self.words = (tile[0], -(-tile[1] // 32))
+        self.index: dict[bytes, int] = {}
+        self.rows: list[NDArray[np.int32]] = []
+
+    def add(self, pattern: Pattern, sample: Tiles) -> NDArray[np.int32]:
+        """Evaluate the pattern on tiles by token: a mask index each, or FULL or EMPTY."""
+        q_tile, kv_tile = self.tile
+        codes = np.empty(len(sample.q_lo), np.int32)
+        step = max(1, _EVALUATED_AT_ONCE // (q_tile * kv_tile))
+        for begin in range(0, len(codes), step):
+            q_lo, q_hi, k_lo, k_hi = (torch.from_numpy(side[begin : begin + step])[:, None, None] for side in sample)
+            q = q_lo + torch.arange(q_tile)[None, :, None]
+            k = k_lo + torch.arange(kv_tile)[None, None, :]
+            inside = (q < q_hi) & (k < k_hi)
+            # positions past the ends are clamped: a function may index tables by them
+            allowed = pattern.allows(torch.minimum(q, q_hi - 1), torch.minimum(k, k_hi - 1)) & inside
+            full, empty = (allowed == inside).all((1, 2)).numpy(), ~allowed.any(2).any(1).numpy()
+            packed = pack_masks(allowed).numpy().reshape(len(full), -1)
+            for i, row in enumerate(packed):
+                if empty[i] or full[i]:
+                    codes[begin + i] = self.EMPTY if empty[i] else self.FULL
+                    continue
+                code = self.index.setdefault(row.tobytes(), len(self.rows))
+                if code == len(self.rows):
+                    self.rows.append(row.copy())
+                codes[begin + i] = code
+        return codes
+
+    def packed(self) -> torch.Tensor:
+        if not self.rows:
+            return torch.zeros(0, *self.words, dtype=torch.int32)
+        return torch.from_numpy(np.stack(self.rows).reshape(-1, *self.words))
+
+
+def _assemble(
+    sets: list[_Rows],
+    group: torch.Tensor,
+    masks: torch.Tensor,
+    nq: int,
+    nk: int,
+    q_offset: int,
+    tile: tuple[int, int],
+    device: str | torch.device,
+) -> BlockPlan:
+    q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
+    row_ptr, col_ptr, row_t, bits_t = [], [], [], []
+    base = 0
+    for tiles in sets:
+        row_ptr.append(base + _offsets(tiles.row, q_tiles))
+        col_ptr.append(base + _offsets(tiles.col, kv_tiles))
+        # a stable sort of 16-bit keys is a radix sort
+        column = tiles.col.astype(np.uint16) if kv_tiles <= 2**16 else tiles.col
+        by_column = np.argsort(column, kind="stable")
+        row_t.append(tiles.row[by_column])
+        bits_t.append(tiles.bits[by_column])
+        base += len(tiles.row)
+    if base >= 2**31:
+        raise PatternError(message("pattern", f"{base} tiles", "fewer than 2**31", "Use larger tiles or fewer groups."))
+    counts = np.concatenate([np.diff(ptr) for ptr in row_ptr])
+
+    def tensor(array: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
+
+    return BlockPlan(
+        row_ptr=tensor(np.stack(row_ptr)),
+        col=tensor(np.concatenate([tiles.col for tiles in sets])),
+        bits=tensor(np.concatenate([tiles.bits for tiles in sets])),
+        col_ptr=tensor(np.stack(col_ptr)),
+        row=tensor(np.concatenate(row_t)),
+        bits_t=tensor(np.concatenate(bits_t)),
+        masks=masks.to(device),
+        group=group.to(device),
+        order=tensor(_launch_order(counts)),
+        nq=nq,
+        nk=nk,
+        q_tile=tile[0],
+        kv_tile=tile[1],
+        q_offset=q_offset,
+    )
+
+
+def _offsets(index: Int64, size: int) -> Int64:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(index, minlength=size))])
+
+
+def _launch_order(counts: Int64) -> Int64:
+    # longest first by classes of half an octave: rows of about one length keep their neighbours, who share keys
+    rank = np.floor(2 * np.log2(np.maximum(counts, 1))).astype(np.int16)
+    return np.argsort(-rank, kind="stable")
+
+
+def _from_table(
+    pattern: BlockTable, nq: int, nk: int, heads: int, batch: int, tile: tuple[int, int], device: str | torch.device
+) -> BlockPlan:
+    """A table on the tile grid is its own plan: every tile full, no token evaluated, on the table's device."""
+    mask = pattern.tables[0].to(device)
+    q_tiles, kv_tiles = mask.shape[-2:]
+    table = mask.reshape(-1, q_tiles, kv_tiles)
+    group = torch.arange(table.shape[0], dtype=torch.int32, device=table.device).reshape(mask.shape[:-2])
+    zero = torch.zeros(1, dtype=torch.int64, device=table.device)
+
+    def compressed(grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ptr = torch.cat([zero, grid.sum(-1).reshape(-1).cumsum(0)])
+        lines = torch.arange(grid.shape[0], device=grid.device)[:, None] * grid.shape[1]
+        ptr = ptr[lines + torch.arange(grid.shape[1] + 1, device=grid.device)]
+        return ptr.int(), grid.nonzero()[:, 2].int()
+
+    row_ptr, col = compressed(table)
+    col_ptr, row = compressed(table.transpose(1, 2))
+    counts = row_ptr.diff(dim=1).reshape(-1)
+    rank = (2 * counts.clamp(min=1).log2()).floor().to(torch.int16)
+    full = torch.full_like(col, -1)
+    return BlockPlan(
+        row_ptr=row_ptr,
+        col=col,
+        bits=full,
+        col_ptr=col_ptr,
+        row=row,
+        bits_t=full,
+        masks=torch.zeros(0, tile[0], -(-tile[1] // 32), dtype=torch.int32, device=table.device),
+        group=group.expand(batch, heads).contiguous(),
+        order=torch.argsort(-rank, stable=True).int(),
+        nq=nq,
+        nk=nk,
+        q_tile=tile[0],
+        kv_tile=tile[1],
+    )

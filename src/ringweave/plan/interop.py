@@ -1,0 +1,88 @@
+"""Plans and patterns to and from FlexAttention's BlockMask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PatternError, message
+from ..patterns import BlockTable, Pattern, from_mask_mod
+from .block_plan import BlockPlan
+
+
+def to_block_mask(plan: BlockPlan) -> Any:
+    """See :meth:`BlockPlan.to_block_mask`."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    groups, rows, columns = plan.row_ptr.shape[0], plan.q_tiles, plan.kv_tiles
+    counts = plan.row_ptr.diff(dim=1).reshape(-1).long()
+    line = torch.arange(counts.numel(), device=plan.device).repeat_interleave(counts)
+    where = (line // rows, line % rows, plan.col.long())
+    # -2 empty, -1 full, else the mask
+    table = torch.full((groups, rows, columns), -2, dtype=torch.int32, device=plan.device)
+    table[where] = plan.bits
+    group = plan.group.long()
+    masks = plan.masks if plan.masks.shape[0] else plan.masks.new_zeros(1, *plan.masks.shape[1:])
+    q_tile, kv_tile = plan.q_tile, plan.kv_tile
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        code = table[group[b, h], q // q_tile, k // kv_tile]
+        word = masks[code.clamp(min=0), q % q_tile, k % kv_tile // 32]
+        return (code == -1) | ((code >= 0) & (((word >> (k % 32)) & 1) == 1))
+
+    def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = chosen[group]
+        order = torch.argsort(chosen.int(), dim=-1, descending=True, stable=True)
+        return chosen.sum(-1).int(), order.int()
+
+    return BlockMask.from_kv_blocks(
+        *listed(table >= 0),
+        *listed(table == -1),
+        BLOCK_SIZE=(q_tile, kv_tile),
+        mask_mod=mask_mod,
+        seq_lengths=(plan.nq, plan.nk),
+    )
+
+
+def from_block_mask(block_mask: Any) -> Pattern:
+    """The pattern of a FlexAttention ``BlockMask``: its full blocks, and its partial blocks under its ``mask_mod``.
+
+    Args:
+        block_mask: From ``create_block_mask`` or ``BlockMask.from_kv_blocks``.
+    Returns:
+        A pattern for the mask's batch, heads and lengths (1 in the mask stands for any number).
+    Raises:
+        PatternError: Not a BlockMask.
+    Example:
+        >>> from torch.nn.attention.flex_attention import create_block_mask
+        >>> causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
+        >>> rw.from_block_mask(causal).to_dense(256)[0, 0].equal(rw.Causal().to_dense(256)[0, 0])
+        True
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if not isinstance(block_mask, BlockMask):
+        raise PatternError(
+            message("block_mask", type(block_mask).__name__, "a FlexAttention BlockMask", "Build it with create_block_mask.")
+        )
+    size = block_mask.BLOCK_SIZE
+    nk = block_mask.seq_lengths[1]
+    blocks = -(-nk // size[1])
+
+    def table(counts: Tensor, indices: Tensor) -> BlockTable:
+        batch, heads, rows = counts.shape
+        # in a BlockMask 1 broadcasts, in a table every batch element and head has its own
+        shape = ((batch, heads) if batch > 1 else (heads,) if heads > 1 else ()) + (rows,)
+        return BlockTable(
+            indices=indices.reshape(*shape, -1),
+            counts=counts.reshape(shape),
+            key_blocks=max(blocks, indices.shape[-1]),
+            block_size=(size[0], size[1]),
+        )
+
+    partial = table(block_mask.kv_num_blocks, block_mask.kv_indices) & from_mask_mod(block_mask.mask_mod)
+    if block_mask.full_kv_num_blocks is None:
+        return partial
+    return table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices) | partial

@@ -1,0 +1,110 @@
+"""Attention weights on request: the probabilities of the non-empty tiles, never a dense matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .checks import check_call
+from .errors import PatternError, message
+from .patterns import LongNet, Pattern
+from .plan import BlockPlan, plan, unpack_masks
+
+
+@dataclass(frozen=True, eq=False)
+class BlockWeights:
+    """The attention probabilities of a plan's tiles.
+
+    Attributes:
+        plan: Which tiles.
+        values: (T, q_tile, kv_tile), one matrix per tile in float32, for batch elements and heads in turn (heads
+            fastest), within each in the plan's row order.
+        first: (B, Hq) int64, where the tiles of each batch element and head begin.
+    """
+
+    plan: BlockPlan
+    values: Tensor
+    first: Tensor
+
+    def to_dense(self) -> Tensor:
+        """The dense matrix (B, Hq, Nq, Nk), for small sizes."""
+        p = self.plan
+        batch, heads = p.group.shape
+        rows = p.tile_rows()
+        dense = self.values.new_zeros(batch, heads, p.q_tiles, p.kv_tiles, p.q_tile, p.kv_tile)
+        for b in range(batch):
+            for h in range(heads):
+                entries = _entries(p, b, h)
+                start = int(self.first[b, h])
+                dense[b, h, rows[entries], p.col[entries].long()] = self.values[start : start + len(entries)]
+        dense = dense.transpose(3, 4).reshape(batch, heads, p.q_tiles * p.q_tile, p.kv_tiles * p.kv_tile)
+        return dense[:, :, : p.nq, : p.nk]
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, pattern: Pattern, *, scale: float | None = None, q_offset: int = 0
+) -> BlockWeights:
+    """The attention probabilities, as (plan, tile values): for inspection, at a cost of 4 bytes per pair of a tile.
+
+    ``weights[i, j] = exp(scale * <q[i], k[j]> - lse[i])`` over the allowed pairs, 0 elsewhere. Differentiable.
+
+    Args:
+        q: Queries, (B, Hq, Nq, D).
+        k: Keys, (B, Hkv, Nk, D).
+        pattern: A relation.
+        scale: Factor of the scores; 1 / sqrt(D) by default.
+        q_offset: Position of the first query.
+    Returns:
+        The weights of the non-empty tiles.
+    Raises:
+        ShapeError: Shapes, dtypes or devices do not fit.
+        PatternError: The pattern does not fit the call, or is a LongNet.
+    Example:
+        >>> weights = rw.attention_weights(q, k, rw.Causal())
+        >>> torch.testing.assert_close(weights.to_dense().sum(-1), torch.ones(1, 4, 256))
+    """
+    scale = check_call(q, k, k, pattern, scale=scale, q_offset=q_offset, backend="gather", dropout=0.0)
+    if isinstance(pattern, LongNet):
+        raise PatternError(
+            message("pattern", repr(pattern), "a relation", "Ask for the weights of one branch's relation.")
+        )
+    batch, heads, nq, _ = q.shape
+    p = plan(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset, device=q.device)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    rows = p.tile_rows()
+    whole = torch.ones(1, p.q_tile, p.kv_tile, dtype=torch.bool, device=q.device)
+    bank = torch.cat([unpack_masks(p.masks, p.kv_tile), whole])
+    bound = torch.arange(p.kv_tiles * p.kv_tile, device=q.device).view(p.kv_tiles, 1, p.kv_tile) < p.nk
+    q_tiles = _tiled(q.to(wide) * scale, p.q_tiles, p.q_tile)
+    k_tiles = _tiled(k.to(wide), p.kv_tiles, p.kv_tile)
+    values: list[Tensor] = []
+    first = torch.zeros(batch, heads, dtype=torch.int64)
+    count = 0
+    for b in range(batch):
+        for h in range(heads):
+            entries = _entries(p, b, h)
+            row, col = rows[entries], p.col[entries].long()
+            scores = torch.bmm(q_tiles[b, h, row], k_tiles[b, h * k.shape[1] // heads, col].mT)
+            scores = torch.where(bank[p.bits[entries].long()] & bound[col], scores, -torch.inf)
+            # the rows' log-sum-exp, from those of their tiles
+            top = scores.detach().new_full((p.q_tiles, p.q_tile), -torch.inf)
+            top = top.scatter_reduce(0, row[:, None].expand(-1, p.q_tile), scores.detach().amax(-1), "amax")
+            top = torch.where(torch.isfinite(top), top, 0.0)
+            unscaled = torch.exp(scores - top[row][..., None])
+            total = torch.zeros_like(top).index_add(0, row, unscaled.sum(-1))
+            values.append(unscaled / torch.where(total > 0, total, 1.0)[row][..., None])
+            first[b, h] = count
+            count += len(entries)
+    return BlockWeights(p, torch.cat(values), first)
+
+
+def _entries(p: BlockPlan, b: int, h: int) -> Tensor:
+    group = int(p.group[b, h])
+    return torch.arange(int(p.row_ptr[group, 0]), int(p.row_ptr[group, -1]), device=p.device)
+
+
+def _tiled(x: Tensor, tiles: int, tile: int) -> Tensor:
+    x = torch.nn.functional.pad(x, (0, 0, 0, tiles * tile - x.shape[2]))
+    return x.unflatten(2, (tiles, tile))
