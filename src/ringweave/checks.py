@@ -22,21 +22,32 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ShapeError(message(name, type(x).__name__, "a tensor", "Pass torch tensors."))
         if x.ndim != 4:
             raise ShapeError(
-                message(name, f"shape {tuple(x.shape)}", "(batch, heads, tokens, dim)", "Add or split dimensions to make four.")
+                message(
+                    name,
+                    f"shape {tuple(x.shape)}",
+                    "(batch, heads, tokens, dim)",
+                    "Add or split dimensions to make four.",
+                )
             )
         if x.dtype not in _DTYPES:
             raise ShapeError(
-                message(f"{name}.dtype", x.dtype, "float32, float16, bfloat16 or float64", f"Convert {name} with .to(...).")
+                message(
+                    f"{name}.dtype", x.dtype, "float32, float16, bfloat16 or float64", f"Convert {name} with .to(...)."
+                )
             )
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ShapeError(message(f"{name}.dtype", x.dtype, f"{q.dtype}, as q", f"Convert with {name}.to(q.dtype)."))
         if x.device != q.device:
-            raise ShapeError(message(f"{name}.device", x.device, f"{q.device}, as q", f"Move it with {name}.to(q.device)."))
+            raise ShapeError(
+                message(f"{name}.device", x.device, f"{q.device}, as q", f"Move it with {name}.to(q.device).")
+            )
         if x.shape[0] != q.shape[0]:
             raise ShapeError(message(f"{name} batch", x.shape[0], f"{q.shape[0]}, as q", "Expand or slice the batch."))
     if k.shape[3] != q.shape[3]:
-        raise ShapeError(message("k head dim D", k.shape[3], f"{q.shape[3]}, as q", "Project q and k to one dimension."))
+        raise ShapeError(
+            message("k head dim D", k.shape[3], f"{q.shape[3]}, as q", "Project q and k to one dimension.")
+        )
     if v.shape[1] != k.shape[1]:
         raise ShapeError(message("v heads", v.shape[1], f"{k.shape[1]}, as k", "Give k and v the same heads."))
     if v.shape[2] != k.shape[2]:

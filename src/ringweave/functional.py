@@ -49,12 +49,11 @@ def attention(
     Example:
         >>> rw.attention(q, k, v, rw.SlidingWindow(64) | rw.Sinks(4)).shape
         torch.Size([1, 4, 256, 32])
+
     References:
         Dao et al. (2022), FlashAttention, section 3 (tiling and recomputation); here over non-empty tiles only.
     """
-    return attention_with_lse(
-        q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, dropout=dropout
-    ).out
+    return attention_with_lse(q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, dropout=dropout).out
 
 
 def attention_with_lse(
@@ -141,6 +140,7 @@ def longnet_attention(
     Example:
         >>> rw.longnet_attention(q, k, v, segments=[64, 256], rates=[1, 4], causal=True).shape
         torch.Size([1, 4, 256, 32])
+
     References:
         Ding et al. (2023), LongNet: scaling transformers to 1,000,000,000 tokens, section 2.2.
     """
@@ -174,9 +174,9 @@ def longnet_attention(
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
     """Inputs in autocast's dtype where it is on, as for PyTorch's own attention."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not isinstance(tensors[0], Tensor) or not torch.is_autocast_enabled(tensors[0].device.type):
         return list(tensors)
+    device = tensors[0].device.type
     dtype = torch.get_autocast_dtype(device)
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 

@@ -29,6 +29,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
         >>> rest = rw.attention_with_lse(q, k, v, rw.Causal() & ~rw.SlidingWindow(64))
         >>> whole = rw.merge([near.out, rest.out], [near.lse, rest.lse])
         >>> torch.testing.assert_close(whole.out, rw.attention(q, k, v, rw.Causal()))
+
     References:
         Milakov and Gimelshein (2018), Online normalizer calculation for softmax, section 3.
     """

@@ -106,5 +106,5 @@ def _entries(p: BlockPlan, b: int, h: int) -> Tensor:
 
 
 def _tiled(x: Tensor, tiles: int, tile: int) -> Tensor:
-    x = torch.nn.functional.pad(x, (0, 0, 0, tiles * tile - x.shape[2]))
-    return x.unflatten(2, (tiles, tile))
+    padded: Tensor = torch.nn.functional.pad(x, (0, 0, 0, tiles * tile - x.shape[2])).unflatten(2, (tiles, tile))
+    return padded

@@ -31,9 +31,7 @@ class Case:
     def of(q: Tensor, k: Tensor, v: Tensor, needs_grad: bool = False) -> Case:
         """The case of three tensors."""
         batch, heads, nq, head_dim = q.shape
-        return Case(
-            batch, heads, k.shape[1], nq, k.shape[2], head_dim, v.shape[3], q.dtype, q.device.type, needs_grad
-        )
+        return Case(batch, heads, k.shape[1], nq, k.shape[2], head_dim, v.shape[3], q.dtype, q.device.type, needs_grad)
 
 
 class Forward(Protocol):
@@ -41,7 +39,9 @@ class Forward(Protocol):
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        ...
 
 
 class Backward(Protocol):
@@ -63,7 +63,9 @@ class Backward(Protocol):
         branch: Branch,
         scale: float,
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv)."""
+        ...
 
 
 @dataclass(frozen=True)

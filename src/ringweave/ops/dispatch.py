@@ -105,6 +105,8 @@ def run_backward(
     delta = (dout.to(wide) * out.to(wide)).sum(-1)
     if dlse is not None:
         delta = delta - dlse
+    # a row that attends nothing gives nothing, whatever its queries and slopes hold
+    delta = delta.masked_fill(torch.isneginf(lse), 0.0)
     steps = program(pattern, case, q_offset, backend)
     if len(steps) == 1 and _is_whole(steps[0][0], case):
         branch, chosen = steps[0]

@@ -20,7 +20,7 @@ from .backend import Backend, Case
 
 # Bytes of scores computed at a time. Measured: on a CPU the batch should stay in the second-level cache and yet be
 # large enough to amortise some ten operator calls.
-_BUDGET = {"cpu": 2**22}
+_BUDGET = {"cpu": 2**23}
 _BUDGET_ELSEWHERE = 2**28
 _BANK_BYTES = 2**26
 
@@ -117,9 +117,7 @@ class _Layout:
         return scores
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Attention over a plan, batch by batch of equally long rows."""
     layout = _Layout(q, k, v, branch.plan(q.device))
     plan = layout.plan
@@ -166,9 +164,8 @@ def backward(
     if bool(dead.any()):
         # what attends nothing gives nothing, whatever it holds
         q, dout = (x.masked_fill(dead[..., None], 0.0) for x in (q, dout))
-        lse, delta = lse.masked_fill(dead, 0.0), delta.masked_fill(dead, 0.0)
+        lse = lse.masked_fill(dead, 0.0)
     layout = _Layout(q, k, v, branch.plan(q.device))
-    plan = layout.plan
     out_slopes = layout.queries(dout)
     row_lse, row_delta = (layout.queries(x[..., None].to(layout.wide)) for x in (lse, delta))
     dq = torch.zeros(layout.q_tiles.shape, dtype=layout.wide, device=q.device)

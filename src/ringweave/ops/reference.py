@@ -22,9 +22,7 @@ def _scores(q: Tensor, k: Tensor, branch: Branch, scale: float) -> tuple[Tensor,
     return torch.where(count > 0, scores + count.log(), -torch.inf), count, keys
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Attention by the formula of its definition."""
     scores, count, _ = _scores(q, k, branch, scale)
     lse = torch.logsumexp(scores, -1)
@@ -60,7 +58,8 @@ def backward(
     dv = weights.mT @ grad_out
 
     def per_kv_head(x: Tensor) -> Tensor:
-        return x.unflatten(1, (k.shape[1], heads // k.shape[1])).sum(2)
+        grouped: Tensor = x.unflatten(1, (k.shape[1], heads // k.shape[1]))
+        return grouped.sum(2)
 
     return dq.to(dtype), per_kv_head(dk).to(dtype), per_kv_head(dv).to(dtype)
 

@@ -1,7 +1,7 @@
 """The two ``torch.library`` operators that every call goes through, with fakes and autograd.
 
-They take a pattern as text and tables, so that ``torch.compile`` traces a call as one opaque node: planning and dispatch
-happen when it runs, and a new table of the same shape recompiles nothing.
+They take a pattern as text and tables, so that ``torch.compile`` traces a call as one opaque node: planning and
+dispatch happen when it runs, and a new table of the same shape recompiles nothing.
 """
 
 from __future__ import annotations

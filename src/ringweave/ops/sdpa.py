@@ -16,9 +16,7 @@ def _per_query_head(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Dense attention; key heads are repeated for grouped queries, as PyTorch does on a CPU."""
     heads = q.shape[1]
     out, lse = _forward(

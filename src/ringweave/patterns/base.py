@@ -108,10 +108,16 @@ class Pattern(ABC):
 
     # ---- what a pattern is -------------------------------------------------------------------------------------------
 
-    @property
+    #: The pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn.
+    spec: str
+
+    def __post_init__(self) -> None:
+        # Written once: torch.compile guards on text as it is, but would turn changing numbers into symbols.
+        object.__setattr__(self, "spec", self._text())
+
     @abstractmethod
-    def spec(self) -> str:
-        """The pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn."""
+    def _text(self) -> str:
+        """What ``spec`` is to be."""
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
@@ -144,8 +150,12 @@ class Pattern(ABC):
         """The pattern of one batch element and head."""
         return self
 
-    def check(self, nq: int, nk: int, q_offset: int) -> None:
+    def check(self, nq: int, nk: int, q_offset: int) -> None:  # noqa: B027  (most patterns fit any length)
         """Raise PatternError where the pattern is made for other lengths."""
+
+    def grid(self) -> int | None:
+        """Side of the blocks that the pattern is made of, if it is: tiles of that side are full or empty."""
+        return None
 
     def residue_rate(self) -> int:
         """r > 1 where only keys congruent to the query modulo r are allowed: then a strided view is denser."""
@@ -271,8 +281,7 @@ class Full(Pattern):
         1.0
     """
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         return "Full()"
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -323,8 +332,7 @@ class _Combined(Pattern):
     parts: tuple[Pattern, ...]
     sign: ClassVar[str]
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         # `&` binds tighter than `|`, as in Python
         return self.sign.join(
             f"({part.spec})" if isinstance(self, And) and isinstance(part, Or) else part.spec for part in self.parts
@@ -353,6 +361,9 @@ class _Combined(Pattern):
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         for part in self.parts:
             part.check(nq, nk, q_offset)
+
+    def grid(self) -> int | None:
+        return min((side for part in self.parts if (side := part.grid()) is not None), default=None)
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         result: Pattern | None = None
@@ -432,8 +443,7 @@ class Not(Pattern):
 
     part: Pattern
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         return f"~{self.part.spec}"
 
     @property
@@ -449,6 +459,9 @@ class Not(Pattern):
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         self.part.check(nq, nk, q_offset)
+
+    def grid(self) -> int | None:
+        return self.part.grid()
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return ~self.part.allows(q, k)
@@ -497,7 +510,12 @@ def _agree(name: str, a: int | None, b: int | None) -> int | None:
 def _join(kind: type[_Combined], a: Pattern, b: Pattern) -> Pattern:
     if not isinstance(b, Pattern):
         raise PatternError(
-            message("operand", type(b).__name__, "a ringweave pattern", "Combine patterns with & | ~, or wrap a function in from_mask_mod.")
+            message(
+                "operand",
+                type(b).__name__,
+                "a ringweave pattern",
+                "Combine patterns with & | ~, or wrap a function in from_mask_mod.",
+            )
         )
     for operand in (a, b):
         if not operand.combinable:
@@ -533,6 +551,6 @@ def _intersect(a: Ranges, b: Ranges) -> Ranges:
         return a if a.cost() <= b.cost() else b
     start = np.maximum(a.start[:, :, None], b.start[:, None, :]).reshape(len(a.start), -1)
     stop = np.minimum(a.stop[:, :, None], b.stop[:, None, :]).reshape(len(a.start), -1)
-    used = (stop > start).any(0)
-    used[:1] |= not used.any()
+    used = np.flatnonzero((stop > start).any(0))
+    used = used if len(used) else np.zeros(1, np.int64)
     return Ranges(start[:, used], stop[:, used])

@@ -30,6 +30,7 @@ class Strided(Pattern):
         tensor([[1, 0, 1],
                 [0, 1, 0],
                 [1, 0, 1]], dtype=torch.int32)
+
     References:
         Child et al. (2019), Generating long sequences with sparse transformers, section 4.3.
     """
@@ -38,9 +39,9 @@ class Strided(Pattern):
 
     def __post_init__(self) -> None:
         at_least("stride", self.stride, 1)
+        super().__post_init__()
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         return f"Strided({self.stride})"
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -86,6 +87,7 @@ class Dilated(Derived):
                 [0, 1, 0, 1],
                 [1, 0, 1, 0],
                 [0, 1, 0, 1]], dtype=torch.int32)
+
     References:
         Beltagy, Peters, Cohan (2020), Longformer, section 3.1.
     """
@@ -96,9 +98,9 @@ class Dilated(Derived):
     def __post_init__(self) -> None:
         at_least("window", self.window, 0)
         at_least("rate", self.rate, 1)
+        super().__post_init__()
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         return f"Dilated({self.window}, {self.rate})"
 
     @property
@@ -127,7 +129,8 @@ class LongNet(Pattern):
         segments: Segment lengths in tokens, one per branch; each a multiple of its rate.
         rates: Dilation rates, one per branch.
         causal: Whether keys after the query are left out.
-        offset: ``"interleaved"`` (h mod r, the paper), ``"grouped"`` (contiguous head groups, floor(h * r / H)) or an int.
+        offset: ``"interleaved"`` (h mod r, the paper), ``"grouped"`` (contiguous head groups, floor(h * r / H)) or an
+            int.
         heads: ``"shared"`` (every head runs every branch) or ``"partitioned"`` (each head group runs one branch;
             earlier groups take the remainder).
     Raises:
@@ -138,6 +141,7 @@ class LongNet(Pattern):
                 [1, 1, 0, 0],
                 [1, 0, 2, 1],
                 [0, 0, 1, 1]], dtype=torch.int32)
+
     References:
         Ding et al. (2023), LongNet: scaling transformers to 1,000,000,000 tokens, sections 2.2 and 2.3. Here ragged
         tails are neither padded nor dropped.
@@ -182,9 +186,9 @@ class LongNet(Pattern):
             )
         if heads not in ("shared", "partitioned"):
             raise PatternError(message("heads", repr(heads), "'shared' or 'partitioned'", "Name one of them."))
+        self.__post_init__()
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         rest = "".join(
             f", {name}={value!r}"
             for name, value, default in (
@@ -249,7 +253,7 @@ class LongNet(Pattern):
                 "pattern",
                 repr(self),
                 "a relation",
-                "A LongNet is a mixture of branches: use attention, longnet_attention or explain, or plan the relation of one branch.",
+                "A LongNet is a mixture of branches: use attention or explain, or plan the relation of one branch.",
             )
         )
 

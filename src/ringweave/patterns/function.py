@@ -26,7 +26,7 @@ class TokenMask(Pattern):
     """Any function ``fn(b, h, q, k)`` of int64 index tensors, in the signature of FlexAttention's ``mask_mod``.
 
     The function is called on broadcast index tensors. It is opaque, so planning evaluates every tile that the rest of
-    the expression leaves open: write ``TokenMask(fn) & SlidingWindow(1024)`` rather than putting the window into ``fn``.
+    the expression leaves open: write ``TokenMask(fn) & SlidingWindow(1024)`` rather than a window inside ``fn``.
 
     Args:
         fn: Returns a bool tensor that broadcasts over its arguments. Build it once: each new function is a new pattern.
@@ -48,18 +48,20 @@ class TokenMask(Pattern):
             number = _numbers[fn] = next(_next_number)
             _functions[number] = fn
         self._number = number
+        self.__post_init__()
 
     @classmethod
     def numbered(cls, number: int, batch: int | None = None, head: int | None = None) -> TokenMask:
         """The pattern of a function that was numbered in this process."""
         if number not in _functions:
             raise PatternError(
-                message("TokenMask", f"number {number}", "a function numbered in this process", "Rebuild the pattern here.")
+                message(
+                    "TokenMask", f"number {number}", "a function numbered in this process", "Rebuild the pattern here."
+                )
             )
         return cls(_functions[number], batch=batch, head=head)
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         bound = "".join(
             f", {name}={value}" for name, value in (("batch", self._batch), ("head", self._head)) if value is not None
         )
@@ -84,7 +86,12 @@ class TokenMask(Pattern):
         if not isinstance(result, Tensor) or result.dtype != torch.bool:
             got = result.dtype if isinstance(result, Tensor) else type(result).__name__
             raise PatternError(
-                message("mask_mod", f"a function that returns {got}", "one that returns bool", "Compare in it, as in q >= k.")
+                message(
+                    "mask_mod",
+                    f"a function that returns {got}",
+                    "one that returns bool",
+                    "Compare in it, as in q >= k.",
+                )
             )
         return result
 
@@ -100,7 +107,9 @@ class TokenMask(Pattern):
         b = torch.full((1, 1, 1, 1), self._batch or 0, device=q.device)
         h = torch.full((1, 1, 1, 1), self._head or 0, device=q.device)
         shape = torch.broadcast_shapes(q.shape, k.shape)
-        result = self._call(b, h, *(x.expand((1,) * (4 - x.ndim) + tuple(x.shape)) if x.ndim < 4 else x for x in (q, k)))
+        result = self._call(
+            b, h, *(x.expand((1,) * (4 - x.ndim) + tuple(x.shape)) if x.ndim < 4 else x for x in (q, k))
+        )
         while result.ndim > len(shape):
             result = result.squeeze(0)
         return result.to(q.device).expand(shape)

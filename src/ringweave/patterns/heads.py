@@ -26,11 +26,16 @@ class PerHead(Pattern):
         self.patterns = tuple(patterns)
         if not self.patterns or not all(isinstance(p, Pattern) and p.combinable for p in self.patterns):
             raise PatternError(
-                message("patterns", [type(p).__name__ for p in self.patterns], "a list of relations", "Pass one per query head.")
+                message(
+                    "patterns",
+                    [type(p).__name__ for p in self.patterns],
+                    "a list of relations",
+                    "Pass one per query head.",
+                )
             )
+        self.__post_init__()
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         return f"PerHead([{', '.join(p.spec for p in self.patterns)}])"
 
     @property
@@ -54,6 +59,9 @@ class PerHead(Pattern):
         strided = [pattern.restride(rate, offset) for pattern in self.patterns]
         found = [pattern for pattern in strided if pattern is not None]
         return PerHead(found) if len(found) == len(strided) else None
+
+    def grid(self) -> int | None:
+        return min((side for p in self.patterns if (side := p.grid()) is not None), default=None)
 
     def residue_rate(self) -> int:
         rates = {pattern.residue_rate() for pattern in self.patterns}

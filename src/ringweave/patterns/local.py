@@ -26,8 +26,7 @@ class Causal(Pattern):
                 [1, 1, 1]], dtype=torch.int32)
     """
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         return "Causal()"
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -62,6 +61,7 @@ class SlidingWindow(Pattern):
                 [1, 1, 0, 0],
                 [0, 1, 1, 0],
                 [0, 0, 1, 1]], dtype=torch.int32)
+
     References:
         Beltagy, Peters, Cohan (2020), Longformer, section 3.1.
     """
@@ -72,9 +72,9 @@ class SlidingWindow(Pattern):
     def __post_init__(self) -> None:
         at_least("left", self.left, 0)
         at_least("right", self.right, 0)
+        super().__post_init__()
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         return f"SlidingWindow({self.left}, {self.right})" if self.right else f"SlidingWindow({self.left})"
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -116,9 +116,9 @@ class Segments(Pattern):
 
     def __post_init__(self) -> None:
         at_least("length", self.length, 1)
+        super().__post_init__()
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         return f"Segments({self.length})"
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -158,7 +158,9 @@ class Documents(Pattern):
                 [0, 1, 1]], dtype=torch.int32)
     """
 
-    def __init__(self, lengths: Sequence[int] | Tensor | None = None, *, cu_seqlens: Sequence[int] | Tensor | None = None):
+    def __init__(
+        self, lengths: Sequence[int] | Tensor | None = None, *, cu_seqlens: Sequence[int] | Tensor | None = None
+    ):
         if (lengths is None) == (cu_seqlens is None):
             given = "neither" if lengths is None else "both"
             raise PatternError(message("lengths, cu_seqlens", given, "exactly one of the two", "Pass lengths=[...]."))
@@ -178,9 +180,9 @@ class Documents(Pattern):
             )
         self._bounds = bounds
         self._bounds_np = bounds.numpy()
+        self.__post_init__()
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         return "Documents(cu_seqlens=_)"
 
     @property
@@ -207,7 +209,9 @@ class Documents(Pattern):
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         bounds = self._bounds.to(q.device)
-        return torch.searchsorted(bounds, q.contiguous(), right=True) == torch.searchsorted(bounds, k.contiguous(), right=True)
+        return torch.searchsorted(bounds, q.contiguous(), right=True) == torch.searchsorted(
+            bounds, k.contiguous(), right=True
+        )
 
     def _document(self, position: Int64) -> Int64:
         return np.searchsorted(self._bounds_np, position, side="right") - 1
@@ -255,9 +259,9 @@ class Neighborhood(Pattern):
         at_least("dilation", dilation, 1)
         at_least("tokens", tokens, 1)
         self.window, self.dilation, self.tokens = window, dilation, tokens
+        self.__post_init__()
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         return f"Neighborhood({self.window}, {self.dilation}, tokens={self.tokens})"
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
@@ -324,9 +328,9 @@ class PrefixLM(Derived):
 
     def __post_init__(self) -> None:
         at_least("n", self.n, 0)
+        super().__post_init__()
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         return f"PrefixLM({self.n})"
 
     @property

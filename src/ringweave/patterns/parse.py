@@ -1,4 +1,4 @@
-"""Text to pattern: a safe reader of the expressions that ``spec`` writes. Calls, names, numbers, lists and & | ~ only."""
+"""Text to pattern: a safe reader of the expressions that ``spec`` writes: calls, names, numbers, lists and & | ~."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ def longformer(window: int, global_tokens: int | Sequence[int] = 1, *, causal: b
     Example:
         >>> rw.longformer(256, 1)
         SlidingWindow(256, 256) | Global(1)
+
     References:
         Beltagy, Peters, Cohan (2020), Longformer, section 3.1.
     """
@@ -72,7 +73,9 @@ def random_blocks(
     total = round(density * side * side)
     if not 0 < density <= 1 or (diagonal and total < side):
         least = 1 / side if diagonal else 0.0
-        raise PatternError(message("density", density, f"at most 1 and at least {least:g} for {side} rows", "Raise it."))
+        raise PatternError(
+            message("density", density, f"at most 1 and at least {least:g} for {side} rows", "Raise it.")
+        )
     shape = [n for n in (batch, heads) if n is not None] + [side, side]
     generator = torch.Generator().manual_seed(seed)
     score = torch.rand(shape, generator=generator)
@@ -101,6 +104,7 @@ def bigbird(
     Example:
         >>> rw.bigbird(1024)
         SlidingWindow(192, 192) | Global(64) | BlockTable(<16x16 blocks>, 64)
+
     References:
         Zaheer et al. (2020), BigBird, section 2 (the internal transformer construction).
     """
@@ -123,6 +127,7 @@ def sparse_transformer_fixed(block: int = 128, summary: int = 32, *, causal: boo
     Example:
         >>> rw.sparse_transformer_fixed(4, 1).to_dense(6)[0, 0].int()[5]
         tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32)
+
     References:
         Child et al. (2019), Generating long sequences with sparse transformers, section 4.3.
     """
@@ -220,7 +225,7 @@ def dilated_blocks(window: int, rates: Sequence[int]) -> Pattern:
 
 
 def natten_1d(window: int, dilation: int = 1, *, tokens: int) -> Pattern:
-    """Neighbourhood attention in one dimension: every query attends exactly ``window`` keys, fewer only if there are fewer.
+    """Neighbourhood attention in one dimension: every query attends exactly ``window`` keys, if there are as many.
 
     Unlike in a sliding window, the neighbourhood of a query near a border is shifted inwards.
 
@@ -236,6 +241,7 @@ def natten_1d(window: int, dilation: int = 1, *, tokens: int) -> Pattern:
         >>> rw.natten_1d(3, tokens=5).to_dense(5)[0, 0].int()[[0, 2]]
         tensor([[1, 1, 1, 0, 0],
                 [0, 1, 1, 1, 0]], dtype=torch.int32)
+
     References:
         Hassani et al. (2023), Neighborhood attention transformer, section 3.
     """

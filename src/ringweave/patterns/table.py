@@ -49,27 +49,33 @@ class BlockTable(Pattern):
         if mask is None:
             assert indices is not None
             mask = _from_indices(indices, counts, key_blocks)
-        sides = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+        sides = (block_size, block_size) if isinstance(block_size, int) else block_size
         for side in sides:
             at_least("block_size", side, 1)
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim not in (2, 3, 4) or 0 in mask.shape:
             got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
             raise PatternError(
-                message("mask", got, "a bool tensor (q, k), (heads, q, k) or (batch, heads, q, k)", "Convert it with .bool().")
+                message(
+                    "mask",
+                    got,
+                    "a bool tensor (q, k), (heads, q, k) or (batch, heads, q, k)",
+                    "Convert it with .bool().",
+                )
             )
         self.block_size = sides
         self._mask = mask.detach().clone(memory_format=torch.contiguous_format)
         self._blocks_np: NDArray[np.bool_] | None = None
+        self.__post_init__()
 
     @classmethod
     def _own(cls, mask: Tensor, block_size: tuple[int, int]) -> BlockTable:
         """A pattern around a tensor that is already private (a slice of another pattern's, or an op's argument)."""
         pattern = cls.__new__(cls)
         pattern.block_size, pattern._mask, pattern._blocks_np = block_size, mask, None
+        pattern.__post_init__()
         return pattern
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         side = self.block_size
         return f"BlockTable(_, {side[0] if side[0] == side[1] else side})"
 
@@ -88,7 +94,7 @@ class BlockTable(Pattern):
 
     def extents(self) -> tuple[int | None, int | None]:
         # a side of 1 broadcasts
-        batch, heads = ((1, 1) + tuple(self._mask.shape))[-4:-2]
+        batch, heads = (1, 1, *self._mask.shape)[-4:-2]
         return (batch if batch > 1 else None), (heads if heads > 1 else None)
 
     def select(self, b: int, h: int) -> Pattern:
@@ -110,6 +116,9 @@ class BlockTable(Pattern):
                     "Build the table for these lengths, ceil(tokens / block_size) a side.",
                 )
             )
+
+    def grid(self) -> int | None:
+        return self.block_size[0] if self.block_size[0] == self.block_size[1] else None
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self._mask.to(q.device)[q // self.block_size[0], k // self.block_size[1]]
@@ -161,8 +170,7 @@ class BlockTable(Pattern):
     def restride(self, rate: int, offset: int) -> Pattern | None:
         if any(side % rate for side in self.block_size):
             return None
-        size_q, size_k = (side // rate for side in self.block_size)
-        return BlockTable._own(self._mask, (size_q, size_k))
+        return BlockTable._own(self._mask, (self.block_size[0] // rate, self.block_size[1] // rate))
 
 
 def _from_indices(indices: Tensor, counts: Tensor | None, key_blocks: int | None) -> Tensor:

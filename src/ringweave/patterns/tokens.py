@@ -26,25 +26,18 @@ class Sinks(Pattern):
         tensor([[1, 0, 0],
                 [1, 0, 0],
                 [1, 0, 0]], dtype=torch.int32)
+
     References:
         Xiao et al. (2023), Efficient streaming language models with attention sinks.
     """
 
     def __init__(self, tokens: int | Sequence[int]):
-        self.tokens: int | tuple[int, ...]
         if isinstance(tokens, int):
             at_least("tokens", tokens, 0)
-            self.tokens = tokens
-            return
-        listed = tuple(sorted(int(t) for t in tokens))
-        for token in listed[:1]:
-            at_least("tokens", token, 0)
-        if len(set(listed)) != len(listed):
-            raise PatternError(message("tokens", list(listed)[:8], "distinct positions", "Drop the repeated ones."))
-        self.tokens = len(listed) if listed == tuple(range(len(listed))) else listed
+        self.tokens = tokens if isinstance(tokens, int) else _positions(tokens)
+        self.__post_init__()
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         return f"{type(self).__name__}({self.tokens if isinstance(self.tokens, int) else list(self.tokens)})"
 
     def _is_chosen(self, position: Tensor) -> Tensor:
@@ -95,6 +88,15 @@ class Sinks(Pattern):
         return type(self)([(t - offset) // rate for t in self.tokens if t % rate == offset])
 
 
+def _positions(tokens: Sequence[int]) -> int | tuple[int, ...]:
+    listed = tuple(sorted(int(t) for t in tokens))
+    for token in listed[:1]:
+        at_least("tokens", token, 0)
+    if len(set(listed)) != len(listed):
+        raise PatternError(message("tokens", list(listed)[:8], "distinct positions", "Drop the repeated ones."))
+    return len(listed) if listed == tuple(range(len(listed))) else listed
+
+
 class Global(Sinks):
     """Tokens that attend all and that all attend.
 
@@ -107,6 +109,7 @@ class Global(Sinks):
         tensor([[0, 1, 0],
                 [1, 1, 1],
                 [0, 1, 0]], dtype=torch.int32)
+
     References:
         Beltagy, Peters, Cohan (2020), Longformer, section 3.1; Zaheer et al. (2020), BigBird, section 2.
     """
@@ -152,9 +155,9 @@ class Periodic(Pattern):
         at_least("start", self.start, 0)
         at_least("stop", self.stop, self.start + 1)
         at_least("period", self.period, self.stop)
+        super().__post_init__()
 
-    @property
-    def spec(self) -> str:
+    def _text(self) -> str:
         return f"Periodic({self.period}, {self.start}, {self.stop})"
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:

@@ -48,7 +48,8 @@ def plan(
         heads: Query heads.
         batch: Batch elements.
         q_offset: Position of the first query.
-        tile: Side of a tile, or (queries, keys); multiples of 16. None: 128, less for short sequences.
+        tile: Side of a tile, or (queries, keys); multiples of 16. None: 128, less for short sequences,
+            and a block table's own block size from 32 to 128.
         device: Where the plan's tensors live.
     Returns:
         The plan.
@@ -57,12 +58,11 @@ def plan(
         ShapeError: A size below 1, or a tile that is not a multiple of 16.
     Example:
         >>> rw.plan(rw.SlidingWindow(1024) | rw.Sinks(64), 16384)
-        BlockPlan(16384 x 16384 tokens, tiles 128 x 128, 1227 non-empty tiles in 1 group(s), 3 masks, density 0.0749, cpu)
+        BlockPlan(16384 x 16384 tokens, tiles 128 x 128, 1227 non-empty, 1 group(s), 3 masks, density 0.0749, cpu)
     """
     nk = nq + q_offset if nk is None else nk
-    return plan_cache.get(
-        pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile_sides(tile, nq, nk), device=device
-    )
+    sides = tile_sides(tile, pattern, nq, nk)
+    return plan_cache.get(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=sides, device=device)
 
 
 def density(

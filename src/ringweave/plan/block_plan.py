@@ -18,8 +18,8 @@ _SIZES = ("nq", "nk", "q_tile", "kv_tile", "q_offset")
 class BlockPlan:
     """The non-empty tiles of a pattern by rows and by columns, with the masks of the partial ones.
 
-    G sets of rows serve all (batch, head) pairs; equal ones share a set. All tensors are int32 on one device. Sizes grow
-    with the non-empty tiles (nnz), never with N squared.
+    G sets of rows serve all (batch, head) pairs; equal ones share a set. All tensors are int32 on one device. Sizes
+    grow with the non-empty tiles (nnz), never with N squared.
 
     Attributes:
         row_ptr: (G, query tiles + 1), offsets into ``col`` and ``bits``.
@@ -137,8 +137,8 @@ class BlockPlan:
 
     def __repr__(self) -> str:
         return (
-            f"BlockPlan({self.nq} x {self.nk} tokens, tiles {self.q_tile} x {self.kv_tile}, {self.nnz} non-empty tiles "
-            f"in {self.row_ptr.shape[0]} group(s), {self.masks.shape[0]} masks, density {self.density:.4f}, {self.device})"
+            f"BlockPlan({self.nq} x {self.nk} tokens, tiles {self.q_tile} x {self.kv_tile}, {self.nnz} non-empty, "
+            f"{self.row_ptr.shape[0]} group(s), {self.masks.shape[0]} masks, density {self.density:.4f}, {self.device})"
         )
 
 

@@ -20,6 +20,8 @@ from .block_plan import BlockPlan
 from .build import default_tile
 from .cache import plan_cache, table_keys
 
+# Sides of block tables that are worth their own tiles: smaller ones drown in overhead.
+_GRIDS = (32, 128)
 # Tiles of 128 x 128 whose computation costs as much as starting another branch and merging a row tile of it.
 _BRANCH_COST = 16
 _MERGE_COST = 0.25
@@ -58,7 +60,7 @@ class Branch:
 
     @property
     def structure(self) -> str:
-        """``"full"`` or ``"causal"`` (top-left) where a dense kernel computes exactly this relation, else ``"sparse"``."""
+        """``"full"`` or ``"causal"`` (top-left) where a dense kernel computes just this relation, else ``"sparse"``."""
         if self.pattern == Full():
             return "full"
         return "causal" if self.pattern == Causal() and self.q_offset == 0 else "sparse"
@@ -72,14 +74,17 @@ class Branch:
             heads=self.head_count,
             batch=self.batch,
             q_offset=self.q_offset,
-            tile=tile_sides(tile, self.nq, self.nk),
+            tile=tile_sides(tile, self.pattern, self.nq, self.nk),
             device=device,
         )
 
 
-def tile_sides(tile: int | tuple[int, int] | None, nq: int, nk: int) -> tuple[int, int]:
-    """(q_tile, kv_tile) from a side, both sides or None."""
+def tile_sides(tile: int | tuple[int, int] | None, pattern: Pattern, nq: int, nk: int) -> tuple[int, int]:
+    """(q_tile, kv_tile) from a side, both sides or None; then a block table's own grid where kernels take it."""
     if tile is None:
+        grid = pattern.grid()
+        if grid is not None and _GRIDS[0] <= grid <= _GRIDS[1] and grid % 16 == 0:
+            return grid, grid
         return default_tile(nq), default_tile(nk)
     return (tile, tile) if isinstance(tile, int) else tile
 
@@ -89,7 +94,9 @@ _programs: OrderedDict[Hashable, tuple[Branch, ...]] = OrderedDict()
 _lock = threading.Lock()
 
 
-def branches(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, batch: int = 1, q_offset: int = 0) -> tuple[Branch, ...]:
+def branches(
+    pattern: Pattern, nq: int, nk: int, *, heads: int = 1, batch: int = 1, q_offset: int = 0
+) -> tuple[Branch, ...]:
     """The branches that compute a pattern, cached by value.
 
     Args:

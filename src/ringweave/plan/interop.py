@@ -65,7 +65,9 @@ def from_block_mask(block_mask: Any) -> Pattern:
 
     if not isinstance(block_mask, BlockMask):
         raise PatternError(
-            message("block_mask", type(block_mask).__name__, "a FlexAttention BlockMask", "Build it with create_block_mask.")
+            message(
+                "block_mask", type(block_mask).__name__, "a FlexAttention BlockMask", "Build it with create_block_mask."
+            )
         )
     size = block_mask.BLOCK_SIZE
     nk = block_mask.seq_lengths[1]
@@ -83,6 +85,6 @@ def from_block_mask(block_mask: Any) -> Pattern:
         )
 
     partial = table(block_mask.kv_num_blocks, block_mask.kv_indices) & from_mask_mod(block_mask.mask_mod)
-    if block_mask.full_kv_num_blocks is None:
+    if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
         return partial
     return table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices) | partial

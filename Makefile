@@ -1,0 +1,51 @@
+# Two commands set everything up: `make demo` and `make test`. Both need Python >= 3.11 and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test check format docs clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    install into .venv and run the main job: report in ringweave-demo.html"
+	@echo "make test    install into .venv and run all tests"
+	@echo "make check   lint, types, layers, docstrings"
+	@echo "make docs    build the documentation into site/"
+
+$(BIN)/python:
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'ringweave needs Python 3.11 or newer: make PYTHON=...')"
+	$(PYTHON) -m venv $(VENV)
+
+# the stamps hold what is installed: they are made anew when the project's requirements change
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[all]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[all,dev]'
+	touch $@ $(VENV)/.demo
+
+demo: $(VENV)/.demo
+	$(BIN)/ringweave demo --out ringweave-demo.html
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/test_public.py
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.dev
+	$(BIN)/python docs/pictures.py
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,260 @@
+"""A pattern by cells: how many pairs a pattern allows in squares of tokens, without looking at each pair.
+
+Cells are counted as a plan counts tiles, level by level: ``tile_keys`` decides the empty and the full ones, one cell
+stands for all of its class, and what is left open is cut finer or, when small, evaluated by token. So a million tokens
+cost about as much as a thousand. Where a pattern is opaque (a mask function) and too large for that, open cells are
+sampled, and the count says that it is not exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .errors import ShapeError, message
+from .patterns import LongNet, Pattern, check_extents
+from .patterns.base import EMPTY, FULL, Int64, Tiles, mix
+from .plan.branches import branches
+from .units import count, percent
+
+Shares = NDArray[np.float64]
+
+CELLS = 64
+PANELS = 8
+
+_EVALUATED = 2**24  # pairs evaluated by token at one level
+_TILES = 2**21  # cells decided at one level
+_CUT = 16  # finer cells along a side of an open cell
+_PLANNED = 2**20  # tiles up to which a caption counts them
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The cells of heads that are alike: shares of allowed pairs (queries, keys), above 1 where branches overlap."""
+
+    heads: tuple[int, ...]
+    shares: Shares
+
+    @property
+    def caption(self) -> str:
+        """Such as ``head 0``, ``heads 0-3`` or ``heads 0, 4, 8, ...``."""
+        first, last = self.heads[0], self.heads[-1]
+        if first == last:
+            return f"head {first}"
+        if last - first == len(self.heads) - 1:
+            return f"heads {first}-{last}"
+        return "heads " + ", ".join(map(str, self.heads[:3])) + (", ..." if len(self.heads) > 3 else "")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What there is to draw of a pattern.
+
+    Attributes:
+        title: The pattern.
+        caption: Sizes, density and tiles in a line.
+        tokens: Queries and keys.
+        side: Tokens in a cell's side.
+        panels: One per distinct head, at most ``PANELS``.
+    """
+
+    title: str
+    caption: str
+    tokens: int
+    side: int
+    panels: tuple[Panel, ...]
+
+
+def picture(pattern: Pattern, tokens: int, *, heads: int = 1, cells: int = CELLS) -> Picture:
+    """Count a pattern's allowed pairs by cells, for each distinct head.
+
+    Args:
+        pattern: A relation or a LongNet. Of a pattern made per batch element, the first is taken.
+        tokens: Queries and keys.
+        heads: Query heads; 1 stands for as many as the pattern is made for.
+        cells: Cells along a side, at most; one pair each when there are no more tokens.
+    Returns:
+        The panels and texts of a picture.
+    Raises:
+        ShapeError: A size below 1.
+        PatternError: The pattern is made for other lengths or heads.
+    Example:
+        >>> picture(rw.Causal(), 4).panels[0].shares[1]
+        array([1., 1., 0., 0.])
+    """
+    for name, value in (("tokens", tokens), ("heads", heads), ("cells", cells)):
+        if value < 1:
+            raise ShapeError(message(name, value, "at least 1", f"Ask for at least one of the {name}."))
+    batch, made = pattern.extents()
+    heads = made if made is not None and heads == 1 else heads
+    check_extents(pattern, batch or 1, heads)
+    pattern.check(tokens, tokens, 0)
+    alike: dict[tuple[Layer, ...], list[int]] = {}
+    for head in range(heads):
+        alike.setdefault(layers(pattern, tokens, head, heads), []).append(head)
+    side = -(-tokens // cells)
+    sides = np.minimum(side, tokens - np.arange(0, tokens, side))
+    panels, allowed, exact = [], 0.0, True
+    for parts, members in list(alike.items())[:PANELS]:
+        pairs, counted = allowed_pairs(parts, tokens, side)
+        panels.append(Panel(tuple(members), pairs / np.multiply.outer(sides, sides)))
+        allowed += float(pairs.sum()) * len(members)
+        exact &= counted
+    shown = sum(len(panel.heads) for panel in panels)
+    texts = [count(tokens, "token")]
+    if heads > 1:
+        texts.append(f"{heads} heads" if shown == heads else f"{shown} of {heads} heads")
+    if batch is not None:
+        texts.append(f"the first of {batch} batch elements")
+    texts.append(f"density {'' if exact else 'about '}{percent(allowed / (shown * tokens**2))}")
+    if exact and batch is None:
+        texts += _tiles(pattern, alike, tokens, heads)
+    return Picture(repr(pattern), ", ".join(texts), tokens, side, tuple(panels))
+
+
+def _tiles(pattern: Pattern, alike: Collection[tuple[Layer, ...]], tokens: int, heads: int) -> list[str]:
+    rows = np.arange(0, tokens, 128, dtype=np.int64)
+    stops = np.minimum(rows + 128, tokens)
+    # what planning would look at, tile by tile
+    parts = {part for each in alike for part in each}
+    if sum(part.pattern.key_ranges(rows, stops, tokens).cost() / 128 for part in parts) > _PLANNED:
+        return []
+    views = branches(pattern, tokens, tokens, heads=heads)
+    plans = [view.plan() for view in views]
+    sizes = " or ".join(f"{q} x {k}" for q, k in sorted({(plan.q_tile, plan.kv_tile) for plan in plans}, reverse=True))
+    number = sum(plan.tiles for plan in plans)
+    strided = f" in {count(len(plans), 'strided view')}" if any(view.rate > 1 for view in views) else ""
+    return [f"{count(number, 'tile')} of {sizes}{strided}"]
+
+
+class Layer(NamedTuple):
+    """A relation of one batch element and head, among the positions first, first + rate, ..."""
+
+    pattern: Pattern
+    rate: int
+    first: int
+
+
+def layers(pattern: Pattern, tokens: int, head: int, heads: int) -> tuple[Layer, ...]:
+    """What a head sees: the pattern itself, or the branches of a LongNet."""
+    if not isinstance(pattern, LongNet):
+        return (Layer(pattern.select(0, head), 1, 0),)
+    split = branches(pattern, tokens, tokens, heads=heads)
+    return tuple(Layer(b.pattern, b.rate, b.k_first) for b in split if head in range(*b.heads))
+
+
+def allowed_pairs(parts: tuple[Layer, ...], tokens: int, side: int) -> tuple[Shares, bool]:
+    """Allowed pairs per cell of ``side`` x ``side`` tokens, and whether they are exact.
+
+    Args:
+        parts: What a head sees; a pair counts once per layer that allows it.
+        tokens: Queries and keys.
+        side: Tokens in a cell's side; the last cells may be smaller.
+    Returns:
+        Pairs (queries, keys), and False where some cells were sampled.
+    Example:
+        >>> allowed_pairs(layers(rw.Causal(), 4, 0, 1), 4, 2)[0]
+        array([[3., 0.],
+               [4., 3.]])
+    """
+    lo = np.arange(0, tokens, side, dtype=np.int64)
+    hi = np.minimum(lo + side, tokens)
+    row, col = (index.reshape(-1) for index in np.indices((len(lo), len(lo))))
+    total, exact = np.zeros((len(lo), len(lo))), True
+    for pattern, rate, first in parts:
+        counter = _Counter(pattern, -(-(tokens - first) // rate))
+        a, b = -((first - lo) // rate), -((first - hi) // rate)
+        total += counter.pairs(Tiles(a[row], b[row], a[col], b[col])).reshape(total.shape)
+        exact &= counter.exact
+    return total, exact
+
+
+class _Counter:
+    """Allowed pairs of one relation (of one batch element and head) in tiles of any size."""
+
+    def __init__(self, pattern: Pattern, nk: int):
+        self.pattern, self.nk, self.exact = pattern, nk, True
+        self.random = torch.Generator().manual_seed(0)
+
+    def pairs(self, tiles: Tiles) -> Shares:
+        """Allowed pairs of each tile; an estimate where ``exact`` turns False."""
+        height, width = tiles.q_hi - tiles.q_lo, tiles.k_hi - tiles.k_lo
+        result = np.zeros(len(height))
+        found = np.flatnonzero((height > 0) & (width > 0))
+        found = found[self._reached(_take(tiles, found))]
+        if not found.size:
+            return result
+        keys = self.pattern.tile_keys(_take(tiles, found))
+        result[found] = np.where(keys == FULL, height[found] * width[found], 0.0)
+        found = found[open_ := (keys != FULL) & (keys != EMPTY)]
+        if found.size:
+            # tiles of one class and size hold the same mask
+            label = mix(keys[open_], height[found], width[found])
+            _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
+            result[found] = self._open(_take(tiles, found[first]))[inverse.reshape(-1)]
+        return result
+
+    def _reached(self, tiles: Tiles) -> NDArray[np.bool_]:
+        reached: NDArray[np.bool_] = np.ones(len(tiles.q_lo), np.bool_)
+        rows, inverse = np.unique(np.stack([tiles.q_lo, tiles.q_hi]), axis=1, return_inverse=True)
+        ranges = self.pattern.key_ranges(rows[0], rows[1], self.nk)
+        if ranges.start.shape[1] <= _CUT and reached.size:
+            start, stop = ranges.start[inverse.reshape(-1)], ranges.stop[inverse.reshape(-1)]
+            overlap = np.minimum(stop, tiles.k_hi[:, None]) > np.maximum(start, tiles.k_lo[:, None])
+            return np.asarray(overlap.any(1))
+        return reached
+
+    def _open(self, tiles: Tiles) -> Shares:
+        height, width = tiles.q_hi - tiles.q_lo, tiles.k_hi - tiles.k_lo
+        number = len(height)
+        if float((height * width).sum()) <= _EVALUATED:
+            return self._by_token(tiles, int(height.max()), int(width.max()))
+        if number * _CUT**2 > _TILES:
+            self.exact = False
+            return self._sampled(tiles)
+        part = np.tile(np.arange(_CUT**2), number)
+        parent = np.repeat(np.arange(number), _CUT**2)
+        down, along = (-(-int(side.max()) // _CUT) for side in (height, width))
+        q_lo, k_lo = tiles.q_lo[parent] + part // _CUT * down, tiles.k_lo[parent] + part % _CUT * along
+        q_hi, k_hi = np.minimum(q_lo + down, tiles.q_hi[parent]), np.minimum(k_lo + along, tiles.k_hi[parent])
+        finer = self.pairs(Tiles(q_lo, q_hi, k_lo, k_hi)).reshape(number, -1)
+        return np.asarray(finer.sum(1))
+
+    def _by_token(self, tiles: Tiles, height: int, width: int) -> Shares:
+        result = np.zeros(len(tiles.q_lo))
+        step = max(1, _EVALUATED // 4 // (height * width))
+        for begin in range(0, len(result), step):
+            q_lo, q_hi, k_lo, k_hi = (torch.from_numpy(side[begin : begin + step])[:, None, None] for side in tiles)
+            q, k = q_lo + torch.arange(height)[:, None], k_lo + torch.arange(width)
+            # positions past the ends are clamped: a function may index tables by them
+            allowed = self.pattern.allows(torch.minimum(q, q_hi - 1), torch.minimum(k, k_hi - 1))
+            result[begin : begin + step] = (allowed & (q < q_hi) & (k < k_hi)).sum((1, 2)).numpy()
+        return result
+
+    def _sampled(self, tiles: Tiles) -> Shares:
+        number = len(tiles.q_lo)
+        points = max(1, int((_EVALUATED / number) ** 0.5))
+        result = np.zeros(number)
+        step = max(1, _EVALUATED // 4 // points**2)
+        for begin in range(0, number, step):
+            q_lo, q_hi, k_lo, k_hi = (torch.from_numpy(side[begin : begin + step]) for side in tiles)
+            allowed = self.pattern.allows(
+                self._spread(q_lo, q_hi, points)[:, :, None], self._spread(k_lo, k_hi, points)[:, None]
+            )
+            share = allowed.double().mean((1, 2))
+            result[begin : begin + step] = (share * (q_hi - q_lo) * (k_hi - k_lo)).numpy()
+        return result
+
+    def _spread(self, lo: torch.Tensor, hi: torch.Tensor, points: int) -> torch.Tensor:
+        # evenly spread with a jitter: a regular grid would beat with a regular pattern
+        place = (torch.arange(points) + torch.rand(len(lo), points, generator=self.random)) / points
+        return torch.minimum(lo[:, None] + (place * (hi - lo)[:, None]).long(), hi[:, None] - 1)
+
+
+def _take(tiles: Tiles, chosen: Int64) -> Tiles:
+    return Tiles(*(side[chosen] for side in tiles))

@@ -1,0 +1,123 @@
+"""``ringweave doctor``: what this machine has, and what of ringweave runs on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from .. import __version__
+from ..ops import dispatch
+from ..ops.backend import Case
+from ..patterns import Causal, SlidingWindow
+from ..plan import branches
+from ..units import nbytes
+from . import terminal
+
+_OPTIONAL = ("numpy", "triton", "typer", "rich", "matplotlib", "jinja2", "psutil", "transformers")
+_COMPILERS = ("g++", "clang++", "c++", "nvcc")
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+    """Check Python, PyTorch, devices, compilers, packages and backends."""
+    findings = diagnose()
+    console = terminal.out()
+    if as_json:
+        console.print(json.dumps(findings, indent=2), markup=False, soft_wrap=True)
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for section, entries in findings.items():
+        table.add_row(section, "", style="bold", end_section=True)
+        for name, value in entries.items():
+            table.add_row(Text(f"  {name}", style=""), Text(_text(value)))
+        if not entries:
+            table.add_row("  none", "")
+    console.print(table)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{name}: {each}" for name, each in value.items())
+    return "not found" if value is None else str(value)
+
+
+def diagnose() -> dict[str, dict[str, Any]]:
+    """The findings, as plain values by section.
+
+    Example:
+        >>> from ringweave.cli.doctor import diagnose
+        >>> sorted(diagnose())
+        ['backends', 'compilers', 'devices', 'environment', 'packages', 'system']
+    """
+    devices = _devices()
+    return {
+        "system": {
+            "ringweave": __version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+        },
+        "devices": devices,
+        "compilers": {name: _compiler(name) for name in _COMPILERS},
+        "packages": {name: _installed(name) for name in _OPTIONAL},
+        "backends": {name: {kind: _usable(name, kind) for kind in devices} for name in dispatch.BACKENDS},
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("RINGWEAVE_")},
+    }
+
+
+def _devices() -> dict[str, str]:
+    found = {"cpu": f"{os.cpu_count()} processors"}
+    if torch.cuda.is_available():
+        cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        found["cuda"] = ", ".join(f"{card.name} ({nbytes(card.total_memory)})" for card in cards)
+    if torch.backends.mps.is_available():
+        found["mps"] = "available"
+    return found
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _compiler(name: str) -> str | None:
+    path = shutil.which(name)
+    if path is None:
+        return None
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{path} does not run ({type(error).__name__})"
+    return f"{path} ({said.strip().splitlines()[0]})" if said.strip() else path
+
+
+def _usable(name: str, device: str) -> str:
+    """``usable``, or what a backend refuses of a dense and of a sparse case on a device."""
+    case = Case(1, 1, 1, 256, 256, 64, 64, torch.float32, device, needs_grad=True)
+    refused = {}
+    for kind, pattern in (("dense", Causal()), ("sparse", SlidingWindow(64))):
+        (branch,) = branches(pattern, 256, 256)
+        reason = dispatch.BACKENDS[name].refusal(case, branch)
+        if reason is not None:
+            refused[kind] = reason
+    if not refused:
+        return "usable"
+    if len(refused) == 2:
+        return f"not usable: {refused['dense']}"
+    ((kind, reason),) = refused.items()
+    return f"usable, except for {kind} patterns: {reason}"

@@ -1,0 +1,336 @@
+"""What a call would compute, with which backends, and what that costs; nothing is run.
+
+All numbers are exact counts of the plan that the call would use, except ``scratch``, which is a bound on a backend's
+own buffers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+
+from .errors import ShapeError, message
+from .ops import dispatch, gather, reference, sdpa
+from .ops.backend import Backend, Case
+from .patterns import Pattern, check_extents
+from .plan import BlockPlan, Branch, branches
+from .units import count, flops, nbytes, percent
+
+_BACKWARD = 2.5  # five matrix products against two
+
+
+@overload
+def explain(
+    pattern: Pattern,
+    nq: int,
+    nk: int | None = None,
+    *,
+    heads: int = 1,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    value_dim: int | None = None,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    q_offset: int = 0,
+    backend: str = "auto",
+    needs_grad: bool = True,
+    as_dict: Literal[False] = False,
+) -> str: ...
+
+
+@overload
+def explain(
+    pattern: Pattern,
+    nq: int,
+    nk: int | None = None,
+    *,
+    heads: int = 1,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    value_dim: int | None = None,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    q_offset: int = 0,
+    backend: str = "auto",
+    needs_grad: bool = True,
+    as_dict: Literal[True],
+) -> dict[str, Any]: ...
+
+
+def explain(
+    pattern: Pattern,
+    nq: int,
+    nk: int | None = None,
+    *,
+    heads: int = 1,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    value_dim: int | None = None,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    q_offset: int = 0,
+    backend: str = "auto",
+    needs_grad: bool = True,
+    as_dict: bool = False,
+) -> str | dict[str, Any]:
+    """Say what an attention call would compute: pairs, tiles, branches, backends and why, memory, operations.
+
+    Args:
+        pattern: A relation or a LongNet.
+        nq: Queries.
+        nk: Keys; nq + q_offset by default.
+        heads: Query heads.
+        kv_heads: Key heads; as many by default.
+        head_dim: D of queries and keys.
+        value_dim: Dv of values; D by default.
+        batch: Batch elements.
+        dtype: Of q, k and v.
+        device: Where they would be; it need not exist here.
+        q_offset: Position of the first query.
+        backend: ``"auto"``, or one by name.
+        needs_grad: Whether a gradient would be asked for.
+        as_dict: Return the numbers as a dict of plain values, which ``json.dumps`` takes.
+    Returns:
+        Aligned text, or the dict.
+    Raises:
+        ShapeError: A size below 1, or key heads that do not divide the query heads.
+        PatternError: The pattern is made for other sizes.
+        UnsupportedError: The named backend cannot run the case, with the reason.
+    Example:
+        >>> explain(rw.SlidingWindow(128), 1024, as_dict=True)["tiles"]["computed"]
+        15
+    """
+    nk = nq + q_offset if nk is None else nk
+    kv_heads = heads if kv_heads is None else kv_heads
+    value_dim = head_dim if value_dim is None else value_dim
+    _check(batch=batch, heads=heads, kv_heads=kv_heads, nq=nq, nk=nk, head_dim=head_dim, value_dim=value_dim)
+    check_extents(pattern, batch, heads)
+    pattern.check(nq, nk, q_offset)
+    kind = torch.device(device).type
+    case = Case(batch, heads, kv_heads, nq, nk, head_dim, value_dim, dtype, kind, needs_grad)
+    steps = dispatch.program(pattern, case, q_offset, backend)
+    if steps and not steps[0][1].branched:
+        # it takes the pattern whole and computes every pair; the branches still say how sparse the pattern is
+        split = branches(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
+        work = [_Work.of(branch, steps[0][1]) for branch in split]
+    else:
+        work = [_Work.of(branch, chosen) for branch, chosen in steps]
+    everything = batch * heads * nq * nk
+    allowed = sum(each.allowed for each in work)
+    whole = any(not chosen.branched for _, chosen in steps)
+    computed = everything if whole else sum(each.computed for each in work)
+    of_pair = 2 * (head_dim + value_dim)
+    facts: dict[str, Any] = {
+        "pattern": repr(pattern),
+        "sizes": {
+            "batch": batch, "heads": heads, "kv_heads": kv_heads, "nq": nq, "nk": nk, "head_dim": head_dim,
+            "value_dim": value_dim, "dtype": str(dtype).removeprefix("torch."), "device": kind, "q_offset": q_offset,
+            "needs_grad": needs_grad,
+        },
+        "pairs": {"allowed": allowed, "computed": computed, "all": everything, "density": allowed / everything},
+        "tiles": {
+            "computed": 0 if whole else sum(each.tiles for each in work),
+            "full": 0 if whole else sum(each.full for each in work),
+            "density": computed / everything,
+        },
+        "branches": _branches(work),
+        "backend": {"asked": backend, "chosen": _chosen(steps), "others": _others(steps, case, backend)},
+        "memory": _memory(case, work),
+        "flops": {
+            "forward": of_pair * computed,
+            "backward": round(_BACKWARD * of_pair * computed),
+            "dense_forward": of_pair * everything,
+            "dense_backward": round(_BACKWARD * of_pair * everything),
+            "dense_over_this": everything / computed if computed else None,
+        },
+    }  # fmt: skip
+    return facts if as_dict else as_text(facts)
+
+
+def _check(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if isinstance(value, bool) or value < 1:
+            raise ShapeError(message(name, value, "at least 1", "Pass the size of the call."))
+    if sizes["heads"] % sizes["kv_heads"]:
+        heads = sizes["heads"]
+        raise ShapeError(
+            message("kv_heads", sizes["kv_heads"], f"a divisor of the {heads} query heads", "Repeat or drop key heads.")
+        )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What one branch computes, over batch and heads."""
+
+    branch: Branch
+    backend: Backend
+    allowed: int
+    computed: int
+    tiles: int
+    full: int
+    plan: BlockPlan | None
+
+    @staticmethod
+    def of(branch: Branch, backend: Backend) -> _Work:
+        if backend is sdpa.BACKEND:
+            # dense kernels take no plan, and a causal one skips what is above the diagonal
+            square = min(branch.nq, branch.nk)
+            pairs = square * (square + 1) // 2 + (branch.nq - square) * branch.nk
+            pairs = (
+                (pairs if branch.structure == "causal" else branch.nq * branch.nk) * branch.batch * branch.head_count
+            )
+            return _Work(branch, backend, pairs, pairs, 0, 0, None)
+        plan = branch.plan()
+        # how many batch elements and heads compute each tile
+        uses = torch.bincount(plan.group.reshape(-1).long(), minlength=plan.row_ptr.shape[0])
+        uses = uses.repeat_interleave((plan.row_ptr[:, -1] - plan.row_ptr[:, 0]).long())
+        height = (plan.nq - plan.tile_rows() * plan.q_tile).clamp(max=plan.q_tile)
+        width = (plan.nk - plan.col.long() * plan.kv_tile).clamp(max=plan.kv_tile)
+        computed, full = int((height * width * uses).sum()), int(uses[plan.bits < 0].sum())
+        return _Work(branch, backend, plan.pairs(), computed, plan.tiles, full, plan)
+
+
+def _branches(work: list[_Work]) -> list[dict[str, Any]]:
+    """Views of one rate, relation and backend differ in offset alone: one entry for all of them."""
+    alike: dict[tuple[int, str, str], list[_Work]] = {}
+    for each in work:
+        alike.setdefault((each.branch.rate, repr(each.branch.pattern), each.backend.name), []).append(each)
+    entries = []
+    for (rate, pattern, backend), members in alike.items():
+        plans = [each.plan for each in members if each.plan is not None]
+        entries.append(
+            {
+                "rate": rate,
+                "pattern": pattern,
+                "backend": backend,
+                "views": len(members),
+                "heads": sorted({head for each in members for head in range(*each.branch.heads)}),
+                "queries": sorted({each.branch.nq for each in members}),
+                "keys": sorted({each.branch.nk for each in members}),
+                "tiles": sum(each.tiles for each in members),
+                "full": sum(each.full for each in members),
+                "partial": sum(each.tiles - each.full for each in members),
+                "tile": [list(sides) for sides in sorted({(plan.q_tile, plan.kv_tile) for plan in plans})],
+                "masks": max((plan.masks.shape[0] for plan in plans), default=0),
+                "groups": max((plan.row_ptr.shape[0] for plan in plans), default=0),
+            }
+        )
+    return entries
+
+
+def _chosen(steps: list[tuple[Branch, Backend]]) -> list[dict[str, Any]]:
+    return [{"backend": name, "branches": number} for number, name in dispatch.describe(steps)]
+
+
+def _others(steps: list[tuple[Branch, Backend]], case: Case, asked: str) -> dict[str, list[str]]:
+    """Why the backends that were not taken for some branch were not."""
+    reasons: dict[str, list[str]] = {}
+    for branch, chosen in steps:
+        refused = {backend.name: reason for backend, reason in dispatch.candidates(case, branch)}
+        for name in dispatch.BACKENDS:
+            if name == chosen.name:
+                continue
+            if name not in dispatch.PREFERENCE:
+                reason = "used only when named"
+            else:
+                reason = refused[name] or (
+                    f"could run it; {chosen.name} " + ("is preferred" if asked == "auto" else "was asked for")
+                )
+            if reason not in reasons.setdefault(name, []):
+                reasons[name].append(reason)
+    return reasons
+
+
+def _memory(case: Case, work: list[_Work]) -> dict[str, int]:
+    """Bytes of the plans, of the call's tensors, and a bound on the backends' own buffers."""
+    size = case.dtype.itemsize
+    q = case.batch * case.heads * case.nq * case.head_dim * size
+    out = case.batch * case.heads * case.nq * case.value_dim * size
+    k, v = (case.batch * case.kv_heads * case.nk * dim * size for dim in (case.head_dim, case.value_dim))
+    lse = case.batch * case.heads * case.nq * (8 if case.dtype == torch.float64 else 4)
+    # views of one length share a plan
+    plans = {id(each.plan): each.plan for each in work if each.plan is not None}
+    return {
+        "plan": sum(plan.nbytes for plan in plans.values()),
+        "q": q,
+        "k": k,
+        "v": v,
+        "out": out,
+        "lse": lse,
+        "activations": q + k + v + out + lse,
+        "gradients": q + k + v + out if case.needs_grad else 0,
+        "scratch": max((_scratch(case, each) for each in work), default=0),
+    }
+
+
+def _scratch(case: Case, work: _Work) -> int:
+    if work.backend is reference.BACKEND:
+        # counts, scores, weights and their products, N x N in float64
+        return 4 * 8 * case.batch * case.heads * case.nq * case.nk
+    if work.plan is None:
+        return 0
+    plan, wide = work.plan, 8 if case.dtype == torch.float64 else 4
+    budget = gather._BUDGET.get(case.device, gather._BUDGET_ELSEWHERE)
+    tiles = max(1, budget // (plan.q_tile * plan.kv_tile * 4))
+    # scores, and the keys and values gathered beside them, for as many tiles as the budget lets in
+    gathered = tiles * plan.kv_tile * (plan.q_tile + case.head_dim + case.value_dim) * wide
+    lines = case.batch * work.branch.head_count * plan.q_tiles * plan.q_tile
+    return gathered + lines * (case.value_dim + 1) * wide
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """The facts of :func:`explain` as aligned lines."""
+    sizes, pairs, tiles, memory, work = (facts[name] for name in ("sizes", "pairs", "tiles", "memory", "flops"))
+    heads = count(sizes["heads"], "head")
+    if sizes["kv_heads"] != sizes["heads"]:
+        heads += f" over {count(sizes['kv_heads'], 'key head')}"
+    dims = f"D {sizes['head_dim']}" + (f", Dv {sizes['value_dim']}" if sizes["value_dim"] != sizes["head_dim"] else "")
+    offset = f" from position {sizes['q_offset']}" if sizes["q_offset"] else ""
+    how = count(tiles["computed"], "tile") if tiles["computed"] else "dense kernels"
+    grad = ", with gradients" if sizes["needs_grad"] else ""
+    lines = [
+        ("pattern", facts["pattern"]),
+        ("call", f"{sizes['nq']} queries{offset} x {sizes['nk']} keys, batch {sizes['batch']}, {heads}, {dims}"),
+        ("", f"{sizes['dtype']} on {sizes['device']}{grad}"),
+        ("allowed", f"{pairs['allowed']} of {pairs['all']} pairs, density {percent(pairs['density'])}"),
+        ("computed", f"{pairs['computed']} pairs in {how}, density {percent(tiles['density'])}"),
+    ]
+    for entry in facts["branches"]:
+        lines += [("branch", entry["pattern"]), *(("", text) for text in _branch_text(entry))]
+    chosen = ", ".join(f"{each['backend']} x {each['branches']}" for each in facts["backend"]["chosen"])
+    lines.append(("backend", f"{chosen} (asked for {facts['backend']['asked']})"))
+    for name, reasons in facts["backend"]["others"].items():
+        lines += [("", f"not {name}: {reason}") for reason in reasons]
+    held = ", ".join(f"{name} {nbytes(memory[name])}" for name in ("q", "k", "v", "out", "lse"))
+    lines += [
+        ("memory", f"plan {nbytes(memory['plan'])}, backend's own at most about {nbytes(memory['scratch'])}"),
+        ("", f"activations {nbytes(memory['activations'])}: {held}"),
+    ]
+    if sizes["needs_grad"]:
+        lines.append(("", f"gradients {nbytes(memory['gradients'])}"))
+    lines.append(("forward", f"{flops(work['forward'])}, dense {flops(work['dense_forward'])}"))
+    if sizes["needs_grad"]:
+        lines.append(("backward", f"{flops(work['backward'])}, dense {flops(work['dense_backward'])}"))
+    if work["dense_over_this"] is not None:
+        lines.append(("ratio", f"dense computes {work['dense_over_this']:.3g} times as many pairs"))
+    return "\n".join(f"{name:<9} {text}" for name, text in lines)
+
+
+def _branch_text(entry: dict[str, Any]) -> list[str]:
+    def span(values: list[int]) -> str:
+        return f"{values[0]}" if len(values) == 1 else f"{values[0]}-{values[-1]}"
+
+    views = f"{count(entry['views'], 'view')} of every {entry['rate']}th token" if entry["rate"] > 1 else "all tokens"
+    lines = [f"{views}, {span(entry['queries'])} x {span(entry['keys'])}, {entry['backend']}"]
+    if entry["tile"]:
+        sides = " or ".join(f"{q} x {k}" for q, k in entry["tile"])
+        lines.append(
+            f"{count(entry['tiles'], 'tile')} of {sides}: {entry['full']} full, {entry['partial']} partial with "
+            f"{count(entry['masks'], 'distinct mask')}, {count(entry['groups'], 'group')} of heads"
+        )
+    return lines

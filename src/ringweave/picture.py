@@ -1,0 +1,222 @@
+"""Pictures of a pattern: SVG, PNG, and block art for a terminal, all drawn from the share of allowed pairs per cell."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+from .cells import Panel, Picture, Shares, picture
+from .errors import UnsupportedError, message
+from .patterns import Pattern
+
+SHADES = " ░▒▓█"
+ASCII_SHADES = " .:+#"
+
+_LEVELS = 24  # steps of shade: an SVG holds one path per step
+# A card of its own, so that a picture reads the same on white and on dark pages.
+_CARD, _EDGE, _INK, _FAINT = "#ffffff", "#d0d7de", "#1f2328", "#59636e"
+_LIGHT, _DARK = (0xDC, 0xE9, 0xF7), (0x0B, 0x3A, 0x75)
+_FONT = "ui-sans-serif, -apple-system, 'Segoe UI', 'DejaVu Sans', Arial, sans-serif"
+_MONO = "ui-monospace, SFMono-Regular, Menlo, 'DejaVu Sans Mono', Consolas, monospace"
+
+
+def plot(pattern: Pattern, tokens: int, *, heads: int = 1, path: str | None = None) -> str:
+    """A pattern's picture as SVG text: queries downwards, keys to the right, the darker the more pairs are allowed.
+
+    Args:
+        pattern: A relation or a LongNet.
+        tokens: Queries and keys.
+        heads: Query heads; heads that differ get a panel each, up to 8.
+        path: Where to write it: ``.svg``, or ``.png`` with matplotlib.
+    Returns:
+        The SVG, self-contained.
+    Raises:
+        UnsupportedError: Another ending than these two, or no matplotlib for a PNG.
+    Example:
+        >>> plot(rw.Causal(), 256).startswith("<svg")
+        True
+    """
+    ending = None if path is None else Path(path).suffix.lower()
+    if ending not in (None, ".svg", ".png"):
+        raise UnsupportedError(message("path", repr(path), "a name that ends in .svg or .png", "Rename it."))
+    drawn = picture(pattern, tokens, heads=heads)
+    svg = _svg(drawn)
+    if path is not None and ending == ".svg":
+        Path(path).write_text(svg, encoding="utf-8")
+    elif path is not None:
+        _write_png(drawn, path)
+    return svg
+
+
+def block_art(
+    pattern: Pattern, tokens: int, width: int, *, head: int = 0, heads: int = 1, shades: str = SHADES
+) -> list[str]:
+    """A head's cells as rows of text, two characters a cell, so that they look square in a terminal.
+
+    Args:
+        pattern: A relation or a LongNet.
+        tokens: Queries and keys.
+        width: Characters of a row, at most.
+        head: Whose cells.
+        heads: Query heads.
+        shades: Five characters: nothing allowed, less than a quarter, than three quarters, than all, and all.
+    Returns:
+        One text per row of cells, all of one length.
+    Example:
+        >>> block_art(rw.Causal(), 4, 8)
+        ['██      ', '████    ', '██████  ', '████████']
+    """
+    drawn = picture(pattern, tokens, heads=heads, cells=max(1, width // 2))
+    return art_rows(next((panel for panel in drawn.panels if head in panel.heads), drawn.panels[0]), shades)
+
+
+def art_rows(panel: Panel, shades: str = SHADES) -> list[str]:
+    """A panel as rows of text; see :func:`block_art`."""
+    levels = np.where(panel.shares > 0, np.searchsorted([0.0, 0.25, 0.75, 1.0], panel.shares, side="right"), 0)
+    return ["".join(2 * shades[level] for level in row) for row in levels]
+
+
+_LEGEND = ((0.0, "none"), (0.01, "1 %"), (0.1, "10 %"), (0.5, "50 %"), (1.0, "all"))
+
+
+def fill(share: float) -> str:
+    """The colour of a cell: white for nothing, else by the root of the share, so that thin bands show."""
+    level = round(_LEVELS * math.sqrt(min(share, 1.0)))
+    if share <= 0:
+        return _CARD
+    part = max(level, 1) / _LEVELS
+    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(_LIGHT, _DARK, strict=True))
+
+
+def _paths(shares: Shares, length: float) -> Iterator[tuple[str, str]]:
+    """(colour, path data) in cell units up to ``length``, runs of one colour in a row as one rectangle."""
+    found: dict[str, list[str]] = {}
+    for y, row in enumerate(shares):
+        colours = [fill(float(share)) for share in row]
+        x = 0
+        while x < len(colours):
+            end = x
+            while end < len(colours) and colours[end] == colours[x]:
+                end += 1
+            if colours[x] != _CARD:
+                high, wide = min(y + 1, length) - y, min(end, length) - x
+                found.setdefault(colours[x], []).append(f"M{x} {y}h{wide:.5g}v{high:.5g}h{-wide:.5g}z")
+            x = end
+    return ((colour, "".join(parts)) for colour, parts in found.items())
+
+
+def _svg(drawn: Picture) -> str:
+    one = len(drawn.panels) == 1
+    columns = min(4, len(drawn.panels))
+    size, left, right, gap, above = (384, 62, 34, 0, 50) if one else (150, 62, 34, 40, 58)
+    width = max(480, left + columns * size + (columns - 1) * gap + right)
+    title = textwrap.wrap(drawn.title, (width - 48) // 9, max_lines=3, placeholder=" ...")
+    caption = textwrap.wrap(drawn.caption, (width - 48) // 7)
+    top = 14 + 20 * len(title) + 17 * len(caption)
+    height = top + -(-len(drawn.panels) // columns) * (size + above) + 66
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" font-family="{_FONT}" font-size="12" fill="{_INK}">',
+        f"<title>{escape(drawn.title)}: {escape(drawn.caption)}</title>",
+        f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8" fill="{_CARD}" stroke="{_EDGE}"/>',
+    ]
+    for i, line in enumerate(title):
+        parts.append(_text(24, 34 + 20 * i, line, f'font-family="{_MONO}" font-size="14" font-weight="600"'))
+    for i, line in enumerate(caption):
+        parts.append(_text(24, 34 + 20 * len(title) + 17 * i, line, f'fill="{_FAINT}"'))
+    for i, panel in enumerate(drawn.panels):
+        x, y = left + i % columns * (size + gap), top + i // columns * (size + above) + above
+        parts += _svg_panel(drawn, panel, x, y, size, heading=not one, first=i % columns == 0)
+    return "\n".join([*parts, *_svg_legend(left, height - 38), "</svg>"]) + "\n"
+
+
+def _text(x: float, y: float, text: str, rest: str = "") -> str:
+    return f'<text x="{x:g}" y="{y:g}" {rest}>{escape(text)}</text>'
+
+
+def _frame(x: int, y: int, size: int, colour: str) -> str:
+    return (
+        f'<rect x="{x}" y="{y}" width="{size}" height="{size}" fill="{colour}" stroke="{_FAINT}" stroke-width="0.8"/>'
+    )
+
+
+def _svg_panel(drawn: Picture, panel: Panel, x: int, y: int, size: int, *, heading: bool, first: bool) -> list[str]:
+    cells = len(panel.shares)
+    # the last cell may be smaller than the others: the frame ends where the tokens do
+    scale = size * drawn.side / drawn.tokens
+    parts = [f'<g class="cells" transform="translate({x} {y}) scale({scale:.6g})" shape-rendering="crispEdges">']
+    parts += [f'<path fill="{colour}" d="{data}"/>' for colour, data in _paths(panel.shares, drawn.tokens / drawn.side)]
+    parts.append("</g>")
+    if cells <= 32:
+        lines = "".join(f"M{i} 0V{cells}M0 {i}H{cells}" for i in range(1, cells))
+        parts.append(
+            f'<path transform="translate({x} {y}) scale({scale:.6g})" d="{lines}" fill="none" stroke="{_CARD}" '
+            f'stroke-width="{1 / scale:.3g}"/>'
+        )
+    parts.append(_frame(x, y, size, "none"))
+    faint = f'fill="{_FAINT}" font-size="11"'
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0) if size > 200 and drawn.tokens % 4 == 0 else (0.0, 1.0):
+        place, number = share * size, str(round(share * drawn.tokens))
+        parts.append(_text(x + place, y - 6, number, f'{faint} text-anchor="middle"'))
+        if first:
+            parts.append(_text(x - 6, y + place + 4, number, f'{faint} text-anchor="end"'))
+    parts.append(_text(x + size / 2, y - (22 if size > 200 else 6), "keys", 'text-anchor="middle"'))
+    if first:
+        middle = f'text-anchor="middle" transform="rotate(-90 {x - 44} {y + size / 2:g})"'
+        parts.append(_text(x - 44, y + size / 2, "queries", middle))
+    if heading:
+        parts.append(_text(x + size / 2, y - 24, panel.caption, 'text-anchor="middle" font-weight="600"'))
+    return parts
+
+
+def _svg_legend(x: int, y: int) -> list[str]:
+    parts = [_text(x, y + 11, "allowed pairs in a cell", f'fill="{_FAINT}" font-size="11"')]
+    for i, (share, label) in enumerate(_LEGEND):
+        left = x + 136 + 54 * i
+        parts.append(_frame(left, y, 14, fill(share)))
+        parts.append(_text(left + 19, y + 11, label, f'fill="{_FAINT}" font-size="11"'))
+    return parts
+
+
+def _write_png(drawn: Picture, path: str) -> None:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise UnsupportedError(
+            message("path", repr(path), "matplotlib for a PNG", "pip install ringweave[plot], or write an .svg.")
+        ) from None
+    columns = min(4, len(drawn.panels))
+    rows = -(-len(drawn.panels) // columns)
+    one = len(drawn.panels) == 1
+    size = 4.6 if one else 2.3
+    inches = (max(4.9, columns * size), rows * (size + 0.1) + 0.7)
+    figure = Figure(figsize=inches, dpi=160, facecolor=_CARD, layout="constrained")
+    FigureCanvasAgg(figure)
+    title = "\n".join(textwrap.wrap(drawn.title, 14 * columns + 40, max_lines=3, placeholder=" ..."))
+    figure.suptitle(title, family="monospace", fontsize=10, fontweight="bold", color=_INK, parse_math=False)
+    figure.supxlabel("\n".join(textwrap.wrap(drawn.caption, 22 * columns + 40)), fontsize=8, color=_FAINT)
+    ticks = sorted({0, drawn.tokens // 2, drawn.tokens})
+    for i, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
+        if i >= len(drawn.panels):
+            axes.set_axis_off()
+            continue
+        panel = drawn.panels[i]
+        colours = [[[int(fill(float(s))[c : c + 2], 16) for c in (1, 3, 5)] for s in row] for row in panel.shares]
+        end = len(panel.shares) * drawn.side
+        axes.imshow(np.array(colours, np.uint8), extent=(0, end, end, 0), interpolation="nearest")
+        axes.set(xlim=(0, drawn.tokens), ylim=(drawn.tokens, 0), xticks=ticks, yticks=[] if i % columns else ticks)
+        axes.xaxis.set_ticks_position("top")
+        axes.xaxis.set_label_position("top")
+        axes.tick_params(labelsize=7, colors=_FAINT)
+        axes.set_xlabel("keys", fontsize=8)
+        if i % columns == 0:
+            axes.set_ylabel("queries", fontsize=8)
+        if not one:
+            axes.set_title(panel.caption, fontsize=8, fontweight="bold")
+    figure.savefig(path)

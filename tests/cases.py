@@ -1,0 +1,66 @@
+"""Patterns that the tests run over, for any length: every one of the semantics' table, and trees of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import ringweave as rw
+from ringweave.patterns import Pattern
+
+
+def _not_future(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return (q >= k) & ((q + k) % 3 != 0)
+
+
+def _by_head(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return (q - k).abs() <= 5 * (h + 1)
+
+
+def _documents(n: int) -> Pattern:
+    lengths = []
+    while sum(lengths) < n:
+        lengths.append(min(1 + 37 * len(lengths), n - sum(lengths)))
+    return rw.Documents(lengths)
+
+
+#: name -> pattern for a length; every one may be used with four heads and any batch
+PATTERNS: dict[str, Callable[[int], Pattern]] = {
+    "full": lambda n: rw.Full(),
+    "nothing": lambda n: ~rw.Full(),
+    "causal": lambda n: rw.Causal(),
+    "future": lambda n: ~rw.Causal(),
+    "window": lambda n: rw.SlidingWindow(40, 10),
+    "global": lambda n: rw.SlidingWindow(20) | rw.Global(sorted({0, n // 2})),
+    "sinks": lambda n: rw.SlidingWindow(64) & rw.Causal() | rw.Sinks(3),
+    "segments": lambda n: rw.Segments(50),
+    "dilated": lambda n: rw.Dilated(5, 4),
+    "window_and_dilated": lambda n: rw.SlidingWindow(20, 20) | rw.Dilated(8, 16),
+    "strided": lambda n: rw.Strided(7) & rw.Causal(),
+    "far_strided": lambda n: rw.Strided(300),
+    "documents": _documents,
+    "causal_documents": lambda n: _documents(n) & rw.Causal(),
+    "prefix": lambda n: rw.PrefixLM(33),
+    "periodic": lambda n: rw.Periodic(50, 10, 13) & rw.Causal(),
+    "table": lambda n: rw.random_blocks(n, 0.6, block_size=48),
+    "table_per_head": lambda n: rw.random_blocks(n, 0.6, block_size=32, heads=4),
+    "function": lambda n: rw.from_mask_mod(_not_future),
+    "function_per_head": lambda n: rw.from_mask_mod(_by_head) & ~rw.Segments(70),
+    "per_head": lambda n: rw.PerHead([rw.Causal(), rw.SlidingWindow(9), ~rw.Causal(), rw.Causal()]),
+    "longformer": lambda n: rw.longformer(30, [1, 9], causal=True),
+    "bigbird": lambda n: rw.bigbird(n, window=20, global_tokens=5, random=2, block_size=32),
+    "fixed": lambda n: rw.sparse_transformer_fixed(50, 7),
+    "variable": lambda n: rw.variable(n, local_blocks=(1, 2), block_size=32, random=1),
+    "local_global": lambda n: rw.local_global(20, 37),
+    "dilated_blocks": lambda n: rw.dilated_blocks(3, [1, 4, 16]),
+    "natten": lambda n: rw.natten_1d(9, 3, tokens=n),
+    "tree": lambda n: (rw.Causal() | rw.Strided(5)) & ~rw.Segments(70) | ~(rw.SlidingWindow(99) | rw.Sinks(4)),
+}
+
+#: mixtures, where a key may count several times; four heads
+MIXTURES: dict[str, Callable[[int], Pattern]] = {
+    "longnet": lambda n: rw.LongNet([32, 128], [1, 4]),
+    "longnet_causal": lambda n: rw.LongNet([32, 128, 512], [1, 2, 8], causal=True, offset="grouped"),
+    "longnet_partitioned": lambda n: rw.LongNet([32, 96, 128], [1, 3, 4], heads="partitioned", offset=1),
+}

@@ -1,0 +1,165 @@
+"""The command line: its commands and options, what they print, and how they fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+import ringweave as rw
+
+pytest.importorskip("typer")
+
+import typer
+from typer.testing import CliRunner, Result
+
+from ringweave.cli import main
+from ringweave.cli.app import app
+
+PATTERN = "SlidingWindow(1024) & Causal() | Sinks(64)"
+
+
+def run(*arguments: str, columns: int = 100) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(columns), "NO_COLOR": "1"})
+
+
+def test_commands_and_options_are_frozen() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    found = {
+        name: sorted(option for parameter in command.params for option in parameter.opts)
+        for name, command in commands.items()
+        if name in ("show", "explain", "doctor")
+    }
+    assert found == {
+        "show": ["--heads", "--out", "--tokens", "-n", "-o", "pattern"],
+        "explain": [
+            "--backend", "--device", "--dtype", "--head-dim", "--heads", "--json", "--kv-heads", "--tokens", "-n",
+            "pattern",
+        ],
+        "doctor": ["--json"],
+    }  # fmt: skip
+
+
+def test_show_draws_the_pattern() -> None:
+    result = run("show", "Causal()", "--tokens", "4096")
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0] == "Causal()"
+    assert "4096 tokens, density 50" in lines[1]
+    rows = [line.split("│")[1] for line in lines if "│" in line]
+    assert len(rows) == 32
+    for i, row in enumerate(rows):
+        assert row == "██" * i + "▒▒" + "  " * (31 - i)
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("columns", [30, 80, 200])
+def test_show_puts_heads_side_by_side_where_they_fit(columns: int) -> None:
+    result = run("show", "PerHead([Causal(), Full(), Segments(10)])", "-n", "100", columns=columns)
+    assert result.exit_code == 0, result.output
+    art = [line for line in result.output.splitlines() if "│" in line]
+    assert {line.count("│") for line in art} == ({2} if columns == 30 else {6} if columns == 200 else {4, 2})
+    assert max(map(len, art)) <= columns
+
+
+def test_show_writes_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "a.svg"
+    result = run("show", PATTERN, "--tokens", "16384", "--out", str(path))
+    assert result.exit_code == 0, result.output
+    assert ElementTree.parse(path).getroot().tag.endswith("svg")
+    for bad in (str(tmp_path / "a.gif"), str(tmp_path / "none" / "a.svg")):
+        result = run("show", PATTERN, "--tokens", "64", "--out", bad)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("ringweave: ")
+        assert result.stderr.count("\n") == 1
+
+
+def test_explain_says_what_the_library_says() -> None:
+    arguments = ("explain", PATTERN, "--tokens", "4096", "--heads", "8", "--kv-heads", "2", "--dtype", "bfloat16")
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["tiles"]["computed"] == rw.patterns.parse(PATTERN).plan(4096, heads=8).tiles
+    assert (facts["sizes"]["kv_heads"], facts["sizes"]["dtype"]) == (2, "bfloat16")
+    text = run(*arguments, columns=40).stdout
+    assert f"pattern   {PATTERN}\n" in text
+    assert str(facts["pairs"]["computed"]) in text
+
+
+def test_doctor_finds_this_python() -> None:
+    findings = json.loads(run("doctor", "--json").stdout)
+    assert findings["system"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert findings["backends"]["gather"]["cpu"] == "usable"
+    assert findings["backends"]["sdpa"]["cpu"].startswith("usable, except for sparse patterns: ")
+    text = run("doctor").stdout
+    for word in ("torch", "backends", "compilers", "AVX" if findings["system"]["cpu"].startswith("AVX") else "cpu"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('true')",
+        "__import__('os')",
+        "Causal().__class__",
+        "[Causal() for _ in range(9)]",
+        "lambda: 0",
+        "Causal() + Causal()",
+        "Causal(",
+        "Sinks(open('x'))",
+        "SlidingWindow(-1)",
+        "_",
+        "",
+    ],
+)
+def test_other_text_than_patterns_is_refused_in_one_line(text: str) -> None:
+    result = run("show", text, "--tokens", "64")
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("ringweave: ")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_errors_of_a_call_are_one_line() -> None:
+    result = run("explain", PATTERN, "--tokens", "64", "--backend", "sdpa")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "neither full nor causal" in result.stderr
+    assert run("explain", "Full()", "--tokens", "64", "--heads", "8", "--kv-heads", "3").exit_code == 2
+    assert run("explain", "Full()", "--tokens", "64", "--device", "toaster").exit_code == 2
+    assert run("show", "Full()", "--tokens", "0").exit_code == 2
+    assert run("show", "Full()").exit_code == 2
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"ringweave {rw.__version__}\n"
+
+
+def test_without_typer_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "pip install 'ringweave[cli]'" in capsys.readouterr().err
+
+
+def test_module_runs_in_a_terminal_without_unicode_and_imports_no_matplotlib() -> None:
+    code = (
+        "import sys, runpy\n"
+        f"sys.argv = ['ringweave', 'show', {PATTERN!r}, '--tokens', '4096']\n"
+        "try:\n    runpy.run_module('ringweave', run_name='__main__')\n"
+        "finally:\n    assert 'matplotlib' not in sys.modules\n"
+    )
+    source = str(Path(rw.__file__).parents[1])
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80", "PYTHONPATH": source}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"\n    0 |::  " in done.stdout
+    assert done.stdout.isascii()

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import ringweave as rw
+
+
+@pytest.fixture(autouse=True)
+def _threads_and_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Every torch.empty holds NaN: an element that is never written shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True)
+def _doctest_names(doctest_namespace: dict[str, object]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 256, 32, generator=generator) for _ in range(3))
+    doctest_namespace.update(rw=rw, torch=torch, q=q, k=k, v=v)

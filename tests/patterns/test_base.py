@@ -1,0 +1,158 @@
+"""Patterns as values: algebra, equality, hashing, pickling, text."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.errors import PatternError
+
+from ..cases import MIXTURES, PATTERNS
+
+
+@pytest.mark.parametrize("name", list(PATTERNS | MIXTURES))
+def test_value_semantics(name: str) -> None:
+    make = (PATTERNS | MIXTURES)[name]
+    a, b = make(200), make(200)
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != rw.SlidingWindow(12345)
+    assert repr(a)
+    if "TokenMask" not in a.spec:
+        again = pickle.loads(pickle.dumps(a))
+        assert again == a
+        assert len(pickle.dumps(rw.SlidingWindow(5) | rw.Sinks(9))) < 500
+
+
+def test_algebra() -> None:
+    a, b = rw.SlidingWindow(9), rw.Segments(16)
+    x, y = a.to_dense(64), b.to_dense(64)
+    assert torch.equal((a & b).to_dense(64), x & y)
+    assert torch.equal((a | b).to_dense(64), x | y)
+    assert torch.equal((~a).to_dense(64), ~x)
+    assert ~~a == a
+    assert ~(a | b) == ~a & ~b
+    assert ~(a & b) == ~a | ~b
+    assert a & a == a
+    assert a & rw.Full() == a
+    assert a | ~rw.Full() == a
+    assert repr((a | b) & rw.Causal()) == "(SlidingWindow(9) | Segments(16)) & Causal()"
+
+
+def test_tables_of_equal_value_are_equal() -> None:
+    mask = torch.eye(4, dtype=torch.bool)
+    assert rw.BlockTable(mask, 16) == rw.BlockTable(mask.clone(), 16)
+    assert rw.BlockTable(mask, 16) != rw.BlockTable(~mask, 16)
+    assert rw.BlockTable(mask, 16) != rw.BlockTable(mask, 32)
+    assert rw.Documents([1, 3]) != rw.Documents([2, 2])
+
+
+@pytest.mark.parametrize("name", list(PATTERNS))
+@pytest.mark.parametrize("tokens", [1, 77, 500])
+def test_density_is_measured(name: str, tokens: int) -> None:
+    pattern = PATTERNS[name](tokens)
+    measured = pattern.to_dense(tokens, heads=4).double().mean().item()
+    assert pattern.density(tokens, heads=4) == pytest.approx(measured, abs=1e-12)
+
+
+@pytest.mark.parametrize("density", [0.05, 0.1, 0.25, 0.37, 0.9, 1.0])
+@pytest.mark.parametrize("heads", [None, 3])
+def test_requested_density_is_measured_density(density: float, heads: int | None) -> None:
+    table = rw.random_blocks(4096, density, block_size=64, heads=heads)
+    blocks = 64 * 64
+    assert table.density(4096, heads=heads or 1) == pytest.approx(round(density * blocks) / blocks, abs=1e-12)
+    per_row = table.mask.sum(-1)
+    assert int(per_row.max() - per_row.min()) <= 1
+
+
+@pytest.mark.parametrize("name", list(MIXTURES))
+def test_mixtures_take_no_part_in_algebra(name: str) -> None:
+    mixture = MIXTURES[name](100)
+    for combine in (lambda p: p | rw.Causal(), lambda p: rw.Causal() & p, lambda p: ~p, lambda p: rw.PerHead([p])):
+        with pytest.raises(PatternError, match="wanted a relation|wanted a list of relations"):
+            combine(mixture)
+
+
+def test_density_of_a_mixture_counts_branches() -> None:
+    mixture = rw.LongNet([32, 128], [1, 4])
+    assert mixture.density(256, heads=4) == pytest.approx(mixture.to_dense(256, heads=4).double().mean().item())
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: rw.SlidingWindow(-1), "left: got -1; wanted at least 0"),
+        (lambda: rw.SlidingWindow(1, -2), "right: got -2; wanted at least 0"),
+        (lambda: rw.SlidingWindow(1.5), "left: got 1.5; wanted an int"),
+        (lambda: rw.Segments(0), "length: got 0; wanted at least 1"),
+        (lambda: rw.Dilated(4, 0), "rate: got 0; wanted at least 1"),
+        (lambda: rw.Strided(0), "stride: got 0; wanted at least 1"),
+        (lambda: rw.Global([3, 3]), r"tokens: got \[3, 3\]; wanted distinct"),
+        (lambda: rw.Sinks(-1), "tokens: got -1; wanted at least 0"),
+        (lambda: rw.PrefixLM(-1), "n: got -1; wanted at least 0"),
+        (lambda: rw.Documents([3, 0]), r"lengths: got \[3, 0\]; wanted documents of at least one token"),
+        (lambda: rw.Documents(cu_seqlens=[1, 3]), r"cu_seqlens: got \[1, 3\]; wanted bounds that rise from 0"),
+        (lambda: rw.Documents(), "lengths, cu_seqlens: got neither; wanted exactly one"),
+        (lambda: rw.Documents([10]).plan(11), "lengths that sum to the number of keys"),
+        (lambda: rw.BlockTable(torch.ones(3, 3), 16), "mask: got torch.float32 .3, 3.; wanted a bool tensor"),
+        (lambda: rw.BlockTable(torch.ones(3, 3).bool(), 16).plan(64), r"BlockTable: got a table of \(3, 3\) blocks"),
+        (lambda: rw.BlockTable(torch.ones(2, 3, 3).bool(), 16).plan(48, heads=3), "heads = 2, which the pattern is made"),
+        (lambda: rw.PerHead([rw.Causal()] * 2).plan(64, heads=3), "Pass tensors with 2 query heads"),
+        (lambda: rw.PerHead([]), "patterns: got .*; wanted a list of relations"),
+        (lambda: rw.LongNet([8, 9], [1, 2]), "segment 9 with rate 2; wanted segments divisible by their rates. Use segment 8 or 10"),
+        (lambda: rw.LongNet([8], [1, 2]), "got 1 segments and 2 rates"),
+        (lambda: rw.LongNet([8], [0]), "rates: got 0; wanted at least 1"),
+        (lambda: rw.LongNet([8], [1], offset="odd"), "offset: got 'odd'"),
+        (lambda: rw.LongNet([8], [1], heads="some"), "heads: got 'some'"),
+        (lambda: rw.LongNet([8, 16], [1, 2], heads="partitioned").density(64), "at least one head per branch"),
+        (lambda: rw.from_mask_mod(lambda b, h, q, k: q + k), "mask_mod: got a function that returns torch.int64; wanted one that returns bool"),
+        (lambda: rw.from_mask_mod(3), "fn: got int"),
+        (lambda: rw.Causal() | 3, "operand: got int; wanted a ringweave pattern"),
+        (lambda: rw.random_blocks(1024, 0.0), "density: got 0.0"),
+        (lambda: rw.natten_1d(3, tokens=9).plan(10), "Build it with tokens=10"),
+        (lambda: rw.sparse_transformer_fixed(4, 5), "summary: got 5; wanted at most block = 4"),
+        (lambda: rw.BlockTable(indices=torch.tensor([[5]]), counts=torch.tensor([1]), key_blocks=2), r"indices: got 5..5; wanted 0..1"),
+    ],
+)  # fmt: skip
+def test_errors(make, text: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(PatternError, match=text):
+        make()
+
+
+def test_table_from_indices() -> None:
+    indices, counts = torch.tensor([[1, 0, 9], [2, 7, 7], [0, 1, 2]]), torch.tensor([2, 1, 3])
+    table = rw.BlockTable(indices=indices, counts=counts, key_blocks=3, block_size=16)
+    assert table.mask.int().tolist() == [[1, 1, 0], [0, 0, 1], [1, 1, 1]]
+
+
+def test_natten_attends_exactly_the_window() -> None:
+    for tokens, window, dilation in ((50, 7, 1), (53, 5, 3), (64, 8, 2)):
+        dense = rw.natten_1d(window, dilation, tokens=tokens).to_dense(tokens)[0, 0]
+        assert (dense.sum(-1) == window).all()
+        q, k = dense.nonzero(as_tuple=True)
+        assert ((q - k) % dilation == 0).all()
+
+
+def test_longnet_definition() -> None:
+    """The formula of the paper, spelled out pair by pair."""
+    segments, rates, n, heads = (8, 16), (2, 4), 21, 4
+    dense = rw.LongNet(segments, rates, causal=True).to_dense(n, heads=heads)
+    for h in range(heads):
+        for i in range(n):
+            for j in range(n):
+                count = sum(
+                    i // w == j // w and i % r == h % r and j % r == h % r and j <= i
+                    for w, r in zip(segments, rates, strict=True)
+                )
+                assert dense[0, h, i, j] == count
+
+
+def test_partitioned_heads_leave_no_head_out() -> None:
+    for heads in (3, 4, 5, 8):
+        dense = rw.LongNet([8, 16, 32], [1, 2, 4], heads="partitioned").to_dense(64, heads=heads)
+        assert (dense.flatten(2).sum(-1) > 0).all()
+    views = rw.LongNet([8, 16, 32], [1, 1, 1], heads="partitioned").views(8)
+    assert [len(range(*view.heads)) for view, _ in views] == [3, 3, 2]

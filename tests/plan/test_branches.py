@@ -1,0 +1,46 @@
+"""Compiling a pattern: residue views where they compute fewer tiles, disjoint and complete."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.plan import branches
+
+from ..cases import MIXTURES, PATTERNS
+
+
+@pytest.mark.parametrize("sizes", [(257, 257, 0), (1000, 1000, 0), (40, 300, 260)])
+@pytest.mark.parametrize("name", list(PATTERNS | MIXTURES))
+def test_branches_add_up_to_the_pattern(name: str, sizes: tuple[int, int, int]) -> None:
+    nq, nk, q_offset = sizes
+    pattern = (PATTERNS | MIXTURES)[name](nk)
+    if q_offset and any(kind in pattern.spec for kind in ("BlockTable",)):
+        nq, q_offset = nk, 0
+    total = torch.zeros(1, 4, nq, nk, dtype=torch.int32)
+    for branch in branches(pattern, nq, nk, heads=4, q_offset=q_offset):
+        part = branch.plan().to_dense().int()
+        total[:, slice(*branch.heads), branch.q_first :: branch.rate, branch.k_first :: branch.rate] += part
+    assert torch.equal(total, pattern.to_dense(nq, nk, 4, q_offset=q_offset).int())
+
+
+def test_dilated_runs_in_strided_views() -> None:
+    n = 16384
+    pattern = rw.SlidingWindow(512) | rw.Dilated(64, 16)
+    split = branches(pattern, n, n)
+    assert [branch.rate for branch in split] == [1] + [16] * 16
+    computed = sum(branch.plan().tiles for branch in split)
+    assert computed < 0.5 * pattern.plan(n).tiles
+
+
+def test_a_split_that_does_not_pay_is_not_made() -> None:
+    assert len(branches(rw.SlidingWindow(512) | rw.Dilated(2, 4), 4096, 4096)) == 1
+    assert len(branches(rw.Dilated(3, 500), 600, 600)) == 1
+
+
+def test_structure() -> None:
+    assert branches(rw.Full(), 64, 64)[0].structure == "full"
+    assert branches(rw.Causal(), 64, 64)[0].structure == "causal"
+    assert branches(rw.Causal(), 4, 64, q_offset=60)[0].structure == "sparse"
+    assert branches(rw.SlidingWindow(5), 64, 64)[0].structure == "sparse"

@@ -1,0 +1,235 @@
+"""A plan spells out exactly its pattern's dense mask, by rows and by columns, for any tile, length, offset, batch, head."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+
+import ringweave as rw
+from ringweave.errors import PatternError, ShapeError
+from ringweave.patterns import Pattern
+from ringweave.plan.build import build
+
+from ..cases import PATTERNS
+
+
+def spells_out(
+    pattern: Pattern, nq: int, nk: int, heads: int, batch: int, tile: tuple[int, int], q_offset: int = 0
+) -> None:
+    plan = build(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile)
+    dense = pattern.to_dense(nq, nk, heads, batch=batch, q_offset=q_offset)
+    assert torch.equal(plan.to_dense(), dense)
+    assert plan.pairs() == int(dense.sum())
+    by_columns_agree(plan)
+    # exact: no tile is listed that allows nothing, none is called partial that allows all
+    padded = torch.nn.functional.pad(dense, (0, -nk % tile[1], 0, -nq % tile[0]))
+    used = padded.unflatten(3, (-1, tile[1])).unflatten(2, (-1, tile[0])).any(5).any(3)
+    assert plan.tiles == int(used.sum())
+    if plan.masks.shape[0]:
+        words = {mask.numpy().tobytes() for mask in plan.masks}
+        assert len(words) == plan.masks.shape[0]
+
+
+def by_columns_agree(plan: rw.BlockPlan) -> None:
+    rows = {
+        (g, i, int(plan.col[e]), int(plan.bits[e]))
+        for g in range(plan.row_ptr.shape[0])
+        for i in range(plan.q_tiles)
+        for e in range(int(plan.row_ptr[g, i]), int(plan.row_ptr[g, i + 1]))
+    }
+    columns = [
+        (g, int(plan.row[e]), j, int(plan.bits_t[e]))
+        for g in range(plan.row_ptr.shape[0])
+        for j in range(plan.kv_tiles)
+        for e in range(int(plan.col_ptr[g, j]), int(plan.col_ptr[g, j + 1]))
+    ]
+    assert rows == set(columns)
+    assert len(columns) == plan.nnz
+    for ptr, index in ((plan.row_ptr, plan.col), (plan.col_ptr, plan.row)):
+        for line in ptr.tolist():
+            for a, b in pairwise(line):
+                part = index[a:b]
+                assert (part.diff() > 0).all()
+    assert sorted(plan.order.tolist()) == list(range(plan.order.numel()))
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 128, 1000])
+@pytest.mark.parametrize("name", list(PATTERNS))
+def test_plan_equals_dense_mask(name: str, tokens: int) -> None:
+    for tile in ((16, 16), (32, 64), (128, 128)):
+        if tokens // tile[0] < 40:
+            spells_out(PATTERNS[name](tokens), tokens, tokens, 4, 1, tile)
+
+
+@pytest.mark.parametrize("name", list(PATTERNS))
+def test_plan_equals_dense_mask_of_a_long_sequence(name: str) -> None:
+    pattern = PATTERNS[name](4097)
+    plan = pattern.plan(4097, heads=4)
+    dense = pattern.to_dense(4097, heads=4)
+    assert torch.equal(plan.to_dense(), dense)
+    assert pattern.density(4097, heads=4) == pytest.approx(dense.float().mean().item(), rel=1e-5)
+
+
+@st.composite
+def leaves(draw: st.DrawFn, n: int) -> Pattern:
+    small = st.integers(1, 2 * n)
+    kind = draw(st.sampled_from(range(13)))
+    listed = st.lists(st.integers(0, n), unique=True, max_size=5)
+    match kind:
+        case 0:
+            return rw.Full()
+        case 1:
+            return rw.Causal()
+        case 2:
+            return rw.SlidingWindow(draw(st.integers(0, n)), draw(st.integers(0, n)))
+        case 3:
+            return rw.Global(draw(listed))
+        case 4:
+            return rw.Sinks(draw(st.integers(0, n)))
+        case 5:
+            return rw.Segments(draw(small))
+        case 6:
+            return rw.Dilated(draw(st.integers(0, 20)), draw(st.integers(1, 60)))
+        case 7:
+            return rw.Strided(draw(small))
+        case 8:
+            cuts = sorted({0, n, *draw(st.lists(st.integers(1, n), max_size=6))})
+            return rw.Documents(cu_seqlens=cuts)
+        case 9:
+            return rw.PrefixLM(draw(st.integers(0, n)))
+        case 10:
+            side = draw(st.integers(5, 70))
+            blocks = -(-n // side)
+            return rw.BlockTable(
+                torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(draw(small))) < 0.4, side
+            )
+        case 11:
+            period = draw(st.integers(1, 100))
+            start = draw(st.integers(0, period - 1))
+            return rw.Periodic(period, start, draw(st.integers(start + 1, period)))
+        case _:
+            return rw.natten_1d(draw(st.integers(1, 30)), draw(st.integers(1, 9)), tokens=n)
+
+
+@st.composite
+def trees(draw: st.DrawFn, n: int) -> Pattern:
+    pattern = draw(leaves(n))
+    for _ in range(draw(st.integers(0, 4))):
+        other = draw(leaves(n))
+        match draw(st.sampled_from("&|~")):
+            case "&":
+                pattern = pattern & other
+            case "|":
+                pattern = pattern | other
+            case _:
+                pattern = ~(pattern | other)
+    return pattern
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_any_tree(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 300))
+    tile = (data.draw(st.sampled_from([16, 32, 48, 128])), data.draw(st.sampled_from([16, 32, 48, 128])))
+    pattern = data.draw(trees(n))
+    nq = data.draw(st.integers(1, n))
+    q_offset = data.draw(st.integers(0, n - nq))
+    if any(kind in pattern.spec for kind in ("BlockTable", "Documents", "Neighborhood")):
+        nq, q_offset = n, 0
+    spells_out(pattern, nq, n, 1, 1, tile, q_offset)
+    # the text of a pattern is the pattern
+    from ringweave.patterns import rebuild
+
+    assert rebuild(pattern.spec, pattern.tables) == pattern
+
+
+def test_per_batch_and_per_head_groups() -> None:
+    table = torch.rand(3, 2, 5, 5) < 0.5
+    spells_out(rw.BlockTable(table, 16) & rw.Causal(), 75, 75, 2, 3, (16, 16))
+    spells_out(rw.BlockTable(table, 16), 80, 80, 2, 3, (16, 16))
+    spells_out(rw.BlockTable(table[:, :1], 16), 80, 80, 4, 3, (16, 16))
+    spells_out(rw.from_mask_mod(lambda b, h, q, k: (q + b * k) % (h + 2) == 0), 75, 75, 2, 3, (16, 16))
+
+
+def test_equal_heads_share_their_rows() -> None:
+    one = rw.Causal().plan(1000)
+    many = rw.PerHead([rw.Causal(), rw.Causal(), rw.SlidingWindow(9), rw.Causal()]).plan(1000, heads=4)
+    assert many.row_ptr.shape[0] == 2
+    assert many.group.tolist() == [[0, 0, 1, 0]]
+    assert many.nnz == one.nnz + rw.SlidingWindow(9).plan(1000).nnz
+
+
+def test_masks_do_not_grow_with_the_length() -> None:
+    for pattern in (rw.SlidingWindow(1000) | rw.Sinks(5), rw.Dilated(64, 16), rw.Segments(96)):
+        assert pattern.plan(2**14).masks.shape[0] == pattern.plan(2**17).masks.shape[0] <= 32
+
+
+def test_documents_of_any_length_have_few_masks() -> None:
+    lengths = torch.randint(500, 3000, (600,))
+    assert rw.Documents(lengths).plan(int(lengths.sum())).masks.shape[0] < 4 * 600
+
+
+def test_a_table_is_planned_on_its_own_grid() -> None:
+    table = rw.random_blocks(1024, 0.25, block_size=64)
+    plan = table.plan(1024)
+    assert (plan.q_tile, plan.kv_tile, plan.nnz, plan.masks.shape[0]) == (64, 64, 64, 0)
+    assert (table & rw.Causal()).plan(1024).q_tile == 64
+    assert rw.random_blocks(1024, 0.25, block_size=100).plan(1024).q_tile == 128
+
+
+def test_order_starts_with_the_longest_rows() -> None:
+    plan = (rw.SlidingWindow(100) | rw.Global([5000])).plan(8192)
+    counts = plan.row_ptr.diff(dim=1).reshape(-1)
+    assert int(plan.order[0]) == int(counts.argmax())
+    interior = plan.order[1:].long()
+    assert (interior.diff() == 1).float().mean() > 0.9
+
+
+def test_table_plan_and_general_plan_agree() -> None:
+    table = rw.random_blocks(1000, 0.5, block_size=64, heads=2)
+    direct = table.plan(1000, heads=2, tile=64)
+    general = (table & rw.SlidingWindow(5000, 5000)).plan(1000, heads=2, tile=64)
+    for name in ("row_ptr", "col", "bits", "col_ptr", "row", "bits_t", "group", "order"):
+        assert torch.equal(getattr(direct, name), getattr(general, name)), name
+
+
+def test_plan_is_a_pytree_and_pickles() -> None:
+    plan = (rw.SlidingWindow(30) | rw.Sinks(3)).plan(500)
+    tensors, spec = pytree.tree_flatten(plan)
+    assert len(tensors) == 9
+    assert pytree.tree_unflatten(tensors, spec).nq == 500
+    assert torch.equal(pickle.loads(pickle.dumps(plan)).to_dense(), plan.to_dense())
+    assert plan.to("cpu").nnz == plan.nnz
+
+
+def test_planning_is_quick_and_small() -> None:
+    pattern = rw.SlidingWindow(1024) & rw.Causal() | rw.Sinks(64)
+    n = 2**20
+    assert min(_seconds(pattern, n) for _ in range(5)) <= 0.050
+    plan = build(pattern, n, n, tile=(128, 128))
+    assert plan.nbytes <= 64 * plan.nnz
+    table = rw.random_blocks(65536, 0.1)
+    assert min(_seconds(table, 65536) for _ in range(5)) <= 0.030
+
+
+def _seconds(pattern: Pattern, n: int) -> float:
+    # CPU time of this thread: what other processes take from the machine is not planning
+    start = time.thread_time()
+    build(pattern, n, n, tile=(128, 128))
+    return time.thread_time() - start
+
+
+def test_errors() -> None:
+    with pytest.raises(ShapeError, match=r"nk: got 0; wanted at least 1"):
+        rw.plan(rw.Causal(), 4, 0)
+    with pytest.raises(ShapeError, match=r"tile: got \(100, 100\); wanted multiples of 16"):
+        rw.plan(rw.Causal(), 4, tile=100)
+    with pytest.raises(PatternError, match="wanted a relation"):
+        rw.plan(rw.LongNet([4], [2]), 8)

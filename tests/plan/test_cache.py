@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.errors import ShapeError
+from ringweave.plan import plan_cache
+
+
+def test_equal_patterns_share_a_plan() -> None:
+    cache = rw.PlanCache()
+    plans = [cache.get(rw.SlidingWindow(30) | rw.Sinks(2), 500, 500, tile=(64, 64)) for _ in range(10)]
+    assert all(plan is plans[0] for plan in plans)
+    assert cache.statistics()[:4] == (9, 1, 0, 1)
+    assert cache.get(rw.SlidingWindow(31) | rw.Sinks(2), 500, 500, tile=(64, 64)) is not plans[0]
+
+
+def test_a_changed_table_is_another_pattern() -> None:
+    mask = torch.eye(4, dtype=torch.bool)
+    before = rw.BlockTable(mask, 16)
+    old = before.plan(64, tile=16)
+    mask[0, 3] = True
+    # the pattern is a value: writing to the tensor that it was made from does not change it
+    assert before.plan(64, tile=16).nnz == old.nnz == 4
+    assert rw.BlockTable(mask, 16).plan(64, tile=16).nnz == 5
+
+
+def test_a_table_written_in_place_is_not_served_a_stale_plan() -> None:
+    table = rw.BlockTable(torch.eye(4, dtype=torch.bool), 16)
+    assert table.plan(64, tile=32).nnz == 2
+    # nobody should, but even then: the version is part of the key
+    table.tables[0][0, 3] = True
+    table._blocks_np = None
+    assert table.plan(64, tile=32).nnz == 3
+
+
+def test_an_address_is_not_reused_while_its_plan_lives() -> None:
+    cache = rw.PlanCache()
+    for seed in range(50):
+        mask = torch.rand(8, 8, generator=torch.Generator().manual_seed(seed)) < 0.5
+        plan = cache.get(rw.BlockTable(mask, 16), 128, 128, tile=(16, 16))
+        assert plan.nnz == int(mask.sum())
+
+
+def test_bounded_by_bytes_least_recently_used_first() -> None:
+    size = rw.Causal().plan(4096).nbytes
+    cache = rw.PlanCache(max_bytes=int(2.5 * size))
+    patterns = [rw.Causal() & rw.SlidingWindow(9999 + i) for i in range(3)]
+    first, second, third = patterns
+    for pattern in (first, second, first, third):
+        cache.get(pattern, 4096, 4096, tile=(128, 128))
+    assert cache.statistics().evictions == 1
+    assert cache.statistics().nbytes <= cache.max_bytes
+    hits = cache.statistics().hits
+    cache.get(first, 4096, 4096, tile=(128, 128))
+    assert cache.statistics().hits == hits + 1
+    cache.get(second, 4096, 4096, tile=(128, 128))
+    assert cache.statistics().hits == hits + 1
+    cache.clear()
+    assert cache.statistics() == (0, 0, 0, 0, 0)
+
+
+def test_a_plan_larger_than_the_bound_is_not_kept() -> None:
+    cache = rw.PlanCache(max_bytes=100)
+    assert cache.get(rw.Causal(), 512, 512, tile=(128, 128)).nnz == 10
+    assert cache.statistics().plans == 0
+
+
+def test_many_threads_build_each_plan_once() -> None:
+    cache = rw.PlanCache()
+    found: list[rw.BlockPlan] = []
+    start = threading.Barrier(32)
+
+    def work(i: int) -> None:
+        start.wait()
+        for j in range(20):
+            found.append(cache.get(rw.SlidingWindow(1 + (i + j) % 4), 2000, 2000, tile=(32, 32)))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 640
+    assert len({id(plan) for plan in found}) == 4
+    assert cache.statistics()[:2] == (636, 4)
+
+
+def test_a_failed_build_leaves_nothing_behind() -> None:
+    cache = rw.PlanCache()
+    for _ in range(2):
+        with pytest.raises(ShapeError):
+            cache.get(rw.Causal(), 0, 5, tile=(16, 16))
+    assert not cache._building
+
+
+def test_hits_in_a_training_loop() -> None:
+    q = torch.randn(1, 4, 300, 8, requires_grad=True)
+    pattern = rw.SlidingWindow(77) | rw.Sinks(5)
+    rw.attention(q, q, q, pattern).sum().backward()
+    before = plan_cache.statistics()
+    for _ in range(50):
+        rw.attention(q, q, q, pattern).sum().backward()
+    after = plan_cache.statistics()
+    hits, misses = after.hits - before.hits, after.misses - before.misses
+    assert hits / (hits + misses) >= 0.97
+
+
+def test_tables_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        table = rw.random_blocks(200, 0.5, block_size=16)
+        q = torch.randn(1, 2, 200, 8)
+        out = rw.attention(q, q, q, table)
+    torch.testing.assert_close(out.clone(), rw.attention(q.clone(), q.clone(), q.clone(), table, backend="reference"))

@@ -1,0 +1,180 @@
+"""Every backend against the float64 oracle: pattern x dtype x grouped queries x odd lengths, all five results.
+
+The bound is what torch's own attention makes of the same inputs, times two, with a floor at rounding level for cases in
+which torch happens to be exact (one key, say).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.errors import UnsupportedError
+from ringweave.ops.dispatch import BACKENDS
+from ringweave.patterns import Pattern
+
+from .cases import MIXTURES, PATTERNS
+from .oracle import NAMES, Inputs, errors, exact, gradients, rounding, torch_errors
+
+EVERYTHING = PATTERNS | MIXTURES
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def run(x: Inputs, pattern: Pattern, backend: str, **options: object) -> dict[str, torch.Tensor]:
+    leaves = x.leaves()
+    out, lse = rw.attention_with_lse(*leaves, pattern, backend=backend, **options)  # type: ignore[arg-type]
+    assert out.dtype == x.q.dtype
+    assert lse.dtype == (torch.float64 if x.q.dtype == torch.float64 else torch.float32)
+    return dict(zip(NAMES, [out.detach(), lse.detach(), *gradients(out, lse, leaves, x)], strict=True))
+
+
+def conforms(x: Inputs, pattern: Pattern, backend: str, q_offset: int = 0, scale: float | None = None) -> None:
+    nq, nk, heads = x.q.shape[2], x.k.shape[2], x.q.shape[1]
+    counts = pattern.to_dense(nq, nk, heads, batch=x.q.shape[0], q_offset=q_offset)
+    want = exact(x, counts, scale)
+    allowed = torch_errors(x, counts, want, scale)
+    floor = rounding(x, counts, want, scale)
+    got = errors(run(x, pattern, backend, q_offset=q_offset, scale=scale), want)
+    for name in NAMES:
+        bound = max(2 * allowed[name], floor[name])
+        assert got[name] <= bound, f"{name}: error {got[name]:.2e}, torch's own {allowed[name]:.2e}"
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize("name", list(EVERYTHING))
+def test_every_pattern(name: str, backend: str, poisoned: None) -> None:
+    x = Inputs.random(257, heads=4, kv_heads=2, batch=2)
+    pattern = EVERYTHING[name](257)
+    if backend == "sdpa" and name not in ("full", "causal"):
+        with pytest.raises(UnsupportedError, match="neither full nor causal"):
+            run(x, pattern, backend)
+        return
+    conforms(x, pattern, backend)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("name", ["sinks", "per_head", "dilated", "longnet_causal", "table_per_head", "causal"])
+@pytest.mark.parametrize("tokens", [1, 63, 130, 1000])
+def test_gather(tokens: int, name: str, heads: tuple[int, int], dtype: str, poisoned: None) -> None:
+    x = Inputs.random(tokens, heads=heads[0], kv_heads=heads[1], dim=24, value_dim=40, dtype=DTYPES[dtype])
+    conforms(x, EVERYTHING[name](tokens), "gather")
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["mha", "gqa"])
+@pytest.mark.parametrize("name", ["full", "causal"])
+@pytest.mark.parametrize("tokens", [1, 63, 130])
+def test_sdpa(tokens: int, name: str, heads: tuple[int, int], dtype: str, poisoned: None) -> None:
+    x = Inputs.random(tokens, heads=heads[0], kv_heads=heads[1], dtype=DTYPES[dtype])
+    conforms(x, EVERYTHING[name](tokens), "sdpa")
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather"])
+@pytest.mark.parametrize("sizes", [(1, 300, 299), (16, 257, 241), (100, 130, 7), (200, 60, 0)])
+@pytest.mark.parametrize(
+    "name", ["causal", "sinks", "window_and_dilated", "longnet_causal", "strided", "global", "prefix"]
+)
+def test_offset(name: str, sizes: tuple[int, int, int], backend: str) -> None:
+    nq, nk, q_offset = sizes
+    x = Inputs.random(nq, nk, heads=4, kv_heads=2)
+    conforms(x, EVERYTHING[name](nk), backend, q_offset=q_offset, scale=0.3)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_strides(backend: str) -> None:
+    """Views: heads last, every other token, a broadcast batch; results equal those of contiguous copies."""
+    base = torch.randn(2, 140, 4, 16)
+    q, k = base.transpose(1, 2), base.transpose(1, 2)[:, ::2]
+    v = torch.randn(1, 2, 280, 16).expand(2, -1, -1, -1)[:, :, ::2]
+    got = rw.attention_with_lse(q, k, v, rw.Causal(), backend=backend)
+    want = rw.attention_with_lse(*(x.contiguous() for x in (q, k, v)), rw.Causal(), backend=backend)
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_gradient_strides(backend: str) -> None:
+    q, k, v = (torch.randn(1, 2, 70, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    dout = torch.randn(1, 70, 2, 16, dtype=torch.float64).transpose(1, 2)
+    got = torch.autograd.grad(rw.attention(q, k, v, rw.Causal(), backend=backend), (q, k, v), dout)
+    want = torch.autograd.grad(rw.attention(q, k, v, rw.Causal(), backend="reference"), (q, k, v), dout.contiguous())
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize("name", ["sinks", "causal", "table", "dilated", "longnet"])
+def test_gradcheck(name: str, backend: str) -> None:
+    if backend == "sdpa" and name != "causal":
+        pytest.skip("sdpa computes dense patterns only: test_every_pattern shows that it refuses others")
+    pattern = EVERYTHING[name](37)
+    x = Inputs.random(37, heads=4, kv_heads=2, dim=4, dtype=torch.float64)
+    alive = (pattern.to_dense(37, heads=4) > 0).any(-1)
+
+    def call(*leaves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = rw.attention_with_lse(*leaves, pattern, backend=backend)
+        return out, torch.where(alive, lse, 0.0)
+
+    assert torch.autograd.gradcheck(call, tuple(x.leaves()), fast_mode=True)
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather"])
+@pytest.mark.parametrize("name", list(PATTERNS))
+def test_row_sums_and_leaks(name: str, backend: str) -> None:
+    """V = 1 gives 1 wherever a row attends; no output depends on a key or value that its row may not attend."""
+    n = 97
+    pattern = PATTERNS[name](n)
+    x = Inputs.random(n, heads=4, dtype=torch.float64, dim=4)
+    allowed = pattern.to_dense(n, heads=4)
+    out = rw.attention(x.q, x.k, torch.ones_like(x.v), pattern, backend=backend)
+    torch.testing.assert_close(out[..., 0], allowed.any(-1).double())
+    # one row at a time: its gradient must vanish on all keys and values that it may not attend
+    for row in (0, n // 3, n - 1):
+        leaves = x.leaves()
+        picked = rw.attention(*leaves, pattern, backend=backend)[:, :, row].square().sum()
+        _, dk, dv = torch.autograd.grad(picked, leaves)
+        hidden = ~allowed[:, :, row]
+        assert (dk[hidden] == 0).all()
+        assert (dv[hidden] == 0).all()
+        if allowed[:, :, row].any():
+            assert (dv[~hidden] != 0).any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_unattended_nan(backend: str, bad: float) -> None:
+    """NaN in keys and values that no one attends, and in queries that attend nothing, changes nothing, either way."""
+    n = 200
+    table = torch.ones(2, 2, dtype=torch.bool)
+    table[1] = False
+    # keys 80.. and queries 128.. take no part
+    pattern = rw.Periodic(1000, 0, 80) & rw.BlockTable(table, 128)
+    x = Inputs.random(n, heads=2)
+    clean = run(x, pattern, backend)
+    for tensor, first in ((x.k, 80), (x.v, 80), (x.q, 128), (x.dout, 128)):
+        tensor[:, :, first:] = bad
+    dirty = run(x, pattern, backend)
+    for name in NAMES:
+        assert torch.equal(clean[name], dirty[name]), name
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather"])
+def test_masked_nan_key_does_not_reach_a_row_that_may_not_attend_it(backend: str) -> None:
+    x = Inputs.random(64, heads=2)
+    clean = rw.attention(x.q, x.k, x.v, rw.Causal(), backend=backend)
+    x.k[:, :, 40] = torch.nan
+    dirty = rw.attention(x.q, x.k, x.v, rw.Causal(), backend=backend)
+    assert torch.equal(clean[:, :, :40], dirty[:, :, :40])
+    assert dirty[:, :, 40:].isnan().all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather"])
+def test_empty_rows(backend: str) -> None:
+    x = Inputs.random(70, heads=2)
+    got = run(x, ~rw.Causal() & rw.SlidingWindow(0, 5), backend)
+    assert torch.isneginf(got["lse"][:, :, -1]).all()
+    assert (got["out"][:, :, -1] == 0).all()
+    assert (got["dq"][:, :, -1] == 0).all()
+    assert (got["dk"][:, :, 0] == 0).all()
+    assert not any(result.isnan().any() for result in got.values())

@@ -1,0 +1,123 @@
+"""explain(): its numbers are those of the plans, and its reasons those of the dispatch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.explain import explain
+
+WINDOW = rw.SlidingWindow(200) & rw.Causal() | rw.Sinks(4)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        WINDOW,
+        rw.Causal(),
+        rw.Full(),
+        rw.Dilated(20, 16),
+        rw.dilated_blocks(16, [1, 64]),
+        rw.LongNet([64, 256], [1, 4], causal=True),
+        rw.from_mask_mod(lambda b, h, q, k: (q + k + h) % 5 == 0),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize(("nq", "nk", "q_offset"), [(1000, 1000, 0), (300, 1000, 700), (64, 500, 0)])
+def test_pairs_are_counted_exactly(pattern: rw.Pattern, nq: int, nk: int, q_offset: int) -> None:
+    facts = explain(pattern, nq, nk, heads=2, batch=2, q_offset=q_offset, as_dict=True)
+    dense = pattern.to_dense(nq, nk, 2, batch=2, q_offset=q_offset)
+    assert facts["pairs"]["allowed"] == int(dense.sum())
+    assert facts["pairs"]["all"] == 4 * nq * nk
+    assert facts["pairs"]["density"] == pytest.approx(float(dense.double().mean()))
+    assert facts["pairs"]["allowed"] <= facts["pairs"]["computed"]
+    for entry in facts["branches"]:
+        assert entry["full"] + entry["partial"] == entry["tiles"]
+
+
+def test_tiles_are_those_of_the_plan() -> None:
+    facts = explain(WINDOW, 2000, heads=3, as_dict=True)
+    plan = rw.plan(WINDOW, 2000, heads=3)
+    (entry,) = facts["branches"]
+    assert facts["tiles"]["computed"] == entry["tiles"] == plan.tiles
+    assert entry["full"] == 3 * int((plan.bits < 0).sum())
+    assert entry["masks"] == plan.masks.shape[0]
+    assert entry["groups"] == 1
+    assert entry["tile"] == [[plan.q_tile, plan.kv_tile]]
+    assert facts["memory"]["plan"] == plan.nbytes
+    tiled = torch.zeros(plan.q_tiles, plan.kv_tiles, dtype=torch.bool)
+    tiled[plan.tile_rows(), plan.col.long()] = True
+    whole = tiled.repeat_interleave(plan.q_tile, 0).repeat_interleave(plan.kv_tile, 1)[:2000, :2000]
+    assert facts["pairs"]["computed"] == 3 * int(whole.sum())
+    assert facts["tiles"]["density"] == pytest.approx(float(whole.double().mean()))
+
+
+def test_branches_of_one_rate_are_one_entry() -> None:
+    facts = explain(rw.LongNet([512, 2048], [1, 4]), 2050, heads=8, as_dict=True)
+    one, four = facts["branches"]
+    assert (one["rate"], one["views"], one["queries"], one["heads"]) == (1, 1, [2050], list(range(8)))
+    assert (four["rate"], four["views"], four["queries"], four["heads"]) == (4, 4, [512, 513], list(range(8)))
+
+
+def test_memory_and_flops() -> None:
+    facts = explain(
+        rw.Full(), 128, 256, heads=8, kv_heads=2, head_dim=64, value_dim=32, batch=2, dtype=torch.bfloat16, as_dict=True
+    )
+    memory = facts["memory"]
+    assert memory["q"] == 2 * 8 * 128 * 64 * 2
+    assert memory["k"] == 2 * 2 * 256 * 64 * 2
+    assert memory["v"] == 2 * 2 * 256 * 32 * 2
+    assert memory["out"] == 2 * 8 * 128 * 32 * 2
+    assert memory["lse"] == 2 * 8 * 128 * 4
+    assert memory["activations"] == sum(memory[name] for name in ("q", "k", "v", "out", "lse"))
+    flops = facts["flops"]
+    assert flops["forward"] == flops["dense_forward"] == 2 * 8 * 128 * 256 * 2 * (64 + 32)
+    assert flops["backward"] == 2.5 * flops["forward"]
+    assert flops["dense_over_this"] == 1.0
+
+
+def test_backends_and_why_not_the_others() -> None:
+    facts = explain(rw.Causal(), 1000, as_dict=True)
+    assert facts["backend"]["chosen"] == [{"backend": "sdpa", "branches": 1}]
+    assert facts["pairs"]["allowed"] == facts["pairs"]["computed"] == 1000 * 1001 // 2
+    assert "sdpa is preferred" in facts["backend"]["others"]["gather"][0]
+    facts = explain(WINDOW, 1000, as_dict=True)
+    assert facts["backend"]["chosen"] == [{"backend": "gather", "branches": 1}]
+    assert "neither full nor causal" in facts["backend"]["others"]["sdpa"][0]
+    facts = explain(rw.Causal(), 1000, backend="gather", as_dict=True)
+    assert facts["backend"]["others"]["sdpa"] == ["could run it; gather was asked for"]
+    facts = explain(rw.Dilated(3, 4), 100, backend="reference", as_dict=True)
+    assert facts["backend"]["chosen"] == [{"backend": "reference", "branches": 1}]
+    assert facts["pairs"]["computed"] == 100 * 100
+    with pytest.raises(rw.UnsupportedError, match="neither full nor causal"):
+        explain(WINDOW, 1000, backend="sdpa")
+
+
+def test_a_long_causal_call_is_explained_without_its_plan() -> None:
+    n = 2**24
+    assert explain(rw.Causal(), n, as_dict=True)["pairs"]["allowed"] == n * (n + 1) // 2
+
+
+def test_text_says_the_same() -> None:
+    facts = explain(WINDOW, 2000, as_dict=True)
+    text = explain(WINDOW, 2000)
+    assert text.splitlines()[0] == f"pattern   {WINDOW!r}"
+    for number in (facts["pairs"]["allowed"], facts["pairs"]["computed"], facts["tiles"]["computed"]):
+        assert str(number) in text
+    assert "not sdpa: the pattern is neither full nor causal" in text
+    assert "backward" in text
+    assert "backward" not in explain(WINDOW, 2000, needs_grad=False)
+    assert text.isascii()
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_bad_sizes() -> None:
+    with pytest.raises(rw.ShapeError, match="kv_heads: got 3; wanted a divisor of the 8 query heads"):
+        explain(rw.Full(), 16, heads=8, kv_heads=3)
+    with pytest.raises(rw.ShapeError, match="nq: got 0; wanted at least 1"):
+        explain(rw.Full(), 0, 5)
+    with pytest.raises(rw.PatternError, match="heads = 2"):
+        explain(rw.PerHead([rw.Causal(), rw.Full()]), 16, heads=4)

@@ -1,0 +1,227 @@
+"""The boundary: what is refused and in which words, autocast, offsets, LongNet's options, and the graph compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.errors import PatternError, ShapeError, UnsupportedError
+from ringweave.ops import dispatch
+from ringweave.ops.registered import attention_op
+
+from .cases import MIXTURES, PATTERNS
+from .oracle import Inputs, exact
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+Q, K = (1, 4, 10, 8), (1, 2, 12, 8)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "text"),
+    [
+        ([(4, 10, 8), K, K], r"q: got shape \(4, 10, 8\); wanted \(batch, heads, tokens, dim\)"),
+        ([Q, K, (1, 2, 12)], r"v: got shape \(1, 2, 12\)"),
+        ([Q, (2, 2, 12, 8), K], "k batch: got 2; wanted 1, as q"),
+        ([Q, (1, 2, 12, 16), K], "k head dim D: got 16; wanted 8, as q"),
+        ([Q, (1, 3, 12, 8), (1, 3, 12, 8)], "k heads: got 3; wanted a divisor of the 4 query heads"),
+        ([Q, K, (1, 4, 12, 8)], "v heads: got 4; wanted 2, as k"),
+        ([Q, K, (1, 2, 11, 8)], "v tokens: got 11; wanted 12, as k"),
+        ([(1, 4, 0, 8), K, K], "q tokens: got 0; wanted at least 1"),
+        ([Q, (1, 2, 0, 8), (1, 2, 0, 8)], "k tokens: got 0; wanted at least 1"),
+        ([(1, 0, 10, 8), K, K], "q heads: got 0; wanted at least 1"),
+        ([Q, (1, 0, 12, 8), (1, 0, 12, 8)], "k heads: got 0; wanted at least 1"),
+    ],
+)
+def test_shapes(shapes: list[tuple[int, ...]], text: str) -> None:
+    with pytest.raises(ShapeError, match=text):
+        rw.attention(*tensors(*shapes))
+
+
+def test_types() -> None:
+    q, k, v = tensors(Q, K, K)
+    for call, error, text in (
+        (lambda: rw.attention(q, k.half(), v), ShapeError, r"k.dtype: got torch.float16; wanted torch.float32, as q"),
+        (lambda: rw.attention(q.int(), k, v), ShapeError, r"q.dtype: got torch.int32; wanted float32, float16"),
+        (lambda: rw.attention(q, k, v.to("meta")), ShapeError, r"v.device: got meta; wanted cpu, as q"),
+        (lambda: rw.attention(None, k, v), ShapeError, "q: got NoneType; wanted a tensor"),
+        (lambda: rw.attention(q, k, v, lambda b, h, q, k: q >= k), PatternError, "pattern: got function; wanted a ringweave"),
+        (lambda: rw.attention(q, k, v, scale=float("nan")), ShapeError, "scale: got nan; wanted a finite number"),
+        (lambda: rw.attention(q, k, v, scale=float("inf")), ShapeError, "scale: got inf"),
+        (lambda: rw.attention(q, k, v, q_offset=-1), ShapeError, "q_offset: got -1; wanted an int of at least 0"),
+        (lambda: rw.attention(q, k, v, dropout=0.1), UnsupportedError, "dropout: got 0.1; wanted 0. Attention"),
+        (lambda: rw.attention(q, k, v, backend="fast"), UnsupportedError, "backend: got 'fast'; wanted one of auto"),
+        (lambda: rw.attention(q, k, v, rw.SlidingWindow(3), backend="sdpa"), UnsupportedError, "N x N memory"),
+        (lambda: rw.attention(q, k, v[..., :4], backend="sdpa"), UnsupportedError, "got D = 8, Dv = 4"),
+        (lambda: rw.attention(q, k, v, rw.Documents([3, 4])), PatternError, "documents of 7 tokens in all for 12 keys"),
+        (lambda: rw.attention(q, k, v, rw.PerHead([rw.Full()] * 3)), PatternError, "a call with heads = 4; wanted"),
+        (lambda: rw.attention_weights(q, k, rw.LongNet([4], [1])), PatternError, "weights of one branch's relation"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=text):
+            call()
+
+
+def test_a_forward_only_backend_refuses_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward_only = dataclasses.replace(dispatch.BACKENDS["gather"], name="peek", backward=None)
+    monkeypatch.setitem(dispatch.BACKENDS, "peek", forward_only)
+    q, k, v = tensors(Q, K, K)
+    assert rw.attention(q, k, v, backend="peek").shape == Q
+    with pytest.raises(UnsupportedError, match=r"'peek'.*forward-only, and an input requires gradients"):
+        rw.attention(q.requires_grad_(), k, v, backend="peek")
+    with torch.no_grad():
+        rw.attention(q, k, v, backend="peek")
+
+
+def test_the_callers_tensors_stay_as_they_are() -> None:
+    q, k, v = tensors(Q, K, K)
+    versions = [x._version for x in (q, k, v)]
+    rw.attention(q, k, v, rw.SlidingWindow(3))
+    assert versions == [x._version for x in (q, k, v)]
+
+
+def test_autocast() -> None:
+    q, k, v = tensors((1, 2, 40, 8), (1, 2, 40, 8), (1, 2, 40, 8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert rw.attention(q, k.bfloat16(), v, rw.Causal()).dtype == torch.bfloat16
+    assert rw.attention(q, k, v, rw.Causal()).dtype == torch.float32
+
+
+def test_decode_step_equals_the_last_row() -> None:
+    q, k, v = tensors((2, 4, 300, 16), (2, 2, 300, 16), (2, 2, 300, 16))
+    pattern = rw.SlidingWindow(50) & rw.Causal() | rw.Sinks(4)
+    whole = rw.attention(q, k, v, pattern)
+    step = rw.attention(q[:, :, -1:], k, v, pattern, q_offset=299)
+    torch.testing.assert_close(step, whole[:, :, -1:])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("offset", ["interleaved", "grouped", 1])
+@pytest.mark.parametrize("heads", ["shared", "partitioned"])
+@pytest.mark.parametrize("kv_heads", [6, 3, 2])
+def test_longnet(causal: bool, offset: str | int, heads: str, kv_heads: int) -> None:
+    x = Inputs.random(203, heads=6, kv_heads=kv_heads, dtype=torch.float64)
+    options = {"segments": (32, 64, 256), "rates": (1, 2, 8), "causal": causal, "offset": offset, "heads": heads}
+    counts = rw.LongNet(**options).to_dense(203, heads=6)
+    leaves = x.leaves()
+    out = rw.longnet_attention(*leaves, **options)
+    x.dlse.zero_()
+    want = exact(x, counts)
+    torch.testing.assert_close(out, want["out"])
+    got = torch.autograd.grad((out * x.dout).sum(), leaves)
+    torch.testing.assert_close(got, tuple(want[name] for name in ("dq", "dk", "dv")))
+
+
+def test_longnet_detached_weights() -> None:
+    """Same output; the gradient is the one with the branch weights held constant, and it differs from the exact one."""
+    x = Inputs.random(100, heads=4, kv_heads=2, dtype=torch.float64)
+    options = {"segments": (16, 64), "rates": (1, 4), "causal": True}
+    leaves = x.leaves()
+    exact_out = rw.longnet_attention(*leaves, **options)
+    out = rw.longnet_attention(*leaves, **options, detach_weights=True)
+    torch.testing.assert_close(out, exact_out)
+    got = torch.autograd.grad((out * x.dout).sum(), leaves)
+
+    # by hand: each branch densely, weights without gradient
+    outs, lses = [], []
+    for segment, rate in zip(options["segments"], options["rates"], strict=True):
+        counts = rw.LongNet([segment], [rate], causal=True).to_dense(100, heads=4)
+        from .oracle import attention
+
+        part, lse = attention(*leaves, counts)
+        outs.append(part)
+        lses.append(lse.detach())
+    want = torch.autograd.grad((rw.merge(outs, lses).out * x.dout).sum(), leaves)
+    torch.testing.assert_close(got, want)
+    whole = torch.autograd.grad((exact_out * x.dout).sum(), leaves)
+    assert not torch.allclose(got[0], whole[0])
+
+
+def test_union_and_mixture_differ() -> None:
+    """A key in two branches counts twice in a LongNet, once in a union of relations."""
+    x = Inputs.random(64, heads=1, dtype=torch.float64)
+    mixture = rw.longnet_attention(x.q, x.k, x.v, segments=(8, 64), rates=(1, 1))
+    union = rw.attention(x.q, x.k, x.v, rw.Segments(8) | rw.Segments(64))
+    torch.testing.assert_close(union, rw.attention(x.q, x.k, x.v))
+    assert not torch.allclose(mixture, union)
+
+
+# ---- torch.library and torch.compile
+
+
+@pytest.mark.parametrize("name", ["sinks", "table_per_head", "longnet", "causal", "window_and_dilated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(name: str, dtype: torch.dtype) -> None:
+    pattern = (PATTERNS | MIXTURES)[name](150)
+    leaves = Inputs.random(150, heads=4, kv_heads=2, dtype=dtype).leaves()
+    torch.library.opcheck(attention_op, (*leaves, pattern.tables, pattern.spec, 0.25, 0, "auto"))
+
+
+@pytest.mark.parametrize("backend", ["auto", "gather", "reference"])
+def test_compiles_in_one_graph(backend: str) -> None:
+    torch._dynamo.reset()
+    x = Inputs.random(100, heads=4, kv_heads=2)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(q, k, v, pattern):  # type: ignore[no-untyped-def]
+        return rw.attention(q * 1.5, k, v, pattern, backend=backend).sin()
+
+    # one compiled function, several patterns: none may be served another's result
+    for pattern in (rw.Causal(), rw.SlidingWindow(9), rw.SlidingWindow(30), rw.SlidingWindow(9) | rw.Sinks(2)):
+        compiled, eager = x.leaves(), x.leaves()
+        got = step(*compiled, pattern)
+        want = rw.attention(eager[0] * 1.5, eager[1], eager[2], pattern, backend=backend).sin()
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(
+            torch.autograd.grad((got * x.dout).sum(), compiled), torch.autograd.grad((want * x.dout).sum(), eager)
+        )
+
+
+def test_compiles_patterns_made_inside_and_longnet_and_merge() -> None:
+    torch._dynamo.reset()
+    x = Inputs.random(100, heads=4)
+
+    def step(q, k, v):  # type: ignore[no-untyped-def]
+        near = rw.attention_with_lse(q, k, v, rw.SlidingWindow(9) & rw.Causal() | rw.Sinks(3))
+        far = rw.attention_with_lse(q, k, v, rw.PrefixLM(5))
+        return rw.merge([near.out, far.out], [near.lse, far.lse]).out + rw.longnet_attention(
+            q, k, v, segments=[20, 40], rates=[1, 4]
+        )
+
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(x.q, x.k, x.v)
+    torch.testing.assert_close(got, step(x.q, x.k, x.v))
+
+
+def test_a_new_table_of_the_same_shape_recompiles_nothing() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    x = Inputs.random(128, heads=4)
+    step = torch.compile(lambda q, k, v, p: rw.attention(q, k, v, p), fullgraph=True, backend=counter)
+    for seed in range(4):
+        table = rw.random_blocks(128, 0.6, block_size=16, seed=seed) & rw.Causal()
+        torch.testing.assert_close(step(x.q, x.k, x.v, table), rw.attention(x.q, x.k, x.v, table))
+    assert counter.frame_count == 1
+
+
+def test_inductor() -> None:
+    torch._dynamo.reset()
+    x = Inputs.random(64, heads=2)
+    step = torch.compile(lambda q, k, v: rw.attention(q + 1, k, v, rw.SlidingWindow(9)) * 2, fullgraph=True)
+    torch.testing.assert_close(step(x.q, x.k, x.v), rw.attention(x.q + 1, x.k, x.v, rw.SlidingWindow(9)) * 2)
+
+
+def test_weights() -> None:
+    for name in ("sinks", "per_head", "documents", "table_per_head", "nothing"):
+        x = Inputs.random(150, heads=4, kv_heads=2, dtype=torch.float64)
+        pattern = PATTERNS[name](150)
+        weights = rw.attention_weights(x.q, x.k, pattern)
+        dense = weights.to_dense()
+        v = x.v.repeat_interleave(2, 1)
+        torch.testing.assert_close(dense @ v, rw.attention(x.q, x.k, x.v, pattern, backend="reference"))
+        assert (dense[~pattern.to_dense(150, heads=4)] == 0).all()
+        assert weights.values.shape[0] == weights.plan.tiles

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.errors import ShapeError
+from ringweave.merge import merge_into
+
+
+def parts(n: int, empty: bool = True) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    outs = [torch.randn(1, 2, 5, 3, dtype=torch.float64) for _ in range(n)]
+    lses = [5 * torch.randn(1, 2, 5, dtype=torch.float64) for _ in range(n)]
+    if empty:
+        lses[0][..., 1] = -torch.inf
+        outs[0][..., 1, :] = 0
+        for out, lse in zip(outs, lses, strict=True):
+            lse[..., 2] = -torch.inf
+            out[..., 2, :] = 0
+    return outs, lses
+
+
+def test_merges_disjoint_keys_into_the_whole() -> None:
+    q, k, v = (torch.randn(1, 2, 130, 16) for _ in range(3))
+    pieces = [rw.SlidingWindow(30), rw.Causal() & ~rw.SlidingWindow(30), ~rw.Causal()]
+    results = [rw.attention_with_lse(q, k, v, piece) for piece in pieces]
+    got = rw.merge([r.out for r in results], [r.lse for r in results])
+    want = rw.attention_with_lse(q, k, v)
+    torch.testing.assert_close(got.out, want.out)
+    torch.testing.assert_close(got.lse, want.lse)
+
+
+def test_guarded() -> None:
+    outs, lses = parts(3)
+    got = rw.merge(outs, lses)
+    assert not got.out.isnan().any()
+    assert (got.out[..., 2, :] == 0).all()
+    assert torch.isneginf(got.lse[..., 2]).all()
+    only = rw.merge([outs[1], outs[1]], [lses[1], torch.full_like(lses[1], -torch.inf)])
+    torch.testing.assert_close(only.out, outs[1])
+
+
+def test_associative_and_commutative() -> None:
+    outs, lses = parts(3)
+    left = rw.merge(*zip(rw.merge(outs[:2], lses[:2]), (outs[2], lses[2]), strict=True))
+    right = rw.merge([outs[2], outs[1], outs[0]], [lses[2], lses[1], lses[0]])
+    torch.testing.assert_close(left, right)
+
+
+def test_gradient() -> None:
+    outs, lses = parts(3, empty=False)
+    leaves = [x.requires_grad_() for x in (*outs, *lses)]
+    assert torch.autograd.gradcheck(lambda *x: tuple(rw.merge(x[:3], x[3:])), leaves)
+
+
+def test_gradient_of_empty_rows_is_zero() -> None:
+    outs, lses = parts(2)
+    leaves = [x.requires_grad_() for x in (*outs, *lses)]
+    out, _ = rw.merge(leaves[:2], leaves[2:])
+    grads = torch.autograd.grad(out.square().sum(), leaves)
+    assert not any(g.isnan().any() for g in grads)
+
+
+def test_in_place_agrees() -> None:
+    outs, lses = parts(3)
+    out, lse = torch.zeros_like(outs[0]), torch.full_like(lses[0], -torch.inf)
+    for part, part_lse in zip(outs, lses, strict=True):
+        merge_into(out, lse, part, part_lse)
+    torch.testing.assert_close((out, lse), tuple(rw.merge(outs, lses)))
+
+
+def test_nan_is_not_hidden() -> None:
+    outs, lses = parts(2, empty=False)
+    outs[1][..., 0, :] = torch.nan
+    lses[1][..., 0] = torch.nan
+    got = rw.merge(outs, lses)
+    assert got.out[..., 0, :].isnan().all()
+    assert got.lse[..., 0].isnan().all()
+
+
+def test_errors() -> None:
+    outs, lses = parts(2)
+    with pytest.raises(ShapeError, match="got 0 and 0 parts"):
+        rw.merge([], [])
+    with pytest.raises(ShapeError, match="got 2 and 1 parts"):
+        rw.merge(outs, lses[:1])
+    with pytest.raises(ShapeError, match="in every part"):
+        rw.merge(outs, [lses[0], lses[1][..., :3]])

@@ -1,0 +1,91 @@
+"""The public surface: names, signatures, docstrings, and what importing costs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+import ringweave as rw
+
+NAMES = [
+    "AttentionOutput", "BlockPlan", "BlockTable", "BlockWeights", "Causal", "Dilated", "Documents", "Full",
+    "Global", "LongNet", "Neighborhood", "Pattern", "PatternError", "PerHead", "Periodic", "PlanCache",
+    "PrefixLM", "RingweaveError", "Segments", "ShapeError", "Sinks", "SlidingWindow", "Strided", "TokenMask",
+    "UnsupportedError", "attention", "attention_weights", "attention_with_lse", "bench", "bigbird",
+    "dilated_blocks", "explain", "from_block_mask", "from_mask_mod", "local_global", "longformer",
+    "longnet_attention", "merge", "natten_1d", "plan", "random_blocks", "sparse_transformer_fixed",
+    "variable",
+]  # fmt: skip
+
+SIGNATURES = {
+    "attention": "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, backend='auto', dropout=0.0)",
+    "attention_with_lse": "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, backend='auto', dropout=0.0)",
+    "attention_weights": "(q, k, pattern, *, scale=None, q_offset=0)",
+    "longnet_attention": (
+        "(q, k, v, *, segments, rates, causal=False, offset='interleaved', heads='shared', detach_weights=False, "
+        "scale=None, q_offset=0, backend='auto')"
+    ),
+    "merge": "(outs, lses)",
+    "plan": "(pattern, nq, nk=None, *, heads=1, batch=1, q_offset=0, tile=None, device='cpu')",
+}
+
+
+def documented() -> list[str]:
+    return [name for name in rw.__all__ if callable(getattr(rw, name))]
+
+
+def test_names() -> None:
+    assert sorted(rw.__all__) == sorted(NAMES)
+    assert set(rw.__all__) <= set(dir(rw))
+
+
+@pytest.mark.parametrize("name", list(SIGNATURES))
+def test_signatures(name: str) -> None:
+    signature = inspect.signature(getattr(rw, name))
+    plain = signature.replace(
+        parameters=[p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()],
+        return_annotation=inspect.Signature.empty,
+    )
+    assert str(plain) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("name", documented())
+def test_docstrings(name: str) -> None:
+    """One sentence first; every parameter described, none that is not there; an example for what users call."""
+    thing = getattr(rw, name)
+    text = inspect.getdoc(thing)
+    assert text
+    assert text.splitlines()[0].endswith(".")
+    if inspect.isclass(thing) and issubclass(thing, Exception):
+        return
+    sections = re.split(r"^(Args|Attributes|Returns|Raises|Example|References):$", text, flags=re.M)
+    found = dict(zip(sections[1::2], sections[2::2], strict=True))
+    listed = re.findall(r"^    (\w+):", found.get("Args", found.get("Attributes", "")), flags=re.M)
+    parameters = [p for p in inspect.signature(thing).parameters if p != "self"]
+    # TokenMask's batch and head bind a function for one head: not for users
+    wanted = [p for p in parameters if not (name == "TokenMask" and p in ("batch", "head"))]
+    if name not in ("Pattern", "BlockPlan"):
+        assert listed == wanted
+    if not hasattr(thing, "_fields") and not name.startswith(("BlockPlan", "BlockWeights")):
+        assert ">>>" in found.get("Example", "")
+
+
+def _measure(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def test_import_pulls_in_nothing_optional() -> None:
+    loaded = json.loads(_measure("import json, sys, ringweave; print(json.dumps(sorted(sys.modules)))"))
+    assert not {"triton", "matplotlib", "typer", "rich", "jinja2", "psutil", "scipy"} & set(loaded)
+    assert not [name for name in loaded if name.startswith(("ringweave.cli", "ringweave.bench"))]
+
+
+def test_import_is_quick() -> None:
+    """Over `import torch`, in CPU seconds of the process; the least of several runs."""
+    code = "import time, torch; t = time.process_time(); import ringweave; print(time.process_time() - t)"
+    assert min(float(_measure(code)) for _ in range(5)) < 0.050
