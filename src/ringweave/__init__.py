@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .errors import PatternError, RingweaveError, ShapeError, UnsupportedError
+from .explain import explain
 from .functional import attention, attention_with_lse, longnet_attention
 from .merge import merge
 from .patterns import (
@@ -48,11 +49,9 @@ from .weights import BlockWeights, attention_weights
 
 if TYPE_CHECKING:
     from . import bench
-    from .explain import explain
 
 __version__ = "0.1.0"
 
-_LAZY = {"explain": "ringweave.explain", "bench": "ringweave.bench"}
 
 __all__ = [
     "AttentionOutput",
@@ -102,13 +101,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # reports and benchmarks load when asked for: importing ringweave stays quick
-    if name not in _LAZY:
+    # benchmarks load when asked for: importing ringweave stays quick
+    if name != "bench":
         raise AttributeError(f"module 'ringweave' has no attribute {name!r}")
-    module = importlib.import_module(_LAZY[name])
-    value = module if name == "bench" else getattr(module, name)
-    globals()[name] = value
-    return value
+    return importlib.import_module("ringweave.bench")
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import torch
 
 from .errors import ShapeError, message
-from .ops import dispatch, gather, reference, sdpa
+from .ops import dispatch
 from .ops.backend import Backend, Case
 from .patterns import Pattern, check_extents
 from .plan import BlockPlan, Branch, branches
@@ -177,7 +177,7 @@ class _Work:
 
     @staticmethod
     def of(branch: Branch, backend: Backend) -> _Work:
-        if backend is sdpa.BACKEND:
+        if not backend.planned and branch.structure != "sparse":
             # dense kernels take no plan, and a causal one skips what is above the diagonal
             square = min(branch.nq, branch.nk)
             pairs = square * (square + 1) // 2 + (branch.nq - square) * branch.nk
@@ -264,23 +264,8 @@ def _memory(case: Case, work: list[_Work]) -> dict[str, int]:
         "lse": lse,
         "activations": q + k + v + out + lse,
         "gradients": q + k + v + out if case.needs_grad else 0,
-        "scratch": max((_scratch(case, each) for each in work), default=0),
+        "scratch": max((each.backend.scratch(case, each.branch) for each in work), default=0),
     }
-
-
-def _scratch(case: Case, work: _Work) -> int:
-    if work.backend is reference.BACKEND:
-        # counts, scores, weights and their products, N x N in float64
-        return 4 * 8 * case.batch * case.heads * case.nq * case.nk
-    if work.plan is None:
-        return 0
-    plan, wide = work.plan, 8 if case.dtype == torch.float64 else 4
-    budget = gather._BUDGET.get(case.device, gather._BUDGET_ELSEWHERE)
-    tiles = max(1, budget // (plan.q_tile * plan.kv_tile * 4))
-    # scores, and the keys and values gathered beside them, for as many tiles as the budget lets in
-    gathered = tiles * plan.kv_tile * (plan.q_tile + case.head_dim + case.value_dim) * wide
-    lines = case.batch * work.branch.head_count * plan.q_tiles * plan.q_tile
-    return gathered + lines * (case.value_dim + 1) * wide
 
 
 def as_text(facts: dict[str, Any]) -> str:

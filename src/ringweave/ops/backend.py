@@ -77,11 +77,15 @@ class Backend:
         forward: Computes a branch.
         backward: Its gradients; None for a forward-only backend.
         refusal: Why it cannot run a branch of a case; None where it can.
+        scratch: Bytes that it allocates beyond inputs and outputs, at most and about.
         branched: Whether it takes compiled branches; the reference takes the pattern as it is.
+        planned: Whether it computes a plan's tiles; dense kernels need none.
     """
 
     name: str
     forward: Forward
     backward: Backward | None
     refusal: Callable[[Case, Branch], str | None]
+    scratch: Callable[[Case, Branch], int]
     branched: bool = True
+    planned: bool = True

@@ -205,4 +205,14 @@ def refusal(case: Case, branch: Branch) -> str | None:
     return None
 
 
-BACKEND = Backend("gather", forward, backward, refusal)
+def scratch(case: Case, branch: Branch) -> int:
+    """Scores of a batch, the keys and values gathered beside them, and the outputs as tiles."""
+    plan = branch.plan()
+    wide = 8 if case.dtype == torch.float64 else 4
+    tiles = max(1, _BUDGET.get(case.device, _BUDGET_ELSEWHERE) // (plan.q_tile * plan.kv_tile * 4))
+    batch = tiles * plan.kv_tile * (plan.q_tile + case.head_dim + case.value_dim) * wide
+    lines = case.batch * branch.head_count * plan.q_tiles * plan.q_tile
+    return batch + lines * (case.value_dim + 1) * wide
+
+
+BACKEND = Backend("gather", forward, backward, refusal, scratch)

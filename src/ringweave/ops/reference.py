@@ -74,4 +74,9 @@ def refusal(case: Case, branch: Branch) -> str | None:
     return None
 
 
-BACKEND = Backend("reference", forward, backward, refusal, branched=False)
+def scratch(case: Case, branch: Branch) -> int:
+    """Counts, scores, weights and their slopes, N x N in float64."""
+    return 4 * 8 * case.batch * case.heads * case.nq * case.nk
+
+
+BACKEND = Backend("reference", forward, backward, refusal, scratch, branched=False, planned=False)

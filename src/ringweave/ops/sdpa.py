@@ -76,4 +76,11 @@ def refusal(case: Case, branch: Branch) -> str | None:
     return None
 
 
-BACKEND = Backend("sdpa", forward, backward, refusal)
+def scratch(case: Case, branch: Branch) -> int:
+    """Key heads repeated for grouped queries; the kernel's own blocks are small."""
+    if case.heads == case.kv_heads:
+        return 0
+    return case.batch * case.heads * case.nk * (case.head_dim + case.value_dim) * case.dtype.itemsize
+
+
+BACKEND = Backend("sdpa", forward, backward, refusal, scratch, planned=False)

@@ -333,10 +333,15 @@ class _Combined(Pattern):
     sign: ClassVar[str]
 
     def _text(self) -> str:
+        return self._join_text([part.spec for part in self.parts])
+
+    def __repr__(self) -> str:
+        return self._join_text([repr(part) for part in self.parts])
+
+    def _join_text(self, texts: list[str]) -> str:
         # `&` binds tighter than `|`, as in Python
-        return self.sign.join(
-            f"({part.spec})" if isinstance(self, And) and isinstance(part, Or) else part.spec for part in self.parts
-        )
+        pairs = zip(texts, self.parts, strict=True)
+        return self.sign.join(f"({t})" if isinstance(self, And) and isinstance(p, Or) else t for t, p in pairs)
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
@@ -445,6 +450,9 @@ class Not(Pattern):
 
     def _text(self) -> str:
         return f"~{self.part.spec}"
+
+    def __repr__(self) -> str:
+        return f"~{self.part!r}"
 
     @property
     def tables(self) -> tuple[Tensor, ...]:

@@ -58,7 +58,7 @@ def plan(
         ShapeError: A size below 1, or a tile that is not a multiple of 16.
     Example:
         >>> rw.plan(rw.SlidingWindow(1024) | rw.Sinks(64), 16384)
-        BlockPlan(16384 x 16384 tokens, tiles 128 x 128, 1227 non-empty, 1 group(s), 3 masks, density 0.0749, cpu)
+        BlockPlan(16384 x 16384 tokens, tiles 128 x 128, 1235 non-empty, 1 group(s), 5 masks, density 0.0754, cpu)
     """
     nk = nq + q_offset if nk is None else nk
     sides = tile_sides(tile, pattern, nq, nk)

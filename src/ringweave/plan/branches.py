@@ -17,7 +17,7 @@ import torch
 
 from ..patterns import Causal, Full, LongNet, Or, Pattern, View
 from .block_plan import BlockPlan
-from .build import default_tile
+from .build import default_tile, estimate_tiles
 from .cache import plan_cache, table_keys
 
 # Sides of block tables that are worth their own tiles: smaller ones drown in overhead.
@@ -196,8 +196,11 @@ def _cost(program: list[Branch]) -> float:
         # residues of one rate differ by a token at most: one plan stands for all of them
         alike = (branch.pattern.spec, branch.rate, branch.nq // 64, branch.nk // 64)
         if alike not in seen:
-            plan = branch.plan()
-            seen[alike] = plan.tiles * plan.q_tile * plan.kv_tile / 128**2
+            tiles = estimate_tiles(
+                branch.pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset
+            )
+            area = default_tile(branch.nq) * default_tile(branch.nk) / 128**2
+            seen[alike] = tiles * area * branch.batch
         total += seen[alike]
     rows = sum(branch.nq * branch.head_count * branch.batch for branch in program) / 128
     return total + (len(program) - 1) * _BRANCH_COST + (_MERGE_COST * rows if len(program) > 1 else 0.0)

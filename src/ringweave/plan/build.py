@@ -103,6 +103,28 @@ def _rows(pattern: Pattern, nq: int, nk: int, q_offset: int, tile: tuple[int, in
     return _Rows(row[kept], col[kept], bits[kept])
 
 
+def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offset: int = 0, sample: int = 64) -> float:
+    """About how many tiles of the default sides all heads of one batch element have, from a sample of query tiles.
+
+    Cost grows with the sampled rows alone, whatever the length; masks are not evaluated.
+    """
+    q_tile, kv_tile = default_tile(nq), default_tile(nk)
+    rows = -(-nq // q_tile)
+    lo = np.unique(np.linspace(0, rows - 1, min(rows, sample)).round().astype(np.int64)) * q_tile
+    q_lo, q_hi = lo + q_offset, np.minimum(lo + q_tile, nq) + q_offset
+    found: dict[Pattern, float] = {}
+    total = 0.0
+    for head in range(heads):
+        each = pattern.select(0, head)
+        if each not in found:
+            row, col = _candidates(each.key_ranges(q_lo, q_hi, nk), kv_tile, -(-nk // kv_tile))
+            k_lo = col * kv_tile
+            keys = each.tile_keys(Tiles(q_lo[row], q_hi[row], k_lo, np.minimum(k_lo + kv_tile, nk)))
+            found[each] = float((keys != EMPTY).sum()) / len(lo) * rows
+        total += found[each]
+    return total
+
+
 def _candidates(ranges: Ranges, kv_tile: int, kv_tiles: int) -> tuple[Int64, Int64]:
     """The tiles that the ranges touch, by row and ascending, each once."""
     start = np.maximum(ranges.start, 0) // kv_tile

@@ -1,3 +1,5 @@
+"""What every test and every example of the docs starts from."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,9 +10,17 @@ import torch
 import ringweave as rw
 
 
+def example_names() -> dict[str, object]:
+    """The names that the documentation's examples use without saying so."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 256, 32, generator=generator) for _ in range(3))
+    return {"rw": rw, "torch": torch, "q": q, "k": k, "v": v}
+
+
 @pytest.fixture(autouse=True)
-def _threads_and_seed() -> None:
+def _seed(doctest_namespace: dict[str, object]) -> None:
     torch.manual_seed(0)
+    doctest_namespace.update(example_names())
 
 
 @pytest.fixture
@@ -21,10 +31,3 @@ def poisoned() -> Iterator[None]:
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)
-
-
-@pytest.fixture(autouse=True)
-def _doctest_names(doctest_namespace: dict[str, object]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 4, 256, 32, generator=generator) for _ in range(3))
-    doctest_namespace.update(rw=rw, torch=torch, q=q, k=k, v=v)
