@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from .errors import ShapeError, message
 from .patterns import LongNet, Pattern, check_extents
-from .patterns.base import EMPTY, FULL, Int64, Tiles, mix
+from .patterns.tiles import EMPTY, FULL, Int64, Tiles, mix
 from .plan.branches import branches
 from .units import count, percent
 

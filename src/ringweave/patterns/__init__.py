@@ -1,6 +1,7 @@
 """What may attend: patterns, their set algebra, presets, and reading them from text."""
 
-from .base import And, Full, Not, Or, Pattern, check_extents
+from .algebra import And, Not, Or
+from .base import Full, Pattern, check_extents
 from .dilated import Dilated, LongNet, Strided, View
 from .function import MaskMod, TokenMask, from_mask_mod
 from .heads import PerHead

@@ -1,4 +1,4 @@
-"""What may attend: the pattern base class and its set algebra.
+"""What may attend: the base class of patterns.
 
 A pattern is a boolean relation over (query position, key position), possibly one per batch and head. It answers three
 questions, from cheap to exact:
@@ -16,76 +16,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import PatternError, message
+from .tiles import FULL, Int64, Ranges, Tiles
 
 if TYPE_CHECKING:
     from ..plan.block_plan import BlockPlan
-
-Int64 = NDArray[np.int64]
-EMPTY, FULL = 0, 1
-_RADIX_LIMIT = 2**62
-
-
-class Tiles(NamedTuple):
-    """Tiles as token ranges: queries [q_lo, q_hi) by keys [k_lo, k_hi); arrays of one length."""
-
-    q_lo: Int64
-    q_hi: Int64
-    k_lo: Int64
-    k_hi: Int64
-
-
-class Ranges(NamedTuple):
-    """Per query tile (axis 0) a padded list (axis 1) of key ranges [start, stop); start >= stop is padding."""
-
-    start: Int64
-    stop: Int64
-
-    @staticmethod
-    def of(*pairs: tuple[Int64 | int, Int64 | int], rows: int) -> Ranges:
-        """Stack per-row ranges, broadcasting scalars."""
-        start = np.stack([np.broadcast_to(np.asarray(a, np.int64), (rows,)) for a, _ in pairs], 1)
-        stop = np.stack([np.broadcast_to(np.asarray(b, np.int64), (rows,)) for _, b in pairs], 1)
-        return Ranges(start, stop)
-
-    def cost(self) -> int:
-        """Tokens covered: the size of the candidate list that this superset would give."""
-        return int(np.maximum(self.stop - self.start, 0).sum())
-
-
-def mix(*parts: Int64) -> Int64:
-    """One class number >= 2 per element, equal exactly where all parts are equal (mixed radix, no hashing)."""
-    total = np.zeros(parts[0].shape, np.int64)
-    size = 1
-    for part in parts:
-        if part.size == 0:
-            continue
-        low = int(part.min())
-        width = int(part.max()) - low + 1
-        if size * width >= _RADIX_LIMIT:
-            kinds, total = np.unique(total, return_inverse=True)
-            size = len(kinds)
-            kinds, part = np.unique(part, return_inverse=True)
-            low, width = 0, len(kinds)
-        total = total * width + (part - low)
-        size *= width
-    return total + 2
-
-
-def classes(empty: NDArray[np.bool_], full: NDArray[np.bool_], *parts: Int64) -> Int64:
-    """Tile keys from the two decided cases and, for the rest, what the mask depends on."""
-    keys = np.where(full, FULL, EMPTY).astype(np.int64)
-    partial = ~(empty | full)
-    if partial.any():
-        keys[partial] = mix(*(np.broadcast_to(part, keys.shape)[partial] for part in parts))
-    return keys
 
 
 class Pattern(ABC):
@@ -185,12 +126,18 @@ class Pattern(ABC):
         return self.spec
 
     def __and__(self, other: Pattern) -> Pattern:
-        return _join(And, self, other)
+        from .algebra import And, join
+
+        return join(And, self, other)
 
     def __or__(self, other: Pattern) -> Pattern:
-        return _join(Or, self, other)
+        from .algebra import Or, join
+
+        return join(Or, self, other)
 
     def __invert__(self) -> Pattern:
+        from .algebra import Not
+
         return Not(self)
 
     # ---- views of the relation (the layers above do the work) --------------------------------------------------------
@@ -327,171 +274,6 @@ class Derived(Pattern):
         return self.definition.restride(rate, offset)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class _Combined(Pattern):
-    parts: tuple[Pattern, ...]
-    sign: ClassVar[str]
-
-    def _text(self) -> str:
-        return self._join_text([part.spec for part in self.parts])
-
-    def __repr__(self) -> str:
-        return self._join_text([repr(part) for part in self.parts])
-
-    def _join_text(self, texts: list[str]) -> str:
-        # `&` binds tighter than `|`, as in Python
-        pairs = zip(texts, self.parts, strict=True)
-        return self.sign.join(f"({t})" if isinstance(self, And) and isinstance(p, Or) else t for t, p in pairs)
-
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        return tuple(table for part in self.parts for table in part.tables)
-
-    def extents(self) -> tuple[int | None, int | None]:
-        batch = heads = None
-        for part in self.parts:
-            b, h = part.extents()
-            batch, heads = _agree("batch", batch, b), _agree("heads", heads, h)
-        return batch, heads
-
-    def select(self, b: int, h: int) -> Pattern:
-        chosen = [part.select(b, h) for part in self.parts]
-        if all(new is old for new, old in zip(chosen, self.parts, strict=True)):
-            return self
-        result = chosen[0]
-        for part in chosen[1:]:
-            result = _join(type(self), result, part)
-        return result
-
-    def check(self, nq: int, nk: int, q_offset: int) -> None:
-        for part in self.parts:
-            part.check(nq, nk, q_offset)
-
-    def grid(self) -> int | None:
-        return min((side for part in self.parts if (side := part.grid()) is not None), default=None)
-
-    def restride(self, rate: int, offset: int) -> Pattern | None:
-        result: Pattern | None = None
-        for part in self.parts:
-            strided = part.restride(rate, offset)
-            if strided is None:
-                return None
-            result = strided if result is None else _join(type(self), result, strided)
-        return result
-
-    def _pairwise(self, tiles: Tiles, winner: int, neutral: int) -> Int64:
-        keys = self.parts[0].tile_keys(tiles)
-        for part in self.parts[1:]:
-            other = part.tile_keys(tiles)
-            decided = (keys == winner) | (other == winner)
-            both = (keys == neutral) & (other == neutral)
-            merged = np.where(decided, winner, neutral).astype(np.int64)
-            open_ = ~(decided | both)
-            if open_.any():
-                merged[open_] = mix(keys[open_], other[open_])
-            keys = merged
-        return keys
-
-
-class And(_Combined):
-    """Allowed by every part."""
-
-    sign: ClassVar[str] = " & "
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        result = self.parts[0].allows(q, k)
-        for part in self.parts[1:]:
-            result = result & part.allows(q, k)
-        return result
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        result = self.parts[0].key_ranges(q_lo, q_hi, nk)
-        for part in self.parts[1:]:
-            result = _intersect(result, part.key_ranges(q_lo, q_hi, nk))
-        return result
-
-    def tile_keys(self, tiles: Tiles) -> Int64:
-        return self._pairwise(tiles, EMPTY, FULL)
-
-    def residue_rate(self) -> int:
-        return max(part.residue_rate() for part in self.parts)
-
-    def __invert__(self) -> Pattern:
-        return _join_all(Or, [~part for part in self.parts])
-
-
-class Or(_Combined):
-    """Allowed by at least one part; a key allowed by several counts once."""
-
-    sign: ClassVar[str] = " | "
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        result = self.parts[0].allows(q, k)
-        for part in self.parts[1:]:
-            result = result | part.allows(q, k)
-        return result
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        every = [part.key_ranges(q_lo, q_hi, nk) for part in self.parts]
-        return Ranges(np.concatenate([r.start for r in every], 1), np.concatenate([r.stop for r in every], 1))
-
-    def tile_keys(self, tiles: Tiles) -> Int64:
-        return self._pairwise(tiles, FULL, EMPTY)
-
-    def __invert__(self) -> Pattern:
-        return _join_all(And, [~part for part in self.parts])
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Not(Pattern):
-    """Allowed where the part is not; complements of ``&`` and ``|`` are pushed to the leaves (De Morgan)."""
-
-    part: Pattern
-
-    def _text(self) -> str:
-        return f"~{self.part.spec}"
-
-    def __repr__(self) -> str:
-        return f"~{self.part!r}"
-
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        return self.part.tables
-
-    def extents(self) -> tuple[int | None, int | None]:
-        return self.part.extents()
-
-    def select(self, b: int, h: int) -> Pattern:
-        chosen = self.part.select(b, h)
-        return self if chosen is self.part else ~chosen
-
-    def check(self, nq: int, nk: int, q_offset: int) -> None:
-        self.part.check(nq, nk, q_offset)
-
-    def grid(self) -> int | None:
-        return self.part.grid()
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        return ~self.part.allows(q, k)
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return self.part.excluded_ranges(q_lo, q_hi, nk)
-
-    def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return self.part.key_ranges(q_lo, q_hi, nk)
-
-    def tile_keys(self, tiles: Tiles) -> Int64:
-        keys = self.part.tile_keys(tiles)
-        return np.where(keys <= FULL, FULL - keys, keys)
-
-    def restride(self, rate: int, offset: int) -> Pattern | None:
-        strided = self.part.restride(rate, offset)
-        return None if strided is None else ~strided
-
-    def __invert__(self) -> Pattern:
-        return self.part
-
-
 def check_extents(pattern: Pattern, batch: int, heads: int) -> None:
     """Raise PatternError where the pattern is made for another number of batch elements or heads."""
     made_batch, made_heads = pattern.extents()
@@ -505,60 +287,3 @@ def check_extents(pattern: Pattern, batch: int, heads: int) -> None:
                     f"Pass tensors with {made} query {name}, or build the pattern for {got}.",
                 )
             )
-
-
-def _agree(name: str, a: int | None, b: int | None) -> int | None:
-    if a is None or b is None or a == b:
-        return b if a is None else a
-    raise PatternError(
-        message("pattern", f"parts made for {name} = {a} and {b}", f"one number of {name}", "Build the parts alike.")
-    )
-
-
-def _join(kind: type[_Combined], a: Pattern, b: Pattern) -> Pattern:
-    if not isinstance(b, Pattern):
-        raise PatternError(
-            message(
-                "operand",
-                type(b).__name__,
-                "a ringweave pattern",
-                "Combine patterns with & | ~, or wrap a function in from_mask_mod.",
-            )
-        )
-    for operand in (a, b):
-        if not operand.combinable:
-            raise PatternError(
-                message(
-                    "operand",
-                    repr(operand),
-                    "a relation",
-                    "LongNet is a mixture in which a key may count several times; merge() joins it with others.",
-                )
-            )
-    parts = (a.parts if isinstance(a, kind) else (a,)) + (b.parts if isinstance(b, kind) else (b,))
-    neutral = "Full()" if kind is And else "~Full()"
-    kept: list[Pattern] = []
-    for part in parts:
-        if part.spec != neutral and not any(part is old or part == old for old in kept):
-            kept.append(part)
-    if not kept:
-        return parts[0]
-    return kept[0] if len(kept) == 1 else kind(tuple(kept))
-
-
-def _join_all(kind: type[_Combined], parts: list[Pattern]) -> Pattern:
-    result = parts[0]
-    for part in parts[1:]:
-        result = _join(kind, result, part)
-    return result
-
-
-def _intersect(a: Ranges, b: Ranges) -> Ranges:
-    # every pair of ranges while that stays small; else the smaller superset is superset enough
-    if a.start.shape[1] * b.start.shape[1] > 256:
-        return a if a.cost() <= b.cost() else b
-    start = np.maximum(a.start[:, :, None], b.start[:, None, :]).reshape(len(a.start), -1)
-    stop = np.minimum(a.stop[:, :, None], b.stop[:, None, :]).reshape(len(a.start), -1)
-    used = np.flatnonzero((stop > start).any(0))
-    used = used if len(used) else np.zeros(1, np.int64)
-    return Ranges(start[:, used], stop[:, used])

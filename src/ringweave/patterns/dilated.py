@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError, message
-from .base import Derived, Int64, Pattern, Ranges, Tiles, classes
+from .base import Derived, Pattern
 from .checks import at_least
 from .local import Causal, Segments, SlidingWindow
+from .tiles import Int64, Ranges, Tiles, classes
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError, message
-from .base import Int64, Pattern, Ranges, Tiles, mix
+from .base import Pattern
+from .tiles import Int64, Ranges, Tiles, mix
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import PatternError, message
-from .base import Int64, Pattern, Ranges, Tiles
+from .base import Pattern
+from .tiles import Int64, Ranges, Tiles
 
 
 class PerHead(Pattern):

@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import PatternError, message
-from .base import Int64, Pattern, Ranges, Tiles, classes
+from .base import Pattern
 from .checks import at_least
+from .tiles import Int64, Ranges, Tiles, classes
 
 
 class BlockTable(Pattern):

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError, message
-from .base import Int64, Pattern, Ranges, Tiles, classes
+from .base import Pattern
 from .checks import at_least
+from .tiles import Int64, Ranges, Tiles, classes
 
 
 class Sinks(Pattern):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..errors import PatternError, ShapeError, message
 from ..patterns import BlockTable, Pattern, check_extents
-from ..patterns.base import EMPTY, FULL, Int64, Ranges, Tiles
+from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
 from .block_plan import BlockPlan, pack_masks
 
 _EVALUATED_AT_ONCE = 2**24  # mask bits

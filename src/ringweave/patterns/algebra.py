@@ -1,0 +1,228 @@
+"""Set algebra over patterns: intersection, union and complement, in all three answers of a pattern."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from ..errors import PatternError, message
+from .base import Pattern
+from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, intersect, mix
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Combined(Pattern):
+    """Patterns under one operator; nested ones of the same kind are flattened."""
+
+    parts: tuple[Pattern, ...]
+    sign: ClassVar[str]
+
+    def _text(self) -> str:
+        return self._join_text([part.spec for part in self.parts])
+
+    def __repr__(self) -> str:
+        return self._join_text([repr(part) for part in self.parts])
+
+    def _join_text(self, texts: list[str]) -> str:
+        # `&` binds tighter than `|`, as in Python
+        pairs = zip(texts, self.parts, strict=True)
+        return self.sign.join(f"({t})" if isinstance(self, And) and isinstance(p, Or) else t for t, p in pairs)
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        return tuple(table for part in self.parts for table in part.tables)
+
+    def extents(self) -> tuple[int | None, int | None]:
+        batch = heads = None
+        for part in self.parts:
+            b, h = part.extents()
+            batch, heads = _agree("batch", batch, b), _agree("heads", heads, h)
+        return batch, heads
+
+    def select(self, b: int, h: int) -> Pattern:
+        chosen = [part.select(b, h) for part in self.parts]
+        if all(new is old for new, old in zip(chosen, self.parts, strict=True)):
+            return self
+        result = chosen[0]
+        for part in chosen[1:]:
+            result = join(type(self), result, part)
+        return result
+
+    def check(self, nq: int, nk: int, q_offset: int) -> None:
+        for part in self.parts:
+            part.check(nq, nk, q_offset)
+
+    def grid(self) -> int | None:
+        return min((side for part in self.parts if (side := part.grid()) is not None), default=None)
+
+    def restride(self, rate: int, offset: int) -> Pattern | None:
+        result: Pattern | None = None
+        for part in self.parts:
+            strided = part.restride(rate, offset)
+            if strided is None:
+                return None
+            result = strided if result is None else join(type(self), result, strided)
+        return result
+
+    def _pairwise(self, tiles: Tiles, winner: int, neutral: int) -> Int64:
+        keys = self.parts[0].tile_keys(tiles)
+        for part in self.parts[1:]:
+            other = part.tile_keys(tiles)
+            decided = (keys == winner) | (other == winner)
+            both = (keys == neutral) & (other == neutral)
+            merged = np.where(decided, winner, neutral).astype(np.int64)
+            open_ = ~(decided | both)
+            if open_.any():
+                merged[open_] = mix(keys[open_], other[open_])
+            keys = merged
+        return keys
+
+
+class And(Combined):
+    """Allowed by every part."""
+
+    sign: ClassVar[str] = " & "
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        result = self.parts[0].allows(q, k)
+        for part in self.parts[1:]:
+            result = result & part.allows(q, k)
+        return result
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        result = self.parts[0].key_ranges(q_lo, q_hi, nk)
+        for part in self.parts[1:]:
+            result = intersect(result, part.key_ranges(q_lo, q_hi, nk))
+        return result
+
+    def tile_keys(self, tiles: Tiles) -> Int64:
+        return self._pairwise(tiles, EMPTY, FULL)
+
+    def residue_rate(self) -> int:
+        return max(part.residue_rate() for part in self.parts)
+
+    def __invert__(self) -> Pattern:
+        return join_all(Or, [~part for part in self.parts])
+
+
+class Or(Combined):
+    """Allowed by at least one part; a key allowed by several counts once."""
+
+    sign: ClassVar[str] = " | "
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        result = self.parts[0].allows(q, k)
+        for part in self.parts[1:]:
+            result = result | part.allows(q, k)
+        return result
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        every = [part.key_ranges(q_lo, q_hi, nk) for part in self.parts]
+        return Ranges(np.concatenate([r.start for r in every], 1), np.concatenate([r.stop for r in every], 1))
+
+    def tile_keys(self, tiles: Tiles) -> Int64:
+        return self._pairwise(tiles, FULL, EMPTY)
+
+    def __invert__(self) -> Pattern:
+        return join_all(And, [~part for part in self.parts])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Not(Pattern):
+    """Allowed where the part is not; complements of ``&`` and ``|`` are pushed to the leaves (De Morgan)."""
+
+    part: Pattern
+
+    def _text(self) -> str:
+        return f"~{self.part.spec}"
+
+    def __repr__(self) -> str:
+        return f"~{self.part!r}"
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        return self.part.tables
+
+    def extents(self) -> tuple[int | None, int | None]:
+        return self.part.extents()
+
+    def select(self, b: int, h: int) -> Pattern:
+        chosen = self.part.select(b, h)
+        return self if chosen is self.part else ~chosen
+
+    def check(self, nq: int, nk: int, q_offset: int) -> None:
+        self.part.check(nq, nk, q_offset)
+
+    def grid(self) -> int | None:
+        return self.part.grid()
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return ~self.part.allows(q, k)
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        return self.part.excluded_ranges(q_lo, q_hi, nk)
+
+    def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        return self.part.key_ranges(q_lo, q_hi, nk)
+
+    def tile_keys(self, tiles: Tiles) -> Int64:
+        keys = self.part.tile_keys(tiles)
+        return np.where(keys <= FULL, FULL - keys, keys)
+
+    def restride(self, rate: int, offset: int) -> Pattern | None:
+        strided = self.part.restride(rate, offset)
+        return None if strided is None else ~strided
+
+    def __invert__(self) -> Pattern:
+        return self.part
+
+
+def _agree(name: str, a: int | None, b: int | None) -> int | None:
+    if a is None or b is None or a == b:
+        return b if a is None else a
+    raise PatternError(
+        message("pattern", f"parts made for {name} = {a} and {b}", f"one number of {name}", "Build the parts alike.")
+    )
+
+
+def join(kind: type[Combined], a: Pattern, b: Pattern) -> Pattern:
+    """Two operands under an operator, without repeats and neutral elements."""
+    if not isinstance(b, Pattern):
+        raise PatternError(
+            message(
+                "operand",
+                type(b).__name__,
+                "a ringweave pattern",
+                "Combine patterns with & | ~, or wrap a function in from_mask_mod.",
+            )
+        )
+    for operand in (a, b):
+        if not operand.combinable:
+            raise PatternError(
+                message(
+                    "operand",
+                    repr(operand),
+                    "a relation",
+                    "LongNet is a mixture in which a key may count several times; merge() joins it with others.",
+                )
+            )
+    parts = (a.parts if isinstance(a, kind) else (a,)) + (b.parts if isinstance(b, kind) else (b,))
+    neutral = "Full()" if kind is And else "~Full()"
+    kept: list[Pattern] = []
+    for part in parts:
+        if part.spec != neutral and not any(part is old or part == old for old in kept):
+            kept.append(part)
+    if not kept:
+        return parts[0]
+    return kept[0] if len(kept) == 1 else kind(tuple(kept))
+
+
+def join_all(kind: type[Combined], parts: list[Pattern]) -> Pattern:
+    """As ``join``, for any number of operands."""
+    result = parts[0]
+    for part in parts[1:]:
+        result = join(kind, result, part)
+    return result
