@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from tests.markdown import collector
 
 import ringweave as rw
 
@@ -31,3 +33,8 @@ def poisoned() -> Iterator[None]:
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+# pages are run as they are read; scripts beside them are no tests
+pytest_collect_file = collector(Path(__file__).parent, ["README.md", "CONTRIBUTING.md", "docs/*.md"], example_names)
+collect_ignore_glob = ["docs/*.py"]

@@ -68,10 +68,8 @@ def test_docstrings(name: str) -> None:
     found = dict(zip(sections[1::2], sections[2::2], strict=True))
     listed = re.findall(r"^    (\w+):", found.get("Args", found.get("Attributes", "")), flags=re.M)
     parameters = [p for p in inspect.signature(thing).parameters if p != "self"]
-    # TokenMask's batch and head bind a function for one head: not for users
-    wanted = [p for p in parameters if not (name == "TokenMask" and p in ("batch", "head"))]
     if name not in ("Pattern", "BlockPlan"):
-        assert listed == wanted
+        assert listed == parameters
     if not hasattr(thing, "_fields") and not name.startswith(("BlockPlan", "BlockWeights")):
         assert ">>>" in found.get("Example", "")
 

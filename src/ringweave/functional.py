@@ -81,7 +81,7 @@ def attention_with_lse(
         backend: ``"auto"``, or one by name.
         dropout: Must be 0.
     Returns:
-        ``AttentionOutput(out, lse)``: (B, Hq, Nq, Dv) in q's dtype and (B, Hq, Nq) in float32.
+        ``AttentionOutput(out, lse)``: (B, Hq, Nq, Dv) in q's dtype and (B, Hq, Nq) in float32 (float64 for float64).
     Raises:
         ShapeError: Shapes, dtypes or devices do not fit.
         PatternError: The pattern does not fit the call.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError, message
-from .base import Derived, Pattern
+from .base import Derived, Full, Pattern
 from .checks import at_least
 from .local import Causal, Segments, SlidingWindow
 from .tiles import Int64, Ranges, Tiles, classes
@@ -67,15 +67,16 @@ class Strided(Pattern):
         return self.stride
 
     def restride(self, rate: int, offset: int) -> Pattern:
-        return Strided(self.stride // math.gcd(self.stride, rate))
+        stride = self.stride // math.gcd(self.stride, rate)
+        return Full() if stride == 1 else Strided(stride)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dilated(Derived):
     """A window with holes: ``abs(q - k) <= window * rate`` and ``(q - k) % rate == 0``.
 
-    A relation, unlike :class:`LongNet`: it may be combined with others, and a key counts once. It is computed in the
-    strided view, where it is a plain window.
+    A relation, unlike :class:`LongNet`: it may be combined with others, and a key counts once. Where that computes fewer
+    tiles it runs in strided views, in which it is a plain window.
 
     Args:
         window: Attended keys on either side.

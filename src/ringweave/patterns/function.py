@@ -31,6 +31,8 @@ class TokenMask(Pattern):
 
     Args:
         fn: Returns a bool tensor that broadcasts over its arguments. Build it once: each new function is a new pattern.
+        batch: The batch element to call it for; every one by default.
+        head: The query head to call it for; every one by default.
     Raises:
         PatternError: The function returns something else than bool.
     Example:

@@ -242,7 +242,7 @@ class Documents(Pattern):
 
 
 class Neighborhood(Pattern):
-    """Exactly ``window`` keys around each query, shifted inwards at the borders; see :func:`ringweave.natten_1d`.
+    """Exactly ``window`` keys around each query, shifted inwards at the borders.
 
     Args:
         window: Attended keys, the query's own among them.

@@ -1,0 +1,33 @@
+"""A griffe extension: reads the library's docstrings as they are written.
+
+Sections may follow each other without a blank line, "Example" stands in the singular, and Sphinx roles name other
+objects, which become links to the API page.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+import ringweave as rw
+
+_SECTION = re.compile(r"(?<=\n)(Args|Attributes|Returns|Raises|Example|References):\n")
+_ROLE = re.compile(r":(?:func|class|meth|mod|attr):`([\w.]+)`")
+
+
+def _link(match: re.Match[str]) -> str:
+    name = match[1].removeprefix("ringweave.")
+    thing = getattr(rw, name, None) if name in rw.__all__ else None
+    return f"`{match[1]}`" if thing is None else f"[`{name}`][{thing.__module__}.{thing.__qualname__}]"
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites each docstring before it is parsed."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is None:
+            return
+        text = _SECTION.sub(lambda found: f"\n{found[1].replace('Example', 'Examples')}:\n", obj.docstring.value)
+        obj.docstring.value = _ROLE.sub(_link, text).replace("``", "`")

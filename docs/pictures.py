@@ -1,0 +1,372 @@
+"""Draws the documentation's pictures and the gallery of docs/patterns.md from the patterns themselves.
+
+python docs/pictures.py            write docs/pictures/*.svg and the gallery
+python docs/pictures.py --check    write nothing; end with 1 where a committed file is stale
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import torch
+
+import ringweave as rw
+from ringweave.units import count, percent
+
+HERE = Path(__file__).parent
+BEGIN, END = "<!-- gallery: written by docs/pictures.py -->", "<!-- end of gallery -->"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One picture of the gallery.
+
+    Attributes:
+        name: The public name that it shows.
+        code: The expression that builds the pattern.
+        build: The same, to call.
+        tokens: Queries and keys drawn.
+        heads: Query heads drawn.
+    """
+
+    name: str
+    code: str
+    build: Callable[[], rw.Pattern]
+    tokens: int = 1024
+    heads: int = 1
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.svg"
+
+
+def triples(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The gallery's mask function: spelled out in its entry's code."""
+    return (q // 64 + k // 64) % 3 == 0
+
+
+def entry(code: str, tokens: int = 1024, heads: int = 1, name: str | None = None) -> Entry:
+    return Entry(name or code.split("(")[0], code, lambda: rw.patterns.parse(code), tokens, heads)
+
+
+GALLERY = {
+    "By position": [
+        entry("Full()"),
+        entry("Causal()"),
+        entry("SlidingWindow(192, 64)"),
+        entry("Segments(256)"),
+        entry("Documents([160, 480, 96, 288])"),
+        entry("PrefixLM(256)"),
+    ],
+    "By chosen tokens": [
+        entry("Sinks(64)"),
+        entry("Global([0, 1, 2, 3, 512, 513, 514, 515])"),
+        entry("Periodic(256, 192, 256)"),
+    ],
+    "By residue": [
+        entry("Strided(8)", 64),
+        entry("Dilated(3, 4)", 64),
+        entry("Neighborhood(7, 2, tokens=64)", 64),
+        entry("LongNet([16, 64], [1, 4], causal=True)", 64, heads=4),
+    ],
+    "By table, function or head": [
+        Entry(
+            "BlockTable",
+            "BlockTable(torch.eye(8).bool() | (torch.arange(8) == 2), block_size=128)",
+            lambda: rw.BlockTable(torch.eye(8).bool() | (torch.arange(8) == 2), block_size=128),
+        ),
+        Entry(
+            "TokenMask",
+            "TokenMask(lambda b, h, q, k: (q // 64 + k // 64) % 3 == 0)",
+            lambda: rw.TokenMask(triples),
+        ),
+        entry("PerHead([Causal(), SlidingWindow(128), Strided(64), Causal()])", heads=4),
+    ],
+    "Presets": [
+        entry("longformer(96, 48)"),
+        entry("bigbird(1024, window=96, random=2)"),
+        entry("sparse_transformer_fixed(128, 32)"),
+        entry("variable(1024, local_blocks=(2, 4), global_blocks=(0, 9))"),
+        entry("local_global(64, 128)"),
+        entry("dilated_blocks(2, [1, 4, 12])", 64),
+        entry("natten_1d(192, tokens=1024)"),
+        entry("random_blocks(1024, 0.25, block_size=64)"),
+    ],
+}
+ALGEBRA = [
+    Entry(
+        "window_and_sinks",
+        "SlidingWindow(192) & Causal() | Sinks(32)",
+        lambda: rw.SlidingWindow(192) & rw.Causal() | rw.Sinks(32),
+    ),
+    Entry(
+        "causal_without_segments",
+        "Causal() & ~Segments(256)",
+        lambda: rw.Causal() & ~rw.Segments(256),
+    ),
+    Entry(
+        "window_or_dilated",
+        "(SlidingWindow(6, 6) | Dilated(3, 8)) & Causal()",
+        lambda: (rw.SlidingWindow(6, 6) | rw.Dilated(3, 8)) & rw.Causal(),
+        tokens=64,
+    ),
+    Entry("complement", "~(Causal() | Sinks(64))", lambda: ~(rw.Causal() | rw.Sinks(64))),
+]
+
+
+# ---- the gallery -----------------------------------------------------------------------------------------------------
+
+
+def gallery() -> str:
+    lines: list[str] = []
+    for section, entries in GALLERY.items():
+        lines += [f"## {section}", "", '<div class="gallery" markdown>', ""]
+        for each in entries:
+            thing = getattr(rw, each.name)
+            sentence = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+            sentence = re.sub(r":\w+:`(?:ringweave\.)?([\w.]+)`", r"`\1`", sentence).replace("``", "`")
+            wide = " wide" if each.heads > 1 else ""
+            lines += [
+                f'<div class="card{wide}" markdown>',
+                "",
+                f"### {each.name}",
+                "",
+                f"{sentence} [Reference](api.md#{thing.__module__}.{thing.__qualname__})",
+                "",
+                f"`{each.code}`",
+                "",
+                f"![{each.name}: queries downwards, keys to the right](pictures/{each.file})",
+                "",
+                facts(each),
+                "",
+                "</div>",
+                "",
+            ]
+        lines += ["</div>", ""]
+    return "\n".join(lines)
+
+
+def facts(each: Entry) -> str:
+    """Density and tiles of what is drawn, as ``explain`` counts them for the gather backend."""
+    pattern = each.build()
+    numbers = rw.explain(pattern, each.tokens, heads=each.heads, backend="gather", as_dict=True)
+    tiles = numbers["tiles"]
+    partial = tiles["computed"] - tiles["full"]
+    views = sum(branch["views"] for branch in numbers["branches"])
+    where = f" in {views} strided views" if views > 1 else ""
+    sizes = f"{each.tokens} tokens" + (f", {each.heads} heads" if each.heads > 1 else "")
+    density = percent(numbers["pairs"]["density"])
+    kinds = f"{tiles['full']} full, {partial} partial"
+    return f"{sizes}, density {density}: {count(tiles['computed'], 'tile')}{where}, {kinds}"
+
+
+# ---- diagrams --------------------------------------------------------------------------------------------------------
+
+INK, FAINT, CARD, EDGE = "#1f2328", "#59636e", "#ffffff", "#d0d7de"
+DARK, MIDDLE, LIGHT = "#0b3a75", "#5f8fc7", "#dce9f7"
+HUES = ("#0b3a75", "#b4540a", "#2f7d4f", "#8a3f8f")
+SANS = "ui-sans-serif, -apple-system, 'Segoe UI', 'DejaVu Sans', Arial, sans-serif"
+MONO = "ui-monospace, SFMono-Regular, Menlo, 'DejaVu Sans Mono', Consolas, monospace"
+
+
+def card(width: int, height: int, title: str, parts: list[str]) -> str:
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+            f'height="{height}" role="img" font-family="{SANS}" font-size="13" fill="{INK}">',
+            f"<title>{escape(title)}</title>",
+            f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8" fill="{CARD}" stroke="{EDGE}"/>',
+            *parts,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def text(x: float, y: float, words: str, rest: str = "") -> str:
+    return f'<text x="{x:g}" y="{y:g}" {rest}>{escape(words)}</text>'
+
+
+def grid(x: float, y: float, size: float, colours: list[list[str | None]], line: float = 0.5) -> list[str]:
+    """A square of coloured cells with a frame."""
+    rows, columns = len(colours), len(colours[0])
+    high, wide = size / rows, size / columns
+    parts = [
+        f'<rect x="{x + j * wide:g}" y="{y + i * high:g}" width="{wide:g}" height="{high:g}" fill="{colour}" '
+        f'stroke="{CARD}" stroke-width="{line:g}"/>'
+        for i, row in enumerate(colours)
+        for j, colour in enumerate(row)
+        if colour is not None
+    ]
+    return [*parts, f'<rect x="{x:g}" y="{y:g}" width="{size:g}" height="{size:g}" fill="none" stroke="{FAINT}"/>']
+
+
+def key(x: float, y: float, items: list[tuple[str, str]], step: int) -> list[str]:
+    parts = []
+    for i, (colour, words) in enumerate(items):
+        parts.append(f'<rect x="{x + i * step:g}" y="{y}" width="13" height="13" fill="{colour}" stroke="{FAINT}"/>')
+        parts.append(text(x + i * step + 19, y + 11, words, f'fill="{FAINT}" font-size="12"'))
+    return parts
+
+
+def flow() -> str:
+    """The one walk of the library, from a pattern to the output."""
+    boxes = [
+        ("pattern", "which pairs may attend", "(head, query, key)"),
+        ("plan", "which tiles are not empty", "full or partial"),
+        ("backend", "computes the tiles", "gather, sdpa, ..."),
+        ("(out, lse)", "one per branch", "lse: log-sum-exp"),
+        ("merge", "exact combination", "of the branches"),
+    ]
+    width, height, gap = 176, 78, 28
+    parts = []
+    for i, (name, first, second) in enumerate(boxes):
+        x = 20 + i * (width + gap)
+        fill, ink = (DARK, CARD) if name in ("pattern", "plan", "merge") else (LIGHT, INK)
+        parts.append(f'<rect x="{x}" y="20" width="{width}" height="{height}" rx="6" fill="{fill}"/>')
+        middle = f'text-anchor="middle" fill="{ink}"'
+        parts.append(text(x + width / 2, 44, name, f'{middle} font-family="{MONO}" font-weight="600" font-size="15"'))
+        parts.append(text(x + width / 2, 66, first, f'{middle} font-size="12"'))
+        parts.append(text(x + width / 2, 83, second, f'{middle} font-size="12"'))
+        if i:
+            end = x - 5
+            parts.append(
+                f'<path d="M{x - gap + 4} 59H{end}M{end - 6} 54L{end} 59L{end - 6} 64" fill="none" stroke="{FAINT}" '
+                f'stroke-width="1.6"/>'
+            )
+    return card(20 * 2 + 5 * width + 4 * gap, 118, "pattern, plan, backend, (out, lse), merge", parts)
+
+
+def tiles() -> str:
+    """A relation by pairs beside its plan by tiles."""
+    tokens, side = 128, 16
+    pattern = rw.SlidingWindow(40) & rw.Causal() | rw.Sinks(6)
+    plan = pattern.plan(tokens, tile=side)
+    dense = pattern.to_dense(tokens)[0, 0]
+    kinds: list[list[str | None]] = [[None] * plan.kv_tiles for _ in range(plan.q_tiles)]
+    for row, column, bits in zip(plan.tile_rows().tolist(), plan.col.tolist(), plan.bits.tolist(), strict=True):
+        kinds[row][column] = DARK if bits < 0 else MIDDLE
+    size, left, right, top = 320, 40, 420, 74
+    parts = [
+        text(left, 34, repr(pattern), f'font-family="{MONO}" font-size="14" font-weight="600"'),
+        text(left, 58, f"pattern: {int(dense.sum())} of {tokens**2} pairs allowed", f'fill="{FAINT}"'),
+        text(right, 58, f"plan: {plan.nnz} of {plan.q_tiles * plan.kv_tiles} tiles not empty", f'fill="{FAINT}"'),
+    ]
+    # runs of allowed keys as one rectangle each
+    step = size / tokens
+    for i, row in enumerate(dense.tolist()):
+        j = 0
+        while j < tokens:
+            end = j
+            while end < tokens and row[end]:
+                end += 1
+            if end > j:
+                parts.append(
+                    f'<rect x="{left + j * step:g}" y="{top + i * step:g}" width="{(end - j) * step:g}" '
+                    f'height="{step:g}" fill="{DARK}" shape-rendering="crispEdges"/>'
+                )
+            j = max(end, j + 1)
+    lines = "".join(f"M{left + i * size / 8:g} {top}v{size}M{left} {top + i * size / 8:g}h{size}" for i in range(1, 8))
+    parts.append(f'<path d="{lines}" stroke="{EDGE}" fill="none"/>')
+    parts += grid(left, top, size, [[None]])
+    parts += grid(right, top, size, kinds, line=2)
+    items = [(DARK, "full"), (MIDDLE, f"partial ({plan.masks.shape[0]} distinct masks)"), (CARD, "empty")]
+    for x, item in zip((right, right + 62, right + 256), items, strict=True):
+        parts += key(x, top + size + 14, [item], 0)
+    parts.append(text(left, top + size + 25, "one query a row, one key a column", f'fill="{FAINT}" font-size="12"'))
+    return card(right + size + 46, top + size + 44, f"{pattern!r}: allowed pairs and tiles", parts)
+
+
+def views() -> str:
+    """A dilated relation in token order, and in its strided views."""
+    tokens, window, rate = 32, 2, 4
+    pattern = rw.Dilated(window, rate)
+    dense = pattern.to_dense(tokens)[0, 0].tolist()
+    whole: list[list[str | None]] = [
+        [HUES[i % rate] if allowed else None for j, allowed in enumerate(row)] for i, row in enumerate(dense)
+    ]
+    inner = rw.SlidingWindow(window, window).to_dense(tokens // rate)[0, 0].tolist()
+    size, left, right, top = 320, 40, 430, 74
+    parts = [
+        text(left, 34, repr(pattern), f'font-family="{MONO}" font-size="14" font-weight="600"'),
+        text(left, 58, "in token order: every tile partial", f'fill="{FAINT}"'),
+        text(right, 34, repr(rw.SlidingWindow(window, window)), f'font-family="{MONO}" font-size="14"'),
+        text(right, 58, "in each view x[:, :, o::4]: a dense window", f'fill="{FAINT}"'),
+        *grid(left, top, size, whole),
+    ]
+    for offset in range(rate):
+        x, y = right + offset % 2 * 168, top + offset // 2 * 168
+        coloured: list[list[str | None]] = [[HUES[offset] if allowed else None for allowed in row] for row in inner]
+        parts += grid(x, y, 134, coloured)
+        parts.append(text(x, y + 148, f"o = {offset}", f'fill="{FAINT}" font-size="12"'))
+    return card(right + 168 + 134 + 40, top + size + 30, f"{pattern!r} and its strided views", parts)
+
+
+def mixture() -> str:
+    """Head 0 of a LongNet beside the union of the same branches: how often a key counts."""
+    tokens = 32
+    counts = rw.LongNet([8, 32], [1, 4]).to_dense(tokens)[0, 0]
+    union = (rw.Segments(8) | rw.Strided(4) & rw.Periodic(4, 0, 1)).to_dense(tokens)[0, 0]
+    assert torch.equal(counts > 0, union)
+    size, left, right, top = 320, 40, 420, 74
+    shade = {0: None, 1: MIDDLE, 2: DARK}
+    mono = f'font-family="{MONO}" font-size="14" font-weight="600"'
+    parts = [
+        text(left, 34, "LongNet([8, 32], [1, 4]), head 0", mono),
+        text(left, 58, "mixture: softmax over the multiset of keys", f'fill="{FAINT}"'),
+        text(right, 34, "Segments(8) | Strided(4) & ...", mono),
+        text(right, 58, "union: a key counts once", f'fill="{FAINT}"'),
+        *grid(left, top, size, [[shade[n] for n in row] for row in counts.tolist()]),
+        *grid(right, top, size, [[shade[n] for n in row] for row in union.int().tolist()]),
+        *key(left, top + size + 14, [(MIDDLE, "counts once"), (DARK, "counts twice")], 120),
+    ]
+    return card(right + size + 40, top + size + 44, "LongNet's mixture and the union of its branches", parts)
+
+
+DIAGRAMS = {"flow.svg": flow, "tiles.svg": tiles, "views.svg": views, "mixture.svg": mixture}
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def files() -> dict[Path, str]:
+    """Every file that this script writes, with its text."""
+    found = {HERE / "pictures" / name: draw() for name, draw in DIAGRAMS.items()}
+    for each in [*(each for entries in GALLERY.values() for each in entries), *ALGEBRA]:
+        found[HERE / "pictures" / each.file] = each.build().plot(each.tokens, heads=each.heads)
+    page = HERE / "patterns.md"
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    found[page] = f"{before}{BEGIN}\n\n{gallery()}\n{END}{after}"
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 where a file is stale")
+    check = parser.parse_args().check
+    wanted = files()
+    stale = [path for path, body in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != body]
+    left_over = sorted(set((HERE / "pictures").glob("*")) - set(wanted))
+    if check:
+        for path in [*stale, *left_over]:
+            print(f"stale: {path.relative_to(HERE.parent)}; run python docs/pictures.py", file=sys.stderr)
+        return 1 if stale or left_over else 0
+    (HERE / "pictures").mkdir(exist_ok=True)
+    for path in stale:
+        path.write_text(wanted[path], encoding="utf-8")
+    for path in left_over:
+        path.unlink()
+    print(f"{len(wanted)} files, {len(stale)} written, {len(left_over)} removed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

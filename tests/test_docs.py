@@ -1,0 +1,136 @@
+"""The documentation: complete, current, and self-contained. Its code blocks run as tests of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import ringweave as rw
+
+from .markdown import run_console
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
+# addresses of people's machines and folders, and of the package indexes behind them
+MACHINE = re.compile(r"(?<![\w.])/(?:home|root|work|tmp|mnt|Users)/|[A-Z]:\\\\|index-url", re.I)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for name in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(name)
+    folder = tmp_path_factory.mktemp("site")
+    done = run("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_pictures_and_gallery_are_current() -> None:
+    done = run("docs/pictures.py", "--check")
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_is_in_the_reference(site: Path) -> None:
+    listed = re.findall(r"^::: ringweave\.(?:[\w.]+\.)?(\w+)$", (ROOT / "docs/api.md").read_text("utf-8"), flags=re.M)
+    assert set(rw.__all__) <= set(listed)
+    assert len(listed) == len(set(listed))
+    built = (site / "api.html").read_text("utf-8")
+    for name in rw.__all__:
+        assert re.search(rf'<h3 id="ringweave\.[\w.]*\b{name}"', built), name
+    # roles of Sphinx that were not read as links
+    assert not re.search(r":(?:func|class|meth|mod):", built)
+
+
+def test_every_pattern_and_preset_is_in_the_gallery() -> None:
+    page = (ROOT / "docs/patterns.md").read_text("utf-8")
+    readme = (ROOT / "README.md").read_text("utf-8")
+    # what is under these modules; conversions of others' masks are in interop.md
+    kinds = [n for n in rw.__all__ if getattr(getattr(rw, n), "__module__", "").startswith("ringweave.patterns")]
+    for name in set(kinds) - {"Pattern", "from_mask_mod"}:
+        assert f"### {name}\n" in page, name
+        assert f"`{name}" in readme, name
+
+
+class _Loads(HTMLParser):
+    """What a page loads by itself, unlike what a reader may follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        for name in ("src", "srcset", *(("href",) if tag == "link" else ())):
+            self.found.append(given.get(name) or "")
+
+
+def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) >= 9
+    for page in pages:
+        loads = _Loads()
+        loads.feed(page.read_text("utf-8"))
+        assert not [each for each in loads.found if re.match(r"(?:https?:)?//", each)], page.name
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//", sheet.read_text("utf-8")), sheet.name
+
+
+def test_no_path_of_a_machine_in_any_page(site: Path) -> None:
+    for page in [
+        *PAGES,
+        *site.rglob("*.html"),
+        *site.rglob("*.svg"),
+        ROOT / "mkdocs.yml",
+        *(ROOT / "docs").glob("*.py"),
+    ]:
+        text = page.read_text("utf-8")
+        assert not MACHINE.search(text), (page.name, MACHINE.search(text))
+        assert str(ROOT) not in text
+
+
+def test_links_between_files_of_the_repository() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text("utf-8")):
+            assert target.startswith("https://") or (page.parent / target).exists(), (page.name, target)
+
+
+class _Block:
+    def __init__(self, parsed: str):
+        self.parsed = parsed
+
+
+@pytest.mark.parametrize(
+    ("block", "wrong"),
+    [
+        ("$ ringweave --version\n", None),
+        (f"$ ringweave --version\nringweave   {rw.__version__}\n", None),
+        ("$ ringweave --version\nringweave ...\n", None),
+        ("$ make test\nwhatever\n", None),
+        ("$ ringweave --version\nringweave 99\n", "wanted:\nringweave 99"),
+        ("$ ringweave show 'Nonsense()' -n 64\n", "ended with exit code 2"),
+        ("$ ringweave --version\n$ ringweave show nonsense\n", "ended with exit code 2"),
+    ],
+)
+def test_console_blocks_are_compared(block: str, wrong: str | None) -> None:
+    pytest.importorskip("typer")
+    said = run_console(_Block(block))  # type: ignore[arg-type]
+    assert said is None if wrong is None else wrong in (said or "")
