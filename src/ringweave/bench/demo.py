@@ -1,0 +1,300 @@
+"""The main job on real input: exactness, speed, memory, and a small model trained, on the text of Python's own library.
+
+Everything that the report says is in :class:`DemoResult`; nothing is written down beforehand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import ringweave as rw
+
+from .byte_model import Training, train
+from .cases import window_with_sinks
+from .compare import Outcome, compare
+from .corpus import Corpus, standard_library, text_inputs
+from .peers import chosen_backend, peers
+from .record import Environment, environment
+from .workload import Accuracy, Inputs, Limit, Oracle, Workload, sample_rows
+
+#: (part, share done, what happens now)
+Advance = Callable[[str, float, str], None]
+_TRAINED = ("ringweave", "dense causal")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the demonstration is.
+
+    Attributes:
+        lengths: Tokens at which speed and memory are measured; exactness at the first.
+        context: Tokens of a training step.
+        window: Of the pattern.
+        sinks: Of the pattern.
+        heads: Heads of the measured attention.
+        head_dim: Its head dimension.
+        rounds: Timed rounds.
+        steps: Training steps of each model.
+        speed_budget: Seconds after which no further timed round of a length and direction starts.
+        train_budget: Seconds after which no further training step starts.
+        whole_budget: Seconds of the whole run that training keeps to.
+        peers: Who is timed.
+    """
+
+    lengths: tuple[int, ...]
+    context: int
+    window: int
+    sinks: int
+    heads: int
+    head_dim: int
+    rounds: int
+    steps: int
+    speed_budget: float
+    train_budget: float
+    whole_budget: float
+    peers: tuple[str, ...]
+
+
+WHOLE = Sizes((8192, 16384), 8192, 1024, 64, 4, 64, 3, 36, 7.0, 80.0, 160.0, ("ringweave", "sdpa", "flex"))
+QUICK = Sizes((1024, 2048), 1024, 128, 16, 4, 32, 2, 6, 3.0, 60.0, 90.0, ("ringweave", "sdpa"))
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """Errors on some rows against the float64 oracle.
+
+    Attributes:
+        tokens: Length of the text.
+        rows: Checked rows, in every head.
+        ringweave: Its errors.
+        torch: Those of torch's SDPA with the pattern as a dense mask, on the same inputs.
+        limit: What is taken as correct: see :attr:`Oracle.limit`.
+        backend: What computed ringweave's.
+    """
+
+    tokens: int
+    rows: int
+    ringweave: Accuracy
+    torch: Accuracy
+    limit: Limit
+    backend: str
+
+
+@dataclass(frozen=True)
+class PatternFacts:
+    """The pattern at one length."""
+
+    text: str
+    tokens: int
+    tiles: int
+    all_tiles: int
+    masks: int
+    density: float
+    plan_bytes: int
+    picture: str
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """All figures of a demonstration."""
+
+    environment: Environment
+    quick: bool
+    seconds: float
+    source: str
+    files: int
+    bytes_read: int
+    sizes: Sizes
+    pattern: PatternFacts
+    exactness: Exactness
+    outcomes: tuple[Outcome, ...]
+    training: dict[str, Training]
+    training_backend: str
+
+    @property
+    def exact(self) -> bool:
+        """Whether ringweave's errors are within the limit."""
+        return self.exactness.ringweave.excess(self.exactness.limit) is None
+
+    @property
+    def correct(self) -> bool:
+        """Whether every result that was checked is right."""
+        return self.exact and not any(outcome.wrong for outcome in self.outcomes)
+
+    def find(self, tokens: int, direction: str, peer: str) -> Outcome:
+        """The outcome of a peer."""
+        return next(o for o in self.outcomes if (o.tokens, o.direction, o.peer) == (tokens, direction, peer))
+
+    def speed_up(self) -> float:
+        """Time of a dense training step over ringweave's: the ratio of tokens per second."""
+        sparse, dense = (self.training[name] for name in _TRAINED)
+        return sparse.tokens_per_second / dense.tokens_per_second
+
+    def speeds(self) -> list[tuple[str, dict[str, str]]]:
+        """Per length in tokens and direction, what each peer took, in words."""
+        rows: dict[str, dict[str, str]] = {}
+        for outcome in self.outcomes:
+            row = rows.setdefault(f"{outcome.tokens:,}, {outcome.direction}", {})
+            if outcome.timing is None:
+                row[outcome.peer] = "wrong" if outcome.wrong else "cannot"
+                continue
+            row[outcome.peer] = f"{outcome.timing.median * 1e3:,.0f} ms"
+            if outcome.over_first is not None and outcome.peer != "ringweave":
+                row[outcome.peer] += f" ({outcome.over_first.medians:.2f} x)"
+        return list(rows.items())
+
+    def remarks(self) -> list[str]:
+        """What the peers could not do, each once."""
+        return sorted({f"{o.peer}, {o.direction}: {o.reason}." for o in self.outcomes if o.reason is not None})
+
+    def summary(self) -> list[tuple[str, str]]:
+        """The other figures, in words."""
+        mine, torchs = self.exactness.ringweave.out, self.exactness.torch.out
+        sparse, dense = (self.training[name] for name in _TRAINED)
+        return [
+            ("pattern", f"{self.pattern.text}, density {self.pattern.density:.3f} at {self.pattern.tokens:,} tokens"),
+            ("backend", f"{self.exactness.backend}; in training {self.training_backend}"),
+            (
+                "exactness",
+                f"{'right' if self.exact else 'WRONG'}: largest error of the output {mine.largest:.1e}, "
+                f"torch's masked attention {torchs.largest:.1e}, both against float64",
+            ),
+            (
+                "training",
+                f"{sparse.tokens_per_second:,.0f} tokens/s, with dense attention {dense.tokens_per_second:,.0f}: "
+                f"{self.speed_up():.2f} x",
+            ),
+            (
+                "loss",
+                f"{sparse.losses[0]:.2f} to {sparse.losses[-1]:.2f} in {len(sparse.losses)} steps of {sparse.tokens:,} "
+                f"tokens, dense {dense.losses[0]:.2f} to {dense.losses[-1]:.2f}",
+            ),
+        ]
+
+
+def run_demo(*, quick: bool = False, advance: Advance = lambda part, done, text: None) -> DemoResult:
+    """Run the demonstration.
+
+    Args:
+        quick: Small sizes, without FlexAttention.
+        advance: Told the part, the share of it that is done, and what happens now.
+    Raises:
+        UnsupportedError: This Python has no source files.
+    """
+    start = time.perf_counter()
+    where = environment()
+    sizes = QUICK if quick else WHOLE
+    advance("Reading text", 0.0, "")
+    corpus = standard_library()
+    advance("Reading text", 1.0, "")
+    pattern = window_with_sinks(sizes.window, sizes.sinks)
+    advance("Exactness", 0.0, "against the float64 oracle")
+    exactness = _exactness(pattern, corpus, sizes)
+    advance("Exactness", 1.0, "")
+    outcomes = _speed(pattern, corpus, sizes, advance)
+    # a slow or busy machine trains for fewer steps
+    left = sizes.whole_budget - (time.perf_counter() - start)
+    training, backend = _train(pattern, corpus, sizes, min(sizes.train_budget, max(left, 1.0)), advance)
+    facts = _facts(pattern, max(sizes.lengths))
+    return DemoResult(
+        environment=where,
+        quick=quick,
+        seconds=time.perf_counter() - start,
+        source=corpus.source,
+        files=corpus.files,
+        bytes_read=len(corpus.tokens),
+        sizes=sizes,
+        pattern=facts,
+        exactness=exactness,
+        outcomes=tuple(outcomes),
+        training=training,
+        training_backend=backend,
+    )
+
+
+def _workload(pattern: rw.Pattern, tokens: int, sizes: Sizes) -> Workload:
+    return Workload(f"{tokens:,} tokens", pattern, tokens, sizes.heads, sizes.head_dim)
+
+
+def _exactness(pattern: rw.Pattern, corpus: Corpus, sizes: Sizes) -> Exactness:
+    tokens = sizes.lengths[0]
+    workload = _workload(pattern, tokens, sizes)
+    inputs = text_inputs(corpus, tokens, heads=sizes.heads, head_dim=sizes.head_dim)
+    oracle = Oracle(pattern, inputs, sample_rows(tokens, 64))
+    errors = []
+    for peer in peers("ringweave", "sdpa+mask"):
+        got = peer.build(workload, inputs).forward_backward(oracle.sliced)()
+        errors.append(oracle.check_gradients(*got))
+    return Exactness(
+        tokens, len(oracle.rows), errors[0], errors[1], oracle.limit, chosen_backend(workload, backward=True)
+    )
+
+
+def _speed(pattern: rw.Pattern, corpus: Corpus, sizes: Sizes, advance: Advance) -> list[Outcome]:
+    part = "Speed and memory"
+    outcomes: list[Outcome] = []
+    for done, tokens in enumerate(sizes.lengths):
+        inputs: Inputs = text_inputs(corpus, tokens, heads=sizes.heads, head_dim=sizes.head_dim)
+        told = 0
+
+        def say(text: str, done: int = done) -> None:
+            nonlocal told
+            told += 1
+            advance(part, (done + min(told / 20, 0.95)) / len(sizes.lengths), text)
+
+        outcomes += compare(
+            _workload(pattern, tokens, sizes),
+            peers(*sizes.peers),
+            inputs=inputs,
+            rounds=sizes.rounds,
+            budget=sizes.speed_budget,
+            say=say,
+        )
+    advance(part, 1.0, "")
+    return outcomes
+
+
+def _train(
+    pattern: rw.Pattern, corpus: Corpus, sizes: Sizes, budget: float, advance: Advance
+) -> tuple[dict[str, Training], str]:
+    def sparse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return rw.attention(q, k, v, pattern)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def told(done: float, text: str) -> None:
+        advance("Training", min(done, 0.99), text)
+
+    told(0.0, "")
+    training = train(
+        dict(zip(_TRAINED, (sparse, dense), strict=True)),
+        corpus,
+        context=sizes.context,
+        steps=sizes.steps,
+        budget=budget,
+        advance=told,
+    )
+    advance("Training", 1.0, "")
+    return training, chosen_backend(Workload("model", pattern, sizes.context, 4, 32), backward=True)
+
+
+def _facts(pattern: rw.Pattern, tokens: int) -> PatternFacts:
+    plan = pattern.plan(tokens)
+    picture = pattern.plot(tokens)
+    masks = int(plan.masks.shape[0])
+    return PatternFacts(
+        repr(pattern),
+        tokens,
+        plan.nnz,
+        plan.q_tiles * plan.kv_tiles,
+        masks,
+        pattern.density(tokens),
+        plan.nbytes,
+        picture,
+    )

@@ -1,0 +1,122 @@
+"""The report's charts, drawn by matplotlib as SVG that takes the page's text colour, light or dark."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UnsupportedError, message
+from .compare import Outcome
+
+if TYPE_CHECKING:
+    from .byte_model import Training
+
+# stands for the page's own text colour, put in after drawing
+_INK = "#010203"
+_COLOURS = {
+    "ringweave": "#2f81f7",
+    "sdpa": "#e08a1e",
+    "dense causal": "#e08a1e",
+    "flex": "#3fa45b",
+    "sdpa+mask": "#a371f7",
+}
+_STYLE = {
+    "svg.hashsalt": "ringweave",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "legend.frameon": False,
+}
+
+
+def bars(
+    outcomes: Sequence[Outcome], value: Callable[[Outcome], float | None], label: Callable[[Outcome], str], axis: str
+) -> str:
+    """Horizontal bars in groups of one length and direction; a peer without a value shows its label alone."""
+    pyplot = _pyplot()
+    groups = [list(group) for _, group in itertools.groupby(outcomes, lambda o: (o.tokens, o.direction))]
+    height = sum(len(group) + 1.35 for group in groups)
+    with pyplot.rc_context(_STYLE):
+        figure, axes = pyplot.subplots(figsize=(5.2, 0.55 + 0.27 * height))
+        longest = max((value(o) or 0.0 for o in outcomes), default=1.0) or 1.0
+        at = 0.0
+        ticks: list[tuple[float, str]] = []
+        for group in groups:
+            axes.text(0, at, f"{group[0].tokens:,} tokens, {group[0].direction}", va="center", weight="bold", size=9)
+            at += 0.95
+            for outcome in group:
+                length = value(outcome) or 0.0
+                axes.barh(at, length, height=0.7, color=_COLOURS.get(outcome.peer, "#888888"))
+                axes.text(length + 0.012 * longest, at, label(outcome), va="center", size=8.5)
+                ticks.append((at, outcome.peer))
+                at += 1
+            at += 0.4
+        axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlim(0, longest * 1.42)
+        axes.spines["left"].set_visible(False)
+        axes.set_ylim(at - 0.8, -0.6)
+        axes.set_xlabel(axis)
+        return _svg(figure, pyplot)
+
+
+def loss_curves(training: dict[str, Training]) -> str:
+    """Losses over steps, and over the seconds that each model's own steps took."""
+    pyplot = _pyplot()
+    with pyplot.rc_context(_STYLE):
+        figure, (steps, seconds) = pyplot.subplots(1, 2, figsize=(5.2, 2.7), sharey=True)
+        for number, (name, run) in enumerate(training.items()):
+            look: dict[str, Any] = {"color": _COLOURS.get(name, "#888888"), "label": name, "linewidth": 1.8}
+            # two curves that lie on each other are both to be seen
+            look["linestyle"] = "-" if number == 0 else (0, (4, 2))
+            steps.plot(range(1, len(run.losses) + 1), run.losses, **look)
+            seconds.plot(list(itertools.accumulate(run.seconds)), run.losses, **look)
+        steps.set_xlabel("step")
+        seconds.set_xlabel("seconds of its own steps")
+        steps.set_ylabel("loss, nats per byte")
+        steps.legend(loc="upper right", fontsize=9)
+        return _svg(figure, pyplot)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            message(
+                "matplotlib",
+                "not installed",
+                "matplotlib for the charts",
+                "Install it: pip install 'ringweave[bench]'.",
+            )
+        ) from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _svg(figure: Any, pyplot: Any) -> str:
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+    pyplot.close(figure)
+    return inline(file.getvalue()).replace(_INK, "currentColor")
+
+
+def inline(svg: str) -> str:
+    """SVG for the body of an HTML page: without prologue, metadata, fixed size and names of XML spaces."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"\sxmlns(:\w+)?=\"[^\"]*\"", "", svg)
+    head, end, rest = svg.partition(">")
+    if "viewBox" in head:
+        head = re.sub(r"\s(width|height)=\"[^\"]*\"", "", head)
+    return head + end + rest

@@ -1,0 +1,235 @@
+"""Time and memory of callables, side by side in one run.
+
+Machines drift: another process starts, a core throttles. So callables are timed in turn (A B C A B C ...), and a ratio
+is given both of medians and paired within rounds, where drift cancels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..errors import ShapeError, message
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one callable, one per round, in the order of the rounds."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The median of the rounds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def min(self) -> float:
+        """The shortest round."""
+        return min(self.seconds)
+
+    @property
+    def max(self) -> float:
+        """The longest round."""
+        return max(self.seconds)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times longer one callable took than another.
+
+    Attributes:
+        medians: Ratio of the two medians.
+        paired: Median over rounds of the ratio within a round.
+        low: The smallest ratio within a round.
+        high: The largest.
+    """
+
+    medians: float
+    paired: float
+    low: float
+    high: float
+
+
+def ratio(numerator: Timing, denominator: Timing) -> Ratio:
+    """The ratio of two timings of one interleaved run.
+
+    Raises:
+        ShapeError: They have different numbers of rounds.
+    Example:
+        >>> ratio(Timing((2.0, 4.0, 6.0)), Timing((1.0, 1.0, 2.0)))
+        Ratio(medians=4.0, paired=3.0, low=2.0, high=4.0)
+    """
+    if len(numerator.seconds) != len(denominator.seconds):
+        got = f"{len(numerator.seconds)} and {len(denominator.seconds)} rounds"
+        raise ShapeError(message("timings", got, "timings of one interleaved run", "Time them together."))
+    pairs = [a / b for a, b in zip(numerator.seconds, denominator.seconds, strict=True)]
+    return Ratio(numerator.median / denominator.median, statistics.median(pairs), min(pairs), max(pairs))
+
+
+def interleaved(
+    calls: Mapping[str, Call],
+    *,
+    rounds: int = 5,
+    warmup: int = 1,
+    device: str = "cpu",
+    budget: float | None = None,
+) -> dict[str, Timing]:
+    """Time callables in turn, round by round.
+
+    Args:
+        calls: What to time, by name; called in this order in every round.
+        rounds: Timed rounds.
+        warmup: Rounds before, not timed.
+        device: ``"cuda"`` times by events on the current stream, anything else by the clock.
+        budget: Seconds after which no further round starts; at least one is run.
+    Returns:
+        A timing for each name, all with the same number of rounds.
+    Raises:
+        ShapeError: Fewer than one round.
+    Example:
+        >>> timings = interleaved({"a": lambda: sum(range(10)), "b": lambda: sum(range(1000))}, rounds=3)
+        >>> [len(timing.seconds) for timing in timings.values()]
+        [3, 3]
+    """
+    if rounds < 1 or warmup < 0:
+        raise ShapeError(message("rounds, warmup", (rounds, warmup), "at least 1 and 0", "Time at least one round."))
+    once = _once_by_events if torch.device(device).type == "cuda" else _once_by_clock
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(warmup):
+        for call in calls.values():
+            once(call)
+    gc.collect()
+    start = time.perf_counter()
+    for done in range(rounds):
+        if budget is not None and done and time.perf_counter() - start > budget:
+            break
+        for name, call in calls.items():
+            seconds[name].append(once(call))
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def _once_by_clock(call: Call) -> float:
+    start = time.perf_counter()
+    result = call()
+    seconds = time.perf_counter() - start
+    # what the callable returned is freed outside of the timed region
+    del result
+    return seconds
+
+
+def _once_by_events(call: Call) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    result = call()
+    end.record()
+    torch.cuda.synchronize()
+    del result
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most memory that a callable held at once beyond what was there before, results included.
+
+    Attributes:
+        nbytes: The rise in bytes.
+        method: How it was measured: ``"cuda allocator"``, ``"peak resident set"`` or ``"sampled resident set"``.
+    """
+
+    nbytes: int
+    method: str
+
+
+def peak_memory(call: Call, *, device: str = "cpu", warm: bool = True) -> Peak:
+    """Peak memory of one run of a callable.
+
+    On CUDA the allocator knows it. On Linux the kernel keeps the high-water mark of the resident set; the heap is
+    trimmed and the mark reset before. Elsewhere a thread samples the resident set, which can miss short peaks.
+
+    Args:
+        call: What to measure; its result counts.
+        device: Where it allocates.
+        warm: Run it once before, so that caches and thread pools do not count.
+    """
+    if warm:
+        call()
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = call()
+        torch.cuda.synchronize()
+        after = torch.cuda.max_memory_allocated()
+        del result
+        return Peak(max(after - before, 0), "cuda allocator")
+    _trim_heap()
+    if _reset_high_water():
+        before = _status_bytes("VmRSS")
+        result = call()
+        after = _status_bytes("VmHWM")
+        del result
+        return Peak(max(after - before, 0), "peak resident set")
+    return _sampled_peak(call)
+
+
+def _trim_heap() -> None:
+    """Give freed heap pages back to the system, where glibc can: they would hide what a callable takes."""
+    if not sys.platform.startswith("linux"):
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _reset_high_water() -> bool:
+    """Whether the kernel let the high-water mark be reset, and it was."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return _status_bytes("VmHWM") <= _status_bytes("VmRSS") + 2**21
+    except (OSError, KeyError):
+        return False
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def _sampled_peak(call: Call, interval: float = 0.001) -> Peak:
+    import psutil
+
+    process = psutil.Process()
+    before = highest = int(process.memory_info().rss)
+    stop = threading.Event()
+
+    def sample() -> None:
+        nonlocal highest
+        while not stop.wait(interval):
+            highest = max(highest, int(process.memory_info().rss))
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        result = call()
+        highest = max(highest, int(process.memory_info().rss))
+        del result
+    finally:
+        stop.set()
+        thread.join()
+    return Peak(highest - before, "sampled resident set")

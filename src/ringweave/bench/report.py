@@ -1,0 +1,113 @@
+"""A demonstration as one HTML file: no scripts, no links, readable on a phone, in light and dark."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from importlib import resources
+from pathlib import Path
+
+from ..errors import UnsupportedError, message
+from ..units import nbytes, percent
+from .compare import Outcome
+from .demo import DemoResult
+from .figures import bars, inline, loss_curves
+from .record import plain
+
+_FUNCTIONS = {"Causal()": "dense, causal", "Full()": "dense, not causal"}
+
+
+def write_report(result: DemoResult, path: str | Path) -> Path:
+    """Write the report; its path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render(result), encoding="utf-8")
+    return path
+
+
+def render(result: DemoResult) -> str:
+    """The report's text."""
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            message("jinja2", "not installed", "jinja2 for the report", "Install it: pip install 'ringweave[bench]'.")
+        ) from error
+
+    source = resources.files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {
+        "milliseconds": milliseconds,
+        "error": error_text,
+        "bytes": nbytes,
+        "percent": percent,
+        "count": lambda number: f"{number:,.0f}",
+    }
+    outcomes = list(result.outcomes)
+    return environment.from_string(source).render(
+        r=result,
+        picture=inline(result.pattern.picture),
+        times=bars(outcomes, _milliseconds, _time_label, "milliseconds, median"),
+        memory=bars(outcomes, _mebibytes, _memory_label, "MiB at the peak"),
+        losses=loss_curves(result.training),
+        function=lambda outcome: _FUNCTIONS.get(outcome.computes, "the pattern"),
+        ratio=ratio_text,
+        groups=_grouped(outcomes),
+        # a script element ends at the first </
+        data=json.dumps(_figures(result)).replace("</", "<\\/"),
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds: ``12.3``, ``1,234``."""
+    return f"{seconds * 1e3:,.1f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
+
+
+def error_text(error: float) -> str:
+    """An error with two digits: ``3.6e-07``."""
+    return f"{error:.1e}"
+
+
+def ratio_text(outcome: Outcome) -> str:
+    """The ratio to the first peer, with its range over rounds."""
+    if outcome.over_first is None or outcome.timing is None:
+        return "-"
+    ratio = outcome.over_first
+    if outcome.peer == "ringweave":
+        return "1"
+    if len(outcome.timing.seconds) == 1:
+        return f"{ratio.medians:.2f} (1 round)"
+    return f"{ratio.medians:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def _grouped(outcomes: list[Outcome]) -> list[tuple[str, list[Outcome]]]:
+    groups: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(f"{outcome.tokens:,} tokens, {outcome.direction}", []).append(outcome)
+    return list(groups.items())
+
+
+def _figures(result: DemoResult) -> object:
+    """All figures, for those who want to compute with them; the picture is on the page already."""
+    pattern = dataclasses.replace(result.pattern, picture="")
+    return plain(dataclasses.replace(result, pattern=pattern))
+
+
+def _milliseconds(outcome: Outcome) -> float | None:
+    return None if outcome.timing is None else outcome.timing.median * 1e3
+
+
+def _time_label(outcome: Outcome) -> str:
+    if outcome.timing is None:
+        return "wrong, not timed" if outcome.wrong else "not available"
+    text = f"{milliseconds(outcome.timing.median)} ms"
+    ratio = outcome.over_first
+    return text if ratio is None or outcome.peer == "ringweave" else f"{text} ({ratio.medians:.2f} x)"
+
+
+def _mebibytes(outcome: Outcome) -> float | None:
+    return None if outcome.peak is None else outcome.peak.nbytes / 2**20
+
+
+def _memory_label(outcome: Outcome) -> str:
+    return "not available" if outcome.peak is None else nbytes(outcome.peak.nbytes)

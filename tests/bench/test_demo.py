@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from ringweave.bench import demo as module
+from ringweave.bench.byte_model import ByteModel
+from ringweave.bench.commands import register
+from ringweave.bench.corpus import standard_library, text_inputs
+from ringweave.bench.demo import DemoResult
+from ringweave.bench.report import error_text, milliseconds
+
+app = typer.Typer()
+register(app)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoResult, str, Any]:
+    """The command run once: what it measured, its report, and its output."""
+    kept: list[DemoResult] = []
+    patch = pytest.MonkeyPatch()
+    original = module.run_demo
+
+    def run_demo(**options: Any) -> DemoResult:
+        kept.append(original(**options))
+        return kept[-1]
+
+    patch.setattr(module, "run_demo", run_demo)
+    path: Path = tmp_path_factory.mktemp("demo") / "report.html"
+    try:
+        found = CliRunner().invoke(app, ["demo", "--quick", "--out", str(path)], env={"COLUMNS": "120"})
+    finally:
+        patch.undo()
+    assert found.exit_code == 0, found.output
+    return kept[0], path.read_text(encoding="utf-8"), found
+
+
+def test_the_report_is_self_contained(run: tuple[DemoResult, str, Any]) -> None:
+    report = run[1]
+    assert not re.search(r"(src|href|action|data)\s*=\s*[\"']?(?!#)[a-z]", report)
+    assert not re.search(r"url\((?!#)", report)
+    assert "@import" not in report
+    assert "<link" not in report
+    # scripts: only data
+    assert re.findall(r"<script[^>]*>", report) == ['<script type="application/json" id="results">']
+    assert "http" not in report
+
+
+def test_the_report_has_its_sections_and_pictures(run: tuple[DemoResult, str, Any]) -> None:
+    report = run[1]
+    assert re.findall(r'<h2 id="(\w+)"', report) == ["pattern", "exactness", "speed", "training", "machine"]
+    assert report.count("<svg") == 4
+    assert "prefers-color-scheme: dark" in report
+    assert 'name="viewport"' in report
+
+
+def test_the_report_shows_what_was_measured(run: tuple[DemoResult, str, Any]) -> None:
+    result, report, _ = run
+    body, data = report.split('<script type="application/json" id="results">')
+    figures = json.loads(data.split("</script>")[0])
+    assert figures["exactness"]["ringweave"]["out"][1] == result.exactness.ringweave.out.largest
+    for shown, outcome in zip(figures["outcomes"], result.outcomes, strict=True):
+        assert outcome.timing is not None, outcome.reason
+        assert shown["timing"]["seconds"] == list(outcome.timing.seconds)
+        assert f"<td>{milliseconds(outcome.timing.median)}</td>" in body
+    for name in ("out", "dq", "dk", "dv"):
+        assert f"<td>{error_text(getattr(result.exactness.ringweave, name).largest)}</td>" in body
+        assert f"<td>{error_text(getattr(result.exactness.torch, name).largest)}</td>" in body
+    for training in result.training.values():
+        assert f"<td>{training.tokens_per_second:,.0f}</td>" in body
+        assert f"<td>{training.losses[-1]:.3f}</td>" in body
+    assert f"{result.pattern.tiles:,} of {result.pattern.all_tiles:,}" in body
+
+
+def test_the_demonstration_is_right_and_learns(run: tuple[DemoResult, str, Any]) -> None:
+    result = run[0]
+    assert result.correct
+    assert result.exactness.ringweave.out.largest < 1e-5
+    sparse, dense = result.training["ringweave"], result.training["dense causal"]
+    # the same weights and data, and much of the same context
+    assert sparse.losses[0] == pytest.approx(dense.losses[0], rel=0.02)
+    assert sparse.losses[-1] < 0.9 * sparse.losses[0]
+    assert len(sparse.losses) == len(dense.losses)
+
+
+def test_the_terminal_ends_with_the_figures_and_the_path(run: tuple[DemoResult, str, Any]) -> None:
+    result, _, found = run
+    for row, cells in result.speeds():
+        assert row in found.output
+        assert all(cell in found.output for cell in cells.values())
+    assert "report.html" in found.output.strip().splitlines()[-1]
+
+
+def test_the_text_is_this_pythons_library() -> None:
+    corpus = standard_library(2**17)
+    assert len(corpus.tokens) == 2**17
+    assert b"import" in bytes(corpus.tokens.tolist())
+    inputs = text_inputs(corpus, 256, heads=2, head_dim=16)
+    assert inputs.q.shape == (1, 2, 256, 16)
+    assert all(torch.isfinite(x).all() and x.std() > 0.1 for x in inputs)
+    again = text_inputs(corpus, 256, heads=2, head_dim=16)
+    assert torch.equal(inputs.k, again.k)
+
+
+def test_models_of_one_seed_differ_only_in_their_attention() -> None:
+    def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    one, two = ByteModel(dense), ByteModel(dense)
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+    tokens = torch.randint(0, 256, (1, 64))
+    changed = tokens.clone()
+    changed[0, 40] = (changed[0, 40] + 1) % 256
+    # causal: what comes later changes nothing before
+    torch.testing.assert_close(one(tokens)[:, :40], one(changed)[:, :40])
+    assert not torch.equal(one(tokens)[:, 40:], one(changed)[:, 40:])
