@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Waiting threads sleep instead of spinning: on a shared machine spinning ones take the cores from those at work.
+export OMP_WAIT_POLICY ?= passive
+
 .PHONY: demo test check format docs clean
 .DEFAULT_GOAL := help
 

@@ -75,8 +75,8 @@ class Strided(Pattern):
 class Dilated(Derived):
     """A window with holes: ``abs(q - k) <= window * rate`` and ``(q - k) % rate == 0``.
 
-    A relation, unlike :class:`LongNet`: it may be combined with others, and a key counts once. Where that computes fewer
-    tiles it runs in strided views, in which it is a plain window.
+    A relation, unlike :class:`LongNet`: it may be combined with others, and a key counts once. Where that computes
+    fewer tiles it runs in strided views, in which it is a plain window.
 
     Args:
         window: Attended keys on either side.
