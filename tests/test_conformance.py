@@ -107,8 +107,10 @@ def test_gradient_strides(backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "name"),
-    [("sdpa", "causal")]
-    + list(itertools.product(["reference", "gather"], ["sinks", "causal", "table", "dilated", "longnet"])),
+    [
+        ("sdpa", "causal"),
+        *itertools.product(["reference", "gather"], ["sinks", "causal", "table", "dilated", "longnet"]),
+    ],
 )
 def test_gradcheck(name: str, backend: str) -> None:
     pattern = EVERYTHING[name](37)
