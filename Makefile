@@ -21,11 +21,13 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # the stamps hold what is installed: they are made anew when the project's requirements change
-$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+NATIVE := CMakeLists.txt $(wildcard csrc/*)
+
+$(VENV)/.demo: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	$(PIP) --editable '.[all]'
 	touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	$(PIP) --editable '.[all,dev]'
 	touch $@ $(VENV)/.demo
 

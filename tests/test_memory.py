@@ -26,6 +26,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     [
         ("gather", "rw.SlidingWindow(512) | rw.Sinks(16)"),
         ("gather", "rw.SlidingWindow(512) | rw.Global(16)"),
+        ("cpu", "rw.SlidingWindow(512) | rw.Global(16)"),
+        ("cpu", "rw.LongNet([1024, 16384], [1, 16])"),
         ("gather", "rw.Dilated(64, 16) | rw.SlidingWindow(128)"),
         ("gather", "rw.LongNet([1024, 16384], [1, 16])"),
         ("sdpa", "rw.Causal()"),

@@ -15,12 +15,14 @@ from ..errors import UnsupportedError, message
 from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
-from . import gather, reference, sdpa
+from . import cpu, gather, reference, sdpa
 from .backend import Backend, Case
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (reference.BACKEND, gather.BACKEND, sdpa.BACKEND)}
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (reference.BACKEND, gather.BACKEND, sdpa.BACKEND, cpu.BACKEND)
+}
 # what auto tries, best first; the last one runs everything
-PREFERENCE: tuple[str, ...] = ("sdpa", "gather")
+PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "gather")
 
 
 def names() -> tuple[str, ...]:

@@ -1,0 +1,100 @@
+// Checks of what Python passes: whatever could make a kernel read or write out of bounds raises ValueError here.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <initializer_list>
+#include <string>
+
+#include "problem.h"
+
+namespace ringweave {
+
+namespace nb = nanobind;
+typedef nb::ndarray<nb::device::cpu> Array;
+
+[[noreturn]] inline void refuse(const std::string &name, const std::string &why) { throw nb::value_error((name + ": " + why).c_str()); }
+
+inline std::string shape_text(std::initializer_list<int64_t> shape) {
+  std::string text = "(";
+  for (int64_t n : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(n);
+  return text + ")";
+}
+
+inline void check_shape(const char *name, const Array &a, std::initializer_list<int64_t> shape) {
+  bool same = a.ndim() == shape.size();
+  size_t i = 0;
+  for (int64_t n : shape) same = same && (int64_t)a.shape(i++) == n;
+  if (same) return;
+  std::string got = "(";
+  for (size_t j = 0; j < a.ndim(); ++j) got += (j ? ", " : "") + std::to_string(a.shape(j));
+  refuse(name, "got shape " + got + "), wanted " + shape_text(shape));
+}
+
+inline Dtype dtype_of(const char *name, const Array &a) {
+  const nb::dlpack::dtype t = a.dtype();
+  const bool one = t.lanes == 1;
+  if (one && t.code == (uint8_t)nb::dlpack::dtype_code::Float && t.bits == 32) return F32;
+  if (one && t.code == (uint8_t)nb::dlpack::dtype_code::Float && t.bits == 16) return F16;
+  if (one && t.code == (uint8_t)nb::dlpack::dtype_code::Bfloat && t.bits == 16) return BF16;
+  refuse(name, "wanted float32, bfloat16 or float16");
+}
+
+// A (batch, head, token[, channel]) tensor as a view.
+inline View view_of(const char *name, const Array &a, std::initializer_list<int64_t> shape, bool written) {
+  check_shape(name, a, shape);
+  View v;
+  v.dtype = dtype_of(name, a);
+  if (shape.size() == 4 && a.stride(3) != 1) refuse(name, "wanted stride 1 in the last dimension, got " + std::to_string(a.stride(3)));
+  for (size_t i = 0; written && i < a.ndim(); ++i)
+    if (a.stride(i) == 0 && a.shape(i) > 1) refuse(name, "is written, so it may not repeat elements (stride 0)");
+  const int64_t size = bytes_of(v.dtype);
+  v.data = (char *)a.data();
+  v.batch = a.stride(0) * size, v.head = a.stride(1) * size, v.token = a.stride(2) * size;
+  return v;
+}
+
+inline void same_dtype(const char *name, Dtype got, Dtype wanted) {
+  if (got != wanted) refuse(name, "wanted the dtype of q");
+}
+
+// A contiguous int32 array of the plan; -1 in the shape means any size.
+inline const int32_t *ints(const char *name, const Array &a, std::initializer_list<int64_t> shape) {
+  const nb::dlpack::dtype t = a.dtype();
+  if (t.lanes != 1 || t.code != (uint8_t)nb::dlpack::dtype_code::Int || t.bits != 32) refuse(name, "wanted int32");
+  if (a.ndim() != shape.size()) refuse(name, "wanted " + std::to_string(shape.size()) + " dimensions, got " + std::to_string(a.ndim()));
+  size_t i = 0;
+  for (int64_t n : shape) {
+    if (n >= 0 && (int64_t)a.shape(i) != n)
+      refuse(name, "size of dimension " + std::to_string(i) + " is " + std::to_string(a.shape(i)) + ", wanted " + std::to_string(n));
+    ++i;
+  }
+  int64_t expected = 1;
+  for (size_t j = a.ndim(); j-- > 0; expected *= (int64_t)a.shape(j))
+    if (a.shape(j) > 1 && a.stride(j) != expected && a.size() > 0) refuse(name, "wanted a contiguous array");
+  return (const int32_t *)a.data();
+}
+
+// Every element in [low, high).
+inline void check_range(const char *name, const int32_t *x, int64_t n, int64_t low, int64_t high) {
+  int32_t least = INT32_MAX, most = INT32_MIN;
+  for (int64_t i = 0; i < n; ++i) {
+    least = x[i] < least ? x[i] : least;
+    most = x[i] > most ? x[i] : most;
+  }
+  if (n > 0 && (least < low || most >= high))
+    refuse(name, "has values in [" + std::to_string(least) + ", " + std::to_string(most) + "], wanted [" + std::to_string(low) + ", " +
+                     std::to_string(high - 1) + "]");
+}
+
+// `groups` lists of offsets, each ascending, all in [0, nnz].
+inline void check_offsets(const char *name, const int32_t *x, int64_t groups, int64_t n, int64_t nnz) {
+  check_range(name, x, groups * n, 0, nnz + 1);
+  for (int64_t g = 0; g < groups; ++g) {
+    bool falls = false;
+    for (int64_t i = 1; i < n; ++i) falls |= x[g * n + i] < x[g * n + i - 1];
+    if (falls) refuse(name, "offsets of row set " + std::to_string(g) + " descend");
+  }
+}
+
+}  // namespace ringweave

@@ -1,0 +1,191 @@
+// Forward for a task of a few query rows, such as a decoding step: reading K and V is then all the work, and channels,
+// not queries, lie across the lanes. In float32 whatever the storage; the state it leaves is that of forward.h.
+#pragma once
+#include "forward.h"
+
+namespace ringweave {
+namespace {
+
+// Rows of all heads together; above, a vector of queries is full enough (measured).
+constexpr int kFew = 4;
+template <class Op>
+constexpr int few_rows = Op::depth == 2 ? 2 : kFew;
+
+RW_INLINE float sum_lanes(V v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float sum = v[0];
+  for (int i = 1; i < W; ++i) sum += v[i];
+  return sum;
+#endif
+}
+RW_INLINE float max_lanes(V v) {
+  float top = v[0];
+  for (int i = 1; i < W; ++i) top = v[i] > top ? v[i] : top;
+  return top;
+}
+
+// W channels of a row that is stored as T.
+template <int T>
+RW_INLINE V load_as(const char *row, int c) {
+  if constexpr (T == F32) return load(row + 4 * c);
+#if defined(__AVX512F__)
+  const __m256i x = _mm256_loadu_si256((const __m256i *)(row + 2 * c));
+  return T == BF16 ? (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16) : (V)_mm512_cvtph_ps(x);
+#elif defined(__AVX2__)
+  const __m128i x = _mm_loadu_si128((const __m128i *)(row + 2 * c));
+  return T == BF16 ? (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16) : (V)_mm256_cvtph_ps(x);
+#else
+  V v;
+  for (int i = 0; i < W; ++i) {
+    uint16_t h;
+    memcpy(&h, row + 2 * (c + i), 2);
+    v[i] = T == BF16 ? float_of((uint32_t)h << 16) : half_to_float(h);
+  }
+  return v;
+#endif
+}
+
+// A row stored as T: in place where it is that and fills whole vectors; else (T is F32) copied, with zeros behind.
+template <int T>
+RW_INLINE const char *row_as(const char *from, Dtype type, int width, float *memory) {
+  if (T != F32 || (type == F32 && width % W == 0)) return from;
+  widen(memory, from, type, width);
+  for (int c = width; c % W; ++c) memory[c] = 0;
+  return (const char *)memory;
+}
+
+struct Few {
+  int count, d, dv;  // d, dv: padded to whole vectors
+  float q[kFew * 256], out[kFew * 256], s[kFew * 256], top[kFew], sum[kFew];
+};
+
+// Scores of one tile.
+template <int T>
+inline void few_scores(const Problem &pb, const Unit &u, Few &f, int64_t first, int keys, const TileMask &mask, const Ahead &ahead) {
+  float memory[256];
+  const char *k = row_at(pb.k, u.batch, u.kv_head, first);
+  for (int r = 0; r < keys; ++r, k += pb.k.token) {
+    ahead.fetch(r, r + 1);
+    const char *row = row_as<T>(k, pb.k.dtype, pb.d, memory);
+    const uint32_t allowed = mask.rows ? mask.rows[(ptrdiff_t)r * mask.words] : ~0u;
+    for (int l = 0; l < f.count; ++l) {
+      V a = V{}, b = V{};
+      int c = 0;
+      for (; c + 2 * W <= f.d; c += 2 * W) {
+        a += load_as<T>(row, c) * load(f.q + l * 256 + c);
+        b += load_as<T>(row, c + W) * load(f.q + l * 256 + c + W);
+      }
+      if (c < f.d) a += load_as<T>(row, c) * load(f.q + l * 256 + c);
+      f.s[l * 256 + r] = allowed >> l & 1 ? sum_lanes(a + b) : -kInf;
+    }
+  }
+}
+
+// Softmax of one row of scores, in place; returns what its sums so far shrink by.
+inline float few_softmax(Few &f, int l, int keys, float c) {
+  float *s = f.s + l * 256;
+  for (int r = keys; r % W; ++r) s[r] = -kInf;
+  V tops = splat(-kInf);
+  for (int r = 0; r < keys; r += W) tops = max(load(s + r), tops);
+  float top = max_lanes(tops) * c;
+  if (!(top > f.top[l])) top = f.top[l];
+  const V low = no_inf(splat(top));
+  const V shrink = exp2(splat(f.top[l]) - low);
+  V sum = V{};
+  for (int r = 0; r < keys; r += W) {
+    V p = exp2(load(s + r) * splat(c) - low);
+    store(s + r, p);
+    sum += p;
+  }
+  f.top[l] = top;
+  f.sum[l] = f.sum[l] * shrink[0] + sum_lanes(sum);
+  return shrink[0];
+}
+
+template <int T>
+inline void few_values(const Problem &pb, const Unit &u, Few &f, int64_t first, int keys, Dead dead, const float *shrink) {
+  constexpr int rows = 8;  // of V at a time: their products are added while `out` is in registers
+  float memory[rows * 256];
+  for (int l = 0; l < f.count; ++l)
+    for (int c = 0; c < f.dv; c += W) store(f.out + l * 256 + c, load(f.out + l * 256 + c) * splat(shrink[l]));
+  for (int r0 = 0; r0 < keys; r0 += rows) {
+    const char *row[rows];
+    int kept[rows], n = 0;
+    for (int r = r0; r < r0 + rows && r < keys; ++r)
+      if (!dead || !dead[r]) {
+        row[n] = row_as<T>(row_at(pb.v, u.batch, u.kv_head, first + r), pb.v.dtype, pb.dv_dim, memory + n * 256);
+        kept[n++] = r;
+      }
+    for (int l = 0; l < f.count; ++l) {
+      const float *p = f.s + l * 256;
+      for (int c = 0; c < f.dv; c += W) {
+        V acc = load(f.out + l * 256 + c);
+        for (int i = 0; i < n; ++i) acc += splat(p[kept[i]]) * load_as<T>(row[i], c);
+        store(f.out + l * 256 + c, acc);
+      }
+    }
+  }
+}
+
+template <int T>
+inline void few_piece(const Problem &pb, const Unit &u, const Piece &piece, const Lanes &lanes, const ForwardMemory &m, const Running &state) {
+  const Plan &plan = pb.plan;
+  const Scale scale(pb.scale);
+  Few f;
+  f.count = lanes.heads * lanes.rows, f.d = (pb.d + W - 1) / W * W, f.dv = (pb.dv_dim + W - 1) / W * W;
+  for (int l = 0; l < f.count; ++l) {
+    float *q = f.q + l * 256;
+    widen(q, lane_row(pb.q, lanes, l), pb.q.dtype, pb.d);
+    for (int c = pb.d; c % W; ++c) q[c] = 0;
+    for (int c = 0; scale.sign <= 0 && c < pb.d; ++c) q[c] *= (float)scale.sign;
+    memset(f.out + l * 256, 0, 1024);
+    f.top[l] = -kInf, f.sum[l] = 0;
+  }
+  const int64_t g = plan.group[u.batch * pb.q_heads + u.head];
+  const int64_t start = plan.row_ptr[g * (plan.q_tiles + 1) + piece.tile];
+  for (int64_t e = start + piece.begin; e < start + piece.end; ++e) {
+    const int64_t first = (int64_t)plan.col[e] * plan.kv_tile;
+    const int keys = (int)smaller(plan.kv_tile, pb.nk - first);
+    TileMask mask;
+    if (plan.bits[e] >= 0)
+      mask = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words, lanes, keys,
+                       m.mask, m.dead);
+    Ahead next;
+    if (e + 1 < start + piece.end) {
+      const int64_t then = (int64_t)plan.col[e + 1] * plan.kv_tile;
+      next = Ahead(pb.k, pb.v, u.batch, u.kv_head, then, (int)smaller(plan.kv_tile, pb.nk - then), pb.d, pb.dv_dim);
+    }
+    few_scores<T>(pb, u, f, first, keys, mask, next);
+    float shrink[kFew];
+    for (int l = 0; l < f.count; ++l) shrink[l] = few_softmax(f, l, keys, scale.c);
+    few_values<T>(pb, u, f, first, keys, mask.dead, shrink);
+  }
+  const int pw = panel_width(0, lanes.count);  // a few lanes lie in the first panel
+  for (int l = 0; l < f.count; ++l) {
+    state.top[l] = f.top[l], state.sum[l] = f.sum[l];
+    for (int c = 0; c < pb.dv_dim; ++c) state.out[(ptrdiff_t)c * pw + l] = f.out[l * 256 + c];
+  }
+}
+
+template <class Op>
+inline void forward_piece(const Problem &pb, const Unit &u, const Piece &piece, char *block, float *partial) {
+  const Lanes lanes = query_lanes(pb, u, piece.tile);
+  const ForwardMemory m(pb, lanes.count, block);
+  const Running state(partial ? partial : m.state, lanes.count, pb.dv_dim);
+  state.reset(lanes.count, pb.dv_dim);
+  const int rows = lanes.heads * lanes.rows;
+  if (rows > few_rows<Op>)
+    many_piece<Op>(pb, u, piece, lanes, m, state);
+  else if (pb.q.dtype == F32 || rows > 2 || pb.d % W || pb.dv_dim % W)  // more rows share the widening of K and V
+    few_piece<F32>(pb, u, piece, lanes, m, state);
+  else if (pb.q.dtype == BF16)
+    few_piece<BF16>(pb, u, piece, lanes, m, state);
+  else
+    few_piece<F16>(pb, u, piece, lanes, m, state);
+  if (!partial) forward_finish(pb, lanes, m, state);
+}
+
+}  // namespace
+}  // namespace ringweave

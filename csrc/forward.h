@@ -1,0 +1,228 @@
+// Forward: S^T = K Q^T with queries across lanes, an online softmax down the keys, O^T += V^T P^T.
+//
+// Queries across lanes means that neither K nor V is ever transposed (each element of theirs is broadcast as it lies),
+// and that row maxima and sums are plain vector operations.
+#pragma once
+#include "contract.h"
+#include "memory.h"
+
+namespace ringweave {
+namespace {
+
+constexpr int kForwardKeys = 64;  // keys between two updates of the running maximum: S^T of a panel stays in L1
+constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.693147180559945309417f;
+
+// exp(scale s) = exp2(c s'). c > 0 keeps -inf a masked score: the sign of the scale, or 0, goes to the packed side.
+struct Scale {
+  float c;
+  int sign;
+  explicit Scale(float scale) {
+    c = fabsf(scale) * kLog2e;
+    sign = c == 0 ? 0 : scale < 0 ? -1 : 1;
+    if (sign == 0) c = 1;
+  }
+};
+
+// The state of a task's lanes: O^T not yet divided, the running maximum (times c), the running sum.
+struct Running {
+  float *out, *top, *sum;
+  size_t floats;
+  Running(float *at, int lanes, int dv) : out(at), top(at + (size_t)lanes * dv), sum(top + lanes), floats((size_t)lanes * (dv + 2)) {}
+  void reset(int lanes, int dv) const {
+    memset(out, 0, 4 * (size_t)lanes * dv);
+    for (int i = 0; i < lanes; ++i) top[i] = -kInf, sum[i] = 0;
+  }
+};
+
+struct ForwardMemory {
+  float *q, *state, *s, *factor;
+  char *k, *v, *rows;
+  uint32_t *mask;
+  uint8_t *dead;
+  size_t bytes;
+  ForwardMemory(const Problem &pb, int lanes, char *block) {
+    Carve m{block};
+    const int width = (int)larger(pb.d, pb.dv_dim), keys = pb.plan.kv_tile;
+    q = m.take<float>((size_t)lanes * pb.d);
+    state = m.take<float>((size_t)lanes * (pb.dv_dim + 2));
+    s = m.take<float>((size_t)kForwardKeys * kWide * W);
+    factor = m.take<float>(lanes);
+    k = m.take<char>((size_t)keys * pb.d * 4);
+    v = m.take<char>((size_t)keys * pb.dv_dim * 4);
+    rows = m.take<char>((size_t)width * 16);
+    mask = m.take<uint32_t>((size_t)keys * ((lanes + 31) / 32));
+    dead = m.take<uint8_t>(keys);
+    bytes = (size_t)(m.at - block);
+  }
+};
+
+inline Lanes query_lanes(const Problem &pb, const Unit &u, int tile) {
+  const int64_t first = (int64_t)tile * pb.plan.q_tile;
+  const int rows = (int)smaller(pb.plan.q_tile, pb.nq - first);
+  return {u.batch, u.head, first, u.heads, rows, pad_lanes((int64_t)u.heads * rows)};
+}
+
+// P of one chunk, over S in place; returns what it adds to the sum.
+template <int N>
+RW_INLINE void exponentials(float *s, int keys, float c, const V (&low)[N], V (&sum)[N], Single) {
+  const V cv = splat(c);
+  for (int r = 0; r < keys; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) {
+      V p = exp2(load(s + (r * N + j) * W) * cv - low[j]);
+      sum[j] += p;
+      store(s + (r * N + j) * W, p);
+    }
+}
+#if defined(__AVX512BF16__)
+template <int N>
+RW_INLINE void exponentials(float *s, int keys, float c, const V (&low)[N], V (&sum)[N], Pair) {
+  const V cv = splat(c);
+  for (int r = 0; r < keys; r += 2)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) {
+      V p = exp2(load(s + (r * N + j) * W) * cv - low[j]);
+      V o = r + 1 < keys ? exp2(load(s + ((r + 1) * N + j) * W) * cv - low[j]) : V{};
+      sum[j] += p + o;
+      store(s + (r / 2 * N + j) * W, pair(p, o));
+    }
+}
+#endif
+
+// One key tile against one panel of lanes.
+template <class Op, int N>
+inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Running &state, float c, int lane, Tile k, Tile v, int keys,
+                          const TileMask &mask, const Ahead &ahead) {
+  const float *q = m.q + (ptrdiff_t)lane * (pb.d / Op::depth);
+  float *out = state.out + (ptrdiff_t)lane * pb.dv_dim, *s = m.s;
+  for (int k0 = 0; k0 < keys; k0 += kForwardKeys) {
+    const int n = (int)smaller(kForwardKeys, keys - k0);
+    V top[N];
+    for (int j = 0; j < N; ++j) top[j] = splat(-kInf);
+    sweep<Op, true, N>(
+        k.data + k0 * k.ld, k.ld, n, pb.d / Op::depth, q,
+        [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+          ahead.fetch(k0 + r, k0 + r + decltype(block)::value);
+          clear(acc);
+        },
+        [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+          constexpr int M = decltype(block)::value;
+          if (mask.rows) {
+            const uint32_t *bits = mask.rows + (ptrdiff_t)(k0 + r) * mask.words;
+#pragma GCC unroll 16
+            for (int i = 0; i < M; ++i, bits += mask.words)
+#pragma GCC unroll 8
+              for (int j = 0; j < N; ++j) acc[i][j] = select(mask_at(bits, lane + j * W), acc[i][j], splat(-kInf));
+          }
+#pragma GCC unroll 16
+          for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+            for (int j = 0; j < N; ++j) {
+              top[j] = max(acc[i][j], top[j]);
+              store(s + ((r + i) * N + j) * W, acc[i][j]);
+            }
+        });
+
+    V low[N], sum[N], shrink[N];
+    for (int j = 0; j < N; ++j) {
+      V before = load(state.top + lane + j * W);
+      V now = max(top[j] * splat(c), before);
+      low[j] = no_inf(now);  // no key yet: every exponent is -inf, whatever is subtracted
+      shrink[j] = exp2(before - low[j]);
+      sum[j] = V{};
+      store(state.top + lane + j * W, now);
+    }
+    exponentials(s, n, c, low, sum, Op());
+    for (int j = 0; j < N; ++j) store(state.sum + lane + j * W, load(state.sum + lane + j * W) * shrink[j] + sum[j]);
+
+    const char *values = v.data + (ptrdiff_t)(k0 / Op::depth) * v.ld;
+    sweep<Op, false, N>(
+        values, v.ld, pb.dv_dim, (n + Op::depth - 1) / Op::depth, s,
+        [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+          for (int i = 0; i < decltype(block)::value; ++i)
+#pragma GCC unroll 8
+            for (int j = 0; j < N; ++j) acc[i][j] = load(out + ((r + i) * N + j) * W) * shrink[j];
+        },
+        [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+          for (int i = 0; i < decltype(block)::value; ++i)
+#pragma GCC unroll 8
+            for (int j = 0; j < N; ++j) store(out + ((r + i) * N + j) * W, acc[i][j]);
+        });
+  }
+}
+
+// Divide and write.
+inline void forward_finish(const Problem &pb, const Lanes &lanes, const ForwardMemory &m, const Running &state) {
+  for (int i = 0; i < lanes.count; ++i) m.factor[i] = state.sum[i] == 0 ? 0.f : 1.f / state.sum[i];
+  unpack(pb.out, lanes, pb.dv_dim, state.out, m.factor, m.rows);
+  for (int i = 0; i < lanes.count; ++i) {
+    char *to = const_cast<char *>(lane_row(pb.lse, lanes, i));
+    if (!to) break;
+    float lse = state.sum[i] == 0 ? -kInf : (state.top[i] + log2f(state.sum[i])) * kLn2;
+    memcpy(to, &lse, 4);
+  }
+}
+
+// The entries of a piece, added to the state.
+template <class Op>
+inline void many_piece(const Problem &pb, const Unit &u, const Piece &piece, const Lanes &lanes, const ForwardMemory &m, const Running &state) {
+  const Plan &plan = pb.plan;
+  const Scale scale(pb.scale);
+  const int64_t g = plan.group[u.batch * pb.q_heads + u.head];
+  const int64_t start = plan.row_ptr[g * (plan.q_tiles + 1) + piece.tile];
+  if (piece.begin < piece.end) pack<Op>(pb.q, lanes, pb.d, scale.sign, m.q, m.rows);
+  for (int64_t e = start + piece.begin; e < start + piece.end; ++e) {
+    const int64_t first = (int64_t)plan.col[e] * plan.kv_tile;
+    const int keys = (int)smaller(plan.kv_tile, pb.nk - first);
+    TileMask mask;
+    if (plan.bits[e] >= 0)
+      mask = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words, lanes, keys,
+                       m.mask, m.dead);
+    Ahead next;
+    if (e + 1 < start + piece.end) {
+      const int64_t then = (int64_t)plan.col[e + 1] * plan.kv_tile;
+      next = Ahead(pb.k, pb.v, u.batch, u.kv_head, then, (int)smaller(plan.kv_tile, pb.nk - then), pb.d, pb.dv_dim);
+    }
+    const Tile k = tile_rows<Op>(pb.k, u.batch, u.kv_head, first, keys, pb.d, nullptr, m.k);
+    const Tile v = tile_columns<Op>(pb.v, u.batch, u.kv_head, first, keys, pb.dv_dim, mask.dead, m.v);
+    for (int lane = 0; lane < lanes.count; lane += panel_width(lane, lanes.count)) {
+      const int n = panel_width(lane, lanes.count) / W;
+      if (kWide == 4 && n == 4)
+        forward_panel<Op, kWide>(pb, m, state, scale.c, lane, k, v, keys, mask, lane ? Ahead() : next);
+      else if (n == 2)
+        forward_panel<Op, 2>(pb, m, state, scale.c, lane, k, v, keys, mask, lane ? Ahead() : next);
+      else
+        forward_panel<Op, 1>(pb, m, state, scale.c, lane, k, v, keys, mask, lane ? Ahead() : next);
+    }
+  }
+}
+
+// Merge the partial states of one row of tiles, first to last.
+inline void forward_join(const Problem &pb, const Unit &u, const Join &join, char *block, const float *partials, size_t stride) {
+  const Lanes lanes = query_lanes(pb, u, join.tile);
+  const ForwardMemory m(pb, lanes.count, block);
+  const Running state(m.state, lanes.count, pb.dv_dim);
+  state.reset(lanes.count, pb.dv_dim);
+  for (int i = 0; i < join.slots; ++i) {
+    const Running part(const_cast<float *>(partials) + (size_t)(join.slot + i) * stride, lanes.count, pb.dv_dim);
+    for (int p = 0; p < lanes.count; p += panel_width(p, lanes.count)) {
+      const int pw = panel_width(p, lanes.count);
+      for (int lane = p; lane < p + pw; lane += W) {
+        V before = load(state.top + lane), other = load(part.top + lane), now = max(before, other), low = no_inf(now);
+        V a = exp2(before - low), b = exp2(other - low);
+        store(state.top + lane, now);
+        store(state.sum + lane, load(state.sum + lane) * a + load(part.sum + lane) * b);
+        for (int c = 0; c < pb.dv_dim; ++c) {
+          ptrdiff_t at = (ptrdiff_t)p * pb.dv_dim + (ptrdiff_t)c * pw + (lane - p);
+          store(state.out + at, load(state.out + at) * a + load(part.out + at) * b);
+        }
+      }
+    }
+  }
+  forward_finish(pb, lanes, m, state);
+}
+
+}  // namespace
+}  // namespace ringweave

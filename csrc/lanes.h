@@ -1,0 +1,161 @@
+// Lanes: the rows that a task owns, laid across vector lanes, in panels a few vectors wide.
+//
+// A task's heads share lanes: row r of head s is lane s * rows + r, padded to 16. A matrix with `depth` rows over
+// the lanes is stored panel by panel, each panel depth x width floats, so that a kernel reads it front to back.
+#pragma once
+#include "rows.h"
+
+namespace ringweave {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWide = 4;  // vectors in the widest panel
+#else
+constexpr int kWide = 2;
+#endif
+
+struct Lanes {
+  int64_t batch, head, first;  // of the tensor whose rows they are
+  int heads, rows, count;      // count: padded
+};
+
+RW_INLINE int panel_width(int lane, int count) {
+  int vectors = (count - lane) / W;
+  return (vectors >= 4 && kWide >= 4 ? 4 : vectors >= 2 ? 2 : 1) * W;
+}
+
+RW_INLINE const char *lane_row(const View &t, const Lanes &lanes, int lane) {
+  int s = lane / lanes.rows;
+  return s < lanes.heads ? row_at(t, lanes.batch, lanes.head + s, lanes.first + lane % lanes.rows) : nullptr;
+}
+
+// Lay rows across lanes: to[channel][lane], elements of Op; padding lanes are 0.
+// sign < 0 negates, sign == 0 multiplies by zero (NaN and inf become NaN).
+template <class Op>
+inline void pack(const View &t, const Lanes &lanes, int width, int sign, float *to, char *memory) {
+  const bool raw = Op::depth == 2 || t.dtype == F32;
+  const int elements = width / Op::depth;
+  for (int p = 0; p < lanes.count; p += panel_width(p, lanes.count)) {
+    const int pw = panel_width(p, lanes.count);
+    float *panel = to + (ptrdiff_t)p * elements;
+    for (int g = 0; g < pw; g += 4) {
+      const char *r[4];
+      for (int i = 0; i < 4; ++i) {
+        const char *from = lane_row(t, lanes, p + g + i);
+        char *copy = memory + (ptrdiff_t)i * width * 4;
+        if (from && raw) {
+          r[i] = from;
+          continue;
+        }
+        r[i] = copy;
+        if (from)
+          widen((float *)copy, from, t.dtype, width);
+        else
+          memset(copy, 0, 4 * (size_t)width);
+      }
+      for (int c = 0; c < elements; c += 4)
+        turn4(r[0] + 4 * c, r[1] + 4 * c, r[2] + 4 * c, r[3] + 4 * c, (char *)(panel + (ptrdiff_t)c * pw + g), 4 * pw);
+    }
+  }
+  if (sign > 0) return;
+  const ptrdiff_t n = (ptrdiff_t)lanes.count * elements;
+  if (Op::depth == 1) {
+    for (ptrdiff_t i = 0; i < n; ++i) to[i] *= sign < 0 ? -1.f : 0.f;
+  } else {
+    uint16_t *half = (uint16_t *)(void *)to;
+    for (ptrdiff_t i = 0; i < 2 * n; ++i) {
+      uint16_t h;
+      memcpy(&h, half + i, 2);
+      h = sign < 0 ? h ^ 0x8000 : (h & 0x7f80) == 0x7f80 ? 0x7fc0 : 0;
+      memcpy(half + i, &h, 2);
+    }
+  }
+}
+
+// Write lanes back as rows, each lane times its factor.
+inline void unpack(const View &t, const Lanes &lanes, int width, const float *from, const float *factor, char *memory) {
+  for (int p = 0; p < lanes.count; p += panel_width(p, lanes.count)) {
+    const int pw = panel_width(p, lanes.count);
+    const char *panel = (const char *)(from + (ptrdiff_t)p * width);
+    for (int g = 0; g < pw; g += 4) {
+      if (!lane_row(t, lanes, p + g)) return;
+      for (int c = 0; c < width; c += 4) {
+        const char *at = panel + 4 * ((ptrdiff_t)c * pw + g);
+        turn4(at, at + 4 * pw, at + 8 * pw, at + 12 * pw, memory + 4 * c, 4 * (ptrdiff_t)width);
+      }
+      for (int i = 0; i < 4; ++i) {
+        char *to = const_cast<char *>(lane_row(t, lanes, p + g + i));
+        if (!to) break;
+        float *row = (float *)memory + (ptrdiff_t)i * width, f = factor[p + g + i];
+        // A lane without keys is 0 even where its sums are not finite.
+        for (int c = 0; c < width; ++c) row[c] = f == 0 ? 0.f : row[c] * f;
+        narrow(to, row, t.dtype, width);
+      }
+    }
+  }
+}
+
+// One float a lane from a (batch, head, token) tensor.
+inline void gather(const View &t, const Lanes &lanes, float padding, float *to) {
+  for (int i = 0; i < lanes.count; ++i) {
+    const char *from = lane_row(t, lanes, i);
+    to[i] = from ? load1(from) : padding;
+  }
+}
+
+// The mask of a tile as the kernel reads it: bit `lane` of row r; and which rows have no bit.
+struct TileMask {
+  const uint32_t *rows = nullptr;  // null: everything is allowed
+  int words = 0;
+  const uint8_t *dead = nullptr;
+};
+
+// Whether any of n rows of `words` words is empty; marks them.
+inline Dead find_dead(const uint32_t *rows, int n, int words, uint8_t *dead) {
+  bool any = false;
+  for (int r = 0; r < n; ++r) {
+    uint32_t or_all = 0;
+    for (int w = 0; w < words; ++w) or_all |= rows[(ptrdiff_t)r * words + w];
+    dead[r] = or_all == 0;
+    any |= dead[r];
+  }
+  return any ? dead : nullptr;
+}
+
+// A 32x32 block of bits, turned in place (Hacker's Delight, 7-3, mirrored for least-bit-first words).
+inline void turn_bits(uint32_t *a) {
+  uint32_t m = 0x0000ffff;
+  for (int j = 16; j != 0; j >>= 1, m ^= m << j)
+    for (int k = 0; k < 32; k = (k + j + 1) & ~j) {
+      uint32_t t = ((a[k] >> j) ^ a[k + j]) & m;
+      a[k] ^= t << j;
+      a[k + j] ^= t;
+    }
+}
+
+// Mask rows are queries; make rows keys and lanes queries, once for each head of the task.
+inline TileMask turn_mask(const uint32_t *mask, int mask_words, const Lanes &lanes, int keys, uint32_t *to, uint8_t *dead) {
+  const int words = (lanes.count + 31) / 32, one = (lanes.rows + 31) / 32;
+  memset(to, 0, 4 * (size_t)words * keys);
+  for (int k0 = 0; k0 < keys; k0 += 32)
+    for (int w = 0; w < one; ++w) {
+      uint32_t block[32];
+      for (int i = 0; i < 32; ++i) {
+        int r = 32 * w + i;
+        block[i] = r < lanes.rows ? mask[(ptrdiff_t)r * mask_words + k0 / 32] : 0;
+      }
+      turn_bits(block);
+      for (int i = 0; i < 32 && k0 + i < keys; ++i) {
+        uint32_t *row = to + (ptrdiff_t)(k0 + i) * words;
+        for (int s = 0; s < lanes.heads; ++s) {
+          int bit = s * lanes.rows + 32 * w;
+          row[bit >> 5] |= block[i] << (bit & 31);
+          if ((bit & 31) && (block[i] >> (32 - (bit & 31)))) row[(bit >> 5) + 1] |= block[i] >> (32 - (bit & 31));
+        }
+      }
+    }
+  return {to, words, find_dead(to, keys, words, dead)};
+}
+
+}  // namespace
+}  // namespace ringweave

@@ -1,0 +1,20 @@
+// Scratch, carved front to back out of one block; run with a null block it measures.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace ringweave {
+namespace {
+
+struct Carve {
+  char *at;
+  template <class T>
+  T *take(size_t n) {
+    char *p = at;
+    at += (n * sizeof(T) + 127) / 64 * 64;  // at least a cache line between arrays
+    return reinterpret_cast<T *>(p);
+  }
+};
+
+}  // namespace
+}  // namespace ringweave

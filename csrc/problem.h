@@ -1,0 +1,79 @@
+// What a kernel is asked to do: tensors as byte-strided views, the plan's arrays, and pieces of work.
+// Plain data only: this header is shared by every instruction-set build.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace ringweave {
+
+enum Dtype { F32 = 0, BF16 = 1, F16 = 2 };
+
+static inline int bytes_of(Dtype t) { return t == F32 ? 4 : 2; }
+
+// A (batch, head, token, channel) tensor; strides in bytes, channels adjacent.
+struct View {
+  char *data = nullptr;
+  int64_t batch = 0, head = 0, token = 0;
+  Dtype dtype = F32;
+};
+
+struct Plan {
+  const int32_t *row_ptr = nullptr, *col = nullptr, *bits = nullptr;
+  const int32_t *col_ptr = nullptr, *row = nullptr, *bits_t = nullptr;
+  const int32_t *masks = nullptr, *group = nullptr;
+  int q_tile = 0, kv_tile = 0, words = 0;  // words: 32-bit words of one mask row
+  int64_t q_tiles = 0, k_tiles = 0, groups = 0;
+};
+
+struct Problem {
+  View q, k, v, out, dout, dq, dk, dv;
+  View lse, delta, dlse;  // (batch, head, token), float32; dlse.data may be null
+  Plan plan;
+  int64_t batch = 0, q_heads = 0, kv_heads = 0, nq = 0, nk = 0;
+  int d = 0, dv_dim = 0;
+  float scale = 1;
+};
+
+// Query heads [head, head + heads) of one batch that share a K/V head and a row set: they share every loaded tile.
+struct Unit {
+  int32_t batch, head, heads, kv_head;
+};
+
+// Entries [begin, end) of the list of one tile. slot < 0: the whole list; else the partial sum to leave there.
+struct Piece {
+  int32_t unit, tile, begin, end, slot;
+};
+
+// Partial sums [slot, slot + slots) of one list, to be added in this order.
+struct Join {
+  int32_t unit, tile, slot, slots;
+};
+
+// The turns in which entries of the column lists add to the dQ of their query tile.
+struct Turns {
+  const int32_t *rank;   // by entry of `row`: how many entries of its query tile come before
+  const int32_t *total;  // (groups, query tiles)
+  int32_t *done;         // (unit - first unit, head, query tile): how many have been added
+  float *sums;           // as done: (q_tile, padded d) each
+  int32_t unit;          // the first unit
+};
+
+// One instruction-set build. Each function works on one piece with memory of its own.
+struct Kernel {
+  const char *name;
+  size_t (*forward_bytes)(const Problem &, int lanes);
+  void (*forward)(const Problem &, const Unit &, const Piece &, char *memory, float *partial);
+  void (*forward_join)(const Problem &, const Unit &, const Join &, char *memory, const float *partials, size_t stride);
+  size_t (*backward_bytes)(const Problem &, int lanes);
+  void (*backward)(const Problem &, const Unit &, const Piece &, const Turns &, char *memory, float *partial);
+  void (*backward_join)(const Problem &, const Unit &, const Join &, char *memory, const float *partials, size_t stride);
+  // delta of query rows [first, last) of one head
+  void (*delta)(const Problem &, int64_t batch, int64_t head, int64_t first, int64_t last);
+  int64_t (*fma_loop)(Dtype, int64_t rounds);  // returns the FLOP done
+};
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int pad_lanes(int64_t n) { return (int)((n + 15) / 16 * 16); }
+
+}  // namespace ringweave

@@ -1,0 +1,162 @@
+// Rows of tensors: narrowing and widening, copies of a tile, and the turn from rows to lanes and back.
+#pragma once
+#include "problem.h"
+#include "vec.h"
+
+namespace ringweave {
+namespace {
+
+RW_INLINE uint32_t bits_of(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  return u;
+}
+RW_INLINE float float_of(uint32_t u) {
+  float x;
+  memcpy(&x, &u, 4);
+  return x;
+}
+
+RW_INLINE float half_to_float(uint16_t h) {
+  uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
+  float x = magnitude >= 0x0f800000u ? float_of(magnitude | 0x7f800000u) : float_of(magnitude) * 0x1p112f;
+  return float_of(bits_of(x) | sign);
+}
+
+RW_INLINE uint16_t float_to_half(float x) {
+  uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000;
+  u &= 0x7fffffff;
+  if (u > 0x7f800000u) return (uint16_t)(sign | 0x7e00);
+  if (u >= 0x477ff000u) return (uint16_t)(sign | 0x7c00);
+  if (u < 0x38800000u)  // below 2^-14: let the adder round to a multiple of 2^-24
+    return (uint16_t)(sign | (bits_of(float_of(u) + 0.5f) - 0x3f000000u));
+  return (uint16_t)(sign | ((u + 0xfff + ((u >> 13) & 1) - 0x38000000u) >> 13));
+}
+
+RW_INLINE uint16_t float_to_bfloat(float x) {
+  uint32_t u = bits_of(x);
+  uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  return (uint16_t)((u & 0x7fffffff) > 0x7f800000u ? (u >> 16) | 0x40 : rounded);
+}
+
+// n channels (a multiple of 8) to float32.
+inline void widen(float *to, const char *from, Dtype type, int n) {
+  if (type == F32) {
+    memcpy(to, from, 4 * (size_t)n);
+    return;
+  }
+#if defined(__AVX2__)
+  for (int i = 0; i < n; i += 8) {
+    __m128i x = _mm_loadu_si128((const __m128i *)(from + 2 * i));
+    __m256 y = type == BF16 ? _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)) : _mm256_cvtph_ps(x);
+    _mm256_storeu_ps(to + i, y);
+  }
+#else
+  for (int i = 0; i < n; ++i) {
+    uint16_t h;
+    memcpy(&h, from + 2 * i, 2);
+    to[i] = type == BF16 ? float_of((uint32_t)h << 16) : half_to_float(h);
+  }
+#endif
+}
+
+inline void narrow(char *to, const float *from, Dtype type, int n) {
+  if (type == F32) {
+    memcpy(to, from, 4 * (size_t)n);
+    return;
+  }
+#if defined(__AVX2__)
+  if (type == F16) {
+    for (int i = 0; i < n; i += 8)
+      _mm_storeu_si128((__m128i *)(to + 2 * i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+    return;
+  }
+#endif
+  for (int i = 0; i < n; ++i) {
+    uint16_t h = type == BF16 ? float_to_bfloat(from[i]) : float_to_half(from[i]);
+    memcpy(to + 2 * i, &h, 2);
+  }
+}
+
+RW_INLINE char *row_at(const View &v, int64_t b, int64_t h, int64_t n) { return v.data + b * v.batch + h * v.head + n * v.token; }
+
+// A 4x4 block of 4-byte elements, turned.
+RW_INLINE void turn4(const char *r0, const char *r1, const char *r2, const char *r3, char *to, ptrdiff_t ld) {
+  I4 a = *(const I4U *)r0, b = *(const I4U *)r1, c = *(const I4U *)r2, d = *(const I4U *)r3;
+  I4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+  I4 AB = __builtin_shufflevector(a, b, 2, 6, 3, 7), CD = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  *(I4U *)to = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
+  *(I4U *)(to + ld) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+  *(I4U *)(to + 2 * ld) = __builtin_shufflevector(AB, CD, 0, 1, 4, 5);
+  *(I4U *)(to + 3 * ld) = __builtin_shufflevector(AB, CD, 2, 3, 6, 7);
+}
+
+// The rows of the next tile of two tensors, fetched into cache while this one is worked on: sparse lists jump about
+// in memory, so that no hardware prefetcher guesses them.
+struct Ahead {
+  const char *x = nullptr, *y = nullptr;
+  ptrdiff_t x_step = 0, y_step = 0;
+  int x_bytes = 0, y_bytes = 0, rows = 0;
+  Ahead() {}
+  Ahead(const View &tx, const View &ty, int64_t b, int64_t h, int64_t first, int n, int x_width, int y_width)
+      : x(row_at(tx, b, h, first)), y(row_at(ty, b, h, first)), x_step(tx.token), y_step(ty.token), x_bytes(x_width * bytes_of(tx.dtype)),
+        y_bytes(y_width * bytes_of(ty.dtype)), rows(n) {}
+  RW_INLINE void fetch(int from, int to) const {
+    for (int r = from; r < to && r < rows; ++r) {
+      for (int i = 0; i < x_bytes; i += 64) __builtin_prefetch(x + r * x_step + i, 0, 2);
+      for (int i = 0; i < y_bytes; i += 64) __builtin_prefetch(y + r * y_step + i, 0, 2);
+    }
+  }
+};
+
+// A tile as the broadcast side of a contraction: 4-byte elements, rows ld bytes apart.
+struct Tile {
+  const char *data;
+  ptrdiff_t ld;
+};
+
+// Which rows of a tile nobody may touch (null: none); they count as zero so that a NaN in them stays there.
+typedef const uint8_t *Dead;
+
+// Rows for a contraction over channels.
+template <class Op>
+inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n, int width, Dead dead, char *memory) {
+  const char *from = row_at(t, b, h, first);
+  const bool raw = Op::depth == 2 || t.dtype == F32;
+  const ptrdiff_t size = (Op::depth == 2 ? 2 : 4) * (ptrdiff_t)width;
+  // Compact rows are used in place; far-apart rows would crowd a few cache sets and TLB entries.
+  if (raw && !dead && t.token == size) return {from, size};
+  for (int i = 0; i < n; ++i, from += t.token) {
+    char *to = memory + i * size;
+    if (dead && dead[i])
+      memset(to, 0, (size_t)size);
+    else if (raw)
+      memcpy(to, from, (size_t)size);
+    else
+      widen((float *)to, from, t.dtype, width);
+  }
+  return {memory, size};
+}
+
+// Rows for a contraction over rows. With pairs, rows 2i and 2i+1 are interleaved channel by channel.
+template <class Op>
+inline Tile tile_columns(const View &t, int64_t b, int64_t h, int64_t first, int n, int width, Dead dead, char *memory) {
+  if (Op::depth == 1) return tile_rows<Op>(t, b, h, first, n, width, dead, memory);
+#if defined(__AVX512BF16__)
+  const char *from = row_at(t, b, h, first);
+  for (int i = 0; i < n; i += 2, from += 2 * t.token) {
+    const bool low = !(dead && dead[i]), high = i + 1 < n && !(dead && dead[i + 1]);
+    char *to = memory + (ptrdiff_t)i * width * 2;
+    for (int c = 0; c < width; c += 8) {
+      __m128i x = low ? _mm_loadu_si128((const __m128i *)(from + 2 * c)) : _mm_setzero_si128();
+      __m128i y = high ? _mm_loadu_si128((const __m128i *)(from + t.token + 2 * c)) : _mm_setzero_si128();
+      _mm_storeu_si128((__m128i *)(to + 4 * c), _mm_unpacklo_epi16(x, y));
+      _mm_storeu_si128((__m128i *)(to + 4 * c + 16), _mm_unpackhi_epi16(x, y));
+    }
+  }
+#endif
+  return {memory, 4 * (ptrdiff_t)width};
+}
+
+}  // namespace
+}  // namespace ringweave

@@ -1,0 +1,145 @@
+#include "run.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "schedule.h"
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+namespace ringweave {
+namespace {
+
+struct Free {
+  void operator()(void *p) const { std::free(p); }
+};
+template <class T>
+std::unique_ptr<T, Free> block(size_t bytes) {
+  void *p = std::aligned_alloc(64, (bytes + 127) / 64 * 64);
+  if (!p) throw std::bad_alloc();
+  return std::unique_ptr<T, Free>((T *)p);
+}
+
+int thread_index() {
+#if defined(_OPENMP)
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
+
+size_t padded(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }  // threads keep off each other's pages
+
+}  // namespace
+
+void forward(const Problem &pb, const Kernel &kernel, int threads) {
+  const Work work = row_work(pb);
+  const int64_t pieces = (int64_t)work.pieces.size(), joins = (int64_t)work.joins.size();
+  const size_t stride = (size_t)work.lanes * (pb.dv_dim + 2), bytes = padded(kernel.forward_bytes(pb, work.lanes));
+  threads = (int)larger(1, smaller(threads, pieces));
+  const auto memory = block<char>(bytes * threads);
+  const auto partials = block<float>(4 * stride * work.slots);
+#pragma omp parallel num_threads(threads)
+  {
+    char *mine = memory.get() + bytes * thread_index();
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < pieces; ++i) {
+      const Piece &p = work.pieces[i];
+      kernel.forward(pb, work.units[p.unit], p, mine, p.slot < 0 ? nullptr : partials.get() + stride * p.slot);
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < joins; ++i)
+      kernel.forward_join(pb, work.units[work.joins[i].unit], work.joins[i], mine, partials.get(), stride);
+  }
+}
+
+void backward(const Problem &pb, const Kernel &kernel, int threads) {
+  const Plan &plan = pb.plan;
+  const Work work = column_work(pb);
+  const Order order = column_order(pb);
+  const int64_t pieces = (int64_t)work.pieces.size(), joins = (int64_t)work.joins.size(), units = (int64_t)work.units.size();
+  const size_t stride = (size_t)work.lanes * (pb.d + pb.dv_dim), bytes = padded(kernel.backward_bytes(pb, work.lanes));
+  const int64_t at_once = work.at_once, unit_tiles = sum_tiles(pb);
+  threads = (int)larger(1, smaller(threads, pieces));
+  const auto memory = block<char>(bytes * threads);
+  const auto partials = block<float>(4 * stride * work.slots);
+  const auto sums = block<float>((size_t)(4 * at_once * unit_tiles * sum_floats(pb)));
+  std::vector<int32_t> done(units * unit_tiles, 0);
+#pragma omp parallel num_threads(threads)
+  {
+    char *mine = memory.get() + bytes * thread_index();
+    for (size_t window = 0; window + 1 < work.windows.size(); ++window) {
+      const int64_t unit = (int64_t)window * at_once;
+      const Turns turns{order.rank.data(), order.total.data(), done.data() + unit * unit_tiles, sums.get(), (int32_t)unit};
+#pragma omp for schedule(monotonic : dynamic, 1)
+      for (int64_t i = work.windows[window]; i < work.windows[window + 1]; ++i) {
+        const Piece &p = work.pieces[i];
+        kernel.backward(pb, work.units[p.unit], p, turns, mine, p.slot < 0 ? nullptr : partials.get() + stride * p.slot);
+      }
+    }
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t i = 0; i < joins; ++i)
+      kernel.backward_join(pb, work.units[work.joins[i].unit], work.joins[i], mine, partials.get(), stride);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < pb.batch * pb.q_heads * plan.q_tiles; ++i) {  // queries without keys
+      const int64_t tile = i % plan.q_tiles, row = i / plan.q_tiles, first = tile * plan.q_tile;
+      if (order.total[plan.group[row] * plan.q_tiles + tile]) continue;
+      const View &dq = pb.dq;
+      for (int64_t n = first; n < smaller(first + plan.q_tile, pb.nq); ++n)
+        std::memset(dq.data + row / pb.q_heads * dq.batch + row % pb.q_heads * dq.head + n * dq.token, 0, (size_t)pb.d * bytes_of(dq.dtype));
+    }
+  }
+}
+
+void delta(const Problem &pb, const Kernel &kernel, int threads) {
+  constexpr int64_t rows = 512;  // of a task
+  const int64_t parts = (pb.nq + rows - 1) / rows, tasks = pb.batch * pb.q_heads * parts;
+  threads = (int)larger(1, smaller(threads, tasks));
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t i = 0; i < tasks; ++i) {
+    const int64_t first = i % parts * rows, head = i / parts;
+    kernel.delta(pb, head / pb.q_heads, head % pb.q_heads, first, smaller(first + rows, pb.nq));
+  }
+}
+
+double fma_peak(const Kernel &kernel, Dtype dtype, int threads, double seconds) {
+  using clock = std::chrono::steady_clock;
+  double total = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : total)
+  {
+    int64_t flop = 0;
+    const auto start = clock::now();
+    double spent = 0;
+    while (spent < seconds) {
+      flop += kernel.fma_loop(dtype, 20000);
+      spent = std::chrono::duration<double>(clock::now() - start).count();
+    }
+    total += (double)flop / spent;
+  }
+  return total;
+}
+
+#if defined(RINGWEAVE_X86)
+extern const Kernel kernel_avx512bf16, kernel_avx512, kernel_avx2;
+#endif
+extern const Kernel kernel_generic;
+
+std::vector<const Kernel *> kernels() {
+  std::vector<const Kernel *> found;
+#if defined(RINGWEAVE_X86)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&kernel_avx512bf16);
+  if (avx512) found.push_back(&kernel_avx512);
+  if (avx2) found.push_back(&kernel_avx2);
+#endif
+  found.push_back(&kernel_generic);
+  return found;
+}
+
+}  // namespace ringweave

@@ -1,0 +1,139 @@
+// One vector of float32 lanes, by instruction set. GCC/Clang vector types carry the arithmetic;
+// intrinsics appear only where the language has no word (max, round, scale, narrow).
+// Everything is in an unnamed namespace: no build may lend its inline code to another.
+#pragma once
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define RW_INLINE inline __attribute__((always_inline))
+
+namespace ringweave {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float V __attribute__((vector_size(4 * W)));
+typedef int32_t I __attribute__((vector_size(4 * W)));
+typedef float VU __attribute__((vector_size(4 * W), aligned(1), may_alias));
+typedef int32_t I4 __attribute__((vector_size(16)));
+typedef int32_t I4U __attribute__((vector_size(16), aligned(1), may_alias));
+
+constexpr float kInf = __builtin_inff();
+
+RW_INLINE V load(const void *p) { return *(const VU *)p; }
+RW_INLINE void store(void *p, V v) { *(VU *)p = v; }
+RW_INLINE float load1(const void *p) {
+  float x;
+  memcpy(&x, p, 4);
+  return x;
+}
+
+RW_INLINE V splat(float x) {
+#if defined(__AVX512F__)
+  return (V)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return (V)_mm256_set1_ps(x);
+#else
+  return V{x, x, x, x};
+#endif
+}
+
+// A 4-byte element (a float, or a pair of bfloat16) in every lane.
+RW_INLINE V splat_at(const char *p) { return splat(load1(p)); }
+
+// The larger; b where either is NaN.
+RW_INLINE V max(V a, V b) {
+#if defined(__AVX512F__)
+  return (V)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (V)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+#if defined(__AVX512F__)
+typedef __mmask16 Mask;
+RW_INLINE Mask mask_of(uint32_t bits) { return (Mask)bits; }
+RW_INLINE V select(Mask m, V a, V b) { return (V)_mm512_mask_blend_ps(m, (__m512)b, (__m512)a); }
+RW_INLINE V no_inf(V x) {  // -inf becomes 0
+  return select(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-kInf), _CMP_EQ_OQ), V{}, x);
+}
+#else
+typedef I Mask;
+RW_INLINE Mask mask_of(uint32_t bits) {
+  I lane, all;
+  for (int i = 0; i < W; ++i) lane[i] = 1 << i, all[i] = (int32_t)bits;
+  return (all & lane) != 0;
+}
+RW_INLINE V select(Mask m, V a, V b) { return m ? a : b; }
+RW_INLINE V no_inf(V x) { return select(x == splat(-kInf), V{}, x); }
+#endif
+
+// The W mask bits that start at a lane (a multiple of W).
+RW_INLINE Mask mask_at(const uint32_t *row, int lane) { return mask_of((row[lane >> 5] >> (lane & 31)) & ((1u << W) - 1)); }
+
+// 2^x on [0, 1): relative error 2e-7 with rounding (minimax).
+RW_INLINE V exp2_fraction(V r) {
+  V p = splat(1.8775767e-3f);
+  p = p * r + splat(8.9893401e-3f);
+  p = p * r + splat(5.5826318e-2f);
+  p = p * r + splat(2.4015361e-1f);
+  p = p * r + splat(6.9315308e-1f);
+  return p * r + splat(1.f);  // exact at 0: a row of one key keeps its score as lse
+}
+
+// 2^x; 0 at -inf, NaN at NaN. Below 2^-126 the portable form gives 0.
+RW_INLINE V exp2(V x) {
+#if defined(__AVX512F__)
+  // vreduceps gives 0 at -inf and vscalefps then gives 0: no clamp is needed.
+  V r = (V)_mm512_reduce_ps((__m512)x, 0x09);
+  return (V)_mm512_scalef_ps((__m512)exp2_fraction(r), (__m512)x);
+#else
+  x = max(splat(-127.f), x);
+  x = x > splat(128.f) ? splat(128.f) : x;
+#if defined(__AVX2__)
+  V n = (V)_mm256_floor_ps((__m256)x);
+  I e = (I)_mm256_cvtps_epi32((__m256)n);
+#else
+  V n = (x + splat(12582912.f)) - splat(12582912.f);
+  n = n > x ? n - splat(1.f) : n;
+  I e = __builtin_convertvector(x == x ? n : V{}, I);
+#endif
+  return exp2_fraction(x - n) * (V)((e + 127) << 23);
+#endif
+}
+
+// How a contraction multiplies: one float a lane, or a pair of bfloat16 a lane.
+struct Single {
+  static constexpr int depth = 1;  // channels in a 4-byte element
+  static RW_INLINE V madd(V a, V b, V c) { return a * b + c; }
+};
+
+#if defined(__AVX512BF16__)
+struct Pair {
+  static constexpr int depth = 2;
+  static RW_INLINE V madd(V a, V b, V c) { return (V)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }
+};
+// (low, high) of each lane, narrowed to bfloat16 and placed side by side.
+RW_INLINE V pair(V low, V high) {
+  __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+                                   19, 3, 18, 2, 17, 1, 16, 0);
+  __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  return (V)_mm512_permutexvar_epi16(order, both);
+}
+#endif
+
+}  // namespace
+}  // namespace ringweave

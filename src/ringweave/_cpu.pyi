@@ -1,0 +1,48 @@
+"""The native CPU kernel (csrc/); absent from wheels that were built without a compiler."""
+
+from torch import Tensor
+
+def variants() -> list[str]: ...
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    row_ptr: Tensor,
+    col: Tensor,
+    bits: Tensor,
+    masks: Tensor,
+    group: Tensor,
+    q_tile: int,
+    kv_tile: int,
+    scale: float,
+    threads: int,
+    variant: str = "",
+) -> None: ...
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    row_ptr: Tensor,
+    col: Tensor,
+    bits: Tensor,
+    col_ptr: Tensor,
+    row: Tensor,
+    bits_t: Tensor,
+    masks: Tensor,
+    group: Tensor,
+    q_tile: int,
+    kv_tile: int,
+    scale: float,
+    threads: int,
+    variant: str = "",
+) -> None: ...
+def delta(dout: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor, threads: int, variant: str = "") -> None: ...
+def fma_peak(dtype: str, threads: int, seconds: float, variant: str = "") -> float: ...

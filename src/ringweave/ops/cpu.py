@@ -1,0 +1,127 @@
+"""The native CPU kernel: block-sparse forward and backward over a plan's tiles, on strided views, without copies."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError, message
+from ..plan import BlockPlan, Branch
+from .backend import Backend, Case
+
+#: Names a lower instruction set than the best of the machine, for tests and comparisons.
+VARIANT = "RINGWEAVE_CPU_VARIANT"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def module() -> ModuleType | None:
+    """The extension module, or None where the package was built without a compiler."""
+    try:
+        return importlib.import_module("ringweave._cpu")
+    except ImportError:
+        return None
+
+
+def variant() -> str:
+    """The instruction set in use: the best of the machine, or the one that ``RINGWEAVE_CPU_VARIANT`` names.
+
+    Raises:
+        UnsupportedError: The machine cannot run the named one, or there is no kernel.
+    """
+    native = module()
+    found = [] if native is None else native.variants()
+    asked = os.environ.get(VARIANT, "")
+    if not found or (asked and asked not in found):
+        raise UnsupportedError(
+            message(VARIANT, repr(asked), f"one of {', '.join(found) or 'none: there is no kernel'}", "Unset it.")
+        )
+    return asked or str(found[0])
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One call of the kernel."""
+    native = module()
+    assert native is not None
+    plan = branch.plan("cpu")
+    out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32)
+    native.forward(*map(_readable, (q, k, v)), out, lse, *_rows(plan), *_rest(plan, scale))
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    delta: Tensor,
+    branch: Branch,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One call of the kernel: dK and dV by columns, dQ summed in a fixed order; the same bits on any thread count."""
+    native = module()
+    assert native is not None
+    plan = branch.plan("cpu")
+    dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in (q, k, v))
+    inputs = map(_readable, (dout.to(q.dtype), q, k, v))
+    columns = (plan.col_ptr, plan.row, plan.bits_t)
+    native.backward(*inputs, lse, delta.float(), dq, dk, dv, *_rows(plan), *columns, *_rest(plan, scale))
+    return dq, dk, dv
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Any strides but in the last dimension; DLPack refuses tensors that require gradients."""
+    x = x.detach()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _rows(plan: BlockPlan) -> tuple[Tensor, ...]:
+    return plan.row_ptr, plan.col, plan.bits
+
+
+def _rest(plan: BlockPlan, scale: float) -> tuple[object, ...]:
+    return plan.masks, plan.group, plan.q_tile, plan.kv_tile, scale, torch.get_num_threads(), variant()
+
+
+def refusal(case: Case, branch: Branch) -> str | None:
+    """CPU tensors of up to 32 bits with head dimensions in steps of 8."""
+    if case.device != "cpu":
+        return f"it runs on CPU tensors, and these are on {case.device}"
+    if module() is None:
+        return "the native kernel is not there: ringweave was installed without a C++ compiler"
+    if case.dtype not in _DTYPES:
+        return f"it computes float32, bfloat16 and float16, and got {case.dtype}"
+    for name, dim in (("D", case.head_dim), ("Dv", case.value_dim)):
+        if dim % 8 or dim > 256:
+            return f"it needs head dimensions of 8, 16, ... 256, and got {name} = {dim}"
+    return None
+
+
+def scratch(case: Case, branch: Branch) -> int:
+    """Per thread a few tiles; backward, sums of dQ in float32 for some key heads at a time."""
+    lanes = 512
+    forward_bytes = torch.get_num_threads() * 4 * lanes * (2 * case.head_dim + 2 * case.value_dim + 64)
+    if not case.needs_grad:
+        return forward_bytes
+    size = case.dtype.itemsize
+    gradients = (
+        case.batch
+        * size
+        * (case.heads * case.nq * case.head_dim + case.kv_heads * case.nk * (case.head_dim + case.value_dim))
+    )
+    one_key_head = case.heads // case.kv_heads * case.nq * case.head_dim * 4
+    return forward_bytes + max(
+        min(max(2**23, gradients // 16), one_key_head * case.kv_heads * case.batch), one_key_head
+    )
+
+
+BACKEND = Backend("cpu", forward, backward, refusal, scratch)
