@@ -68,6 +68,27 @@ class Backward(Protocol):
         ...
 
 
+class Delta(Protocol):
+    """(dout, out, dlse) to rowsum(dout * out) - dlse, of lse's dtype."""
+
+    def __call__(self, dout: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """(B, Hq, Nq)."""
+        ...
+
+
+_CHUNK = 2**20
+
+
+def delta_in_chunks(dout: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """By PyTorch, some rows at a time: the widened product of whole tensors would be larger than the gradients."""
+    delta = torch.empty(out.shape[:3], dtype=dtype, device=out.device)
+    rows = max(1, _CHUNK // (out[:, :, 0].numel()))
+    for first in range(0, out.shape[2], rows):
+        part = slice(first, first + rows)
+        delta[:, :, part] = (dout[:, :, part].to(dtype) * out[:, :, part].to(dtype)).sum(-1)
+    return delta if dlse is None else delta.sub_(dlse)
+
+
 @dataclass(frozen=True)
 class Backend:
     """One way to compute a branch.
@@ -80,6 +101,7 @@ class Backend:
         scratch: Bytes that it allocates beyond inputs and outputs, at most and about.
         branched: Whether it takes compiled branches; the reference takes the pattern as it is.
         planned: Whether it computes a plan's tiles; dense kernels need none.
+        delta: Computes what backward takes as ``delta``.
     """
 
     name: str
@@ -89,3 +111,4 @@ class Backend:
     scratch: Callable[[Case, Branch], int]
     branched: bool = True
     planned: bool = True
+    delta: Delta = delta_in_chunks

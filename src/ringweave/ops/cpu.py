@@ -78,6 +78,16 @@ def backward(
     return dq, dk, dv
 
 
+def delta(dout: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """In one pass over both tensors."""
+    native = module()
+    assert native is not None
+    result = torch.empty(out.shape[:3], dtype=torch.float32)
+    slope = None if dlse is None else dlse.detach()
+    native.delta(_readable(dout), _readable(out), slope, result, torch.get_num_threads(), variant())
+    return result
+
+
 def _readable(x: Tensor) -> Tensor:
     """Any strides but in the last dimension; DLPack refuses tensors that require gradients."""
     x = x.detach()
@@ -124,4 +134,4 @@ def scratch(case: Case, branch: Branch) -> int:
     )
 
 
-BACKEND = Backend("cpu", forward, backward, refusal, scratch)
+BACKEND = Backend("cpu", forward, backward, refusal, scratch, delta=delta)

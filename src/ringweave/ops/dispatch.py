@@ -16,13 +16,15 @@ from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
 from . import cpu, gather, reference, sdpa
-from .backend import Backend, Case
+from .backend import Backend, Case, delta_in_chunks
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (reference.BACKEND, gather.BACKEND, sdpa.BACKEND, cpu.BACKEND)
 }
 # what auto tries, best first; the last one runs everything
 PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "gather")
+# tiles (128 x 128) beyond which a dense branch goes to a kernel that needs no plan: 16 bytes a tile add up
+_DENSE_TILES = 2**23
 
 
 def names() -> tuple[str, ...]:
@@ -51,7 +53,10 @@ def choose(name: str, case: Case, branch: Branch) -> Backend:
 
 def candidates(case: Case, branch: Branch) -> list[tuple[Backend, str | None]]:
     """The backends that auto considers, in order, each with why it cannot run the branch (None: it can)."""
-    return [(BACKENDS[name], _refusal(BACKENDS[name], case, branch)) for name in PREFERENCE]
+    ordered = list(PREFERENCE)
+    if branch.structure != "sparse" and branch.nq * branch.nk > _DENSE_TILES * 128**2:
+        ordered.sort(key=lambda name: BACKENDS[name].planned)
+    return [(BACKENDS[name], _refusal(BACKENDS[name], case, branch)) for name in ordered]
 
 
 def _refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
@@ -104,12 +109,10 @@ def run_backward(
     """(dq, dk, dv) of a pattern, in the inputs' dtype."""
     case = Case.of(q, k, v, needs_grad=True)
     wide = lse.dtype
-    delta = (dout.to(wide) * out.to(wide)).sum(-1)
-    if dlse is not None:
-        delta = delta - dlse
-    # a row that attends nothing gives nothing, whatever its queries and slopes hold
-    delta = delta.masked_fill(torch.isneginf(lse), 0.0)
     steps = program(pattern, case, q_offset, backend)
+    delta = (steps[0][1].delta if steps else delta_in_chunks)(dout, out, dlse, wide)
+    # a row that attends nothing gives nothing, whatever its queries and slopes hold
+    delta = delta.masked_fill_(torch.isneginf(lse), 0.0)
     if len(steps) == 1 and _is_whole(steps[0][0], case):
         branch, chosen = steps[0]
         assert chosen.backward is not None
