@@ -166,6 +166,17 @@ def test_equal_heads_share_their_rows() -> None:
     assert many.nnz == one.nnz + rw.SlidingWindow(9).plan(1000).nnz
 
 
+def test_many_tables_are_told_apart_quickly() -> None:
+    """Equal rows of a table are found by value, not by comparing all pairs of heads."""
+    mask = torch.rand(4, 64, 16, 16) < 0.5
+    mask[1] = mask[0]
+    start = time.thread_time()
+    plan = (rw.BlockTable(mask, 128) & rw.SlidingWindow(4096, 4096)).plan(2048, heads=64, batch=4)
+    assert time.thread_time() - start < 2.0
+    assert plan.row_ptr.shape[0] == 3 * 64
+    assert torch.equal(plan.group[0], plan.group[1])
+
+
 def test_masks_do_not_grow_with_the_length() -> None:
     for pattern in (rw.SlidingWindow(1000) | rw.Sinks(5), rw.Dilated(64, 16), rw.Segments(96)):
         assert pattern.plan(2**14).masks.shape[0] == pattern.plan(2**17).masks.shape[0] <= 32

@@ -108,6 +108,11 @@ class Pattern(ABC):
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
+    def value(self) -> tuple[str, tuple[bytes, ...]]:
+        """The pattern as a key of a dict: text, and the tables' contents. For many patterns at once; costs a copy."""
+        arrays = (table.cpu().numpy() for table in self.tables)
+        return self.spec, tuple((np.packbits(a) if a.dtype == np.bool_ else a).tobytes() for a in arrays)
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from functools import cached_property
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,11 +16,24 @@ from .tiles import Int64, Ranges, Tiles, mix
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# Text can name a function only by number. A function keeps its number, and numbered functions are kept: a backward
-# pass, or a compiled graph, may ask for one long after the pattern object is gone.
+# Text can name a function only by number. A backward pass, or a compiled graph, may ask for one after the pattern
+# object is gone, so the latest are kept.
+_KEPT = 4096
 _functions: dict[int, MaskMod] = {}
-_numbers: WeakKeyDictionary[MaskMod, int] = WeakKeyDictionary()
+_numbers: dict[MaskMod, int] = {}
 _next_number = itertools.count()
+_lock = threading.Lock()
+
+
+def _number_of(fn: MaskMod) -> int:
+    with _lock:
+        if fn not in _numbers:
+            _numbers[fn] = number = next(_next_number)
+            _functions[number] = fn
+            if len(_functions) > _KEPT:
+                oldest = next(iter(_functions))
+                del _numbers[_functions.pop(oldest)]
+        return _numbers[fn]
 
 
 class TokenMask(Pattern):
@@ -46,11 +59,7 @@ class TokenMask(Pattern):
         if not callable(fn):
             raise PatternError(message("fn", type(fn).__name__, "a function of (b, h, q, k)", "Pass a mask_mod."))
         self.fn, self._batch, self._head = fn, batch, head
-        number = _numbers.get(fn)
-        if number is None:
-            number = _numbers[fn] = next(_next_number)
-            _functions[number] = fn
-        self._number = number
+        self._number = _number_of(fn)
         self.__post_init__()
 
     @classmethod

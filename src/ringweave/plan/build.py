@@ -7,6 +7,7 @@ Everything is vectorised over tiles; the only Python loop runs over the distinct
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,13 +52,14 @@ def build(
     _check(pattern, nq, nk, heads, batch, q_offset, tile)
     if isinstance(pattern, BlockTable) and q_offset == 0 and pattern.block_size == tile:
         return _from_table(pattern, nq, nk, heads, batch, tile, device)
-    distinct: dict[Pattern, int] = {}
+    distinct: dict[Hashable, tuple[int, Pattern]] = {}
     group = np.zeros((batch, heads), np.int32)
     for b in range(batch):
         for h in range(heads):
-            group[b, h] = distinct.setdefault(pattern.select(b, h), len(distinct))
+            each = pattern.select(b, h)
+            group[b, h] = distinct.setdefault(each.value(), (len(distinct), each))[0]
     store = _Masks(tile)
-    sets = [_rows(each, nq, nk, q_offset, tile, store) for each in distinct]
+    sets = [_rows(each, nq, nk, q_offset, tile, store) for _, each in distinct.values()]
     return _assemble(sets, torch.from_numpy(group), store.packed(), nq, nk, q_offset, tile, device)
 
 
@@ -112,16 +114,17 @@ def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offs
     rows = -(-nq // q_tile)
     lo = np.unique(np.linspace(0, rows - 1, min(rows, sample)).round().astype(np.int64)) * q_tile
     q_lo, q_hi = lo + q_offset, np.minimum(lo + q_tile, nq) + q_offset
-    found: dict[Pattern, float] = {}
+    found: dict[Hashable, float] = {}
     total = 0.0
     for head in range(heads):
         each = pattern.select(0, head)
-        if each not in found:
+        key = each.value()
+        if key not in found:
             row, col = _candidates(each.key_ranges(q_lo, q_hi, nk), kv_tile, -(-nk // kv_tile))
             k_lo = col * kv_tile
             keys = each.tile_keys(Tiles(q_lo[row], q_hi[row], k_lo, np.minimum(k_lo + kv_tile, nk)))
-            found[each] = float((keys != EMPTY).sum()) / len(lo) * rows
-        total += found[each]
+            found[key] = float((keys != EMPTY).sum()) / len(lo) * rows
+        total += found[key]
     return total
 
 
