@@ -193,6 +193,13 @@ def test_compiles_patterns_made_inside_and_longnet_and_merge() -> None:
             q, k, v, segments=[20, 40], rates=[1, 4]
         )
 
+    def detached(q, k, v):  # type: ignore[no-untyped-def]
+        return rw.longnet_attention(q, k, v, segments=[20, 40], rates=[1, 4], detach_weights=True)
+
+    torch.testing.assert_close(
+        torch.compile(detached, fullgraph=True, backend="aot_eager")(x.q, x.k, x.v), detached(x.q, x.k, x.v)
+    )
+
     got = torch.compile(step, fullgraph=True, backend="aot_eager")(x.q, x.k, x.v)
     torch.testing.assert_close(got, step(x.q, x.k, x.v))
 

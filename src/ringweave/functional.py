@@ -11,7 +11,7 @@ from .checks import check_call
 from .merge import merge
 from .ops.registered import attention_op
 from .patterns import Full, LongNet, Pattern
-from .plan import branches
+from .plan import Sizes, mixture
 from .types import AttentionOutput
 
 
@@ -151,7 +151,7 @@ def longnet_attention(
     scale = check_call(q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, dropout=0.0)
     ratio = q.shape[1] // k.shape[1]
     outs, lses = [], []
-    for branch in branches(pattern, q.shape[2], k.shape[2], heads=q.shape[1], batch=q.shape[0], q_offset=q_offset):
+    for branch in mixture(pattern, Sizes(q.shape[2], k.shape[2], q.shape[1], q.shape[0], q_offset)):
         rows = slice(branch.q_first, None, branch.rate)
         keys = [head // ratio for head in range(*branch.heads)]
         part = attention_with_lse(

@@ -6,7 +6,7 @@ import torch
 
 from ..patterns import Pattern
 from .block_plan import BlockPlan, pack_masks, unpack_masks
-from .branches import Branch, branches, tile_sides
+from .branches import Branch, Sizes, branches, mixture, tile_sides
 from .cache import CacheStatistics, PlanCache, pattern_of, plan_cache
 from .interop import from_block_mask
 
@@ -15,9 +15,11 @@ __all__ = [
     "Branch",
     "CacheStatistics",
     "PlanCache",
+    "Sizes",
     "branches",
     "density",
     "from_block_mask",
+    "mixture",
     "pack_masks",
     "pattern_of",
     "plan",

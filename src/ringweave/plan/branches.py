@@ -115,12 +115,8 @@ def branches(
         if found is not None:
             _programs.move_to_end(key)
             return found
-    size = _Sizes(nq, nk, heads, batch, q_offset)
-    if isinstance(pattern, LongNet):
-        split = [_branch(view, inside, size) for view, inside in pattern.views(heads)]
-        program = tuple(branch for branch in split if branch is not None)
-    else:
-        program = _split(pattern, size)
+    size = Sizes(nq, nk, heads, batch, q_offset)
+    program = tuple(mixture(pattern, size)) if isinstance(pattern, LongNet) else _split(pattern, size)
     with _lock:
         _programs[key] = program
         if len(_programs) > _MAX_PROGRAMS:
@@ -129,7 +125,9 @@ def branches(
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
+    """The sizes of a call that branches depend on."""
+
     nq: int
     nk: int
     heads: int
@@ -137,7 +135,7 @@ class _Sizes:
     q_offset: int
 
 
-def _branch(view: View, pattern: Pattern, size: _Sizes) -> Branch | None:
+def _branch(view: View, pattern: Pattern, size: Sizes) -> Branch | None:
     q_first = (view.offset - size.q_offset) % view.rate
     nq = -(-(size.nq - q_first) // view.rate)
     nk = -(-(size.nk - view.offset) // view.rate)
@@ -156,7 +154,17 @@ def _branch(view: View, pattern: Pattern, size: _Sizes) -> Branch | None:
     )
 
 
-def _split(pattern: Pattern, size: _Sizes) -> tuple[Branch, ...]:
+def mixture(pattern: LongNet, size: Sizes) -> list[Branch]:
+    """The branches of a LongNet: plain arithmetic, which ``torch.compile`` can trace."""
+    found = []
+    for view, inside in pattern.views(size.heads):
+        branch = _branch(view, inside, size)
+        if branch is not None:
+            found.append(branch)
+    return found
+
+
+def _split(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
     everything = View((0, size.heads, 1), 1, 0)
     whole = _branch(everything, pattern, size)
     assert whole is not None
