@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -44,3 +47,14 @@ def test_structure() -> None:
     assert branches(rw.Causal(), 64, 64)[0].structure == "causal"
     assert branches(rw.Causal(), 4, 64, q_offset=60)[0].structure == "sparse"
     assert branches(rw.SlidingWindow(5), 64, 64)[0].structure == "sparse"
+
+
+def test_the_address_of_a_table_is_not_reused_while_its_branches_live() -> None:
+    """Restrided patterns hold tables of their own: the cache must hold the original, whose address is in the key."""
+    n = 16384
+    pattern = rw.Dilated(64, 16) & rw.Documents([5000, n - 5000])
+    assert len(branches(pattern, n, n)) == 16
+    table = weakref.ref(pattern.tables[0])
+    del pattern
+    gc.collect()
+    assert table() is not None

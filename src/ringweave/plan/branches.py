@@ -14,6 +14,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..patterns import Causal, Full, LongNet, Or, Pattern, View
 from .block_plan import BlockPlan
@@ -90,7 +91,8 @@ def tile_sides(tile: int | tuple[int, int] | None, pattern: Pattern, nq: int, nk
 
 
 _MAX_PROGRAMS = 1024
-_programs: OrderedDict[Hashable, tuple[Branch, ...]] = OrderedDict()
+# with the tables, so that an address in a key cannot be given to another: restrided patterns hold tables of their own
+_programs: OrderedDict[Hashable, tuple[tuple[Branch, ...], tuple[Tensor, ...]]] = OrderedDict()
 _lock = threading.Lock()
 
 
@@ -109,16 +111,17 @@ def branches(
     Returns:
         At least one branch, unless no view of a LongNet holds a token.
     """
-    key = (pattern.spec, table_keys(pattern.tables), nq, nk, heads, batch, q_offset)
+    tables = pattern.tables
+    key = (pattern.spec, table_keys(tables), nq, nk, heads, batch, q_offset)
     with _lock:
         found = _programs.get(key)
         if found is not None:
             _programs.move_to_end(key)
-            return found
+            return found[0]
     size = Sizes(nq, nk, heads, batch, q_offset)
     program = tuple(mixture(pattern, size)) if isinstance(pattern, LongNet) else _split(pattern, size)
     with _lock:
-        _programs[key] = program
+        _programs[key] = program, tables
         if len(_programs) > _MAX_PROGRAMS:
             _programs.popitem(last=False)
     return program
