@@ -9,6 +9,8 @@ import ringweave as rw
 from ringweave.errors import ShapeError
 from ringweave.plan import plan_cache
 
+from ..cases import PATTERNS
+
 
 def test_equal_patterns_share_a_plan() -> None:
     cache = rw.PlanCache()
@@ -97,9 +99,10 @@ def test_a_failed_build_leaves_nothing_behind() -> None:
     assert not cache._building
 
 
-def test_hits_in_a_training_loop() -> None:
+@pytest.mark.parametrize("name", list(PATTERNS))
+def test_hits_in_a_training_loop(name: str) -> None:
     q = torch.randn(1, 4, 300, 8, requires_grad=True)
-    pattern = rw.SlidingWindow(77) | rw.Sinks(5)
+    pattern = PATTERNS[name](300)
     rw.attention(q, q, q, pattern).sum().backward()
     before = plan_cache.statistics()
     for _ in range(50):

@@ -183,6 +183,14 @@ class Documents(Pattern):
         self._bounds_np = bounds.numpy()
         self.__post_init__()
 
+    @classmethod
+    def _own(cls, bounds: Tensor) -> Documents:
+        """A pattern around a tensor that is already private."""
+        pattern = cls.__new__(cls)
+        pattern._bounds, pattern._bounds_np = bounds, bounds.numpy()
+        pattern.__post_init__()
+        return pattern
+
     def _text(self) -> str:
         return "Documents(cu_seqlens=_)"
 

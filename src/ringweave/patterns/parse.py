@@ -63,7 +63,11 @@ def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
         sides = (block_size, block_size) if isinstance(block_size, int) else block_size
         return BlockTable._own(mask, sides)
 
-    names = WRITABLE | {"BlockTable": table, "TokenMask": TokenMask.numbered}
+    def documents(cu_seqlens: Tensor) -> Pattern:
+        return Documents._own(cu_seqlens)
+
+    # around the same tensors: plans are cached by their address
+    names = WRITABLE | {"BlockTable": table, "Documents": documents, "TokenMask": TokenMask.numbered}
     return _Reader(spec, names, iter(tables)).read()
 
 
