@@ -13,7 +13,9 @@ namespace ringweave {
 namespace nb = nanobind;
 typedef nb::ndarray<nb::device::cpu> Array;
 
-[[noreturn]] inline void refuse(const std::string &name, const std::string &why) { throw nb::value_error((name + ": " + why).c_str()); }
+[[noreturn]] inline void refuse(const std::string &name, const std::string &why) {
+  throw nb::value_error((name + ": " + why).c_str());
+}
 
 inline std::string shape_text(std::initializer_list<int64_t> shape) {
   std::string text = "(";
@@ -45,7 +47,8 @@ inline View view_of(const char *name, const Array &a, std::initializer_list<int6
   check_shape(name, a, shape);
   View v;
   v.dtype = dtype_of(name, a);
-  if (shape.size() == 4 && a.stride(3) != 1) refuse(name, "wanted stride 1 in the last dimension, got " + std::to_string(a.stride(3)));
+  if (shape.size() == 4 && a.stride(3) != 1)
+    refuse(name, "wanted stride 1 in the last dimension, got " + std::to_string(a.stride(3)));
   for (size_t i = 0; written && i < a.ndim(); ++i)
     if (a.stride(i) == 0 && a.shape(i) > 1) refuse(name, "is written, so it may not repeat elements (stride 0)");
   const int64_t size = bytes_of(v.dtype);
@@ -62,11 +65,13 @@ inline void same_dtype(const char *name, Dtype got, Dtype wanted) {
 inline const int32_t *ints(const char *name, const Array &a, std::initializer_list<int64_t> shape) {
   const nb::dlpack::dtype t = a.dtype();
   if (t.lanes != 1 || t.code != (uint8_t)nb::dlpack::dtype_code::Int || t.bits != 32) refuse(name, "wanted int32");
-  if (a.ndim() != shape.size()) refuse(name, "wanted " + std::to_string(shape.size()) + " dimensions, got " + std::to_string(a.ndim()));
+  if (a.ndim() != shape.size())
+    refuse(name, "wanted " + std::to_string(shape.size()) + " dimensions, got " + std::to_string(a.ndim()));
   size_t i = 0;
   for (int64_t n : shape) {
     if (n >= 0 && (int64_t)a.shape(i) != n)
-      refuse(name, "size of dimension " + std::to_string(i) + " is " + std::to_string(a.shape(i)) + ", wanted " + std::to_string(n));
+      refuse(name, "size of dimension " + std::to_string(i) + " is " + std::to_string(a.shape(i)) + ", wanted " +
+                       std::to_string(n));
     ++i;
   }
   int64_t expected = 1;
@@ -83,8 +88,8 @@ inline void check_range(const char *name, const int32_t *x, int64_t n, int64_t l
     most = x[i] > most ? x[i] : most;
   }
   if (n > 0 && (least < low || most >= high))
-    refuse(name, "has values in [" + std::to_string(least) + ", " + std::to_string(most) + "], wanted [" + std::to_string(low) + ", " +
-                     std::to_string(high - 1) + "]");
+    refuse(name, "has values in [" + std::to_string(least) + ", " + std::to_string(most) + "], wanted [" +
+                     std::to_string(low) + ", " + std::to_string(high - 1) + "]");
 }
 
 // `groups` lists of offsets, each ascending, all in [0, nnz].
@@ -95,6 +100,18 @@ inline void check_offsets(const char *name, const int32_t *x, int64_t groups, in
     for (int64_t i = 1; i < n; ++i) falls |= x[g * n + i] < x[g * n + i - 1];
     if (falls) refuse(name, "offsets of row set " + std::to_string(g) + " descend");
   }
+}
+
+// Backward finds a part of a column by halving and numbers the entries: lists ascend, and no two row sets share any.
+inline void check_columns(const int32_t *row, const int32_t *offsets, int64_t groups, int64_t n) {
+  bool falls = false;
+  for (int64_t g = 0; g < groups; ++g, offsets += n) {
+    if (g && offsets[0] < offsets[-1])
+      refuse("col_ptr", "row sets " + std::to_string(g - 1) + " and " + std::to_string(g) + " overlap");
+    for (int64_t i = 0; i + 1 < n; ++i)
+      for (int64_t e = offsets[i] + 1; e < offsets[i + 1]; ++e) falls |= row[e] <= row[e - 1];
+  }
+  if (falls) refuse("row", "a list does not ascend");
 }
 
 }  // namespace ringweave

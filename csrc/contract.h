@@ -48,13 +48,13 @@ template <class Op, bool Rows, int N, class Begin, class End>
 RW_INLINE void sweep(const char *a, ptrdiff_t ld, int rows, int depth, const float *b, Begin begin, End end) {
   const ptrdiff_t step = Rows ? ld : 4;
   int r = 0;
-#define RW_BLOCK(M)                                     \
-  {                                                     \
-    V acc[M][N];                                        \
-    begin(Int<M>(), r, acc);                            \
+#define RW_BLOCK(M)                                      \
+  {                                                      \
+    V acc[M][N];                                         \
+    begin(Int<M>(), r, acc);                             \
     contract<Op, Rows>(a + r * step, ld, depth, b, acc); \
-    end(Int<M>(), r, acc);                              \
-    r += M;                                             \
+    end(Int<M>(), r, acc);                               \
+    r += M;                                              \
   }
   constexpr int full = Block<N>::rows;
   for (; r + full <= rows;) RW_BLOCK(full)

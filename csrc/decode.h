@@ -63,7 +63,8 @@ struct Few {
 
 // Scores of one tile.
 template <int T>
-inline void few_scores(const Problem &pb, const Unit &u, Few &f, int64_t first, int keys, const TileMask &mask, const Ahead &ahead) {
+inline void few_scores(const Problem &pb, const Unit &u, Few &f, int64_t first, int keys, const TileMask &mask,
+                       const Ahead &ahead) {
   float memory[256];
   const char *k = row_at(pb.k, u.batch, u.kv_head, first);
   for (int r = 0; r < keys; ++r, k += pb.k.token) {
@@ -105,7 +106,8 @@ inline float few_softmax(Few &f, int l, int keys, float c) {
 }
 
 template <int T>
-inline void few_values(const Problem &pb, const Unit &u, Few &f, int64_t first, int keys, Dead dead, const float *shrink) {
+inline void few_values(const Problem &pb, const Unit &u, Few &f, int64_t first, int keys, Dead dead,
+                       const float *shrink, const Ahead &ahead) {
   constexpr int rows = 8;  // of V at a time: their products are added while `out` is in registers
   float memory[rows * 256];
   for (int l = 0; l < f.count; ++l)
@@ -113,6 +115,7 @@ inline void few_values(const Problem &pb, const Unit &u, Few &f, int64_t first, 
   for (int r0 = 0; r0 < keys; r0 += rows) {
     const char *row[rows];
     int kept[rows], n = 0;
+    ahead.fetch(r0, r0 + rows);
     for (int r = r0; r < r0 + rows && r < keys; ++r)
       if (!dead || !dead[r]) {
         row[n] = row_as<T>(row_at(pb.v, u.batch, u.kv_head, first + r), pb.v.dtype, pb.dv_dim, memory + n * 256);
@@ -130,7 +133,8 @@ inline void few_values(const Problem &pb, const Unit &u, Few &f, int64_t first, 
 }
 
 template <int T>
-inline void few_piece(const Problem &pb, const Unit &u, const Piece &piece, const Lanes &lanes, const ForwardMemory &m, const Running &state) {
+inline void few_piece(const Problem &pb, const Unit &u, const Piece &piece, const Lanes &lanes, const ForwardMemory &m,
+                      const Running &state) {
   const Plan &plan = pb.plan;
   const Scale scale(pb.scale);
   Few f;
@@ -150,17 +154,19 @@ inline void few_piece(const Problem &pb, const Unit &u, const Piece &piece, cons
     const int keys = (int)smaller(plan.kv_tile, pb.nk - first);
     TileMask mask;
     if (plan.bits[e] >= 0)
-      mask = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words, lanes, keys,
-                       m.mask, m.dead);
+      mask = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words,
+                       lanes, keys, m.mask, m.dead);
+    // Reading is all the work: the scores fetch this tile's values, the values the next tile's keys, half and half.
+    const Ahead values(pb.v, u.batch, u.kv_head, first, keys, pb.dv_dim);
     Ahead next;
     if (e + 1 < start + piece.end) {
       const int64_t then = (int64_t)plan.col[e + 1] * plan.kv_tile;
-      next = Ahead(pb.k, pb.v, u.batch, u.kv_head, then, (int)smaller(plan.kv_tile, pb.nk - then), pb.d, pb.dv_dim);
+      next = Ahead(pb.k, u.batch, u.kv_head, then, (int)smaller(plan.kv_tile, pb.nk - then), pb.d);
     }
-    few_scores<T>(pb, u, f, first, keys, mask, next);
+    few_scores<T>(pb, u, f, first, keys, mask, values);
     float shrink[kFew];
     for (int l = 0; l < f.count; ++l) shrink[l] = few_softmax(f, l, keys, scale.c);
-    few_values<T>(pb, u, f, first, keys, mask.dead, shrink);
+    few_values<T>(pb, u, f, first, keys, mask.dead, shrink, next);
   }
   const int pw = panel_width(0, lanes.count);  // a few lanes lie in the first panel
   for (int l = 0; l < f.count; ++l) {

@@ -27,7 +27,8 @@ struct Scale {
 struct Running {
   float *out, *top, *sum;
   size_t floats;
-  Running(float *at, int lanes, int dv) : out(at), top(at + (size_t)lanes * dv), sum(top + lanes), floats((size_t)lanes * (dv + 2)) {}
+  Running(float *at, int lanes, int dv)
+      : out(at), top(at + (size_t)lanes * dv), sum(top + lanes), floats((size_t)lanes * (dv + 2)) {}
   void reset(int lanes, int dv) const {
     memset(out, 0, 4 * (size_t)lanes * dv);
     for (int i = 0; i < lanes; ++i) top[i] = -kInf, sum[i] = 0;
@@ -91,8 +92,8 @@ RW_INLINE void exponentials(float *s, int keys, float c, const V (&low)[N], V (&
 
 // One key tile against one panel of lanes.
 template <class Op, int N>
-inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Running &state, float c, int lane, Tile k, Tile v, int keys,
-                          const TileMask &mask, const Ahead &ahead) {
+inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Running &state, float c, int lane, Tile k,
+                          Tile v, int keys, const TileMask &mask, const Ahead &ahead) {
   const float *q = m.q + (ptrdiff_t)lane * (pb.d / Op::depth);
   float *out = state.out + (ptrdiff_t)lane * pb.dv_dim, *s = m.s;
   for (int k0 = 0; k0 < keys; k0 += kForwardKeys) {
@@ -161,13 +162,15 @@ inline void forward_finish(const Problem &pb, const Lanes &lanes, const ForwardM
     char *to = const_cast<char *>(lane_row(pb.lse, lanes, i));
     if (!to) break;
     float lse = state.sum[i] == 0 ? -kInf : (state.top[i] + log2f(state.sum[i])) * kLn2;
+    if (state.top[i] == kInf) lse = kInf;  // an infinite score: its sum is inf - inf
     memcpy(to, &lse, 4);
   }
 }
 
 // The entries of a piece, added to the state.
 template <class Op>
-inline void many_piece(const Problem &pb, const Unit &u, const Piece &piece, const Lanes &lanes, const ForwardMemory &m, const Running &state) {
+inline void many_piece(const Problem &pb, const Unit &u, const Piece &piece, const Lanes &lanes, const ForwardMemory &m,
+                       const Running &state) {
   const Plan &plan = pb.plan;
   const Scale scale(pb.scale);
   const int64_t g = plan.group[u.batch * pb.q_heads + u.head];
@@ -178,8 +181,8 @@ inline void many_piece(const Problem &pb, const Unit &u, const Piece &piece, con
     const int keys = (int)smaller(plan.kv_tile, pb.nk - first);
     TileMask mask;
     if (plan.bits[e] >= 0)
-      mask = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words, lanes, keys,
-                       m.mask, m.dead);
+      mask = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words,
+                       lanes, keys, m.mask, m.dead);
     Ahead next;
     if (e + 1 < start + piece.end) {
       const int64_t then = (int64_t)plan.col[e + 1] * plan.kv_tile;
@@ -200,7 +203,8 @@ inline void many_piece(const Problem &pb, const Unit &u, const Piece &piece, con
 }
 
 // Merge the partial states of one row of tiles, first to last.
-inline void forward_join(const Problem &pb, const Unit &u, const Join &join, char *block, const float *partials, size_t stride) {
+inline void forward_join(const Problem &pb, const Unit &u, const Join &join, char *block, const float *partials,
+                         size_t stride) {
   const Lanes lanes = query_lanes(pb, u, join.tile);
   const ForwardMemory m(pb, lanes.count, block);
   const Running state(m.state, lanes.count, pb.dv_dim);

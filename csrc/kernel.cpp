@@ -72,8 +72,14 @@ int64_t fma_loop(Dtype dtype, int64_t rounds) {
 }  // namespace
 
 extern const Kernel RW_JOIN(kernel_, RINGWEAVE_VARIANT);
-const Kernel RW_JOIN(kernel_, RINGWEAVE_VARIANT) = {
-    RW_TEXT(RINGWEAVE_VARIANT), forward_bytes, run_forward, forward_join, backward_bytes, run_backward, backward_join,
-    run_delta, fma_loop};
+const Kernel RW_JOIN(kernel_, RINGWEAVE_VARIANT) = {RW_TEXT(RINGWEAVE_VARIANT),
+                                                    forward_bytes,
+                                                    run_forward,
+                                                    forward_join,
+                                                    backward_bytes,
+                                                    run_backward,
+                                                    backward_join,
+                                                    run_delta,
+                                                    fma_loop};
 
 }  // namespace ringweave

@@ -134,7 +134,8 @@ inline void turn_bits(uint32_t *a) {
 }
 
 // Mask rows are queries; make rows keys and lanes queries, once for each head of the task.
-inline TileMask turn_mask(const uint32_t *mask, int mask_words, const Lanes &lanes, int keys, uint32_t *to, uint8_t *dead) {
+inline TileMask turn_mask(const uint32_t *mask, int mask_words, const Lanes &lanes, int keys, uint32_t *to,
+                          uint8_t *dead) {
   const int words = (lanes.count + 31) / 32, one = (lanes.rows + 31) / 32;
   memset(to, 0, 4 * (size_t)words * keys);
   for (int k0 = 0; k0 < keys; k0 += 32)

@@ -61,14 +61,17 @@ View floats(const char *name, const Array &a, const Problem &pb, bool written) {
 }
 
 void tiles(Problem &pb, int q_tile, int kv_tile) {
-  if (q_tile < 16 || q_tile > 256 || q_tile % 16) refuse("q_tile", "wanted 16, 32, ... 256, got " + std::to_string(q_tile));
-  if (kv_tile < 16 || kv_tile > 256 || kv_tile % 16) refuse("kv_tile", "wanted 16, 32, ... 256, got " + std::to_string(kv_tile));
+  if (q_tile < 16 || q_tile > 256 || q_tile % 16)
+    refuse("q_tile", "wanted 16, 32, ... 256, got " + std::to_string(q_tile));
+  if (kv_tile < 16 || kv_tile > 256 || kv_tile % 16)
+    refuse("kv_tile", "wanted 16, 32, ... 256, got " + std::to_string(kv_tile));
   Plan &p = pb.plan;
   p.q_tile = q_tile, p.kv_tile = kv_tile, p.words = (kv_tile + 31) / 32;
   p.q_tiles = (pb.nq + q_tile - 1) / q_tile, p.k_tiles = (pb.nk + kv_tile - 1) / kv_tile;
 }
 
-void rows_of_plan(Problem &pb, const Array &row_ptr, const Array &col, const Array &bits, const Array &masks, const Array &group) {
+void rows_of_plan(Problem &pb, const Array &row_ptr, const Array &col, const Array &bits, const Array &masks,
+                  const Array &group) {
   Plan &p = pb.plan;
   p.row_ptr = ints("row_ptr", row_ptr, {-1, p.q_tiles + 1});
   p.groups = row_ptr.shape(0);
@@ -91,12 +94,13 @@ void columns_of_plan(Problem &pb, const Array &col_ptr, const Array &row, const 
   p.bits_t = ints("bits_t", bits_t, {nnz});
   check_offsets("col_ptr", p.col_ptr, p.groups, p.k_tiles + 1, nnz);
   check_range("row", p.row, nnz, 0, p.q_tiles);
+  check_columns(p.row, p.col_ptr, p.groups, p.k_tiles + 1);
   check_range("bits_t", p.bits_t, nnz, -1, masks);
 }
 
-void bind_forward(const Array &q, const Array &k, const Array &v, const Array &out, const Array &lse, const Array &row_ptr,
-                  const Array &col, const Array &bits, const Array &masks, const Array &group, int q_tile, int kv_tile, float scale,
-                  int threads, const std::string &variant) {
+void bind_forward(const Array &q, const Array &k, const Array &v, const Array &out, const Array &lse,
+                  const Array &row_ptr, const Array &col, const Array &bits, const Array &masks, const Array &group,
+                  int q_tile, int kv_tile, float scale, int threads, const std::string &variant) {
   const Kernel &kernel = pick(variant);
   check_threads(threads);
   Problem pb = inputs(q, k, v, scale);
@@ -115,10 +119,11 @@ View gradient(const char *name, const Array &a, std::initializer_list<int64_t> s
   return v;
 }
 
-void bind_backward(const Array &dout, const Array &q, const Array &k, const Array &v, const Array &lse, const Array &delta,
-                   const Array &dq, const Array &dk, const Array &dv, const Array &row_ptr, const Array &col, const Array &bits,
-                   const Array &col_ptr, const Array &row, const Array &bits_t, const Array &masks, const Array &group, int q_tile,
-                   int kv_tile, float scale, int threads, const std::string &variant) {
+void bind_backward(const Array &dout, const Array &q, const Array &k, const Array &v, const Array &lse,
+                   const Array &delta, const Array &dq, const Array &dk, const Array &dv, const Array &row_ptr,
+                   const Array &col, const Array &bits, const Array &col_ptr, const Array &row, const Array &bits_t,
+                   const Array &masks, const Array &group, int q_tile, int kv_tile, float scale, int threads,
+                   const std::string &variant) {
   const Kernel &kernel = pick(variant);
   check_threads(threads);
   Problem pb = inputs(q, k, v, scale);
@@ -152,7 +157,8 @@ void bind_delta(const Array &dout, const Array &out, const std::optional<Array> 
 }
 
 double bind_fma_peak(const std::string &dtype, int threads, double seconds, const std::string &variant) {
-  if (dtype != "float32" && dtype != "bfloat16") refuse("dtype", "wanted \"float32\" or \"bfloat16\", got \"" + dtype + "\"");
+  if (dtype != "float32" && dtype != "bfloat16")
+    refuse("dtype", "wanted \"float32\" or \"bfloat16\", got \"" + dtype + "\"");
   if (!(seconds > 0 && seconds <= 60)) refuse("seconds", "wanted more than 0, at most 60");
   check_threads(threads);
   const Kernel &kernel = pick(variant);
@@ -174,11 +180,11 @@ NB_MODULE(_cpu, m) {
   using nb::literals::operator""_a;
   m.doc() = "Block-sparse attention kernels for CPUs.";
   m.def("variants", &variants, "Instruction-set builds that this machine can run, best first.");
-  m.def("forward", &bind_forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a, "group"_a,
-        "q_tile"_a, "kv_tile"_a, "scale"_a, "threads"_a, "variant"_a = "");
-  m.def("backward", &bind_backward, "dout"_a, "q"_a, "k"_a, "v"_a, "lse"_a, "delta"_a, "dq"_a, "dk"_a, "dv"_a, "row_ptr"_a, "col"_a,
-        "bits"_a, "col_ptr"_a, "row"_a, "bits_t"_a, "masks"_a, "group"_a, "q_tile"_a, "kv_tile"_a, "scale"_a, "threads"_a,
-        "variant"_a = "");
+  m.def("forward", &bind_forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a,
+        "group"_a, "q_tile"_a, "kv_tile"_a, "scale"_a, "threads"_a, "variant"_a = "");
+  m.def("backward", &bind_backward, "dout"_a, "q"_a, "k"_a, "v"_a, "lse"_a, "delta"_a, "dq"_a, "dk"_a, "dv"_a,
+        "row_ptr"_a, "col"_a, "bits"_a, "col_ptr"_a, "row"_a, "bits_t"_a, "masks"_a, "group"_a, "q_tile"_a, "kv_tile"_a,
+        "scale"_a, "threads"_a, "variant"_a = "");
   m.def("delta", &bind_delta, "dout"_a, "out"_a, "dlse"_a.none(), "delta"_a, "threads"_a, "variant"_a = "",
         "delta = rowsum(dout * out) - dlse, what backward wants; dlse may be None.");
   m.def("fma_peak", &bind_fma_peak, "dtype"_a, "threads"_a, "seconds"_a, "variant"_a = "",

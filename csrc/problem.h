@@ -39,23 +39,34 @@ struct Unit {
   int32_t batch, head, heads, kv_head;
 };
 
+// What a column's dK and dV do between the windows that visit it (see schedule.h): they start from the sums that an
+// earlier visit kept, and are kept for a later one. A slot of Turns::kept goes with them.
+struct Visit {
+  int32_t slot = -1;
+  bool resume = false, keep = false;
+};
+
 // Entries [begin, end) of the list of one tile. slot < 0: the whole list; else the partial sum to leave there.
 struct Piece {
   int32_t unit, tile, begin, end, slot;
+  Visit visit;
 };
 
 // Partial sums [slot, slot + slots) of one list, to be added in this order.
 struct Join {
   int32_t unit, tile, slot, slots;
+  Visit visit;
 };
 
-// The turns in which entries of the column lists add to the dQ of their query tile.
+// One window of backward: the query tiles [first, first + tiles) of each head of some units, the first of them `unit`;
+// and the turns in which entries of the column lists add to the dQ of their query tile.
 struct Turns {
   const int32_t *rank;   // by entry of `row`: how many entries of its query tile come before
   const int32_t *total;  // (groups, query tiles)
-  int32_t *done;         // (unit - first unit, head, query tile): how many have been added
-  float *sums;           // as done: (q_tile, padded d) each
-  int32_t unit;          // the first unit
+  int32_t *done;         // (unit, head, query tile): how many have been added
+  float *sums;           // as done: sum_floats each
+  uint8_t *kept;         // slots of kept_bytes each
+  int32_t unit, first, tiles;
 };
 
 // One instruction-set build. Each function works on one piece with memory of its own.
@@ -66,7 +77,8 @@ struct Kernel {
   void (*forward_join)(const Problem &, const Unit &, const Join &, char *memory, const float *partials, size_t stride);
   size_t (*backward_bytes)(const Problem &, int lanes);
   void (*backward)(const Problem &, const Unit &, const Piece &, const Turns &, char *memory, float *partial);
-  void (*backward_join)(const Problem &, const Unit &, const Join &, char *memory, const float *partials, size_t stride);
+  void (*backward_join)(const Problem &, const Unit &, const Join &, const Turns &, char *memory, const float *partials,
+                        size_t stride);
   // delta of query rows [first, last) of one head
   void (*delta)(const Problem &, int64_t batch, int64_t head, int64_t first, int64_t last);
   int64_t (*fma_loop)(Dtype, int64_t rounds);  // returns the FLOP done
@@ -75,5 +87,34 @@ struct Kernel {
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int pad_lanes(int64_t n) { return (int)((n + 15) / 16 * 16); }
+
+// The dQ of one query tile, summed in float32.
+static inline int64_t sum_floats(const Problem &pb) { return (int64_t)pb.plan.q_tile * pad_lanes(pb.d); }
+
+// What the results cannot hold of the sums of one key tile: float32 is kept where the result will be, of 16-bit results
+// only the upper half.
+static inline int64_t kept_bytes(const Problem &pb) {
+  return (int64_t)pb.plan.kv_tile * ((pb.dk.dtype == F32 ? 0 : pb.d) + (pb.dv.dtype == F32 ? 0 : pb.dv_dim));
+}
+
+// The entries of a column of a row set whose query tiles lie in [first, last); they ascend.
+struct Entries {
+  int64_t begin, end;
+};
+static inline Entries column_entries(const Plan &plan, int64_t group, int64_t tile, int64_t first, int64_t last) {
+  const int32_t *ends = plan.col_ptr + group * (plan.k_tiles + 1) + tile;
+  auto find = [&](int64_t wanted) {
+    int64_t low = ends[0], high = ends[1];
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (plan.row[middle] < wanted)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
+  };
+  return {first <= 0 ? ends[0] : find(first), last >= plan.q_tiles ? ends[1] : find(last)};
+}
 
 }  // namespace ringweave

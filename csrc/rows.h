@@ -78,7 +78,9 @@ inline void narrow(char *to, const float *from, Dtype type, int n) {
   }
 }
 
-RW_INLINE char *row_at(const View &v, int64_t b, int64_t h, int64_t n) { return v.data + b * v.batch + h * v.head + n * v.token; }
+RW_INLINE char *row_at(const View &v, int64_t b, int64_t h, int64_t n) {
+  return v.data + b * v.batch + h * v.head + n * v.token;
+}
 
 // A 4x4 block of 4-byte elements, turned.
 RW_INLINE void turn4(const char *r0, const char *r1, const char *r2, const char *r3, char *to, ptrdiff_t ld) {
@@ -99,8 +101,14 @@ struct Ahead {
   int x_bytes = 0, y_bytes = 0, rows = 0;
   Ahead() {}
   Ahead(const View &tx, const View &ty, int64_t b, int64_t h, int64_t first, int n, int x_width, int y_width)
-      : x(row_at(tx, b, h, first)), y(row_at(ty, b, h, first)), x_step(tx.token), y_step(ty.token), x_bytes(x_width * bytes_of(tx.dtype)),
-        y_bytes(y_width * bytes_of(ty.dtype)), rows(n) {}
+      : x(row_at(tx, b, h, first)),
+        y(row_at(ty, b, h, first)),
+        x_step(tx.token),
+        y_step(ty.token),
+        x_bytes(x_width * bytes_of(tx.dtype)),
+        y_bytes(y_width * bytes_of(ty.dtype)),
+        rows(n) {}
+  Ahead(const View &t, int64_t b, int64_t h, int64_t first, int n, int width) : Ahead(t, t, b, h, first, n, width, 0) {}
   RW_INLINE void fetch(int from, int to) const {
     for (int r = from; r < to && r < rows; ++r) {
       for (int i = 0; i < x_bytes; i += 64) __builtin_prefetch(x + r * x_step + i, 0, 2);
@@ -140,7 +148,8 @@ inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n,
 
 // Rows for a contraction over rows. With pairs, rows 2i and 2i+1 are interleaved channel by channel.
 template <class Op>
-inline Tile tile_columns(const View &t, int64_t b, int64_t h, int64_t first, int n, int width, Dead dead, char *memory) {
+inline Tile tile_columns(const View &t, int64_t b, int64_t h, int64_t first, int n, int width, Dead dead,
+                         char *memory) {
   if (Op::depth == 1) return tile_rows<Op>(t, b, h, first, n, width, dead, memory);
 #if defined(__AVX512BF16__)
   const char *from = row_at(t, b, h, first);

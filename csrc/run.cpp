@@ -60,37 +60,40 @@ void forward(const Problem &pb, const Kernel &kernel, int threads) {
 void backward(const Problem &pb, const Kernel &kernel, int threads) {
   const Plan &plan = pb.plan;
   const Work work = column_work(pb);
-  const Order order = column_order(pb);
-  const int64_t pieces = (int64_t)work.pieces.size(), joins = (int64_t)work.joins.size(), units = (int64_t)work.units.size();
   const size_t stride = (size_t)work.lanes * (pb.d + pb.dv_dim), bytes = padded(kernel.backward_bytes(pb, work.lanes));
-  const int64_t at_once = work.at_once, unit_tiles = sum_tiles(pb);
-  threads = (int)larger(1, smaller(threads, pieces));
+  threads = (int)larger(1, smaller(threads, (int64_t)work.pieces.size()));
   const auto memory = block<char>(bytes * threads);
   const auto partials = block<float>(4 * stride * work.slots);
-  const auto sums = block<float>((size_t)(4 * at_once * unit_tiles * sum_floats(pb)));
-  std::vector<int32_t> done(units * unit_tiles, 0);
+  const auto sums = block<float>((size_t)(4 * work.sums * sum_floats(pb)));
+  const auto kept = block<uint8_t>((size_t)(work.kept * kept_bytes(pb)));
+  std::vector<int32_t> done(pb.batch * pb.q_heads * plan.q_tiles, 0);
 #pragma omp parallel num_threads(threads)
   {
     char *mine = memory.get() + bytes * thread_index();
-    for (size_t window = 0; window + 1 < work.windows.size(); ++window) {
-      const int64_t unit = (int64_t)window * at_once;
-      const Turns turns{order.rank.data(), order.total.data(), done.data() + unit * unit_tiles, sums.get(), (int32_t)unit};
+    for (const Window &w : work.windows) {
+      const Turns turns{
+          work.rank.data(), work.total.data(), done.data() + w.first_sum, sums.get(), kept.get(), w.unit, w.first,
+          w.tiles};
 #pragma omp for schedule(monotonic : dynamic, 1)
-      for (int64_t i = work.windows[window]; i < work.windows[window + 1]; ++i) {
+      for (int64_t i = w.first_piece; i < w.first_piece + w.pieces; ++i) {
         const Piece &p = work.pieces[i];
-        kernel.backward(pb, work.units[p.unit], p, turns, mine, p.slot < 0 ? nullptr : partials.get() + stride * p.slot);
+        kernel.backward(pb, work.units[p.unit], p, turns, mine,
+                        p.slot < 0 ? nullptr : partials.get() + stride * p.slot);
+      }
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t i = w.first_join; i < w.first_join + w.joins; ++i) {
+        const Join &join = work.joins[i];
+        kernel.backward_join(pb, work.units[join.unit], join, turns, mine, partials.get(), stride);
       }
     }
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t i = 0; i < joins; ++i)
-      kernel.backward_join(pb, work.units[work.joins[i].unit], work.joins[i], mine, partials.get(), stride);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < pb.batch * pb.q_heads * plan.q_tiles; ++i) {  // queries without keys
       const int64_t tile = i % plan.q_tiles, row = i / plan.q_tiles, first = tile * plan.q_tile;
-      if (order.total[plan.group[row] * plan.q_tiles + tile]) continue;
+      if (work.total[plan.group[row] * plan.q_tiles + tile]) continue;
       const View &dq = pb.dq;
       for (int64_t n = first; n < smaller(first + plan.q_tile, pb.nq); ++n)
-        std::memset(dq.data + row / pb.q_heads * dq.batch + row % pb.q_heads * dq.head + n * dq.token, 0, (size_t)pb.d * bytes_of(dq.dtype));
+        std::memset(dq.data + row / pb.q_heads * dq.batch + row % pb.q_heads * dq.head + n * dq.token, 0,
+                    (size_t)pb.d * bytes_of(dq.dtype));
     }
   }
 }

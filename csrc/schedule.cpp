@@ -5,46 +5,102 @@
 namespace ringweave {
 namespace {
 
-constexpr int64_t kShares = 64;   // no piece is longer than this share of all the work ...
-constexpr int64_t kShortest = 4;  // ... unless it has this few tiles
-constexpr int64_t kSumBytes = 8 << 20;  // small enough for malloc to keep, and for the last level of cache
+constexpr int64_t kShares = 64;         // no piece is longer than this share of a window's work ...
+constexpr int64_t kShortest = 4;        // ... unless it has this few tiles
+constexpr int64_t kSumBytes = 8 << 20;  // of dQ: malloc keeps it, and the last level of cache holds it
 constexpr int64_t kStateFloats = 65536, kMostLanes = 512;  // a task's state stays in a 1 MiB L2 beside a K and a V tile
 
-// One list of `length` entries, each worth `weight`, in pieces of at most `most` entries.
-void add_list(Work &work, int32_t unit, int32_t tile, int64_t length, int64_t most) {
+int64_t share_of(int64_t work) { return larger(kShortest, (work + kShares - 1) / kShares); }
+
+// One list of `length` entries in pieces of at most `most`; partial sums go to `slot` and on.
+void add_list(Work &work, int32_t &slot, int32_t unit, int32_t tile, int64_t length, int64_t most, Visit visit = {}) {
   if (length <= most) {
-    work.pieces.push_back({unit, tile, 0, (int32_t)length, -1});
+    work.pieces.push_back({unit, tile, 0, (int32_t)length, -1, visit});
     return;
   }
   const int64_t parts = (length + most - 1) / most;
-  work.joins.push_back({unit, tile, work.slots, (int32_t)parts});
+  work.joins.push_back({unit, tile, slot, (int32_t)parts, visit});
   for (int64_t i = 0; i < parts; ++i)
-    work.pieces.push_back({unit, tile, (int32_t)(length * i / parts), (int32_t)(length * (i + 1) / parts), work.slots++});
-}
-
-// Key tiles in the order of starting: from several places at once, so that columns in work at the same time seldom
-// share a query tile (a window's columns share most of theirs with their neighbours) and seldom wait.
-std::vector<int64_t> column_sequence(int64_t tiles) {
-  constexpr int64_t places = 8;
-  const int64_t apart = (tiles + places - 1) / places;
-  std::vector<int64_t> sequence;
-  sequence.reserve(tiles);
-  for (int64_t i = 0; i < apart; ++i)
-    for (int64_t t = i; t < tiles; t += apart) sequence.push_back(t);
-  return sequence;
-}
-
-// dQ is summed in float32 for as many units at a time as a small share of the gradients allows, one at least.
-int64_t units_at_once(const Problem &pb, int64_t units) {
-  const int64_t gradients = pb.batch * (pb.q_heads * pb.nq * pb.d * bytes_of(pb.dq.dtype) + pb.kv_heads * pb.nk * pb.d * bytes_of(pb.dk.dtype) +
-                                        pb.kv_heads * pb.nk * pb.dv_dim * bytes_of(pb.dv.dtype));
-  return larger(1, smaller(units, larger(kSumBytes, gradients / 16) / (sum_tiles(pb) * sum_floats(pb) * 4)));
+    work.pieces.push_back({unit, tile, (int32_t)(length * i / parts), (int32_t)(length * (i + 1) / parts), slot++, {}});
+  work.slots = (int32_t)larger(work.slots, slot);
 }
 
 void longest_first(Work &work) {
   auto cost = [&](const Piece &p) { return (int64_t)(p.end - p.begin) * work.units[p.unit].heads; };
-  std::stable_sort(work.pieces.begin(), work.pieces.end(), [&](const Piece &a, const Piece &b) { return cost(a) > cost(b); });
+  std::stable_sort(work.pieces.begin(), work.pieces.end(),
+                   [&](const Piece &a, const Piece &b) { return cost(a) > cost(b); });
 }
+
+// How many units a window holds, or how many query tiles of one: a small share of the gradients' bytes, or kSumBytes.
+struct Extent {
+  int64_t units, tiles;
+};
+Extent extent_of(const Problem &pb) {
+  const Plan &plan = pb.plan;
+  const int64_t of_keys = pb.d * bytes_of(pb.dk.dtype) + pb.dv_dim * bytes_of(pb.dv.dtype);
+  const int64_t gradients =
+      pb.batch * (pb.q_heads * pb.nq * pb.d * bytes_of(pb.dq.dtype) + pb.kv_heads * pb.nk * of_keys);
+  const int64_t one_tile = pb.q_heads / pb.kv_heads * sum_floats(pb) * 4;
+  const int64_t tiles = larger(1, larger(kSumBytes, gradients / 64) / one_tile);
+  if (tiles >= plan.q_tiles) return {tiles / plan.q_tiles, plan.q_tiles};
+  const int64_t parts = (plan.q_tiles + tiles - 1) / tiles;
+  return {1, (plan.q_tiles + parts - 1) / parts};
+}
+
+// The key tiles that a range of query tiles attends, in the order of starting: from several places at once, so that
+// columns in work at the same time seldom share a query tile (a window's columns share most of theirs with their
+// neighbours) and seldom wait.
+std::vector<std::vector<int32_t>> column_sequences(const Plan &plan, int64_t tiles) {
+  const int64_t ranges = (plan.q_tiles + tiles - 1) / tiles;
+  std::vector<uint8_t> active(ranges * plan.k_tiles, 0);
+  for (int64_t g = 0; g < plan.groups; ++g)
+    for (int64_t t = 0; t < plan.k_tiles; ++t) {
+      const Entries all = column_entries(plan, g, t, 0, plan.q_tiles);
+      for (int64_t e = all.begin; e < all.end; ++e) active[plan.row[e] / tiles * plan.k_tiles + t] = 1;
+    }
+  std::vector<std::vector<int32_t>> sequences(ranges);
+  for (int64_t r = 0; r < ranges; ++r) {
+    std::vector<int32_t> columns;
+    for (int64_t t = 0; t < plan.k_tiles; ++t)
+      if (active[r * plan.k_tiles + t]) columns.push_back((int32_t)t);
+    constexpr size_t places = 8;
+    const size_t apart = (columns.size() + places - 1) / places;
+    for (size_t i = 0; i < apart; ++i)
+      for (size_t t = i; t < columns.size(); t += apart) sequences[r].push_back(columns[t]);
+  }
+  return sequences;
+}
+
+// Turns: how many entries of the same query tile start earlier.
+void rank_entries(const Plan &plan, const std::vector<std::vector<int32_t>> &sequences, int64_t tiles, Work &work) {
+  int64_t entries = 0;
+  for (int64_t g = 0; g < plan.groups; ++g)
+    entries = larger(entries, plan.col_ptr[g * (plan.k_tiles + 1) + plan.k_tiles]);
+  work.rank.resize(entries);
+  work.total.assign(plan.groups * plan.q_tiles, 0);
+  for (int64_t g = 0; g < plan.groups; ++g)
+    for (size_t r = 0; r < sequences.size(); ++r)
+      for (int32_t t : sequences[r]) {
+        const Entries some = column_entries(plan, g, t, r * tiles, (r + 1) * tiles);
+        for (int64_t e = some.begin; e < some.end; ++e) work.rank[e] = work.total[g * plan.q_tiles + plan.row[e]]++;
+      }
+}
+
+// Slots for sums that are kept between windows; one is free again after the window that resumes it last.
+struct Slots {
+  std::vector<int32_t> free, freed;
+  int32_t count = 0;
+  int32_t take() {
+    if (free.empty()) return count++;
+    const int32_t slot = free.back();
+    free.pop_back();
+    return slot;
+  }
+  void end_window() {
+    free.insert(free.end(), freed.begin(), freed.end());
+    freed.clear();
+  }
+};
 
 }  // namespace
 
@@ -62,14 +118,18 @@ Work row_work(const Problem &pb) {
       work.lanes = (int)larger(work.lanes, pad_lanes(n * rows));
       h += n;
     }
-  auto ends = [&](const Unit &u) { return plan.row_ptr + (int64_t)plan.group[u.batch * pb.q_heads + u.head] * (plan.q_tiles + 1); };
+  auto ends = [&](const Unit &u) {
+    return plan.row_ptr + (int64_t)plan.group[u.batch * pb.q_heads + u.head] * (plan.q_tiles + 1);
+  };
   int64_t total = 0;
   for (const Unit &u : work.units) total += (int64_t)u.heads * (ends(u)[plan.q_tiles] - ends(u)[0]);
   work.pieces.reserve(work.units.size() * plan.q_tiles);
+  int32_t slot = 0;
   for (size_t i = 0; i < work.units.size(); ++i) {
     const Unit &u = work.units[i];
-    const int64_t most = larger(kShortest, (total + kShares * u.heads - 1) / (kShares * u.heads));
-    for (int64_t t = 0; t < plan.q_tiles; ++t) add_list(work, (int32_t)i, (int32_t)t, ends(u)[t + 1] - ends(u)[t], most);
+    const int64_t most = share_of((total + u.heads - 1) / u.heads);
+    for (int64_t t = 0; t < plan.q_tiles; ++t)
+      add_list(work, slot, (int32_t)i, (int32_t)t, ends(u)[t + 1] - ends(u)[t], most);
   }
   longest_first(work);
   return work;
@@ -78,49 +138,73 @@ Work row_work(const Problem &pb) {
 Work column_work(const Problem &pb) {
   Work work;
   const Plan &plan = pb.plan;
-  const int64_t share = pb.q_heads / pb.kv_heads;
+  const int64_t heads = pb.q_heads / pb.kv_heads, units = pb.batch * pb.kv_heads;
+  const Extent extent = extent_of(pb);
+  const auto sequences = column_sequences(plan, extent.tiles);
+  rank_entries(plan, sequences, extent.tiles, work);
   work.lanes = pad_lanes(smaller(plan.kv_tile, pb.nk));
-  auto length = [&](const Unit &u, int64_t tile, int64_t tiles) {
+  for (int64_t i = 0; i < units; ++i) {
+    const int64_t kv_head = i % pb.kv_heads;
+    work.units.push_back({(int32_t)(i / pb.kv_heads), (int32_t)(kv_head * heads), (int32_t)heads, (int32_t)kv_head});
+  }
+  auto length = [&](int64_t unit, int64_t tile, int64_t range) {
+    const Unit &u = work.units[unit];
     int64_t n = 0;
     for (int h = u.head; h < u.head + u.heads; ++h) {
-      const int32_t *ends = plan.col_ptr + (int64_t)plan.group[u.batch * pb.q_heads + h] * (plan.k_tiles + 1) + tile;
-      n += ends[tiles] - ends[0];
+      const int64_t g = plan.group[u.batch * pb.q_heads + h];
+      const Entries some = column_entries(plan, g, tile, range * extent.tiles, (range + 1) * extent.tiles);
+      n += some.end - some.begin;
     }
     return n;
   };
-  int64_t total = 0;
-  for (int64_t b = 0; b < pb.batch; ++b)
-    for (int64_t h = 0; h < pb.kv_heads; ++h) {
-      work.units.push_back({(int32_t)b, (int32_t)(h * share), (int32_t)share, (int32_t)h});
-      total += length(work.units.back(), 0, plan.k_tiles);
+  Slots kept;
+  int64_t sums = 0;
+  for (int64_t first = 0; first < units; first += extent.units) {
+    const int64_t last = smaller(units, first + extent.units);
+    // by unit and column: windows that visit it, those passed, and the slot between them
+    std::vector<int32_t> visits((last - first) * plan.k_tiles, 0), passed(visits), slots(visits);
+    for (size_t r = 0; r < sequences.size(); ++r)
+      for (int32_t t : sequences[r])
+        for (int64_t i = first; i < last; ++i) visits[(i - first) * plan.k_tiles + t] += length(i, t, r) > 0;
+    for (size_t r = 0; r < sequences.size(); ++r) {
+      const int64_t tiles = smaller(extent.tiles, plan.q_tiles - r * extent.tiles);
+      Window window{(int64_t)work.pieces.size(),
+                    0,
+                    (int64_t)work.joins.size(),
+                    0,
+                    sums,
+                    (int32_t)first,
+                    (int32_t)(r * extent.tiles),
+                    (int32_t)tiles};
+      sums += (last - first) * heads * tiles;
+      work.sums = larger(work.sums, (last - first) * heads * tiles);
+      int64_t total = 0;
+      for (int32_t t : sequences[r])
+        for (int64_t i = first; i < last; ++i) total += length(i, t, r);
+      int32_t slot = 0;
+      for (int32_t t : sequences[r])
+        for (int64_t i = first; i < last; ++i) {
+          const int64_t n = length(i, t, r), at = (i - first) * plan.k_tiles + t;
+          if (!n) continue;
+          Visit visit;
+          visit.resume = passed[at] > 0, visit.keep = ++passed[at] < visits[at];
+          if (visit.keep && !visit.resume) slots[at] = kept.take();
+          if (visit.resume && !visit.keep) kept.freed.push_back(slots[at]);
+          visit.slot = slots[at];
+          add_list(work, slot, (int32_t)i, t, n, share_of(total), visit);
+        }
+      if (r == 0)  // columns that nobody attends: their gradients are zero
+        for (int64_t i = first; i < last; ++i)
+          for (int64_t t = 0; t < plan.k_tiles; ++t)
+            if (!visits[(i - first) * plan.k_tiles + t]) add_list(work, slot, (int32_t)i, (int32_t)t, 0, 1);
+      kept.end_window();
+      window.pieces = (int64_t)work.pieces.size() - window.first_piece;
+      window.joins = (int64_t)work.joins.size() - window.first_join;
+      if (window.pieces) work.windows.push_back(window);
     }
-  const int64_t most = larger(kShortest, (total + kShares - 1) / kShares), units = (int64_t)work.units.size();
-  const int64_t at_once = units_at_once(pb, units);
-  work.pieces.reserve(units * plan.k_tiles);
-  for (int64_t first = 0; first < units; first += at_once) {
-    work.windows.push_back((int64_t)work.pieces.size());
-    for (int64_t t : column_sequence(plan.k_tiles))
-      for (int64_t i = first; i < smaller(first + at_once, units); ++i)
-        add_list(work, (int32_t)i, (int32_t)t, length(work.units[i], t, 1), most);
   }
-  work.windows.push_back((int64_t)work.pieces.size());
-  work.at_once = at_once;
+  work.kept = kept.count;
   return work;
-}
-
-Order column_order(const Problem &pb) {
-  const Plan &plan = pb.plan;
-  Order order;
-  order.total.assign(plan.groups * plan.q_tiles, 0);
-  int64_t entries = 0;
-  for (int64_t g = 0; g < plan.groups; ++g) entries = larger(entries, plan.col_ptr[g * (plan.k_tiles + 1) + plan.k_tiles]);
-  order.rank.resize(entries);
-  for (int64_t g = 0; g < plan.groups; ++g) {
-    const int32_t *ends = plan.col_ptr + g * (plan.k_tiles + 1);
-    for (int64_t t : column_sequence(plan.k_tiles))
-      for (int64_t e = ends[t]; e < ends[t + 1]; ++e) order.rank[e] = order.total[g * plan.q_tiles + plan.row[e]]++;
-  }
-  return order;
 }
 
 }  // namespace ringweave

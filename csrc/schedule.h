@@ -7,28 +7,29 @@
 
 namespace ringweave {
 
+// Backward goes window by window, because dQ is summed in float32 and the sums of all query tiles would cost more than
+// the gradients: a window is all query tiles of some units or, where those of one unit are too many, a range of them.
+struct Window {
+  int64_t first_piece, pieces, first_join, joins;
+  int64_t first_sum;           // of all windows' sums, counted up
+  int32_t unit, first, tiles;  // as Turns
+};
+
 struct Work {
   std::vector<Unit> units;
   std::vector<Piece> pieces;  // in the order in which they start
   std::vector<Join> joins;
-  int lanes = 0;              // of the widest task
-  int32_t slots = 0;          // partial sums
-  std::vector<int64_t> windows;  // of columns: the pieces of `at_once` units begin here, the last window ends at the end
-  int64_t at_once = 0;
+  std::vector<Window> windows;       // of columns only
+  std::vector<int32_t> rank, total;  // of columns only: as Turns
+  int lanes = 0;                     // of the widest task
+  int32_t slots = 0;                 // partial sums at a time
+  int64_t sums = 0;                  // of dQ at a time
+  int32_t kept = 0;                  // slots of Turns::kept
 };
 
 // Longest first: a short piece at the end leaves no thread waiting.
 Work row_work(const Problem &pb);
 // A piece waits for earlier ones only (see Turns), so the order of starting keeps it from waiting for ever.
 Work column_work(const Problem &pb);
-
-// The sums of dQ: tiles of one unit, floats of one tile.
-inline int64_t sum_tiles(const Problem &pb) { return pb.q_heads / pb.kv_heads * pb.plan.q_tiles; }
-inline int64_t sum_floats(const Problem &pb) { return (int64_t)pb.plan.q_tile * pad_lanes(pb.d); }
-
-struct Order {
-  std::vector<int32_t> rank, total;  // of Turns
-};
-Order column_order(const Problem &pb);
 
 }  // namespace ringweave

@@ -82,7 +82,9 @@ RW_INLINE V no_inf(V x) { return select(x == splat(-kInf), V{}, x); }
 #endif
 
 // The W mask bits that start at a lane (a multiple of W).
-RW_INLINE Mask mask_at(const uint32_t *row, int lane) { return mask_of((row[lane >> 5] >> (lane & 31)) & ((1u << W) - 1)); }
+RW_INLINE Mask mask_at(const uint32_t *row, int lane) {
+  return mask_of((row[lane >> 5] >> (lane & 31)) & ((1u << W) - 1));
+}
 
 // 2^x on [0, 1): relative error 2e-7 with rounding (minimax).
 RW_INLINE V exp2_fraction(V r) {
@@ -128,8 +130,8 @@ struct Pair {
 };
 // (low, high) of each lane, narrowed to bfloat16 and placed side by side.
 RW_INLINE V pair(V low, V high) {
-  __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
-                                   19, 3, 18, 2, 17, 1, 16, 0);
+  __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                   20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
   return (V)_mm512_permutexvar_epi16(order, both);
 }

@@ -84,12 +84,12 @@ def exact(x: Inputs, counts: Tensor, scale: float | None = None) -> dict[str, Te
 
 
 def rounding(x: Inputs, counts: Tensor, want: dict[str, Tensor], scale: float | None = None) -> dict[str, float]:
-    """What rounding alone may cost: a few units of the products that each result sums, relative to the result.
+    """What rounding alone may cost: a unit of the products that each result sums, relative to the result.
 
     Where terms cancel (one key: dP - delta leaves only dlse) the result is small beside them, and no order of
     float32 operations can do better.
     """
-    arithmetic = 4 * torch.finfo(torch.float64 if x.q.dtype == torch.float64 else torch.float32).eps
+    arithmetic = torch.finfo(torch.float64 if x.q.dtype == torch.float64 else torch.float32).eps
     scale = x.q.shape[-1] ** -0.5 if scale is None else scale
     ratio = x.q.shape[1] // x.k.shape[1]
     q, k, v, dout = (t.double().abs() for t in (x.q, x.k, x.v, x.dout))

@@ -16,6 +16,7 @@ from ringweave.bench.commands import register
 from ringweave.bench.corpus import standard_library, text_inputs
 from ringweave.bench.demo import DemoResult
 from ringweave.bench.report import error_text, milliseconds
+from ringweave.ops import cpu
 
 app = typer.Typer()
 register(app)
@@ -96,6 +97,17 @@ def test_the_terminal_ends_with_the_figures_and_the_path(run: tuple[DemoResult, 
         assert row in found.output
         assert all(cell in found.output for cell in cells.values())
     assert "report.html" in found.output.strip().splitlines()[-1]
+
+
+def test_backend_and_instruction_set_are_named(run: tuple[DemoResult, str, Any]) -> None:
+    result, report, found = run
+    assert result.environment.kernel == (None if cpu.module() is None else cpu.variant())
+    assert result.kernel in report
+    assert result.kernel.split()[0] in found.output
+    assert f"{result.exactness.backend} backend" in report
+    if result.environment.kernel:
+        assert result.exactness.backend == "cpu"
+        assert {o.peer for o in result.outcomes} == {"ringweave", "ringweave:gather", "sdpa"}
 
 
 def test_the_text_is_this_pythons_library() -> None:

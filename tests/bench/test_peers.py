@@ -37,11 +37,21 @@ def test_every_peer_computes_what_it_says(name: str) -> None:
     outcomes = compare(workload, peers(name), rounds=1, memory=False)
     for outcome in outcomes:
         if outcome.timing is None:
-            assert name == "ringweave:sdpa", outcome.reason
-            assert "neither full nor causal" in str(outcome.reason)
+            assert name in ("ringweave:sdpa", "ringweave:cpu"), outcome.reason
+            said = {"ringweave:sdpa": "neither full nor causal", "ringweave:cpu": "native kernel is not there"}
+            assert said[name] in str(outcome.reason)
         else:
             assert not outcome.wrong
             assert outcome.computes == ("Causal()" if name == "sdpa" else repr(WINDOW))
+
+
+@pytest.mark.parametrize("name", ["ringweave", "ringweave:gather", "sdpa", "sdpa+mask", "gather_scatter"])
+def test_peers_group_queries(name: str) -> None:
+    workload = Workload("grouped", rw.SlidingWindow(50), 300, 4, 32, kv_heads=2)
+    assert workload.inputs().k.shape == (1, 2, 300, 32)
+    for outcome in compare(workload, peers(name), rounds=1, memory=False):
+        assert outcome.timing is not None, outcome.reason
+        assert outcome.kv_heads == 2
 
 
 def test_dense_is_not_causal_where_the_pattern_is_not() -> None:

@@ -20,6 +20,8 @@ from typer.testing import CliRunner, Result
 
 from ringweave.cli import main
 from ringweave.cli.app import app
+from ringweave.cli.doctor import diagnose
+from ringweave.ops import cpu
 
 PATTERN = "SlidingWindow(1024) & Causal() | Sinks(64)"
 
@@ -99,6 +101,30 @@ def test_doctor_finds_this_python() -> None:
     text = run("doctor").stdout
     for word in ("torch", "backends", "compilers", "AVX" if findings["system"]["cpu"].startswith("AVX") else "cpu"):
         assert word in text
+
+
+def test_doctor_names_the_kernels_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cpu.VARIANT, raising=False)
+    found = diagnose()
+    assert found["variables"] == {cpu.VARIANT: "not set: the best instruction set is used"}
+    native = cpu.module()
+    if native is not None:
+        assert found["native kernel"] == {"in use": native.variants()[0], "can run": ", ".join(native.variants())}
+        monkeypatch.setenv(cpu.VARIANT, "generic")
+        assert diagnose()["native kernel"]["in use"] == "generic"
+        assert diagnose()["variables"] == {cpu.VARIANT: "generic"}
+        monkeypatch.setenv(cpu.VARIANT, "abacus")
+        assert "got 'abacus'; wanted one of" in diagnose()["native kernel"]["in use"]
+        assert run("doctor").exit_code == 0
+
+
+def test_doctor_says_why_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "module", lambda: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = diagnose()
+    assert "without a working C++ compiler" in found["native kernel"]["in use"]
+    assert "gather" in found["native kernel"]["in use"]
+    assert found["backends"]["cpu"]["cpu"].startswith("not usable: the native kernel is not there")
 
 
 @pytest.mark.parametrize(

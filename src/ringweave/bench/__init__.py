@@ -12,7 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cases import CASES, CaseResult, Options, run_case
+    from .case import CaseResult, Options, Target
+    from .cases import CASES, run_case
     from .compare import Outcome, compare
     from .demo import DemoResult, run_demo
     from .peers import Peer, peers
@@ -25,6 +26,7 @@ __all__ = [
     "Options",
     "Outcome",
     "Peer",
+    "Target",
     "Workload",
     "compare",
     "peers",
@@ -34,11 +36,12 @@ __all__ = [
 
 _HOMES = {
     "CASES": "cases",
-    "CaseResult": "cases",
+    "CaseResult": "case",
     "DemoResult": "demo",
-    "Options": "cases",
+    "Options": "case",
     "Outcome": "compare",
     "Peer": "peers",
+    "Target": "case",
     "Workload": "workload",
     "compare": "compare",
     "peers": "peers",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -14,82 +12,12 @@ import ringweave as rw
 
 from ..errors import UnsupportedError, message
 from ..plan.build import build
-from .compare import Outcome, compare, silent
-from .measure import Timing, interleaved
+from . import kernels
+from .case import BenchCase, CaseResult, Options, PlanCost
+from .compare import Outcome, Say, compare, silent
+from .measure import interleaved
 from .peers import chosen_backend, peers, sparse_backends
 from .workload import Workload
-
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a user may change of a case; None keeps the case's own size.
-
-    Attributes:
-        quick: A small form, seconds long.
-        tokens: Sequence length.
-        heads: Heads.
-        dtype: Of the inputs.
-        device: Of the inputs.
-        rounds: Timed rounds.
-    """
-
-    quick: bool = False
-    tokens: int | None = None
-    heads: int | None = None
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-    rounds: int | None = None
-
-
-@dataclass(frozen=True)
-class PlanCost:
-    """What planning one pattern at one length costs.
-
-    Attributes:
-        workload: Its name.
-        pattern: As text.
-        tokens: Its length.
-        tiles: Non-empty tiles.
-        timing: Seconds of a cold plan.
-        nbytes: Of the plan.
-    """
-
-    workload: str
-    pattern: str
-    tokens: int
-    tiles: int
-    timing: Timing
-    nbytes: int
-
-    @property
-    def nanoseconds_per_tile(self) -> float:
-        """Median time over tiles."""
-        return self.timing.median / self.tiles * 1e9
-
-    @property
-    def bytes_per_tile(self) -> float:
-        """Size over tiles."""
-        return self.nbytes / self.tiles
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """A case's figures, and what they say in a sentence."""
-
-    case: str
-    records: tuple[Outcome | PlanCost, ...]
-    conclusion: str
-
-
-@dataclass(frozen=True)
-class BenchCase:
-    """A named measurement."""
-
-    name: str
-    summary: str
-    run: Callable[[Options, Say], CaseResult]
 
 
 def window_with_sinks(window: int, sinks: int) -> rw.Pattern:
@@ -98,7 +26,8 @@ def window_with_sinks(window: int, sinks: int) -> rw.Pattern:
 
 
 def _workload(name: str, pattern: rw.Pattern, tokens: int, options: Options, heads: int) -> Workload:
-    return Workload(name, pattern, tokens, options.heads or heads, 64, 1, options.dtype, options.device)
+    dtype = options.dtype or torch.float32
+    return Workload(name, pattern, tokens, options.heads or heads, 64, 1, dtype, options.device)
 
 
 def _names(workload: Workload, *others: str) -> list[str]:
@@ -219,10 +148,13 @@ def _crossing(records: list[Outcome], direction: str) -> str:
     return "ringweave is faster at every density." if points[-1][1] > 0 else "dense SDPA is faster at every density."
 
 
+USUAL = Options()
+
 CASES: dict[str, BenchCase] = {
     case.name: case
     for case in (
         BenchCase("attention", "window + sinks and 90%-sparse random tiles; all peers side by side", _attention),
+        BenchCase("kernels", "share of the processor's peak over densities, sizes and types; overheads", kernels.run),
         BenchCase("planning", "cold plans from 16K to 1M tokens: time and bytes per non-empty tile", _planning),
         BenchCase("memory", "peak memory of a window at 32K and 262K tokens", _memory),
         BenchCase("dilated", "LongNet's mixture and a dilated relation against dense attention", _dilated),
@@ -231,7 +163,7 @@ CASES: dict[str, BenchCase] = {
 }
 
 
-def run_case(name: str, options: Options = Options(), say: Say = silent) -> CaseResult:
+def run_case(name: str, options: Options = USUAL, say: Say = silent) -> CaseResult:
     """Run a named case.
 
     Args:

@@ -31,7 +31,8 @@ class Outcome:
     Attributes:
         workload: Its name.
         tokens: Its length.
-        heads: Its heads.
+        heads: Its query heads.
+        kv_heads: Its key heads.
         head_dim: Its head dimension.
         dtype: Its type.
         density: Allowed pairs over all pairs.
@@ -46,12 +47,14 @@ class Outcome:
         accuracy: Errors on the checked rows, against the oracle of the function it computes.
         limit: What was taken as correct.
         setup_seconds: Spent once, on planning or compilation.
+        peak_share: ``gflops`` over the FMA peak of the same run, where that was measured.
         reason: Why there is no timing.
     """
 
     workload: str
     tokens: int
     heads: int
+    kv_heads: int
     head_dim: int
     dtype: str
     density: float
@@ -66,6 +69,7 @@ class Outcome:
     accuracy: Accuracy | None = None
     limit: Limit | None = None
     setup_seconds: float | None = None
+    peak_share: float | None = None
     reason: str | None = None
 
     @property
@@ -100,7 +104,7 @@ def compare(
         An outcome for each direction and peer, in that order.
     """
     inputs = workload.inputs() if inputs is None else inputs
-    session = _Session(workload, inputs, say)
+    session = Session(workload, inputs, say)
     outcomes: list[Outcome] = []
     for direction in directions:
         backward = direction != "forward"
@@ -121,15 +125,17 @@ def compare(
                 if memory:
                     say(f"{workload.name}: memory of {name}, {direction}")
                     fields["peak"] = peak_memory(call, device=workload.device, warm=False)
-            outcomes.append(_outcome(workload, direction, name, fields))
+            outcomes.append(outcome(workload, direction, name, fields))
     return outcomes
 
 
-def _outcome(workload: Workload, direction: str, peer: str, fields: dict[str, object]) -> Outcome:
+def outcome(workload: Workload, direction: str, peer: str, fields: dict[str, object]) -> Outcome:
+    """An outcome from its workload and what is known of the peer."""
     common: dict[str, object] = {
         "workload": workload.name,
         "tokens": workload.tokens,
         "heads": workload.heads,
+        "kv_heads": workload.key_heads,
         "head_dim": workload.head_dim,
         "dtype": str(workload.dtype).removeprefix("torch."),
         "density": workload.density,
@@ -140,7 +146,7 @@ def _outcome(workload: Workload, direction: str, peer: str, fields: dict[str, ob
     return Outcome(**(common | fields))  # type: ignore[arg-type]
 
 
-class _Session:
+class Session:
     """Peers built once and oracles evaluated once for a workload."""
 
     def __init__(self, workload: Workload, inputs: Inputs, say: Say):

@@ -20,48 +20,12 @@ from .compare import Outcome, compare
 from .corpus import Corpus, standard_library, text_inputs
 from .peers import chosen_backend, peers
 from .record import Environment, environment
+from .sizes import QUICK, WHOLE, Sizes
 from .workload import Accuracy, Inputs, Limit, Oracle, Workload, sample_rows
 
 #: (part, share done, what happens now)
 Advance = Callable[[str, float, str], None]
 _TRAINED = ("ringweave", "dense causal")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How large the demonstration is.
-
-    Attributes:
-        lengths: Tokens at which speed and memory are measured; exactness at the first.
-        context: Tokens of a training step.
-        window: Of the pattern.
-        sinks: Of the pattern.
-        heads: Heads of the measured attention.
-        head_dim: Its head dimension.
-        rounds: Timed rounds.
-        steps: Training steps of each model.
-        speed_budget: Seconds after which no further timed round of a length and direction starts.
-        train_budget: Seconds after which no further training step starts.
-        whole_budget: Seconds of the whole run that training keeps to.
-        peers: Who is timed.
-    """
-
-    lengths: tuple[int, ...]
-    context: int
-    window: int
-    sinks: int
-    heads: int
-    head_dim: int
-    rounds: int
-    steps: int
-    speed_budget: float
-    train_budget: float
-    whole_budget: float
-    peers: tuple[str, ...]
-
-
-WHOLE = Sizes((8192, 16384), 8192, 1024, 64, 4, 64, 3, 36, 7.0, 80.0, 160.0, ("ringweave", "sdpa", "flex"))
-QUICK = Sizes((1024, 2048), 1024, 128, 16, 4, 32, 2, 6, 3.0, 60.0, 90.0, ("ringweave", "sdpa"))
 
 
 @dataclass(frozen=True)
@@ -117,6 +81,12 @@ class DemoResult:
     training_backend: str
 
     @property
+    def kernel(self) -> str:
+        """The native kernel's instruction set, or that there is none."""
+        found = self.environment.kernel
+        return f"native kernel for {found}" if found else "no native kernel: ringweave was built without a C++ compiler"
+
+    @property
     def exact(self) -> bool:
         """Whether ringweave's errors are within the limit."""
         return self.exactness.ringweave.excess(self.exactness.limit) is None
@@ -158,7 +128,7 @@ class DemoResult:
         sparse, dense = (self.training[name] for name in _TRAINED)
         return [
             ("pattern", f"{self.pattern.text}, density {self.pattern.density:.3f} at {self.pattern.tokens:,} tokens"),
-            ("backend", f"{self.exactness.backend}; in training {self.training_backend}"),
+            ("backend", f"{self.exactness.backend}, in training {self.training_backend}; {self.kernel}"),
             (
                 "exactness",
                 f"{'right' if self.exact else 'WRONG'}: largest error of the output {mine.largest:.1e}, "
@@ -237,6 +207,8 @@ def _exactness(pattern: rw.Pattern, corpus: Corpus, sizes: Sizes) -> Exactness:
 
 def _speed(pattern: rw.Pattern, corpus: Corpus, sizes: Sizes, advance: Advance) -> list[Outcome]:
     part = "Speed and memory"
+    chosen = chosen_backend(_workload(pattern, sizes.lengths[0], sizes), backward=True)
+    compared = ("ringweave", *(("ringweave:gather",) if chosen != "gather" else ()), *sizes.peers)
     outcomes: list[Outcome] = []
     for done, tokens in enumerate(sizes.lengths):
         inputs: Inputs = text_inputs(corpus, tokens, heads=sizes.heads, head_dim=sizes.head_dim)
@@ -249,7 +221,7 @@ def _speed(pattern: rw.Pattern, corpus: Corpus, sizes: Sizes, advance: Advance) 
 
         outcomes += compare(
             _workload(pattern, tokens, sizes),
-            peers(*sizes.peers),
+            peers(*compared),
             inputs=inputs,
             rounds=sizes.rounds,
             budget=sizes.speed_budget,

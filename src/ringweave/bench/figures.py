@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _INK = "#010203"
 _COLOURS = {
     "ringweave": "#2f81f7",
+    "ringweave:gather": "#8db9f0",
     "sdpa": "#e08a1e",
     "dense causal": "#e08a1e",
     "flex": "#3fa45b",
@@ -62,6 +63,7 @@ def bars(
         axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
         axes.tick_params(axis="y", length=0)
         axes.set_xlim(0, longest * 1.42)
+        axes.locator_params(axis="x", nbins=6)
         axes.spines["left"].set_visible(False)
         axes.set_ylim(at - 0.8, -0.6)
         axes.set_xlabel(axis)

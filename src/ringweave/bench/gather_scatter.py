@@ -21,13 +21,14 @@ def gather_scatter(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Tensor:
 
     Args:
         q: Queries, (B, H, Nq, D).
-        k: Keys, (B, H, Nk, D).
-        v: Values, (B, H, Nk, Dv).
+        k: Keys, (B, Hkv, Nk, D); repeated for the query heads that share them.
+        v: Values, (B, Hkv, Nk, Dv).
         plan: The tiles.
     Returns:
         Output, (B, H, Nq, Dv), dtype of q; rows that attend nothing give 0.
     """
     batch, heads, nq, dim = q.shape
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     row, col, bits = _pairs(plan)
     q_tiles, k_tiles, v_tiles = (
         _tiled(x.float(), tiles, side)

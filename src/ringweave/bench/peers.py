@@ -109,10 +109,10 @@ def chosen_backend(workload: Workload, *, backward: bool, name: str = "auto") ->
     Raises:
         UnsupportedError: The named backend cannot run it.
     """
-    heads, dim = workload.heads, workload.head_dim
+    heads, tokens, dim = workload.heads, workload.tokens, workload.head_dim
     device = torch.device(workload.device).type
     case = Case(
-        workload.batch, heads, heads, workload.tokens, workload.tokens, dim, dim, workload.dtype, device, backward
+        workload.batch, heads, workload.key_heads, tokens, tokens, dim, dim, workload.dtype, device, backward
     )  # fmt: skip
     counts = describe(program(workload.pattern, case, 0, name))
     return counts[0][1] if len(counts) == 1 else " + ".join(f"{number} x {backend}" for number, backend in counts)
@@ -147,21 +147,23 @@ def _ringweave(backend: str) -> Peer:
 def _dense(workload: Workload, inputs: Inputs) -> Built:
     function = workload.dense_pattern
     causal = function == rw.Causal()
+    grouped = workload.key_heads != workload.heads
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
     return Built(attend, function, "torch SDPA, is_causal=True" if causal else "torch SDPA, no mask")
 
 
 def _masked(workload: Workload, inputs: Inputs) -> Built:
     start = time.perf_counter()
+    grouped = workload.key_heads != workload.heads
     batch, heads = workload.pattern.extents()
     mask = workload.pattern.to_dense(workload.tokens, heads=heads or 1, batch=batch or 1).to(workload.device)
     seconds = time.perf_counter() - start
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
     return Built(attend, workload.pattern, f"torch SDPA, bool mask of {mask.numel() / 2**20:.0f} MiB", seconds)
 
@@ -203,9 +205,10 @@ def _flex(workload: Workload, inputs: Inputs) -> Built:
     # other workloads' graphs would count against the compiler's limit of variants
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
+    grouped = workload.key_heads != workload.heads
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = compiled(q, k, v, block_mask=block_mask)
+        out = compiled(q, k, v, block_mask=block_mask, enable_gqa=grouped)
         assert isinstance(out, Tensor)
         return out
 

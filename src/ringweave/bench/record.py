@@ -17,6 +17,9 @@ import torch
 
 import ringweave
 
+from ..errors import UnsupportedError
+from ..ops import cpu
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -34,6 +37,7 @@ class Environment:
         python: Version.
         torch: Version.
         ringweave: Version.
+        kernel: Instruction set of the native CPU kernel; None where it is absent.
         commit: Short commit of the source tree, if it is one; ``+`` marks local changes.
     """
 
@@ -48,6 +52,7 @@ class Environment:
     python: str
     torch: str
     ringweave: str
+    kernel: str | None
     commit: str | None
 
 
@@ -67,8 +72,16 @@ def environment(device: str = "cpu") -> Environment:
         python=platform.python_version(),
         torch=str(torch.__version__),
         ringweave=ringweave.__version__,
+        kernel=_kernel(),
         commit=_commit(),
     )
+
+
+def _kernel() -> str | None:
+    try:
+        return cpu.variant()
+    except UnsupportedError:
+        return None
 
 
 def _cpu_model() -> str:

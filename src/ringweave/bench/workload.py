@@ -17,7 +17,7 @@ from ..patterns import Causal, Full, LongNet, Pattern
 
 
 class Inputs(NamedTuple):
-    """What attention takes, and the gradient of what it gives: (B, H, N, D) each."""
+    """What attention takes, and the gradient of what it gives: (B, H, N, D) each, k and v with the key heads."""
 
     q: Tensor
     k: Tensor
@@ -33,7 +33,8 @@ class Workload:
         name: For people.
         pattern: What may attend.
         tokens: Queries and keys.
-        heads: Query and key heads.
+        heads: Query heads.
+        kv_heads: Key heads; as many as query heads where not given.
         head_dim: Of queries, keys and values.
         batch: Batch elements.
         dtype: Of the inputs.
@@ -48,12 +49,18 @@ class Workload:
     batch: int = 1
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    kv_heads: int | None = None
+
+    @property
+    def key_heads(self) -> int:
+        """Key heads as a number."""
+        return self.kv_heads or self.heads
 
     def inputs(self, seed: int = 0) -> Inputs:
         """Random normal inputs; never zeros, on which kernels are faster."""
         generator = torch.Generator().manual_seed(seed)
-        shape = (self.batch, self.heads, self.tokens, self.head_dim)
-        made = (torch.randn(shape, generator=generator).to(self.device, self.dtype) for _ in range(4))
+        q, kv = ((self.batch, heads, self.tokens, self.head_dim) for heads in (self.heads, self.key_heads))
+        made = (torch.randn(shape, generator=generator).to(self.device, self.dtype) for shape in (q, kv, kv, q))
         return Inputs(*made)
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -16,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
-from ..ops import dispatch
+from ..errors import RingweaveError
+from ..ops import cpu, dispatch
 from ..ops.backend import Case
 from ..patterns import Causal, SlidingWindow
 from ..plan import branches
@@ -25,10 +28,12 @@ from . import terminal
 
 _OPTIONAL = ("numpy", "triton", "typer", "rich", "matplotlib", "jinja2", "psutil", "transformers")
 _COMPILERS = ("g++", "clang++", "c++", "nvcc")
+_MODULE = "ringweave._cpu"
+_VARIABLES = {cpu.VARIANT: "not set: the best instruction set is used"}
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
-    """Check Python, PyTorch, devices, compilers, packages and backends."""
+    """Check Python, PyTorch, devices, the native kernel, compilers, packages and backends."""
     findings = diagnose()
     console = terminal.out()
     if as_json:
@@ -58,7 +63,7 @@ def diagnose() -> dict[str, dict[str, Any]]:
     Example:
         >>> from ringweave.cli.doctor import diagnose
         >>> sorted(diagnose())
-        ['backends', 'compilers', 'devices', 'environment', 'packages', 'system']
+        ['backends', 'compilers', 'devices', 'native kernel', 'packages', 'system', 'variables']
     """
     devices = _devices()
     return {
@@ -71,11 +76,35 @@ def diagnose() -> dict[str, dict[str, Any]]:
             "cpu": torch.backends.cpu.get_cpu_capability(),
         },
         "devices": devices,
+        "native kernel": _kernel(),
         "compilers": {name: _compiler(name) for name in _COMPILERS},
         "packages": {name: _installed(name) for name in _OPTIONAL},
         "backends": {name: {kind: _usable(name, kind) for kind in devices} for name in dispatch.BACKENDS},
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("RINGWEAVE_")},
+        "variables": _VARIABLES | {name: value for name, value in sorted(os.environ.items()) if name in _VARIABLES},
     }
+
+
+def _kernel() -> dict[str, str]:
+    """The instruction sets of the CPU kernel: in use, and all that this machine can run; or why it is absent."""
+    native = cpu.module()
+    if native is None:
+        return {"in use": _why_absent()}
+    try:
+        used = cpu.variant()
+    except RingweaveError as error:
+        used = str(error)
+    return {"in use": used, "can run": ", ".join(native.variants())}
+
+
+def _why_absent() -> str:
+    if importlib.util.find_spec(_MODULE) is None:
+        why = "none: ringweave was built without a working C++ compiler, and the gather backend runs instead"
+        return f"{why}. Install g++ or clang++, then ringweave again."
+    try:
+        importlib.import_module(_MODULE)
+    except ImportError as error:
+        return f"none: {_MODULE} does not load ({error}). Install ringweave again for this Python."
+    return f"none: {_MODULE} loads now and did not before"
 
 
 def _devices() -> dict[str, str]:

@@ -1,0 +1,82 @@
+// dK and dV of a task: where they begin and end, and how they are kept between the windows of backward.
+#pragma once
+#include "backward_panel.h"
+
+namespace ringweave {
+namespace {
+
+inline Lanes key_lanes(const Problem &pb, const Unit &u, int tile) {
+  const int64_t first = (int64_t)tile * pb.plan.kv_tile;
+  const int rows = (int)smaller(pb.plan.kv_tile, pb.nk - first);
+  return {u.batch, u.kv_head, first, 1, rows, pad_lanes(rows)};
+}
+
+inline void write_scaled(const View &t, const Lanes &lanes, int width, const float *from, float factor, float *factors,
+                         char *memory) {
+  for (int i = 0; i < lanes.count; ++i) factors[i] = factor;
+  unpack(t, lanes, width, from, factors, memory);
+}
+
+// Calls f(result's element, lane's sum, byte beside it) for each channel of each key.
+template <class Sum, class Low, class F>
+RW_INLINE void each_sum(const View &t, const Lanes &lanes, int width, Sum *sums, Low *low, F f) {
+  for (int p = 0; p < lanes.rows; p += panel_width(p, lanes.count)) {
+    const int pw = panel_width(p, lanes.count);
+    for (int r = p; r < smaller(lanes.rows, p + pw); ++r) {
+      char *to = row_at(t, lanes.batch, lanes.head, lanes.first + r);
+      Sum *from = sums + (ptrdiff_t)p * width + (r - p);
+      for (int c = 0; c < width; ++c)
+        f(to + c * bytes_of(t.dtype), from + (ptrdiff_t)c * pw, low + (ptrdiff_t)r * width + c);
+    }
+  }
+}
+
+// Sums of a column that another window goes on with: the upper bits where the result will be, and for a 16-bit result
+// eight more in `low`. 2^-17 of a rounding for each window is little beside the result's own.
+inline void keep_sums(const View &t, const Lanes &lanes, int width, const float *sums, uint8_t *low) {
+  const bool whole = t.dtype == F32;
+  each_sum(t, lanes, width, sums, low, [&](char *to, const float *sum, uint8_t *rest) {
+    if (whole) return (void)memcpy(to, sum, 4);
+    uint32_t u = bits_of(*sum);
+    u = (u & 0x7fffffff) > 0x7f800000u ? u | 0x400000 : u + 0x80;
+    const uint16_t high = (uint16_t)(u >> 16);
+    memcpy(to, &high, 2);
+    *rest = (uint8_t)(u >> 8);
+  });
+}
+
+inline void resume_sums(const View &t, const Lanes &lanes, int width, float *sums, const uint8_t *low) {
+  const bool whole = t.dtype == F32;
+  each_sum(t, lanes, width, sums, low, [&](const char *from, float *sum, const uint8_t *rest) {
+    if (whole) return (void)memcpy(sum, from, 4);
+    uint16_t high;
+    memcpy(&high, from, 2);
+    *sum = float_of((uint32_t)high << 16 | (uint32_t)*rest << 8);
+  });
+}
+
+// dK and dV of a task before and after a window.
+inline void begin_keys(const Problem &pb, const Lanes &lanes, const Visit &visit, const Turns &turns, float *dk) {
+  const size_t before = (size_t)lanes.count * pb.d;
+  memset(dk, 0, 4 * (size_t)lanes.count * (pb.d + pb.dv_dim));
+  if (!visit.resume) return;
+  const uint8_t *low = turns.kept + visit.slot * kept_bytes(pb);
+  resume_sums(pb.dk, lanes, pb.d, dk, low);
+  resume_sums(pb.dv, lanes, pb.dv_dim, dk + before, low + (pb.dk.dtype == F32 ? 0 : lanes.rows * pb.d));
+}
+
+inline void end_keys(const Problem &pb, const Lanes &lanes, const Visit &visit, const Turns &turns, const float *dk,
+                     const BackwardMemory &m) {
+  const float *dv = dk + (size_t)lanes.count * pb.d;
+  if (!visit.keep) {
+    write_scaled(pb.dk, lanes, pb.d, dk, pb.scale, m.low, m.rows);
+    write_scaled(pb.dv, lanes, pb.dv_dim, dv, 1, m.low, m.rows);
+    return;
+  }
+  uint8_t *low = turns.kept + visit.slot * kept_bytes(pb);
+  keep_sums(pb.dk, lanes, pb.d, dk, low);
+  keep_sums(pb.dv, lanes, pb.dv_dim, dv, low + (pb.dk.dtype == F32 ? 0 : lanes.rows * pb.d));
+}
+
+}  // namespace
+}  // namespace ringweave

@@ -1,0 +1,218 @@
+// One query tile against one panel of keys: the five products of backward.
+#pragma once
+#include <sched.h>
+
+#include "forward.h"
+
+namespace ringweave {
+namespace {
+
+constexpr int kBackwardRows = 64;  // rows of P and dS at a time
+
+struct BackwardMemory {
+  float *x, *y, *dx, *p, *p_pair, *ds, *ds_rows, *low, *delta, *keys, *clean_keys;  // x, y: K and V across lanes
+  char *a, *b, *a_columns, *b_columns, *rows;
+  uint32_t *mask;
+  uint8_t *dead, *bad;
+  size_t bytes;
+  BackwardMemory(const Problem &pb, int lanes, char *block) {
+    Carve m{block};
+    const int width = (int)larger(pb.d, pb.dv_dim), q = pb.plan.q_tile, k = pb.plan.kv_tile,
+              panel = kBackwardRows * kWide * W;
+    x = m.take<float>((size_t)lanes * pb.d);
+    y = m.take<float>((size_t)lanes * pb.dv_dim);
+    dx = m.take<float>((size_t)lanes * (pb.d + pb.dv_dim));
+    p = m.take<float>(panel), p_pair = m.take<float>(panel), ds = m.take<float>(panel), ds_rows = m.take<float>(panel);
+    low = m.take<float>(larger(lanes, q));
+    delta = m.take<float>(q);
+    keys = m.take<float>((size_t)k * pad_lanes(pb.d));
+    clean_keys = m.take<float>((size_t)k * pad_lanes(pb.d));
+    a = m.take<char>((size_t)larger(q, k) * pb.d * 4);
+    b = m.take<char>((size_t)q * pb.dv_dim * 4);
+    a_columns = m.take<char>((size_t)q * pb.d * 4);
+    b_columns = m.take<char>((size_t)q * pb.dv_dim * 4);
+    rows = m.take<char>((size_t)width * 16);
+    mask = m.take<uint32_t>((size_t)q * pb.plan.words);
+    dead = m.take<uint8_t>(larger(q, k));
+    bad = m.take<uint8_t>(k);
+    bytes = (size_t)(m.at - block);
+  }
+};
+
+// A block of M rows as the streamed side of a contraction over rows (pairs: rows 2i, 2i + 1 side by side).
+template <int M, int N>
+RW_INLINE void keep(float *to, int r, V (&x)[M][N], Single) {
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) store(to + ((r + i) * N + j) * W, x[i][j]);
+}
+#if defined(__AVX512BF16__)
+template <int M, int N>
+RW_INLINE void keep(float *to, int r, V (&x)[M][N], Pair) {
+#pragma GCC unroll 16
+  for (int i = 0; i < M; i += 2)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j)
+      store(to + ((r + i) / 2 * N + j) * W, pair(x[i][j], i + 1 < M ? x[(i + 1) % M][j] : V{}));
+}
+#endif
+
+// out[channel][lane] += sum over rows of tile[row][channel] x[row][lane]
+template <class Op, int N>
+RW_INLINE void add_product(Tile tile, int r0, int width, int rows, const float *x, float *out) {
+  sweep<Op, false, N>(
+      tile.data + (ptrdiff_t)(r0 / Op::depth) * tile.ld, tile.ld, width, (rows + Op::depth - 1) / Op::depth, x,
+      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+        for (int i = 0; i < decltype(block)::value; ++i)
+#pragma GCC unroll 8
+          for (int j = 0; j < N; ++j) acc[i][j] = load(out + ((r + i) * N + j) * W);
+      },
+      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+        for (int i = 0; i < decltype(block)::value; ++i)
+#pragma GCC unroll 8
+          for (int j = 0; j < N; ++j) store(out + ((r + i) * N + j) * W, acc[i][j]);
+      });
+}
+
+// The same block narrowed row by row, as the broadcast side of dS K. Single precision reads `keep`'s copy.
+template <int M, int N>
+RW_INLINE void keep_rows(float *, int, V (&)[M][N], Single) {}
+#if defined(__AVX512BF16__)
+template <int M, int N>
+RW_INLINE void keep_rows(float *to, int r, V (&x)[M][N], Pair) {
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) {
+      __m256bh h = _mm512_cvtneps_pbh((__m512)x[i][j]);
+      memcpy((char *)to + ((r + i) * N + j) * W * 2, &h, 32);
+    }
+}
+#endif
+
+// out[row][channel] += sum over keys of ds[row][key] keys[key][channel], for one panel of channels.
+template <class Op, int N>
+RW_INLINE void add_rows(const char *ds, ptrdiff_t ld, int rows, int depth, const float *keys, float *out) {
+  sweep<Op, true, N>(
+      ds, ld, rows, depth, keys,
+      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+        for (int i = 0; i < decltype(block)::value; ++i)
+#pragma GCC unroll 8
+          for (int j = 0; j < N; ++j) acc[i][j] = load(out + ((r + i) * N + j) * W);
+      },
+      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+        for (int i = 0; i < decltype(block)::value; ++i)
+#pragma GCC unroll 8
+          for (int j = 0; j < N; ++j) store(out + ((r + i) * N + j) * W, acc[i][j]);
+      });
+}
+
+// Rows with channels across lanes, panel by panel of channels (padded to 16): the streamed side of dS K.
+template <class Op>
+inline void pack_channels(Tile t, int n, int width, float *to) {
+  const int elements = (n + Op::depth - 1) / Op::depth, padded = pad_lanes(width);
+  for (int c = 0; c < padded; c += panel_width(c, padded)) {
+    const int pw = panel_width(c, padded), filled = (int)smaller(pw, width - c);
+    for (int r = 0; r < elements; ++r) {
+      float *row = to + (ptrdiff_t)c * elements + (ptrdiff_t)r * pw;
+      memcpy(row, t.data + r * t.ld + 4 * c, 4 * (size_t)filled);
+      memset(row + filled, 0, 4 * (size_t)(pw - filled));
+    }
+  }
+}
+
+// One query tile of a column.
+struct Streamed {
+  Tile a, b, a_columns, b_columns;  // Q and dO by rows, and for contractions over rows
+  const float *keys;                // K, channels across lanes
+  TileMask mask;
+  Ahead ahead;
+  float *dq;  // the tile's sum: panels of channels, each q_tile rows
+  int rows, key_count;
+};
+
+inline void await(const int32_t *done, int32_t turn) {
+  for (int spin = 0; __atomic_load_n(done, __ATOMIC_ACQUIRE) != turn; ++spin)
+    if (spin > 200) sched_yield();
+}
+
+// One query tile against one panel of keys.
+template <class Op, int N>
+inline void backward_panel(const Problem &pb, const BackwardMemory &m, float c, int lane, const Streamed &t,
+                           const int32_t *done, int32_t turn, float *dk, float *dv) {
+  const float *x = m.x + (ptrdiff_t)lane * (pb.d / Op::depth), *y = m.y + (ptrdiff_t)lane * (pb.dv_dim / Op::depth);
+  float *p = m.p, *p_pair = m.p_pair, *ds = m.ds, *ds_rows = m.ds_rows;
+  const TileMask mask = t.mask;
+  const V cv = splat(c);
+  for (int r0 = 0; r0 < t.rows; r0 += kBackwardRows) {
+    const int n = (int)smaller(kBackwardRows, t.rows - r0);
+    const float *low = m.low + r0, *delta = m.delta + r0;
+    auto zero = [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); };
+    sweep<Op, true, N>(
+        t.a.data + r0 * t.a.ld, t.a.ld, n, pb.d / Op::depth, x,
+        [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+          if (lane == 0) t.ahead.fetch(r0 + r, r0 + r + decltype(block)::value);
+          clear(acc);
+        },
+        [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+          constexpr int M = decltype(block)::value;
+          const uint32_t *bits = mask.rows ? mask.rows + (ptrdiff_t)(r0 + r) * mask.words : nullptr;
+#pragma GCC unroll 16
+          for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+            for (int j = 0; j < N; ++j) {
+              V e = exp2(acc[i][j] * cv - splat(low[r + i]));
+              if (bits) e = select(mask_at(bits + i * mask.words, lane + j * W), e, V{});
+              acc[i][j] = e;
+              store(p + ((r + i) * N + j) * W, e);
+            }
+          if (Op::depth == 2) keep(p_pair, r, acc, Op());
+        });
+    sweep<Op, true, N>(t.b.data + r0 * t.b.ld, t.b.ld, n, pb.dv_dim / Op::depth, y, zero,
+                       [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+                         constexpr int M = decltype(block)::value;
+                         const uint32_t *bits = mask.rows ? mask.rows + (ptrdiff_t)(r0 + r) * mask.words : nullptr;
+#pragma GCC unroll 16
+                         for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+                           for (int j = 0; j < N; ++j) {
+                             V e = load(p + ((r + i) * N + j) * W) * (acc[i][j] - splat(delta[r + i]));
+                             if (bits) e = select(mask_at(bits + i * mask.words, lane + j * W), e, V{});
+                             acc[i][j] = e;
+                           }
+                         keep(ds, r, acc, Op());
+                         keep_rows(ds_rows, r, acc, Op());
+                       });
+    add_product<Op, N>(t.b_columns, r0, pb.dv_dim, n, Op::depth == 2 ? p_pair : p, dv + (ptrdiff_t)lane * pb.dv_dim);
+    add_product<Op, N>(t.a_columns, r0, pb.d, n, ds, dk + (ptrdiff_t)lane * pb.d);
+
+    if (lane == 0 && r0 == 0) {
+      await(done, turn);
+      if (turn == 0) memset(t.dq, 0, 4 * (size_t)pb.plan.q_tile * pad_lanes(pb.d));
+    }
+    const char *rows = (const char *)(Op::depth == 2 ? ds_rows : ds);
+    const ptrdiff_t ld = N * W * (Op::depth == 2 ? 2 : 4);
+    const int all = (t.key_count + Op::depth - 1) / Op::depth,
+              depth = (int)smaller(N * W / Op::depth, all - lane / Op::depth);
+    const int width = pad_lanes(pb.d);
+    for (int ch = 0; ch < width; ch += panel_width(ch, width)) {
+      const int pw = panel_width(ch, width);
+      const float *keys = t.keys + (ptrdiff_t)ch * all + (ptrdiff_t)(lane / Op::depth) * pw;
+      float *out = t.dq + (ptrdiff_t)ch * pb.plan.q_tile + (ptrdiff_t)r0 * pw;
+      if (kWide == 4 && pw == 4 * W)
+        add_rows<Op, kWide>(rows, ld, n, depth, keys, out);
+      else if (pw == 2 * W)
+        add_rows<Op, 2>(rows, ld, n, depth, keys, out);
+      else
+        add_rows<Op, 1>(rows, ld, n, depth, keys, out);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ringweave

@@ -1,0 +1,173 @@
+"""Figures in the terminal: the tables of ``ringweave bench`` and the summary of ``ringweave demo``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape as escaped
+from rich.table import Table
+
+from .case import CaseResult, PlanCost, Target
+from .compare import Outcome
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .demo import DemoResult
+    from .record import Environment
+
+__all__ = ["escaped", "new_table", "print_result", "print_summary", "where_line"]
+
+_LEFT = ("peer", "pattern", "note", "what", "size", "tokens, direction", "")
+_WRAPPED = ("note", "what", "size")
+
+
+def print_result(console: Console, result: CaseResult) -> bool:
+    """Print a case's tables and conclusion; whether any peer was wrong."""
+    outcomes = [record for record in result.records if isinstance(record, Outcome)]
+    _print_plans(console, [record for record in result.records if isinstance(record, PlanCost)])
+    (_print_grid if result.grid else _print_outcomes)(console, outcomes)
+    _print_targets(console, [record for record in result.records if isinstance(record, Target)])
+    console.print(result.conclusion)
+    wrong = [outcome for outcome in outcomes if outcome.wrong]
+    for outcome in wrong:
+        console.print(
+            f"[red]{outcome.peer} is wrong on {outcome.workload}, {outcome.direction}: {outcome.reason}[/red]"
+        )
+    return bool(wrong) or any(isinstance(r, Target) and r.reason and "wrong" in r.reason for r in result.records)
+
+
+def _print_plans(console: Console, plans: list[PlanCost]) -> None:
+    if not plans:
+        return
+    table = new_table("Cold plans", "pattern", "tokens", "tiles", "ms", "min", "max", "ns/tile", "B/tile")
+    for plan in plans:
+        times = (f"{s * 1e3:.2f}" for s in (plan.timing.median, plan.timing.min, plan.timing.max))
+        each = (f"{plan.nanoseconds_per_tile:.0f}", f"{plan.bytes_per_tile:.1f}")
+        table.add_row(plan.workload, f"{plan.tokens:,}", f"{plan.tiles:,}", *times, *each)
+    console.print(table)
+
+
+def _print_outcomes(console: Console, outcomes: list[Outcome]) -> None:
+    """A table for each workload and direction, a line for each peer."""
+    groups: dict[tuple[str, int, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault((outcome.workload, outcome.tokens, outcome.direction), []).append(outcome)
+    for (workload, tokens, direction), members in groups.items():
+        first = members[0]
+        title = (
+            f"{workload}, {direction}: {tokens:,} tokens, {first.heads} heads, D = {first.head_dim}, {first.dtype}, "
+            f"density {first.density:.4f}"
+        )
+        table = new_table(title, "peer", "ms", "min", "max", "ratio", "GFLOP/s", "MiB", "note")
+        for outcome in members:
+            table.add_row(*_cells(outcome))
+        console.print(table)
+    if outcomes:
+        console.print(
+            "[dim]ms: median. ratio: the peer's median over the first peer's, same run. "
+            "GFLOP/s: on the pattern's allowed pairs. MiB: peak memory above what was there before, with results.[/dim]"
+        )
+
+
+def _cells(outcome: Outcome) -> list[str]:
+    if outcome.timing is None:
+        return [outcome.peer, "-", "", "", "", "", "", escaped(outcome.reason or "")]
+    timing = outcome.timing
+    setup = outcome.setup_seconds or 0.0
+    note = outcome.how + (f"; {setup:.1f} s to prepare" if setup >= 0.5 else "")
+    return [
+        outcome.peer,
+        *(f"{seconds * 1e3:.1f}" for seconds in (timing.median, timing.min, timing.max)),
+        "-" if outcome.over_first is None else f"{outcome.over_first.medians:.2f}",
+        f"{outcome.gflops:.1f}",
+        "-" if outcome.peak is None else f"{outcome.peak.nbytes / 2**20:.0f}",
+        note,
+    ]
+
+
+def _print_grid(console: Console, outcomes: list[Outcome]) -> None:
+    """A table for each type and direction, a line for each size and density, with peers as columns."""
+    groups: dict[tuple[str, str], dict[tuple[int, ...], dict[str, Outcome]]] = {}
+    for each in outcomes:
+        key = (each.tokens, each.head_dim, each.heads, each.kv_heads, round(each.density * 10000))
+        groups.setdefault((each.dtype, each.direction), {}).setdefault(key, {})[each.peer] = each
+    for (dtype, direction), lines in groups.items():
+        names = list(dict.fromkeys(name for line in lines.values() for name in line if name != "ringweave"))
+        shown = [name.removeprefix("ringweave:") for name in names]
+        title = f"{dtype}, {direction}"
+        table = new_table(title, "tokens", "D", "heads", "density", "ms", "GFLOP/s", "of peak", *shown)
+        for (tokens, head_dim, heads, kv_heads, density), line in lines.items():
+            mine = line.get("ringweave")
+            timed = mine is not None and mine.timing is not None
+            grouped = f"{heads}" if heads == kv_heads else f"{heads}/{kv_heads}"
+            table.add_row(
+                f"{tokens:,}", f"{head_dim}", grouped, f"{density / 100:.0f}%",
+                f"{mine.timing.median * 1e3:.1f}" if timed else "-",  # type: ignore[union-attr]
+                f"{mine.gflops:.0f}" if timed else "-",  # type: ignore[union-attr]
+                "-" if mine is None or mine.peak_share is None else f"{mine.peak_share:.0%}",
+                *(_ratio(line.get(name)) for name in names),
+            )  # fmt: skip
+        console.print(table)
+    console.print(
+        "[dim]ms, GFLOP/s (of computed tiles) and share of the FMA peak: ringweave's. Columns named after a peer: its "
+        "time over ringweave's, medians of one run. sdpa computes all pairs, the others those of the density.[/dim]"
+    )
+    for reason in sorted({f"{each.peer}, {each.direction}: {each.reason}" for each in outcomes if each.reason}):
+        console.print(f"[dim]{escaped(reason)}[/dim]")
+
+
+def _ratio(outcome: Outcome | None) -> str:
+    return "-" if outcome is None or outcome.over_first is None else f"{outcome.over_first.medians:.2f} x"
+
+
+def _print_targets(console: Console, targets: Iterable[Target]) -> None:
+    targets = list(targets)
+    if not targets:
+        return
+    table = new_table("Targets", "what", "size", "measured", "target", "met")
+    for each in targets:
+        bound = "-" if each.bound is None else f"{'>=' if each.at_least else '<='} {each.spelled(each.bound)}"
+        met = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}[each.met]
+        if each.reason is not None and each.figure is None:
+            table.add_row(escaped(each.what), each.size, "-", "", escaped(each.reason))
+            continue
+        table.add_row(escaped(each.what), each.size, escaped(each.spelled(each.figure)), bound, met)
+    console.print(table)
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """A table with a bold title; numbers to the right, words to the left."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=column not in _WRAPPED)
+    return table
+
+
+def print_summary(console: Console, result: DemoResult) -> None:
+    """What a demonstration found."""
+    figures = Table.grid(padding=(0, 2))
+    for name, value in result.summary():
+        figures.add_row(f"[bold]{name}[/bold]", escaped(value))
+    console.print(figures)
+    rows = result.speeds()
+    names = list(rows[0][1])
+    table = new_table("Median times, and in brackets over ringweave's", "tokens, direction", *names)
+    for title, cells in rows:
+        table.add_row(title, *(cells.get(name, "") for name in names))
+    console.print(table)
+    for remark in result.remarks():
+        console.print(f"[dim]{escaped(remark)}[/dim]")
+    console.print(where_line(result.environment))
+
+
+def where_line(where: Environment) -> str:
+    """The machine in a line, and whether others use it."""
+    busy = ""
+    if where.load is not None and where.load > 0.5 * where.cores:
+        load = f"load {where.load:.1f} on {where.cores} cores"
+        busy = f" [yellow]Others use this machine ({load}): figures are noisy.[/yellow]"
+    kernel = f", kernel {where.kernel}" if where.kernel else ""
+    return f"{where.accelerator or where.cpu}, {where.threads} threads, torch {where.torch}{kernel}.{busy}"

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import ringweave as rw
+from ringweave.bench import overheads
+from ringweave.bench.case import CaseResult, Options, Target
+from ringweave.bench.commands import register
+from ringweave.bench.compare import Outcome
+from ringweave.bench.kernels import USUAL, fma_peak, run, whole_grid
+from ringweave.errors import RingweaveError
+from ringweave.ops import cpu
+
+app = typer.Typer()
+register(app)
+native = pytest.mark.skipif(cpu.module() is None, reason="built without a compiler")
+
+
+@pytest.fixture(scope="module")
+def result() -> CaseResult:
+    return run(Options(quick=True, rounds=1), lambda text: None)
+
+
+def test_both_types_both_directions_and_peers_are_measured(result: CaseResult) -> None:
+    outcomes = [record for record in result.records if isinstance(record, Outcome)]
+    assert {o.dtype for o in outcomes} == {"float32", "bfloat16"}
+    assert {o.direction for o in outcomes} == {"forward", "forward + backward"}
+    assert {o.peer for o in outcomes} >= {"ringweave", "sdpa"}
+    for outcome in outcomes:
+        assert outcome.timing is not None, outcome.reason
+        assert outcome.over_first is not None
+    # dense attention is timed once for all densities
+    dense = {(o.dtype, o.direction, o.timing) for o in outcomes if o.peer == "sdpa"}
+    assert len(dense) == 4
+
+
+@native
+def test_the_share_is_of_the_peak_and_on_the_tiles_computed(result: CaseResult) -> None:
+    for record in result.records:
+        if isinstance(record, Outcome) and record.peer == "ringweave":
+            assert record.gflops is not None
+            assert record.timing is not None
+            tiles = rw.random_blocks(record.tokens, record.density).plan(record.tokens, heads=record.heads).tiles
+            each = 128 * 128 * record.head_dim * (4 if record.direction == "forward" else 14)
+            assert record.gflops == pytest.approx(tiles * each / record.timing.median / 1e9)
+            assert record.peak_share is not None
+            assert record.peak_share > 0
+    assert cpu.variant() in result.conclusion
+    assert fma_peak(torch.float32, 0.01, 2) > 1e9
+
+
+@native
+def test_overheads_are_measured_and_small_sizes_have_no_target(result: CaseResult) -> None:
+    targets = [record for record in result.records if isinstance(record, Target)]
+    assert len(targets) == 10
+    for target in targets:
+        assert target.figure is not None
+        assert target.figure >= 0
+        assert target.met is None
+
+
+def test_without_the_kernel_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "module", lambda: None)
+    found = run(Options(quick=True, rounds=1, dtype=torch.float32), lambda text: None)
+    assert found.conclusion.startswith("No native kernel ran here (ringweave was installed without a C++ compiler)")
+    assert {r.how for r in found.records if isinstance(r, Outcome) and r.peer == "ringweave"} == {"gather"}
+    assert not any(isinstance(record, Target) for record in found.records)
+
+
+def test_the_grid_has_every_size_asked_for() -> None:
+    grid = list(whole_grid())
+    assert {size.tokens for size in grid} == {4096, 8192, 16384, 32768, 65536}
+    assert {(size.head_dim, size.kv_heads) for size in grid} == {(64, 8), (64, 2), (128, 8), (128, 2)}
+    assert {density for size in grid for density in size.densities} == {0.01, 0.05, 0.1, 0.25, 0.5, 1.0}
+    assert sum("flex" in size.peers for size in grid) == sum("flex" in size.peers for size in USUAL) == 1
+
+
+@pytest.mark.parametrize(
+    ("figure", "bound", "at_least", "met"),
+    [(2.0, 1.7, True, True), (1.0, 1.7, True, False), (1.0, 1.1, False, True), (1.2, 1.1, False, False),
+     (None, 1.0, True, None), (1.0, None, True, None)],
+)  # fmt: skip
+def test_a_target_is_met_or_not(figure: float | None, bound: float | None, at_least: bool, met: bool | None) -> None:
+    target = Target("speed", "small", figure, bound, at_least)
+    assert target.met is met
+    assert Target("share", "", 0.5, 0.5, True, "%").spelled(0.5) == "50.0%"
+
+
+def test_a_wrong_result_has_no_overhead() -> None:
+    one = torch.ones(4)
+    overheads._same(one, one, "x")
+    with pytest.raises(RingweaveError, match="x: wrong, root mean square error"):
+        overheads._same(one, one * 1.01, "x")
+    with pytest.raises(RingweaveError):
+        overheads._same(one * torch.nan, one, "x")
+
+
+@native
+def test_the_command_prints_a_line_for_each_size_and_the_targets(tmp_path: Path) -> None:
+    out = tmp_path / "figures.jsonl"
+    command = ["bench", "kernels", "--quick", "--rounds", "1", "--dtype", "bfloat16", "--out", str(out)]
+    found = CliRunner().invoke(app, command, env={"COLUMNS": "140"})
+    assert found.exit_code == 0, found.output
+    for word in ("bfloat16, forward + backward", "of peak", "1,024", "4/2", "Targets", "view x[:, :, ::4]", "FMA peak"):
+        assert word in found.output
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {line.get("dtype", "bfloat16") for line in lines} == {"bfloat16"}
+    assert any("bound" in line for line in lines)

@@ -1,0 +1,137 @@
+"""What the binding refuses, by name; and plans with corrupt numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from .plans import COLUMNS, ROWS, SHAPE, Case, _cpu, case
+
+LAST = ("scale", "threads", "variant")
+FORWARD = ("q", "k", "v", "out", "lse", *ROWS, *SHAPE, *LAST)
+BACKWARD = ("dout", "q", "k", "v", "lse", "delta", "dq", "dk", "dv", *ROWS, *COLUMNS, *SHAPE, *LAST)
+
+
+@pytest.fixture(scope="module")
+def good() -> dict[str, object]:
+    return arguments(case(100, 90, (32, 16), batch=2, heads=4, dims=(16, 24), groups=2))
+
+
+def arguments(each: Case) -> dict[str, object]:
+    x = each.x
+    rows = torch.zeros(x.q.shape[:3])
+    grads = {name: torch.empty_like(t) for name, t in (("dq", x.q), ("dk", x.k), ("dv", x.v), ("out", x.dout))}
+    rest = {"lse": rows, "delta": rows.clone(), "scale": 0.25, "threads": 2, "variant": ""}
+    return {"q": x.q, "k": x.k, "v": x.v, "dout": x.dout, **each.plan, **grads, **rest}
+
+
+def call(args: dict[str, object]) -> None:
+    _cpu.forward(*(args[name] for name in FORWARD))
+    _cpu.backward(*(args[name] for name in BACKWARD))
+
+
+def test_accepts(good: dict[str, object]) -> None:
+    call(good)
+
+
+CHANGES: list[tuple[str, str, Callable[[Tensor], object]]] = [
+    ("q", "k|q", lambda x: x[:, :, :, :15]),
+    ("q", "k|q", lambda x: x[:, :3]),
+    ("q", "q", lambda x: x[0]),
+    ("q", "q", lambda x: x.double()),
+    ("q", "q", lambda x: x[:, :, :0]),
+    ("k", "k", lambda x: x[:, :, :, :8]),
+    ("k", "k", lambda x: x.bfloat16()),
+    ("k", "k", lambda x: x[:1]),
+    ("k", "k", lambda x: x.mT.contiguous().mT),
+    ("v", "v", lambda x: x[:, :, :50]),
+    ("v", "v", lambda x: x.half()),
+    ("v", "v", lambda x: x.repeat(1, 1, 1, 11)),
+    ("out", "out", lambda x: x[:, :, :, :16]),
+    ("out", "out", lambda x: x.half()),
+    ("out", "out", lambda x: x[:, :, :1].expand(2, 4, 100, 24)),
+    ("lse", "lse", lambda x: x.half()),
+    ("lse", "lse", lambda x: x[:, :, :99]),
+    ("delta", "delta", lambda x: x[:, :3]),
+    ("dout", "dout", lambda x: x[:, :, :99]),
+    ("dq", "dq", lambda x: x.half()),
+    ("dk", "dk", lambda x: x[:, :1]),
+    ("dv", "dv", lambda x: x[:1].expand(2, 2, 90, 24)),
+    ("row_ptr", "row_ptr", lambda x: x[:, :-1].contiguous()),
+    ("row_ptr", "row_ptr", lambda x: x.long()),
+    ("row_ptr", "row_ptr", lambda x: x.repeat(1, 2)[:, ::2]),
+    ("row_ptr", "row_ptr", lambda x: x + 1),
+    ("row_ptr", "row_ptr", lambda x: -x),
+    ("row_ptr", "row_ptr", lambda x: x.flip(1).contiguous()),
+    ("col", "col", lambda x: x + 6),
+    ("col", "col", lambda x: x - 1),
+    ("col", "col", lambda x: x[::2]),
+    ("bits", "bits", lambda x: x[:-1]),
+    ("bits", "bits", lambda x: x + 1000),
+    ("bits", "bits", lambda x: x - 1),
+    ("masks", "masks|bits", lambda x: x[:1]),
+    ("masks", "masks", lambda x: x.repeat(1, 1, 2)),
+    ("group", "group", lambda x: x + 2),
+    ("group", "group", lambda x: x - 1),
+    ("group", "group", lambda x: x[:1]),
+    ("col_ptr", "col_ptr", lambda x: x + 1),
+    ("col_ptr", "col_ptr", lambda x: x[:1]),
+    ("col_ptr", "col_ptr", lambda x: x.flip(1).contiguous()),
+    ("col_ptr", "col_ptr", lambda x: x[:1].repeat(2, 1)),
+    ("row", "row", lambda x: x + 4),
+    ("row", "row", lambda x: x - 1),
+    ("row", "row", lambda x: x.flip(0).contiguous()),
+    ("bits_t", "bits_t", lambda x: x + 1000),
+    ("bits_t", "bits_t", lambda x: x[1:].clone()),
+    ("q_tile", "q_tile", lambda x: 24),
+    ("q_tile", "q_tile", lambda x: 0),
+    ("kv_tile", "kv_tile", lambda x: 272),
+    ("scale", "scale", lambda x: float("nan")),
+    ("scale", "scale", lambda x: float("inf")),
+    ("threads", "threads", lambda x: 0),
+    ("threads", "threads", lambda x: -1),
+    ("variant", "variant", lambda x: "sse9"),
+]
+
+
+@pytest.mark.parametrize(("name", "named", "change"), CHANGES)
+def test_refuses(name: str, named: str, change: Callable[[object], object], good: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"^({named}): "):
+        call(good | {name: change(good[name])})
+
+
+def test_corrupt_plans(good: dict[str, object]) -> None:
+    """Random damage is refused or, where the numbers still make a plan, computed without reading out of bounds."""
+    generator = torch.Generator().manual_seed(1)
+    fields = (*ROWS, *COLUMNS, "group")
+    reaches = (2, 8, 100, 2**31 - 1)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    refused = []
+    for _ in range(600):
+        bad = dict(good)
+        for _ in range(draw(1, 4)):
+            name = fields[draw(0, 7)]
+            damaged = bad[name].clone()  # type: ignore[attr-defined]
+            reach = reaches[draw(0, 4)]
+            damaged.view(-1)[draw(0, damaged.numel())] = draw(-reach, reach)
+            bad[name] = damaged
+        try:
+            call(bad)
+        except ValueError as error:
+            refused.append(str(error).split(":")[0])
+    assert set(refused) <= set(fields)
+    assert 200 < len(refused) < 600
+
+
+def test_columns_that_are_not_the_transpose_still_end(good: dict[str, object]) -> None:
+    """They name other tiles than the rows do; the sums' turns follow from the columns alone."""
+    other = arguments(case(100, 90, (32, 16), batch=2, heads=4, dims=(16, 24), groups=2, density=0.9))
+    call(
+        good | {name: other[name] for name in (*COLUMNS, "masks", "bits")} | {"bits": torch.full_like(good["bits"], -1)}
+    )
