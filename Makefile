@@ -7,13 +7,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Waiting threads sleep instead of spinning: on a shared machine spinning ones take the cores from those at work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test check format docs clean
+.PHONY: demo test check sanitize format docs clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    install into .venv and run the main job: report in ringweave-demo.html"
 	@echo "make test    install into .venv and run all tests"
 	@echo "make check   lint, types, layers, docstrings"
+	@echo "make sanitize  the native kernel's tests under AddressSanitizer and UBSan"
 	@echo "make docs    build the documentation into site/"
 
 $(BIN)/python:
@@ -44,6 +45,9 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/test_public.py
 
+sanitize: $(VENV)/.dev
+	PYTHON=$(BIN)/python scripts/sanitize.sh
+
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -53,4 +57,4 @@ docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build build-sanitize dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

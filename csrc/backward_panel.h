@@ -63,18 +63,8 @@ template <class Op, int N>
 RW_INLINE void add_product(Tile tile, int r0, int width, int rows, const float *x, float *out) {
   sweep<Op, false, N>(
       tile.data + (ptrdiff_t)(r0 / Op::depth) * tile.ld, tile.ld, width, (rows + Op::depth - 1) / Op::depth, x,
-      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-        for (int i = 0; i < decltype(block)::value; ++i)
-#pragma GCC unroll 8
-          for (int j = 0; j < N; ++j) acc[i][j] = load(out + ((r + i) * N + j) * W);
-      },
-      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-        for (int i = 0; i < decltype(block)::value; ++i)
-#pragma GCC unroll 8
-          for (int j = 0; j < N; ++j) store(out + ((r + i) * N + j) * W, acc[i][j]);
-      });
+      [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); },
+      [&](auto, int r, auto &acc) __attribute__((always_inline)) { add_block(out, r, acc); });
 }
 
 // The same block narrowed row by row, as the broadcast side of dS K. Single precision reads `keep`'s copy.
@@ -98,18 +88,8 @@ template <class Op, int N>
 RW_INLINE void add_rows(const char *ds, ptrdiff_t ld, int rows, int depth, const float *keys, float *out) {
   sweep<Op, true, N>(
       ds, ld, rows, depth, keys,
-      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-        for (int i = 0; i < decltype(block)::value; ++i)
-#pragma GCC unroll 8
-          for (int j = 0; j < N; ++j) acc[i][j] = load(out + ((r + i) * N + j) * W);
-      },
-      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-        for (int i = 0; i < decltype(block)::value; ++i)
-#pragma GCC unroll 8
-          for (int j = 0; j < N; ++j) store(out + ((r + i) * N + j) * W, acc[i][j]);
-      });
+      [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); },
+      [&](auto, int r, auto &acc) __attribute__((always_inline)) { add_block(out, r, acc); });
 }
 
 // Rows with channels across lanes, panel by panel of channels (padded to 16): the streamed side of dS K.

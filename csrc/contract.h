@@ -72,5 +72,18 @@ RW_INLINE void clear(V (&acc)[M][N]) {
     for (int j = 0; j < N; ++j) acc[i][j] = V{};
 }
 
+// out += a block of products, which were summed from 0: adding each product to the whole running sum
+// would lose a bit of it every time.
+template <int M, int N>
+RW_INLINE void add_block(float *out, int r, const V (&acc)[M][N]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) {
+      float *to = out + ((r + i) * N + j) * W;
+      store(to, load(to) + acc[i][j]);
+    }
+}
+
 }  // namespace
 }  // namespace ringweave

@@ -124,9 +124,9 @@ inline void few_values(const Problem &pb, const Unit &u, Few &f, int64_t first, 
     for (int l = 0; l < f.count; ++l) {
       const float *p = f.s + l * 256;
       for (int c = 0; c < f.dv; c += W) {
-        V acc = load(f.out + l * 256 + c);
+        V acc{};  // as add_block: the products are summed from 0
         for (int i = 0; i < n; ++i) acc += splat(p[kept[i]]) * load_as<T>(row[i], c);
-        store(f.out + l * 256 + c, acc);
+        store(f.out + l * 256 + c, load(f.out + l * 256 + c) + acc);
       }
     }
   }

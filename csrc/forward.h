@@ -139,17 +139,16 @@ inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Runni
     const char *values = v.data + (ptrdiff_t)(k0 / Op::depth) * v.ld;
     sweep<Op, false, N>(
         values, v.ld, pb.dv_dim, (n + Op::depth - 1) / Op::depth, s,
+        [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); },
         [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+          // as add_block: the products were summed from 0
 #pragma GCC unroll 16
           for (int i = 0; i < decltype(block)::value; ++i)
 #pragma GCC unroll 8
-            for (int j = 0; j < N; ++j) acc[i][j] = load(out + ((r + i) * N + j) * W) * shrink[j];
-        },
-        [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-          for (int i = 0; i < decltype(block)::value; ++i)
-#pragma GCC unroll 8
-            for (int j = 0; j < N; ++j) store(out + ((r + i) * N + j) * W, acc[i][j]);
+            for (int j = 0; j < N; ++j) {
+              float *to = out + ((r + i) * N + j) * W;
+              store(to, load(to) * shrink[j] + acc[i][j]);
+            }
         });
   }
 }

@@ -117,7 +117,7 @@ def refusal(case: Case, branch: Branch) -> str | None:
 
 
 def scratch(case: Case, branch: Branch) -> int:
-    """Per thread a few tiles; backward, sums of dQ in float32 for some key heads at a time."""
+    """Per thread a few tiles; backward, sums of dQ for a window, and what 16-bit dK and dV keep between windows."""
     lanes = 512
     forward_bytes = torch.get_num_threads() * 4 * lanes * (2 * case.head_dim + 2 * case.value_dim + 64)
     if not case.needs_grad:
@@ -128,10 +128,10 @@ def scratch(case: Case, branch: Branch) -> int:
         * size
         * (case.heads * case.nq * case.head_dim + case.kv_heads * case.nk * (case.head_dim + case.value_dim))
     )
-    one_key_head = case.heads // case.kv_heads * case.nq * case.head_dim * 4
-    return forward_bytes + max(
-        min(max(2**23, gradients // 16), one_key_head * case.kv_heads * case.batch), one_key_head
-    )
+    every_sum = case.batch * case.heads * case.nq * case.head_dim * 4
+    sums = min(max(2**23, gradients // 64), every_sum)
+    kept = case.nk * (case.head_dim + case.value_dim) if size == 2 and every_sum > sums else 0
+    return forward_bytes + sums + kept
 
 
 BACKEND = Backend("cpu", forward, backward, refusal, scratch, delta=delta)
