@@ -96,7 +96,8 @@ def rounding(x: Inputs, counts: Tensor, want: dict[str, Tensor], scale: float | 
     k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
     alive = torch.where(torch.isneginf(want["lse"]), 0.0, want["lse"])[..., None]
     signed = x.q.double() @ x.k.double().repeat_interleave(ratio, 1).mT * scale
-    weights = torch.where(counts > 0, counts * torch.exp(signed - alive), 0.0)
+    # an exponent that is off by a unit in its last place puts its exponential off by as many units as it is large
+    weights = torch.where(counts > 0, counts * torch.exp(signed - alive) * (1 + signed.abs() + alive.abs()), 0.0)
     out = weights @ v
     slopes = weights * (dout @ v.mT + (dout * out).sum(-1, keepdim=True) + x.dlse.double().abs()[..., None])
     per_kv = (len(x.q), x.k.shape[1], ratio)
