@@ -102,6 +102,7 @@ class Backend:
         branched: Whether it takes compiled branches; the reference takes the pattern as it is.
         planned: Whether it computes a plan's tiles; dense kernels need none.
         delta: Computes what backward takes as ``delta``.
+        auto_on: The kinds of devices on which auto considers it; None for all.
     """
 
     name: str
@@ -112,3 +113,4 @@ class Backend:
     branched: bool = True
     planned: bool = True
     delta: Delta = delta_in_chunks
+    auto_on: tuple[str, ...] | None = None

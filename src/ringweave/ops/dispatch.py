@@ -15,14 +15,15 @@ from ..errors import UnsupportedError, message
 from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
-from . import cpu, gather, reference, sdpa
+from . import cpu, gather, reference, sdpa, triton
 from .backend import Backend, Case, delta_in_chunks
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (reference.BACKEND, gather.BACKEND, sdpa.BACKEND, cpu.BACKEND)
+    backend.name: backend
+    for backend in (reference.BACKEND, gather.BACKEND, sdpa.BACKEND, cpu.BACKEND, triton.BACKEND)
 }
 # what auto tries, best first; the last one runs everything
-PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "gather")
+PREFERENCE: tuple[str, ...] = ("triton", "cpu", "sdpa", "gather")
 # tiles (128 x 128) beyond which a dense branch goes to a kernel that needs no plan: 16 bytes a tile add up
 _DENSE_TILES = 2**23
 
@@ -56,7 +57,14 @@ def candidates(case: Case, branch: Branch) -> list[tuple[Backend, str | None]]:
     ordered = list(PREFERENCE)
     if branch.structure != "sparse" and branch.nq * branch.nk > _DENSE_TILES * 128**2:
         ordered.sort(key=lambda name: BACKENDS[name].planned)
-    return [(BACKENDS[name], _refusal(BACKENDS[name], case, branch)) for name in ordered]
+    return [(BACKENDS[name], _refusal_of_auto(BACKENDS[name], case, branch)) for name in ordered]
+
+
+def _refusal_of_auto(backend: Backend, case: Case, branch: Branch) -> str | None:
+    reason = _refusal(backend, case, branch)
+    if reason is None and backend.auto_on is not None and case.device not in backend.auto_on:
+        return f"auto uses it on {' and '.join(backend.auto_on)} tensors only"
+    return reason
 
 
 def _refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
