@@ -19,8 +19,7 @@ from . import cpu, gather, reference, sdpa, triton
 from .backend import Backend, Case, delta_in_chunks
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend
-    for backend in (reference.BACKEND, gather.BACKEND, sdpa.BACKEND, cpu.BACKEND, triton.BACKEND)
+    backend.name: backend for backend in (reference.BACKEND, gather.BACKEND, sdpa.BACKEND, cpu.BACKEND, triton.BACKEND)
 }
 # what auto tries, best first; the last one runs everything
 PREFERENCE: tuple[str, ...] = ("triton", "cpu", "sdpa", "gather")

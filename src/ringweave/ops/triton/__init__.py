@@ -85,7 +85,9 @@ def scratch(case: Case, branch: Branch) -> int:
     """A queue entry per tile of queries or keys, and the masks once more, packed along queries."""
     plan = branch.plan()
     queues = 4 * case.batch * (branch.head_count * plan.q_tiles + case.kv_heads * plan.kv_tiles)
-    return queues + 2 * plan.masks.numel() * 4 + (case.batch * branch.head_count * branch.nq * 4 if case.needs_grad else 0)
+    return (
+        queues + 2 * plan.masks.numel() * 4 + (case.batch * branch.head_count * branch.nq * 4 if case.needs_grad else 0)
+    )
 
 
 BACKEND = Backend("triton", forward, backward, refusal, scratch, delta=delta, auto_on=("cuda",))

@@ -10,7 +10,7 @@ plan's mask number of a tile, -1 for a full one; *keep* is how many positions fr
 """
 
 # Triton reads these functions' source: it wants neither annotations nor the usual style of names
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, RET505
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _word(words, at, code, index: tl.constexpr, keep, MASKED: tl.constexpr):
-    """Mask word ``index`` of some rows, all ones for a full tile, cut at the end of the sequence."""
+def _word(words, at, code, index: tl.constexpr, shift, keep, MASKED: tl.constexpr):
+    """Mask word ``index`` of some rows from bit ``shift``, all ones for a full tile, cut at the end of the sequence."""
     left = keep - 32 * index
     cut = tl.where(left >= 32, -1, (1 << tl.minimum(tl.maximum(left, 0), 31)) - 1)
     if MASKED:
-        return tl.load(words + at + index, mask=code >= 0, other=-1) & cut
+        return tl.load(words + at + index, mask=code >= 0, other=-1) >> shift & cut
     else:
         return tl.zeros_like(at).to(tl.int32) | cut
 
@@ -37,12 +37,13 @@ def _allowed(words, code, side, row, first, keep, WORDS: tl.constexpr, SIZE: tl.
     """Which of (rows, SIZE) pairs may attend; ``row`` in a mask of ``side`` rows, columns from ``first`` on."""
     lane = tl.arange(0, SIZE)[None, :]
     at = (tl.maximum(code, 0).to(tl.int64) * side + row) * WORDS + first // 32
-    found = _word(words, at, code, 0, keep, MASKED)[:, None]
+    # blocks of 16 may begin in the middle of a word
+    found = _word(words, at, code, 0, first % 32 if SIZE < 32 else 0, keep, MASKED)[:, None]
     if SIZE > 32:
-        found = tl.where(lane < 32, found, _word(words, at, code, 1, keep, MASKED)[:, None])
+        found = tl.where(lane < 32, found, _word(words, at, code, 1, 0, keep, MASKED)[:, None])
     if SIZE > 64:
-        found = tl.where(lane < 64, found, _word(words, at, code, 2, keep, MASKED)[:, None])
-        found = tl.where(lane < 96, found, _word(words, at, code, 3, keep, MASKED)[:, None])
+        found = tl.where(lane < 64, found, _word(words, at, code, 2, 0, keep, MASKED)[:, None])
+        found = tl.where(lane < 96, found, _word(words, at, code, 3, 0, keep, MASKED)[:, None])
     return ((found >> (lane % 32)) & 1) != 0
 
 

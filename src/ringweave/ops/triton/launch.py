@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...plan import BlockPlan, Branch
 from . import kernels, schedule
-from .blocks import SHARED, Blocks, choose, padded
+from .blocks import Blocks, Device, choose, padded
 
 _LOG2_E = math.log2(math.e)
 
@@ -134,15 +134,19 @@ def _sizes(q: Tensor, v: Tensor, plan: BlockPlan, blocks: Blocks) -> dict[str, A
 
 
 def _blocks(kernel: str, q: Tensor, v: Tensor, plan: BlockPlan) -> Blocks:
-    hip = torch.version.hip is not None
-    shared = _shared(q.device) if q.is_cuda else SHARED["cuda"]
-    return choose(kernel, q.shape[3], v.shape[3], q.element_size(), (plan.q_tile, plan.kv_tile), shared, hip)
+    sides = (plan.q_tile, plan.kv_tile)
+    return choose(kernel, q.shape[3], v.shape[3], q.element_size(), sides, _device(q.device))
 
 
 @functools.cache
-def _shared(device: torch.device) -> int:
+def _device(device: torch.device) -> Device:
+    if torch.version.hip is not None:
+        return Device("cdna", 64 * 1024)
+    if device.type != "cuda":
+        # the interpreter: any will do
+        return Device("ampere", 99 * 1024)
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) or SHARED["hip" if torch.version.hip else "cuda"]
+    return Device.of_cuda(properties.major, getattr(properties, "shared_memory_per_block_optin", 99 * 1024))
 
 
 def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:

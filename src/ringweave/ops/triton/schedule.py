@@ -65,7 +65,7 @@ def row_queue(plan: BlockPlan, ratio: int, head_bytes: int) -> Tensor:
 
 
 def column_queue(plan: BlockPlan, ratio: int, head_bytes: int) -> Tensor:
-    """Tasks (b * Hkv + h) * key tiles + tile, int32, longest columns first, summed over the query heads of a key head."""
+    """Tasks (b * Hkv + h) * key tiles + tile, int32, longest columns, over all query heads of a key head, first."""
     return _queue(plan, "columns", ratio, _sharing(head_bytes))
 
 
