@@ -29,20 +29,21 @@ def test_the_interpreter_is_on() -> None:
 
 @pytest.mark.parametrize("name", [name for name in EVERYTHING if name != "table"])
 def test_every_pattern(name: str, poisoned: None) -> None:
-    conforms(Inputs.random(100, heads=4, kv_heads=2), EVERYTHING[name](100), "triton")
+    conforms(Inputs.random(61, heads=4, kv_heads=2), EVERYTHING[name](61), "triton")
 
 
-@pytest.mark.parametrize(("heads", "dtype"), [((4, 4), "fp32"), ((4, 2), "fp16"), ((4, 1), "fp16"), ((4, 2), "fp32")])
+@pytest.mark.parametrize(("kv_heads", "dtype"), [(2, "fp32"), (1, "fp16")])
 @pytest.mark.parametrize("name", ["sinks", "per_head", "dilated", "table_per_head"])
-def test_heads_and_dims(name: str, heads: tuple[int, int], dtype: str, poisoned: None) -> None:
-    x = Inputs.random(130, heads=heads[0], kv_heads=heads[1], dim=24, value_dim=40, dtype=DTYPES[dtype])
+def test_heads_and_dims(name: str, kv_heads: int, dtype: str, poisoned: None) -> None:
+    x = Inputs.random(130, heads=4, kv_heads=kv_heads, dim=24, value_dim=40, dtype=DTYPES[dtype])
     conforms(x, EVERYTHING[name](130), "triton")
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("tokens", [1, 15, 63, 257])
+@pytest.mark.parametrize("tokens", [1, 63, 257])
 def test_lengths(tokens: int, dtype: str, poisoned: None) -> None:
-    x = Inputs.random(tokens, heads=2, batch=1 if tokens > 100 else 2, dtype=DTYPES[dtype])
+    heads = 1 if tokens > 100 else 2
+    x = Inputs.random(tokens, heads=heads, batch=2 if tokens < 100 else 1, dtype=DTYPES[dtype])
     for name in ("causal", "sinks", "longnet_causal"):
         conforms(x, EVERYTHING[name](tokens), "triton")
 
@@ -69,10 +70,10 @@ def test_dims(dim: int, value_dim: int, poisoned: None) -> None:
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_tiles(block: int, poisoned: None) -> None:
     """Tables on their own grids, and rows of uneven length per batch element and head."""
-    mask = torch.rand(2, 4, -(-150 // block), -(-150 // block), generator=torch.Generator().manual_seed(1)) < 0.4
+    mask = torch.rand(2, 2, -(-150 // block), -(-150 // block), generator=torch.Generator().manual_seed(1)) < 0.4
     pattern = rw.BlockTable(mask, block)
-    assert branches(pattern, 150, 150, heads=4, batch=2)[0].tile == ((block, block) if block > 16 else (128, 128))
-    conforms(Inputs.random(150, heads=4, kv_heads=2, batch=2), pattern, "triton")
+    assert branches(pattern, 150, 150, heads=2, batch=2)[0].tile == ((block, block) if block > 16 else (128, 128))
+    conforms(Inputs.random(150, heads=2, kv_heads=1, batch=2, dtype=torch.float16), pattern, "triton")
 
 
 def test_blocks_of_half_a_word(poisoned: None) -> None:
@@ -82,9 +83,9 @@ def test_blocks_of_half_a_word(poisoned: None) -> None:
 
 def test_strides() -> None:
     """Views: heads last, every other token, a broadcast batch; results equal those of contiguous copies."""
-    base = torch.randn(2, 140, 4, 16)
+    base = torch.randn(2, 70, 4, 16)
     q, k = base.transpose(1, 2), base.transpose(1, 2)[:, ::2]
-    v = torch.randn(1, 2, 280, 16).expand(2, -1, -1, -1)[:, :, ::2]
+    v = torch.randn(1, 2, 140, 16).expand(2, -1, -1, -1)[:, :, ::2]
     got = rw.attention_with_lse(q, k, v, rw.Causal(), backend="triton")
     want = rw.attention_with_lse(*(x.contiguous() for x in (q, k, v)), rw.Causal(), backend="triton")
     assert torch.equal(got.out, want.out)
@@ -106,8 +107,8 @@ def test_gradient_strides() -> None:
 
 
 def test_the_same_bits_each_time() -> None:
-    x = Inputs.random(200, heads=4, kv_heads=1)
-    first, second = (run(x, EVERYTHING["sinks"](200), "triton") for _ in range(2))
+    x = Inputs.random(140, heads=2, kv_heads=1)
+    first, second = (run(x, EVERYTHING["sinks"](140), "triton") for _ in range(2))
     for name in NAMES:
         assert torch.equal(first[name], second[name]), name
 
