@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,26 +92,48 @@ class Resources:
 
 
 def compile_kernel(
-    kernel: str, dim: int, name: str, tile: tuple[int, int] = (128, 128), dtype: str = "bf16"
+    kernel: str,
+    dim: int,
+    name: str,
+    tile: tuple[int, int] = (128, 128),
+    dtype: str = "bf16",
+    value_dim: int | None = None,
+    wide_out: bool = False,
+    **changes: object,
 ) -> Resources:
-    """Compile one kernel for one device as the backend would launch it, over a plan with partial tiles."""
+    """Compile one kernel for one device as the backend would launch it.
+
+    Args:
+        kernel: One of ``KERNELS``.
+        dim: D.
+        name: One of ``TARGETS``.
+        tile: Of the plan.
+        dtype: Of the inputs.
+        value_dim: Dv, where it is not D.
+        wide_out: Whether results are float32, as for a branch of several.
+        changes: Values of arguments that Triton then treats as constants, as it does with 1.
+    """
+    value_dim = dim if value_dim is None else value_dim
     target = TARGETS[name]
     function = getattr(kernels, kernel)
     blocks = Blocks(64, 64, 4, 1)
     if kernel != "delta":
-        blocks = choose(kernel, dim, dim, 4 if dtype == "fp32" else 2, tile, target.device)
+        blocks = choose(kernel, dim, value_dim, 4 if dtype == "fp32" else 2, tile, target.device)
     constants = {
-        "D": dim, "DV": dim, "PAD_D": padded(dim), "PAD_DV": padded(dim), "Q_TILE": tile[0], "KV_TILE": tile[1],
-        "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "MASKED": True, "FOLDED": True, "SLOPED": True, "WIDE": False,
+        "D": dim, "DV": value_dim, "PAD_D": padded(dim), "PAD_DV": padded(value_dim),
+        "Q_TILE": tile[0], "KV_TILE": tile[1], "BLOCK_M": blocks.m, "BLOCK_N": blocks.n,
+        "MASKED": True, "FOLDED": True, "SLOPED": True, "WIDE": False,
         "STAGES": blocks.stages,
     }  # fmt: skip
+    constants |= changes
     names = function.arg_names
     signature, divisible = {}, {}
     for index, argument in enumerate(names):
         if argument in constants:
             signature[argument] = "constexpr"
         elif argument in _POINTERS:
-            signature[argument] = _POINTERS[argument].format(dtype)
+            held = "fp32" if wide_out and argument in ("out", "dq", "dk", "dv") and kernel != "delta" else dtype
+            signature[argument] = _POINTERS[argument].format(held)
         else:
             signature[argument] = "fp32" if argument == "scale" else "i32"
         if argument in _POINTERS or re.fullmatch("[qkvg]_[bhn]|o_[bhn]", argument):
@@ -171,6 +193,17 @@ def faults(found: Resources) -> list[str]:
     return result
 
 
+def variants() -> Iterator[Resources]:
+    """What the interpreter cannot tell of: that each way in which a kernel may be specialised compiles at all."""
+    ones = dict.fromkeys(("heads", "ratio", "nq", "nk", "q_tiles", "kv_tiles", "l_n", "s_n"), 1)
+    for kernel in ("forward", "backward_q", "backward_kv"):
+        yield compile_kernel(kernel, 64, "sm_90", (64, 64), wide_out=True, MASKED=False, FOLDED=False, WIDE=True)
+        yield compile_kernel(kernel, 24, "sm_90", (32, 32), value_dim=40, **ones)
+        yield compile_kernel(kernel, 16, "sm_90", (16, 128), "fp16")
+        yield compile_kernel(kernel, 256, "sm_80", dtype="fp32")
+    yield compile_kernel("delta", 24, "sm_90", dtype="fp32", SLOPED=False, WIDE=True, **ones)
+
+
 def page(rows: Iterable[Resources]) -> str:
     """The table as committed."""
     return "\n".join(
@@ -195,10 +228,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--check", action="store_true", help="compare with the committed table instead of writing it")
     parser.add_argument("--device", choices=list(TARGETS), action="append")
+    parser.add_argument("--variants", action="store_true", help="only compile what no row of the table covers")
     parser.add_argument("--kernel", choices=KERNELS, action="append")
     parser.add_argument("--dim", type=int, choices=DIMS, action="append")
     parser.add_argument("--tile", type=int, choices=[tile[0] for tile in TILES], action="append")
     asked = parser.parse_args()
+    if asked.variants:
+        for found in variants():
+            print(found.row, flush=True)
+        return 0
     rows = []
     for kernel in asked.kernel or KERNELS:
         for dim in asked.dim or DIMS:
