@@ -21,9 +21,10 @@ from .cases import MIXTURES, PATTERNS
 from .oracle import NAMES, Inputs, errors, exact, gradients, rounding, torch_errors
 
 EVERYTHING = PATTERNS | MIXTURES
-#: backends that take any relation; the native kernel is missing where there was no compiler
+#: backends that take any relation on CPU tensors; the native kernel is missing where there was no compiler
 SPARSE = ["gather"] + ["cpu"] * (cpu.module() is not None)
-RUNNABLE = [name for name in BACKENDS if name != "cpu" or name in SPARSE]
+# triton's kernels run these in its interpreter: tests/ops/test_triton.py
+RUNNABLE = [name for name in BACKENDS if name not in ("cpu", "triton") or name in SPARSE]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 

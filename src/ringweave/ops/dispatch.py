@@ -15,11 +15,11 @@ from ..errors import UnsupportedError, message
 from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
-from . import cpu, gather, reference, sdpa
+from . import cpu, gather, reference, sdpa, triton
 from .backend import Backend, Case, delta_in_chunks
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (reference.BACKEND, gather.BACKEND, sdpa.BACKEND, cpu.BACKEND)
+    backend.name: backend for backend in (reference.BACKEND, gather.BACKEND, sdpa.BACKEND, cpu.BACKEND, triton.BACKEND)
 }
 # what auto tries, best first; the last one runs everything
 PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "gather")

@@ -66,6 +66,11 @@ class Branch:
             return "full"
         return "causal" if self.pattern == Causal() and self.q_offset == 0 else "sparse"
 
+    @property
+    def tile(self) -> tuple[int, int]:
+        """The sides (q_tile, kv_tile) of its plan, where none are asked for."""
+        return tile_sides(None, self.pattern, self.nq, self.nk)
+
     def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
         """The branch's plan, cached."""
         return plan_cache.get(

@@ -1,0 +1,265 @@
+"""Compile the Triton kernels for real GPUs, without one, and say what they need of it.
+
+    python scripts/kernel_resources.py            write docs/benchmarks/kernel-resources.md
+    python scripts/kernel_resources.py --check    compare with it: what spills or loses its tensor instructions fails
+
+Registers, stack and shared memory are read from the compiled binary (cuobjdump of the triton wheel; for ROCm the
+metadata of the assembly). The blocks are those that the backend would choose on that device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ringweave.ops.triton import kernels
+from ringweave.ops.triton.blocks import Blocks, Device, choose, padded
+
+TABLE = Path(__file__).parents[1] / "docs" / "benchmarks" / "kernel-resources.md"
+KERNELS = ("forward", "delta", "backward_q", "backward_kv")
+DIMS = (64, 128)
+TILES = ((128, 128), (64, 64))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A compilation target."""
+
+    triton: GPUTarget
+    device: Device
+    matrix: str  # what its matrix instructions look like in the assembly
+
+    @property
+    def hip(self) -> bool:
+        return self.triton.backend == "hip"
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), Device.of_cuda(8, 163 * 1024), r"mma\.sync"),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), Device.of_cuda(9, 227 * 1024), r"wgmma\.mma_async"),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), Device.of_cuda(10, 227 * 1024), r"tcgen05\.mma"),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), Device("cdna", 64 * 1024), r"v_mfma_f32"),
+}
+
+_POINTERS = {
+    **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), "*{}"),
+    **dict.fromkeys(("lse", "slope", "dlse", "result"), "*fp32"),
+    **dict.fromkeys(
+        ("queue", "group", "row_ptr", "col", "bits", "masks", "live", "col_ptr", "row", "bits_t", "masks_t", "live_t"),
+        "*i32",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel needs."""
+
+    kernel: str
+    dim: int
+    device: str
+    tile: str
+    blocks: str
+    registers: int
+    stack: int
+    shared: int
+    matrix: int
+
+    @property
+    def row(self) -> str:
+        values = (
+            self.kernel,
+            self.dim,
+            self.device,
+            self.tile,
+            self.blocks,
+            self.registers,
+            self.stack,
+            self.shared,
+            self.matrix,
+        )
+        return "| " + " | ".join(map(str, values)) + " |"
+
+
+def compile_kernel(
+    kernel: str,
+    dim: int,
+    name: str,
+    tile: tuple[int, int] = (128, 128),
+    dtype: str = "bf16",
+    value_dim: int | None = None,
+    wide_out: bool = False,
+    **changes: object,
+) -> Resources:
+    """Compile one kernel for one device as the backend would launch it.
+
+    Args:
+        kernel: One of ``KERNELS``.
+        dim: D.
+        name: One of ``TARGETS``.
+        tile: Of the plan.
+        dtype: Of the inputs.
+        value_dim: Dv, where it is not D.
+        wide_out: Whether results are float32, as for a branch of several.
+        changes: Values of arguments that Triton then treats as constants, as it does with 1.
+    """
+    value_dim = dim if value_dim is None else value_dim
+    target = TARGETS[name]
+    function = getattr(kernels, kernel)
+    blocks = Blocks(64, 64, 4, 1)
+    if kernel != "delta":
+        blocks = choose(kernel, dim, value_dim, 4 if dtype == "fp32" else 2, tile, target.device)
+    constants = {
+        "D": dim, "DV": value_dim, "PAD_D": padded(dim), "PAD_DV": padded(value_dim),
+        "Q_TILE": tile[0], "KV_TILE": tile[1], "BLOCK_M": blocks.m, "BLOCK_N": blocks.n,
+        "MASKED": True, "FOLDED": True, "SLOPED": True, "WIDE": False,
+        "STAGES": blocks.stages,
+    }  # fmt: skip
+    constants |= changes
+    names = function.arg_names
+    signature, divisible = {}, {}
+    for index, argument in enumerate(names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument in _POINTERS:
+            held = "fp32" if wide_out and argument in ("out", "dq", "dk", "dv") and kernel != "delta" else dtype
+            signature[argument] = _POINTERS[argument].format(held)
+        else:
+            signature[argument] = "fp32" if argument == "scale" else "i32"
+        if argument in _POINTERS or re.fullmatch("[qkvg]_[bhn]|o_[bhn]", argument):
+            divisible[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        function, signature, {(names.index(key),): value for key, value in constants.items() if key in names}, divisible
+    )
+    options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+    compiled = triton.compile(source, target=target.triton, options=options)
+    label = f"{blocks.m} x {blocks.n}, {blocks.warps} warps, {blocks.stages} stages"
+    label = label.replace("1 stages", "1 stage") if kernel != "delta" else "64 rows, 4 warps"
+    assembly = compiled.asm["amdgcn" if target.hip else "ptx"]
+    registers, stack = _of_rocm(assembly) if target.hip else _of_cubin(compiled.asm["cubin"])
+    matrix = len(re.findall(target.matrix, assembly))
+    return Resources(
+        kernel,
+        dim,
+        name,
+        f"{tile[0]} x {tile[1]}" if kernel != "delta" else "any",
+        label,
+        registers,
+        stack,
+        compiled.metadata.shared,
+        matrix,
+    )
+
+
+def _of_cubin(cubin: bytes) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()  # type: ignore[union-attr]
+    return int(registers), int(stack)
+
+
+def _of_rocm(assembly: str) -> tuple[int, int]:
+    def value(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s*(\d+)", assembly)[1])  # type: ignore[index]
+
+    return value("vgpr_count"), value("private_segment_fixed_size")
+
+
+def faults(found: Resources) -> list[str]:
+    """Why a kernel must not be shipped as it is."""
+    where = f"{found.kernel}, D {found.dim}, {found.device}"
+    result = []
+    if found.stack:
+        result.append(f"{where}: {found.stack} bytes of registers spill to the stack")
+    if not found.matrix and found.kernel != "delta":
+        result.append(f"{where}: no {TARGETS[found.device].matrix} in the assembly")
+    if found.shared > TARGETS[found.device].device.shared:
+        result.append(
+            f"{where}: {found.shared} bytes of shared memory, the device has {TARGETS[found.device].device.shared}"
+        )
+    return result
+
+
+def variants() -> Iterator[Resources]:
+    """What the interpreter cannot tell of: that each way in which a kernel may be specialised compiles at all."""
+    ones = dict.fromkeys(("heads", "ratio", "nq", "nk", "q_tiles", "kv_tiles", "l_n", "s_n"), 1)
+    for kernel in ("forward", "backward_q", "backward_kv"):
+        yield compile_kernel(kernel, 64, "sm_90", (64, 64), wide_out=True, MASKED=False, FOLDED=False, WIDE=True)
+        yield compile_kernel(kernel, 24, "sm_90", (32, 32), value_dim=40, **ones)
+        yield compile_kernel(kernel, 16, "sm_90", (16, 128), "fp16")
+        yield compile_kernel(kernel, 256, "sm_80", dtype="fp32")
+    yield compile_kernel("delta", 24, "sm_90", dtype="fp32", SLOPED=False, WIDE=True, **ones)
+
+
+def page(rows: Iterable[Resources]) -> str:
+    """The table as committed."""
+    return "\n".join(
+        [
+            "# What the Triton kernels need of a GPU",
+            "",
+            "Written by `python scripts/kernel_resources.py`; compiled offline, never run: these are no speeds.",
+            f"bfloat16, a plan with partial tiles, triton {triton.__version__}. *blocks*: queries x keys that one",
+            "program computes at a time; *registers*: per thread, of 255 (sm) or 512 (gfx942); *stack*: bytes",
+            "spilled per thread; *shared*: bytes per program; *matrix*: matrix instructions in the assembly",
+            "(mma.sync on sm_80, wgmma on sm_90, tcgen05 on sm_100, mfma on gfx942).",
+            "",
+            "| kernel | D | device | tile | blocks | registers | stack | shared | matrix |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *(row.row for row in rows),
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--check", action="store_true", help="compare with the committed table instead of writing it")
+    parser.add_argument("--device", choices=list(TARGETS), action="append")
+    parser.add_argument("--variants", action="store_true", help="only compile what no row of the table covers")
+    parser.add_argument("--kernel", choices=KERNELS, action="append")
+    parser.add_argument("--dim", type=int, choices=DIMS, action="append")
+    parser.add_argument("--tile", type=int, choices=[tile[0] for tile in TILES], action="append")
+    asked = parser.parse_args()
+    if asked.variants:
+        for found in variants():
+            print(found.row, flush=True)
+        return 0
+    rows = []
+    for kernel in asked.kernel or KERNELS:
+        for dim in asked.dim or DIMS:
+            for device in asked.device or TARGETS:
+                for tile in TILES if kernel != "delta" else TILES[:1]:
+                    if asked.tile and tile[0] not in asked.tile:
+                        continue
+                    rows.append(compile_kernel(kernel, dim, device, tile))
+                    print(rows[-1].row, flush=True)
+    problems = [fault for row in rows for fault in faults(row)]
+    if asked.check:
+        committed = TABLE.read_text().splitlines()
+        if f"triton {triton.__version__}." not in TABLE.read_text():
+            # another compiler counts registers otherwise; its spills still count
+            committed = [row.row for row in rows]
+        problems += [f"differs from {TABLE.name}: {row.row}" for row in rows if row.row not in committed]
+    elif not (asked.kernel or asked.dim or asked.device or asked.tile):
+        TABLE.parent.mkdir(exist_ok=True)
+        TABLE.write_text(page(rows))
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""How a kernel cuts a plan's tiles into blocks, and with how many warps and stages: looked up by sizes, never timed.
+
+A program holds one side of the tiles, with its sums in registers, and streams the other through shared memory. The
+figures are the largest blocks that compile without spilling (docs/benchmarks/kernel-resources.md): on a GPU they are
+still unmeasured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """What matters of a device.
+
+    Attributes:
+        generation: ampere (and all with its instructions), hopper, blackwell or cdna.
+        shared: Shared memory of one block of threads, in bytes.
+    """
+
+    generation: str
+    shared: int
+
+    @staticmethod
+    def of_cuda(major: int, shared: int) -> Device:
+        """By compute capability; consumer Blackwell (12) has the instructions of ampere."""
+        return Device({9: "hopper", 10: "blackwell", 11: "blackwell"}.get(major, "ampere"), shared)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What one program computes at a time: ``m`` queries, ``n`` keys."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+# (kernel, generation) to (held, streamed, warps, stages) for up to 64, 128 and 256 channels of 16 bits
+_HALF: dict[tuple[str, str], tuple[tuple[int, int, int, int], ...]] = {
+    ("forward", "ampere"): ((128, 128, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2)),
+    ("forward", "hopper"): ((128, 128, 8, 2), (128, 128, 8, 2), (64, 64, 8, 2)),
+    ("forward", "blackwell"): ((128, 128, 8, 2), (128, 128, 8, 2), (64, 64, 8, 2)),
+    ("forward", "cdna"): ((128, 64, 8, 1), (128, 64, 8, 1), (64, 32, 4, 1)),
+    ("backward_q", "ampere"): ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 1)),
+    ("backward_q", "hopper"): ((128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 4, 1)),
+    ("backward_q", "blackwell"): ((128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 4, 1)),
+    ("backward_q", "cdna"): ((128, 64, 8, 1), (128, 32, 8, 1), (32, 32, 4, 1)),
+    ("backward_kv", "ampere"): ((128, 32, 8, 2), (128, 32, 8, 2), (32, 32, 8, 1)),
+    ("backward_kv", "hopper"): ((128, 32, 8, 2), (128, 32, 8, 2), (32, 32, 8, 1)),
+    ("backward_kv", "blackwell"): ((128, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
+    ("backward_kv", "cdna"): ((128, 32, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+}
+# float32 is multiplied without matrix instructions, on all devices alike
+_SINGLE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+    "forward": ((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+    "backward_q": ((64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
+    "backward_kv": ((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
+}
+
+
+def padded(dim: int) -> int:
+    """The power of two, at least 16, that holds a head dimension."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def choose(kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int, int], device: Device) -> Blocks:
+    """The blocks of ``forward``, ``backward_q`` or ``backward_kv`` for tiles of (queries, keys)."""
+    channels = max(padded(dim), padded(value_dim))
+    table = _SINGLE[kernel] if itemsize == 4 else _HALF[kernel, device.generation]
+    held, streamed, warps, stages = table[0 if channels <= 64 else 1 if channels == 128 else 2]
+    of_columns = kernel == "backward_kv"
+    sides = (tile[1], tile[0]) if of_columns else tile
+    if sides[0] < held:
+        many = sides[0] == 64 and (of_columns or (kernel == "backward_q" and device.generation == "ampere"))
+        held, warps = sides[0], min(warps, 8 if many else 4)
+    streamed = min(streamed, sides[1])
+    both = (padded(dim) + padded(value_dim)) * itemsize
+    # cdna keeps what a program holds in registers
+    of_held = 0 if device.generation == "cdna" else padded(dim) * itemsize if kernel == "forward" else both
+    # an eighth is left for row sums, mask words and conversions of layout
+    while held * of_held + stages * streamed * both > device.shared * 7 // 8:
+        if stages > 1:
+            stages -= 1
+        elif streamed > 16:
+            streamed //= 2
+        elif held > 16:
+            held //= 2
+        else:
+            break
+    return Blocks(streamed, held, warps, stages) if of_columns else Blocks(held, streamed, warps, stages)

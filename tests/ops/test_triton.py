@@ -1,0 +1,131 @@
+"""The Triton backend without a GPU: its kernels in Triton's interpreter, and compiled for real devices.
+
+Both run in processes of their own: the interpreter is switched on before the kernels are loaded, and compiling them needs
+it off.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.ops import dispatch, triton
+from ringweave.ops.backend import Case
+from ringweave.ops.triton import schedule
+from ringweave.ops.triton.blocks import Blocks, Device, choose
+from ringweave.plan import Branch, branches, plan, unpack_masks
+
+from ..cases import PATTERNS
+
+# a minute of one core; shared machines take several times that
+pytestmark = pytest.mark.timeout(900)
+ROOT = Path(__file__).parents[2]
+needs_triton = pytest.mark.skipif(
+    not triton.installed(), reason="triton is not installed (it has wheels for Linux only)"
+)
+
+
+def in_a_process(command: list[str], cache: Path, **environment: str) -> str:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)} | environment
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=840)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs_triton
+def test_conformance_in_the_interpreter(tmp_path: Path) -> None:
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all", "tests/ops/interpreted.py"]
+    in_a_process(command, tmp_path, TRITON_INTERPRET="1")
+
+
+@needs_triton
+def test_compiled_for_real_devices(tmp_path: Path) -> None:
+    """No spills, matrix instructions on every device, and the resources that the committed table says."""
+    command = ["scripts/kernel_resources.py", "--check", "--tile", "128"]
+    said = in_a_process(command, tmp_path, TRITON_INTERPRET="0")
+    assert len(said.splitlines()) == 4 * 2 * 4
+
+
+@needs_triton
+def test_every_specialisation_compiles(tmp_path: Path) -> None:
+    said = in_a_process(["scripts/kernel_resources.py", "--variants"], tmp_path, TRITON_INTERPRET="0")
+    assert len(said.splitlines()) == 13
+
+
+def case(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Case:
+    return Case(1, 4, 2, 256, 256, 64, 64, dtype, device)
+
+
+def first(pattern: rw.Pattern) -> Branch:
+    return branches(pattern, 256, 256, heads=4)[0]
+
+
+def test_it_runs_only_when_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it has been measured on a GPU, auto leaves it alone."""
+    monkeypatch.setattr(triton, "installed", lambda: True)
+    assert dispatch.choose("triton", case(), first(rw.Causal())).name == "triton"
+    assert dispatch.choose("auto", case(), first(rw.Causal())).name == "gather"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert triton.refusal(case("cpu", torch.float32), first(rw.Causal())) is None
+    assert dispatch.choose("auto", case("cpu"), first(rw.Causal())).name != "triton"
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "installed", lambda: False)
+    assert dispatch.choose("auto", case(), first(rw.Causal())).name == "gather"
+    with pytest.raises(rw.UnsupportedError, match="triton is not installed: pip install triton"):
+        dispatch.choose("triton", case(), first(rw.Causal()))
+
+
+def test_cpu_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q = torch.randn(1, 2, 64, 16)
+    with pytest.raises(rw.UnsupportedError, match="it runs on CUDA and ROCm tensors, and these are on cpu"):
+        rw.attention(q, q, q, backend="triton")
+
+
+@pytest.mark.parametrize("name", ["sinks", "global", "documents", "table_per_head"])
+def test_masks_the_other_way(name: str) -> None:
+    of = plan(PATTERNS[name](500), 500, heads=4, tile=(64, 32))
+    dense = unpack_masks(of.masks, 32)
+    masks = schedule.masks(of)
+    assert torch.equal(unpack_masks(masks.transposed, 64), dense.mT)
+    assert torch.equal(unpack_masks(masks.live_keys[:, None], 32)[:, 0], dense.any(1))
+    assert torch.equal(unpack_masks(masks.live_queries[:, None], 64)[:, 0], dense.any(2))
+    assert schedule.masks(of) is masks
+
+
+def test_queues_hold_every_task_once_and_the_longest_first() -> None:
+    of = plan(rw.PerHead([rw.Causal(), rw.SlidingWindow(9), rw.Causal(), rw.Full()]), 1000, heads=4, batch=2, tile=64)
+    rows = schedule.row_queue(of, ratio=2, head_bytes=1)
+    assert rows.sort().values.tolist() == list(range(2 * 4 * of.q_tiles))
+    counts = of.row_ptr.diff(dim=1)[of.group.long()].reshape(-1)
+    # the plan's order is by classes of half an octave
+    assert ((2 * counts[rows.long()].log2()).floor().diff() <= 0).all()
+    columns = schedule.column_queue(of, ratio=2, head_bytes=1)
+    assert columns.sort().values.tolist() == list(range(2 * 2 * of.kv_tiles))
+    work = of.col_ptr.diff(dim=1)[of.group.long()].unflatten(1, (2, 2)).sum(2).reshape(-1)
+    assert (work[columns.long()].diff() <= 0).all()
+    # heads whose keys do not fit the cache together come one after the other
+    apart = schedule.row_queue(of, ratio=2, head_bytes=2**30)
+    assert (apart.div(2 * of.q_tiles, rounding_mode="floor").diff() >= 0).all()
+
+
+def test_blocks_fit_the_device_and_the_tile() -> None:
+    hopper, small = Device.of_cuda(9, 227 * 1024), Device.of_cuda(12, 99 * 1024)
+    assert small.generation == "ampere"
+    assert choose("forward", 128, 128, 2, (128, 128), hopper) == Blocks(128, 128, 8, 2)
+    for kernel in ("forward", "backward_q", "backward_kv"):
+        for dim in (16, 64, 80, 128, 256):
+            for itemsize in (2, 4):
+                for tile in ((16, 16), (128, 32), (32, 128), (128, 128), (256, 512)):
+                    for device in (hopper, small, Device("cdna", 64 * 1024)):
+                        blocks = choose(kernel, dim, dim, itemsize, tile, device)
+                        assert tile[0] % blocks.m == tile[1] % blocks.n == 0
+                        assert min(blocks.m, blocks.n) >= 16
