@@ -109,13 +109,14 @@ class DemoResult:
         """Per length in tokens and direction, what each peer took, in words."""
         rows: dict[str, dict[str, str]] = {}
         for outcome in self.outcomes:
-            row = rows.setdefault(f"{outcome.tokens:,}, {outcome.direction}", {})
+            what = "forward" if outcome.direction == "forward" else "both"
+            row = rows.setdefault(f"{outcome.tokens:,}, {what}", {})
             if outcome.timing is None:
                 row[outcome.peer] = "wrong" if outcome.wrong else "cannot"
                 continue
             row[outcome.peer] = f"{outcome.timing.median * 1e3:,.0f} ms"
             if outcome.over_first is not None and outcome.peer != "ringweave":
-                row[outcome.peer] += f" ({outcome.over_first.medians:.2f} x)"
+                row[outcome.peer] += f" ({outcome.over_first.medians:.1f} x)"
         return list(rows.items())
 
     def remarks(self) -> list[str]:

@@ -154,7 +154,9 @@ def print_summary(console: Console, result: DemoResult) -> None:
     console.print(figures)
     rows = result.speeds()
     names = list(rows[0][1])
-    table = new_table("Median times, and in brackets over ringweave's", "tokens, direction", *names)
+    # eighty columns hold five of these
+    heads = [name.removeprefix("ringweave:") for name in names]
+    table = new_table("Median times, in brackets over ringweave's; both: forward and backward", "tokens", *heads)
     for title, cells in rows:
         table.add_row(title, *(cells.get(name, "") for name in names))
     console.print(table)
