@@ -1,0 +1,182 @@
+"""What the ranks of a placement need of each other for one branch: whole key tiles, as the plan lists them.
+
+A branch is a strided view, so a tile of its plan may lie on several ranks. Views are cut into runs: tokens that a rank
+holds side by side, none longer than a tile, none across a tile's end. Where blocks and tiles agree a run is a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plan import BlockPlan, Branch
+from .placement import Int64, Placement
+
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Key heads whose query heads attend the same tiles: they are exchanged alike.
+
+    Attributes:
+        members: (n, 2) pairs of batch element and key head among the branch's.
+        groups: The plan's row sets that their query heads use.
+    """
+
+    members: Int64
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Demand:
+    """One branch under one placement.
+
+    Attributes:
+        branch: The branch, over the whole sequence.
+        plan: Its plan.
+        placement: Which rank holds which tokens.
+        kinds: Its key heads by what they need.
+        run: Tokens of a run.
+        owner: (runs,) the rank of each run.
+        slot: (runs,) where its first token lies in the rank's shard.
+        stride: Distance of its tokens there.
+    """
+
+    branch: Branch
+    plan: BlockPlan
+    placement: Placement
+    kinds: tuple[Kind, ...]
+    run: int
+    owner: Int64
+    slot: Int64
+    stride: int
+
+    @staticmethod
+    def of(branch: Branch, placement: Placement, ratio: int) -> Demand:
+        """The demand of a branch whose query heads share each key head by ``ratio``."""
+        plan = branch.plan("cpu")
+        together, stride = placement.runs(branch.rate)
+        run = math.gcd(min(together, plan.kv_tile), plan.kv_tile)
+        first = branch.k_first + np.arange(0, branch.nk, run, dtype=np.int64) * branch.rate
+        return Demand(
+            branch,
+            plan,
+            placement,
+            _kinds(branch, plan, ratio),
+            run,
+            placement.owners(first),
+            placement.slots(first),
+            stride,
+        )
+
+    @property
+    def tile(self) -> int:
+        """Side of the plan's tiles."""
+        return self.plan.kv_tile
+
+    @property
+    def runs_per_tile(self) -> int:
+        """Runs of one tile."""
+        return self.tile // self.run
+
+    @cached_property
+    def lengths(self) -> Int64:
+        """(runs,) tokens of each run: the last one may be short."""
+        starts = np.arange(len(self.owner), dtype=np.int64) * self.run
+        return np.minimum(self.branch.nk - starts, self.run)
+
+    @cached_property
+    def holds(self) -> tuple[Int64, Int64, Int64]:
+        """(tile, rank, tokens) of every rank that holds tokens of a tile, by tile and rank."""
+        ranks = self.placement.ranks
+        tile = np.arange(len(self.owner), dtype=np.int64) // self.runs_per_tile
+        if self.runs_per_tile == 1:
+            return tile, self.owner, self.lengths
+        pair, inverse = np.unique(tile * ranks + self.owner, return_inverse=True)
+        tokens = np.bincount(inverse, weights=self.lengths).astype(np.int64)
+        return pair // ranks, pair % ranks, tokens
+
+    @cached_property
+    def entries(self) -> list[tuple[Int64, Int64]]:
+        """Per row set of the plan: (row, column) of its tiles."""
+        found = []
+        pointers, columns = self.plan.row_ptr.numpy(), self.plan.col.numpy()
+        for pointer in pointers:
+            row = np.repeat(np.arange(self.plan.q_tiles, dtype=np.int64), np.diff(pointer))
+            found.append((row, columns[pointer[0] : pointer[-1]].astype(np.int64)))
+        return found
+
+    def expanded(self, rows: Int64) -> tuple[Int64, Int64]:
+        """For each of some query tiles, the ranks that hold a part of it: (index into ``rows``, rank)."""
+        if self.runs_per_tile == 1:
+            return np.arange(len(rows)), self.owner[rows]
+        tile, rank, _ = self.holds
+        first = np.searchsorted(tile, np.arange(self.plan.q_tiles + 1))
+        count = np.diff(first)[rows]
+        which = np.repeat(np.arange(len(rows)), count)
+        inside = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
+        return which, rank[first[:-1][rows][which] + inside]
+
+    @cached_property
+    def needs(self) -> tuple[Bools, ...]:
+        """Per kind (ranks, key tiles): whether some query of the rank attends some key of the tile."""
+        by_group: dict[int, Bools] = {}
+        for group in {group for kind in self.kinds for group in kind.groups}:
+            row, col = self.entries[group]
+            which, rank = self.expanded(row)
+            need = np.zeros((self.placement.ranks, self.plan.kv_tiles), bool)
+            need[rank, col[which]] = True
+            by_group[group] = need
+        found = []
+        for kind in self.kinds:
+            need = by_group[kind.groups[0]]
+            for group in kind.groups[1:]:
+                need = need | by_group[group]
+            found.append(need)
+        return tuple(found)
+
+    def tokens_moved(self) -> Int64:
+        """(ranks, ranks): key tokens, times key heads and batch elements, that a row's rank receives of a column's."""
+        ranks = self.placement.ranks
+        total = np.zeros(ranks * ranks, np.int64)
+        for kind, need in zip(self.kinds, self.needs, strict=True):
+            receiver, tile = np.nonzero(need)
+            if self.runs_per_tile == 1:
+                sender, tokens = self.owner[tile], self.lengths[tile]
+            else:
+                which, sender = self.expanded(tile)
+                by_tile, by_rank, held = self.holds
+                at = np.searchsorted(by_tile * ranks + by_rank, tile[which] * ranks + sender)
+                receiver, tokens = receiver[which], held[at]
+            pairs = np.bincount(receiver * ranks + sender, weights=tokens, minlength=ranks * ranks)
+            total += pairs.astype(np.int64) * len(kind.members)
+        moved = total.reshape(ranks, ranks)
+        np.fill_diagonal(moved, 0)
+        return moved
+
+    def work(self) -> NDArray[np.float64]:
+        """(ranks,) tiles to compute, over batch and heads; a query tile that is held in part counts in part."""
+        rows, rank, tokens = self.holds
+        uses = np.bincount(self.plan.group.numpy().reshape(-1), minlength=len(self.entries))
+        lengths = np.zeros(self.plan.q_tiles)
+        for count, (row, _) in zip(uses, self.entries, strict=True):
+            lengths += count * np.bincount(row, minlength=self.plan.q_tiles)
+        share = tokens / np.minimum(self.branch.nq - rows * self.tile, self.tile)
+        return np.bincount(rank, weights=lengths[rows] * share, minlength=self.placement.ranks)
+
+
+def _kinds(branch: Branch, plan: BlockPlan, ratio: int) -> tuple[Kind, ...]:
+    group = plan.group.numpy()
+    kv_heads = sorted({head // ratio for head in range(*branch.heads)})
+    of_query = np.array([kv_heads.index(head // ratio) for head in range(*branch.heads)])
+    found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for b in range(branch.batch):
+        for h in range(len(kv_heads)):
+            used = tuple(sorted(set(group[b, of_query == h].tolist())))
+            found.setdefault(used, []).append((b, h))
+    return tuple(Kind(np.array(members, np.int64), groups) for groups, members in found.items())
