@@ -9,6 +9,7 @@ from .block_plan import BlockPlan, pack_masks, unpack_masks
 from .branches import Branch, Sizes, branches, mixture, tile_sides
 from .cache import CacheStatistics, PlanCache, pattern_of, plan_cache
 from .interop import from_block_mask
+from .select import select
 
 __all__ = [
     "BlockPlan",
@@ -24,6 +25,7 @@ __all__ = [
     "pattern_of",
     "plan",
     "plan_cache",
+    "select",
     "unpack_masks",
 ]
 

@@ -1,0 +1,142 @@
+"""What every exchange of a context goes through: agreement first, then messages in the format that was agreed on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import RingError, message
+from ..ops.backend import delta_in_chunks
+from . import wire
+from .exchange import Message, Section
+from .messages import Channels
+from .transport import Event, Transport
+from .wire import WireStatistics
+from .workspace import Workspace
+
+FORWARD, BACKWARD, RELAY = 1, 2, 3
+Source = Callable[[Section], Sequence[Tensor]]
+_DTYPES = {dtype: n for n, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16, torch.float64))}
+_HEAD = ("operation", "plan", "batch", "D", "Dv", "dtype", "wire")
+
+
+@dataclass
+class Call:
+    """The means of a context's exchanges.
+
+    Attributes:
+        transport: Moves bytes.
+        form: Wire format that is asked for.
+        tolerance: Largest relative error of an encoded message; None: encoded whatever the error.
+        statistics: What encoding did.
+        space: Buffers.
+    """
+
+    transport: Transport
+    form: int = wire.NATIVE
+    tolerance: float | None = None
+    statistics: WireStatistics = field(default_factory=WireStatistics)
+    space: Workspace = field(default_factory=Workspace)
+
+    def agree(self, operation: int, digest: int, channels: Channels, forms: list[int] | None = None) -> list[list[int]]:
+        """Compare what the ranks are about to do, before anything is moved.
+
+        Args:
+            operation: Which one.
+            digest: Of plan and placement.
+            channels: What travels.
+            forms: The format of this rank's message to each peer.
+        Returns:
+            (ranks, ranks): every rank's formats.
+        Raises:
+            RingError: On all ranks, where one differs.
+        """
+        ranks = self.transport.size
+        if ranks == 1:
+            return [[wire.NATIVE]]
+        head = [operation, digest, channels.batch, channels.dims[0], channels.dims[-1], _DTYPES[channels.dtype]]
+        mine = torch.tensor([*head, self.form, *(forms or [wire.NATIVE] * ranks)], dtype=torch.int64)
+        every = self.transport.agree(mine, what="agree")
+        same = (every[:, : len(_HEAD)] == every[:1, : len(_HEAD)]).all(0).tolist()
+        for name, agreed, column in zip(_HEAD, same, every.T.tolist(), strict=False):
+            if not agreed:
+                peer = next(rank for rank, value in enumerate(column) if value != column[self.transport.rank])
+                raise RingError(
+                    self.transport.rank,
+                    peer,
+                    None,
+                    self.transport.step,
+                    message(
+                        f"{name} of the call",
+                        f"{column} on ranks 0 to {ranks - 1}",
+                        "the same on all ranks",
+                        "Call with one pattern, length, dtype and shape everywhere; nothing was moved.",
+                    ),
+                )
+        return [row[len(_HEAD) :] for row in every.tolist()]
+
+    def forms(self, messages: Sequence[Message], source: Source) -> list[int]:
+        """The format of each message: what is asked for, where it errs within the tolerance."""
+        return [self._form(sections, source) if sections else wire.NATIVE for sections in messages]
+
+    def _form(self, sections: Message, source: Source) -> int:
+        if self.form == wire.NATIVE:
+            return wire.NATIVE
+        worst = max(wire.error(x, self.form) for section in sections for x in source(section))
+        # written so that NaN goes as it is
+        if self.tolerance is not None and not worst <= self.tolerance:
+            self.statistics.refused += 1
+            return wire.NATIVE
+        self.statistics.worst_error = max(self.statistics.worst_error, worst)
+        return self.form
+
+    def all_to_all(
+        self,
+        channels: Channels,
+        sends: tuple[Sequence[Message], Sequence[int]],
+        receives: tuple[Sequence[Message], Sequence[int]],
+        source: Source,
+        out: Tensor,
+        what: str,
+    ) -> None:
+        """Send messages in their formats, and receive others into a flat uint8 tensor, in the order of ranks."""
+        sizes, sizes_in = self._sizes(channels, *sends), self._sizes(channels, *receives)
+        sent = self.space.take("sent", (sum(sizes),), torch.uint8, out.device)
+        at = 0
+        for message_out, form, size in zip(*sends, sizes, strict=True):
+            self.pack(channels, message_out, sent[at : at + size], form, source)
+            at += size
+        if self.transport.size > 1:
+            self.transport.all_to_all(out[: sum(sizes_in)], sizes_in, sent, sizes, what=what).wait()
+
+    def pack(self, channels: Channels, sections: Message, out: Tensor, form: int, source: Source) -> None:
+        """One message into its bytes, counted."""
+        if not sections:
+            return
+        channels.pack(sections, out, form, source)
+        self.statistics.messages[wire.FORMATS[form]] += 1
+        self.statistics.sent_bytes += out.numel()
+        self.statistics.native_bytes += channels.nbytes(sections, wire.NATIVE)
+
+    @staticmethod
+    def _sizes(channels: Channels, messages: Sequence[Message], forms: Sequence[int]) -> list[int]:
+        return [channels.nbytes(m, form) for m, form in zip(messages, forms, strict=True)]
+
+    @contextmanager
+    def computing(self, what: str, stage: int) -> Iterator[None]:
+        """A kernel call, for the trace."""
+        start = time.perf_counter()
+        yield
+        if self.transport.trace is not None:
+            self.transport.trace.append(Event("compute", what, stage, start, time.perf_counter(), 0))
+
+
+def row_slopes(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor) -> Tensor:
+    """rowsum(dout * out) - dlse; 0 for a row that attends nothing."""
+    delta = delta_in_chunks(dout, out, dlse, lse.dtype)
+    return delta.masked_fill_(torch.isneginf(lse), 0.0)

@@ -1,0 +1,120 @@
+"""The two ``torch.library`` operators of a call with a context: opaque to ``torch.compile``, exchange and all."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError, message
+from ..plan import pattern_of
+
+if TYPE_CHECKING:
+    from .context import ContextParallel
+
+_contexts: weakref.WeakValueDictionary[int, ContextParallel] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def register(context: ContextParallel) -> int:
+    """A number that stands for a context among an operator's arguments, as long as the context lives."""
+    number = next(_numbers)
+    _contexts[number] = context
+    return number
+
+
+def _context(number: int) -> ContextParallel:
+    context = _contexts.get(number)
+    if context is None:
+        raise UnsupportedError(
+            message(
+                "context",
+                "one that is gone",
+                "a live ContextParallel",
+                "Keep it as long as its results need gradients.",
+            )
+        )
+    return context
+
+
+@torch.library.custom_op("ringweave::ring_attention", mutates_args=())
+def ring_attention_op(
+    q: Tensor, k: Tensor, v: Tensor, tables: Sequence[Tensor], spec: str, scale: float, backend: str, context: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse) of the shard, and what backward needs of the exchange: received bytes of two hops, their formats."""
+    return _context(context).forward(q, k, v, pattern_of(spec, tables), scale, backend)
+
+
+@torch.library.custom_op("ringweave::ring_attention_backward", mutates_args=())
+def ring_attention_backward_op(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    received: Tensor,
+    relayed: Tensor,
+    forms: Tensor,
+    tables: Sequence[Tensor],
+    spec: str,
+    scale: float,
+    backend: str,
+    context: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of the shard."""
+    kept = (received, relayed, forms)
+    return _context(context).backward(dout, dlse, q, k, v, out, lse, kept, pattern_of(spec, tables), scale, backend)
+
+
+@ring_attention_op.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, tables: Sequence[Tensor], spec: str, scale: float, backend: str, context: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(3)]
+    received, relayed = (q.new_empty(size, dtype=torch.uint8) for size in sizes[:2])
+    forms = torch.empty(sizes[2], dtype=torch.int64)
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide), received, relayed, forms
+
+
+@ring_attention_backward_op.register_fake
+def _(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, tables, ctx.spec, ctx.scale, ctx.backend, ctx.context = inputs
+    # alive until backward has run
+    ctx.holder = _contexts.get(ctx.context)
+    ctx.tables = len(tables)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(q, k, v, *output, *tables)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+    q, k, v, out, lse, received, relayed, forms, *tables = ctx.saved_tensors
+    rest = (None,) * 4
+    # a rank without a slope still owes the others their gradients
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv = ring_attention_backward_op(
+        dout, dlse, q, k, v, out, lse, received, relayed, forms, tables, ctx.spec, ctx.scale, ctx.backend, ctx.context
+    )
+    return (dq, dk, dv, [None] * ctx.tables, *rest)
+
+
+ring_attention_op.register_autograd(_backward, setup_context=_setup)
