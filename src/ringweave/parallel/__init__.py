@@ -1,0 +1,1 @@
+"""Around the ring: exact attention over sequences that are spread over ranks."""
