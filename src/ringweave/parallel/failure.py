@@ -37,6 +37,14 @@ class Failure:
         return Failure(**json.loads(text))
 
 
+class FailedError(RuntimeError):
+    """A connection is over; the failure says why."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.cause)
+        self.failure = failure
+
+
 def clone(store: Any) -> dist.Store:
     """The same store over a connection of its own: a request that blocks then blocks nobody else."""
     return cast("dist.Store", store.clone())
@@ -46,8 +54,8 @@ class Watch:
     """Watches the flag and the deadline of the wait in progress, on a daemon thread with a connection of its own.
 
     The first failure reported among all ranks is the one that every rank raises: a rank that gives up closes its
-    connections, which its neighbours would otherwise take for its death. So a failure is written to the store before any
-    connection is closed.
+    connections, which its neighbours would otherwise take for its death. So a failure is written to the store before
+    any connection is closed.
 
     Args:
         store: Store that all ranks share, scoped to one generation of one transport; cloned.

@@ -6,59 +6,29 @@
     ...                                                     # compute, while they fly
     pending.wait()                                          # all is here, or RingError
 
-Nothing but this file and those beside it (link, failure, meeting, regroup) calls torch.distributed.
+Nothing but this file and those beside it (connection, link, failure, meeting, regroup) calls torch.distributed.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..errors import RingError, ShapeError, message
-from .failure import Failure, Watch, bounded, clone
-from .meeting import AbsentError, meet
+from .counters import Counters, Event
+from .failure import FailedError, Failure, bounded, clone
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from .link import GlooLink, Message, NcclLink
+    from .connection import Connection, Work
 
-# Gloo's own deadline lies this much after the watch's, which names the silent rank to all before anything closes
-_GRACE = 2.0
-
-
-class Event(NamedTuple):
-    """One line of a trace; times from time.perf_counter(), start to end."""
-
-    kind: str
-    what: str
-    stage: int | None
-    start: float
-    end: float
-    nbytes: int
-
-
-class Counters:
-    """What a transport has carried: payload bytes by peer, messages sent, and bytes of agreements received.
-
-    Sent bytes count when they are posted, received bytes when they have arrived; a repeated message counts again.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.sent = [0] * size
-        self.received = [0] * size
-        self.messages = 0
-        self.metadata = 0
-
-    def reset(self) -> None:
-        """Start again from zero."""
-        self.__init__(len(self.sent))  # type: ignore[misc]
+__all__ = ["Counters", "Event", "Pending", "Transport"]
 
 
 class Pending:
@@ -77,7 +47,7 @@ class Pending:
         self.sends, self.receives = sends, receives
         self.what, self.stage, self.metadata = what, stage, metadata
         self.number = 0
-        self.works: list[tuple[Any, int, Any]] = []
+        self.works: list[Work] = []
         self.posted = 0.0
         self.done = not sends and not receives
         self._transport = transport
@@ -117,12 +87,11 @@ class Transport:
         self.trace: list[Event] | None = None
         self.step = 0
         self._store: dist.Store | None = None if group is None else group.get_group_store()
-        self._links: dict[str, GlooLink | NcclLink] = {}
-        self._numbers = [[0] * self.size, [0] * self.size]
-        self._watch: Watch | None = None
+        self._connection: Connection | None = None
         self._generation = 0
-        self._number = 0
+        # what is under way, or (with retries) may still be missed by some rank; numbered alike on all ranks
         self._log: deque[Pending] = deque()
+        self._number = 0
         self._closed = False
 
     def agree(self, header: Tensor, *, what: str) -> Tensor:
@@ -143,15 +112,13 @@ class Transport:
             raise ShapeError(message("header", got, "int64 (k,) on the CPU", "Make it so."))
         self.step += 1
         table = torch.empty(self.size, header.numel() + 1, dtype=torch.int64)
-        # how far this rank is: what all ranks have is not kept for a repetition
-        table[self.rank, 0] = next((entry.number for entry in self._log if not entry.done), self._number)
+        table[self.rank, 0] = self._reached()
         table[self.rank, 1:] = header
         others = [peer for peer in range(self.size) if peer != self.rank]
         sends = [(peer, table[self.rank].view(torch.uint8)) for peer in others]
         receives = [(peer, table[peer].view(torch.uint8)) for peer in others]
         self._start(Pending(self, sends, receives, what=what, metadata=True)).wait()
-        while self._log and self._log[0].done and self._log[0].number < int(table[:, 0].min()):
-            self._log.popleft()
+        self._forget(int(table[:, 0].min()))
         return table[:, 1:]
 
     def all_to_all(
@@ -208,9 +175,8 @@ class Transport:
     def close(self) -> None:
         """Close the connections and end the thread. A closed transport carries nothing more."""
         self._closed = True
-        if self._watch is not None:
-            self._watch.stop()
-        self._links.clear()
+        if self._connection is not None:
+            self._connection.close()
         self._log.clear()
 
     def arrived(self, pending: Pending) -> None:
@@ -227,67 +193,74 @@ class Transport:
     def _start(self, pending: Pending) -> Pending:
         if self._closed:
             raise RuntimeError(message("transport", "a call after close()", "an open transport", "Make another."))
-        if self._watch is None and self.size > 1:
-            self._open()
+        try:
+            if self._connection is None and self.size > 1:
+                self._scope()
+                self._connect()
+        except FailedError as error:
+            raise self._error(error.failure, pending) from error
         if pending.done:
             return pending
+        if self.retries and not pending.metadata:
+            # the caller may write into its tensors as soon as wait() returns, while another rank still misses them
+            pending.sends = [(peer, tensor.clone()) for peer, tensor in pending.sends]
         pending.number = self._number
         self._number += 1
         self._log.append(pending)
-        self._post(pending)
+        try:
+            self._post(pending)
+        except FailedError as error:
+            self._recover(error.failure, pending)
         return pending
 
     def _post(self, pending: Pending) -> None:
-        from .link import LinkError
-
-        self._check(pending)
-        link = self._link(pending)
+        assert self._connection is not None
+        receives = pending.receives
+        if pending.done:
+            # this rank has them, and may have written over them: only the others miss something
+            receives = [(peer, torch.empty_like(tensor)) for peer, tensor in receives]
         pending.posted = time.perf_counter()
-        try:
-            pending.works = [
-                (link, peer, work)
-                for peer, work in link.post(
-                    [self._tagged(0, peer, tensor, pending) for peer, tensor in pending.sends],
-                    [self._tagged(1, peer, tensor, pending) for peer, tensor in pending.receives],
-                )
-            ]
-        except LinkError as broken:
-            self._raise(pending, self._report(pending, broken.peer, broken.cause, broken.timeout))
+        pending.works = self._connection.post(pending.sends, receives, kind=int(pending.metadata), words=pending.what)
         self.counters.messages += len(pending.sends)
         if not pending.metadata:
             for peer, tensor in pending.sends:
                 self.counters.sent[peer] += tensor.nbytes
 
-    def _tagged(self, side: int, peer: int, tensor: Tensor, pending: Pending) -> Message:
-        from .link import Message
-
-        # 6 bits of the message's number, one for agreements, 24 of a hash of its length: 31, below the links' own tag
-        number = self._numbers[side][peer]
-        self._numbers[side][peer] += 1
-        length = (tensor.nbytes * 2654435761 & 0xFFFFFFFF) >> 8
-        return Message(peer, tensor, (number & 63) | pending.metadata << 6 | (length % 0xFFFFFF) << 7)
+    def _await(self, pending: Pending) -> None:
+        while pending.works:
+            assert self._connection is not None
+            try:
+                self._connection.wait(pending.works, words=pending.what)
+                pending.works = []
+            except FailedError as error:
+                self._recover(error.failure, pending)
 
     def _finish(self, pending: Pending) -> None:
-        from .link import LinkError
-
-        watch = self._watch
-        assert watch is not None
         began = time.perf_counter()
-        until = time.monotonic() + self.deadline
-        words = f"{pending.what}, {self.deadline:g} s"
-        for link, peer, work in pending.works:
-            watch.waiting = (until, peer, words)
-            try:
-                link.wait(peer, work, max(until - time.monotonic(), 0.0) + _GRACE, lambda: watch.failure is not None)
-            except LinkError as broken:
-                self._raise(pending, self._report(pending, broken.peer, broken.cause, broken.timeout))
-            finally:
-                watch.waiting = None
+        self._await(pending)
         self.arrived(pending)
-        pending.done, pending.works = True, []
+        pending.done = True
         self._record(pending, began, time.perf_counter())
-        while self.retries == 0 and self._log and self._log[0].done:
+        if not self.retries:
+            self._forget(self._reached())
+
+    def _reached(self) -> int:
+        return next((entry.number for entry in self._log if not entry.done), self._number)
+
+    def _forget(self, number: int) -> None:
+        while self._log and self._log[0].done and self._log[0].number < number:
+            # a repetition for the others' sake: nobody else waits for it
+            self._await(self._log[0])
             self._log.popleft()
+
+    def _recover(self, failure: Failure, pending: Pending) -> None:
+        if not failure.transient or self._generation == self.retries:
+            raise self._error(failure, pending)
+        self._generation += 1
+        try:
+            self._connect()
+        except FailedError as error:
+            raise self._error(error.failure, pending) from error
 
     def _record(self, pending: Pending, began: float, ended: float) -> None:
         nbytes = 0
@@ -299,13 +272,13 @@ class Transport:
             self.counters.metadata += nbytes
         if self.trace is not None:
             sent = sum(tensor.nbytes for _, tensor in pending.sends)
-            for kind, start, size in (("send", pending.posted, sent), ("receive", pending.posted, nbytes)):
+            for kind, size in (("send", sent), ("receive", nbytes)):
                 if size:
-                    self.trace.append(Event(kind, pending.what, pending.stage, start, ended, size))
+                    self.trace.append(Event(kind, pending.what, pending.stage, pending.posted, ended, size))
             self.trace.append(Event("wait", pending.what, pending.stage, began, ended, nbytes))
 
-    def _open(self) -> None:
-        store = self._store
+    def _scope(self) -> None:
+        store, rank = self._store, self.rank
         assert store is not None
 
         def scope() -> dist.Store:
@@ -313,84 +286,30 @@ class Transport:
 
             own = clone(store)
             # counted in the store, which lives as long as the group: a group made again starts again
-            return dist.PrefixStore(f"ringweave/{own.add(f'ringweave/transports/{self.rank}', 1)}", own)
+            return dist.PrefixStore(f"ringweave/{own.add(f'ringweave/transports/{rank}', 1)}", own)
 
         try:
             self._store = bounded(scope, self.deadline, lambda: False)
         except (RuntimeError, OSError) as error:
-            raise RingError(self.rank, None, None, self.step, f"no rendezvous store ({error})") from error
-        self._connect()
+            text = str(error).splitlines()[0][:200]
+            raise FailedError(Failure(rank, None, f"rank {rank} lost the rendezvous store ({text})")) from error
 
-    def _connect(self) -> list[int]:
-        """Meet the others, and connect anew; how far each rank is."""
+    def _connect(self) -> None:
+        """Meet the others on fresh connections, and post again what any of them misses."""
         import torch.distributed as dist
 
-        from .link import GlooLink
+        from .connection import Connection
 
         assert self._store is not None
+        if self._connection is not None:
+            self._connection.close()
         store = dist.PrefixStore(str(self._generation), self._store)
-        links: dict[str, GlooLink | NcclLink] = {}
-        watch = self._watch = Watch(store, self.rank, lambda: _cut(links))
-        weakref.finalize(self, watch.stop)
-        self._links = links
-        self._numbers = [[0] * self.size, [0] * self.size]
-        word = next((entry.number for entry in self._log if not entry.done), self._number)
-        waited = self.deadline
+        self._connection = Connection(store, self.rank, self.size, self.deadline)
+        first = min(self._connection.meet(self._reached()))
+        for entry in self._log:
+            entry.works = []
+            if entry.number >= first:
+                self._post(entry)
 
-        def connect() -> list[int]:
-            own = clone(store)
-            words = meet(dist.PrefixStore("meeting", own), word, self.rank, self.size, waited)
-            links["cpu"] = GlooLink(dist.PrefixStore("gloo", own), self.rank, self.size, waited)
-            return words
-
-        try:
-            return bounded(connect, waited + _GRACE, lambda: watch.failure is not None)
-        except AbsentError as absent:
-            failure = Failure(
-                self.rank, absent.ranks[0], f"ranks {absent.ranks} did not come to connect in {waited:g} s"
-            )
-        except (RuntimeError, OSError) as error:
-            failure = Failure(
-                self.rank, None, f"rank {self.rank} could not connect ({str(error).splitlines()[0][:200]})"
-            )
-        raise self._error(None, watch.report(failure))
-
-    def _link(self, pending: Pending) -> GlooLink | NcclLink:
-        tensors = [tensor for _, tensor in (*pending.sends, *pending.receives)]
-        device = tensors[0].device.type
-        if any(tensor.device.type != device for tensor in tensors):
-            raise ShapeError(message("tensors", "several devices", "one", "Move them to one device."))
-        if device not in self._links:
-            self._links[device] = self._accelerated(device)
-        return self._links[device]
-
-    def _accelerated(self, device: str) -> NcclLink:
-        import torch.distributed as dist
-
-        from .link import NcclLink
-
-        assert self._store is not None
-        if device != "cuda":
-            raise ShapeError(message("tensors", f"device {device}", "cpu or cuda", "Move them there."))
-        store = dist.PrefixStore(f"{self._generation}/nccl", self._store)
-        return NcclLink(store, self.rank, self.size, self.deadline)
-
-    def _check(self, pending: Pending) -> None:
-        if self._watch is not None and self._watch.failure is not None:
-            self._raise(pending, self._watch.failure)
-
-    def _report(self, pending: Pending, peer: int, cause: str, transient: bool) -> Failure:
-        assert self._watch is not None
-        words = f"rank {self.rank} lost rank {peer} in {pending.what} ({cause})"
-        return self._watch.report(Failure(self.rank, peer, words, transient))
-
-    def _raise(self, pending: Pending, failure: Failure) -> None:
-        raise self._error(pending.stage, failure)
-
-    def _error(self, stage: int | None, failure: Failure) -> RingError:
-        return RingError(self.rank, failure.peer, stage, self.step, failure.cause)
-
-
-def _cut(links: dict[str, Any]) -> None:
-    for link in list(links.values()):
-        link.cut()
+    def _error(self, failure: Failure, pending: Pending) -> RingError:
+        return RingError(self.rank, failure.peer, pending.stage, self.step, failure.cause)
