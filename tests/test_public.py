@@ -16,8 +16,8 @@ import ringweave as rw
 NAMES = [
     "AttentionOutput", "BlockPlan", "BlockTable", "BlockWeights", "Causal", "Dilated", "Documents", "Full",
     "Global", "LongNet", "Neighborhood", "Pattern", "PatternError", "PerHead", "Periodic", "PlanCache",
-    "PrefixLM", "RingweaveError", "Segments", "ShapeError", "Sinks", "SlidingWindow", "Strided", "TokenMask",
-    "UnsupportedError", "attention", "attention_weights", "attention_with_lse", "bench", "bigbird",
+    "PrefixLM", "RingError", "RingweaveError", "Segments", "ShapeError", "Sinks", "SlidingWindow", "Strided",
+    "TokenMask", "UnsupportedError", "attention", "attention_weights", "attention_with_lse", "bench", "bigbird",
     "dilated_blocks", "explain", "from_block_mask", "from_mask_mod", "local_global", "longformer",
     "longnet_attention", "merge", "natten_1d", "plan", "random_blocks", "sparse_transformer_fixed",
     "variable",

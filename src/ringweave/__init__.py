@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import PatternError, RingweaveError, ShapeError, UnsupportedError
+from .errors import PatternError, RingError, RingweaveError, ShapeError, UnsupportedError
 from .explain import explain
 from .functional import attention, attention_with_lse, longnet_attention
 from .merge import merge
@@ -71,6 +71,7 @@ __all__ = [
     "Periodic",
     "PlanCache",
     "PrefixLM",
+    "RingError",
     "RingweaveError",
     "Segments",
     "ShapeError",

@@ -19,6 +19,28 @@ class UnsupportedError(RingweaveError, RuntimeError):
     """The named backend, or this version, cannot run the case; the message says why."""
 
 
+class RingError(RingweaveError, RuntimeError):
+    """A rank is lost or did not answer in time: its shard is gone, so no answer is right.
+
+    Attributes:
+        rank: Rank that raises, in its group.
+        peer: Rank that is lost or silent, where known.
+        stage: Stage of the ring in which this rank was, None outside of one.
+        step: Steps (agreements of all ranks) that this rank had begun.
+        cause: What was seen, and by whom.
+    """
+
+    def __init__(self, rank: int, peer: int | None, stage: int | None, step: int, cause: str) -> None:
+        self.rank, self.peer, self.stage, self.step, self.cause = rank, peer, stage, step, cause
+        place = f"rank {rank}, step {step}" + ("" if stage is None else f", stage {stage}")
+        who = "a peer" if peer is None else f"rank {peer}"
+        remedy = f"The shard of {who} cannot be reached: regroup the survivors and shard again, or restart."
+        super().__init__(message(place, cause, "an answer of every rank", remedy))
+
+    def __reduce__(self) -> tuple[type[RingError], tuple[int, int | None, int | None, int, str]]:
+        return RingError, (self.rank, self.peer, self.stage, self.step, self.cause)
+
+
 def message(name: str, got: object, wanted: str, remedy: str) -> str:
     """Compose the one shape of error text used everywhere: name, got, wanted, remedy."""
     return f"{name}: got {got}; wanted {wanted}. {remedy}"

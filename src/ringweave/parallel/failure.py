@@ -1,0 +1,156 @@
+"""How a failure that one rank sees reaches all: a flag in the rendezvous store, and a thread that watches it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+PERIOD = 0.2  # seconds between two looks at the flag: a survivor learns of a failure this late, and raises within 2 s
+_FLAG = "failed"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong: who saw it, who is lost or silent, and whether trying again may help."""
+
+    rank: int
+    peer: int | None
+    cause: str
+    transient: bool = False
+
+    def text(self) -> str:
+        """As the flag holds it."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def parse(text: bytes) -> Failure:
+        """The failure that a flag holds."""
+        return Failure(**json.loads(text))
+
+
+class FailedError(RuntimeError):
+    """A connection is over; the failure says why."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.cause)
+        self.failure = failure
+
+
+def clone(store: Any) -> dist.Store:
+    """The same store over a connection of its own: a request that blocks then blocks nobody else."""
+    return cast("dist.Store", store.clone())
+
+
+class Watch:
+    """Watches the flag and the deadline of the wait in progress, on a daemon thread with a connection of its own.
+
+    The first failure reported among all ranks is the one that every rank raises: a rank that gives up closes its
+    connections, which its neighbours would otherwise take for its death. So a failure is written to the store before
+    any connection is closed.
+
+    Args:
+        store: Store that all ranks share, scoped to one generation of one transport; cloned.
+        rank: This rank.
+        cut: Called once, when a failure is known: must make a wait in progress return.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, cut: Callable[[], None]) -> None:
+        self.failure: Failure | None = None
+        # what the caller's thread waits for: (until in time.monotonic(), peer, words)
+        self.waiting: tuple[float, int, str] | None = None
+        self._store, self._rank, self._cut = store, rank, cut
+        self._report: Failure | None = None
+        self._known = threading.Event()
+        self._wake = threading.Event()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="ringweave-watch", daemon=True)
+        self._thread.start()
+
+    def report(self, failure: Failure) -> Failure:
+        """Tell all ranks; the failure that was told first, which may be another's. Returns within about a second."""
+        self._report = failure
+        self._wake.set()
+        if not self._known.wait(1.0):
+            # the store does not answer: its host may be stopped
+            self._adopt(failure)
+        assert self.failure is not None
+        return self.failure
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped = True
+        self._wake.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        store = clone(self._store)
+        while not self._stopped:
+            self._wake.wait(PERIOD)
+            self._wake.clear()
+            if self._stopped:
+                return
+            failure = self._look(store)
+            if failure is not None:
+                self._adopt(failure)
+                return
+
+    def _look(self, store: dist.Store) -> Failure | None:
+        seen = self._report or self._overdue()
+        try:
+            if seen is not None:
+                return Failure.parse(store.compare_set(_FLAG, "", seen.text()))
+            return Failure.parse(store.get(_FLAG)) if store.check([_FLAG]) else None
+        except RuntimeError as error:
+            text = str(error).split("\n", 1)[0][:200]
+            return seen or Failure(self._rank, None, f"rank {self._rank} lost the rendezvous store ({text})")
+
+    def _overdue(self) -> Failure | None:
+        waiting = self.waiting
+        if waiting is None or time.monotonic() < waiting[0]:
+            return None
+        _, peer, words = waiting
+        cause = f"no answer of rank {peer} to rank {self._rank} in time ({words})"
+        return Failure(self._rank, peer, cause, transient=True)
+
+    def _adopt(self, failure: Failure) -> None:
+        if self.failure is None:
+            self.failure = failure
+        self._known.set()
+        self._cut()
+
+
+def bounded(function: Callable[[], T], seconds: float, given_up: Callable[[], bool]) -> T:
+    """Run a function that may block (a store, a rendezvous) on a thread of its own, for so long at most.
+
+    Raises:
+        TimeoutError: It did not return in time, or `given_up()` became true. The thread is left to its own timeouts.
+    """
+    done = threading.Event()
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except (RuntimeError, OSError) as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, name="ringweave-bounded", daemon=True).start()
+    until = time.monotonic() + seconds
+    while not done.wait(0.05):
+        if given_up() or time.monotonic() > until:
+            raise TimeoutError(f"no answer in {seconds:.1f} s")
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,51 @@
+"""Ranks find each other at a store: each leaves a word, and reads what the others left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class AbsentError(RuntimeError):
+    """Some ranks did not come in time."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(ranks)
+        self.ranks = list(ranks)
+
+
+def meet(store: dist.Store, word: int, rank: int, size: int, seconds: float) -> list[int]:
+    """Every rank's word, once all `size` ranks have come.
+
+    Args:
+        store: Shared store, scoped to this meeting.
+        word: What the others read of this rank.
+        rank: This rank.
+        size: Number of ranks.
+        seconds: How long to wait for the others.
+
+    Returns:
+        `size` words, by rank.
+
+    Raises:
+        AbsentError: A rank did not come in time.
+        RuntimeError: The store is lost.
+    """
+    store.set(str(rank), str(word))
+    until = time.monotonic() + seconds
+    missing = list(range(size))
+    pause = 0.002
+    while True:
+        # checked one after another: the absent are few, and known by name
+        while missing and store.check([str(missing[0])]):
+            missing.pop(0)
+        if not missing:
+            return [int(store.get(str(other))) for other in range(size)]
+        if time.monotonic() > until:
+            raise AbsentError([other for other in missing if not store.check([str(other)])])
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)

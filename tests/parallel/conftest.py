@@ -1,0 +1,27 @@
+"""Pools of workers that last as long as the test session, each made when a test first asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .processes import Pool, fresh
+
+
+@pytest.fixture(scope="session")
+def pool2() -> Iterator[Pool]:
+    with fresh(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pool4() -> Iterator[Pool]:
+    with fresh(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pool8() -> Iterator[Pool]:
+    with fresh(8) as pool:
+        yield pool

@@ -1,0 +1,32 @@
+"""A transport whose messages take time to arrive, without taking the caller's: overlap shows in the order of events."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ringweave.parallel.transport import Pending, Transport
+
+
+class Delayed(Transport):
+    """A transport over a slow wire: what is posted arrives `latency` + bytes / `bandwidth` later.
+
+    Only wait() blocks, and only for what is left of that time. Agreements are not delayed.
+
+    Args:
+        group: As for Transport.
+        latency: Seconds for any message.
+        bandwidth: Bytes received per second, by all messages of one call together.
+    """
+
+    def __init__(self, group: Any, *, latency: float, bandwidth: float = float("inf"), **options: Any) -> None:
+        super().__init__(group, **options)
+        self.latency, self.bandwidth = latency, bandwidth
+
+    def arrived(self, pending: Pending) -> None:
+        if pending.metadata:
+            return
+        nbytes = sum(tensor.nbytes for _, tensor in pending.receives)
+        left = pending.posted + self.latency + nbytes / self.bandwidth - time.perf_counter()
+        if left > 0:
+            time.sleep(left)

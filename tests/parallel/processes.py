@@ -1,0 +1,224 @@
+"""Groups of worker processes on this machine's loopback: Gloo, one thread each, bounded in time, none left behind.
+
+    results = pool4.run("tests.parallel.jobs_ring:forward", pattern, tensors)    # by rank; the workers' exceptions are raised
+    with fresh(4) as pool:                                                       # for tests that kill
+        pool.start("tests.parallel.jobs_failure:exchange")
+        pool.kill(2)
+        outcomes = pool.outcomes(10.0)
+
+A job is a function of a module, called on every rank with the same arguments; torch.distributed's default group is there.
+The rendezvous store is hosted by the test's process, as torchrun's agent hosts it. A pool mends itself after a failure: who
+is dead or did not answer is replaced, and all begin a new default group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing import connection, forkserver
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+# what a fork server must not do: run a parallel region, or hold a thread, before it forks
+_QUIET = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+class Outcome(NamedTuple):
+    """What became of a job on one rank: a value, an exception with its traceback, or neither if the process died."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    dead: bool = False
+
+
+class WorkerError(RuntimeError):
+    """A worker died, did not answer in time, or raised what cannot be pickled."""
+
+
+def server() -> multiprocessing.context.ForkServerContext:
+    """The fork server: a process that has imported torch and ringweave, and forks workers in milliseconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "ringweave", __name__])
+    before = {name: os.environ.get(name) for name in _QUIET}
+    os.environ.update(_QUIET)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
+
+
+class _Member(NamedTuple):
+    process: Any
+    pipe: connection.Connection
+
+
+class Pool:
+    """`size` workers with one default group.
+
+    Attributes:
+        store: The rendezvous store, hosted here; jobs find the same keys in `rendezvous()`.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._members: list[_Member | None] = [None] * size
+        self._groups = 0
+        self._open = False
+        atexit.register(self.close)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [member.process.pid for member in self._members if member is not None]
+
+    def run(self, job: str, *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Call "module:function" with the arguments on every rank; the results by rank.
+
+        The first exception of a worker is raised as it is, with all ranks' tracebacks as notes.
+        """
+        self.start(job, *args)
+        outcomes = self.outcomes(timeout)
+        for outcome in outcomes:
+            if outcome.error is not None:
+                for rank, other in enumerate(outcomes):
+                    outcome.error.add_note(f"rank {rank}: " + (other.trace or ("dead" if other.dead else "returned")))
+                raise outcome.error
+        return [outcome.value for outcome in outcomes]
+
+    def start(self, job: str, *args: Any) -> None:
+        """Begin a job on all ranks."""
+        if not self._open:
+            self._mend()
+        for member in self._members:
+            assert member is not None
+            member.pipe.send_bytes(pickle.dumps((job, args)))
+
+    def outcomes(self, timeout: float) -> list[Outcome]:
+        """What became of the job on each rank; who has not answered in time is killed."""
+        found: dict[int, Outcome] = {}
+        until = time.monotonic() + timeout
+        while len(found) < self.size and time.monotonic() < until:
+            pipes = {m.pipe: rank for rank, m in enumerate(self._members) if m is not None and rank not in found}
+            for pipe in connection.wait(list(pipes), max(0.0, until - time.monotonic())):
+                rank = pipes[pipe]  # type: ignore[index]
+                try:
+                    found[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    found[rank] = Outcome(error=WorkerError(f"rank {rank} died"), dead=True)
+        for rank in range(self.size):
+            if rank not in found:
+                self.kill(rank)
+                found[rank] = Outcome(error=WorkerError(f"rank {rank}: no answer in {timeout:g} s"), trace="killed")
+        self._open = all(outcome.error is None for outcome in found.values())
+        return [found[rank] for rank in range(self.size)]
+
+    def kill(self, rank: int) -> float:
+        """Kill a worker with SIGKILL, by its id; when, in time.time()."""
+        return self.signal(rank, signal.SIGKILL)
+
+    def signal(self, rank: int, number: int) -> float:
+        """Send a worker a signal, by its id; when, in time.time()."""
+        member = self._members[rank]
+        assert member is not None
+        now = time.time()
+        if member.process.is_alive():
+            os.kill(member.process.pid, number)
+        return now
+
+    def close(self) -> None:
+        """End all workers."""
+        for rank, member in enumerate(self._members):
+            if member is not None:
+                self.kill(rank)
+                member.process.join(10)
+                member.pipe.close()
+                self._members[rank] = None
+        self._open = False
+        atexit.unregister(self.close)
+
+    def _mend(self) -> None:
+        """Replace the dead, and begin a new default group: the old one may be out of step."""
+        self._groups += 1
+        for rank, member in enumerate(self._members):
+            if member is not None:
+                member.process.join(0.2)
+                if member.process.is_alive():
+                    continue
+                member.pipe.close()
+            ours, theirs = multiprocessing.Pipe()
+            process = server().Process(target=_serve, args=(theirs, rank, self.size, self.store.port), daemon=True)
+            process.start()
+            theirs.close()
+            self._members[rank] = _Member(process, ours)
+        self._open = True
+        self.run(f"{__name__}:_begin", self._groups)
+
+
+@contextmanager
+def fresh(size: int) -> Iterator[Pool]:
+    """A pool of its own, for tests that kill workers or stop them; ended at exit."""
+    pool = Pool(size)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def rendezvous() -> dist.Store:
+    """In a job: the store that the test's process hosts, in the scope of this default group's test."""
+    return _STORE[0]
+
+
+_STORE: list[dist.Store] = []
+_PLACE: list[tuple[int, int]] = []
+
+
+def _begin(number: int) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    rank, size = _PLACE[0]
+    store = dist.PrefixStore(f"group{number}", _STORE[0])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+
+
+def _serve(pipe: connection.Connection, rank: int, size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    _STORE.append(dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30)))
+    _PLACE.append((rank, size))
+    while True:
+        try:
+            name, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        outcome = _call(name, args)
+        try:
+            answer = pickle.dumps(outcome)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            answer = pickle.dumps(Outcome(error=WorkerError(f"rank {rank}: {error}"), trace=outcome.trace))
+        pipe.send_bytes(answer)
+
+
+def _call(name: str, args: tuple[Any, ...]) -> Outcome:
+    try:
+        module, function = name.split(":")
+        return Outcome(getattr(importlib.import_module(module), function)(*args))
+    except Exception as error:  # noqa: BLE001  it goes to the test that asked for the job
+        return Outcome(error=error, trace=traceback.format_exc())
