@@ -14,22 +14,22 @@ import pytest
 import ringweave as rw
 
 NAMES = [
-    "AttentionOutput", "BlockPlan", "BlockTable", "BlockWeights", "Causal", "Dilated", "Documents", "Full",
+    "AttentionOutput", "BlockPlan", "BlockTable", "BlockWeights", "Causal", "ContextParallel", "Dilated", "Documents", "Full",
     "Global", "LongNet", "Neighborhood", "Pattern", "PatternError", "PerHead", "Periodic", "PlanCache",
     "PrefixLM", "RingError", "RingweaveError", "Segments", "ShapeError", "Sinks", "SlidingWindow", "Strided",
     "TokenMask", "UnsupportedError", "attention", "attention_weights", "attention_with_lse", "bench", "bigbird",
     "dilated_blocks", "explain", "from_block_mask", "from_mask_mod", "local_global", "longformer",
-    "longnet_attention", "merge", "natten_1d", "plan", "random_blocks", "sparse_transformer_fixed",
+    "longnet_attention", "merge", "natten_1d", "parallel", "plan", "random_blocks", "sparse_transformer_fixed",
     "variable",
 ]  # fmt: skip
 
 SIGNATURES = {
-    "attention": "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, backend='auto', dropout=0.0)",
-    "attention_with_lse": "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, backend='auto', dropout=0.0)",
+    "attention": "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, backend='auto', context=None, dropout=0.0)",
+    "attention_with_lse": "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, backend='auto', context=None, dropout=0.0)",
     "attention_weights": "(q, k, pattern, *, scale=None, q_offset=0)",
     "longnet_attention": (
         "(q, k, v, *, segments, rates, causal=False, offset='interleaved', heads='shared', detach_weights=False, "
-        "scale=None, q_offset=0, backend='auto')"
+        "scale=None, q_offset=0, backend='auto', context=None)"
     ),
     "merge": "(outs, lses)",
     "plan": "(pattern, nq, nk=None, *, heads=1, batch=1, q_offset=0, tile=None, device='cpu')",

@@ -48,7 +48,8 @@ from .types import AttentionOutput
 from .weights import BlockWeights, attention_weights
 
 if TYPE_CHECKING:
-    from . import bench
+    from . import bench, parallel
+    from .parallel import ContextParallel
 
 __version__ = "0.1.0"
 
@@ -59,6 +60,7 @@ __all__ = [
     "BlockTable",
     "BlockWeights",
     "Causal",
+    "ContextParallel",
     "Dilated",
     "Documents",
     "Full",
@@ -94,6 +96,7 @@ __all__ = [
     "longnet_attention",
     "merge",
     "natten_1d",
+    "parallel",
     "plan",
     "random_blocks",
     "sparse_transformer_fixed",
@@ -102,10 +105,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # benchmarks load when asked for: importing ringweave stays quick
-    if name != "bench":
-        raise AttributeError(f"module 'ringweave' has no attribute {name!r}")
-    return importlib.import_module("ringweave.bench")
+    # these load when asked for: importing ringweave stays quick
+    if name in ("bench", "parallel"):
+        return importlib.import_module(f"ringweave.{name}")
+    if name == "ContextParallel":
+        return importlib.import_module("ringweave.parallel").ContextParallel
+    raise AttributeError(f"module 'ringweave' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

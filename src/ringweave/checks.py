@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from .errors import PatternError, ShapeError, UnsupportedError, message
 from .ops.backend import Case
 from .ops.dispatch import program
 from .patterns import Pattern, check_extents
+
+if TYPE_CHECKING:
+    from .parallel import ContextParallel
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -72,6 +76,7 @@ def check_call(
     q_offset: int,
     backend: str,
     dropout: float,
+    context: ContextParallel | None = None,
 ) -> float:
     """Raise a typed error unless the call can run; the scale to use."""
     check_tensors(q, k, v)
@@ -90,7 +95,10 @@ def check_call(
     if isinstance(q_offset, bool) or q_offset < 0:
         raise ShapeError(message("q_offset", q_offset, "an int of at least 0", "Pass Nk - Nq for a decode step."))
     if not torch.compiler.is_compiling():
-        _check_runnable(q, k, v, pattern, q_offset, backend)
+        if context is None:
+            _check_runnable(q, k, v, pattern, q_offset, backend)
+        else:
+            context.check(q, k, pattern, q_offset, backend)
     return scale
 
 

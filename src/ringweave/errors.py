@@ -44,8 +44,3 @@ class RingError(RingweaveError, RuntimeError):
 def message(name: str, got: object, wanted: str, remedy: str) -> str:
     """Compose the one shape of error text used everywhere: name, got, wanted, remedy."""
     return f"{name}: got {got}; wanted {wanted}. {remedy}"
-
-
-class RingError(RingweaveError, RuntimeError):
-    def __init__(self, rank, peer, stage, step, cause):
-        super().__init__(f"{rank} {peer} {stage} {step} {cause}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,8 +12,10 @@ from .checks import check_call
 from .merge import merge
 from .ops.registered import attention_op
 from .patterns import Full, LongNet, Pattern
-from .plan import Sizes, mixture
 from .types import AttentionOutput
+
+if TYPE_CHECKING:
+    from .parallel import ContextParallel
 
 
 def attention(
@@ -24,6 +27,7 @@ def attention(
     scale: float | None = None,
     q_offset: int = 0,
     backend: str = "auto",
+    context: ContextParallel | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Exact attention over the pairs that a pattern allows, differentiable in q, k and v.
@@ -39,6 +43,7 @@ def attention(
         scale: Factor of the scores; 1 / sqrt(D) by default.
         q_offset: Position of the first query; Nk - Nq for a decode step over a cache.
         backend: ``"auto"``, or one by name; see :func:`ringweave.explain`.
+        context: Ranks that share the sequence; q, k and v are then this rank's shards, and so is the output.
         dropout: Must be 0: attention dropout is not supported.
     Returns:
         Output, (B, Hq, Nq, Dv), dtype of q.
@@ -46,6 +51,7 @@ def attention(
         ShapeError: Shapes, dtypes or devices do not fit; the message names the argument.
         PatternError: The pattern is made for other lengths, heads or batch.
         UnsupportedError: The named backend cannot run the case, or dropout is asked for.
+        RingError: With a context: a rank is lost, or ranks call differently.
     Example:
         >>> rw.attention(q, k, v, rw.SlidingWindow(64) | rw.Sinks(4)).shape
         torch.Size([1, 4, 256, 32])
@@ -53,7 +59,9 @@ def attention(
     References:
         Dao et al. (2022), FlashAttention, section 3 (tiling and recomputation); here over non-empty tiles only.
     """
-    return attention_with_lse(q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, dropout=dropout).out
+    return attention_with_lse(
+        q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, context=context, dropout=dropout
+    ).out
 
 
 def attention_with_lse(
@@ -65,6 +73,7 @@ def attention_with_lse(
     scale: float | None = None,
     q_offset: int = 0,
     backend: str = "auto",
+    context: ContextParallel | None = None,
     dropout: float = 0.0,
 ) -> AttentionOutput:
     """Attention with each row's log-sum-exp, which makes partial results mergeable; both are differentiable.
@@ -79,6 +88,7 @@ def attention_with_lse(
         scale: Factor of the scores.
         q_offset: Position of the first query.
         backend: ``"auto"``, or one by name.
+        context: Ranks that share the sequence.
         dropout: Must be 0.
     Returns:
         ``AttentionOutput(out, lse)``: (B, Hq, Nq, Dv) in q's dtype and (B, Hq, Nq) in float32 (float64 for float64).
@@ -92,9 +102,12 @@ def attention_with_lse(
         >>> with_sink = out * torch.sigmoid(lse - sink)[..., None]
     """
     q, k, v = _autocast(q, k, v)
-    scale = check_call(q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, dropout=dropout)
-    out, lse = attention_op(q, k, v, pattern.tables, pattern.spec, scale, q_offset, backend)
-    return AttentionOutput(out, lse)
+    scale = check_call(
+        q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, context=context, dropout=dropout
+    )
+    if context is not None:
+        return AttentionOutput(*context.attend(q, k, v, pattern, scale, backend))
+    return AttentionOutput(*attention_op(q, k, v, pattern.tables, pattern.spec, scale, q_offset, backend))
 
 
 def longnet_attention(
@@ -111,6 +124,7 @@ def longnet_attention(
     scale: float | None = None,
     q_offset: int = 0,
     backend: str = "auto",
+    context: ContextParallel | None = None,
 ) -> Tensor:
     """LongNet's dilated attention: a mixture of dilated branches, merged by their log-sum-exp.
 
@@ -131,6 +145,7 @@ def longnet_attention(
         scale: Factor of the scores; 1 / sqrt(D) by default.
         q_offset: Position of the first query.
         backend: ``"auto"``, or one by name.
+        context: Ranks that share the sequence; q, k and v are then this rank's shards.
     Returns:
         Output, (B, Hq, Nq, Dv), dtype of q; a position that no branch of a head keeps gives 0.
     Raises:
@@ -145,31 +160,23 @@ def longnet_attention(
         Ding et al. (2023), LongNet: scaling transformers to 1,000,000,000 tokens, section 2.2.
     """
     pattern = LongNet(segments, rates, causal=causal, offset=offset, heads=heads)
-    if not detach_weights:
-        return attention(q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend)
-    q, k, v = _autocast(q, k, v)
-    scale = check_call(q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, dropout=0.0)
-    ratio = q.shape[1] // k.shape[1]
-    outs, lses = [], []
-    for branch in mixture(pattern, Sizes(q.shape[2], k.shape[2], q.shape[1], q.shape[0], q_offset)):
-        rows = slice(branch.q_first, None, branch.rate)
-        keys = [head // ratio for head in range(*branch.heads)]
-        part = attention_with_lse(
-            q[:, slice(*branch.heads), rows],
-            k[:, keys, branch.k_first :: branch.rate],
-            v[:, keys, branch.k_first :: branch.rate],
-            branch.pattern,
+    # heads that run one branch each have nothing to weigh
+    if not detach_weights or pattern.heads == "partitioned":
+        return attention(q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, context=context)
+    parts = [
+        attention_with_lse(
+            q,
+            k,
+            v,
+            LongNet([segment], [rate], causal=causal, offset=offset),
             scale=scale,
-            q_offset=branch.q_offset,
+            q_offset=q_offset,
             backend=backend,
+            context=context,
         )
-        out = q.new_zeros(*q.shape[:3], v.shape[3])
-        lse = part.lse.new_full(q.shape[:3], -torch.inf)
-        out[:, slice(*branch.heads), rows] = part.out
-        lse[:, slice(*branch.heads), rows] = part.lse.detach()
-        outs.append(out)
-        lses.append(lse)
-    return merge(outs, lses).out
+        for segment, rate in zip(pattern.segments, pattern.rates, strict=True)
+    ]
+    return merge([part.out for part in parts], [part.lse.detach() for part in parts]).out
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

@@ -41,19 +41,24 @@ class Threaded(Transport):
         self.step += 1
         return torch.stack(self._swap(header))
 
-    def all_to_all(self, received: Tensor, received_splits: Sequence[int], sent: Tensor, sent_splits: Sequence[int], *, what: str) -> Done:
+    def all_to_all(
+        self, received: Tensor, received_splits: Sequence[int], sent: Tensor, sent_splits: Sequence[int], *, what: str
+    ) -> Done:
         every = self._swap((sent.clone(), list(sent_splits)))
         at = 0
         for peer, (data, splits) in enumerate(every):
             first = sum(splits[: self.rank])
             size = splits[self.rank]
-            assert received_splits[peer] == size, f"rank {self.rank} expects {received_splits[peer]} bytes of {peer}, which sends {size}"
+            assert received_splits[peer] == size, (
+                f"rank {self.rank} expects {received_splits[peer]} bytes of {peer}, which sends {size}"
+            )
             received[at : at + size] = data[first : first + size]
             at += size
         return Done()
 
-
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], *, stage: int, what: str) -> Any:
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], *, stage: int, what: str
+    ) -> Any:
         mine: dict[int, list[Tensor]] = {}
         for peer, data in sends:
             mine.setdefault(peer, []).append(data.clone())

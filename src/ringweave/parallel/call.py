@@ -19,9 +19,8 @@ from .transport import Event, Transport
 from .wire import WireStatistics
 from .workspace import Workspace
 
-FORWARD, BACKWARD, RELAY = 1, 2, 3
+FORWARD, BACKWARD, RELAY, TABLE, SHARDS = 1, 2, 3, 4, 5
 Source = Callable[[Section], Sequence[Tensor]]
-_DTYPES = {dtype: n for n, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16, torch.float64))}
 _HEAD = ("operation", "plan", "batch", "D", "Dv", "dtype", "wire")
 
 
@@ -59,7 +58,7 @@ class Call:
         ranks = self.transport.size
         if ranks == 1:
             return [[wire.NATIVE]]
-        head = [operation, digest, channels.batch, channels.dims[0], channels.dims[-1], _DTYPES[channels.dtype]]
+        head = [operation, digest, channels.batch, channels.dims[0], channels.dims[-1], _code(channels.dtype)]
         mine = torch.tensor([*head, self.form, *(forms or [wire.NATIVE] * ranks)], dtype=torch.int64)
         every = self.transport.agree(mine, what="agree")
         same = (every[:, : len(_HEAD)] == every[:1, : len(_HEAD)]).all(0).tolist()
@@ -114,6 +113,14 @@ class Call:
         if self.transport.size > 1:
             self.transport.all_to_all(out[: sum(sizes_in)], sizes_in, sent, sizes, what=what).wait()
 
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """Every rank's x, of one shape and type."""
+        self.agree(SHARDS, x.numel(), Channels(x.shape[-1], x.shape[:1], x.dtype))
+        every = [x if rank == self.transport.rank else torch.empty_like(x) for rank in range(self.transport.size)]
+        others = [(rank, part) for rank, part in enumerate(every) if rank != self.transport.rank]
+        self.transport.exchange([(rank, x) for rank, _ in others], others, stage=0, what="shards").wait()
+        return every
+
     def pack(self, channels: Channels, sections: Message, out: Tensor, form: int, source: Source) -> None:
         """One message into its bytes, counted."""
         if not sections:
@@ -134,6 +141,11 @@ class Call:
         yield
         if self.transport.trace is not None:
             self.transport.trace.append(Event("compute", what, stage, start, time.perf_counter(), 0))
+
+
+def _code(dtype: torch.dtype) -> int:
+    """A number for a type that is the same in every process."""
+    return int.from_bytes(str(dtype).encode()[-7:], "little")
 
 
 def row_slopes(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor) -> Tensor:

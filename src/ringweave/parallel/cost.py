@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .cover import Moves, cover, edges
+from .cover import Moves, cover, edges, keys_only
 from .demand import Bools, Demand
 
 Float64 = NDArray[np.float64]
@@ -86,19 +86,22 @@ class Load:
     peers: Bools
 
     @staticmethod
-    def of(demands: Sequence[Demand], widths: Widths, cap: float = 1.10) -> Load:
+    def of(demands: Sequence[Demand], widths: Widths, cap: float = 1.05, *, queries: bool = True) -> Load:
         """The load of the branches of one call, with covers where they save.
 
         Args:
             demands: The branches under one placement.
             widths: Channels.
             cap: As of :func:`~ringweave.parallel.cover.cover`.
+            queries: Whether queries may move; else keys alone, as in the gather schedule.
         """
         ranks = demands[0].placement.ranks
         load = Load(np.zeros(ranks), np.zeros(ranks), np.zeros(ranks), np.zeros((ranks, ranks), bool))
         for demand in demands:
             tile = demand.tile
-            moves = cover(demand, widths.bytes_of_key * tile, widths.bytes_of_query * tile, cap)
+            moves = keys_only(demand)
+            if queries:
+                moves = cover(demand, widths.bytes_of_key * tile, widths.bytes_of_query * tile, cap)
             load._work(demand, moves, widths.pair * tile * demand.plan.q_tile)
             receiver, sender, tokens = demand.receipts(tuple(move.keys for move in moves))
             load._receive(receiver, sender, tokens * widths.bytes_of_key)

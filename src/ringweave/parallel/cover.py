@@ -53,7 +53,7 @@ class _Edges:
     keys: int
 
 
-def cover(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float = 1.10) -> tuple[Moves, ...]:
+def cover(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float = 1.05) -> tuple[Moves, ...]:
     """What moves, per kind: the fewest bytes for each pair of ranks, under a bound on what a rank computes.
 
     Where tiles are cut between ranks only keys move, and likewise for pairs that need a flow where scipy is missing.
@@ -66,9 +66,10 @@ def cover(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float = 1
     Returns:
         One for each of ``demand.kinds``.
     """
-    moves = [Moves(need.copy(), np.zeros_like(need)) for need in demand.needs]
-    if demand.runs_per_tile > 1:
-        return tuple(moves)
+    moves = keys_only(demand)
+    # a host computes for all query heads of a guest alike
+    if demand.runs_per_tile > 1 or len(demand.kinds) > 1:
+        return moves
     ranks = demand.placement.ranks
     tiles = np.arange(demand.plan.kv_tiles)
     room: NDArray[np.float64] | None = None
@@ -96,7 +97,12 @@ def cover(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float = 1
         queries[demand.owner[col[sent]], row[sent]] = True
         room -= np.bincount(demand.owner[col[sent]], weights=work[sent], minlength=ranks)
         room += np.bincount(demand.owner[row[sent]], weights=work[sent], minlength=ranks)
-    return tuple(moves)
+    return moves
+
+
+def keys_only(demand: Demand) -> tuple[Moves, ...]:
+    """Every rank receives what its own queries need."""
+    return tuple(Moves(need.copy(), np.zeros_like(need)) for need in demand.needs)
 
 
 def edges(demand: Demand, kind: Kind) -> tuple[Int64, Int64, NDArray[np.float64]]:

@@ -113,7 +113,11 @@ class Hop:
 
 
 def direct_hop(
-    demands: list[Demand], parts: list[Part | None], rank: int, needs: list[tuple[Bools, ...]] | None = None
+    demands: list[Demand],
+    parts: list[Part | None],
+    rank: int,
+    ranks: int,
+    needs: list[tuple[Bools, ...]] | None = None,
 ) -> Hop:
     """Every rank receives what it needs from the ranks that hold it.
 
@@ -121,9 +125,9 @@ def direct_hop(
         demands: The branches.
         parts: What this rank computes of each, into whose buffers received tokens go.
         rank: This rank.
+        ranks: How many.
         needs: Instead of the demands' own needs, per branch.
     """
-    ranks = demands[0].placement.ranks if demands else 1
     sends: list[list[Section]] = [[] for _ in range(ranks)]
     receives: list[list[Section]] = [[] for _ in range(ranks)]
     for number, demand in enumerate(demands):
@@ -156,13 +160,12 @@ def guest_sections(demands: list[Demand], moves: list[tuple[Moves, ...]], owner:
     return tuple(found)
 
 
-def node_hops(demands: list[Demand], parts: list[Part | None], rank: int, per_node: int) -> tuple[Hop, Hop]:
+def node_hops(demands: list[Demand], parts: list[Part | None], rank: int, ranks: int, per_node: int) -> tuple[Hop, Hop]:
     """Across nodes, then inside: ranks [n * per_node, (n + 1) * per_node) are node n.
 
     A rank imports, from the rank of its own place on every other node, what any rank of its node needs from it; then
     the ranks of a node give each other what they hold or have imported.
     """
-    ranks = demands[0].placement.ranks if demands else 1
     node, place = divmod(rank, per_node)
     others = [other for other in range(ranks // per_node) if other != node]
     neighbours = [node * per_node + other for other in range(per_node) if other != place]

@@ -18,6 +18,7 @@ from .demand import Demand
 from .exchange import SHARD, Hop, Section, direct_hop, node_hops
 from .messages import Channels
 from .part import Part
+from .placement import Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +40,16 @@ class Gather:
     held: int
 
     @staticmethod
-    def of(demands: list[Demand], rank: int, ratio: int, digest: int, per_node: int | None = None) -> Gather:
+    def of(
+        demands: list[Demand], placement: Placement, rank: int, ratio: int, digest: int, per_node: int | None = None
+    ) -> Gather:
         """For a rank; ``per_node`` ranks make a node where there are two levels."""
         parts = [Part.of(demand, rank, ratio) for demand in demands]
         heads = tuple(Heads(demand.branch, ratio) for demand in demands)
-        hops: tuple[Hop, ...] = (direct_hop(demands, parts, rank),)
+        hops: tuple[Hop, ...] = (direct_hop(demands, parts, rank, placement.ranks),)
         if per_node is not None:
-            hops = node_hops(demands, parts, rank, per_node)
-        return Gather(tuple(parts), heads, hops, digest, demands[0].placement.held(rank) if demands else 0)
+            hops = node_hops(demands, parts, rank, placement.ranks, per_node)
+        return Gather(tuple(parts), heads, hops, digest, placement.held(rank))
 
     def kept_bytes(self, channels: Channels) -> list[int]:
         """Bytes of what forward keeps for backward, per hop."""
@@ -103,7 +106,7 @@ class Gather:
         call.agree(BACKWARD, self.digest, slopes)
         delta = row_slopes(dout, out, dlse, lse)
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
-        buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        buffers: dict[int, list[Tensor]] = {}
         for number, part in enumerate(self.parts):
             if part is None:
                 continue
@@ -182,7 +185,7 @@ class Gather:
         return keys, values
 
     def _return(
-        self, call: Call, slopes: Channels, buffers: dict[int, tuple[Tensor, Tensor]], totals: tuple[Tensor, Tensor]
+        self, call: Call, slopes: Channels, buffers: dict[int, list[Tensor]], totals: tuple[Tensor, Tensor]
     ) -> None:
         """Gradients of received keys back to where they came from, each sum in the order of ranks."""
 

@@ -1,9 +1,9 @@
 """The ring schedule: stage s computes with what rank - s holds, while the message of stage s + 1 is under way.
 
-Memory: the shard, and the messages of two stages. Empty messages are left out on both sides. Where moving a query and its
-result is cheaper than moving keys and values (see cover.py), the holder of the keys computes for the query's rank as its
-host, and returns (out, lse), or dq. Partial results are merged in the order of stages, in float32; backward receives keys
-and values anew, and returns their gradients stage by stage.
+Memory: the shard, and the messages of two stages. Empty messages are left out on both sides. Where moving a query and
+its result is cheaper than moving keys and values (see cover.py), the holder of the keys computes for the query's rank,
+as its host, and returns (out, lse), or dq. Partial results are merged in the order of stages, in float32; backward
+receives keys and values anew, and returns their gradients stage by stage.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from ..merge import merge_into
 from ..ops.heads import Heads
-from . import wire
-from .call import BACKWARD, FORWARD, Call, row_slopes
+from .call import BACKWARD, FORWARD, Call, Source, row_slopes
 from .cover import Moves
 from .demand import Demand
 from .exchange import Message, Section, direct_hop, guest_sections
 from .messages import Channels
 from .part import Part
 from .passage import Passage, Returned
+from .placement import Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +65,15 @@ class Ring:
     local: int
 
     @staticmethod
-    def of(demands: list[Demand], moves: list[tuple[Moves, ...]], rank: int, ratio: int, digest: int) -> Ring:
+    def of(
+        demands: list[Demand],
+        moves: list[tuple[Moves, ...]],
+        placement: Placement,
+        rank: int,
+        ratio: int,
+        digest: int,
+    ) -> Ring:
         """For a rank, with what moves per branch and kind of key heads."""
-        placement = demands[0].placement
         needs = [tuple(move.keys for move in branch) for branch in moves]
         own = [_own_edges(demand, branch) for demand, branch in zip(demands, moves, strict=True)]
         stages = []
@@ -83,7 +89,7 @@ class Ring:
             if number == 0:
                 stages.append(Stage(0, rank, rank, tuple(parts), (None,) * len(demands)))
                 continue
-            hop = direct_hop(demands, parts, rank, needs)
+            hop = direct_hop(demands, parts, rank, placement.ranks, needs)
             guests = tuple(
                 Part.guest(demand, rank, ratio, _guest_edges(demand, branch, source, rank))
                 for demand, branch in zip(demands, moves, strict=True)
@@ -125,9 +131,9 @@ class Ring:
             found: dict[int, list[Tensor]] = {}
             for number, guest in enumerate(stage.guests):
                 if guest is not None:
-                    keys = [guest.buffer(x, call.space, f"host {n}") for n, x in enumerate((k, v))]
+                    keys, values = (guest.buffer(x, call.space, name) for x, name in ((k, "keys"), (v, "values")))
                     with call.computing(f"branch {number}, guests", stage.number):
-                        guest_out, guest_lse = guest.forward(visitors[0][number][0], *keys, scale, wide, backend)
+                        guest_out, guest_lse = guest.forward(visitors[0][number][0], keys, values, scale, wide, backend)
                     found[number] = [guest_out, guest_lse[..., None]]
             passage.give_back(stage, [Returned(results, stage.queries_in, _from(found), stage.queries_out, merge)])
         return out.to(q.dtype), lse, [], torch.empty(0, dtype=torch.int64)
@@ -167,32 +173,33 @@ class Ring:
             section.add(dq[:, self.heads[section.branch].queries], tensors[0])
 
         for stage, keys_of, visitors in passage.stages():
-            slopes_of: dict[int, tuple[Tensor, Tensor]] = {}
+            slopes_of: dict[int, list[Tensor]] = {}
             for number, part in enumerate(stage.parts):
                 if part is None:
                     continue
                 with call.computing(f"branch {number}", stage.number):
-                    dq_part, *found = part.backward(dout, q, *keys_of(number), lse, delta, scale, backend)
+                    dq_part, *slopes_of[number] = part.backward(dout, q, *keys_of(number), lse, delta, scale, backend)
                 part.queries.add(dq[:, part.heads.queries], dq_part)
-                slopes_of[number] = (found[0], found[1])
                 if stage.number == 0:
-                    for total, gradient in zip((dk, dv), found, strict=True):
+                    for total, gradient in zip((dk, dv), slopes_of[number], strict=True):
                         part.add_own(total, gradient)
             dq_of: dict[int, list[Tensor]] = {}
             for number, guest in enumerate(stage.guests):
                 if guest is None:
                     continue
-                keys = [guest.buffer(x, call.space, f"host {n}") for n, x in enumerate((k, v))]
+                keys, values = (guest.buffer(x, call.space, name) for x, name in ((k, "keys"), (v, "values")))
                 guest_q, guest_dout = visitors[0][number]
                 guest_lse, guest_delta = (x[..., 0] for x in visitors[1][number])
                 with call.computing(f"branch {number}, guests", stage.number):
-                    dq_part, *found = guest.backward(guest_dout, guest_q, *keys, guest_lse, guest_delta, scale, backend)
+                    dq_part, *found = guest.backward(
+                        guest_dout, guest_q, keys, values, guest_lse, guest_delta, scale, backend
+                    )
                 dq_of[number] = [dq_part]
                 for total, gradient in zip((dk, dv), found, strict=True):
                     guest.add_own(total, gradient)
 
-            def gradients(section: Section, found: dict[int, tuple[Tensor, Tensor]] = slopes_of) -> list[Tensor]:
-                both = found.get(section.branch, (None, None))
+            def gradients(section: Section, found: dict[int, list[Tensor]] = slopes_of) -> list[Tensor]:
+                both = found.get(section.branch) or (None, None)
                 return [section.gradients(x, lse, batch, dim) for x, dim in zip(both, dims, strict=True)]
 
             passage.give_back(
@@ -210,7 +217,7 @@ class Ring:
         return []
 
 
-def _from(found: dict[int, list[Tensor]]):  # type: ignore[no-untyped-def]
+def _from(found: dict[int, list[Tensor]]) -> Source:
     return lambda section: found[section.branch]
 
 
