@@ -55,7 +55,7 @@ class ContextParallel:
 
     Args:
         mesh: A device mesh of one dimension, or of two (nodes, ranks of a node): then a tile crosses to a node once and
-            is relayed inside. Or a process group. None: this process alone.
+            is relayed inside. Or a process group, or a Transport. None: this process alone.
         pattern: The pattern of all calls, or several (interleaved layers) that share a placement balanced for their
             sum. Others may be used too; the placement is not chosen for them.
         seq_len: Tokens of the whole sequence.
@@ -88,7 +88,7 @@ class ContextParallel:
 
     def __init__(
         self,
-        mesh: DeviceMesh | ProcessGroup | None,
+        mesh: DeviceMesh | ProcessGroup | Transport | None,
         pattern: Pattern | Sequence[Pattern],
         seq_len: int,
         *,
@@ -107,6 +107,10 @@ class ContextParallel:
             "deadline": deadline, "retries": retries,
         }  # fmt: skip
         self._check_made()
+        self._per_node: int | None = None
+        if isinstance(mesh, Transport):
+            self._open(mesh)
+            return
         group, self._per_node = group_of(mesh)
         if self._per_node is not None and schedule == "ring":
             got = "'ring' on a mesh of two dimensions"
