@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,13 @@ class Shared:
     def __init__(self, size: int):
         self.barrier = threading.Barrier(size, timeout=60)
         self.table: dict[int, Any] = {}
-        self.queues = {(a, b): queue.Queue[Tensor]() for a in range(size) for b in range(size)}
+        # by sender, receiver and number of the message between the two: waits may come in any order
+        self.messages: dict[tuple[int, int, int], Tensor] = {}
+        self.arrival = threading.Condition()
+
+
+class NothingCameError(RuntimeError):
+    pass
 
 
 class Later:
@@ -35,6 +40,11 @@ class Threaded(Transport):
         super().__init__(None)
         self.shared, self.rank, self.size = shared, rank, size
         self.counters = type(self.counters)(size)
+        self.posted = {(side, peer): 0 for side in ("to", "from") for peer in range(size)}
+
+    def _next(self, side: str, peer: int) -> int:
+        self.posted[side, peer] += 1
+        return self.posted[side, peer]
 
     def agree(self, header: Tensor, *, what: str) -> Tensor:
         self.step += 1
@@ -58,15 +68,20 @@ class Threaded(Transport):
         for peer, data in sends:
             assert peer != self.rank
             if data.numel():
-                self.shared.queues[self.rank, peer].put(data.clone())
+                with self.shared.arrival:
+                    self.shared.messages[self.rank, peer, self._next("to", peer)] = data.clone()
+                    self.shared.arrival.notify_all()
                 self.counters.sent[peer] += data.nbytes
                 self.counters.messages += 1
+        expected = [(peer, self._next("from", peer), buffer) for peer, buffer in receives if buffer.numel()]
 
         def finish() -> None:
-            for peer, buffer in receives:
-                if not buffer.numel():
-                    continue
-                data = self.shared.queues[peer, self.rank].get(timeout=60)
+            for peer, number, buffer in expected:
+                key = (peer, self.rank, number)
+                with self.shared.arrival:
+                    if not self.shared.arrival.wait_for(lambda: key in self.shared.messages, timeout=60):  # noqa: B023
+                        raise NothingCameError(f"message {number} of {peer} to {self.rank}")
+                    data = self.shared.messages.pop(key)
                 assert data.nbytes == buffer.nbytes, (
                     f"{peer} sends {data.nbytes} bytes, {self.rank} expects {buffer.nbytes}"
                 )
@@ -96,8 +111,8 @@ def run(size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join()
-    consequences = (threading.BrokenBarrierError, queue.Empty)
+    consequences = (threading.BrokenBarrierError, NothingCameError)
     for error in sorted(errors, key=lambda error: isinstance(error, consequences)):
         raise error
-    assert all(pending.empty() for pending in shared.queues.values()), "a message that nobody received"
+    assert not shared.messages, "a message that nobody received"
     return results

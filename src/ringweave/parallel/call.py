@@ -21,7 +21,7 @@ from .workspace import Workspace
 
 FORWARD, BACKWARD, RELAY, TABLE, SHARDS = 1, 2, 3, 4, 5
 Source = Callable[[Section], Sequence[Tensor]]
-_HEAD = ("operation", "plan", "batch", "D", "Dv", "dtype", "wire")
+_HEAD = ("operation", "batch", "D", "Dv", "dtype", "wire", "plan")
 
 
 @dataclass
@@ -58,8 +58,16 @@ class Call:
         ranks = self.transport.size
         if ranks == 1:
             return [[wire.NATIVE]]
-        head = [operation, digest, channels.batch, channels.dims[0], channels.dims[-1], _code(channels.dtype)]
-        mine = torch.tensor([*head, self.form, *(forms or [wire.NATIVE] * ranks)], dtype=torch.int64)
+        head = [
+            operation,
+            channels.batch,
+            channels.dims[0],
+            channels.dims[-1],
+            _code(channels.dtype),
+            self.form,
+            digest,
+        ]
+        mine = torch.tensor([*head, *(forms or [wire.NATIVE] * ranks)], dtype=torch.int64)
         every = self.transport.agree(mine, what="agree")
         same = (every[:, : len(_HEAD)] == every[:1, : len(_HEAD)]).all(0).tolist()
         for name, agreed, column in zip(_HEAD, same, every.T.tolist(), strict=False):
