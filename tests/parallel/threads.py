@@ -85,7 +85,7 @@ class Threaded(Transport):
                 assert data.nbytes == buffer.nbytes, (
                     f"{peer} sends {data.nbytes} bytes, {self.rank} expects {buffer.nbytes}"
                 )
-                buffer.copy_(data)
+                buffer.view(-1).view(torch.uint8).copy_(data.view(-1).view(torch.uint8))
                 self.counters.received[peer] += data.nbytes
                 if self.trace is not None:
                     self.trace.append(Event("receive", what, stage, 0.0, 0.0, data.nbytes))

@@ -62,7 +62,6 @@ class Ring:
     stages: tuple[Stage, ...]
     heads: tuple[Heads, ...]
     digest: int
-    local: int
 
     @staticmethod
     def of(
@@ -107,7 +106,7 @@ class Ring:
                     guest_sections(demands, moves, source, rank),
                 )
             )
-        return Ring(tuple(stages), tuple(Heads(demand.branch, ratio) for demand in demands), digest, placement.local)
+        return Ring(tuple(stages), tuple(Heads(demand.branch, ratio) for demand in demands), digest)
 
     def forward(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str
