@@ -32,6 +32,8 @@ import torch.distributed as dist
 
 # what a fork server must not do: run a parallel region, or hold a thread, before it forks
 _QUIET = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+# torch looks up the name of ::ffff:127.0.0.1 for every connection to a store: where the DNS is slow, wait 1 s and not 5
+_QUIET["RES_OPTIONS"] = "timeout:1 attempts:1"
 
 
 class Outcome(NamedTuple):

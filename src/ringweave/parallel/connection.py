@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ShapeError, message
-from .failure import FailedError, Failure, Watch, bounded, clone
+from .failure import FailedError, Failure, Watch, bounded
 from .link import GlooLink, LinkError, Message, NcclLink
 from .meeting import AbsentError, meet
 
@@ -29,18 +29,19 @@ class Connection:
 
     Args:
         store: Store that all ranks share, in the scope of this connection.
+        own: The same, over a connection that nobody else uses meanwhile.
         rank: This rank.
         size: Number of ranks.
         deadline: Seconds for which a wait may last.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, deadline: float) -> None:
+    def __init__(self, store: dist.Store, own: dist.Store, rank: int, size: int, deadline: float) -> None:
         self.rank, self.size, self.deadline = rank, size, deadline
         self._store = store
         links: dict[str, GlooLink | NcclLink] = {}
         self._links = links
         self._sent, self._received = [0] * size, [0] * size
-        self._watch = Watch(store, rank, lambda: _cut(links))
+        self._watch = Watch(own, rank, lambda: _cut(links))
         # the watch's thread must end before the interpreter does, whether or not anybody calls close()
         self._stop = weakref.finalize(self, self._watch.stop)
 
@@ -56,11 +57,11 @@ class Connection:
             FailedError: A rank did not come in time, or the store is lost.
         """
         rank, size, seconds, links, watch = self.rank, self.size, self.deadline, self._links, self._watch
+        store = self._store
 
         def connect() -> list[int]:
-            own = clone(self._store)
-            words = meet(dist.PrefixStore("meeting", own), word, rank, size, seconds)
-            links["cpu"] = GlooLink(dist.PrefixStore("gloo", own), rank, size, seconds)
+            words = meet(dist.PrefixStore("meeting", store), word, rank, size, seconds)
+            links["cpu"] = GlooLink(dist.PrefixStore("gloo", store), rank, size, seconds)
             return words
 
         try:

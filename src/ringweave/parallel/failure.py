@@ -46,7 +46,10 @@ class FailedError(RuntimeError):
 
 
 def clone(store: Any) -> dist.Store:
-    """The same store over a connection of its own: a request that blocks then blocks nobody else."""
+    """The same store over a connection of its own: a request that blocks then blocks nobody else.
+
+    Sparingly: torch looks up the host's name for every connection (2.13), which takes seconds where the DNS is slow.
+    """
     return cast("dist.Store", store.clone())
 
 
@@ -58,7 +61,7 @@ class Watch:
     any connection is closed.
 
     Args:
-        store: Store that all ranks share, scoped to one generation of one transport; cloned.
+        store: Store that all ranks share, scoped to one generation of one transport; nobody else may use it.
         rank: This rank.
         cut: Called once, when a failure is known: must make a wait in progress return.
     """
@@ -92,23 +95,22 @@ class Watch:
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        store = clone(self._store)
         while not self._stopped:
             self._wake.wait(PERIOD)
             self._wake.clear()
             if self._stopped:
                 return
-            failure = self._look(store)
+            failure = self._look()
             if failure is not None:
                 self._adopt(failure)
                 return
 
-    def _look(self, store: dist.Store) -> Failure | None:
+    def _look(self) -> Failure | None:
         seen = self._report or self._overdue()
         try:
             if seen is not None:
-                return Failure.parse(store.compare_set(_FLAG, "", seen.text()))
-            return Failure.parse(store.get(_FLAG)) if store.check([_FLAG]) else None
+                return Failure.parse(self._store.compare_set(_FLAG, "", seen.text()))
+            return Failure.parse(self._store.get(_FLAG)) if self._store.check([_FLAG]) else None
         except RuntimeError as error:
             text = str(error).split("\n", 1)[0][:200]
             return seen or Failure(self._rank, None, f"rank {self._rank} lost the rendezvous store ({text})")

@@ -87,6 +87,7 @@ class Transport:
         self.trace: list[Event] | None = None
         self.step = 0
         self._store: dist.Store | None = None if group is None else group.get_group_store()
+        self._stores: list[dist.Store] = []  # in this transport's scope: the group's, and one for the watch alone
         self._connection: Connection | None = None
         self._generation = 0
         # what is under way, or (with retries) may still be missed by some rank; numbered alike on all ranks
@@ -281,15 +282,16 @@ class Transport:
         store, rank = self._store, self.rank
         assert store is not None
 
-        def scope() -> dist.Store:
+        def scope() -> list[dist.Store]:
             import torch.distributed as dist
 
             own = clone(store)
             # counted in the store, which lives as long as the group: a group made again starts again
-            return dist.PrefixStore(f"ringweave/{own.add(f'ringweave/transports/{rank}', 1)}", own)
+            prefix = f"ringweave/{own.add(f'ringweave/transports/{rank}', 1)}"
+            return [dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, own)]
 
         try:
-            self._store = bounded(scope, self.deadline, lambda: False)
+            self._stores = bounded(scope, self.deadline, lambda: False)
         except (RuntimeError, OSError) as error:
             text = str(error).splitlines()[0][:200]
             raise FailedError(Failure(rank, None, f"rank {rank} lost the rendezvous store ({text})")) from error
@@ -300,11 +302,10 @@ class Transport:
 
         from .connection import Connection
 
-        assert self._store is not None
         if self._connection is not None:
             self._connection.close()
-        store = dist.PrefixStore(str(self._generation), self._store)
-        self._connection = Connection(store, self.rank, self.size, self.deadline)
+        store, own = (dist.PrefixStore(str(self._generation), store) for store in self._stores)
+        self._connection = Connection(store, own, self.rank, self.size, self.deadline)
         first = min(self._connection.meet(self._reached()))
         for entry in self._log:
             entry.works = []
