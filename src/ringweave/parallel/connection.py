@@ -29,19 +29,18 @@ class Connection:
 
     Args:
         store: Store that all ranks share, in the scope of this connection.
-        own: The same, over a connection that nobody else uses meanwhile.
         rank: This rank.
         size: Number of ranks.
         deadline: Seconds for which a wait may last.
     """
 
-    def __init__(self, store: dist.Store, own: dist.Store, rank: int, size: int, deadline: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, deadline: float) -> None:
         self.rank, self.size, self.deadline = rank, size, deadline
         self._store = store
         links: dict[str, GlooLink | NcclLink] = {}
         self._links = links
         self._sent, self._received = [0] * size, [0] * size
-        self._watch = Watch(own, rank, lambda: _cut(links))
+        self._watch = Watch(store, rank, lambda: _cut(links))
         # the watch's thread must end before the interpreter does, whether or not anybody calls close()
         self._stop = weakref.finalize(self, self._watch.stop)
 
@@ -50,13 +49,13 @@ class Connection:
         """The failure that ended it."""
         return self._watch.failure
 
-    def meet(self, word: int) -> list[int]:
-        """Wait for all ranks, then connect: every rank's word.
+    def meet(self, word: int, seconds: float) -> list[int]:
+        """Wait for all ranks, so long at most, then connect: every rank's word.
 
         Raises:
             FailedError: A rank did not come in time, or the store is lost.
         """
-        rank, size, seconds, links, watch = self.rank, self.size, self.deadline, self._links, self._watch
+        rank, size, links, watch = self.rank, self.size, self._links, self._watch
         store = self._store
 
         def connect() -> list[int]:

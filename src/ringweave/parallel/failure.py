@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -45,23 +45,16 @@ class FailedError(RuntimeError):
         self.failure = failure
 
 
-def clone(store: Any) -> dist.Store:
-    """The same store over a connection of its own: a request that blocks then blocks nobody else.
-
-    Sparingly: torch looks up the host's name for every connection (2.13), which takes seconds where the DNS is slow.
-    """
-    return cast("dist.Store", store.clone())
-
-
 class Watch:
-    """Watches the flag and the deadline of the wait in progress, on a daemon thread with a connection of its own.
+    """Watches the flag and the deadline of the wait in progress, on a daemon thread.
 
     The first failure reported among all ranks is the one that every rank raises: a rank that gives up closes its
     connections, which its neighbours would otherwise take for its death. So a failure is written to the store before
     any connection is closed.
 
     Args:
-        store: Store that all ranks share, scoped to one generation of one transport; nobody else may use it.
+        store: Store that all ranks share, scoped to one generation of one transport. Its connection is the group's:
+            for another torch would look up the host's name (2.13), which takes seconds where the DNS is slow.
         rank: This rank.
         cut: Called once, when a failure is known: must make a wait in progress return.
     """

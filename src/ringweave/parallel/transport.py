@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import RingError, ShapeError, message
 from .counters import Counters, Event
-from .failure import FailedError, Failure, bounded, clone
+from .failure import FailedError, Failure, bounded
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -74,20 +74,22 @@ class Transport:
 
     Args:
         group: Process group; None for a group of one, which needs no torch.distributed.
-        deadline: Seconds for which a wait, or the first connection, may last.
+        deadline: Seconds for which a wait may last.
         retries: How often a wait that timed out may be repeated on fresh connections, in the transport's life. All
-            ranks meet at the store and repeat everything that any of them misses. Costs a copy of what is sent, until
-            the next agreement tells that all have it.
+            ranks meet at the store, each at its next message and within the deadline, and repeat everything that any of
+            them misses. Costs a copy of what is sent, until the next agreement tells that all have it.
+        opening: Seconds for which the first message may wait until all ranks have come to theirs.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, deadline: float = 30.0, retries: int = 0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, deadline: float = 30.0, retries: int = 0, opening: float = 60.0
+    ) -> None:
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
-        self.deadline, self.retries = deadline, retries
+        self.deadline, self.retries, self.opening = deadline, retries, opening
         self.counters = Counters(self.size)
         self.trace: list[Event] | None = None
         self.step = 0
         self._store: dist.Store | None = None if group is None else group.get_group_store()
-        self._stores: list[dist.Store] = []  # in this transport's scope: the group's, and one for the watch alone
         self._connection: Connection | None = None
         self._generation = 0
         # what is under way, or (with retries) may still be missed by some rank; numbered alike on all ranks
@@ -282,16 +284,14 @@ class Transport:
         store, rank = self._store, self.rank
         assert store is not None
 
-        def scope() -> list[dist.Store]:
+        def scope() -> dist.Store:
             import torch.distributed as dist
 
-            own = clone(store)
             # counted in the store, which lives as long as the group: a group made again starts again
-            prefix = f"ringweave/{own.add(f'ringweave/transports/{rank}', 1)}"
-            return [dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, own)]
+            return dist.PrefixStore(f"ringweave/{store.add(f'ringweave/transports/{rank}', 1)}", store)
 
         try:
-            self._stores = bounded(scope, self.deadline, lambda: False)
+            self._store = bounded(scope, self.opening, lambda: False)
         except (RuntimeError, OSError) as error:
             text = str(error).splitlines()[0][:200]
             raise FailedError(Failure(rank, None, f"rank {rank} lost the rendezvous store ({text})")) from error
@@ -304,9 +304,11 @@ class Transport:
 
         if self._connection is not None:
             self._connection.close()
-        store, own = (dist.PrefixStore(str(self._generation), store) for store in self._stores)
-        self._connection = Connection(store, own, self.rank, self.size, self.deadline)
-        first = min(self._connection.meet(self._reached()))
+        assert self._store is not None
+        store = dist.PrefixStore(str(self._generation), self._store)
+        self._connection = Connection(store, self.rank, self.size, self.deadline)
+        seconds = self.deadline if self._generation else self.opening
+        first = min(self._connection.meet(self._reached(), seconds))
         for entry in self._log:
             entry.works = []
             if entry.number >= first:
