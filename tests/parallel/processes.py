@@ -121,11 +121,11 @@ class Pool:
             assert member is not None
             member.pipe.send_bytes(pickle.dumps((job, args)))
 
-    def outcomes(self, timeout: float) -> list[Outcome]:
-        """What became of the job on each rank; who has not answered in time is killed."""
+    def outcomes(self, timeout: float, stopped: int | None = None) -> list[Outcome]:
+        """What became of the job on each rank; who has not answered in time is killed, and who is stopped at the end."""
         found: dict[int, Outcome] = {}
         until = time.monotonic() + timeout
-        while len(found) < self.size and time.monotonic() < until:
+        while len(set(range(self.size)) - set(found) - {stopped}) and time.monotonic() < until:
             pipes = {m.pipe: rank for rank, m in enumerate(self._members) if m is not None and rank not in found}
             for pipe in connection.wait(list(pipes), max(0.0, until - time.monotonic())):
                 rank = pipes[pipe]  # type: ignore[index]
@@ -137,9 +137,17 @@ class Pool:
         for rank in range(self.size):
             if rank not in found:
                 self.kill(rank)
-                found[rank] = Outcome(error=WorkerError(f"rank {rank}: no answer in {timeout:g} s"), trace="killed")
-        self._open = all(outcome.error is None for outcome in found.values())
+                found[rank] = (
+                    Outcome(dead=True)
+                    if rank == stopped
+                    else Outcome(error=WorkerError(f"rank {rank}: no answer in {timeout:g} s"), trace="killed")
+                )
+        self._open = not any(outcome.error or outcome.dead for outcome in found.values())
         return [found[rank] for rank in range(self.size)]
+
+    def reopen(self) -> None:
+        """Have the next job begin with a new default group, because the last one spoilt it."""
+        self._open = False
 
     def kill(self, rank: int) -> float:
         """Kill a worker with SIGKILL, by its id; when, in time.time()."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ShapeError, message
-from .failure import FailedError, Failure, Watch, bounded
+from .failure import FailedError, Failure, Waiting, Watch, bounded
 from .link import GlooLink, LinkError, Message, NcclLink
 from .meeting import AbsentError, meet
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Work = tuple[GlooLink | NcclLink, int, Any]  # link, peer, torch's work
 
 # a link's own deadline lies this much after the watch's, which names the silent rank to all before anything closes
-_GRACE = 2.0
+_GRACE = 3.0
 
 
 class Connection:
@@ -95,8 +95,13 @@ class Connection:
         except LinkError as error:
             raise self._failed(error, words) from error
 
-    def wait(self, works: Sequence[Work], *, words: str) -> None:
+    def wait(self, works: Sequence[Work], *, number: int, words: str) -> None:
         """Until all messages are through.
+
+        Args:
+            works: Of post().
+            number: Number of the communication, the same on all ranks.
+            words: What it is, for errors.
 
         Raises:
             FailedError: A rank is lost, or silent for as long as the deadline.
@@ -105,7 +110,7 @@ class Connection:
         until = time.monotonic() + self.deadline
         try:
             for link, peer, work in works:
-                watch.waiting = (until, peer, f"{words}, {self.deadline:g} s")
+                watch.waiting = Waiting(until, peer, number, f"{words}, {self.deadline:g} s")
                 seconds = max(until - time.monotonic(), 0.0) + _GRACE
                 link.wait(peer, work, seconds, lambda: watch.failure is not None)
         except LinkError as error:

@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 PERIOD = 0.2  # seconds between two looks at the flag: a survivor learns of a failure this late, and raises within 2 s
-_FLAG = "failed"
+_FLAG, _WAITS = "failed", "waits"
 
 T = TypeVar("T")
 
@@ -35,6 +35,15 @@ class Failure:
     def parse(text: bytes) -> Failure:
         """The failure that a flag holds."""
         return Failure(**json.loads(text))
+
+
+class Waiting(NamedTuple):
+    """A wait in progress: until when in time.monotonic(), for whom, in which of the transport's communications."""
+
+    until: float
+    peer: int
+    number: int
+    words: str
 
 
 class FailedError(RuntimeError):
@@ -61,10 +70,10 @@ class Watch:
 
     def __init__(self, store: dist.Store, rank: int, cut: Callable[[], None]) -> None:
         self.failure: Failure | None = None
-        # what the caller's thread waits for: (until in time.monotonic(), peer, words)
-        self.waiting: tuple[float, int, str] | None = None
+        self.waiting: Waiting | None = None  # what the caller's thread waits for
         self._store, self._rank, self._cut = store, rank, cut
         self._report: Failure | None = None
+        self._accused_at = 0.0  # when this rank wrote whom it waits for; 0: it has not
         self._known = threading.Event()
         self._wake = threading.Event()
         self._stopped = False
@@ -99,8 +108,9 @@ class Watch:
                 return
 
     def _look(self) -> Failure | None:
-        seen = self._report or self._overdue()
+        seen = self._report
         try:
+            seen = seen or self._overdue()
             if seen is not None:
                 return Failure.parse(self._store.compare_set(_FLAG, "", seen.text()))
             return Failure.parse(self._store.get(_FLAG)) if self._store.check([_FLAG]) else None
@@ -109,11 +119,32 @@ class Watch:
             return seen or Failure(self._rank, None, f"rank {self._rank} lost the rendezvous store ({text})")
 
     def _overdue(self) -> Failure | None:
-        waiting = self.waiting
-        if waiting is None or time.monotonic() < waiting[0]:
+        """The wait's end, once its deadline has passed and every rank in the same state has had time to say so.
+
+        Who is silent may itself wait for another: the last of such a chain is the one to name. Where the chain closes
+        (a message was lost, whose sender waits on), the wait for the earliest message is no consequence of the others.
+        """
+        waiting, now = self.waiting, time.monotonic()
+        if waiting is None or now < waiting.until:
+            if self._accused_at:
+                self._store.delete_key(f"{_WAITS}/{self._rank}")
+                self._accused_at = 0.0
             return None
-        _, peer, words = waiting
-        cause = f"no answer of rank {peer} to rank {self._rank} in time ({words})"
+        if not self._accused_at:
+            self._store.set(f"{_WAITS}/{self._rank}", f"{waiting.number} {waiting.peer}")
+            self._accused_at = now
+        if now < self._accused_at + 2 * PERIOD:
+            return None
+        waits = [(waiting.number, self._rank, waiting.peer)]
+        while self._store.check([f"{_WAITS}/{waits[-1][2]}"]):
+            waiter = waits[-1][2]
+            number, peer = map(int, self._store.get(f"{_WAITS}/{waiter}").split())
+            waits.append((number, waiter, peer))
+            if peer in [rank for _, rank, _ in waits]:
+                break
+        closed = waits[-1][2] in [rank for _, rank, _ in waits]
+        _, waiter, peer = min(waits) if closed else waits[-1]
+        cause = f"no answer of rank {peer} to rank {waiter} in time ({waiting.words})"
         return Failure(self._rank, peer, cause, transient=True)
 
     def _adopt(self, failure: Failure) -> None:

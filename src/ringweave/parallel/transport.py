@@ -233,7 +233,7 @@ class Transport:
         while pending.works:
             assert self._connection is not None
             try:
-                self._connection.wait(pending.works, words=pending.what)
+                self._connection.wait(pending.works, number=pending.number, words=pending.what)
                 pending.works = []
             except FailedError as error:
                 self._recover(error.failure, pending)
