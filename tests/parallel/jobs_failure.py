@@ -252,3 +252,26 @@ def leave_open(rank: int, port: int) -> None:
     carrier = Transport(dist.group.WORLD)
     carrier.agree(HEADER, what="plan")
     globals()["_KEPT"] = carrier
+
+
+def regroup_late(late: int) -> list[int] | str:
+    """One rank comes when the others have gone on."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == late:
+        time.sleep(2.0)
+    try:
+        return regroup(None, rank, size, within=2.0).ranks
+    except RingError as error:
+        return error.cause
+
+
+def regroup_twice() -> list[int]:
+    """All regroup, then all but the last: the second time in the first one's store."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    again = regroup(None, rank, size)
+    assert again.ranks == list(range(size))
+    if rank == size - 1:
+        return []
+    ranks, group = regroup(None, again.group.rank(), size, lost=[size - 1])
+    communicate(Transport(group), "exchange", list(range(size - 1)))
+    return ranks

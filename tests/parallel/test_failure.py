@@ -139,6 +139,18 @@ def test_survivors_regroup(pool: Pool, victim: int, name_the_lost: bool) -> None
         assert result["sum"] == sum(left)
 
 
+def test_who_comes_too_late_is_left_out(pool: Pool) -> None:
+    results = pool.run(f"{JOBS}:regroup_late", 1)
+    assert [results[rank] for rank in (0, 2, 3)] == [[0, 2, 3]] * 3
+    assert "came after the others had gone on as [0, 2, 3]" in results[1]
+    pool.reopen()
+
+
+def test_regrouping_twice(pool: Pool) -> None:
+    assert pool.run(f"{JOBS}:regroup_twice") == [[0, 1, 2]] * 3 + [[]]
+    pool.reopen()
+
+
 def test_a_lost_store_is_a_failure(pool: Pool) -> None:
     ours, theirs = multiprocessing.Pipe()
     host = server().Process(target=_host, args=(theirs,), daemon=True)

@@ -6,7 +6,7 @@
     ...                                                     # compute, while they fly
     pending.wait()                                          # all is here, or RingError
 
-Nothing but this file and those beside it (connection, link, failure, meeting, regroup) calls torch.distributed.
+Nothing but this file and those beside it (connection, link, meeting, failure, regroup) calls torch.distributed.
 """
 
 from __future__ import annotations
@@ -22,44 +22,14 @@ from torch import Tensor
 from ..errors import RingError, ShapeError, message
 from .counters import Counters, Event
 from .failure import FailedError, Failure, bounded
+from .pending import Pending
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from .connection import Connection, Work
+    from .connection import Connection
 
 __all__ = ["Counters", "Event", "Pending", "Transport"]
-
-
-class Pending:
-    """Messages under way; keeps their tensors alive. The received ones are the caller's to read after wait()."""
-
-    def __init__(
-        self,
-        transport: Transport,
-        sends: list[tuple[int, Tensor]],
-        receives: list[tuple[int, Tensor]],
-        *,
-        what: str,
-        stage: int | None = None,
-        metadata: bool = False,
-    ) -> None:
-        self.sends, self.receives = sends, receives
-        self.what, self.stage, self.metadata = what, stage, metadata
-        self.number = 0
-        self.works: list[Work] = []
-        self.posted = 0.0
-        self.done = not sends and not receives
-        self._transport = transport
-
-    def wait(self) -> None:
-        """Return when everything has arrived and everything sent is out of its tensors.
-
-        Raises:
-            RingError: A rank is lost or silent.
-        """
-        if not self.done:
-            self._transport._finish(self)
 
 
 class Transport:
