@@ -37,7 +37,7 @@ class Transport:
 
     Ranks are those of the group. All ranks make their transports over one group in the same order, and use each from
     one thread. It connects at its first message, with connections of its own: the group serves for its store, ranks and
-    size.
+    size. The store's host must outlive all messages: a lost store is a failure, since no other could be told.
 
     Two ranks must post equally many bytes to each other, which they agree() on beforehand. Gloo answers a longer
     message by aborting the process; a tag made of the length keeps such a pair from meeting: it ends at the deadline.
