@@ -47,6 +47,10 @@ class GlooLink:
 
     A message that is longer than the buffer posted for it aborts the process inside Gloo, and nothing can catch that:
     tags must therefore depend on the length, so that such a pair never meets.
+
+    Measured against alltoall (2 and 4 ranks, 2 shared cores): as fast from megabytes on; small messages take up to one
+    slice of the scheduler (4 ms against 0.3 to 1), because Gloo's thread spins while the one that posts is off its core.
+    In return an error names its peer, and a pair that has nothing to say costs nothing.
     """
 
     # a tag that no message has
