@@ -15,6 +15,7 @@ from ..ops.backend import delta_in_chunks
 from . import wire
 from .exchange import Message, Section
 from .messages import Channels
+from .part import Part
 from .transport import Event, Transport
 from .wire import WireStatistics
 from .workspace import Workspace
@@ -156,7 +157,16 @@ def _code(dtype: torch.dtype) -> int:
     return int.from_bytes(str(dtype).encode()[-7:], "little")
 
 
-def row_slopes(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor) -> Tensor:
-    """rowsum(dout * out) - dlse; 0 for a row that attends nothing."""
-    delta = delta_in_chunks(dout, out, dlse, lse.dtype)
-    return delta.masked_fill_(torch.isneginf(lse), 0.0)
+def row_slopes(
+    dout: Tensor,
+    out: Tensor,
+    dlse: Tensor | None,
+    lse: Tensor,
+    parts: Sequence[Part | None],
+    backend: str,
+    inputs: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """rowsum(dout * out) - dlse, by who computes the parts; 0 for a row that attends nothing."""
+    some = next((part for part in parts if part is not None), None)
+    delta = delta_in_chunks if some is None else some.backend(backend, *inputs, needs_grad=True).delta
+    return delta(dout, out, dlse, lse.dtype).masked_fill_(torch.isneginf(lse), 0.0)

@@ -154,7 +154,7 @@ class Ring:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of the shard, in the inputs' dtype."""
         batch, dims, wide = q.shape[0], (k.shape[3], v.shape[3]), lse.dtype
-        delta = row_slopes(dout, out, dlse, lse)
+        delta = row_slopes(dout, out, dlse, lse, self.stages[0].parts, backend, (q, k, v))
         dout = dout.to(q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
         slopes, rows = Channels(batch, dims, wide), Channels(batch, dims[:1], wide)
