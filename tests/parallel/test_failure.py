@@ -78,7 +78,7 @@ def test_who_does_not_talk_to_the_dead_is_told_by_the_flag(pool: Pool) -> None:
 
 def test_who_waits_for_who_waits_is_not_blamed(pool: Pool) -> None:
     """Ranks 1 and 2 wait for rank 0, who waits for the stopped one: all deadlines pass at about the same time."""
-    for _ in range(5):
+    for _ in range(3):
         pool.start(f"{JOBS}:wait_for_the_dead", "exchange", 3, 0.5, True)
         ready(pool, 4)
         pool.signal(3, signal.SIGSTOP)
