@@ -7,6 +7,7 @@ holds side by side, none longer than a tile, none across a tile's end. Where blo
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,10 +27,17 @@ class Kind:
     Attributes:
         members: (n, 2) pairs of batch element and key head among the branch's.
         groups: The plan's row sets that their query heads use.
+        uses: How many query heads of each member use each of them.
     """
 
     members: Int64
     groups: tuple[int, ...]
+    uses: tuple[int, ...]
+
+    @property
+    def queries(self) -> int:
+        """Query heads of each member."""
+        return sum(self.uses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +69,7 @@ class Demand:
         """The demand of a branch whose query heads share each key head by ``ratio``."""
         plan = branch.plan("cpu")
         together, stride = placement.runs(branch.rate)
-        run = math.gcd(min(together, plan.kv_tile), plan.kv_tile)
+        run = math.gcd(together, plan.kv_tile)
         first = branch.k_first + np.arange(0, branch.nk, run, dtype=np.int64) * branch.rate
         return Demand(
             branch,
@@ -143,8 +151,18 @@ class Demand:
     def tokens_moved(self) -> Int64:
         """(ranks, ranks): key tokens, times key heads and batch elements, that a row's rank receives of a column's."""
         ranks = self.placement.ranks
-        total = np.zeros(ranks * ranks, np.int64)
-        for kind, need in zip(self.kinds, self.needs, strict=True):
+        receiver, sender, tokens = self.receipts(self.needs)
+        total = np.bincount(receiver * ranks + sender, weights=tokens, minlength=ranks * ranks)
+        return total.astype(np.int64).reshape(ranks, ranks)
+
+    def receipts(self, keys: tuple[Bools, ...]) -> tuple[Int64, Int64, Int64]:
+        """(receiver, sender, tokens) of all that crosses where each rank gets the tiles that ``keys`` names, per kind.
+
+        Tokens count for each key head and batch element; a pair of ranks may be named many times.
+        """
+        found = []
+        ranks = self.placement.ranks
+        for kind, need in zip(self.kinds, keys, strict=True):
             receiver, tile = np.nonzero(need)
             if self.runs_per_tile == 1:
                 sender, tokens = self.owner[tile], self.lengths[tile]
@@ -153,30 +171,62 @@ class Demand:
                 by_tile, by_rank, held = self.holds
                 at = np.searchsorted(by_tile * ranks + by_rank, tile[which] * ranks + sender)
                 receiver, tokens = receiver[which], held[at]
-            pairs = np.bincount(receiver * ranks + sender, weights=tokens, minlength=ranks * ranks)
-            total += pairs.astype(np.int64) * len(kind.members)
-        moved = total.reshape(ranks, ranks)
-        np.fill_diagonal(moved, 0)
-        return moved
+            crosses = receiver != sender
+            found.append(np.stack([receiver[crosses], sender[crosses], tokens[crosses] * len(kind.members)]))
+        receiver, sender, tokens = np.concatenate(found, axis=1)
+        return receiver, sender, tokens
 
     def work(self) -> NDArray[np.float64]:
         """(ranks,) tiles to compute, over batch and heads; a query tile that is held in part counts in part."""
-        rows, rank, tokens = self.holds
-        uses = np.bincount(self.plan.group.numpy().reshape(-1), minlength=len(self.entries))
         lengths = np.zeros(self.plan.q_tiles)
-        for count, (row, _) in zip(uses, self.entries, strict=True):
-            lengths += count * np.bincount(row, minlength=self.plan.q_tiles)
-        share = tokens / np.minimum(self.branch.nq - rows * self.tile, self.tile)
-        return np.bincount(rank, weights=lengths[rows] * share, minlength=self.placement.ranks)
+        for count, pointer in zip(self._uses, self.plan.row_ptr.numpy(), strict=True):
+            lengths += count * np.diff(pointer)
+        rows, rank, _ = self.holds
+        total = np.bincount(rank, weights=lengths[rows] * self._shares, minlength=self.placement.ranks)
+        return total.astype(np.float64)
+
+    def local_work(self) -> NDArray[np.float64]:
+        """(ranks,) that part of the work whose key tiles the rank holds whole."""
+        ranks = self.placement.ranks
+        total = np.zeros(ranks)
+        if self.runs_per_tile == 1:
+            for count, (row, col) in zip(self._uses, self.entries, strict=True):
+                rank = self.owner[row]
+                total += count * np.bincount(rank[rank == self.owner[col]], minlength=ranks)
+            return total
+        rows, ranks_of, _ = self.holds
+        pieces = np.bincount(rows, minlength=self.plan.q_tiles)
+        whole = np.where(pieces == 1, ranks_of[np.cumsum(pieces) - 1], -1)
+        held = rows * ranks + ranks_of
+        for count, (row, col) in zip(self._uses, self.entries, strict=True):
+            which, rank = self.expanded(row)
+            here = whole[col[which]] == rank
+            part = np.searchsorted(held, row[which[here]] * ranks + rank[here])
+            total += count * np.bincount(rank[here], weights=self._shares[part], minlength=ranks)
+        return total
+
+    @cached_property
+    def _uses(self) -> Int64:
+        """(row sets,) how many heads of how many batch elements use each."""
+        return np.bincount(self.plan.group.numpy().reshape(-1), minlength=len(self.plan.row_ptr))
+
+    @cached_property
+    def _shares(self) -> NDArray[np.float64]:
+        """Of each of ``holds``, the part of the tile."""
+        rows, _, tokens = self.holds
+        return tokens / np.minimum(self.branch.nq - rows * self.tile, self.tile)
 
 
 def _kinds(branch: Branch, plan: BlockPlan, ratio: int) -> tuple[Kind, ...]:
     group = plan.group.numpy()
     kv_heads = sorted({head // ratio for head in range(*branch.heads)})
     of_query = np.array([kv_heads.index(head // ratio) for head in range(*branch.heads)])
-    found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    found: dict[tuple[tuple[int, int], ...], list[tuple[int, int]]] = {}
     for b in range(branch.batch):
         for h in range(len(kv_heads)):
-            used = tuple(sorted(set(group[b, of_query == h].tolist())))
-            found.setdefault(used, []).append((b, h))
-    return tuple(Kind(np.array(members, np.int64), groups) for groups, members in found.items())
+            used = Counter(group[b, of_query == h].tolist())
+            found.setdefault(tuple(sorted(used.items())), []).append((b, h))
+    return tuple(
+        Kind(np.array(members, np.int64), tuple(group for group, _ in used), tuple(count for _, count in used))
+        for used, members in found.items()
+    )

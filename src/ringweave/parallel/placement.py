@@ -1,14 +1,17 @@
 """Which rank holds which tokens.
 
 A placement cuts the sequence into blocks and gives each rank equally many; a rank keeps its blocks in ascending order.
-Padding fills the last blocks: positions at and after the sequence's length, which nobody attends, and which so come
-last on the ranks that hold them. The residue placement gives each rank the positions congruent to it instead.
+Where attention is dilated, the sequence is first laid out by residue, one strided view after the other, and blocks are
+cut from that. Padding fills up: positions at and after the sequence's length, which nobody attends, and which come
+last on the ranks that hold them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +30,10 @@ class Placement:
         name: What kind it is.
         tokens: Length of the sequence, without padding.
         ranks: How many ranks.
-        block: Tokens that stay together, but for a residue placement.
+        block: Tokens that stay together, in token order or in a view.
         owner: (blocks,) the rank of each block; every rank has equally many.
-        residue: Whether rank r holds the positions congruent to r modulo ``ranks``; ``owner`` then only counts.
+        views: How many strided views lie one after the other before blocks are cut; divides ``ranks``, and a rank's
+            blocks are of one view. 1: token order.
     """
 
     name: str
@@ -37,51 +41,70 @@ class Placement:
     ranks: int
     block: int
     owner: Int32
-    residue: bool = False
+    views: int = 1
 
     @property
     def local(self) -> int:
         """Tokens of each rank, padding included."""
         return len(self.owner) // self.ranks * self.block
 
+    @property
+    def _view(self) -> int:
+        return self.local * self.ranks // self.views
+
     def positions(self, rank: int) -> Int64:
         """(local,) global positions of a rank's tokens, ascending; padding is at and after ``tokens``."""
-        if self.residue:
-            return np.arange(self.local, dtype=np.int64) * self.ranks + rank
         blocks = np.flatnonzero(self.owner == rank)
-        return (blocks[:, None] * self.block + np.arange(self.block)).reshape(-1)
+        laid = (blocks[:, None] * self.block + np.arange(self.block)).reshape(-1)
+        return laid % self._view * self.views + laid // self._view
 
     def held(self, rank: int) -> int:
         """Tokens of a rank that are no padding: the first ones of its shard."""
         return int(np.searchsorted(self.positions(rank), self.tokens))
 
+    def _laid(self, positions: Int64) -> Int64:
+        if self.views == 1:
+            return positions
+        return positions % self.views * self._view + positions // self.views
+
     def owners(self, positions: Int64) -> Int64:
         """The rank of each position."""
-        if self.residue:
-            return positions % self.ranks
-        return self.owner[positions // self.block].astype(np.int64)
+        return self.owner[self._laid(positions) // self.block].astype(np.int64)
 
     def slots(self, positions: Int64) -> Int64:
         """Where each position lies in its rank's shard."""
-        if self.residue:
-            return positions // self.ranks
-        return self._first_slot()[positions // self.block] + positions % self.block
+        laid = self._laid(positions)
+        return self._first_slot[laid // self.block] + laid % self.block
 
+    @cached_property
     def _first_slot(self) -> Int64:
         order = np.argsort(self.owner, kind="stable")
         first = np.empty(len(self.owner), np.int64)
         first[order] = np.arange(len(order)) % (len(order) // self.ranks) * self.block
         return first
 
+    @cached_property
+    def _stretch(self) -> int:
+        """Tokens that lie side by side on one rank, aligned, as laid out."""
+        changes = np.flatnonzero(np.diff(self.owner)) + 1
+        return int(np.gcd.reduce(changes)) * self.block
+
     def runs(self, rate: int) -> tuple[int, int]:
-        """How many neighbours of a strided view stay together at least, aligned, and their distance in the shard."""
-        if self.residue:
-            return (2**30, rate // self.ranks) if rate % self.ranks == 0 else (1, 1)
-        return (self.block // rate, rate) if self.block % rate == 0 else (1, 1)
+        """How many neighbours of a strided view stay together, aligned, and their distance in the shard.
+
+        Whatever divides the first number stays together too; 0, which everything divides: all that there are.
+        """
+        if rate % self.views:
+            return 1, 1
+        step = rate // self.views
+        # a rank that holds a whole view holds every view inside it
+        if self.views == self.ranks:
+            return 0, step
+        return (self._stretch // step, step) if self._stretch % step == 0 else (1, 1)
 
     def digest_text(self) -> str:
         """What two ranks compare; see :meth:`ContextParallel.digest`."""
-        return f"{self.name}/{self.tokens}/{self.ranks}/{self.block}/{self.residue}/{self.owner.tobytes().hex()}"
+        return f"{self.name}/{self.tokens}/{self.ranks}/{self.block}/{self.views}/{self.owner.tobytes().hex()}"
 
 
 def block_for(tokens: int, ranks: int, tile: int) -> int:
@@ -98,7 +121,16 @@ def block_for(tokens: int, ranks: int, tile: int) -> int:
     return block
 
 
-def _blocks(tokens: int, ranks: int, block: int) -> int:
+def blocks_for(tokens: int, ranks: int, block: int) -> int:
+    """How many blocks cover a sequence and give every rank equally many.
+
+    Args:
+        tokens: Length of the sequence.
+        ranks: Ranks.
+        block: Tokens in a block.
+    Raises:
+        ShapeError: No tokens or no ranks.
+    """
     if tokens < 1 or ranks < 1:
         raise ShapeError(
             message("tokens, ranks", f"{tokens}, {ranks}", "at least 1 each", "Pass a sequence and ranks.")
@@ -108,28 +140,41 @@ def _blocks(tokens: int, ranks: int, block: int) -> int:
 
 def contiguous(tokens: int, ranks: int, block: int) -> Placement:
     """Each rank a stretch of the sequence."""
-    count = _blocks(tokens, ranks, block)
+    count = blocks_for(tokens, ranks, block)
     owner = np.arange(count, dtype=np.int32) // (count // ranks)
     return Placement("contiguous", tokens, ranks, block, owner)
 
 
 def zigzag(tokens: int, ranks: int, block: int) -> Placement:
     """Each rank a stretch from the front and its mirror from the back: causal work is equal."""
-    count = _blocks(tokens, 2 * ranks, block)
+    count = blocks_for(tokens, 2 * ranks, block)
     part = np.arange(count, dtype=np.int32) // (count // (2 * ranks))
     return Placement("zigzag", tokens, ranks, block, np.minimum(part, 2 * ranks - 1 - part).astype(np.int32))
 
 
 def striped(tokens: int, ranks: int, block: int) -> Placement:
     """Blocks dealt in turn."""
-    owner = np.arange(_blocks(tokens, ranks, block), dtype=np.int32) % ranks
+    owner = np.arange(blocks_for(tokens, ranks, block), dtype=np.int32) % ranks
     return Placement("striped", tokens, ranks, block, owner)
 
 
-def residues(tokens: int, ranks: int, block: int) -> Placement:
-    """Tokens dealt in turn: a dilation whose rate the ranks divide stays on its rank."""
-    owner = np.arange(_blocks(tokens, ranks, block), dtype=np.int32) % ranks
-    return Placement("residue", tokens, ranks, block, owner, residue=True)
+def residues(tokens: int, ranks: int, block: int, views: int | None = None) -> Placement:
+    """Tokens dealt in turn to ``views`` groups of ranks, in a group a stretch of its view for each rank.
+
+    With as many views as ranks, a dilation whose rate the ranks divide stays on its rank.
+
+    Args:
+        tokens: Length of the sequence.
+        ranks: Ranks.
+        block: Tokens in a block.
+        views: A divisor of ``ranks``; all of them by default.
+    Raises:
+        ShapeError: Views that do not divide the ranks.
+    """
+    views = ranks if views is None else views
+    if views < 1 or ranks % views:
+        raise ShapeError(message("views", views, f"a divisor of {ranks} ranks", "Use gcd(rate, ranks)."))
+    return dataclasses.replace(contiguous(tokens, ranks, block), name="residue", views=views)
 
 
 def portfolio(tokens: int, ranks: int, block: int, rates: tuple[int, ...]) -> list[Placement]:
@@ -144,6 +189,6 @@ def portfolio(tokens: int, ranks: int, block: int, rates: tuple[int, ...]) -> li
     if ranks == 1:
         return [contiguous(tokens, 1, block)]
     found = [contiguous(tokens, ranks, block), zigzag(tokens, ranks, block), striped(tokens, ranks, block)]
-    if any(rate > 1 and rate % ranks == 0 for rate in rates) or math.gcd(*rates) % ranks == 0:
-        found.append(residues(tokens, ranks, block))
+    views = {math.gcd(rate, ranks) for rate in rates} | {math.gcd(*rates, ranks)}
+    found += [residues(tokens, ranks, block, each) for each in sorted(views, reverse=True) if each > 1]
     return found
