@@ -171,9 +171,7 @@ def test_global_rows_go_out_and_windows_stay() -> None:
 
 
 @pytest.mark.parametrize("pattern", [rw.SlidingWindow(700) & rw.Causal(), rw.Causal(), rw.Full()], ids=repr)
-def test_dense_and_local_patterns_are_proven_without_a_flow(
-    pattern: Pattern, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dense_and_local_patterns_are_proven_without_a_flow(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("solved")
 

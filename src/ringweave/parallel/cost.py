@@ -86,7 +86,7 @@ class Load:
     peers: Bools
 
     @staticmethod
-    def of(demands: Sequence[Demand], widths: Widths, cap: float = 1.10) -> Load:
+    def of(demands: Sequence[Demand], widths: Widths, cap: float = 1.05) -> Load:
         """The load of the branches of one call, with covers where they save.
 
         Args:

@@ -53,7 +53,7 @@ class _Edges:
     keys: int
 
 
-def cover(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float = 1.10) -> tuple[Moves, ...]:
+def cover(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float = 1.05) -> tuple[Moves, ...]:
     """What moves, per kind: the fewest bytes for each pair of ranks, under a bound on what a rank computes.
 
     Where tiles are cut between ranks only keys move, and likewise for pairs that need a flow where scipy is missing.

@@ -178,7 +178,7 @@ def residues(tokens: int, ranks: int, block: int, views: int | None = None) -> P
 
 
 def portfolio(tokens: int, ranks: int, block: int, rates: tuple[int, ...]) -> list[Placement]:
-    """The placements that are always worth a look.
+    """The placements that are always worth a look; what dilation asks for first.
 
     Args:
         tokens: Length of the sequence.
@@ -188,7 +188,8 @@ def portfolio(tokens: int, ranks: int, block: int, rates: tuple[int, ...]) -> li
     """
     if ranks == 1:
         return [contiguous(tokens, 1, block)]
-    found = [contiguous(tokens, ranks, block), zigzag(tokens, ranks, block), striped(tokens, ranks, block)]
-    views = {math.gcd(rate, ranks) for rate in rates} | {math.gcd(*rates, ranks)}
-    found += [residues(tokens, ranks, block, each) for each in sorted(views, reverse=True) if each > 1]
-    return found
+    plain = [contiguous(tokens, ranks, block), zigzag(tokens, ranks, block)]
+    if all(rate == 1 for rate in rates):
+        return [*plain, striped(tokens, ranks, block)]
+    views = {math.gcd(rate, ranks) for rate in rates}
+    return [*(residues(tokens, ranks, block, each) for each in sorted(views, reverse=True) if each > 1), *plain]
