@@ -125,9 +125,10 @@ def _candidates(calls: Sequence[Sequence[Branch]], tokens: int, ranks: int, bloc
     branches = [branch for call in calls for branch in call]
     yield from portfolio(tokens, ranks, block, tuple(branch.rate for branch in branches))
     for pieces in _PIECES if ranks > 1 else ():
-        placement = affinity(branches, tokens, ranks, block, pieces)
-        if placement is not None:
-            yield placement
+        for deal in (True, False):
+            placement = affinity(branches, tokens, ranks, block, pieces, deal=deal)
+            if placement is not None:
+                yield placement
 
 
 def _longest(branch: Branch) -> int:
