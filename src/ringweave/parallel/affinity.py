@@ -21,7 +21,10 @@ _ROOM = 262
 _ENOUGH = 259
 _SWAPS = 16
 _MAX_SWAPS = 1024
+# bounds on the time that this takes: nearly dense patterns have nothing to gain
 _MAX_CHUNKS = 2048
+_MAX_TILES = 2**22
+_MAX_LOOKS = 2**27
 
 
 @dataclass(eq=False)
@@ -41,7 +44,7 @@ class _Graph:
 def affinity(
     branches: Sequence[Branch], tokens: int, ranks: int, block: int, pieces: int, *, deal: bool
 ) -> Placement | None:
-    """The placement of chunks, ``pieces`` of them for each rank, by what they attend; None where it cannot be cut so.
+    """The placement of chunks, ``pieces`` of them for each rank, by what they attend.
 
     Args:
         branches: Of all calls, in token order.
@@ -50,6 +53,8 @@ def affinity(
         block: Tokens in a block.
         pieces: Chunks of each rank.
         deal: Whether chunks are dealt before they are swapped; else the swaps start from stretches of the sequence.
+    Returns:
+        The placement; None where ranks cannot be cut so, or where it would take long.
     """
     blocks = blocks_for(tokens, ranks, block)
     if (blocks // ranks) % pieces or ranks * pieces > _MAX_CHUNKS:
@@ -57,7 +62,11 @@ def affinity(
     length = blocks // ranks // pieces * block
     if any(branch.rate > 1 or length % branch.tile[0] for branch in branches):
         return None
+    if sum(branch.plan("cpu").nnz for branch in branches) > _MAX_TILES:
+        return None
     graph = _graph(branches, length, ranks * pieces)
+    if len(graph.unit) * ranks > _MAX_LOOKS:
+        return None
     owner = _deal(graph, ranks, pieces) if deal else np.arange(ranks * pieces) // pieces
     _swap(graph, owner, ranks)
     # ranks in the order of their first chunk: neighbours in the sequence are neighbours in a ring
@@ -65,7 +74,7 @@ def affinity(
     name = np.empty(ranks, np.int32)
     name[np.argsort(at)] = np.arange(ranks, dtype=np.int32)
     chosen = np.repeat(name[owner], length // block).astype(np.int32)
-    return Placement(f"{'affinity' if deal else 'swapped'}/{pieces}", tokens, ranks, block, chosen)
+    return Placement(f"{'dealt' if deal else 'swapped'}/{pieces}", tokens, ranks, block, chosen)
 
 
 def _graph(branches: Sequence[Branch], length: int, chunks: int) -> _Graph:

@@ -142,4 +142,4 @@ def _longest(branch: Branch) -> int:
 def _value(branch: Branch) -> Hashable:
     pattern = branch.pattern
     view = (branch.rate, branch.q_first, branch.k_first, branch.nq, branch.nk, branch.q_offset, branch.batch)
-    return (pattern.spec, table_keys(pattern.tables), branch.heads, view)
+    return (pattern.spec, table_keys(pattern.tables), branch.heads, branch.tile, view)

@@ -136,9 +136,12 @@ class Demand:
         by_group: dict[int, Bools] = {}
         for group in {group for kind in self.kinds for group in kind.groups}:
             row, col = self.entries[group]
-            which, rank = self.expanded(row)
             need = np.zeros((self.placement.ranks, self.plan.kv_tiles), bool)
-            need[rank, col[which]] = True
+            if self.runs_per_tile == 1:
+                need[self.owner[row], col] = True
+            else:
+                which, rank = self.expanded(row)
+                need[rank, col[which]] = True
             by_group[group] = need
         found = []
         for kind in self.kinds:

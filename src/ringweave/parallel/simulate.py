@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+import torch
 
 from ..errors import ShapeError, message
 from ..patterns import Pattern
-from ..plan import branches
+from ..plan import BlockPlan, Branch, branches
+from ..plan.build import estimate_tiles
 from .choice import choose
 from .cost import Estimate, Machine, Widths
 from .peers import peers
 from .placement import block_for
+
+# tiles of one row set beyond which larger ones are counted, where ranks hold whole ones
+_MANY = 2**20
+_MAX_SIDE = 1024
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,36 @@ def simulate(
     calls = [branches(pattern, tokens, tokens, heads=heads[0]) for pattern in each]
     machine = machine or Machine()
     widths = Widths(head_dim, head_dim, itemsize)
-    tile = max((branch.tile[0] for call in calls for branch in call), default=128)
     rows = []
     for number in ranks:
+        seen = [[_coarse(branch, tokens // number) for branch in call] for call in calls]
+        tile = max((branch.tile[0] for call in seen for branch in call), default=128)
         block = block_for(tokens, number, tile)
-        choice = choose(calls, tokens, number, block, heads[0] // heads[1], machine, widths)
-        rows.append(Row(number, choice.estimate, peers(calls, tokens, number, block, heads, machine, widths)))
+        choice = choose(seen, tokens, number, block, heads[0] // heads[1], machine, widths)
+        rows.append(Row(number, choice.estimate, peers(seen, tokens, number, block, heads, machine, widths)))
     return rows
+
+
+@dataclass(frozen=True)
+class _Coarse(Branch):
+    """A branch whose plan has tiles of another side."""
+
+    side: int
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.side, self.side
+
+    def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
+        return super().plan(device, self.side if tile is None else tile)
+
+
+def _coarse(branch: Branch, local: int) -> Branch:
+    """The branch, or where it is nearly dense one with larger tiles: for these nothing else would differ."""
+    side = branch.tile[0]
+    tiles = estimate_tiles(branch.pattern, branch.nq, branch.nk)
+    while tiles > _MANY and side < _MAX_SIDE and 4 * side * branch.rate <= local:
+        side, tiles = 2 * side, tiles / 4
+    if side == branch.tile[0]:
+        return branch
+    return _Coarse(**{field.name: getattr(branch, field.name) for field in fields(Branch)}, side=side)
