@@ -58,8 +58,9 @@ def plot(rows: Sequence[Row], path: str, *, title: str) -> None:
             if not points:
                 continue
             gpus = [number for number, _ in points]
-            look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line, "label": name}
-            look |= {"linewidth": 1.6, "markersize": 4.5, "zorder": 4 if name == "ringweave" else 3}
+            label = name if len(points) == len(rows) else f"{name} (to {max(gpus)} GPUs)"
+            look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line, "label": label}
+            look |= {"linewidth": 1.6, "markersize": 4.5, "clip_on": False, "zorder": 4 if name == "ringweave" else 3}
             share.plot(gpus, [100 * each.efficiency for _, each in points], **look)
             received.plot(gpus, [each.bytes_worst for _, each in points], **look)
         for axes in (share, received):
@@ -73,7 +74,7 @@ def plot(rows: Sequence[Row], path: str, *, title: str) -> None:
         share.set_title("Modelled efficiency: computing over step time, %", fontsize=9)
         # zero bytes, which a placement may need, lie on the axis
         received.set_yscale("symlog", base=2, linthresh=2**20)
-        received.set_ylim(bottom=0)
+        received.set_ylim(0, 2 * received.get_ylim()[1])
         received.yaxis.set_major_formatter(FuncFormatter(lambda value, _: nbytes(value)))
         received.set_title("Received by the GPU that receives most, a step", fontsize=9)
         handles, labels = received.get_legend_handles_labels()

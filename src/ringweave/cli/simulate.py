@@ -74,16 +74,16 @@ def simulated(
 
 
 _LEGEND = """
-received    by the GPU that receives most, in one forward step; of a full ring, and of an
-            all-gather, by every GPU
+received    in one forward step, by the GPU that receives most
 work        of the busiest GPU over the mean
 stages      distances between GPUs over which something moves
-efficiency  computing time of the mean GPU over the step; - where the GPUs do not divide
-            the key heads, as Ulysses needs"""
+efficiency  computing time of the mean GPU over the time of the step
+ours is ringweave's placement; ring a full ring, whose bytes an all-gather moves
+too; Ulysses is not possible (-) where the GPUs do not divide the key heads"""
 
 _COLUMNS = (
-    "\nGPUs", "\nplacement", "received\n", "\nof ring", "\nwork", "\nstages", "efficiency\n", "of\nring",
-    "of\ngather", "of\nUlysses",
+    "\nGPUs", "\nplacement", "received\nours", "\nring", "\nwork", "\nstages", "efficiency\nours", "\nring",
+    "\ngather", "\nUlysses",
 )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def _share(estimate: Estimate | None) -> str:
     if estimate is None:
         return "-"
     share = 100 * estimate.efficiency
-    return f"{share:.1f} %" if share >= 10 else f"{share:.2g} %"
+    return f"{share:.1f} %" if share >= 1 else f"{share:.2g} %"
 
 
 def _facts(row: Row) -> dict[str, Any]:
