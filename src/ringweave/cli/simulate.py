@@ -99,7 +99,7 @@ def _table(rows: list[Row]) -> Table:
             own.name,
             nbytes(own.bytes_worst),
             nbytes(ring.bytes_worst) if ring else "-",
-            f"{own.imbalance:.2f}",
+            _work(own.imbalance),
             str(own.stages),
             *(_share(each) for each in (own, *row.peers.values())),
         )
@@ -110,7 +110,13 @@ def _share(estimate: Estimate | None) -> str:
     if estimate is None:
         return "-"
     share = 100 * estimate.efficiency
+    if share < 0.01:
+        return "<0.01 %"
     return f"{share:.1f} %" if share >= 1 else f"{share:.2g} %"
+
+
+def _work(imbalance: float) -> str:
+    return f"{imbalance:.{2 if imbalance < 9.995 else 1 if imbalance < 99.95 else 0}f}"
 
 
 def _facts(row: Row) -> dict[str, Any]:

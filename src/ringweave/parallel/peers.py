@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..plan import Branch
 from .cost import Estimate, Machine, Widths
 from .demand import Demand
-from .placement import contiguous, striped, zigzag
+from .placement import portfolio
 
 NAMES = ("full ring", "all-gather", "Ulysses")
 
@@ -40,7 +40,8 @@ def peers(
         widths: Channels and bytes.
     """
     ratio = heads[0] // heads[1]
-    placements = [make(tokens, ranks, block) for make in (contiguous, zigzag, striped)]
+    # the plain ones: a ring's work is in token order
+    placements = [each for each in portfolio(tokens, ranks, block, _rates(calls)) if each.views == 1]
     works = [
         np.sum([_seconds(Demand.of(branch, each, ratio), machine, widths) for call in calls for branch in call], axis=0)
         for each in placements
@@ -59,6 +60,10 @@ def peers(
         found[name] = Estimate(name, ranks, size, size * ranks, imbalance, waits, waits, seconds, seconds, ideal)
     found[NAMES[2]] = None if heads[1] % ranks else _ulysses(calls, tokens, ranks, heads, machine, widths)
     return found
+
+
+def _rates(calls: Sequence[Sequence[Branch]]) -> tuple[int, ...]:
+    return tuple(branch.rate for call in calls for branch in call)
 
 
 def _seconds(demand: Demand, machine: Machine, widths: Widths) -> NDArray[np.float64]:

@@ -18,6 +18,7 @@ from .placement import block_for
 
 # tiles of one row set beyond which larger ones are counted, where ranks hold whole ones
 _MANY = 2**20
+_TOO_MANY = 2**24
 _MAX_SIDE = 1024
 
 
@@ -105,7 +106,8 @@ def _coarse(branch: Branch, local: int) -> Branch:
     """The branch, or where it is nearly dense one with larger tiles: for these nothing else would differ."""
     side = branch.tile[0]
     tiles = estimate_tiles(branch.pattern, branch.nq, branch.nk)
-    while tiles > _MANY and side < _MAX_SIDE and 4 * side * branch.rate <= local:
+    # two tiles for each rank, or one where memory would not hold the others
+    while tiles > _MANY and side < _MAX_SIDE and (4 if tiles < _TOO_MANY else 2) * side * branch.rate <= local:
         side, tiles = 2 * side, tiles / 4
     if side == branch.tile[0]:
         return branch
