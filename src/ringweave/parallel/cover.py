@@ -56,7 +56,8 @@ class _Edges:
 def cover(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float = 1.05) -> tuple[Moves, ...]:
     """What moves, per kind: the fewest bytes for each pair of ranks, under a bound on what a rank computes.
 
-    Where tiles are cut between ranks only keys move, and likewise for pairs that need a flow where scipy is missing.
+    Where tiles are cut between ranks, or key heads are of several kinds, only keys move, and likewise for pairs that need
+    a flow where scipy is missing.
 
     Args:
         demand: One branch under one placement.
@@ -67,7 +68,7 @@ def cover(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float = 1
         One for each of ``demand.kinds``.
     """
     moves = keys_only(demand)
-    # a host computes for all query heads of a guest alike
+    # a host computes for all query heads of its guest
     if demand.runs_per_tile > 1 or len(demand.kinds) > 1:
         return moves
     ranks = demand.placement.ranks
