@@ -56,8 +56,8 @@ class _Edges:
 def cover(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float = 1.05) -> tuple[Moves, ...]:
     """What moves, per kind: the fewest bytes for each pair of ranks, under a bound on what a rank computes.
 
-    Where tiles are cut between ranks, or key heads are of several kinds, only keys move, and likewise for pairs that need
-    a flow where scipy is missing.
+    Where tiles are cut between ranks, or key heads are of several kinds, only keys move, and likewise for pairs that
+    need a flow where scipy is missing.
 
     Args:
         demand: One branch under one placement.
