@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,11 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+
 import ringweave
 
-# losses are sums of float32 in another order, and training amplifies differences
-LIMIT = 1e-3
+from ..units import percent
+
+# on the relative difference of losses: float32 sums in another order, which training amplifies
+LIMIT = 1e-4
 _PERIOD = 0.1
+# the line of an exception, of any rank; torchrun's own says nothing more
+_CAUSE = re.compile(r"^(?:\[rank\d+\]: )?((?!.*ChildFailedError)[\w.]+Error: .+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -73,9 +80,9 @@ class Around:
 
     @property
     def difference(self) -> float:
-        """The largest of a step's losses, relative."""
-        pairs = zip(self.alone.losses, self.shared.losses, strict=True)
-        return max(abs(one - other) / one for one, other in pairs)
+        """The largest of a step's losses, relative; NaN where one of them is."""
+        one, several = np.array(self.alone.losses), np.array(self.shared.losses)
+        return float(np.max(np.abs(several - one) / np.abs(one)))
 
     @property
     def share(self) -> float:
@@ -84,8 +91,16 @@ class Around:
 
     @property
     def correct(self) -> bool:
-        """Whether the losses agree; written so that NaN does not."""
+        """Whether the losses agree; NaN does not."""
         return self.difference <= LIMIT
+
+    def summary(self) -> str:
+        """The figures in words."""
+        losses = "same losses as" if self.correct else "WRONG: other losses than"
+        return (
+            f"{self.shared.processes} processes share {self.tokens:,} tokens and receive "
+            f"{percent(self.share)} of a full ring's bytes; {losses} one process, to {self.difference:.0e}"
+        )
 
 
 class TrainerError(RuntimeError):
@@ -174,8 +189,8 @@ def run(words: list[str], *, threads: int, until: float, look: Callable[[], None
         log.seek(0)
         printed = log.read().decode(errors="replace")
     if process.returncode:
-        last = [line for line in printed.splitlines() if "Error" in line] or printed.splitlines()[-1:] or ["no output"]
-        raise TrainerError(f"exit status {process.returncode} ({last[0].strip()[:300]})")
+        causes = _CAUSE.findall(printed) or printed.splitlines() or ["nothing printed"]
+        raise TrainerError(f"exit status {process.returncode} ({causes[-1].strip()[:300]})")
     return printed
 
 
