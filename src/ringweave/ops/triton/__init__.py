@@ -55,11 +55,11 @@ def backward(
     return launch.backward(dout, q, k, v, out, lse, delta, branch, scale, dtype)
 
 
-def delta(dout: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """One kernel."""
     from . import launch
 
-    return launch.delta(dout, out, dlse, dtype)
+    return launch.delta(dout, out, lse, dlse)
 
 
 def refusal(case: Case, branch: Branch) -> str | None:

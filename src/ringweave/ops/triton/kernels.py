@@ -148,12 +148,12 @@ def forward(
 
 @triton.jit
 def delta(
-    dout, out, dlse, result,
-    g_b, g_h, g_n, o_b, o_h, o_n, s_b, s_h, s_n,
+    dout, out, lse, dlse, result,
+    g_b, g_h, g_n, o_b, o_h, o_n, l_b, l_h, l_n, s_b, s_h, s_n,
     heads, nq,
     DV: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_M: tl.constexpr, SLOPED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """rowsum(dout * out) - dlse of BLOCK_M queries."""
+    """rowsum(dout * out) - dlse of BLOCK_M queries; 0 where lse is -inf."""
     blocks = tl.cdiv(nq, BLOCK_M)
     pair, first = tl.program_id(0) // blocks, (tl.program_id(0) % blocks) * BLOCK_M
     b, h = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
@@ -164,7 +164,8 @@ def delta(
     found = tl.sum(slopes.to(tl.float32) * outs.to(tl.float32), 1)
     if SLOPED:
         found -= tl.load(dlse + b * s_b + h * s_h + token.to(tl.int64) * s_n, mask=mine, other=0.0).to(tl.float32)
-    tl.store(result + pair.to(tl.int64) * nq + token, found, mask=mine)
+    row_lse = tl.load(lse + b * l_b + h * l_h + token.to(tl.int64) * l_n, mask=mine, other=0.0)
+    tl.store(result + pair.to(tl.int64) * nq + token, tl.where(row_lse == float("-inf"), 0.0, found), mask=mine)
 
 
 @triton.jit

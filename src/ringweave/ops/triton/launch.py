@@ -38,8 +38,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
     return out, lse
 
 
-def delta(dout: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """rowsum(dout * out) - dlse in one launch."""
+def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """rowsum(dout * out) - dlse, 0 where lse is -inf, in one launch."""
     dout, out = _readable(dout), _readable(out)
     batch, heads, nq, dim = out.shape
     result = torch.empty(batch, heads, nq, dtype=torch.float32, device=out.device)
@@ -47,7 +47,7 @@ def delta(dout: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) ->
     slope = result if dlse is None else dlse
     with _on(out):
         kernels.delta[(batch * heads * triton.cdiv(nq, rows),)](
-            dout, out, slope, result, *_steps(dout, out), *slope.stride(), heads, nq,
+            dout, out, lse, slope, result, *_steps(dout, out), *lse.stride(), *slope.stride(), heads, nq,
             DV=dim, PAD_DV=padded(dim), BLOCK_M=rows, SLOPED=dlse is not None,
             WIDE=_far(rows, dout, out), num_warps=4,
         )  # fmt: skip
