@@ -15,7 +15,7 @@ _MASKS_AT_ONCE = 1024
 # keys and values that are meant to stay in the second-level cache while programs share them
 _CACHE_BYTES = 2**25
 # keys (or queries) below which a list is not worth cutting
-LEAST = 1024
+LEAST = 2048
 
 
 @dataclass(frozen=True)
