@@ -10,6 +10,7 @@ metadata of the assembly). The blocks are those that the backend would choose on
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import subprocess
 import sys
@@ -38,12 +39,15 @@ class Shape:
     heads: int = 1
     queries: int = 0
     split: bool = False
+    described: bool = False
+    specialised: bool = False
 
     def __str__(self) -> str:
         said = [f"{self.tile[0]} x {self.tile[1]}"]
         said += [f"{self.heads} heads"] * (self.heads > 1)
         said += [f"{self.queries} query"] * (self.queries == 1)
-        return ", ".join(said + ["split"] * self.split)
+        said += ["split"] * self.split + ["described"] * self.described + ["specialised"] * self.specialised
+        return ", ".join(said)
 
 
 WIDE, NARROW = Shape(), Shape((64, 64))
@@ -54,6 +58,19 @@ SHAPES = {
     "backward_q": (WIDE, NARROW, Shape((64, 64), heads=4)),
     "backward_kv": (WIDE, NARROW),
 }
+# what a kernel streams, and loads by descriptors where a device has them
+STREAMED = {"forward": ("k", "v"), "backward_q": ("k", "v"), "backward_kv": ("q", "dout")}
+# a knob that nothing sets yet
+SPECIALISED = Shape(described=True, specialised=True)
+
+
+def shapes(kernel: str, dim: int, name: str) -> list[Shape]:
+    """What a kernel is compiled for on one device."""
+    found = list(SHAPES[kernel])
+    if kernel in STREAMED:
+        described = [shape for shape in found if _blocks(kernel, dim, dim, 2, shape, name).described]
+        found += [dataclasses.replace(shape, described=True) for shape in described]
+    return found + [SPECIALISED] * (kernel == "forward" and name == "sm_90")
 
 
 @dataclass(frozen=True)
@@ -97,6 +114,7 @@ class Resources:
     stack: int
     shared: int
     matrix: int
+    specialised: bool
 
     @property
     def row(self) -> str:
@@ -141,15 +159,16 @@ def compile_kernel(
     function = getattr(kernels, kernel)
     tile, height = shape.tile, min(shape.tile[0], shape.queries or shape.tile[0])
     blocks, packing = Blocks(64, 64, 4, 1), Packing(1, 64, 2)
-    if kernel not in ("delta", "join"):
-        rows = tile[0] if kernel == "backward_kv" else max(16, height * shape.heads)
-        blocks = choose(kernel, dim, value_dim, 4 if dtype == "fp32" else 2, (rows, tile[1]), target.device)
+    if kernel in STREAMED:
+        blocks = _blocks(kernel, dim, value_dim, 4 if dtype == "fp32" else 2, shape, name)
+        blocks = dataclasses.replace(blocks, warps=4 if shape.specialised else blocks.warps)
         packing = Packing.of(blocks.m, height, shape.heads)
     constants = {
         "D": dim, "DV": value_dim, "PAD_D": padded(dim), "PAD_DV": padded(value_dim), "DIM": dim, "PADDED": padded(dim),
         "Q_TILE": tile[0], "KV_TILE": tile[1], "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK": 16, "TILES": 1,
         "HEADS": packing.heads, "ROWS": packing.rows, "PARTS": packing.parts, "SPAN": tile[0], "SPLIT": shape.split,
-        "MASKED": True, "FOLDED": True, "SLOPED": True, "WIDE": False, "WEIGHTED": True,
+        "MASKED": not shape.specialised, "FOLDED": True, "SLOPED": True, "WIDE": False, "WEIGHTED": True,
+        "RAGGED": True, "DESCRIBED": shape.described, "SPECIALISED": shape.specialised,
         "RESIDENT": False, "STAGES": blocks.stages, "PRECISION": "ieee",
     }  # fmt: skip
     constants |= changes
@@ -158,6 +177,11 @@ def compile_kernel(
     for index, argument in enumerate(names):
         if argument in constants:
             signature[argument] = "constexpr"
+        elif shape.described and argument in STREAMED[kernel]:
+            tokens = blocks.m if kernel == "backward_kv" else blocks.n
+            channels = padded(value_dim if argument in ("v", "dout") else dim)
+            signature[argument] = f"tensordesc<{dtype}[1,1,{tokens},{channels}]>"
+            continue
         elif argument in _POINTERS:
             held = "fp32" if wide_out and argument in ("out", "dq", "dk", "dv") and kernel != "delta" else dtype
             signature[argument] = (
@@ -181,7 +205,15 @@ def compile_kernel(
     many = target.hip or (blocks.n if kernel == "backward_kv" else blocks.m) >= 64
     matrix = len(re.findall(target.matrix if many else r"mma\.sync", assembly))
     about = "any" if kernel in ("delta", "join") else str(shape)
-    return Resources(kernel, dim, name, about, label, registers, stack, compiled.metadata.shared, matrix)
+    return Resources(
+        kernel, dim, name, about, label, registers, stack, compiled.metadata.shared, matrix, "setmaxnreg" in assembly
+    )
+
+
+def _blocks(kernel: str, dim: int, value_dim: int, itemsize: int, shape: Shape, name: str) -> Blocks:
+    rows = min(shape.tile[0], shape.queries or shape.tile[0]) * shape.heads
+    tile = (shape.tile[0] if kernel == "backward_kv" else max(16, rows), shape.tile[1])
+    return choose(kernel, dim, value_dim, itemsize, tile, TARGETS[name].device)
 
 
 def _of_cubin(cubin: bytes) -> tuple[int, int]:
@@ -209,6 +241,8 @@ def faults(found: Resources) -> list[str]:
         result.append(f"{where}: {found.stack} bytes of registers spill to the stack")
     if not found.matrix and found.kernel not in ("delta", "join"):
         result.append(f"{where}: no {TARGETS[found.device].matrix} in the assembly")
+    if "specialised" in found.tile and not found.specialised:
+        result.append(f"{where}: no warps of their own load its tiles")
     if found.shared > TARGETS[found.device].device.shared:
         result.append(
             f"{where}: {found.shared} bytes of shared memory, the device has {TARGETS[found.device].device.shared}"
@@ -238,7 +272,8 @@ def page(rows: Iterable[Resources]) -> str:
             f"bfloat16, a plan with partial tiles, triton {triton.__version__}. *blocks*: queries x keys that one",
             "program computes at a time; *registers*: per thread, of 255 (sm) or 512 (gfx942); *stack*: bytes",
             "spilled per thread; *shared*: bytes per program; *matrix*: matrix instructions in the assembly",
-            "(mma.sync on sm_80, wgmma on sm_90, tcgen05 on sm_100, mfma on gfx942).",
+            "(mma.sync on sm_80 and of fewer than 64 rows, wgmma on sm_90, tcgen05 on sm_100, mfma on gfx942).",
+            "*described*: tiles are loaded by tensor descriptors; *specialised*: by warps of their own.",
             "",
             "| kernel | D | device | tile | blocks | registers | stack | shared | matrix |",
             "|---|---|---|---|---|---|---|---|---|",
@@ -265,7 +300,7 @@ def main() -> int:
     for kernel in asked.kernel or KERNELS:
         for dim in asked.dim or DIMS:
             for device in asked.device or TARGETS:
-                for shape in SHAPES[kernel]:
+                for shape in shapes(kernel, dim, device):
                     if asked.tile and shape.tile[0] not in asked.tile:
                         continue
                     rows.append(compile_kernel(kernel, dim, device, shape))

@@ -167,6 +167,36 @@ def test_programs_that_stay(monkeypatch: pytest.MonkeyPatch, eager: None, poison
         assert torch.equal(got[name], want[name]), name
 
 
+@pytest.mark.parametrize("name", ["full", "causal", "prefix", "longnet"])
+def test_descriptors(name: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    """Tiles by tensor descriptors, past the ends and the channels too; the bits of those by addresses."""
+    x = Inputs.random(150, heads=4, kv_heads=2, dim=24, value_dim=40, dtype=torch.float16)
+    pattern = EVERYTHING[name](150)
+    want = run(x, pattern, "triton")
+    made = []
+    choose, described = launch.choose, launch._described
+    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), described=True))
+    monkeypatch.setattr(launch, "_described", lambda of, tokens: made.append(of) or described(of, tokens))
+    got = run(x, pattern, "triton")
+    assert made
+    for result in NAMES:
+        assert torch.equal(got[result], want[result]), result
+
+
+def test_what_descriptors_cannot_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broadcast tensors, odd strides, and tiles with keys that nobody attends are read by addresses."""
+    choose = launch.choose
+    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), described=True))
+    monkeypatch.setattr(launch, "_described", lambda *_: pytest.fail("described"))
+    x = Inputs.random(70, heads=2, dtype=torch.float16)
+    rw.attention(x.q, x.k[:, :1].expand(-1, 2, -1, -1), x.v, rw.Causal(), backend="triton")
+    rw.attention(x.q, torch.randn(1, 2, 70, 17).half()[..., :16], x.v, rw.Causal(), backend="triton")
+    rw.attention(x.q, x.k, x.v, rw.Periodic(50, 10, 13), backend="triton")
+    facts = schedule.masks(branches(rw.Causal(), 70, 70, heads=2)[0].plan())
+    assert not facts.dead_keys
+    assert not facts.dead_queries
+
+
 def test_strides() -> None:
     """Views: heads last, every other token, a broadcast batch; results equal those of contiguous copies."""
     base = torch.randn(2, 70, 4, 16)

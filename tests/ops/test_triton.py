@@ -49,7 +49,7 @@ def test_compiled_for_real_devices(tmp_path: Path) -> None:
     """No spills, matrix instructions on every device, and the resources that the committed table says."""
     command = ["scripts/kernel_resources.py", "--check", "--tile", "128", "--tile", "16"]
     said = in_a_process(command, tmp_path, TRITON_INTERPRET="0")
-    assert len(said.splitlines()) == 6 * 2 * 4
+    assert len(said.splitlines()) == 6 * 2 * 4 + 15
 
 
 @needs_triton
@@ -101,6 +101,21 @@ def test_masks_the_other_way(name: str) -> None:
     assert schedule.masks(of) is masks
 
 
+@pytest.mark.parametrize("name", ["causal", "sinks", "documents", "global", "table_per_head", "window", "segments"])
+@pytest.mark.parametrize("n", [500, 512])
+def test_which_plans_have_dead_positions_in_their_tiles(name: str, n: int) -> None:
+    of = plan(PATTERNS[name](n), n, heads=4, tile=(64, 32))
+    dense = torch.nn.functional.pad(of.to_dense(), (0, -n % 32, 0, -n % 64))
+    tiles = dense.unflatten(3, (-1, 32)).unflatten(2, (-1, 64))  # (B, H, rows, 64, columns, 32)
+    used = tiles.any(5).any(3)
+    inside = torch.arange(-(-n // 64) * 64) < n
+    keys = (tiles.any(3) | ~inside[: tiles.shape[4] * 32].unflatten(0, (-1, 32))).all(-1)
+    queries = (tiles.any(5) | ~inside.unflatten(0, (-1, 64))[:, :, None]).all(3)
+    masks = schedule.masks(of)
+    assert masks.dead_keys == bool((used & ~keys).any())
+    assert masks.dead_queries == bool((used & ~queries).any())
+
+
 def test_queues_hold_every_task_once_and_the_longest_first() -> None:
     of = plan(rw.PerHead([rw.Causal(), rw.SlidingWindow(9), rw.Causal(), rw.Full()]), 1000, heads=4, batch=2, tile=64)
     rows = schedule.row_queue(of, ratio=2, packed=1, head_bytes=1, units=1).tasks
@@ -144,7 +159,7 @@ def test_shares_of_long_lists_cover_them_once(units: int, monkeypatch: pytest.Mo
 def test_blocks_fit_the_device_and_the_tile() -> None:
     hopper, small = Device.of_cuda(9, 227 * 1024), Device.of_cuda(12, 99 * 1024)
     assert small.generation == "ampere"
-    assert choose("forward", 128, 128, 2, (128, 128), hopper) == Blocks(128, 128, 8, 2)
+    assert choose("forward", 128, 128, 2, (128, 128), hopper) == Blocks(128, 128, 8, 2, described=True)
     for kernel in ("forward", "backward_q", "backward_kv"):
         for dim in (16, 64, 80, 128, 256):
             for itemsize in (2, 4):

@@ -41,6 +41,8 @@ class Blocks:
         stages: Stages of the pipeline.
         resident: Programs per multiprocessor, that take the queue in turn; 0: one program for each item of the queue,
             which the hardware hands out in order.
+        described: Whether tiles are loaded by tensor descriptors, where strides and masks permit.
+        specialised: Whether warps of their own load them; forward, where they are described and nothing is masked.
     """
 
     m: int
@@ -48,6 +50,8 @@ class Blocks:
     warps: int
     stages: int
     resident: int = 0
+    described: bool = False
+    specialised: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,9 @@ def choose(kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int
             # a few queries wait for memory: more loads under way, each of fewer registers
             streamed, stages = min(streamed, 64), 3
     streamed = min(streamed, sides[1])
+    if kernel == "forward" and device.generation == "blackwell" and channels <= 64 and streamed <= 64:
+        # of 8 warps the compiler makes two programs per multiprocessor, of half the registers each, and spills
+        warps = 4
     both = (padded(dim) + padded(value_dim)) * itemsize
     # cdna keeps what a program holds in registers
     of_held = 0 if device.generation == "cdna" else padded(dim) * itemsize if kernel == "forward" else both
@@ -120,4 +127,8 @@ def choose(kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int
             held //= 2
         else:
             break
-    return Blocks(streamed, held, warps, stages) if of_columns else Blocks(held, streamed, warps, stages)
+    m, n = (streamed, held) if of_columns else (held, streamed)
+    described = itemsize == 2 and device.generation in ("hopper", "blackwell")
+    # the one kernel that has a register too few for descriptors
+    tight = of_columns and device.generation == "hopper" and held * channels > 64 * 128
+    return Blocks(m, n, warps, stages, described=described and not tight)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...plan import BlockPlan, Branch
 from . import kernels, schedule
@@ -30,15 +31,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
     lse = torch.empty(batch, heads, nq, dtype=torch.float32, device=q.device)
     ratio = heads // k.shape[1]
     blocks, packing, queue = rows("forward", q, k, v, plan)
-    live = schedule.masks(plan).live_keys if plan.masks.shape[0] else plan.masks
+    sides = schedule.masks(plan)
+    described = blocks.described and not sides.dead_keys and _describable(k, v)
+    keys, values = (_described(x, blocks.n) if described else x for x in (k, v))
+    specialised = blocks.specialised and described and packing.heads == 1 and not sides.masked and _describable(q)
+    if specialised:
+        triton.set_allocator(_scratch)
     sums, tops = _partial(queue, blocks.m * packing.parts, dim, out), _partial(queue, blocks.m * packing.parts, 1, lse)
     with _on(q):
         kernels.forward[_grid(queue, packing.parts, blocks, q.device)](
-            q, k, v, out, lse, sums, tops, queue.tasks, _shares(queue), plan.group, plan.row_ptr, plan.col, plan.bits,
-            plan.masks, live, *_steps(q, k, v),
+            q, keys, values, out, lse, sums, tops, queue.tasks, _shares(queue),
+            plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, sides.live_keys, *_steps(q, k, v),
             queue.tasks.numel(), heads, ratio, nq, k.shape[2], plan.q_tiles, scale * _LOG2_E,
             **_sizes(q, v, plan, blocks, queue), **_of_rows(packing), TILES=1, BLOCK_N=blocks.n,
-            FOLDED=scale > 0, WIDE=_wide(plan, q, k, v),
+            FOLDED=scale > 0, WIDE=_wide(plan, q, k, v), RAGGED=k.shape[2] % plan.kv_tile > 0, DESCRIBED=described,
+            SPECIALISED=specialised,
         )  # fmt: skip
         _join(queue, sums, out, (tops, lse), ratio, plan.q_tile, packing)
     return out, lse
@@ -77,18 +84,20 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     heads, nq, nk = q.shape[1], q.shape[2], k.shape[2]
     ratio = heads // k.shape[1]
-    # live positions and transposed masks; without masks the kernels read none of them
-    sides = schedule.masks(plan) if plan.masks.shape[0] else schedule.Masks(plan.masks, plan.masks, plan.masks)
+    sides = schedule.masks(plan)
     wide = _wide(plan, q, k, v, dout)
     steps = (*_steps(q, k, v, dout), *lse.stride(), *delta.stride())
     blocks, packing, queue = rows("backward_q", q, k, v, plan)
+    described = blocks.described and not sides.dead_keys and _describable(k, v)
+    keys, values = (_described(x, blocks.n) if described else x for x in (k, v))
     sums = _partial(queue, blocks.m * packing.parts, q.shape[3], dq)
     with _on(q):
         kernels.backward_q[_grid(queue, packing.parts, blocks, q.device)](
-            q, k, v, dout, lse, delta, dq, sums, queue.tasks, _shares(queue), plan.group, plan.row_ptr, plan.col,
-            plan.bits, plan.masks, sides.live_keys, *steps,
+            q, keys, values, dout, lse, delta, dq, sums, queue.tasks, _shares(queue),
+            plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, sides.live_keys, *steps,
             queue.tasks.numel(), heads, ratio, nq, nk, plan.q_tiles, scale,
             **_sizes(q, v, plan, blocks, queue), **_of_rows(packing), TILES=1, BLOCK_N=blocks.n, WIDE=wide,
+            RAGGED=nk % plan.kv_tile > 0, DESCRIBED=described,
         )  # fmt: skip
         _join(queue, sums, dq, None, ratio, plan.q_tile, packing)
     device = _device(q.device)
@@ -96,13 +105,16 @@ def backward(
     blocks = choose("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device)
     packing = Packing.of(blocks.n, plan.kv_tile, 1)
     queue = schedule.column_queue(plan, ratio, _head_bytes(q, dout) * ratio, device.units)
+    described = blocks.described and not sides.dead_queries and _describable(q, dout)
+    queries, slopes = (_described(x, blocks.m) if described else x for x in (q, dout))
     key_sums, value_sums = (_partial(queue, plan.kv_tile, x.shape[3], x) for x in (dk, dv))
     with _on(q):
         kernels.backward_kv[_grid(queue, packing.parts, blocks, q.device)](
-            q, k, v, dout, lse, delta, dk, dv, key_sums, value_sums, queue.tasks, _shares(queue), plan.group,
+            queries, k, v, slopes, lse, delta, dk, dv, key_sums, value_sums, queue.tasks, _shares(queue), plan.group,
             plan.col_ptr, plan.row, plan.bits_t, sides.transposed, sides.live_queries, *steps,
             queue.tasks.numel(), heads, ratio, nq, nk, plan.kv_tiles, scale,
             **_sizes(q, v, plan, blocks, queue), BLOCK_M=blocks.m, BLOCK_N=blocks.n, WIDE=wide,
+            RAGGED=nq % plan.q_tile > 0, DESCRIBED=described,
         )  # fmt: skip
         for part, whole in ((key_sums, dk), (value_sums, dv)):
             _join(queue, part, whole, None, 1, plan.kv_tile, packing)
@@ -119,6 +131,24 @@ def rows(kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple
     blocks = choose(kernel, q.shape[3], v.shape[3], q.element_size(), tile, device)
     packing = Packing.of(blocks.m, height, members)
     return blocks, packing, schedule.row_queue(plan, ratio, packing.heads, _head_bytes(k, v), device.units)
+
+
+def _describable(*tensors: Tensor) -> bool:
+    """Whether descriptors can say where tensors lie: from 16 bytes to 16 bytes, nothing broadcast."""
+    return all(
+        x.data_ptr() % 16 == 0 and all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
+        for x in tensors
+    )
+
+
+def _described(x: Tensor, tokens: int) -> TensorDescriptor:
+    """Tiles of (tokens, channels) of (B, H, N, D)."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, tokens, padded(x.shape[3])])
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Room for descriptors that a kernel makes."""
+    return torch.empty(size, device="cuda", dtype=torch.int8)
 
 
 def _power(n: int) -> int:

@@ -26,22 +26,46 @@ class Masks:
         transposed: (M, kv_tile, words), query r of a key at bit r % 32 of word r // 32.
         live_keys: (M, words), keys that some query of the tile attends.
         live_queries: (M, words), queries that attend some key of the tile.
+        dead_keys: Whether a tile of the plan has a key, inside the length, that none of its queries attends.
+        dead_queries: Whether one has a query that attends none of its keys.
     """
 
     transposed: Tensor
     live_keys: Tensor
     live_queries: Tensor
+    dead_keys: bool = False
+    dead_queries: bool = False
+
+    @property
+    def masked(self) -> bool:
+        """Whether there is any."""
+        return self.transposed.shape[0] > 0
 
     @staticmethod
     def of(plan: BlockPlan) -> Masks:
         """From a plan's masks, some at a time: unpacked ones are large."""
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        if not plan.masks.shape[0]:
+            # kernels are told, and read none
+            return Masks(plan.masks, plan.masks, plan.masks)
+        found: list[tuple[Tensor, ...]] = []
         for part in plan.masks.split(_MASKS_AT_ONCE):
             dense = unpack_masks(part, plan.kv_tile)
             sides = (dense.mT, dense.any(1, keepdim=True), dense.any(2)[:, None])
             transposed, keys, queries = (pack_masks(side) for side in sides)
-            found.append((transposed, keys[:, 0], queries[:, 0]))
-        return Masks(*(torch.cat(parts).contiguous() for parts in zip(*found, strict=True)))
+            living = (side[:, 0].int().cumprod(1).sum(1) for side in sides[1:])
+            found.append((transposed, keys[:, 0], queries[:, 0], *living))
+        parts = [torch.cat(part).contiguous() for part in zip(*found, strict=True)]
+        dead = (
+            _dead(parts[3], plan.bits, plan.col, plan.nk, plan.kv_tile),
+            _dead(parts[4], plan.bits_t, plan.row, plan.nq, plan.q_tile),
+        )
+        dead_keys, dead_queries = torch.stack(dead).tolist()
+        return Masks(parts[0], parts[1], parts[2], dead_keys, dead_queries)
+
+
+def _dead(living: Tensor, code: Tensor, index: Tensor, length: int, side: int) -> Tensor:
+    """Whether any partial tile has fewer leading live positions than positions inside the length."""
+    return ((code >= 0) & (living[code.clamp(min=0).long()] < (length - index * side).clamp(max=side))).any()
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ def backward_q(
     D: tl.constexpr, DV: tl.constexpr, PAD_D: tl.constexpr, PAD_DV: tl.constexpr,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, TILES: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
+    RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of HEADS x ROWS queries; ``slope`` is delta."""
     BLOCK_M: tl.constexpr = HEADS * ROWS
@@ -67,8 +68,9 @@ def backward_q(
         row_lse = tl.load(lse_at, mask=mine, other=0.0) * LOG2_E
         slope_at = slope + b * s_b + head * s_h + token * s_n + spread(local, s_h, s_n, HEADS, ROWS, WIDE)
         row_slope = tl.load(slope_at, mask=mine, other=0.0)
-        keys_at = k + b * k_b + head // ratio * k_h
-        values_at = v + b * v_b + head // ratio * v_h
+        kv_head = head // ratio
+        keys_at = k if DESCRIBED else k + b * k_b + kv_head * k_h
+        values_at = v if DESCRIBED else v + b * v_b + kv_head * v_h
 
         acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
         for step in tl.range(begin * PARTS_N, end * PARTS_N, num_stages=STAGES):
@@ -83,15 +85,17 @@ def backward_q(
                 other = tl.load(bits + entry * TILES + 1)
                 used = used | alive(live, other, part_n, keep, WORDS, BLOCK_N, MASKED)
                 codes = tl.where(row < Q_TILE, code, other)
-            keys = tile(keys_at, first, k_n, used, BLOCK_N, D, PAD_D, WIDE)
-            values = tile(values_at, first, v_n, tl.arange(0, BLOCK_N) < keep, BLOCK_N, DV, PAD_DV, WIDE)
+            keys = tile(k, keys_at, b, kv_head, first, k_n, used, BLOCK_N, D, PAD_D, WIDE, DESCRIBED)
+            inside = tl.arange(0, BLOCK_N) < keep
+            values = tile(v, values_at, b, kv_head, first, v_n, inside, BLOCK_N, DV, PAD_DV, WIDE, DESCRIBED)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             value_slopes = tl.dot(slopes, tl.trans(values), input_precision=PRECISION)
             weights = tl.math.exp2(scores * (scale * LOG2_E) - row_lse[:, None])
-            may = allowed(
-                masks, codes, Q_TILE, row % Q_TILE if TILES > 1 else row, part_n, keep, WORDS, BLOCK_N, MASKED
-            )
-            score_slopes = tl.where(may, weights * (value_slopes - row_slope[:, None]), 0.0)
+            score_slopes = weights * (value_slopes - row_slope[:, None])
+            if MASKED or RAGGED:
+                line = row % Q_TILE if TILES > 1 else row
+                may = allowed(masks, codes, Q_TILE, line, part_n, keep, WORDS, BLOCK_N, MASKED, RAGGED)
+                score_slopes = tl.where(may, score_slopes, 0.0)
             acc = tl.dot(score_slopes.to(keys.dtype), keys, acc, input_precision=PRECISION)
         if SPLIT:
             sums_at = sums + (slot * PARTS + part).to(tl.int64) * (BLOCK_M * D)
@@ -109,7 +113,8 @@ def backward_kv(
     items, heads, ratio, nq, nk, tiles, scale,
     D: tl.constexpr, DV: tl.constexpr, PAD_D: tl.constexpr, PAD_DV: tl.constexpr,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
+    RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of BLOCK_N keys, over all query heads of their key head; scores are transposed, keys by queries."""
     PARTS: tl.constexpr = KV_TILE // BLOCK_N
@@ -123,8 +128,10 @@ def backward_kv(
         at, pair, k_first, _ = place(tl.load(queue + item), part, 1, tiles, KV_TILE, 1, BLOCK_N)
         b, kv_head = (pair // (heads // ratio)).to(tl.int64), (pair % (heads // ratio)).to(tl.int64)
         mine = k_first + local < nk
-        keys = tile(k + b * k_b + kv_head * k_h, k_first, k_n, mine, BLOCK_N, D, PAD_D, WIDE)
-        values = tile(v + b * v_b + kv_head * v_h, k_first, v_n, mine, BLOCK_N, DV, PAD_DV, WIDE)
+        keys_at = k + b * k_b + kv_head * k_h + k_first.to(tl.int64) * k_n
+        keys = rows(keys_at, spread(local, 0, k_n, 1, BLOCK_N, WIDE), mine, D, PAD_D)
+        values_at = v + b * v_b + kv_head * v_h + k_first.to(tl.int64) * v_n
+        values = rows(values_at, spread(local, 0, v_n, 1, BLOCK_N, WIDE), mine, DV, PAD_DV)
         key_acc = tl.zeros([BLOCK_N, PAD_D], tl.float32)
         value_acc = tl.zeros([BLOCK_N, PAD_DV], tl.float32)
         slot = -1
@@ -132,8 +139,8 @@ def backward_kv(
             h = kv_head * ratio + member
             list_at = col_ptr + tl.load(group + b * heads + h) * (tiles + 1) + at
             begin, end, slot = share_of(shares, item, tl.load(list_at), tl.load(list_at + 1), SPLIT)
-            queries_at = q + b * q_b + h * q_h
-            slopes_at = dout + b * g_b + h * g_h
+            queries_at = q if DESCRIBED else q + b * q_b + h * q_h
+            slopes_at = dout if DESCRIBED else dout + b * g_b + h * g_h
             lse_at = lse + b * l_b + h * l_h
             slope_at = slope + b * s_b + h * s_h
             for step in tl.range(begin * PARTS_M, end * PARTS_M, num_stages=STAGES):
@@ -144,17 +151,21 @@ def backward_kv(
                 of = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
                 # queries that attend nothing here are summed over with weight 0: they and their slopes must be finite
                 used = alive(live_t, code, part_m, keep, WORDS, BLOCK_M, MASKED)
-                queries = tile(queries_at, first, q_n, used, BLOCK_M, D, PAD_D, WIDE)
-                slopes = tile(slopes_at, first, g_n, used, BLOCK_M, DV, PAD_DV, WIDE)
+                queries = tile(q, queries_at, b, h, first, q_n, used, BLOCK_M, D, PAD_D, WIDE, DESCRIBED)
+                slopes = tile(dout, slopes_at, b, h, first, g_n, used, BLOCK_M, DV, PAD_DV, WIDE, DESCRIBED)
                 row_lse = tl.load(lse_at + of * l_n, mask=of < nq, other=0.0) * LOG2_E
                 row_slope = tl.load(slope_at + of * s_n, mask=of < nq, other=0.0)
                 scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-                may = allowed(masks_t, code, KV_TILE, part * BLOCK_N + local, part_m, keep, WORDS, BLOCK_M, MASKED)
                 weights = tl.math.exp2(scores * (scale * LOG2_E) - row_lse[None, :])
-                weights = tl.where(may, weights, 0.0)
+                if MASKED or RAGGED:
+                    line = part * BLOCK_N + local
+                    may = allowed(masks_t, code, KV_TILE, line, part_m, keep, WORDS, BLOCK_M, MASKED, RAGGED)
+                    weights = tl.where(may, weights, 0.0)
                 value_acc = tl.dot(weights.to(slopes.dtype), slopes, value_acc, input_precision=PRECISION)
                 value_slopes = tl.dot(values, tl.trans(slopes), input_precision=PRECISION)
-                score_slopes = tl.where(may, weights * (value_slopes - row_slope[None, :]), 0.0)
+                score_slopes = weights * (value_slopes - row_slope[None, :])
+                if MASKED or RAGGED:
+                    score_slopes = tl.where(may, score_slopes, 0.0)
                 key_acc = tl.dot(score_slopes.to(queries.dtype), queries, key_acc, input_precision=PRECISION)
         if SPLIT:
             line = (slot * PARTS + part).to(tl.int64) * BLOCK_N

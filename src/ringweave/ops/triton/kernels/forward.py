@@ -20,7 +20,7 @@ def forward(
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, TILES: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, FOLDED: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, SPECIALISED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and lse of HEADS x ROWS queries; ``scale`` is in powers of two, folded where it is positive."""
     BLOCK_M: tl.constexpr = HEADS * ROWS
@@ -39,14 +39,20 @@ def forward(
         row = part * ROWS + (local % ROWS if HEADS > 1 else local)
         mine = within(local, room, q_first, nq, HEADS, ROWS)
         queries_at = q + b * q_b + head * q_h + q_first.to(tl.int64) * q_n
-        queries = rows(queries_at, spread(local, q_h, q_n, HEADS, ROWS, WIDE), mine, D, PAD_D)
-        keys_at = k + b * k_b + head // ratio * k_h
-        values_at = v + b * v_b + head // ratio * v_h
+        if SPECIALISED:
+            # warps of their own load by descriptors alone
+            held = tl.make_tensor_descriptor(queries_at, [nq - q_first, D], [q_n, 1], [BLOCK_M, PAD_D])
+            queries = held.load([0, 0])
+        else:
+            queries = rows(queries_at, spread(local, q_h, q_n, HEADS, ROWS, WIDE), mine, D, PAD_D)
+        kv_head = head // ratio
+        keys_at = k if DESCRIBED else k + b * k_b + kv_head * k_h
+        values_at = v if DESCRIBED else v + b * v_b + kv_head * v_h
 
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, PAD_DV], tl.float32)
-        for step in tl.range(begin * PARTS_N, end * PARTS_N, num_stages=STAGES):
+        for step in tl.range(begin * PARTS_N, end * PARTS_N, num_stages=STAGES, warp_specialize=SPECIALISED):
             entry, part_n = step // PARTS_N, (step % PARTS_N) * BLOCK_N
             first = tl.load(col + entry) * KV_TILE + part_n
             code = tl.load(bits + entry * TILES)
@@ -55,14 +61,15 @@ def forward(
             if TILES > 1:
                 other = tl.load(bits + entry * TILES + 1)
                 codes = tl.where(row < Q_TILE, code, other)
-            keys = tile(keys_at, first, k_n, tl.arange(0, BLOCK_N) < keep, BLOCK_N, D, PAD_D, WIDE)
+            inside = tl.arange(0, BLOCK_N) < keep
+            keys = tile(k, keys_at, b, kv_head, first, k_n, inside, BLOCK_N, D, PAD_D, WIDE, DESCRIBED)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             if not FOLDED:
                 scores *= scale
-            may = allowed(
-                masks, codes, Q_TILE, row % Q_TILE if TILES > 1 else row, part_n, keep, WORDS, BLOCK_N, MASKED
-            )
-            scores = tl.where(may, scores, float("-inf"))
+            if MASKED or RAGGED:
+                line = row % Q_TILE if TILES > 1 else row
+                may = allowed(masks, codes, Q_TILE, line, part_n, keep, WORDS, BLOCK_N, MASKED, RAGGED)
+                scores = tl.where(may, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1) * factor)
             # a row that has met no key yet: exp2(-inf - 0), not exp2(-inf + inf)
             guard = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -72,7 +79,7 @@ def forward(
             used = alive(live, code, part_n, keep, WORDS, BLOCK_N, MASKED)
             if TILES > 1:
                 used = used | alive(live, other, part_n, keep, WORDS, BLOCK_N, MASKED)
-            values = tile(values_at, first, v_n, used, BLOCK_N, DV, PAD_DV, WIDE)
+            values = tile(v, values_at, b, kv_head, first, v_n, used, BLOCK_N, DV, PAD_DV, WIDE, DESCRIBED)
             acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
             top = new_top
 

@@ -55,28 +55,30 @@ def spread(local, head_step, step, HEADS: tl.constexpr, ROWS: tl.constexpr, WIDE
 
 
 @triton.jit
-def word(words, at, code, index: tl.constexpr, shift, keep, MASKED: tl.constexpr):
+def word(words, at, code, index: tl.constexpr, shift, keep, MASKED: tl.constexpr, RAGGED: tl.constexpr):
     """Mask word ``index`` of some rows from bit ``shift``, all ones for a full tile, cut at the end of the sequence."""
-    left = keep - 32 * index
-    cut = tl.where(left >= 32, -1, (1 << tl.minimum(tl.maximum(left, 0), 31)) - 1)
+    found = tl.full(at.shape, -1, tl.int32)
     if MASKED:
-        return tl.load(words + at + index, mask=code >= 0, other=-1) >> shift & cut
-    else:
-        return tl.zeros_like(at).to(tl.int32) | cut
+        found = tl.load(words + at + index, mask=code >= 0, other=-1) >> shift
+    if RAGGED:
+        left = keep - 32 * index
+        found = found & tl.where(left >= 32, -1, (1 << tl.minimum(tl.maximum(left, 0), 31)) - 1)
+    return found
 
 
 @triton.jit
-def allowed(words, code, side, row, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr):
+def allowed(words, code, side, row, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr,
+            MASKED: tl.constexpr, RAGGED: tl.constexpr):  # fmt: skip
     """Which of (rows, SIZE) pairs may attend; ``row`` in a mask of ``side`` rows, columns from ``first`` on."""
     lane = tl.arange(0, SIZE)[None, :]
     at = (tl.maximum(code, 0).to(tl.int64) * side + row) * WORDS + first // 32
     # blocks of 16 may begin in the middle of a word
-    found = word(words, at, code, 0, first % 32 if SIZE < 32 else 0, keep, MASKED)[:, None]
+    found = word(words, at, code, 0, first % 32 if SIZE < 32 else 0, keep, MASKED, RAGGED)[:, None]
     if SIZE > 32:
-        found = tl.where(lane < 32, found, word(words, at, code, 1, 0, keep, MASKED)[:, None])
+        found = tl.where(lane < 32, found, word(words, at, code, 1, 0, keep, MASKED, RAGGED)[:, None])
     if SIZE > 64:
-        found = tl.where(lane < 64, found, word(words, at, code, 2, 0, keep, MASKED)[:, None])
-        found = tl.where(lane < 96, found, word(words, at, code, 3, 0, keep, MASKED)[:, None])
+        found = tl.where(lane < 64, found, word(words, at, code, 2, 0, keep, MASKED, RAGGED)[:, None])
+        found = tl.where(lane < 96, found, word(words, at, code, 3, 0, keep, MASKED, RAGGED)[:, None])
     return ((found >> (lane % 32)) & 1) != 0
 
 
@@ -93,17 +95,23 @@ def alive(live, code, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr, MASK
 
 
 @triton.jit
-def tile(base, first, stride, inside, SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr):
-    """(SIZE, PADDED) of a (tokens, DIM) matrix from row ``first`` on; 0 where not ``inside`` and past DIM."""
-    token = tl.arange(0, SIZE)
-    if WIDE:
-        token = token.to(tl.int64)
-    channel = tl.arange(0, PADDED)[None, :]
-    mask = inside[:, None]
-    if DIM != PADDED:
-        mask = mask & (channel < DIM)
-    at = base + first.to(tl.int64) * stride
-    return tl.load(at + token[:, None] * stride + channel, mask=mask, other=0.0)
+def tile(of, at, b, h, first, stride, inside, SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+         WIDE: tl.constexpr, DESCRIBED: tl.constexpr):  # fmt: skip
+    """(SIZE, PADDED) of a head's (tokens, DIM) matrix from row ``first`` on; 0 where not ``inside`` and past DIM.
+
+    By the descriptor ``of`` if DESCRIBED: then 0 past the ends alone. Else from the address ``at``.
+    """
+    if DESCRIBED:
+        return of.load([b.to(tl.int32), h.to(tl.int32), first, 0]).reshape(SIZE, PADDED)
+    else:
+        token = tl.arange(0, SIZE)
+        if WIDE:
+            token = token.to(tl.int64)
+        channel = tl.arange(0, PADDED)[None, :]
+        mask = inside[:, None]
+        if DIM != PADDED:
+            mask = mask & (channel < DIM)
+        return tl.load(at + first.to(tl.int64) * stride + token[:, None] * stride + channel, mask=mask, other=0.0)
 
 
 @triton.jit
