@@ -5,15 +5,18 @@ Nothing here needs a fixture or a plug-in beyond pytest.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ringweave as rw
 from ringweave.ops import triton
+from ringweave.ops.triton.blocks import Blocks
 from ringweave.patterns import Pattern
 
 from ..cases import MIXTURES, PATTERNS
@@ -184,3 +187,46 @@ def test_launches_of_a_decoding_step(tmp_path: Path) -> None:
         return rw.attention(x.q, x.k, x.v, rw.Causal(), q_offset=nk - 1, backend="triton")
 
     assert launches(step, tmp_path / "step.json") == ["forward", "join"]
+
+
+@pytest.mark.parametrize("name", ["causal", "sinks", "longnet", "full"])
+def test_descriptors_and_addresses_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringweave.ops.triton import launch
+
+    x = Inputs.random(1000, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16).to(DEVICE)
+    want = run(x, EVERYTHING[name](1000), "triton")
+    choose = launch.choose
+    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), described=False))
+    got = run(x, EVERYTHING[name](1000), "triton")
+    for result in NAMES:
+        assert torch.equal(got[result], want[result]), result
+
+
+def test_programs_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringweave.ops.triton import launch
+
+    x = Inputs.random(3000, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16).to(DEVICE)
+    want = run(x, EVERYTHING["global"](3000), "triton")
+    choose = launch.choose
+    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), resident=1))
+    got = run(x, EVERYTHING["global"](3000), "triton")
+    for result in NAMES:
+        assert torch.equal(got[result], want[result]), result
+
+
+@pytest.mark.parametrize("tokens", [1024, 1000])
+def test_warps_that_load(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The knob of warp specialisation, for plans without masks, on Hopper."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs sm_90")
+    from ringweave.ops.triton import launch
+
+    choose = launch.choose
+
+    def specialised(kernel: str, *case: Any) -> Blocks:
+        blocks = choose(kernel, *case)
+        return dataclasses.replace(blocks, warps=4, specialised=True) if kernel == "forward" else blocks
+
+    monkeypatch.setattr(launch, "choose", specialised)
+    x = Inputs.random(tokens, heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16)
+    agrees(x, rw.random_blocks(tokens, 0.4, block_size=128))
