@@ -41,4 +41,4 @@ pytest_collect_file = collector(Path(__file__).parent, ["README.md", "CONTRIBUTI
 collect_ignore_glob = ["docs/*.py"]
 # these import triton as they are loaded
 if importlib.util.find_spec("triton") is None:
-    collect_ignore_glob += ["src/ringweave/ops/triton/kernels.py", "src/ringweave/ops/triton/launch.py"]
+    collect_ignore_glob += ["src/ringweave/ops/triton/kernels/*.py", "src/ringweave/ops/triton/launch.py"]

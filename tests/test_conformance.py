@@ -40,7 +40,7 @@ def conforms(
     x: Inputs, pattern: Pattern, backend: str, q_offset: int = 0, scale: float | None = None, floored: bool = True
 ) -> None:
     nq, nk, heads = x.q.shape[2], x.k.shape[2], x.q.shape[1]
-    counts = pattern.to_dense(nq, nk, heads, batch=x.q.shape[0], q_offset=q_offset)
+    counts = pattern.to_dense(nq, nk, heads, batch=x.q.shape[0], q_offset=q_offset).to(x.q.device)
     want = exact(x, counts, scale)
     allowed = torch_errors(x, counts, want, scale)
     floor = rounding(x, counts, want, scale) if floored else dict.fromkeys(NAMES, 0.0)

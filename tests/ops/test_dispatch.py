@@ -78,11 +78,16 @@ def test_an_unknown_backend() -> None:
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 1, 4000, 600)])
 def test_delta(shape: tuple[int, ...]) -> None:
     dout, out, dlse = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16(), torch.randn(shape[:3])
-    want = (dout.double() * out.double()).sum(-1) - dlse
-    torch.testing.assert_close(delta_in_chunks(dout, out, dlse, torch.float32), want.float())
+    lse = torch.randn(shape[:3])
+    dead = torch.rand(shape[:3]) < 0.2
+    lse[dead], dout[dead] = -torch.inf, torch.nan
+    products = (dout.double() * out.double()).sum(-1)
+    # a row that attends nothing has none, whatever its slopes hold
+    want, sloped = (x.float().masked_fill(dead, 0.0) for x in (products, products - dlse))
+    torch.testing.assert_close(delta_in_chunks(dout, out, lse, dlse), sloped)
     if cpu.module() is not None and shape[3] <= 256:
-        torch.testing.assert_close(cpu.delta(dout, out, dlse, torch.float32), want.float())
-        torch.testing.assert_close(cpu.delta(dout, out, None, torch.float32), (want + dlse).float())
+        torch.testing.assert_close(cpu.delta(dout, out, lse, dlse), sloped)
+        torch.testing.assert_close(cpu.delta(dout, out, lse, None), want)
 
 
 def test_from_several_threads_at_once() -> None:

@@ -110,9 +110,7 @@ def run_backward(
     case = Case.of(q, k, v, needs_grad=True)
     wide = lse.dtype
     steps = program(pattern, case, q_offset, backend)
-    delta = (steps[0][1].delta if steps else delta_in_chunks)(dout, out, dlse, wide)
-    # a row that attends nothing gives nothing, whatever its queries and slopes hold
-    delta = delta.masked_fill_(torch.isneginf(lse), 0.0)
+    delta = (steps[0][1].delta if steps else delta_in_chunks)(dout, out, lse, dlse)
     if len(steps) == 1 and _is_whole(steps[0][0], case):
         branch, chosen = steps[0]
         assert chosen.backward is not None
