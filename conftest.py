@@ -20,6 +20,14 @@ def example_names() -> dict[str, object]:
     return {"rw": rw, "torch": torch, "q": q, "k": k, "v": v}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
+
+
 @pytest.fixture(autouse=True)
 def _seed(doctest_namespace: dict[str, object]) -> None:
     torch.manual_seed(0)

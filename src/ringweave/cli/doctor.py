@@ -26,7 +26,7 @@ from ..plan import branches
 from ..units import nbytes
 from . import terminal
 
-_OPTIONAL = ("numpy", "triton", "typer", "rich", "matplotlib", "jinja2", "psutil", "transformers")
+_OPTIONAL = ("numpy", "triton", "flash-attn-4", "typer", "rich", "matplotlib", "jinja2", "psutil", "transformers")
 _COMPILERS = ("g++", "clang++", "c++", "nvcc")
 _MODULE = "ringweave._cpu"
 _VARIABLES = {cpu.VARIANT: "not set: the best instruction set is used"}

@@ -15,14 +15,17 @@ from ..errors import UnsupportedError, message
 from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
-from . import cpu, gather, reference, sdpa, triton
+from . import cpu, flash, flex, gather, reference, sdpa, triton
 from .backend import Backend, Case, delta_in_chunks
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (reference.BACKEND, gather.BACKEND, sdpa.BACKEND, cpu.BACKEND, triton.BACKEND)
-}
+    backend.name: backend
+    for backend in (
+        reference.BACKEND, gather.BACKEND, sdpa.BACKEND, cpu.BACKEND, triton.BACKEND, flex.BACKEND, flash.BACKEND,
+    )
+}  # fmt: skip
 # what auto tries, best first; the last one runs everything
-PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "gather")
+PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "flash", "gather")
 # tiles (128 x 128) beyond which a dense branch goes to a kernel that needs no plan: 16 bytes a tile add up
 _DENSE_TILES = 2**23
 
@@ -56,7 +59,14 @@ def candidates(case: Case, branch: Branch) -> list[tuple[Backend, str | None]]:
     ordered = list(PREFERENCE)
     if branch.structure != "sparse" and branch.nq * branch.nk > _DENSE_TILES * 128**2:
         ordered.sort(key=lambda name: BACKENDS[name].planned)
-    return [(BACKENDS[name], _refusal(BACKENDS[name], case, branch)) for name in ordered]
+    return [(BACKENDS[name], _passed_over(name, branch) or _refusal(BACKENDS[name], case, branch)) for name in ordered]
+
+
+def _passed_over(name: str, branch: Branch) -> str | None:
+    """Why auto leaves a backend alone where it may well be able."""
+    if name == "flash" and branch.structure == "sparse":
+        return "its sparse kernels are unmeasured here, and used only when named"
+    return None
 
 
 def _refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
