@@ -18,6 +18,7 @@ from ..errors import PatternError, ShapeError, message
 from ..patterns import BlockTable, Pattern, check_extents
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
 from .block_plan import BlockPlan, pack_masks
+from .tables import from_table
 
 _EVALUATED_AT_ONCE = 2**24  # mask bits
 DEFAULT_TILE = 128
@@ -51,7 +52,7 @@ def build(
     """Plan a pattern, uncached; see :func:`ringweave.plan`."""
     _check(pattern, nq, nk, heads, batch, q_offset, tile)
     if isinstance(pattern, BlockTable) and q_offset == 0 and pattern.block_size == tile:
-        return _from_table(pattern, nq, nk, heads, batch, tile, device)
+        return from_table(pattern, nq, nk, heads, batch, tile, device)
     distinct: dict[Hashable, tuple[int, Pattern]] = {}
     group = np.zeros((batch, heads), np.int32)
     for b in range(batch):
@@ -246,41 +247,3 @@ def _launch_order(counts: Int64) -> Int64:
     # longest first by classes of half an octave: rows of about one length keep their neighbours, who share keys
     rank = np.floor(2 * np.log2(np.maximum(counts, 1))).astype(np.int16)
     return np.argsort(-rank, kind="stable")
-
-
-def _from_table(
-    pattern: BlockTable, nq: int, nk: int, heads: int, batch: int, tile: tuple[int, int], device: str | torch.device
-) -> BlockPlan:
-    """A table on the tile grid is its own plan: every tile full, no token evaluated, on the table's device."""
-    mask = pattern.tables[0].to(device)
-    q_tiles, kv_tiles = mask.shape[-2:]
-    table = mask.reshape(-1, q_tiles, kv_tiles)
-    group = torch.arange(table.shape[0], dtype=torch.int32, device=table.device).reshape(mask.shape[:-2])
-    zero = torch.zeros(1, dtype=torch.int64, device=table.device)
-
-    def compressed(grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ptr = torch.cat([zero, grid.sum(-1).reshape(-1).cumsum(0)])
-        lines = torch.arange(grid.shape[0], device=grid.device)[:, None] * grid.shape[1]
-        ptr = ptr[lines + torch.arange(grid.shape[1] + 1, device=grid.device)]
-        return ptr.int(), grid.nonzero()[:, 2].int()
-
-    row_ptr, col = compressed(table)
-    col_ptr, row = compressed(table.transpose(1, 2))
-    counts = row_ptr.diff(dim=1).reshape(-1)
-    rank = (2 * counts.clamp(min=1).log2()).floor().to(torch.int16)
-    full = torch.full_like(col, -1)
-    return BlockPlan(
-        row_ptr=row_ptr,
-        col=col,
-        bits=full,
-        col_ptr=col_ptr,
-        row=row,
-        bits_t=full,
-        masks=torch.zeros(0, tile[0], -(-tile[1] // 32), dtype=torch.int32, device=table.device),
-        group=group.expand(batch, heads).contiguous(),
-        order=torch.argsort(-rank, stable=True).int(),
-        nq=nq,
-        nk=nk,
-        q_tile=tile[0],
-        kv_tile=tile[1],
-    )
