@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,13 @@ def example_names() -> dict[str, object]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 4, 256, 32, generator=generator) for _ in range(3))
     return {"rw": rw, "torch": torch, "q": q, "k": k, "v": v}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """No test reads or writes the user's own tuning store, nor does a process that one starts."""
+    folder = tempfile.TemporaryDirectory(prefix="ringweave-cache-")
+    os.environ["RINGWEAVE_CACHE"] = folder.name
+    config.add_cleanup(folder.cleanup)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -35,7 +35,7 @@ def test_commands_and_options_are_frozen() -> None:
     found = {
         name: sorted(option for parameter in command.params for option in parameter.opts)
         for name, command in commands.items()
-        if name in ("show", "explain", "doctor")
+        if name in ("show", "explain", "doctor", "tune")
     }
     assert found == {
         "show": ["--heads", "--out", "--tokens", "-n", "-o", "pattern"],
@@ -44,6 +44,10 @@ def test_commands_and_options_are_frozen() -> None:
             "pattern",
         ],
         "doctor": ["--json"],
+        "tune": [
+            "--batch", "--device", "--dry-run", "--dtype", "--forward-only", "--head-dim", "--heads", "--kv-heads",
+            "--rounds", "--tokens", "-n", "pattern",
+        ],
     }  # fmt: skip
 
 
@@ -106,13 +110,13 @@ def test_doctor_finds_this_python() -> None:
 def test_doctor_names_the_kernels_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(cpu.VARIANT, raising=False)
     found = diagnose()
-    assert found["variables"] == {cpu.VARIANT: "not set: the best instruction set is used"}
+    assert found["variables"][cpu.VARIANT] == "not set: the best instruction set is used"
     native = cpu.module()
     if native is not None:
         assert found["native kernel"] == {"in use": native.variants()[0], "can run": ", ".join(native.variants())}
         monkeypatch.setenv(cpu.VARIANT, "generic")
         assert diagnose()["native kernel"]["in use"] == "generic"
-        assert diagnose()["variables"] == {cpu.VARIANT: "generic"}
+        assert diagnose()["variables"][cpu.VARIANT] == "generic"
         monkeypatch.setenv(cpu.VARIANT, "abacus")
         assert "got 'abacus'; wanted one of" in diagnose()["native kernel"]["in use"]
         assert run("doctor").exit_code == 0
@@ -189,3 +193,31 @@ def test_module_runs_in_a_terminal_without_unicode_and_imports_no_matplotlib() -
     assert done.returncode == 0, done.stderr.decode()
     assert b"\n    0 |::  " in done.stdout
     assert done.stdout.isascii()
+
+
+def test_tune_stores_what_explain_then_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGWEAVE_CACHE", str(tmp_path))
+    options = ["Causal()", "-n", "256", "--heads", "2", "--head-dim", "32", "--rounds", "1"]
+    dry = run("tune", *options, "--forward-only", "--dry-run")
+    assert dry.exit_code == 0, dry.output
+    assert "nothing stored" in dry.output
+    assert not (tmp_path / "tuning.json").exists()
+    assert diagnose()["tuning store"] == {"file": str(tmp_path / "tuning.json"), "answers": 0}
+    result = run("tune", *options)
+    assert result.exit_code == 0, result.output
+    assert f"stored in {tmp_path / 'tuning.json'}" in result.output
+    for word in ("Causal(), 256 tokens, forward", "chosen", "milliseconds", "not timed: it runs on CUDA"):
+        assert word in result.output
+    assert diagnose()["tuning store"]["answers"] == 2
+    said = run("explain", "Causal()", "-n", "256", "--heads", "2", "--head-dim", "32")
+    assert "chosen by what ringweave tune measured on this machine" in said.output
+
+
+def test_tune_needs_the_device_that_it_is_asked_for() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    result = run("tune", "Causal()", "-n", "256", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "this torch finds no CUDA device" in result.output

@@ -19,6 +19,7 @@ import ringweave
 
 from ..errors import UnsupportedError
 from ..ops import cpu
+from ..ops.tuning import processor
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def environment(device: str = "cpu") -> Environment:
     load = getattr(os, "getloadavg", None)
     return Environment(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        cpu=_cpu_model(),
+        cpu=processor(),
         cores=len(affinity(0)) if affinity else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         load=round(load()[0], 2) if load else None,
@@ -82,15 +83,6 @@ def _kernel() -> str | None:
         return cpu.variant()
     except UnsupportedError:
         return None
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _memory() -> int | None:

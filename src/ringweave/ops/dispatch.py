@@ -15,7 +15,7 @@ from ..errors import UnsupportedError, message
 from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
-from . import cpu, flash, flex, gather, reference, sdpa, triton
+from . import cpu, flash, flex, gather, reference, sdpa, triton, tuning
 from .backend import Backend, Case, delta_in_chunks
 
 BACKENDS: dict[str, Backend] = {
@@ -42,11 +42,11 @@ def choose(name: str, case: Case, branch: Branch) -> Backend:
         UnsupportedError: An unknown name, or a named backend that cannot run the branch, with the reason.
     """
     if name == "auto":
-        return next(backend for backend, reason in candidates(case, branch) if reason is None)
+        return measured(case, branch) or next(backend for backend, reason in candidates(case, branch) if reason is None)
     backend = BACKENDS.get(name)
     if backend is None:
         raise UnsupportedError(message("backend", repr(name), f"one of {', '.join(names())}", "Use 'auto'."))
-    reason = _refusal(backend, case, branch)
+    reason = refusal(backend, case, branch)
     if reason is not None:
         raise UnsupportedError(
             message("backend", repr(name), f"a case that it can run, but {reason}", "Use backend='auto' or 'gather'.")
@@ -54,12 +54,20 @@ def choose(name: str, case: Case, branch: Branch) -> Backend:
     return backend
 
 
+def measured(case: Case, branch: Branch) -> Backend | None:
+    """The backend that ``ringweave tune`` found fastest for this kind of call here, if it did and it can run."""
+    backend = BACKENDS.get(tuning.lookup(case, branch) or "")
+    if backend is None or not backend.branched or refusal(backend, case, branch) is not None:
+        return None
+    return backend
+
+
 def candidates(case: Case, branch: Branch) -> list[tuple[Backend, str | None]]:
-    """The backends that auto considers, in order, each with why it cannot run the branch (None: it can)."""
+    """What auto considers where nothing was measured, in order, each with why it cannot run it (None: it can)."""
     ordered = list(PREFERENCE)
     if branch.structure != "sparse" and branch.nq * branch.nk > _DENSE_TILES * 128**2:
         ordered.sort(key=lambda name: BACKENDS[name].planned)
-    return [(BACKENDS[name], _passed_over(name, branch) or _refusal(BACKENDS[name], case, branch)) for name in ordered]
+    return [(BACKENDS[name], _passed_over(name, branch) or refusal(BACKENDS[name], case, branch)) for name in ordered]
 
 
 def _passed_over(name: str, branch: Branch) -> str | None:
@@ -69,7 +77,8 @@ def _passed_over(name: str, branch: Branch) -> str | None:
     return None
 
 
-def _refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
+def refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
+    """Why a backend cannot run a branch of a case; None where it can."""
     if case.needs_grad and backend.backward is None:
         return "it is forward-only, and an input requires gradients (detach the inputs, or use torch.no_grad)"
     return backend.refusal(case, branch)
