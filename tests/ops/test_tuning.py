@@ -178,12 +178,12 @@ def test_without_the_packages(monkeypatch: pytest.MonkeyPatch, cache: Path) -> N
         tuning.record([])
     monkeypatch.delenv(tuning.VARIABLE)
     monkeypatch.setitem(sys.modules, "platformdirs", None)
-    tuning._user_folder.cache_clear()
+    tuning._file.cache_clear()
     try:
         assert tuning.store() is None
         assert tuning.lookup(case(), branch()) is None
     finally:
-        tuning._user_folder.cache_clear()
+        tuning._file.cache_clear()
     assert list(cache.iterdir()) == []
 
 

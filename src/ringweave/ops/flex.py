@@ -1,8 +1,9 @@
 """PyTorch's FlexAttention over a branch's plan, compiled by ``torch.compile`` at the first call of each kind.
 
-A kind is the device, the type and all sizes: each has a compiled function of its own, so a call of another size neither
-recompiles it nor falls back to FlexAttention's dense form. FlexAttention has no kernel for gradients apart from its own
-forward: backward computes the forward once more, and asks autograd for the branch's share of the whole.
+A kind is the device, the type and all sizes, of the mask's tables too: each has a compiled function of its own, so a
+call of another size neither recompiles it nor falls back to FlexAttention's dense form. FlexAttention has no kernel for
+gradients apart from its own forward: backward computes the forward once more, and asks autograd for the branch's share
+of the whole.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def _part(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float) -> tupl
     """(out, lse) of a branch, as FlexAttention gives them."""
     grouped = q.shape[1] != k.shape[1]
     mask = _mask(branch, q.device)
-    kind = (q.device, q.dtype, q.shape, k.shape, v.shape, scale, q.requires_grad, mask.kv_indices.shape)
+    plan = branch.plan(q.device, tile=_TILE)
+    of_mask = (plan.row_ptr.shape[0], max(plan.masks.shape[0] - 1, 0).bit_length())
+    kind = (q.device, q.dtype, q.shape, k.shape, v.shape, scale, q.requires_grad, *of_mask)
     return compiled(kind)(q, k, v, mask, scale, grouped)
 
 

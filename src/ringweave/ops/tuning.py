@@ -43,18 +43,18 @@ _log = logging.getLogger("ringweave")
 
 def store() -> Path | None:
     """The file; None where there is no folder for it: platformdirs is not installed, and no variable names one."""
-    named = os.environ.get(VARIABLE)
-    folder = Path(named) if named else _user_folder()
-    return None if folder is None else folder / "tuning.json"
+    return _file(os.environ.get(VARIABLE, ""))
 
 
 @functools.cache
-def _user_folder() -> Path | None:
+def _file(named: str) -> Path | None:
+    if named:
+        return Path(named) / "tuning.json"
     try:
         import platformdirs
     except ImportError:
         return None
-    return Path(platformdirs.user_cache_dir("ringweave", appauthor=False))
+    return Path(platformdirs.user_cache_dir("ringweave", appauthor=False)) / "tuning.json"
 
 
 @dataclass

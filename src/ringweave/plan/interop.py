@@ -22,7 +22,9 @@ def to_block_mask(plan: BlockPlan) -> Any:
     table = torch.full((groups, rows, columns), -2, dtype=torch.int32, device=plan.device)
     table[line // rows, line % rows, col] = bits.int()
     group = plan.group.long()
-    masks = plan.masks if plan.masks.shape[0] else plan.masks.new_zeros(1, *plan.masks.shape[1:])
+    # as many as a power of two: compiled code is for a number of masks, and plans of one kind differ a little in it
+    missing = (1 << max(plan.masks.shape[0] - 1, 0).bit_length()) - plan.masks.shape[0]
+    masks = torch.nn.functional.pad(plan.masks, (0, 0, 0, 0, 0, missing))
     q_tile, kv_tile = plan.q_tile, plan.kv_tile
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
