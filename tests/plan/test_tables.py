@@ -94,6 +94,64 @@ def test_kernels_read_through_the_offsets(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(torch.equal(one, two) for one, two in zip(grads, again, strict=True))
 
 
+#: what a table may lie in: masks shared and per head, tiles that are empty in it, all of it
+WITHIN: dict[str, rw.Pattern] = {
+    "causal": rw.Causal(),
+    "window": rw.SlidingWindow(100) | rw.Sinks(3),
+    "per_head": rw.PerHead([rw.Causal(), rw.SlidingWindow(70), ~rw.Causal(), rw.Causal()]),
+    "full": rw.Segments(1000),
+}
+
+
+@pytest.mark.parametrize("inside", list(WITHIN))
+@pytest.mark.parametrize("name", ["one", "per_head", "per_batch", "indices"])
+def test_a_table_within_a_pattern(name: str, inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles and masks of the general plan, which evaluates the intersection."""
+    tokens = N - 20
+    pattern, rest = TABLES[name](), WITHIN[inside]
+    general = build(pattern & rest, tokens, tokens, heads=4, batch=2, tile=(SIDE, SIDE))
+    lead = tuple(pattern.tables[0].shape[:-2])
+    within = tables.Within.of(build(rest, tokens, tokens, heads=4, batch=2, tile=(SIDE, SIDE)), lead, "cpu")
+
+    def planned_within(spare: bool) -> BlockPlan:
+        return tables.from_table(pattern, tokens, tokens, 4, 2, (SIDE, SIDE), "cpu", spare=spare, within=within)
+
+    exact = planned_within(False)
+    with _NothingRead():
+        spare = planned_within(True)
+    monkeypatch.setattr(tables, "_AT_ONCE", BLOCKS * BLOCKS)
+    for plan in (exact, spare, planned_within(True)):
+        assert torch.equal(plan.to_dense(), general.to_dense())
+        assert torch.equal(plan.to("cpu").col, exact.col)
+        assert torch.equal(plan.to("cpu").bits_t, exact.bits_t)
+        assert plan.pairs() == general.pairs()
+        assert plan.tiles == general.tiles
+        # full tiles are full in both
+        assert int((plan.listed()[2] < 0).sum()) == int((exact.bits < 0).sum())
+        dense = general.to_dense()
+        assert torch.equal(dense, (pattern & rest).to_dense(tokens, heads=4, batch=2) > 0)
+    # by columns too
+    mirrored = torch.zeros_like(dense)
+    counts = spare.col_ptr.diff(dim=1).reshape(-1).long()
+    column = torch.arange(counts.numel()).repeat_interleave(counts)
+    for b in range(2):
+        for h in range(4):
+            mine = column // spare.kv_tiles == int(spare.group[b, h])
+            for k, q in zip(
+                (column[mine] % spare.kv_tiles).tolist(), spare.row[: len(column)][mine].tolist(), strict=True
+            ):
+                mirrored[b, h, q * SIDE : (q + 1) * SIDE, k * SIDE : (k + 1) * SIDE] = True
+    assert not (dense & ~mirrored).any()
+
+
+def test_a_table_within_a_pattern_without_data() -> None:
+    pattern = of_indices("meta") & rw.Causal() & rw.SlidingWindow(300)
+    plan = build(pattern, N, N, heads=4, batch=2, tile=(SIDE, SIDE), device="meta")
+    assert plan.places == 2 * 4 * BLOCKS * 3
+    assert plan.masks.shape[0] > 0
+    assert plan.group.shape == (2, 4)
+
+
 class _NothingRead(TorchDispatchMode):
     """Fails on operators whose result's shape, or the host's next step, depends on values."""
 
@@ -159,19 +217,24 @@ def test_indices_out_of_range() -> None:
 def test_planning_does_not_wait_on_a_gpu() -> None:
     indices, counts = (x.cuda() for x in chosen())
     mask = table(0.4, 4).mask.cuda()
+    # the pattern around a table is planned once
+    causal = rw.BlockTable(mask, SIDE) & rw.Causal()
+    causal.plan(N, heads=4, batch=2, device="cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for pattern in (
             rw.BlockTable(indices=indices, counts=counts, key_blocks=BLOCKS, block_size=SIDE),
             rw.BlockTable(mask, SIDE),
+            causal,
+            rw.BlockTable(mask, SIDE) & rw.Causal(),
         ):
             plan = pattern.plan(N, heads=4, batch=2, device="cuda")
             schedule.row_queue(plan, 2, 1)
             schedule.column_queue(plan, 2, 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(plan.to_dense(), table(0.4, 4).to_dense(N, heads=4, batch=2))
+    assert torch.equal(plan.to_dense(), (table(0.4, 4) & rw.Causal()).to_dense(N, heads=4, batch=2) > 0)
 
 
 @pytest.mark.gpu
