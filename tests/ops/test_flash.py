@@ -130,6 +130,13 @@ def test_devices_and_types_that_flash_attn_does_not_take(
     assert reason in str(refusal(about, pattern))
 
 
+def test_bfloat16_on_an_old_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    assert refusal(case(), rw.Full()) == "PyTorch's fused kernels need compute capability 8 or later for bfloat16"
+    assert refusal(case(dtype=torch.float16), rw.Full()) is None
+
+
 def test_another_version_of_flash_attn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import types
 

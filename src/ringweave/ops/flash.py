@@ -89,7 +89,8 @@ def dense_backward(
     """(dq, dk, dv) of one of PyTorch's fused kernels; any of them takes the lse of any other."""
     nq, nk = q.shape[2], k.shape[2]
     if kernel == "flash":
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        # without dropout nothing reads it
+        seed = torch.zeros(2, dtype=torch.int64, device=q.device).view(torch.uint64)
         return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
             dout, q, k, v, out, lse, None, None, nq, nk, 0.0, causal, seed, seed[0], scale=scale
         )
@@ -244,6 +245,8 @@ def refusal(case: Case, branch: Branch) -> str | None:
         return f"it needs Dv == D, and got D = {case.head_dim}, Dv = {case.value_dim}"
     if case.head_dim % 8 or case.head_dim > 256:
         return f"it needs head dimensions of 8, 16, ... 256, and got {case.head_dim}"
+    if case.dtype == torch.bfloat16 and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
+        return "PyTorch's fused kernels need compute capability 8 or later for bfloat16"
     return _sparse_refusal(case, branch) if branch.structure == "sparse" else None
 
 
