@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+import types
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +17,7 @@ from ringweave.ops import dispatch, flash
 from ringweave.ops.backend import Case, delta_as_channels
 from ringweave.plan import branches, plan
 
+from .. import oracle
 from ..cases import PATTERNS
 from ..oracle import Inputs
 from ..test_conformance import conforms
@@ -130,6 +136,76 @@ def test_devices_and_types_that_flash_attn_does_not_take(
     assert reason in str(refusal(about, pattern))
 
 
+class Lists(NamedTuple):
+    """flash-attn-4's record of blocks, the fields that are used."""
+
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: Tensor
+    full_block_idx: Tensor
+    block_size: tuple[int, int]
+
+    def pairs(self, lines: int, across: int) -> Tensor:
+        """What is listed, by the first side: (B, H, lines, across) tokens."""
+        assert not self.mask_block_cnt.any()
+        assert self.mask_block_idx.shape[:3] == self.full_block_idx.shape[:3]
+        counted = torch.arange(self.full_block_idx.shape[-1]) < self.full_block_cnt[..., None]
+        blocks = torch.zeros(*self.full_block_cnt.shape, across + 1, dtype=torch.bool)
+        blocks.scatter_(-1, torch.where(counted, self.full_block_idx, across).long(), True)
+        return blocks[..., :across]
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, block_sparse_tensors: Lists, return_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """As flash-attn-4 4.0.0b36: tokens before heads, lse (B, H, Nq) in natural logarithms."""
+    sides = block_sparse_tensors.block_size
+    rows = block_sparse_tensors.pairs(q.shape[1] // sides[0], k.shape[1] // sides[1])
+    allowed = rows.repeat_interleave(sides[0], 2).repeat_interleave(sides[1], 3)
+    assert return_lse
+    out, lse = oracle.attention(*(x.transpose(1, 2) for x in (q, k, v)), allowed, softmax_scale)
+    return out.transpose(1, 2), lse
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, softmax_scale: float, *,
+    block_sparse_tensors: Lists, dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As there: blocks by columns, delta = rowsum(dout * out) - dlse."""
+    sides = block_sparse_tensors.block_size
+    columns = block_sparse_tensors.pairs(k.shape[1] // sides[1], q.shape[1] // sides[0])
+    allowed = columns.repeat_interleave(sides[1], 2).repeat_interleave(sides[0], 3).mT
+    q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
+    ratio = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(ratio, 1) for x in (k, v))
+    weights = torch.where(allowed, (q @ keys.mT * softmax_scale - lse[..., None]).exp(), 0.0)
+    delta = (dout * out).sum(-1) - (0.0 if dlse is None else dlse)
+    slopes = weights * (dout @ values.mT - delta[..., None]) * softmax_scale
+    grads = (slopes @ keys, slopes.mT @ q, weights.mT @ dout)
+    dq, dk, dv = (x if x is grads[0] else x.unflatten(1, (-1, ratio)).sum(2) for x in grads)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+@pytest.mark.parametrize("major", [9, 10])
+def test_what_flash_attn_is_given_and_gives(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts, lists by rows and columns, and delta with and without a gradient of lse: its contract in plain torch."""
+    module = types.SimpleNamespace(BlockSparseTensorsTorch=Lists, flash_attn_func=_forward, _flash_attn_bwd=_backward)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", module)  # type: ignore[arg-type]
+    monkeypatch.setattr(flash, "_cute", lambda: module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, 0))
+    able = dataclasses.replace(flash.BACKEND, refusal=lambda case, branch: None)
+    monkeypatch.setitem(dispatch.BACKENDS, "flash", able)
+    tile = flash.SPARSE_TILES[major]
+    table = torch.rand(4, 512 // tile[0], 512 // tile[1], generator=torch.Generator().manual_seed(0)) < 0.5
+    table[0, 1], table[1, :, 2] = False, False
+    x = Inputs.random(512, heads=4, kv_heads=2, batch=2)
+    conforms(x, rw.BlockTable(table, tile), "flash")
+    leaves = x.leaves()
+    got = torch.autograd.grad(rw.attention(*leaves, rw.BlockTable(table, tile), backend="flash"), leaves, x.dout)
+    want = torch.autograd.grad(rw.attention(*leaves, rw.BlockTable(table, tile), backend="gather"), leaves, x.dout)
+    torch.testing.assert_close(got, want)
+
+
 def test_bfloat16_on_an_old_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
@@ -138,8 +214,6 @@ def test_bfloat16_on_an_old_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_version_of_flash_attn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import types
-
     def old(q: Tensor, k: Tensor, v: Tensor) -> None: ...
 
     found = types.SimpleNamespace(flash_attn_func=old, _flash_attn_bwd=old)
