@@ -6,7 +6,7 @@
 namespace ringweave {
 namespace {
 
-// Rows of all heads together; above, a vector of queries is full enough (measured).
+// Queries of a tile, of all heads that share its keys; above, a vector of queries is full enough (measured).
 constexpr int kFew = 4;
 template <class Op>
 constexpr int few_rows = Op::depth == 2 ? 2 : kFew;
@@ -57,15 +57,17 @@ RW_INLINE const char *row_as(const char *from, Dtype type, int width, float *mem
 }
 
 struct Few {
+  // aligned: a vector of theirs that lies across two cache lines costs a tenth of a step
+  alignas(64) float q[kFew * 256], out[kFew * 256], s[kFew * 256];
+  float top[kFew], sum[kFew];
   int count, d, dv;  // d, dv: padded to whole vectors
-  float q[kFew * 256], out[kFew * 256], s[kFew * 256], top[kFew], sum[kFew];
 };
 
 // Scores of one tile.
 template <int T>
 inline void few_scores(const Problem &pb, const Unit &u, Few &f, int64_t first, int keys, const TileMask &mask,
                        const Ahead &ahead) {
-  float memory[256];
+  alignas(64) float memory[256];
   const char *k = row_at(pb.k, u.batch, u.kv_head, first);
   for (int r = 0; r < keys; ++r, k += pb.k.token) {
     ahead.fetch(r, r + 1);
@@ -109,7 +111,7 @@ template <int T>
 inline void few_values(const Problem &pb, const Unit &u, Few &f, int64_t first, int keys, Dead dead,
                        const float *shrink, const Ahead &ahead) {
   constexpr int rows = 8;  // of V at a time: their products are added while `out` is in registers
-  float memory[rows * 256];
+  alignas(64) float memory[rows * 256];
   for (int l = 0; l < f.count; ++l)
     for (int c = 0; c < f.dv; c += W) store(f.out + l * 256 + c, load(f.out + l * 256 + c) * splat(shrink[l]));
   for (int r0 = 0; r0 < keys; r0 += rows) {
@@ -132,9 +134,10 @@ inline void few_values(const Problem &pb, const Unit &u, Few &f, int64_t first, 
   }
 }
 
+// AddEntries. Not inlined: its loops of a few instructions would spill to what surrounds them.
 template <int T>
-inline void few_piece(const Problem &pb, const Unit &u, const Piece &piece, const Lanes &lanes, const ForwardMemory &m,
-                      const Running &state) {
+__attribute__((noinline)) void few_entries(const Problem &pb, const Unit &u, const Lanes &lanes, const ForwardMemory &m,
+                                           const Running &state, int64_t begin, int64_t end, int64_t last) {
   const Plan &plan = pb.plan;
   const Scale scale(pb.scale);
   Few f;
@@ -147,9 +150,7 @@ inline void few_piece(const Problem &pb, const Unit &u, const Piece &piece, cons
     memset(f.out + l * 256, 0, 1024);
     f.top[l] = -kInf, f.sum[l] = 0;
   }
-  const int64_t g = plan.group[u.batch * pb.q_heads + u.head];
-  const int64_t start = plan.row_ptr[g * (plan.q_tiles + 1) + piece.tile];
-  for (int64_t e = start + piece.begin; e < start + piece.end; ++e) {
+  for (int64_t e = begin; e < end; ++e) {
     const int64_t first = (int64_t)plan.col[e] * plan.kv_tile;
     const int keys = (int)smaller(plan.kv_tile, pb.nk - first);
     TileMask mask;
@@ -159,7 +160,7 @@ inline void few_piece(const Problem &pb, const Unit &u, const Piece &piece, cons
     // Reading is all the work: the scores fetch this tile's values, the values the next tile's keys, half and half.
     const Ahead values(pb.v, u.batch, u.kv_head, first, keys, pb.dv_dim);
     Ahead next;
-    if (e + 1 < start + piece.end) {
+    if (e + 1 < last) {
       const int64_t then = (int64_t)plan.col[e + 1] * plan.kv_tile;
       next = Ahead(pb.k, u.batch, u.kv_head, then, (int)smaller(plan.kv_tile, pb.nk - then), pb.d);
     }
@@ -176,21 +177,19 @@ inline void few_piece(const Problem &pb, const Unit &u, const Piece &piece, cons
 }
 
 template <class Op>
-inline void forward_piece(const Problem &pb, const Unit &u, const Piece &piece, char *block, float *partial) {
+inline void forward_piece(const Problem &pb, const Unit &u, const Piece &piece, char *block, const Partials &partials) {
   const Lanes lanes = query_lanes(pb, u, piece.tile);
   const ForwardMemory m(pb, lanes.count, block);
-  const Running state(partial ? partial : m.state, lanes.count, pb.dv_dim);
-  state.reset(lanes.count, pb.dv_dim);
-  const int rows = lanes.heads * lanes.rows;
-  if (rows > few_rows<Op>)
-    many_piece<Op>(pb, u, piece, lanes, m, state);
-  else if (pb.q.dtype == F32 || rows > 2 || pb.d % W || pb.dv_dim % W)  // more rows share the widening of K and V
-    few_piece<F32>(pb, u, piece, lanes, m, state);
-  else if (pb.q.dtype == BF16)
-    few_piece<BF16>(pb, u, piece, lanes, m, state);
-  else
-    few_piece<F16>(pb, u, piece, lanes, m, state);
-  if (!partial) forward_finish(pb, lanes, m, state);
+  auto entries = many_entries<Op>;
+  if (tile_queries(pb, piece.tile) <= few_rows<Op>) {
+    // more rows share the widening of K and V
+    const bool widened = pb.q.dtype == F32 || lanes.heads * lanes.rows > 2 || pb.d % W || pb.dv_dim % W;
+    entries = widened ? few_entries<F32> : pb.q.dtype == BF16 ? few_entries<BF16> : few_entries<F16>;
+  } else if (piece.begin < piece.end) {
+    pack<Op>(pb.q, lanes, pb.d, Scale(pb.scale).sign, m.q, m.rows);
+  }
+  const Running result = sum_blocks(pb, u, piece, lanes, m, partials, entries);
+  if (piece.slot < 0) forward_finish(pb, lanes, m, result);
 }
 
 }  // namespace

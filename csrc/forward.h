@@ -35,8 +35,25 @@ struct Running {
   }
 };
 
+// Adds a later block's state to a total. Called, never inlined: two inlined copies could round differently.
+__attribute__((noinline)) inline void join_state(Running total, Running part, int lanes, int dv) {
+  for (int p = 0; p < lanes; p += panel_width(p, lanes)) {
+    const int pw = panel_width(p, lanes);
+    for (int lane = p; lane < p + pw; lane += W) {
+      V before = load(total.top + lane), other = load(part.top + lane), now = max(before, other), low = no_inf(now);
+      V a = exp2(before - low), b = exp2(other - low);
+      store(total.top + lane, now);
+      store(total.sum + lane, load(total.sum + lane) * a + load(part.sum + lane) * b);
+      for (int c = 0; c < dv; ++c) {
+        ptrdiff_t at = (ptrdiff_t)p * dv + (ptrdiff_t)c * pw + (lane - p);
+        store(total.out + at, load(total.out + at) * a + load(part.out + at) * b);
+      }
+    }
+  }
+}
+
 struct ForwardMemory {
-  float *q, *state, *s, *factor;
+  float *q, *state, *total, *s, *factor;
   char *k, *v, *rows;
   uint32_t *mask;
   uint8_t *dead;
@@ -46,6 +63,7 @@ struct ForwardMemory {
     const int width = (int)larger(pb.d, pb.dv_dim), keys = pb.plan.kv_tile;
     q = m.take<float>((size_t)lanes * pb.d);
     state = m.take<float>((size_t)lanes * (pb.dv_dim + 2));
+    total = m.take<float>((size_t)lanes * (pb.dv_dim + 2));
     s = m.take<float>((size_t)kForwardKeys * kWide * W);
     factor = m.take<float>(lanes);
     k = m.take<char>((size_t)keys * pb.d * 4);
@@ -166,16 +184,48 @@ inline void forward_finish(const Problem &pb, const Lanes &lanes, const ForwardM
   }
 }
 
-// The entries of a piece, added to the state.
+// Where the sums of blocks that several threads make lie.
+struct Partials {
+  float *first;
+  size_t stride;
+};
+
+// Adds the entries [begin, end) to a fresh state; those up to `last` come next.
+typedef void AddEntries(const Problem &, const Unit &, const Lanes &, const ForwardMemory &, const Running &state,
+                        int64_t begin, int64_t end, int64_t last);
+
+// The blocks of a piece: left in the piece's slots, or joined where one piece is all of them. Returns where the result
+// then lies.
+inline Running sum_blocks(const Problem &pb, const Unit &u, const Piece &piece, const Lanes &lanes,
+                          const ForwardMemory &m, const Partials &partials, AddEntries *add) {
+  const int64_t g = pb.plan.group[u.batch * pb.q_heads + u.head];
+  const int32_t *ends = pb.plan.row_ptr + g * (pb.plan.q_tiles + 1) + piece.tile;
+  const int64_t start = ends[0], length = ends[1] - ends[0];
+  const int64_t blocks = blocks_of(length, tile_queries(pb, piece.tile));
+  const bool whole = piece.slot < 0;
+  const Running total(m.total, lanes.count, pb.dv_dim);
+  Running state(m.state, lanes.count, pb.dv_dim);
+  if (whole && blocks > 1) total.reset(lanes.count, pb.dv_dim);
+  float *to = partials.first + (whole ? 0 : partials.stride * piece.slot);
+  int64_t i = 0;
+  while (block_begin(length, blocks, i) < piece.begin) ++i;
+  do {
+    if (!whole) state = Running(to, lanes.count, pb.dv_dim), to += partials.stride;
+    state.reset(lanes.count, pb.dv_dim);
+    const int64_t begin = block_begin(length, blocks, i), end = block_begin(length, blocks, i + 1);
+    add(pb, u, lanes, m, state, start + begin, start + end, start + piece.end);
+    if (whole && blocks > 1) join_state(total, state, lanes.count, pb.dv_dim);
+  } while (block_begin(length, blocks, ++i) < piece.end);
+  return blocks > 1 ? total : state;
+}
+
+// AddEntries, for queries that are packed.
 template <class Op>
-inline void many_piece(const Problem &pb, const Unit &u, const Piece &piece, const Lanes &lanes, const ForwardMemory &m,
-                       const Running &state) {
+inline void many_entries(const Problem &pb, const Unit &u, const Lanes &lanes, const ForwardMemory &m,
+                         const Running &state, int64_t begin, int64_t end, int64_t last) {
   const Plan &plan = pb.plan;
   const Scale scale(pb.scale);
-  const int64_t g = plan.group[u.batch * pb.q_heads + u.head];
-  const int64_t start = plan.row_ptr[g * (plan.q_tiles + 1) + piece.tile];
-  if (piece.begin < piece.end) pack<Op>(pb.q, lanes, pb.d, scale.sign, m.q, m.rows);
-  for (int64_t e = start + piece.begin; e < start + piece.end; ++e) {
+  for (int64_t e = begin; e < end; ++e) {
     const int64_t first = (int64_t)plan.col[e] * plan.kv_tile;
     const int keys = (int)smaller(plan.kv_tile, pb.nk - first);
     TileMask mask;
@@ -183,7 +233,7 @@ inline void many_piece(const Problem &pb, const Unit &u, const Piece &piece, con
       mask = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words,
                        lanes, keys, m.mask, m.dead);
     Ahead next;
-    if (e + 1 < start + piece.end) {
+    if (e + 1 < last) {
       const int64_t then = (int64_t)plan.col[e + 1] * plan.kv_tile;
       next = Ahead(pb.k, pb.v, u.batch, u.kv_head, then, (int)smaller(plan.kv_tile, pb.nk - then), pb.d, pb.dv_dim);
     }
@@ -201,7 +251,7 @@ inline void many_piece(const Problem &pb, const Unit &u, const Piece &piece, con
   }
 }
 
-// Merge the partial states of one row of tiles, first to last.
+// Join the blocks of one list, first to last, as sum_blocks does.
 inline void forward_join(const Problem &pb, const Unit &u, const Join &join, char *block, const float *partials,
                          size_t stride) {
   const Lanes lanes = query_lanes(pb, u, join.tile);
@@ -210,19 +260,7 @@ inline void forward_join(const Problem &pb, const Unit &u, const Join &join, cha
   state.reset(lanes.count, pb.dv_dim);
   for (int i = 0; i < join.slots; ++i) {
     const Running part(const_cast<float *>(partials) + (size_t)(join.slot + i) * stride, lanes.count, pb.dv_dim);
-    for (int p = 0; p < lanes.count; p += panel_width(p, lanes.count)) {
-      const int pw = panel_width(p, lanes.count);
-      for (int lane = p; lane < p + pw; lane += W) {
-        V before = load(state.top + lane), other = load(part.top + lane), now = max(before, other), low = no_inf(now);
-        V a = exp2(before - low), b = exp2(other - low);
-        store(state.top + lane, now);
-        store(state.sum + lane, load(state.sum + lane) * a + load(part.sum + lane) * b);
-        for (int c = 0; c < pb.dv_dim; ++c) {
-          ptrdiff_t at = (ptrdiff_t)p * pb.dv_dim + (ptrdiff_t)c * pw + (lane - p);
-          store(state.out + at, load(state.out + at) * a + load(part.out + at) * b);
-        }
-      }
-    }
+    join_state(state, part, lanes.count, pb.dv_dim);
   }
   forward_finish(pb, lanes, m, state);
 }

@@ -20,8 +20,8 @@ namespace {
 size_t forward_bytes(const Problem &pb, int lanes) { return ForwardMemory(pb, lanes, nullptr).bytes; }
 size_t backward_bytes(const Problem &pb, int lanes) { return BackwardMemory(pb, lanes, nullptr).bytes; }
 
-void run_forward(const Problem &pb, const Unit &u, const Piece &p, char *m, float *partial) {
-  RW_CALL(forward_piece, pb, u, p, m, partial);
+void run_forward(const Problem &pb, const Unit &u, const Piece &p, char *m, float *partials, size_t stride) {
+  RW_CALL(forward_piece, pb, u, p, m, Partials{partials, stride});
 }
 void run_backward(const Problem &pb, const Unit &u, const Piece &p, const Turns &turns, char *m, float *partial) {
   RW_CALL(backward_piece, pb, u, p, turns, m, partial);

@@ -46,7 +46,8 @@ struct Visit {
   bool resume = false, keep = false;
 };
 
-// Entries [begin, end) of the list of one tile. slot < 0: the whole list; else the partial sum to leave there.
+// Entries [begin, end) of the list of one tile. slot < 0: the whole list; else the partial sum to leave there, in
+// forward those of its blocks (see blocks_of) from there on.
 struct Piece {
   int32_t unit, tile, begin, end, slot;
   Visit visit;
@@ -73,7 +74,7 @@ struct Turns {
 struct Kernel {
   const char *name;
   size_t (*forward_bytes)(const Problem &, int lanes);
-  void (*forward)(const Problem &, const Unit &, const Piece &, char *memory, float *partial);
+  void (*forward)(const Problem &, const Unit &, const Piece &, char *memory, float *partials, size_t stride);
   void (*forward_join)(const Problem &, const Unit &, const Join &, char *memory, const float *partials, size_t stride);
   size_t (*backward_bytes)(const Problem &, int lanes);
   void (*backward)(const Problem &, const Unit &, const Piece &, const Turns &, char *memory, float *partial);
@@ -87,6 +88,19 @@ struct Kernel {
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int pad_lanes(int64_t n) { return (int)((n + 15) / 16 * 16); }
+
+// The queries of one tile, of all heads that share its keys. How a row's list is summed depends on this and on the list
+// alone, never on what else is computed: whoever computes the row, among whichever others, gets the same bits.
+static inline int64_t tile_queries(const Problem &pb, int64_t tile) {
+  return smaller(pb.plan.q_tile, pb.nq - tile * pb.plan.q_tile) * (pb.q_heads / pb.kv_heads);
+}
+
+// A row's list is summed in this many blocks, each from nothing; their sums are joined first to last, be it by the one
+// thread that made them all, or from slots. Few queries may have more blocks: a block's sum is smaller.
+static inline int64_t blocks_of(int64_t length, int64_t queries) {
+  return length <= 16 ? 1 : smaller((length + 7) / 8, larger(8, smaller(32, 4096 / queries)));
+}
+static inline int64_t block_begin(int64_t length, int64_t blocks, int64_t i) { return length * i / blocks; }
 
 // The dQ of one query tile, summed in float32.
 static inline int64_t sum_floats(const Problem &pb) { return (int64_t)pb.plan.q_tile * pad_lanes(pb.d); }

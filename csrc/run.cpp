@@ -49,7 +49,7 @@ void forward(const Problem &pb, const Kernel &kernel, int threads) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < pieces; ++i) {
       const Piece &p = work.pieces[i];
-      kernel.forward(pb, work.units[p.unit], p, mine, p.slot < 0 ? nullptr : partials.get() + stride * p.slot);
+      kernel.forward(pb, work.units[p.unit], p, mine, partials.get(), stride);
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < joins; ++i)

@@ -5,23 +5,28 @@
 namespace ringweave {
 namespace {
 
-constexpr int64_t kShares = 64;         // no piece is longer than this share of a window's work ...
-constexpr int64_t kShortest = 4;        // ... unless it has this few tiles
-constexpr int64_t kSumBytes = 8 << 20;  // of dQ: malloc keeps it, and the last level of cache holds it
+constexpr int64_t kShares = 64;              // lists longer than this share of all work, or a window's, are cut ...
+constexpr int64_t kShortest = 4;             // ... unless they have this few tiles
+constexpr int64_t kSumBytes = 8 << 20;       // of dQ: malloc keeps it, and the last level of cache holds it
+constexpr int64_t kPartialBytes = 16 << 20;  // of forward's partial sums: where they would be more, fewer lists are cut
 constexpr int64_t kStateFloats = 65536, kMostLanes = 512;  // a task's state stays in a 1 MiB L2 beside a K and a V tile
 
-int64_t share_of(int64_t work) { return larger(kShortest, (work + kShares - 1) / kShares); }
+int64_t share_of(int64_t work, int64_t shares) { return larger(kShortest, (work + shares - 1) / shares); }
 
-// One list of `length` entries in pieces of at most `most`; partial sums go to `slot` and on.
-void add_list(Work &work, int32_t &slot, int32_t unit, int32_t tile, int64_t length, int64_t most, Visit visit = {}) {
-  if (length <= most) {
+// One list of `length` entries in `parts` pieces of whole blocks; the blocks' sums go to `slot` and on.
+void add_list(Work &work, int32_t &slot, int32_t unit, int32_t tile, int64_t length, int64_t blocks, int64_t parts,
+              Visit visit = {}) {
+  if (parts <= 1) {
     work.pieces.push_back({unit, tile, 0, (int32_t)length, -1, visit});
     return;
   }
-  const int64_t parts = (length + most - 1) / most;
-  work.joins.push_back({unit, tile, slot, (int32_t)parts, visit});
-  for (int64_t i = 0; i < parts; ++i)
-    work.pieces.push_back({unit, tile, (int32_t)(length * i / parts), (int32_t)(length * (i + 1) / parts), slot++, {}});
+  work.joins.push_back({unit, tile, slot, (int32_t)blocks, visit});
+  for (int64_t i = 0; i < parts; ++i) {
+    const int64_t first = blocks * i / parts, last = blocks * (i + 1) / parts;
+    const auto begin = (int32_t)block_begin(length, blocks, first), end = (int32_t)block_begin(length, blocks, last);
+    work.pieces.push_back({unit, tile, begin, end, slot + (int32_t)first, {}});
+  }
+  slot += (int32_t)blocks;
   work.slots = (int32_t)larger(work.slots, slot);
 }
 
@@ -123,14 +128,31 @@ Work row_work(const Problem &pb) {
   };
   int64_t total = 0;
   for (const Unit &u : work.units) total += (int64_t)u.heads * (ends(u)[plan.q_tiles] - ends(u)[0]);
+  // use(unit, query tile, length, blocks, pieces) of every list; no piece of several blocks is much longer than a share
+  auto each_list = [&](int64_t shares, auto use) {
+    for (size_t i = 0; i < work.units.size(); ++i) {
+      const Unit &u = work.units[i];
+      const int64_t most = share_of((total + u.heads - 1) / u.heads, shares);
+      for (int64_t t = 0; t < plan.q_tiles; ++t) {
+        const int64_t n = ends(u)[t + 1] - ends(u)[t], blocks = blocks_of(n, tile_queries(pb, t));
+        use((int32_t)i, (int32_t)t, n, blocks, smaller(blocks, (n + most - 1) / most));
+      }
+    }
+  };
+  auto partial_bytes = [&](int64_t shares) {
+    int64_t slots = 0;
+    each_list(shares, [&](int32_t, int32_t, int64_t, int64_t blocks, int64_t parts) {
+      if (parts > 1) slots += blocks;
+    });
+    return slots * work.lanes * pb.dv_dim * 4;
+  };
+  int64_t shares = kShares;
+  while (partial_bytes(shares) > kPartialBytes) shares /= 2;  // of one share, none is cut
   work.pieces.reserve(work.units.size() * plan.q_tiles);
   int32_t slot = 0;
-  for (size_t i = 0; i < work.units.size(); ++i) {
-    const Unit &u = work.units[i];
-    const int64_t most = share_of((total + u.heads - 1) / u.heads);
-    for (int64_t t = 0; t < plan.q_tiles; ++t)
-      add_list(work, slot, (int32_t)i, (int32_t)t, ends(u)[t + 1] - ends(u)[t], most);
-  }
+  each_list(shares, [&](int32_t unit, int32_t tile, int64_t length, int64_t blocks, int64_t parts) {
+    add_list(work, slot, unit, tile, length, blocks, parts);
+  });
   longest_first(work);
   return work;
 }
@@ -181,6 +203,7 @@ Work column_work(const Problem &pb) {
       int64_t total = 0;
       for (int32_t t : sequences[r])
         for (int64_t i = first; i < last; ++i) total += length(i, t, r);
+      const int64_t most = share_of(total, kShares);
       int32_t slot = 0;
       for (int32_t t : sequences[r])
         for (int64_t i = first; i < last; ++i) {
@@ -191,12 +214,13 @@ Work column_work(const Problem &pb) {
           if (visit.keep && !visit.resume) slots[at] = kept.take();
           if (visit.resume && !visit.keep) kept.freed.push_back(slots[at]);
           visit.slot = slots[at];
-          add_list(work, slot, (int32_t)i, t, n, share_of(total), visit);
+          const int64_t parts = (n + most - 1) / most;
+          add_list(work, slot, (int32_t)i, t, n, parts, parts, visit);
         }
       if (r == 0)  // columns that nobody attends: their gradients are zero
         for (int64_t i = first; i < last; ++i)
           for (int64_t t = 0; t < plan.k_tiles; ++t)
-            if (!visits[(i - first) * plan.k_tiles + t]) add_list(work, slot, (int32_t)i, (int32_t)t, 0, 1);
+            if (!visits[(i - first) * plan.k_tiles + t]) add_list(work, slot, (int32_t)i, (int32_t)t, 0, 1, 1);
       kept.end_window();
       window.pieces = (int64_t)work.pieces.size() - window.first_piece;
       window.joins = (int64_t)work.joins.size() - window.first_join;

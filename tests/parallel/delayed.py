@@ -22,11 +22,15 @@ class Delayed(Transport):
     def __init__(self, group: Any, *, latency: float, bandwidth: float = float("inf"), **options: Any) -> None:
         super().__init__(group, **options)
         self.latency, self.bandwidth = latency, bandwidth
+        #: seconds that messages took by their delay, and of those the ones that wait() had to make up
+        self.flown = self.slept = 0.0
 
     def arrived(self, pending: Pending) -> None:
         if pending.metadata:
             return
         nbytes = sum(tensor.nbytes for _, tensor in pending.receives)
         left = pending.posted + self.latency + nbytes / self.bandwidth - time.perf_counter()
+        self.flown += self.latency + nbytes / self.bandwidth
         if left > 0:
+            self.slept += left
             time.sleep(left)

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import connection, forkserver
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,9 @@ import torch.distributed as dist
 
 # what a fork server must not do: run a parallel region, or hold a thread, before it forks
 _QUIET = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+# torch looks up the name of ::ffff:127.0.0.1 for every connection to a store, at both ends: where the DNS is slow, for 1 s
+# and not for 5
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 class Outcome(NamedTuple):
@@ -64,6 +68,11 @@ def server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
+def environment() -> dict[str, str]:
+    """The environment of a process that is started, not forked: one thread, and this project's tests to import."""
+    return {**os.environ, **_QUIET, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
 class _Member(NamedTuple):
     process: Any
     pipe: connection.Connection
@@ -80,6 +89,7 @@ class Pool:
         self.size = size
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._members: list[_Member | None] = [None] * size
+        self._ended: set[int] = set()
         self._groups = 0
         self._open = False
         atexit.register(self.close)
@@ -111,27 +121,37 @@ class Pool:
             assert member is not None
             member.pipe.send_bytes(pickle.dumps((job, args)))
 
-    def outcomes(self, timeout: float) -> list[Outcome]:
-        """What became of the job on each rank; who has not answered in time is killed."""
+    def outcomes(self, timeout: float, stopped: int | None = None) -> list[Outcome]:
+        """What became of the job on each rank; who has not answered in time is killed, and who is stopped at the end."""
         found: dict[int, Outcome] = {}
         until = time.monotonic() + timeout
-        while len(found) < self.size and time.monotonic() < until:
+        while len(set(range(self.size)) - set(found) - {stopped}) and time.monotonic() < until:
             pipes = {m.pipe: rank for rank, m in enumerate(self._members) if m is not None and rank not in found}
             for pipe in connection.wait(list(pipes), max(0.0, until - time.monotonic())):
                 rank = pipes[pipe]  # type: ignore[index]
                 try:
                     found[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
+                    self._ended.add(rank)
                     found[rank] = Outcome(error=WorkerError(f"rank {rank} died"), dead=True)
         for rank in range(self.size):
             if rank not in found:
                 self.kill(rank)
-                found[rank] = Outcome(error=WorkerError(f"rank {rank}: no answer in {timeout:g} s"), trace="killed")
-        self._open = all(outcome.error is None for outcome in found.values())
+                found[rank] = (
+                    Outcome(dead=True)
+                    if rank == stopped
+                    else Outcome(error=WorkerError(f"rank {rank}: no answer in {timeout:g} s"), trace="killed")
+                )
+        self._open = not any(outcome.error or outcome.dead for outcome in found.values())
         return [found[rank] for rank in range(self.size)]
+
+    def reopen(self) -> None:
+        """Have the next job begin with a new default group, because the last one spoilt it."""
+        self._open = False
 
     def kill(self, rank: int) -> float:
         """Kill a worker with SIGKILL, by its id; when, in time.time()."""
+        self._ended.add(rank)
         return self.signal(rank, signal.SIGKILL)
 
     def signal(self, rank: int, number: int) -> float:
@@ -159,15 +179,16 @@ class Pool:
         self._groups += 1
         for rank, member in enumerate(self._members):
             if member is not None:
-                member.process.join(0.2)
-                if member.process.is_alive():
+                if rank not in self._ended:
                     continue
+                member.process.join(10)
                 member.pipe.close()
             ours, theirs = multiprocessing.Pipe()
             process = server().Process(target=_serve, args=(theirs, rank, self.size, self.store.port), daemon=True)
             process.start()
             theirs.close()
             self._members[rank] = _Member(process, ours)
+        self._ended.clear()
         self._open = True
         self.run(f"{__name__}:_begin", self._groups)
 

@@ -1,8 +1,7 @@
-"""Ranks as threads of one process: an exchange without sockets, for what needs no process of its own."""
+"""Ranks as threads of one process: exchanges without sockets, to the byte, for what needs no process of its own."""
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,93 +9,110 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringweave.parallel.counters import Event
 from ringweave.parallel.transport import Transport
 
 
-class Group:
+class Shared:
+    """What the threads of a group see of each other."""
+
     def __init__(self, size: int):
-        self.size = size
         self.barrier = threading.Barrier(size, timeout=60)
-        self.table: dict[Any, Any] = {}
-        self.queues = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
+        self.table: dict[int, Any] = {}
+        # by sender, receiver and number of the message between the two: waits may come in any order
+        self.messages: dict[tuple[int, int, int], Tensor] = {}
+        self.arrival = threading.Condition()
 
 
-class Done:
-    def wait(self) -> None: ...
+class NothingCameError(RuntimeError):
+    pass
+
+
+class Later:
+    def __init__(self, finish: Callable[[], None]):
+        self.wait = finish
 
 
 class Threaded(Transport):
-    def __init__(self, group: Group, rank: int):
-        super().__init__(None)
-        self.shared, self.rank, self.size = group, rank, group.size
+    """A rank that is a thread. Messages must fit to the byte on both sides."""
 
-    def _swap(self, mine: Any) -> list[Any]:
-        self.shared.table[self.rank] = mine
-        self.shared.barrier.wait()
-        every = [self.shared.table[rank] for rank in range(self.size)]
-        self.shared.barrier.wait()
-        return every
+    def __init__(self, shared: Shared, rank: int, size: int):
+        super().__init__(None)
+        self.shared, self.rank, self.size = shared, rank, size
+        self.counters = type(self.counters)(size)
+        self.posted = {(side, peer): 0 for side in ("to", "from") for peer in range(size)}
+
+    def _next(self, side: str, peer: int) -> int:
+        self.posted[side, peer] += 1
+        return self.posted[side, peer]
 
     def agree(self, header: Tensor, *, what: str) -> Tensor:
         self.step += 1
-        return torch.stack(self._swap(header))
+        self.shared.table[self.rank] = header.clone()
+        self.shared.barrier.wait()
+        every = torch.stack([self.shared.table[rank] for rank in range(self.size)])
+        self.shared.barrier.wait()
+        self.counters.metadata += header.nbytes * (self.size - 1)
+        return every
 
     def all_to_all(
         self, received: Tensor, received_splits: Sequence[int], sent: Tensor, sent_splits: Sequence[int], *, what: str
-    ) -> Done:
-        every = self._swap((sent.clone(), list(sent_splits)))
-        at = 0
-        for peer, (data, splits) in enumerate(every):
-            first = sum(splits[: self.rank])
-            size = splits[self.rank]
-            assert received_splits[peer] == size, (
-                f"rank {self.rank} expects {received_splits[peer]} bytes of {peer}, which sends {size}"
-            )
-            received[at : at + size] = data[first : first + size]
-            at += size
-        return Done()
+    ) -> Any:
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        mine, theirs = sent.split(list(sent_splits)), received.split(list(received_splits))
+        return self.exchange([(p, mine[p]) for p in others], [(p, theirs[p]) for p in others], stage=0, what=what)
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], *, stage: int, what: str
     ) -> Any:
-        mine: dict[int, list[Tensor]] = {}
         for peer, data in sends:
-            mine.setdefault(peer, []).append(data.clone())
-        for peer, messages in mine.items():
-            for m in messages:
-                if m.numel():
-                    self.shared.queues[self.rank, peer].put(m)
-        outer = self
+            assert peer != self.rank
+            if data.numel():
+                with self.shared.arrival:
+                    self.shared.messages[self.rank, peer, self._next("to", peer)] = data.clone()
+                    self.shared.arrival.notify_all()
+                self.counters.sent[peer] += data.nbytes
+                self.counters.messages += 1
+        expected = [(peer, self._next("from", peer), buffer) for peer, buffer in receives if buffer.numel()]
 
-        class Later:
-            def wait(self) -> None:
-                for peer, buffer in receives:
-                    if buffer.numel():
-                        data = outer.shared.queues[peer, outer.rank].get(timeout=60)
-                        assert data.numel() == buffer.numel(), (data.numel(), buffer.numel())
-                        buffer.copy_(data)
+        def finish() -> None:
+            for peer, number, buffer in expected:
+                key = (peer, self.rank, number)
+                with self.shared.arrival:
+                    if not self.shared.arrival.wait_for(lambda: key in self.shared.messages, timeout=60):  # noqa: B023
+                        raise NothingCameError(f"message {number} of {peer} to {self.rank}")
+                    data = self.shared.messages.pop(key)
+                assert data.nbytes == buffer.nbytes, (
+                    f"{peer} sends {data.nbytes} bytes, {self.rank} expects {buffer.nbytes}"
+                )
+                buffer.view(-1).view(torch.uint8).copy_(data.view(-1).view(torch.uint8))
+                self.counters.received[peer] += data.nbytes
+                if self.trace is not None:
+                    self.trace.append(Event("receive", what, stage, 0.0, 0.0, data.nbytes))
 
-        return Later()
+        return Later(finish)
 
 
-def run(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    group = Group(size)
+def run(size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call ``job(transport, *args)`` on every rank; the results by rank. A thread's exception is raised."""
+    shared = Shared(size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
         try:
-            results[rank] = function(Threaded(group, rank), *args)
+            results[rank] = job(Threaded(shared, rank, size), *args)
         except BaseException as error:  # noqa: BLE001  (raised below)
             errors.append(error)
-            group.barrier.abort()
+            shared.barrier.abort()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)] or errors
-    if real:
-        raise real[0]
+    consequences = (threading.BrokenBarrierError, NothingCameError)
+    for error in sorted(errors, key=lambda error: isinstance(error, consequences)):
+        raise error
+    assert not shared.messages, "a message that nobody received"
     return results

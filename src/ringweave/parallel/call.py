@@ -15,13 +15,14 @@ from ..ops.backend import delta_in_chunks
 from . import wire
 from .exchange import Message, Section
 from .messages import Channels
+from .part import Part
 from .transport import Event, Transport
 from .wire import WireStatistics
 from .workspace import Workspace
 
 FORWARD, BACKWARD, RELAY, TABLE, SHARDS = 1, 2, 3, 4, 5
 Source = Callable[[Section], Sequence[Tensor]]
-_HEAD = ("operation", "plan", "batch", "D", "Dv", "dtype", "wire")
+_HEAD = ("operation", "batch", "D", "Dv", "dtype", "wire", "plan")
 
 
 @dataclass
@@ -58,8 +59,16 @@ class Call:
         ranks = self.transport.size
         if ranks == 1:
             return [[wire.NATIVE]]
-        head = [operation, digest, channels.batch, channels.dims[0], channels.dims[-1], _code(channels.dtype)]
-        mine = torch.tensor([*head, self.form, *(forms or [wire.NATIVE] * ranks)], dtype=torch.int64)
+        head = [
+            operation,
+            channels.batch,
+            channels.dims[0],
+            channels.dims[-1],
+            _code(channels.dtype),
+            self.form,
+            digest,
+        ]
+        mine = torch.tensor([*head, *(forms or [wire.NATIVE] * ranks)], dtype=torch.int64)
         every = self.transport.agree(mine, what="agree")
         same = (every[:, : len(_HEAD)] == every[:1, : len(_HEAD)]).all(0).tolist()
         for name, agreed, column in zip(_HEAD, same, every.T.tolist(), strict=False):
@@ -148,7 +157,16 @@ def _code(dtype: torch.dtype) -> int:
     return int.from_bytes(str(dtype).encode()[-7:], "little")
 
 
-def row_slopes(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor) -> Tensor:
-    """rowsum(dout * out) - dlse; 0 for a row that attends nothing."""
-    delta = delta_in_chunks(dout, out, dlse, lse.dtype)
-    return delta.masked_fill_(torch.isneginf(lse), 0.0)
+def row_slopes(
+    dout: Tensor,
+    out: Tensor,
+    dlse: Tensor | None,
+    lse: Tensor,
+    parts: Sequence[Part | None],
+    backend: str,
+    inputs: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """rowsum(dout * out) - dlse, by who computes the parts; 0 for a row that attends nothing."""
+    some = next((part for part in parts if part is not None), None)
+    delta = delta_in_chunks if some is None else some.backend(backend, *inputs, needs_grad=True).delta
+    return delta(dout, out, lse, dlse)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ShapeError, message
-from .failure import FailedError, Failure, Watch, bounded, clone
+from .failure import FailedError, Failure, Waiting, Watch, bounded
 from .link import GlooLink, LinkError, Message, NcclLink
 from .meeting import AbsentError, meet
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Work = tuple[GlooLink | NcclLink, int, Any]  # link, peer, torch's work
 
 # a link's own deadline lies this much after the watch's, which names the silent rank to all before anything closes
-_GRACE = 2.0
+_GRACE = 3.0
 
 
 class Connection:
@@ -49,18 +49,18 @@ class Connection:
         """The failure that ended it."""
         return self._watch.failure
 
-    def meet(self, word: int) -> list[int]:
-        """Wait for all ranks, then connect: every rank's word.
+    def meet(self, word: int, seconds: float) -> list[int]:
+        """Wait for all ranks, so long at most, then connect: every rank's word.
 
         Raises:
             FailedError: A rank did not come in time, or the store is lost.
         """
-        rank, size, seconds, links, watch = self.rank, self.size, self.deadline, self._links, self._watch
+        rank, size, links, watch = self.rank, self.size, self._links, self._watch
+        store = self._store
 
         def connect() -> list[int]:
-            own = clone(self._store)
-            words = meet(dist.PrefixStore("meeting", own), word, rank, size, seconds)
-            links["cpu"] = GlooLink(dist.PrefixStore("gloo", own), rank, size, seconds)
+            words = meet(dist.PrefixStore("meeting", store), word, rank, size, seconds)
+            links["cpu"] = GlooLink(dist.PrefixStore("gloo", store), rank, size, seconds)
             return words
 
         try:
@@ -95,8 +95,13 @@ class Connection:
         except LinkError as error:
             raise self._failed(error, words) from error
 
-    def wait(self, works: Sequence[Work], *, words: str) -> None:
+    def wait(self, works: Sequence[Work], *, number: int, words: str) -> None:
         """Until all messages are through.
+
+        Args:
+            works: Of post().
+            number: Number of the communication, the same on all ranks.
+            words: What it is, for errors.
 
         Raises:
             FailedError: A rank is lost, or silent for as long as the deadline.
@@ -105,7 +110,7 @@ class Connection:
         until = time.monotonic() + self.deadline
         try:
             for link, peer, work in works:
-                watch.waiting = (until, peer, f"{words}, {self.deadline:g} s")
+                watch.waiting = Waiting(until, peer, number, f"{words}, {self.deadline:g} s")
                 seconds = max(until - time.monotonic(), 0.0) + _GRACE
                 link.wait(peer, work, seconds, lambda: watch.failure is not None)
         except LinkError as error:

@@ -159,9 +159,10 @@ class ContextParallel:
         calls = [branches(p, self.seq_len, self.seq_len, heads=self.heads[0]) for p in self.patterns]
         sides = [branch.tile[0] for call in calls for branch in call if branch.rate == 1]
         block = block_for(self.seq_len, ranks, min(sides, default=128))
-        if asked == "auto":
+        calls = [call for call in calls if call]
+        if asked == "auto" and calls:
             return choose(calls, self.seq_len, ranks, block, self.heads[0] // self.heads[1]).placement
-        return NAMED[str(asked)](self.seq_len, ranks, block)
+        return NAMED["contiguous" if asked == "auto" else str(asked)](self.seq_len, ranks, block)
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 

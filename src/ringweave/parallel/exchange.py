@@ -37,6 +37,7 @@ class Section:
         tokens: Sender: which tokens of that source.
         used: Receiver: which of them this rank computes with.
         target: Receiver: where those lie in the branch's buffer.
+        adjacent: Whether they lie side by side in the sender's shard.
     """
 
     branch: int
@@ -48,6 +49,7 @@ class Section:
     tokens: Tokens | None = None
     used: Tokens | None = None
     target: Tokens | None = None
+    adjacent: bool = False
 
     @property
     def rows(self) -> int:
@@ -211,7 +213,8 @@ def _members(demand: Demand, kind: Kind) -> tuple[tuple[Tensor, Tensor] | None, 
 def _sent(demand: Demand, number: int, kind: int, runs: Int64) -> Section:
     members, heads = _members(demand, demand.kinds[kind])
     places = shard_places(demand, runs)
-    return Section(number, kind, members, len(places), heads, SHARD, tokens=Tokens.at(places))
+    tokens = Tokens.at(places)
+    return Section(number, kind, members, len(places), heads, SHARD, tokens=tokens, adjacent=tokens.adjacent)
 
 
 def _received(
@@ -220,15 +223,16 @@ def _received(
     members, heads = _members(demand, demand.kinds[kind])
     lengths = demand.lengths[runs]
     count = int(lengths.sum())
+    adjacent = Tokens.at(shard_places(demand, runs)).adjacent
     mine = np.ones(len(runs), bool) if needed is None else needed[runs]
     if part is None or not mine.any():
-        return Section(number, kind, members, count, heads, SHARD)
+        return Section(number, kind, members, count, heads, SHARD, adjacent=adjacent)
     used = None
     if not mine.all():
         first = np.cumsum(lengths) - lengths
         used = Tokens.at(run_places(first[mine], lengths[mine], 1))
     target = Tokens.at(buffer_places(demand, runs[mine], part.tile_at))
-    return Section(number, kind, members, count, heads, SHARD, used=used, target=target)
+    return Section(number, kind, members, count, heads, SHARD, used=used, target=target, adjacent=adjacent)
 
 
 def _relayed(

@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 PERIOD = 0.2  # seconds between two looks at the flag: a survivor learns of a failure this late, and raises within 2 s
-_FLAG = "failed"
+_FLAG, _WAITS = "failed", "waits"
 
 T = TypeVar("T")
 
@@ -37,6 +37,15 @@ class Failure:
         return Failure(**json.loads(text))
 
 
+class Waiting(NamedTuple):
+    """A wait in progress: until when in time.monotonic(), for whom, in which of the transport's communications."""
+
+    until: float
+    peer: int
+    number: int
+    words: str
+
+
 class FailedError(RuntimeError):
     """A connection is over; the failure says why."""
 
@@ -45,30 +54,26 @@ class FailedError(RuntimeError):
         self.failure = failure
 
 
-def clone(store: Any) -> dist.Store:
-    """The same store over a connection of its own: a request that blocks then blocks nobody else."""
-    return cast("dist.Store", store.clone())
-
-
 class Watch:
-    """Watches the flag and the deadline of the wait in progress, on a daemon thread with a connection of its own.
+    """Watches the flag and the deadline of the wait in progress, on a daemon thread.
 
     The first failure reported among all ranks is the one that every rank raises: a rank that gives up closes its
     connections, which its neighbours would otherwise take for its death. So a failure is written to the store before
     any connection is closed.
 
     Args:
-        store: Store that all ranks share, scoped to one generation of one transport; cloned.
+        store: Store that all ranks share, scoped to one generation of one transport. Its connection is the group's:
+            for another torch would look up the host's name (2.13), which takes seconds where the DNS is slow.
         rank: This rank.
         cut: Called once, when a failure is known: must make a wait in progress return.
     """
 
     def __init__(self, store: dist.Store, rank: int, cut: Callable[[], None]) -> None:
         self.failure: Failure | None = None
-        # what the caller's thread waits for: (until in time.monotonic(), peer, words)
-        self.waiting: tuple[float, int, str] | None = None
+        self.waiting: Waiting | None = None  # what the caller's thread waits for
         self._store, self._rank, self._cut = store, rank, cut
         self._report: Failure | None = None
+        self._accused_at = 0.0  # when this rank wrote whom it waits for; 0: it has not
         self._known = threading.Event()
         self._wake = threading.Event()
         self._stopped = False
@@ -92,33 +97,54 @@ class Watch:
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        store = clone(self._store)
         while not self._stopped:
             self._wake.wait(PERIOD)
             self._wake.clear()
             if self._stopped:
                 return
-            failure = self._look(store)
+            failure = self._look()
             if failure is not None:
                 self._adopt(failure)
                 return
 
-    def _look(self, store: dist.Store) -> Failure | None:
-        seen = self._report or self._overdue()
+    def _look(self) -> Failure | None:
+        seen = self._report
         try:
+            seen = seen or self._overdue()
             if seen is not None:
-                return Failure.parse(store.compare_set(_FLAG, "", seen.text()))
-            return Failure.parse(store.get(_FLAG)) if store.check([_FLAG]) else None
+                return Failure.parse(self._store.compare_set(_FLAG, "", seen.text()))
+            return Failure.parse(self._store.get(_FLAG)) if self._store.check([_FLAG]) else None
         except RuntimeError as error:
             text = str(error).split("\n", 1)[0][:200]
             return seen or Failure(self._rank, None, f"rank {self._rank} lost the rendezvous store ({text})")
 
     def _overdue(self) -> Failure | None:
-        waiting = self.waiting
-        if waiting is None or time.monotonic() < waiting[0]:
+        """The wait's end, once its deadline has passed and every rank in the same state has had time to say so.
+
+        Who is silent may itself wait for another: the last of such a chain is the one to name. Where the chain closes
+        (a message was lost, whose sender waits on), the wait for the earliest message is no consequence of the others.
+        """
+        waiting, now = self.waiting, time.monotonic()
+        if waiting is None or now < waiting.until:
+            if self._accused_at:
+                self._store.delete_key(f"{_WAITS}/{self._rank}")
+                self._accused_at = 0.0
             return None
-        _, peer, words = waiting
-        cause = f"no answer of rank {peer} to rank {self._rank} in time ({words})"
+        if not self._accused_at:
+            self._store.set(f"{_WAITS}/{self._rank}", f"{waiting.number} {waiting.peer}")
+            self._accused_at = now
+        if now < self._accused_at + 2 * PERIOD:
+            return None
+        waits = [(waiting.number, self._rank, waiting.peer)]
+        while self._store.check([f"{_WAITS}/{waits[-1][2]}"]):
+            waiter = waits[-1][2]
+            number, peer = map(int, self._store.get(f"{_WAITS}/{waiter}").split())
+            waits.append((number, waiter, peer))
+            if peer in [rank for _, rank, _ in waits]:
+                break
+        closed = waits[-1][2] in [rank for _, rank, _ in waits]
+        _, waiter, peer = min(waits) if closed else waits[-1]
+        cause = f"no answer of rank {peer} to rank {waiter} in time ({waiting.words})"
         return Failure(self._rank, peer, cause, transient=True)
 
     def _adopt(self, failure: Failure) -> None:

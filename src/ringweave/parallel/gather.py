@@ -19,6 +19,7 @@ from .exchange import SHARD, Hop, Section, direct_hop, node_hops
 from .messages import Channels
 from .part import Part
 from .placement import Placement
+from .tokens import Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +105,10 @@ class Gather:
         channels = Channels(q.shape[0], (k.shape[3], v.shape[3]), k.dtype)
         slopes = Channels(channels.batch, channels.dims, lse.dtype)
         call.agree(BACKWARD, self.digest, slopes)
-        delta = row_slopes(dout, out, dlse, lse)
-        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
+        delta = row_slopes(dout, out, dlse, lse, self.parts, backend, (q, k, v))
+        shard = self._own(k) if self._whole(q) else None
+        # where one kernel call computes the shard, its results are what it has written
+        totals = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v) if shard is None]
         buffers: dict[int, list[Tensor]] = {}
         for number, part in enumerate(self.parts):
             if part is None:
@@ -113,11 +116,14 @@ class Gather:
             keys, values = self._buffers(call, number, part, (k, v), channels, received, forms.tolist())
             with call.computing(f"branch {number}", 0):
                 dq_part, *buffers[number] = part.backward(dout, q, keys, values, lse, delta, scale, backend)
-                part.queries.add(dq[:, part.heads.queries], dq_part)
-                for total, gradient in zip((dk, dv), buffers[number], strict=True):
-                    part.add_own(total, gradient)
-        self._return(call, slopes, buffers, (dk, dv))
-        dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
+            if shard is not None:
+                totals = [dq_part, *(shard.of(gradient) for gradient in buffers[number])]
+                continue
+            part.queries.add(totals[0][:, part.heads.queries], dq_part)
+            for total, gradient in zip(totals[1:], buffers[number], strict=True):
+                part.add_own(total, gradient)
+        self._return(call, slopes, buffers, (totals[1], totals[2]))
+        dq, dk, dv = (_as_shard(total, x) for total, x in zip(totals, (q, k, v), strict=True))
         return dq, dk, dv
 
     def _whole(self, q: Tensor) -> bool:
@@ -128,6 +134,18 @@ class Gather:
             and part.queries.span == (0, self.held, 1)
             and len(range(*part.heads.queries.indices(q.shape[1]))) == q.shape[1]
         )
+
+    def _own(self, k: Tensor) -> Tokens | None:
+        """Where the shard's keys lie side by side in the only part's buffer; None where they do not."""
+        part = self.parts[0]
+        assert part is not None
+        heads = part.heads.keys
+        if not isinstance(heads, slice) or len(range(*heads.indices(k.shape[1]))) != k.shape[1]:
+            return None
+        whole = (0, self.held, 1)
+        if part.direct is not None:
+            return part.direct if part.direct.span == whole else None
+        return part.kept[1] if part.kept[0].span == whole and part.kept[1].adjacent else None
 
     def _receive(self, call: Call, k: Tensor, v: Tensor, channels: Channels) -> tuple[list[Tensor], list[list[int]]]:
         received: list[Tensor] = []
@@ -217,3 +235,12 @@ class Gather:
                         self.heads[section.branch].update(totals[i], section.add, rows)
                     else:
                         section.add(relayed[imported[section.source, section.branch, section.kind]][i], rows)
+
+
+def _as_shard(x: Tensor, like: Tensor) -> Tensor:
+    """In the input's type and length: padding has no gradient."""
+    if x.shape[2] == like.shape[2]:
+        return x.to(like.dtype).contiguous()
+    padded = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    padded[:, :, : x.shape[2]] = x
+    return padded

@@ -47,6 +47,11 @@ class GlooLink:
 
     A message that is longer than the buffer posted for it aborts the process inside Gloo, and nothing can catch that:
     tags must therefore depend on the length, so that such a pair never meets.
+
+    Measured against alltoall (2 and 4 ranks on 2 shared cores): as fast for megabytes. Small messages may take a slice
+    of the scheduler, 4 ms against 0.3 to 1, when the posting thread is put off its core: it holds the pair's lock,
+    which Gloo's thread tries again and again. In return an error names its peer, and who has nothing to say sends
+    nothing.
     """
 
     # a tag that no message has

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .transport import Pending
 
 Pair = tuple[Tensor, Tensor]
+# bytes of a head's keys from which on a message is not packed
+_LOOSE = 2**16
 
 
 class Returned(NamedTuple):
@@ -116,15 +118,22 @@ class Passage:
         heads = self.ring.heads[section.branch]
         return [section.of(section.tokens.of(heads.of_keys(x))) for x in (self.k, self.v)]
 
-    def _whole(self, message: Message, form: int) -> bool:
-        """Whether it is the whole shard as it is: then keys and values travel from where they lie, as two messages."""
-        return (
-            form == wire.NATIVE
-            and len(message) == 1
-            and message[0].members is None
-            and message[0].count == self.ring.local
-            and message[0].heads == self.k.shape[0] * self.k.shape[1]
-        )
+    def _loose(self, message: Message, form: int) -> bool:
+        """Whether it travels from where it lies, head by head, instead of packed: when that takes few large messages.
+
+        Both sides see it alike. It saves the sender a copy that would be as large as a stage.
+        """
+        if form != wire.NATIVE or len(message) != 1 or message[0].members is not None:
+            return False
+        per_head = message[0].count * self.channels.dims[0] * self.channels.dtype.itemsize
+        return message[0].adjacent and per_head >= _LOOSE
+
+    def _pieces(self, message: Message, data: Tensor) -> list[Tensor]:
+        """A loose message's places in its buffer, one per tensor, batch element and head."""
+        section, size = message[0], self.channels.dtype.itemsize
+        keys, values = (section.count * dim * size for dim in self.channels.dims)
+        at = section.heads * keys
+        return [*data[:at].split(keys), *data[at:].split(values)]
 
     def _post(self, stage: Stage) -> tuple[Pending, list[Tensor]]:
         """Start a stage's messages; the buffers into which they come."""
@@ -134,13 +143,13 @@ class Passage:
         receives: list[tuple[int, Tensor]] = []
         size_in = self.channels.nbytes(stage.receives, form_in)
         arriving = [space.take(f"stage {stage.number % 2}", (size_in,), torch.uint8, device)]
-        if self._whole(stage.receives, form_in):
-            keys = stage.receives[0].rows * self.k.shape[3] * self.k.element_size()
-            receives += [(stage.source, arriving[0][:keys]), (stage.source, arriving[0][keys:])]
+        if self._loose(stage.receives, form_in):
+            receives += [(stage.source, piece) for piece in self._pieces(stage.receives, arriving[0])]
         else:
             receives.append((stage.source, arriving[0]))
-        if self._whole(stage.sends, form):
-            sends += [(stage.target, x.contiguous().view(-1).view(torch.uint8)) for x in (self.k, self.v)]
+        if self._loose(stage.sends, form):
+            for x in self._keys(stage.sends[0]):
+                sends += [(stage.target, head.contiguous()) for element in x for head in element]
         else:
             out = space.take("sent", (self.channels.nbytes(stage.sends, form),), torch.uint8, device)
             self.call.pack(self.channels, stage.sends, out, form, self._keys)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ..errors import RingError
-from .failure import bounded, clone
+from .failure import bounded
 
 # parts of the time allowed: to wait for ranks that may yet come, then to connect
 _COMING, _CONNECTING = 0.5, 0.3
@@ -62,9 +62,8 @@ def regroup(
     shared = store
 
     def agree() -> tuple[dist.Store, list[int]]:
-        own = clone(shared)
         # how often this rank has regrouped: the same on all that survived until now
-        own = dist.PrefixStore(f"ringweave/regroup/{own.add(f'ringweave/regroups/{rank}', 1)}", own)
+        own = dist.PrefixStore(f"ringweave/regroup/{shared.add(f'ringweave/regroups/{rank}', 1)}", shared)
         return own, _members(own, rank, size, begun + _COMING * within, set(lost) - {rank})
 
     try:

@@ -62,7 +62,6 @@ class Ring:
     stages: tuple[Stage, ...]
     heads: tuple[Heads, ...]
     digest: int
-    local: int
 
     @staticmethod
     def of(
@@ -107,7 +106,7 @@ class Ring:
                     guest_sections(demands, moves, source, rank),
                 )
             )
-        return Ring(tuple(stages), tuple(Heads(demand.branch, ratio) for demand in demands), digest, placement.local)
+        return Ring(tuple(stages), tuple(Heads(demand.branch, ratio) for demand in demands), digest)
 
     def forward(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str
@@ -155,7 +154,7 @@ class Ring:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of the shard, in the inputs' dtype."""
         batch, dims, wide = q.shape[0], (k.shape[3], v.shape[3]), lse.dtype
-        delta = row_slopes(dout, out, dlse, lse)
+        delta = row_slopes(dout, out, dlse, lse, self.stages[0].parts, backend, (q, k, v))
         dout = dout.to(q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
         slopes, rows = Channels(batch, dims, wide), Channels(batch, dims[:1], wide)
@@ -235,7 +234,7 @@ def _own_edges(demand: Demand, moves: tuple[Moves, ...]) -> list[NDArray[np.bool
     if len(moves) != 1 or not moves[0].queries.any():
         return None
     owner = demand.owner
-    return [(owner[row] == owner[col]) | moves[0].keys[owner[row], col] for row, col in demand.entries]
+    return [(owner[row] == owner[col]) | ~moves[0].queries[owner[col], row] for row, col in demand.entries]
 
 
 def _guest_edges(demand: Demand, moves: tuple[Moves, ...], guest: int, host: int) -> list[NDArray[np.bool_]] | None:
@@ -243,6 +242,5 @@ def _guest_edges(demand: Demand, moves: tuple[Moves, ...], guest: int, host: int
     if len(moves) != 1 or not moves[0].queries[host].any():
         return None
     owner = demand.owner
-    return [
-        (owner[row] == guest) & (owner[col] == host) & ~moves[0].keys[owner[row], col] for row, col in demand.entries
-    ]
+    taken = moves[0].queries[host]
+    return [(owner[row] == guest) & (owner[col] == host) & taken[row] for row, col in demand.entries]

@@ -36,6 +36,11 @@ class Tokens:
             return Tokens(len(places), (first, last + 1, step), None)
         return Tokens(len(places), None, torch.from_numpy(np.ascontiguousarray(places)))
 
+    @property
+    def adjacent(self) -> bool:
+        """Whether they lie side by side."""
+        return self.span is not None and self.span[2] == 1
+
     def of(self, x: Tensor) -> Tensor:
         """These tokens of (..., tokens, channels): a view of an even spacing, else a copy."""
         if self.span is not None:

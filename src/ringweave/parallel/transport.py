@@ -6,7 +6,7 @@
     ...                                                     # compute, while they fly
     pending.wait()                                          # all is here, or RingError
 
-Nothing but this file and those beside it (connection, link, failure, meeting, regroup) calls torch.distributed.
+Nothing but this file and those beside it (connection, link, meeting, failure, regroup) calls torch.distributed.
 """
 
 from __future__ import annotations
@@ -21,45 +21,15 @@ from torch import Tensor
 
 from ..errors import RingError, ShapeError, message
 from .counters import Counters, Event
-from .failure import FailedError, Failure, bounded, clone
+from .failure import FailedError, Failure, bounded
+from .pending import Pending
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from .connection import Connection, Work
+    from .connection import Connection
 
 __all__ = ["Counters", "Event", "Pending", "Transport"]
-
-
-class Pending:
-    """Messages under way; keeps their tensors alive. The received ones are the caller's to read after wait()."""
-
-    def __init__(
-        self,
-        transport: Transport,
-        sends: list[tuple[int, Tensor]],
-        receives: list[tuple[int, Tensor]],
-        *,
-        what: str,
-        stage: int | None = None,
-        metadata: bool = False,
-    ) -> None:
-        self.sends, self.receives = sends, receives
-        self.what, self.stage, self.metadata = what, stage, metadata
-        self.number = 0
-        self.works: list[Work] = []
-        self.posted = 0.0
-        self.done = not sends and not receives
-        self._transport = transport
-
-    def wait(self) -> None:
-        """Return when everything has arrived and everything sent is out of its tensors.
-
-        Raises:
-            RingError: A rank is lost or silent.
-        """
-        if not self.done:
-            self._transport._finish(self)
 
 
 class Transport:
@@ -67,22 +37,25 @@ class Transport:
 
     Ranks are those of the group. All ranks make their transports over one group in the same order, and use each from
     one thread. It connects at its first message, with connections of its own: the group serves for its store, ranks and
-    size.
+    size. The store's host must outlive all messages: a lost store is a failure, since no other could be told.
 
     Two ranks must post equally many bytes to each other, which they agree() on beforehand. Gloo answers a longer
     message by aborting the process; a tag made of the length keeps such a pair from meeting: it ends at the deadline.
 
     Args:
         group: Process group; None for a group of one, which needs no torch.distributed.
-        deadline: Seconds for which a wait, or the first connection, may last.
+        deadline: Seconds for which a wait may last.
         retries: How often a wait that timed out may be repeated on fresh connections, in the transport's life. All
-            ranks meet at the store and repeat everything that any of them misses. Costs a copy of what is sent, until
-            the next agreement tells that all have it.
+            ranks meet at the store, each at its next message and within the deadline, and repeat everything that any of
+            them misses. Costs a copy of what is sent, until the next agreement tells that all have it.
+        opening: Seconds for which the first message may wait until all ranks have come to theirs.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, deadline: float = 30.0, retries: int = 0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, deadline: float = 30.0, retries: int = 0, opening: float = 60.0
+    ) -> None:
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
-        self.deadline, self.retries = deadline, retries
+        self.deadline, self.retries, self.opening = deadline, retries, opening
         self.counters = Counters(self.size)
         self.trace: list[Event] | None = None
         self.step = 0
@@ -230,7 +203,7 @@ class Transport:
         while pending.works:
             assert self._connection is not None
             try:
-                self._connection.wait(pending.works, words=pending.what)
+                self._connection.wait(pending.works, number=pending.number, words=pending.what)
                 pending.works = []
             except FailedError as error:
                 self._recover(error.failure, pending)
@@ -284,12 +257,11 @@ class Transport:
         def scope() -> dist.Store:
             import torch.distributed as dist
 
-            own = clone(store)
             # counted in the store, which lives as long as the group: a group made again starts again
-            return dist.PrefixStore(f"ringweave/{own.add(f'ringweave/transports/{rank}', 1)}", own)
+            return dist.PrefixStore(f"ringweave/{store.add(f'ringweave/transports/{rank}', 1)}", store)
 
         try:
-            self._store = bounded(scope, self.deadline, lambda: False)
+            self._store = bounded(scope, self.opening, lambda: False)
         except (RuntimeError, OSError) as error:
             text = str(error).splitlines()[0][:200]
             raise FailedError(Failure(rank, None, f"rank {rank} lost the rendezvous store ({text})")) from error
@@ -300,12 +272,13 @@ class Transport:
 
         from .connection import Connection
 
-        assert self._store is not None
         if self._connection is not None:
             self._connection.close()
+        assert self._store is not None
         store = dist.PrefixStore(str(self._generation), self._store)
         self._connection = Connection(store, self.rank, self.size, self.deadline)
-        first = min(self._connection.meet(self._reached()))
+        seconds = self.deadline if self._generation else self.opening
+        first = min(self._connection.meet(self._reached(), seconds))
         for entry in self._log:
             entry.works = []
             if entry.number >= first:

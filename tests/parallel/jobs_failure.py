@@ -1,0 +1,277 @@
+"""Jobs of test_failure: ranks that wait, while the test kills or stops one of them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import ringweave as rw
+from ringweave import RingError
+from ringweave.parallel.connection import Connection
+from ringweave.parallel.regroup import regroup
+from ringweave.parallel.transport import Transport
+
+from .jobs_transport import numbers
+from .processes import rendezvous
+
+READY = "ready"
+HEADER = torch.zeros(1, dtype=torch.int64)
+
+
+class Seen(NamedTuple):
+    """A RingError and when it was raised, in time.time(), and what the transport left behind."""
+
+    error: RingError
+    at: float
+    threads: list[str]
+
+
+def communicate(carrier: Transport, how: str, peers: list[int]) -> None:
+    """One communication of the named kind among the given ranks, checked."""
+    rank, size = carrier.rank, carrier.size
+    peers = [peer for peer in peers if peer != rank]
+    if how == "agree":
+        assert carrier.agree(HEADER + rank, what="plan").flatten().tolist() == list(range(size))
+    elif how == "exchange":
+        received = [(peer, torch.zeros(1000, dtype=torch.uint8)) for peer in peers]
+        carrier.exchange([(p, numbers(rank, p, 1000)) for p in peers], received, stage=3, what="kv").wait()
+        assert all(torch.equal(tensor, numbers(peer, rank, 1000)) for peer, tensor in received)
+    else:
+        splits = [1000 if peer in peers else 0 for peer in range(size)]
+        received, sent = torch.zeros(sum(splits), dtype=torch.uint8), torch.zeros(sum(splits), dtype=torch.uint8)
+        carrier.all_to_all(received, splits, sent, splits, what="tiles").wait()
+
+
+def wait_for_the_dead(how: str, victim: int, deadline: float, chain: bool = False) -> Seen | None:
+    """All ranks communicate, then all but the victim do, who waits to be killed.
+
+    how: "exchange", "all_to_all", "agree"; or "compute": long work between two exchanges.
+    chain: only rank 0 waits for the victim, the others wait for rank 0.
+    """
+    carrier = Transport(dist.group.WORLD, deadline=deadline)
+    ranks = list(range(carrier.size))
+    carrier.agree(HEADER, what="plan")
+    if carrier.rank == victim:
+        rendezvous().add(READY, 1)
+        time.sleep(60)
+    try:
+        if how == "compute":
+            rendezvous().add(READY, 1)
+            until = time.monotonic() + 0.4
+            while time.monotonic() < until:
+                torch.ones(100, 100) @ torch.ones(100, 100)
+            communicate(carrier, "exchange", [rank for rank in ranks if rank != victim])
+            assert not chain
+            communicate(carrier, "agree", ranks)
+        else:
+            rendezvous().add(READY, 1)
+            peers = ranks if not chain else [0, victim] if carrier.rank == 0 else [0]
+            communicate(carrier, how, peers)
+    except RingError as error:
+        at = time.time()
+        carrier.close()
+        return Seen(error, at, [thread.name for thread in threading.enumerate()])
+    raise AssertionError("no error")
+
+
+def again_after_an_error(victim: int) -> list[str]:
+    """Once failed, every further call raises, and quickly."""
+    carrier = Transport(dist.group.WORLD, deadline=0.5)
+    carrier.agree(HEADER, what="plan")
+    if carrier.rank == victim:
+        time.sleep(2.5)
+    texts = []
+    for _ in range(3):
+        start = time.monotonic()
+        try:
+            carrier.agree(HEADER, what="plan")
+        except RingError as error:
+            texts.append(f"{error.peer} {error.step} {time.monotonic() - start < 2}")
+    carrier.close()
+    return texts
+
+
+def repeat(how: str, silent: int, retries: int, repetitions: int) -> dict[str, Any]:
+    """In the second of three steps a rank's messages vanish: all repeat, and the numbers are right."""
+    carrier = Transport(dist.group.WORLD, deadline=1.0, retries=retries)
+    rank, size = carrier.rank, carrier.size
+    ranks = list(range(size))
+    post = Connection.post
+    lost = [repetitions if rank == silent else 0]
+
+    def lossy(self: Connection, sends: Any, receives: Any, **options: Any) -> Any:
+        if lost[0] and carrier.step >= 2:
+            lost[0] -= 1
+            # rank 0 misses it; the others have theirs and go on
+            sends = [(peer, tensor) for peer, tensor in sends if peer != 0]
+        return post(self, sends, receives, **options)
+
+    Connection.post = lossy
+    error, values = None, []
+    try:
+        for step in range(4):
+            header = torch.tensor([rank, step])
+            assert carrier.agree(header, what="plan").tolist() == [[other, step] for other in ranks]
+            buffers = []
+            for stage in range(1, size):
+                to, source = (rank + stage) % size, (rank - stage) % size
+                sent, received = torch.full((500,), float(10 * step + rank)), torch.zeros(500)
+                buffers.append(
+                    (carrier.exchange([(to, sent)], [(source, received)], stage=stage, what=how), sent, received)
+                )
+            for pending, sent, received in buffers:
+                pending.wait()
+                values.append(received.clone())
+                # as a persistent buffer is: written over as soon as the wait is over
+                sent.fill_(-1.0)
+                received.fill_(-2.0)
+    except RingError as caught:
+        error = caught
+    finally:
+        Connection.post = post
+    wanted = [
+        torch.full((500,), float(10 * step + (rank - stage) % size)) for step in range(4) for stage in range(1, size)
+    ]
+    carrier.close()
+    right = all(torch.equal(value, want) for value, want in zip(values, wanted, strict=False))
+    return {"error": error, "steps": len(values), "right": right, "generation": carrier._generation}
+
+
+def survive(victim: int, name_the_lost: bool) -> dict[str, Any]:
+    """The victim dies; the others regroup, and exchange among themselves, by transport and by torch.distributed."""
+    carrier = Transport(dist.group.WORLD, deadline=20.0)
+    rank, size = carrier.rank, carrier.size
+    carrier.agree(HEADER, what="plan")
+    rendezvous().add(READY, 1)
+    if rank == victim:
+        time.sleep(60)
+    try:
+        carrier.agree(HEADER, what="plan")
+    except RingError as error:
+        lost = [] if error.peer is None or not name_the_lost else [error.peer]
+    carrier.close()
+    start = time.monotonic()
+    ranks, group = regroup(None, rank, size, lost=lost)
+    seconds = time.monotonic() - start
+    carrier = Transport(group, deadline=10.0)
+    for how in ("agree", "exchange", "all_to_all"):
+        communicate(carrier, how, list(range(carrier.size)))
+    total = torch.tensor([rank])
+    dist.all_reduce(total)
+    carrier.close()
+    return {"ranks": ranks, "rank": carrier.rank, "size": dist.get_world_size(), "seconds": seconds, "sum": int(total)}
+
+
+def lose_the_store(port: int) -> Seen:
+    """A group whose rendezvous store is a process's own, which the test kills while the ranks wait for rank 0."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    carrier = Transport(dist.group.WORLD, deadline=20.0)
+    carrier.agree(HEADER, what="plan")
+    rendezvous().add(READY, 1)
+    try:
+        if rank == 0:
+            # computes until long after the store is lost
+            time.sleep(2.0)
+        carrier.agree(HEADER, what="plan")
+    except RingError as error:
+        at = time.time()
+        carrier.close()
+        return Seen(error, at, [thread.name for thread in threading.enumerate()])
+    raise AssertionError("no error")
+
+
+def host_a_store(pipe: Any) -> None:
+    """A process that does nothing but host a store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    time.sleep(60)
+
+
+def come_late(absent: int) -> RingError | None:
+    """One rank never makes its transport."""
+    if dist.get_rank() == absent:
+        return None
+    try:
+        Transport(dist.group.WORLD, opening=1.0).agree(HEADER, what="plan")
+    except RingError as error:
+        return error
+    raise AssertionError("no error")
+
+
+def unequal() -> tuple[int | None, str]:
+    """Rank 0 sends more than rank 1 has room for."""
+    carrier = Transport(dist.group.WORLD, deadline=0.5)
+    peer = 1 - carrier.rank
+    sends, receives = [(peer, torch.zeros(100))], [(peer, torch.zeros(100 - carrier.rank))]
+    try:
+        carrier.exchange(sends, receives, stage=0, what="kv").wait()
+    except RingError as error:
+        carrier.close()
+        return error.peer, error.cause
+    raise AssertionError("no error")
+
+
+def forget() -> tuple[int, list[str]]:
+    """A transport that nobody closes ends with its last reference."""
+    carrier = Transport(dist.group.WORLD)
+    carrier.agree(HEADER, what="plan")
+    alive = threading.active_count()
+    del carrier
+    gc.collect()
+    time.sleep(0.1)
+    return alive, [thread.name for thread in threading.enumerate()]
+
+
+def fork_safety() -> tuple[int, int]:
+    """Threads of the fork server, and of this process after parallel regions of torch's and of the native kernel's."""
+    import psutil
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    a = torch.randn(256, 256)
+    torch.testing.assert_close(a @ a, (a.double() @ a.double()).float(), atol=1e-3, rtol=1e-3)
+    q = torch.randn(1, 4, 512, 32)
+    assert rw.attention(q, q, q, rw.SlidingWindow(64)).isfinite().all()
+    torch.set_num_threads(before)
+    return psutil.Process(os.getppid()).num_threads(), before
+
+
+def leave_open(rank: int, port: int) -> None:
+    """The whole of a process: it ends with its transport open and the watch at work."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    carrier = Transport(dist.group.WORLD)
+    carrier.agree(HEADER, what="plan")
+    globals()["_KEPT"] = carrier
+
+
+def regroup_late(late: int) -> list[int] | str:
+    """One rank comes when the others have gone on."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == late:
+        time.sleep(2.0)
+    try:
+        return regroup(None, rank, size, within=2.0).ranks
+    except RingError as error:
+        return error.cause
+
+
+def regroup_twice() -> list[int]:
+    """All regroup, then all but the last: the second time in the first one's store."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    again = regroup(None, rank, size)
+    assert again.ranks == list(range(size))
+    if rank == size - 1:
+        return []
+    ranks, group = regroup(None, again.group.rank(), size, lost=[size - 1])
+    communicate(Transport(group), "exchange", list(range(size - 1)))
+    return ranks

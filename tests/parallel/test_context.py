@@ -1,0 +1,316 @@
+"""The context itself: shards, errors on all ranks, tables that travel, what it says of itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ringweave as rw
+from ringweave.errors import PatternError, RingError, ShapeError, UnsupportedError
+from ringweave.parallel import ContextParallel, Transport, plot
+from ringweave.parallel.placement import NAMED
+
+from ..cases import PATTERNS
+from ..oracle import Inputs
+from .processes import Pool
+from .spread import alone
+from .threads import run
+
+WINDOW = rw.SlidingWindow(100)
+
+
+@pytest.mark.parametrize("placement", ["auto", *NAMED])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_shards(ranks: int, placement: str) -> None:
+    """Every token is on one rank, at its position; unshard undoes shard, along any dimension."""
+    x = torch.randn(2, 301, 3)
+
+    def job(transport: Transport) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx = ContextParallel(transport, WINDOW, 301, heads=(2, 2), placement=placement)
+        local = ctx.shard(x)
+        assert local.shape == (2, ctx.local, 3)
+        assert ctx.positions.shape == (ctx.local,)
+        assert (ctx.positions.diff() > 0).all()
+        assert (local[:, ctx.positions >= 301] == 0).all()
+        torch.testing.assert_close(ctx.unshard(ctx.shard(x.mT, 2), 2), x.mT)
+        return ctx.positions, local, ctx.unshard(local)
+
+    positions = []
+    for where, local, whole in run(ranks, job):
+        real = where < 301
+        assert torch.equal(local[:, real], x[:, where[real]])
+        assert torch.equal(whole, x)
+        positions.append(where[real])
+    assert torch.equal(torch.cat(positions).sort().values, torch.arange(301))
+
+
+def test_shard_is_differentiable() -> None:
+    x = torch.randn(1, 130, 2, requires_grad=True)
+
+    def job(transport: Transport) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx = ContextParallel(transport, WINDOW, 130, heads=(1, 1))
+        return ctx.positions, torch.autograd.grad(ctx.shard(x).square().sum(), x)[0]
+
+    for where, gradient in run(2, job):
+        expected = torch.zeros_like(x)
+        mine = where[where < 130]
+        expected[:, mine] = 2 * x.detach()[:, mine]
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_alone_it_is_plain_attention() -> None:
+    """One process without a group: the same code, the same bits, nothing moved, and no torch.distributed needed."""
+    x = Inputs.random(300, heads=4, kv_heads=2, dim=8)
+    for pattern in (WINDOW, rw.Causal(), rw.LongNet([64, 128], [1, 4])):
+        ctx = rw.ContextParallel(None, pattern, 300, heads=(4, 2))
+        q, k, v = (ctx.shard(t, 2) for t in (x.q, x.k, x.v))
+        out = ctx.unshard(rw.attention(q, k, v, pattern, context=ctx), 2)
+        assert torch.equal(out, alone(x, pattern)["out"])
+
+
+def test_several_patterns_under_one_placement() -> None:
+    """Window layers and causal layers in turn: the placement suits their sum, and both are exact."""
+    x = Inputs.random(1024, heads=2, dim=8)
+    patterns = [WINDOW, rw.Causal()]
+
+    def job(transport: Transport) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        ctx = ContextParallel(transport, patterns, 1024, heads=(2, 2))
+        q, k, v = (ctx.shard(t, 2) for t in (x.q, x.k, x.v))
+        return [
+            (ctx.positions, rw.attention(q, k, v, pattern, context=ctx)) for pattern in (*patterns, rw.Segments(64))
+        ]
+
+    for result in run(4, job):
+        for (where, out), pattern in zip(result, (*patterns, rw.Segments(64)), strict=True):
+            torch.testing.assert_close(out, alone(x, pattern)["out"][:, :, where])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from([name for name in PATTERNS if name not in ("far_strided",)]),
+    st.sampled_from(list(NAMED)),
+    st.sampled_from(["gather", "ring"]),
+    st.integers(1, 5),
+    st.integers(1, 200),
+)
+def test_no_mask_changes(name: str, placement: str, schedule: str, ranks: int, tokens: int) -> None:
+    """G12: V as one-hot rows shows which keys each query attends; it is the pattern's own relation, on every rank."""
+    pattern = PATTERNS[name](tokens)
+    allowed = pattern.to_dense(tokens, heads=4)[0]
+    values = torch.eye(tokens).expand(1, 4, -1, -1)
+    # the native kernel takes steps of 8 channels
+    values = torch.nn.functional.pad(values, (0, -tokens % 8))
+    q = k = torch.zeros(1, 4, tokens, 8)
+
+    def job(transport: Transport) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx = ContextParallel(transport, pattern, tokens, heads=(4, 4), placement=placement, schedule=schedule)
+        out = rw.attention(*(ctx.shard(x, 2) for x in (q, k, values)), pattern, context=ctx)
+        return ctx.positions, out
+
+    for where, out in run(ranks, job):
+        real = where < tokens
+        assert torch.equal(out[0, :, real, :tokens] > 0, allowed[:, where[real]])
+
+
+DIFFERENT: dict[str, Callable[[int], dict[str, Any]]] = {
+    "plan": lambda rank: {"pattern": WINDOW if rank else rw.Causal()},
+    "batch": lambda rank: {"batch": 2 if rank else 1},
+    "D": lambda rank: {"dim": 16 if rank else 8},
+    "Dv": lambda rank: {"value_dim": 16 if rank else 8},
+    "dtype": lambda rank: {"dtype": torch.bfloat16 if rank else torch.float32},
+    "wire": lambda rank: {"wire": "int8" if rank else "native"},
+}
+
+
+def differing(transport: Any, name: str, schedule: str) -> tuple[str, int]:
+    case = {"pattern": WINDOW, "batch": 1, "dim": 8, "value_dim": 8, "dtype": torch.float32, "wire": "native"}
+    case |= DIFFERENT[name](transport.rank() if callable(transport.rank) else transport.rank)
+    ctx = ContextParallel(transport, WINDOW, 700, heads=(2, 2), wire=case["wire"], schedule=schedule)
+    q, k = (torch.randn(case["batch"], 2, ctx.local, case["dim"], dtype=case["dtype"]) for _ in range(2))
+    v = torch.randn(case["batch"], 2, ctx.local, case["value_dim"], dtype=case["dtype"])
+    with pytest.raises(RingError) as error:
+        rw.attention(q, k, v, case["pattern"], context=ctx)
+    moved = sum(ctx.transport.counters.received) + sum(ctx.transport.counters.sent)
+    return str(error.value), moved
+
+
+@pytest.mark.parametrize("schedule", ["gather", "ring"])
+@pytest.mark.parametrize("name", list(DIFFERENT))
+def test_ranks_that_differ_raise_before_anything_moves(name: str, schedule: str) -> None:
+    for text, moved in run(3, differing, name, schedule):
+        assert re.search(rf"{name} of the call: got .* on ranks 0 to 2; wanted the same on all ranks", text)
+        assert moved == 0
+
+
+def test_processes_that_differ_raise_too(pool2: Pool) -> None:
+    for name in DIFFERENT:
+        for text, moved in pool2.run("tests.parallel.jobs_ring:differing", name):
+            assert f"{name} of the call" in text
+            assert moved == 0
+
+
+def test_ranks_with_different_lengths() -> None:
+    def job(transport: Transport) -> None:
+        tokens = 700 + 100 * transport.rank
+        ctx = ContextParallel(transport, WINDOW, tokens, heads=(1, 1))
+        x = torch.randn(1, 1, ctx.local, 8)
+        with pytest.raises(RingError, match="plan of the call"):
+            rw.attention(x, x, x, WINDOW, context=ctx)
+
+    run(2, job)
+
+
+def test_errors() -> None:
+    def make(**changes: Any) -> ContextParallel:
+        options: dict[str, Any] = {"mesh": None, "pattern": WINDOW, "seq_len": 256, "heads": (2, 2)} | changes
+        return ContextParallel(**options)
+
+    with pytest.raises(UnsupportedError, match="schedule: got 'star'; wanted one of auto, gather, ring"):
+        make(schedule="star")
+    with pytest.raises(UnsupportedError, match="placement: got 'random'; wanted 'auto', a Placement or one of"):
+        make(placement="random")
+    with pytest.raises(ShapeError, match="heads: got \\(3, 2\\)"):
+        make(heads=(3, 2))
+    with pytest.raises(ShapeError, match="seq_len: got 0; wanted at least 1"):
+        make(seq_len=0)
+    with pytest.raises(PatternError, match="pattern: got \\['str'\\]"):
+        make(pattern=["Causal()"])
+    with pytest.raises(PatternError, match="blocks"):
+        make(pattern=rw.random_blocks(512, 0.5))
+    with pytest.raises(PatternError, match="heads = 3"):
+        make(pattern=rw.PerHead([WINDOW] * 3))
+    with pytest.raises(ShapeError, match="placement: got 300 tokens on 1 ranks; wanted 256 on 1"):
+        make(placement=NAMED["contiguous"](300, 1, 128))
+    ctx = make()
+    x = torch.randn(1, 2, 256, 8)
+    with pytest.raises(ShapeError, match=re.escape("q.shape[2]: got 100; wanted 256, this rank's share of 256")):
+        rw.attention(x[:, :, :100], x, x, WINDOW, context=ctx)
+    with pytest.raises(ShapeError, match="q heads: got 1; wanted 2, as the context's"):
+        rw.attention(x[:, :1], x[:, :1], x[:, :1], WINDOW, context=ctx)
+    with pytest.raises(UnsupportedError, match="q_offset: got 3; wanted 0 with a context"):
+        rw.attention(x, x, x, WINDOW, context=ctx, q_offset=3)
+    with pytest.raises(UnsupportedError, match="backend: got 'reference'; wanted 'auto' or one that computes a plan"):
+        rw.attention(x, x, x, WINDOW, context=ctx, backend="reference")
+    with pytest.raises(ShapeError, match=re.escape("x.shape[1]: got 2; wanted 256 tokens")):
+        ctx.shard(x)
+    with pytest.raises(UnsupportedError, match="fallback: got 'guess'"):
+        ctx.replicated(x, x, x, WINDOW, fallback="guess")
+    with pytest.raises(UnsupportedError, match="q, k, v: got inputs that require gradients"):
+        ctx.replicated(x.requires_grad_(), x, x, WINDOW)
+
+
+def test_replicated() -> None:
+    x = Inputs.random(300, heads=2, dim=8)
+
+    def job(transport: Transport) -> torch.Tensor:
+        ctx = ContextParallel(transport, rw.Causal(), 300, heads=(2, 2))
+        return ctx.replicated(x.q, x.k, x.v, rw.Causal())
+
+    for out in run(3, job):
+        assert torch.equal(out, alone(x, rw.Causal())["out"])
+
+
+@pytest.mark.parametrize("heads", [(), (4,), (2, 4)])
+def test_shared_table(heads: tuple[int, ...]) -> None:
+    """Rows that each rank found become the whole table on all of them, and attention with it is exact."""
+    tokens, block = 1000, 64
+    blocks = -(-tokens // block)
+    table = torch.rand(*heads, blocks, blocks) < 0.5
+    x = Inputs.random(tokens, heads=4, batch=2, dim=8)
+
+    def job(transport: Transport) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx = ContextParallel(transport, rw.Causal(), tokens, heads=(4, 4), placement="zigzag")
+        mine = ctx.positions[::block] // block
+        rows = torch.zeros(*heads, len(mine), blocks, dtype=torch.bool)
+        rows[..., mine < blocks, :] = table[..., mine[mine < blocks], :]
+        pending = ctx.share_table(rows, block, version=3)
+        q, k, v = (ctx.shard(t, 2) for t in (x.q, x.k, x.v))
+        # computes while the table travels
+        rw.attention(q, k, v, rw.Causal(), context=ctx)
+        pattern = pending.result()
+        assert torch.equal(pattern.mask, table)
+        return ctx.positions, rw.attention(q, k, v, pattern, context=ctx)
+
+    want = alone(x, rw.BlockTable(table, block))["out"]
+    for where, out in run(4, job):
+        real = where < tokens
+        torch.testing.assert_close(out[:, :, real], want[:, :, where[real]])
+
+
+def test_tables_of_different_versions_are_not_mixed() -> None:
+    def job(transport: Transport) -> None:
+        ctx = ContextParallel(transport, rw.Causal(), 512, heads=(1, 1), placement="contiguous")
+        rows = torch.ones(ctx.local // 128, 4, dtype=torch.bool)
+        with pytest.raises(RingError, match="plan of the call"):
+            ctx.share_table(rows, 128, version=transport.rank)
+
+    run(2, job)
+
+
+def test_table_errors() -> None:
+    ctx = ContextParallel(None, rw.Causal(), 512, heads=(1, 1), placement="contiguous")
+    with pytest.raises(ShapeError, match=r"rows: got torch.bool \(3, 4\); wanted bool \(..., 4, 4\)"):
+        ctx.share_table(torch.ones(3, 4, dtype=torch.bool), 128, version=0)
+    with pytest.raises(ShapeError, match="block_size: got 96 with a contiguous placement of 128 tokens"):
+        ctx.share_table(torch.ones(3, 4, dtype=torch.bool), 96, version=0)
+
+
+def test_explain() -> None:
+    def job(transport: Transport) -> str:
+        ctx = ContextParallel(transport, [WINDOW, rw.Causal()], 4096, heads=(8, 2))
+        assert "4096 tokens" in repr(ctx)
+        return ctx.explain(head_dim=64)
+
+    texts = run(4, job)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(
+        "4,096 tokens on 4 ranks: zigzag placement, 1,024 tokens each\nSlidingWindow(100): gather"
+    )
+    # three other shards of 1,024 tokens, 2 key heads, K and V of 64 channels, 2 bytes
+    assert "a full ring moves 1.5 MiB" in texts[0]
+    assert "together: balance 1.00" in texts[0]
+
+
+def test_trace(tmp_path: Path) -> None:
+    def job(transport: Transport) -> Any:
+        ctx = ContextParallel(transport, WINDOW, 1024, heads=(1, 1), schedule="ring", placement="contiguous")
+        x = torch.randn(1, 1, ctx.local, 8)
+        with ctx.trace() as found:
+            rw.attention(x, x, x, WINDOW, context=ctx)
+        with ctx.trace() as again:
+            pass
+        assert not again.events
+        return found
+
+    traces = run(2, job)
+    assert [event.stage for event in traces[1].events if event.kind == "compute"] == [0, 1]
+    assert [event.kind for event in traces[0].events] == ["compute"]
+    for suffix in ("svg", "png"):
+        assert plot(traces, tmp_path / f"trace.{suffix}").stat().st_size > 1000
+    with pytest.raises(UnsupportedError, match="trace: got no events"):
+        plot([], tmp_path / "none.svg")
+
+
+def test_caches() -> None:
+    """A pattern is planned once; a new table is planned anew."""
+    ctx = ContextParallel(None, WINDOW, 512, heads=(1, 1))
+    assert ctx.planned(WINDOW) is ctx.planned(rw.SlidingWindow(100))
+    first, second = (rw.random_blocks(512, 0.5, seed=seed) for seed in (0, 1))
+    assert ctx.planned(first) is ctx.planned(first)
+    assert ctx.planned(first) is not ctx.planned(second)
+
+
+def test_a_context_that_is_gone() -> None:
+    ctx = ContextParallel(None, WINDOW, 256, heads=(1, 1))
+    x = torch.randn(1, 1, 256, 8, requires_grad=True)
+    out = rw.attention(x, x, x, WINDOW, context=ctx)
+    del ctx
+    # its results keep it alive
+    assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()

@@ -1,0 +1,243 @@
+"""Every failure ends in a RingError on every survivor, in time, that names who is lost."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+import ringweave as rw
+
+from .jobs_failure import READY, Seen
+from .processes import Pool, environment, fresh, server
+
+JOBS = "tests.parallel.jobs_failure"
+REPETITIONS = 20
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Four ranks; who is killed is replaced before the next repetition."""
+    with fresh(4) as pool:
+        yield pool
+
+
+def ready(pool: Pool, count: int) -> None:
+    """Until so many ranks have said that they are about to wait."""
+    until = time.monotonic() + 30
+    while int(pool.store.add(READY, 0)) < count:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    pool.store.set(READY, "0")
+
+
+def survivors(pool: Pool, victim: int, stopped: int | None = None) -> list[Seen]:
+    outcomes = pool.outcomes(30, stopped)
+    assert outcomes[victim].dead
+    for rank, outcome in enumerate(outcomes):
+        assert rank == victim or outcome.error is None, outcome.trace
+    return [outcome.value for rank, outcome in enumerate(outcomes) if rank != victim]
+
+
+@pytest.mark.parametrize("how", ["exchange", "all_to_all", "agree", "compute"])
+def test_a_killed_rank_is_told_by_all_in_time(pool: Pool, how: str) -> None:
+    for repetition in range(REPETITIONS):
+        victim = repetition % 4
+        pool.start(f"{JOBS}:wait_for_the_dead", how, victim, 30.0)
+        ready(pool, 4)
+        killed = pool.kill(victim)
+        found = survivors(pool, victim)
+        for seen in found:
+            # who computes raises at its next communication, 0.4 s after the kill at most
+            assert seen.at - killed < 2.0, (repetition, seen)
+            assert seen.error.peer == victim
+            assert seen.error.rank != victim
+            assert seen.error.step == (2 if how == "agree" or "plan" in seen.error.cause else 1)
+            assert seen.error.stage == (3 if how == "exchange" else seen.error.stage)
+            assert "closed" in seen.error.cause or "reset" in seen.error.cause
+            assert seen.threads == ["MainThread"]
+
+
+def test_who_does_not_talk_to_the_dead_is_told_by_the_flag(pool: Pool) -> None:
+    """Ranks 1 and 2 wait for rank 0 alone: their connections are whole."""
+    pool.start(f"{JOBS}:wait_for_the_dead", "exchange", 3, 30.0, True)
+    ready(pool, 4)
+    killed = pool.kill(3)
+    for seen in survivors(pool, 3):
+        assert seen.at - killed < 2.0
+        assert seen.error.peer == 3
+        assert "rank 0 lost rank 3" in seen.error.cause
+
+
+def test_who_waits_for_who_waits_is_not_blamed(pool: Pool) -> None:
+    """Ranks 1 and 2 wait for rank 0, who waits for the stopped one: all deadlines pass at about the same time."""
+    for _ in range(3):
+        pool.start(f"{JOBS}:wait_for_the_dead", "exchange", 3, 0.5, True)
+        ready(pool, 4)
+        pool.signal(3, signal.SIGSTOP)
+        for seen in survivors(pool, 3, stopped=3):
+            assert seen.error.peer == 3
+            assert "no answer of rank 3 to rank 0" in seen.error.cause
+
+
+@pytest.mark.parametrize("how", ["exchange", "all_to_all", "agree"])
+def test_a_stopped_rank_is_noticed_at_the_deadline(pool: Pool, how: str) -> None:
+    pool.start(f"{JOBS}:wait_for_the_dead", how, 2, 1.0)
+    # stopped before it can have heard of anything
+    ready(pool, 4)
+    stopped = pool.signal(2, signal.SIGSTOP)
+    for seen in survivors(pool, 2, stopped=2):
+        assert 0.9 < seen.at - stopped < 1.0 + 2.0
+        assert seen.error.peer == 2
+        assert "no answer of rank 2" in seen.error.cause
+
+
+def test_a_transport_that_failed_stays_failed(pool: Pool) -> None:
+    texts = pool.run(f"{JOBS}:again_after_an_error", 1)
+    for rank in (0, 2, 3):
+        assert texts[rank] == ["1 2 True", "1 3 True", "1 4 True"]
+    # who was silent is told that the others have given up
+    assert texts[1] == ["1 2 True", "1 3 True", "1 4 True"]
+
+
+@pytest.mark.parametrize("silent", [1, 3])
+def test_a_lost_message_is_repeated(pool: Pool, silent: int) -> None:
+    for result in pool.run(f"{JOBS}:repeat", "kv", silent, 1, 1):
+        assert result["error"] is None
+        assert result["steps"] == 4 * 3
+        assert result["right"]
+        assert result["generation"] == 1
+
+
+def test_repetitions_are_bounded(pool: Pool) -> None:
+    """With more losses than retries every rank raises; what was received before is right."""
+    for result in pool.run(f"{JOBS}:repeat", "kv", 2, 1, 99):
+        assert isinstance(result["error"], rw.RingError)
+        assert result["error"].peer == 2
+        assert result["right"]
+        assert result["generation"] == 1
+
+
+@pytest.mark.parametrize("name_the_lost", [True, False])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_survivors_regroup(pool: Pool, victim: int, name_the_lost: bool) -> None:
+    pool.start(f"{JOBS}:survive", victim, name_the_lost)
+    ready(pool, 4)
+    pool.kill(victim)
+    left = [rank for rank in range(4) if rank != victim]
+    for place, result in enumerate(survivors(pool, victim)):
+        assert result["ranks"] == left
+        assert (result["rank"], result["size"]) == (place, 3)
+        assert result["seconds"] < 3.0
+        assert result["sum"] == sum(left)
+
+
+def test_who_comes_too_late_is_left_out(pool: Pool) -> None:
+    results = pool.run(f"{JOBS}:regroup_late", 1)
+    assert [results[rank] for rank in (0, 2, 3)] == [[0, 2, 3]] * 3
+    assert "came after the others had gone on as [0, 2, 3]" in results[1]
+    pool.reopen()
+
+
+def test_regrouping_twice(pool: Pool) -> None:
+    assert pool.run(f"{JOBS}:regroup_twice") == [[0, 1, 2]] * 3 + [[]]
+    pool.reopen()
+
+
+def test_a_lost_store_is_a_failure(pool: Pool) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    host = server().Process(target=_host, args=(theirs,), daemon=True)
+    host.start()
+    pool.start(f"{JOBS}:lose_the_store", ours.recv())
+    ready(pool, 4)
+    killed = time.time()
+    host.kill()
+    host.join(10)
+    for rank, outcome in enumerate(pool.outcomes(30)):
+        assert outcome.error is None, outcome.trace
+        assert "lost the rendezvous store" in outcome.value.error.cause
+        # rank 0 was computing
+        assert outcome.value.at - killed < (2.0 if rank else 4.0)
+        assert outcome.value.threads == ["MainThread"]
+    pool.reopen()
+
+
+def _host(pipe: object) -> None:
+    from .jobs_failure import host_a_store
+
+    host_a_store(pipe)
+
+
+def test_a_rank_that_never_comes_is_named(pool: Pool) -> None:
+    errors = pool.run(f"{JOBS}:come_late", 1)
+    for rank in (0, 2, 3):
+        assert errors[rank].peer == 1
+        assert "did not come" in errors[rank].cause
+
+
+def test_unequal_buffers_end_at_the_deadline(pool2: Pool) -> None:
+    """Gloo would abort the process."""
+    for peer, cause in pool2.run(f"{JOBS}:unequal"):
+        assert peer in (0, 1)
+        assert "no answer" in cause
+
+
+def test_a_forgotten_transport_ends(pool2: Pool) -> None:
+    for alive, names in pool2.run(f"{JOBS}:forget"):
+        assert alive == 2
+        assert names == ["MainThread"]
+
+
+def test_an_open_transport_does_not_keep_the_interpreter_alive() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    code = f"from {JOBS} import leave_open; leave_open({{}}, {store.port})"
+    commands = [[sys.executable, "-c", code.format(rank)] for rank in (0, 1)]
+    processes = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) for command in commands
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == 0, errors
+            assert "Traceback" not in errors
+            assert "terminate" not in errors
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_workers_are_forked_from_one_thread(pool2: Pool) -> None:
+    """What the native kernels' thread pools need: nothing may run in parallel before the fork."""
+    for threads, default in pool2.run(f"{JOBS}:fork_safety"):
+        assert threads == 1
+        assert default == 1
+
+
+def test_no_process_is_left() -> None:
+    psutil = pytest.importorskip("psutil")
+    with fresh(2) as pool:
+        pool.run(f"{JOBS}:forget")
+        pids = pool.pids
+        assert all(psutil.pid_exists(pid) for pid in pids)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_ring_error_tells_and_pickles() -> None:
+    error = rw.RingError(1, 3, 2, 7, "rank 1 lost rank 3 in kv (connection closed)")
+    assert str(error) == (
+        "rank 1, step 7, stage 2: got rank 1 lost rank 3 in kv (connection closed); wanted an answer of every rank. "
+        "The shard of rank 3 cannot be reached: regroup the survivors and shard again, or restart."
+    )
+    again = pickle.loads(pickle.dumps(error))
+    assert vars(again) == vars(error)
+    assert str(again) == str(error)
+    assert isinstance(error, rw.RingweaveError)
+    assert isinstance(error, RuntimeError)
+    assert "a peer" in str(rw.RingError(0, None, None, 0, "x"))

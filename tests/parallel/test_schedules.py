@@ -1,0 +1,121 @@
+"""Both schedules against the float64 oracle and against one device, on 1 to 8 ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.ops import cpu
+
+from ..cases import MIXTURES, PATTERNS
+from ..oracle import NAMES, Inputs, errors, exact, rounding
+from .spread import alone, joined, spread
+
+EVERYTHING = PATTERNS | MIXTURES
+#: (ranks, placement, ranks per node)
+GATHERED = [(2, "contiguous", None), (4, "zigzag", None), (8, "striped", None), (4, "residue", None), (8, "zigzag", 4)]
+AROUND = [(2, "contiguous", None), (4, "zigzag", None), (8, "striped", None), (4, "residue", None), (3, "auto", None)]
+
+
+def as_exact_as_one_device(x: Inputs, pattern: rw.Pattern, got: dict[str, torch.Tensor]) -> None:
+    """Twice one device's own error at most, with a floor at what rounding alone may cost."""
+    counts = pattern.to_dense(x.q.shape[2], heads=x.q.shape[1], batch=x.q.shape[0])
+    want = exact(x, counts)
+    one, many = errors(alone(x, pattern), want), errors(got, want)
+    floor = rounding(x, counts, want)
+    for name in NAMES:
+        bound = 1e-10 if x.q.dtype == torch.float64 else max(2 * one[name], floor[name])
+        assert many[name] <= bound, f"{name}: error {many[name]:.2e}, one device's {one[name]:.2e}"
+
+
+@pytest.mark.parametrize("name", list(EVERYTHING))
+@pytest.mark.parametrize(
+    ("schedule", "place"), [*(("gather", place) for place in GATHERED), *(("ring", place) for place in AROUND)]
+)
+def test_every_pattern(name: str, schedule: str, place: tuple[int, str, int | None], poisoned: None) -> None:
+    ranks, placement, per_node = place
+    x = Inputs.random(333, heads=4, kv_heads=2, batch=2, dim=8)
+    pattern = EVERYTHING[name](333)
+    options = {"schedule": schedule, "placement": placement}
+    if placement == "residue" and name in ("longnet_partitioned", "table"):
+        options["placement"] = "striped"
+    as_exact_as_one_device(x, pattern, joined(spread(ranks, x, pattern, per_node, **options), 333))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("tokens", [1, 17, 130, 1100])
+@pytest.mark.parametrize("name", ["causal", "sinks", "per_head", "longnet_causal", "global"])
+@pytest.mark.parametrize("schedule", ["gather", "ring"])
+def test_lengths_and_types(schedule: str, name: str, tokens: int, dtype: torch.dtype, poisoned: None) -> None:
+    """Also ranks that hold nothing but padding."""
+    x = Inputs.random(tokens, heads=4, kv_heads=1, dim=8, value_dim=16, dtype=dtype)
+    pattern = EVERYTHING[name](tokens)
+    as_exact_as_one_device(x, pattern, joined(spread(4, x, pattern, schedule=schedule), tokens))
+
+
+BITWISE = {
+    "window": lambda n: rw.SlidingWindow(300),
+    "documents": PATTERNS["documents"],
+    "bigbird": lambda n: rw.bigbird(n, window=200, global_tokens=64, random=2),
+    "longnet": lambda n: rw.LongNet([256, 1024], [1, 4]),
+    "random table": lambda n: rw.random_blocks(n, 0.3, block_size=64),
+    "causal": lambda n: rw.Causal(),
+    "window and dilated": PATTERNS["window_and_dilated"],
+}
+
+
+@pytest.mark.skipif(
+    cpu.module() is None, reason="batched products of another shape round differently: native kernel only"
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(BITWISE))
+def test_forward_bits(name: str, dtype: torch.dtype, poisoned: None) -> None:
+    """On 1, 2, 4 and 8 ranks, and on one device without a context; whatever the placement. Backward: run to run."""
+    x = Inputs.random(2500, heads=4, kv_heads=2, dim=16, dtype=dtype)
+    pattern = BITWISE[name](2500)
+    one = alone(x, pattern)
+    for ranks, placement, per_node in [
+        (1, "auto", None),
+        (2, "auto", None),
+        (4, "zigzag", None),
+        (8, "auto", None),
+        (4, "striped", 2),
+    ]:
+        runs = [
+            joined(spread(ranks, x, pattern, per_node, schedule="gather", placement=placement), 2500) for _ in range(2)
+        ]
+        for result in ("out", "lse"):
+            assert torch.equal(runs[0][result], one[result]), f"{result} on {ranks} ranks, {placement}"
+        for result in NAMES:
+            assert torch.equal(runs[0][result], runs[1][result]), f"{result} from run to run"
+
+
+def test_queries_move_to_many_keys(poisoned: None) -> None:
+    """Global rows: the ring lets the holders of keys compute for them; bytes fall, results stay."""
+    x = Inputs.random(4096, heads=2, dim=16)
+    pattern = rw.SlidingWindow(256) | rw.Global(128)
+    around = spread(4, x, pattern, schedule="ring", placement="contiguous")
+    gathered = spread(4, x, pattern, schedule="gather", placement="contiguous")
+    as_exact_as_one_device(x, pattern, joined(around, 4096))
+    assert max(sum(share.received) for share in around) < 0.7 * max(sum(share.received) for share in gathered)
+
+
+def test_backward_without_slopes_of_one_result() -> None:
+    """A rank whose loss does not depend on out, or on lse, still gives the others their gradients."""
+    x = Inputs.random(200, heads=2, dim=8)
+    x.dout.zero_()
+    pattern = rw.Causal()
+    got = joined(spread(2, x, pattern), 200)
+    as_exact_as_one_device(x, pattern, got)
+
+
+def test_no_view_holds_a_token(poisoned: None) -> None:
+    """A mixture whose offset lies past the end computes nothing, anywhere."""
+    x = Inputs.random(3, heads=2, dim=8)
+    pattern = rw.LongNet([64], [8], offset=7)
+    for schedule in ("gather", "ring"):
+        got = joined(spread(2, x, pattern, schedule=schedule), 3)
+        assert (got["out"] == 0).all()
+        assert torch.isneginf(got["lse"]).all()
+        assert all((got[name] == 0).all() for name in ("dq", "dk", "dv"))
