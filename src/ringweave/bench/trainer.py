@@ -164,8 +164,9 @@ def command(script: Path, processes: int, *options: object, restarts: int = 0) -
     """The command line of the trainer, through torchrun if there are several processes."""
     launch: Sequence[object] = ()
     if processes > 1:
-        launch = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
-        launch = (*launch, f"--max-restarts={restarts}")
+        # on this machine's loopback, whatever its name resolves to
+        launch = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
+        launch = (*launch, f"--nproc-per-node={processes}", f"--max-restarts={restarts}")
     return [sys.executable, *map(str, (*launch, script, *options))]
 
 
