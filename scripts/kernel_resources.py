@@ -33,11 +33,12 @@ DIMS = (64, 128)
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for: a plan's tile, query heads that share keys and lists, queries of a tile."""
+    """What a kernel is compiled for: a plan's tile, heads that share keys and lists, its queries, tiles in a row."""
 
     tile: tuple[int, int] = (128, 128)
     heads: int = 1
     queries: int = 0
+    tiles: int = 1
     split: bool = False
     described: bool = False
     specialised: bool = False
@@ -46,16 +47,23 @@ class Shape:
         said = [f"{self.tile[0]} x {self.tile[1]}"]
         said += [f"{self.heads} heads"] * (self.heads > 1)
         said += [f"{self.queries} query"] * (self.queries == 1)
+        said += [f"{self.tiles} tiles"] * (self.tiles > 1)
         said += ["split"] * self.split + ["described"] * self.described + ["specialised"] * self.specialised
         return ", ".join(said)
 
 
 WIDE, NARROW = Shape(), Shape((64, 64))
 SHAPES = {
-    "forward": (WIDE, NARROW, Shape((64, 64), heads=4), Shape((16, 128), heads=8, queries=1, split=True)),
+    "forward": (
+        WIDE,
+        NARROW,
+        Shape((64, 64), heads=4),
+        Shape((64, 64), tiles=2),
+        Shape((16, 128), heads=8, queries=1, split=True),
+    ),
     "join": (WIDE,),
     "delta": (WIDE,),
-    "backward_q": (WIDE, NARROW, Shape((64, 64), heads=4)),
+    "backward_q": (WIDE, NARROW, Shape((64, 64), heads=4), Shape((64, 64), tiles=2)),
     "backward_kv": (WIDE, NARROW),
 }
 # what a kernel streams, and loads by descriptors where a device has them
@@ -157,7 +165,7 @@ def compile_kernel(
     value_dim = dim if value_dim is None else value_dim
     target = TARGETS[name]
     function = getattr(kernels, kernel)
-    tile, height = shape.tile, min(shape.tile[0], shape.queries or shape.tile[0])
+    tile, height = shape.tile, (shape.queries or shape.tile[0]) * shape.tiles
     blocks, packing = Blocks(64, 64, 4, 1), Packing(1, 64, 2)
     if kernel in STREAMED:
         blocks = _blocks(kernel, dim, value_dim, 4 if dtype == "fp32" else 2, shape, name)
@@ -165,8 +173,9 @@ def compile_kernel(
         packing = Packing.of(blocks.m, height, shape.heads)
     constants = {
         "D": dim, "DV": value_dim, "PAD_D": padded(dim), "PAD_DV": padded(value_dim), "DIM": dim, "PADDED": padded(dim),
-        "Q_TILE": tile[0], "KV_TILE": tile[1], "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK": 16, "TILES": 1,
+        "Q_TILE": tile[0], "KV_TILE": tile[1], "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK": 16,
         "HEADS": packing.heads, "ROWS": packing.rows, "PARTS": packing.parts, "SPAN": tile[0], "SPLIT": shape.split,
+        "TILES": shape.tiles,
         "MASKED": not shape.specialised, "FOLDED": True, "SLOPED": True, "WIDE": False, "WEIGHTED": True,
         "RAGGED": True, "DESCRIBED": shape.described, "SPECIALISED": shape.specialised,
         "RESIDENT": False, "STAGES": blocks.stages, "PRECISION": "ieee",
@@ -211,7 +220,7 @@ def compile_kernel(
 
 
 def _blocks(kernel: str, dim: int, value_dim: int, itemsize: int, shape: Shape, name: str) -> Blocks:
-    rows = min(shape.tile[0], shape.queries or shape.tile[0]) * shape.heads
+    rows = (shape.queries or shape.tile[0]) * shape.heads * shape.tiles
     tile = (shape.tile[0] if kernel == "backward_kv" else max(16, rows), shape.tile[1])
     return choose(kernel, dim, value_dim, itemsize, tile, TARGETS[name].device)
 

@@ -84,10 +84,10 @@ def test_blocks_of_half_a_word(poisoned: None) -> None:
     conforms(Inputs.random(70, heads=1, dim=256), EVERYTHING["sinks"](70), "triton")
 
 
-def cut(x: Inputs, pattern: Pattern, kernel: str = "forward") -> tuple[Packing, schedule.Queue]:
+def cut(x: Inputs, pattern: Pattern, kernel: str = "forward") -> launch.Cut:
     """How the launch code cuts the rows of a pattern of one branch."""
     (branch,) = branches(pattern, x.q.shape[2], x.k.shape[2], heads=x.q.shape[1], batch=x.q.shape[0])
-    return launch.rows(kernel, x.q, x.k, x.v, branch.plan())[1:]
+    return launch.cut(kernel, x.q, x.k, x.v, branch.plan())
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "packed"), [(8, 2, 4), (3, 1, 4), (5, 1, 4), (4, 4, 1)])
@@ -95,7 +95,7 @@ def test_grouped_queries_of_short_tiles_share_a_program(heads: int, kv_heads: in
     x = Inputs.random(90, heads=heads, kv_heads=kv_heads, dtype=torch.float16)
     pattern = rw.random_blocks(90, 0.6, block_size=32)
     for kernel in ("forward", "backward_q"):
-        assert cut(x, pattern, kernel)[0] == Packing(packed, 32, 1)
+        assert cut(x, pattern, kernel).packing == Packing(packed, 32, 1)
     conforms(x, pattern, "triton")
 
 
@@ -103,10 +103,27 @@ def test_heads_of_their_own_lists_share_no_program(poisoned: None) -> None:
     x = Inputs.random(90, heads=4, kv_heads=2)
     apart = rw.random_blocks(90, 0.6, block_size=32, heads=4)
     together = rw.PerHead([rw.Causal(), rw.Causal(), rw.SlidingWindow(9), rw.SlidingWindow(9)]) & rw.Segments(30)
-    assert cut(x, apart)[0].heads == 1
-    assert cut(Inputs.random(20, heads=4, kv_heads=2), together)[0].heads == 2
-    assert cut(Inputs.random(20, heads=4, kv_heads=1), together)[0].heads == 1
+    assert cut(x, apart).packing.heads == 1
+    assert cut(Inputs.random(20, heads=4, kv_heads=2), together).packing.heads == 2
+    assert cut(Inputs.random(20, heads=4, kv_heads=1), together).packing.heads == 1
     conforms(Inputs.random(20, heads=4, kv_heads=2, batch=2), together, "triton")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_neighbouring_tiles_of_64_share_a_program(masked: bool, poisoned: None) -> None:
+    """Lists of pairs that agree but for a few tiles, an odd tile at the end, rows of their own per head."""
+    table = torch.rand(1, 2, 3, 5, generator=torch.Generator().manual_seed(1)) < 0.6
+    table = table.repeat_interleave(2, 2)[:, :, :5]
+    table[:, 0, 1, 0], table[:, :, 4, 1] = True, True
+    pattern: Pattern = rw.BlockTable(table, 64)
+    pattern = pattern & ~rw.Periodic(1000, 70, 90) if masked else pattern
+    x = Inputs.random(300, heads=2, dtype=torch.float16)
+    for kernel in ("forward", "backward_q"):
+        lists, blocks, packing, _ = cut(x, pattern, kernel)
+        assert (lists.tiles, blocks.m, packing) == (2, 128, Packing(1, 128, 1))
+    conforms(x, pattern, "triton")
+    apart = rw.BlockTable(torch.eye(5, dtype=torch.bool), 64)
+    assert cut(x, apart).lists.tiles == 1
 
 
 @pytest.fixture
@@ -120,7 +137,7 @@ def test_few_queries_over_split_keys(nq: int, heads: int, kv_heads: int, eager: 
     x = Inputs.random(nq, 700, heads=heads, kv_heads=kv_heads, batch=1, dtype=torch.float16, value_dim=24)
     pattern = rw.SlidingWindow(400) & rw.Causal() | rw.Sinks(3)
     conforms(x, pattern, "triton", q_offset=700 - nq)
-    packing, queue = cut(x, rw.Full())
+    _, _, packing, queue = cut(x, rw.Full())
     assert packing.heads == min(heads // kv_heads, 8) if heads != 6 else packing.heads == 4
     assert queue.splits is not None
     assert queue.slots > queue.splits.shape[0]
@@ -139,7 +156,7 @@ def test_split_tables(eager: None, poisoned: None) -> None:
     pattern = rw.BlockTable(mask, 32)
     x = Inputs.random(150, heads=4, kv_heads=1, batch=2, dtype=torch.float16)
     (branch,) = branches(pattern, 150, 150, heads=4, batch=2)
-    assert cut(x, pattern)[1].splits is not None
+    assert cut(x, pattern).queue.splits is not None
     assert schedule.column_queue(branch.plan(), 4, 1, 8).splits is not None
     conforms(x, pattern, "triton")
 

@@ -230,3 +230,12 @@ def test_warps_that_load(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "choose", specialised)
     x = Inputs.random(tokens, heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16)
     agrees(x, rw.random_blocks(tokens, 0.4, block_size=128))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_neighbouring_tiles_of_64_share_a_program(dtype: str) -> None:
+    x = Inputs.random(1000, heads=4, dim=128, dtype=DTYPES[dtype])
+    table = torch.rand(1, 4, 8, 16, generator=torch.Generator().manual_seed(1)) < 0.4
+    pattern = rw.BlockTable(table.repeat_interleave(2, 2), 64)
+    agrees(x, pattern)
+    agrees(x, pattern & rw.Causal())
