@@ -267,6 +267,8 @@ def variants() -> Iterator[Resources]:
         yield compile_kernel(kernel, 24, "sm_90", Shape((32, 32), split=True), value_dim=40, **ones)
         yield compile_kernel(kernel, 16, "sm_90", Shape((16, 128), heads=2), "fp16")
         yield compile_kernel(kernel, 256, "sm_80", dtype="fp32")
+        yield compile_kernel(kernel, 64, "sm_90", RESIDENT=True, ratio=1)
+        yield compile_kernel(kernel, 80, "sm_90", Shape(described=True), MASKED=False, RAGGED=False, nq=1)
     yield compile_kernel("delta", 24, "sm_90", dtype="fp32", SLOPED=False, **ones)
     yield compile_kernel("join", 24, "sm_90", dtype="fp16", WEIGHTED=False, **ones)
 

@@ -227,6 +227,27 @@ def test_strides() -> None:
     assert torch.equal(rw.attention(channels_first, k, v, rw.Causal(), backend="triton"), want.out)
 
 
+def test_addresses_of_more_than_32_bits() -> None:
+    """Tokens that lie 2**25 elements apart, in memory of which all but these pages are never touched."""
+    step = 2**25
+    far = torch.empty(63 * step + 16, dtype=torch.float16).as_strided((1, 1, 64, 16), (1, 1, step, 1))
+    x = Inputs.random(64, heads=1, dtype=torch.float16)
+    far.copy_(x.k)
+    near = [x.q, x.k.clone(), x.v]
+    for leaf in (*near, far):
+        leaf.requires_grad_()
+    want = rw.attention(*near, rw.Causal(), backend="triton")
+    got = rw.attention(x.q, far, x.v, rw.Causal(), backend="triton")
+    assert torch.equal(got, want)
+    assert torch.equal(
+        rw.attention(far, near[1], x.v, rw.Causal(), backend="triton"),
+        rw.attention(near[1], near[1], x.v, rw.Causal(), backend="triton"),
+    )
+    wanted = torch.autograd.grad(want, near, x.dout)
+    for of, to in zip(torch.autograd.grad(got, (x.q, far, x.v), x.dout), wanted, strict=True):
+        assert torch.equal(of, to)
+
+
 def test_gradient_strides() -> None:
     q, k, v = (torch.randn(1, 2, 70, 16, requires_grad=True) for _ in range(3))
     dout = torch.randn(1, 70, 2, 16).transpose(1, 2)

@@ -239,3 +239,32 @@ def test_neighbouring_tiles_of_64_share_a_program(dtype: str) -> None:
     pattern = rw.BlockTable(table.repeat_interleave(2, 2), 64)
     agrees(x, pattern)
     agrees(x, pattern & rw.Causal())
+
+
+@pytest.mark.parametrize("name", ["sinks", "global", "table_per_head"])
+def test_forward_and_backward_in_a_graph(name: str) -> None:
+    """Once plans, queues and kernels are there, a call reads nothing from the device: it can be captured."""
+    x = Inputs.random(3000, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16).to(DEVICE)
+    pattern = EVERYTHING[name](3000)
+    leaves = x.leaves()
+
+    def both() -> tuple[torch.Tensor, ...]:
+        out = rw.attention(*leaves, pattern, backend="triton")
+        return out.detach(), *torch.autograd.grad(out, leaves, x.dout)
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            want = both()
+    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = both()
+    for part in got:
+        part.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    for found, wanted in zip(got, want, strict=True):
+        assert torch.equal(found, wanted)

@@ -160,7 +160,9 @@ def cut(kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Cut:
 def _describable(*tensors: Tensor) -> bool:
     """Whether descriptors can say where tensors lie: from 16 bytes to 16 bytes, nothing broadcast."""
     return all(
-        x.data_ptr() % 16 == 0 and all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
+        x.data_ptr() % 16 == 0
+        and x.stride(3) == 1
+        and all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
         for x in tensors
     )
 
