@@ -145,9 +145,9 @@ def cut(kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Cut:
     ratio = q.shape[1] // k.shape[1]
     members = _power(ratio) if schedule.shared(plan, ratio) else 1
     height = min(plan.q_tile, _power(q.shape[2]))
-    of = functools.partial(choose, kernel, q.shape[3], v.shape[3], q.element_size(), device=device)
-    blocks, lists = of((max(16, height * members), plan.kv_tile)), single(plan)
-    wide = of((2 * plan.q_tile, plan.kv_tile))
+    of = functools.partial(choose, kernel, q.shape[3], v.shape[3], q.element_size())
+    blocks, lists = of((max(16, height * members), plan.kv_tile), device), single(plan)
+    wide = of((2 * plan.q_tile, plan.kv_tile), device)
     if members == 1 and blocks.m == plan.q_tile == 64 and wide.m == 128 and plan.q_tiles > 1:
         pairs = paired(plan)
         if pairs is not None:
