@@ -40,7 +40,8 @@ def in_a_process(command: list[str], cache: Path, **environment: str) -> str:
 
 @needs_triton
 def test_conformance_in_the_interpreter(tmp_path: Path) -> None:
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all", "tests/ops/interpreted.py"]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all"]
+    command += ["tests/ops/interpreted.py", "tests/ops/interpreted_cuts.py"]
     in_a_process(command, tmp_path, TRITON_INTERPRET="1")
 
 
