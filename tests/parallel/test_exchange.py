@@ -95,7 +95,7 @@ def test_a_node_receives_each_tile_once(name: str) -> None:
     shares = spread(8, x, pattern, 4, schedule="gather", placement="zigzag")
     ctx = run(8, lambda t: ContextParallel(t, pattern, 1000, heads=(4, 2), placement="zigzag"))[0]
     union = 0
-    for demand in ctx.demands(pattern):
+    for demand in ctx.plans.demands(pattern):
         run_tile = np.arange(len(demand.owner)) // demand.runs_per_tile
         for kind, need in zip(demand.kinds, demand.needs, strict=True):
             for node in (0, 1):
@@ -125,7 +125,7 @@ def test_simulated_bytes_are_the_real_ones(name: str, ranks: int) -> None:
             return sum(transport.counters.received), ctx
 
         found = run(ranks, job)
-        demands = found[0][1].demands(pattern)
+        demands = found[0][1].plans.demands(pattern)
         load = Load.of(demands, widths, queries=schedule == "ring")
         assert load.received.tolist() == [received for received, _ in found]
         if schedule == "ring":

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import PatternError, RingError, ShapeError, UnsupportedError, message
 from ..ops.dispatch import BACKENDS, names, run_forward
 from ..patterns import Pattern, check_extents
-from ..plan import branches
-from ..plan.cache import table_keys
 from . import wire as wires
 from .call import Call
-from .choice import choose
-from .cost import Load, Widths
-from .cover import Moves, cover
-from .demand import Demand
-from .gather import Gather
+from .cost import Widths
 from .mesh import group_of
 from .operators import register, ring_attention_op
-from .placement import NAMED, Placement, block_for
+from .placement import NAMED, Placement
+from .plans import SCHEDULES, Plans, place
 from .report import explanation
-from .ring import Ring
 from .tables import PendingTable, share
 from .trace import Trace
 from .transport import Transport
@@ -37,13 +28,6 @@ from .wire import WireStatistics
 
 if TYPE_CHECKING:
     from .mesh import DeviceMesh, ProcessGroup
-
-_MAX_SCHEDULES = 64
-SCHEDULES = ("auto", "gather", "ring")
-# auto goes around the ring where a rank would receive more than this many shards of keys ...
-_MOST_SHARDS = 2
-# ... or where the ring, in which queries may move instead, receives less than this part
-_WORTH_IT = 0.5
 
 
 class ContextParallel:
@@ -107,6 +91,7 @@ class ContextParallel:
             "deadline": deadline, "retries": retries,
         }  # fmt: skip
         self._check_made()
+        #: ranks of a node, where the mesh has two levels
         self._per_node: int | None = None
         if isinstance(mesh, Transport):
             self._open(mesh)
@@ -118,13 +103,13 @@ class ContextParallel:
         self._open(Transport(group, deadline=deadline, retries=retries))
 
     def _check_made(self) -> None:
-        schedule, place = self._options["schedule"], self._options["placement"]
+        schedule, asked = self._options["schedule"], self._options["placement"]
         if schedule not in SCHEDULES:
             wanted = f"one of {', '.join(SCHEDULES)}"
             raise UnsupportedError(message("schedule", repr(schedule), wanted, "Use 'auto'."))
-        if not isinstance(place, Placement) and place != "auto" and place not in NAMED:
+        if not isinstance(asked, Placement) and asked != "auto" and asked not in NAMED:
             wanted = f"'auto', a Placement or one of {', '.join(NAMED)}"
-            raise UnsupportedError(message("placement", repr(place), wanted, "Use 'auto'."))
+            raise UnsupportedError(message("placement", repr(asked), wanted, "Use 'auto'."))
         wires.code(str(self._options["wire"]))
         if self.seq_len < 1:
             raise ShapeError(message("seq_len", self.seq_len, "at least 1", "Pass the whole sequence's length."))
@@ -141,28 +126,15 @@ class ContextParallel:
         self.transport = transport
         form = wires.code(str(self._options["wire"]))
         self.call = Call(transport, form, self._options["tolerance"])
-        self.placement = self._place()
+        asked = self._options["placement"]
+        self.placement = place(asked, self.patterns, self.seq_len, self.heads, transport.size)
         #: (local,) int64, the global positions of this rank's tokens; padding is at and after ``seq_len``
         self.positions = torch.from_numpy(self.placement.positions(transport.rank))
         self._held = self.placement.held(transport.rank)
-        self._schedules: OrderedDict[Hashable, tuple[Gather | Ring, tuple[Tensor, ...]]] = OrderedDict()
+        schedule = str(self._options["schedule"])
+        self.plans = Plans(self.placement, self.heads, transport.rank, schedule, self._per_node)
         self._lock = threading.RLock()
         self._number = register(self)
-
-    def _place(self) -> Placement:
-        asked, ranks = self._options["placement"], self.transport.size
-        if isinstance(asked, Placement):
-            if (asked.tokens, asked.ranks) != (self.seq_len, ranks):
-                got, wanted = f"{asked.tokens} tokens on {asked.ranks} ranks", f"{self.seq_len} on {ranks}"
-                raise ShapeError(message("placement", got, wanted, "Make it for this context."))
-            return asked
-        calls = [branches(p, self.seq_len, self.seq_len, heads=self.heads[0]) for p in self.patterns]
-        sides = [branch.tile[0] for call in calls for branch in call if branch.rate == 1]
-        block = block_for(self.seq_len, ranks, min(sides, default=128))
-        calls = [call for call in calls if call]
-        if asked == "auto" and calls:
-            return choose(calls, self.seq_len, ranks, block, self.heads[0] // self.heads[1]).placement
-        return NAMED["contiguous" if asked == "auto" else str(asked)](self.seq_len, ranks, block)
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
@@ -295,7 +267,7 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """What the operator runs: (out, lse, received, relayed, formats by hop and rank, flat)."""
         with self._lock:
-            planned = self.planned(pattern, q.shape[0])
+            planned = self.plans.of(pattern, q.shape[0])
             out, lse, received, forms = planned.forward(self.call, q, k, v, scale, backend)
         kept = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
         # a compiled graph relies on the shapes and strides that the fake operator tells
@@ -317,57 +289,11 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What the operator's gradient runs: (dq, dk, dv)."""
         with self._lock:
-            planned = self.planned(pattern, q.shape[0])
+            planned = self.plans.of(pattern, q.shape[0])
             forms = kept[2].view(-1, self.size)
             return planned.backward(self.call, dout, dlse, q, k, v, out, lse, kept[:2], forms, scale, backend)
 
-    # ---- plans -------------------------------------------------------------------------------------------------------
-
-    def planned(self, pattern: Pattern, batch: int = 1) -> Gather | Ring:
-        """What this rank does for a pattern, cached by the pattern's value."""
-        tables = pattern.tables
-        key = (pattern.spec, table_keys(tables), batch)
-        found = self._schedules.get(key)
-        if found is None:
-            demands = self.demands(pattern, batch)
-            ratio = self.heads[0] // self.heads[1]
-            made: Gather | Ring
-            if self.schedule_of(pattern) == "ring":
-                moves = [_moves(demand) for demand in demands]
-                digest = _digest(self.placement, demands, [x for move in moves for x in move])
-                made = Ring.of(demands, moves, self.placement, self.rank, ratio, digest)
-            else:
-                made = Gather.of(
-                    demands, self.placement, self.rank, ratio, _digest(self.placement, demands, []), self._per_node
-                )
-            # with the tables, so that an address in the key cannot be given to another
-            found = made, tables
-            self._schedules[key] = found
-            if len(self._schedules) > _MAX_SCHEDULES:
-                self._schedules.popitem(last=False)
-        return found[0]
-
-    def demands(self, pattern: Pattern, batch: int = 1) -> list[Demand]:
-        """What the ranks need of each other for a pattern, per branch."""
-        split = branches(pattern, self.seq_len, self.seq_len, heads=self.heads[0], batch=batch)
-        return [Demand.of(branch, self.placement, self.heads[0] // self.heads[1]) for branch in split]
-
-    def schedule_of(self, pattern: Pattern) -> str:
-        """``"gather"`` or ``"ring"``: how a pattern is computed."""
-        asked = str(self._options["schedule"])
-        if asked != "auto":
-            return asked
-        demands = self.demands(pattern, pattern.extents()[0] or 1)
-        if self.size == 1 or self._per_node is not None or not demands:
-            return "gather"
-        # keys that are received, per key head and batch element
-        received = sum(demand.tokens_moved().sum(1) for demand in demands)
-        shard = self.local * self.heads[1] * demands[0].branch.batch
-        if received.max() > _MOST_SHARDS * shard:
-            return "ring"
-        widths = Widths()
-        around = Load.of(demands, widths).received.max()
-        return "ring" if around < _WORTH_IT * received.max() * widths.bytes_of_key else "gather"
+    # ---- other ranks, other tables -----------------------------------------------------------------------------------
 
     def rebuild(self, mesh: DeviceMesh | ProcessGroup | None) -> ContextParallel:
         """The same context on other ranks, such as the survivors of a failure; the caller shards its inputs again.
@@ -453,21 +379,3 @@ class ContextParallel:
         if x.shape[dim] != self.local:
             wanted = f"{self.local}, this rank's share of {self.seq_len}"
             raise ShapeError(message(f"{name}.shape[{dim}]", x.shape[dim], wanted, "Take it with ctx.shard(x, dim)."))
-
-
-def _moves(demand: Demand) -> tuple[Moves, ...]:
-    widths = Widths()
-    return cover(demand, widths.bytes_of_key * demand.tile, widths.bytes_of_query * demand.tile)
-
-
-def _digest(placement: Placement, demands: Sequence[Demand], moves: Sequence[Moves]) -> int:
-    found = hashlib.blake2b(placement.digest_text().encode(), digest_size=8)
-    for demand in demands:
-        plan = demand.plan
-        found.update(repr((demand.branch.heads, demand.branch.rate, demand.branch.k_first)).encode())
-        for tensor in (plan.row_ptr, plan.col, plan.bits, plan.masks, plan.group):
-            found.update(tensor.contiguous().numpy().data)
-    for move in moves:
-        found.update(np.packbits(move.keys).data)
-        found.update(np.packbits(move.queries).data)
-    return int.from_bytes(found.digest(), "little") >> 1

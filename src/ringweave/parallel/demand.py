@@ -98,6 +98,16 @@ class Demand:
         starts = np.arange(len(self.owner), dtype=np.int64) * self.run
         return np.minimum(self.branch.nk - starts, self.run)
 
+    def shard_places(self, runs: Bools | Int64) -> Int64:
+        """Where the tokens of some runs lie in their ranks' shards."""
+        return run_places(self.slot[runs], self.lengths[runs], self.stride)
+
+    def buffer_places(self, runs: Bools | Int64, tile_at: Int64) -> Int64:
+        """Where they lie in a buffer of tiles, whose places ``tile_at`` gives."""
+        number = np.arange(len(self.owner))[runs]
+        first = tile_at[number // self.runs_per_tile] * self.tile + number % self.runs_per_tile * self.run
+        return run_places(first, self.lengths[runs], 1)
+
     @cached_property
     def holds(self) -> tuple[Int64, Int64, Int64]:
         """(tile, rank, tokens) of every rank that holds tokens of a tile, by tile and rank."""
@@ -215,6 +225,13 @@ class Demand:
         """Of each of ``holds``, the part of the tile."""
         rows, _, tokens = self.holds
         return tokens / np.minimum(self.branch.nq - rows * self.tile, self.tile)
+
+
+def run_places(first: Int64, lengths: Int64, stride: int) -> Int64:
+    """The places of runs, one after the other."""
+    which = np.repeat(np.arange(len(first)), lengths)
+    inside = np.arange(len(which)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return first[which] + inside * stride
 
 
 def _kinds(branch: Branch, plan: BlockPlan, ratio: int) -> tuple[Kind, ...]:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .cover import Moves
-from .demand import Bools, Demand, Kind
-from .part import Part, buffer_places, run_places, shard_places
+from .demand import Bools, Demand, Kind, run_places
+from .part import Part
 from .placement import Int64
 from .tokens import Tokens
 
@@ -156,7 +156,7 @@ def guest_sections(demands: list[Demand], moves: list[tuple[Moves, ...]], owner:
         tiles = np.flatnonzero(branch[0].queries[host])
         tiles = tiles[demand.owner[tiles] == owner]
         if len(tiles):
-            places = shard_places(demand, tiles)
+            places = demand.shard_places(tiles)
             heads = demand.branch.batch * demand.branch.head_count
             found.append(Section(number, 0, None, len(places), heads, SHARD, tokens=Tokens.at(places)))
     return tuple(found)
@@ -212,7 +212,7 @@ def _members(demand: Demand, kind: Kind) -> tuple[tuple[Tensor, Tensor] | None, 
 
 def _sent(demand: Demand, number: int, kind: int, runs: Int64) -> Section:
     members, heads = _members(demand, demand.kinds[kind])
-    places = shard_places(demand, runs)
+    places = demand.shard_places(runs)
     tokens = Tokens.at(places)
     return Section(number, kind, members, len(places), heads, SHARD, tokens=tokens, adjacent=tokens.adjacent)
 
@@ -223,7 +223,7 @@ def _received(
     members, heads = _members(demand, demand.kinds[kind])
     lengths = demand.lengths[runs]
     count = int(lengths.sum())
-    adjacent = Tokens.at(shard_places(demand, runs)).adjacent
+    adjacent = Tokens.at(demand.shard_places(runs)).adjacent
     mine = np.ones(len(runs), bool) if needed is None else needed[runs]
     if part is None or not mine.any():
         return Section(number, kind, members, count, heads, SHARD, adjacent=adjacent)
@@ -231,7 +231,7 @@ def _received(
     if not mine.all():
         first = np.cumsum(lengths) - lengths
         used = Tokens.at(run_places(first[mine], lengths[mine], 1))
-    target = Tokens.at(buffer_places(demand, runs[mine], part.tile_at))
+    target = Tokens.at(demand.buffer_places(runs[mine], part.tile_at))
     return Section(number, kind, members, count, heads, SHARD, used=used, target=target, adjacent=adjacent)
 
 

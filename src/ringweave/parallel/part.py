@@ -110,7 +110,7 @@ class Part:
         if available is not None:
             present = _present(demand, available, columns)
         stay = here & (tile_at[run_tile] >= 0) if own_keys else np.zeros_like(here)
-        kept = (Tokens.at(shard_places(demand, stay)), Tokens.at(buffer_places(demand, stay, tile_at)))
+        kept = (Tokens.at(demand.shard_places(stay)), Tokens.at(demand.buffer_places(stay, tile_at)))
         cut = _cut(demand, rank, rows, columns, present, wanted)
         holes = present is not None and not present.all()
         return Part(cut, Heads(demand.branch, ratio), queries, among, None, kept, tile_at, holes)
@@ -134,7 +134,7 @@ class Part:
         queries = Tokens.at(np.arange(cut.nq))
         tile_at = _places_of(columns, demand.plan.kv_tiles)
         stay = here & (tile_at[np.arange(len(here))] >= 0)
-        kept = (Tokens.at(shard_places(demand, stay)), Tokens.at(buffer_places(demand, stay, tile_at)))
+        kept = (Tokens.at(demand.shard_places(stay)), Tokens.at(demand.buffer_places(stay, tile_at)))
         return Part(cut, Heads(demand.branch, ratio, guests=True), queries, None, keys, kept, tile_at)
 
     def own(self, x: Tensor, fill: float = 0.0) -> Tensor:
@@ -223,25 +223,6 @@ class Part:
             self.heads.update(total, self.kept[0].add, self.kept[1].of(part))
 
 
-def run_places(first: Int64, lengths: Int64, stride: int) -> Int64:
-    """The places of runs, one after the other."""
-    which = np.repeat(np.arange(len(first)), lengths)
-    inside = np.arange(len(which)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return first[which] + inside * stride
-
-
-def shard_places(demand: Demand, runs: NDArray[np.bool_] | Int64) -> Int64:
-    """Where the tokens of some runs lie in their ranks' shards."""
-    return run_places(demand.slot[runs], demand.lengths[runs], demand.stride)
-
-
-def buffer_places(demand: Demand, runs: NDArray[np.bool_] | Int64, tile_at: Int64) -> Int64:
-    """Where the tokens of some runs lie in a buffer of tiles."""
-    number = np.arange(len(demand.owner))[runs]
-    first = tile_at[number // demand.runs_per_tile] * demand.tile + number % demand.runs_per_tile * demand.run
-    return run_places(first, demand.lengths[runs], 1)
-
-
 def _places_of(chosen: Int64, count: int) -> Int64:
     places = np.full(count, -1, np.int64)
     places[chosen] = np.arange(len(chosen))
@@ -268,10 +249,10 @@ def _whole(demand: Demand, runs: NDArray[np.bool_], tiles: Int64) -> bool:
 
 
 def _queries(demand: Demand, rows: Int64, mine: NDArray[np.bool_]) -> tuple[Tokens, Tokens | None]:
-    queries = Tokens.at(shard_places(demand, mine))
+    queries = Tokens.at(demand.shard_places(mine))
     if _whole(demand, mine, rows):
         return queries, None
-    return queries, Tokens.at(buffer_places(demand, mine, _places_of(rows, demand.plan.q_tiles)))
+    return queries, Tokens.at(demand.buffer_places(mine, _places_of(rows, demand.plan.q_tiles)))
 
 
 def _direct(demand: Demand, here: NDArray[np.bool_], columns: Int64) -> tuple[Int64, Tokens] | None:
@@ -279,7 +260,7 @@ def _direct(demand: Demand, here: NDArray[np.bool_], columns: Int64) -> tuple[In
     tiles = np.unique(np.flatnonzero(here) // demand.runs_per_tile)
     if not np.isin(columns, tiles).all() or not _whole(demand, here, tiles):
         return None
-    places = Tokens.at(shard_places(demand, here))
+    places = Tokens.at(demand.shard_places(here))
     return None if places.span is None else (tiles, places)
 
 

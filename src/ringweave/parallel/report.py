@@ -22,8 +22,8 @@ def explanation(context: ContextParallel, widths: Widths) -> str:
     machine = Machine()
     ring = context.heads[1] * (size - 1) * place.local * widths.bytes_of_key
     for pattern in context.patterns:
-        demands = context.demands(pattern, pattern.extents()[0] or 1)
-        schedule = context.schedule_of(pattern)
+        demands = context.plans.demands(pattern, pattern.extents()[0] or 1)
+        schedule = context.plans.schedule_of(pattern)
         load = Load.of(demands, widths, queries=schedule == "ring")
         loads.append(load)
         cost = estimate(place.name, [load], machine)

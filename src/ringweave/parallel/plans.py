@@ -1,0 +1,134 @@
+"""From a pattern to what a rank does for it: the placement of a context, and its schedules, cached by value."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from ..errors import ShapeError, message
+from ..patterns import Pattern
+from ..plan import branches
+from ..plan.cache import table_keys
+from .choice import choose
+from .cost import Load, Widths
+from .cover import Moves, cover
+from .demand import Demand
+from .gather import Gather
+from .placement import NAMED, Placement, block_for
+from .ring import Ring
+
+SCHEDULES = ("auto", "gather", "ring")
+# auto goes around the ring where a rank would receive more than this many shards of keys ...
+_MOST_SHARDS = 2
+# ... or where the ring, in which queries may move instead, receives less than this part
+_WORTH_IT = 0.5
+_MAX_SCHEDULES = 64
+
+
+def place(
+    asked: str | Placement, patterns: Sequence[Pattern], tokens: int, heads: tuple[int, int], ranks: int
+) -> Placement:
+    """The placement that was asked for, or the one that suits the patterns best.
+
+    Raises:
+        ShapeError: One that is made for another length or other ranks.
+    """
+    if isinstance(asked, Placement):
+        if (asked.tokens, asked.ranks) != (tokens, ranks):
+            got, wanted = f"{asked.tokens} tokens on {asked.ranks} ranks", f"{tokens} on {ranks}"
+            raise ShapeError(message("placement", got, wanted, "Make it for this context."))
+        return asked
+    calls = [call for call in (branches(p, tokens, tokens, heads=heads[0]) for p in patterns) if call]
+    sides = [branch.tile[0] for call in calls for branch in call if branch.rate == 1]
+    block = block_for(tokens, ranks, min(sides, default=128))
+    if asked == "auto" and calls:
+        return choose(calls, tokens, ranks, block, heads[0] // heads[1]).placement
+    return NAMED["contiguous" if asked == "auto" else asked](tokens, ranks, block)
+
+
+class Plans:
+    """What one rank does for patterns under one placement.
+
+    Args:
+        placement: Which rank holds which tokens.
+        heads: Query heads and key heads.
+        rank: The rank.
+        schedule: One of ``SCHEDULES``.
+        per_node: Ranks of a node, where there are two levels.
+    """
+
+    def __init__(
+        self, placement: Placement, heads: tuple[int, int], rank: int, schedule: str, per_node: int | None = None
+    ):
+        self.placement, self.heads, self.rank = placement, heads, rank
+        self.schedule, self.per_node = schedule, per_node
+        self._made: OrderedDict[Hashable, tuple[Gather | Ring, tuple[Tensor, ...]]] = OrderedDict()
+
+    def of(self, pattern: Pattern, batch: int = 1) -> Gather | Ring:
+        """What the rank does for a pattern."""
+        tables = pattern.tables
+        key = (pattern.spec, table_keys(tables), batch)
+        found = self._made.get(key)
+        if found is not None:
+            self._made.move_to_end(key)
+            return found[0]
+        demands = self.demands(pattern, batch)
+        ratio = self.heads[0] // self.heads[1]
+        made: Gather | Ring
+        if self.schedule_of(pattern) == "ring":
+            moves = [_moves(demand) for demand in demands]
+            digest = _digest(self.placement, demands, [kind for move in moves for kind in move])
+            made = Ring.of(demands, moves, self.placement, self.rank, ratio, digest)
+        else:
+            digest = _digest(self.placement, demands, [])
+            made = Gather.of(demands, self.placement, self.rank, ratio, digest, self.per_node)
+        # with the tables, so that an address in the key cannot be given to another
+        self._made[key] = made, tables
+        if len(self._made) > _MAX_SCHEDULES:
+            self._made.popitem(last=False)
+        return made
+
+    def demands(self, pattern: Pattern, batch: int = 1) -> list[Demand]:
+        """What the ranks need of each other for a pattern, per branch."""
+        tokens = self.placement.tokens
+        split = branches(pattern, tokens, tokens, heads=self.heads[0], batch=batch)
+        return [Demand.of(branch, self.placement, self.heads[0] // self.heads[1]) for branch in split]
+
+    def schedule_of(self, pattern: Pattern) -> str:
+        """``"gather"`` or ``"ring"``: how a pattern is computed."""
+        if self.schedule != "auto":
+            return self.schedule
+        demands = self.demands(pattern, pattern.extents()[0] or 1)
+        if self.placement.ranks == 1 or self.per_node is not None or not demands:
+            return "gather"
+        # tokens that are received, times key heads and batch elements
+        received = sum(demand.tokens_moved().sum(1) for demand in demands).max()
+        if received > _MOST_SHARDS * self.placement.local * self.heads[1] * demands[0].branch.batch:
+            return "ring"
+        widths = Widths()
+        around = Load.of(demands, widths).received.max()
+        return "ring" if around < _WORTH_IT * received * widths.bytes_of_key else "gather"
+
+
+def _moves(demand: Demand) -> tuple[Moves, ...]:
+    # the same whatever the channels of a call: forward, backward and all calls move alike
+    widths = Widths()
+    return cover(demand, widths.bytes_of_key * demand.tile, widths.bytes_of_query * demand.tile)
+
+
+def _digest(placement: Placement, demands: Sequence[Demand], moves: Sequence[Moves]) -> int:
+    """63 bits that differ where anything differs of which tokens go where and what is computed with them."""
+    found = hashlib.blake2b(placement.digest_text().encode(), digest_size=8)
+    for demand in demands:
+        plan = demand.plan
+        found.update(repr((demand.branch.heads, demand.branch.rate, demand.branch.k_first)).encode())
+        for tensor in (plan.row_ptr, plan.col, plan.bits, plan.masks, plan.group):
+            found.update(tensor.contiguous().numpy().data)
+    for move in moves:
+        found.update(np.packbits(move.keys).data)
+        found.update(np.packbits(move.queries).data)
+    return int.from_bytes(found.digest(), "little") >> 1
