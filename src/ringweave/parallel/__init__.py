@@ -22,5 +22,7 @@ def __getattr__(name: str) -> object:
     if name == "regroup":
         from .regroup import regroup
 
+        # the submodule of the same name would hide the function: bind what was asked for
+        globals()[name] = regroup
         return regroup
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
