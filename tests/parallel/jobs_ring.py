@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringweave as rw
+from ringweave.bench.delayed import Delayed
 from ringweave.parallel import ContextParallel
 from ringweave.patterns import Pattern
 
 from ..oracle import Inputs
 from . import spread
-from .delayed import Delayed
+
 
 
 def call(x: Inputs, pattern: Pattern, options: dict[str, Any]) -> spread.Share:

@@ -1,0 +1,53 @@
+"""One rank: ``torchrun -m ringweave.bench.ranks PART FOLDER SECONDS QUICK ...``."""
+
+from __future__ import annotations
+
+import faulthandler
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ..case import Options, Target
+from ..compare import Outcome
+from . import exact, lost, moved, speed
+from .group import Ranks
+
+Records = list[Target | Outcome]
+
+
+def exactness(ranks: Ranks, options: Options, folder: Path) -> Records:
+    """What is exact, and then, if it is, what moves."""
+    torch.set_num_threads(1)
+    found: Records = [*exact.measure(ranks, options)]
+    right = all(isinstance(each, Target) and each.met for each in found)
+    if ranks.gathered(right)[0]:
+        found += moved.measure(ranks, options)
+    return found
+
+
+PARTS: dict[str, Callable[[Ranks, Options, Path], Records]] = {
+    "exact": exactness,
+    "lost": lost.measure,
+    "speed": speed.measure,
+}
+
+
+def main() -> None:
+    """Run a part; rank 0 writes its records."""
+    part, place, seconds = sys.argv[1:4]
+    # whatever happens to the launcher, no rank outlives its time
+    faulthandler.dump_traceback_later(float(seconds), exit=True)
+    folder = Path(place)
+    options = pickle.loads((folder / "options").read_bytes())
+    ranks = Ranks(float(seconds))
+    records = PARTS[part](ranks, options, folder)
+    if ranks.rank == 0:
+        (folder / part).write_bytes(pickle.dumps(records))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()
