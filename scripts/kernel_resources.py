@@ -10,6 +10,7 @@ metadata of the assembly). The blocks are those that the backend would choose on
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import subprocess
 import sys
@@ -23,12 +24,53 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ringweave.ops.triton import kernels
-from ringweave.ops.triton.blocks import Blocks, Device, choose, padded
+from ringweave.ops.triton.blocks import Blocks, Device, Packing, choose, padded
 
 TABLE = Path(__file__).parents[1] / "docs" / "benchmarks" / "kernel-resources.md"
-KERNELS = ("forward", "delta", "backward_q", "backward_kv")
+KERNELS = ("forward", "join", "delta", "backward_q", "backward_kv")
 DIMS = (64, 128)
-TILES = ((128, 128), (64, 64))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel is compiled for: a plan's tile, query heads that share keys and lists, queries of a tile."""
+
+    tile: tuple[int, int] = (128, 128)
+    heads: int = 1
+    queries: int = 0
+    split: bool = False
+    described: bool = False
+    specialised: bool = False
+
+    def __str__(self) -> str:
+        said = [f"{self.tile[0]} x {self.tile[1]}"]
+        said += [f"{self.heads} heads"] * (self.heads > 1)
+        said += [f"{self.queries} query"] * (self.queries == 1)
+        said += ["split"] * self.split + ["described"] * self.described + ["specialised"] * self.specialised
+        return ", ".join(said)
+
+
+WIDE, NARROW = Shape(), Shape((64, 64))
+SHAPES = {
+    "forward": (WIDE, NARROW, Shape((64, 64), heads=4), Shape((16, 128), heads=8, queries=1, split=True)),
+    "join": (WIDE,),
+    "delta": (WIDE,),
+    "backward_q": (WIDE, NARROW, Shape((64, 64), heads=4)),
+    "backward_kv": (WIDE, NARROW),
+}
+# what a kernel streams, and loads by descriptors where a device has them
+STREAMED = {"forward": ("k", "v"), "backward_q": ("k", "v"), "backward_kv": ("q", "dout")}
+# a knob that nothing sets yet
+SPECIALISED = Shape(described=True, specialised=True)
+
+
+def shapes(kernel: str, dim: int, name: str) -> list[Shape]:
+    """What a kernel is compiled for on one device."""
+    found = list(SHAPES[kernel])
+    if kernel in STREAMED:
+        described = [shape for shape in found if _blocks(kernel, dim, dim, 2, shape, name).described]
+        found += [dataclasses.replace(shape, described=True) for shape in described]
+    return found + [SPECIALISED] * (kernel == "forward" and name == "sm_90")
 
 
 @dataclass(frozen=True)
@@ -52,12 +94,10 @@ TARGETS = {
 }
 
 _POINTERS = {
-    **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), "*{}"),
-    **dict.fromkeys(("lse", "slope", "dlse", "result"), "*fp32"),
-    **dict.fromkeys(
-        ("queue", "group", "row_ptr", "col", "bits", "masks", "live", "col_ptr", "row", "bits_t", "masks_t", "live_t"),
-        "*i32",
-    ),
+    **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "result"), "*{}"),
+    **dict.fromkeys(("lse", "slope", "dlse", "sums", "tops", "key_sums", "value_sums"), "*fp32"),
+    **dict.fromkeys(("queue", "shares", "splits", "group", "row_ptr", "col", "bits", "masks", "live"), "*i32"),
+    **dict.fromkeys(("col_ptr", "row", "bits_t", "masks_t", "live_t"), "*i32"),
 }
 
 
@@ -74,6 +114,7 @@ class Resources:
     stack: int
     shared: int
     matrix: int
+    specialised: bool
 
     @property
     def row(self) -> str:
@@ -95,7 +136,7 @@ def compile_kernel(
     kernel: str,
     dim: int,
     name: str,
-    tile: tuple[int, int] = (128, 128),
+    shape: Shape = WIDE,
     dtype: str = "bf16",
     value_dim: int | None = None,
     wide_out: bool = False,
@@ -107,7 +148,7 @@ def compile_kernel(
         kernel: One of ``KERNELS``.
         dim: D.
         name: One of ``TARGETS``.
-        tile: Of the plan.
+        shape: What for.
         dtype: Of the inputs.
         value_dim: Dv, where it is not D.
         wide_out: Whether results are float32, as for a branch of several.
@@ -116,14 +157,19 @@ def compile_kernel(
     value_dim = dim if value_dim is None else value_dim
     target = TARGETS[name]
     function = getattr(kernels, kernel)
-    blocks = Blocks(64, 64, 4, 1)
-    if kernel != "delta":
-        blocks = choose(kernel, dim, value_dim, 4 if dtype == "fp32" else 2, tile, target.device)
+    tile, height = shape.tile, min(shape.tile[0], shape.queries or shape.tile[0])
+    blocks, packing = Blocks(64, 64, 4, 1), Packing(1, 64, 2)
+    if kernel in STREAMED:
+        blocks = _blocks(kernel, dim, value_dim, 4 if dtype == "fp32" else 2, shape, name)
+        blocks = dataclasses.replace(blocks, warps=4 if shape.specialised else blocks.warps)
+        packing = Packing.of(blocks.m, height, shape.heads)
     constants = {
-        "D": dim, "DV": value_dim, "PAD_D": padded(dim), "PAD_DV": padded(value_dim),
-        "Q_TILE": tile[0], "KV_TILE": tile[1], "BLOCK_M": blocks.m, "BLOCK_N": blocks.n,
-        "MASKED": True, "FOLDED": True, "SLOPED": True, "WIDE": False,
-        "STAGES": blocks.stages,
+        "D": dim, "DV": value_dim, "PAD_D": padded(dim), "PAD_DV": padded(value_dim), "DIM": dim, "PADDED": padded(dim),
+        "Q_TILE": tile[0], "KV_TILE": tile[1], "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK": 16, "TILES": 1,
+        "HEADS": packing.heads, "ROWS": packing.rows, "PARTS": packing.parts, "SPAN": tile[0], "SPLIT": shape.split,
+        "MASKED": not shape.specialised, "FOLDED": True, "SLOPED": True, "WIDE": False, "WEIGHTED": True,
+        "RAGGED": True, "DESCRIBED": shape.described, "SPECIALISED": shape.specialised,
+        "RESIDENT": False, "STAGES": blocks.stages, "PRECISION": "ieee",
     }  # fmt: skip
     constants |= changes
     names = function.arg_names
@@ -131,9 +177,16 @@ def compile_kernel(
     for index, argument in enumerate(names):
         if argument in constants:
             signature[argument] = "constexpr"
+        elif shape.described and argument in STREAMED[kernel]:
+            tokens = blocks.m if kernel == "backward_kv" else blocks.n
+            channels = padded(value_dim if argument in ("v", "dout") else dim)
+            signature[argument] = f"tensordesc<{dtype}[1,1,{tokens},{channels}]>"
+            continue
         elif argument in _POINTERS:
             held = "fp32" if wide_out and argument in ("out", "dq", "dk", "dv") and kernel != "delta" else dtype
-            signature[argument] = _POINTERS[argument].format(held)
+            signature[argument] = (
+                "*fp32" if (kernel, argument) == ("delta", "result") else _POINTERS[argument].format(held)
+            )
         else:
             signature[argument] = "fp32" if argument == "scale" else "i32"
         if argument in _POINTERS or re.fullmatch("[qkvg]_[bhn]|o_[bhn]", argument):
@@ -143,22 +196,24 @@ def compile_kernel(
     )
     options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
     compiled = triton.compile(source, target=target.triton, options=options)
-    label = f"{blocks.m} x {blocks.n}, {blocks.warps} warps, {blocks.stages} stages"
-    label = label.replace("1 stages", "1 stage") if kernel != "delta" else "64 rows, 4 warps"
+    label = f"{blocks.m} x {blocks.n}, {blocks.warps} warps, {blocks.stages} stages".replace("1 stages", "1 stage")
+    if kernel in ("delta", "join"):
+        label = "64 rows, 4 warps" if kernel == "delta" else "16 rows, 4 warps"
     assembly = compiled.asm["amdgcn" if target.hip else "ptx"]
     registers, stack = _of_rocm(assembly) if target.hip else _of_cubin(compiled.asm["cubin"])
-    matrix = len(re.findall(target.matrix, assembly))
+    # fewer than 64 rows are too few for the instructions of a warp group
+    many = target.hip or (blocks.n if kernel == "backward_kv" else blocks.m) >= 64
+    matrix = len(re.findall(target.matrix if many else r"mma\.sync", assembly))
+    about = "any" if kernel in ("delta", "join") else str(shape)
     return Resources(
-        kernel,
-        dim,
-        name,
-        f"{tile[0]} x {tile[1]}" if kernel != "delta" else "any",
-        label,
-        registers,
-        stack,
-        compiled.metadata.shared,
-        matrix,
+        kernel, dim, name, about, label, registers, stack, compiled.metadata.shared, matrix, "setmaxnreg" in assembly
     )
+
+
+def _blocks(kernel: str, dim: int, value_dim: int, itemsize: int, shape: Shape, name: str) -> Blocks:
+    rows = min(shape.tile[0], shape.queries or shape.tile[0]) * shape.heads
+    tile = (shape.tile[0] if kernel == "backward_kv" else max(16, rows), shape.tile[1])
+    return choose(kernel, dim, value_dim, itemsize, tile, TARGETS[name].device)
 
 
 def _of_cubin(cubin: bytes) -> tuple[int, int]:
@@ -184,8 +239,10 @@ def faults(found: Resources) -> list[str]:
     result = []
     if found.stack:
         result.append(f"{where}: {found.stack} bytes of registers spill to the stack")
-    if not found.matrix and found.kernel != "delta":
+    if not found.matrix and found.kernel not in ("delta", "join"):
         result.append(f"{where}: no {TARGETS[found.device].matrix} in the assembly")
+    if "specialised" in found.tile and not found.specialised:
+        result.append(f"{where}: no warps of their own load its tiles")
     if found.shared > TARGETS[found.device].device.shared:
         result.append(
             f"{where}: {found.shared} bytes of shared memory, the device has {TARGETS[found.device].device.shared}"
@@ -195,13 +252,14 @@ def faults(found: Resources) -> list[str]:
 
 def variants() -> Iterator[Resources]:
     """What the interpreter cannot tell of: that each way in which a kernel may be specialised compiles at all."""
-    ones = dict.fromkeys(("heads", "ratio", "nq", "nk", "q_tiles", "kv_tiles", "l_n", "s_n"), 1)
+    ones = dict.fromkeys(("heads", "ratio", "nq", "nk", "items", "tiles", "l_n", "s_n"), 1)
     for kernel in ("forward", "backward_q", "backward_kv"):
-        yield compile_kernel(kernel, 64, "sm_90", (64, 64), wide_out=True, MASKED=False, FOLDED=False, WIDE=True)
-        yield compile_kernel(kernel, 24, "sm_90", (32, 32), value_dim=40, **ones)
-        yield compile_kernel(kernel, 16, "sm_90", (16, 128), "fp16")
+        yield compile_kernel(kernel, 64, "sm_90", NARROW, wide_out=True, MASKED=False, FOLDED=False, WIDE=True)
+        yield compile_kernel(kernel, 24, "sm_90", Shape((32, 32), split=True), value_dim=40, **ones)
+        yield compile_kernel(kernel, 16, "sm_90", Shape((16, 128), heads=2), "fp16")
         yield compile_kernel(kernel, 256, "sm_80", dtype="fp32")
-    yield compile_kernel("delta", 24, "sm_90", dtype="fp32", SLOPED=False, WIDE=True, **ones)
+    yield compile_kernel("delta", 24, "sm_90", dtype="fp32", SLOPED=False, **ones)
+    yield compile_kernel("join", 24, "sm_90", dtype="fp16", WEIGHTED=False, **ones)
 
 
 def page(rows: Iterable[Resources]) -> str:
@@ -214,7 +272,8 @@ def page(rows: Iterable[Resources]) -> str:
             f"bfloat16, a plan with partial tiles, triton {triton.__version__}. *blocks*: queries x keys that one",
             "program computes at a time; *registers*: per thread, of 255 (sm) or 512 (gfx942); *stack*: bytes",
             "spilled per thread; *shared*: bytes per program; *matrix*: matrix instructions in the assembly",
-            "(mma.sync on sm_80, wgmma on sm_90, tcgen05 on sm_100, mfma on gfx942).",
+            "(mma.sync on sm_80 and of fewer than 64 rows, wgmma on sm_90, tcgen05 on sm_100, mfma on gfx942).",
+            "*described*: tiles are loaded by tensor descriptors; *specialised*: by warps of their own.",
             "",
             "| kernel | D | device | tile | blocks | registers | stack | shared | matrix |",
             "|---|---|---|---|---|---|---|---|---|",
@@ -231,7 +290,7 @@ def main() -> int:
     parser.add_argument("--variants", action="store_true", help="only compile what no row of the table covers")
     parser.add_argument("--kernel", choices=KERNELS, action="append")
     parser.add_argument("--dim", type=int, choices=DIMS, action="append")
-    parser.add_argument("--tile", type=int, choices=[tile[0] for tile in TILES], action="append")
+    parser.add_argument("--tile", type=int, choices=(16, 64, 128), action="append")
     asked = parser.parse_args()
     if asked.variants:
         for found in variants():
@@ -241,10 +300,10 @@ def main() -> int:
     for kernel in asked.kernel or KERNELS:
         for dim in asked.dim or DIMS:
             for device in asked.device or TARGETS:
-                for tile in TILES if kernel != "delta" else TILES[:1]:
-                    if asked.tile and tile[0] not in asked.tile:
+                for shape in shapes(kernel, dim, device):
+                    if asked.tile and shape.tile[0] not in asked.tile:
                         continue
-                    rows.append(compile_kernel(kernel, dim, device, tile))
+                    rows.append(compile_kernel(kernel, dim, device, shape))
                     print(rows[-1].row, flush=True)
     problems = [fault for row in rows for fault in faults(row)]
     if asked.check:

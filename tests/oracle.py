@@ -52,6 +52,10 @@ class Inputs:
             torch.randn((batch, heads, nq), generator=generator),
         )
 
+    def to(self, device: str) -> Inputs:
+        """The same numbers on a device."""
+        return Inputs(*(x.to(device) for x in (self.q, self.k, self.v, self.dout, self.dlse)))
+
     def leaves(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         return [x.detach().to(dtype or x.dtype).clone().requires_grad_() for x in (self.q, self.k, self.v)]
 

@@ -23,8 +23,9 @@ from .oracle import NAMES, Inputs, errors, exact, gradients, rounding, torch_err
 EVERYTHING = PATTERNS | MIXTURES
 #: backends that take any relation on CPU tensors; the native kernel is missing where there was no compiler
 SPARSE = ["gather"] + ["cpu"] * (cpu.module() is not None)
-# triton's kernels run these in its interpreter: tests/ops/test_triton.py
-RUNNABLE = [name for name in BACKENDS if name not in ("cpu", "triton") or name in SPARSE]
+# these need a GPU; what of them runs without is in tests/ops
+ELSEWHERE = ("triton", "flex", "flash")
+RUNNABLE = [name for name in BACKENDS if name not in ("cpu", *ELSEWHERE) or name in SPARSE]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -40,7 +41,7 @@ def conforms(
     x: Inputs, pattern: Pattern, backend: str, q_offset: int = 0, scale: float | None = None, floored: bool = True
 ) -> None:
     nq, nk, heads = x.q.shape[2], x.k.shape[2], x.q.shape[1]
-    counts = pattern.to_dense(nq, nk, heads, batch=x.q.shape[0], q_offset=q_offset)
+    counts = pattern.to_dense(nq, nk, heads, batch=x.q.shape[0], q_offset=q_offset).to(x.q.device)
     want = exact(x, counts, scale)
     allowed = torch_errors(x, counts, want, scale)
     floor = rounding(x, counts, want, scale) if floored else dict.fromkeys(NAMES, 0.0)

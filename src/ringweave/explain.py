@@ -139,7 +139,10 @@ def explain(
             "density": computed / everything,
         },
         "branches": _branches(work),
-        "backend": {"asked": backend, "chosen": _chosen(steps), "others": _others(steps, case, backend)},
+        "backend": {
+            "asked": backend, "chosen": _chosen(steps), "others": _others(steps, case, backend),
+            "measured": sum(backend == "auto" and dispatch.measured(case, branch) is not None for branch, _ in steps),
+        },
         "memory": _memory(case, work),
         "flops": {
             "forward": of_pair * computed,
@@ -232,15 +235,17 @@ def _others(steps: list[tuple[Branch, Backend]], case: Case, asked: str) -> dict
     reasons: dict[str, list[str]] = {}
     for branch, chosen in steps:
         refused = {backend.name: reason for backend, reason in dispatch.candidates(case, branch)}
+        if asked != "auto":
+            why = "was asked for"
+        else:
+            why = "is preferred" if dispatch.measured(case, branch) is None else "was measured to be faster here"
         for name in dispatch.BACKENDS:
             if name == chosen.name:
                 continue
             if name not in dispatch.PREFERENCE:
                 reason = "used only when named"
             else:
-                reason = refused[name] or (
-                    f"could run it; {chosen.name} " + ("is preferred" if asked == "auto" else "was asked for")
-                )
+                reason = refused[name] or f"could run it; {chosen.name} {why}"
             if reason not in reasons.setdefault(name, []):
                 reasons[name].append(reason)
     return reasons
@@ -289,6 +294,10 @@ def as_text(facts: dict[str, Any]) -> str:
         lines += [("branch", entry["pattern"]), *(("", text) for text in _branch_text(entry))]
     chosen = ", ".join(f"{each['backend']} x {each['branches']}" for each in facts["backend"]["chosen"])
     lines.append(("backend", f"{chosen} (asked for {facts['backend']['asked']})"))
+    if facts["backend"]["measured"]:
+        number = sum(each["branches"] for each in facts["backend"]["chosen"])
+        part = "" if facts["backend"]["measured"] == number else f", for {facts['backend']['measured']} of {number}"
+        lines.append(("", f"chosen by what ringweave tune measured on this machine{part}"))
     for name, reasons in facts["backend"]["others"].items():
         lines += [("", f"not {name}: {reason}") for reason in reasons]
     held = ", ".join(f"{name} {nbytes(memory[name])}" for name in ("q", "k", "v", "out", "lse"))

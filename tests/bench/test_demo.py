@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,14 @@ import typer
 from typer.testing import CliRunner
 
 from ringweave.bench import demo as module
+from ringweave.bench import trainer
 from ringweave.bench.byte_model import ByteModel
 from ringweave.bench.commands import register
 from ringweave.bench.corpus import standard_library, text_inputs
 from ringweave.bench.demo import DemoResult
-from ringweave.bench.report import error_text, milliseconds
+from ringweave.bench.report import error_text, milliseconds, render
 from ringweave.ops import cpu
+from ringweave.units import nbytes
 
 app = typer.Typer()
 register(app)
@@ -56,8 +60,8 @@ def test_the_report_is_self_contained(run: tuple[DemoResult, str, Any]) -> None:
 
 def test_the_report_has_its_sections_and_pictures(run: tuple[DemoResult, str, Any]) -> None:
     report = run[1]
-    assert re.findall(r'<h2 id="(\w+)"', report) == ["pattern", "exactness", "speed", "training", "machine"]
-    assert report.count("<svg") == 4
+    assert re.findall(r'<h2 id="(\w+)"', report) == ["pattern", "exactness", "speed", "training", "around", "machine"]
+    assert report.count("<svg") == 5
     assert "prefers-color-scheme: dark" in report
     assert 'name="viewport"' in report
 
@@ -89,6 +93,57 @@ def test_the_demonstration_is_right_and_learns(run: tuple[DemoResult, str, Any])
     assert sparse.losses[0] == pytest.approx(dense.losses[0], rel=0.02)
     assert sparse.losses[-1] < 0.9 * sparse.losses[0]
     assert len(sparse.losses) == len(dense.losses)
+
+
+def test_two_processes_learn_what_one_does_and_receive_less_than_a_full_ring(run: tuple[DemoResult, str, Any]) -> None:
+    result, report, found = run
+    around = result.around
+    assert not isinstance(around, str), around
+    assert around.correct
+    assert len(around.alone.losses) == len(around.shared.losses) == result.sizes.around[2]
+    assert around.shared.losses == pytest.approx(around.alone.losses, rel=1e-4)
+    assert (around.alone.processes, around.shared.processes) == (1, 2)
+    assert 0 < around.shared.received < around.shared.full_ring
+    assert around.alone.received == 0
+    for shown in (nbytes(around.shared.received), f"{around.shared.losses[-1]:.4f}", error_text(around.difference)):
+        assert shown in report
+    assert "2 processes share 1,024 tokens" in " ".join(found.output.split())
+
+
+def test_losses_that_differ_are_wrong(run: tuple[DemoResult, str, Any]) -> None:
+    result = run[0]
+    assert not isinstance(result.around, str)
+    for bad in (3.0, math.nan):
+        shared = dataclasses.replace(result.around.shared, losses=(*result.around.shared.losses[:-1], bad))
+        wrong = dataclasses.replace(result, around=dataclasses.replace(result.around, shared=shared))
+        assert not wrong.correct
+        assert "the result is wrong" in render(wrong)
+        assert "WRONG" in dict(wrong.summary())["around the ring"]
+
+
+def test_without_a_checkout_the_section_says_so(
+    run: tuple[DemoResult, str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.ringweave, "__file__", "/usr/lib/python3/site-packages/ringweave/__init__.py")
+    assert trainer.example() is None
+    reason = trainer.around(tokens=64, window=8, steps=1, threads=1, limit=60)
+    assert isinstance(reason, str)
+    without = dataclasses.replace(run[0], around=reason)
+    assert without.correct
+    report = render(without)
+    assert f"Not run:</span> {reason}." in report
+    assert report.count("<svg") == 4
+    assert dict(without.summary())["around the ring"] == f"not run: {reason}"
+
+
+def test_a_trainer_that_fails_or_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    monkeypatch.setattr(trainer, "example", lambda: script)
+    script.write_text("raise ValueError('no text')")
+    reason = trainer.around(tokens=64, window=8, steps=1, threads=1, limit=60)
+    assert reason == "one process: exit status 1 (ValueError: no text)"
+    script.write_text("import time; time.sleep(60)")
+    assert trainer.around(tokens=64, window=8, steps=1, threads=1, limit=0.5) == "one process: not done in time"
 
 
 def test_the_terminal_ends_with_the_figures_and_the_path(run: tuple[DemoResult, str, Any]) -> None:

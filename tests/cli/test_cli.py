@@ -22,6 +22,7 @@ from ringweave.cli import main
 from ringweave.cli.app import app
 from ringweave.cli.doctor import diagnose
 from ringweave.ops import cpu
+from ringweave.parallel.simulate import simulate
 
 PATTERN = "SlidingWindow(1024) & Causal() | Sinks(64)"
 
@@ -35,7 +36,7 @@ def test_commands_and_options_are_frozen() -> None:
     found = {
         name: sorted(option for parameter in command.params for option in parameter.opts)
         for name, command in commands.items()
-        if name in ("show", "explain", "doctor")
+        if name in ("show", "explain", "simulate", "doctor", "tune")
     }
     assert found == {
         "show": ["--heads", "--out", "--tokens", "-n", "-o", "pattern"],
@@ -43,7 +44,15 @@ def test_commands_and_options_are_frozen() -> None:
             "--backend", "--device", "--dtype", "--head-dim", "--heads", "--json", "--kv-heads", "--tokens", "-n",
             "pattern",
         ],
+        "simulate": [
+            "--bandwidth", "--flops", "--gpus", "--head-dim", "--heads", "--itemsize", "--json", "--latency", "--plot",
+            "--tokens", "-n", "pattern",
+        ],
         "doctor": ["--json"],
+        "tune": [
+            "--batch", "--device", "--dry-run", "--dtype", "--forward-only", "--head-dim", "--heads", "--kv-heads",
+            "--rounds", "--tokens", "-n", "pattern",
+        ],
     }  # fmt: skip
 
 
@@ -106,13 +115,13 @@ def test_doctor_finds_this_python() -> None:
 def test_doctor_names_the_kernels_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(cpu.VARIANT, raising=False)
     found = diagnose()
-    assert found["variables"] == {cpu.VARIANT: "not set: the best instruction set is used"}
+    assert found["variables"][cpu.VARIANT] == "not set: the best instruction set is used"
     native = cpu.module()
     if native is not None:
         assert found["native kernel"] == {"in use": native.variants()[0], "can run": ", ".join(native.variants())}
         monkeypatch.setenv(cpu.VARIANT, "generic")
         assert diagnose()["native kernel"]["in use"] == "generic"
-        assert diagnose()["variables"] == {cpu.VARIANT: "generic"}
+        assert diagnose()["variables"][cpu.VARIANT] == "generic"
         monkeypatch.setenv(cpu.VARIANT, "abacus")
         assert "got 'abacus'; wanted one of" in diagnose()["native kernel"]["in use"]
         assert run("doctor").exit_code == 0
@@ -189,3 +198,93 @@ def test_module_runs_in_a_terminal_without_unicode_and_imports_no_matplotlib() -
     assert done.returncode == 0, done.stderr.decode()
     assert b"\n    0 |::  " in done.stdout
     assert done.stdout.isascii()
+
+
+WINDOW = "SlidingWindow(4096) & Causal()"
+
+
+def test_simulate_says_what_the_library_says() -> None:
+    arguments = ("simulate", WINDOW, "--tokens", "256K", "--gpus", "4,12", "--heads", "16:4", "--head-dim", "64")
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    rows = simulate(rw.patterns.parse(WINDOW), 2**18, [4, 12], heads=(16, 4), head_dim=64)
+    assert [each["gpus"] for each in facts] == [4, 12]
+    for each, row in zip(facts, rows, strict=True):
+        assert each["ringweave"]["name"] == "contiguous"
+        assert each["ringweave"]["bytes_worst"] == row.ringweave.bytes_worst == 4096 * 4 * 2 * 64 * 2
+        assert each["ringweave"]["efficiency"] == row.ringweave.efficiency
+    assert facts[0]["Ulysses"]["stages"] == 2
+    assert facts[1]["Ulysses"] is None
+    slow = json.loads(run(*arguments, "--json", "--bandwidth", "1e9").stdout)
+    assert slow[1]["ringweave"]["efficiency"] < facts[1]["ringweave"]["efficiency"]
+
+
+@pytest.mark.parametrize("pattern", [WINDOW, "longformer(256, 64)", "Dilated(64, 8)"])
+def test_simulate_fits_eighty_columns(pattern: str) -> None:
+    result = run("simulate", pattern, "--tokens", "1M", "--gpus", "8..4096", columns=80)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in result.output
+    assert [line.split()[0] for line in lines[6:16]] == [str(2**power) for power in range(3, 13)]
+
+
+def test_simulate_draws_its_rows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "a.svg"
+    result = run("simulate", WINDOW, "--tokens", "64K", "--gpus", "2..16", "--plot", str(path))
+    assert result.exit_code == 0, result.output
+    assert result.output.endswith(f"wrote {path}\n")
+    drawn = path.read_text("utf-8")
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+    again = tmp_path / "b.svg"
+    run("simulate", WINDOW, "--tokens", "64K", "--gpus", "2..16", "--plot", str(again), "--json")
+    assert again.read_text("utf-8") == drawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--tokens", "1Q"), "'1Q' is not a number such as 65536, 64K or 1M"),
+        (("--tokens", "64K", "--gpus", "8..4"), "'8..4' has nothing in it"),
+        (("--tokens", "64K", "--gpus", "8;9"), "'8;9' is not a number"),
+        (("--tokens", "64K", "--heads", "32"), "'32' is not like 32:8"),
+        (("--tokens", "64K", "--heads", "32:5"), "heads: got (32, 5); wanted query heads"),
+        (("--tokens", "1K", "--gpus", "128"), "ranks: got 128; wanted 1 to 64"),
+        (("--tokens", "64K", "--gpus", "2", "--plot", "a.gif"), "a name that ends in .svg or .png"),
+        (("--tokens", "64K", "--gpus", "2", "--plot", "none/a.svg"), "a file that can be written"),
+    ],
+)
+def test_simulate_says_what_is_wrong(arguments: tuple[str, ...], said: str) -> None:
+    result = run("simulate", WINDOW, *arguments, columns=200)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_tune_stores_what_explain_then_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGWEAVE_CACHE", str(tmp_path))
+    options = ["Causal()", "-n", "256", "--heads", "2", "--head-dim", "32", "--rounds", "1"]
+    dry = run("tune", *options, "--forward-only", "--dry-run")
+    assert dry.exit_code == 0, dry.output
+    assert "nothing stored" in dry.output
+    assert not (tmp_path / "tuning.json").exists()
+    assert diagnose()["tuning store"] == {"file": str(tmp_path / "tuning.json"), "answers": 0}
+    result = run("tune", *options)
+    assert result.exit_code == 0, result.output
+    assert f"stored in {tmp_path / 'tuning.json'}" in result.output
+    for word in ("Causal(), 256 tokens, forward", "chosen", "milliseconds", "not timed: it runs on CUDA"):
+        assert word in result.output
+    assert diagnose()["tuning store"]["answers"] == 2
+    said = run("explain", "Causal()", "-n", "256", "--heads", "2", "--head-dim", "32")
+    assert "chosen by what ringweave tune measured on this machine" in said.output
+
+
+def test_tune_needs_the_device_that_it_is_asked_for() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    result = run("tune", "Causal()", "-n", "256", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "this torch finds no CUDA device" in result.output

@@ -33,7 +33,16 @@ def test_auto_takes_the_native_kernel_where_it_can() -> None:
     assert chosen(rw.SlidingWindow(9), case(dtype=torch.float64)) == "gather"
     assert chosen(rw.Causal(), case(dtype=torch.float64)) == "sdpa"
     assert chosen(rw.SlidingWindow(9), case(dim=20)) == "gather"
+
+
+def test_auto_on_a_gpu() -> None:
+    """PyTorch's fused kernels for dense branches, and what runs everything for the others."""
+    assert chosen(rw.Causal(), case(device="cuda")) == "flash"
+    assert chosen(rw.Full(), case(device="cuda", dtype=torch.bfloat16)) == "flash"
     assert chosen(rw.SlidingWindow(9), case(device="cuda")) == "gather"
+    assert chosen(rw.Causal(), case(device="cuda", dtype=torch.float64)) == "gather"
+    about = dict(dispatch.candidates(case(device="cuda"), first(rw.SlidingWindow(9))))
+    assert about[dispatch.BACKENDS["flash"]] == "its sparse kernels are unmeasured here, and used only when named"
 
 
 def test_a_dense_branch_whose_plan_would_be_huge_goes_to_a_kernel_without_plan() -> None:
@@ -62,7 +71,7 @@ def test_auto_never_changes_meaning(name: str) -> None:
     q, k, v = torch.randn(1, 4, 200, 16), torch.randn(1, 2, 200, 16), torch.randn(1, 2, 200, 16)
     exact = rw.attention(q, k, v, pattern, backend="reference")
     for backend in dispatch.PREFERENCE:
-        if backend in ("sdpa", "triton") or (backend == "cpu" and cpu.module() is None):
+        if backend in ("sdpa", "flash") or (backend == "cpu" and cpu.module() is None):
             continue
         torch.testing.assert_close(rw.attention(q, k, v, pattern, backend=backend), exact)
     torch.testing.assert_close(rw.attention(q, k, v, pattern), exact)
@@ -70,7 +79,7 @@ def test_auto_never_changes_meaning(name: str) -> None:
 
 def test_an_unknown_backend() -> None:
     with pytest.raises(
-        UnsupportedError, match="backend: got 'warp'; wanted one of auto, reference, gather, sdpa, cpu, triton"
+        UnsupportedError, match="backend: got 'warp'; wanted one of auto, reference, gather, sdpa, cpu, triton, flex"
     ):
         dispatch.choose("warp", case(), first(rw.Full()))
 
@@ -78,11 +87,16 @@ def test_an_unknown_backend() -> None:
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 1, 4000, 600)])
 def test_delta(shape: tuple[int, ...]) -> None:
     dout, out, dlse = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16(), torch.randn(shape[:3])
-    want = (dout.double() * out.double()).sum(-1) - dlse
-    torch.testing.assert_close(delta_in_chunks(dout, out, dlse, torch.float32), want.float())
+    lse = torch.randn(shape[:3])
+    dead = torch.rand(shape[:3]) < 0.2
+    lse[dead], dout[dead] = -torch.inf, torch.nan
+    products = (dout.double() * out.double()).sum(-1)
+    # a row that attends nothing has none, whatever its slopes hold
+    want, sloped = (x.float().masked_fill(dead, 0.0) for x in (products, products - dlse))
+    torch.testing.assert_close(delta_in_chunks(dout, out, lse, dlse), sloped)
     if cpu.module() is not None and shape[3] <= 256:
-        torch.testing.assert_close(cpu.delta(dout, out, dlse, torch.float32), want.float())
-        torch.testing.assert_close(cpu.delta(dout, out, None, torch.float32), (want + dlse).float())
+        torch.testing.assert_close(cpu.delta(dout, out, lse, dlse), sloped)
+        torch.testing.assert_close(cpu.delta(dout, out, lse, None), want)
 
 
 def test_from_several_threads_at_once() -> None:

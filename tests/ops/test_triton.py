@@ -47,15 +47,15 @@ def test_conformance_in_the_interpreter(tmp_path: Path) -> None:
 @needs_triton
 def test_compiled_for_real_devices(tmp_path: Path) -> None:
     """No spills, matrix instructions on every device, and the resources that the committed table says."""
-    command = ["scripts/kernel_resources.py", "--check", "--tile", "128"]
+    command = ["scripts/kernel_resources.py", "--check", "--tile", "128", "--tile", "16"]
     said = in_a_process(command, tmp_path, TRITON_INTERPRET="0")
-    assert len(said.splitlines()) == 4 * 2 * 4
+    assert len(said.splitlines()) == 6 * 2 * 4 + 17
 
 
 @needs_triton
 def test_every_specialisation_compiles(tmp_path: Path) -> None:
     said = in_a_process(["scripts/kernel_resources.py", "--variants"], tmp_path, TRITON_INTERPRET="0")
-    assert len(said.splitlines()) == 13
+    assert len(said.splitlines()) == 14
 
 
 def case(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Case:
@@ -101,26 +101,65 @@ def test_masks_the_other_way(name: str) -> None:
     assert schedule.masks(of) is masks
 
 
+@pytest.mark.parametrize("name", ["causal", "sinks", "documents", "global", "table_per_head", "window", "segments"])
+@pytest.mark.parametrize("n", [500, 512])
+def test_which_plans_have_dead_positions_in_their_tiles(name: str, n: int) -> None:
+    of = plan(PATTERNS[name](n), n, heads=4, tile=(64, 32))
+    dense = torch.nn.functional.pad(of.to_dense(), (0, -n % 32, 0, -n % 64))
+    tiles = dense.unflatten(3, (-1, 32)).unflatten(2, (-1, 64))  # (B, H, rows, 64, columns, 32)
+    used = tiles.any(5).any(3)
+    inside = torch.arange(-(-n // 64) * 64) < n
+    keys = (tiles.any(3) | ~inside[: tiles.shape[4] * 32].unflatten(0, (-1, 32))).all(-1)
+    queries = (tiles.any(5) | ~inside.unflatten(0, (-1, 64))[:, :, None]).all(3)
+    masks = schedule.masks(of)
+    assert masks.dead_keys == bool((used & ~keys).any())
+    assert masks.dead_queries == bool((used & ~queries).any())
+
+
 def test_queues_hold_every_task_once_and_the_longest_first() -> None:
     of = plan(rw.PerHead([rw.Causal(), rw.SlidingWindow(9), rw.Causal(), rw.Full()]), 1000, heads=4, batch=2, tile=64)
-    rows = schedule.row_queue(of, ratio=2, head_bytes=1)
+    rows = schedule.row_queue(of, ratio=2, packed=1, head_bytes=1, units=1).tasks
     assert rows.sort().values.tolist() == list(range(2 * 4 * of.q_tiles))
     counts = of.row_ptr.diff(dim=1)[of.group.long()].reshape(-1)
     # the plan's order is by classes of half an octave
     assert ((2 * counts[rows.long()].log2()).floor().diff() <= 0).all()
-    columns = schedule.column_queue(of, ratio=2, head_bytes=1)
+    columns = schedule.column_queue(of, ratio=2, head_bytes=1, units=1).tasks
     assert columns.sort().values.tolist() == list(range(2 * 2 * of.kv_tiles))
     work = of.col_ptr.diff(dim=1)[of.group.long()].unflatten(1, (2, 2)).sum(2).reshape(-1)
     assert (work[columns.long()].diff() <= 0).all()
     # heads whose keys do not fit the cache together come one after the other
-    apart = schedule.row_queue(of, ratio=2, head_bytes=2**30)
+    apart = schedule.row_queue(of, ratio=2, packed=1, head_bytes=2**30, units=1).tasks
     assert (apart.div(2 * of.q_tiles, rounding_mode="floor").diff() >= 0).all()
+
+
+@pytest.mark.parametrize("units", [2, 60, 300])
+def test_shares_of_long_lists_cover_them_once(units: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "LEAST", 64)
+    of = plan(rw.SlidingWindow(40) | rw.Global(1), 1000, heads=4, tile=(16, 32))
+    counts = of.row_ptr.diff(dim=1)[of.group.long()].reshape(-1)
+    queue = schedule.row_queue(of, ratio=4, packed=1, head_bytes=1, units=units)
+    even = max(2, int(counts.sum()) // units)
+    assert (queue.shares is None) == (int(counts.max()) <= even)
+    if queue.shares is None or queue.splits is None:
+        assert units == 2
+        return
+    share, shares, slot = queue.shares.T
+    length = counts[queue.tasks.long()]
+    begin, end = length * share // shares, length * (share + 1) // shares
+    assert torch.zeros_like(counts).index_add_(0, queue.tasks, end - begin).equal(counts)
+    assert int((end - begin).max()) <= even
+    assert slot[slot >= 0].sort().values.tolist() == list(range(queue.slots))
+    assert ((slot >= 0) == (shares > 1)).all()
+    for task, first, count in queue.splits.tolist():
+        mine = queue.tasks == task
+        assert share[mine].tolist() == list(range(count))
+        assert slot[mine].tolist() == list(range(first, first + count))
 
 
 def test_blocks_fit_the_device_and_the_tile() -> None:
     hopper, small = Device.of_cuda(9, 227 * 1024), Device.of_cuda(12, 99 * 1024)
     assert small.generation == "ampere"
-    assert choose("forward", 128, 128, 2, (128, 128), hopper) == Blocks(128, 128, 8, 2)
+    assert choose("forward", 128, 128, 2, (128, 128), hopper) == Blocks(128, 128, 8, 2, described=True)
     for kernel in ("forward", "backward_q", "backward_kv"):
         for dim in (16, 64, 80, 128, 256):
             for itemsize in (2, 4):

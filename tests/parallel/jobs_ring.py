@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import signal
+import time
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,12 +13,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringweave as rw
 from ringweave.bench.delayed import Delayed
+from ringweave.errors import RingError
 from ringweave.parallel import ContextParallel
+from ringweave.parallel.part import Part
+from ringweave.parallel.regroup import regroup
 from ringweave.patterns import Pattern
 
 from ..oracle import Inputs
 from . import spread
-
+from .processes import rendezvous
 
 
 def call(x: Inputs, pattern: Pattern, options: dict[str, Any]) -> spread.Share:
@@ -48,3 +54,69 @@ def overlapped(latency: float) -> tuple[float, float, list[int], list[float]]:
     computed = [event for event in trace.events if event.kind == "compute"]
     order = [time for stage in range(3) for time in (posted[stage + 1], computed[stage].end)]
     return transport.flown, transport.slept, [event.stage for event in computed], order
+
+
+class Survived(NamedTuple):
+    """What a survivor saw: its error and when, whether all results before were right, and those of the regrouped."""
+
+    error: RingError
+    at: float
+    right: bool
+    regrouped: float | None
+    after: Any
+
+
+def killed(x: Inputs, pattern: Pattern, schedule: str, where: str, victim: int, regroups: bool) -> Survived:
+    """Train steps until the victim dies in its second forward, its second backward, or between two steps."""
+    ctx = ContextParallel(dist.group.WORLD, pattern, x.q.shape[2], heads=(2, 2), schedule=schedule)
+    leaves = [ctx.shard(t, 2).requires_grad_() for t in (x.q, x.k, x.v)]
+    dout = ctx.shard(x.dout, 2)
+    before: list[torch.Tensor] = []
+    right = True
+    try:
+        for step in range(4):
+            if step == 1 and ctx.rank == victim:
+                _die(where)
+            out = rw.attention(*leaves, pattern, context=ctx)
+            found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+            right = right and all(torch.equal(a, b) for a, b in zip(found, before or found, strict=True))
+            before = found
+        raise AssertionError("no error")
+    except RingError as error:
+        seen, at = error, time.time()
+    if not regroups:
+        ctx.close()
+        return Survived(seen, at, right, None, None)
+    begin = time.monotonic()
+    group = regroup(rendezvous(), ctx.rank, ctx.size, lost=[seen.peer] if seen.peer is not None else [])
+    smaller = ctx.rebuild(group.group)
+    took = time.monotonic() - begin
+    after = spread.call(smaller.transport, x, pattern, {"schedule": schedule})
+    smaller.close()
+    return Survived(seen, at, right, took, after)
+
+
+def _die(where: str) -> None:
+    def at_once(*_: Any, **__: Any) -> Any:
+        rendezvous().set("killed", str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if where == "between":
+        at_once()
+    # in the middle of a call: its messages have been posted, what it computes never comes
+    setattr(Part, where, at_once)
+
+
+def replicated(x: Inputs, victim: int) -> tuple[bool, bool]:
+    """After the victim's death: whether the fallback's answer is one device's, and whether without it there is none."""
+    ctx = ContextParallel(dist.group.WORLD, rw.Causal(), x.q.shape[2], heads=(2, 2), schedule="gather")
+    want = rw.attention(x.q, x.k, x.v, rw.Causal())
+    assert torch.equal(ctx.replicated(x.q, x.k, x.v, rw.Causal()), want)
+    if ctx.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    exact = torch.equal(ctx.replicated(x.q, x.k, x.v, rw.Causal(), fallback="single"), want)
+    try:
+        ctx.replicated(x.q, x.k, x.v, rw.Causal())
+    except RingError:
+        return exact, True
+    return exact, False

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.parallel import ContextParallel
+from ringweave.parallel import ContextParallel, Transport
+from ringweave.parallel.cost import Load, Widths
+from ringweave.parallel.simulate import simulate
 from ringweave.plan import branches
 
 from ..cases import MIXTURES, PATTERNS
@@ -103,6 +105,33 @@ def test_a_node_receives_each_tile_once(name: str) -> None:
     across = received[:4, 4:].sum() + received[4:, :4].sum()
     # forward, and the gradients back: float32 both
     assert across == union * 2 * (8 + 8) * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", ["window", "causal", "bigbird", "documents", "longnet", "global rows"])
+def test_simulated_bytes_are_the_real_ones(name: str, ranks: int) -> None:
+    """What ``simulate`` and ``explain`` say is what the counters count, forward, in both schedules."""
+    tokens = 4096 if name == "global rows" else 1500
+    made = {"global rows": lambda n: rw.SlidingWindow(256) | rw.Global(128)} | PATTERNS_AND_MIXTURES
+    pattern = made[name](tokens)
+    widths = Widths()
+    q, k, v = (torch.zeros(1, heads, tokens, widths.key, dtype=torch.bfloat16) for heads in (4, 4, 4))
+    for schedule in ("gather", "ring"):
+
+        def job(transport: Transport) -> tuple[int, ContextParallel]:
+            ctx = ContextParallel(transport, pattern, tokens, heads=(4, 4), schedule=schedule)  # noqa: B023
+            with torch.no_grad():
+                rw.attention(*(ctx.shard(x, 2) for x in (q, k, v)), pattern, context=ctx)
+            return sum(transport.counters.received), ctx
+
+        found = run(ranks, job)
+        demands = found[0][1].demands(pattern)
+        load = Load.of(demands, widths, queries=schedule == "ring")
+        assert load.received.tolist() == [received for received, _ in found]
+        if schedule == "ring":
+            (row,) = simulate(pattern, tokens, [ranks], heads=(4, 4))
+            assert row.ringweave.bytes_worst == load.received.max()
+            assert row.ringweave.bytes_total == load.received.sum()
 
 
 def test_dilation_on_residues_moves_nothing() -> None:

@@ -111,6 +111,17 @@ def test_backward_without_slopes_of_one_result() -> None:
     as_exact_as_one_device(x, pattern, got)
 
 
+def test_no_view_holds_a_token(poisoned: None) -> None:
+    """A mixture whose offset lies past the end computes nothing, anywhere."""
+    x = Inputs.random(3, heads=2, dim=8)
+    pattern = rw.LongNet([64], [8], offset=7)
+    for schedule in ("gather", "ring"):
+        got = joined(spread(2, x, pattern, schedule=schedule), 3)
+        assert (got["out"] == 0).all()
+        assert torch.isneginf(got["lse"]).all()
+        assert all((got[name] == 0).all() for name in ("dq", "dk", "dv"))
+
+
 @pytest.mark.parametrize("backend", ["auto", "gather"])
 @pytest.mark.parametrize("tokens", [500, 333])
 def test_a_tile_in_pieces_ends_with_the_sequence(tokens: int, backend: str) -> None:

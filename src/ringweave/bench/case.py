@@ -65,16 +65,6 @@ class PlanCost:
         return self.nbytes / self.tiles
 
 
-_SPELLED: dict[str, Callable[[float], str]] = {
-    "x": lambda value: f"{value:.2f} x",
-    "%": lambda value: f"{value:.1%}",
-    "s": lambda value: f"{value:.2f} s",
-    "ms": lambda value: f"{value * 1e3:.1f} ms",
-    "B": lambda value: f"{value:,.0f} B",
-    "": lambda value: f"{value:.1e}",
-}
-
-
 @dataclass(frozen=True)
 class Target:
     """A figure, and what it is to be.
@@ -85,8 +75,8 @@ class Target:
         figure: Measured; None where it could not be, and ``reason`` says why.
         bound: What it is to be; None where the size is too small to say.
         at_least: Whether ``bound`` is the least or the most.
-        unit: ``"x"``, a ratio; ``"%"``, a share shown in hundredths; ``"s"`` or ``"ms"``, seconds; ``"B"``, bytes;
-            ``""``, a number.
+        unit: ``"x"``, a ratio, ``"%"``, a share shown in hundredths, ``""``, a number shown as a power of ten, or a unit
+            as it is written.
         reason: Why there is no figure.
     """
 
@@ -109,7 +99,9 @@ class Target:
         """A figure in the target's unit."""
         if value is None:
             return "-"
-        return _SPELLED[self.unit](value)
+        if self.unit == "":
+            return f"{value:.1e}"
+        return f"{value:.1%}" if self.unit == "%" else f"{value:.2f} {self.unit}"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The main job on real input: exactness, speed, memory, and a small model trained, on the text of Python's own library.
+"""The main job on real input: exactness, speed, memory, and models trained, on the text of Python's own library.
 
 Everything that the report says is in :class:`DemoResult`; nothing is written down beforehand.
 """
@@ -21,6 +21,7 @@ from .corpus import Corpus, standard_library, text_inputs
 from .peers import chosen_backend, peers
 from .record import Environment, environment
 from .sizes import QUICK, WHOLE, Sizes
+from .trainer import Around, around
 from .workload import Accuracy, Inputs, Limit, Oracle, Workload, sample_rows
 
 #: (part, share done, what happens now)
@@ -65,7 +66,7 @@ class PatternFacts:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """All figures of a demonstration."""
+    """All figures of a demonstration; ``around`` is text where it could not be run: why."""
 
     environment: Environment
     quick: bool
@@ -79,6 +80,7 @@ class DemoResult:
     outcomes: tuple[Outcome, ...]
     training: dict[str, Training]
     training_backend: str
+    around: Around | str
 
     @property
     def kernel(self) -> str:
@@ -94,7 +96,8 @@ class DemoResult:
     @property
     def correct(self) -> bool:
         """Whether every result that was checked is right."""
-        return self.exact and not any(outcome.wrong for outcome in self.outcomes)
+        together = isinstance(self.around, str) or self.around.correct
+        return self.exact and together and not any(outcome.wrong for outcome in self.outcomes)
 
     def find(self, tokens: int, direction: str, peer: str) -> Outcome:
         """The outcome of a peer."""
@@ -106,7 +109,7 @@ class DemoResult:
         return sparse.tokens_per_second / dense.tokens_per_second
 
     def speeds(self) -> list[tuple[str, dict[str, str]]]:
-        """Per length in tokens and direction, what each peer took, in words."""
+        """Per length in tokens and direction, what each peer took in milliseconds, in words."""
         rows: dict[str, dict[str, str]] = {}
         for outcome in self.outcomes:
             what = "forward" if outcome.direction == "forward" else "both"
@@ -114,7 +117,7 @@ class DemoResult:
             if outcome.timing is None:
                 row[outcome.peer] = "wrong" if outcome.wrong else "cannot"
                 continue
-            row[outcome.peer] = f"{outcome.timing.median * 1e3:,.0f} ms"
+            row[outcome.peer] = f"{outcome.timing.median * 1e3:,.0f}"
             if outcome.over_first is not None and outcome.peer != "ringweave":
                 row[outcome.peer] += f" ({outcome.over_first.medians:.1f} x)"
         return list(rows.items())
@@ -145,6 +148,7 @@ class DemoResult:
                 f"{sparse.losses[0]:.2f} to {sparse.losses[-1]:.2f} in {len(sparse.losses)} steps of {sparse.tokens:,} "
                 f"tokens, dense {dense.losses[0]:.2f} to {dense.losses[-1]:.2f}",
             ),
+            ("around the ring", f"not run: {self.around}" if isinstance(self.around, str) else self.around.summary()),
         ]
 
 
@@ -170,7 +174,8 @@ def run_demo(*, quick: bool = False, advance: Advance = lambda part, done, text:
     outcomes = _speed(pattern, corpus, sizes, advance)
     # a slow or busy machine trains for fewer steps
     left = sizes.whole_budget - (time.perf_counter() - start)
-    training, backend = _train(pattern, corpus, sizes, min(sizes.train_budget, max(left, 1.0)), advance)
+    training, backend = _train(pattern, corpus, sizes, min(sizes.train_budget, max(left, sizes.train_least)), advance)
+    together = _around(sizes, where.threads, advance)
     facts = _facts(pattern, max(sizes.lengths))
     return DemoResult(
         environment=where,
@@ -185,6 +190,7 @@ def run_demo(*, quick: bool = False, advance: Advance = lambda part, done, text:
         outcomes=tuple(outcomes),
         training=training,
         training_backend=backend,
+        around=together,
     )
 
 
@@ -230,6 +236,17 @@ def _speed(pattern: rw.Pattern, corpus: Corpus, sizes: Sizes, advance: Advance) 
         )
     advance(part, 1.0, "")
     return outcomes
+
+
+def _around(sizes: Sizes, threads: int, advance: Advance) -> Around | str:
+    def told(done: float, text: str) -> None:
+        advance("Around the ring", min(done, 0.99), text)
+
+    told(0.0, "")
+    tokens, window, steps = sizes.around
+    found = around(tokens=tokens, window=window, steps=steps, threads=threads, limit=sizes.around_budget, advance=told)
+    advance("Around the ring", 1.0, "")
+    return found
 
 
 def _train(

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError, message
+from ..units import nbytes
 from .compare import Outcome
 
 if TYPE_CHECKING:
     from .byte_model import Training
+    from .trainer import Around
 
 # stands for the page's own text colour, put in after drawing
 _INK = "#010203"
@@ -85,6 +87,33 @@ def loss_curves(training: dict[str, Training]) -> str:
         seconds.set_xlabel("seconds of its own steps")
         steps.set_ylabel("loss, nats per byte")
         steps.legend(loc="upper right", fontsize=9)
+        return _svg(figure, pyplot)
+
+
+def shared_sequence(around: Around) -> str:
+    """Bytes received next to a full ring's, and the losses of one process and of several over steps."""
+    pyplot = _pyplot()
+    mine, dense = _COLOURS["ringweave"], _COLOURS["sdpa"]
+    with pyplot.rc_context(_STYLE):
+        figure, (moved, losses) = pyplot.subplots(1, 2, figsize=(5.2, 2.4), width_ratios=(1, 1.4))
+        sizes = [around.shared.full_ring, around.shared.received]
+        moved.bar(["full ring", "ringweave"], [size / 2**20 for size in sizes], width=0.6, color=[dense, mine])
+        for place, size in enumerate(sizes):
+            moved.text(place, size / 2**20, nbytes(size), ha="center", va="bottom", size=8.5)
+        moved.set_ylabel("MiB received in a step")
+        moved.set_ylim(0, 1.15 * max(sizes) / 2**20)
+        steps = range(1, len(around.alone.losses) + 1)
+        # they lie on each other, and both are to be seen
+        losses.plot(steps, around.alone.losses, color=dense, linewidth=3.5, alpha=0.6, label="one process")
+        losses.plot(
+            steps, around.shared.losses, color=mine, linewidth=1.6, linestyle=(0, (4, 2)),
+            label=f"{around.shared.processes} processes",
+        )  # fmt: skip
+        losses.set_xlabel("step")
+        losses.set_ylabel("loss, nats per byte")
+        losses.xaxis.get_major_locator().set_params(integer=True)
+        losses.legend(fontsize=9)
+        figure.tight_layout()
         return _svg(figure, pyplot)
 
 

@@ -1,4 +1,4 @@
-"""The case ``kernels``: how much of the processor's peak a kernel reaches, over densities, sizes and types.
+"""The case ``kernels`` on a CPU: how much of the processor's peak a kernel reaches, over densities, sizes and types.
 
 All densities of one size are timed in turn with each other and with their peers, so that every ratio is of one run.
 The peak is a loop of fused multiply-adds in registers on the same number of threads, taken between the sizes of the
@@ -16,6 +16,7 @@ import torch
 import ringweave as rw
 
 from ..ops import cpu
+from . import gpu
 from .case import CaseResult, Options, Target
 from .compare import Outcome, Say, Session, outcome
 from .measure import interleaved, ratio
@@ -79,8 +80,9 @@ def whole_grid() -> Iterable[Size]:
 
 def run(options: Options, say: Say) -> CaseResult:
     """Measure, and set the figures beside their targets."""
-    device = torch.device(options.device).type
-    native = device == "cpu" and cpu.module() is not None
+    if torch.device(options.device).type == "cuda":
+        return gpu.run(options, say)
+    native = cpu.module() is not None
     dtypes = (options.dtype,) if options.dtype else (torch.float32, torch.bfloat16)
     sizes = [_asked(size, options) for size in (QUICK if options.quick else whole_grid() if options.full else USUAL)]
     outcomes: list[Outcome] = []
@@ -93,7 +95,7 @@ def run(options: Options, say: Say) -> CaseResult:
             for direction in _DIRECTIONS:
                 outcomes += _measure(size, sessions, direction, say)
     if not native:
-        why = "CPU tensors only" if device != "cpu" else "ringweave was installed without a C++ compiler"
+        why = "ringweave was installed without a C++ compiler"
         said = f"No native kernel ran here ({why}): the figures are of other backends, without a share of the peak."
         return CaseResult("kernels", tuple(outcomes), said, grid=True)
     peaks = {str(dtype).removeprefix("torch."): max(peak, fma_peak(dtype)) for dtype, peak in best.items()}

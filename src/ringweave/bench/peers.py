@@ -100,7 +100,7 @@ def peers(*names: str) -> list[Peer]:
 
 def sparse_backends(*, besides: str) -> list[str]:
     """Names of peers for the backends that auto may choose, but for one it already chose."""
-    return [f"ringweave:{name}" for name in PREFERENCE if name not in ("sdpa", besides)]
+    return [f"ringweave:{name}" for name in PREFERENCE if BACKENDS[name].planned and name != besides]
 
 
 def chosen_backend(workload: Workload, *, backward: bool, name: str = "auto") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ import ringweave
 
 from ..errors import UnsupportedError
 from ..ops import cpu
+from ..ops.tuning import processor
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class Environment:
         load: Load average of the last minute when taken; far above 0 before a run, figures are noisy.
         memory: Bytes of main memory, where known.
         accelerator: The GPU's name, if the figures are of one.
+        driver: Its driver's version.
+        cuda: Version that torch was built with.
+        triton: Version.
         platform: Operating system.
         python: Version.
         torch: Version.
@@ -48,6 +53,9 @@ class Environment:
     load: float | None
     memory: int | None
     accelerator: str | None
+    driver: str | None
+    cuda: str | None
+    triton: str | None
     platform: str
     python: str
     torch: str
@@ -62,12 +70,15 @@ def environment(device: str = "cpu") -> Environment:
     load = getattr(os, "getloadavg", None)
     return Environment(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        cpu=_cpu_model(),
+        cpu=processor(),
         cores=len(affinity(0)) if affinity else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         load=round(load()[0], 2) if load else None,
         memory=_memory(),
         accelerator=torch.cuda.get_device_name() if torch.device(device).type == "cuda" else None,
+        driver=_driver() if torch.device(device).type == "cuda" else None,
+        cuda=torch.version.cuda,
+        triton=_version("triton"),
         platform=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         torch=str(torch.__version__),
@@ -77,20 +88,27 @@ def environment(device: str = "cpu") -> Environment:
     )
 
 
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found[0] if found else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _kernel() -> str | None:
     try:
         return cpu.variant()
     except UnsupportedError:
         return None
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _memory() -> int | None:

@@ -11,8 +11,9 @@ from ..errors import UnsupportedError, message
 from ..units import nbytes, percent
 from .compare import Outcome
 from .demo import DemoResult
-from .figures import bars, inline, loss_curves
+from .figures import bars, inline, loss_curves, shared_sequence
 from .record import plain
+from .trainer import LIMIT
 
 _FUNCTIONS = {"Causal()": "dense, causal", "Full()": "dense, not causal"}
 
@@ -50,6 +51,8 @@ def render(result: DemoResult) -> str:
         times=bars(outcomes, _milliseconds, _time_label, "milliseconds, median"),
         memory=bars(outcomes, _mebibytes, _memory_label, "MiB at the peak"),
         losses=loss_curves(result.training),
+        shared="" if isinstance(result.around, str) else shared_sequence(result.around),
+        loss_limit=LIMIT,
         function=lambda outcome: _FUNCTIONS.get(outcome.computes, "the pattern"),
         ratio=ratio_text,
         groups=_grouped(outcomes),

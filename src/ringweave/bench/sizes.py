@@ -18,9 +18,12 @@ class Sizes:
         head_dim: Its head dimension.
         rounds: Timed rounds.
         steps: Training steps of each model.
+        around: Tokens, window and steps of the training that several processes share.
         speed_budget: Seconds after which no further timed round of a length and direction starts.
+        around_budget: Seconds after which the training that several processes share is given up.
         train_budget: Seconds after which no further training step starts.
-        whole_budget: Seconds of the whole run that training keeps to.
+        train_least: Seconds for training where the parts before it were slow.
+        whole_budget: Seconds after the start of all when training ends; what several processes share comes after it.
         peers: Who is timed beside ringweave's own backends.
     """
 
@@ -32,11 +35,22 @@ class Sizes:
     head_dim: int
     rounds: int
     steps: int
+    around: tuple[int, int, int]
     speed_budget: float
+    around_budget: float
     train_budget: float
+    train_least: float
     whole_budget: float
     peers: tuple[str, ...]
 
 
-WHOLE = Sizes((8192, 16384), 8192, 1024, 64, 2, 64, 3, 40, 4.0, 110.0, 165.0, ("sdpa", "flex"))
-QUICK = Sizes((2048, 4096), 2048, 256, 16, 4, 64, 3, 24, 3.0, 10.0, 16.0, ("sdpa",))
+WHOLE = Sizes(
+    lengths=(8192, 16384), context=8192, window=1024, sinks=64, heads=2, head_dim=64, rounds=3, steps=40,
+    around=(4096, 256, 12), speed_budget=4.0, around_budget=60.0, train_budget=100.0, train_least=15.0, whole_budget=100.0,
+    peers=("sdpa", "flex"),
+)  # fmt: skip
+QUICK = Sizes(
+    lengths=(2048, 4096), context=2048, window=256, sinks=16, heads=4, head_dim=64, rounds=3, steps=24,
+    around=(1024, 128, 4), speed_budget=3.0, around_budget=60.0, train_budget=10.0, train_least=4.0, whole_budget=16.0,
+    peers=("sdpa",),
+)  # fmt: skip

@@ -156,7 +156,7 @@ def print_summary(console: Console, result: DemoResult) -> None:
     names = list(rows[0][1])
     # eighty columns hold five of these
     heads = [name.removeprefix("ringweave:") for name in names]
-    table = new_table("Median times, in brackets over ringweave's; both: forward and backward", "tokens", *heads)
+    table = new_table("Median milliseconds, in brackets over ringweave's; both: forward and backward", "tokens", *heads)
     for title, cells in rows:
         table.add_row(title, *(cells.get(name, "") for name in names))
     console.print(table)

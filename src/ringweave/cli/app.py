@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import RingweaveError
-from . import doctor, explain, show, terminal
+from . import doctor, explain, show, simulate, terminal, tune
 
 
 class Commands(TyperGroup):
@@ -54,6 +54,8 @@ def _options(
 
 app.command("show")(show.show)
 app.command("explain")(explain.explain)
+app.command("simulate")(simulate.simulated)
 app.command("doctor")(doctor.doctor)
+app.command("tune")(tune.tune)
 if importlib.util.find_spec("ringweave.bench.commands") is not None:
     importlib.import_module("ringweave.bench.commands").register(app)

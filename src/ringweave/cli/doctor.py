@@ -19,17 +19,32 @@ from rich.text import Text
 
 from .. import __version__
 from ..errors import RingweaveError
-from ..ops import cpu, dispatch
+from ..ops import cpu, dispatch, tuning
 from ..ops.backend import Case
 from ..patterns import Causal, SlidingWindow
 from ..plan import branches
 from ..units import nbytes
 from . import terminal
 
-_OPTIONAL = ("numpy", "triton", "typer", "rich", "matplotlib", "jinja2", "psutil", "transformers")
+_OPTIONAL = (
+    "numpy",
+    "triton",
+    "flash-attn-4",
+    "typer",
+    "rich",
+    "matplotlib",
+    "jinja2",
+    "psutil",
+    "platformdirs",
+    "filelock",
+    "transformers",
+)
 _COMPILERS = ("g++", "clang++", "c++", "nvcc")
 _MODULE = "ringweave._cpu"
-_VARIABLES = {cpu.VARIANT: "not set: the best instruction set is used"}
+_VARIABLES = {
+    cpu.VARIANT: "not set: the best instruction set is used",
+    tuning.VARIABLE: "not set: the user's cache folder is used",
+}
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
@@ -63,7 +78,7 @@ def diagnose() -> dict[str, dict[str, Any]]:
     Example:
         >>> from ringweave.cli.doctor import diagnose
         >>> sorted(diagnose())
-        ['backends', 'compilers', 'devices', 'native kernel', 'packages', 'system', 'variables']
+        ['backends', 'compilers', 'devices', 'native kernel', 'packages', 'system', 'tuning store', 'variables']
     """
     devices = _devices()
     return {
@@ -80,6 +95,7 @@ def diagnose() -> dict[str, dict[str, Any]]:
         "compilers": {name: _compiler(name) for name in _COMPILERS},
         "packages": {name: _installed(name) for name in _OPTIONAL},
         "backends": {name: {kind: _usable(name, kind) for kind in devices} for name in dispatch.BACKENDS},
+        "tuning store": _store(),
         "variables": _VARIABLES | {name: value for name, value in sorted(os.environ.items()) if name in _VARIABLES},
     }
 
@@ -94,6 +110,15 @@ def _kernel() -> dict[str, str]:
     except RingweaveError as error:
         used = str(error)
     return {"in use": used, "can run": ", ".join(native.variants())}
+
+
+def _store() -> dict[str, str | int]:
+    """Where ``ringweave tune`` keeps what it found, and how much that is."""
+    path = tuning.store()
+    if path is None:
+        return {"file": "none: platformdirs is not installed, and RINGWEAVE_CACHE names no folder"}
+    tuning.refresh()
+    return {"file": str(path), "answers": sum(len(each) for each in tuning.answers().values())}
 
 
 def _why_absent() -> str:

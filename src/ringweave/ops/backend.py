@@ -47,8 +47,8 @@ class Forward(Protocol):
 class Backward(Protocol):
     """Gradients of a branch's view from the *whole* attention's out and lse, in ``dtype``.
 
-    ``delta`` is rowsum(dout * out) - dlse; ``out`` is given where there is no dlse. With the whole lse, the branches'
-    gradients add up.
+    ``delta`` is what the backend's own ``delta`` made; ``out`` is given where there is no dlse. With the whole lse,
+    the branches' gradients add up.
     """
 
     def __call__(
@@ -69,9 +69,12 @@ class Backward(Protocol):
 
 
 class Delta(Protocol):
-    """(dout, out, dlse) to rowsum(dout * out) - dlse, of lse's dtype."""
+    """(dout, out, lse, dlse) to rowsum(dout * out) - dlse, of lse's dtype.
 
-    def __call__(self, dout: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+    0 where lse is -inf: a row that attends nothing gives nothing, whatever its queries and slopes hold.
+    """
+
+    def __call__(self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
         """(B, Hq, Nq)."""
         ...
 
@@ -79,14 +82,37 @@ class Delta(Protocol):
 _CHUNK = 2**20
 
 
-def delta_in_chunks(dout: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+def delta_in_chunks(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """By PyTorch, some rows at a time: the widened product of whole tensors would be larger than the gradients."""
-    delta = torch.empty(out.shape[:3], dtype=dtype, device=out.device)
+    delta = torch.empty_like(lse)
     rows = max(1, _CHUNK // (out[:, :, 0].numel()))
     for first in range(0, out.shape[2], rows):
         part = slice(first, first + rows)
-        delta[:, :, part] = (dout[:, :, part].to(dtype) * out[:, :, part].to(dtype)).sum(-1)
-    return delta if dlse is None else delta.sub_(dlse)
+        delta[:, :, part] = (dout[:, :, part].to(lse.dtype) * out[:, :, part].to(lse.dtype)).sum(-1)
+    if dlse is not None:
+        delta.sub_(dlse)
+    return delta.masked_fill_(torch.isneginf(lse), 0.0)
+
+
+#: Channels that :func:`delta_as_channels` adds; kernels of 16-bit types want multiples of 8.
+DELTA_CHANNELS = 8
+
+
+def delta_as_channels(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dout, q, k, v, out) with further channels, for a dense kernel that computes rowsum(dout * out) itself.
+
+    That leaves no way in for the gradient of lse. The channels give it: they are zero in q, k and v, one in dout, and
+    in out, otherwise zero, they hold the pieces of delta: three, which is enough for a 16-bit type.
+    """
+    dout, q, k, v = (torch.nn.functional.pad(x, (0, DELTA_CHANNELS)) for x in (dout, q, k, v))
+    dout[..., -3:] = 1.0
+    out, rest = torch.zeros_like(dout), delta
+    for channel in (-3, -2, -1):
+        out[..., channel] = rest.to(out.dtype)
+        rest = rest - out[..., channel].to(rest.dtype)
+    return dout, q, k, v, out
 
 
 @dataclass(frozen=True)

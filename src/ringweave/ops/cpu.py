@@ -78,14 +78,14 @@ def backward(
     return dq, dk, dv
 
 
-def delta(dout: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """In one pass over both tensors."""
     native = module()
     assert native is not None
     result = torch.empty(out.shape[:3], dtype=torch.float32)
     slope = None if dlse is None else dlse.detach()
     native.delta(_readable(dout), _readable(out), slope, result, torch.get_num_threads(), variant())
-    return result
+    return result.masked_fill_(torch.isneginf(lse), 0.0)
 
 
 def _readable(x: Tensor) -> Tensor:

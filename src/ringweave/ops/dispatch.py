@@ -15,14 +15,17 @@ from ..errors import UnsupportedError, message
 from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
-from . import cpu, gather, reference, sdpa, triton
+from . import cpu, flash, flex, gather, reference, sdpa, triton, tuning
 from .backend import Backend, Case, delta_in_chunks
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (reference.BACKEND, gather.BACKEND, sdpa.BACKEND, cpu.BACKEND, triton.BACKEND)
-}
+    backend.name: backend
+    for backend in (
+        reference.BACKEND, gather.BACKEND, sdpa.BACKEND, cpu.BACKEND, triton.BACKEND, flex.BACKEND, flash.BACKEND,
+    )
+}  # fmt: skip
 # what auto tries, best first; the last one runs everything
-PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "gather")
+PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "flash", "gather")
 # tiles (128 x 128) beyond which a dense branch goes to a kernel that needs no plan: 16 bytes a tile add up
 _DENSE_TILES = 2**23
 
@@ -39,11 +42,11 @@ def choose(name: str, case: Case, branch: Branch) -> Backend:
         UnsupportedError: An unknown name, or a named backend that cannot run the branch, with the reason.
     """
     if name == "auto":
-        return next(backend for backend, reason in candidates(case, branch) if reason is None)
+        return measured(case, branch) or next(backend for backend, reason in candidates(case, branch) if reason is None)
     backend = BACKENDS.get(name)
     if backend is None:
         raise UnsupportedError(message("backend", repr(name), f"one of {', '.join(names())}", "Use 'auto'."))
-    reason = _refusal(backend, case, branch)
+    reason = refusal(backend, case, branch)
     if reason is not None:
         raise UnsupportedError(
             message("backend", repr(name), f"a case that it can run, but {reason}", "Use backend='auto' or 'gather'.")
@@ -51,15 +54,31 @@ def choose(name: str, case: Case, branch: Branch) -> Backend:
     return backend
 
 
+def measured(case: Case, branch: Branch) -> Backend | None:
+    """The backend that ``ringweave tune`` found fastest for this kind of call here, if it did and it can run."""
+    backend = BACKENDS.get(tuning.lookup(case, branch) or "")
+    if backend is None or not backend.branched or refusal(backend, case, branch) is not None:
+        return None
+    return backend
+
+
 def candidates(case: Case, branch: Branch) -> list[tuple[Backend, str | None]]:
-    """The backends that auto considers, in order, each with why it cannot run the branch (None: it can)."""
+    """What auto considers where nothing was measured, in order, each with why it cannot run it (None: it can)."""
     ordered = list(PREFERENCE)
     if branch.structure != "sparse" and branch.nq * branch.nk > _DENSE_TILES * 128**2:
         ordered.sort(key=lambda name: BACKENDS[name].planned)
-    return [(BACKENDS[name], _refusal(BACKENDS[name], case, branch)) for name in ordered]
+    return [(BACKENDS[name], _passed_over(name, branch) or refusal(BACKENDS[name], case, branch)) for name in ordered]
 
 
-def _refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
+def _passed_over(name: str, branch: Branch) -> str | None:
+    """Why auto leaves a backend alone where it may well be able."""
+    if name == "flash" and branch.structure == "sparse":
+        return "its sparse kernels are unmeasured here, and used only when named"
+    return None
+
+
+def refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
+    """Why a backend cannot run a branch of a case; None where it can."""
     if case.needs_grad and backend.backward is None:
         return "it is forward-only, and an input requires gradients (detach the inputs, or use torch.no_grad)"
     return backend.refusal(case, branch)
@@ -110,9 +129,7 @@ def run_backward(
     case = Case.of(q, k, v, needs_grad=True)
     wide = lse.dtype
     steps = program(pattern, case, q_offset, backend)
-    delta = (steps[0][1].delta if steps else delta_in_chunks)(dout, out, dlse, wide)
-    # a row that attends nothing gives nothing, whatever its queries and slopes hold
-    delta = delta.masked_fill_(torch.isneginf(lse), 0.0)
+    delta = (steps[0][1].delta if steps else delta_in_chunks)(dout, out, lse, dlse)
     if len(steps) == 1 and _is_whole(steps[0][0], case):
         branch, chosen = steps[0]
         assert chosen.backward is not None

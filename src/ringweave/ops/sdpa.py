@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..plan import Branch
-from .backend import Backend, Case
+from .backend import Backend, Case, delta_as_channels
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -37,22 +37,13 @@ def backward(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of dense attention.
-
-    PyTorch's kernel takes out and computes rowsum(dout * out) itself, which leaves no way in for the gradient of lse.
-    Further value channels give it: zero in v, one in dout, and in out the pieces of delta, three for a 16-bit type.
-    """
+    """Gradients of dense attention; delta goes in through further channels where the kernel's own is another."""
     heads, kv_heads = q.shape[1], k.shape[1]
     keys, values = _per_query_head(k, heads), _per_query_head(v, heads)
     slopes = dout.to(q.dtype)
     queries = q
     if out is None:
-        slopes, queries, keys, values = (torch.nn.functional.pad(x, (0, 8)) for x in (slopes, q, keys, values))
-        slopes[..., -3:] = 1.0
-        out, rest = torch.zeros_like(slopes), delta
-        for channel in (-3, -2, -1):
-            out[..., channel] = rest.to(out.dtype)
-            rest = rest - out[..., channel].to(rest.dtype)
+        slopes, queries, keys, values, out = delta_as_channels(slopes, q, keys, values, delta)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     dq, dk, dv = _backward(
         slopes, queries, keys, values, out, lse.to(wide), 0.0, branch.structure == "causal", scale=scale

@@ -1,7 +1,8 @@
 """Placements found by what attends what: chunks that need the same keys together, work and counts equal.
 
-Chunks are dealt heaviest first, each to the rank that already needs most of its keys and has room for its work; then
-chunks are swapped where that lowers the heaviest load. Whole numbers and stable orders only: all ranks find the same.
+Chunks are dealt heaviest first, each to the rank that already needs most of its keys and has room for its work; or they
+lie in order. Then they are swapped where that lowers the heaviest load, those first that add the least to receive.
+Whole numbers and stable orders only: all ranks find the same.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from .placement import Int64, Placement, blocks_for
 _ROOM = 262
 _ENOUGH = 259
 _SWAPS = 16
+_MAX_SWAPS = 1024
+# bounds on the time that this takes: nearly dense patterns have nothing to gain
 _MAX_CHUNKS = 2048
+_MAX_TILES = 2**22
+_MAX_LOOKS = 2**27
 
 
 @dataclass(eq=False)
@@ -36,8 +41,10 @@ class _Graph:
         return np.repeat(np.arange(len(self.work)), np.diff(self.first))
 
 
-def affinity(branches: Sequence[Branch], tokens: int, ranks: int, block: int, pieces: int) -> Placement | None:
-    """The placement of chunks, ``pieces`` of them for each rank, by what they attend; None where it cannot be cut so.
+def affinity(
+    branches: Sequence[Branch], tokens: int, ranks: int, block: int, pieces: int, *, deal: bool
+) -> Placement | None:
+    """The placement of chunks, ``pieces`` of them for each rank, by what they attend.
 
     Args:
         branches: Of all calls, in token order.
@@ -45,6 +52,9 @@ def affinity(branches: Sequence[Branch], tokens: int, ranks: int, block: int, pi
         ranks: Ranks.
         block: Tokens in a block.
         pieces: Chunks of each rank.
+        deal: Whether chunks are dealt before they are swapped; else the swaps start from stretches of the sequence.
+    Returns:
+        The placement; None where ranks cannot be cut so, or where it would take long.
     """
     blocks = blocks_for(tokens, ranks, block)
     if (blocks // ranks) % pieces or ranks * pieces > _MAX_CHUNKS:
@@ -52,15 +62,19 @@ def affinity(branches: Sequence[Branch], tokens: int, ranks: int, block: int, pi
     length = blocks // ranks // pieces * block
     if any(branch.rate > 1 or length % branch.tile[0] for branch in branches):
         return None
+    if sum(branch.plan("cpu").nnz for branch in branches) > _MAX_TILES:
+        return None
     graph = _graph(branches, length, ranks * pieces)
-    owner = _deal(graph, ranks, pieces)
+    if len(graph.unit) * ranks > _MAX_LOOKS:
+        return None
+    owner = _deal(graph, ranks, pieces) if deal else np.arange(ranks * pieces) // pieces
     _swap(graph, owner, ranks)
     # ranks in the order of their first chunk: neighbours in the sequence are neighbours in a ring
     _, at = np.unique(owner, return_index=True)
     name = np.empty(ranks, np.int32)
     name[np.argsort(at)] = np.arange(ranks, dtype=np.int32)
     chosen = np.repeat(name[owner], length // block).astype(np.int32)
-    return Placement(f"affinity/{pieces}", tokens, ranks, block, chosen)
+    return Placement(f"{'dealt' if deal else 'swapped'}/{pieces}", tokens, ranks, block, chosen)
 
 
 def _graph(branches: Sequence[Branch], length: int, chunks: int) -> _Graph:
@@ -113,7 +127,7 @@ def _swap(graph: _Graph, owner: NDArray[np.int64], ranks: int) -> None:
     limit = int(graph.work.sum()) * _ENOUGH // (256 * ranks)
     uses = np.zeros((len(graph.work), ranks), np.int32)
     np.add.at(uses, (graph.unit, owner[chunk]), 1)
-    for _ in range(_SWAPS * ranks):
+    for _ in range(min(_SWAPS * ranks, _MAX_SWAPS)):
         r = int(np.argmax(load))
         if load[r] <= limit:
             return

@@ -125,9 +125,10 @@ def _candidates(calls: Sequence[Sequence[Branch]], tokens: int, ranks: int, bloc
     branches = [branch for call in calls for branch in call]
     yield from portfolio(tokens, ranks, block, tuple(branch.rate for branch in branches))
     for pieces in _PIECES if ranks > 1 else ():
-        placement = affinity(branches, tokens, ranks, block, pieces)
-        if placement is not None:
-            yield placement
+        for deal in (True, False):
+            placement = affinity(branches, tokens, ranks, block, pieces, deal=deal)
+            if placement is not None:
+                yield placement
 
 
 def _longest(branch: Branch) -> int:
@@ -141,4 +142,4 @@ def _longest(branch: Branch) -> int:
 def _value(branch: Branch) -> Hashable:
     pattern = branch.pattern
     view = (branch.rate, branch.q_first, branch.k_first, branch.nq, branch.nk, branch.q_offset, branch.batch)
-    return (pattern.spec, table_keys(pattern.tables), branch.heads, view)
+    return (pattern.spec, table_keys(pattern.tables), branch.heads, branch.tile, view)

@@ -159,9 +159,10 @@ class ContextParallel:
         calls = [branches(p, self.seq_len, self.seq_len, heads=self.heads[0]) for p in self.patterns]
         sides = [branch.tile[0] for call in calls for branch in call if branch.rate == 1]
         block = block_for(self.seq_len, ranks, min(sides, default=128))
-        if asked == "auto":
+        calls = [call for call in calls if call]
+        if asked == "auto" and calls:
             return choose(calls, self.seq_len, ranks, block, self.heads[0] // self.heads[1]).placement
-        return NAMED[str(asked)](self.seq_len, ranks, block)
+        return NAMED["contiguous" if asked == "auto" else str(asked)](self.seq_len, ranks, block)
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
@@ -292,12 +293,13 @@ class ContextParallel:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, backend: str
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What the operator runs: (out, lse, received, relayed, formats)."""
+        """What the operator runs: (out, lse, received, relayed, formats by hop and rank, flat)."""
         with self._lock:
             planned = self.planned(pattern, q.shape[0])
             out, lse, received, forms = planned.forward(self.call, q, k, v, scale, backend)
         kept = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
-        return out, lse, kept[0], kept[1], forms
+        # a compiled graph relies on the shapes and strides that the fake operator tells
+        return out.contiguous(), lse.contiguous(), kept[0], kept[1], forms.flatten()
 
     def backward(
         self,
@@ -316,7 +318,8 @@ class ContextParallel:
         """What the operator's gradient runs: (dq, dk, dv)."""
         with self._lock:
             planned = self.planned(pattern, q.shape[0])
-            return planned.backward(self.call, dout, dlse, q, k, v, out, lse, kept[:2], kept[2], scale, backend)
+            forms = kept[2].view(-1, self.size)
+            return planned.backward(self.call, dout, dlse, q, k, v, out, lse, kept[:2], forms, scale, backend)
 
     # ---- plans -------------------------------------------------------------------------------------------------------
 

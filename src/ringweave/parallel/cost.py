@@ -115,6 +115,8 @@ class Load:
 
     def _queries(self, demand: Demand, moves: Sequence[Moves], widths: Widths) -> None:
         for kind, move in zip(demand.kinds, moves, strict=True):
+            if not move.queries.any():
+                continue
             helper, tile = np.nonzero(move.queries)
             tokens = demand.lengths[tile] * (kind.queries * len(kind.members))
             self._receive(helper, demand.owner[tile], tokens * (widths.key * widths.itemsize))

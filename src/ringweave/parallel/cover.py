@@ -56,7 +56,8 @@ class _Edges:
 def cover(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float = 1.05) -> tuple[Moves, ...]:
     """What moves, per kind: the fewest bytes for each pair of ranks, under a bound on what a rank computes.
 
-    Where tiles are cut between ranks only keys move, and likewise for pairs that need a flow where scipy is missing.
+    Where tiles are cut between ranks, or key heads are of several kinds, only keys move, and likewise for pairs that
+    need a flow where scipy is missing.
 
     Args:
         demand: One branch under one placement.
@@ -67,7 +68,7 @@ def cover(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float = 1
         One for each of ``demand.kinds``.
     """
     moves = keys_only(demand)
-    # a host computes for all query heads of a guest alike
+    # a host computes for all query heads of its guest
     if demand.runs_per_tile > 1 or len(demand.kinds) > 1:
         return moves
     ranks = demand.placement.ranks
@@ -90,7 +91,7 @@ def cover(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float = 1
         kept, graph = found
         taken = _solve(graph, *weights)
         row, col, work = row[remote[kept]], col[remote[kept]], work[remote[kept]]
-        taken = _within(room, demand.owner[col], graph, taken, work, weights)
+        taken = _within(room, demand.owner[row], demand.owner[col], graph, taken, work, weights)
         sent = taken[graph.query]
         keys[demand.owner[row], col] = False
         keys[demand.owner[row[~sent]], col[~sent]] = True
@@ -245,6 +246,7 @@ def _cut(graph: _Edges, of_key: int, of_query: int) -> Bools:
 
 def _within(
     room: NDArray[np.float64],
+    asker: Int64,
     helper: Int64,
     graph: _Edges,
     taken: Bools,
@@ -253,22 +255,27 @@ def _within(
 ) -> Bools:
     """``taken`` without the queries whose work would not fit the rank that they move to; best savings first."""
 
-    def to_receive(taken: Bools) -> Int64:
-        """(queries,) keys that no query needs that stays."""
-        home = np.zeros(graph.keys, bool)
-        home[graph.key[~taken[graph.query]]] = True
-        return np.bincount(graph.query[~home[graph.key]], minlength=graph.queries)
-
+    home = np.zeros(graph.keys, bool)
+    home[graph.key[~taken[graph.query]]] = True
+    spared = np.bincount(graph.query[~home[graph.key]], minlength=graph.queries)
     chosen = np.flatnonzero(taken)
     asked = np.bincount(graph.query, weights=work, minlength=graph.queries)
     at = np.zeros(graph.queries, np.int64)
     at[graph.query] = helper
-    saving = (to_receive(taken)[chosen] * weights[0] - weights[1]) / asked[chosen]
+    saving = (spared[chosen] * weights[0] - weights[1]) / asked[chosen]
     order = chosen[np.lexsort((-saving, at[chosen]))]
     total = np.cumsum(asked[order])
     first = np.searchsorted(at[order], at[order])
     before = np.where(first > 0, total[first - 1], 0.0)
     fits = np.zeros_like(taken)
     fits[order[total - before <= room[at[order]]]] = True
-    # the keys of those that do not fit may be all that another one needs
-    return fits & (to_receive(fits) > 0)
+    # keys that come for those that do not fit may leave a pair less than its other queries cost
+    pair = at * len(room)
+    pair[graph.query] += asker
+    saved = np.bincount(pair[fits], minlength=len(room) ** 2) * -float(weights[1])
+    away = np.ones(graph.keys, bool)
+    away[graph.key[~fits[graph.query]]] = False
+    pair_of_key = np.zeros(graph.keys, np.int64)
+    pair_of_key[graph.key] = pair[graph.query]
+    saved += np.bincount(pair_of_key[away], minlength=len(room) ** 2) * float(weights[0])
+    return fits & (saved[pair] >= 0)

@@ -121,14 +121,17 @@ class Demand:
 
     def expanded(self, rows: Int64) -> tuple[Int64, Int64]:
         """For each of some query tiles, the ranks that hold a part of it: (index into ``rows``, rank)."""
+        which, part = self._parts(rows)
+        return which, self.holds[1][part]
+
+    def _parts(self, tiles: Int64) -> tuple[Int64, Int64]:
+        """For each of some tiles its entries of ``holds``: (index into ``tiles``, index into ``holds``)."""
         if self.runs_per_tile == 1:
-            return np.arange(len(rows)), self.owner[rows]
-        tile, rank, _ = self.holds
-        first = np.searchsorted(tile, np.arange(self.plan.q_tiles + 1))
-        count = np.diff(first)[rows]
-        which = np.repeat(np.arange(len(rows)), count)
-        inside = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
-        return which, rank[first[:-1][rows][which] + inside]
+            return np.arange(len(tiles)), tiles
+        first = np.searchsorted(self.holds[0], np.arange(self.plan.q_tiles + 1))
+        count = np.diff(first)[tiles]
+        which = np.repeat(np.arange(len(tiles)), count)
+        return which, np.repeat(first[:-1][tiles] - np.cumsum(count) + count, count) + np.arange(len(which))
 
     @cached_property
     def needs(self) -> tuple[Bools, ...]:
@@ -136,9 +139,12 @@ class Demand:
         by_group: dict[int, Bools] = {}
         for group in {group for kind in self.kinds for group in kind.groups}:
             row, col = self.entries[group]
-            which, rank = self.expanded(row)
             need = np.zeros((self.placement.ranks, self.plan.kv_tiles), bool)
-            need[rank, col[which]] = True
+            if self.runs_per_tile == 1:
+                need[self.owner[row], col] = True
+            else:
+                which, rank = self.expanded(row)
+                need[rank, col[which]] = True
             by_group[group] = need
         found = []
         for kind in self.kinds:
@@ -160,21 +166,17 @@ class Demand:
 
         Tokens count for each key head and batch element; a pair of ranks may be named many times.
         """
-        found = []
-        ranks = self.placement.ranks
+        receivers, senders, amounts = [], [], []
+        _, by_rank, held = self.holds
         for kind, need in zip(self.kinds, keys, strict=True):
             receiver, tile = np.nonzero(need)
-            if self.runs_per_tile == 1:
-                sender, tokens = self.owner[tile], self.lengths[tile]
-            else:
-                which, sender = self.expanded(tile)
-                by_tile, by_rank, held = self.holds
-                at = np.searchsorted(by_tile * ranks + by_rank, tile[which] * ranks + sender)
-                receiver, tokens = receiver[which], held[at]
-            crosses = receiver != sender
-            found.append(np.stack([receiver[crosses], sender[crosses], tokens[crosses] * len(kind.members)]))
-        receiver, sender, tokens = np.concatenate(found, axis=1)
-        return receiver, sender, tokens
+            which, part = self._parts(tile)
+            receiver, sender = receiver[which], by_rank[part]
+            crosses = np.flatnonzero(receiver != sender)
+            receivers.append(receiver[crosses])
+            senders.append(sender[crosses])
+            amounts.append(held[part[crosses]] * len(kind.members))
+        return np.concatenate(receivers), np.concatenate(senders), np.concatenate(amounts)
 
     def work(self) -> NDArray[np.float64]:
         """(ranks,) tiles to compute, over batch and heads; a query tile that is held in part counts in part."""
@@ -197,12 +199,10 @@ class Demand:
         rows, ranks_of, _ = self.holds
         pieces = np.bincount(rows, minlength=self.plan.q_tiles)
         whole = np.where(pieces == 1, ranks_of[np.cumsum(pieces) - 1], -1)
-        held = rows * ranks + ranks_of
         for count, (row, col) in zip(self._uses, self.entries, strict=True):
-            which, rank = self.expanded(row)
-            here = whole[col[which]] == rank
-            part = np.searchsorted(held, row[which[here]] * ranks + rank[here])
-            total += count * np.bincount(rank[here], weights=self._shares[part], minlength=ranks)
+            which, part = self._parts(row)
+            here = part[whole[col[which]] == ranks_of[part]]
+            total += count * np.bincount(ranks_of[here], weights=self._shares[here], minlength=ranks)
         return total
 
     @cached_property

@@ -16,18 +16,21 @@ from ..plan import pattern_of
 if TYPE_CHECKING:
     from .context import ContextParallel
 
-_contexts: weakref.WeakValueDictionary[int, ContextParallel] = weakref.WeakValueDictionary()
+_contexts: weakref.WeakValueDictionary[str, ContextParallel] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
-def register(context: ContextParallel) -> int:
-    """A number that stands for a context among an operator's arguments, as long as the context lives."""
-    number = next(_numbers)
+def register(context: ContextParallel) -> str:
+    """A number that stands for a context among an operator's arguments, as long as the context lives.
+
+    As text: dynamo turns an int that differs between compiled calls into a symbol, which no dictionary takes.
+    """
+    number = str(next(_numbers))
     _contexts[number] = context
     return number
 
 
-def _context(number: int) -> ContextParallel:
+def _context(number: str) -> ContextParallel:
     context = _contexts.get(number)
     if context is None:
         raise UnsupportedError(
@@ -43,7 +46,7 @@ def _context(number: int) -> ContextParallel:
 
 @torch.library.custom_op("ringweave::ring_attention", mutates_args=())
 def ring_attention_op(
-    q: Tensor, k: Tensor, v: Tensor, tables: Sequence[Tensor], spec: str, scale: float, backend: str, context: int
+    q: Tensor, k: Tensor, v: Tensor, tables: Sequence[Tensor], spec: str, scale: float, backend: str, context: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out, lse) of the shard, and what backward needs of the exchange: received bytes of two hops, their formats."""
     return _context(context).forward(q, k, v, pattern_of(spec, tables), scale, backend)
@@ -65,7 +68,7 @@ def ring_attention_backward_op(
     spec: str,
     scale: float,
     backend: str,
-    context: int,
+    context: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the shard."""
     kept = (received, relayed, forms)
@@ -74,7 +77,7 @@ def ring_attention_backward_op(
 
 @ring_attention_op.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, tables: Sequence[Tensor], spec: str, scale: float, backend: str, context: int
+    q: Tensor, k: Tensor, v: Tensor, tables: Sequence[Tensor], spec: str, scale: float, backend: str, context: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(3)]

@@ -234,7 +234,7 @@ def _own_edges(demand: Demand, moves: tuple[Moves, ...]) -> list[NDArray[np.bool
     if len(moves) != 1 or not moves[0].queries.any():
         return None
     owner = demand.owner
-    return [(owner[row] == owner[col]) | moves[0].keys[owner[row], col] for row, col in demand.entries]
+    return [(owner[row] == owner[col]) | ~moves[0].queries[owner[col], row] for row, col in demand.entries]
 
 
 def _guest_edges(demand: Demand, moves: tuple[Moves, ...], guest: int, host: int) -> list[NDArray[np.bool_]] | None:
@@ -242,6 +242,5 @@ def _guest_edges(demand: Demand, moves: tuple[Moves, ...], guest: int, host: int
     if len(moves) != 1 or not moves[0].queries[host].any():
         return None
     owner = demand.owner
-    return [
-        (owner[row] == guest) & (owner[col] == host) & ~moves[0].keys[owner[row], col] for row, col in demand.entries
-    ]
+    taken = moves[0].queries[host]
+    return [(owner[row] == guest) & (owner[col] == host) & taken[row] for row, col in demand.entries]

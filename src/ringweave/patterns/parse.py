@@ -59,9 +59,9 @@ def parse(text: str) -> Pattern:
 def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
     """The pattern of a ``spec`` and its ``tables``, as written by this process."""
 
-    def table(mask: Tensor, block_size: int | tuple[int, int]) -> Pattern:
+    def table(mask: Tensor, block_size: int | tuple[int, int], most: int | None = None) -> Pattern:
         sides = (block_size, block_size) if isinstance(block_size, int) else block_size
-        return BlockTable._own(mask, sides)
+        return BlockTable._own(mask, sides, most)
 
     def documents(cu_seqlens: Tensor) -> Pattern:
         return Documents._own(cu_seqlens)

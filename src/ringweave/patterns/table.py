@@ -27,6 +27,7 @@ class BlockTable(Pattern):
         key_blocks: Blocks of keys, needed with ``indices``.
     Raises:
         PatternError: A mask that is not bool or has another rank, an index out of range; at use, another length.
+            On a GPU nothing is read back to check indices: one out of range stops the device with an assertion.
     Example:
         >>> table = rw.BlockTable(torch.tensor([[True, False], [True, True]]), block_size=2)
         >>> table.to_dense(4)[0, 0].int()
@@ -64,21 +65,28 @@ class BlockTable(Pattern):
                 )
             )
         self.block_size = sides
+        self.most = mask.shape[-1] if indices is None else min(indices.shape[-1], mask.shape[-1])
         self._mask = mask.detach().clone(memory_format=torch.contiguous_format)
         self._blocks_np: NDArray[np.bool_] | None = None
         self.__post_init__()
 
     @classmethod
-    def _own(cls, mask: Tensor, block_size: tuple[int, int]) -> BlockTable:
+    def _own(cls, mask: Tensor, block_size: tuple[int, int], most: int | None = None) -> BlockTable:
         """A pattern around a tensor that is already private (a slice of another pattern's, or an op's argument)."""
         pattern = cls.__new__(cls)
         pattern.block_size, pattern._mask, pattern._blocks_np = block_size, mask, None
+        pattern.most = mask.shape[-1] if most is None else most
         pattern.__post_init__()
         return pattern
 
     def _text(self) -> str:
         side = self.block_size
-        return f"BlockTable(_, {side[0] if side[0] == side[1] else side})"
+        # only plans made on a GPU need the bound
+        bound = f", {self.most}" if self._mask.device.type != "cpu" and self.most < self._mask.shape[-1] else ""
+        return f"BlockTable(_, {side[0] if side[0] == side[1] else side}{bound})"
+
+    #: At most so many blocks are set in a row of blocks, as far as known without reading the table.
+    most: int
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
@@ -104,7 +112,7 @@ class BlockTable(Pattern):
             return self
         if mask.ndim == 4:
             mask = mask[b if mask.shape[0] > 1 else 0]
-        return BlockTable._own(mask[h if mask.shape[0] > 1 else 0], self.block_size)
+        return BlockTable._own(mask[h if mask.shape[0] > 1 else 0], self.block_size, self.most)
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         wanted = (-(-(q_offset + nq) // self.block_size[0]), -(-nk // self.block_size[1]))
@@ -171,7 +179,7 @@ class BlockTable(Pattern):
     def restride(self, rate: int, offset: int) -> Pattern | None:
         if any(side % rate for side in self.block_size):
             return None
-        return BlockTable._own(self._mask, (self.block_size[0] // rate, self.block_size[1] // rate))
+        return BlockTable._own(self._mask, (self.block_size[0] // rate, self.block_size[1] // rate), self.most)
 
 
 def _from_indices(indices: Tensor, counts: Tensor | None, key_blocks: int | None) -> Tensor:
@@ -186,12 +194,15 @@ def _from_indices(indices: Tensor, counts: Tensor | None, key_blocks: int | None
             )
         )
     listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    used = indices[listed]
-    if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < key_blocks:
+    wrong = listed & ((indices < 0) | (indices >= key_blocks))
+    if indices.device.type != "cpu":
+        torch._assert_async(~wrong.any(), f"indices: one that counts is not in 0..{key_blocks - 1}")
+    elif wrong.any():
+        used = indices[listed]
         raise PatternError(
             message("indices", f"{int(used.min())}..{int(used.max())}", f"0..{key_blocks - 1}", "Correct the indices.")
         )
     # the column past the end takes the entries that do not count
-    target = torch.where(listed, indices, key_blocks).long()
+    target = torch.where(listed & ~wrong, indices, key_blocks).long()
     mask = torch.zeros(*indices.shape[:-1], key_blocks + 1, dtype=torch.bool, device=indices.device)
     return mask.scatter_(-1, target, True)[..., :-1]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 _TENSORS = ("row_ptr", "col", "bits", "col_ptr", "row", "bits_t", "masks", "group", "order")
+_LISTS = ("col", "bits", "row", "bits_t")
 _SIZES = ("nq", "nk", "q_tile", "kv_tile", "q_offset")
 
 
@@ -19,15 +20,16 @@ class BlockPlan:
     """The non-empty tiles of a pattern by rows and by columns, with the masks of the partial ones.
 
     G sets of rows serve all (batch, head) pairs; equal ones share a set. All tensors are int32 on one device. Sizes
-    grow with the non-empty tiles (nnz), never with N squared.
+    grow with the non-empty tiles (nnz), never with N squared. On a GPU a block table's plan is made without reading
+    anything back: its lists have places to spare after the nnz tiles, which nothing points to.
 
     Attributes:
-        row_ptr: (G, query tiles + 1), offsets into ``col`` and ``bits``.
-        col: (nnz,), key tiles of each query tile, ascending.
-        bits: (nnz,), -1 where every pair of the tile inside the lengths is allowed, else an index into ``masks``.
+        row_ptr: (G, query tiles + 1), offsets into ``col`` and ``bits``; the last is nnz.
+        col: (places,), key tiles of each query tile, ascending.
+        bits: (places,), -1 where every pair of the tile inside the lengths is allowed, else an index into ``masks``.
         col_ptr: (G, key tiles + 1), offsets into ``row`` and ``bits_t``.
-        row: (nnz,), query tiles of each key tile, ascending.
-        bits_t: (nnz,), as ``bits``, in column order.
+        row: (places,), query tiles of each key tile, ascending.
+        bits_t: (places,), as ``bits``, in column order.
         masks: (M, q_tile, ceil(kv_tile / 32)), distinct masks, key c of a row at bit c % 32 of word c // 32.
         group: (B, Hq), which of the G sets a batch element and head uses.
         order: (G * query tiles,), rows g * tiles + i in launch order: longest first, neighbours together.
@@ -65,12 +67,17 @@ class BlockPlan:
 
     @property
     def nnz(self) -> int:
-        """Non-empty tiles, summed over the distinct row sets."""
+        """Non-empty tiles, summed over the distinct row sets; on a GPU this waits for the plan."""
+        return int(self.row_ptr[-1, -1])
+
+    @property
+    def places(self) -> int:
+        """Length of the lists: at least nnz; on a CPU, just that."""
         return self.col.shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors, places to spare included."""
         return sum(t.numel() * t.element_size() for t in (getattr(self, name) for name in _TENSORS))
 
     @property
@@ -91,26 +98,34 @@ class BlockPlan:
 
     def pairs(self) -> int:
         """Allowed (query, key) pairs, summed over batch and heads."""
-        counts = self.row_ptr.diff(dim=1).reshape(-1).long()
-        row = torch.arange(counts.numel(), device=self.device).repeat_interleave(counts)
+        row, col, bits = self.listed()
         height = (self.nq - row % self.q_tiles * self.q_tile).clamp(max=self.q_tile)
-        width = (self.nk - self.col.long() * self.kv_tile).clamp(max=self.kv_tile)
+        width = (self.nk - col * self.kv_tile).clamp(max=self.kv_tile)
         area = height * width
         if self.masks.shape[0]:
             size = unpack_masks(self.masks, self.kv_tile).sum((1, 2))
-            area = torch.where(self.bits < 0, area, size[self.bits.clamp(min=0).long()])
+            area = torch.where(bits < 0, area, size[bits.clamp(min=0)])
         per_group = torch.zeros(self.row_ptr.shape[0], dtype=torch.int64, device=self.device)
         per_group.index_add_(0, row // self.q_tiles, area)
         return int(per_group[self.group.long()].sum())
 
-    def tile_rows(self) -> Tensor:
-        """The query tile of each entry of ``col``, int64 (nnz,)."""
+    def listed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The tiles as (row, col, bits), int64 (nnz,) each; row counts g * query tiles + i over the row sets."""
         counts = self.row_ptr.diff(dim=1).reshape(-1).long()
-        return torch.arange(counts.numel(), device=self.device).repeat_interleave(counts) % self.q_tiles
+        row = torch.arange(counts.numel(), device=self.device).repeat_interleave(counts)
+        return row, self.col[: row.numel()].long(), self.bits[: row.numel()].long()
+
+    def tile_rows(self) -> Tensor:
+        """The query tile of each tile, int64 (nnz,)."""
+        return self.listed()[0] % self.q_tiles
 
     def to(self, device: torch.device | str) -> BlockPlan:
-        """The plan with its tensors on a device."""
-        return dataclasses.replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
+        """The plan with its tensors on a device; without places to spare where that is the CPU."""
+        moved = {name: getattr(self, name).to(device) for name in _TENSORS}
+        if torch.device(device).type == "cpu" and self.places > (nnz := self.nnz):
+            for name in _LISTS:
+                moved[name] = moved[name][:nnz].clone()
+        return dataclasses.replace(self, **moved)
 
     def to_dense(self) -> Tensor:
         """The relation that the tiles spell out, bool (B, Hq, nq, nk); for tests and small sizes."""
@@ -118,9 +133,8 @@ class BlockPlan:
         tiles = torch.zeros(groups, self.q_tiles, self.kv_tiles, self.q_tile, self.kv_tile, dtype=torch.bool)
         full = torch.ones(1, self.q_tile, self.kv_tile, dtype=torch.bool)
         shapes = torch.cat([unpack_masks(self.masks.cpu(), self.kv_tile), full])
-        counts = self.row_ptr.diff(dim=1).reshape(-1).long().cpu()
-        row = torch.arange(counts.numel()).repeat_interleave(counts)
-        tiles[row // self.q_tiles, row % self.q_tiles, self.col.long().cpu()] = shapes[self.bits.long().cpu()]
+        row, col, bits = (x.cpu() for x in self.listed())
+        tiles[row // self.q_tiles, row % self.q_tiles, col] = shapes[bits]
         dense = tiles.permute(0, 1, 3, 2, 4).reshape(groups, self.q_tiles * self.q_tile, self.kv_tiles * self.kv_tile)
         return dense[:, : self.nq, : self.nk][self.group.long().cpu()]
 

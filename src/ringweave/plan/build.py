@@ -7,6 +7,7 @@ Everything is vectorised over tiles; the only Python loop runs over the distinct
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -15,9 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import PatternError, ShapeError, message
-from ..patterns import BlockTable, Pattern, check_extents
+from ..patterns import BlockTable, Pattern, check_extents, rebuild
+from ..patterns.algebra import And
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
 from .block_plan import BlockPlan, pack_masks
+from .tables import Within, from_table
 
 _EVALUATED_AT_ONCE = 2**24  # mask bits
 DEFAULT_TILE = 128
@@ -51,7 +54,12 @@ def build(
     """Plan a pattern, uncached; see :func:`ringweave.plan`."""
     _check(pattern, nq, nk, heads, batch, q_offset, tile)
     if isinstance(pattern, BlockTable) and q_offset == 0 and pattern.block_size == tile:
-        return _from_table(pattern, nq, nk, heads, batch, tile, device)
+        return from_table(pattern, nq, nk, heads, batch, tile, device)
+    split = _table_within(pattern, tile) if q_offset == 0 else None
+    if split is not None:
+        table, rest = split
+        within = _planned_within(rest.spec, nq, nk, heads, batch, tile, tuple(table.tables[0].shape[:-2]), str(device))
+        return from_table(table, nq, nk, heads, batch, tile, device, within=within)
     distinct: dict[Hashable, tuple[int, Pattern]] = {}
     group = np.zeros((batch, heads), np.int32)
     for b in range(batch):
@@ -61,6 +69,29 @@ def build(
     store = _Masks(tile)
     sets = [_rows(each, nq, nk, q_offset, tile, store) for _, each in distinct.values()]
     return _assemble(sets, torch.from_numpy(group), store.packed(), nq, nk, q_offset, tile, device)
+
+
+def _table_within(pattern: Pattern, tile: tuple[int, int]) -> tuple[BlockTable, Pattern] | None:
+    """(table, the rest) of a table on a GPU that is intersected with a pattern without tables."""
+    if not isinstance(pattern, And):
+        return None
+    tables = [part for part in pattern.parts if isinstance(part, BlockTable)]
+    others = [part for part in pattern.parts if not isinstance(part, BlockTable)]
+    if len(tables) != 1 or not others or any(part.tables for part in others):
+        return None
+    if tables[0].block_size != tile or tables[0].tables[0].device.type == "cpu":
+        return None
+    rest = others[0]
+    for part in others[1:]:
+        rest = rest & part
+    return tables[0], rest
+
+
+@functools.lru_cache(maxsize=16)
+def _planned_within(
+    spec: str, nq: int, nk: int, heads: int, batch: int, tile: tuple[int, int], table: tuple[int, ...], device: str
+) -> Within:
+    return Within.of(build(rebuild(spec, ()), nq, nk, heads=heads, batch=batch, tile=tile), table, device)
 
 
 def _check(pattern: Pattern, nq: int, nk: int, heads: int, batch: int, q_offset: int, tile: tuple[int, int]) -> None:
@@ -246,41 +277,3 @@ def _launch_order(counts: Int64) -> Int64:
     # longest first by classes of half an octave: rows of about one length keep their neighbours, who share keys
     rank = np.floor(2 * np.log2(np.maximum(counts, 1))).astype(np.int16)
     return np.argsort(-rank, kind="stable")
-
-
-def _from_table(
-    pattern: BlockTable, nq: int, nk: int, heads: int, batch: int, tile: tuple[int, int], device: str | torch.device
-) -> BlockPlan:
-    """A table on the tile grid is its own plan: every tile full, no token evaluated, on the table's device."""
-    mask = pattern.tables[0].to(device)
-    q_tiles, kv_tiles = mask.shape[-2:]
-    table = mask.reshape(-1, q_tiles, kv_tiles)
-    group = torch.arange(table.shape[0], dtype=torch.int32, device=table.device).reshape(mask.shape[:-2])
-    zero = torch.zeros(1, dtype=torch.int64, device=table.device)
-
-    def compressed(grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ptr = torch.cat([zero, grid.sum(-1).reshape(-1).cumsum(0)])
-        lines = torch.arange(grid.shape[0], device=grid.device)[:, None] * grid.shape[1]
-        ptr = ptr[lines + torch.arange(grid.shape[1] + 1, device=grid.device)]
-        return ptr.int(), grid.nonzero()[:, 2].int()
-
-    row_ptr, col = compressed(table)
-    col_ptr, row = compressed(table.transpose(1, 2))
-    counts = row_ptr.diff(dim=1).reshape(-1)
-    rank = (2 * counts.clamp(min=1).log2()).floor().to(torch.int16)
-    full = torch.full_like(col, -1)
-    return BlockPlan(
-        row_ptr=row_ptr,
-        col=col,
-        bits=full,
-        col_ptr=col_ptr,
-        row=row,
-        bits_t=full,
-        masks=torch.zeros(0, tile[0], -(-tile[1] // 32), dtype=torch.int32, device=table.device),
-        group=group.expand(batch, heads).contiguous(),
-        order=torch.argsort(-rank, stable=True).int(),
-        nq=nq,
-        nk=nk,
-        q_tile=tile[0],
-        kv_tile=tile[1],
-    )

@@ -17,14 +17,14 @@ def to_block_mask(plan: BlockPlan) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     groups, rows, columns = plan.row_ptr.shape[0], plan.q_tiles, plan.kv_tiles
-    counts = plan.row_ptr.diff(dim=1).reshape(-1).long()
-    line = torch.arange(counts.numel(), device=plan.device).repeat_interleave(counts)
-    where = (line // rows, line % rows, plan.col.long())
+    line, col, bits = plan.listed()
     # -2 empty, -1 full, else the mask
     table = torch.full((groups, rows, columns), -2, dtype=torch.int32, device=plan.device)
-    table[where] = plan.bits
+    table[line // rows, line % rows, col] = bits.int()
     group = plan.group.long()
-    masks = plan.masks if plan.masks.shape[0] else plan.masks.new_zeros(1, *plan.masks.shape[1:])
+    # as many as a power of two: compiled code is for a number of masks, and plans of one kind differ a little in it
+    missing = (1 << max(plan.masks.shape[0] - 1, 0).bit_length()) - plan.masks.shape[0]
+    masks = torch.nn.functional.pad(plan.masks, (0, 0, 0, 0, 0, missing))
     q_tile, kv_tile = plan.q_tile, plan.kv_tile
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

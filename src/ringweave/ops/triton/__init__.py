@@ -14,9 +14,12 @@ from torch import Tensor
 
 from ...plan import Branch
 from ..backend import Backend, Case
+from . import schedule
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_DIM = 256
+# multiprocessors of a large device, where the device is not asked
+_UNITS = 132
 
 
 @functools.cache
@@ -31,7 +34,7 @@ def interpreted() -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One kernel."""
+    """One kernel; a second where long lists are split."""
     from . import launch
 
     return launch.forward(q, k, v, branch, scale, dtype)
@@ -49,17 +52,17 @@ def backward(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Two kernels, without atomics: the same bits each time."""
+    """Two kernels, and those that join split lists; without atomics: the same bits each time."""
     from . import launch
 
     return launch.backward(dout, q, k, v, out, lse, delta, branch, scale, dtype)
 
 
-def delta(dout: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """One kernel."""
     from . import launch
 
-    return launch.delta(dout, out, dlse, dtype)
+    return launch.delta(dout, out, lse, dlse)
 
 
 def refusal(case: Case, branch: Branch) -> str | None:
@@ -82,12 +85,17 @@ def refusal(case: Case, branch: Branch) -> str | None:
 
 
 def scratch(case: Case, branch: Branch) -> int:
-    """A queue entry per tile of queries or keys, and the masks once more, packed along queries."""
+    """A queue entry per tile of queries or keys, masks once more, packed along queries; partial sums of long lists."""
     plan = branch.plan()
-    queues = 4 * case.batch * (branch.head_count * plan.q_tiles + case.kv_heads * plan.kv_tiles)
-    return (
-        queues + 2 * plan.masks.numel() * 4 + (case.batch * branch.head_count * branch.nq * 4 if case.needs_grad else 0)
-    )
+    tiles = case.batch * (branch.head_count * plan.q_tiles + case.kv_heads * plan.kv_tiles)
+    ratio = branch.head_count // case.kv_heads if branch.head_count % case.kv_heads == 0 else 1
+    rows = schedule.row_queue(plan, ratio, 1, 1, _UNITS).slots * plan.q_tile
+    if not case.needs_grad:
+        return 4 * (tiles + 2 * plan.masks.numel() + rows * (case.value_dim + 1))
+    columns = schedule.column_queue(plan, ratio, 1, _UNITS).slots * plan.kv_tile
+    partial = max(rows * max(case.value_dim + 1, case.head_dim), columns * (case.head_dim + case.value_dim))
+    delta = case.batch * branch.head_count * branch.nq
+    return 4 * (tiles + 2 * plan.masks.numel() + partial + delta)
 
 
 BACKEND = Backend("triton", forward, backward, refusal, scratch, delta=delta)

@@ -17,25 +17,57 @@ class Device:
     Attributes:
         generation: ampere (and all with its instructions), hopper, blackwell or cdna.
         shared: Shared memory of one block of threads, in bytes.
+        units: Multiprocessors.
     """
 
     generation: str
     shared: int
+    units: int = 132
 
     @staticmethod
-    def of_cuda(major: int, shared: int) -> Device:
+    def of_cuda(major: int, shared: int, units: int = 132) -> Device:
         """By compute capability; consumer Blackwell (12) has the instructions of ampere."""
-        return Device({9: "hopper", 10: "blackwell", 11: "blackwell"}.get(major, "ampere"), shared)
+        return Device({9: "hopper", 10: "blackwell", 11: "blackwell"}.get(major, "ampere"), shared, units)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """What one program computes at a time: ``m`` queries, ``n`` keys."""
+    """What one program computes at a time, and how many programs there are.
+
+    Attributes:
+        m: Queries.
+        n: Keys.
+        warps: Warps.
+        stages: Stages of the pipeline.
+        resident: Programs per multiprocessor, that take the queue in turn; 0: one program for each item of the queue,
+            which the hardware hands out in order.
+        described: Whether tiles are loaded by tensor descriptors, where strides and masks permit.
+        specialised: Whether warps of their own load them; forward, where they are described and nothing is masked.
+    """
 
     m: int
     n: int
     warps: int
     stages: int
+    resident: int = 0
+    described: bool = False
+    specialised: bool = False
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The rows of a program: of ``heads`` query heads, ``rows`` each; ``parts`` programs make a task."""
+
+    heads: int
+    rows: int
+    parts: int
+
+    @staticmethod
+    def of(held: int, height: int, members: int) -> Packing:
+        """Of ``held`` rows, where a tile has ``height`` and up to ``members`` heads share keys and lists."""
+        heads = min(members, max(1, held // height))
+        rows = held // heads
+        return Packing(heads, rows, max(1, height // rows))
 
 
 # (kernel, generation) to (held, streamed, warps, stages) for up to 64, 128 and 256 channels of 16 bits
@@ -44,7 +76,7 @@ _HALF: dict[tuple[str, str], tuple[tuple[int, int, int, int], ...]] = {
     ("forward", "hopper"): ((128, 128, 8, 2), (128, 128, 8, 2), (64, 64, 8, 2)),
     ("forward", "blackwell"): ((128, 128, 8, 2), (128, 128, 8, 2), (64, 64, 8, 2)),
     ("forward", "cdna"): ((128, 64, 8, 1), (128, 64, 8, 1), (64, 32, 4, 1)),
-    ("backward_q", "ampere"): ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 1)),
+    ("backward_q", "ampere"): ((128, 32, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
     ("backward_q", "hopper"): ((128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 4, 1)),
     ("backward_q", "blackwell"): ((128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 4, 1)),
     ("backward_q", "cdna"): ((128, 64, 8, 1), (128, 32, 8, 1), (32, 32, 4, 1)),
@@ -74,9 +106,14 @@ def choose(kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int
     of_columns = kernel == "backward_kv"
     sides = (tile[1], tile[0]) if of_columns else tile
     if sides[0] < held:
-        many = sides[0] == 64 and (of_columns or (kernel == "backward_q" and device.generation == "ampere"))
-        held, warps = sides[0], min(warps, 8 if many else 4)
+        held, warps = sides[0], min(warps, 8 if of_columns and sides[0] == 64 else 4)
+        if kernel == "forward" and held < 64 and itemsize == 2 and device.generation != "cdna":
+            # a few queries wait for memory: more loads under way, each of fewer registers
+            streamed, stages = min(streamed, 64), 3
     streamed = min(streamed, sides[1])
+    if kernel == "forward" and device.generation == "blackwell" and channels <= 64 and streamed <= 64:
+        # of 8 warps the compiler makes two programs per multiprocessor, of half the registers each, and spills
+        warps = 4
     both = (padded(dim) + padded(value_dim)) * itemsize
     # cdna keeps what a program holds in registers
     of_held = 0 if device.generation == "cdna" else padded(dim) * itemsize if kernel == "forward" else both
@@ -90,4 +127,8 @@ def choose(kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int
             held //= 2
         else:
             break
-    return Blocks(streamed, held, warps, stages) if of_columns else Blocks(held, streamed, warps, stages)
+    m, n = (streamed, held) if of_columns else (held, streamed)
+    described = itemsize == 2 and device.generation in ("hopper", "blackwell")
+    # the one kernel that has a register too few for descriptors
+    tight = of_columns and device.generation == "hopper" and held * channels > 64 * 128
+    return Blocks(m, n, warps, stages, described=described and not tight)

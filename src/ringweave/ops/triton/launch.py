@@ -10,46 +10,58 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...plan import BlockPlan, Branch
 from . import kernels, schedule
-from .blocks import Blocks, Device, choose, padded
+from .blocks import Blocks, Device, Packing, choose, padded
 
 _LOG2_E = math.log2(math.e)
+# how float32 is multiplied: "tf32" would be faster and is not what float32 promises
+_PRECISION = "ieee"
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One launch."""
+    """One launch; a second joins where lists are split."""
     q, k, v = map(_readable, (q, k, v))
     plan = branch.plan(q.device)
     batch, heads, nq, _ = q.shape
-    out = torch.empty(batch, heads, nq, v.shape[3], dtype=dtype, device=q.device)
+    dim = v.shape[3]
+    out = torch.empty(batch, heads, nq, dim, dtype=dtype, device=q.device)
     lse = torch.empty(batch, heads, nq, dtype=torch.float32, device=q.device)
-    blocks = _blocks("forward", q, v, plan)
     ratio = heads // k.shape[1]
-    queue = schedule.row_queue(plan, ratio, _head_bytes(k, v))
-    live = schedule.masks(plan).live_keys if plan.masks.shape[0] else plan.masks
+    blocks, packing, queue = rows("forward", q, k, v, plan)
+    sides = schedule.masks(plan)
+    described = blocks.described and not sides.dead_keys and _describable(k, v)
+    keys, values = (_described(x, blocks.n) if described else x for x in (k, v))
+    specialised = blocks.specialised and described and packing.heads == 1 and not sides.masked and _describable(q)
+    if specialised:
+        triton.set_allocator(_scratch)
+    sums, tops = _partial(queue, blocks.m * packing.parts, dim, out), _partial(queue, blocks.m * packing.parts, 1, lse)
     with _on(q):
-        kernels.forward[(queue.numel() * (plan.q_tile // blocks.m),)](
-            q, k, v, out, lse, queue, plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, live,
-            *_steps(q, k, v), heads, ratio, nq, k.shape[2], plan.q_tiles, scale * _LOG2_E,
-            **_sizes(q, v, plan, blocks), FOLDED=scale > 0, WIDE=_wide(plan, q, k, v),
+        kernels.forward[_grid(queue, packing.parts, blocks, q.device)](
+            q, keys, values, out, lse, sums, tops, queue.tasks, _shares(queue),
+            plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, sides.live_keys, *_steps(q, k, v),
+            queue.tasks.numel(), heads, ratio, nq, k.shape[2], plan.q_tiles, scale * _LOG2_E,
+            **_sizes(q, v, plan, blocks, queue), **_of_rows(packing), TILES=1, BLOCK_N=blocks.n,
+            FOLDED=scale > 0, WIDE=_wide(plan, q, k, v), RAGGED=k.shape[2] % plan.kv_tile > 0, DESCRIBED=described,
+            SPECIALISED=specialised,
         )  # fmt: skip
+        _join(queue, sums, out, (tops, lse), ratio, plan.q_tile, packing)
     return out, lse
 
 
-def delta(dout: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """rowsum(dout * out) - dlse in one launch."""
+def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """rowsum(dout * out) - dlse, 0 where lse is -inf, in one launch."""
     dout, out = _readable(dout), _readable(out)
     batch, heads, nq, dim = out.shape
     result = torch.empty(batch, heads, nq, dtype=torch.float32, device=out.device)
-    rows = max(16, min(128, 8192 // padded(dim)))
+    lines = max(16, min(128, 8192 // padded(dim)))
     slope = result if dlse is None else dlse
     with _on(out):
-        kernels.delta[(batch * heads * triton.cdiv(nq, rows),)](
-            dout, out, slope, result, *_steps(dout, out), *slope.stride(), heads, nq,
-            DV=dim, PAD_DV=padded(dim), BLOCK_M=rows, SLOPED=dlse is not None,
-            WIDE=_far(rows, dout, out), num_warps=4,
+        kernels.delta[(batch * heads * triton.cdiv(nq, lines),)](
+            dout, out, lse, slope, result, *_steps(dout, out), *lse.stride(), *slope.stride(), heads, nq,
+            DV=dim, PAD_DV=padded(dim), BLOCK_M=lines, SLOPED=dlse is not None, num_warps=4,
         )  # fmt: skip
     return result
 
@@ -66,31 +78,117 @@ def backward(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Two launches: dQ by rows, dK and dV by columns."""
+    """Two launches: dQ by rows, dK and dV by columns; each sum joined by one more where lists are split."""
     q, k, v, dout = map(_readable, (q, k, v, dout.to(q.dtype)))
     plan = branch.plan(q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     heads, nq, nk = q.shape[1], q.shape[2], k.shape[2]
     ratio = heads // k.shape[1]
-    # live positions and transposed masks; without masks the kernels read none of them
-    sides = schedule.masks(plan) if plan.masks.shape[0] else schedule.Masks(plan.masks, plan.masks, plan.masks)
-    steps = (*_steps(q, k, v, dout), *lse.stride(), *delta.stride())
+    sides = schedule.masks(plan)
     wide = _wide(plan, q, k, v, dout)
-    rows, columns = (_blocks(kernel, q, v, plan) for kernel in ("backward_q", "backward_kv"))
-    row_queue = schedule.row_queue(plan, ratio, _head_bytes(k, v))
-    column_queue = schedule.column_queue(plan, ratio, _head_bytes(q, dout) * ratio)
+    steps = (*_steps(q, k, v, dout), *lse.stride(), *delta.stride())
+    blocks, packing, queue = rows("backward_q", q, k, v, plan)
+    described = blocks.described and not sides.dead_keys and _describable(k, v)
+    keys, values = (_described(x, blocks.n) if described else x for x in (k, v))
+    sums = _partial(queue, blocks.m * packing.parts, q.shape[3], dq)
     with _on(q):
-        kernels.backward_q[(row_queue.numel() * (plan.q_tile // rows.m),)](
-            q, k, v, dout, lse, delta, dq, row_queue, plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks,
-            sides.live_keys, *steps, heads, ratio, nq, nk, plan.q_tiles, scale,
-            **_sizes(q, v, plan, rows), WIDE=wide,
+        kernels.backward_q[_grid(queue, packing.parts, blocks, q.device)](
+            q, keys, values, dout, lse, delta, dq, sums, queue.tasks, _shares(queue),
+            plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, sides.live_keys, *steps,
+            queue.tasks.numel(), heads, ratio, nq, nk, plan.q_tiles, scale,
+            **_sizes(q, v, plan, blocks, queue), **_of_rows(packing), TILES=1, BLOCK_N=blocks.n, WIDE=wide,
+            RAGGED=nk % plan.kv_tile > 0, DESCRIBED=described,
         )  # fmt: skip
-        kernels.backward_kv[(column_queue.numel() * (plan.kv_tile // columns.n),)](
-            q, k, v, dout, lse, delta, dk, dv, column_queue, plan.group, plan.col_ptr, plan.row, plan.bits_t,
-            sides.transposed, sides.live_queries, *steps, heads, ratio, nq, nk, plan.kv_tiles, scale,
-            **_sizes(q, v, plan, columns), WIDE=wide,
+        _join(queue, sums, dq, None, ratio, plan.q_tile, packing)
+    device = _device(q.device)
+    tile = (plan.q_tile, plan.kv_tile)
+    blocks = choose("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device)
+    packing = Packing.of(blocks.n, plan.kv_tile, 1)
+    queue = schedule.column_queue(plan, ratio, _head_bytes(q, dout) * ratio, device.units)
+    described = blocks.described and not sides.dead_queries and _describable(q, dout)
+    queries, slopes = (_described(x, blocks.m) if described else x for x in (q, dout))
+    key_sums, value_sums = (_partial(queue, plan.kv_tile, x.shape[3], x) for x in (dk, dv))
+    with _on(q):
+        kernels.backward_kv[_grid(queue, packing.parts, blocks, q.device)](
+            queries, k, v, slopes, lse, delta, dk, dv, key_sums, value_sums, queue.tasks, _shares(queue), plan.group,
+            plan.col_ptr, plan.row, plan.bits_t, sides.transposed, sides.live_queries, *steps,
+            queue.tasks.numel(), heads, ratio, nq, nk, plan.kv_tiles, scale,
+            **_sizes(q, v, plan, blocks, queue), BLOCK_M=blocks.m, BLOCK_N=blocks.n, WIDE=wide,
+            RAGGED=nq % plan.q_tile > 0, DESCRIBED=described,
         )  # fmt: skip
+        for part, whole in ((key_sums, dk), (value_sums, dv)):
+            _join(queue, part, whole, None, 1, plan.kv_tile, packing)
     return dq, dk, dv
+
+
+def rows(kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Blocks, Packing, schedule.Queue]:
+    """How a kernel by rows is cut: query heads that share keys and lists fill what a tile leaves of a block."""
+    device = _device(q.device)
+    ratio = q.shape[1] // k.shape[1]
+    members = _power(ratio) if schedule.shared(plan, ratio) else 1
+    height = min(plan.q_tile, _power(q.shape[2]))
+    tile = (max(16, height * members), plan.kv_tile)
+    blocks = choose(kernel, q.shape[3], v.shape[3], q.element_size(), tile, device)
+    packing = Packing.of(blocks.m, height, members)
+    return blocks, packing, schedule.row_queue(plan, ratio, packing.heads, _head_bytes(k, v), device.units)
+
+
+def _describable(*tensors: Tensor) -> bool:
+    """Whether descriptors can say where tensors lie: from 16 bytes to 16 bytes, nothing broadcast."""
+    return all(
+        x.data_ptr() % 16 == 0 and all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
+        for x in tensors
+    )
+
+
+def _described(x: Tensor, tokens: int) -> TensorDescriptor:
+    """Tiles of (tokens, channels) of (B, H, N, D)."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, tokens, padded(x.shape[3])])
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Room for descriptors that a kernel makes."""
+    return torch.empty(size, device="cuda", dtype=torch.int8)
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _grid(queue: schedule.Queue, parts: int, blocks: Blocks, device: torch.device) -> tuple[int]:
+    programs = queue.tasks.numel() * parts
+    return (min(programs, blocks.resident * _device(device).units) if blocks.resident else programs,)
+
+
+def _shares(queue: schedule.Queue) -> Tensor:
+    return queue.tasks if queue.shares is None else queue.shares
+
+
+def _partial(queue: schedule.Queue, rows: int, dim: int, like: Tensor) -> Tensor:
+    """Room for partial results, float32 (slots * rows, dim); the result itself where there are none."""
+    return like.new_empty(queue.slots * rows, dim, dtype=torch.float32) if queue.slots else like
+
+
+def _join(
+    queue: schedule.Queue,
+    sums: Tensor,
+    result: Tensor,
+    tops: tuple[Tensor, Tensor] | None,
+    ratio: int,
+    span: int,
+    packing: Packing,
+) -> None:
+    """Partial results to results, weighted by their lse where there are (partial, whole)."""
+    if queue.splits is None:
+        return
+    tokens, dim = result.shape[2:]
+    block = 16
+    blocks = packing.parts * packing.heads * packing.rows // block
+    part_tops, lse = tops or (sums, sums)
+    kernels.join[(queue.splits.shape[0] * blocks,)](
+        sums, part_tops, result, lse, queue.splits, ratio, tokens, triton.cdiv(tokens, span),
+        DIM=dim, PADDED=padded(dim), SPAN=span, BLOCK=block, WEIGHTED=tops is not None, **_of_rows(packing),
+    )  # fmt: skip
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -107,16 +205,12 @@ def _head_bytes(*tensors: Tensor) -> int:
     return sum(x.shape[2] * x.shape[3] * x.element_size() for x in tensors)
 
 
-def _far(rows: int, *tensors: Tensor) -> bool:
-    """Whether 32 bits are too few for addresses within a block."""
-    return any(rows * x.stride(2) >= 2**31 for x in tensors)
-
-
 def _wide(plan: BlockPlan, *tensors: Tensor) -> bool:
-    return _far(max(plan.q_tile, plan.kv_tile), *tensors)
+    """Whether 32 bits are too few for addresses within a tile."""
+    return any(max(plan.q_tile, plan.kv_tile) * x.stride(2) >= 2**31 for x in tensors)
 
 
-def _sizes(q: Tensor, v: Tensor, plan: BlockPlan, blocks: Blocks) -> dict[str, Any]:
+def _sizes(q: Tensor, v: Tensor, plan: BlockPlan, blocks: Blocks, queue: schedule.Queue) -> dict[str, Any]:
     return {
         "D": q.shape[3],
         "DV": v.shape[3],
@@ -124,29 +218,30 @@ def _sizes(q: Tensor, v: Tensor, plan: BlockPlan, blocks: Blocks) -> dict[str, A
         "PAD_DV": padded(v.shape[3]),
         "Q_TILE": plan.q_tile,
         "KV_TILE": plan.kv_tile,
-        "BLOCK_M": blocks.m,
-        "BLOCK_N": blocks.n,
         "MASKED": plan.masks.shape[0] > 0,
+        "SPLIT": queue.shares is not None,
+        "RESIDENT": blocks.resident > 0,
         "STAGES": blocks.stages,
+        "PRECISION": _PRECISION,
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
     }
 
 
-def _blocks(kernel: str, q: Tensor, v: Tensor, plan: BlockPlan) -> Blocks:
-    sides = (plan.q_tile, plan.kv_tile)
-    return choose(kernel, q.shape[3], v.shape[3], q.element_size(), sides, _device(q.device))
+def _of_rows(packing: Packing) -> dict[str, int]:
+    return {"HEADS": packing.heads, "ROWS": packing.rows, "PARTS": packing.parts}
 
 
 @functools.cache
 def _device(device: torch.device) -> Device:
     if torch.version.hip is not None:
-        return Device("cdna", 64 * 1024)
+        return Device("cdna", 64 * 1024, torch.cuda.get_device_properties(device).multi_processor_count)
     if device.type != "cuda":
         # the interpreter: any will do
-        return Device("ampere", 99 * 1024)
+        return Device("ampere", 99 * 1024, units=8)
     properties = torch.cuda.get_device_properties(device)
-    return Device.of_cuda(properties.major, getattr(properties, "shared_memory_per_block_optin", 99 * 1024))
+    shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
+    return Device.of_cuda(properties.major, shared, properties.multi_processor_count)
 
 
 def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from ...plan import BlockPlan, pack_masks, unpack_masks
 _MASKS_AT_ONCE = 1024
 # keys and values that are meant to stay in the second-level cache while programs share them
 _CACHE_BYTES = 2**25
+# keys (or queries) below which a list is not worth cutting
+LEAST = 2048
 
 
 @dataclass(frozen=True)
@@ -23,26 +26,68 @@ class Masks:
         transposed: (M, kv_tile, words), query r of a key at bit r % 32 of word r // 32.
         live_keys: (M, words), keys that some query of the tile attends.
         live_queries: (M, words), queries that attend some key of the tile.
+        dead_keys: Whether a tile of the plan has a key, inside the length, that none of its queries attends.
+        dead_queries: Whether one has a query that attends none of its keys.
     """
 
     transposed: Tensor
     live_keys: Tensor
     live_queries: Tensor
+    dead_keys: bool = False
+    dead_queries: bool = False
+
+    @property
+    def masked(self) -> bool:
+        """Whether there is any."""
+        return self.transposed.shape[0] > 0
 
     @staticmethod
     def of(plan: BlockPlan) -> Masks:
         """From a plan's masks, some at a time: unpacked ones are large."""
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        if not plan.masks.shape[0]:
+            # kernels are told, and read none
+            return Masks(plan.masks, plan.masks, plan.masks)
+        found: list[tuple[Tensor, ...]] = []
         for part in plan.masks.split(_MASKS_AT_ONCE):
             dense = unpack_masks(part, plan.kv_tile)
             sides = (dense.mT, dense.any(1, keepdim=True), dense.any(2)[:, None])
             transposed, keys, queries = (pack_masks(side) for side in sides)
-            found.append((transposed, keys[:, 0], queries[:, 0]))
-        return Masks(*(torch.cat(parts).contiguous() for parts in zip(*found, strict=True)))
+            living = (side[:, 0].int().cumprod(1).sum(1) for side in sides[1:])
+            found.append((transposed, keys[:, 0], queries[:, 0], *living))
+        parts = [torch.cat(part).contiguous() for part in zip(*found, strict=True)]
+        dead = (
+            _dead(parts[3], plan.bits, plan.col, plan.nk, plan.kv_tile),
+            _dead(parts[4], plan.bits_t, plan.row, plan.nq, plan.q_tile),
+        )
+        dead_keys, dead_queries = torch.stack(dead).tolist()
+        return Masks(parts[0], parts[1], parts[2], dead_keys, dead_queries)
 
 
-_queues: weakref.WeakKeyDictionary[BlockPlan, dict[tuple[object, ...], Tensor]] = weakref.WeakKeyDictionary()
+def _dead(living: Tensor, code: Tensor, index: Tensor, length: int, side: int) -> Tensor:
+    """Whether any partial tile has fewer leading live positions than positions inside the length."""
+    return ((code >= 0) & (living[code.clamp(min=0).long()] < (length - index * side).clamp(max=side))).any()
+
+
+@dataclass(frozen=True)
+class Queue:
+    """What programs take, in launch order: tasks, or shares of those whose lists are long.
+
+    Attributes:
+        tasks: (items,) int32, pack * tiles + tile: packs are the heads of a batch element, some at a time, in order.
+        shares: (items, 3) int32, share, of how many, and its slot among the partial results or -1; None: all whole.
+        splits: (split tasks, 3) int32, task, first slot, shares; None where none is.
+        slots: Partial results.
+    """
+
+    tasks: Tensor
+    shares: Tensor | None = None
+    splits: Tensor | None = None
+    slots: int = 0
+
+
+_queues: weakref.WeakKeyDictionary[BlockPlan, dict[tuple[object, ...], Queue]] = weakref.WeakKeyDictionary()
 _masks: weakref.WeakKeyDictionary[BlockPlan, Masks] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[BlockPlan, dict[int, bool]] = weakref.WeakKeyDictionary()
 
 
 def masks(plan: BlockPlan) -> Masks:
@@ -53,49 +98,96 @@ def masks(plan: BlockPlan) -> Masks:
     return found
 
 
-def row_queue(plan: BlockPlan, ratio: int, head_bytes: int) -> Tensor:
-    """Tasks (b * Hq + h) * query tiles + tile, int32, longest rows first within heads that share the cache.
+def shared(plan: BlockPlan, ratio: int) -> bool:
+    """Whether the ``ratio`` query heads of every key head use one set of rows; one read of a device for a plan."""
+    sets, heads = plan.row_ptr.shape[0], plan.group
+    if ratio == 1 or sets == 1:
+        return True
+    if sets == heads.numel():
+        return False
+    known = _shared.setdefault(plan, {})
+    if ratio not in known:
+        by_key_head = heads.unflatten(1, (-1, ratio))
+        known[ratio] = bool((by_key_head == by_key_head[..., :1]).all())
+    return known[ratio]
+
+
+def row_queue(plan: BlockPlan, ratio: int, packed: int, head_bytes: int, units: int) -> Queue:
+    """Rows, longest first within heads that share the cache.
 
     Args:
         plan: Whose rows.
         ratio: Query heads of a key head.
+        packed: Of these, how many a program takes; they use one set of rows.
         head_bytes: Bytes of a key head's keys and values.
+        units: Multiprocessors.
     """
-    return _queue(plan, "rows", ratio, _sharing(head_bytes))
+
+    def of() -> Queue:
+        sets = plan.group.unflatten(1, (-1, ratio))[..., ::packed].reshape(-1).long()
+        rank = torch.empty(plan.order.numel(), dtype=torch.int64, device=plan.device)
+        rank[plan.order.long()] = torch.arange(plan.order.numel(), device=plan.device)
+        together = _sharing(head_bytes) * -(-ratio // packed)
+        order = _sorted(rank.view(-1, plan.q_tiles)[sets], together, plan.order.numel())
+        counts = plan.row_ptr.diff(dim=1)[sets]
+        return _cut(order, counts, plan, plan.kv_tiles, LEAST // plan.kv_tile, units)
+
+    return _once(plan, ("rows", ratio, packed, _sharing(head_bytes), units, LEAST), of)
 
 
-def column_queue(plan: BlockPlan, ratio: int, head_bytes: int) -> Tensor:
-    """Tasks (b * Hkv + h) * key tiles + tile, int32, longest columns, over all query heads of a key head, first."""
-    return _queue(plan, "columns", ratio, _sharing(head_bytes))
+def column_queue(plan: BlockPlan, ratio: int, head_bytes: int, units: int) -> Queue:
+    """Columns of key heads; the longest, over all query heads of a key head, first."""
+
+    def of() -> Queue:
+        counts = plan.col_ptr.diff(dim=1).long()[plan.group.long()].unflatten(1, (-1, ratio)).sum(2).flatten(0, 1)
+        most = plan.q_tiles * ratio
+        order = _sorted(most - counts, _sharing(head_bytes), most + 1)
+        return _cut(order, counts, plan, most, LEAST // plan.q_tile, units)
+
+    return _once(plan, ("columns", ratio, _sharing(head_bytes), units, LEAST), of)
+
+
+def _once(plan: BlockPlan, key: tuple[object, ...], of: Callable[[], Queue]) -> Queue:
+    queues = _queues.setdefault(plan, {})
+    if key not in queues:
+        queues[key] = of()
+    return queues[key]
 
 
 def _sharing(head_bytes: int) -> int:
     return max(1, _CACHE_BYTES // max(1, head_bytes))
 
 
-def _queue(plan: BlockPlan, side: str, ratio: int, sharing: int) -> Tensor:
-    queues = _queues.setdefault(plan, {})
-    key = (side, ratio, sharing)
-    if key not in queues:
-        queues[key] = _rows(plan, ratio * sharing) if side == "rows" else _columns(plan, ratio, sharing)
-    return queues[key]
-
-
-def _rows(plan: BlockPlan, sharing: int) -> Tensor:
-    rank = torch.empty(plan.order.numel(), dtype=torch.int64, device=plan.device)
-    rank[plan.order.long()] = torch.arange(plan.order.numel(), device=plan.device)
-    by_pair = rank.view(-1, plan.q_tiles)[plan.group.reshape(-1).long()]
-    return _sorted(by_pair, sharing, plan.order.numel())
-
-
-def _columns(plan: BlockPlan, ratio: int, sharing: int) -> Tensor:
-    counts = plan.col_ptr.diff(dim=1).long()[plan.group.long()]
-    work = counts.unflatten(1, (-1, ratio)).sum(2).flatten(0, 1)
-    most = plan.q_tiles * ratio
-    return _sorted(most - work, sharing, most + 1)
-
-
 def _sorted(rank: Tensor, sharing: int, ranks: int) -> Tensor:
-    """Places of (pairs, tiles) in ascending rank, ``sharing`` pairs after the other."""
+    """Places of (packs, tiles) in ascending rank, ``sharing`` packs after the other."""
     section = torch.arange(rank.shape[0], device=rank.device) // sharing
-    return (section[:, None] * ranks + rank).reshape(-1).argsort(stable=True).int()
+    return (section[:, None] * ranks + rank).reshape(-1).argsort(stable=True)
+
+
+def _cut(order: Tensor, counts: Tensor, plan: BlockPlan, most: int, least: int, units: int) -> Queue:
+    """The queue of tasks in ``order``; those longer than a unit's even share of all work, in halves of that or less.
+
+    Sizes alone often say that no task can be so long; where they do not, lengths are read from the device, once a plan.
+    """
+    # every set of rows is used, a single one by all
+    total = plan.nnz * (counts.shape[0] if plan.row_ptr.shape[0] == 1 else 1)
+    if most <= max(1, least, total // units):
+        return Queue(order.int())
+    counts = counts.reshape(-1)[order].long()
+    even = (counts.sum() // units).clamp(min=max(1, least))
+    shares = torch.where(counts > even, -(-counts // (even // 2).clamp(min=1)), 1)
+    split = shares > 1
+    items, splits = torch.stack([shares.sum(), split.sum()]).tolist()
+    if not splits:
+        return Queue(order.int())
+    slots = shares * split
+    owner = torch.arange(len(order), device=order.device).repeat_interleave(shares, output_size=items)
+    share = torch.arange(items, device=order.device) - (shares.cumsum(0) - shares)[owner]
+    first = slots.cumsum(0) - slots
+    slot = torch.where(split[owner], first[owner] + share, -1)
+    return Queue(
+        order[owner].int(),
+        torch.stack([share, shares[owner], slot], 1).int(),
+        torch.stack([order, first, shares], 1)[split].int(),
+        items - len(order) + splits,
+    )

@@ -1,0 +1,246 @@
+"""Train a byte-level language model whose sequences are shared by processes, on the sources of Python's own library.
+
+    python examples/train_lm.py                                           one process
+    torchrun --nproc-per-node 2 examples/train_lm.py                      one sequence at a time, on two processes
+    torchrun --nproc-per-node 4 examples/train_lm.py --cp 2               two sequences, each on two processes
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_lm.py --checkpoint lm.pt --out metrics.jsonl
+
+What it takes to share a sequence is marked (1) to (5); the rest is as in any training script. With --checkpoint,
+training goes on from that file: when it is started again, and when torchrun restarts everybody because one has died.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sysconfig
+import time
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import ringweave as rw
+
+WARMUP = 5
+
+
+def arguments() -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--cp", type=int, help="processes that share a sequence; the others train on other sequences (default: all)")
+    add("--tokens", type=int, default=4096, help="length of a sequence")
+    add("--steps", type=int, default=50)
+    add("--layers", type=int, default=4, help="every fourth one sees the sinks")
+    add("--width", type=int, default=128)
+    add("--heads", type=int, default=4, help="query heads; half as many key heads")
+    add("--window", type=int, default=256, help="tokens that a token sees before itself")
+    add("--sinks", type=int, default=16, help="first tokens, that every token sees")
+    add("--lr", type=float, default=2e-3)
+    add("--seed", type=int, default=0)
+    add("--checkpoint", type=Path, help="file to save to, and to go on from")
+    add("--every", type=int, default=10, help="steps between checkpoints")
+    add("--out", type=Path, help="file of metrics, a line of JSON for each step; bytes are those of the forward pass")
+    return parser.parse_args()
+
+
+def join(cp: int | None) -> DeviceMesh | None:
+    """The processes as a mesh (replicas, processes of a sequence); None where torchrun has not started this one."""
+    if "RANK" not in os.environ:
+        return None
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    # torchrun's store outlives a restart, and the addresses of the dead are in it: each attempt has a part of its own.
+    # On several nodes they may count differently: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is the way there, without this
+    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    cp = cp or ranks
+    if ranks % cp:
+        raise SystemExit(f"--cp {cp} does not divide {ranks} processes")
+    return init_device_mesh("cpu", (ranks // cp, cp), mesh_dim_names=("dp", "cp"))
+
+
+def read_text(limit: int = 4 * 2**20) -> Tensor:
+    """The sources of Python's own library, bytes as tokens: real text that is there wherever Python is."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in sorted(root.rglob("*.py")):
+        if not {"site-packages", "dist-packages"} & set(path.parts):
+            text += path.read_bytes()
+        if len(text) >= limit:
+            break
+    return torch.frombuffer(text[:limit], dtype=torch.uint8)
+
+
+def excerpt(text: Tensor, length: int, *, seed: int, step: int, replica: int) -> Tensor:
+    """(1, length + 1): the excerpt of a step, the same whenever it is asked for, so that a restart changes nothing."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + replica)
+    start = int(torch.randint(0, len(text) - length, (), generator=generator))
+    return text[None, start : start + length + 1].long()
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary positions: pairs of channels turned by an angle that grows with the token's place in the sequence."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None] * torch.logspace(0, -4, half)
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class Block(nn.Module):
+    """Attention and a two-layer network, each on normalised input, each added."""
+
+    def __init__(self, width: int, pattern: rw.Pattern, context: rw.ContextParallel) -> None:
+        super().__init__()
+        self.pattern, self.context = pattern, context
+        self.heads, self.kv_heads = context.heads
+        head = width // self.heads
+        self.before_attention, self.before_network = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * head, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """(B, tokens, width) to the same shape."""
+        heads = self.qkv(self.before_attention(x)).unflatten(-1, (self.heads + 2 * self.kv_heads, -1)).transpose(1, 2)
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        q, k = rotate(q, positions), rotate(k, positions)
+        mixed = rw.attention(q, k, v, self.pattern, context=self.context)  # (4) the only layer in which tokens meet
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.network(self.before_network(x))
+
+
+class Model(nn.Module):
+    """Bytes to logits of the next byte; the embedding is shared with the output."""
+
+    def __init__(self, width: int, patterns: list[rw.Pattern], context: rw.ContextParallel) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(Block(width, pattern, context) for pattern in patterns)
+        self.norm = nn.LayerNorm(width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """(B, tokens) to logits, (B, tokens, 256)."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, positions)
+        return self.norm(x) @ self.embedding.weight.T
+
+
+def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write a checkpoint, whole or not at all: who dies while writing leaves the last one as it was."""
+    new = path.with_name(path.name + ".new")
+    with new.open("wb") as file:
+        torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def resume(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load a checkpoint if there is one: the step to go on with."""
+    if path is None or not path.exists():
+        return 0
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])
+
+
+def reopen(path: Path, start: int) -> TextIO:
+    """The file of metrics, without the steps after the checkpoint: they will be taken again."""
+    kept = path.read_text().splitlines(keepends=True)[:start] if path.exists() else []
+    file = path.open("w")
+    file.writelines(kept)
+    return file
+
+
+def over_ranks(figures: list[float]) -> Tensor:
+    """(ranks, figures): everybody's."""
+    mine = torch.tensor(figures, dtype=torch.float64)
+    if not dist.is_initialized():
+        return mine[None]
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return torch.stack(every)
+
+
+def main() -> None:
+    """Train."""
+    args = arguments()
+    mesh = join(args.cp)
+    rank, ranks = (0, 1) if mesh is None else (dist.get_rank(), dist.get_world_size())
+    replica, replicas = (0, 1) if mesh is None else (mesh.get_local_rank("dp"), mesh.size(0))
+
+    near = rw.SlidingWindow(args.window) & rw.Causal()
+    far = near | rw.Sinks(args.sinks) & rw.Causal()
+    patterns = [far if layer % 4 == 3 else near for layer in range(args.layers)]
+    # (1) who holds which tokens, chosen once for all layers
+    heads = args.heads, max(1, args.heads // 2)
+    context = rw.ContextParallel(None if mesh is None else mesh["cp"], patterns, args.tokens, heads=heads)
+    positions = context.positions  # (2) where this process's tokens stand in the sequence, for rotary positions
+    real = positions < args.tokens  # the rest is padding, if the length is odd: it has no loss, and nobody attends it
+
+    torch.manual_seed(args.seed)
+    bare = Model(args.width, patterns, context)
+    model = bare if mesh is None else DistributedDataParallel(bare)
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=args.lr)
+    start = resume(args.checkpoint, bare, optimizer)
+    metrics = reopen(args.out, start) if rank == 0 and args.out is not None else None
+    if rank == 0:
+        print(f"{replicas} x {args.tokens:,} tokens a step, {context.local:,} a process ({context.placement.name})")
+        print(f"goes on with step {start}" if start else f"{sum(w.numel() for w in bare.parameters()):,} parameters")
+
+    text = read_text()
+    counters = context.transport.counters
+    # bytes that ring attention would bring to a process in the forward pass: all keys and values, whatever the pattern
+    ring = (context.size - 1) * context.local * heads[1] * (2 * args.width // args.heads) * 4 * args.layers
+    for step in range(start, args.steps):
+        began = time.perf_counter()
+        whole = excerpt(text, args.tokens, seed=args.seed, step=step, replica=replica)
+        # (3) inputs and targets are made of the whole sequence, and then shared out: neighbours may lie elsewhere
+        inputs, targets = context.shard(whole[:, :-1]), context.shard(whole[:, 1:])
+        counters.reset()
+        logits = model(inputs, positions)
+        received = sum(counters.received)  # in the forward pass
+        losses = cross_entropy(logits.transpose(1, 2), targets, reduction="none")[:, real]
+        # (5) the mean over ranks, which is what DDP takes of gradients, is then the mean over all tokens
+        loss = losses.sum() * ranks / (replicas * args.tokens)
+        loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, (step + 1) / WARMUP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        every = over_ranks([loss.item(), received])
+        if rank != 0:
+            continue
+        line = {
+            "step": step,
+            "loss": every[:, 0].mean().item(),
+            "tokens_per_second": replicas * args.tokens / (time.perf_counter() - began),
+            "received": int(every[:, 1].max()),
+            "full_ring": ring,
+        }
+        print("step {step:4}  loss {loss:.4f}  {tokens_per_second:8,.0f} tokens/s".format(**line), end="")
+        print(f"  received {line['received']:,} of a full ring's {ring:,} bytes" if ring else "", flush=True)
+        if metrics is not None:
+            metrics.write(json.dumps(line) + "\n")
+            metrics.flush()
+        if args.checkpoint is not None and (step + 1) % args.every == 0:
+            save(args.checkpoint, step + 1, bare, optimizer)
+    context.close()
+    if mesh is not None:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""``ringweave simulate``: what a pattern would move and cost on many GPUs, next to other ways to spread attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ..errors import UnsupportedError, message
+from ..parallel.cost import Estimate, Machine
+from ..parallel.simulate import Row, simulate
+from ..patterns import parse
+from ..units import nbytes
+from . import terminal
+from .ring_plot import plot
+from .show import PatternText
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def simulated(
+    pattern: PatternText,
+    tokens: Annotated[str, typer.Option("--tokens", "-n", metavar="N", help="Sequence length, such as 65536 or 1M.")],
+    gpus: Annotated[
+        str, typer.Option(metavar="RANGE", help="Numbers of GPUs: 8..4096 by powers of two, or 8,12,16.")
+    ] = "8..1024",
+    heads: Annotated[str, typer.Option(metavar="Q:K", help="Query heads and key heads.")] = "32:8",
+    head_dim: Annotated[int, typer.Option(min=1, help="Dimension of a head.")] = 128,
+    itemsize: Annotated[int, typer.Option(min=1, max=8, help="Bytes of a value of q, k and v.")] = 2,
+    flops: Annotated[float, typer.Option(min=1, help="Operations per second of a GPU.")] = 500e12,
+    bandwidth: Annotated[float, typer.Option(min=1, help="Bytes per second that a GPU receives.")] = 50e9,
+    latency: Annotated[float, typer.Option(min=0, help="Seconds before a message's first byte.")] = 10e-6,
+    out: Annotated[str | None, typer.Option("--plot", help="Write a picture here: .svg, or .png.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Model a forward step of attention over a pattern on many GPUs; nothing is run."""
+    relation = parse(pattern)
+    length = _size(tokens, "'--tokens'")
+    pair = re.fullmatch(r"(\d+):(\d+)", heads)
+    if pair is None:
+        raise typer.BadParameter(f"{heads!r} is not like 32:8", param_hint="'--heads'")
+    machine = Machine(flops, bandwidth, latency)
+    rows = simulate(
+        relation,
+        length,
+        _range(gpus),
+        heads=(int(pair[1]), int(pair[2])),
+        head_dim=head_dim,
+        itemsize=itemsize,
+        machine=machine,
+    )
+    console = terminal.out()
+    if as_json:
+        console.print(json.dumps([_facts(row) for row in rows], indent=2), markup=False, soft_wrap=True)
+    else:
+        said = f"{length} tokens, {pair[1]} heads over {pair[2]} key heads, D {head_dim}, {itemsize} bytes a value"
+        modelled = f"modelled: {flops / 1e12:g} TFLOP/s, {bandwidth / 1e9:g} GB/s, {latency * 1e6:g} us a message"
+        console.print(f"{pattern}\n{said}\n{modelled}\n", markup=False, soft_wrap=True)
+        console.print(_table(rows))
+        console.print(_LEGEND, markup=False, soft_wrap=True)
+    if out is not None:
+        try:
+            plot(rows, out, title=f"{pattern}, {length} tokens")
+        except OSError as error:
+            raise UnsupportedError(
+                message("--plot", repr(out), "a file that can be written", f"{error.strerror or error}.")
+            ) from None
+        if not as_json:
+            console.print(f"wrote {out}", markup=False, soft_wrap=True)
+
+
+_LEGEND = """
+received    in one forward step, by the GPU that receives most
+work        of the busiest GPU over the mean
+stages      distances between GPUs over which something moves
+efficiency  computing time of the mean GPU over the time of the step
+ours is ringweave's placement; ring a full ring, whose bytes an all-gather moves
+too; Ulysses is not possible (-) where the GPUs do not divide the key heads"""
+
+_COLUMNS = (
+    "\nGPUs", "\nplacement", "received\nours", "\nring", "\nwork", "\nstages", "efficiency\nours", "\nring",
+    "\ngather", "\nUlysses",
+)  # fmt: skip
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name.endswith("placement") else "right", no_wrap=True)
+    for row in rows:
+        own = row.ringweave
+        ring = row.peers["full ring"]
+        table.add_row(
+            str(row.ranks),
+            own.name,
+            nbytes(own.bytes_worst),
+            nbytes(ring.bytes_worst) if ring else "-",
+            _work(own.imbalance),
+            str(own.stages),
+            *(_share(each) for each in (own, *row.peers.values())),
+        )
+    return table
+
+
+def _share(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "-"
+    share = 100 * estimate.efficiency
+    if share < 0.01:
+        return "<0.01 %"
+    return f"{share:.1f} %" if share >= 1 else f"{share:.2g} %"
+
+
+def _work(imbalance: float) -> str:
+    return f"{imbalance:.{2 if imbalance < 9.995 else 1 if imbalance < 99.95 else 0}f}"
+
+
+def _facts(row: Row) -> dict[str, Any]:
+    return {
+        "gpus": row.ranks,
+        "ringweave": _numbers(row.ringweave),
+        **{name: None if each is None else _numbers(each) for name, each in row.peers.items()},
+    }
+
+
+def _numbers(estimate: Estimate) -> dict[str, Any]:
+    facts = dataclasses.asdict(estimate)
+    del facts["ranks"]
+    return {**facts, "seconds": estimate.seconds, "efficiency": estimate.efficiency}
+
+
+def _size(text: str, hint: str) -> int:
+    found = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
+    if found is None or int(found[1]) < 1:
+        raise typer.BadParameter(f"{text!r} is not a number such as 65536, 64K or 1M", param_hint=hint)
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def _range(text: str) -> list[int]:
+    first, dots, last = text.partition("..")
+    if not dots:
+        return [_size(each, "'--gpus'") for each in text.split(",")]
+    number, stop = _size(first, "'--gpus'"), _size(last, "'--gpus'")
+    if number > stop:
+        raise typer.BadParameter(f"{text!r} has nothing in it", param_hint="'--gpus'")
+    found = []
+    while number <= stop:
+        found.append(number)
+        number *= 2
+    return found

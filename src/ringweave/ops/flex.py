@@ -1,0 +1,163 @@
+"""PyTorch's FlexAttention over a branch's plan, compiled by ``torch.compile`` at the first call of each kind.
+
+A kind is the device, the type and all sizes, of the mask's tables too: each has a compiled function of its own, so a
+call of another size neither recompiles it nor falls back to FlexAttention's dense form. FlexAttention has no kernel for
+gradients apart from its own forward: backward computes the forward once more, and asks autograd for the branch's share
+of the whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan import BlockPlan, Branch
+from .backend import Backend, Case
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# FlexAttention's own tile: smaller ones are not divided by the blocks that its kernels are compiled with
+_TILE = 128
+# a BlockMask has a place for every tile, empty or not
+_MASK_BYTES = 2**32
+_KINDS = 64
+
+Attend = Callable[[Tensor, Tensor, Tensor, Any, float, bool], tuple[Tensor, Tensor]]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float, grouped: bool) -> tuple[Tensor, Tensor]:
+    """What is compiled: (out, lse), lse in natural logarithms."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    out, further = flex_attention(
+        q, k, v, block_mask=block_mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True)
+    )
+    assert further.lse is not None
+    return out, further.lse
+
+
+@functools.lru_cache(maxsize=_KINDS)
+def compiled(kind: tuple[object, ...]) -> Attend:
+    """The compiled function of a kind.
+
+    The compiler keeps what it compiled with the code, and gives up beyond some variants of one: so every kind gets a
+    copy of the code, and what is forgotten here is freed there.
+    """
+    own = types.FunctionType(_attend.__code__.replace(), _attend.__globals__, "flex_attention")
+    made: Attend = torch.compile(own, dynamic=False, fullgraph=True)
+    return made
+
+
+_masks: weakref.WeakKeyDictionary[BlockPlan, Any] = weakref.WeakKeyDictionary()
+
+
+def _mask(branch: Branch, device: torch.device) -> Any:
+    """The branch as a BlockMask, kept as long as its plan."""
+    plan = branch.plan(device, tile=_TILE)
+    found = _masks.get(plan)
+    if found is None:
+        found = _masks[plan] = plan.to_block_mask()
+    return found
+
+
+def _part(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a branch, as FlexAttention gives them."""
+    grouped = q.shape[1] != k.shape[1]
+    mask = _mask(branch, q.device)
+    plan = branch.plan(q.device, tile=_TILE)
+    of_mask = (plan.row_ptr.shape[0], max(plan.masks.shape[0] - 1, 0).bit_length())
+    kind = (q.device, q.dtype, q.shape, k.shape, v.shape, scale, q.requires_grad, *of_mask)
+    return compiled(kind)(q, k, v, mask, scale, grouped)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One call of FlexAttention; views are copied, so that strides do not multiply what is compiled."""
+    q, k, v = (x.detach().contiguous() for x in (q, k, v))
+    out, lse = _part(q, k, v, branch, scale)
+    empty = torch.isneginf(lse)
+    return out.masked_fill(empty[..., None], 0.0).to(dtype).contiguous(), lse.float().contiguous()
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    delta: Tensor,
+    branch: Branch,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward once more, and its gradients by autograd.
+
+    With P the branch's own weights and w = exp(its lse - the whole lse), the whole's weights are w P, and the branch's
+    share of the score gradients is w P (dP - delta). Autograd computes P (dout' v - rowsum(dout' * out) + dlse') from
+    slopes dout' = w dout and dlse' = rowsum(dout' * out) - w delta: the same.
+    """
+    with _autograd():
+        leaves = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
+        part, part_lse = _part(leaves[0], leaves[1], leaves[2], branch, scale)
+    with torch.no_grad():
+        empty = torch.isneginf(part_lse) | torch.isneginf(lse)
+        weight = (part_lse - lse).exp().masked_fill(empty, 0.0)
+        slopes = (dout.float() * weight[..., None]).masked_fill(empty[..., None], 0.0).to(q.dtype)
+        mean = (slopes.float() * part.float()).sum(-1)
+        lse_slopes = (mean - weight * delta).masked_fill(empty, 0.0)
+    with _autograd():
+        dq, dk, dv = torch.autograd.grad((part, part_lse), leaves, (slopes, lse_slopes.to(part_lse.dtype)))
+    return dq.to(dtype).contiguous(), dk.to(dtype).contiguous(), dv.to(dtype).contiguous()
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Autograd inside an operator, which runs below it: the keys that were taken out are put back."""
+    core: Any = torch._C
+    excluded = core._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(core.DispatchKey, key))
+    with core._ForceDispatchKeyGuard(core._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
+
+
+def _mask_bytes(case: Case, branch: Branch) -> int:
+    """Of a BlockMask: lists of partial and full tiles by rows and by columns, and the table that its mask reads."""
+    tiles = -(-branch.nq // _TILE) * -(-branch.nk // _TILE)
+    return 5 * 4 * tiles * case.batch * branch.head_count
+
+
+def refusal(case: Case, branch: Branch) -> str | None:
+    """CUDA tensors of up to 32 bits with head dimensions from 16, of lengths whose tiles fit a dense table."""
+    if case.device == "cpu":
+        return "FlexAttention compiled for a CPU gives no lse and has no backward"
+    if case.device != "cuda":
+        return f"it runs on CUDA and ROCm tensors, and these are on {case.device}"
+    if case.dtype not in _DTYPES:
+        return f"it computes float32, bfloat16 and float16, and got {case.dtype}"
+    for name, dim in (("D", case.head_dim), ("Dv", case.value_dim)):
+        if not 16 <= dim <= 256:
+            return f"it needs head dimensions of 16 to 256, and got {name} = {dim}"
+    if _mask_bytes(case, branch) > _MASK_BYTES:
+        needed = _mask_bytes(case, branch) / 2**30
+        return f"a BlockMask has a place for every tile, empty or not, and this one would take {needed:.0f} GiB"
+    return None
+
+
+def scratch(case: Case, branch: Branch) -> int:
+    """The BlockMask; views copied once; backward, the forward's results."""
+    size = case.dtype.itemsize
+    keys = case.batch * case.kv_heads * branch.nk * (case.head_dim + case.value_dim)
+    rows = case.batch * branch.head_count * branch.nq
+    copies = (rows * case.head_dim + keys) * size if branch.rate > 1 else 0
+    again = rows * (2 * case.value_dim * size + 12) if case.needs_grad else 0
+    return _mask_bytes(case, branch) + copies + again
+
+
+BACKEND = Backend("flex", forward, backward, refusal, scratch)

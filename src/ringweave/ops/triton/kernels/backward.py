@@ -1,0 +1,177 @@
+"""Gradients: delta by rows, dQ by rows, dK and dV by columns."""
+
+# Triton reads these functions' source: it wants neither annotations nor the usual style of names
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .loads import LOG2_E, alive, allowed, place, rows, share_of, spread, store, tile, within
+
+
+@triton.jit
+def delta(
+    dout, out, lse, dlse, result,
+    g_b, g_h, g_n, o_b, o_h, o_n, l_b, l_h, l_n, s_b, s_h, s_n,
+    heads, nq,
+    DV: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_M: tl.constexpr, SLOPED: tl.constexpr,
+):  # fmt: skip
+    """rowsum(dout * out) - dlse of BLOCK_M queries; 0 where lse is -inf."""
+    blocks = tl.cdiv(nq, BLOCK_M)
+    pair, first = tl.program_id(0) // blocks, (tl.program_id(0) % blocks) * BLOCK_M
+    b, h = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+    token = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+    mine = token < nq
+    slopes = rows(dout + b * g_b + h * g_h, token * g_n, mine, DV, PAD_DV)
+    outs = rows(out + b * o_b + h * o_h, token * o_n, mine, DV, PAD_DV)
+    found = tl.sum(slopes.to(tl.float32) * outs.to(tl.float32), 1)
+    if SLOPED:
+        found -= tl.load(dlse + b * s_b + h * s_h + token * s_n, mask=mine, other=0.0).to(tl.float32)
+    row_lse = tl.load(lse + b * l_b + h * l_h + token * l_n, mask=mine, other=0.0)
+    tl.store(result + pair.to(tl.int64) * nq + token, tl.where(row_lse == float("-inf"), 0.0, found), mask=mine)
+
+
+@triton.jit
+def backward_q(
+    q, k, v, dout, lse, slope, dq, sums, queue, shares, group, row_ptr, col, bits, masks, live,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, l_b, l_h, l_n, s_b, s_h, s_n,
+    items, heads, ratio, nq, nk, tiles, scale,
+    D: tl.constexpr, DV: tl.constexpr, PAD_D: tl.constexpr, PAD_DV: tl.constexpr,
+    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, TILES: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
+    RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of HEADS x ROWS queries; ``slope`` is delta."""
+    BLOCK_M: tl.constexpr = HEADS * ROWS
+    PARTS_N: tl.constexpr = KV_TILE // BLOCK_N
+    WORDS: tl.constexpr = (KV_TILE + 31) // 32
+    program = tl.program_id(0)
+    stop = items * PARTS if RESIDENT else program + 1
+    for index in range(program, stop, tl.num_programs(0) if RESIDENT else 1):
+        item, part = index // PARTS, index % PARTS
+        local = tl.arange(0, BLOCK_M)
+        at, pair, q_first, room = place(tl.load(queue + item), part, ratio, tiles, Q_TILE * TILES, HEADS, ROWS)
+        b, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+        list_at = row_ptr + tl.load(group + pair) * (tiles + 1) + at
+        begin, end, slot = share_of(shares, item, tl.load(list_at), tl.load(list_at + 1), SPLIT)
+        row = part * ROWS + (local % ROWS if HEADS > 1 else local)
+        token = q_first.to(tl.int64)
+        mine = within(local, room, q_first, nq, HEADS, ROWS)
+        queries_at = q + b * q_b + head * q_h + token * q_n
+        queries = rows(queries_at, spread(local, q_h, q_n, HEADS, ROWS, WIDE), mine, D, PAD_D)
+        slopes_at = dout + b * g_b + head * g_h + token * g_n
+        slopes = rows(slopes_at, spread(local, g_h, g_n, HEADS, ROWS, WIDE), mine, DV, PAD_DV)
+        lse_at = lse + b * l_b + head * l_h + token * l_n + spread(local, l_h, l_n, HEADS, ROWS, WIDE)
+        row_lse = tl.load(lse_at, mask=mine, other=0.0) * LOG2_E
+        slope_at = slope + b * s_b + head * s_h + token * s_n + spread(local, s_h, s_n, HEADS, ROWS, WIDE)
+        row_slope = tl.load(slope_at, mask=mine, other=0.0)
+        kv_head = head // ratio
+        keys_at = k if DESCRIBED else k + b * k_b + kv_head * k_h
+        values_at = v if DESCRIBED else v + b * v_b + kv_head * v_h
+
+        acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
+        for step in tl.range(begin * PARTS_N, end * PARTS_N, num_stages=STAGES):
+            entry, part_n = step // PARTS_N, (step % PARTS_N) * BLOCK_N
+            first = tl.load(col + entry) * KV_TILE + part_n
+            code = tl.load(bits + entry * TILES)
+            keep = nk - first
+            # keys that nobody here attends are summed over with weight 0: they must be finite
+            used = alive(live, code, part_n, keep, WORDS, BLOCK_N, MASKED)
+            codes = code
+            if TILES > 1:
+                other = tl.load(bits + entry * TILES + 1)
+                used = used | alive(live, other, part_n, keep, WORDS, BLOCK_N, MASKED)
+                codes = tl.where(row < Q_TILE, code, other)
+            keys = tile(k, keys_at, b, kv_head, first, k_n, used, BLOCK_N, D, PAD_D, WIDE, DESCRIBED)
+            inside = tl.arange(0, BLOCK_N) < keep
+            values = tile(v, values_at, b, kv_head, first, v_n, inside, BLOCK_N, DV, PAD_DV, WIDE, DESCRIBED)
+            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            value_slopes = tl.dot(slopes, tl.trans(values), input_precision=PRECISION)
+            weights = tl.math.exp2(scores * (scale * LOG2_E) - row_lse[:, None])
+            score_slopes = weights * (value_slopes - row_slope[:, None])
+            if MASKED or RAGGED:
+                line = row % Q_TILE if TILES > 1 else row
+                may = allowed(masks, codes, Q_TILE, line, part_n, keep, WORDS, BLOCK_N, MASKED, RAGGED)
+                score_slopes = tl.where(may, score_slopes, 0.0)
+            acc = tl.dot(score_slopes.to(keys.dtype), keys, acc, input_precision=PRECISION)
+        if SPLIT:
+            sums_at = sums + (slot * PARTS + part).to(tl.int64) * (BLOCK_M * D)
+            store(sums_at, local * D, acc * scale, mine & (slot >= 0), D, PAD_D)
+            mine = mine & (slot < 0)
+        dq_at = dq + (pair.to(tl.int64) * nq + q_first) * D
+        store(dq_at, spread(local, nq, 1, HEADS, ROWS, False) * D, acc * scale, mine, D, PAD_D)
+
+
+@triton.jit
+def backward_kv(
+    q, k, v, dout, lse, slope, dk, dv, key_sums, value_sums,
+    queue, shares, group, col_ptr, row, bits_t, masks_t, live_t,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, l_b, l_h, l_n, s_b, s_h, s_n,
+    items, heads, ratio, nq, nk, tiles, scale,
+    D: tl.constexpr, DV: tl.constexpr, PAD_D: tl.constexpr, PAD_DV: tl.constexpr,
+    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
+    RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of BLOCK_N keys, over all query heads of their key head; scores are transposed, keys by queries."""
+    PARTS: tl.constexpr = KV_TILE // BLOCK_N
+    PARTS_M: tl.constexpr = Q_TILE // BLOCK_M
+    WORDS: tl.constexpr = (Q_TILE + 31) // 32
+    program = tl.program_id(0)
+    stop = items * PARTS if RESIDENT else program + 1
+    for index in range(program, stop, tl.num_programs(0) if RESIDENT else 1):
+        item, part = index // PARTS, index % PARTS
+        local = tl.arange(0, BLOCK_N)
+        at, pair, k_first, _ = place(tl.load(queue + item), part, 1, tiles, KV_TILE, 1, BLOCK_N)
+        b, kv_head = (pair // (heads // ratio)).to(tl.int64), (pair % (heads // ratio)).to(tl.int64)
+        mine = k_first + local < nk
+        keys_at = k + b * k_b + kv_head * k_h + k_first.to(tl.int64) * k_n
+        keys = rows(keys_at, spread(local, 0, k_n, 1, BLOCK_N, WIDE), mine, D, PAD_D)
+        values_at = v + b * v_b + kv_head * v_h + k_first.to(tl.int64) * v_n
+        values = rows(values_at, spread(local, 0, v_n, 1, BLOCK_N, WIDE), mine, DV, PAD_DV)
+        key_acc = tl.zeros([BLOCK_N, PAD_D], tl.float32)
+        value_acc = tl.zeros([BLOCK_N, PAD_DV], tl.float32)
+        slot = -1
+        for member in range(ratio):
+            h = kv_head * ratio + member
+            list_at = col_ptr + tl.load(group + b * heads + h) * (tiles + 1) + at
+            begin, end, slot = share_of(shares, item, tl.load(list_at), tl.load(list_at + 1), SPLIT)
+            queries_at = q if DESCRIBED else q + b * q_b + h * q_h
+            slopes_at = dout if DESCRIBED else dout + b * g_b + h * g_h
+            lse_at = lse + b * l_b + h * l_h
+            slope_at = slope + b * s_b + h * s_h
+            for step in tl.range(begin * PARTS_M, end * PARTS_M, num_stages=STAGES):
+                entry, part_m = step // PARTS_M, (step % PARTS_M) * BLOCK_M
+                first = tl.load(row + entry) * Q_TILE + part_m
+                code = tl.load(bits_t + entry)
+                keep = nq - first
+                of = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+                # queries that attend nothing here are summed over with weight 0: they and their slopes must be finite
+                used = alive(live_t, code, part_m, keep, WORDS, BLOCK_M, MASKED)
+                queries = tile(q, queries_at, b, h, first, q_n, used, BLOCK_M, D, PAD_D, WIDE, DESCRIBED)
+                slopes = tile(dout, slopes_at, b, h, first, g_n, used, BLOCK_M, DV, PAD_DV, WIDE, DESCRIBED)
+                row_lse = tl.load(lse_at + of * l_n, mask=of < nq, other=0.0) * LOG2_E
+                row_slope = tl.load(slope_at + of * s_n, mask=of < nq, other=0.0)
+                scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+                weights = tl.math.exp2(scores * (scale * LOG2_E) - row_lse[None, :])
+                if MASKED or RAGGED:
+                    line = part * BLOCK_N + local
+                    may = allowed(masks_t, code, KV_TILE, line, part_m, keep, WORDS, BLOCK_M, MASKED, RAGGED)
+                    weights = tl.where(may, weights, 0.0)
+                value_acc = tl.dot(weights.to(slopes.dtype), slopes, value_acc, input_precision=PRECISION)
+                value_slopes = tl.dot(values, tl.trans(slopes), input_precision=PRECISION)
+                score_slopes = weights * (value_slopes - row_slope[None, :])
+                if MASKED or RAGGED:
+                    score_slopes = tl.where(may, score_slopes, 0.0)
+                key_acc = tl.dot(score_slopes.to(queries.dtype), queries, key_acc, input_precision=PRECISION)
+        if SPLIT:
+            line = (slot * PARTS + part).to(tl.int64) * BLOCK_N
+            store(key_sums + line * D, local * D, key_acc * scale, mine & (slot >= 0), D, PAD_D)
+            store(value_sums + line * DV, local * DV, value_acc, mine & (slot >= 0), DV, PAD_DV)
+            mine = mine & (slot < 0)
+        line = pair.to(tl.int64) * nk + k_first
+        store(dk + line * D, local * D, key_acc * scale, mine, D, PAD_D)
+        store(dv + line * DV, local * DV, value_acc, mine, DV, PAD_DV)

@@ -1,0 +1,137 @@
+"""out and lse by rows, and the join of what the shares of long lists leave."""
+
+# Triton reads these functions' source: it wants neither annotations nor the usual style of names
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .loads import LN_2, LOG2_E, alive, allowed, place, rows, share_of, spread, store, tile, within
+
+
+@triton.jit
+def forward(
+    q, k, v, out, lse, sums, tops, queue, shares, group, row_ptr, col, bits, masks, live,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    items, heads, ratio, nq, nk, tiles, scale,
+    D: tl.constexpr, DV: tl.constexpr, PAD_D: tl.constexpr, PAD_DV: tl.constexpr,
+    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, TILES: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, FOLDED: tl.constexpr, WIDE: tl.constexpr,
+    RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, SPECIALISED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out and lse of HEADS x ROWS queries; ``scale`` is in powers of two, folded where it is positive."""
+    BLOCK_M: tl.constexpr = HEADS * ROWS
+    PARTS_N: tl.constexpr = KV_TILE // BLOCK_N
+    WORDS: tl.constexpr = (KV_TILE + 31) // 32
+    factor = scale if FOLDED else 1.0
+    program = tl.program_id(0)
+    stop = items * PARTS if RESIDENT else program + 1
+    for index in range(program, stop, tl.num_programs(0) if RESIDENT else 1):
+        item, part = index // PARTS, index % PARTS
+        local = tl.arange(0, BLOCK_M)
+        at, pair, q_first, room = place(tl.load(queue + item), part, ratio, tiles, Q_TILE * TILES, HEADS, ROWS)
+        b, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+        list_at = row_ptr + tl.load(group + pair) * (tiles + 1) + at
+        begin, end, slot = share_of(shares, item, tl.load(list_at), tl.load(list_at + 1), SPLIT)
+        row = part * ROWS + (local % ROWS if HEADS > 1 else local)
+        mine = within(local, room, q_first, nq, HEADS, ROWS)
+        queries_at = q + b * q_b + head * q_h + q_first.to(tl.int64) * q_n
+        if SPECIALISED:
+            # warps of their own load by descriptors alone
+            held = tl.make_tensor_descriptor(queries_at, [nq - q_first, D], [q_n, 1], [BLOCK_M, PAD_D])
+            queries = held.load([0, 0])
+        else:
+            queries = rows(queries_at, spread(local, q_h, q_n, HEADS, ROWS, WIDE), mine, D, PAD_D)
+        kv_head = head // ratio
+        keys_at = k if DESCRIBED else k + b * k_b + kv_head * k_h
+        values_at = v if DESCRIBED else v + b * v_b + kv_head * v_h
+
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, PAD_DV], tl.float32)
+        for step in tl.range(begin * PARTS_N, end * PARTS_N, num_stages=STAGES, warp_specialize=SPECIALISED):
+            entry, part_n = step // PARTS_N, (step % PARTS_N) * BLOCK_N
+            first = tl.load(col + entry) * KV_TILE + part_n
+            code = tl.load(bits + entry * TILES)
+            keep = nk - first
+            codes = code
+            if TILES > 1:
+                other = tl.load(bits + entry * TILES + 1)
+                codes = tl.where(row < Q_TILE, code, other)
+            inside = tl.arange(0, BLOCK_N) < keep
+            keys = tile(k, keys_at, b, kv_head, first, k_n, inside, BLOCK_N, D, PAD_D, WIDE, DESCRIBED)
+            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            if not FOLDED:
+                scores *= scale
+            if MASKED or RAGGED:
+                line = row % Q_TILE if TILES > 1 else row
+                may = allowed(masks, codes, Q_TILE, line, part_n, keep, WORDS, BLOCK_N, MASKED, RAGGED)
+                scores = tl.where(may, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+            # a row that has met no key yet: exp2(-inf - 0), not exp2(-inf + inf)
+            guard = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.math.exp2(scores * factor - guard[:, None])
+            decay = tl.math.exp2(top - guard)
+            total = total * decay + tl.sum(weights, 1)
+            used = alive(live, code, part_n, keep, WORDS, BLOCK_N, MASKED)
+            if TILES > 1:
+                used = used | alive(live, other, part_n, keep, WORDS, BLOCK_N, MASKED)
+            values = tile(v, values_at, b, kv_head, first, v_n, used, BLOCK_N, DV, PAD_DV, WIDE, DESCRIBED)
+            acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
+            top = new_top
+
+        empty = total == 0.0
+        total = tl.where(empty, 1.0, total)
+        acc = acc / total[:, None]
+        row_lse = tl.where(empty, float("-inf"), (top + tl.math.log2(total)) * LN_2)
+        if SPLIT:
+            line = (slot * PARTS + part).to(tl.int64) * BLOCK_M
+            store(sums + line * DV, local * DV, acc, mine & (slot >= 0), DV, PAD_DV)
+            tl.store(tops + line + local, row_lse, mask=mine & (slot >= 0))
+            mine = mine & (slot < 0)
+        line, lines = pair.to(tl.int64) * nq + q_first, spread(local, nq, 1, HEADS, ROWS, False)
+        store(out + line * DV, lines * DV, acc, mine, DV, PAD_DV)
+        tl.store(lse + line + lines, row_lse, mask=mine)
+
+
+@triton.jit
+def join(
+    sums, tops, result, lse, splits, ratio, tokens, tiles,
+    DIM: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Partial results of split tasks, BLOCK rows at a time, added in the order of their shares; out by its lse."""
+    BLOCK_M: tl.constexpr = HEADS * ROWS
+    BLOCKS: tl.constexpr = PARTS * BLOCK_M // BLOCK
+    split = tl.program_id(0) // BLOCKS
+    at = tl.program_id(0) % BLOCKS * BLOCK
+    local = at % BLOCK_M + tl.arange(0, BLOCK)
+    task, first, count = tl.load(splits + 3 * split), tl.load(splits + 3 * split + 1), tl.load(splits + 3 * split + 2)
+    _, pair, token, room = place(task, at // BLOCK_M, ratio, tiles, SPAN, HEADS, ROWS)
+    mine = within(local, room, token, tokens, HEADS, ROWS)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK, PADDED], tl.float32)
+    for share in range(count):
+        line = (first + share).to(tl.int64) * (PARTS * BLOCK_M) + at
+        part = rows(sums + line * DIM, tl.arange(0, BLOCK) * DIM, mine, DIM, PADDED)
+        if WEIGHTED:
+            part_top = tl.load(tops + line + tl.arange(0, BLOCK), mask=mine, other=float("-inf")) * LOG2_E
+            new_top = tl.maximum(top, part_top)
+            guard = tl.where(new_top == float("-inf"), 0.0, new_top)
+            decay, weight = tl.math.exp2(top - guard), tl.math.exp2(part_top - guard)
+            total = total * decay + weight
+            acc = acc * decay[:, None] + part * weight[:, None]
+            top = new_top
+        else:
+            acc += part
+    line, lines = pair.to(tl.int64) * tokens + token, spread(local, tokens, 1, HEADS, ROWS, False)
+    if WEIGHTED:
+        empty = total == 0.0
+        total = tl.where(empty, 1.0, total)
+        acc = acc / total[:, None]
+        tl.store(lse + line + lines, tl.where(empty, float("-inf"), (top + tl.math.log2(total)) * LN_2), mask=mine)
+    store(result + line * DIM, lines * DIM, acc, mine, DIM, PADDED)

@@ -1,0 +1,131 @@
+"""What the kernels share: a task's rows, its part of a list, mask words, and tiles of memory."""
+
+# Triton reads these functions' source: it wants neither annotations nor the usual style of names
+# ruff: noqa: N803, RET505
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def share_of(shares, item, begin, end, SPLIT: tl.constexpr):
+    """The part of a list that an item of the queue computes, and its slot among the partial results (-1: none)."""
+    slot = -1
+    if SPLIT:
+        share, of, slot = tl.load(shares + 3 * item), tl.load(shares + 3 * item + 1), tl.load(shares + 3 * item + 2)
+        length = end - begin
+        end = begin + length * (share + 1) // of
+        begin = begin + length * share // of
+    return begin, end, slot
+
+
+@triton.jit
+def place(task, part, ratio, tiles, SPAN: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """A task's tile; its part's first head (among those of all batch elements) and token; heads there from it on."""
+    packs = (ratio + HEADS - 1) // HEADS
+    pack, tile = task // tiles, task % tiles
+    member = pack % packs * HEADS
+    return tile, pack // packs * ratio + member, tile * SPAN + part * ROWS, ratio - member
+
+
+@triton.jit
+def within(local, room, first, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Which rows of a program there are: of ``room`` heads, of tokens before the end."""
+    inside = first + (local % ROWS if HEADS > 1 else local) < tokens
+    if HEADS > 1:
+        inside = inside & (local // ROWS < room)
+    return inside
+
+
+@triton.jit
+def spread(local, head_step, step, HEADS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets of rows of a program: ROWS of one head, then of the next."""
+    row = local % ROWS if HEADS > 1 else local
+    if WIDE:
+        row = row.to(tl.int64)
+    at = row * step
+    if HEADS > 1:
+        at += (local // ROWS).to(tl.int64) * head_step
+    return at
+
+
+@triton.jit
+def word(words, at, code, index: tl.constexpr, shift, keep, MASKED: tl.constexpr, RAGGED: tl.constexpr):
+    """Mask word ``index`` of some rows from bit ``shift``, all ones for a full tile, cut at the end of the sequence."""
+    found = tl.full(at.shape, -1, tl.int32)
+    if MASKED:
+        found = tl.load(words + at + index, mask=code >= 0, other=-1) >> shift
+    if RAGGED:
+        left = keep - 32 * index
+        found = found & tl.where(left >= 32, -1, (1 << tl.minimum(tl.maximum(left, 0), 31)) - 1)
+    return found
+
+
+@triton.jit
+def allowed(words, code, side, row, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr,
+            MASKED: tl.constexpr, RAGGED: tl.constexpr):  # fmt: skip
+    """Which of (rows, SIZE) pairs may attend; ``row`` in a mask of ``side`` rows, columns from ``first`` on."""
+    lane = tl.arange(0, SIZE)[None, :]
+    at = (tl.maximum(code, 0).to(tl.int64) * side + row) * WORDS + first // 32
+    # blocks of 16 may begin in the middle of a word
+    found = word(words, at, code, 0, first % 32 if SIZE < 32 else 0, keep, MASKED, RAGGED)[:, None]
+    if SIZE > 32:
+        found = tl.where(lane < 32, found, word(words, at, code, 1, 0, keep, MASKED, RAGGED)[:, None])
+    if SIZE > 64:
+        found = tl.where(lane < 64, found, word(words, at, code, 2, 0, keep, MASKED, RAGGED)[:, None])
+        found = tl.where(lane < 96, found, word(words, at, code, 3, 0, keep, MASKED, RAGGED)[:, None])
+    return ((found >> (lane % 32)) & 1) != 0
+
+
+@triton.jit
+def alive(live, code, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """Which positions of a tile are inside the length and take part in at least one allowed pair of it."""
+    lane = tl.arange(0, SIZE)
+    inside = lane < keep
+    if MASKED:
+        at = tl.maximum(code, 0).to(tl.int64) * WORDS + (first + lane) // 32
+        word = tl.load(live + at, mask=inside & (code >= 0), other=-1)
+        inside = inside & (((word >> (lane % 32)) & 1) != 0)
+    return inside
+
+
+@triton.jit
+def tile(of, at, b, h, first, stride, inside, SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+         WIDE: tl.constexpr, DESCRIBED: tl.constexpr):  # fmt: skip
+    """(SIZE, PADDED) of a head's (tokens, DIM) matrix from row ``first`` on; 0 where not ``inside`` and past DIM.
+
+    By the descriptor ``of`` if DESCRIBED: then 0 past the ends alone. Else from the address ``at``.
+    """
+    if DESCRIBED:
+        return of.load([b.to(tl.int32), h.to(tl.int32), first, 0]).reshape(SIZE, PADDED)
+    else:
+        token = tl.arange(0, SIZE)
+        if WIDE:
+            token = token.to(tl.int64)
+        channel = tl.arange(0, PADDED)[None, :]
+        mask = inside[:, None]
+        if DIM != PADDED:
+            mask = mask & (channel < DIM)
+        return tl.load(at + first.to(tl.int64) * stride + token[:, None] * stride + channel, mask=mask, other=0.0)
+
+
+@triton.jit
+def rows(base, at, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """(rows, PADDED) from the places ``at`` on; 0 where not ``inside`` and past DIM."""
+    channel = tl.arange(0, PADDED)[None, :]
+    mask = inside[:, None]
+    if DIM != PADDED:
+        mask = mask & (channel < DIM)
+    return tl.load(base + at[:, None] + channel, mask=mask, other=0.0)
+
+
+@triton.jit
+def store(base, at, values, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """The inverse of ``rows``, in the type of its storage."""
+    channel = tl.arange(0, PADDED)[None, :]
+    tl.store(base + at[:, None] + channel, values.to(base.dtype.element_ty), mask=inside[:, None] & (channel < DIM))

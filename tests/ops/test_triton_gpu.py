@@ -1,0 +1,232 @@
+"""The Triton backend on a GPU: conformance in all its types, launches by the profiler, the same bits each time.
+
+Nothing here needs a fixture or a plug-in beyond pytest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.ops import triton
+from ringweave.ops.triton.blocks import Blocks
+from ringweave.patterns import Pattern
+
+from ..cases import MIXTURES, PATTERNS
+from ..oracle import NAMES, Inputs
+from ..test_conformance import conforms, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or not triton.installed(), reason="needs a GPU and triton"),
+]
+DEVICE = "cuda"
+EVERYTHING = PATTERNS | MIXTURES
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def poison() -> None:
+    """What torch.empty is given next holds NaN: an element that is never written shows. Small and large pools."""
+    held = [torch.full((2**17,), torch.nan, device=DEVICE) for _ in range(64)]
+    held.append(torch.full((2**26,), torch.nan, device=DEVICE))
+    torch.cuda.synchronize()
+    held.clear()
+
+
+def agrees(x: Inputs, pattern: Pattern, q_offset: int = 0, scale: float | None = None) -> None:
+    poison()
+    conforms(x.to(DEVICE), pattern, "triton", q_offset=q_offset, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("name", [name for name in EVERYTHING if name != "table"])
+def test_every_pattern(name: str, dtype: str) -> None:
+    x = Inputs.random(257, heads=4, kv_heads=2, batch=2, dim=64, dtype=DTYPES[dtype])
+    agrees(x, EVERYTHING[name](257))
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("name", ["sinks", "per_head", "longnet_causal", "table_per_head"])
+@pytest.mark.parametrize("tokens", [1, 63, 1000])
+def test_lengths_and_groups(tokens: int, name: str, heads: tuple[int, int], dtype: str) -> None:
+    x = Inputs.random(tokens, heads=heads[0], kv_heads=heads[1], dim=24, value_dim=40, dtype=DTYPES[dtype])
+    agrees(x, EVERYTHING[name](tokens))
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "block"),
+    [(16, 16, 32), (64, 64, 64), (80, 128, 128), (128, 128, 64), (128, 128, 128), (256, 256, 128)],
+)
+def test_dims_and_tiles(dim: int, value_dim: int, block: int, dtype: str) -> None:
+    x = Inputs.random(600, heads=4, kv_heads=2, dim=dim, value_dim=value_dim, dtype=DTYPES[dtype])
+    agrees(x, rw.random_blocks(600, 0.4, block_size=block) & rw.Causal())
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_plans_without_masks(block: int) -> None:
+    x = Inputs.random(640, heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16)
+    agrees(x, rw.random_blocks(640, 0.4, block_size=block))
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("heads", [(8, 1), (6, 2), (2, 2)], ids=["mqa", "gqa", "mha"])
+@pytest.mark.parametrize("nq", [1, 5, 16])
+def test_few_queries_over_many_keys(nq: int, heads: tuple[int, int], dtype: str) -> None:
+    nk = 20_000
+    x = Inputs.random(nq, nk, heads=heads[0], kv_heads=heads[1], dim=64, dtype=DTYPES[dtype])
+    agrees(x, rw.Causal(), q_offset=nk - nq)
+    agrees(x, rw.SlidingWindow(9000) & rw.Causal() | rw.Sinks(4), q_offset=nk - nq)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_long_rows_and_columns(dtype: str) -> None:
+    """Global tokens: their rows and columns are as long as the sequence, and are split."""
+    x = Inputs.random(6000, heads=2, kv_heads=1, dim=64, dtype=DTYPES[dtype])
+    agrees(x, rw.SlidingWindow(64) | rw.Global(1))
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_empty_rows_and_unattended_nan(dtype: str) -> None:
+    table = torch.ones(2, 2, dtype=torch.bool)
+    table[1] = False
+    pattern = rw.Periodic(1000, 0, 80) & rw.BlockTable(table, 128)
+    x = Inputs.random(200, heads=2, dim=64, dtype=DTYPES[dtype]).to(DEVICE)
+    clean = run(x, pattern, "triton")
+    assert torch.isneginf(clean["lse"][:, :, 128:]).all()
+    assert (clean["out"][:, :, 128:] == 0).all()
+    for tensor, first in ((x.k, 80), (x.v, 80), (x.q, 128), (x.dout, 128)):
+        tensor[:, :, first:] = torch.nan
+    dirty = run(x, pattern, "triton")
+    for name in NAMES:
+        assert torch.equal(clean[name], dirty[name]), name
+
+
+def test_strides() -> None:
+    base = torch.randn(2, 700, 4, 64, dtype=torch.bfloat16, device=DEVICE)
+    q, k = base.transpose(1, 2), base.transpose(1, 2)[:, ::2]
+    v = torch.randn(1, 2, 1400, 64, dtype=torch.bfloat16, device=DEVICE).expand(2, -1, -1, -1)[:, :, ::2]
+    got = rw.attention_with_lse(q, k, v, rw.Causal(), backend="triton")
+    want = rw.attention_with_lse(*(x.contiguous() for x in (q, k, v)), rw.Causal(), backend="triton")
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    """Keys past the 2**31-th element: as those of a copy of the end alone."""
+    nk, window = 2**24 + 1000, 300
+    k = torch.zeros(1, 1, nk, 128, dtype=torch.bfloat16, device=DEVICE)
+    k[:, :, -512:] = torch.randn(1, 1, 512, 128, device=DEVICE)
+    q = torch.randn(1, 2, 16, 128, dtype=torch.bfloat16, device=DEVICE)
+    pattern = rw.SlidingWindow(window) & rw.Causal()
+    got = rw.attention(q, k, k, pattern, q_offset=nk - 16, backend="triton")
+    end = k[:, :, -512:].contiguous()
+    want = rw.attention(q, end, end, pattern, q_offset=512 - 16, backend="reference")
+    torch.testing.assert_close(got, want, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("name", ["causal", "global", "sinks", "table_per_head"])
+def test_the_same_bits_each_time(name: str) -> None:
+    x = Inputs.random(3000, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16).to(DEVICE)
+    pattern = EVERYTHING[name](3000)
+    want = run(x, pattern, "triton")
+    for _ in range(5):
+        poison()
+        got = run(x, pattern, "triton")
+        for result in NAMES:
+            assert torch.equal(got[result], want[result]), result
+
+
+def launches(call: Callable[[], object], trace: Path) -> list[str]:
+    """The kernels that a call launches, sorted by name; plans and kernels made by calls before."""
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        call()
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    return sorted(event["name"] for event in events if event.get("cat") == "kernel")
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "window", "sinks", "documents", "table_per_head"])
+def test_launches(name: str, tmp_path: Path) -> None:
+    """One kernel forward, three backward."""
+    x = Inputs.random(2048, heads=4, dim=64, dtype=torch.bfloat16).to(DEVICE)
+    pattern = EVERYTHING[name](2048)
+    leaves = x.leaves()
+
+    def forward() -> torch.Tensor:
+        return rw.attention(*leaves, pattern, backend="triton")
+
+    assert launches(forward, tmp_path / "forward.json") == ["forward"]
+    out = forward()
+
+    def backward() -> object:
+        return torch.autograd.grad(out, leaves, x.dout, retain_graph=True)
+
+    assert launches(backward, tmp_path / "backward.json") == ["backward_kv", "backward_q", "delta"]
+
+
+def test_launches_of_a_decoding_step(tmp_path: Path) -> None:
+    """The shares of one long row, and their join."""
+    nk = 50_000
+    x = Inputs.random(1, nk, heads=8, kv_heads=1, dim=64, dtype=torch.bfloat16).to(DEVICE)
+
+    def step() -> object:
+        return rw.attention(x.q, x.k, x.v, rw.Causal(), q_offset=nk - 1, backend="triton")
+
+    assert launches(step, tmp_path / "step.json") == ["forward", "join"]
+
+
+@pytest.mark.parametrize("name", ["causal", "sinks", "longnet", "full"])
+def test_descriptors_and_addresses_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringweave.ops.triton import launch
+
+    x = Inputs.random(1000, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16).to(DEVICE)
+    want = run(x, EVERYTHING[name](1000), "triton")
+    choose = launch.choose
+    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), described=False))
+    got = run(x, EVERYTHING[name](1000), "triton")
+    for result in NAMES:
+        assert torch.equal(got[result], want[result]), result
+
+
+def test_programs_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringweave.ops.triton import launch
+
+    x = Inputs.random(3000, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16).to(DEVICE)
+    want = run(x, EVERYTHING["global"](3000), "triton")
+    choose = launch.choose
+    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), resident=1))
+    got = run(x, EVERYTHING["global"](3000), "triton")
+    for result in NAMES:
+        assert torch.equal(got[result], want[result]), result
+
+
+@pytest.mark.parametrize("tokens", [1024, 1000])
+def test_warps_that_load(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The knob of warp specialisation, for plans without masks, on Hopper."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs sm_90")
+    from ringweave.ops.triton import launch
+
+    choose = launch.choose
+
+    def specialised(kernel: str, *case: Any) -> Blocks:
+        blocks = choose(kernel, *case)
+        return dataclasses.replace(blocks, warps=4, specialised=True) if kernel == "forward" else blocks
+
+    monkeypatch.setattr(launch, "choose", specialised)
+    x = Inputs.random(tokens, heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16)
+    agrees(x, rw.random_blocks(tokens, 0.4, block_size=128))

@@ -1,0 +1,74 @@
+"""kill -9 of a rank while the others compute attention: every survivor is told in time, and no number is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import ringweave as rw
+
+from ..oracle import Inputs
+from .jobs_ring import Survived
+from .processes import Pool, fresh
+from .spread import joined
+from .test_schedules import as_exact_as_one_device
+
+REPETITIONS = 20
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Four ranks; who is killed is replaced before the next repetition."""
+    with fresh(4) as pool:
+        yield pool
+
+
+def survivors(pool: Pool, victim: int, x: Inputs, schedule: str, where: str, regroups: bool) -> list[Survived]:
+    pattern = rw.Causal()
+    pool.store.set("killed", "")
+    pool.start("tests.parallel.jobs_ring:killed", x, pattern, schedule, where, victim, regroups)
+    outcomes = pool.outcomes(60)
+    assert outcomes[victim].dead
+    killed = float(pool.store.get("killed"))
+    found = [outcome.value for rank, outcome in enumerate(outcomes) if rank != victim]
+    for rank, outcome in enumerate(outcomes):
+        assert rank == victim or outcome.error is None, outcome.trace
+    for each in found:
+        assert each.at - killed < 2.0, each
+        assert each.error.peer == victim
+        assert each.right
+    return found
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "between"])
+def test_a_killed_rank(pool: Pool, where: str) -> None:
+    """G9: 20 repetitions, in both schedules, any rank: RingError on every survivor within 2 s."""
+    x = Inputs.random(700, heads=2, dim=8)
+    for repetition in range(REPETITIONS):
+        schedule = ("gather", "ring")[repetition % 2]
+        survivors(pool, repetition // 2 % 4, x, schedule, where, regroups=False)
+
+
+@pytest.mark.parametrize("schedule", ["gather", "ring"])
+def test_survivors_go_on(pool: Pool, schedule: str) -> None:
+    """G9: regrouped in 3 s, and what three ranks compute from the replicated input is exact."""
+    x = Inputs.random(700, heads=2, dim=8)
+    found = survivors(pool, 2, x, schedule, "forward", regroups=True)
+    for each in found:
+        assert each.regrouped is not None
+        assert each.regrouped <= 3.0
+    as_exact_as_one_device(x, rw.Causal(), joined([each.after for each in found], 700))
+
+
+def test_alone_after_a_failure(pool: Pool) -> None:
+    """``replicated(fallback="single")``: exact where every rank has everything; without it the error comes through."""
+    x = Inputs.random(500, heads=2, dim=8)
+    pool.start("tests.parallel.jobs_ring:replicated", x, 1)
+    outcomes = pool.outcomes(60)
+    assert outcomes[1].dead
+    for rank in (0, 2, 3):
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        exact, raised = outcomes[rank].value
+        assert exact
+        assert raised

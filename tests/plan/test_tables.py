@@ -1,0 +1,280 @@
+"""Plans of block tables: exact on a CPU, with places to spare on a GPU, where nothing is read back to make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ringweave as rw
+from ringweave.errors import PatternError
+from ringweave.ops import flash, gather
+from ringweave.ops.triton import schedule
+from ringweave.patterns.parse import rebuild
+from ringweave.plan import BlockPlan, Branch, tables
+from ringweave.plan.build import build
+
+N, SIDE = 512, 64
+BLOCKS = N // SIDE
+
+
+def table(density: float, *shape: int) -> rw.BlockTable:
+    mask = torch.rand(*shape, BLOCKS, BLOCKS, generator=torch.Generator().manual_seed(1)) < density
+    return rw.BlockTable(mask, SIDE)
+
+
+def chosen() -> tuple[Tensor, Tensor]:
+    """Three key blocks for every query block of two batch elements and four heads, some rows with fewer."""
+    indices = torch.rand(2, 4, BLOCKS, BLOCKS, generator=torch.Generator().manual_seed(2)).topk(3).indices
+    return indices, torch.arange(BLOCKS).expand(2, 4, -1) % 4
+
+
+def of_indices(device: str = "cpu") -> rw.BlockTable:
+    indices, counts = (x.to(device) for x in chosen())
+    return rw.BlockTable(indices=indices, counts=counts, key_blocks=BLOCKS, block_size=SIDE)
+
+
+TABLES: dict[str, Callable[[], rw.BlockTable]] = {
+    "one": lambda: table(0.4),
+    "per_head": lambda: table(0.4, 4),
+    "per_batch": lambda: table(0.3, 2, 1),
+    "nothing": lambda: table(0.0, 4),
+    "everything": lambda: table(2.0),
+    "indices": of_indices,
+}
+
+
+def planned(pattern: rw.BlockTable, spare: bool) -> BlockPlan:
+    return tables.from_table(pattern, N, N, 4, 2, (SIDE, SIDE), "cpu", spare=spare)
+
+
+@pytest.mark.parametrize("name", list(TABLES))
+def test_a_plan_with_places_to_spare_holds_the_same_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = TABLES[name]()
+    exact, spare = planned(pattern, False), planned(pattern, True)
+    assert exact.places == exact.nnz == spare.nnz <= spare.places
+    assert spare.places == pattern.tables[0][..., :1].numel() * pattern.most
+    for which in ("row_ptr", "col_ptr", "group", "order", "masks"):
+        assert torch.equal(getattr(exact, which), getattr(spare, which)), which
+    for which in ("col", "row", "bits", "bits_t"):
+        assert torch.equal(getattr(exact, which), getattr(spare, which)[: exact.nnz]), which
+    dense = pattern.to_dense(N, heads=4, batch=2)
+    assert torch.equal(spare.to_dense(), dense)
+    assert spare.tiles == exact.tiles
+    assert spare.density == exact.density
+    assert spare.pairs() == int(dense.sum())
+    assert torch.equal(spare.tile_rows(), exact.tile_rows())
+    assert spare.to("cpu").places == exact.nnz
+    for one, two in zip(flash.padded_lists(exact, "columns"), flash.padded_lists(spare, "columns"), strict=True):
+        assert torch.equal(one, two)
+    assert torch.equal(spare.to_block_mask().to_dense(), exact.to_block_mask().to_dense())
+    # some row sets at a time
+    monkeypatch.setattr(tables, "_AT_ONCE", BLOCKS * BLOCKS)
+    assert torch.equal(planned(pattern, True).row, spare.row)
+
+
+def test_kernels_read_through_the_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the places to spare hold makes no difference."""
+    pattern = table(0.4, 4)
+    spare = planned(pattern, True)
+    for which in ("col", "row", "bits", "bits_t"):
+        getattr(spare, which)[spare.nnz :] = -(2**30)
+    q, k, v = torch.randn(2, 4, N, 16), torch.randn(2, 2, N, 16), torch.randn(2, 2, N, 16)
+    branch = Branch(pattern, (0, 4, 1), 1, 0, 0, N, N, 0, 2)
+    monkeypatch.setattr(Branch, "plan", lambda self, device, tile=None: spare)
+    out, lse = gather.forward(q, k, v, branch, 0.25, torch.float32)
+    grads = gather.backward(out, q, k, v, out, lse, out.square().sum(-1), branch, 0.25, torch.float32)
+    monkeypatch.undo()
+    assert torch.equal(out, rw.attention(q, k, v, pattern, backend="gather"))
+    again = gather.backward(out, q, k, v, out, lse, out.square().sum(-1), branch, 0.25, torch.float32)
+    assert all(torch.equal(one, two) for one, two in zip(grads, again, strict=True))
+
+
+#: what a table may lie in: masks shared and per head, tiles that are empty in it, all of it
+WITHIN: dict[str, rw.Pattern] = {
+    "causal": rw.Causal(),
+    "window": rw.SlidingWindow(100) | rw.Sinks(3),
+    "per_head": rw.PerHead([rw.Causal(), rw.SlidingWindow(70), ~rw.Causal(), rw.Causal()]),
+    "full": rw.Segments(1000),
+}
+
+
+@pytest.mark.parametrize("inside", list(WITHIN))
+@pytest.mark.parametrize("name", ["one", "per_head", "per_batch", "indices"])
+def test_a_table_within_a_pattern(name: str, inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles and masks of the general plan, which evaluates the intersection."""
+    tokens = N - 20
+    pattern, rest = TABLES[name](), WITHIN[inside]
+    general = build(pattern & rest, tokens, tokens, heads=4, batch=2, tile=(SIDE, SIDE))
+    lead = tuple(pattern.tables[0].shape[:-2])
+    within = tables.Within.of(build(rest, tokens, tokens, heads=4, batch=2, tile=(SIDE, SIDE)), lead, "cpu")
+
+    def planned_within(spare: bool) -> BlockPlan:
+        return tables.from_table(pattern, tokens, tokens, 4, 2, (SIDE, SIDE), "cpu", spare=spare, within=within)
+
+    exact = planned_within(False)
+    with _NothingRead():
+        spare = planned_within(True)
+    monkeypatch.setattr(tables, "_AT_ONCE", BLOCKS * BLOCKS)
+    for plan in (exact, spare, planned_within(True)):
+        assert torch.equal(plan.to_dense(), general.to_dense())
+        assert torch.equal(plan.to("cpu").col, exact.col)
+        assert torch.equal(plan.to("cpu").bits_t, exact.bits_t)
+        assert plan.pairs() == general.pairs()
+        assert plan.tiles == general.tiles
+        # full tiles are full in both
+        assert int((plan.listed()[2] < 0).sum()) == int((exact.bits < 0).sum())
+        dense = general.to_dense()
+        assert torch.equal(dense, (pattern & rest).to_dense(tokens, heads=4, batch=2) > 0)
+    # by columns too
+    mirrored = torch.zeros_like(dense)
+    counts = spare.col_ptr.diff(dim=1).reshape(-1).long()
+    column = torch.arange(counts.numel()).repeat_interleave(counts)
+    for b in range(2):
+        for h in range(4):
+            mine = column // spare.kv_tiles == int(spare.group[b, h])
+            for k, q in zip(
+                (column[mine] % spare.kv_tiles).tolist(), spare.row[: len(column)][mine].tolist(), strict=True
+            ):
+                mirrored[b, h, q * SIDE : (q + 1) * SIDE, k * SIDE : (k + 1) * SIDE] = True
+    assert not (dense & ~mirrored).any()
+
+
+def test_a_table_within_a_pattern_without_data() -> None:
+    pattern = of_indices("meta") & rw.Causal() & rw.SlidingWindow(300)
+    plan = build(pattern, N, N, heads=4, batch=2, tile=(SIDE, SIDE), device="meta")
+    assert plan.places == 2 * 4 * BLOCKS * 3
+    assert plan.masks.shape[0] > 0
+    assert plan.group.shape == (2, 4)
+
+
+class _NothingRead(TorchDispatchMode):
+    """Fails on operators whose result's shape, or the host's next step, depends on values."""
+
+    READING = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "repeat_interleave", "is_nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        self.called.append(name)
+        assert not name.startswith(self.READING), name
+        if name in ("index", "index_put", "index_put_"):
+            assert not any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", list(TABLES))
+def test_nothing_is_read_back(name: str) -> None:
+    pattern = TABLES[name]()
+    with _NothingRead() as watched:
+        plan = planned(pattern, True)
+        schedule.row_queue(plan, 2, 1)
+        schedule.column_queue(plan, 2, 1)
+    assert "scatter_" in watched.called
+    with pytest.raises(AssertionError, match="nonzero"), _NothingRead():
+        planned(pattern, False)
+
+
+def test_tables_without_data() -> None:
+    """From construction to queues on tensors that hold no values: reading one would fail."""
+    pattern = of_indices("meta")
+    assert pattern.spec == "BlockTable(_, 64, 3)"
+    assert rebuild(pattern.spec, pattern.tables).most == 3  # type: ignore[attr-defined]
+    plan = build(pattern, N, N, heads=4, batch=2, tile=(SIDE, SIDE), device="meta")
+    assert plan.places == 2 * 4 * BLOCKS * 3
+    assert plan.col.device.type == "meta"
+    assert schedule.row_queue(plan, 2, 1).shape == (2 * 4 * BLOCKS,)
+    assert schedule.column_queue(plan, 2, 1).shape == (2 * 2 * BLOCKS,)
+    mask = rw.BlockTable(torch.empty(BLOCKS, BLOCKS, dtype=torch.bool, device="meta"), SIDE)
+    assert mask.spec == "BlockTable(_, 64)"
+    assert build(mask, N, N, tile=(SIDE, SIDE), device="meta").places == BLOCKS**2
+
+
+def test_a_huge_table_is_planned_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places for all blocks would take more memory than the wait costs."""
+    monkeypatch.setattr(tables, "MOST_PLACES", BLOCKS**2 - 1)
+    mask = rw.BlockTable(torch.empty(BLOCKS, BLOCKS, dtype=torch.bool, device="meta"), SIDE)
+    with pytest.raises((NotImplementedError, RuntimeError), match="nonzero"):
+        build(mask, N, N, tile=(SIDE, SIDE), device="meta")
+
+
+def test_indices_out_of_range() -> None:
+    with pytest.raises(PatternError, match=r"indices: got 0\.\.8; wanted 0\.\.7"):
+        rw.BlockTable(indices=torch.tensor([[0, 8]]), counts=torch.tensor([2]), key_blocks=8)
+    # what does not count may be anything
+    free = rw.BlockTable(indices=torch.tensor([[0, 8]]), counts=torch.tensor([1]), key_blocks=8)
+    assert free.mask.tolist() == [[True] + 7 * [False]]
+
+
+@pytest.mark.gpu
+def test_planning_does_not_wait_on_a_gpu() -> None:
+    indices, counts = (x.cuda() for x in chosen())
+    mask = table(0.4, 4).mask.cuda()
+    # the pattern around a table is planned once
+    causal = rw.BlockTable(mask, SIDE) & rw.Causal()
+    causal.plan(N, heads=4, batch=2, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for pattern in (
+            rw.BlockTable(indices=indices, counts=counts, key_blocks=BLOCKS, block_size=SIDE),
+            rw.BlockTable(mask, SIDE),
+            causal,
+            rw.BlockTable(mask, SIDE) & rw.Causal(),
+        ):
+            plan = pattern.plan(N, heads=4, batch=2, device="cuda")
+            schedule.row_queue(plan, 2, 1)
+            schedule.column_queue(plan, 2, 1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(plan.to_dense(), (table(0.4, 4) & rw.Causal()).to_dense(N, heads=4, batch=2) > 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("planned_inside", [False, True])
+def test_a_graph_of_forward_and_backward_on_a_gpu(planned_inside: bool) -> None:
+    """Captured once and replayed with other data; with the plan inside, with another table too."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(heads: int) -> Tensor:
+        return torch.randn(2, heads, N, 64, device="cuda", dtype=torch.float16, generator=generator)
+
+    q, k, v = (draw(heads).requires_grad_() for heads in (4, 2, 2))
+    dout = draw(4)
+    mask = table(0.4, 4).mask.cuda()
+    outside = rw.BlockTable(mask, SIDE)
+
+    def step() -> tuple[Tensor, ...]:
+        pattern = rw.BlockTable(mask, SIDE) if planned_inside else outside
+        out = rw.attention(q, k, v, pattern, backend="triton")
+        return (out, *torch.autograd.grad(out, (q, k, v), dout))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    with torch.no_grad():
+        for x in (q, k, v, dout):
+            x.copy_(draw(x.shape[1]))
+    now = table(0.4, 4)
+    if planned_inside:
+        now = rw.BlockTable(~mask, SIDE)
+        mask.copy_(~mask)
+    graph.replay()
+    torch.cuda.synchronize()
+    out = rw.attention(q, k, v, now, backend="reference")
+    want = (out, *torch.autograd.grad(out, (q, k, v), dout))
+    for got, exact in zip(results, want, strict=True):
+        torch.testing.assert_close(got, exact, rtol=2e-2, atol=2e-2)
