@@ -16,8 +16,6 @@ from ringweave.bench.delayed import Delayed
 from ringweave.parallel.transport import Event, Transport
 
 
-
-
 def transport(**options: Any) -> Transport:
     return Transport(dist.group.WORLD, **options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -11,26 +12,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _PERIOD = 0.1
+# the line of an exception, of any rank; torchrun's own says nothing more
+_CAUSE = re.compile(r"^(?:\[rank\d+\]: )?((?!.*ChildFailedError)[\w.]+Error: .+)$", re.MULTILINE)
 
 
 class LaunchError(RuntimeError):
     """A command failed, or was not done in time; the message says why."""
 
 
-def torchrun(processes: int, *target: object) -> list[str]:
-    """The command line that starts a script, or a module after ``-m``, on some processes of this machine.
+def torchrun(processes: int, *target: object, restarts: int = 0) -> list[str]:
+    """The command line that starts a script, or a module after ``-m``, in some processes of this machine.
 
-    It restarts nothing, and takes a free port of its own.
+    Args:
+        processes: How many.
+        target: The script and its arguments.
+        restarts: How often all are started again when one has died.
     """
-    words = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
-    return [sys.executable, *map(str, (*words, f"--nproc-per-node={processes}", "--max-restarts=0", *target))]
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
+    return [sys.executable, *map(str, (*launcher, f"--max-restarts={restarts}", *target))]
 
 
 def run(
     words: list[str],
     *,
     threads: int,
-    seconds: float,
+    until: float,
     look: Callable[[], None] = lambda: None,
     may_fail: bool = False,
 ) -> str:
@@ -39,24 +45,23 @@ def run(
     Args:
         words: The command.
         threads: Of each of its processes.
-        seconds: For which it may last.
+        until: When it must have ended, in time.monotonic().
         look: Called now and then.
-        may_fail: Whether its exit status is of no interest.
+        may_fail: Whether its exit status says nothing.
     Raises:
         LaunchError: It failed, or was not done in time.
     """
-    until = time.monotonic() + seconds
     with tempfile.TemporaryFile() as log, started(words, threads=threads, log=log.fileno()) as process:
         while process.poll() is None:
             look()
             if time.monotonic() > until:
-                raise LaunchError(f"not done in {seconds:.0f} s")
+                raise LaunchError("not done in time")
             time.sleep(_PERIOD)
         log.seek(0)
         printed = log.read().decode(errors="replace")
     if process.returncode and not may_fail:
-        last = [line for line in printed.splitlines() if "Error" in line] or printed.splitlines()[-1:] or ["no output"]
-        raise LaunchError(f"exit status {process.returncode} ({last[0].strip()[:300]})")
+        causes = _CAUSE.findall(printed) or printed.splitlines() or ["nothing printed"]
+        raise LaunchError(f"exit status {process.returncode} ({causes[-1].strip()[:300]})")
     return printed
 
 
@@ -72,7 +77,7 @@ def started(words: list[str], *, threads: int, log: int) -> Iterator[subprocess.
     import psutil
 
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    # waiting threads sleep: spinning ones would take the cores from the other ranks
+    # waiting threads sleep: spinning ones would take the cores from the other processes
     environment.setdefault("OMP_WAIT_POLICY", "passive")
     # torch looks up a name for every connection to a store: where the DNS is slow, for 1 s and not for 5
     environment.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -1,19 +1,20 @@
 """The case ``ring``: context parallelism, each figure next to its target.
 
 What needs ranks runs in processes that torchrun starts on this machine, over Gloo: exactness first, and bytes, memory
-and overlap only if all was exact; then ranks that are killed; then speed. What needs none is asked of the planning code.
+and overlap only if all was exact; then ranks that are killed; then speed. What needs none the planning code is asked.
 """
 
 from __future__ import annotations
 
 import pickle
 import tempfile
-from collections.abc import Callable
+import time
 from pathlib import Path
 
 from .case import CaseResult, Options, Target
 from .compare import Outcome, Say
-from .launched import LaunchError, run as run_command, torchrun
+from .launched import LaunchError, torchrun
+from .launched import run as run_command
 
 Records = list[Target | Outcome]
 # seconds that a part may last: several times what it takes on two quiet cores
@@ -59,7 +60,7 @@ def launch(part: str, ranks: int, options: Options) -> Records:
         words = torchrun(ranks, "-m", "ringweave.bench.ranks", part, folder, seconds)
         try:
             # where ranks are killed the launcher fails: what survivors have written tells
-            run_command(words, threads=1, seconds=seconds, may_fail=part == "lost")
+            run_command(words, threads=1, until=time.monotonic() + seconds, may_fail=part == "lost")
         except LaunchError as error:
             return [Target(part, f"{ranks} ranks", None, None, True, reason=f"wrong: {error}")]
         if part == "lost":

@@ -97,7 +97,9 @@ def _model(options: Options, say: Say) -> list[Target]:
     for name, pattern in patterns.items():
         say(f"modelling {name}")
         worst = min(chosen(pattern, _MILLION, ranks).estimate.efficiency for ranks in counts)
-        size = f"1M tokens, 32:8 heads, D 128, bfloat16, {' to '.join(map(str, (counts[0], counts[-1])))} GPUs, modelled"
+        size = (
+            f"1M tokens, 32:8 heads, D 128, bfloat16, {' to '.join(map(str, (counts[0], counts[-1])))} GPUs, modelled"
+        )
         made.append(Target(f"model, {name}: efficiency", size, worst, 0.8, True, "%"))
     found = chosen(patterns["4K window"], _MILLION, 256).estimate
     ring = full_ring(_MILLION, 256, _HEADS[1]) / Machine().bandwidth

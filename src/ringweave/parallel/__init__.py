@@ -8,11 +8,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .context import ContextParallel
 from .placement import Placement
 from .tables import PendingTable
 from .trace import Trace, plot
 from .transport import Transport
+
+if TYPE_CHECKING:
+    from .regroup import regroup
 
 __all__ = ["ContextParallel", "PendingTable", "Placement", "Trace", "Transport", "plot", "regroup"]
 

@@ -59,7 +59,8 @@ def patterns(tokens: int) -> dict[str, Pattern]:
 def attend(x: Inputs, pattern: Pattern, **options: Any) -> list[Tensor]:
     """(out, lse, dq, dk, dv); whole tensors or shards."""
     leaves = [t.detach().requires_grad_() for t in x[:3]]
-    out, lse = rw.attention_with_lse(*leaves, pattern, **options)
+    q, k, v = leaves
+    out, lse = rw.attention_with_lse(q, k, v, pattern, **options)
     # a row that attends nothing, as padding does, has an lse of -inf and no slope
     alive = torch.where(torch.isneginf(lse), 0.0, lse)
     loss = (out * x.dout).sum(dtype=lse.dtype) + (alive * x.dlse.to(lse.dtype)).sum()
@@ -90,25 +91,21 @@ def _errors(ranks: Ranks, options: Options) -> list[Target]:
     single = Inputs.random(tokens, _HEADS, 16)
     largest, ratio = 0.0, 0.0
     for pattern in patterns(tokens).values():
-        if ranks.rank == 0:
-            exact = attend(single.double(), pattern, backend="reference")
-            alone = [_error(*pair) for pair in zip(attend(single, pattern), exact, strict=True)]
+        # looked at on rank 0 alone
+        exact = attend(single.double(), pattern, backend="reference") if ranks.rank == 0 else []
+        alone = [_error(*pair) for pair in zip(attend(single, pattern), exact, strict=False)]
         for schedule in ("gather", "ring"):
-            for x in (single, single.double()):
 
-                def job(carrier: Transport, x: Inputs = x, how: str = schedule, what: Pattern = pattern) -> None:
-                    nonlocal largest, ratio
-                    ctx = ContextParallel(carrier, what, tokens, heads=_HEADS, schedule=how)
-                    found = whole(ctx, spread(ctx, x, what))
-                    if ranks.rank:
-                        return
-                    errors = [_error(*pair) for pair in zip(found, exact, strict=True)]
-                    if x.q.dtype == torch.float64:
-                        largest = max(largest, *errors)
-                    else:
-                        ratio = max(ratio, *(many / one for many, one in zip(errors, alone, strict=True)))
+            def job(
+                carrier: Transport, how: str = schedule, pattern: Pattern = pattern, exact: list[Tensor] = exact
+            ) -> list[list[float]]:
+                ctx = ContextParallel(carrier, pattern, tokens, heads=_HEADS, schedule=how)
+                both = [whole(ctx, spread(ctx, x, pattern)) for x in (single, single.double())]
+                return [[_error(*pair) for pair in zip(found, exact, strict=False)] for found in both]
 
-                ranks.on(count, job)
+            in_single, in_double = ranks.on(count, job)[0]
+            ratio = max(ratio, *(many / one for many, one in zip(in_single, alone, strict=False)), 0.0)
+            largest = max(largest, *in_double)
     size = f"{count} ranks, {tokens:,} tokens, 6 patterns, both schedules"
     return [
         Target("G5 float64: largest relative error of out, lse, dQ, dK, dV", size, largest, 1e-10, False, ""),
@@ -126,9 +123,11 @@ def _bits(ranks: Ranks, options: Options) -> list[Target]:
             one = attend(x, pattern)[:2] if ranks.rank == 0 else []
             for count in counts:
 
-                def job(carrier: Transport, x: Inputs = x, what: Pattern = pattern) -> tuple[int, bool]:
-                    ctx = ContextParallel(carrier, what, tokens, heads=_HEADS, schedule="gather")
-                    first, second = (spread(ctx, x, what) for _ in range(2))
+                def job(
+                    carrier: Transport, x: Inputs = x, pattern: Pattern = pattern, one: list[Tensor] = one
+                ) -> tuple[int, bool]:
+                    ctx = ContextParallel(carrier, pattern, tokens, heads=_HEADS, schedule="gather")
+                    first, second = (spread(ctx, x, pattern) for _ in range(2))
                     got = whole(ctx, first[:2])
                     same = all(torch.equal(*pair) for pair in zip(first, second, strict=True))
                     return sum(int((a == b).sum()) for a, b in zip(got, one, strict=False)), same
@@ -140,7 +139,9 @@ def _bits(ranks: Ranks, options: Options) -> list[Target]:
     size = f"{', '.join(map(str, counts))} ranks, {tokens:,} tokens, 6 patterns, float32 and bfloat16"
     runs = 2 * len(patterns(tokens)) * len(counts)
     return [
-        Target("G6 gather: elements of out and lse with one device's bits", size, equal / max(total, 1), 1.0, True, "%"),
+        Target(
+            "G6 gather: elements of out and lse with one device's bits", size, equal / max(total, 1), 1.0, True, "%"
+        ),
         Target("G6 gather: forward and backward again, all bits the same", size, again / runs, 1.0, True, "%"),
     ]
 
@@ -195,7 +196,7 @@ def _raises(ranks: Ranks) -> list[Target]:
 
             def job(carrier: Transport, name: str = name, schedule: str = schedule) -> tuple[bool, int]:
                 carrier.counters.reset()
-                case = {"pattern": rw.SlidingWindow(100), "tokens": 700, "batch": 1, "dim": 8}
+                case: dict[str, Any] = {"pattern": rw.SlidingWindow(100), "tokens": 700, "batch": 1, "dim": 8}
                 case |= {"dtype": torch.float32, "wire": "native"} | _calls(carrier.rank)[name]
                 ctx = ContextParallel(
                     carrier, case["pattern"], case["tokens"], heads=(2, 2), wire=case["wire"], schedule=schedule

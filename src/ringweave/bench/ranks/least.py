@@ -15,7 +15,7 @@ Int64 = NDArray[np.int64]
 
 
 def _parts(branch: Branch, placement: Placement, ratio: int) -> Iterator[tuple[NDArray[np.bool_], Int64]]:
-    """For each key head: (ranks, tiles) whether a rank's queries attend the tile, and its tokens that the rank holds."""
+    """For each key head: (ranks, tiles) whether a rank's queries attend a tile, and its tokens that the rank holds."""
     plan = branch.plan("cpu")
     pointers, columns, group = (x.numpy() for x in (plan.row_ptr, plan.col, plan.group))
     positions = branch.k_first + np.arange(branch.nk) * branch.rate

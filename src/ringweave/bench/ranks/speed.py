@@ -54,7 +54,9 @@ def _of(ranks: Ranks, options: Options, dtype: torch.dtype) -> list[Target | Out
     return _records(work, every, options)
 
 
-def _records(work: Workload, every: list[tuple[list[list[float]], str | None]], options: Options) -> list[Target | Outcome]:
+def _records(
+    work: Workload, every: list[tuple[list[list[float]], str | None]], options: Options
+) -> list[Target | Outcome]:
     name = str(work.dtype).removeprefix("torch.")
     size = f"{work.tokens:,} tokens, window {_WINDOW:,}, {work.heads} heads, D 64, forward + backward"
     what = f"{name}: speed of 2 ranks x 1 thread over 1 rank x 2 threads"
