@@ -70,7 +70,7 @@ def test_it_runs_only_when_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until it has been measured on a GPU, auto leaves it alone."""
     monkeypatch.setattr(triton, "installed", lambda: True)
     assert dispatch.choose("triton", case(), first(rw.Causal())).name == "triton"
-    assert dispatch.choose("auto", case(), first(rw.Causal())).name == "gather"
+    assert dispatch.choose("auto", case(), first(rw.SlidingWindow(9))).name == "gather"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert triton.refusal(case("cpu", torch.float32), first(rw.Causal())) is None
     assert dispatch.choose("auto", case("cpu"), first(rw.Causal())).name != "triton"
@@ -78,7 +78,7 @@ def test_it_runs_only_when_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "installed", lambda: False)
-    assert dispatch.choose("auto", case(), first(rw.Causal())).name == "gather"
+    assert dispatch.choose("auto", case(), first(rw.SlidingWindow(9))).name == "gather"
     with pytest.raises(rw.UnsupportedError, match="triton is not installed: pip install triton"):
         dispatch.choose("triton", case(), first(rw.Causal()))
 

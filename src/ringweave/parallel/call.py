@@ -169,4 +169,4 @@ def row_slopes(
     """rowsum(dout * out) - dlse, by who computes the parts; 0 for a row that attends nothing."""
     some = next((part for part in parts if part is not None), None)
     delta = delta_in_chunks if some is None else some.backend(backend, *inputs, needs_grad=True).delta
-    return delta(dout, out, dlse, lse.dtype).masked_fill_(torch.isneginf(lse), 0.0)
+    return delta(dout, out, lse, dlse)
