@@ -11,6 +11,7 @@ from torch import Tensor
 import ringweave as rw
 
 from ...errors import RingError, RingweaveError
+from ...ops import cpu
 from ...parallel import ContextParallel, Transport
 from ...patterns import Pattern
 from ..case import Options, Target
@@ -137,10 +138,12 @@ def _bits(ranks: Ranks, options: Options) -> list[Target]:
                 equal += found[0][0]
                 total += sum(want.numel() for want in one)
     size = f"{', '.join(map(str, counts))} ranks, {tokens:,} tokens, 6 patterns, float32 and bfloat16"
+    # products of other shapes round differently where the native kernel is absent
+    bound = 1.0 if cpu.module() is not None else None
     runs = 2 * len(patterns(tokens)) * len(counts)
     return [
         Target(
-            "G6 gather: elements of out and lse with one device's bits", size, equal / max(total, 1), 1.0, True, "%"
+            "G6 gather: elements of out and lse with one device's bits", size, equal / max(total, 1), bound, True, "%"
         ),
         Target("G6 gather: forward and backward again, all bits the same", size, again / runs, 1.0, True, "%"),
     ]

@@ -49,16 +49,17 @@ class Ranks:
         dist.all_gather_object(every, value)
         return every
 
-    def barrier(self) -> None:
-        """Wait for all."""
-        dist.barrier()
-
     def nodes(self, count: int) -> DeviceMesh:
         """The ranks as a mesh (nodes, ranks of a node)."""
         return init_device_mesh("cpu", (count, self.size // count), mesh_dim_names=("node", "cp"))
 
-    def close(self) -> None:
-        """End all connections."""
+    def hang_up(self) -> None:
+        """End the connections of what has run so far."""
         for carrier in self._carriers.values():
             carrier.close()
+        self._carriers.clear()
+
+    def close(self) -> None:
+        """End all connections, and the group."""
+        self.hang_up()
         dist.destroy_process_group()

@@ -33,7 +33,7 @@ def measure(ranks: Ranks, options: Options) -> list[Target]:
     ]
 
 
-def _over(received: Int64, least: Int64) -> float:
+def over(received: Int64, least: Int64) -> float:
     """The worst message over what it must be; infinite where nothing had to come."""
     if (received[least == 0] != 0).any():
         return math.inf
@@ -64,7 +64,7 @@ def _payload(ranks: Ranks, options: Options) -> list[Target]:
                 needed = between_ranks(pattern, found[0][1], _HEADS) * (32 + 32)
                 # keys and values in bfloat16, their gradients in float32; the ring keeps no keys for backward
                 least = needed * (2 if schedule == "gather" else 4) + needed.T * 4
-                worst[schedule] = max(worst[schedule], _over(np.array([each for each, _ in found]), least))
+                worst[schedule] = max(worst[schedule], over(np.array([each for each, _ in found]), least))
     size = f"{ranks.size} ranks, {tokens:,} tokens, {{}} patterns, 2 placements, forward and backward"
     return [
         Target("G1 gather: bytes of a message over the plan's least", size.format(6), worst["gather"], 1.0, False),
@@ -102,7 +102,7 @@ def _nodes(ranks: Ranks, options: Options) -> Target:
         across = received[node[:, None] != node].sum()
         # forward, and the gradients back: float32 both
         least = between_nodes(pattern, ctx.placement, _HEADS, per_node) * 2 * (32 + 32) * 4
-        worst = max(worst, _over(np.array([across]), np.array([least])))
+        worst = max(worst, over(np.array([across]), np.array([least])))
         ctx.close()
     size = f"{nodes} nodes x {per_node} ranks, {tokens:,} tokens, 6 patterns, zigzag, forward and backward"
     return Target("G4 bytes between nodes over the nodes' unions", size, worst, 1.0, False)

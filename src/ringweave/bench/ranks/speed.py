@@ -19,6 +19,7 @@ from ..workload import Inputs, Oracle, Workload, sample_rows
 from .group import Ranks
 
 _WINDOW, _BOUND = 1024, 0.85
+_NOTHING = torch.zeros(1, dtype=torch.int64)
 
 
 def measure(ranks: Ranks, options: Options, folder: Path) -> list[Target | Outcome]:
@@ -30,33 +31,40 @@ def measure(ranks: Ranks, options: Options, folder: Path) -> list[Target | Outco
 def _of(ranks: Ranks, options: Options, dtype: torch.dtype) -> list[Target | Outcome]:
     tokens = options.tokens or (8192 if options.quick else 32768)
     pattern = rw.SlidingWindow(_WINDOW) & rw.Causal()
-    work = Workload("window", pattern, tokens, options.heads or 8, 64, 1, dtype)
+    name = str(dtype).removeprefix("torch.")
+    work = Workload(f"window, {name}", pattern, tokens, options.heads or 8, 64, 1, dtype)
     inputs = work.inputs()
     found: list[list[float]] = [[], []]
 
     def job(carrier: Transport) -> tuple[list[list[float]], str | None]:
         ctx = ContextParallel(carrier, pattern, tokens, heads=(work.heads, work.key_heads))
         wrong = _wrong(ctx, work, inputs)
-        if ranks.gathered(wrong)[0] is not None:
+        if int(carrier.agree(torch.tensor([wrong is not None]).long(), what="speed").max()):
             return found, wrong
         shards = Inputs(*(ctx.shard(x, 2) for x in inputs))
         calls = (lambda: _call(inputs, pattern), lambda: _call(shards, pattern, ctx))
         for _ in range(1 + (options.rounds or (3 if options.quick else 7))):
             for number, (call, threads) in enumerate(zip(calls, (2, 1), strict=True)):
                 torch.set_num_threads(threads)
-                ranks.barrier()
-                # alone: rank 1 waits at the next barrier, without a core
+                carrier.agree(_NOTHING, what="speed")
+                # alone: rank 1 waits for the next agreement, without a core
                 found[number].append(_seconds(call) if number or ranks.rank == 0 else 0.0)
-                ranks.barrier()
         return [seconds[1:] for seconds in found], None
 
     every = ranks.on(2, job)
-    return _records(work, every, options)
+    return records(work, every, options)
 
 
-def _records(
+def records(
     work: Workload, every: list[tuple[list[list[float]], str | None]], options: Options
 ) -> list[Target | Outcome]:
+    """The two timings and their ratio, next to its target.
+
+    Args:
+        work: What was computed.
+        every: By rank the seconds of one rank and of two, or what is wrong with the result.
+        options: Sizes that were asked for.
+    """
     name = str(work.dtype).removeprefix("torch.")
     size = f"{work.tokens:,} tokens, window {_WINDOW:,}, {work.heads} heads, D 64, forward + backward"
     what = f"{name}: speed of 2 ranks x 1 thread over 1 rank x 2 threads"
