@@ -6,7 +6,8 @@
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_lm.py --checkpoint lm.pt --out metrics.jsonl
 
 What it takes to share a sequence is marked (1) to (5); the rest is as in any training script. With --checkpoint,
-training goes on from that file: when it is started again, and when torchrun restarts everybody because one has died.
+training goes on from that file: when it is started again, with as many processes or others for a sequence, and when
+torchrun restarts everybody because one has died.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ def join(cp: int | None) -> DeviceMesh | None:
     if "RANK" not in os.environ:
         return None
     store, rank, ranks = next(dist.rendezvous("env://"))
+    cp = cp or ranks
+    if ranks % cp:
+        raise SystemExit(f"--cp {cp} does not divide {ranks} processes")
     # torchrun's store outlives a restart, and the addresses of the dead are in it: each attempt has a part of its own.
     # On several nodes they may count differently: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is the way there, without this
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    cp = cp or ranks
-    if ranks % cp:
-        raise SystemExit(f"--cp {cp} does not divide {ranks} processes")
     return init_device_mesh("cpu", (ranks // cp, cp), mesh_dim_names=("dp", "cp"))
 
 

@@ -53,6 +53,16 @@ def test_one_process_and_two_learn_the_same(shared: list[dict[str, Any]], tmp_pa
         assert 0 < line["received"] < 0.5 * line["full_ring"]
 
 
+def test_two_processes_go_on_where_one_ended(shared: list[dict[str, Any]], tmp_path: Path) -> None:
+    saved = ["--checkpoint", tmp_path / "lm.pt", "--every", 3]
+    assert len(train(tmp_path, 1, "--steps", 5, *saved)) == 5
+    lines = train(tmp_path, 2, "--steps", 8, *saved)
+    assert [line["step"] for line in lines] == list(range(8))
+    # the checkpoint was made after three
+    assert [line["received"] > 0 for line in lines] == [False] * 3 + [True] * 5
+    assert losses(lines) == pytest.approx(losses(shared)[:8], abs=1e-4)
+
+
 def test_sequences_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     (tmp_path / "four").mkdir()

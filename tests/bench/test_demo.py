@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import typer
@@ -142,8 +143,28 @@ def test_a_trainer_that_fails_or_takes_too_long_is_told(monkeypatch: pytest.Monk
     script.write_text("raise ValueError('no text')")
     reason = trainer.around(tokens=64, window=8, steps=1, threads=1, limit=60)
     assert reason == "one process: exit status 1 (ValueError: no text)"
-    script.write_text("import time; time.sleep(60)")
-    assert trainer.around(tokens=64, window=8, steps=1, threads=1, limit=0.5) == "one process: not done in time"
+    # torchrun's workers have sessions of their own: they must be ended too
+    script.write_text(
+        "import json, os, pathlib, sys, time\n"
+        "if 'RANK' in os.environ:\n"
+        "    pathlib.Path(__file__).with_name(os.environ['RANK']).touch()\n"
+        "    time.sleep(300)\n"
+        "line = {'loss': 1.0, 'tokens_per_second': 1.0, 'received': 0, 'full_ring': 0}\n"
+        "pathlib.Path(sys.argv[sys.argv.index('--out') + 1]).write_text(json.dumps(line))\n"
+    )
+    limit = 10.0
+    while not (tmp_path / "1").exists():
+        reason = trainer.around(tokens=64, window=8, steps=1, threads=1, limit=limit)
+        assert reason == "2 processes: not done in time"
+        limit *= 2
+    assert not [p for p in psutil.process_iter() if str(script) in _words(p)]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def test_the_terminal_ends_with_the_figures_and_the_path(run: tuple[DemoResult, str, Any]) -> None:

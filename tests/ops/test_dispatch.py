@@ -36,13 +36,9 @@ def test_auto_takes_the_native_kernel_where_it_can() -> None:
 
 
 def test_auto_on_a_gpu() -> None:
-    """PyTorch's fused kernels for dense branches, and what runs everything for the others."""
-    assert chosen(rw.Causal(), case(device="cuda")) == "flash"
-    assert chosen(rw.Full(), case(device="cuda", dtype=torch.bfloat16)) == "flash"
-    assert chosen(rw.SlidingWindow(9), case(device="cuda")) == "gather"
-    assert chosen(rw.Causal(), case(device="cuda", dtype=torch.float64)) == "gather"
-    about = dict(dispatch.candidates(case(device="cuda"), first(rw.SlidingWindow(9))))
-    assert about[dispatch.BACKENDS["flash"]] == "its sparse kernels are unmeasured here, and used only when named"
+    """What runs everything, until the kernels for GPUs have run on one."""
+    for pattern in (rw.Causal(), rw.Full(), rw.SlidingWindow(9)):
+        assert chosen(pattern, case(device="cuda")) == "gather"
 
 
 def test_a_dense_branch_whose_plan_would_be_huge_goes_to_a_kernel_without_plan() -> None:
@@ -71,7 +67,7 @@ def test_auto_never_changes_meaning(name: str) -> None:
     q, k, v = torch.randn(1, 4, 200, 16), torch.randn(1, 2, 200, 16), torch.randn(1, 2, 200, 16)
     exact = rw.attention(q, k, v, pattern, backend="reference")
     for backend in dispatch.PREFERENCE:
-        if backend in ("sdpa", "flash") or (backend == "cpu" and cpu.module() is None):
+        if backend == "sdpa" or (backend == "cpu" and cpu.module() is None):
             continue
         torch.testing.assert_close(rw.attention(q, k, v, pattern, backend=backend), exact)
     torch.testing.assert_close(rw.attention(q, k, v, pattern), exact)

@@ -15,8 +15,8 @@ from .threads import run
 
 EVERYTHING = PATTERNS | MIXTURES
 #: (ranks, placement, ranks per node)
-GATHERED = [(2, "contiguous", None), (4, "zigzag", None), (8, "striped", None), (4, "residue", None), (8, "zigzag", 4)]
-AROUND = [(2, "contiguous", None), (4, "zigzag", None), (8, "striped", None), (4, "residue", None), (3, "auto", None)]
+GATHERED = [(4, "zigzag", None), (4, "residue", None), (8, "striped", 4)]
+AROUND = [(3, "auto", None), (4, "zigzag", None), (4, "residue", None)]
 
 
 def as_exact_as_one_device(x: Inputs, pattern: rw.Pattern, got: dict[str, torch.Tensor]) -> None:
@@ -45,8 +45,8 @@ def test_every_pattern(name: str, schedule: str, place: tuple[int, str, int | No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("tokens", [1, 17, 130, 1100])
-@pytest.mark.parametrize("name", ["causal", "sinks", "per_head", "longnet_causal", "global"])
+@pytest.mark.parametrize("tokens", [1, 17, 700])
+@pytest.mark.parametrize("name", ["sinks", "per_head", "longnet_causal", "global"])
 @pytest.mark.parametrize("schedule", ["gather", "ring"])
 def test_lengths_and_types(schedule: str, name: str, tokens: int, dtype: torch.dtype, poisoned: None) -> None:
     """Also ranks that hold nothing but padding."""
@@ -76,20 +76,14 @@ def test_forward_bits(name: str, dtype: torch.dtype, poisoned: None) -> None:
     x = Inputs.random(2500, heads=4, kv_heads=2, dim=16, dtype=dtype)
     pattern = BITWISE[name](2500)
     one = alone(x, pattern)
-    for ranks, placement, per_node in [
-        (1, "auto", None),
-        (2, "auto", None),
-        (4, "zigzag", None),
-        (8, "auto", None),
-        (4, "striped", 2),
-    ]:
-        runs = [
-            joined(spread(ranks, x, pattern, per_node, schedule="gather", placement=placement), 2500) for _ in range(2)
-        ]
+    places = [(1, "auto", None), (2, "auto", None), (4, "zigzag", None), (8, "auto", None), (4, "striped", 2)]
+    for ranks, placement, per_node in places:
+        got = joined(spread(ranks, x, pattern, per_node, schedule="gather", placement=placement), 2500)
         for result in ("out", "lse"):
-            assert torch.equal(runs[0][result], one[result]), f"{result} on {ranks} ranks, {placement}"
-        for result in NAMES:
-            assert torch.equal(runs[0][result], runs[1][result]), f"{result} from run to run"
+            assert torch.equal(got[result], one[result]), f"{result} on {ranks} ranks, {placement}"
+    again = joined(spread(4, x, pattern, 2, schedule="gather", placement="striped"), 2500)
+    for result in NAMES:
+        assert torch.equal(got[result], again[result]), f"{result} from run to run"
 
 
 def test_queries_move_to_many_keys(poisoned: None) -> None:

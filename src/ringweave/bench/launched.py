@@ -28,8 +28,10 @@ def torchrun(processes: int, *target: object, restarts: int = 0) -> list[str]:
         target: The script and its arguments.
         restarts: How often all are started again when one has died.
     """
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
-    return [sys.executable, *map(str, (*launcher, f"--max-restarts={restarts}", *target))]
+    # on this machine's loopback, whatever its name resolves to
+    launcher: tuple[str, ...] = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
+    launcher = (*launcher, f"--nproc-per-node={processes}", f"--max-restarts={restarts}")
+    return [sys.executable, *map(str, (*launcher, *target))]
 
 
 def run(

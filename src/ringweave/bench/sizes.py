@@ -46,11 +46,11 @@ class Sizes:
 
 WHOLE = Sizes(
     lengths=(8192, 16384), context=8192, window=1024, sinks=64, heads=2, head_dim=64, rounds=3, steps=40,
-    around=(4096, 256, 12), speed_budget=4.0, around_budget=60.0, train_budget=100.0, train_least=15.0,
+    around=(4096, 256, 10), speed_budget=4.0, around_budget=60.0, train_budget=100.0, train_least=15.0,
     whole_budget=100.0, peers=("sdpa", "flex"),
 )  # fmt: skip
 QUICK = Sizes(
     lengths=(2048, 4096), context=2048, window=256, sinks=16, heads=4, head_dim=64, rounds=3, steps=24,
-    around=(1024, 128, 4), speed_budget=3.0, around_budget=60.0, train_budget=10.0, train_least=4.0, whole_budget=16.0,
-    peers=("sdpa",),
+    around=(1024, 128, 4), speed_budget=3.0, around_budget=60.0, train_budget=10.0, train_least=4.0,
+    whole_budget=16.0, peers=("sdpa",),
 )  # fmt: skip

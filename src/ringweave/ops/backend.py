@@ -115,27 +115,6 @@ def delta_as_channels(
     return dout, q, k, v, out
 
 
-#: Channels that :func:`delta_as_channels` adds; kernels of 16-bit types want multiples of 8.
-DELTA_CHANNELS = 8
-
-
-def delta_as_channels(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dout, q, k, v, out) with further channels, for a dense kernel that computes rowsum(dout * out) itself.
-
-    That leaves no way in for the gradient of lse. The channels give it: they are zero in q, k and v, one in dout, and
-    in out, otherwise zero, they hold the pieces of delta: three, which is enough for a 16-bit type.
-    """
-    dout, q, k, v = (torch.nn.functional.pad(x, (0, DELTA_CHANNELS)) for x in (dout, q, k, v))
-    dout[..., -3:] = 1.0
-    out, rest = torch.zeros_like(dout), delta
-    for channel in (-3, -2, -1):
-        out[..., channel] = rest.to(out.dtype)
-        rest = rest - out[..., channel].to(rest.dtype)
-    return dout, q, k, v, out
-
-
 @dataclass(frozen=True)
 class Backend:
     """One way to compute a branch.

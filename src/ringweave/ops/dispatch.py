@@ -24,8 +24,9 @@ BACKENDS: dict[str, Backend] = {
         reference.BACKEND, gather.BACKEND, sdpa.BACKEND, cpu.BACKEND, triton.BACKEND, flex.BACKEND, flash.BACKEND,
     )
 }  # fmt: skip
-# what auto tries, best first; the last one runs everything
-PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "flash", "gather")
+# what auto tries, best first; the last one runs everything. The kernels for GPUs join when they have run on one: until
+# then a stored measurement (see tuning.py), which checks them first, or their name brings them in
+PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "gather")
 # tiles (128 x 128) beyond which a dense branch goes to a kernel that needs no plan: 16 bytes a tile add up
 _DENSE_TILES = 2**23
 
@@ -67,14 +68,7 @@ def candidates(case: Case, branch: Branch) -> list[tuple[Backend, str | None]]:
     ordered = list(PREFERENCE)
     if branch.structure != "sparse" and branch.nq * branch.nk > _DENSE_TILES * 128**2:
         ordered.sort(key=lambda name: BACKENDS[name].planned)
-    return [(BACKENDS[name], _passed_over(name, branch) or refusal(BACKENDS[name], case, branch)) for name in ordered]
-
-
-def _passed_over(name: str, branch: Branch) -> str | None:
-    """Why auto leaves a backend alone where it may well be able."""
-    if name == "flash" and branch.structure == "sparse":
-        return "its sparse kernels are unmeasured here, and used only when named"
-    return None
+    return [(BACKENDS[name], refusal(BACKENDS[name], case, branch)) for name in ordered]
 
 
 def refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
