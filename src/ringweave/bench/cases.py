@@ -159,7 +159,7 @@ CASES: dict[str, BenchCase] = {
         BenchCase("memory", "peak memory of a window at 32K and 262K tokens", _memory),
         BenchCase("dilated", "LongNet's mixture and a dilated relation against dense attention", _dilated),
         BenchCase("crossover", "sparse against dense over densities from 5% to 100%", _crossover),
-        BenchCase("ring", "context parallelism on 2 to 8 processes: bits, bytes, losses, speed", ring.run),
+        BenchCase("ring", "context parallelism on 2 to 8 processes: bits, bytes, kill -9, speed", ring.run),
     )
 }
 
