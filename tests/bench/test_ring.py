@@ -19,10 +19,12 @@ from ringweave.bench.case import CaseResult, Options, Target
 from ringweave.bench.commands import register
 from ringweave.bench.compare import Outcome
 from ringweave.bench.launched import LaunchError, run, torchrun
+from ringweave.bench.ranks import __main__ as ranks
 from ringweave.bench.ranks import lost
 from ringweave.bench.ranks.least import between_nodes, between_ranks
 from ringweave.bench.ranks.moved import over
 from ringweave.bench.ring_plans import documents
+from ringweave.errors import UnsupportedError
 from ringweave.parallel.placement import contiguous
 
 app = typer.Typer()
@@ -65,6 +67,26 @@ def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     result = ring.run(Options(quick=True), lambda text: None)
     assert isinstance(result, CaseResult)
     assert result.conclusion == "0 of 2 targets are met; not: G3 work; exact."
+
+
+def test_it_is_not_measured_on_a_gpu() -> None:
+    with pytest.raises(UnsupportedError, match="device: got 'cuda'; wanted 'cpu'"):
+        ring.run(Options(device="cuda"), lambda text: None)
+
+
+@pytest.mark.parametrize("error", [1e-12, 1e-3])
+def test_bytes_are_counted_only_of_what_is_exact(error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Alone:
+        def gathered(self, value: bool) -> list[bool]:
+            return [value]
+
+    exactness = Target("G5 float64", "", error, 1e-10, False, "")
+    count = Target("G1 bytes", "", 1.0, 1.0, False)
+    monkeypatch.setattr(ranks.exact, "measure", lambda *_: [exactness])
+    monkeypatch.setattr(ranks.moved, "measure", lambda *_: [count])
+    first, second = ranks.exactness(Alone(), Options(), Path())  # type: ignore[arg-type]
+    assert first == exactness
+    assert second == count if error < 1e-10 else "wrong: not exact" in (second.reason or "")  # type: ignore[union-attr]
 
 
 def test_processes_that_fail_are_a_reason() -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..errors import UnsupportedError, message
 from .case import CaseResult, Options, Target
 from .compare import Outcome, Say
 from .launched import LaunchError, torchrun
@@ -27,9 +28,14 @@ def run(options: Options, say: Say) -> CaseResult:
     """Measure, and set the figures beside their targets.
 
     ``tokens``, ``heads``, ``dtype`` and ``rounds`` are those of the comparison of speeds.
+
+    Raises:
+        UnsupportedError: Another device than the CPU.
     """
     from . import ring_plans
 
+    if options.device != "cpu":
+        raise UnsupportedError(message("device", repr(options.device), "'cpu'", "The ring is measured over Gloo."))
     # the clock is looked at where nobody else is; a quick run has no time to start processes thrice
     quick, whole = {"exact,speed,lost": 4}, {"exact": 8, "lost": 8, "speed": 2}
     records: Records = []
