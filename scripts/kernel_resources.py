@@ -20,78 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import triton
-from triton.backends.compiler import GPUTarget
+from kernel_shapes import NARROW, STREAMED, TARGETS, WIDE, Shape, blocks_of, shapes
 from triton.compiler import ASTSource
 
 from ringweave.ops.triton import kernels
-from ringweave.ops.triton.blocks import Blocks, Device, Packing, choose, padded
+from ringweave.ops.triton.blocks import Blocks, Packing, padded
 
 TABLE = Path(__file__).parents[1] / "docs" / "benchmarks" / "kernel-resources.md"
 KERNELS = ("forward", "join", "delta", "backward_q", "backward_kv")
 DIMS = (64, 128)
 
-
-@dataclass(frozen=True)
-class Shape:
-    """What a kernel is compiled for: a plan's tile, query heads that share keys and lists, queries of a tile."""
-
-    tile: tuple[int, int] = (128, 128)
-    heads: int = 1
-    queries: int = 0
-    split: bool = False
-    described: bool = False
-    specialised: bool = False
-
-    def __str__(self) -> str:
-        said = [f"{self.tile[0]} x {self.tile[1]}"]
-        said += [f"{self.heads} heads"] * (self.heads > 1)
-        said += [f"{self.queries} query"] * (self.queries == 1)
-        said += ["split"] * self.split + ["described"] * self.described + ["specialised"] * self.specialised
-        return ", ".join(said)
-
-
-WIDE, NARROW = Shape(), Shape((64, 64))
-SHAPES = {
-    "forward": (WIDE, NARROW, Shape((64, 64), heads=4), Shape((16, 128), heads=8, queries=1, split=True)),
-    "join": (WIDE,),
-    "delta": (WIDE,),
-    "backward_q": (WIDE, NARROW, Shape((64, 64), heads=4)),
-    "backward_kv": (WIDE, NARROW),
-}
-# what a kernel streams, and loads by descriptors where a device has them
-STREAMED = {"forward": ("k", "v"), "backward_q": ("k", "v"), "backward_kv": ("q", "dout")}
-# a knob that nothing sets yet
-SPECIALISED = Shape(described=True, specialised=True)
-
-
-def shapes(kernel: str, dim: int, name: str) -> list[Shape]:
-    """What a kernel is compiled for on one device."""
-    found = list(SHAPES[kernel])
-    if kernel in STREAMED:
-        described = [shape for shape in found if _blocks(kernel, dim, dim, 2, shape, name).described]
-        found += [dataclasses.replace(shape, described=True) for shape in described]
-    return found + [SPECIALISED] * (kernel == "forward" and name == "sm_90")
-
-
-@dataclass(frozen=True)
-class Target:
-    """A compilation target."""
-
-    triton: GPUTarget
-    device: Device
-    matrix: str  # what its matrix instructions look like in the assembly
-
-    @property
-    def hip(self) -> bool:
-        return self.triton.backend == "hip"
-
-
-TARGETS = {
-    "sm_80": Target(GPUTarget("cuda", 80, 32), Device.of_cuda(8, 163 * 1024), r"mma\.sync"),
-    "sm_90": Target(GPUTarget("cuda", 90, 32), Device.of_cuda(9, 227 * 1024), r"wgmma\.mma_async"),
-    "sm_100": Target(GPUTarget("cuda", 100, 32), Device.of_cuda(10, 227 * 1024), r"tcgen05\.mma"),
-    "gfx942": Target(GPUTarget("hip", "gfx942", 64), Device("cdna", 64 * 1024), r"v_mfma_f32"),
-}
 
 _POINTERS = {
     **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "result"), "*{}"),
@@ -118,18 +56,7 @@ class Resources:
 
     @property
     def row(self) -> str:
-        values = (
-            self.kernel,
-            self.dim,
-            self.device,
-            self.tile,
-            self.blocks,
-            self.registers,
-            self.stack,
-            self.shared,
-            self.matrix,
-        )
-        return "| " + " | ".join(map(str, values)) + " |"
+        return "| " + " | ".join(map(str, dataclasses.astuple(self)[:-1])) + " |"
 
 
 def compile_kernel(
@@ -157,20 +84,24 @@ def compile_kernel(
     value_dim = dim if value_dim is None else value_dim
     target = TARGETS[name]
     function = getattr(kernels, kernel)
-    tile, height = shape.tile, min(shape.tile[0], shape.queries or shape.tile[0])
+    tile, height = shape.tile, (shape.queries or shape.tile[0]) * shape.tiles
     blocks, packing = Blocks(64, 64, 4, 1), Packing(1, 64, 2)
     if kernel in STREAMED:
-        blocks = _blocks(kernel, dim, value_dim, 4 if dtype == "fp32" else 2, shape, name)
+        blocks = blocks_of(kernel, dim, value_dim, 4 if dtype == "fp32" else 2, shape, name)
         blocks = dataclasses.replace(blocks, warps=4 if shape.specialised else blocks.warps)
         packing = Packing.of(blocks.m, height, shape.heads)
     constants = {
         "D": dim, "DV": value_dim, "PAD_D": padded(dim), "PAD_DV": padded(value_dim), "DIM": dim, "PADDED": padded(dim),
-        "Q_TILE": tile[0], "KV_TILE": tile[1], "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK": 16, "TILES": 1,
+        "Q_TILE": tile[0], "KV_TILE": tile[1], "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK": 16,
         "HEADS": packing.heads, "ROWS": packing.rows, "PARTS": packing.parts, "SPAN": tile[0], "SPLIT": shape.split,
+        "TILES": shape.tiles,
         "MASKED": not shape.specialised, "FOLDED": True, "SLOPED": True, "WIDE": False, "WEIGHTED": True,
         "RAGGED": True, "DESCRIBED": shape.described, "SPECIALISED": shape.specialised,
-        "RESIDENT": False, "STAGES": blocks.stages, "PRECISION": "ieee",
+        "RESIDENT": False, "STAGES": blocks.stages, "PRECISION": "ieee", "l_n": 1, "s_n": 1,
     }  # fmt: skip
+    # Triton compiles a 1 as a constant
+    if shape.heads == 1:
+        constants["ratio"] = 1
     constants |= changes
     names = function.arg_names
     signature, divisible = {}, {}
@@ -210,12 +141,6 @@ def compile_kernel(
     )
 
 
-def _blocks(kernel: str, dim: int, value_dim: int, itemsize: int, shape: Shape, name: str) -> Blocks:
-    rows = min(shape.tile[0], shape.queries or shape.tile[0]) * shape.heads
-    tile = (shape.tile[0] if kernel == "backward_kv" else max(16, rows), shape.tile[1])
-    return choose(kernel, dim, value_dim, itemsize, tile, TARGETS[name].device)
-
-
 def _of_cubin(cubin: bytes) -> tuple[int, int]:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -252,14 +177,15 @@ def faults(found: Resources) -> list[str]:
 
 def variants() -> Iterator[Resources]:
     """What the interpreter cannot tell of: that each way in which a kernel may be specialised compiles at all."""
-    ones = dict.fromkeys(("heads", "ratio", "nq", "nk", "items", "tiles", "l_n", "s_n"), 1)
     for kernel in ("forward", "backward_q", "backward_kv"):
         yield compile_kernel(kernel, 64, "sm_90", NARROW, wide_out=True, MASKED=False, FOLDED=False, WIDE=True)
-        yield compile_kernel(kernel, 24, "sm_90", Shape((32, 32), split=True), value_dim=40, **ones)
+        yield compile_kernel(kernel, 24, "sm_90", Shape((32, 32), split=True), value_dim=40)
         yield compile_kernel(kernel, 16, "sm_90", Shape((16, 128), heads=2), "fp16")
         yield compile_kernel(kernel, 256, "sm_80", dtype="fp32")
-    yield compile_kernel("delta", 24, "sm_90", dtype="fp32", SLOPED=False, **ones)
-    yield compile_kernel("join", 24, "sm_90", dtype="fp16", WEIGHTED=False, **ones)
+        yield compile_kernel(kernel, 64, "sm_90", RESIDENT=True)
+        yield compile_kernel(kernel, 80, "sm_90", Shape(described=True), MASKED=False, RAGGED=False)
+    yield compile_kernel("delta", 24, "sm_90", dtype="fp32", SLOPED=False)
+    yield compile_kernel("join", 24, "sm_90", dtype="fp16", WEIGHTED=False)
 
 
 def page(rows: Iterable[Resources]) -> str:

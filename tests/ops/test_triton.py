@@ -17,7 +17,7 @@ import torch
 import ringweave as rw
 from ringweave.ops import dispatch, triton
 from ringweave.ops.backend import Case
-from ringweave.ops.triton import schedule
+from ringweave.ops.triton import pairing, schedule
 from ringweave.ops.triton.blocks import Blocks, Device, choose
 from ringweave.plan import Branch, branches, plan, unpack_masks
 
@@ -40,7 +40,8 @@ def in_a_process(command: list[str], cache: Path, **environment: str) -> str:
 
 @needs_triton
 def test_conformance_in_the_interpreter(tmp_path: Path) -> None:
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all", "tests/ops/interpreted.py"]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all"]
+    command += ["tests/ops/interpreted.py", "tests/ops/interpreted_cuts.py"]
     in_a_process(command, tmp_path, TRITON_INTERPRET="1")
 
 
@@ -49,13 +50,13 @@ def test_compiled_for_real_devices(tmp_path: Path) -> None:
     """No spills, matrix instructions on every device, and the resources that the committed table says."""
     command = ["scripts/kernel_resources.py", "--check", "--tile", "128", "--tile", "16"]
     said = in_a_process(command, tmp_path, TRITON_INTERPRET="0")
-    assert len(said.splitlines()) == 6 * 2 * 4 + 17
+    assert len(said.splitlines()) == 7 * 2 * 4 + 20
 
 
 @needs_triton
 def test_every_specialisation_compiles(tmp_path: Path) -> None:
     said = in_a_process(["scripts/kernel_resources.py", "--variants"], tmp_path, TRITON_INTERPRET="0")
-    assert len(said.splitlines()) == 14
+    assert len(said.splitlines()) == 20
 
 
 def case(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Case:
@@ -114,6 +115,42 @@ def test_which_plans_have_dead_positions_in_their_tiles(name: str, n: int) -> No
     masks = schedule.masks(of)
     assert masks.dead_keys == bool((used & ~keys).any())
     assert masks.dead_queries == bool((used & ~queries).any())
+
+
+@pytest.mark.parametrize("name", ["causal", "sinks", "documents", "global", "nothing", "per_head", "full"])
+def test_rows_of_pairs_spell_the_same_relation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every entry of the union, by the masks of its two tiles, against the plan."""
+    monkeypatch.setattr(pairing, "_WASTE", 2)
+    n = 1100
+    of = plan(PATTERNS[name](n), n, heads=4, tile=64)
+    rows = pairing.paired(of)
+    assert rows is not None
+    assert pairing.paired(of) is rows
+    made = rows.plan
+    full = torch.ones(1, 64, 64, dtype=torch.bool)
+    shapes = torch.cat([unpack_masks(made.masks, 64), full])
+    counts = made.row_ptr.diff(dim=1).reshape(-1).long()
+    row = torch.arange(counts.numel()).repeat_interleave(counts)
+    dense = torch.zeros(made.row_ptr.shape[0], made.q_tiles, made.kv_tiles, 2, 64, 64, dtype=torch.bool)
+    dense[row // made.q_tiles, row % made.q_tiles, made.col.long()] = shapes[made.bits.long()]
+    dense = dense.permute(0, 1, 3, 4, 2, 5).reshape(dense.shape[0], made.q_tiles * 128, -1)[:, :n, :n]
+    assert torch.equal(dense[made.group.long()], of.to_dense())
+    assert made.order.sort().values.tolist() == list(range(counts.numel()))
+    if made.masks.shape[0]:
+        assert torch.equal(unpack_masks(rows.live[:, None], 64)[:, 0], unpack_masks(made.masks, 64).any(1))
+
+
+def test_rows_of_pairs_only_where_lists_agree() -> None:
+    apart = plan(rw.BlockTable(torch.eye(8, dtype=torch.bool), 64), 512, tile=64)
+    together = plan(
+        rw.BlockTable(torch.eye(4, dtype=torch.bool).repeat_interleave(2, 0).repeat(1, 2), 64), 512, tile=64
+    )
+    assert pairing.paired(apart) is None
+    rows = pairing.paired(together)
+    assert rows is not None
+    # no tile is absent, so there is no mask
+    assert rows.plan.masks.shape[0] == 0
+    assert rows.plan.nnz * 2 == together.nnz
 
 
 def test_queues_hold_every_task_once_and_the_longest_first() -> None:

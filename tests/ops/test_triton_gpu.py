@@ -25,6 +25,8 @@ from ..test_conformance import conforms, run
 
 pytestmark = [
     pytest.mark.gpu,
+    # the suite's are errors; those of a driver or a profiler are none of ours
+    pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(not torch.cuda.is_available() or not triton.installed(), reason="needs a GPU and triton"),
 ]
 DEVICE = "cuda"
@@ -230,3 +232,41 @@ def test_warps_that_load(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "choose", specialised)
     x = Inputs.random(tokens, heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16)
     agrees(x, rw.random_blocks(tokens, 0.4, block_size=128))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_neighbouring_tiles_of_64_share_a_program(dtype: str) -> None:
+    x = Inputs.random(1000, heads=4, dim=128, dtype=DTYPES[dtype])
+    table = torch.rand(1, 4, 8, 16, generator=torch.Generator().manual_seed(1)) < 0.4
+    pattern = rw.BlockTable(table.repeat_interleave(2, 2), 64)
+    agrees(x, pattern)
+    agrees(x, pattern & rw.Causal())
+
+
+@pytest.mark.parametrize("name", ["sinks", "global", "table_per_head"])
+def test_forward_and_backward_in_a_graph(name: str) -> None:
+    """Once plans, queues and kernels are there, a call reads nothing from the device: it can be captured."""
+    x = Inputs.random(3000, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16).to(DEVICE)
+    pattern = EVERYTHING[name](3000)
+    leaves = x.leaves()
+
+    def both() -> tuple[torch.Tensor, ...]:
+        out = rw.attention(*leaves, pattern, backend="triton")
+        return out.detach(), *torch.autograd.grad(out, leaves, x.dout)
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            want = both()
+    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = both()
+    for part in got:
+        part.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    for found, wanted in zip(got, want, strict=True):
+        assert torch.equal(found, wanted)

@@ -17,6 +17,7 @@ from ..patterns import Pattern
 from ..plan import Branch, branches
 from . import cpu, flash, flex, gather, reference, sdpa, triton, tuning
 from .backend import Backend, Case, delta_in_chunks
+from .heads import Heads
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
@@ -149,33 +150,23 @@ def _is_whole(branch: Branch, case: Case) -> bool:
 
 
 class _View:
-    """A branch's part of tensors laid out (B, heads, tokens, ...): strided views, no copies where strides allow it."""
+    """A branch's part of tensors laid out (B, heads, tokens, ...): strided views, no copies where heads allow it."""
 
     def __init__(self, branch: Branch, case: Case):
-        self.branch = branch
-        ratio = case.heads // case.kv_heads
-        keys = [head // ratio for head in range(*branch.heads)]
-        self.kv_heads: slice | list[int] = keys
-        distinct = sorted(set(keys))
-        step = distinct[1] - distinct[0] if len(distinct) > 1 else 1
-        # grouped queries stay grouped where every key head serves equally many of them
-        even = len(keys) // len(distinct)
-        if keys == [head for head in range(distinct[0], distinct[-1] + 1, step) for _ in range(even)]:
-            self.kv_heads = slice(distinct[0], distinct[-1] + 1, step)
+        self.heads = Heads(branch, case.heads // case.kv_heads)
+        self.queries = slice(branch.q_first, None, branch.rate)
+        self.keys = slice(branch.k_first, None, branch.rate)
 
     def of_q(self, x: Tensor) -> Tensor:
-        branch = self.branch
-        return x[:, slice(*branch.heads), branch.q_first :: branch.rate]
+        return x[:, self.heads.queries, self.queries]
 
     def of_k(self, x: Tensor) -> Tensor:
-        return x[:, self.kv_heads, self.branch.k_first :: self.branch.rate]
+        return self.heads.for_kernel(self.heads.of_keys(x[:, :, self.keys]))
 
     def add_to_k(self, total: Tensor, part: Tensor) -> None:
-        tokens = total[:, :, self.branch.k_first :: self.branch.rate]
-        if isinstance(self.kv_heads, slice):
-            tokens[:, self.kv_heads] += part
-        else:
-            tokens.index_add_(1, torch.tensor(self.kv_heads, device=part.device), part)
+        tokens = total[:, :, self.keys]
+        distinct = self.heads.of_keys(tokens).shape[1]
+        self.heads.update(tokens, Tensor.add_, self.heads.from_kernel(part, distinct))
 
 
 def describe(steps: Sequence[tuple[Branch, Backend]]) -> list[tuple[int, str]]:

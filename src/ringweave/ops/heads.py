@@ -35,7 +35,7 @@ class Heads:
         """The distinct key heads of (B, Hkv, ...)."""
         return x[:, self.keys]
 
-    def update(self, x: Tensor, change: Callable[[Tensor, Tensor], None], values: Tensor) -> None:
+    def update(self, x: Tensor, change: Callable[[Tensor, Tensor], object], values: Tensor) -> None:
         """Let ``change(heads, values)`` write to the distinct key heads of (B, Hkv, ...)."""
         some = self.of_keys(x)
         change(some, values)

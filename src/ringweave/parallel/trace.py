@@ -61,12 +61,25 @@ def plot(traces: Iterable[Trace], path: str | Path) -> Path:
             if event.kind != kind:
                 continue
             start, length = (event.start - begin) * 1e3, (event.end - event.start) * 1e3
-            axes.barh(at, length, left=start, height=0.7, color=_COLOURS[kind], edgecolor="white", linewidth=0.8)
-            if event.stage is not None and kind != "wait":
-                axes.text(start + length / 2, at, str(event.stage), ha="center", va="center", size=7, color="white")
+            # results on their way back fly beside the next stage's keys: a bar below
+            back = event.what == "returns"
+            axes.barh(
+                at + 0.22 * back, length, left=start, height=0.3 if back else 0.7, color=_COLOURS[kind],
+                edgecolor="white", linewidth=0.8, zorder=2 + back,
+            )  # fmt: skip
+            if event.stage is not None and kind != "wait" and not back:
+                axes.text(
+                    start + length / 2,
+                    at - 0.1 * (event.kind != "compute"),
+                    str(event.stage),
+                    ha="center",
+                    va="center",
+                    size=7,
+                    color="white",
+                )
     axes.set_yticks(range(len(rows)), [f"rank {trace.rank}  {kind}" for trace, kind in rows])
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds; the numbers are stages")
+    axes.set_xlabel("milliseconds; the numbers are stages, small bars results on their way back")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)

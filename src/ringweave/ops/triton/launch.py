@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...plan import BlockPlan, Branch
 from . import kernels, schedule
 from .blocks import Blocks, Device, Packing, choose, padded
+from .pairing import Rows, paired, single
 
 _LOG2_E = math.log2(math.e)
 # how float32 is multiplied: "tf32" would be faster and is not what float32 promises
@@ -30,24 +31,26 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
     out = torch.empty(batch, heads, nq, dim, dtype=dtype, device=q.device)
     lse = torch.empty(batch, heads, nq, dtype=torch.float32, device=q.device)
     ratio = heads // k.shape[1]
-    blocks, packing, queue = rows("forward", q, k, v, plan)
-    sides = schedule.masks(plan)
+    lists, blocks, packing, queue = by_rows = cut("forward", q, k, v, plan)
+    sides, plan = schedule.masks(plan), lists.plan
     described = blocks.described and not sides.dead_keys and _describable(k, v)
     keys, values = (_described(x, blocks.n) if described else x for x in (k, v))
-    specialised = blocks.specialised and described and packing.heads == 1 and not sides.masked and _describable(q)
+    specialised = (
+        blocks.specialised and described and packing.heads == 1 and not plan.masks.shape[0] and _describable(q)
+    )
     if specialised:
         triton.set_allocator(_scratch)
     sums, tops = _partial(queue, blocks.m * packing.parts, dim, out), _partial(queue, blocks.m * packing.parts, 1, lse)
     with _on(q):
         kernels.forward[_grid(queue, packing.parts, blocks, q.device)](
             q, keys, values, out, lse, sums, tops, queue.tasks, _shares(queue),
-            plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, sides.live_keys, *_steps(q, k, v),
+            plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, lists.live, *_steps(q, k, v),
             queue.tasks.numel(), heads, ratio, nq, k.shape[2], plan.q_tiles, scale * _LOG2_E,
-            **_sizes(q, v, plan, blocks, queue), **_of_rows(packing), TILES=1, BLOCK_N=blocks.n,
+            **_sizes(q, v, plan, blocks, queue), **_of_rows(packing), TILES=lists.tiles, BLOCK_N=blocks.n,
             FOLDED=scale > 0, WIDE=_wide(plan, q, k, v), RAGGED=k.shape[2] % plan.kv_tile > 0, DESCRIBED=described,
             SPECIALISED=specialised,
         )  # fmt: skip
-        _join(queue, sums, out, (tops, lse), ratio, plan.q_tile, packing)
+        _join(queue, sums, out, (tops, lse), ratio, by_rows.span, packing)
     return out, lse
 
 
@@ -87,19 +90,20 @@ def backward(
     sides = schedule.masks(plan)
     wide = _wide(plan, q, k, v, dout)
     steps = (*_steps(q, k, v, dout), *lse.stride(), *delta.stride())
-    blocks, packing, queue = rows("backward_q", q, k, v, plan)
+    lists, blocks, packing, queue = by_rows = cut("backward_q", q, k, v, plan)
+    rows = lists.plan
     described = blocks.described and not sides.dead_keys and _describable(k, v)
     keys, values = (_described(x, blocks.n) if described else x for x in (k, v))
     sums = _partial(queue, blocks.m * packing.parts, q.shape[3], dq)
     with _on(q):
         kernels.backward_q[_grid(queue, packing.parts, blocks, q.device)](
             q, keys, values, dout, lse, delta, dq, sums, queue.tasks, _shares(queue),
-            plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, sides.live_keys, *steps,
-            queue.tasks.numel(), heads, ratio, nq, nk, plan.q_tiles, scale,
-            **_sizes(q, v, plan, blocks, queue), **_of_rows(packing), TILES=1, BLOCK_N=blocks.n, WIDE=wide,
+            rows.group, rows.row_ptr, rows.col, rows.bits, rows.masks, lists.live, *steps,
+            queue.tasks.numel(), heads, ratio, nq, nk, rows.q_tiles, scale,
+            **_sizes(q, v, rows, blocks, queue), **_of_rows(packing), TILES=lists.tiles, BLOCK_N=blocks.n, WIDE=wide,
             RAGGED=nk % plan.kv_tile > 0, DESCRIBED=described,
         )  # fmt: skip
-        _join(queue, sums, dq, None, ratio, plan.q_tile, packing)
+        _join(queue, sums, dq, None, ratio, by_rows.span, packing)
     device = _device(q.device)
     tile = (plan.q_tile, plan.kv_tile)
     blocks = choose("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device)
@@ -121,22 +125,44 @@ def backward(
     return dq, dk, dv
 
 
-def rows(kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Blocks, Packing, schedule.Queue]:
-    """How a kernel by rows is cut: query heads that share keys and lists fill what a tile leaves of a block."""
+class Cut(NamedTuple):
+    """How a kernel by rows is cut."""
+
+    lists: Rows
+    blocks: Blocks
+    packing: Packing
+    queue: schedule.Queue
+
+    @property
+    def span(self) -> int:
+        """Queries of a row of tiles."""
+        return self.lists.plan.q_tile * self.lists.tiles
+
+
+def cut(kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Cut:
+    """Query heads that share keys and lists fill what a tile leaves of a block, or else its neighbour does."""
     device = _device(q.device)
     ratio = q.shape[1] // k.shape[1]
     members = _power(ratio) if schedule.shared(plan, ratio) else 1
     height = min(plan.q_tile, _power(q.shape[2]))
-    tile = (max(16, height * members), plan.kv_tile)
-    blocks = choose(kernel, q.shape[3], v.shape[3], q.element_size(), tile, device)
+    of = functools.partial(choose, kernel, q.shape[3], v.shape[3], q.element_size())
+    blocks, lists = of((max(16, height * members), plan.kv_tile), device), single(plan)
+    wide = of((2 * plan.q_tile, plan.kv_tile), device)
+    if members == 1 and blocks.m == plan.q_tile == 64 and wide.m == 128 and plan.q_tiles > 1:
+        pairs = paired(plan)
+        if pairs is not None:
+            lists, blocks, height = pairs, wide, 128
     packing = Packing.of(blocks.m, height, members)
-    return blocks, packing, schedule.row_queue(plan, ratio, packing.heads, _head_bytes(k, v), device.units)
+    queue = schedule.row_queue(lists.plan, ratio, packing.heads, _head_bytes(k, v), device.units)
+    return Cut(lists, blocks, packing, queue)
 
 
 def _describable(*tensors: Tensor) -> bool:
     """Whether descriptors can say where tensors lie: from 16 bytes to 16 bytes, nothing broadcast."""
     return all(
-        x.data_ptr() % 16 == 0 and all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
+        x.data_ptr() % 16 == 0
+        and x.stride(3) == 1
+        and all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
         for x in tensors
     )
 

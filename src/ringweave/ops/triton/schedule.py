@@ -36,11 +36,6 @@ class Masks:
     dead_keys: bool = False
     dead_queries: bool = False
 
-    @property
-    def masked(self) -> bool:
-        """Whether there is any."""
-        return self.transposed.shape[0] > 0
-
     @staticmethod
     def of(plan: BlockPlan) -> Masks:
         """From a plan's masks, some at a time: unpacked ones are large."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .loads import LOG2_E, alive, allowed, place, rows, share_of, spread, store, tile, within
+from .loads import LOG2_E, SIZES, alive, allowed, place, rows, share_of, spread, store, tile, within
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def delta(
     dout, out, lse, dlse, result,
     g_b, g_h, g_n, o_b, o_h, o_n, l_b, l_h, l_n, s_b, s_h, s_n,
@@ -33,7 +33,7 @@ def delta(
     tl.store(result + pair.to(tl.int64) * nq + token, tl.where(row_lse == float("-inf"), 0.0, found), mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def backward_q(
     q, k, v, dout, lse, slope, dq, sums, queue, shares, group, row_ptr, col, bits, masks, live,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, l_b, l_h, l_n, s_b, s_h, s_n,
@@ -105,7 +105,7 @@ def backward_q(
         store(dq_at, spread(local, nq, 1, HEADS, ROWS, False) * D, acc * scale, mine, D, PAD_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def backward_kv(
     q, k, v, dout, lse, slope, dk, dv, key_sums, value_sums,
     queue, shares, group, col_ptr, row, bits_t, masks_t, live_t,

@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .loads import LN_2, LOG2_E, alive, allowed, place, rows, share_of, spread, store, tile, within
+from .loads import LN_2, LOG2_E, SIZES, alive, allowed, place, rows, share_of, spread, store, tile, within
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def forward(
     q, k, v, out, lse, sums, tops, queue, shares, group, row_ptr, col, bits, masks, live,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
@@ -97,7 +97,7 @@ def forward(
         tl.store(lse + line + lines, row_lse, mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def join(
     sums, tops, result, lse, splits, ratio, tokens, tiles,
     DIM: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,

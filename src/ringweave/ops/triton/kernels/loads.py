@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# what changes from call to call, while a cache grows: no reason to compile again
+SIZES = ("items", "heads", "nq", "nk", "tokens", "tiles")
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 

@@ -1,0 +1,88 @@
+"""What the Triton kernels are compiled for: shapes of work, and devices. Part of kernel_resources.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from triton.backends.compiler import GPUTarget
+
+from ringweave.ops.triton.blocks import Blocks, Device, choose
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel is compiled for: a plan's tile, heads that share keys and lists, its queries, tiles in a row."""
+
+    tile: tuple[int, int] = (128, 128)
+    heads: int = 1
+    queries: int = 0
+    tiles: int = 1
+    split: bool = False
+    described: bool = False
+    specialised: bool = False
+
+    def __str__(self) -> str:
+        said = [f"{self.tile[0]} x {self.tile[1]}"]
+        said += [f"{self.heads} heads"] * (self.heads > 1)
+        said += [f"{self.queries} query"] * (self.queries == 1)
+        said += [f"{self.tiles} tiles"] * (self.tiles > 1)
+        said += ["split"] * self.split + ["described"] * self.described + ["specialised"] * self.specialised
+        return ", ".join(said)
+
+
+WIDE, NARROW = Shape(), Shape((64, 64))
+SHAPES = {
+    "forward": (
+        WIDE,
+        NARROW,
+        Shape((64, 64), heads=4),
+        Shape((64, 64), tiles=2),
+        Shape((16, 128), heads=8, queries=1, split=True),
+    ),
+    "join": (WIDE,),
+    "delta": (WIDE,),
+    "backward_q": (WIDE, NARROW, Shape((64, 64), heads=4), Shape((64, 64), tiles=2)),
+    "backward_kv": (WIDE, Shape(heads=4), NARROW),
+}
+# what a kernel streams, and loads by descriptors where a device has them
+STREAMED = {"forward": ("k", "v"), "backward_q": ("k", "v"), "backward_kv": ("q", "dout")}
+# a knob that nothing sets yet
+SPECIALISED = Shape(described=True, specialised=True)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A compilation target."""
+
+    triton: GPUTarget
+    device: Device
+    matrix: str  # what its matrix instructions look like in the assembly
+
+    @property
+    def hip(self) -> bool:
+        return self.triton.backend == "hip"
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), Device.of_cuda(8, 163 * 1024), r"mma\.sync"),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), Device.of_cuda(9, 227 * 1024), r"wgmma\.mma_async"),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), Device.of_cuda(10, 227 * 1024), r"tcgen05\.mma"),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), Device("cdna", 64 * 1024), r"v_mfma_f32"),
+}
+
+
+def shapes(kernel: str, dim: int, name: str) -> list[Shape]:
+    """What a kernel is compiled for on one device."""
+    found = list(SHAPES[kernel])
+    if kernel in STREAMED:
+        described = [shape for shape in found if blocks_of(kernel, dim, dim, 2, shape, name).described]
+        found += [dataclasses.replace(shape, described=True) for shape in described]
+    return found + [SPECIALISED] * (kernel == "forward" and name == "sm_90")
+
+
+def blocks_of(kernel: str, dim: int, value_dim: int, itemsize: int, shape: Shape, name: str) -> Blocks:
+    """What the backend would choose."""
+    rows = (shape.queries or shape.tile[0]) * shape.heads * shape.tiles
+    tile = (shape.tile[0] if kernel == "backward_kv" else max(16, rows), shape.tile[1])
+    return choose(kernel, dim, value_dim, itemsize, tile, TARGETS[name].device)
