@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import ringweave as rw
+from ringweave.parallel.placement import contiguous, striped
 from ringweave.units import count, percent
 
 HERE = Path(__file__).parent
@@ -330,7 +331,33 @@ def mixture() -> str:
     return card(right + size + 40, top + size + 44, "LongNet's mixture and the union of its branches", parts)
 
 
-DIAGRAMS = {"flow.svg": flow, "tiles.svg": tiles, "views.svg": views, "mixture.svg": mixture}
+def exchange() -> str:
+    """The tiles of a window on four ranks: computed with keys that the rank holds, or with others'."""
+    side, ranks, size, top = 16, 4, 320, 74
+    pattern = rw.SlidingWindow(3 * side) & rw.Causal()
+    plan = pattern.plan(16 * side, tile=side)
+    parts = [
+        text(40, 34, f"{plan.q_tiles} tiles on {ranks} ranks, a causal window of 3", 'font-weight="600" font-size="14"')
+    ]
+    for place, left in ((contiguous, 40), (striped, 420)):
+        placement = place(16 * side, ranks, side)
+        cells: list[list[str | None]] = [[None] * plan.kv_tiles for _ in range(plan.q_tiles)]
+        received: set[tuple[int, int]] = set()
+        for row, column in zip(plan.tile_rows().tolist(), plan.col.tolist(), strict=True):
+            here, there = placement.owner[row], placement.owner[column]
+            cells[row][column] = HUES[here] if here == there else LIGHT
+            if here != there:
+                received.add((int(here), column))
+        most = max(sum(rank == each for rank, _ in received) for each in range(ranks))
+        words = f"{placement.name}: the busiest rank receives {count(most, 'tile')}"
+        parts.append(text(left, 58, words, f'fill="{FAINT}"'))
+        parts += grid(left, top, size, cells, line=2)
+    items = [(hue, f"rank {rank}'s own keys") for rank, hue in enumerate(HUES)] + [(LIGHT, "another rank's")]
+    parts += key(40, top + size + 14, items, 142)
+    return card(420 + size + 40, top + size + 44, "What a window needs of other ranks, contiguous and striped", parts)
+
+
+DIAGRAMS = {"flow.svg": flow, "tiles.svg": tiles, "views.svg": views, "mixture.svg": mixture, "exchange.svg": exchange}
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

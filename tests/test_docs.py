@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -134,3 +135,18 @@ def test_console_blocks_are_compared(block: str, wrong: str | None) -> None:
     pytest.importorskip("typer")
     said = run_console(_Block(block))  # type: ignore[arg-type]
     assert said is None if wrong is None else wrong in (said or "")
+
+
+def test_the_program_of_the_page_on_a_ring_prints_what_is_shown(tmp_path: Path) -> None:
+    """In four processes, as the page starts it."""
+    pytest.importorskip("psutil")
+    from ringweave.bench.launched import run as launch
+    from ringweave.bench.launched import torchrun
+
+    page = (ROOT / "docs/parallel.md").read_text("utf-8")
+    blocks = re.findall(r"```(\w+)\n(.*?)```", page, flags=re.S)
+    program = tmp_path / "program.py"
+    program.write_text(next(code for kind, code in blocks if kind == "python"), "utf-8")
+    shown = next(code for kind, code in blocks if code.startswith("$ torchrun --nproc-per-node 4 program.py\n"))
+    printed = launch(torchrun(4, program), threads=1, until=time.monotonic() + 120)
+    assert shown.partition("\n")[2] in printed

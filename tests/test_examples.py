@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from ringweave.bench.trainer import command, example, run, started
+from ringweave.bench.launched import run, started
+from ringweave.bench.trainer import command, example
 
 STEPS = 40
 SMALL = ["--tokens", 701, "--width", 32, "--window", 64, "--sinks", 8]

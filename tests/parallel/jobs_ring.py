@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringweave as rw
+from ringweave.bench.delayed import Delayed
 from ringweave.errors import RingError
 from ringweave.parallel import ContextParallel
 from ringweave.parallel.part import Part
@@ -20,7 +21,6 @@ from ringweave.patterns import Pattern
 
 from ..oracle import Inputs
 from . import spread
-from .delayed import Delayed
 from .processes import rendezvous
 
 

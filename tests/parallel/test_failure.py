@@ -229,6 +229,12 @@ def test_no_process_is_left() -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+def test_regroup_is_a_function_by_its_public_name() -> None:
+    """Not the module in which it is, which a package's attribute becomes when it is loaded."""
+    code = "from ringweave.parallel import regroup; assert callable(regroup), regroup"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment(), timeout=60)
+
+
 def test_a_ring_error_tells_and_pickles() -> None:
     error = rw.RingError(1, 3, 2, 7, "rank 1 lost rank 3 in kv (connection closed)")
     assert str(error) == (

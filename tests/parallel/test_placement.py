@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringweave as rw
+from ringweave.bench.ring_plans import documents
 from ringweave.errors import ShapeError
 from ringweave.parallel import choice as module
 from ringweave.parallel.affinity import affinity
@@ -27,8 +28,6 @@ from ringweave.parallel.placement import (
 )
 from ringweave.patterns import Pattern
 from ringweave.plan import branches, plan_cache
-
-from .lengths import documents
 
 MAKERS: dict[str, Callable[[int, int, int], Placement]] = {
     "contiguous": contiguous,

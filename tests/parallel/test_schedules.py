@@ -10,7 +10,8 @@ from ringweave.ops import cpu
 
 from ..cases import MIXTURES, PATTERNS
 from ..oracle import NAMES, Inputs, errors, exact, rounding
-from .spread import alone, joined, spread
+from .spread import alone, call, joined, spread
+from .threads import run
 
 EVERYTHING = PATTERNS | MIXTURES
 #: (ranks, placement, ranks per node)
@@ -113,3 +114,14 @@ def test_no_view_holds_a_token(poisoned: None) -> None:
         assert (got["out"] == 0).all()
         assert torch.isneginf(got["lse"]).all()
         assert all((got[name] == 0).all() for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("backend", ["auto", "gather"])
+@pytest.mark.parametrize("tokens", [500, 333])
+def test_a_tile_in_pieces_ends_with_the_sequence(tokens: int, backend: str) -> None:
+    """A strided view shorter than a tile lies on all ranks: who has a part of its keys has none past its end."""
+    x = Inputs.random(tokens, heads=4, kv_heads=2, dim=8)
+    pattern = rw.LongNet([256, 1024], [1, 4])
+    options = {"schedule": "ring", "placement": "contiguous"}
+    shares = run(4, call, x, pattern, options, None, backend)
+    as_exact_as_one_device(x, pattern, joined(shares, tokens))

@@ -7,14 +7,13 @@ import time
 import pytest
 
 import ringweave as rw
+from ringweave.bench.ring_plans import documents
 from ringweave.errors import ShapeError
 from ringweave.parallel.demand import Demand
 from ringweave.parallel.placement import contiguous
 from ringweave.parallel.simulate import simulate
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
-
-from .lengths import documents
 
 MILLION = 2**20
 MODEL: dict[str, Pattern] = {

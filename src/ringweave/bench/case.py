@@ -75,7 +75,8 @@ class Target:
         figure: Measured; None where it could not be, and ``reason`` says why.
         bound: What it is to be; None where the size is too small to say.
         at_least: Whether ``bound`` is the least or the most.
-        unit: ``"x"``, a ratio, ``"%"``, a share shown in hundredths, or a unit as it is written.
+        unit: ``"x"``, a ratio, ``"%"``, a share shown in hundredths, ``""``, a number shown with its power of ten, or a
+            unit as it is written.
         reason: Why there is no figure.
     """
 
@@ -98,6 +99,8 @@ class Target:
         """A figure in the target's unit."""
         if value is None:
             return "-"
+        if self.unit == "":
+            return f"{value:.1e}"
         return f"{value:.1%}" if self.unit == "%" else f"{value:.2f} {self.unit}"
 
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -20,12 +16,10 @@ import numpy as np
 import ringweave
 
 from ..units import percent
+from .launched import LaunchError, run, torchrun
 
 # on the relative difference of losses: float32 sums in another order, which training amplifies
 LIMIT = 1e-4
-_PERIOD = 0.1
-# the line of an exception, of any rank; torchrun's own says nothing more
-_CAUSE = re.compile(r"^(?:\[rank\d+\]: )?((?!.*ChildFailedError)[\w.]+Error: .+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -103,10 +97,6 @@ class Around:
         )
 
 
-class TrainerError(RuntimeError):
-    """The trainer did not do what it was asked; the message says why."""
-
-
 def example() -> Path | None:
     """``examples/train_lm.py`` of the checkout that this package is imported from; None where it is installed alone."""
     root = Path(ringweave.__file__).resolve().parents[2]
@@ -154,7 +144,7 @@ def around(
 
             try:
                 run(command(script, count, *options), threads=each, until=until, look=look)
-            except TrainerError as error:
+            except LaunchError as error:
                 return f"{words}: {error}"
             runs.append(Steps.read(out, count, each))
     return Around(tokens, window, runs[0], runs[1])
@@ -162,65 +152,6 @@ def around(
 
 def command(script: Path, processes: int, *options: object, restarts: int = 0) -> list[str]:
     """The command line of the trainer, through torchrun if there are several processes."""
-    launch: Sequence[object] = ()
     if processes > 1:
-        # on this machine's loopback, whatever its name resolves to
-        launch = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
-        launch = (*launch, f"--nproc-per-node={processes}", f"--max-restarts={restarts}")
-    return [sys.executable, *map(str, (*launch, script, *options))]
-
-
-def run(words: list[str], *, threads: int, until: float, look: Callable[[], None] = lambda: None) -> str:
-    """Run a command to its end; what it printed.
-
-    Args:
-        words: The command.
-        threads: Of each of its processes.
-        until: When it must have ended, in time.monotonic().
-        look: Called now and then.
-    Raises:
-        TrainerError: It failed, or was not done in time.
-    """
-    with tempfile.TemporaryFile() as log, started(words, threads=threads, log=log.fileno()) as process:
-        while process.poll() is None:
-            look()
-            if time.monotonic() > until:
-                raise TrainerError("not done in time")
-            time.sleep(_PERIOD)
-        log.seek(0)
-        printed = log.read().decode(errors="replace")
-    if process.returncode:
-        causes = _CAUSE.findall(printed) or printed.splitlines() or ["nothing printed"]
-        raise TrainerError(f"exit status {process.returncode} ({causes[-1].strip()[:300]})")
-    return printed
-
-
-@contextmanager
-def started(words: list[str], *, threads: int, log: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A command and its descendants; at exit whoever is left is ended.
-
-    Args:
-        words: The command.
-        threads: Of each of its processes.
-        log: File descriptor that takes what they print.
-    """
-    import psutil
-
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
-    family = psutil.Process(process.pid)
-    try:
-        yield process
-    finally:
-        # torchrun's workers are sessions of their own: they outlive it unless it ends them, or this does
-        try:
-            left = [*family.children(recursive=True), family]
-        except psutil.NoSuchProcess:
-            left = []
-        for each in left:
-            try:
-                each.kill()
-            except psutil.NoSuchProcess:
-                continue
-        process.wait()
-        psutil.wait_procs(left, timeout=5)
+        return torchrun(processes, script, *options, restarts=restarts)
+    return [sys.executable, *map(str, (script, *options))]

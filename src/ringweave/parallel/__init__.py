@@ -8,11 +8,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .context import ContextParallel
 from .placement import Placement
 from .tables import PendingTable
 from .trace import Trace, plot
 from .transport import Transport
+
+if TYPE_CHECKING:
+    from .regroup import regroup
 
 __all__ = ["ContextParallel", "PendingTable", "Placement", "Trace", "Transport", "plot", "regroup"]
 
@@ -22,5 +27,7 @@ def __getattr__(name: str) -> object:
     if name == "regroup":
         from .regroup import regroup
 
+        # the submodule of the same name would hide the function: bind what was asked for
+        globals()[name] = regroup
         return regroup
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -44,7 +44,7 @@ def select(
         sets.append(_Rows(row[taken], col[taken], all_bits[entries][taken]))
     masks = plan.masks
     if present is not None and not present.all():
-        masks = _masked(sets, plan, present)
+        masks = _masked(sets, plan, _ended(present, columns, plan))
     return _assemble(
         sets,
         plan.group,
@@ -65,6 +65,15 @@ def _numbers(chosen: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 
 def _tokens(tiles: NDArray[np.int64], side: int, length: int) -> int:
     return len(tiles) * side - max(0, int(tiles[-1] + 1) * side - length)
+
+
+def _ended(present: NDArray[np.bool_], columns: NDArray[np.int64], plan: BlockPlan) -> NDArray[np.bool_]:
+    """Without what lies past the keys' end, where the last tile gets a mask: bits there are 0, in every plan."""
+    if columns[-1] != plan.kv_tiles - 1 or present[-1].all():
+        return present
+    present = present.copy()
+    present[-1, plan.nk - int(columns[-1]) * plan.kv_tile :] = False
+    return present
 
 
 def _masked(sets: list[_Rows], plan: BlockPlan, present: NDArray[np.bool_]) -> torch.Tensor:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ringweave.parallel.transport import Pending, Transport
+from ..parallel.transport import Pending, Transport
 
 
 class Delayed(Transport):
-    """A transport over a slow wire: what is posted arrives `latency` + bytes / `bandwidth` later.
+    """A transport over a slow wire: what is posted arrives ``latency`` + bytes / ``bandwidth`` later.
 
     Only wait() blocks, and only for what is left of that time. Agreements are not delayed.
 
     Args:
-        group: As for Transport.
+        group: As of Transport.
         latency: Seconds for any message.
         bandwidth: Bytes received per second, by all messages of one call together.
+        **options: As of Transport.
     """
 
     def __init__(self, group: Any, *, latency: float, bandwidth: float = float("inf"), **options: Any) -> None:
@@ -26,6 +27,7 @@ class Delayed(Transport):
         self.flown = self.slept = 0.0
 
     def arrived(self, pending: Pending) -> None:
+        """Wait for what is left of the delay."""
         if pending.metadata:
             return
         nbytes = sum(tensor.nbytes for _, tensor in pending.receives)
