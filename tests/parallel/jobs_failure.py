@@ -14,7 +14,7 @@ import torch.distributed as dist
 import ringweave as rw
 from ringweave import RingError
 from ringweave.parallel.connection import Connection
-from ringweave.parallel.regroup import regroup
+from ringweave.parallel.survivors import regroup
 from ringweave.parallel.transport import Transport
 
 from .jobs_transport import numbers

@@ -16,7 +16,7 @@ from ringweave.bench.delayed import Delayed
 from ringweave.errors import RingError
 from ringweave.parallel import ContextParallel
 from ringweave.parallel.part import Part
-from ringweave.parallel.regroup import regroup
+from ringweave.parallel.survivors import regroup
 from ringweave.patterns import Pattern
 
 from ..oracle import Inputs

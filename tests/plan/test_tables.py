@@ -175,8 +175,8 @@ def test_nothing_is_read_back(name: str) -> None:
     pattern = TABLES[name]()
     with _NothingRead() as watched:
         plan = planned(pattern, True)
-        schedule.row_queue(plan, 2, 1)
-        schedule.column_queue(plan, 2, 1)
+        schedule.row_queue(plan, 2, 1, 2**14, 4)
+        schedule.column_queue(plan, 2, 2**14, 4)
     assert "scatter_" in watched.called
     with pytest.raises(AssertionError, match="nonzero"), _NothingRead():
         planned(pattern, False)
@@ -190,8 +190,8 @@ def test_tables_without_data() -> None:
     plan = build(pattern, N, N, heads=4, batch=2, tile=(SIDE, SIDE), device="meta")
     assert plan.places == 2 * 4 * BLOCKS * 3
     assert plan.col.device.type == "meta"
-    assert schedule.row_queue(plan, 2, 1).shape == (2 * 4 * BLOCKS,)
-    assert schedule.column_queue(plan, 2, 1).shape == (2 * 2 * BLOCKS,)
+    assert schedule.row_queue(plan, 2, 1, 2**14, 4).tasks.shape == (2 * 4 * BLOCKS,)
+    assert schedule.column_queue(plan, 2, 2**14, 4).tasks.shape == (2 * 2 * BLOCKS,)
     mask = rw.BlockTable(torch.empty(BLOCKS, BLOCKS, dtype=torch.bool, device="meta"), SIDE)
     assert mask.spec == "BlockTable(_, 64)"
     assert build(mask, N, N, tile=(SIDE, SIDE), device="meta").places == BLOCKS**2
@@ -230,8 +230,8 @@ def test_planning_does_not_wait_on_a_gpu() -> None:
             rw.BlockTable(mask, SIDE) & rw.Causal(),
         ):
             plan = pattern.plan(N, heads=4, batch=2, device="cuda")
-            schedule.row_queue(plan, 2, 1)
-            schedule.column_queue(plan, 2, 1)
+            schedule.row_queue(plan, 2, 1, 2**14, 4)
+            schedule.column_queue(plan, 2, 2**14, 4)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(plan.to_dense(), (table(0.4, 4) & rw.Causal()).to_dense(N, heads=4, batch=2) > 0)

@@ -17,7 +17,7 @@ from .trace import Trace, plot
 from .transport import Transport
 
 if TYPE_CHECKING:
-    from .regroup import regroup
+    from .survivors import regroup
 
 __all__ = ["ContextParallel", "PendingTable", "Placement", "Trace", "Transport", "plot", "regroup"]
 
@@ -25,9 +25,7 @@ __all__ = ["ContextParallel", "PendingTable", "Placement", "Trace", "Transport",
 def __getattr__(name: str) -> object:
     # imports torch.distributed, which a group of one does without
     if name == "regroup":
-        from .regroup import regroup
+        from .survivors import regroup
 
-        # the submodule of the same name would hide the function: bind what was asked for
-        globals()[name] = regroup
         return regroup
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

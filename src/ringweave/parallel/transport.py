@@ -6,7 +6,7 @@
     ...                                                     # compute, while they fly
     pending.wait()                                          # all is here, or RingError
 
-Nothing but this file and those beside it (connection, link, meeting, failure, regroup) calls torch.distributed.
+Nothing but this file and those beside it (connection, link, meeting, failure, survivors, mesh) calls torch.distributed.
 """
 
 from __future__ import annotations

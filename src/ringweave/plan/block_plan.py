@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 _TENSORS = ("row_ptr", "col", "bits", "col_ptr", "row", "bits_t", "masks", "group", "order")
 _LISTS = ("col", "bits", "row", "bits_t")
-_SIZES = ("nq", "nk", "q_tile", "kv_tile", "q_offset")
+_SIZES = ("nq", "nk", "q_tile", "kv_tile", "q_offset", "counted")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +38,7 @@ class BlockPlan:
         q_tile: Queries in a tile.
         kv_tile: Keys in a tile.
         q_offset: Position of the first query.
+        counted: Whether the host knows nnz: the lists have no places to spare then.
     """
 
     row_ptr: Tensor
@@ -54,6 +55,7 @@ class BlockPlan:
     q_tile: int
     kv_tile: int
     q_offset: int = 0
+    counted: bool = True
 
     @property
     def q_tiles(self) -> int:
@@ -67,8 +69,8 @@ class BlockPlan:
 
     @property
     def nnz(self) -> int:
-        """Non-empty tiles, summed over the distinct row sets; on a GPU this waits for the plan."""
-        return int(self.row_ptr[-1, -1])
+        """Non-empty tiles, summed over the distinct row sets; where they are not counted this waits for the device."""
+        return self.places if self.counted else int(self.row_ptr[-1, -1])
 
     @property
     def places(self) -> int:
@@ -122,10 +124,12 @@ class BlockPlan:
     def to(self, device: torch.device | str) -> BlockPlan:
         """The plan with its tensors on a device; without places to spare where that is the CPU."""
         moved = {name: getattr(self, name).to(device) for name in _TENSORS}
-        if torch.device(device).type == "cpu" and self.places > (nnz := self.nnz):
-            for name in _LISTS:
-                moved[name] = moved[name][:nnz].clone()
-        return dataclasses.replace(self, **moved)
+        if torch.device(device).type != "cpu" or self.counted:
+            return dataclasses.replace(self, **moved)
+        nnz = self.nnz
+        for name in _LISTS:
+            moved[name] = moved[name][:nnz].clone()
+        return dataclasses.replace(self, **moved, counted=True)
 
     def to_dense(self) -> Tensor:
         """The relation that the tiles spell out, bool (B, Hq, nq, nk); for tests and small sizes."""

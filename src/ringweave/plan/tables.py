@@ -118,6 +118,7 @@ def from_table(
         nk=nk,
         q_tile=tile[0],
         kv_tile=tile[1],
+        counted=not spare,
     )
 
 

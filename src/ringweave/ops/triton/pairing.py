@@ -47,7 +47,8 @@ def single(plan: BlockPlan) -> Rows:
 def paired(plan: BlockPlan) -> Rows | None:
     """Rows of pairs, where these compute not many more tiles; decided and made once per plan, by a read of a device."""
     if plan not in _pairs:
-        _pairs[plan] = _paired(plan)
+        # of a plan that the host has not counted, nothing is read: a union must be
+        _pairs[plan] = _paired(plan) if plan.counted else None
     return _pairs[plan]
 
 

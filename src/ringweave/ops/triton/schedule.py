@@ -94,11 +94,14 @@ def masks(plan: BlockPlan) -> Masks:
 
 
 def shared(plan: BlockPlan, ratio: int) -> bool:
-    """Whether the ``ratio`` query heads of every key head use one set of rows; one read of a device for a plan."""
+    """Whether the ``ratio`` query heads of every key head use one set of rows; one read of a device for a plan.
+
+    Of a plan that the host has not counted nothing is read: then heads are taken to differ.
+    """
     sets, heads = plan.row_ptr.shape[0], plan.group
     if ratio == 1 or sets == 1:
         return True
-    if sets == heads.numel():
+    if sets == heads.numel() or not plan.counted:
         return False
     known = _shared.setdefault(plan, {})
     if ratio not in known:
@@ -163,7 +166,10 @@ def _cut(order: Tensor, counts: Tensor, plan: BlockPlan, most: int, least: int, 
     """The queue of tasks in ``order``; those longer than a unit's even share of all work, in halves of that or less.
 
     Sizes alone often say that no task can be so long; where they do not, lengths are read from the device, once a plan.
+    Of a plan that the host has not counted, nothing is read, and nothing cut.
     """
+    if not plan.counted:
+        return Queue(order.int())
     # every set of rows is used, a single one by all
     total = plan.nnz * (counts.shape[0] if plan.row_ptr.shape[0] == 1 else 1)
     if most <= max(1, least, total // units):
