@@ -189,10 +189,12 @@ def test_unequal_buffers_end_at_the_deadline(pool2: Pool) -> None:
         assert "no answer" in cause
 
 
-def test_a_forgotten_transport_ends(pool2: Pool) -> None:
-    for alive, names in pool2.run(f"{JOBS}:forget"):
-        assert alive == 2
-        assert names == ["MainThread"]
+def test_a_forgotten_transport_ends() -> None:
+    # workers of their own: other tests' jobs leave threads of the compiler
+    with fresh(2) as pool:
+        for alive, names in pool.run(f"{JOBS}:forget"):
+            assert alive == 2
+            assert names == ["MainThread"]
 
 
 def test_an_open_transport_does_not_keep_the_interpreter_alive() -> None:
@@ -213,11 +215,12 @@ def test_an_open_transport_does_not_keep_the_interpreter_alive() -> None:
             process.kill()
 
 
-def test_workers_are_forked_from_one_thread(pool2: Pool) -> None:
+def test_workers_are_forked_from_one_thread() -> None:
     """What the native kernels' thread pools need: nothing may run in parallel before the fork."""
-    for threads, default in pool2.run(f"{JOBS}:fork_safety"):
-        assert threads == 1
-        assert default == 1
+    with fresh(2) as pool:
+        for threads, default in pool.run(f"{JOBS}:fork_safety"):
+            assert threads == 1
+            assert default == 1
 
 
 def test_no_process_is_left() -> None:
