@@ -88,6 +88,14 @@ def test_what_is_not_finite_goes_as_it_is() -> None:
     assert shares[1].wire.refused == 0
 
 
+@pytest.mark.parametrize("schedule", ["gather", "ring"])
+def test_every_message_is_counted(schedule: str) -> None:
+    """Also the large ones of the ring, which travel unpacked."""
+    x = Inputs.random(4096, heads=1, dim=64)
+    for share in spread(2, x, rw.SlidingWindow(600), schedule=schedule, placement="contiguous"):
+        assert share.wire.sent_bytes == share.wire.native_bytes == sum(share.sent) > 2**16
+
+
 def test_unknown_format() -> None:
     with pytest.raises(UnsupportedError, match="wire: got 'fp4'; wanted one of native, bf16, int8"):
         ContextParallel(None, WINDOW, 512, heads=(1, 1), wire="fp4")

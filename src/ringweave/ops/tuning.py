@@ -159,9 +159,9 @@ def record(found: list[dict[str, Any]]) -> Path:
                 file.flush()
                 os.fsync(file.fileno())
             Path(temporary).replace(path)
-        except BaseException:
+        finally:
+            # gone where it has replaced the store
             Path(temporary).unlink(missing_ok=True)
-            raise
     refresh()
     return path
 

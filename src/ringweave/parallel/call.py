@@ -135,8 +135,12 @@ class Call:
         if not sections:
             return
         channels.pack(sections, out, form, source)
+        self.count(channels, sections, form)
+
+    def count(self, channels: Channels, sections: Message, form: int) -> None:
+        """One message that is sent, in the statistics."""
         self.statistics.messages[wire.FORMATS[form]] += 1
-        self.statistics.sent_bytes += out.numel()
+        self.statistics.sent_bytes += channels.nbytes(sections, form)
         self.statistics.native_bytes += channels.nbytes(sections, wire.NATIVE)
 
     @staticmethod

@@ -108,11 +108,6 @@ class Hop:
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
 
-    def rows(self, received: bool) -> list[int]:
-        """Rows of channels per peer."""
-        messages = self.receives if received else self.sends
-        return [sum(section.rows for section in message) for message in messages]
-
 
 def direct_hop(
     demands: list[Demand],

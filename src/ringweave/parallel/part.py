@@ -87,8 +87,7 @@ class Part:
         """
         here = demand.owner == rank
         need = np.logical_or.reduce([each[rank] for each in (demand.needs if needs is None else needs)])
-        per_tile = demand.runs_per_tile
-        run_tile = np.arange(len(here)) // per_tile
+        run_tile = np.arange(len(here)) // demand.runs_per_tile
         usable = need[run_tile] if available is None else need[run_tile] & available
         columns = np.unique(run_tile[usable])
         rows = np.unique(run_tile[here])
@@ -101,7 +100,7 @@ class Part:
             direct = _direct(demand, here, columns)
             if direct is not None:
                 columns, keys = direct
-                cut = _cut(demand, rank, rows, columns, None, wanted)
+                cut = _cut(demand, rows, columns, None, wanted)
                 empty = Tokens.at(np.zeros(0, np.int64))
                 numbers = _places_of(columns, demand.plan.kv_tiles)
                 return Part(cut, Heads(demand.branch, ratio), queries, among, keys, (empty, empty), numbers)
@@ -111,7 +110,7 @@ class Part:
             present = _present(demand, available, columns)
         stay = here & (tile_at[run_tile] >= 0) if own_keys else np.zeros_like(here)
         kept = (Tokens.at(demand.shard_places(stay)), Tokens.at(demand.buffer_places(stay, tile_at)))
-        cut = _cut(demand, rank, rows, columns, present, wanted)
+        cut = _cut(demand, rows, columns, present, wanted)
         holes = present is not None and not present.all()
         return Part(cut, Heads(demand.branch, ratio), queries, among, None, kept, tile_at, holes)
 
@@ -130,7 +129,7 @@ class Part:
         found = _direct(demand, here, columns)
         keys = None if found is None else found[1]
         columns = columns if found is None else found[0]
-        cut = _cut(demand, rank, rows, columns, None, wanted)
+        cut = _cut(demand, rows, columns, None, wanted)
         queries = Tokens.at(np.arange(cut.nq))
         tile_at = _places_of(columns, demand.plan.kv_tiles)
         stay = here & (tile_at[np.arange(len(here))] >= 0)
@@ -176,14 +175,7 @@ class Part:
 
     def merge(self, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
         """Merge a result of this part into the shard's."""
-        out, lse = out[:, self.heads.queries], lse[:, self.heads.queries, :, None]
-        if self.queries.span is not None:
-            merge_into(self.queries.of(out), self.queries.of(lse)[..., 0], part_out, part_lse)
-            return
-        some_out, some_lse = self.queries.of(out), self.queries.of(lse)[..., 0]
-        merge_into(some_out, some_lse, part_out, part_lse)
-        self.queries.put(out, some_out)
-        self.queries.put(lse, some_lse[..., None])
+        merge_at(self.queries, out[:, self.heads.queries], lse[:, self.heads.queries], part_out, part_lse)
 
     def backward(
         self,
@@ -221,6 +213,17 @@ class Part:
             self.heads.update(total, self.direct.add, part)
         else:
             self.heads.update(total, self.kept[0].add, self.kept[1].of(part))
+
+
+def merge_at(places: Tokens, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge a partial result into some tokens of running (out, lse), in place."""
+    column = lse[..., None]
+    some_out, some_lse = places.of(out), places.of(column)[..., 0]
+    merge_into(some_out, some_lse, part_out, part_lse)
+    if places.span is None:
+        # copies were merged
+        places.put(out, some_out)
+        places.put(column, some_lse[..., None])
 
 
 def _places_of(chosen: Int64, count: int) -> Int64:
@@ -275,7 +278,6 @@ def _present(demand: Demand, available: NDArray[np.bool_], columns: Int64) -> ND
 
 def _cut(
     demand: Demand,
-    rank: int,
     rows: Int64,
     columns: Int64,
     present: NDArray[np.bool_] | None,

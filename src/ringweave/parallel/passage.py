@@ -148,6 +148,7 @@ class Passage:
         else:
             receives.append((stage.source, arriving[0]))
         if self._loose(stage.sends, form):
+            self.call.count(self.channels, stage.sends, form)
             for x in self._keys(stage.sends[0]):
                 sends += [(stage.target, head.contiguous()) for element in x for head in element]
         else:

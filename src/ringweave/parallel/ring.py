@@ -16,14 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..merge import merge_into
 from ..ops.heads import Heads
 from .call import BACKWARD, FORWARD, Call, Source, row_slopes
 from .cover import Moves
 from .demand import Demand
 from .exchange import Message, Section, direct_hop, guest_sections
 from .messages import Channels
-from .part import Part
+from .part import Part, merge_at
 from .passage import Passage, Returned
 from .placement import Placement
 
@@ -120,7 +119,8 @@ class Ring:
 
         def merge(section: Section, tensors: Sequence[Tensor]) -> None:
             heads = self.heads[section.branch].queries
-            _merge(section, out[:, heads], lse[:, heads], tensors[0], tensors[1][..., 0])
+            assert section.tokens is not None
+            merge_at(section.tokens, out[:, heads], lse[:, heads], tensors[0], tensors[1][..., 0])
 
         for stage, keys_of, visitors in passage.stages():
             for number, part in enumerate(stage.parts):
@@ -211,22 +211,9 @@ class Ring:
         dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
         return dq, dk, dv
 
-    def kept_bytes(self, channels: Channels) -> list[int]:
-        """Bytes of what forward keeps for backward, per hop: none."""
-        return []
-
 
 def _from(found: dict[int, list[Tensor]]) -> Source:
     return lambda section: found[section.branch]
-
-
-def _merge(section: Section, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    tokens = section.tokens
-    assert tokens is not None
-    some_out, some_lse = tokens.of(out).clone(), tokens.of(lse[..., None])[..., 0].clone()
-    merge_into(some_out, some_lse, part_out, part_lse)
-    tokens.put(out, some_out)
-    tokens.put(lse[..., None], some_lse[..., None])
 
 
 def _own_edges(demand: Demand, moves: tuple[Moves, ...]) -> list[NDArray[np.bool_]] | None:

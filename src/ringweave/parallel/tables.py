@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import RingError, ShapeError, message
+from ..errors import ShapeError, message
 from ..patterns import BlockTable
 from .call import TABLE, Call
 from .messages import Channels
@@ -19,8 +19,6 @@ from .placement import Placement
 
 if TYPE_CHECKING:
     from .transport import Pending
-
-_HEAD = 8
 
 
 class PendingTable:
@@ -32,21 +30,20 @@ class PendingTable:
 
     def __init__(self, call: Call, placement: Placement, rows: Tensor, block_size: int, version: int):
         self.version, self.block_size = version, block_size
-        self._call, self._placement = call, placement
+        self._placement = placement
         transport = call.transport
         shape = rows.shape
         padded = torch.nn.functional.pad(rows, (0, -shape[-1] % 8)).cpu()
-        packed = torch.from_numpy(np.packbits(padded.numpy(), axis=-1)).reshape(-1)
-        head = torch.tensor([version], dtype=torch.int64).view(torch.uint8)
-        self._mine = torch.cat([head, packed])
+        mine = torch.from_numpy(np.packbits(padded.numpy(), axis=-1)).reshape(-1)
         self._shape, self._device = shape, rows.device
         channels = Channels(1, (shape.numel(), block_size), torch.float32)
+        # of one version and shape everywhere, before anything travels
         call.agree(TABLE, version, channels)
-        self._data = [torch.empty_like(self._mine) for _ in range(transport.size)]
-        self._data[transport.rank] = self._mine
+        self._data = [torch.empty_like(mine) for _ in range(transport.size)]
+        self._data[transport.rank] = mine
         peers = [peer for peer in range(transport.size) if peer != transport.rank]
         self._pending: Pending = transport.exchange(
-            [(peer, self._mine) for peer in peers], [(peer, self._data[peer]) for peer in peers], stage=0, what="table"
+            [(peer, mine) for peer in peers], [(peer, self._data[peer]) for peer in peers], stage=0, what="table"
         )
 
     def result(self) -> BlockTable:
@@ -55,19 +52,15 @@ class PendingTable:
         Returns:
             The whole table, the same on every rank.
         Raises:
-            RingError: A rank is lost, or sent another version.
+            RingError: A rank is lost.
         """
         self._pending.wait()
         *lead, blocks, keys = self._shape
-        placement, transport = self._placement, self._call.transport
+        placement = self._placement
         total = -(-placement.tokens // self.block_size)
         whole = torch.zeros(*lead, total, keys, dtype=torch.bool)
         for rank, data in enumerate(self._data):
-            version = int(data[:_HEAD].clone().view(torch.int64))
-            if version != self.version:
-                cause = f"version {version} of the table from rank {rank}, where this one is at {self.version}"
-                raise RingError(transport.rank, rank, None, transport.step, cause)
-            bits = np.unpackbits(data[_HEAD:].numpy().reshape(-1, -(-keys // 8)), axis=1)[:, :keys]
+            bits = np.unpackbits(data.numpy().reshape(-1, -(-keys // 8)), axis=1)[:, :keys]
             rows = torch.from_numpy(bits.reshape(*lead, blocks, keys).astype(bool))
             number = block_numbers(placement, rank, self.block_size)
             real = number < total

@@ -41,7 +41,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
     if specialised:
         triton.set_allocator(_scratch)
     sums, tops = _partial(queue, blocks.m * packing.parts, dim, out), _partial(queue, blocks.m * packing.parts, 1, lse)
-    with _on(q):
+    with _device_guard(q):
         kernels.forward[_grid(queue, packing.parts, blocks, q.device)](
             q, keys, values, out, lse, sums, tops, queue.tasks, _shares(queue),
             plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, lists.live, *_steps(q, k, v),
@@ -61,7 +61,7 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
     result = torch.empty(batch, heads, nq, dtype=torch.float32, device=out.device)
     lines = max(16, min(128, 8192 // padded(dim)))
     slope = result if dlse is None else dlse
-    with _on(out):
+    with _device_guard(out):
         kernels.delta[(batch * heads * triton.cdiv(nq, lines),)](
             dout, out, lse, slope, result, *_steps(dout, out), *lse.stride(), *slope.stride(), heads, nq,
             DV=dim, PAD_DV=padded(dim), BLOCK_M=lines, SLOPED=dlse is not None, num_warps=4,
@@ -95,7 +95,7 @@ def backward(
     described = blocks.described and not sides.dead_keys and _describable(k, v)
     keys, values = (_described(x, blocks.n) if described else x for x in (k, v))
     sums = _partial(queue, blocks.m * packing.parts, q.shape[3], dq)
-    with _on(q):
+    with _device_guard(q):
         kernels.backward_q[_grid(queue, packing.parts, blocks, q.device)](
             q, keys, values, dout, lse, delta, dq, sums, queue.tasks, _shares(queue),
             rows.group, rows.row_ptr, rows.col, rows.bits, rows.masks, lists.live, *steps,
@@ -112,7 +112,7 @@ def backward(
     described = blocks.described and not sides.dead_queries and _describable(q, dout)
     queries, slopes = (_described(x, blocks.m) if described else x for x in (q, dout))
     key_sums, value_sums = (_partial(queue, plan.kv_tile, x.shape[3], x) for x in (dk, dv))
-    with _on(q):
+    with _device_guard(q):
         kernels.backward_kv[_grid(queue, packing.parts, blocks, q.device)](
             queries, k, v, slopes, lse, delta, dk, dv, key_sums, value_sums, queue.tasks, _shares(queue), plan.group,
             plan.col_ptr, plan.row, plan.bits_t, sides.transposed, sides.live_queries, *steps,
@@ -270,5 +270,5 @@ def _device(device: torch.device) -> Device:
     return Device.of_cuda(properties.major, shared, properties.multi_processor_count)
 
 
-def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+def _device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
