@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ringweave as rw
 from ringweave.errors import PatternError
 from ringweave.ops import flash, gather
+from ringweave.ops.backend import Upstream
 from ringweave.ops.triton import schedule
 from ringweave.patterns.parse import rebuild
 from ringweave.plan import BlockPlan, Branch, tables
@@ -87,10 +88,11 @@ def test_kernels_read_through_the_offsets(monkeypatch: pytest.MonkeyPatch) -> No
     branch = Branch(pattern, (0, 4, 1), 1, 0, 0, N, N, 0, 2)
     monkeypatch.setattr(Branch, "plan", lambda self, device, tile=None: spare)
     out, lse = gather.forward(q, k, v, branch, 0.25, torch.float32)
-    grads = gather.backward(out, q, k, v, out, lse, out.square().sum(-1), branch, 0.25, torch.float32)
+    upstream = Upstream(out, lse, out.square().sum(-1))
+    grads = gather.backward(upstream, q, k, v, branch, 0.25, torch.float32)
     monkeypatch.undo()
     assert torch.equal(out, rw.attention(q, k, v, pattern, backend="gather"))
-    again = gather.backward(out, q, k, v, out, lse, out.square().sum(-1), branch, 0.25, torch.float32)
+    again = gather.backward(upstream, q, k, v, branch, 0.25, torch.float32)
     assert all(torch.equal(one, two) for one, two in zip(grads, again, strict=True))
 
 

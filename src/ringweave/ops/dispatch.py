@@ -16,7 +16,7 @@ from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
 from . import cpu, flash, flex, gather, reference, sdpa, triton, tuning
-from .backend import Backend, Case, delta_in_chunks
+from .backend import Backend, Case, Upstream, delta_in_chunks
 from .heads import Heads
 
 BACKENDS: dict[str, Backend] = {
@@ -128,16 +128,14 @@ def run_backward(
     if len(steps) == 1 and _is_whole(steps[0][0], case):
         branch, chosen = steps[0]
         assert chosen.backward is not None
-        whole_out = out if dlse is None else None
-        return chosen.backward(dout, q, k, v, whole_out, lse, delta, branch, scale, q.dtype)
+        whole = Upstream(dout, lse, delta, out if dlse is None else None)
+        return chosen.backward(whole, q, k, v, branch, scale, q.dtype)
     totals = [torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v)]
     for branch, chosen in steps:
         assert chosen.backward is not None
         view = _View(branch, case)
-        dq, dk, dv = chosen.backward(
-            view.of_q(dout), view.of_q(q), view.of_k(k), view.of_k(v), None, view.of_q(lse), view.of_q(delta),
-            branch, scale, wide,
-        )  # fmt: skip
+        mine = Upstream(view.of_q(dout), view.of_q(lse), view.of_q(delta))
+        dq, dk, dv = chosen.backward(mine, view.of_q(q), view.of_k(k), view.of_k(v), branch, scale, wide)
         view.of_q(totals[0]).add_(dq)
         view.add_to_k(totals[1], dk)
         view.add_to_k(totals[2], dv)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...plan import Branch
-from ..backend import Backend, Case
+from ..backend import Backend, Case, Upstream
 from . import schedule
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,21 +41,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor,
-    delta: Tensor,
-    branch: Branch,
-    scale: float,
-    dtype: torch.dtype,
+    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Two kernels, and those that join split lists; without atomics: the same bits each time."""
     from . import launch
 
-    return launch.backward(dout, q, k, v, out, lse, delta, branch, scale, dtype)
+    return launch.backward(upstream, q, k, v, branch, scale, dtype)
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...plan import BlockPlan, Branch
+from ..backend import Upstream
 from . import kernels, schedule
 from .blocks import Blocks, Device, Packing, choose, padded
 from .pairing import Rows, paired, single
@@ -70,19 +71,11 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor,
-    delta: Tensor,
-    branch: Branch,
-    scale: float,
-    dtype: torch.dtype,
+    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Two launches: dQ by rows, dK and dV by columns; each sum joined by one more where lists are split."""
-    q, k, v, dout = map(_readable, (q, k, v, dout.to(q.dtype)))
+    q, k, v, dout = map(_readable, (q, k, v, upstream.dout.to(q.dtype)))
+    lse, delta = upstream.lse, upstream.delta
     plan = branch.plan(q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     heads, nq, nk = q.shape[1], q.shape[2], k.shape[2]
