@@ -98,9 +98,10 @@ def peers(*names: str) -> list[Peer]:
     return [PEERS[name] for name in names]
 
 
-def sparse_backends(*, besides: str) -> list[str]:
-    """Names of peers for the backends that auto may choose, but for one it already chose."""
-    return [f"ringweave:{name}" for name in PREFERENCE if BACKENDS[name].planned and name != besides]
+def sparse_backends(workload: Workload, *, besides: str) -> list[str]:
+    """Names of peers for the backends that auto may choose on a device, but for one it already chose."""
+    names = [f"ringweave:{name}" for name in PREFERENCE if BACKENDS[name].planned and name != besides]
+    return [name for name in names if PEERS[name].supports(workload, True) is None]
 
 
 def chosen_backend(workload: Workload, *, backward: bool, name: str = "auto") -> str:

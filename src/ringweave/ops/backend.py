@@ -130,6 +130,7 @@ class Backend:
         branched: Whether it takes compiled branches; the reference takes the pattern as it is.
         planned: Whether it computes a plan's tiles; dense kernels need none.
         delta: Computes what backward takes as ``delta``.
+        tried: Whether auto takes it only after a trial on the GPU that is there (see trial.py).
     """
 
     name: str
@@ -140,3 +141,4 @@ class Backend:
     branched: bool = True
     planned: bool = True
     delta: Delta = delta_in_chunks
+    tried: bool = False

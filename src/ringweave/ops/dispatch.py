@@ -6,7 +6,7 @@ the whole attention's lse each branch's gradients are its share, and they are ad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..errors import UnsupportedError, message
 from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
-from . import cpu, flash, flex, gather, reference, sdpa, triton, tuning
+from . import cpu, flash, flex, gather, reference, sdpa, trial, triton, tuning
 from .backend import Backend, Case, Upstream, delta_in_chunks
 from .heads import Heads
 
@@ -25,9 +25,8 @@ BACKENDS: dict[str, Backend] = {
         reference.BACKEND, gather.BACKEND, sdpa.BACKEND, cpu.BACKEND, triton.BACKEND, flex.BACKEND, flash.BACKEND,
     )
 }  # fmt: skip
-# what auto tries, best first; the last one runs everything. The kernels for GPUs join when they have run on one: until
-# then a stored measurement (see tuning.py), which checks them first, or their name brings them in
-PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "gather")
+# what auto considers, best first; the last one runs everything
+PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "flash", "triton", "gather")
 # tiles (128 x 128) beyond which a dense branch goes to a kernel that needs no plan: 16 bytes a tile add up
 _DENSE_TILES = 2**23
 
@@ -64,12 +63,13 @@ def measured(case: Case, branch: Branch) -> Backend | None:
     return backend
 
 
-def candidates(case: Case, branch: Branch) -> list[tuple[Backend, str | None]]:
-    """What auto considers where nothing was measured, in order, each with why it cannot run it (None: it can)."""
+def candidates(case: Case, branch: Branch) -> Iterator[tuple[Backend, str | None]]:
+    """What auto considers where nothing was measured, in order, each with why it does not take it (None: it does)."""
     ordered = list(PREFERENCE)
     if branch.structure != "sparse" and branch.nq * branch.nk > _DENSE_TILES * 128**2:
         ordered.sort(key=lambda name: BACKENDS[name].planned)
-    return [(BACKENDS[name], refusal(BACKENDS[name], case, branch)) for name in ordered]
+    for name in ordered:
+        yield BACKENDS[name], _why_not(BACKENDS[name], case, branch)
 
 
 def refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
@@ -77,6 +77,14 @@ def refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
     if case.needs_grad and backend.backward is None:
         return "it is forward-only, and an input requires gradients (detach the inputs, or use torch.no_grad)"
     return backend.refusal(case, branch)
+
+
+def _why_not(backend: Backend, case: Case, branch: Branch) -> str | None:
+    """Why auto does not take a backend by itself; None where it may."""
+    if backend.tried and not backend.planned and branch.structure == "sparse":
+        return "auto gives it sparse patterns only where ringweave tune found it fastest"
+    reason = refusal(backend, case, branch)
+    return trial.reason(backend, case, branch) if reason is None and backend.tried else reason
 
 
 def program(pattern: Pattern, case: Case, q_offset: int, backend: str) -> list[tuple[Branch, Backend]]:

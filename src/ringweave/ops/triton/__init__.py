@@ -8,10 +8,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedError, message
 from ...plan import Branch
 from ..backend import Backend, Case, Upstream
 from . import schedule
@@ -37,7 +40,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
     """One kernel; a second where long lists are split."""
     from . import launch
 
-    return launch.forward(q, k, v, branch, scale, dtype)
+    with _explained():
+        return launch.forward(q, k, v, branch, scale, dtype)
 
 
 def backward(
@@ -46,14 +50,30 @@ def backward(
     """Two kernels, and those that join split lists; without atomics: the same bits each time."""
     from . import launch
 
-    return launch.backward(upstream, q, k, v, branch, scale, dtype)
+    with _explained():
+        return launch.backward(upstream, q, k, v, branch, scale, dtype)
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """One kernel."""
     from . import launch
 
-    return launch.delta(dout, out, lse, dlse)
+    with _explained():
+        return launch.delta(dout, out, lse, dlse)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Triton's own errors are no RuntimeErrors; what fails to compile here is a case that cannot be run here."""
+    from triton.errors import TritonError
+
+    try:
+        yield
+    except TritonError as error:
+        said = " ".join(str(error).split())[-300:]
+        raise UnsupportedError(
+            message("backend", f"'triton' ({type(error).__name__}: {said})", "a kernel for this GPU", "Name another.")
+        ) from error
 
 
 def refusal(case: Case, branch: Branch) -> str | None:
@@ -89,4 +109,4 @@ def scratch(case: Case, branch: Branch) -> int:
     return 4 * (tiles + 2 * plan.masks.numel() + partial + delta)
 
 
-BACKEND = Backend("triton", forward, backward, refusal, scratch, delta=delta)
+BACKEND = Backend("triton", forward, backward, refusal, scratch, delta=delta, tried=True)
