@@ -8,13 +8,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedError, message
 from ...plan import Branch
 from ..backend import Backend, Case, Upstream
 from . import schedule
@@ -40,7 +37,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
     """One kernel; a second where long lists are split."""
     from . import launch
 
-    with _explained():
+    with launch.explained():
         return launch.forward(q, k, v, branch, scale, dtype)
 
 
@@ -50,7 +47,7 @@ def backward(
     """Two kernels, and those that join split lists; without atomics: the same bits each time."""
     from . import launch
 
-    with _explained():
+    with launch.explained():
         return launch.backward(upstream, q, k, v, branch, scale, dtype)
 
 
@@ -58,22 +55,8 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
     """One kernel."""
     from . import launch
 
-    with _explained():
+    with launch.explained():
         return launch.delta(dout, out, lse, dlse)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Triton's own errors are no RuntimeErrors; what fails to compile here is a case that cannot be run here."""
-    from triton.errors import TritonError
-
-    try:
-        yield
-    except TritonError as error:
-        said = " ".join(str(error).split())[-300:]
-        raise UnsupportedError(
-            message("backend", f"'triton' ({type(error).__name__}: {said})", "a kernel for this GPU", "Name another.")
-        ) from error
 
 
 def refusal(case: Case, branch: Branch) -> str | None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.errors import TritonError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...errors import UnsupportedError, message
 from ...plan import BlockPlan, Branch
 from ..backend import Upstream
 from . import kernels, schedule
@@ -116,6 +119,18 @@ def backward(
         for part, whole in ((key_sums, dk), (value_sums, dv)):
             _join(queue, part, whole, None, 1, plan.kv_tile, packing)
     return dq, dk, dv
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Triton's own errors are no RuntimeErrors; what fails to compile here is a case that cannot be run here."""
+    try:
+        yield
+    except TritonError as error:
+        said = " ".join(str(error).split())[-300:]
+        raise UnsupportedError(
+            message("backend", f"'triton' ({type(error).__name__}: {said})", "a kernel for this GPU", "Name another.")
+        ) from error
 
 
 class Cut(NamedTuple):
