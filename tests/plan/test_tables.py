@@ -17,7 +17,7 @@ from ringweave.ops.backend import Upstream
 from ringweave.ops.triton import schedule
 from ringweave.patterns.parse import rebuild
 from ringweave.plan import BlockPlan, Branch, tables
-from ringweave.plan.build import build
+from ringweave.plan.build import _planned_within, build
 
 N, SIDE = 512, 64
 BLOCKS = N // SIDE
@@ -54,11 +54,11 @@ def planned(pattern: rw.BlockTable, spare: bool) -> BlockPlan:
 
 
 @pytest.mark.parametrize("name", list(TABLES))
-def test_a_plan_with_places_to_spare_holds_the_same_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_with_places_to_spare_holds_the_same_tiles(name: str) -> None:
     pattern = TABLES[name]()
     exact, spare = planned(pattern, False), planned(pattern, True)
     assert exact.places == exact.nnz == spare.nnz <= spare.places
-    assert spare.places == pattern.tables[0][..., :1].numel() * pattern.most
+    assert spare.places == pattern.blocks.table.numel()
     for which in ("row_ptr", "col_ptr", "group", "order", "masks"):
         assert torch.equal(getattr(exact, which), getattr(spare, which)), which
     for which in ("col", "row", "bits", "bits_t"):
@@ -73,9 +73,6 @@ def test_a_plan_with_places_to_spare_holds_the_same_tiles(name: str, monkeypatch
     for one, two in zip(flash.padded_lists(exact, "columns"), flash.padded_lists(spare, "columns"), strict=True):
         assert torch.equal(one, two)
     assert torch.equal(spare.to_block_mask().to_dense(), exact.to_block_mask().to_dense())
-    # some row sets at a time
-    monkeypatch.setattr(tables, "_AT_ONCE", BLOCKS * BLOCKS)
-    assert torch.equal(planned(pattern, True).row, spare.row)
 
 
 def test_kernels_read_through_the_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,13 +104,13 @@ WITHIN: dict[str, rw.Pattern] = {
 
 @pytest.mark.parametrize("inside", list(WITHIN))
 @pytest.mark.parametrize("name", ["one", "per_head", "per_batch", "indices"])
-def test_a_table_within_a_pattern(name: str, inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_within_a_pattern(name: str, inside: str) -> None:
     """The tiles and masks of the general plan, which evaluates the intersection."""
     tokens = N - 20
     pattern, rest = TABLES[name](), WITHIN[inside]
     general = build(pattern & rest, tokens, tokens, heads=4, batch=2, tile=(SIDE, SIDE))
-    lead = tuple(pattern.tables[0].shape[:-2])
-    within = tables.Within.of(build(rest, tokens, tokens, heads=4, batch=2, tile=(SIDE, SIDE)), lead, "cpu")
+    lead = pattern.blocks.shape[:-2]
+    within = _planned_within(rest.spec, tokens, tokens, 4, 2, (SIDE, SIDE), lead, "cpu")
 
     def planned_within(spare: bool) -> BlockPlan:
         return tables.from_table(pattern, tokens, tokens, 4, 2, (SIDE, SIDE), "cpu", spare=spare, within=within)
@@ -121,8 +118,7 @@ def test_a_table_within_a_pattern(name: str, inside: str, monkeypatch: pytest.Mo
     exact = planned_within(False)
     with _NothingRead():
         spare = planned_within(True)
-    monkeypatch.setattr(tables, "_AT_ONCE", BLOCKS * BLOCKS)
-    for plan in (exact, spare, planned_within(True)):
+    for plan in (exact, spare):
         assert torch.equal(plan.to_dense(), general.to_dense())
         assert torch.equal(plan.to("cpu").col, exact.col)
         assert torch.equal(plan.to("cpu").bits_t, exact.bits_t)
@@ -181,14 +177,16 @@ def test_nothing_is_read_back(name: str) -> None:
         schedule.column_queue(plan, 2, 2**14, 4)
     assert "scatter_" in watched.called
     with pytest.raises(AssertionError, match="nonzero"), _NothingRead():
-        planned(pattern, False)
+        pattern.mask.nonzero()
 
 
 def test_tables_without_data() -> None:
     """From construction to queues on tensors that hold no values: reading one would fail."""
     pattern = of_indices("meta")
-    assert pattern.spec == "BlockTable(_, 64, 3)"
-    assert rebuild(pattern.spec, pattern.tables).most == 3  # type: ignore[attr-defined]
+    assert pattern.spec == "BlockTable(_, 64, key_blocks=8)"
+    again = rebuild(pattern.spec, pattern.tables)
+    assert isinstance(again, rw.BlockTable)
+    assert (again.blocks.most, again.blocks.shape) == (3, (2, 4, BLOCKS, BLOCKS))
     plan = build(pattern, N, N, heads=4, batch=2, tile=(SIDE, SIDE), device="meta")
     assert plan.places == 2 * 4 * BLOCKS * 3
     assert plan.col.device.type == "meta"

@@ -20,9 +20,11 @@ from ..patterns import BlockTable, Pattern, check_extents, rebuild
 from ..patterns.algebra import And
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
 from .block_plan import BlockPlan, pack_masks
-from .tables import Within, from_table
+from .radix import stable_order
+from .tables import Within, from_table, runs_of
 
 _EVALUATED_AT_ONCE = 2**24  # mask bits
+_TILES_AT_ONCE = 2**18
 DEFAULT_TILE = 128
 
 
@@ -58,17 +60,23 @@ def build(
     split = _table_within(pattern, tile) if q_offset == 0 else None
     if split is not None:
         table, rest = split
-        within = _planned_within(rest.spec, nq, nk, heads, batch, tile, tuple(table.tables[0].shape[:-2]), str(device))
+        within = _planned_within(rest.spec, nq, nk, heads, batch, tile, table.blocks.shape[:-2], str(device))
         return from_table(table, nq, nk, heads, batch, tile, device, within=within)
+    patterns, group = _distinct(pattern, heads, batch)
+    store = _Masks(tile)
+    sets = [_rows(each, nq, nk, q_offset, tile, store) for each in patterns]
+    return _assemble(sets, group, store.packed(), nq, nk, q_offset, tile, device)
+
+
+def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[Pattern], torch.Tensor]:
+    """The patterns of all batch elements and heads, each once, and which of them each uses, (B, Hq) int32."""
     distinct: dict[Hashable, tuple[int, Pattern]] = {}
     group = np.zeros((batch, heads), np.int32)
     for b in range(batch):
         for h in range(heads):
             each = pattern.select(b, h)
             group[b, h] = distinct.setdefault(each.value(), (len(distinct), each))[0]
-    store = _Masks(tile)
-    sets = [_rows(each, nq, nk, q_offset, tile, store) for _, each in distinct.values()]
-    return _assemble(sets, torch.from_numpy(group), store.packed(), nq, nk, q_offset, tile, device)
+    return [each for _, each in distinct.values()], torch.from_numpy(group)
 
 
 def _table_within(pattern: Pattern, tile: tuple[int, int]) -> tuple[BlockTable, Pattern] | None:
@@ -91,7 +99,16 @@ def _table_within(pattern: Pattern, tile: tuple[int, int]) -> tuple[BlockTable, 
 def _planned_within(
     spec: str, nq: int, nk: int, heads: int, batch: int, tile: tuple[int, int], table: tuple[int, ...], device: str
 ) -> Within:
-    return Within.of(build(rebuild(spec, ()), nq, nk, heads=heads, batch=batch, tile=tile), table, device)
+    # some rows at a time: what is kept are runs of tiles, few where the tiles are many
+    patterns, group = _distinct(rebuild(spec, ()), heads, batch)
+    q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
+    step = max(1, _TILES_AT_ONCE // kv_tiles)
+    store, runs = _Masks(tile), []
+    for number, each in enumerate(patterns):
+        for first in range(0, q_tiles, step):
+            found = _rows(each, nq, nk, 0, tile, store, slice(first, first + step))
+            runs.append(runs_of((number * q_tiles + first + found.row) * kv_tiles + found.col, found.bits))
+    return Within.of(runs, store.packed(), group, table, device)
 
 
 def _check(pattern: Pattern, nq: int, nk: int, heads: int, batch: int, q_offset: int, tile: tuple[int, int]) -> None:
@@ -111,9 +128,17 @@ def _check(pattern: Pattern, nq: int, nk: int, heads: int, batch: int, q_offset:
     pattern.check(nq, nk, q_offset)
 
 
-def _rows(pattern: Pattern, nq: int, nk: int, q_offset: int, tile: tuple[int, int], store: _Masks) -> _Rows:
+def _rows(
+    pattern: Pattern,
+    nq: int,
+    nk: int,
+    q_offset: int,
+    tile: tuple[int, int],
+    store: _Masks,
+    part: slice = slice(None),
+) -> _Rows:
     q_tile, kv_tile = tile
-    lo = np.arange(0, nq, q_tile, dtype=np.int64)
+    lo = np.arange(0, nq, q_tile, dtype=np.int64)[part]
     q_lo, q_hi = lo + q_offset, np.minimum(lo + q_tile, nq) + q_offset
     row, col = _candidates(pattern.key_ranges(q_lo, q_hi, nk), kv_tile, -(-nk // kv_tile))
     k_lo = col * kv_tile
@@ -238,9 +263,7 @@ def _assemble(
     for tiles in sets:
         row_ptr.append(base + _offsets(tiles.row, q_tiles))
         col_ptr.append(base + _offsets(tiles.col, kv_tiles))
-        # a stable sort of 16-bit keys is a radix sort
-        column = tiles.col.astype(np.uint16) if kv_tiles <= 2**16 else tiles.col
-        by_column = np.argsort(column, kind="stable")
+        by_column = stable_order(tiles.col, kv_tiles)
         row_t.append(tiles.row[by_column])
         bits_t.append(tiles.bits[by_column])
         base += len(tiles.row)

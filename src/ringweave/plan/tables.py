@@ -9,19 +9,23 @@ like that too: the pattern's own tiles are planned once, and kept on the device.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..patterns import BlockTable
+from ..patterns.blocks import Blocks
+from ..patterns.tiles import Int64
 from .block_plan import BlockPlan
+from .radix import stable_order
 
 #: Places of a list beyond which a GPU plan is made exact, for one wait: four lists of them take a quarter of a GiB.
 MOST_PLACES = 2**24
-_AT_ONCE = 2**24
-
-
 EMPTY = -2
 
 
@@ -29,14 +33,19 @@ EMPTY = -2
 class Within:
     """The tiles of the pattern that a table lies in, for tables of one shape; all on one device.
 
+    Tiles side by side with one code are a run: a causal pattern has three in a row of tiles, whatever the length.
+
     Attributes:
-        codes: (P, query tiles, key tiles) int32: EMPTY, -1 full, else an index into ``masks``.
+        starts: (S,) int64, ascending, the first 0: where a run begins in a flat array (P, query tiles, key tiles).
+            Of equal ones the last counts.
+        codes: (S,) int32: EMPTY, -1 full, else an index into ``masks``.
         masks: As a plan's.
         of_table: (G,) int64, which row set of the table each of the joint ones uses.
         of_codes: (G,) int64, which of the P.
         group: (B, Hq) int32, which of the G a batch element and head uses.
     """
 
+    starts: Tensor
     codes: Tensor
     masks: Tensor
     of_table: Tensor
@@ -44,25 +53,45 @@ class Within:
     group: Tensor
 
     @staticmethod
-    def of(plan: BlockPlan, table: tuple[int, ...], device: str | torch.device) -> Within:
-        """From the pattern's plan on a CPU, and the leading sides of the table: (), (heads,) or (batch, heads)."""
-        row, col, bits = plan.listed()
-        codes = torch.full((plan.row_ptr.shape[0], plan.q_tiles, plan.kv_tiles), EMPTY, dtype=torch.int32)
-        codes[row // plan.q_tiles, row % plan.q_tiles, col] = bits.int()
-        batch, heads = plan.group.shape
-        number = 1
-        for side in table:
-            number *= side
-        of_table = torch.arange(number).reshape(table).expand(batch, heads)
-        pairs = of_table.reshape(-1) * codes.shape[0] + plan.group.reshape(-1).long()
-        joint, group = pairs.unique(return_inverse=True)
-        moved = (codes, plan.masks, joint // codes.shape[0], joint % codes.shape[0], group.view(batch, heads).int())
-        return Within(*(x.to(device) for x in moved))
+    def of(
+        runs: Sequence[tuple[Int64, Int64, NDArray[np.int32]]],
+        masks: Tensor,
+        group: Tensor,
+        table: tuple[int, ...],
+        device: str | torch.device,
+    ) -> Within:
+        """From runs (begin, end, code) of tiles with a code each, and the leading sides of the table.
 
-    def joined(self, table: Tensor) -> tuple[Tensor, Tensor]:
-        """(set blocks, their codes) of the joint row sets, (G, query tiles, key tiles) each."""
-        codes = self.codes.expand(len(self.of_codes), -1, -1) if len(self.codes) == 1 else self.codes[self.of_codes]
-        return table[self.of_table] & (codes != EMPTY), codes
+        Args:
+            runs: As of ``runs_of``, by places in a flat array (P, query tiles, key tiles), ascending.
+            masks: As a plan's.
+            group: (B, Hq) int32, which of the P a batch element and head uses.
+            table: (), (heads,) or (batch, heads).
+            device: Where it goes.
+        """
+        begin, end, code = (np.concatenate(part) for part in zip(*runs, strict=True))
+        # what comes after a run is empty, unless another run begins there
+        starts = np.concatenate([np.zeros(1, np.int64), end, begin])
+        codes = np.concatenate([np.full(1 + len(end), EMPTY, np.int32), code])
+        order = np.argsort(starts, kind="stable")
+        sets = int(group.max()) + 1
+        of_table = torch.arange(math.prod(table)).reshape(table).expand(group.shape)
+        joint, joined = (of_table * sets + group.long()).unique(return_inverse=True)
+        moved = (torch.from_numpy(starts[order]), torch.from_numpy(codes[order]), masks, joint // sets, joint % sets)
+        return Within(*(x.to(device) for x in (*moved, joined.int())))
+
+    def at(self, set_number: Tensor, place: Tensor, area: int) -> Tensor:
+        """The codes of tiles, by joint row set and place in its ``area`` of tiles; int32, for broadcast int64."""
+        number = (self.of_codes[set_number] * area + place).reshape(-1)
+        return self.codes[torch.searchsorted(self.starts, number, right=True) - 1]
+
+
+def runs_of(place: Int64, code: NDArray[np.int32]) -> tuple[Int64, Int64, NDArray[np.int32]]:
+    """Tiles at ascending places, each with a code, as runs (begin, end, code) of neighbours with one code."""
+    ends = np.ones(len(place) + 1, np.bool_)
+    ends[1:-1] = (place[1:] != place[:-1] + 1) | (code[1:] != code[:-1])
+    first, last = np.flatnonzero(ends[:-1]), np.flatnonzero(ends[1:])
+    return place[first], place[last] + 1, code[first]
 
 
 def from_table(
@@ -89,30 +118,26 @@ def from_table(
         spare: Whether the lists may have places to spare; by default on anything but a CPU, where they are few enough.
         within: The pattern that the table is intersected with.
     """
-    mask = pattern.tables[0].to(device)
-    q_tiles, kv_tiles = mask.shape[-2:]
-    grid, codes = mask.reshape(-1, q_tiles, kv_tiles), None
-    if within is not None:
-        grid, codes = within.joined(grid)
-    room = grid.shape[0] * q_tiles * pattern.most
+    blocks = pattern.blocks.to(device)
+    lead = blocks.shape[:-2]
+    sets = math.prod(lead) if within is None else len(within.of_table)
+    room = sets * blocks.shape[-2] * blocks.most
     if spare is None:
-        spare = mask.device.type != "cpu" and room <= MOST_PLACES
-    places = room if spare else None
-    group = torch.arange(grid.shape[0], dtype=torch.int32, device=grid.device)
-    row_ptr, col, bits = _compressed(grid, codes, places)
-    col_ptr, row, bits_t = _compressed(grid.mT, None if codes is None else codes.mT, places)
-    counts = row_ptr.diff(dim=1).reshape(-1)
-    rank = (2 * counts.clamp(min=1).log2()).floor().to(torch.int16)
-    no_masks = torch.zeros(0, tile[0], -(-tile[1] // 32), dtype=torch.int32, device=grid.device)
+        spare = blocks.table.device.type != "cpu" and room <= MOST_PLACES
+    row_ptr, col, bits, col_ptr, row, bits_t = (_with_room if spare else _exact)(blocks, sets, within)
+    device = row_ptr.device
+    group = torch.arange(sets, dtype=torch.int32, device=device)
+    rank = (2 * row_ptr.diff(dim=1).reshape(-1).clamp(min=1).log2()).floor().to(torch.int16)
+    no_masks = torch.zeros(0, tile[0], -(-tile[1] // 32), dtype=torch.int32, device=device)
     return BlockPlan(
-        row_ptr=row_ptr,
-        col=col,
+        row_ptr=row_ptr.int(),
+        col=col.int(),
         bits=bits,
-        col_ptr=col_ptr,
-        row=row,
+        col_ptr=col_ptr.int(),
+        row=row.int(),
         bits_t=bits_t,
         masks=no_masks if within is None else within.masks,
-        group=group.view(mask.shape[:-2]).expand(batch, heads).contiguous() if within is None else within.group,
+        group=group.view(lead).expand(batch, heads).contiguous() if within is None else within.group,
         order=torch.argsort(-rank, stable=True).int(),
         nq=nq,
         nk=nk,
@@ -122,27 +147,70 @@ def from_table(
     )
 
 
-def _compressed(grid: Tensor, codes: Tensor | None, places: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets, indices and codes of the set ones of (groups, lines, blocks); with ``places``, lists of that length."""
-    groups, lines, blocks = grid.shape
-    counts = grid.sum(-1)
-    ends = counts.reshape(-1).cumsum(0)
-    first = torch.arange(groups, device=grid.device)[:, None] * lines
-    ptr = torch.cat([ends.new_zeros(1), ends])[first + torch.arange(lines + 1, device=grid.device)].int()
-    if places is None:
-        where = grid.nonzero(as_tuple=True)
-        index = where[2].int()
-        return ptr, index, torch.full_like(index, -1) if codes is None else codes[where]
-    starts = ends.view(groups, lines) - counts
-    number = torch.arange(blocks, dtype=torch.int32, device=grid.device)
+def _exact(blocks: Blocks, sets: int, within: Within | None) -> tuple[Tensor, ...]:
+    """The lists of a plan, no longer than they are."""
+    rows, width = blocks.shape[-2:]
+    area = rows * width
+    number = blocks.numbers()
+    code: Tensor | None = None
+    if within is not None:
+        ends = torch.searchsorted(number, area * torch.arange(math.prod(blocks.shape[:-2]) + 1, device=number.device))
+        of_table = within.of_table.tolist()
+        parts = [number[ends[t] : ends[t + 1]] + (g - t) * area for g, t in enumerate(of_table)]
+        number = torch.cat(parts)
+        code = within.at(number // area, number % area, area)
+        used = code != EMPTY
+        number, code = number[used], code[used]
+    line = number // width
+    col = number - line * width
+    column = line // rows * width + col
+    order = _by_column(column, sets * width)
+    bits = torch.full_like(col, -1, dtype=torch.int32) if code is None else code
+    ptrs = _starts(number, sets, rows, width), _starts(column[order], sets, width, 1)
+    return ptrs[0], col, bits, ptrs[1], (line % rows)[order], bits if code is None else code[order]
+
+
+def _by_column(column: Tensor, bound: int) -> Tensor:
+    if column.device.type == "cpu":
+        return torch.from_numpy(stable_order(column.numpy(), bound))
+    return column.sort(stable=True).indices
+
+
+def _starts(number: Tensor, sets: int, lines: int, width: int) -> Tensor:
+    """(sets, lines + 1): where each line of ``width`` numbers begins among ascending ones, and the last one's end."""
+    line = torch.arange(sets, device=number.device)[:, None] * lines + torch.arange(lines + 1, device=number.device)
+    return torch.searchsorted(number, (line * width).to(number.dtype))
+
+
+def _with_room(blocks: Blocks, sets: int, within: Within | None) -> tuple[Tensor, ...]:
+    """The lists of a plan with a place for every block that could be set; no shape depends on what is."""
+    listed, (rows, width) = blocks.listed(), blocks.shape[-2:]
+    device, most = listed.device, blocks.most
+    listed = listed.reshape(-1, rows, most)
+    set_number = torch.arange(sets, device=device)[:, None, None]
+    if within is not None:
+        listed = listed[within.of_table]
+    used, code = listed < width, None
+    if within is not None:
+        place = torch.arange(rows, device=device)[:, None] * width + listed
+        code = within.at(set_number, place, rows * width)
+        used &= (code != EMPTY).view_as(used)
+    places = listed.numel()
+    ends = torch.nn.functional.pad(used.sum(-1).reshape(-1).cumsum(0), (1, 0))
+    first = torch.arange(sets, device=device)[:, None] * rows
+    row_ptr = ends[first + torch.arange(rows + 1, device=device)]
     # the place past the end takes what is not set
-    index = torch.zeros(places + 1, dtype=torch.int32, device=grid.device)
-    bits = torch.full_like(index, -1)
-    step = max(1, _AT_ONCE // (lines * blocks))
-    for first_group in range(0, groups, step):
-        part = slice(first_group, first_group + step)
-        place = torch.where(grid[part], grid[part].cumsum(-1) - 1 + starts[part, :, None], places).reshape(-1)
-        index.scatter_(0, place, number.expand_as(grid[part]).reshape(-1))
-        if codes is not None:
-            bits.scatter_(0, place, codes[part].reshape(-1))
-    return ptr, index[:places], bits[:places]
+    flat = used.reshape(-1)
+    target = torch.where(flat, flat.cumsum(0) - 1, places)
+    col = torch.zeros(places + 1, dtype=torch.int32, device=device).scatter_(0, target, listed.reshape(-1))[:places]
+    bits = torch.full((places + 1,), -1, dtype=torch.int32, device=device)
+    # blocks that are not set come after all columns
+    column = torch.where(used, set_number * width + listed, sets * width).int().reshape(-1)
+    column, order = column.sort(stable=True)
+    bits_t = bits[:places]
+    if code is not None:
+        code = torch.where(flat, code, -1)
+        bits_t = code[order]
+        bits.scatter_(0, target, code)
+    row = order // max(most, 1) % rows
+    return row_ptr, col, bits[:places], _starts(column, sets, width, 1), row, bits_t
