@@ -6,6 +6,7 @@ which is read once and in pieces. Lists never become a mask, unless :meth:`Block
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, Self
 
@@ -86,7 +87,7 @@ class Blocks(ABC):
             kept = first.nonzero()[:, 0]
             row, col = (x.index_select(side, kept) if x.shape[side] > 1 else x for x in (row, col))
             spread.append((side, first.cumsum(0) - 1))
-        found = self._held(row, col)
+        found = self.held(row, col)
         for side, place in spread:
             found = found.index_select(side, place)
         return found
@@ -111,8 +112,8 @@ class Blocks(ABC):
         """Runs of one table's blocks that are set in any row from first to last, both included, for each pair."""
 
     @abstractmethod
-    def _held(self, row: Tensor, col: Tensor) -> Tensor:
-        """``holds``, each asked on its own."""
+    def held(self, row: Tensor, col: Tensor) -> Tensor:
+        """Whether blocks are set, each asked on its own and nothing read back; rows count through all tables."""
 
     def _once(self, make: Any) -> Any:
         # kept with the table's version, as plans are
@@ -156,10 +157,10 @@ class MaskBlocks(Blocks):
         edge_at = np.concatenate(edges)
         return Runs(np.concatenate(line), edge_at[::2], edge_at[1::2])
 
-    def _held(self, row: Tensor, col: Tensor) -> Tensor:
-        if self.table.device != row.device and row.device.type == "cpu":
-            return torch.from_numpy(self._host())[row, col]
-        return self.table.to(row.device)[row, col]
+    def held(self, row: Tensor, col: Tensor) -> Tensor:
+        here = self.table.device != row.device and row.device.type == "cpu"
+        table = torch.from_numpy(self._host()) if here else self.table.to(row.device)
+        return table.reshape(-1, self.key_blocks)[row, col]
 
     def _host(self) -> NDArray[np.bool_]:
         if self.table.device.type == "cpu":
@@ -200,7 +201,7 @@ class ListedBlocks(Blocks):
         begins, ends = apart[:, :-1] & real, apart[:, 1:] & real
         return Runs(begins.nonzero()[0], listed[begins].astype(np.int64), listed[ends].astype(np.int64) + 1)
 
-    def _held(self, row: Tensor, col: Tensor) -> Tensor:
+    def held(self, row: Tensor, col: Tensor) -> Tensor:
         ordered: Tensor = self._once(self._ordered).to(row.device)
         if not ordered.numel():
             return torch.zeros(torch.broadcast_shapes(row.shape, col.shape), dtype=torch.bool, device=row.device)
@@ -210,8 +211,9 @@ class ListedBlocks(Blocks):
 
     def _ordered(self) -> Tensor:
         """Row and block in one number, ascending; a place without a block has the number past its row's last."""
-        row = torch.arange(self.table.shape[-2], device=self.table.device)[:, None]
-        return (row * (self.key_blocks + 1) + self.table).reshape(-1)
+        listed = self.table.reshape(math.prod(self.table.shape[:-1]), -1)
+        row = torch.arange(len(listed), device=listed.device)[:, None]
+        return (row * (self.key_blocks + 1) + listed).reshape(-1)
 
 
 def ascending(indices: Tensor, counts: Tensor, key_blocks: int) -> Tensor:

@@ -8,7 +8,7 @@ Everything is vectorised over tiles; the only Python loop runs over the distinct
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import PatternError, ShapeError, message
-from ..patterns import BlockTable, Pattern, check_extents, rebuild
-from ..patterns.algebra import And
+from ..patterns import BlockTable, Full, Pattern, check_extents, rebuild
+from ..patterns.algebra import leaves, replace
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
 from .block_plan import BlockPlan, pack_masks
 from .radix import stable_order
-from .tables import Within, from_table, runs_of
+from .tables import Around, Listed, from_table, runs_of
 
 _EVALUATED_AT_ONCE = 2**24  # mask bits
 _TILES_AT_ONCE = 2**18
@@ -57,11 +57,12 @@ def build(
     _check(pattern, nq, nk, heads, batch, q_offset, tile)
     if isinstance(pattern, BlockTable) and q_offset == 0 and pattern.block_size == tile:
         return from_table(pattern, nq, nk, heads, batch, tile, device)
-    split = _table_within(pattern, tile) if q_offset == 0 else None
-    if split is not None:
-        table, rest = split
-        within = _planned_within(rest.spec, nq, nk, heads, batch, tile, table.blocks.shape[:-2], str(device))
-        return from_table(table, nq, nk, heads, batch, tile, device, within=within)
+    split = _split(pattern, tile) if q_offset == 0 else None
+    if split is not None and split[0].tables[0].device.type != "cpu":
+        table, every, none = split
+        lead = table.blocks.shape[:-2]
+        around = _planned_around(every.spec, none.spec, nq, nk, heads, batch, tile, lead, str(device))
+        return from_table(table, nq, nk, heads, batch, tile, device, around=around)
     patterns, group = _distinct(pattern, heads, batch)
     store = _Masks(tile)
     sets = [_rows(each, nq, nk, q_offset, tile, store) for each in patterns]
@@ -79,36 +80,52 @@ def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[Pattern], 
     return [each for _, each in distinct.values()], torch.from_numpy(group)
 
 
-def _table_within(pattern: Pattern, tile: tuple[int, int]) -> tuple[BlockTable, Pattern] | None:
-    """(table, the rest) of a table on a GPU that is intersected with a pattern without tables."""
-    if not isinstance(pattern, And):
+def _split(pattern: Pattern, tile: tuple[int, int]) -> tuple[BlockTable, Pattern, Pattern] | None:
+    """(table, the pattern with every block of it set, with none) of one table on the tile grid among patterns."""
+    tables = [leaf for leaf in leaves(pattern) if leaf.tables]
+    if not tables or not all(_same(tables[0], leaf) for leaf in tables):
         return None
-    tables = [part for part in pattern.parts if isinstance(part, BlockTable)]
-    others = [part for part in pattern.parts if not isinstance(part, BlockTable)]
-    if len(tables) != 1 or not others or any(part.tables for part in others):
+    table = tables[0]
+    if not isinstance(table, BlockTable) or table.block_size != tile:
         return None
-    if tables[0].block_size != tile or tables[0].tables[0].device.type == "cpu":
-        return None
-    rest = others[0]
-    for part in others[1:]:
-        rest = rest & part
-    return tables[0], rest
+    every = replace(pattern, lambda leaf: Full() if leaf.tables else leaf)
+    return table, every, replace(pattern, lambda leaf: ~Full() if leaf.tables else leaf)
+
+
+def _same(a: Pattern, b: Pattern) -> bool:
+    """Whether two patterns are the same table; without a look at what it holds."""
+    return a.spec == b.spec and all(
+        one.data_ptr() == two.data_ptr() for one, two in zip(a.tables, b.tables, strict=True)
+    )
 
 
 @functools.lru_cache(maxsize=16)
-def _planned_within(
-    spec: str, nq: int, nk: int, heads: int, batch: int, tile: tuple[int, int], table: tuple[int, ...], device: str
-) -> Within:
-    # some rows at a time: what is kept are runs of tiles, few where the tiles are many
-    patterns, group = _distinct(rebuild(spec, ()), heads, batch)
+def _planned_around(
+    every: str,
+    none: str,
+    nq: int,
+    nk: int,
+    heads: int,
+    batch: int,
+    tile: tuple[int, int],
+    table: tuple[int, ...],
+    device: str,
+) -> Around:
     q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
     step = max(1, _TILES_AT_ONCE // kv_tiles)
-    store, runs = _Masks(tile), []
-    for number, each in enumerate(patterns):
+    store = _Masks(tile)
+
+    def listed(each: Pattern) -> Iterator[Listed]:
+        # some rows at a time: of tiles side by side runs are kept, few where the tiles are many
         for first in range(0, q_tiles, step):
             found = _rows(each, nq, nk, 0, tile, store, slice(first, first + step))
-            runs.append(runs_of((number * q_tiles + first + found.row) * kv_tiles + found.col, found.bits))
-    return Within.of(runs, store.packed(), group, table, device)
+            yield (first + found.row) * kv_tiles + found.col, found.bits
+
+    full, group = _distinct(rebuild(every, ()), heads, batch)
+    inside = [[runs_of(*part) for part in listed(each)] for each in full]
+    empty, other = _distinct(rebuild(none, ()), heads, batch)
+    outside = [list(listed(each)) for each in empty]
+    return Around.of((inside, group), (outside, other), store.packed(), table, q_tiles * kv_tiles, device)
 
 
 def _check(pattern: Pattern, nq: int, nk: int, heads: int, batch: int, q_offset: int, tile: tuple[int, int]) -> None:
