@@ -161,32 +161,38 @@ def _exact(blocks: Blocks, sets: int, within: Within | None) -> tuple[Tensor, ..
         code = within.at(number // area, number % area, area)
         used = code != EMPTY
         number, code = number[used], code[used]
+    row_ptr = _starts(number, sets, rows, width)
     line = number // width
-    col = number - line * width
-    column = line // rows * width + col
-    order = _by_column(column, sets * width)
-    bits = torch.full_like(col, -1, dtype=torch.int32) if code is None else code
-    ptrs = _starts(number, sets, rows, width), _starts(column[order], sets, width, 1)
-    return ptrs[0], col, bits, ptrs[1], (line % rows)[order], bits if code is None else code[order]
+    col = (number - line * width).int()
+    set_number = line // rows
+    row = (line - set_number * rows).int()
+    column = set_number * width + col
+    ends = torch.nn.functional.pad(column.bincount(minlength=sets * width).cumsum(0), (1, 0))
+    col_ptr = ends[_lines(sets, width, number.device)]
+    if number.device.type == "cpu":
+        parts = [(int(each[0]), int(each[-1])) for each in row_ptr]
+        order = torch.from_numpy(np.concatenate([lo + stable_order(col.numpy()[lo:hi], width) for lo, hi in parts]))
+    else:
+        order = column.sort(stable=True).indices
+    bits = torch.full_like(col, -1) if code is None else code
+    return row_ptr, col, bits, col_ptr, row[order], bits if code is None else code[order]
 
 
-def _by_column(column: Tensor, bound: int) -> Tensor:
-    if column.device.type == "cpu":
-        return torch.from_numpy(stable_order(column.numpy(), bound))
-    return column.sort(stable=True).indices
+def _lines(sets: int, lines: int, device: torch.device) -> Tensor:
+    """(sets, lines + 1): the numbers of the lines of each set, and of the one after."""
+    return torch.arange(sets, device=device)[:, None] * lines + torch.arange(lines + 1, device=device)
 
 
 def _starts(number: Tensor, sets: int, lines: int, width: int) -> Tensor:
     """(sets, lines + 1): where each line of ``width`` numbers begins among ascending ones, and the last one's end."""
-    line = torch.arange(sets, device=number.device)[:, None] * lines + torch.arange(lines + 1, device=number.device)
-    return torch.searchsorted(number, (line * width).to(number.dtype))
+    return torch.searchsorted(number, (_lines(sets, lines, number.device) * width).to(number.dtype))
 
 
 def _with_room(blocks: Blocks, sets: int, within: Within | None) -> tuple[Tensor, ...]:
     """The lists of a plan with a place for every block that could be set; no shape depends on what is."""
     listed, (rows, width) = blocks.listed(), blocks.shape[-2:]
     device, most = listed.device, blocks.most
-    listed = listed.reshape(-1, rows, most)
+    listed = listed.reshape(math.prod(blocks.shape[:-2]), rows, most)
     set_number = torch.arange(sets, device=device)[:, None, None]
     if within is not None:
         listed = listed[within.of_table]
@@ -197,8 +203,7 @@ def _with_room(blocks: Blocks, sets: int, within: Within | None) -> tuple[Tensor
         used &= (code != EMPTY).view_as(used)
     places = listed.numel()
     ends = torch.nn.functional.pad(used.sum(-1).reshape(-1).cumsum(0), (1, 0))
-    first = torch.arange(sets, device=device)[:, None] * rows
-    row_ptr = ends[first + torch.arange(rows + 1, device=device)]
+    row_ptr = ends[_lines(sets, rows, device)]
     # the place past the end takes what is not set
     flat = used.reshape(-1)
     target = torch.where(flat, flat.cumsum(0) - 1, places)
