@@ -17,7 +17,8 @@ from ringweave.ops.backend import Upstream
 from ringweave.ops.triton import schedule
 from ringweave.patterns.parse import rebuild
 from ringweave.plan import BlockPlan, Branch, tables
-from ringweave.plan.build import _planned_around, _split, build
+from ringweave.plan.around import split
+from ringweave.plan.build import _planned_around, build
 
 N, SIDE = 512, 64
 BLOCKS = N // SIDE
@@ -117,9 +118,9 @@ def test_a_table_among_patterns(name: str, of: str) -> None:
     pattern = TABLES[name]()
     combined = AROUND[of](pattern)
     general = build(combined, tokens, tokens, heads=4, batch=2, tile=(SIDE, SIDE))
-    split = _split(combined, (SIDE, SIDE))
-    assert split is not None
-    table, every, none = split
+    parts = split(combined, (SIDE, SIDE))
+    assert parts is not None
+    table, every, none = parts
     assert table == pattern
     around = _planned_around(
         every.spec, none.spec, tokens, tokens, 4, 2, (SIDE, SIDE), pattern.blocks.shape[:-2], "cpu"
@@ -177,12 +178,12 @@ def test_a_table_among_patterns_without_data() -> None:
 def test_which_combinations_are_planned_around_a_table() -> None:
     table, other = of_indices(), TABLES["one"]()
     again = rebuild(table.spec, table.tables)
-    split = _split(again & rw.Causal() | table & WINDOW, (SIDE, SIDE))
-    assert split is not None
-    assert split[0] is again
+    parts = split(again & rw.Causal() | table & WINDOW, (SIDE, SIDE))
+    assert parts is not None
+    assert parts[0] is again
     for pattern in (rw.Causal(), table | other, rw.Causal() | rw.PerHead([table.select(0, 0)] * 4)):
-        assert _split(pattern, (SIDE, SIDE)) is None
-    assert _split(table | rw.Causal(), (128, 128)) is None
+        assert split(pattern, (SIDE, SIDE)) is None
+    assert split(table | rw.Causal(), (128, 128)) is None
 
 
 class _NothingRead(TorchDispatchMode):

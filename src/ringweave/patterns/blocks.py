@@ -181,10 +181,16 @@ class ListedBlocks(Blocks):
         return self.table
 
     def numbers(self) -> Tensor:
-        listed = self.table.reshape(-1, self.most)
-        real = listed < self.key_blocks
-        row = torch.arange(len(listed), device=listed.device).repeat_interleave(real.sum(1))
-        return row * self.key_blocks + listed[real]
+        listed = self.table.flatten(0, -2)
+        if listed.device.type == "cpu":
+            array = listed.numpy()
+            real = array < self.key_blocks
+            number = np.repeat(np.arange(len(array)) * self.key_blocks, real.sum(1))
+            number += array[real]
+            return torch.from_numpy(number)
+        used = listed < self.key_blocks
+        row = torch.arange(len(listed), device=listed.device).repeat_interleave(used.sum(1))
+        return row * self.key_blocks + listed[used]
 
     def runs(self, first: Int64, last: Int64) -> Runs:
         table = self.table.cpu().numpy()

@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import PatternError, ShapeError, message
-from ..patterns import BlockTable, Full, Pattern, check_extents, rebuild
-from ..patterns.algebra import leaves, replace
+from ..patterns import BlockTable, Pattern, check_extents, rebuild
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
+from .around import Around, Listed, runs_of, split
 from .block_plan import BlockPlan, pack_masks
 from .radix import stable_order
-from .tables import Around, Listed, from_table, runs_of
+from .tables import from_table
 
 _EVALUATED_AT_ONCE = 2**24  # mask bits
 _TILES_AT_ONCE = 2**18
@@ -57,9 +57,9 @@ def build(
     _check(pattern, nq, nk, heads, batch, q_offset, tile)
     if isinstance(pattern, BlockTable) and q_offset == 0 and pattern.block_size == tile:
         return from_table(pattern, nq, nk, heads, batch, tile, device)
-    split = _split(pattern, tile) if q_offset == 0 else None
-    if split is not None and split[0].tables[0].device.type != "cpu":
-        table, every, none = split
+    parts = split(pattern, tile) if q_offset == 0 else None
+    if parts is not None and parts[0].tables[0].device.type != "cpu":
+        table, every, none = parts
         lead = table.blocks.shape[:-2]
         around = _planned_around(every.spec, none.spec, nq, nk, heads, batch, tile, lead, str(device))
         return from_table(table, nq, nk, heads, batch, tile, device, around=around)
@@ -78,25 +78,6 @@ def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[Pattern], 
             each = pattern.select(b, h)
             group[b, h] = distinct.setdefault(each.value(), (len(distinct), each))[0]
     return [each for _, each in distinct.values()], torch.from_numpy(group)
-
-
-def _split(pattern: Pattern, tile: tuple[int, int]) -> tuple[BlockTable, Pattern, Pattern] | None:
-    """(table, the pattern with every block of it set, with none) of one table on the tile grid among patterns."""
-    tables = [leaf for leaf in leaves(pattern) if leaf.tables]
-    if not tables or not all(_same(tables[0], leaf) for leaf in tables):
-        return None
-    table = tables[0]
-    if not isinstance(table, BlockTable) or table.block_size != tile:
-        return None
-    every = replace(pattern, lambda leaf: Full() if leaf.tables else leaf)
-    return table, every, replace(pattern, lambda leaf: ~Full() if leaf.tables else leaf)
-
-
-def _same(a: Pattern, b: Pattern) -> bool:
-    """Whether two patterns are the same table; without a look at what it holds."""
-    return a.spec == b.spec and all(
-        one.data_ptr() == two.data_ptr() for one, two in zip(a.tables, b.tables, strict=True)
-    )
 
 
 @functools.lru_cache(maxsize=16)
