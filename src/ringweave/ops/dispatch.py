@@ -6,6 +6,7 @@ the whole attention's lse each branch's gradients are its share, and they are ad
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -58,10 +59,20 @@ def choose(name: str, case: Case, branch: Branch) -> Backend:
 
 def measured(case: Case, branch: Branch) -> Backend | None:
     """The backend that ``ringweave tune`` found fastest for this kind of call here, if it did and it can run."""
-    backend = BACKENDS.get(tuning.lookup(case, branch) or "")
+    answer = tuning.lookup(case, branch)
+    backend = None if answer is None else BACKENDS.get(answer.backend)
     if backend is None or not backend.branched or refusal(backend, case, branch) is not None:
         return None
     return backend
+
+
+def tiled(case: Case, branch: Branch, chosen: Backend) -> Branch:
+    """A branch with the sides of tiles that were measured to suit it and what auto has chosen, or as it is."""
+    answer = tuning.lookup(case, branch)
+    if answer is None or answer.tile is None or answer.backend != chosen.name or not chosen.tiled:
+        return branch
+    found = dataclasses.replace(branch, sides=answer.tile)
+    return found if refusal(chosen, case, found) is None else branch
 
 
 def candidates(case: Case, branch: Branch) -> list[tuple[Backend, str | None]]:
@@ -80,12 +91,16 @@ def refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
 
 
 def program(pattern: Pattern, case: Case, q_offset: int, backend: str) -> list[tuple[Branch, Backend]]:
-    """The branches of a call, each with its backend."""
+    """The branches of a call, each with its backend; auto may give them other tiles.
+
+    A named backend keeps the tiles that length and pattern suggest: the bits of what was named depend on no store.
+    """
     if backend in BACKENDS and not BACKENDS[backend].branched:
         whole = Branch(pattern, (0, case.heads, 1), 1, 0, 0, case.nq, case.nk, q_offset, case.batch)
         return [(whole, choose(backend, case, whole))]
     split = branches(pattern, case.nq, case.nk, heads=case.heads, batch=case.batch, q_offset=q_offset)
-    return [(branch, choose(backend, case, branch)) for branch in split]
+    steps = [(branch, choose(backend, case, branch)) for branch in split]
+    return [(tiled(case, branch, chosen), chosen) for branch, chosen in steps] if backend == "auto" else steps
 
 
 def run_forward(
