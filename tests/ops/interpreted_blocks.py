@@ -61,7 +61,7 @@ def test_measured_blocks_are_what_a_call_runs_with_and_it_is_right(
     launched: Mapping[str, Mapping[str, int]], poisoned: None
 ) -> None:
     x = Inputs.random(130, heads=2, kv_heads=1, dtype=torch.float16)
-    blocks = {"forward": Blocks(64, 16, 2, 3), "backward_q": Blocks(32, 32, 8, 2), "backward_kv": Blocks(64, 16, 4, 1)}
+    blocks = {"forward": Blocks(64, 16, 2, 3), "backward_q": Blocks(32, 64, 4, 1), "backward_kv": Blocks(64, 16, 4, 1)}
     conforms(x, PATTERN, "triton")
     usual = {name: dict(constants) for name, constants in launched.items()}
     kinds = {}

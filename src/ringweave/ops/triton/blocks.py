@@ -177,15 +177,16 @@ def misfit(
             return f"{name} is {value}, which is none of {', '.join(map(str, known))}"
     if blocks.described and (itemsize != 2 or device.generation not in ("hopper", "blackwell")):
         return "descriptors are for 16-bit types on Hopper and Blackwell"
-    if blocks.specialised and (kernel, blocks.m, blocks.warps, blocks.described) != ("forward", 128, 4, True):
-        return "warps of their own load described tiles of forward alone, for 128 queries and 4 warps"
     held, streamed = (blocks.n, blocks.m) if kernel == "backward_kv" else (blocks.m, blocks.n)
-    needed = _shared(kernel, held, streamed, blocks.stages, dim, value_dim, itemsize, device)
+    needed, usable = _shared(kernel, held, streamed, blocks.stages, dim, value_dim, itemsize, device), _usable(device)
     if blocks.specialised:
-        # results leave through it
-        needed += blocks.m * padded(value_dim) * itemsize
-    if needed > _usable(device):
-        return f"tiles need {needed} bytes of shared memory, and {_usable(device)} of {device.shared} are for them"
+        if (kernel, blocks.m, blocks.warps, blocks.described) != ("forward", 128, 4, True) or blocks.stages < 2:
+            return "warps of their own load described tiles of forward: 128 queries, 4 warps, 2 stages or more"
+        # what they take beside the tiles, and nothing else is needed: counted in what Triton 3.7 compiles for sm_90
+        needed += blocks.m * (padded(value_dim) * itemsize + 128 * (blocks.stages - 1))
+        usable = device.shared - 4096
+    if needed > usable:
+        return f"tiles need {needed} bytes of shared memory, and {usable} of {device.shared} are for them"
     return None
 
 
