@@ -14,7 +14,7 @@ import ringweave as rw
 from ringweave.ops import kinds, tuning
 from ringweave.ops.backend import Case
 from ringweave.ops.triton import blocks as module
-from ringweave.ops.triton.blocks import Blocks, Device, choose, find, misfit, trying
+from ringweave.ops.triton.blocks import Blocks, Device, choose, misfit, trying
 
 from .test_triton import in_a_process, needs_triton
 
@@ -42,12 +42,15 @@ def entry(blocks: object, **changes: object) -> dict[str, object]:
     return kind | {"blocks": fields} | changes
 
 
-def asked(**changes: object) -> Blocks:
-    call = {
-        "kernel": "forward", "dtype": torch.bfloat16, "dim": 64, "value_dim": 64, "masked": True, "tile": (128, 128),
-        "device": HOPPER,
-    }  # fmt: skip
-    return find(**(call | changes))  # type: ignore[arg-type]
+def asked(
+    kernel: str = "forward",
+    dtype: torch.dtype = torch.bfloat16,
+    dim: int = 64,
+    masked: bool = True,
+    tile: tuple[int, int] = (128, 128),
+    device: Device = HOPPER,
+) -> Blocks:
+    return choose(kernel, dim, 64, dtype.itemsize, tile, device, (dtype, masked))
 
 
 USUAL = choose("forward", 64, 64, 2, (128, 128), HOPPER)
@@ -96,13 +99,15 @@ def test_what_was_measured_is_taken_for_the_same_kernel_and_tiles_alone() -> Non
     assert asked() == USUAL
     tuning.record([], [entry(SMALL)])
     assert asked() == SMALL
+    # the table alone, for those who compile it
+    assert choose("forward", 64, 64, 2, (128, 128), HOPPER) == USUAL
     # 40 channels are padded to 64
     assert asked(dim=40) == SMALL
     for changes in (
         {"kernel": "backward_q"}, {"dtype": torch.float16}, {"dim": 128}, {"masked": False}, {"tile": (64, 128)},
         {"device": dataclasses.replace(HOPPER, name="another")}, {"device": dataclasses.replace(HOPPER, name="")},
     ):  # fmt: skip
-        assert asked(**changes) != SMALL
+        assert asked(**changes) != SMALL  # type: ignore[arg-type]
     tuning.record([], [entry(USUAL)])
     assert asked() == USUAL
 

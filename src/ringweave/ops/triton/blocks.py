@@ -115,8 +115,8 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def choose(kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int, int], device: Device) -> Blocks:
-    """The blocks of ``forward``, ``backward_q`` or ``backward_kv`` for tiles of (queries, keys)."""
+def usual(kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int, int], device: Device) -> Blocks:
+    """The table's blocks of ``forward``, ``backward_q`` or ``backward_kv`` for tiles of (queries, keys)."""
     channels = max(padded(dim), padded(value_dim))
     table = _SINGLE[kernel] if itemsize == 4 else _HALF[kernel, device.generation]
     held, streamed, warps, stages = table[0 if channels <= 64 else 1 if channels == 128 else 2]
@@ -229,34 +229,41 @@ def trying(blocks: Mapping[KernelKind, Blocks]) -> Iterator[Trial]:
         _trial.reset(token)
 
 
-def find(
-    kernel: str, dtype: torch.dtype, dim: int, value_dim: int, masked: bool, tile: tuple[int, int], device: Device
+def choose(
+    kernel: str,
+    dim: int,
+    value_dim: int,
+    itemsize: int,
+    tile: tuple[int, int],
+    device: Device,
+    about: tuple[torch.dtype, bool] | None = None,
 ) -> Blocks:
-    """The blocks for tiles of (queries, keys): as ``ringweave tune`` measured them here, else as :func:`choose` says.
+    """The blocks that a kernel takes: as ``ringweave tune`` measured them here, else the table's.
 
     Args:
         kernel: ``forward``, ``backward_q`` or ``backward_kv``.
-        dtype: Of the inputs.
         dim: D.
         value_dim: Dv.
-        masked: Whether some tiles of the plan are partial.
+        itemsize: Bytes of an element.
         tile: Queries and keys of what is cut.
         device: What they are for.
+        about: The inputs' type, and whether some tiles are partial: what else measured blocks are kept by. None for
+            the table's.
     """
+    said = usual(kernel, dim, value_dim, itemsize, tile, device)
     trial = _trial.get()
     stored = tuning.blocks() if trial is None and device.name else {}
-    usual = choose(kernel, dim, value_dim, dtype.itemsize, tile, device)
-    if trial is None and not stored:
-        return usual
-    name = str(dtype).removeprefix("torch.")
-    kind = KernelKind(kernel, device.name, name, (padded(dim), padded(value_dim)), tile, masked)
+    if about is None or (trial is None and not stored):
+        return said
+    name = str(about[0]).removeprefix("torch.")
+    kind = KernelKind(kernel, device.name, name, (padded(dim), padded(value_dim)), tile, about[1])
     if trial is not None:
         found = trial.blocks.get(kind)
-        trial.asked.append(Asked(kind, dtype.itemsize, device, usual))
+        trial.asked.append(Asked(kind, itemsize, device, said))
     else:
         fields = stored.get(kind)
-        found = None if fields is None else _of(fields, kind, dtype.itemsize, device)
-    return found or usual
+        found = None if fields is None else _of(fields, kind, itemsize, device)
+    return found or said
 
 
 def measured(case: Case) -> list[str]:
@@ -284,13 +291,3 @@ def _of(fields: tuning.Fields, kind: KernelKind, itemsize: int, device: Device) 
             return blocks
     _log.warning("measured blocks of %s for tiles of %d x %d are ignored: %s", kind.kernel, *kind.tile, reason)
     return None
-
-
-def errors() -> tuple[type[Exception], ...]:
-    """What is raised where a kernel does not compile, or not fit a device."""
-    try:
-        from triton.compiler.errors import CompilationError
-        from triton.runtime.errors import OutOfResources, PTXASError
-    except ImportError:
-        return (RuntimeError,)
-    return (RuntimeError, CompilationError, OutOfResources, PTXASError)

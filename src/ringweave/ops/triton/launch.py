@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...plan import BlockPlan, Branch
 from ..kinds import where
 from . import kernels, schedule
-from .blocks import Blocks, Device, Packing, find, padded
+from .blocks import Blocks, Device, Packing, choose, padded
 from .pairing import Rows, paired, single
 
 _LOG2_E = math.log2(math.e)
@@ -108,7 +108,8 @@ def backward(
         _join(queue, sums, dq, None, ratio, by_rows.span, packing)
     device = _device(q.device)
     tile = (plan.q_tile, plan.kv_tile)
-    blocks = find("backward_kv", q.dtype, q.shape[3], v.shape[3], plan.masks.shape[0] > 0, tile, device)
+    about = q.dtype, plan.masks.shape[0] > 0
+    blocks = choose("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device, about)
     packing = Packing.of(blocks.n, plan.kv_tile, 1)
     queue = schedule.column_queue(plan, ratio, _head_bytes(q, dout) * ratio, device.units)
     described = blocks.described and not sides.dead_queries and _describable(q, dout)
@@ -147,9 +148,10 @@ def cut(kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Cut:
     ratio = q.shape[1] // k.shape[1]
     members = _power(ratio) if schedule.shared(plan, ratio) else 1
     height = min(plan.q_tile, _power(q.shape[2]))
-    of = functools.partial(find, kernel, q.dtype, q.shape[3], v.shape[3], plan.masks.shape[0] > 0)
-    blocks, lists = of((max(16, height * members), plan.kv_tile), device), single(plan)
-    wide = of((2 * plan.q_tile, plan.kv_tile), device)
+    of = functools.partial(choose, kernel, q.shape[3], v.shape[3], q.element_size())
+    about = q.dtype, plan.masks.shape[0] > 0
+    blocks, lists = of((max(16, height * members), plan.kv_tile), device, about), single(plan)
+    wide = of((2 * plan.q_tile, plan.kv_tile), device, about)
     if members == 1 and blocks.m == plan.q_tile == 64 and wide.m == 128 and plan.q_tiles > 1:
         pairs = paired(plan)
         if pairs is not None:
