@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 import ringweave as rw
@@ -156,3 +157,19 @@ def test_wrong_tiles_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(of_gather) == len(sides(whole(choice.workload), "cpu"))
     assert all(reason.startswith("wrong: root mean square error") for reason in of_gather.values())
     assert Candidate("gather") in choice.timings
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_blocks_are_searched_and_taken() -> None:
+    """Of each kernel of a direction, in seconds; every candidate that was timed was right."""
+    of = Workload("test", rw.SlidingWindow(256) & rw.Causal(), 4096, 4, 64, dtype=torch.float16, device="cuda")
+    choices = tune(of, rounds=3, budget=60.0)
+    assert [choice.direction for choice in choices] == ["forward", "forward + backward"]
+    for choice in choices:
+        assert any(each.backend == "triton" for each in choice.timings), choice.reasons
+        wrong = [reason for tuned in choice.kernels for reason in tuned.descent.reasons.values() if "wrong" in reason]
+        assert wrong == []
+    assert store(choices) is not None
+    q, k, v = (torch.randn(1, 4, 4096, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    got, want = (rw.attention(q, k, v, of.pattern, backend=name).float() for name in ("auto", "gather"))
+    torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-2)

@@ -14,6 +14,7 @@ from ringweave.bench.candidate import Candidate
 from ringweave.bench.compare import Session, silent
 from ringweave.bench.measure import Call, Timing
 from ringweave.bench.trials import Trials
+from ringweave.bench.tune import store, tune
 from ringweave.bench.workload import Workload
 from ringweave.ops import tuning
 from ringweave.ops.backend import Case
@@ -166,3 +167,34 @@ def test_wrong_blocks_have_a_reason_and_no_seconds(monkeypatch: pytest.MonkeyPat
     assert str(found[tried[1]]).startswith("wrong: root mean square error")
     assert found[tried[2]] == "RuntimeError: PassManager::run failed"
     assert run.reasons == {}
+
+
+def test_what_tune_stores_is_what_auto_then_runs(
+    launched: Mapping[str, Mapping[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the search to a call, with a clock that prefers tiles of 32 and blocks of 16 keys."""
+
+    def time(of: Trials, calls: Mapping[Candidate, Call], part: float = 1.0) -> dict[Candidate, Timing]:
+        return {each: Timing((seconds(each),)) for each in calls}
+
+    def seconds(candidate: Candidate) -> float:
+        if candidate.backend != "triton":
+            return 9.0
+        return sum([1.0 if candidate.tile is None else 0.8] + [0.0 if of.n < 32 else 0.1 for _, of in candidate.blocks])
+
+    monkeypatch.setattr(Trials, "time", time)
+    monkeypatch.setattr("ringweave.bench.blocks._STREAMED", (16, 32))
+    workload = Workload("test", PATTERN, 40, 1, 16, dtype=torch.float16)
+    choices = tune(workload, rounds=1)
+    assert [choice.chosen for choice in choices if choice.chosen is not None and choice.chosen.tile == (32, 32)]
+    assert [[each.kind.kernel for each in choice.kernels] for choice in choices] == [
+        ["forward"], ["backward_q", "backward_kv"]
+    ]  # fmt: skip
+    assert store(choices) == str(tuning.store())
+    assert {kind.kernel: dict(fields)["n"] for kind, fields in tuning.blocks().items()}["forward"] == 16
+    x = Inputs.random(40, heads=1, dtype=torch.float16)
+    assert "measured here: tiles of 32 x 32" in rw.explain(PATTERN, 40, head_dim=16, dtype=torch.float16)
+    conforms(x, PATTERN, "auto")
+    for name in KERNELS:
+        assert (launched[name]["Q_TILE"], launched[name]["KV_TILE"]) == (32, 32)
+    assert launched["forward"]["BLOCK_N"] == 16

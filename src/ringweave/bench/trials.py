@@ -56,7 +56,7 @@ class Trials:
         others = [Candidate(each.backend, tile) for each in near if BACKENDS[each.backend].tiled for tile in tiles]
         if others:
             self.compete([*near, *others])
-        if self.case.device == "cuda" and Candidate("triton") in near:
+        if Candidate("triton") in near:
             own = [each for each in self.timings if each.backend == "triton"]
             self.tune_blocks(min(own, key=lambda each: self.timings[each].median))
 
