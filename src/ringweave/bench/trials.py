@@ -7,10 +7,10 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
-from ..ops import triton
 from ..ops.backend import Case
 from ..ops.dispatch import BACKENDS
 from ..ops.triton.blocks import Asked, Blocks, trying
+from ..ops.triton.errors import errors
 from ..plan import Branch
 from .blocks import Tuned, descend
 from .candidate import Candidate, sides, whole
@@ -85,7 +85,7 @@ class Trials:
             if reason is None:
                 try:
                     fields, call = self.session.check(each.peer(self.first), self.case.needs_grad)
-                except triton.errors() as error:
+                except errors() as error:
                     # a compiler that fails, or memory that is not there: the others may still do
                     reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
                 else:

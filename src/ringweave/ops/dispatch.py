@@ -44,8 +44,14 @@ def choose(name: str, case: Case, branch: Branch) -> Backend:
     Raises:
         UnsupportedError: An unknown name, or a named backend that cannot run the branch, with the reason.
     """
+    return step(name, case, branch)[1]
+
+
+def step(name: str, case: Case, branch: Branch) -> tuple[Branch, Backend]:
+    """One branch with its backend, as :func:`choose`; auto may give it the tiles that were measured to suit both."""
     if name == "auto":
-        return measured(case, branch) or next(backend for backend, reason in candidates(case, branch) if reason is None)
+        usual = (backend for backend, reason in candidates(case, branch) if reason is None)
+        return measured(case, branch) or (branch, next(usual))
     backend = BACKENDS.get(name)
     if backend is None:
         raise UnsupportedError(message("backend", repr(name), f"one of {', '.join(names())}", "Use 'auto'."))
@@ -54,25 +60,19 @@ def choose(name: str, case: Case, branch: Branch) -> Backend:
         raise UnsupportedError(
             message("backend", repr(name), f"a case that it can run, but {reason}", "Use backend='auto' or 'gather'.")
         )
-    return backend
+    return branch, backend
 
 
-def measured(case: Case, branch: Branch) -> Backend | None:
-    """The backend that ``ringweave tune`` found fastest for this kind of call here, if it did and it can run."""
+def measured(case: Case, branch: Branch) -> tuple[Branch, Backend] | None:
+    """What ``ringweave tune`` found fastest for this kind of call here, if it did and that backend can run it."""
     answer = tuning.lookup(case, branch)
     backend = None if answer is None else BACKENDS.get(answer.backend)
-    if backend is None or not backend.branched or refusal(backend, case, branch) is not None:
+    if answer is None or backend is None or not backend.branched or refusal(backend, case, branch) is not None:
         return None
-    return backend
-
-
-def tiled(case: Case, branch: Branch, chosen: Backend) -> Branch:
-    """A branch with the sides of tiles that were measured to suit it and what auto has chosen, or as it is."""
-    answer = tuning.lookup(case, branch)
-    if answer is None or answer.tile is None or answer.backend != chosen.name or not chosen.tiled:
-        return branch
-    found = dataclasses.replace(branch, sides=answer.tile)
-    return found if refusal(chosen, case, found) is None else branch
+    if answer.tile is not None and backend.tiled:
+        other = dataclasses.replace(branch, sides=answer.tile)
+        branch = other if refusal(backend, case, other) is None else branch
+    return branch, backend
 
 
 def candidates(case: Case, branch: Branch) -> list[tuple[Backend, str | None]]:
@@ -99,8 +99,7 @@ def program(pattern: Pattern, case: Case, q_offset: int, backend: str) -> list[t
         whole = Branch(pattern, (0, case.heads, 1), 1, 0, 0, case.nq, case.nk, q_offset, case.batch)
         return [(whole, choose(backend, case, whole))]
     split = branches(pattern, case.nq, case.nk, heads=case.heads, batch=case.batch, q_offset=q_offset)
-    steps = [(branch, choose(backend, case, branch)) for branch in split]
-    return [(tiled(case, branch, chosen), chosen) for branch, chosen in steps] if backend == "auto" else steps
+    return [step(backend, case, branch) for branch in split]
 
 
 def run_forward(
