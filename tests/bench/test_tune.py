@@ -110,7 +110,7 @@ class Stand:
         self.seconds, self.timed = seconds, []
         check = trials.Trials.time
 
-        def time(of: trials.Trials, calls: dict[Candidate, Call], part: float = 1.0) -> dict[Candidate, Timing]:
+        def time(of: trials.Trials, calls: dict[Candidate, Call], part: float) -> dict[Candidate, Timing]:
             self.timed.append([str(each) for each in calls])
             return {each: Timing((seconds.get(str(each), 9.0),) * 3) for each in check(of, calls, part)}
 
@@ -143,6 +143,28 @@ def test_no_candidate_is_checked_once_the_seconds_are_gone() -> None:
     late = [reason for each, reason in choice.reasons.items() if not each.usual]
     assert late
     assert set(late) == {"not tried: the seconds were used up"}
+
+
+def test_the_seconds_begin_when_the_backends_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that compiles for a minute leaves the seconds to the rest; tiles leave half of them to blocks."""
+    now = [0.0]
+    monkeypatch.setattr(trials.time, "monotonic", lambda: now[0])
+    parts: list[float] = []
+    check = trials.Trials.check
+
+    def slow(of: trials.Trials, candidates: list[Candidate], until: float | None) -> dict[Candidate, Call]:
+        found = check(of, candidates, until)
+        now[0] += 60.0
+        return found
+
+    def time(of: trials.Trials, calls: dict[Candidate, Call], part: float) -> dict[Candidate, Timing]:
+        parts.append(round(part - of.spent(), 3))
+        return dict.fromkeys(calls, Timing((1.0,)))
+
+    monkeypatch.setattr(trials.Trials, "check", slow)
+    monkeypatch.setattr(trials.Trials, "time", time)
+    tune(workload(rw.SlidingWindow(9), 100), directions=("forward",), rounds=1, budget=600.0)
+    assert parts == [0.2, 0.9]
 
 
 def test_wrong_tiles_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

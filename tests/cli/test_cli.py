@@ -56,7 +56,7 @@ def test_commands_and_options_are_frozen() -> None:
         "doctor": ["--json"],
         "tune": [
             "--batch", "--device", "--dry-run", "--dtype", "--forward-only", "--head-dim", "--heads", "--kv-heads",
-            "--rounds", "--tokens", "-n", "pattern",
+            "--rounds", "--seconds", "--tokens", "-n", "pattern",
         ],
     }  # fmt: skip
 

@@ -125,7 +125,7 @@ def test_the_search_ends_where_the_clock_leads_it(needs_grad: bool, monkeypatch:
     monkeypatch.setattr("ringweave.bench.blocks._STREAMED", (16, 32))
     computed = []
 
-    def time(calls: Mapping[Candidate, Call], part: float = 1.0) -> dict[Candidate, Timing]:
+    def time(calls: Mapping[Candidate, Call], part: float) -> dict[Candidate, Timing]:
         computed.extend(calls)
         return {each: Timing((seconds(each),)) for each in calls}
 
@@ -134,7 +134,7 @@ def test_the_search_ends_where_the_clock_leads_it(needs_grad: bool, monkeypatch:
 
     monkeypatch.setattr(run, "time", time)
     own = Candidate("triton")
-    run.compete([own, Candidate("gather")])
+    run.compete([own, Candidate("gather")], None, 1.0)
     run.tune_blocks(own)
     assert [each.kind.kernel for each in run.kernels] == (["backward_q", "backward_kv"] if needs_grad else ["forward"])
     for each in run.kernels:
@@ -174,7 +174,7 @@ def test_what_tune_stores_is_what_auto_then_runs(
 ) -> None:
     """From the search to a call, with a clock that prefers tiles of 32 and blocks of 16 keys."""
 
-    def time(of: Trials, calls: Mapping[Candidate, Call], part: float = 1.0) -> dict[Candidate, Timing]:
+    def time(of: Trials, calls: Mapping[Candidate, Call], part: float) -> dict[Candidate, Timing]:
         return {each: Timing((seconds(each),)) for each in calls}
 
     def seconds(candidate: Candidate) -> float:

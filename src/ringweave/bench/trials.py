@@ -21,8 +21,12 @@ from .workload import Inputs
 
 #: Backends up to this much slower than the fastest are tried on other tiles.
 NEAR = 1.5
-# parts of the seconds: after which nothing more is checked, since the rest is for timing; and for backends alone
-_CHECKING, _BACKENDS = 0.7, 0.3
+# parts of the seconds, after which nothing more is checked, and after which no further round starts
+_BACKENDS = (0.0, 0.2)
+_TILES = (0.7, 1.0)
+# where blocks follow
+_FEW_TILES = (0.35, 0.5)
+_BLOCKS = (0.85, 1.0)
 
 
 class Trials:
@@ -33,7 +37,7 @@ class Trials:
         case: Its case.
         first: Who computes forward before a candidate's backward; None for the candidate itself.
         rounds: Timed rounds.
-        budget: Seconds; None for no end. Backends are timed once in any case.
+        budget: Seconds from when the backends have been checked; None for no end. They are timed once in any case.
     """
 
     def __init__(self, session: Session, case: Case, first: Candidate | None, rounds: int, budget: float | None):
@@ -47,24 +51,31 @@ class Trials:
     def run(self) -> None:
         """Backends, then tiles of those near the fastest, then blocks of GPU kernels."""
         backends = [Candidate(name) for name, backend in BACKENDS.items() if backend.branched]
-        self.timings = self.time(self.check(backends, until=None), part=_BACKENDS)
+        calls = self.check(backends, until=None)
+        # some of them were compiled for longer than there are seconds
+        self.began = time.monotonic()
+        self.timings = self.time(calls, _BACKENDS[1])
         if not self.timings:
             return
         least = min(timing.median for timing in self.timings.values())
         near = [each for each, timing in self.timings.items() if timing.median <= NEAR * least]
         tiles = sides(self.branch, self.case.device)
         others = [Candidate(each.backend, tile) for each in near if BACKENDS[each.backend].tiled for tile in tiles]
+        blocks = Candidate("triton") in near
         if others:
-            self.compete([*near, *others])
-        if Candidate("triton") in near:
+            self.compete([*near, *others], *(_FEW_TILES if blocks else _TILES))
+        if blocks:
             own = [each for each in self.timings if each.backend == "triton"]
             self.tune_blocks(min(own, key=lambda each: self.timings[each].median))
 
-    def compete(self, candidates: Sequence[Candidate]) -> None:
-        """Check candidates and time them in turn; those that were timed before once more."""
-        calls = self.check(candidates, until=_CHECKING)
+    def compete(self, candidates: Sequence[Candidate], until: float | None, part: float) -> None:
+        """Check candidates until a part of the seconds is gone, and time them in turn until another one is.
+
+        Those that were timed before are timed once more.
+        """
+        calls = self.check(candidates, until)
         if len(calls) > 1:
-            self.timings |= self.time(calls)
+            self.timings |= self.time(calls, part)
 
     def spent(self) -> float:
         """Which part of the seconds is gone."""
@@ -94,9 +105,10 @@ class Trials:
                         continue
                     reason = str(fields["reason"])
             self.reasons[each] = reason
+            self.timings.pop(each, None)
         return calls
 
-    def time(self, calls: dict[Candidate, Callable[[], object]], part: float = 1.0) -> dict[Candidate, Timing]:
+    def time(self, calls: dict[Candidate, Callable[[], object]], part: float) -> dict[Candidate, Timing]:
         """Time in turn, until a part of the seconds is gone; at least once.
 
         The check was the warm-up: it ran everything on the same sizes.
@@ -115,7 +127,7 @@ class Trials:
         best = start
         for asked in self.asked(start):
             measure = functools.partial(self.measure, best, asked)
-            descent = descend(asked.usual, asked, measure, lambda: self.spent() < _CHECKING)
+            descent = descend(asked.usual, asked, measure, lambda: self.spent() < _BLOCKS[0])
             gain, chosen = 1.0, asked.usual
             if descent.best != asked.usual:
                 last = measure((asked.usual, descent.best))
@@ -128,14 +140,14 @@ class Trials:
                 best = dataclasses.replace(best, blocks=(*best.blocks, (asked.kind, chosen)))
         usual = pick(self.timings)
         if best != start and usual is not None:
-            self.compete([*dict.fromkeys((Candidate(usual.backend), usual, start, best))])
+            self.compete([*dict.fromkeys((Candidate(usual.backend), usual, start, best))], None, _BLOCKS[1])
 
     def measure(self, candidate: Candidate, asked: Asked, blocks: Sequence[Blocks]) -> dict[Blocks, float | str]:
         """Seconds of a candidate with other blocks for one kernel, or why there are none."""
         tried = {
             dataclasses.replace(candidate, blocks=(*candidate.blocks, (asked.kind, each))): each for each in blocks
         }
-        timings = self.time(self.check(list(tried), until=None))
+        timings = self.time(self.check(list(tried), until=None), _BLOCKS[1])
         found: dict[Blocks, float | str] = {tried[each]: timing.median for each, timing in timings.items()}
         for each in tried:
             # they are the kernel's business

@@ -39,8 +39,8 @@ def tune(
         workload: What to compute.
         directions: Which of :data:`DIRECTIONS`.
         rounds: Timed rounds.
-        budget: Seconds for a branch and direction, after which no further candidate is prepared and no further round
-            starts; every backend is measured once in any case.
+        budget: Seconds for a branch and direction once its backends are checked, after which no further candidate is
+            prepared and no further round starts; every backend is timed once in any case.
         say: Told what happens next.
     Returns:
         A choice for each kind of branch and direction.

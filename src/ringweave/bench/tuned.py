@@ -37,7 +37,8 @@ def run(options: Options, say: Say) -> CaseResult:
         dtype = options.dtype or (torch.float32 if options.device == "cpu" else torch.bfloat16)
         workload = Workload(name, pattern, tokens, options.heads or heads, 64, 1, dtype, options.device)
         before: Choice | None = None
-        for choice in tune(workload, rounds=options.rounds or rounds, budget=1.0 if options.quick else 15.0, say=say):
+        budget = 1.0 if options.quick else 15.0 if options.device == "cpu" else 60.0
+        for choice in tune(workload, rounds=options.rounds or rounds, budget=budget, say=say):
             found = _compared(choice, before, options.rounds or rounds, say)
             records += found
             before = choice

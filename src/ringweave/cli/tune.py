@@ -30,6 +30,10 @@ def tune(
     dtype: Annotated[Literal["float32", "float16", "bfloat16"], typer.Option(help="Type of q, k and v.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 7,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="For each branch and direction. [default: 20; on a GPU, which compiles, 120]"),
+    ] = None,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="Leave gradients out.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, and store nothing.")] = False,
 ) -> None:
@@ -51,6 +55,7 @@ def tune(
             workload,
             directions=DIRECTIONS[: 1 if forward_only else 2],
             rounds=rounds,
+            budget=(120.0 if device.startswith("cuda") else 20.0) if seconds is None else seconds,
             say=lambda text: status.update(Text(text)),
         )
     for choice in choices:
