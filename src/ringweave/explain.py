@@ -14,6 +14,7 @@ import torch
 from .errors import ShapeError, message
 from .ops import dispatch
 from .ops.backend import Backend, Case
+from .ops.triton.blocks import measured as measured_blocks
 from .patterns import Pattern, check_extents
 from .plan import BlockPlan, Branch, branches
 from .units import count, flops, nbytes, percent
@@ -142,6 +143,8 @@ def explain(
         "backend": {
             "asked": backend, "chosen": _chosen(steps), "others": _others(steps, case, backend),
             "measured": sum(backend == "auto" and dispatch.measured(case, branch) is not None for branch, _ in steps),
+            "tiles": sorted({branch.sides for branch, _ in steps if branch.sides is not None}),
+            "blocks": measured_blocks(case) if any(chosen.name == "triton" for _, chosen in steps) else [],
         },
         "memory": _memory(case, work),
         "flops": {
@@ -298,6 +301,9 @@ def as_text(facts: dict[str, Any]) -> str:
         number = sum(each["branches"] for each in facts["backend"]["chosen"])
         part = "" if facts["backend"]["measured"] == number else f", for {facts['backend']['measured']} of {number}"
         lines.append(("", f"chosen by what ringweave tune measured on this machine{part}"))
+    for q, k in facts["backend"]["tiles"]:
+        lines.append(("", f"measured here: tiles of {q} x {k}"))
+    lines += [("", f"measured here: {each}") for each in facts["backend"]["blocks"]]
     for name, reasons in facts["backend"]["others"].items():
         lines += [("", f"not {name}: {reason}") for reason in reasons]
     held = ", ".join(f"{name} {nbytes(memory[name])}" for name in ("q", "k", "v", "out", "lse"))

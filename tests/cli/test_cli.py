@@ -16,12 +16,17 @@ import ringweave as rw
 pytest.importorskip("typer")
 
 import typer
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from ringweave.bench.blocks import Descent, Tuned
 from ringweave.cli import main
 from ringweave.cli.app import app
 from ringweave.cli.doctor import diagnose
-from ringweave.ops import cpu
+from ringweave.cli.tune import _blocks
+from ringweave.ops import cpu, tuning
+from ringweave.ops.kinds import KernelKind
+from ringweave.ops.triton.blocks import Blocks
 from ringweave.parallel.simulate import simulate
 
 PATTERN = "SlidingWindow(1024) & Causal() | Sinks(64)"
@@ -51,7 +56,7 @@ def test_commands_and_options_are_frozen() -> None:
         "doctor": ["--json"],
         "tune": [
             "--batch", "--device", "--dry-run", "--dtype", "--forward-only", "--head-dim", "--heads", "--kv-heads",
-            "--rounds", "--tokens", "-n", "pattern",
+            "--rounds", "--seconds", "--tokens", "-n", "pattern",
         ],
     }  # fmt: skip
 
@@ -278,6 +283,32 @@ def test_tune_stores_what_explain_then_shows(tmp_path: Path, monkeypatch: pytest
     assert diagnose()["tuning store"]["answers"] == 2
     said = run("explain", "Causal()", "-n", "256", "--heads", "2", "--head-dim", "32")
     assert "chosen by what ringweave tune measured on this machine" in said.output
+
+
+def test_tune_has_a_line_for_each_choice_of_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    usual, best, broken = Blocks(128, 64, 8, 2), Blocks(128, 32, 4, 3, described=True), Blocks(64, 64, 8, 2)
+    kind = KernelKind("forward", "here", "bfloat16", (64, 64), (128, 128), False)
+    descent = Descent(usual, best, {usual: 0.002, best: 0.001}, {broken: "OutOfResources: shared memory"})
+    Console(width=140).print(_blocks(Tuned(kind, descent, 2.0, best)))
+    title, head, first, second, third = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert " ".join(title) == "triton, forward, 128 x 128, full tiles"
+    assert head == ["m", "n", "warps", "stages", "resident", "described", "specialised", "milliseconds"]
+    assert first == ["128", "32", "4", "3", "0", "yes", "chosen", "1"]
+    assert second == ["128", "64", "8", "2", "0", "usual", "2"]
+    assert " ".join(third) == "64 64 8 2 0 not timed: OutOfResources: shared memory"
+
+
+def test_doctor_says_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGWEAVE_CACHE", str(tmp_path))
+    fields = {"m": 64, "n": 64, "warps": 4, "stages": 2, "resident": 0, "described": False, "specialised": False}
+    kernel = KernelKind("backward_q", "here", "bfloat16", (64, 64), (128, 128), False)._asdict() | {"blocks": fields}
+    answers = [
+        {"kind": name, "density": 3, "backend": "cpu", "tile": tile}
+        for name, tile in (("a", [32, 32]), ("b", [32, 32]), ("c", [64, 128]), ("d", None))
+    ]
+    tuning.record(answers, [kernel])
+    found = diagnose()["tuning store"]
+    assert (found["answers"], found["tiles"], found["blocks"]) == (4, "32 x 32 (2), 64 x 128 (1)", "backward_q (1)")
 
 
 def test_tune_needs_the_device_that_it_is_asked_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import torch
 
 import ringweave as rw
 from ringweave.errors import UnsupportedError
-from ringweave.ops import dispatch, tuning
+from ringweave.ops import cpu, dispatch, kinds, tuning
 from ringweave.ops.backend import Case
 from ringweave.plan import Branch, branches
 
@@ -35,8 +36,9 @@ def branch(pattern: rw.Pattern = WINDOW, n: int = 1024) -> Branch:
     return branches(pattern, n, n, heads=2)[0]
 
 
-def entry(name: str, about: Case, of: Branch) -> dict[str, object]:
-    return {"kind": tuning.kind(about, of), "density": tuning.density(of), "backend": name}
+def entry(name: str, about: Case, of: Branch, tile: tuple[int, int] | None = None) -> dict[str, object]:
+    sides = None if tile is None else list(tile)
+    return {"kind": kinds.kind(about, of), "density": kinds.density(of), "backend": name, "tile": sides}
 
 
 def chosen(about: Case, of: Branch) -> str:
@@ -69,9 +71,9 @@ def test_auto_takes_what_was_measured_for_the_same_kind_alone() -> None:
 def test_densities_are_apart() -> None:
     n = 4096
     narrow, wide = (branch(rw.SlidingWindow(width, width), n) for width in (64, 1024))
-    assert tuning.density(narrow) > tuning.density(wide) > 0
+    assert kinds.density(narrow) > kinds.density(wide) > 0
     tuning.record([entry("gather", case(n), narrow)])
-    assert tuning.lookup(case(n), narrow) == "gather"
+    assert tuning.lookup(case(n), narrow) == ("gather", None)
     assert tuning.lookup(case(n), wide) is None
 
 
@@ -97,23 +99,99 @@ def test_the_answer_is_the_same_and_runs() -> None:
     torch.testing.assert_close(torch.autograd.grad(got.sum(), x), torch.autograd.grad(want.sum(), x))
 
 
+def sides_of(name: str, about: Case, pattern: rw.Pattern = WINDOW) -> tuple[int, int]:
+    ((found, _),) = dispatch.program(pattern, about, 0, name)
+    return found.tile
+
+
+def test_auto_takes_the_tiles_that_were_measured_and_a_named_backend_its_own() -> None:
+    tuning.record([entry("gather", case(), branch(), (32, 64))])
+    assert sides_of("auto", case()) == (32, 64)
+    assert sides_of("gather", case()) == (128, 128)
+    assert sides_of("auto", case(needs_grad=True)) == (128, 128)
+    said = rw.explain(WINDOW, 1024, heads=2, head_dim=32, dtype=torch.float64, needs_grad=False)
+    assert "measured here: tiles of 32 x 64" in said
+    assert "tiles of 32 x 64: " in said
+    named = rw.explain(WINDOW, 1024, heads=2, head_dim=32, dtype=torch.float64, needs_grad=False, backend="gather")
+    assert "measured here" not in named
+
+
+@pytest.mark.parametrize("name", ["sdpa", "triton"])
+def test_tiles_of_a_backend_that_is_not_taken_are_not_either(name: str) -> None:
+    """Of one that cannot run the case: auto takes another, with tiles of its own."""
+    tuning.record([entry(name, case(), branch(), (32, 64))])
+    assert sides_of("auto", case()) == (128, 128)
+
+
+def test_tiles_that_were_measured_change_no_result() -> None:
+    pattern = WINDOW & rw.Causal() | rw.Sinks(3)
+    of = branch(pattern, 300)
+    x = [torch.randn(1, 2, 300, 32, requires_grad=True) for _ in range(3)]
+    call = Case(1, 2, 2, 300, 300, 32, 32, torch.float32, "cpu")
+    name = "gather" if cpu.module() is None else "cpu"
+    want = rw.attention(*x, pattern)
+    backward = dataclasses.replace(call, needs_grad=True)
+    tuning.record([entry(name, call, of, (32, 16)), entry(name, backward, of, (64, 256))])
+    assert sides_of("auto", call, pattern) == (32, 16)
+    assert sides_of("auto", backward, pattern) == (64, 256)
+    got = rw.attention(*x, pattern)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), x), torch.autograd.grad(want.sum(), x))
+
+
 @pytest.mark.parametrize("name", ["triton", "reference", "warp", "sdpa"])
 def test_a_stored_backend_that_cannot_run_is_left_alone(name: str) -> None:
     tuning.record([entry(name, case(), branch())])
-    assert tuning.lookup(case(), branch()) == name
+    assert tuning.lookup(case(), branch()) == (name, None)
     assert chosen(case(), branch()) == "gather"
+
+
+ENTRY = {"kind": "x", "density": 0, "backend": "cpu", "tile": None}
+KERNEL = {
+    "kernel": "forward", "where": "x", "dtype": "bfloat16", "dims": [64, 64], "tile": [128, 128], "masked": True,
+    "blocks": {"m": 64, "n": 64, "warps": 4, "stages": 2, "resident": 0, "described": False, "specialised": False},
+}  # fmt: skip
+
+
+def spelled(**changes: object) -> str:
+    """A store of one answer and one kernel, with some fields changed."""
+    found, kernel = (
+        {name: changes.get(name, value) for name, value in each.items() if changes.get(name, value) is not ...}
+        for each in (ENTRY, KERNEL)
+    )
+    if "sides" in changes:
+        found["tile"] = changes["sides"]
+    return json.dumps({"format": tuning.FORMAT, "entries": {"a": found}, "blocks": {"b": kernel}})
 
 
 CORRUPT = {
     "empty": "",
-    "truncated": '{"format": 1, "entries": {"a": {"kind": "x", "dens',
+    "truncated": spelled()[:60],
     "not a store": "[1, 2]",
-    "of another format": '{"format": 2, "entries": {}}',
-    "without entries": '{"format": 1}',
-    "with entries of another kind": '{"format": 1, "entries": {"a": 3}}',
-    "with wrong types": '{"format": 1, "entries": {"a": {"kind": "x", "density": "0", "backend": "cpu"}}}',
-    "with a list for a name": '{"format": 1, "entries": {"a": {"kind": ["x"], "density": 0, "backend": "cpu"}}}',
+    "of the format before": '{"format": 1, "entries": {}}',
+    "without entries": '{"format": 2, "blocks": {}}',
+    "without blocks": '{"format": 2, "entries": {}}',
+    "with entries of another kind": '{"format": 2, "entries": {"a": 3}, "blocks": {}}',
+    "with wrong types": spelled(density="0"),
+    "with a list for a name": spelled(kind=["x"]),
+    "without tiles": spelled(tile=...),
+    "with a number for sides": spelled(sides=64),
+    "with three sides": spelled(sides=[64, 64, 64]),
+    "with sides that no kernel takes": spelled(sides=[64, 40]),
+    "with sides that are too long": spelled(sides=[64, 512]),
+    "with a negative side": spelled(sides=[-64, 64]),
+    "with one dimension": spelled(dims=[64], sides=[64, 64]),
+    "with words for warps": spelled(blocks={"warps": "four"}, sides=[64, 64]),
 }
+
+
+def test_what_is_made_corrupt_is_right_before(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (cache / "tuning.json").write_text(spelled(sides=[64, 32]))
+    assert tuning.answers() == {"x": {0: ("cpu", (64, 32))}}
+    ((kind, fields),) = tuning.blocks().items()
+    assert kind == kinds.KernelKind("forward", "x", "bfloat16", (64, 64), (128, 128), True)
+    assert dict(fields) == KERNEL["blocks"]
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("content", list(CORRUPT))
@@ -141,7 +219,7 @@ def test_bytes_that_are_no_text_are_ignored(cache: Path, caplog: pytest.LogCaptu
 def test_a_file_that_another_process_wrote_is_read_again(cache: Path) -> None:
     of = branch(rw.Causal())
     assert chosen(case(), of) == "sdpa"
-    found = {"format": 1, "entries": {"a": entry("gather", case(), of)}}
+    found = {"format": tuning.FORMAT, "entries": {"a": entry("gather", case(), of)}, "blocks": {}}
     (cache / "tuning.json").write_text(json.dumps(found))
     tuning.refresh()
     assert chosen(case(), of) == "gather"
@@ -157,7 +235,7 @@ def test_a_choice_looks_at_the_file_once_a_second(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tuning, "_state", lambda path: looked.append(path) or state(path))
     monkeypatch.setattr(tuning.time, "monotonic", lambda: 1e9)
     for _ in range(100):
-        assert tuning.lookup(case(), branch(rw.Causal())) == "gather"
+        assert tuning.lookup(case(), branch(rw.Causal())) == ("gather", None)
     assert len(looked) == 1
     monkeypatch.setattr(tuning.time, "monotonic", lambda: 1e9 + 2)
     tuning.answers()
@@ -169,7 +247,7 @@ def test_no_table_on_a_gpu_is_read() -> None:
     indices = torch.zeros(2, 8, 2, dtype=torch.int64, device="meta")
     counts = torch.zeros(2, 8, dtype=torch.int64, device="meta")
     table = rw.BlockTable(indices=indices, counts=counts, key_blocks=8, block_size=128)
-    assert tuning.density(branch(table)) == 2
+    assert kinds.density(branch(table)) == 2
 
 
 def test_without_the_packages(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -208,8 +286,8 @@ import sys
 from ringweave.ops import tuning
 number = int(sys.argv[1])
 for step in range(10):
-    tuning.record([{"kind": f"{number}", "density": step, "backend": "gather"}])
-    assert tuning.load(tuning.store()), "a reader saw half a file"
+    tuning.record([{"kind": f"{number}", "density": step, "backend": "gather", "tile": None}])
+    assert tuning.load(tuning.store())["entries"], "a reader saw half a file"
 """
 
 

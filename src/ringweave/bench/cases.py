@@ -12,7 +12,7 @@ import ringweave as rw
 
 from ..errors import UnsupportedError, message
 from ..plan.build import build
-from . import kernels, ring
+from . import kernels, ring, tuned
 from .case import BenchCase, CaseResult, Options, PlanCost
 from .compare import Outcome, Say, compare, silent
 from .measure import interleaved
@@ -159,6 +159,7 @@ CASES: dict[str, BenchCase] = {
         BenchCase("memory", "peak memory of a window at 32K and 262K tokens", _memory),
         BenchCase("dilated", "LongNet's mixture and a dilated relation against dense attention", _dilated),
         BenchCase("crossover", "sparse against dense over densities from 5% to 100%", _crossover),
+        BenchCase("tune", "what ringweave tune gains over the usual choice, on four shapes", tuned.run),
         BenchCase("ring", "context parallelism on 2 to 8 processes: bits, bytes, kill -9, speed", ring.run),
     )
 }

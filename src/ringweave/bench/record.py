@@ -20,7 +20,7 @@ import ringweave
 
 from ..errors import UnsupportedError
 from ..ops import cpu
-from ..ops.tuning import processor
+from ..ops.kinds import processor
 
 
 @dataclass(frozen=True)

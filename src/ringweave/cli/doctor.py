@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections import Counter
 from typing import Annotated, Any
 
 import torch
@@ -113,12 +114,20 @@ def _kernel() -> dict[str, str]:
 
 
 def _store() -> dict[str, str | int]:
-    """Where ``ringweave tune`` keeps what it found, and how much that is."""
+    """Where ``ringweave tune`` keeps what it found, and how much: answers, those with tiles, kernels with blocks."""
     path = tuning.store()
     if path is None:
         return {"file": "none: platformdirs is not installed, and RINGWEAVE_CACHE names no folder"}
     tuning.refresh()
-    return {"file": str(path), "answers": sum(len(each) for each in tuning.answers().values())}
+    answers = [answer for each in tuning.answers().values() for answer in each.values()]
+    found: dict[str, str | int] = {"file": str(path), "answers": len(answers)}
+    tiles = Counter(answer.tile for answer in answers if answer.tile is not None)
+    if tiles:
+        found["tiles"] = ", ".join(f"{q} x {k} ({count})" for (q, k), count in sorted(tiles.items()))
+    kernels = Counter(kind.kernel for kind in tuning.blocks())
+    if kernels:
+        found["blocks"] = ", ".join(f"{kernel} ({count})" for kernel, count in sorted(kernels.items()))
+    return found
 
 
 def _why_absent() -> str:

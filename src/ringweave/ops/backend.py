@@ -131,6 +131,7 @@ class Backend:
         planned: Whether it computes a plan's tiles; dense kernels need none.
         delta: Computes what backward takes as ``delta``.
         tried: Whether auto takes it only after a trial on the GPU that is there (see trial.py).
+        tiled: Whether its tiles have the sides that a branch asks for; others have sides of their own, or no tiles.
     """
 
     name: str
@@ -142,3 +143,4 @@ class Backend:
     planned: bool = True
     delta: Delta = delta_in_chunks
     tried: bool = False
+    tiled: bool = False

@@ -126,4 +126,4 @@ def scratch(case: Case, branch: Branch) -> int:
     return forward_bytes + sums + kept
 
 
-BACKEND = Backend("cpu", forward, backward, refusal, scratch, delta=delta)
+BACKEND = Backend("cpu", forward, backward, refusal, scratch, delta=delta, tiled=True)

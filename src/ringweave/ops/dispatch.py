@@ -6,6 +6,7 @@ the whole attention's lse each branch's gradients are its share, and they are ad
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -42,8 +43,14 @@ def choose(name: str, case: Case, branch: Branch) -> Backend:
     Raises:
         UnsupportedError: An unknown name, or a named backend that cannot run the branch, with the reason.
     """
+    return step(name, case, branch)[1]
+
+
+def step(name: str, case: Case, branch: Branch) -> tuple[Branch, Backend]:
+    """One branch with its backend, as :func:`choose`; auto may give it the tiles that were measured to suit both."""
     if name == "auto":
-        return measured(case, branch) or next(backend for backend, reason in candidates(case, branch) if reason is None)
+        usual = (backend for backend, reason in candidates(case, branch) if reason is None)
+        return measured(case, branch) or (branch, next(usual))
     backend = BACKENDS.get(name)
     if backend is None:
         raise UnsupportedError(message("backend", repr(name), f"one of {', '.join(names())}", "Use 'auto'."))
@@ -52,15 +59,19 @@ def choose(name: str, case: Case, branch: Branch) -> Backend:
         raise UnsupportedError(
             message("backend", repr(name), f"a case that it can run, but {reason}", "Use backend='auto' or 'gather'.")
         )
-    return backend
+    return branch, backend
 
 
-def measured(case: Case, branch: Branch) -> Backend | None:
-    """The backend that ``ringweave tune`` found fastest for this kind of call here, if it did and it can run."""
-    backend = BACKENDS.get(tuning.lookup(case, branch) or "")
-    if backend is None or not backend.branched or refusal(backend, case, branch) is not None:
+def measured(case: Case, branch: Branch) -> tuple[Branch, Backend] | None:
+    """What ``ringweave tune`` found fastest for this kind of call here, if it did and that backend can run it."""
+    answer = tuning.lookup(case, branch)
+    backend = None if answer is None else BACKENDS.get(answer.backend)
+    if answer is None or backend is None or not backend.branched or refusal(backend, case, branch) is not None:
         return None
-    return backend
+    if answer.tile is not None and backend.tiled:
+        other = dataclasses.replace(branch, sides=answer.tile)
+        branch = other if refusal(backend, case, other) is None else branch
+    return branch, backend
 
 
 def candidates(case: Case, branch: Branch) -> Iterator[tuple[Backend, str | None]]:
@@ -88,12 +99,15 @@ def _why_not(backend: Backend, case: Case, branch: Branch) -> str | None:
 
 
 def program(pattern: Pattern, case: Case, q_offset: int, backend: str) -> list[tuple[Branch, Backend]]:
-    """The branches of a call, each with its backend."""
+    """The branches of a call, each with its backend; auto may give them other tiles.
+
+    A named backend keeps the tiles that length and pattern suggest: the bits of what was named depend on no store.
+    """
     if backend in BACKENDS and not BACKENDS[backend].branched:
         whole = Branch(pattern, (0, case.heads, 1), 1, 0, 0, case.nq, case.nk, q_offset, case.batch)
         return [(whole, choose(backend, case, whole))]
     split = branches(pattern, case.nq, case.nk, heads=case.heads, batch=case.batch, q_offset=q_offset)
-    return [(branch, choose(backend, case, branch)) for branch in split]
+    return [step(backend, case, branch) for branch in split]
 
 
 def run_forward(

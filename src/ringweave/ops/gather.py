@@ -207,4 +207,4 @@ def scratch(case: Case, branch: Branch) -> int:
     return batch + lines * (case.value_dim + 1) * wide
 
 
-BACKEND = Backend("gather", forward, backward, refusal, scratch)
+BACKEND = Backend("gather", forward, backward, refusal, scratch, tiled=True)

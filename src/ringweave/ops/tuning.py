@@ -1,43 +1,36 @@
-"""What ``ringweave tune`` measured on this machine: which backend is fastest for a kind of call.
+"""What ``ringweave tune`` measured on this machine: which backend, on which tiles, is fastest for a kind of call.
 
-A kind is the device by name, the versions of ringweave, torch and triton, the type, the head dimensions, the lengths
-and the density by powers of two, how the pattern is structured, and the direction. The answers lie in one JSON file
-under the user's cache folder. It is read at the first choice that auto makes, never at import, and again when it has
-changed; a choice costs a look into a dict. Writing needs filelock, finding the folder platformdirs: the extra ``tune``.
+Kinds are ``kinds.py``'s. Beside the answers lie the blocks of GPU kernels, whose meaning is that of
+``triton/blocks.py``. All of it is one JSON file under the user's cache folder. It is read at the first choice that
+auto makes, never at import, and again when it has changed; a choice costs a look into a dict. Writing needs filelock,
+finding the folder platformdirs: the extra ``tune``.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import logging
 import math
 import os
-import platform
-import sys
 import tempfile
 import time
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from ..errors import UnsupportedError, message
-from ..patterns import BlockTable
 from ..plan import Branch
-from ..plan.build import default_tile, estimate_tiles
-from ..plan.cache import table_keys
 from .backend import Case
+from .kinds import KernelKind, density, kind
 
 #: Names the folder of the store; by default the user's cache folder, as platformdirs knows it.
 VARIABLE = "RINGWEAVE_CACHE"
-FORMAT = 1
+FORMAT = 2
+#: The longest side of a tile that every backend takes.
+MOST_SIDE = 256
 _CHECKED_EVERY = 1.0  # seconds between two looks at the file's time
-_DENSITIES = 4096
 _log = logging.getLogger("ringweave")
 
 
@@ -57,6 +50,17 @@ def _file(named: str) -> Path | None:
     return Path(platformdirs.user_cache_dir("ringweave", appauthor=False)) / "tuning.json"
 
 
+class Answer(NamedTuple):
+    """What was fastest: a backend, and the sides of its tiles where others than a branch's own were."""
+
+    backend: str
+    tile: tuple[int, int] | None = None
+
+
+# field and value
+Fields = tuple[tuple[str, int], ...]
+
+
 @dataclass
 class _Read:
     """What was read: answers by kind without density, then by density; when, and of which state of the file."""
@@ -64,7 +68,8 @@ class _Read:
     path: Path | None = None
     state: tuple[int, int] | None = None
     checked: float = -math.inf
-    answers: dict[str, dict[int, str]] = field(default_factory=dict)
+    answers: dict[str, dict[int, Answer]] = field(default_factory=dict)
+    blocks: dict[KernelKind, Fields] = field(default_factory=dict)
 
 
 _read = _Read()
@@ -75,20 +80,40 @@ def refresh() -> None:
     _read.checked = -math.inf
 
 
-def answers() -> Mapping[str, Mapping[int, str]]:
-    """Backends by kind and density, from the file as it was at most a second ago."""
+def answers() -> Mapping[str, Mapping[int, Answer]]:
+    """Answers by kind and density, from the file as it was at most a second ago."""
+    return _current().answers
+
+
+def blocks() -> Mapping[KernelKind, Fields]:
+    """Fields of blocks by kernel and tiles, from the file as it was at most a second ago."""
+    return _current().blocks
+
+
+def _current() -> _Read:
     global _read
     path, now = store(), time.monotonic()
     if path == _read.path and now - _read.checked < _CHECKED_EVERY:
-        return _read.answers
+        return _read
     state = _state(path)
     if path != _read.path or state != _read.state:
-        made: dict[str, dict[int, str]] = {}
-        for entry in ({} if path is None or state is None else load(path)).values():
-            made.setdefault(entry["kind"], {})[entry["density"]] = entry["backend"]
-        _read = _Read(path, state, now, made)
+        found = load(path) if path is not None and state is not None else _nothing()
+        made = _Read(path, state, now)
+        for entry in found["entries"].values():
+            tile = entry["tile"]
+            made.answers.setdefault(entry["kind"], {})[entry["density"]] = Answer(
+                entry["backend"], None if tile is None else (tile[0], tile[1])
+            )
+        for entry in found["blocks"].values():
+            made.blocks[_kernel_kind(entry)] = tuple(entry["blocks"].items())
+        _read = made
     _read.checked = now
-    return _read.answers
+    return _read
+
+
+def _kernel_kind(entry: Mapping[str, Any]) -> KernelKind:
+    dims, tile = ((entry[name][0], entry[name][1]) for name in ("dims", "tile"))
+    return KernelKind(entry["kernel"], entry["where"], entry["dtype"], dims, tile, entry["masked"])
 
 
 def _state(path: Path | None) -> tuple[int, int] | None:
@@ -101,40 +126,76 @@ def _state(path: Path | None) -> tuple[int, int] | None:
     return found.st_mtime_ns, found.st_size
 
 
-def load(path: Path) -> dict[str, dict[str, Any]]:
-    """The file's entries; none, and a warning in the log, where it is not what this version writes."""
+Stored = dict[str, dict[str, dict[str, Any]]]
+
+
+def _nothing() -> Stored:
+    return {part: {} for part in _PARTS}
+
+
+def load(path: Path) -> Stored:
+    """The file's ``entries`` and ``blocks``; none, and a warning in the log, where this version does not write such."""
     try:
         found = json.loads(path.read_text("utf-8"))
         _check(found)
     except FileNotFoundError:
-        return {}
+        return _nothing()
     except (OSError, ValueError) as error:
         _log.warning("the tuning store %s is ignored: %s", path, error)
-        return {}
-    entries: dict[str, dict[str, Any]] = found["entries"]
-    return entries
+        return _nothing()
+    return {part: found[part] for part in _PARTS}
 
 
 def _check(found: object) -> None:
     """Raises ValueError where a file's content is not a store of this format."""
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"it is not of format {FORMAT}")
-    entries = found.get("entries")
-    if not isinstance(entries, dict):
-        raise ValueError("it holds no entries")
-    for entry in entries.values():
-        if not isinstance(entry, dict) or [type(entry.get(name)) for name in ("kind", "density", "backend")] != [
-            str, int, str,
-        ]:  # fmt: skip
-            raise ValueError("an entry is not one of this format")
+    for part, (types, right) in _PARTS.items():
+        entries = found.get(part)
+        if not isinstance(entries, dict):
+            raise ValueError(f"it holds no {part}")
+        for entry in entries.values():
+            if (
+                not isinstance(entry, dict)
+                or any(type(entry.get(name)) is not of for name, of in types.items())
+                or not right(entry)
+            ):
+                raise ValueError(f"one of its {part} is not of this format")
 
 
-def record(found: list[dict[str, Any]]) -> Path:
-    """Add entries to the store, each with kind, density and backend, in place of older ones of the same kind.
+def _two(value: object) -> bool:
+    return isinstance(value, list) and [type(each) for each in value] == [int, int]
+
+
+def _is_answer(entry: dict[str, Any]) -> bool:
+    tile = entry.get("tile", ())
+    return tile is None or (_two(tile) and all(0 < side <= MOST_SIDE and side % 16 == 0 for side in tile))
+
+
+def _is_blocks(entry: dict[str, Any]) -> bool:
+    numbers = all(type(value) in (int, bool) for value in entry["blocks"].values())
+    return numbers and _two(entry["dims"]) and _two(entry["tile"])
+
+
+# the types of an entry's fields, and what else is to be true of it
+_PARTS: dict[str, tuple[dict[str, type], Callable[[dict[str, Any]], bool]]] = {
+    "entries": ({"kind": str, "density": int, "backend": str}, _is_answer),
+    "blocks": (
+        {"kernel": str, "where": str, "dtype": str, "masked": bool, "blocks": dict, "dims": list, "tile": list},
+        _is_blocks,
+    ),
+}
+
+
+def record(found: list[dict[str, Any]], blocks: list[dict[str, Any]] | None = None) -> Path:
+    """Add to the store, in place of what it has of the same kinds.
+
+    Args:
+        found: Answers, each with kind, density, backend and tile (sides, or None for the branch's own).
+        blocks: Of kernels, each with the fields of a :class:`KernelKind` and ``blocks``, their fields and values.
 
     Safe under concurrent processes: one at a time reads, adds and replaces the file, and readers see either the old
     one or the new one.
-
     Returns:
         The file.
     Raises:
@@ -151,11 +212,13 @@ def record(found: list[dict[str, Any]]) -> Path:
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(path.with_suffix(".lock")):
-        entries = load(path) | {f"{entry['kind']}; density 2^-{entry['density']}": entry for entry in found}
+        stored = load(path)
+        stored["entries"] |= {f"{entry['kind']}; density 2^-{entry['density']}": entry for entry in found}
+        stored["blocks"] |= {"; ".join(map(str, _kernel_kind(entry))): entry for entry in blocks or []}
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix="tuning-", suffix=".tmp")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({"format": FORMAT, "entries": entries}, file, indent=1)
+                json.dump({"format": FORMAT} | stored, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
             Path(temporary).replace(path)
@@ -166,88 +229,11 @@ def record(found: list[dict[str, Any]]) -> Path:
     return path
 
 
-def lookup(case: Case, branch: Branch) -> str | None:
-    """The name of the backend that was fastest for this kind of call; None where none was measured."""
+def lookup(case: Case, branch: Branch) -> Answer | None:
+    """What was fastest for this kind of call; None where nothing was measured."""
     known = answers()
     if not known:
         return None
     name = kind(case, branch)
     found = None if name is None else known.get(name)
     return None if found is None else found.get(density(branch))
-
-
-def kind(case: Case, branch: Branch) -> str | None:
-    """The kind of a call, but for its density; None where its device is not here."""
-    where = _where(case.device)
-    if where is None:
-        return None
-    grid = branch.pattern.grid() if branch.structure == "sparse" else None
-    structure = branch.structure if grid is None else f"{branch.structure} on a grid of {grid}"
-    dtype = str(case.dtype).removeprefix("torch.")
-    lengths = f"2^{branch.nq.bit_length() - 1} x 2^{branch.nk.bit_length() - 1} tokens"
-    direction = "backward" if case.needs_grad else "forward"
-    return f"{where}; {dtype}; D {case.head_dim}, Dv {case.value_dim}; {lengths}; {structure}; {direction}"
-
-
-def _where(device: str) -> str | None:
-    """A device by name, and the versions."""
-    if device == "cpu":
-        return _named(f"{processor()}, {torch.get_num_threads()} threads")
-    if device == "cuda" and torch.cuda.is_available():
-        return _named(torch.cuda.get_device_name())
-    return None
-
-
-@functools.cache
-def _named(device: str) -> str:
-    try:
-        triton = f"triton {importlib.metadata.version('triton')}"
-    except importlib.metadata.PackageNotFoundError:
-        triton = "no triton"
-    # the package imports this on its way to its own version
-    own = sys.modules[__package__.partition(".")[0]].__version__
-    return f"{device}; ringweave {own}; torch {torch.__version__}; {triton}"
-
-
-@functools.cache
-def processor() -> str:
-    """The processor's model."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-_densities: OrderedDict[Hashable, int] = OrderedDict()
-
-
-def density(branch: Branch) -> int:
-    """The share of tiles as the nearest power of 1/2: 0 all, 1 a half, and so on; from a sample, and kept.
-
-    Of a block table on a GPU nothing is read: the share that it may have at most.
-    """
-    if branch.structure != "sparse":
-        return 0
-    pattern = branch.pattern
-    key = (pattern.spec, table_keys(pattern.tables), branch.nq, branch.nk, branch.head_count, branch.q_offset)
-    found = _densities.get(key)
-    if found is None:
-        found = _densities[key] = _power(_share(branch))
-        if len(_densities) > _DENSITIES:
-            _densities.popitem(last=False)
-    return found
-
-
-def _share(branch: Branch) -> float:
-    pattern = branch.pattern
-    if isinstance(pattern, BlockTable) and pattern.tables[0].device.type != "cpu":
-        return pattern.blocks.most / pattern.blocks.key_blocks
-    tiles = estimate_tiles(pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset)
-    rows, columns = (-(-n // default_tile(n)) for n in (branch.nq, branch.nk))
-    return tiles / (branch.head_count * rows * columns)
-
-
-def _power(share: float) -> int:
-    return 99 if share <= 0 else max(0, round(-math.log2(share)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class Branch:
         nk: Keys in the view.
         q_offset: Position of the view's first query, in the view's own positions.
         batch: Batch elements.
+        sides: Of the tiles of its plan, (q_tile, kv_tile), where others are asked for than length and pattern suggest.
     """
 
     pattern: Pattern
@@ -53,6 +54,7 @@ class Branch:
     nk: int
     q_offset: int
     batch: int
+    sides: tuple[int, int] | None = field(default=None, kw_only=True)
 
     @property
     def head_count(self) -> int:
@@ -68,8 +70,8 @@ class Branch:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """The sides (q_tile, kv_tile) of its plan, where none are asked for."""
-        return tile_sides(None, self.pattern, self.nq, self.nk)
+        """The sides (q_tile, kv_tile) of its plan."""
+        return tile_sides(self.sides, self.pattern, self.nq, self.nk)
 
     def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
         """The branch's plan, cached."""
@@ -80,7 +82,7 @@ class Branch:
             heads=self.head_count,
             batch=self.batch,
             q_offset=self.q_offset,
-            tile=tile_sides(tile, self.pattern, self.nq, self.nk),
+            tile=self.tile if tile is None else tile_sides(tile, self.pattern, self.nq, self.nk),
             device=device,
         )
 

@@ -92,4 +92,4 @@ def scratch(case: Case, branch: Branch) -> int:
     return 4 * (tiles + 2 * plan.masks.numel() + partial + delta)
 
 
-BACKEND = Backend("triton", forward, backward, refusal, scratch, delta=delta, tried=True)
+BACKEND = Backend("triton", forward, backward, refusal, scratch, delta=delta, tried=True, tiled=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...errors import UnsupportedError, message
 from ...plan import BlockPlan, Branch
 from ..backend import Upstream
+from ..kinds import where
 from . import kernels, schedule
 from .blocks import Blocks, Device, Packing, choose, padded
 from .pairing import Rows, paired, single
@@ -102,7 +104,8 @@ def backward(
         _join(queue, sums, dq, None, ratio, by_rows.span, packing)
     device = _device(q.device)
     tile = (plan.q_tile, plan.kv_tile)
-    blocks = choose("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device)
+    about = q.dtype, plan.masks.shape[0] > 0
+    blocks = choose("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device, about)
     packing = Packing.of(blocks.n, plan.kv_tile, 1)
     queue = schedule.column_queue(plan, ratio, _head_bytes(q, dout) * ratio, device.units)
     described = blocks.described and not sides.dead_queries and _describable(q, dout)
@@ -154,8 +157,9 @@ def cut(kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Cut:
     members = _power(ratio) if schedule.shared(plan, ratio) else 1
     height = min(plan.q_tile, _power(q.shape[2]))
     of = functools.partial(choose, kernel, q.shape[3], v.shape[3], q.element_size())
-    blocks, lists = of((max(16, height * members), plan.kv_tile), device), single(plan)
-    wide = of((2 * plan.q_tile, plan.kv_tile), device)
+    about = q.dtype, plan.masks.shape[0] > 0
+    blocks, lists = of((max(16, height * members), plan.kv_tile), device, about), single(plan)
+    wide = of((2 * plan.q_tile, plan.kv_tile), device, about)
     if members == 1 and blocks.m == plan.q_tile == 64 and wide.m == 128 and plan.q_tiles > 1:
         pairs = paired(plan)
         if pairs is not None:
@@ -268,14 +272,15 @@ def _of_rows(packing: Packing) -> dict[str, int]:
 
 @functools.cache
 def _device(device: torch.device) -> Device:
+    name = where(str(device)) or ""
     if torch.version.hip is not None:
-        return Device("cdna", 64 * 1024, torch.cuda.get_device_properties(device).multi_processor_count)
+        return Device("cdna", 64 * 1024, torch.cuda.get_device_properties(device).multi_processor_count, name)
     if device.type != "cuda":
         # the interpreter: any will do
-        return Device("ampere", 99 * 1024, units=8)
+        return Device("ampere", 99 * 1024, units=8, name=name)
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
-    return Device.of_cuda(properties.major, shared, properties.multi_processor_count)
+    return dataclasses.replace(Device.of_cuda(properties.major, shared, properties.multi_processor_count), name=name)
 
 
 def _device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -92,7 +92,8 @@ def alive(live, code, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr, MASK
     if MASKED:
         at = tl.maximum(code, 0).to(tl.int64) * WORDS + (first + lane) // 32
         word = tl.load(live + at, mask=inside & (code >= 0), other=-1)
-        inside = inside & (((word >> (lane % 32)) & 1) != 0)
+        # blocks of 16 may begin in the middle of a word
+        inside = inside & (((word >> ((lane + (first % 32 if SIZE < 32 else 0)) % 32)) & 1) != 0)
     return inside
 
 
