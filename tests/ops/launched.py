@@ -1,0 +1,304 @@
+"""Calls of the Triton backend on devices that run nothing: run by test_triton.py in a process of its own.
+
+What a GPU would be asked to do: what is compiled, for which arguments again, and what is launched. See stand_in.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ringweave as rw
+from ringweave.ops.triton import launch
+from ringweave.patterns import Pattern
+from ringweave.plan import branches
+
+from .stand_in import DEVICES, Driver, Launch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from kernel_resources import of_cubin
+
+MATRIX = {90: r"wgmma\.mma_async", 80: r"mma\.sync", 100: r"tcgen05\.mma"}
+
+
+@pytest.fixture(scope="session")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    driver = Driver(tmp_path_factory.mktemp("libcuda"))
+    triton.runtime.driver.set_active(driver)
+    return driver
+
+
+@pytest.fixture
+def device(stand_in: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """An H100, unless a test sets another index; tensors lie on the CPU, or nowhere."""
+    monkeypatch.setattr(launch, "_device", lambda device: launch._of_driver())
+    stand_in.taken()
+    yield stand_in
+    stand_in.index = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward, with its gradients where asked for."""
+
+    pattern: Pattern
+    nq: int
+    nk: int = 0
+    heads: int = 4
+    kv_heads: int = 0
+    dim: int = 64
+    value_dim: int = 0
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    q_offset: int = 0
+    part: bool = False  # a branch of several: float32 results, and a gradient of lse
+    gradients: bool = True
+    device: str = "cpu"
+    view: Callable[[Tensor], Tensor] = lambda x: x
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        nk, kv_heads, value_dim = self.nk or self.nq, self.kv_heads or self.heads, self.value_dim or self.dim
+        shapes = [(self.heads, self.nq, self.dim), (kv_heads, nk, self.dim), (kv_heads, nk, value_dim)]
+        made = (torch.empty(self.batch, *of, dtype=self.dtype, device=self.device) for of in shapes)
+        q, k, v = map(self.view, made)
+        return q, k, v, torch.empty(*q.shape[:3], value_dim, dtype=self.dtype, device=self.device)
+
+    def __call__(self) -> None:
+        q, k, v, dout = self.tensors()
+        (branch,) = branches(
+            self.pattern, q.shape[2], k.shape[2], heads=self.heads, batch=self.batch, q_offset=self.q_offset
+        )
+        dtype = torch.float32 if self.part else self.dtype
+        out, lse = launch.forward(q, k, v, branch, 0.125, dtype)
+        assert (out.dtype, out.shape, lse.shape) == (dtype, dout.shape, q.shape[:3])
+        if self.gradients:
+            delta = launch.delta(dout, out, lse, lse if self.part else None)
+            for got, of in zip(
+                launch.backward(dout, q, k, v, out, lse, delta, branch, 0.125, dtype), (q, k, v), strict=True
+            ):
+                assert (got.dtype, got.shape) == (dtype, of.shape)
+
+
+def launched(call: Call, device: Driver) -> list[tuple[Any, Launch]]:
+    """The kernels that a call launches, as compiled, in their order."""
+    device.taken()
+    call()
+    made = device.compiled()
+    return [(made[each.function], each) for each in device.taken()]
+
+
+STREAMING = ("forward", "backward_q", "backward_kv")
+ALL = ["forward", "delta", "backward_q", "backward_kv"]
+# few keys for many devices' units: columns of a group are long
+SHARED = ["forward", "delta", "backward_q", "backward_kv", "join", "join"]
+JOINED = ["forward", "join", "delta", "backward_q", "join", "backward_kv", "join", "join"]
+TABLE = rw.random_blocks(1024, 0.4, block_size=64)
+PAIRS = rw.BlockTable(
+    (torch.rand(4, 8, 16, generator=torch.Generator().manual_seed(1)) < 0.4).repeat_interleave(2, 1), 64
+)
+HALF = torch.float16
+CALLS = {
+    "causal, D 64": (Call(rw.Causal(), 1024), ALL),
+    "full, D 128, fp16": (Call(rw.Full(), 1000, dim=128, dtype=HALF), ALL),
+    "window, D 40": (Call(rw.SlidingWindow(300), 1000, dim=40), ALL),
+    "window, D 16, Dv 128, fp32": (Call(rw.SlidingWindow(300), 700, dim=16, value_dim=128, dtype=torch.float32), ALL),
+    "D 256": (Call(rw.Causal(), 512, dim=256), ALL),
+    "grouped": (Call(rw.Causal(), 1024, heads=8, kv_heads=2, dim=128), SHARED),
+    "grouped, packed": (Call(TABLE, 1024, heads=8, kv_heads=2, batch=2), SHARED),
+    "pairs": (Call(PAIRS, 1024), ALL),
+    "pairs, masked": (Call(PAIRS & rw.Causal(), 1024, dim=128), ALL),
+    "a branch": (Call(rw.SlidingWindow(300), 1000, part=True), ALL),
+    "a branch, fp16": (Call(rw.Causal(), 1000, part=True, dtype=HALF), ALL),
+    "every other token": (Call(rw.Causal(), 1000, view=lambda x: x[:, :, ::2], dim=128), ALL),
+    "addresses of two bytes": (Call(rw.Causal(), 512, view=lambda x: torch.empty(x.numel() + 1)[1:].to(x.dtype).view(x.shape)), ALL),
+    "heads last": (Call(rw.Causal(), 512, batch=2, view=lambda x: x.mT.contiguous().mT), ALL),
+    "broadcast keys": (Call(rw.Causal(), 512, batch=2, view=lambda x: x[:, :1].expand(x.shape)), ALL),
+    "long lists": (Call(rw.SlidingWindow(64) | rw.Global(1), 6000, heads=2, kv_heads=1), JOINED),
+    "one query": (Call(rw.Causal(), 1, 5000, heads=8, kv_heads=1, q_offset=4999, gradients=False), ["forward", "join"]),
+    "few queries": (Call(rw.Causal(), 5, 20_000, heads=6, kv_heads=2, dim=128, q_offset=19_995, gradients=False), ["forward", "join"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_hopper(name: str, device: Driver) -> None:
+    check(*CALLS[name], device)
+
+
+@pytest.mark.parametrize("index", [1, 2])
+@pytest.mark.parametrize("name", ["causal, D 64", "full, D 128, fp16", "one query"])
+def test_other_generations(name: str, index: int, device: Driver) -> None:
+    device.index = index
+    check(*CALLS[name], device)
+
+
+def check(call: Call, names: list[str], device: Driver) -> None:
+    before = device.compiled()
+    launches = launched(call, device)
+    assert [kernel.metadata.name for kernel, _ in launches] == names
+    for kernel, each in launches:
+        assert each.grid[0] > 0
+        assert each.grid[1:] == (1, 1)
+        assert each.shared <= DEVICES[device.index][1].shared
+        if each.function in before:
+            continue
+        name = kernel.metadata.name
+        assert of_cubin(kernel.asm["cubin"])[1] == 0, f"{name} spills"
+        if name in STREAMING and call.dtype != torch.float32:
+            assert matrix(kernel), f"{name}: no matrix instruction"
+    made = device.compiled()
+    assert [each for _, each in launched(call, device)] == [each for _, each in launches]
+    assert device.compiled() == made
+
+
+def matrix(kernel: Any) -> bool:
+    """Whether a kernel has the matrix instructions of its device, or those of few rows where it has few."""
+    constants = {kernel.src.fn.arg_names[index]: value for (index, *_), value in kernel.src.constants.items()}
+    rows = constants["BLOCK_N"] if "HEADS" not in constants else constants["HEADS"] * constants["ROWS"]
+    wanted = MATRIX[kernel.metadata.target.arch] if rows >= 64 else MATRIX[80]
+    return re.search(wanted, kernel.asm["ptx"]) is not None
+
+
+def lengths(*of: int) -> list[tuple[int, int]]:
+    return [(n, n) for n in of]
+
+
+def decoding(*of: int) -> list[tuple[int, int]]:
+    return [(1, n) for n in of]
+
+
+@pytest.mark.parametrize(
+    ("call", "sizes"),
+    [
+        # lengths of every remainder that is told apart: by 128, by 16, odd
+        (Call(rw.Causal(), 0), lengths(1024, 1040, 1025, 1151, 1152)),
+        (Call(rw.SlidingWindow(300) & rw.Causal(), 0, dim=40), lengths(1024, 1040, 1025, 1151, 1152)),
+        (Call(rw.Causal(), 0, heads=8, kv_heads=2, gradients=False), decoding(1024, 1025, 1040, 1152, 1153)),
+        (Call(rw.Causal(), 0, heads=8, kv_heads=1, dim=40, gradients=False), decoding(9216, 9217, 9232, 20_001)),
+        # a window whose end meets that of a tile, or does not
+        (Call(rw.SlidingWindow(900) & rw.Causal(), 0, gradients=False), decoding(1024, 1028, 1029, 1030, 1152)),
+    ],
+    ids=["causal", "window", "one query", "one query, split", "one query, window"],
+)
+def test_another_length_compiles_nothing(call: Call, sizes: list[tuple[int, int]], device: Driver) -> None:
+    made = []
+    for nq, nk in sizes:
+        dataclasses.replace(call, nq=nq, nk=nk, q_offset=nk - nq)()
+        made.append(len(device.compiled()))
+    assert made == made[:1] * len(sizes)
+    # batches, and strides that a larger cache has, are no reason either
+    dataclasses.replace(call, nq=nq, nk=nk, q_offset=nk - nq, batch=3)()
+    dataclasses.replace(call, nq=nq, nk=nk, q_offset=nk - nq, view=longer)()
+    assert len(device.compiled()) == made[0]
+
+
+def longer(x: Tensor) -> Tensor:
+    """The same shape, as a view of more tokens."""
+    return x.new_empty(*x.shape[:2], x.shape[2] + 8, x.shape[3])[:, :, : x.shape[2]]
+
+
+def described(call: Call, device: Driver) -> dict[str, bool]:
+    """Whether kernels take descriptors, which the driver then checks."""
+    return {
+        kernel.metadata.name: any(str(kind).startswith("tensordesc") for kind in kernel.src.signature.values())
+        for kernel, _ in launched(call, device)
+        if kernel.metadata.name in STREAMING
+    }
+
+
+def test_descriptors_where_strides_permit(device: Driver) -> None:
+    call = Call(rw.Causal(), 512)
+    of_keys, of_queries = ("forward", "backward_q"), ("backward_kv",)
+    everywhere = dict.fromkeys(STREAMING, True)
+    assert described(call, device) == everywhere
+    assert described(dataclasses.replace(call, dim=72, value_dim=24), device)["forward"]
+    # 40 bytes from token to token
+    assert described(dataclasses.replace(call, dim=20), device) == dict.fromkeys(STREAMING, False)
+    broadcast = Call(rw.Causal(), 512, view=lambda x: x[:, :1].expand(x.shape))
+    assert described(broadcast, device) == dict.fromkeys(of_keys + of_queries, False)
+    assert described(Call(rw.Periodic(50, 10, 13), 512), device) == everywhere | dict.fromkeys(of_keys, False)
+    # a device without
+    device.index = 1
+    assert described(call, device) == dict.fromkeys(STREAMING, False)
+
+
+@pytest.mark.parametrize("dim", [40, 64])
+def test_loads_of_16_bytes(dim: int, device: Driver) -> None:
+    """Channels that 8 divides are enough, whatever the length: what is pipelined is loaded so, not in pairs of bytes."""
+    device.index = 1
+    for kernel, _ in launched(Call(rw.Causal(), 1001, dim=dim, dtype=HALF), device):
+        if kernel.metadata.name in STREAMING:
+            assert re.search(r"cp\.async\.cg\.shared\.global.*0x10", kernel.asm["ptx"])
+            assert not re.search(r"ld\.global\.b16", kernel.asm["ptx"])
+
+
+def test_a_grid_of_programs_that_stay(device: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = launch.choose
+    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), resident=2))
+    window = rw.SlidingWindow(300)
+    grids = [
+        each.grid[0] for kernel, each in launched(Call(window, 16_384), device) if kernel.metadata.name in STREAMING
+    ]
+    assert grids == [2 * 132] * 3
+    assert launched(Call(window, 1024, gradients=False), device)[0][1].grid[0] == 4 * 8
+
+
+def test_warps_that_load(device: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A descriptor that a kernel makes needs room, which the backend gives."""
+    choose = launch.choose
+    asked = []
+
+    def room(size: int, alignment: int, stream: int | None) -> Tensor:
+        asked.append(size)
+        return torch.empty(size, dtype=torch.int8)
+
+    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), warps=4, specialised=True))
+    monkeypatch.setattr(launch, "_scratch", room)
+    table = rw.random_blocks(1024, 0.4, block_size=128)
+    ((kernel, each),) = launched(Call(table, 1024, dim=128, gradients=False), device)
+    assert "setmaxnreg" in kernel.asm["ptx"]
+    assert asked
+    assert each.threads > 128
+
+
+class Watched(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["causal, D 64", "pairs, masked", "long lists"])
+def test_a_second_call_allocates_and_launches_and_nothing_else(name: str, device: Driver) -> None:
+    """So it can be captured in a CUDA graph."""
+    call, names = CALLS[name]
+    call()
+    with Watched() as watched:
+        launches = launched(call, device)
+    assert [kernel.metadata.name for kernel, _ in launches] == names
+    assert watched.called <= {"aten::empty", "aten::new_empty"}
+
+
+@pytest.mark.parametrize("inside", [None, rw.Causal()], ids=["alone", "within causal"])
+def test_a_table_on_a_gpu_is_planned_and_computed_without_a_look_at_it(inside: Pattern | None, device: Driver) -> None:
+    """On tensors that hold no values: to read one is an error."""
+    table = rw.BlockTable(torch.empty(4, 16, 16, dtype=torch.bool, device="meta"), 64)
+    pattern = table if inside is None else table & inside
+    launches = launched(Call(pattern, 1024, kv_heads=2, batch=2, device="meta"), device)
+    assert [kernel.metadata.name for kernel, _ in launches] == ALL
+    assert [each.grid[0] for kernel, each in launches if kernel.metadata.name in STREAMING] == [128, 128, 64]
