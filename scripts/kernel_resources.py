@@ -97,7 +97,8 @@ def compile_kernel(
         "TILES": shape.tiles,
         "MASKED": not shape.specialised, "FOLDED": True, "SLOPED": True, "WIDE": False, "WEIGHTED": True,
         "RAGGED": True, "DESCRIBED": shape.described, "SPECIALISED": shape.specialised,
-        "STEP": 8, "RESIDENT": False, "STAGES": blocks.stages, "PRECISION": "ieee", "l_n": 1, "s_n": 1,
+        "STEP": 8, "SHARED": shape.heads > 1, "RESIDENT": False, "STAGES": blocks.stages, "PRECISION": "ieee",
+        "l_n": 1, "s_n": 1,
     }  # fmt: skip
     # Triton compiles a 1 as a constant
     if shape.heads == 1:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringweave as rw
-from ringweave.ops.triton import launch
+from ringweave.ops.triton import launch, operands
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
 
@@ -263,7 +263,7 @@ def test_warps_that_load(device: Driver, monkeypatch: pytest.MonkeyPatch) -> Non
         return torch.empty(size, dtype=torch.int8)
 
     monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), warps=4, specialised=True))
-    monkeypatch.setattr(launch, "_scratch", room)
+    monkeypatch.setattr(operands, "room", room)
     table = rw.random_blocks(1024, 0.4, block_size=128)
     ((kernel, each),) = launched(Call(table, 1024, dim=128, gradients=False), device)
     assert "setmaxnreg" in kernel.asm["ptx"]

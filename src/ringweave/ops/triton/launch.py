@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...plan import BlockPlan, Branch
-from . import kernels, schedule
+from . import kernels, operands, schedule
 from .blocks import Blocks, Device, Packing, choose, padded
 from .pairing import Rows, paired, single
 
@@ -22,15 +21,13 @@ _LOG2_E = math.log2(math.e)
 _PRECISION = "ieee"
 # Triton's default is about to become that products are rounded before they are added
 _OPTIONS = {"enable_fp_fusion": True}
-# elements in 16 bytes of a 16-bit type: loads of as many at a time need strides that they divide
-_UNIT = 8
 # queries of a decoding step, for whose lists nothing is compiled but the general form
 _FEW = 16
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """One launch; a second joins where lists are split."""
-    q, k, v = map(_readable, (q, k, v))
+    q, k, v = map(operands.readable, (q, k, v))
     plan = branch.plan(q.device)
     batch, heads, nq, _ = q.shape
     dim = v.shape[3]
@@ -40,15 +37,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
     lists, blocks, packing, queue = by_rows = cut("forward", q, k, v, plan)
     sides, plan = schedule.masks(plan), lists.plan
     few = nq <= _FEW
-    described = blocks.described and not few and not sides.dead_keys and _describable(k, v)
-    keys, values = (_described(x, blocks.n) if described else x for x in (k, v))
+    described = blocks.described and not few and not sides.dead_keys and operands.describable(k, v)
+    keys, values = (operands.described(x, blocks.n) if described else x for x in (k, v))
     specialised = (
-        blocks.specialised and described and packing.heads == 1 and not plan.masks.shape[0] and _describable(q)
+        blocks.specialised and described and packing.heads == 1 and not plan.masks.shape[0] and operands.describable(q)
     )
     if specialised:
-        triton.set_allocator(_scratch)
+        triton.set_allocator(operands.room)
     sums, tops = _partial(queue, blocks.m * packing.parts, dim, out), _partial(queue, blocks.m * packing.parts, 1, lse)
-    step, steps = _steps(q, k, v)
+    step, steps = operands.strides(q, k, v)
     sizes = _sizes(q, v, plan, blocks, queue, few)
     with _device_guard(q):
         kernels.forward[_grid(queue, packing.parts, blocks, q.device)](
@@ -56,7 +53,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
             plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, lists.live, *steps,
             queue.tasks.numel(), heads, ratio, nq, k.shape[2], plan.q_tiles, scale * _LOG2_E,
             **sizes, **_of_rows(packing), TILES=lists.tiles, BLOCK_N=blocks.n,
-            FOLDED=scale > 0, WIDE=_wide(plan, q, k, v), STEP=step,
+            FOLDED=scale > 0, WIDE=operands.wide(plan, q, k, v), STEP=step,
             RAGGED=sizes["MASKED"] or k.shape[2] % plan.kv_tile > 0, DESCRIBED=described, SPECIALISED=specialised,
         )  # fmt: skip
         _join(queue, sums, out, (tops, lse), ratio, by_rows.span, packing)
@@ -65,12 +62,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """rowsum(dout * out) - dlse, 0 where lse is -inf, in one launch."""
-    dout, out = _readable(dout), _readable(out)
+    dout, out = operands.readable(dout), operands.readable(out)
     batch, heads, nq, dim = out.shape
     result = torch.empty(batch, heads, nq, dtype=torch.float32, device=out.device)
     lines = max(16, min(128, 8192 // padded(dim)))
     slope = result if dlse is None else dlse
-    step, steps = _steps(dout, out)
+    step, steps = operands.strides(dout, out)
     with _device_guard(out):
         kernels.delta[(batch * heads * triton.cdiv(nq, lines),)](
             dout, out, lse, slope, result, *steps, *lse.stride(), *slope.stride(), heads, nq,
@@ -93,19 +90,19 @@ def backward(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Two launches: dQ by rows, dK and dV by columns; each sum joined by one more where lists are split."""
-    q, k, v, dout = map(_readable, (q, k, v, dout.to(q.dtype)))
+    q, k, v, dout = map(operands.readable, (q, k, v, dout.to(q.dtype)))
     plan = branch.plan(q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     heads, nq, nk = q.shape[1], q.shape[2], k.shape[2]
     ratio = heads // k.shape[1]
     sides = schedule.masks(plan)
-    wide = _wide(plan, q, k, v, dout)
-    step, steps = _steps(q, k, v, dout)
+    wide = operands.wide(plan, q, k, v, dout)
+    step, steps = operands.strides(q, k, v, dout)
     steps += [*lse.stride(), *delta.stride()]
     lists, blocks, packing, queue = by_rows = cut("backward_q", q, k, v, plan)
     rows = lists.plan
-    described = blocks.described and not sides.dead_keys and _describable(k, v)
-    keys, values = (_described(x, blocks.n) if described else x for x in (k, v))
+    described = blocks.described and not sides.dead_keys and operands.describable(k, v)
+    keys, values = (operands.described(x, blocks.n) if described else x for x in (k, v))
     sums = _partial(queue, blocks.m * packing.parts, q.shape[3], dq)
     with _device_guard(q):
         kernels.backward_q[_grid(queue, packing.parts, blocks, q.device)](
@@ -120,9 +117,9 @@ def backward(
     tile = (plan.q_tile, plan.kv_tile)
     blocks = choose("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device)
     packing = Packing.of(blocks.n, plan.kv_tile, 1)
-    queue = schedule.column_queue(plan, ratio, _head_bytes(q, dout) * ratio, device.units)
-    described = blocks.described and not sides.dead_queries and _describable(q, dout)
-    queries, slopes = (_described(x, blocks.m) if described else x for x in (q, dout))
+    queue = schedule.column_queue(plan, ratio, operands.head_bytes(q, dout) * ratio, device.units)
+    described = blocks.described and not sides.dead_queries and operands.describable(q, dout)
+    queries, slopes = (operands.described(x, blocks.m) if described else x for x in (q, dout))
     key_sums, value_sums = (_partial(queue, plan.kv_tile, x.shape[3], x) for x in (dk, dv))
     with _device_guard(q):
         kernels.backward_kv[_grid(queue, packing.parts, blocks, q.device)](
@@ -130,6 +127,7 @@ def backward(
             plan.col_ptr, plan.row, plan.bits_t, sides.transposed, sides.live_queries, *steps,
             queue.tasks.numel(), heads, ratio, nq, nk, plan.kv_tiles, scale,
             **_sizes(q, v, plan, blocks, queue), BLOCK_M=blocks.m, BLOCK_N=blocks.n, WIDE=wide, STEP=step,
+            SHARED=ratio > 1 and schedule.shared(plan, ratio),
             RAGGED=plan.masks.shape[0] > 0 or nq % plan.q_tile > 0, DESCRIBED=described,
         )  # fmt: skip
         for part, whole in ((key_sums, dk), (value_sums, dv)):
@@ -165,29 +163,8 @@ def cut(kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Cut:
         if pairs is not None:
             lists, blocks, height = pairs, wide, 128
     packing = Packing.of(blocks.m, height, members)
-    queue = schedule.row_queue(lists.plan, ratio, packing.heads, _head_bytes(k, v), device.units)
+    queue = schedule.row_queue(lists.plan, ratio, packing.heads, operands.head_bytes(k, v), device.units)
     return Cut(lists, blocks, packing, queue)
-
-
-def _describable(*tensors: Tensor) -> bool:
-    """Whether descriptors can say where tensors lie: from 16 bytes to 16 bytes, nothing broadcast, nothing empty."""
-    return all(
-        x.numel() > 0
-        and x.data_ptr() % 16 == 0
-        and x.stride(3) == 1
-        and all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
-        for x in tensors
-    )
-
-
-def _described(x: Tensor, tokens: int) -> TensorDescriptor:
-    """Tiles of (tokens, channels) of (B, H, N, D)."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, tokens, padded(x.shape[3])])
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Room for descriptors that a kernel makes."""
-    return torch.empty(size, device="cuda", dtype=torch.int8)
 
 
 def _power(n: int) -> int:
@@ -229,28 +206,6 @@ def _join(
         DIM=dim, PADDED=padded(dim), SPAN=span, BLOCK=block, WEIGHTED=tops is not None, **_of_rows(packing),
         **_OPTIONS,
     )  # fmt: skip
-
-
-def _readable(x: Tensor) -> Tensor:
-    """Any strides but in the last dimension."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _steps(*tensors: Tensor) -> tuple[int, list[int]]:
-    """What divides the strides over batch, heads and tokens (8 elements or 1), and these divided by it."""
-    # where a dimension has one element or none its stride says nothing: it may be anything
-    steps = [step if side > 1 else 0 for x in tensors for step, side in zip(x.stride()[:3], x.shape, strict=False)]
-    unit = _UNIT if all(step % _UNIT == 0 for step in steps) else 1
-    return unit, [step // unit for step in steps]
-
-
-def _head_bytes(*tensors: Tensor) -> int:
-    return sum(x.shape[2] * x.shape[3] * x.element_size() for x in tensors)
-
-
-def _wide(plan: BlockPlan, *tensors: Tensor) -> bool:
-    """Whether 32 bits are too few for addresses within a tile."""
-    return any(max(plan.q_tile, plan.kv_tile) * x.stride(2) >= 2**31 for x in tensors)
 
 
 def _sizes(

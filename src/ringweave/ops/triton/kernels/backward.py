@@ -120,7 +120,7 @@ def backward_kv(
     D: tl.constexpr, DV: tl.constexpr, PAD_D: tl.constexpr, PAD_DV: tl.constexpr,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
-    STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED: tl.constexpr, STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of BLOCK_N keys, over all query heads of their key head; scores are transposed, keys by queries."""
     PARTS: tl.constexpr = KV_TILE // BLOCK_N
@@ -145,16 +145,21 @@ def backward_kv(
         key_acc = tl.zeros([BLOCK_N, PAD_D], tl.float32)
         value_acc = tl.zeros([BLOCK_N, PAD_DV], tl.float32)
         slot = -1
-        for member in range(ratio):
+        # heads that share a list are one loop over it, as often as there are heads
+        for member in range(1 if SHARED else ratio):
             h = kv_head * ratio + member
             list_at = col_ptr + tl.load(group + b * heads + h) * (tiles + 1) + at
             begin, end, slot = share_of(shares, item, tl.load(list_at), tl.load(list_at + 1), SPLIT)
-            queries_at = q if DESCRIBED else q + b * q_b + h * q_h
-            slopes_at = dout if DESCRIBED else dout + b * g_b + h * g_h
-            lse_at = lse + b * l_b + h * l_h
-            slope_at = slope + b * s_b + h * s_h
-            for step in tl.range(begin * PARTS_M, end * PARTS_M, num_stages=STAGES):
-                entry, part_m = step // PARTS_M, (step % PARTS_M) * BLOCK_M
+            length = (end - begin) * PARTS_M
+            for step in tl.range(0, length * ratio if SHARED else length, num_stages=STAGES):
+                if SHARED:
+                    h = kv_head * ratio + step // length
+                    step = step % length
+                queries_at = q if DESCRIBED else q + b * q_b + h * q_h
+                slopes_at = dout if DESCRIBED else dout + b * g_b + h * g_h
+                lse_at = lse + b * l_b + h * l_h
+                slope_at = slope + b * s_b + h * s_h
+                entry, part_m = begin + step // PARTS_M, (step % PARTS_M) * BLOCK_M
                 first = tl.load(row + entry) * Q_TILE + part_m
                 code = tl.load(bits_t + entry)
                 keep = nq - first
