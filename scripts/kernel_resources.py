@@ -132,7 +132,7 @@ def compile_kernel(
     if kernel in ("delta", "join"):
         label = "64 rows, 4 warps" if kernel == "delta" else "16 rows, 4 warps"
     assembly = compiled.asm["amdgcn" if target.hip else "ptx"]
-    registers, stack = _of_rocm(assembly) if target.hip else of_cubin(compiled.asm["cubin"])
+    registers, stack = of_rocm(assembly) if target.hip else of_cubin(compiled.asm["cubin"])
     # fewer than 64 rows are too few for the instructions of a warp group
     many = target.hip or (blocks.n if kernel == "backward_kv" else blocks.m) >= 64
     matrix = len(re.findall(target.matrix if many else r"mma\.sync", assembly))
@@ -153,7 +153,9 @@ def of_cubin(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def _of_rocm(assembly: str) -> tuple[int, int]:
+def of_rocm(assembly: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack."""
+
     def value(name: str) -> int:
         return int(re.search(rf"\.{name}:\s*(\d+)", assembly)[1])  # type: ignore[index]
 

@@ -24,24 +24,23 @@ from ringweave.ops.triton import launch, operands
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
 
-from .stand_in import DEVICES, Driver, Launch
+from .stand_in import DEVICES, Cuda, Hip, Launch, Notes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from kernel_resources import of_cubin
+from kernel_resources import of_cubin, of_rocm
 
-MATRIX = {90: r"wgmma\.mma_async", 80: r"mma\.sync", 100: r"tcgen05\.mma"}
+MATRIX = {90: r"wgmma\.mma_async", 80: r"mma\.sync", 100: r"tcgen05\.mma", "gfx942": "v_mfma_f32"}
 
 
 @pytest.fixture(scope="session")
-def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    driver = Driver(tmp_path_factory.mktemp("libcuda"))
-    triton.runtime.driver.set_active(driver)
-    return driver
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Cuda:
+    return Cuda(tmp_path_factory.mktemp("libcuda"))
 
 
 @pytest.fixture
-def device(stand_in: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+def device(stand_in: Cuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     """An H100, unless a test sets another index; tensors lie on the CPU, or nowhere."""
+    triton.runtime.driver.set_active(stand_in)
     monkeypatch.setattr(launch, "_device", lambda device: launch._of_driver())
     stand_in.taken()
     yield stand_in
@@ -90,7 +89,7 @@ class Call:
                 assert (got.dtype, got.shape) == (dtype, of.shape)
 
 
-def launched(call: Call, device: Driver) -> list[tuple[Any, Launch]]:
+def launched(call: Call, device: Notes) -> list[tuple[Any, Launch]]:
     """The kernels that a call launches, as compiled, in their order."""
     device.taken()
     call()
@@ -131,29 +130,44 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", list(CALLS))
-def test_hopper(name: str, device: Driver) -> None:
+def test_hopper(name: str, device: Notes) -> None:
     check(*CALLS[name], device)
 
 
 @pytest.mark.parametrize("index", [1, 2])
 @pytest.mark.parametrize("name", ["causal, D 64", "full, D 128, fp16", "one query"])
-def test_other_generations(name: str, index: int, device: Driver) -> None:
+def test_other_generations(name: str, index: int, device: Notes) -> None:
     device.index = index
     check(*CALLS[name], device)
 
 
-def check(call: Call, names: list[str], device: Driver) -> None:
+@pytest.mark.parametrize("name", ["causal, D 64", "one query"])
+def test_rocm(name: str, device: Notes) -> None:
+    other = Hip()
+    triton.runtime.driver.set_active(other)
+    check(*CALLS[name], other)
+
+
+def test_what_is_read_of_a_device(device: Notes) -> None:
+    for device.index in range(3):
+        assert launch._of_driver() == DEVICES[device.index]
+    triton.runtime.driver.set_active(Hip())
+    assert launch._of_driver() == DEVICES[Hip.index]
+
+
+def check(call: Call, names: list[str], device: Notes) -> None:
     before = device.compiled()
     launches = launched(call, device)
     assert [kernel.metadata.name for kernel, _ in launches] == names
     for kernel, each in launches:
         assert each.grid[0] > 0
         assert each.grid[1:] == (1, 1)
-        assert each.shared <= DEVICES[device.index][1].shared
+        assert each.shared <= DEVICES[device.index].shared
         if each.function in before:
             continue
         name = kernel.metadata.name
-        assert of_cubin(kernel.asm["cubin"])[1] == 0, f"{name} spills"
+        cuda = "cubin" in kernel.asm
+        assert (of_cubin(kernel.asm["cubin"]) if cuda else of_rocm(kernel.asm["amdgcn"]))[1] == 0, f"{name} spills"
         if name in STREAMING and call.dtype != torch.float32:
             assert matrix(kernel), f"{name}: no matrix instruction"
     made = device.compiled()
@@ -165,8 +179,9 @@ def matrix(kernel: Any) -> bool:
     """Whether a kernel has the matrix instructions of its device, or those of few rows where it has few."""
     constants = {kernel.src.fn.arg_names[index]: value for (index, *_), value in kernel.src.constants.items()}
     rows = constants["BLOCK_N"] if "HEADS" not in constants else constants["HEADS"] * constants["ROWS"]
-    wanted = MATRIX[kernel.metadata.target.arch] if rows >= 64 else MATRIX[80]
-    return re.search(wanted, kernel.asm["ptx"]) is not None
+    arch = kernel.metadata.target.arch
+    wanted = MATRIX[arch] if rows >= 64 or arch == "gfx942" else MATRIX[80]
+    return re.search(wanted, kernel.asm["amdgcn" if arch == "gfx942" else "ptx"]) is not None
 
 
 def lengths(*of: int) -> list[tuple[int, int]]:
@@ -190,7 +205,7 @@ def decoding(*of: int) -> list[tuple[int, int]]:
     ],
     ids=["causal", "window", "one query", "one query, split", "one query, window"],
 )
-def test_another_length_compiles_nothing(call: Call, sizes: list[tuple[int, int]], device: Driver) -> None:
+def test_another_length_compiles_nothing(call: Call, sizes: list[tuple[int, int]], device: Notes) -> None:
     made = []
     for nq, nk in sizes:
         dataclasses.replace(call, nq=nq, nk=nk, q_offset=nk - nq)()
@@ -207,7 +222,7 @@ def longer(x: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:2], x.shape[2] + 8, x.shape[3])[:, :, : x.shape[2]]
 
 
-def described(call: Call, device: Driver) -> dict[str, bool]:
+def described(call: Call, device: Notes) -> dict[str, bool]:
     """Whether kernels take descriptors, which the driver then checks."""
     return {
         kernel.metadata.name: any(str(kind).startswith("tensordesc") for kind in kernel.src.signature.values())
@@ -216,7 +231,7 @@ def described(call: Call, device: Driver) -> dict[str, bool]:
     }
 
 
-def test_descriptors_where_strides_permit(device: Driver) -> None:
+def test_descriptors_where_strides_permit(device: Notes) -> None:
     call = Call(rw.Causal(), 512)
     of_keys, of_queries = ("forward", "backward_q"), ("backward_kv",)
     everywhere = dict.fromkeys(STREAMING, True)
@@ -233,7 +248,7 @@ def test_descriptors_where_strides_permit(device: Driver) -> None:
 
 
 @pytest.mark.parametrize("dim", [40, 64])
-def test_loads_of_16_bytes(dim: int, device: Driver) -> None:
+def test_loads_of_16_bytes(dim: int, device: Notes) -> None:
     """Channels that 8 divides are enough, whatever the length: what is pipelined is loaded so, not in pairs of bytes."""
     device.index = 1
     for kernel, _ in launched(Call(rw.Causal(), 1001, dim=dim, dtype=HALF), device):
@@ -242,7 +257,7 @@ def test_loads_of_16_bytes(dim: int, device: Driver) -> None:
             assert not re.search(r"ld\.global\.b16", kernel.asm["ptx"])
 
 
-def test_a_grid_of_programs_that_stay(device: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grid_of_programs_that_stay(device: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
     choose = launch.choose
     monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), resident=2))
     window = rw.SlidingWindow(300)
@@ -253,7 +268,7 @@ def test_a_grid_of_programs_that_stay(device: Driver, monkeypatch: pytest.Monkey
     assert launched(Call(window, 1024, gradients=False), device)[0][1].grid[0] == 4 * 8
 
 
-def test_warps_that_load(device: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warps_that_load(device: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A descriptor that a kernel makes needs room, which the backend gives."""
     choose = launch.choose
     asked = []
@@ -284,7 +299,7 @@ class Watched(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["causal, D 64", "pairs, masked", "long lists"])
-def test_a_second_call_allocates_and_launches_and_nothing_else(name: str, device: Driver) -> None:
+def test_a_second_call_allocates_and_launches_and_nothing_else(name: str, device: Notes) -> None:
     """So it can be captured in a CUDA graph."""
     call, names = CALLS[name]
     call()
@@ -295,7 +310,7 @@ def test_a_second_call_allocates_and_launches_and_nothing_else(name: str, device
 
 
 @pytest.mark.parametrize("inside", [None, rw.Causal()], ids=["alone", "within causal"])
-def test_a_table_on_a_gpu_is_planned_and_computed_without_a_look_at_it(inside: Pattern | None, device: Driver) -> None:
+def test_a_table_on_a_gpu_is_planned_and_computed_without_a_look_at_it(inside: Pattern | None, device: Notes) -> None:
     """On tensors that hold no values: to read one is an error."""
     table = rw.BlockTable(torch.empty(4, 16, 16, dtype=torch.bool, device="meta"), 64)
     pattern = table if inside is None else table & inside
