@@ -17,7 +17,7 @@ from ringweave.bench.goals import goals
 from ringweave.bench.gpu import Part, asked, measure, operations, run
 from ringweave.bench.measure import Call, Peak, Ratio, Timing
 from ringweave.bench.peers import PEERS, Built, Peer
-from ringweave.bench.workload import Workload
+from ringweave.bench.workload import Inputs, Workload
 from ringweave.errors import UnsupportedError
 
 SMALL = Part("stage A", 512, 3, 16, 0.5, peers=("ringweave:gather", "flex"))
@@ -98,6 +98,25 @@ def test_dense_kernels_of_a_gpu_are_not_there() -> None:
     assert all(each.density == 1.0 for each in dense)
     cudnn = next(each for each in dense if each.peer == "sdpa:cudnn")
     assert str(cudnn.reason).startswith("RuntimeError: No ")
+
+
+def test_a_kernel_that_a_device_has_no_room_for_leaves_the_others_to_be_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What Triton raises is no RuntimeError."""
+    errors = pytest.importorskip("triton.runtime.errors")
+
+    def build(workload: Workload, inputs: Inputs) -> Built:
+        raise errors.OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setitem(PEERS, "large", Peer("large", "", lambda workload, backward: None, build))
+    part = dataclasses.replace(SMALL, peers=("large", "ringweave:gather"))
+    found = measure(part, torch.float32, "cpu", 1, steady, None, silent)
+    assert {each.reason for each in found if each.peer == "large"} == {
+        "OutOfResources: out of resource: shared memory, Required: 300000, Hardware limit: 232448. "
+        "Reducing block sizes or `num_stages` may help."
+    }
+    assert all(each.timing is not None for each in found if each.peer == "ringweave:gather")
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

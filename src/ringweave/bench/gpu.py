@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ringweave as rw
 
 from ..errors import RingweaveError, UnsupportedError, message
+from ..ops import triton
 from ..patterns import Pattern
 from .case import CaseResult, Options, Target
 from .compare import Outcome, Say, outcome
@@ -224,6 +225,7 @@ def _checked(
     peer: Peer, workload: Workload, inputs: Inputs, gate: Gate, direction: str, ready: dict[str, Built]
 ) -> tuple[dict[str, object], Call | None]:
     backward = direction != "forward"
+    expected: tuple[type[Exception], ...] = (RingweaveError, *triton.errors())
     reason = peer.supports(workload, backward)
     if reason is not None:
         return {"reason": reason}, None
@@ -242,7 +244,7 @@ def _checked(
             out = built.attend(q, k, v)
             return fields, lambda: torch.autograd.grad(out, (q, k, v), inputs.dout, retain_graph=True)
         return fields, built.forward_backward(inputs) if backward else built.forward(inputs)
-    except (RingweaveError, RuntimeError) as error:
+    except expected as error:
         # a kernel that is not there, a compiler that fails, memory: the others are measured all the same
         said = (str(error).strip().splitlines() or [""])[0]
         return {"reason": f"{type(error).__name__}: {said[:200]}"}, None
