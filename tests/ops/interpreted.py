@@ -52,7 +52,7 @@ def test_lengths(tokens: int, dtype: str, poisoned: None) -> None:
         conforms(x, EVERYTHING[name](tokens), "triton")
 
 
-@pytest.mark.parametrize("sizes", [(1, 300, 299), (100, 130, 7), (16, 257, 241)])
+@pytest.mark.parametrize("sizes", [(1, 300, 299), (1, 256, 255), (100, 130, 7), (16, 257, 241)])
 def test_offset(sizes: tuple[int, int, int]) -> None:
     nq, nk, q_offset = sizes
     x = Inputs.random(nq, nk, heads=2, kv_heads=1)
