@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ringweave as rw
 
 from ..errors import RingweaveError, UnsupportedError, message
-from ..ops import triton
+from ..ops.triton.errors import errors
 from ..patterns import Pattern
 from .case import CaseResult, Options, Target
 from .compare import Outcome, Say, outcome
@@ -225,7 +225,7 @@ def _checked(
     peer: Peer, workload: Workload, inputs: Inputs, gate: Gate, direction: str, ready: dict[str, Built]
 ) -> tuple[dict[str, object], Call | None]:
     backward = direction != "forward"
-    expected: tuple[type[Exception], ...] = (RingweaveError, *triton.errors())
+    expected: tuple[type[Exception], ...] = (RingweaveError, *errors())
     reason = peer.supports(workload, backward)
     if reason is not None:
         return {"reason": reason}, None

@@ -33,16 +33,6 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def errors() -> tuple[type[Exception], ...]:
-    """What is raised where a kernel does not compile, or not fit a device."""
-    try:
-        from triton.compiler.errors import CompilationError
-        from triton.runtime.errors import OutOfResources, PTXASError
-    except ImportError:
-        return (RuntimeError,)
-    return (RuntimeError, CompilationError, OutOfResources, PTXASError)
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """One kernel; a second where long lists are split."""
     from . import launch
