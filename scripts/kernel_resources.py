@@ -97,7 +97,8 @@ def compile_kernel(
         "TILES": shape.tiles,
         "MASKED": not shape.specialised, "FOLDED": True, "SLOPED": True, "WIDE": False, "WEIGHTED": True,
         "RAGGED": True, "DESCRIBED": shape.described, "SPECIALISED": shape.specialised,
-        "RESIDENT": False, "STAGES": blocks.stages, "PRECISION": "ieee", "l_n": 1, "s_n": 1,
+        "STEP": 8, "SHARED": shape.heads > 1, "RESIDENT": False, "STAGES": blocks.stages, "PRECISION": "ieee",
+        "l_n": 1, "s_n": 1,
     }  # fmt: skip
     # Triton compiles a 1 as a constant
     if shape.heads == 1:
@@ -120,18 +121,18 @@ def compile_kernel(
             )
         else:
             signature[argument] = "fp32" if argument == "scale" else "i32"
-        if argument in _POINTERS or re.fullmatch("[qkvg]_[bhn]|o_[bhn]", argument):
+        if argument in _POINTERS:
             divisible[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(
         function, signature, {(names.index(key),): value for key, value in constants.items() if key in names}, divisible
     )
-    options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+    options = {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=target.triton, options=options)
     label = f"{blocks.m} x {blocks.n}, {blocks.warps} warps, {blocks.stages} stages".replace("1 stages", "1 stage")
     if kernel in ("delta", "join"):
         label = "64 rows, 4 warps" if kernel == "delta" else "16 rows, 4 warps"
     assembly = compiled.asm["amdgcn" if target.hip else "ptx"]
-    registers, stack = _of_rocm(assembly) if target.hip else _of_cubin(compiled.asm["cubin"])
+    registers, stack = of_rocm(assembly) if target.hip else of_cubin(compiled.asm["cubin"])
     # fewer than 64 rows are too few for the instructions of a warp group
     many = target.hip or (blocks.n if kernel == "backward_kv" else blocks.m) >= 64
     matrix = len(re.findall(target.matrix if many else r"mma\.sync", assembly))
@@ -141,7 +142,8 @@ def compile_kernel(
     )
 
 
-def _of_cubin(cubin: bytes) -> tuple[int, int]:
+def of_cubin(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -151,7 +153,9 @@ def _of_cubin(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def _of_rocm(assembly: str) -> tuple[int, int]:
+def of_rocm(assembly: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack."""
+
     def value(name: str) -> int:
         return int(re.search(rf"\.{name}:\s*(\d+)", assembly)[1])  # type: ignore[index]
 
