@@ -215,13 +215,17 @@ def test_compiles_patterns_made_inside_and_longnet_and_merge() -> None:
     torch.testing.assert_close(got, step(x.q, x.k, x.v))
 
 
-def test_a_new_table_of_the_same_shape_recompiles_nothing() -> None:
+@pytest.mark.parametrize(("density", "lists"), [(0.6, False), (0.1, True)])
+def test_a_new_table_of_the_same_shape_recompiles_nothing(density: float, lists: bool) -> None:
+    from torch._dynamo.testing import CompileCounter
+
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    x = Inputs.random(128, heads=4)
+    counter = CompileCounter()
+    x = Inputs.random(256, heads=4)
     step = torch.compile(lambda q, k, v, p: rw.attention(q, k, v, p), fullgraph=True, backend=counter)
     for seed in range(4):
-        table = rw.random_blocks(128, 0.6, block_size=16, seed=seed) & rw.Causal()
+        table = rw.random_blocks(256, density, block_size=16, seed=seed) & rw.Causal()
+        assert ("key_blocks" in table.spec) == lists
         torch.testing.assert_close(step(x.q, x.k, x.v, table), rw.attention(x.q, x.k, x.v, table))
     assert counter.frame_count == 1
 

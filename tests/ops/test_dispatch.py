@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import ringweave as rw
 from ringweave.errors import UnsupportedError
-from ringweave.ops import cpu, dispatch
+from ringweave.ops import cpu, dispatch, triton
 from ringweave.ops.backend import Case, delta_in_chunks
 from ringweave.plan import Branch, branches
 
@@ -35,10 +37,15 @@ def test_auto_takes_the_native_kernel_where_it_can() -> None:
     assert chosen(rw.SlidingWindow(9), case(dim=20)) == "gather"
 
 
-def test_auto_on_a_gpu() -> None:
-    """What runs everything, until the kernels for GPUs have run on one."""
-    for pattern in (rw.Causal(), rw.Full(), rw.SlidingWindow(9)):
-        assert chosen(pattern, case(device="cuda")) == "gather"
+def test_auto_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "installed", lambda: True)
+    for pattern, name in ((rw.Causal(), "flash"), (rw.Full(), "flash"), (rw.SlidingWindow(9), "triton")):
+        assert chosen(pattern, case(device="cuda")) == name
+    # PyTorch's fused kernels want Dv == D
+    assert chosen(rw.Causal(), dataclasses.replace(case(device="cuda"), value_dim=8)) == "triton"
+    assert chosen(rw.Causal(), case(dtype=torch.float64, device="cuda")) == "gather"
+    monkeypatch.setattr(triton, "installed", lambda: False)
+    assert chosen(rw.SlidingWindow(9), case(device="cuda")) == "gather"
 
 
 def test_a_dense_branch_whose_plan_would_be_huge_goes_to_a_kernel_without_plan() -> None:
@@ -67,8 +74,8 @@ def test_auto_never_changes_meaning(name: str) -> None:
     q, k, v = torch.randn(1, 4, 200, 16), torch.randn(1, 2, 200, 16), torch.randn(1, 2, 200, 16)
     exact = rw.attention(q, k, v, pattern, backend="reference")
     for backend in dispatch.PREFERENCE:
-        if backend == "sdpa" or (backend == "cpu" and cpu.module() is None):
-            continue
+        if backend not in ("cpu", "gather") or (backend == "cpu" and cpu.module() is None):
+            continue  # for dense branches or GPUs alone
         torch.testing.assert_close(rw.attention(q, k, v, pattern, backend=backend), exact)
     torch.testing.assert_close(rw.attention(q, k, v, pattern), exact)
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import importlib
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 import ringweave as rw
 from ringweave.errors import ShapeError
 from ringweave.plan import plan_cache
+from ringweave.plan.build import build
 
 from ..cases import PATTERNS
 
@@ -118,3 +121,20 @@ def test_tables_made_in_inference_mode() -> None:
         q = torch.randn(1, 2, 200, 8)
         out = rw.attention(q, q, q, table)
     torch.testing.assert_close(out.clone(), rw.attention(q.clone(), q.clone(), q.clone(), table, backend="reference"))
+
+
+def test_the_current_gpu_is_one_place_with_and_without_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def on_cpu(*arguments: Any, device: torch.device, **rest: Any) -> rw.BlockPlan:
+        made.append(str(device))
+        return build(*arguments, **rest)
+
+    monkeypatch.setattr(importlib.import_module("ringweave.plan.cache"), "build", on_cpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    cache = rw.PlanCache()
+    plans = [
+        cache.get(rw.Causal(), 256, 256, tile=(64, 64), device=device) for device in ("cuda", "cuda:0", "cuda:1", "cpu")
+    ]
+    assert plans[0] is plans[1]
+    assert made == ["cuda:0", "cuda:1", "cpu"]

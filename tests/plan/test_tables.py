@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ringweave as rw
 from ringweave.errors import PatternError
 from ringweave.ops import flash, gather
+from ringweave.ops.backend import Upstream
 from ringweave.ops.triton import schedule
 from ringweave.patterns.parse import rebuild
 from ringweave.plan import BlockPlan, Branch, tables
-from ringweave.plan.build import build
+from ringweave.plan.around import split
+from ringweave.plan.build import _planned_around, build
 
 N, SIDE = 512, 64
 BLOCKS = N // SIDE
@@ -53,11 +55,11 @@ def planned(pattern: rw.BlockTable, spare: bool) -> BlockPlan:
 
 
 @pytest.mark.parametrize("name", list(TABLES))
-def test_a_plan_with_places_to_spare_holds_the_same_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_with_places_to_spare_holds_the_same_tiles(name: str) -> None:
     pattern = TABLES[name]()
     exact, spare = planned(pattern, False), planned(pattern, True)
     assert exact.places == exact.nnz == spare.nnz <= spare.places
-    assert spare.places == pattern.tables[0][..., :1].numel() * pattern.most
+    assert spare.places == pattern.blocks.table.numel()
     for which in ("row_ptr", "col_ptr", "group", "order", "masks"):
         assert torch.equal(getattr(exact, which), getattr(spare, which)), which
     for which in ("col", "row", "bits", "bits_t"):
@@ -72,9 +74,6 @@ def test_a_plan_with_places_to_spare_holds_the_same_tiles(name: str, monkeypatch
     for one, two in zip(flash.padded_lists(exact, "columns"), flash.padded_lists(spare, "columns"), strict=True):
         assert torch.equal(one, two)
     assert torch.equal(spare.to_block_mask().to_dense(), exact.to_block_mask().to_dense())
-    # some row sets at a time
-    monkeypatch.setattr(tables, "_AT_ONCE", BLOCKS * BLOCKS)
-    assert torch.equal(planned(pattern, True).row, spare.row)
 
 
 def test_kernels_read_through_the_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,40 +86,58 @@ def test_kernels_read_through_the_offsets(monkeypatch: pytest.MonkeyPatch) -> No
     branch = Branch(pattern, (0, 4, 1), 1, 0, 0, N, N, 0, 2)
     monkeypatch.setattr(Branch, "plan", lambda self, device, tile=None: spare)
     out, lse = gather.forward(q, k, v, branch, 0.25, torch.float32)
-    grads = gather.backward(out, q, k, v, out, lse, out.square().sum(-1), branch, 0.25, torch.float32)
+    upstream = Upstream(out, lse, out.square().sum(-1))
+    grads = gather.backward(upstream, q, k, v, branch, 0.25, torch.float32)
     monkeypatch.undo()
     assert torch.equal(out, rw.attention(q, k, v, pattern, backend="gather"))
-    again = gather.backward(out, q, k, v, out, lse, out.square().sum(-1), branch, 0.25, torch.float32)
+    again = gather.backward(upstream, q, k, v, branch, 0.25, torch.float32)
     assert all(torch.equal(one, two) for one, two in zip(grads, again, strict=True))
 
 
-#: what a table may lie in: masks shared and per head, tiles that are empty in it, all of it
-WITHIN: dict[str, rw.Pattern] = {
-    "causal": rw.Causal(),
-    "window": rw.SlidingWindow(100) | rw.Sinks(3),
-    "per_head": rw.PerHead([rw.Causal(), rw.SlidingWindow(70), ~rw.Causal(), rw.Causal()]),
-    "full": rw.Segments(1000),
+PER_HEAD = rw.PerHead([rw.Causal(), rw.SlidingWindow(70), ~rw.Causal(), rw.Causal()])
+WINDOW = rw.SlidingWindow(100) | rw.Sinks(3)
+#: what a table may be part of: masks shared and per head, tiles that are empty without it, or with it, or never
+AROUND: dict[str, Callable[[rw.Pattern], rw.Pattern]] = {
+    "within causal": lambda table: table & rw.Causal(),
+    "within a window": lambda table: table & WINDOW,
+    "within patterns per head": lambda table: table & PER_HEAD,
+    "within all": lambda table: table & rw.Segments(1000),
+    "or a window": lambda table: table | WINDOW,
+    "or patterns per head": lambda table: table | PER_HEAD,
+    "or a window, within causal": lambda table: (table | rw.SlidingWindow(64)) & rw.Causal() | rw.Sinks(2),
+    "the others": lambda table: ~table & rw.Causal(),
+    "here these, there those": lambda table: table & rw.Causal() | ~table & rw.SlidingWindow(40, 90),
 }
 
 
-@pytest.mark.parametrize("inside", list(WITHIN))
-@pytest.mark.parametrize("name", ["one", "per_head", "per_batch", "indices"])
-def test_a_table_within_a_pattern(name: str, inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiles and masks of the general plan, which evaluates the intersection."""
+@pytest.mark.parametrize("of", list(AROUND))
+@pytest.mark.parametrize("name", ["one", "per_head", "per_batch", "indices", "nothing"])
+def test_a_table_among_patterns(name: str, of: str) -> None:
+    """The tiles and masks of the general plan, which evaluates the combination."""
     tokens = N - 20
-    pattern, rest = TABLES[name](), WITHIN[inside]
-    general = build(pattern & rest, tokens, tokens, heads=4, batch=2, tile=(SIDE, SIDE))
-    lead = tuple(pattern.tables[0].shape[:-2])
-    within = tables.Within.of(build(rest, tokens, tokens, heads=4, batch=2, tile=(SIDE, SIDE)), lead, "cpu")
+    pattern = TABLES[name]()
+    combined = AROUND[of](pattern)
+    general = build(combined, tokens, tokens, heads=4, batch=2, tile=(SIDE, SIDE))
+    parts = split(combined, (SIDE, SIDE))
+    assert parts is not None
+    table, every, none = parts
+    assert table == pattern
+    around = _planned_around(
+        every.spec, none.spec, tokens, tokens, 4, 2, (SIDE, SIDE), pattern.blocks.shape[:-2], "cpu"
+    )
 
-    def planned_within(spare: bool) -> BlockPlan:
-        return tables.from_table(pattern, tokens, tokens, 4, 2, (SIDE, SIDE), "cpu", spare=spare, within=within)
+    def planned_around(spare: bool) -> BlockPlan:
+        return tables.from_table(pattern, tokens, tokens, 4, 2, (SIDE, SIDE), "cpu", spare=spare, around=around)
 
-    exact = planned_within(False)
+    exact = planned_around(False)
     with _NothingRead():
-        spare = planned_within(True)
-    monkeypatch.setattr(tables, "_AT_ONCE", BLOCKS * BLOCKS)
-    for plan in (exact, spare, planned_within(True)):
+        spare = planned_around(True)
+    assert (
+        spare.places
+        == pattern.blocks.table.numel() // pattern.blocks.table[..., 0, 0].numel() * len(around.of_table)
+        + around.outside.numel()
+    )
+    for plan in (exact, spare):
         assert torch.equal(plan.to_dense(), general.to_dense())
         assert torch.equal(plan.to("cpu").col, exact.col)
         assert torch.equal(plan.to("cpu").bits_t, exact.bits_t)
@@ -129,7 +146,7 @@ def test_a_table_within_a_pattern(name: str, inside: str, monkeypatch: pytest.Mo
         # full tiles are full in both
         assert int((plan.listed()[2] < 0).sum()) == int((exact.bits < 0).sum())
         dense = general.to_dense()
-        assert torch.equal(dense, (pattern & rest).to_dense(tokens, heads=4, batch=2) > 0)
+        assert torch.equal(dense, combined.to_dense(tokens, heads=4, batch=2) > 0)
     # by columns too
     mirrored = torch.zeros_like(dense)
     counts = spare.col_ptr.diff(dim=1).reshape(-1).long()
@@ -144,12 +161,29 @@ def test_a_table_within_a_pattern(name: str, inside: str, monkeypatch: pytest.Mo
     assert not (dense & ~mirrored).any()
 
 
-def test_a_table_within_a_pattern_without_data() -> None:
-    pattern = of_indices("meta") & rw.Causal() & rw.SlidingWindow(300)
-    plan = build(pattern, N, N, heads=4, batch=2, tile=(SIDE, SIDE), device="meta")
-    assert plan.places == 2 * 4 * BLOCKS * 3
-    assert plan.masks.shape[0] > 0
-    assert plan.group.shape == (2, 4)
+def test_a_table_among_patterns_without_data() -> None:
+    table, window = of_indices("meta"), rw.SlidingWindow(SIDE)
+    room = 2 * 4 * BLOCKS * 3
+    for pattern, places in (
+        (table & rw.Causal() & rw.SlidingWindow(300), room),
+        (table & rw.Causal() | window, room + 2 * 4 * (2 * BLOCKS - 1)),
+    ):
+        plan = build(pattern, N, N, heads=4, batch=2, tile=(SIDE, SIDE), device="meta")
+        assert plan.places == places
+        assert plan.masks.shape[0] > 0
+        assert plan.group.shape == (2, 4)
+        assert not plan.counted
+
+
+def test_which_combinations_are_planned_around_a_table() -> None:
+    table, other = of_indices(), TABLES["one"]()
+    again = rebuild(table.spec, table.tables)
+    parts = split(again & rw.Causal() | table & WINDOW, (SIDE, SIDE))
+    assert parts is not None
+    assert parts[0] is again
+    for pattern in (rw.Causal(), table | other, rw.Causal() | rw.PerHead([table.select(0, 0)] * 4)):
+        assert split(pattern, (SIDE, SIDE)) is None
+    assert split(table | rw.Causal(), (128, 128)) is None
 
 
 class _NothingRead(TorchDispatchMode):
@@ -179,14 +213,16 @@ def test_nothing_is_read_back(name: str) -> None:
         schedule.column_queue(plan, 2, 2**14, 4)
     assert "scatter_" in watched.called
     with pytest.raises(AssertionError, match="nonzero"), _NothingRead():
-        planned(pattern, False)
+        pattern.mask.nonzero()
 
 
 def test_tables_without_data() -> None:
     """From construction to queues on tensors that hold no values: reading one would fail."""
     pattern = of_indices("meta")
-    assert pattern.spec == "BlockTable(_, 64, 3)"
-    assert rebuild(pattern.spec, pattern.tables).most == 3  # type: ignore[attr-defined]
+    assert pattern.spec == "BlockTable(_, 64, key_blocks=8)"
+    again = rebuild(pattern.spec, pattern.tables)
+    assert isinstance(again, rw.BlockTable)
+    assert (again.blocks.most, again.blocks.shape) == (3, (2, 4, BLOCKS, BLOCKS))
     plan = build(pattern, N, N, heads=4, batch=2, tile=(SIDE, SIDE), device="meta")
     assert plan.places == 2 * 4 * BLOCKS * 3
     assert plan.col.device.type == "meta"
@@ -220,6 +256,8 @@ def test_planning_does_not_wait_on_a_gpu() -> None:
     # the pattern around a table is planned once
     causal = rw.BlockTable(mask, SIDE) & rw.Causal()
     causal.plan(N, heads=4, batch=2, device="cuda")
+    window = rw.SlidingWindow(SIDE) & rw.Causal()
+    (causal | window).plan(N, heads=4, batch=2, device="cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -227,6 +265,7 @@ def test_planning_does_not_wait_on_a_gpu() -> None:
             rw.BlockTable(indices=indices, counts=counts, key_blocks=BLOCKS, block_size=SIDE),
             rw.BlockTable(mask, SIDE),
             causal,
+            rw.BlockTable(mask, SIDE) & rw.Causal() | window,
             rw.BlockTable(mask, SIDE) & rw.Causal(),
         ):
             plan = pattern.plan(N, heads=4, batch=2, device="cuda")

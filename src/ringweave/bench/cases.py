@@ -32,7 +32,7 @@ def _workload(name: str, pattern: rw.Pattern, tokens: int, options: Options, hea
 
 def _names(workload: Workload, *others: str) -> list[str]:
     """ringweave as auto runs it, its other sparse backends, and others."""
-    mine = sparse_backends(besides=chosen_backend(workload, backward=True))
+    mine = sparse_backends(workload, besides=chosen_backend(workload, backward=True))
     return ["ringweave", *mine, *others]
 
 

@@ -84,8 +84,8 @@ def fastest(seconds: Mapping[str, float]) -> str | None:
     """The name with the least seconds, or the one that auto prefers within a few per cent of it.
 
     Example:
-        >>> fastest({"gather": 1.02, "triton": 1.0}), fastest({"gather": 1.2, "triton": 1.0}), fastest({})
-        ('gather', 'triton', None)
+        >>> fastest({"gather": 1.02, "flex": 1.0}), fastest({"gather": 1.2, "flex": 1.0}), fastest({})
+        ('gather', 'flex', None)
     """
     if not seconds:
         return None

@@ -18,7 +18,7 @@ import ringweave as rw
 from ..errors import RingweaveError, UnsupportedError, message
 from ..ops.backend import Case
 from ..ops.dispatch import BACKENDS, PREFERENCE, describe, program
-from ..patterns import LongNet, Pattern
+from ..patterns import BlockTable, LongNet, Pattern
 from ..plan import branches
 from .gather_scatter import gather_scatter
 from .workload import Inputs, Workload
@@ -98,9 +98,10 @@ def peers(*names: str) -> list[Peer]:
     return [PEERS[name] for name in names]
 
 
-def sparse_backends(*, besides: str) -> list[str]:
-    """Names of peers for the backends that auto may choose, but for one it already chose."""
-    return [f"ringweave:{name}" for name in PREFERENCE if BACKENDS[name].planned and name != besides]
+def sparse_backends(workload: Workload, *, besides: str) -> list[str]:
+    """Names of peers for the backends that auto may choose on a device, but for one it already chose."""
+    names = [f"ringweave:{name}" for name in PREFERENCE if BACKENDS[name].planned and name != besides]
+    return [name for name in names if PEERS[name].supports(workload, True) is None]
 
 
 def chosen_backend(workload: Workload, *, backward: bool, name: str = "auto") -> str:
@@ -185,10 +186,12 @@ def _flex(workload: Workload, inputs: Inputs) -> Built:
     block_mask = plan.to_block_mask()
     batch, heads = pattern.extents()
     if batch is None and heads is None:
-        # its natural form: the relation itself, inlined by the compiler, and one list of blocks for all heads
+        # its natural form: the relation itself, inlined by the compiler, and one list of blocks for all heads; of a
+        # table that is the mask, which is indexed where lists are searched
+        relation = BlockTable(pattern.mask, pattern.block_size) if isinstance(pattern, BlockTable) else pattern
 
         def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return pattern.allows(q, k)
+            return relation.allows(q, k)
 
         def shared(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[:1, :1].contiguous()

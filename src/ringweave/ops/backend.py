@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,25 +44,27 @@ class Forward(Protocol):
         ...
 
 
-class Backward(Protocol):
-    """Gradients of a branch's view from the *whole* attention's out and lse, in ``dtype``.
+class Upstream(NamedTuple):
+    """What a branch's gradients are made of besides q, k and v: of the *whole* attention, not of the branch.
 
-    ``delta`` is what the backend's own ``delta`` made; ``out`` is given where there is no dlse. With the whole lse,
-    the branches' gradients add up.
+    Attributes:
+        dout: Gradient of out, (B, Hq, Nq, Dv).
+        lse: (B, Hq, Nq).
+        delta: What the backend's own ``delta`` made of it, (B, Hq, Nq).
+        out: Given where ``delta`` is rowsum(dout * out) alone: a kernel that computes it itself may.
     """
 
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+    out: Tensor | None = None
+
+
+class Backward(Protocol):
+    """Gradients of a branch's view, in ``dtype``; made with the whole's lse, those of the branches add up."""
+
     def __call__(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor | None,
-        lse: Tensor,
-        delta: Tensor,
-        branch: Branch,
-        scale: float,
-        dtype: torch.dtype,
+        self, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)."""
         ...
@@ -129,6 +131,7 @@ class Backend:
         planned: Whether it computes a plan's tiles; dense kernels need none.
         delta: Computes what backward takes as ``delta``.
         tiled: Whether its tiles have the sides that a branch asks for; others have sides of their own, or no tiles.
+        tried: Whether auto takes it only after a trial on the GPU that is there (see trial.py).
     """
 
     name: str
@@ -140,3 +143,4 @@ class Backend:
     planned: bool = True
     delta: Delta = delta_in_chunks
     tiled: bool = False
+    tried: bool = False

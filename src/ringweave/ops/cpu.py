@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, message
 from ..plan import BlockPlan, Branch
-from .backend import Backend, Case
+from .backend import Backend, Case, Upstream
 
 #: Names a lower instruction set than the best of the machine, for tests and comparisons.
 VARIANT = "RINGWEAVE_CPU_VARIANT"
@@ -56,25 +56,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor,
-    delta: Tensor,
-    branch: Branch,
-    scale: float,
-    dtype: torch.dtype,
+    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One call of the kernel: dK and dV by columns, dQ summed in a fixed order; the same bits on any thread count."""
     native = module()
     assert native is not None
     plan = branch.plan("cpu")
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in (q, k, v))
-    inputs = map(_readable, (dout.to(q.dtype), q, k, v))
+    inputs = map(_readable, (upstream.dout.to(q.dtype), q, k, v))
+    rows = (upstream.lse, upstream.delta.float())
     columns = (plan.col_ptr, plan.row, plan.bits_t)
-    native.backward(*inputs, lse, delta.float(), dq, dk, dv, *_rows(plan), *columns, *_rest(plan, scale))
+    native.backward(*inputs, *rows, dq, dk, dv, *_rows(plan), *columns, *_rest(plan, scale))
     return dq, dk, dv
 
 

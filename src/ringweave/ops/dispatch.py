@@ -7,7 +7,7 @@ the whole attention's lse each branch's gradients are its share, and they are ad
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from ..errors import UnsupportedError, message
 from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
-from . import cpu, flash, flex, gather, reference, sdpa, triton, tuning
-from .backend import Backend, Case, delta_in_chunks
+from . import cpu, flash, flex, gather, reference, sdpa, trial, triton, tuning
+from .backend import Backend, Case, Upstream, delta_in_chunks
 from .heads import Heads
 
 BACKENDS: dict[str, Backend] = {
@@ -26,9 +26,8 @@ BACKENDS: dict[str, Backend] = {
         reference.BACKEND, gather.BACKEND, sdpa.BACKEND, cpu.BACKEND, triton.BACKEND, flex.BACKEND, flash.BACKEND,
     )
 }  # fmt: skip
-# what auto tries, best first; the last one runs everything. The kernels for GPUs join when they have run on one: until
-# then a stored measurement (see tuning.py), which checks them first, or their name brings them in
-PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "gather")
+# what auto considers, best first; the last one runs everything
+PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "flash", "triton", "gather")
 # tiles (128 x 128) beyond which a dense branch goes to a kernel that needs no plan: 16 bytes a tile add up
 _DENSE_TILES = 2**23
 
@@ -75,12 +74,13 @@ def measured(case: Case, branch: Branch) -> tuple[Branch, Backend] | None:
     return branch, backend
 
 
-def candidates(case: Case, branch: Branch) -> list[tuple[Backend, str | None]]:
-    """What auto considers where nothing was measured, in order, each with why it cannot run it (None: it can)."""
+def candidates(case: Case, branch: Branch) -> Iterator[tuple[Backend, str | None]]:
+    """What auto considers where nothing was measured, in order, each with why it does not take it (None: it does)."""
     ordered = list(PREFERENCE)
     if branch.structure != "sparse" and branch.nq * branch.nk > _DENSE_TILES * 128**2:
         ordered.sort(key=lambda name: BACKENDS[name].planned)
-    return [(BACKENDS[name], refusal(BACKENDS[name], case, branch)) for name in ordered]
+    for name in ordered:
+        yield BACKENDS[name], _why_not(BACKENDS[name], case, branch)
 
 
 def refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
@@ -88,6 +88,14 @@ def refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
     if case.needs_grad and backend.backward is None:
         return "it is forward-only, and an input requires gradients (detach the inputs, or use torch.no_grad)"
     return backend.refusal(case, branch)
+
+
+def _why_not(backend: Backend, case: Case, branch: Branch) -> str | None:
+    """Why auto does not take a backend by itself; None where it may."""
+    if backend.tried and not backend.planned and branch.structure == "sparse":
+        return "auto gives it sparse patterns only where ringweave tune found it fastest"
+    reason = refusal(backend, case, branch)
+    return trial.reason(backend, case, branch) if reason is None and backend.tried else reason
 
 
 def program(pattern: Pattern, case: Case, q_offset: int, backend: str) -> list[tuple[Branch, Backend]]:
@@ -142,16 +150,14 @@ def run_backward(
     if len(steps) == 1 and _is_whole(steps[0][0], case):
         branch, chosen = steps[0]
         assert chosen.backward is not None
-        whole_out = out if dlse is None else None
-        return chosen.backward(dout, q, k, v, whole_out, lse, delta, branch, scale, q.dtype)
+        whole = Upstream(dout, lse, delta, out if dlse is None else None)
+        return chosen.backward(whole, q, k, v, branch, scale, q.dtype)
     totals = [torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v)]
     for branch, chosen in steps:
         assert chosen.backward is not None
         view = _View(branch, case)
-        dq, dk, dv = chosen.backward(
-            view.of_q(dout), view.of_q(q), view.of_k(k), view.of_k(v), None, view.of_q(lse), view.of_q(delta),
-            branch, scale, wide,
-        )  # fmt: skip
+        mine = Upstream(view.of_q(dout), view.of_q(lse), view.of_q(delta))
+        dq, dk, dv = chosen.backward(mine, view.of_q(q), view.of_k(k), view.of_k(v), branch, scale, wide)
         view.of_q(totals[0]).add_(dq)
         view.add_to_k(totals[1], dk)
         view.add_to_k(totals[2], dv)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..plan import BlockPlan, Branch
-from .backend import DELTA_CHANNELS, Backend, Case, delta_as_channels
+from .backend import DELTA_CHANNELS, Backend, Case, Upstream, delta_as_channels
 
 _HALVES = (torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
@@ -124,20 +124,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor,
-    delta: Tensor,
-    branch: Branch,
-    scale: float,
-    dtype: torch.dtype,
+    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The kernel's own backward; where delta is not rowsum(dout * out), it goes in beside it."""
-    slopes, q, k, v = map(_readable, (dout.to(q.dtype), q, k, v))
-    lse, dim = lse.contiguous(), q.shape[3]
+    slopes, q, k, v = map(_readable, (upstream.dout.to(q.dtype), q, k, v))
+    lse, delta, out, dim = upstream.lse.contiguous(), upstream.delta, upstream.out, q.shape[3]
     if branch.structure == "sparse":
         grads = _sparse_backward(slopes, q, k, v, out, lse, delta, branch, scale)
     else:
@@ -278,4 +269,4 @@ def scratch(case: Case, branch: Branch) -> int:
     return rows * width * 4 + 3 * rows * width * size + 4 * keys * width * size
 
 
-BACKEND = Backend("flash", forward, backward, refusal, scratch, planned=False)
+BACKEND = Backend("flash", forward, backward, refusal, scratch, planned=False, tried=True)

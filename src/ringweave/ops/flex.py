@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..plan import BlockPlan, Branch
-from .backend import Backend, Case
+from .backend import Backend, Case, Upstream
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # FlexAttention's own tile: smaller ones are not divided by the blocks that its kernels are compiled with
@@ -85,16 +85,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor,
-    delta: Tensor,
-    branch: Branch,
-    scale: float,
-    dtype: torch.dtype,
+    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The forward once more, and its gradients by autograd.
 
@@ -102,6 +93,7 @@ def backward(
     share of the score gradients is w P (dP - delta). Autograd computes P (dout' v - rowsum(dout' * out) + dlse') from
     slopes dout' = w dout and dlse' = rowsum(dout' * out) - w delta: the same.
     """
+    dout, lse, delta, _ = upstream
     with _autograd():
         leaves = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
         part, part_lse = _part(leaves[0], leaves[1], leaves[2], branch, scale)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..merge import merge_into
 from ..plan import BlockPlan, Branch, unpack_masks
-from .backend import Backend, Case
+from .backend import Backend, Case, Upstream
 
 # Bytes of scores computed at a time. Measured: on a CPU the batch should stay in the second-level cache and yet be
 # large enough to amortise some ten operator calls.
@@ -148,18 +148,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor,
-    delta: Tensor,
-    branch: Branch,
-    scale: float,
-    dtype: torch.dtype,
+    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients over a plan: scores are recomputed, dK and dV are added per key tile."""
+    dout, lse, delta, _ = upstream
     dead = torch.isneginf(lse)
     if bool(dead.any()):
         # what attends nothing gives nothing, whatever it holds

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..plan import Branch
-from .backend import Backend, Case
+from .backend import Backend, Case, Upstream
 
 
 def _scores(q: Tensor, k: Tensor, branch: Branch, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,16 +32,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor,
-    delta: Tensor,
-    branch: Branch,
-    scale: float,
-    dtype: torch.dtype,
+    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by the formula; lse is recomputed in float64."""
     scores, count, keys = _scores(q, k, branch, scale)
@@ -49,10 +40,10 @@ def backward(
     weights = torch.where(count > 0, torch.exp(scores - exact[..., None]), 0.0)
     heads = q.shape[1]
     dead = torch.isneginf(exact)[..., None]
-    grad_out, queries = (x.double().masked_fill(dead, 0.0) for x in (dout, q))
+    grad_out, queries = (x.double().masked_fill(dead, 0.0) for x in (upstream.dout, q))
     values = _only_attended(v, count, heads)
     keys = keys.masked_fill((count.sum(-2) == 0)[..., None], 0.0)
-    slope = weights * (grad_out @ values.mT - delta.double()[..., None])
+    slope = weights * (grad_out @ values.mT - upstream.delta.double()[..., None])
     dq = scale * (slope @ keys)
     dk = scale * (slope.mT @ queries)
     dv = weights.mT @ grad_out

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..plan import Branch
-from .backend import Backend, Case, delta_as_channels
+from .backend import Backend, Case, Upstream, delta_as_channels
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -26,18 +26,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor,
-    delta: Tensor,
-    branch: Branch,
-    scale: float,
-    dtype: torch.dtype,
+    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of dense attention; delta goes in through further channels where the kernel's own is another."""
+    dout, lse, delta, out = upstream
     heads, kv_heads = q.shape[1], k.shape[1]
     keys, values = _per_query_head(k, heads), _per_query_head(v, heads)
     slopes = dout.to(q.dtype)

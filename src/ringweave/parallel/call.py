@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RingError, message
-from ..ops.backend import delta_in_chunks
+from ..ops.backend import Upstream, delta_in_chunks
 from . import wire
 from .exchange import Message, Section
 from .messages import Channels
@@ -161,7 +161,7 @@ def _code(dtype: torch.dtype) -> int:
     return int.from_bytes(str(dtype).encode()[-7:], "little")
 
 
-def row_slopes(
+def upstream_of(
     dout: Tensor,
     out: Tensor,
     dlse: Tensor | None,
@@ -169,8 +169,8 @@ def row_slopes(
     parts: Sequence[Part | None],
     backend: str,
     inputs: tuple[Tensor, Tensor, Tensor],
-) -> Tensor:
-    """rowsum(dout * out) - dlse, by who computes the parts; 0 for a row that attends nothing."""
+) -> Upstream:
+    """A shard's, with delta by who computes its parts."""
     some = next((part for part in parts if part is not None), None)
     delta = delta_in_chunks if some is None else some.backend(backend, *inputs, needs_grad=True).delta
-    return delta(dout, out, lse, dlse)
+    return Upstream(dout, lse, delta(dout, out, lse, dlse))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..ops.heads import Heads
 from . import wire
-from .call import BACKWARD, FORWARD, RELAY, Call, Source, row_slopes
+from .call import BACKWARD, FORWARD, RELAY, Call, Source, upstream_of
 from .demand import Demand
 from .exchange import SHARD, Hop, Section, direct_hop, node_hops
 from .messages import Channels
@@ -105,7 +105,7 @@ class Gather:
         channels = Channels(q.shape[0], (k.shape[3], v.shape[3]), k.dtype)
         slopes = Channels(channels.batch, channels.dims, lse.dtype)
         call.agree(BACKWARD, self.digest, slopes)
-        delta = row_slopes(dout, out, dlse, lse, self.parts, backend, (q, k, v))
+        upstream = upstream_of(dout, out, dlse, lse, self.parts, backend, (q, k, v))
         shard = self._own(k) if self._whole(q) else None
         # where one kernel call computes the shard, its results are what it has written
         totals = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v) if shard is None]
@@ -115,7 +115,7 @@ class Gather:
                 continue
             keys, values = self._buffers(call, number, part, (k, v), channels, received, forms.tolist())
             with call.computing(f"branch {number}", 0):
-                dq_part, *buffers[number] = part.backward(dout, q, keys, values, lse, delta, scale, backend)
+                dq_part, *buffers[number] = part.backward(upstream, q, keys, values, scale, backend)
             if shard is not None:
                 totals = [dq_part, *(shard.of(gradient) for gradient in buffers[number])]
                 continue

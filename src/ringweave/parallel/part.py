@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..merge import merge_into
-from ..ops.backend import Backend, Case
+from ..ops.backend import Backend, Case, Upstream
 from ..ops.dispatch import choose
 from ..ops.heads import Heads
 from ..plan import BlockPlan, Branch, select
@@ -178,33 +178,16 @@ class Part:
         merge_at(self.queries, out[:, self.heads.queries], lse[:, self.heads.queries], part_out, part_lse)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        backend: str,
+        self, upstream: Upstream, q: Tensor, keys: Tensor, values: Tensor, scale: float, backend: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq of this rank's queries, dk and dv of the buffers), wide."""
         distinct = keys.shape[1]
         queries, keys, values = self.own(q), self.heads.for_kernel(keys), self.heads.for_kernel(values)
         chosen = self.backend(backend, queries, keys, values, needs_grad=True)
         assert chosen.backward is not None
-        dq, dk, dv = chosen.backward(
-            self.own(dout),
-            queries,
-            keys,
-            values,
-            None,
-            self.own(lse[..., None], -torch.inf)[..., 0],
-            self.own(delta[..., None])[..., 0],
-            self.branch,
-            scale,
-            lse.dtype,
-        )
+        lse, delta = upstream.lse[..., None], upstream.delta[..., None]
+        mine = Upstream(self.own(upstream.dout), self.own(lse, -torch.inf)[..., 0], self.own(delta)[..., 0])
+        dq, dk, dv = chosen.backward(mine, queries, keys, values, self.branch, scale, lse.dtype)
         return self.result(dq), self.heads.from_kernel(dk, distinct), self.heads.from_kernel(dv, distinct)
 
     def add_own(self, total: Tensor, part: Tensor) -> None:

@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..ops.backend import Upstream
 from ..ops.heads import Heads
-from .call import BACKWARD, FORWARD, Call, Source, row_slopes
+from .call import BACKWARD, FORWARD, Call, Source, upstream_of
 from .cover import Moves
 from .demand import Demand
 from .exchange import Message, Section, direct_hop, guest_sections
@@ -154,13 +155,13 @@ class Ring:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of the shard, in the inputs' dtype."""
         batch, dims, wide = q.shape[0], (k.shape[3], v.shape[3]), lse.dtype
-        delta = row_slopes(dout, out, dlse, lse, self.stages[0].parts, backend, (q, k, v))
         dout = dout.to(q.dtype)
+        upstream = upstream_of(dout, out, dlse, lse, self.stages[0].parts, backend, (q, k, v))
         dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
         slopes, rows = Channels(batch, dims, wide), Channels(batch, dims[:1], wide)
         travels = [
             (Channels(batch, dims, q.dtype), (q, dout)),
-            (Channels(batch, (1, 1), wide), (lse[..., None], delta[..., None])),
+            (Channels(batch, (1, 1), wide), (lse[..., None], upstream.delta[..., None])),
         ]
         passage = Passage(self, call, BACKWARD, k, v, travels)
 
@@ -177,7 +178,7 @@ class Ring:
                 if part is None:
                     continue
                 with call.computing(f"branch {number}", stage.number):
-                    dq_part, *slopes_of[number] = part.backward(dout, q, *keys_of(number), lse, delta, scale, backend)
+                    dq_part, *slopes_of[number] = part.backward(upstream, q, *keys_of(number), scale, backend)
                 part.queries.add(dq[:, part.heads.queries], dq_part)
                 if stage.number == 0:
                     for total, gradient in zip((dk, dv), slopes_of[number], strict=True):
@@ -190,9 +191,8 @@ class Ring:
                 guest_q, guest_dout = visitors[0][number]
                 guest_lse, guest_delta = (x[..., 0] for x in visitors[1][number])
                 with call.computing(f"branch {number}, guests", stage.number):
-                    dq_part, *found = guest.backward(
-                        guest_dout, guest_q, keys, values, guest_lse, guest_delta, scale, backend
-                    )
+                    arrived = Upstream(guest_dout, guest_lse, guest_delta)
+                    dq_part, *found = guest.backward(arrived, guest_q, keys, values, scale, backend)
                 dq_of[number] = [dq_part]
                 for total, gradient in zip((dk, dv), found, strict=True):
                     guest.add_own(total, gradient)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -178,6 +179,26 @@ class Not(Pattern):
 
     def __invert__(self) -> Pattern:
         return self.part
+
+
+def leaves(pattern: Pattern) -> Iterator[Pattern]:
+    """What a pattern combines, by its operators."""
+    if isinstance(pattern, Combined):
+        for part in pattern.parts:
+            yield from leaves(part)
+    elif isinstance(pattern, Not):
+        yield from leaves(pattern.part)
+    else:
+        yield pattern
+
+
+def replace(pattern: Pattern, change: Callable[[Pattern], Pattern]) -> Pattern:
+    """The same combination of other leaves."""
+    if isinstance(pattern, Combined):
+        return join_all(type(pattern), [replace(part, change) for part in pattern.parts])
+    if isinstance(pattern, Not):
+        return ~replace(pattern.part, change)
+    return change(pattern)
 
 
 def _agree(name: str, a: int | None, b: int | None) -> int | None:

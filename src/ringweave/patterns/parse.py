@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import PatternError, message
 from . import presets
 from .base import Full, Pattern
+from .blocks import ListedBlocks, MaskBlocks
 from .dilated import Dilated, LongNet, Strided
 from .function import TokenMask
 from .heads import PerHead
@@ -59,9 +60,10 @@ def parse(text: str) -> Pattern:
 def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
     """The pattern of a ``spec`` and its ``tables``, as written by this process."""
 
-    def table(mask: Tensor, block_size: int | tuple[int, int], most: int | None = None) -> Pattern:
+    def table(tensor: Tensor, block_size: int | tuple[int, int], key_blocks: int | None = None) -> Pattern:
         sides = (block_size, block_size) if isinstance(block_size, int) else block_size
-        return BlockTable._own(mask, sides, most)
+        blocks = MaskBlocks(tensor, tensor.shape[-1]) if key_blocks is None else ListedBlocks(tensor, key_blocks)
+        return BlockTable.of(blocks, sides)
 
     def documents(cu_seqlens: Tensor) -> Pattern:
         return Documents._own(cu_seqlens)

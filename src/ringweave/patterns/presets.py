@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from ..errors import PatternError, message
 from .base import Pattern
 from .checks import at_least
 from .dilated import Dilated
+from .draw import draw
 from .local import Causal, Documents, Neighborhood, Segments, SlidingWindow
 from .table import BlockTable
 from .tokens import Global, Periodic
@@ -51,6 +50,8 @@ def random_blocks(
 ) -> BlockTable:
     """Random blocks, as many as the density asks for: the same number in every row of blocks, to one block.
 
+    Time and memory grow with the blocks that are set.
+
     Args:
         tokens: Sequence length.
         density: Share of blocks that are set, in (0, 1].
@@ -76,15 +77,8 @@ def random_blocks(
         raise PatternError(
             message("density", density, f"at most 1 and at least {least:g} for {side} rows", "Raise it.")
         )
-    shape = [n for n in (batch, heads) if n is not None] + [side, side]
-    generator = torch.Generator().manual_seed(seed)
-    score = torch.rand(shape, generator=generator)
-    if diagonal:
-        score.diagonal(dim1=-2, dim2=-1).fill_(2.0)
-    rank = score.argsort(-1, descending=True).argsort(-1)
-    row_count = torch.full((side,), total // side)
-    row_count[torch.randperm(side, generator=generator)[: total % side]] += 1
-    return BlockTable(rank < row_count[:, None], block_size)
+    lead = tuple(n for n in (batch, heads) if n is not None)
+    return BlockTable.of(draw(lead, side, total, seed=seed, diagonal=diagonal), (block_size, block_size))
 
 
 def bigbird(
@@ -169,9 +163,11 @@ def variable(
     for size in local_blocks:
         at_least("local_blocks", size, 1)
     lengths: list[int] = []
-    while sum(lengths) < tokens:
+    left = tokens
+    while left:
         size = local_blocks[min(len(lengths), len(local_blocks) - 1)] * block_size
-        lengths.append(min(size, tokens - sum(lengths)))
+        lengths.append(min(size, left))
+        left -= lengths[-1]
     pattern: Pattern = Documents(lengths)
     chosen = [t for block in global_blocks for t in range(block * block_size, min((block + 1) * block_size, tokens))]
     if chosen:

@@ -8,7 +8,7 @@ Everything is vectorised over tiles; the only Python loop runs over the distinct
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from ..errors import PatternError, ShapeError, message
 from ..patterns import BlockTable, Pattern, check_extents, rebuild
-from ..patterns.algebra import And
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
+from .around import Around, Listed, runs_of, split
 from .block_plan import BlockPlan, pack_masks
-from .tables import Within, from_table
+from .radix import stable_order
+from .tables import from_table
 
 _EVALUATED_AT_ONCE = 2**24  # mask bits
+_TILES_AT_ONCE = 2**18
 DEFAULT_TILE = 128
 
 
@@ -55,43 +57,56 @@ def build(
     _check(pattern, nq, nk, heads, batch, q_offset, tile)
     if isinstance(pattern, BlockTable) and q_offset == 0 and pattern.block_size == tile:
         return from_table(pattern, nq, nk, heads, batch, tile, device)
-    split = _table_within(pattern, tile) if q_offset == 0 else None
-    if split is not None:
-        table, rest = split
-        within = _planned_within(rest.spec, nq, nk, heads, batch, tile, tuple(table.tables[0].shape[:-2]), str(device))
-        return from_table(table, nq, nk, heads, batch, tile, device, within=within)
+    parts = split(pattern, tile) if q_offset == 0 else None
+    if parts is not None and parts[0].tables[0].device.type != "cpu":
+        table, every, none = parts
+        lead = table.blocks.shape[:-2]
+        around = _planned_around(every.spec, none.spec, nq, nk, heads, batch, tile, lead, str(device))
+        return from_table(table, nq, nk, heads, batch, tile, device, around=around)
+    patterns, group = _distinct(pattern, heads, batch)
+    store = _Masks(tile)
+    sets = [_rows(each, nq, nk, q_offset, tile, store) for each in patterns]
+    return _assemble(sets, group, store.packed(), nq, nk, q_offset, tile, device)
+
+
+def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[Pattern], torch.Tensor]:
+    """The patterns of all batch elements and heads, each once, and which of them each uses, (B, Hq) int32."""
     distinct: dict[Hashable, tuple[int, Pattern]] = {}
     group = np.zeros((batch, heads), np.int32)
     for b in range(batch):
         for h in range(heads):
             each = pattern.select(b, h)
             group[b, h] = distinct.setdefault(each.value(), (len(distinct), each))[0]
-    store = _Masks(tile)
-    sets = [_rows(each, nq, nk, q_offset, tile, store) for _, each in distinct.values()]
-    return _assemble(sets, torch.from_numpy(group), store.packed(), nq, nk, q_offset, tile, device)
-
-
-def _table_within(pattern: Pattern, tile: tuple[int, int]) -> tuple[BlockTable, Pattern] | None:
-    """(table, the rest) of a table on a GPU that is intersected with a pattern without tables."""
-    if not isinstance(pattern, And):
-        return None
-    tables = [part for part in pattern.parts if isinstance(part, BlockTable)]
-    others = [part for part in pattern.parts if not isinstance(part, BlockTable)]
-    if len(tables) != 1 or not others or any(part.tables for part in others):
-        return None
-    if tables[0].block_size != tile or tables[0].tables[0].device.type == "cpu":
-        return None
-    rest = others[0]
-    for part in others[1:]:
-        rest = rest & part
-    return tables[0], rest
+    return [each for _, each in distinct.values()], torch.from_numpy(group)
 
 
 @functools.lru_cache(maxsize=16)
-def _planned_within(
-    spec: str, nq: int, nk: int, heads: int, batch: int, tile: tuple[int, int], table: tuple[int, ...], device: str
-) -> Within:
-    return Within.of(build(rebuild(spec, ()), nq, nk, heads=heads, batch=batch, tile=tile), table, device)
+def _planned_around(
+    every: str,
+    none: str,
+    nq: int,
+    nk: int,
+    heads: int,
+    batch: int,
+    tile: tuple[int, int],
+    table: tuple[int, ...],
+    device: str,
+) -> Around:
+    q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
+    step = max(1, _TILES_AT_ONCE // kv_tiles)
+    store = _Masks(tile)
+
+    def listed(each: Pattern) -> Iterator[Listed]:
+        # some rows at a time: of tiles side by side runs are kept, few where the tiles are many
+        for first in range(0, q_tiles, step):
+            found = _rows(each, nq, nk, 0, tile, store, slice(first, first + step))
+            yield (first + found.row) * kv_tiles + found.col, found.bits
+
+    full, group = _distinct(rebuild(every, ()), heads, batch)
+    inside = [[runs_of(*part) for part in listed(each)] for each in full]
+    empty, other = _distinct(rebuild(none, ()), heads, batch)
+    outside = [list(listed(each)) for each in empty]
+    return Around.of((inside, group), (outside, other), store.packed(), table, q_tiles * kv_tiles, device)
 
 
 def _check(pattern: Pattern, nq: int, nk: int, heads: int, batch: int, q_offset: int, tile: tuple[int, int]) -> None:
@@ -111,9 +126,17 @@ def _check(pattern: Pattern, nq: int, nk: int, heads: int, batch: int, q_offset:
     pattern.check(nq, nk, q_offset)
 
 
-def _rows(pattern: Pattern, nq: int, nk: int, q_offset: int, tile: tuple[int, int], store: _Masks) -> _Rows:
+def _rows(
+    pattern: Pattern,
+    nq: int,
+    nk: int,
+    q_offset: int,
+    tile: tuple[int, int],
+    store: _Masks,
+    part: slice = slice(None),
+) -> _Rows:
     q_tile, kv_tile = tile
-    lo = np.arange(0, nq, q_tile, dtype=np.int64)
+    lo = np.arange(0, nq, q_tile, dtype=np.int64)[part]
     q_lo, q_hi = lo + q_offset, np.minimum(lo + q_tile, nq) + q_offset
     row, col = _candidates(pattern.key_ranges(q_lo, q_hi, nk), kv_tile, -(-nk // kv_tile))
     k_lo = col * kv_tile
@@ -238,9 +261,7 @@ def _assemble(
     for tiles in sets:
         row_ptr.append(base + _offsets(tiles.row, q_tiles))
         col_ptr.append(base + _offsets(tiles.col, kv_tiles))
-        # a stable sort of 16-bit keys is a radix sort
-        column = tiles.col.astype(np.uint16) if kv_tiles <= 2**16 else tiles.col
-        by_column = np.argsort(column, kind="stable")
+        by_column = stable_order(tiles.col, kv_tiles)
         row_t.append(tiles.row[by_column])
         bits_t.append(tiles.bits[by_column])
         base += len(tiles.row)

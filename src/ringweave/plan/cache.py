@@ -69,8 +69,8 @@ class PlanCache:
         device: str | torch.device = "cpu",
     ) -> BlockPlan:
         """The plan of a pattern, from the cache or built; arguments as of :func:`ringweave.plan`."""
-        tables = pattern.tables
-        key = (pattern.spec, table_keys(tables), nq, nk, heads, batch, q_offset, tile, str(torch.device(device)))
+        tables, device = pattern.tables, _place(device)
+        key = (pattern.spec, table_keys(tables), nq, nk, heads, batch, q_offset, tile, str(device))
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
@@ -115,6 +115,14 @@ class PlanCache:
         with self._lock:
             self._entries.clear()
             self._hits = self._misses = self._evictions = self._nbytes = 0
+
+
+def _place(device: str | torch.device) -> torch.device:
+    """A device with its number: "cuda" is the current one, and tensors there say which that is."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def table_keys(tables: Sequence[Tensor]) -> tuple[Hashable, ...]:

@@ -3,66 +3,26 @@
 On a CPU the lists are exact. On a GPU their length would have to be read back, which waits for all that was queued
 before; so they get as many places as the table can have blocks, known without reading it, and ``row_ptr`` and
 ``col_ptr`` say which hold tiles. That path calls nothing whose shape depends on values: it can be captured in a CUDA
-graph, and plans anew at every replay. A table within a pattern that has no tables, such as a causal one, is planned
-like that too: the pattern's own tiles are planned once, and kept on the device.
+graph, and plans anew at every replay. A table combined with patterns that have none, such as a causal one or a
+window, is planned like that too: their tiles are planned once, and kept on the device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..patterns import BlockTable
+from ..patterns.blocks import Blocks
+from .around import EMPTY, Around
 from .block_plan import BlockPlan
+from .radix import stable_order
 
 #: Places of a list beyond which a GPU plan is made exact, for one wait: four lists of them take a quarter of a GiB.
 MOST_PLACES = 2**24
-_AT_ONCE = 2**24
-
-
-EMPTY = -2
-
-
-@dataclass(frozen=True)
-class Within:
-    """The tiles of the pattern that a table lies in, for tables of one shape; all on one device.
-
-    Attributes:
-        codes: (P, query tiles, key tiles) int32: EMPTY, -1 full, else an index into ``masks``.
-        masks: As a plan's.
-        of_table: (G,) int64, which row set of the table each of the joint ones uses.
-        of_codes: (G,) int64, which of the P.
-        group: (B, Hq) int32, which of the G a batch element and head uses.
-    """
-
-    codes: Tensor
-    masks: Tensor
-    of_table: Tensor
-    of_codes: Tensor
-    group: Tensor
-
-    @staticmethod
-    def of(plan: BlockPlan, table: tuple[int, ...], device: str | torch.device) -> Within:
-        """From the pattern's plan on a CPU, and the leading sides of the table: (), (heads,) or (batch, heads)."""
-        row, col, bits = plan.listed()
-        codes = torch.full((plan.row_ptr.shape[0], plan.q_tiles, plan.kv_tiles), EMPTY, dtype=torch.int32)
-        codes[row // plan.q_tiles, row % plan.q_tiles, col] = bits.int()
-        batch, heads = plan.group.shape
-        number = 1
-        for side in table:
-            number *= side
-        of_table = torch.arange(number).reshape(table).expand(batch, heads)
-        pairs = of_table.reshape(-1) * codes.shape[0] + plan.group.reshape(-1).long()
-        joint, group = pairs.unique(return_inverse=True)
-        moved = (codes, plan.masks, joint // codes.shape[0], joint % codes.shape[0], group.view(batch, heads).int())
-        return Within(*(x.to(device) for x in moved))
-
-    def joined(self, table: Tensor) -> tuple[Tensor, Tensor]:
-        """(set blocks, their codes) of the joint row sets, (G, query tiles, key tiles) each."""
-        codes = self.codes.expand(len(self.of_codes), -1, -1) if len(self.codes) == 1 else self.codes[self.of_codes]
-        return table[self.of_table] & (codes != EMPTY), codes
 
 
 def from_table(
@@ -74,7 +34,7 @@ def from_table(
     tile: tuple[int, int],
     device: str | torch.device,
     spare: bool | None = None,
-    within: Within | None = None,
+    around: Around | None = None,
 ) -> BlockPlan:
     """The plan of a table whose blocks are the tiles.
 
@@ -87,32 +47,28 @@ def from_table(
         tile: Its block size.
         device: Where the plan goes; the table is copied there.
         spare: Whether the lists may have places to spare; by default on anything but a CPU, where they are few enough.
-        within: The pattern that the table is intersected with.
+        around: The pattern that the table is a part of.
     """
-    mask = pattern.tables[0].to(device)
-    q_tiles, kv_tiles = mask.shape[-2:]
-    grid, codes = mask.reshape(-1, q_tiles, kv_tiles), None
-    if within is not None:
-        grid, codes = within.joined(grid)
-    room = grid.shape[0] * q_tiles * pattern.most
+    blocks = pattern.blocks.to(device)
+    lead = blocks.shape[:-2]
+    sets = math.prod(lead) if around is None else len(around.of_table)
+    room = sets * blocks.shape[-2] * blocks.most + (0 if around is None else around.outside.numel())
     if spare is None:
-        spare = mask.device.type != "cpu" and room <= MOST_PLACES
-    places = room if spare else None
-    group = torch.arange(grid.shape[0], dtype=torch.int32, device=grid.device)
-    row_ptr, col, bits = _compressed(grid, codes, places)
-    col_ptr, row, bits_t = _compressed(grid.mT, None if codes is None else codes.mT, places)
-    counts = row_ptr.diff(dim=1).reshape(-1)
-    rank = (2 * counts.clamp(min=1).log2()).floor().to(torch.int16)
-    no_masks = torch.zeros(0, tile[0], -(-tile[1] // 32), dtype=torch.int32, device=grid.device)
+        spare = blocks.table.device.type != "cpu" and room <= MOST_PLACES
+    row_ptr, col, bits, col_ptr, row, bits_t = (_with_room if spare else _exact)(blocks, sets, around)
+    device = row_ptr.device
+    group = torch.arange(sets, dtype=torch.int32, device=device)
+    rank = (2 * row_ptr.diff(dim=1).reshape(-1).clamp(min=1).log2()).floor().to(torch.int16)
+    no_masks = torch.zeros(0, tile[0], -(-tile[1] // 32), dtype=torch.int32, device=device)
     return BlockPlan(
-        row_ptr=row_ptr,
-        col=col,
+        row_ptr=row_ptr.int(),
+        col=col.int(),
         bits=bits,
-        col_ptr=col_ptr,
-        row=row,
+        col_ptr=col_ptr.int(),
+        row=row.int(),
         bits_t=bits_t,
-        masks=no_masks if within is None else within.masks,
-        group=group.view(mask.shape[:-2]).expand(batch, heads).contiguous() if within is None else within.group,
+        masks=no_masks if around is None else around.masks,
+        group=group.view(lead).expand(batch, heads).contiguous() if around is None else around.group,
         order=torch.argsort(-rank, stable=True).int(),
         nq=nq,
         nk=nk,
@@ -122,27 +78,75 @@ def from_table(
     )
 
 
-def _compressed(grid: Tensor, codes: Tensor | None, places: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets, indices and codes of the set ones of (groups, lines, blocks); with ``places``, lists of that length."""
-    groups, lines, blocks = grid.shape
-    counts = grid.sum(-1)
-    ends = counts.reshape(-1).cumsum(0)
-    first = torch.arange(groups, device=grid.device)[:, None] * lines
-    ptr = torch.cat([ends.new_zeros(1), ends])[first + torch.arange(lines + 1, device=grid.device)].int()
-    if places is None:
-        where = grid.nonzero(as_tuple=True)
-        index = where[2].int()
-        return ptr, index, torch.full_like(index, -1) if codes is None else codes[where]
-    starts = ends.view(groups, lines) - counts
-    number = torch.arange(blocks, dtype=torch.int32, device=grid.device)
-    # the place past the end takes what is not set
-    index = torch.zeros(places + 1, dtype=torch.int32, device=grid.device)
-    bits = torch.full_like(index, -1)
-    step = max(1, _AT_ONCE // (lines * blocks))
-    for first_group in range(0, groups, step):
-        part = slice(first_group, first_group + step)
-        place = torch.where(grid[part], grid[part].cumsum(-1) - 1 + starts[part, :, None], places).reshape(-1)
-        index.scatter_(0, place, number.expand_as(grid[part]).reshape(-1))
-        if codes is not None:
-            bits.scatter_(0, place, codes[part].reshape(-1))
-    return ptr, index[:places], bits[:places]
+def _exact(blocks: Blocks, sets: int, around: Around | None) -> tuple[Tensor, ...]:
+    """The lists of a plan, no longer than they are."""
+    rows, width = blocks.shape[-2:]
+    area = rows * width
+    number = blocks.numbers()
+    code: Tensor | None = None
+    if around is not None:
+        ends = torch.searchsorted(number, area * torch.arange(math.prod(blocks.shape[:-2]) + 1, device=number.device))
+        of_table = around.of_table.tolist()
+        parts = [number[ends[t] : ends[t + 1]] + (g - t) * area for g, t in enumerate(of_table)]
+        number = torch.cat(parts)
+        code = around.at(number // area, number % area, area)
+        used, free = code != EMPTY, around.free(blocks)
+        number, order = torch.cat([number[used], around.outside[free]]).sort()
+        code = torch.cat([code[used], around.outside_codes[free]])[order]
+    row_ptr = _starts(number, sets, rows, width)
+    line = number // width
+    col = (number - line * width).int()
+    set_number = line // rows
+    row = (line - set_number * rows).int()
+    column = set_number * width + col
+    ends = torch.nn.functional.pad(column.bincount(minlength=sets * width).cumsum(0), (1, 0))
+    col_ptr = ends[_lines(sets, width, number.device)]
+    if number.device.type == "cpu":
+        parts = [(int(each[0]), int(each[-1])) for each in row_ptr]
+        order = torch.from_numpy(np.concatenate([lo + stable_order(col.numpy()[lo:hi], width) for lo, hi in parts]))
+    else:
+        order = column.sort(stable=True).indices
+    bits = torch.full_like(col, -1) if code is None else code
+    return row_ptr, col, bits, col_ptr, row[order], bits if code is None else code[order]
+
+
+def _lines(sets: int, lines: int, device: torch.device) -> Tensor:
+    """(sets, lines + 1): the numbers of the lines of each set, and of the one after."""
+    return torch.arange(sets, device=device)[:, None] * lines + torch.arange(lines + 1, device=device)
+
+
+def _starts(number: Tensor, sets: int, lines: int, width: int) -> Tensor:
+    """(sets, lines + 1): where each line of ``width`` numbers begins among ascending ones, and the last one's end."""
+    return torch.searchsorted(number, (_lines(sets, lines, number.device) * width).to(number.dtype))
+
+
+def _with_room(blocks: Blocks, sets: int, around: Around | None) -> tuple[Tensor, ...]:
+    """The lists of a plan with a place for every block that could be set; no shape depends on what is."""
+    listed, (rows, width) = blocks.listed(), blocks.shape[-2:]
+    area, device = rows * width, listed.device
+    listed = listed.reshape(math.prod(blocks.shape[:-2]), rows, blocks.most)
+    set_number = torch.arange(sets, device=device)[:, None, None]
+    if around is not None:
+        listed = listed[around.of_table]
+    place = torch.arange(rows, device=device)[:, None] * width + listed
+    code = torch.full((place.numel(),), -1, dtype=torch.int32, device=device)
+    if around is not None:
+        code = torch.where((listed < width).reshape(-1), around.at(set_number, place, area), EMPTY)
+    # what is not set has the number past the end
+    used = (listed < width).reshape(-1) if around is None else code != EMPTY
+    number = torch.where(used, (set_number * area + place).reshape(-1), sets * area)
+    if around is not None and around.outside.numel():
+        number = torch.cat([number, torch.where(around.free(blocks), around.outside, sets * area)])
+        number, order = number.sort(stable=True)
+        code = torch.cat([code, around.outside_codes])[order]
+    else:
+        # they ascend already: what is set moves up
+        places = number.numel()
+        target = torch.where(used, used.cumsum(0) - 1, places)
+        number = torch.full((places + 1,), sets * area, device=device).scatter_(0, target, number)[:places]
+        code = torch.full((places + 1,), -1, dtype=torch.int32, device=device).scatter_(0, target, code)[:places]
+    line, col = number // width, number % width
+    column = torch.where(number < sets * area, line // rows * width + col, sets * width).int()
+    column, order = column.sort(stable=True)
+    ptrs = _starts(number, sets, rows, width), _starts(column, sets, width, 1)
+    return ptrs[0], col, code, ptrs[1], (line % rows)[order], code[order]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...plan import Branch
-from ..backend import Backend, Case
+from ..backend import Backend, Case, Upstream
 from . import schedule
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,32 +37,26 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
     """One kernel; a second where long lists are split."""
     from . import launch
 
-    return launch.forward(q, k, v, branch, scale, dtype)
+    with launch.explained():
+        return launch.forward(q, k, v, branch, scale, dtype)
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor,
-    delta: Tensor,
-    branch: Branch,
-    scale: float,
-    dtype: torch.dtype,
+    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Two kernels, and those that join split lists; without atomics: the same bits each time."""
     from . import launch
 
-    return launch.backward(dout, q, k, v, out, lse, delta, branch, scale, dtype)
+    with launch.explained():
+        return launch.backward(upstream, q, k, v, branch, scale, dtype)
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """One kernel."""
     from . import launch
 
-    return launch.delta(dout, out, lse, dlse)
+    with launch.explained():
+        return launch.delta(dout, out, lse, dlse)
 
 
 def refusal(case: Case, branch: Branch) -> str | None:
@@ -98,4 +92,4 @@ def scratch(case: Case, branch: Branch) -> int:
     return 4 * (tiles + 2 * plan.masks.numel() + partial + delta)
 
 
-BACKEND = Backend("triton", forward, backward, refusal, scratch, delta=delta, tiled=True)
+BACKEND = Backend("triton", forward, backward, refusal, scratch, delta=delta, tried=True, tiled=True)

@@ -6,14 +6,18 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.errors import TritonError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...errors import UnsupportedError, message
 from ...plan import BlockPlan, Branch
+from ..backend import Upstream
 from ..kinds import where
 from . import kernels, schedule
 from .blocks import Blocks, Device, Packing, choose, padded
@@ -72,19 +76,11 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor,
-    delta: Tensor,
-    branch: Branch,
-    scale: float,
-    dtype: torch.dtype,
+    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Two launches: dQ by rows, dK and dV by columns; each sum joined by one more where lists are split."""
-    q, k, v, dout = map(_readable, (q, k, v, dout.to(q.dtype)))
+    q, k, v, dout = map(_readable, (q, k, v, upstream.dout.to(q.dtype)))
+    lse, delta = upstream.lse, upstream.delta
     plan = branch.plan(q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     heads, nq, nk = q.shape[1], q.shape[2], k.shape[2]
@@ -126,6 +122,18 @@ def backward(
         for part, whole in ((key_sums, dk), (value_sums, dv)):
             _join(queue, part, whole, None, 1, plan.kv_tile, packing)
     return dq, dk, dv
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Triton's own errors are no RuntimeErrors; what fails to compile here is a case that cannot be run here."""
+    try:
+        yield
+    except TritonError as error:
+        said = " ".join(str(error).split())[-300:]
+        raise UnsupportedError(
+            message("backend", f"'triton' ({type(error).__name__}: {said})", "a kernel for this GPU", "Name another.")
+        ) from error
 
 
 class Cut(NamedTuple):

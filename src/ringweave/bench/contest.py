@@ -7,9 +7,10 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
+from ..errors import RingweaveError
 from ..ops.backend import Case
 from ..ops.dispatch import BACKENDS
-from ..ops.triton.blocks import Asked, Blocks, trying
+from ..ops.triton.blocks import Asked, Blocks, overriding
 from ..ops.triton.errors import errors
 from ..plan import Branch
 from .blocks import Tuned, descend
@@ -29,7 +30,7 @@ _FEW_TILES = (0.35, 0.5)
 _BLOCKS = (0.85, 1.0)
 
 
-class Trials:
+class Contest:
     """What is tried for one branch and direction, and what came of it.
 
     Args:
@@ -89,6 +90,7 @@ class Trials:
             until: The part of the seconds after which no further one is; None for all.
         """
         calls: dict[Candidate, Callable[[], object]] = {}
+        failures: tuple[type[Exception], ...] = (RingweaveError, *errors())
         for each in candidates:
             reason = each.refusal(self.case, self.branch)
             if until is not None and each not in self.timings and self.spent() > until:
@@ -96,7 +98,7 @@ class Trials:
             if reason is None:
                 try:
                     fields, call = self.session.check(each.peer(self.first), self.case.needs_grad)
-                except errors() as error:
+                except failures as error:
                     # a compiler that fails, or memory that is not there: the others may still do
                     reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
                 else:
@@ -163,9 +165,9 @@ class Trials:
         if not self.case.needs_grad:
             return [_of_rows("forward", inputs, branch)]
         gradients = candidate.peer(None).build(self.session.workload, inputs).forward_backward(inputs)
-        with trying({}) as trial:
+        with overriding({}) as given:
             gradients()
-        of_columns = next(each for each in trial.asked if each.kind.kernel == "backward_kv")
+        of_columns = next(each for each in given.asked if each.kind.kernel == "backward_kv")
         return [_of_rows("backward_q", inputs, branch), of_columns]
 
 
@@ -174,6 +176,6 @@ def _of_rows(kernel: str, inputs: Inputs, branch: Branch) -> Asked:
     from ..ops.triton import launch
 
     q, k, v, _ = inputs
-    with trying({}) as trial:
+    with overriding({}) as given:
         two = launch.cut(kernel, q, k, v, branch.plan(q.device)).lists.tiles > 1
-    return trial.asked[-1 if two else 0]
+    return given.asked[-1 if two else 0]

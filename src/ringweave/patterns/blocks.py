@@ -1,0 +1,242 @@
+"""Which blocks of a table are set: a mask, or ascending lists of them, one for every row.
+
+Both answer alike, in time and memory that grow with what they hold: the lists with their places, a mask with itself,
+which is read once and in pieces. Lists never become a mask, unless :meth:`Blocks.mask` is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .tiles import Int64
+
+# bytes of a mask that are looked at together, so that what is made of them stays in a processor's cache
+_AT_ONCE = 2**21
+
+
+class Runs(NamedTuple):
+    """Stretches [begin, end) of set blocks side by side, by ``line`` and ascending; arrays of one length."""
+
+    line: Int64
+    begin: Int64
+    end: Int64
+
+
+class Blocks(ABC):
+    """Set blocks of one table, or of one for each head or batch element; never written.
+
+    Attributes:
+        table: The tensor that says which, (..., blocks of queries, n).
+        key_blocks: Blocks of keys.
+    """
+
+    def __init__(self, table: Tensor, key_blocks: int):
+        self.table, self.key_blocks = table, key_blocks
+        # (version of the table, what was made of it): nobody should write to a table, but even then
+        self._made: tuple[int, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_made": None}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(..., blocks of queries, blocks of keys)."""
+        return (*self.table.shape[:-1], self.key_blocks)
+
+    @property
+    def most(self) -> int:
+        """At most so many blocks are set in a row, as far as known without reading the table."""
+        return self.table.shape[-1]
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same blocks with their table on a device."""
+        table = self.table.to(device)
+        return self if table is self.table else type(self)(table, self.key_blocks)
+
+    def one(self, b: int, h: int) -> Self:
+        """The table of a batch element and head; where there is one for all, a side of 1 or none, that one."""
+        table = self.table
+        if table.ndim == 2:
+            return self
+        if table.ndim == 4:
+            table = table[b if table.shape[0] > 1 else 0]
+        return type(self)(table[h if table.shape[0] > 1 else 0], self.key_blocks)
+
+    def holds(self, row: Tensor, col: Tensor) -> Tensor:
+        """Whether blocks of one table are set, bool, for broadcast int64 indices; asked once for neighbours alike."""
+        sides = max(row.ndim, col.ndim)
+        row, col = (x[(None,) * (sides - x.ndim)] for x in (row, col))
+        spread = []
+        for side in range(sides):
+            new: Tensor | None = None
+            for x in (row, col):
+                if x.shape[side] > 1:
+                    other = x.movedim(side, 0).flatten(1) if sides > 1 else x[:, None]
+                    changed = (other[1:] != other[:-1]).any(1)
+                    new = changed if new is None else new | changed
+            if new is None or bool(new.all()):
+                continue
+            first = torch.cat([new.new_ones(1), new])
+            kept = first.nonzero()[:, 0]
+            row, col = (x.index_select(side, kept) if x.shape[side] > 1 else x for x in (row, col))
+            spread.append((side, first.cumsum(0) - 1))
+        found = self.held(row, col)
+        for side, place in spread:
+            found = found.index_select(side, place)
+        return found
+
+    @abstractmethod
+    def mask(self) -> Tensor:
+        """A new bool tensor of ``shape``."""
+
+    @abstractmethod
+    def listed(self) -> Tensor:
+        """The set blocks of each row, int32 (..., blocks of queries, ``most``), ``key_blocks`` in the other places.
+
+        Ascending but for those; made without reading values back.
+        """
+
+    @abstractmethod
+    def numbers(self) -> Tensor:
+        """The set blocks' places in a flat mask of ``shape``, int64, ascending; on a GPU this waits for it."""
+
+    @abstractmethod
+    def runs(self, first: Int64, last: Int64) -> Runs:
+        """Runs of one table's blocks that are set in any row from first to last, both included, for each pair."""
+
+    @abstractmethod
+    def held(self, row: Tensor, col: Tensor) -> Tensor:
+        """Whether blocks are set, each asked on its own and nothing read back; rows count through all tables."""
+
+    def _once(self, make: Any) -> Any:
+        # kept with the table's version, as plans are
+        version = 0 if self.table.is_inference() else self.table._version
+        if self._made is None or self._made[0] != version:
+            self._made = (version, make())
+        return self._made[1]
+
+
+class MaskBlocks(Blocks):
+    """Blocks set by a contiguous bool mask."""
+
+    def mask(self) -> Tensor:
+        return self.table.clone()
+
+    def listed(self) -> Tensor:
+        number = torch.arange(self.key_blocks, dtype=torch.int32, device=self.table.device)
+        return torch.where(self.table, number, self.key_blocks)
+
+    def numbers(self) -> Tensor:
+        flat = self.table.reshape(-1)
+        return torch.from_numpy(np.flatnonzero(flat.numpy())) if flat.device.type == "cpu" else flat.nonzero()[:, 0]
+
+    def runs(self, first: Int64, last: Int64) -> Runs:
+        mask = self._host()
+        step = max(1, _AT_ONCE // self.key_blocks)
+        high = int((last - first).max(initial=0)) + 1
+        edges, line = [], []
+        for begin in range(0, len(first), step):
+            lo, hi = first[begin : begin + step], last[begin : begin + step]
+            used = mask[lo]
+            for below in range(1, high):
+                used |= mask[np.minimum(lo + below, hi)]
+            # a run begins and ends where neighbours differ, and an edge is a place before, between or after blocks
+            edge = np.empty((len(lo), self.key_blocks + 1), np.bool_)
+            edge[:, 0], edge[:, -1] = used[:, 0], used[:, -1]
+            np.not_equal(used[:, 1:], used[:, :-1], out=edge[:, 1:-1])
+            row, place = np.divmod(np.flatnonzero(edge), self.key_blocks + 1)
+            line.append(row[::2] + begin)
+            edges.append(place)
+        edge_at = np.concatenate(edges)
+        return Runs(np.concatenate(line), edge_at[::2], edge_at[1::2])
+
+    def held(self, row: Tensor, col: Tensor) -> Tensor:
+        here = self.table.device != row.device and row.device.type == "cpu"
+        table = torch.from_numpy(self._host()) if here else self.table.to(row.device)
+        return table.reshape(-1, self.key_blocks)[row, col]
+
+    def _host(self) -> NDArray[np.bool_]:
+        if self.table.device.type == "cpu":
+            return self.table.numpy()
+        copy: NDArray[np.bool_] = self._once(lambda: self.table.cpu().numpy())
+        return copy
+
+
+class ListedBlocks(Blocks):
+    """Blocks set by an int32 list for every row: ascending, each once, ``key_blocks`` in the places after them."""
+
+    def mask(self) -> Tensor:
+        # the column past the end takes the places without a block
+        mask = torch.zeros(*self.shape[:-1], self.key_blocks + 1, dtype=torch.bool, device=self.table.device)
+        return mask.scatter_(-1, self.table.long(), True)[..., :-1].contiguous()
+
+    def listed(self) -> Tensor:
+        return self.table
+
+    def numbers(self) -> Tensor:
+        listed = self.table.flatten(0, -2)
+        if listed.device.type == "cpu":
+            array = listed.numpy()
+            real = array < self.key_blocks
+            number = np.repeat(np.arange(len(array)) * self.key_blocks, real.sum(1))
+            number += array[real]
+            return torch.from_numpy(number)
+        used = listed < self.key_blocks
+        row = torch.arange(len(listed), device=listed.device).repeat_interleave(used.sum(1))
+        return row * self.key_blocks + listed[used]
+
+    def runs(self, first: Int64, last: Int64) -> Runs:
+        table = self.table.cpu().numpy()
+        high = int((last - first).max(initial=0)) + 1
+        listed = table[first]
+        if high > 1:
+            rows = [listed, *(table[np.minimum(first + below, last)] for below in range(1, high))]
+            listed = np.sort(np.concatenate(rows, 1), axis=1)
+        real = listed < self.key_blocks
+        # rows merged may list a block several times: a step of 0 or 1 goes on, any other begins anew
+        apart = np.ones((len(listed), listed.shape[1] + 1), np.bool_)
+        np.greater(listed[:, 1:] - listed[:, :-1], 1, out=apart[:, 1:-1])
+        apart[:, 1:-1] |= ~real[:, 1:]
+        begins, ends = apart[:, :-1] & real, apart[:, 1:] & real
+        return Runs(begins.nonzero()[0], listed[begins].astype(np.int64), listed[ends].astype(np.int64) + 1)
+
+    def held(self, row: Tensor, col: Tensor) -> Tensor:
+        ordered: Tensor = self._once(self._ordered).to(row.device)
+        if not ordered.numel():
+            return torch.zeros(torch.broadcast_shapes(row.shape, col.shape), dtype=torch.bool, device=row.device)
+        wanted = row * (self.key_blocks + 1) + col
+        place = torch.searchsorted(ordered, wanted.contiguous()).clamp(max=ordered.numel() - 1)
+        return ordered[place] == wanted
+
+    def _ordered(self) -> Tensor:
+        """Row and block in one number, ascending; a place without a block has the number past its row's last."""
+        listed = self.table.reshape(math.prod(self.table.shape[:-1]), -1)
+        row = torch.arange(len(listed), device=listed.device)[:, None]
+        return (row * (self.key_blocks + 1) + listed).reshape(-1)
+
+
+def ascending(indices: Tensor, counts: Tensor, key_blocks: int) -> Tensor:
+    """Lists as of :class:`ListedBlocks` of those of ``indices`` that count and are in range; nothing is read back.
+
+    Args:
+        indices: Integers (..., n), in any order, any number of times.
+        counts: Integers (...), how many count, from the first.
+        key_blocks: Blocks of keys.
+    """
+    places = indices.shape[-1]
+    counting = torch.arange(places, device=indices.device) < counts[..., None]
+    real = counting & (indices >= 0) & (indices < key_blocks)
+    listed = torch.where(real, indices, key_blocks).int().sort(-1).values
+    new = torch.ones_like(listed, dtype=torch.bool)
+    new[..., 1:] = listed[..., 1:] != listed[..., :-1]
+    # the place past the end takes repeats
+    place = torch.where(new, new.cumsum(-1) - 1, places)
+    result = torch.full((*listed.shape[:-1], places + 1), key_blocks, dtype=torch.int32, device=indices.device)
+    return result.scatter_(-1, place, listed)[..., : min(places, key_blocks)].contiguous()

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringweave as rw
+from ringweave.errors import UnsupportedError
+from ringweave.ops import cpu, dispatch, gather, trial, triton
+from ringweave.ops.backend import Backend, Case
+from ringweave.plan import Branch, branches
+
+STRUCTURES = ("full", "causal", "sparse")
+
+
+def kind(structure: str = "sparse", dtype: torch.dtype = torch.float32, needs_grad: bool = True) -> trial.Kind:
+    return trial.Kind("cpu", dtype, 32, 16, structure, needs_grad)
+
+
+def case(needs_grad: bool = False, head_dim: int = 64) -> Case:
+    return Case(1, 4, 2, 256, 256, head_dim, 64, torch.bfloat16, "cuda", needs_grad)
+
+
+def first(pattern: rw.Pattern) -> Branch:
+    return branches(pattern, 256, 256, heads=4)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_what_is_right_passes(dtype: torch.dtype, structure: str, needs_grad: bool) -> None:
+    tried = [gather.BACKEND] if cpu.module() is None else [gather.BACKEND, cpu.BACKEND]
+    for backend in tried:
+        assert trial.attempt(backend, kind(structure, dtype, needs_grad)) is None
+
+
+def test_each_structure_is_tried_as_what_it_is() -> None:
+    for structure in STRUCTURES:
+        seen: list[Branch] = []
+
+        def forward(
+            q: Tensor, k: Tensor, v: Tensor, branch: Branch, *rest: object, into: list[Branch] = seen
+        ) -> object:
+            into.append(branch)
+            raise RuntimeError
+
+        backend = dataclasses.replace(gather.BACKEND, forward=forward)  # type: ignore[arg-type]
+        assert trial.attempt(backend, kind(structure, needs_grad=False)) is not None
+        assert seen[0].structure == structure
+    plan = seen[0].plan()
+    assert {-1, 0} <= set(plan.bits.clamp(max=0).tolist())
+    assert plan.row_ptr.diff().unique().numel() > 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: x * 1.001, "it is wrong: dk by 0.001"),
+        (lambda x: x.fill_(torch.nan), "it is wrong: dk by nan"),
+    ],
+)
+def test_what_is_wrong_is_named(change: Callable[[Tensor], Tensor], said: str) -> None:
+    def backward(*arguments: object) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = gather.backward(*arguments)  # type: ignore[arg-type]
+        return dq, change(dk), dv
+
+    wrong = dataclasses.replace(gather.BACKEND, backward=backward)
+    verdict = trial.attempt(wrong, kind())
+    assert verdict is not None
+    assert said in verdict
+    assert "dq" not in verdict
+    assert trial.attempt(wrong, kind(needs_grad=False)) is None
+
+
+def test_what_raises_is_quoted() -> None:
+    def forward(*arguments: object) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("no kernel image\nand more")
+
+    broken = dataclasses.replace(gather.BACKEND, forward=forward)
+    assert trial.attempt(broken, kind(needs_grad=False)) == "tried on this GPU, it raises RuntimeError: no kernel image"
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, trial.Kind]]:
+    """What would be tried on a machine with a GPU where ``triton`` is wrong at D = 128."""
+    made: list[tuple[str, trial.Kind]] = []
+
+    def attempt(backend: Backend, of: trial.Kind) -> str | None:
+        made.append((backend.name, of))
+        return "it is wrong" if (backend.name, of.head_dim) == ("triton", 128) else None
+
+    monkeypatch.setattr(trial, "attempt", attempt)
+    monkeypatch.setattr(trial, "_verdicts", {})
+    monkeypatch.setattr(triton, "installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return made
+
+
+def test_auto_tries_a_gpu_kernel_once_for_each_kind(
+    attempts: list[tuple[str, trial.Kind]], caplog: pytest.LogCaptureFixture
+) -> None:
+    window = first(rw.SlidingWindow(9))
+    with caplog.at_level(logging.WARNING, "ringweave"):
+        for _ in range(2):
+            assert dispatch.choose("auto", case(), window).name == "triton"
+            assert dispatch.choose("auto", case(), first(rw.Causal())).name == "flash"
+            assert dispatch.choose("auto", case(head_dim=128), window).name == "gather"
+    names = [(name, of.head_dim, of.structure) for name, of in attempts]
+    assert names == [("triton", 64, "sparse"), ("flash", 64, "causal"), ("triton", 128, "sparse")]
+    assert {of.device for _, of in attempts} == {"cuda:0"}
+    (record,) = caplog.records
+    assert record.getMessage() == "auto leaves out the backend triton on cuda:0: it is wrong"
+    # gradients are other kernels
+    assert dispatch.choose("auto", case(needs_grad=True), window).name == "triton"
+    assert len(attempts) == 4
+
+
+def test_a_named_backend_runs_without_a_trial(attempts: list[tuple[str, trial.Kind]]) -> None:
+    assert dispatch.choose("triton", case(head_dim=128), first(rw.SlidingWindow(9))).name == "triton"
+    assert not attempts
+
+
+def test_nothing_is_tried_while_a_graph_is_captured(
+    attempts: list[tuple[str, trial.Kind]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window = first(rw.SlidingWindow(9))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert dispatch.choose("auto", case(), window).name == "gather"
+    assert not attempts
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert dispatch.choose("auto", case(), window).name == "triton"
+    # what is known stays known
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert dispatch.choose("auto", case(), window).name == "triton"
+
+
+def test_explain_says_what_a_trial_found(attempts: list[tuple[str, trial.Kind]]) -> None:
+    call = {"dtype": torch.bfloat16, "device": "cuda", "as_dict": True, "needs_grad": False}
+    facts = rw.explain(rw.SlidingWindow(9), 256, head_dim=128, **call)["backend"]  # type: ignore[call-overload]
+    assert facts["chosen"] == [{"backend": "gather", "branches": 1}]
+    assert facts["others"]["triton"] == ["it is wrong"]
+    assert facts["others"]["flash"] == ["auto gives it sparse patterns only where ringweave tune found it fastest"]
+
+
+def test_without_a_gpu_auto_answers_as_if_all_went_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for another machine can be explained here."""
+    monkeypatch.setattr(triton, "installed", lambda: True)
+    assert not torch.cuda.is_available()
+    assert dispatch.choose("auto", case(), first(rw.SlidingWindow(9))).name == "triton"
+
+
+@pytest.mark.skipif(not triton.installed(), reason="triton is not installed (it has wheels for Linux only)")
+def test_what_triton_cannot_compile_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    from ringweave.ops.triton import launch
+
+    def forward(*arguments: object) -> tuple[Tensor, Tensor]:
+        raise OutOfResources(300, 227, "shared memory")
+
+    monkeypatch.setattr(launch, "forward", forward)
+    x = torch.randn(1, 1, 16, 16)
+    with pytest.raises(UnsupportedError, match=r"got 'triton' \(OutOfResources: out of resource: shared memory"):
+        triton.forward(x, x, x, first(rw.Full()), 1.0, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_the_gpu_kernels_pass_on_the_device(dtype: torch.dtype, structure: str, needs_grad: bool) -> None:
+    of = trial.Kind("cuda", dtype, 64, 64, structure, needs_grad)
+    tried = [triton.BACKEND] + [dispatch.BACKENDS["flash"]] * (structure != "sparse")
+    assert [trial.attempt(backend, of) for backend in tried] == [None] * len(tried)
