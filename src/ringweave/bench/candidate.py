@@ -114,8 +114,7 @@ def _forward_backward(candidate: Candidate, first: Candidate, branch: Branch, in
     backend, own = candidate.step(branch)
     assert backend.backward is not None
     with torch.no_grad(), overriding(dict(candidate.blocks)):
-        delta = backend.delta(dout, out, lse, None)
-        upstream = Upstream(dout, lse, delta, out)
+        upstream = Upstream(dout, lse, backend.delta(dout, out, lse, None), out)
         return (out, *backend.backward(upstream, q, k, v, own, 1 / math.sqrt(q.shape[3]), q.dtype))
 
 

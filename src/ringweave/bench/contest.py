@@ -7,11 +7,9 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
-from ..errors import RingweaveError
 from ..ops.backend import Case
 from ..ops.dispatch import BACKENDS
 from ..ops.triton.blocks import Asked, Blocks, overriding
-from ..ops.triton.errors import errors
 from ..plan import Branch
 from .blocks import Tuned, descend
 from .candidate import Candidate, sides, whole
@@ -90,7 +88,6 @@ class Contest:
             until: The part of the seconds after which no further one is; None for all.
         """
         calls: dict[Candidate, Callable[[], object]] = {}
-        failures: tuple[type[Exception], ...] = (RingweaveError, *errors())
         for each in candidates:
             reason = each.refusal(self.case, self.branch)
             if until is not None and each not in self.timings and self.spent() > until:
@@ -98,7 +95,7 @@ class Contest:
             if reason is None:
                 try:
                     fields, call = self.session.check(each.peer(self.first), self.case.needs_grad)
-                except failures as error:
+                except RuntimeError as error:
                     # a compiler that fails, or memory that is not there: the others may still do
                     reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
                 else:

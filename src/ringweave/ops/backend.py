@@ -130,8 +130,8 @@ class Backend:
         branched: Whether it takes compiled branches; the reference takes the pattern as it is.
         planned: Whether it computes a plan's tiles; dense kernels need none.
         delta: Computes what backward takes as ``delta``.
-        tiled: Whether its tiles have the sides that a branch asks for; others have sides of their own, or no tiles.
         tried: Whether auto takes it only after a trial on the GPU that is there (see trial.py).
+        tiled: Whether its tiles have the sides that a branch asks for; others have sides of their own, or no tiles.
     """
 
     name: str
@@ -142,5 +142,5 @@ class Backend:
     branched: bool = True
     planned: bool = True
     delta: Delta = delta_in_chunks
-    tiled: bool = False
     tried: bool = False
+    tiled: bool = False

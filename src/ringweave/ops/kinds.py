@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..patterns import BlockTable
+from ..patterns import BlockTable, Full, Pattern
+from ..patterns.algebra import leaves, replace
 from ..plan import Branch
 from ..plan.build import default_tile, estimate_tiles
 from ..plan.cache import table_keys
@@ -97,7 +98,7 @@ _densities: OrderedDict[Hashable, int] = OrderedDict()
 def density(branch: Branch) -> int:
     """The share of tiles as the nearest power of 1/2: 0 all, 1 a half, and so on; from a sample, and kept.
 
-    Of a block table on a GPU nothing is read: the share that it may have at most.
+    Of block tables on a GPU nothing is read: the share that they may have at most.
     """
     if branch.structure != "sparse":
         return 0
@@ -112,12 +113,17 @@ def density(branch: Branch) -> int:
 
 
 def _share(branch: Branch) -> float:
-    pattern = branch.pattern
-    if isinstance(pattern, BlockTable) and pattern.tables[0].device.type != "cpu":
-        return pattern.blocks.most / pattern.blocks.key_blocks
+    tables = [leaf for leaf in leaves(branch.pattern) if _on_gpu(leaf)]
+    most = sum(table.blocks.most / table.blocks.key_blocks for table in tables if isinstance(table, BlockTable))
+    # and what there is without them
+    pattern = replace(branch.pattern, lambda leaf: ~Full() if _on_gpu(leaf) else leaf) if tables else branch.pattern
     tiles = estimate_tiles(pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset)
     rows, columns = (-(-n // default_tile(n)) for n in (branch.nq, branch.nk))
-    return tiles / (branch.head_count * rows * columns)
+    return min(1.0, most + tiles / (branch.head_count * rows * columns))
+
+
+def _on_gpu(leaf: Pattern) -> bool:
+    return isinstance(leaf, BlockTable) and leaf.tables[0].device.type != "cpu"
 
 
 def _power(share: float) -> int:
