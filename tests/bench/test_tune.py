@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.bench import trials
+from ringweave.bench import contest
 from ringweave.bench.candidate import SIDES, Candidate, sides, whole
 from ringweave.bench.choice import CLOSE, fastest, pick
 from ringweave.bench.measure import Call, Timing
@@ -100,7 +100,7 @@ def test_sides_suit_the_length_and_the_device() -> None:
     # other tiles than its grid's would have to wait for the table at every plan
     assert sides(whole(workload(table, 4096)), "cuda") == []
     assert sides(whole(workload(rw.SlidingWindow(9), 4096)), "cuda")
-    # 8 million tiles of 32 x 32 are no plan to be made for a trial
+    # 8 million tiles of 32 x 32 are no plan to be made to be tried
     assert sides(whole(workload(rw.Causal(), 2**17, heads=1)), "cpu")[0] == (64, 64)
 
 
@@ -109,13 +109,13 @@ class Stand:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]):
         self.seconds, self.timed = seconds, []
-        check = trials.Trials.time
+        check = contest.Contest.time
 
-        def time(of: trials.Trials, calls: dict[Candidate, Call], part: float) -> dict[Candidate, Timing]:
+        def time(of: contest.Contest, calls: dict[Candidate, Call], part: float) -> dict[Candidate, Timing]:
             self.timed.append([str(each) for each in calls])
             return {each: Timing((seconds.get(str(each), 9.0),) * 3) for each in check(of, calls, part)}
 
-        monkeypatch.setattr(trials.Trials, "time", time)
+        monkeypatch.setattr(contest.Contest, "time", time)
 
 
 def test_tiles_are_tried_for_backends_near_the_fastest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -149,21 +149,21 @@ def test_no_candidate_is_checked_once_the_seconds_are_gone() -> None:
 def test_the_seconds_begin_when_the_backends_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that compiles for a minute leaves the seconds to the rest; tiles leave half of them to blocks."""
     now = [0.0]
-    monkeypatch.setattr(trials.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(contest.time, "monotonic", lambda: now[0])
     parts: list[float] = []
-    check = trials.Trials.check
+    check = contest.Contest.check
 
-    def slow(of: trials.Trials, candidates: list[Candidate], until: float | None) -> dict[Candidate, Call]:
+    def slow(of: contest.Contest, candidates: list[Candidate], until: float | None) -> dict[Candidate, Call]:
         found = check(of, candidates, until)
         now[0] += 60.0
         return found
 
-    def time(of: trials.Trials, calls: dict[Candidate, Call], part: float) -> dict[Candidate, Timing]:
+    def time(of: contest.Contest, calls: dict[Candidate, Call], part: float) -> dict[Candidate, Timing]:
         parts.append(round(part - of.spent(), 3))
         return dict.fromkeys(calls, Timing((1.0,)))
 
-    monkeypatch.setattr(trials.Trials, "check", slow)
-    monkeypatch.setattr(trials.Trials, "time", time)
+    monkeypatch.setattr(contest.Contest, "check", slow)
+    monkeypatch.setattr(contest.Contest, "time", time)
     tune(workload(rw.SlidingWindow(9), 100), directions=("forward",), rounds=1, budget=600.0)
     assert parts == [0.2, 0.9]
 
@@ -174,7 +174,7 @@ def test_wrong_tiles_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         return (out if arguments[3].sides is None else out * 1.01), lse  # type: ignore[attr-defined]
 
     monkeypatch.setitem(dispatch.BACKENDS, "gather", dataclasses.replace(gather.BACKEND, forward=wrong))
-    monkeypatch.setattr(trials, "NEAR", 1e9)
+    monkeypatch.setattr(contest, "NEAR", 1e9)
     (choice,) = tune(workload(rw.SlidingWindow(9), 200), directions=("forward",), rounds=1)
     of_gather = {each: reason for each, reason in choice.reasons.items() if each.backend == "gather"}
     assert len(of_gather) == len(sides(whole(choice.workload), "cpu"))

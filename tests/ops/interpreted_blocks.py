@@ -12,15 +12,15 @@ import torch
 import ringweave as rw
 from ringweave.bench.candidate import Candidate
 from ringweave.bench.compare import Session, silent
+from ringweave.bench.contest import Contest
 from ringweave.bench.measure import Call, Timing
-from ringweave.bench.trials import Trials
 from ringweave.bench.tune import store, tune
 from ringweave.bench.workload import Workload
 from ringweave.ops import tuning
 from ringweave.ops.backend import Case
 from ringweave.ops.triton import blocks as module
 from ringweave.ops.triton import kernels, launch
-from ringweave.ops.triton.blocks import Blocks, trying
+from ringweave.ops.triton.blocks import Blocks, overriding
 
 from ..oracle import Inputs
 from ..test_conformance import conforms
@@ -66,11 +66,11 @@ def test_measured_blocks_are_what_a_call_runs_with_and_it_is_right(
     conforms(x, PATTERN, "triton")
     usual = {name: dict(constants) for name, constants in launched.items()}
     kinds = {}
-    with trying({}) as trial:
+    with overriding({}) as given:
         launch.cut("forward", x.q, x.k, x.v, PATTERN.plan(130, heads=2))
     for name in KERNELS:
-        tile = (128, 128) if name == "backward_kv" else trial.asked[0].kind.tile
-        kinds[name] = trial.asked[0].kind._replace(kernel=name, tile=tile)
+        tile = (128, 128) if name == "backward_kv" else given.asked[0].kind.tile
+        kinds[name] = given.asked[0].kind._replace(kernel=name, tile=tile)
     entries = [kinds[name]._asdict() | {"blocks": dataclasses.asdict(blocks[name])} for name in KERNELS]
     tuning.record([], entries)
     conforms(x, PATTERN, "triton")
@@ -90,12 +90,12 @@ def test_blocks_of_half_a_word_know_which_keys_are_alive(poisoned: None) -> None
     for block in (Blocks(16, 16, 4, 1), Blocks(32, 16, 4, 2)):
         x = Inputs.random(40, heads=1, dtype=torch.float16)
         plan = PATTERN.plan(40, tile=32)
-        with trying({}) as trial:
+        with overriding({}) as given:
             launch.cut("forward", x.q, x.k, x.v, plan)
-        kind = trial.asked[0].kind
+        kind = given.asked[0].kind
         assert kind.tile == (32, 32)
         kinds = [kind._replace(kernel=kernel) for kernel in KERNELS]
-        run = Trials(*_session(PATTERN, True), None, 1, None)
+        run = Contest(*_session(PATTERN, True), None, 1, None)
         candidate = Candidate("triton", (32, 32), tuple((each, block) for each in kinds))
         assert list(run.check([candidate], until=None)) == [candidate], run.reasons
 
@@ -108,9 +108,9 @@ def _session(pattern: rw.Pattern, needs_grad: bool) -> tuple[Session, Case]:
 
 def test_of_another_type_they_are_not_taken(launched: Mapping[str, Mapping[str, int]]) -> None:
     x = Inputs.random(40, heads=1)
-    with trying({}) as trial:
+    with overriding({}) as given:
         launch.cut("forward", x.q, x.k, x.v, PATTERN.plan(40))
-    kind = trial.asked[0].kind
+    kind = given.asked[0].kind
     assert kind.dtype == "float32"
     tuning.record([], [kind._replace(dtype="float16")._asdict() | {"blocks": dataclasses.asdict(Blocks(16, 16, 2, 1))}])
     conforms(x, PATTERN, "triton")
@@ -120,7 +120,7 @@ def test_of_another_type_they_are_not_taken(launched: Mapping[str, Mapping[str, 
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_the_search_ends_where_the_clock_leads_it(needs_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are really computed and checked; seconds are a stand-in, by blocks: 16 keys, one stage are best."""
-    run = Trials(*_session(PATTERN, needs_grad), None, 1, None)
+    run = Contest(*_session(PATTERN, needs_grad), None, 1, None)
     monkeypatch.setattr("ringweave.bench.blocks._HELD", (16, 32))
     monkeypatch.setattr("ringweave.bench.blocks._STREAMED", (16, 32))
     computed = []
@@ -149,14 +149,14 @@ def test_the_search_ends_where_the_clock_leads_it(needs_grad: bool, monkeypatch:
 
 
 def test_wrong_blocks_have_a_reason_and_no_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Trials(*_session(PATTERN, False), None, 1, None)
+    run = Contest(*_session(PATTERN, False), None, 1, None)
     (asked,) = run.asked(Candidate("triton"))
     right = launch.forward
 
     def forward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = right(*arguments)  # type: ignore[arg-type]
-        wrong = module._trial.get().blocks[asked.kind].stages == 3  # type: ignore[union-attr]
-        if module._trial.get().blocks[asked.kind].stages == 4:  # type: ignore[union-attr]
+        wrong = module._overrides.get().blocks[asked.kind].stages == 3  # type: ignore[union-attr]
+        if module._overrides.get().blocks[asked.kind].stages == 4:  # type: ignore[union-attr]
             raise RuntimeError("PassManager::run failed")
         return (out * 1.1 if wrong else out), lse
 
@@ -174,7 +174,7 @@ def test_what_tune_stores_is_what_auto_then_runs(
 ) -> None:
     """From the search to a call, with a clock that prefers tiles of 32 and blocks of 16 keys."""
 
-    def time(of: Trials, calls: Mapping[Candidate, Call], part: float) -> dict[Candidate, Timing]:
+    def time(of: Contest, calls: Mapping[Candidate, Call], part: float) -> dict[Candidate, Timing]:
         return {each: Timing((seconds(each),)) for each in calls}
 
     def seconds(candidate: Candidate) -> float:
@@ -182,7 +182,7 @@ def test_what_tune_stores_is_what_auto_then_runs(
             return 9.0
         return sum([1.0 if candidate.tile is None else 0.8] + [0.0 if of.n < 32 else 0.1 for _, of in candidate.blocks])
 
-    monkeypatch.setattr(Trials, "time", time)
+    monkeypatch.setattr(Contest, "time", time)
     monkeypatch.setattr("ringweave.bench.blocks._STREAMED", (16, 32))
     workload = Workload("test", PATTERN, 40, 1, 16, dtype=torch.float16)
     choices = tune(workload, rounds=1)

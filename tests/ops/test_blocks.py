@@ -14,7 +14,7 @@ import ringweave as rw
 from ringweave.ops import kinds, tuning
 from ringweave.ops.backend import Case
 from ringweave.ops.triton import blocks as module
-from ringweave.ops.triton.blocks import Blocks, Device, choose, misfit, trying
+from ringweave.ops.triton.blocks import Blocks, Device, choose, misfit, overriding
 
 from .test_triton import in_a_process, needs_triton
 
@@ -132,15 +132,15 @@ def test_what_does_not_suit_is_ignored_with_one_line(
     assert said in line.message
 
 
-def test_a_trial_hides_the_store_and_hears_what_is_asked_for() -> None:
+def test_an_override_hides_the_store_and_hears_what_is_asked_for() -> None:
     tuning.record([], [entry(SMALL)])
-    with trying({}) as trial:
+    with overriding({}) as given:
         assert asked() == USUAL
-    (heard,) = trial.asked
+    (heard,) = given.asked
     kind = kinds.KernelKind("forward", HERE, "bfloat16", (64, 64), (128, 128), True)
     assert (heard.kind, heard.usual, heard.device) == (kind, USUAL, HOPPER)
     other = Blocks(128, 32, 4, 1)
-    with trying({kind: SMALL}) as outer, trying({kind: other}):
+    with overriding({kind: SMALL}) as outer, overriding({kind: other}):
         assert asked() == other
         assert asked(masked=False) == USUAL
     assert [each.kind.masked for each in outer.asked] == [True, False]

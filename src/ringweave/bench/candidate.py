@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ops.backend import Backend, Case, Upstream
 from ..ops.dispatch import BACKENDS, refusal
 from ..ops.kinds import KernelKind
-from ..ops.triton.blocks import Blocks, trying
+from ..ops.triton.blocks import Blocks, overriding
 from ..plan import Branch
 from ..plan.build import default_tile, estimate_tiles
 from .peers import Built, Peer
@@ -104,7 +104,7 @@ def whole(workload: Workload) -> Branch:
 
 def _forward(candidate: Candidate, branch: Branch, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     backend, own = candidate.step(branch)
-    with torch.no_grad(), trying(dict(candidate.blocks)):
+    with torch.no_grad(), overriding(dict(candidate.blocks)):
         return backend.forward(q, k, v, own, 1 / math.sqrt(q.shape[3]), q.dtype)
 
 
@@ -113,7 +113,7 @@ def _forward_backward(candidate: Candidate, first: Candidate, branch: Branch, in
     out, lse = _forward(first, branch, q, k, v)
     backend, own = candidate.step(branch)
     assert backend.backward is not None
-    with torch.no_grad(), trying(dict(candidate.blocks)):
+    with torch.no_grad(), overriding(dict(candidate.blocks)):
         upstream = Upstream(dout, lse, backend.delta(dout, out, lse, None), out)
         return (out, *backend.backward(upstream, q, k, v, own, 1 / math.sqrt(q.shape[3]), q.dtype))
 

@@ -19,7 +19,7 @@ from ..plan import Branch, branches
 from .candidate import Candidate
 from .choice import Choice, now
 from .compare import Say, Session, silent
-from .trials import Trials
+from .contest import Contest
 from .workload import Workload
 
 DIRECTIONS = ("forward", "forward + backward")
@@ -64,9 +64,9 @@ def tune(
                 continue
             if (kind, density) not in found:
                 session = session or Session(alone, alone.inputs(), say)
-                trials = Trials(session, case, first, rounds, budget)
-                trials.run()
-                results = trials.timings, trials.reasons, tuple(trials.kernels)
+                contest = Contest(session, case, first, rounds, budget)
+                contest.run()
+                results = contest.timings, contest.reasons, tuple(contest.kernels)
                 found[kind, density] = Choice(alone, branch, direction, first, kind, density, *results)
             if direction == "forward":
                 first = found[kind, density].chosen

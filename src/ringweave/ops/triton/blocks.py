@@ -191,7 +191,7 @@ def misfit(
 
 
 class Asked(NamedTuple):
-    """What a kernel asked for under :func:`trying`, and the table's answer."""
+    """What a kernel asked for under :func:`overriding`, and the table's answer."""
 
     kind: KernelKind
     itemsize: int
@@ -204,29 +204,29 @@ class Asked(NamedTuple):
 
 
 @dataclass
-class Trial:
-    """Calls under :func:`trying`: the blocks that they take, and what they asked for."""
+class Overrides:
+    """Calls under :func:`overriding`: the blocks that they take, and what they asked for."""
 
     blocks: Mapping[KernelKind, Blocks]
     asked: list[Asked] = field(default_factory=list)
 
 
-_trial: ContextVar[Trial | None] = ContextVar("trial", default=None)
+_overrides: ContextVar[Overrides | None] = ContextVar("overrides", default=None)
 
 
 @contextlib.contextmanager
-def trying(blocks: Mapping[KernelKind, Blocks]) -> Iterator[Trial]:
+def overriding(blocks: Mapping[KernelKind, Blocks]) -> Iterator[Overrides]:
     """Within it, and this thread, kernels take these blocks and the table's for other kinds; nothing that is stored.
 
     Within another one the inner blocks count, and both are told what was asked for.
     """
-    outer = _trial.get()
-    trial = Trial(blocks) if outer is None else Trial(blocks, outer.asked)
-    token = _trial.set(trial)
+    outer = _overrides.get()
+    given = Overrides(blocks) if outer is None else Overrides(blocks, outer.asked)
+    token = _overrides.set(given)
     try:
-        yield trial
+        yield given
     finally:
-        _trial.reset(token)
+        _overrides.reset(token)
 
 
 def choose(
@@ -251,15 +251,15 @@ def choose(
             the table's.
     """
     said = usual(kernel, dim, value_dim, itemsize, tile, device)
-    trial = _trial.get()
-    stored = tuning.blocks() if trial is None and device.name else {}
-    if about is None or (trial is None and not stored):
+    given = _overrides.get()
+    stored = tuning.blocks() if given is None and device.name else {}
+    if about is None or (given is None and not stored):
         return said
     name = str(about[0]).removeprefix("torch.")
     kind = KernelKind(kernel, device.name, name, (padded(dim), padded(value_dim)), tile, about[1])
-    if trial is not None:
-        found = trial.blocks.get(kind)
-        trial.asked.append(Asked(kind, itemsize, device, said))
+    if given is not None:
+        found = given.blocks.get(kind)
+        given.asked.append(Asked(kind, itemsize, device, said))
     else:
         fields = stored.get(kind)
         found = None if fields is None else _of(fields, kind, itemsize, device)

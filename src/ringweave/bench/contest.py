@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from ..ops.backend import Case
 from ..ops.dispatch import BACKENDS
-from ..ops.triton.blocks import Asked, Blocks, trying
+from ..ops.triton.blocks import Asked, Blocks, overriding
 from ..plan import Branch
 from .blocks import Tuned, descend
 from .candidate import Candidate, sides, whole
@@ -28,7 +28,7 @@ _FEW_TILES = (0.35, 0.5)
 _BLOCKS = (0.85, 1.0)
 
 
-class Trials:
+class Contest:
     """What is tried for one branch and direction, and what came of it.
 
     Args:
@@ -162,9 +162,9 @@ class Trials:
         if not self.case.needs_grad:
             return [_of_rows("forward", inputs, branch)]
         gradients = candidate.peer(None).build(self.session.workload, inputs).forward_backward(inputs)
-        with trying({}) as trial:
+        with overriding({}) as given:
             gradients()
-        of_columns = next(each for each in trial.asked if each.kind.kernel == "backward_kv")
+        of_columns = next(each for each in given.asked if each.kind.kernel == "backward_kv")
         return [_of_rows("backward_q", inputs, branch), of_columns]
 
 
@@ -173,6 +173,6 @@ def _of_rows(kernel: str, inputs: Inputs, branch: Branch) -> Asked:
     from ..ops.triton import launch
 
     q, k, v, _ = inputs
-    with trying({}) as trial:
+    with overriding({}) as given:
         two = launch.cut(kernel, q, k, v, branch.plan(q.device)).lists.tiles > 1
-    return trial.asked[-1 if two else 0]
+    return given.asked[-1 if two else 0]
