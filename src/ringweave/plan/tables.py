@@ -210,7 +210,9 @@ def _with_room(blocks: Blocks, sets: int, within: Within | None) -> tuple[Tensor
     col = torch.zeros(places + 1, dtype=torch.int32, device=device).scatter_(0, target, listed.reshape(-1))[:places]
     bits = torch.full((places + 1,), -1, dtype=torch.int32, device=device)
     # blocks that are not set come after all columns
-    column = torch.where(used, set_number * width + listed, sets * width).int().reshape(-1)
+    column = torch.where(used, set_number * width + listed, sets * width).reshape(-1)
+    # half the digits to sort by
+    column = column.int() if sets * width < 2**31 else column
     column, order = column.sort(stable=True)
     bits_t = bits[:places]
     if code is not None:
