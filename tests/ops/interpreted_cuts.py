@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.ops.triton import launch, schedule
+from ringweave.ops.triton import launch, operands, schedule
 from ringweave.ops.triton.blocks import Packing
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
@@ -22,7 +22,11 @@ from ..test_conformance import conforms, run
 
 EVERYTHING = PATTERNS | MIXTURES
 # where results are selected away, infinities meet; numpy, which the interpreter computes with, says so
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    # Triton before 3.7 with numpy before 2.4
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
 
 
 def cut(x: Inputs, pattern: Pattern, kernel: str = "forward") -> launch.Cut:
@@ -132,9 +136,9 @@ def test_descriptors(name: str, monkeypatch: pytest.MonkeyPatch, poisoned: None)
     pattern = EVERYTHING[name](150)
     want = run(x, pattern, "triton")
     made = []
-    choose, described = launch.choose, launch._described
+    choose, described = launch.choose, operands.described
     monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), described=True))
-    monkeypatch.setattr(launch, "_described", lambda of, tokens: made.append(of) or described(of, tokens))
+    monkeypatch.setattr(operands, "described", lambda of, tokens: made.append(of) or described(of, tokens))
     got = run(x, pattern, "triton")
     assert made
     for result in NAMES:
@@ -145,7 +149,7 @@ def test_what_descriptors_cannot_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broadcast tensors, odd strides, and tiles with keys that nobody attends are read by addresses."""
     choose = launch.choose
     monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), described=True))
-    monkeypatch.setattr(launch, "_described", lambda *_: pytest.fail("described"))
+    monkeypatch.setattr(operands, "described", lambda *_: pytest.fail("described"))
     x = Inputs.random(70, heads=2, dtype=torch.float16)
     rw.attention(x.q, x.k[:, :1].expand(-1, 2, -1, -1), x.v, rw.Causal(), backend="triton")
     rw.attention(x.q, torch.randn(1, 2, 70, 17).half()[..., :16], x.v, rw.Causal(), backend="triton")

@@ -1,4 +1,4 @@
-"""The Triton backend on a GPU: conformance in all its types, launches by the profiler, the same bits each time.
+"""The Triton backend on a GPU: conformance in all its types, the same bits each time.
 
 Nothing here needs a fixture or a plug-in beyond pytest.
 """
@@ -6,9 +6,6 @@ Nothing here needs a fixture or a plug-in beyond pytest.
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,50 +144,6 @@ def test_the_same_bits_each_time(name: str) -> None:
             assert torch.equal(got[result], want[result]), result
 
 
-def launches(call: Callable[[], object], trace: Path) -> list[str]:
-    """The kernels that a call launches, sorted by name; plans and kernels made by calls before."""
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
-        call()
-        torch.cuda.synchronize()
-    profiler.export_chrome_trace(str(trace))
-    events = json.loads(trace.read_text())["traceEvents"]
-    return sorted(event["name"] for event in events if event.get("cat") == "kernel")
-
-
-@pytest.mark.parametrize("name", ["full", "causal", "window", "sinks", "documents", "table_per_head"])
-def test_launches(name: str, tmp_path: Path) -> None:
-    """One kernel forward, three backward."""
-    x = Inputs.random(2048, heads=4, dim=64, dtype=torch.bfloat16).to(DEVICE)
-    pattern = EVERYTHING[name](2048)
-    leaves = x.leaves()
-
-    def forward() -> torch.Tensor:
-        return rw.attention(*leaves, pattern, backend="triton")
-
-    assert launches(forward, tmp_path / "forward.json") == ["forward"]
-    out = forward()
-
-    def backward() -> object:
-        return torch.autograd.grad(out, leaves, x.dout, retain_graph=True)
-
-    assert launches(backward, tmp_path / "backward.json") == ["backward_kv", "backward_q", "delta"]
-
-
-def test_launches_of_a_decoding_step(tmp_path: Path) -> None:
-    """The shares of one long row, and their join."""
-    nk = 50_000
-    x = Inputs.random(1, nk, heads=8, kv_heads=1, dim=64, dtype=torch.bfloat16).to(DEVICE)
-
-    def step() -> object:
-        return rw.attention(x.q, x.k, x.v, rw.Causal(), q_offset=nk - 1, backend="triton")
-
-    assert launches(step, tmp_path / "step.json") == ["forward", "join"]
-
-
 @pytest.mark.parametrize("name", ["causal", "sinks", "longnet", "full"])
 def test_descriptors_and_addresses_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from ringweave.ops.triton import launch
@@ -241,32 +194,3 @@ def test_neighbouring_tiles_of_64_share_a_program(dtype: str) -> None:
     pattern = rw.BlockTable(table.repeat_interleave(2, 2), 64)
     agrees(x, pattern)
     agrees(x, pattern & rw.Causal())
-
-
-@pytest.mark.parametrize("name", ["sinks", "global", "table_per_head"])
-def test_forward_and_backward_in_a_graph(name: str) -> None:
-    """Once plans, queues and kernels are there, a call reads nothing from the device: it can be captured."""
-    x = Inputs.random(3000, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16).to(DEVICE)
-    pattern = EVERYTHING[name](3000)
-    leaves = x.leaves()
-
-    def both() -> tuple[torch.Tensor, ...]:
-        out = rw.attention(*leaves, pattern, backend="triton")
-        return out.detach(), *torch.autograd.grad(out, leaves, x.dout)
-
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            want = both()
-    torch.cuda.current_stream().wait_stream(aside)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = both()
-    for part in got:
-        part.fill_(torch.nan)
-    graph.replay()
-    torch.cuda.synchronize()
-    for found, wanted in zip(got, want, strict=True):
-        assert torch.equal(found, wanted)

@@ -13,24 +13,27 @@ import torch
 import triton
 from torch import Tensor
 from triton.errors import TritonError
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import UnsupportedError, message
 from ...plan import BlockPlan, Branch
 from ..backend import Upstream
 from ..kinds import where
-from . import kernels, schedule
+from . import kernels, operands, schedule
 from .blocks import Blocks, Device, Packing, choose, padded
 from .pairing import Rows, paired, single
 
 _LOG2_E = math.log2(math.e)
 # how float32 is multiplied: "tf32" would be faster and is not what float32 promises
 _PRECISION = "ieee"
+# Triton's default is about to become that products are rounded before they are added
+_OPTIONS = {"enable_fp_fusion": True}
+# queries of a decoding step, for whose lists nothing is compiled but the general form
+_FEW = 16
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """One launch; a second joins where lists are split."""
-    q, k, v = map(_readable, (q, k, v))
+    q, k, v = map(operands.readable, (q, k, v))
     plan = branch.plan(q.device)
     batch, heads, nq, _ = q.shape
     dim = v.shape[3]
@@ -39,22 +42,25 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
     ratio = heads // k.shape[1]
     lists, blocks, packing, queue = by_rows = cut("forward", q, k, v, plan)
     sides, plan = schedule.masks(plan), lists.plan
-    described = blocks.described and not sides.dead_keys and _describable(k, v)
-    keys, values = (_described(x, blocks.n) if described else x for x in (k, v))
+    few = nq <= _FEW
+    described = blocks.described and not few and not sides.dead_keys and operands.describable(k, v)
+    keys, values = (operands.described(x, blocks.n) if described else x for x in (k, v))
     specialised = (
-        blocks.specialised and described and packing.heads == 1 and not plan.masks.shape[0] and _describable(q)
+        blocks.specialised and described and packing.heads == 1 and not plan.masks.shape[0] and operands.describable(q)
     )
     if specialised:
-        triton.set_allocator(_scratch)
+        triton.set_allocator(operands.room)
     sums, tops = _partial(queue, blocks.m * packing.parts, dim, out), _partial(queue, blocks.m * packing.parts, 1, lse)
+    step, steps = operands.strides(q, k, v)
+    sizes = _sizes(q, v, plan, blocks, queue, few)
     with _device_guard(q):
         kernels.forward[_grid(queue, packing.parts, blocks, q.device)](
             q, keys, values, out, lse, sums, tops, queue.tasks, _shares(queue),
-            plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, lists.live, *_steps(q, k, v),
+            plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, lists.live, *steps,
             queue.tasks.numel(), heads, ratio, nq, k.shape[2], plan.q_tiles, scale * _LOG2_E,
-            **_sizes(q, v, plan, blocks, queue), **_of_rows(packing), TILES=lists.tiles, BLOCK_N=blocks.n,
-            FOLDED=scale > 0, WIDE=_wide(plan, q, k, v), RAGGED=k.shape[2] % plan.kv_tile > 0, DESCRIBED=described,
-            SPECIALISED=specialised,
+            **sizes, **_of_rows(packing), TILES=lists.tiles, BLOCK_N=blocks.n,
+            FOLDED=scale > 0, WIDE=operands.wide(plan, q, k, v), STEP=step,
+            RAGGED=sizes["MASKED"] or k.shape[2] % plan.kv_tile > 0, DESCRIBED=described, SPECIALISED=specialised,
         )  # fmt: skip
         _join(queue, sums, out, (tops, lse), ratio, by_rows.span, packing)
     return out, lse
@@ -62,15 +68,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """rowsum(dout * out) - dlse, 0 where lse is -inf, in one launch."""
-    dout, out = _readable(dout), _readable(out)
+    dout, out = operands.readable(dout), operands.readable(out)
     batch, heads, nq, dim = out.shape
     result = torch.empty(batch, heads, nq, dtype=torch.float32, device=out.device)
     lines = max(16, min(128, 8192 // padded(dim)))
     slope = result if dlse is None else dlse
+    step, steps = operands.strides(dout, out)
     with _device_guard(out):
         kernels.delta[(batch * heads * triton.cdiv(nq, lines),)](
-            dout, out, lse, slope, result, *_steps(dout, out), *lse.stride(), *slope.stride(), heads, nq,
-            DV=dim, PAD_DV=padded(dim), BLOCK_M=lines, SLOPED=dlse is not None, num_warps=4,
+            dout, out, lse, slope, result, *steps, *lse.stride(), *slope.stride(), heads, nq,
+            DV=dim, PAD_DV=padded(dim), BLOCK_M=lines, STEP=step, SLOPED=dlse is not None, num_warps=4,
+            **_OPTIONS,
         )  # fmt: skip
     return result
 
@@ -79,19 +87,20 @@ def backward(
     upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Two launches: dQ by rows, dK and dV by columns; each sum joined by one more where lists are split."""
-    q, k, v, dout = map(_readable, (q, k, v, upstream.dout.to(q.dtype)))
+    q, k, v, dout = map(operands.readable, (q, k, v, upstream.dout.to(q.dtype)))
     lse, delta = upstream.lse, upstream.delta
     plan = branch.plan(q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     heads, nq, nk = q.shape[1], q.shape[2], k.shape[2]
     ratio = heads // k.shape[1]
     sides = schedule.masks(plan)
-    wide = _wide(plan, q, k, v, dout)
-    steps = (*_steps(q, k, v, dout), *lse.stride(), *delta.stride())
+    wide = operands.wide(plan, q, k, v, dout)
+    step, steps = operands.strides(q, k, v, dout)
+    steps += [*lse.stride(), *delta.stride()]
     lists, blocks, packing, queue = by_rows = cut("backward_q", q, k, v, plan)
     rows = lists.plan
-    described = blocks.described and not sides.dead_keys and _describable(k, v)
-    keys, values = (_described(x, blocks.n) if described else x for x in (k, v))
+    described = blocks.described and not sides.dead_keys and operands.describable(k, v)
+    keys, values = (operands.described(x, blocks.n) if described else x for x in (k, v))
     sums = _partial(queue, blocks.m * packing.parts, q.shape[3], dq)
     with _device_guard(q):
         kernels.backward_q[_grid(queue, packing.parts, blocks, q.device)](
@@ -99,7 +108,7 @@ def backward(
             rows.group, rows.row_ptr, rows.col, rows.bits, rows.masks, lists.live, *steps,
             queue.tasks.numel(), heads, ratio, nq, nk, rows.q_tiles, scale,
             **_sizes(q, v, rows, blocks, queue), **_of_rows(packing), TILES=lists.tiles, BLOCK_N=blocks.n, WIDE=wide,
-            RAGGED=nk % plan.kv_tile > 0, DESCRIBED=described,
+            STEP=step, RAGGED=rows.masks.shape[0] > 0 or nk % plan.kv_tile > 0, DESCRIBED=described,
         )  # fmt: skip
         _join(queue, sums, dq, None, ratio, by_rows.span, packing)
     device = _device(q.device)
@@ -107,17 +116,18 @@ def backward(
     about = q.dtype, plan.masks.shape[0] > 0
     blocks = choose("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device, about)
     packing = Packing.of(blocks.n, plan.kv_tile, 1)
-    queue = schedule.column_queue(plan, ratio, _head_bytes(q, dout) * ratio, device.units)
-    described = blocks.described and not sides.dead_queries and _describable(q, dout)
-    queries, slopes = (_described(x, blocks.m) if described else x for x in (q, dout))
+    queue = schedule.column_queue(plan, ratio, operands.head_bytes(q, dout) * ratio, device.units)
+    described = blocks.described and not sides.dead_queries and operands.describable(q, dout)
+    queries, slopes = (operands.described(x, blocks.m) if described else x for x in (q, dout))
     key_sums, value_sums = (_partial(queue, plan.kv_tile, x.shape[3], x) for x in (dk, dv))
     with _device_guard(q):
         kernels.backward_kv[_grid(queue, packing.parts, blocks, q.device)](
             queries, k, v, slopes, lse, delta, dk, dv, key_sums, value_sums, queue.tasks, _shares(queue), plan.group,
             plan.col_ptr, plan.row, plan.bits_t, sides.transposed, sides.live_queries, *steps,
             queue.tasks.numel(), heads, ratio, nq, nk, plan.kv_tiles, scale,
-            **_sizes(q, v, plan, blocks, queue), BLOCK_M=blocks.m, BLOCK_N=blocks.n, WIDE=wide,
-            RAGGED=nq % plan.q_tile > 0, DESCRIBED=described,
+            **_sizes(q, v, plan, blocks, queue), BLOCK_M=blocks.m, BLOCK_N=blocks.n, WIDE=wide, STEP=step,
+            SHARED=ratio > 1 and schedule.shared(plan, ratio),
+            RAGGED=plan.masks.shape[0] > 0 or nq % plan.q_tile > 0, DESCRIBED=described,
         )  # fmt: skip
         for part, whole in ((key_sums, dk), (value_sums, dv)):
             _join(queue, part, whole, None, 1, plan.kv_tile, packing)
@@ -165,28 +175,8 @@ def cut(kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Cut:
         if pairs is not None:
             lists, blocks, height = pairs, wide, 128
     packing = Packing.of(blocks.m, height, members)
-    queue = schedule.row_queue(lists.plan, ratio, packing.heads, _head_bytes(k, v), device.units)
+    queue = schedule.row_queue(lists.plan, ratio, packing.heads, operands.head_bytes(k, v), device.units)
     return Cut(lists, blocks, packing, queue)
-
-
-def _describable(*tensors: Tensor) -> bool:
-    """Whether descriptors can say where tensors lie: from 16 bytes to 16 bytes, nothing broadcast."""
-    return all(
-        x.data_ptr() % 16 == 0
-        and x.stride(3) == 1
-        and all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
-        for x in tensors
-    )
-
-
-def _described(x: Tensor, tokens: int) -> TensorDescriptor:
-    """Tiles of (tokens, channels) of (B, H, N, D)."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, tokens, padded(x.shape[3])])
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Room for descriptors that a kernel makes."""
-    return torch.empty(size, device="cuda", dtype=torch.int8)
 
 
 def _power(n: int) -> int:
@@ -226,29 +216,13 @@ def _join(
     kernels.join[(queue.splits.shape[0] * blocks,)](
         sums, part_tops, result, lse, queue.splits, ratio, tokens, triton.cdiv(tokens, span),
         DIM=dim, PADDED=padded(dim), SPAN=span, BLOCK=block, WEIGHTED=tops is not None, **_of_rows(packing),
+        **_OPTIONS,
     )  # fmt: skip
 
 
-def _readable(x: Tensor) -> Tensor:
-    """Any strides but in the last dimension."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _steps(*tensors: Tensor) -> list[int]:
-    """Strides over batch, heads and tokens."""
-    return [step for x in tensors for step in x.stride()[:3]]
-
-
-def _head_bytes(*tensors: Tensor) -> int:
-    return sum(x.shape[2] * x.shape[3] * x.element_size() for x in tensors)
-
-
-def _wide(plan: BlockPlan, *tensors: Tensor) -> bool:
-    """Whether 32 bits are too few for addresses within a tile."""
-    return any(max(plan.q_tile, plan.kv_tile) * x.stride(2) >= 2**31 for x in tensors)
-
-
-def _sizes(q: Tensor, v: Tensor, plan: BlockPlan, blocks: Blocks, queue: schedule.Queue) -> dict[str, Any]:
+def _sizes(
+    q: Tensor, v: Tensor, plan: BlockPlan, blocks: Blocks, queue: schedule.Queue, few: bool = False
+) -> dict[str, Any]:
     return {
         "D": q.shape[3],
         "DV": v.shape[3],
@@ -256,13 +230,15 @@ def _sizes(q: Tensor, v: Tensor, plan: BlockPlan, blocks: Blocks, queue: schedul
         "PAD_DV": padded(v.shape[3]),
         "Q_TILE": plan.q_tile,
         "KV_TILE": plan.kv_tile,
-        "MASKED": plan.masks.shape[0] > 0,
+        # a window's end meets that of a tile once in a while: that is no reason to compile again between two tokens
+        "MASKED": few or plan.masks.shape[0] > 0,
         "SPLIT": queue.shares is not None,
         "RESIDENT": blocks.resident > 0,
         "STAGES": blocks.stages,
         "PRECISION": _PRECISION,
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
+        **_OPTIONS,
     }
 
 
@@ -273,14 +249,22 @@ def _of_rows(packing: Packing) -> dict[str, int]:
 @functools.cache
 def _device(device: torch.device) -> Device:
     name = where(str(device)) or ""
-    if torch.version.hip is not None:
-        return Device("cdna", 64 * 1024, torch.cuda.get_device_properties(device).multi_processor_count, name)
     if device.type != "cuda":
         # the interpreter: any will do
         return Device("ampere", 99 * 1024, units=8, name=name)
-    properties = torch.cuda.get_device_properties(device)
-    shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
-    return dataclasses.replace(Device.of_cuda(properties.major, shared, properties.multi_processor_count), name=name)
+    with torch.cuda.device(device):
+        return dataclasses.replace(_of_driver(), name=name)
+
+
+def _of_driver() -> Device:
+    """The current device, by what Triton's own driver refuses kernels by."""
+    active = triton.runtime.driver.active
+    target = active.get_current_target()
+    facts = active.utils.get_device_properties(active.get_current_device())
+    shared, units = facts["max_shared_mem"], facts["multiprocessor_count"]
+    if target.backend == "hip":
+        return Device("cdna", shared, units)
+    return Device.of_cuda(target.arch // 10, shared, units)
 
 
 def _device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:

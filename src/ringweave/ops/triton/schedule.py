@@ -26,8 +26,9 @@ class Masks:
         transposed: (M, kv_tile, words), query r of a key at bit r % 32 of word r // 32.
         live_keys: (M, words), keys that some query of the tile attends.
         live_queries: (M, words), queries that attend some key of the tile.
-        dead_keys: Whether a tile of the plan has a key, inside the length, that none of its queries attends.
-        dead_queries: Whether one has a query that attends none of its keys.
+        dead_keys: Whether a tile of the plan has a key, inside the length, that none of its queries attends; taken for
+            granted of a plan with masks that the host has not counted, so that nothing is read.
+        dead_queries: Whether one has a query that attends none of its keys; likewise.
     """
 
     transposed: Tensor
@@ -50,6 +51,8 @@ class Masks:
             living = (side[:, 0].int().cumprod(1).sum(1) for side in sides[1:])
             found.append((transposed, keys[:, 0], queries[:, 0], *living))
         parts = [torch.cat(part).contiguous() for part in zip(*found, strict=True)]
+        if not plan.counted:
+            return Masks(parts[0], parts[1], parts[2], True, True)
         dead = (
             _dead(parts[3], plan.bits, plan.col, plan.nk, plan.kv_tile),
             _dead(parts[4], plan.bits_t, plan.row, plan.nq, plan.q_tile),

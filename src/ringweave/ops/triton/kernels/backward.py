@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .loads import LOG2_E, SIZES, alive, allowed, place, rows, share_of, spread, store, tile, within
+from .loads import LOG2_E, SIZES, alive, allowed, place, rows, share_of, spread, store, strides, tile, within
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -16,9 +16,11 @@ def delta(
     dout, out, lse, dlse, result,
     g_b, g_h, g_n, o_b, o_h, o_n, l_b, l_h, l_n, s_b, s_h, s_n,
     heads, nq,
-    DV: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_M: tl.constexpr, SLOPED: tl.constexpr,
+    DV: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """rowsum(dout * out) - dlse of BLOCK_M queries; 0 where lse is -inf."""
+    g_b, g_h, g_n = strides(g_b, g_h, g_n, STEP, True)
+    o_b, o_h, o_n = strides(o_b, o_h, o_n, STEP, True)
     blocks = tl.cdiv(nq, BLOCK_M)
     pair, first = tl.program_id(0) // blocks, (tl.program_id(0) % blocks) * BLOCK_M
     b, h = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
@@ -42,12 +44,16 @@ def backward_q(
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, TILES: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
-    RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of HEADS x ROWS queries; ``slope`` is delta."""
     BLOCK_M: tl.constexpr = HEADS * ROWS
     PARTS_N: tl.constexpr = KV_TILE // BLOCK_N
     WORDS: tl.constexpr = (KV_TILE + 31) // 32
+    q_b, q_h, q_n = strides(q_b, q_h, q_n, STEP, WIDE)
+    k_b, k_h, k_n = strides(k_b, k_h, k_n, STEP, WIDE)
+    v_b, v_h, v_n = strides(v_b, v_h, v_n, STEP, WIDE)
+    g_b, g_h, g_n = strides(g_b, g_h, g_n, STEP, WIDE)
     program = tl.program_id(0)
     stop = items * PARTS if RESIDENT else program + 1
     for index in range(program, stop, tl.num_programs(0) if RESIDENT else 1):
@@ -114,12 +120,16 @@ def backward_kv(
     D: tl.constexpr, DV: tl.constexpr, PAD_D: tl.constexpr, PAD_DV: tl.constexpr,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
-    RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED: tl.constexpr, STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of BLOCK_N keys, over all query heads of their key head; scores are transposed, keys by queries."""
     PARTS: tl.constexpr = KV_TILE // BLOCK_N
     PARTS_M: tl.constexpr = Q_TILE // BLOCK_M
     WORDS: tl.constexpr = (Q_TILE + 31) // 32
+    q_b, q_h, q_n = strides(q_b, q_h, q_n, STEP, WIDE)
+    k_b, k_h, k_n = strides(k_b, k_h, k_n, STEP, WIDE)
+    v_b, v_h, v_n = strides(v_b, v_h, v_n, STEP, WIDE)
+    g_b, g_h, g_n = strides(g_b, g_h, g_n, STEP, WIDE)
     program = tl.program_id(0)
     stop = items * PARTS if RESIDENT else program + 1
     for index in range(program, stop, tl.num_programs(0) if RESIDENT else 1):
@@ -135,16 +145,21 @@ def backward_kv(
         key_acc = tl.zeros([BLOCK_N, PAD_D], tl.float32)
         value_acc = tl.zeros([BLOCK_N, PAD_DV], tl.float32)
         slot = -1
-        for member in range(ratio):
+        # heads that share a list are one loop over it, as often as there are heads
+        for member in range(1 if SHARED else ratio):
             h = kv_head * ratio + member
             list_at = col_ptr + tl.load(group + b * heads + h) * (tiles + 1) + at
             begin, end, slot = share_of(shares, item, tl.load(list_at), tl.load(list_at + 1), SPLIT)
-            queries_at = q if DESCRIBED else q + b * q_b + h * q_h
-            slopes_at = dout if DESCRIBED else dout + b * g_b + h * g_h
-            lse_at = lse + b * l_b + h * l_h
-            slope_at = slope + b * s_b + h * s_h
-            for step in tl.range(begin * PARTS_M, end * PARTS_M, num_stages=STAGES):
-                entry, part_m = step // PARTS_M, (step % PARTS_M) * BLOCK_M
+            length = (end - begin) * PARTS_M
+            for step in tl.range(0, length * ratio if SHARED else length, num_stages=STAGES):
+                if SHARED:
+                    h = kv_head * ratio + step // length
+                    step = step % length
+                queries_at = q if DESCRIBED else q + b * q_b + h * q_h
+                slopes_at = dout if DESCRIBED else dout + b * g_b + h * g_h
+                lse_at = lse + b * l_b + h * l_h
+                slope_at = slope + b * s_b + h * s_h
+                entry, part_m = begin + step // PARTS_M, (step % PARTS_M) * BLOCK_M
                 first = tl.load(row + entry) * Q_TILE + part_m
                 code = tl.load(bits_t + entry)
                 keep = nq - first

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .loads import LN_2, LOG2_E, SIZES, alive, allowed, place, rows, share_of, spread, store, tile, within
+from .loads import LN_2, LOG2_E, SIZES, alive, allowed, place, rows, share_of, spread, store, strides, tile, within
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -20,13 +20,17 @@ def forward(
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, TILES: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, FOLDED: tl.constexpr, WIDE: tl.constexpr,
-    RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, SPECIALISED: tl.constexpr, PRECISION: tl.constexpr,
+    STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, SPECIALISED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and lse of HEADS x ROWS queries; ``scale`` is in powers of two, folded where it is positive."""
     BLOCK_M: tl.constexpr = HEADS * ROWS
     PARTS_N: tl.constexpr = KV_TILE // BLOCK_N
     WORDS: tl.constexpr = (KV_TILE + 31) // 32
     factor = scale if FOLDED else 1.0
+    q_b, q_h, q_n = strides(q_b, q_h, q_n, STEP, WIDE)
+    k_b, k_h, k_n = strides(k_b, k_h, k_n, STEP, WIDE)
+    v_b, v_h, v_n = strides(v_b, v_h, v_n, STEP, WIDE)
     program = tl.program_id(0)
     stop = items * PARTS if RESIDENT else program + 1
     for index in range(program, stop, tl.num_programs(0) if RESIDENT else 1):

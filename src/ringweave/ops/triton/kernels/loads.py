@@ -8,8 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# what changes from call to call, while a cache grows: no reason to compile again
-SIZES = ("items", "heads", "nq", "nk", "tokens", "tiles")
+# what changes from call to call, while a cache grows: no reason to compile again. Of strides, those of lse and delta
+# over tokens are left: they are 1 or the rate of a view
+SIZES = (
+    "items", "heads", "nq", "nk", "tokens", "tiles",
+    *(f"{of}_{axis}" for of in "qkvgo" for axis in "bhn"), "l_b", "l_h", "s_b", "s_h",
+)  # fmt: skip
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -33,6 +37,14 @@ def place(task, part, ratio, tiles, SPAN: tl.constexpr, HEADS: tl.constexpr, ROW
     pack, tile = task // tiles, task % tiles
     member = pack % packs * HEADS
     return tile, pack // packs * ratio + member, tile * SPAN + part * ROWS, ratio - member
+
+
+@triton.jit
+def strides(b, h, n, STEP: tl.constexpr, WIDE: tl.constexpr):
+    """Strides in elements, of those in steps of STEP elements: so that the compiler knows what divides them."""
+    if WIDE:
+        n = n.to(tl.int64)
+    return b.to(tl.int64) * STEP, h.to(tl.int64) * STEP, n * STEP
 
 
 @triton.jit

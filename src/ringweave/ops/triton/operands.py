@@ -1,0 +1,57 @@
+"""Tensors as the kernels take them: strides, and descriptors of tiles."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...plan import BlockPlan
+from .blocks import padded
+
+# elements in 16 bytes of a 16-bit type: loads of as many at a time need strides that they divide
+_UNIT = 8
+
+
+def readable(x: Tensor) -> Tensor:
+    """Any strides but in the last dimension."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def strides(*tensors: Tensor) -> tuple[int, list[int]]:
+    """What divides the strides over batch, heads and tokens (8 elements or 1), and these divided by it."""
+    # where a dimension has one element or none its stride says nothing: it may be anything
+    steps = [step if side > 1 else 0 for x in tensors for step, side in zip(x.stride()[:3], x.shape, strict=False)]
+    unit = _UNIT if all(step % _UNIT == 0 for step in steps) else 1
+    return unit, [step // unit for step in steps]
+
+
+def wide(plan: BlockPlan, *tensors: Tensor) -> bool:
+    """Whether 32 bits are too few for addresses within a tile."""
+    return any(max(plan.q_tile, plan.kv_tile) * x.stride(2) >= 2**31 for x in tensors)
+
+
+def head_bytes(*tensors: Tensor) -> int:
+    """Bytes of one head of all the tensors."""
+    return sum(x.shape[2] * x.shape[3] * x.element_size() for x in tensors)
+
+
+def describable(*tensors: Tensor) -> bool:
+    """Whether descriptors can say where tensors lie: from 16 bytes to 16 bytes, nothing broadcast, nothing empty."""
+    return all(
+        x.numel() > 0
+        and x.data_ptr() % 16 == 0
+        and x.stride(3) == 1
+        and all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
+        for x in tensors
+    )
+
+
+def described(x: Tensor, tokens: int) -> TensorDescriptor:
+    """Tiles of (tokens, channels) of (B, H, N, D)."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, tokens, padded(x.shape[3])])
+
+
+def room(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Room for descriptors that a kernel makes."""
+    return torch.empty(size, device="cuda", dtype=torch.int8)

@@ -1,0 +1,239 @@
+"""Calls of the Triton backend on devices that run nothing: run by test_triton.py in a process of its own.
+
+What a GPU would be asked to do: what is compiled, for which arguments again, and what is launched. See stand_in.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ringweave as rw
+from ringweave.ops.triton import launch, operands
+from ringweave.patterns import Pattern
+
+from .stand_in import DEVICES, Cuda, Hip, Notes
+from .stand_in_calls import ALL, CALLS, HALF, STREAMING, Call, launched
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from kernel_resources import of_cubin, of_rocm, spare
+
+MATRIX = {90: r"wgmma\.mma_async", 80: r"mma\.sync", 100: r"tcgen05\.mma", "gfx942": "v_mfma_f32"}
+
+
+@pytest.fixture(scope="session")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Cuda:
+    return Cuda(tmp_path_factory.mktemp("libcuda"))
+
+
+@pytest.fixture
+def device(stand_in: Cuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    """An H100, unless a test sets another index; tensors lie on the CPU, or nowhere."""
+    triton.runtime.driver.set_active(stand_in)
+    monkeypatch.setattr(launch, "_device", lambda device: launch._of_driver())
+    stand_in.taken()
+    yield stand_in
+    stand_in.index = 0
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_hopper(name: str, device: Notes) -> None:
+    check(*CALLS[name], device)
+
+
+@pytest.mark.parametrize("index", [1, 2])
+@pytest.mark.parametrize("name", ["causal, D 64", "full, D 128, fp16", "one query"])
+def test_other_generations(name: str, index: int, device: Notes) -> None:
+    device.index = index
+    check(*CALLS[name], device)
+
+
+@pytest.mark.parametrize("name", ["causal, D 64", "one query"])
+def test_rocm(name: str, device: Notes) -> None:
+    other = Hip()
+    triton.runtime.driver.set_active(other)
+    check(*CALLS[name], other)
+
+
+def test_what_is_read_of_a_device(device: Notes) -> None:
+    for device.index in range(3):
+        assert launch._of_driver() == DEVICES[device.index]
+    triton.runtime.driver.set_active(Hip())
+    assert launch._of_driver() == DEVICES[Hip.index]
+
+
+def check(call: Call, names: list[str], device: Notes) -> None:
+    before = device.compiled()
+    launches = launched(call, device)
+    assert [kernel.metadata.name for kernel, _ in launches] == names
+    for kernel, each in launches:
+        assert each.grid[0] > 0
+        assert each.grid[1:] == (1, 1)
+        assert each.shared <= DEVICES[device.index].shared
+        if each.function in before:
+            continue
+        name = kernel.metadata.name
+        cuda = "cubin" in kernel.asm
+        assert (of_cubin(kernel.asm["cubin"]) if cuda else of_rocm(kernel.asm["amdgcn"]))[1] <= spare(), (
+            f"{name} spills"
+        )
+        if name in STREAMING and call.dtype != torch.float32:
+            assert matrix(kernel), f"{name}: no matrix instruction"
+    made = device.compiled()
+    assert [each for _, each in launched(call, device)] == [each for _, each in launches]
+    assert device.compiled() == made
+
+
+def matrix(kernel: Any) -> bool:
+    """Whether a kernel has the matrix instructions of its device, or those of few rows where it has few."""
+    constants = {kernel.src.fn.arg_names[index]: value for (index, *_), value in kernel.src.constants.items()}
+    rows = constants["BLOCK_N"] if "HEADS" not in constants else constants["HEADS"] * constants["ROWS"]
+    arch = kernel.metadata.target.arch
+    wanted = MATRIX[arch] if rows >= 64 or arch == "gfx942" else MATRIX[80]
+    return re.search(wanted, kernel.asm["amdgcn" if arch == "gfx942" else "ptx"]) is not None
+
+
+def lengths(*of: int) -> list[tuple[int, int]]:
+    return [(n, n) for n in of]
+
+
+def decoding(*of: int) -> list[tuple[int, int]]:
+    return [(1, n) for n in of]
+
+
+@pytest.mark.parametrize(
+    ("call", "sizes"),
+    [
+        # lengths of every remainder that is told apart: by 128, by 16, odd
+        (Call(rw.Causal(), 0), lengths(1024, 1040, 1025, 1151, 1152)),
+        (Call(rw.SlidingWindow(300) & rw.Causal(), 0, dim=40), lengths(1024, 1040, 1025, 1151, 1152)),
+        (Call(rw.Causal(), 0, heads=8, kv_heads=2, gradients=False), decoding(1024, 1025, 1040, 1152, 1153)),
+        (Call(rw.Causal(), 0, heads=8, kv_heads=1, dim=40, gradients=False), decoding(9216, 9217, 9232, 20_001)),
+        # a window whose end meets that of a tile, or does not
+        (Call(rw.SlidingWindow(900) & rw.Causal(), 0, gradients=False), decoding(1024, 1028, 1029, 1030, 1152)),
+    ],
+    ids=["causal", "window", "one query", "one query, split", "one query, window"],
+)
+def test_another_length_compiles_nothing(call: Call, sizes: list[tuple[int, int]], device: Notes) -> None:
+    made = []
+    for nq, nk in sizes:
+        dataclasses.replace(call, nq=nq, nk=nk, q_offset=nk - nq)()
+        made.append(len(device.compiled()))
+    assert made == made[:1] * len(sizes)
+    # batches, and strides that a larger cache has, are no reason either
+    dataclasses.replace(call, nq=nq, nk=nk, q_offset=nk - nq, batch=3)()
+    dataclasses.replace(call, nq=nq, nk=nk, q_offset=nk - nq, view=longer)()
+    assert len(device.compiled()) == made[0]
+
+
+def longer(x: Tensor) -> Tensor:
+    """The same shape, as a view of more tokens."""
+    return x.new_empty(*x.shape[:2], x.shape[2] + 8, x.shape[3])[:, :, : x.shape[2]]
+
+
+def described(call: Call, device: Notes) -> dict[str, bool]:
+    """Whether kernels take descriptors, which the driver then checks."""
+    return {
+        kernel.metadata.name: any(str(kind).startswith("tensordesc") for kind in kernel.src.signature.values())
+        for kernel, _ in launched(call, device)
+        if kernel.metadata.name in STREAMING
+    }
+
+
+def test_descriptors_where_strides_permit(device: Notes) -> None:
+    call = Call(rw.Causal(), 512)
+    of_keys, of_queries = ("forward", "backward_q"), ("backward_kv",)
+    everywhere = dict.fromkeys(STREAMING, True)
+    assert described(call, device) == everywhere
+    assert described(dataclasses.replace(call, dim=72, value_dim=24), device)["forward"]
+    # 40 bytes from token to token
+    assert described(dataclasses.replace(call, dim=20), device) == dict.fromkeys(STREAMING, False)
+    broadcast = Call(rw.Causal(), 512, view=lambda x: x[:, :1].expand(x.shape))
+    assert described(broadcast, device) == dict.fromkeys(of_keys + of_queries, False)
+    assert described(Call(rw.Periodic(50, 10, 13), 512), device) == everywhere | dict.fromkeys(of_keys, False)
+    assert not operands.describable(torch.empty(1, 2, 0, 64))
+    # a device without
+    device.index = 1
+    assert described(call, device) == dict.fromkeys(STREAMING, False)
+
+
+@pytest.mark.parametrize("dim", [40, 64])
+def test_loads_of_16_bytes(dim: int, device: Notes) -> None:
+    """Channels that 8 divides are enough, whatever the length: what is pipelined is loaded so, not in pairs of bytes."""
+    device.index = 1
+    for kernel, _ in launched(Call(rw.Causal(), 1001, dim=dim, dtype=HALF), device):
+        if kernel.metadata.name in STREAMING:
+            assert re.search(r"cp\.async\.cg\.shared\.global.*0x10", kernel.asm["ptx"])
+            assert not re.search(r"ld\.global\.b16", kernel.asm["ptx"])
+
+
+def test_a_grid_of_programs_that_stay(device: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = launch.choose
+    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), resident=2))
+    window = rw.SlidingWindow(300)
+    grids = [
+        each.grid[0] for kernel, each in launched(Call(window, 16_384), device) if kernel.metadata.name in STREAMING
+    ]
+    assert grids == [2 * 132] * 3
+    assert launched(Call(window, 1024, gradients=False), device)[0][1].grid[0] == 4 * 8
+
+
+def test_warps_that_load(device: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A descriptor that a kernel makes needs room, which the backend gives."""
+    choose = launch.choose
+    asked = []
+
+    def room(size: int, alignment: int, stream: int | None) -> Tensor:
+        asked.append(size)
+        return torch.empty(size, dtype=torch.int8)
+
+    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), warps=4, specialised=True))
+    monkeypatch.setattr(operands, "room", room)
+    table = rw.random_blocks(1024, 0.4, block_size=128)
+    ((kernel, each),) = launched(Call(table, 1024, dim=128, gradients=False), device)
+    assert "setmaxnreg" in kernel.asm["ptx"]
+    assert asked
+    assert each.threads > 128
+
+
+class Watched(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["causal, D 64", "pairs, masked", "long lists"])
+def test_a_second_call_allocates_and_launches_and_nothing_else(name: str, device: Notes) -> None:
+    """So it can be captured in a CUDA graph."""
+    call, names = CALLS[name]
+    call()
+    with Watched() as watched:
+        launches = launched(call, device)
+    assert [kernel.metadata.name for kernel, _ in launches] == names
+    assert watched.called <= {"aten::empty", "aten::new_empty"}
+
+
+@pytest.mark.parametrize("inside", [None, rw.Causal()], ids=["alone", "within causal"])
+def test_a_table_on_a_gpu_is_planned_and_computed_without_a_look_at_it(inside: Pattern | None, device: Notes) -> None:
+    """On tensors that hold no values: to read one is an error."""
+    table = rw.BlockTable(torch.empty(4, 16, 16, dtype=torch.bool, device="meta"), 64)
+    pattern = table if inside is None else table & inside
+    launches = launched(Call(pattern, 1024, kv_heads=2, batch=2, device="meta"), device)
+    assert [kernel.metadata.name for kernel, _ in launches] == ALL
+    assert [each.grid[0] for kernel, each in launches if kernel.metadata.name in STREAMING] == [128, 128, 64]
