@@ -97,8 +97,8 @@ def compile_kernel(
         "Q_TILE": tile[0], "KV_TILE": tile[1], "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK": 16,
         "HEADS": packing.heads, "ROWS": packing.rows, "PARTS": packing.parts, "SPAN": tile[0], "SPLIT": shape.split,
         "TILES": shape.tiles,
-        "MASKED": not shape.specialised, "FOLDED": True, "SLOPED": True, "WIDE": False, "WEIGHTED": True,
-        "RAGGED": True, "DESCRIBED": shape.described, "SPECIALISED": shape.specialised,
+        "MASKED": not (shape.specialised or shape.clear), "RAGGED": not shape.clear, "FOLDED": True, "SLOPED": True,
+        "WIDE": False, "WEIGHTED": True, "DESCRIBED": shape.described, "SPECIALISED": shape.specialised,
         "STEP": 8, "SHARED": shape.heads > 1, "RESIDENT": False, "STAGES": blocks.stages, "PRECISION": "ieee",
         "l_n": 1, "s_n": 1,
     }  # fmt: skip

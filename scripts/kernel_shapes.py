@@ -19,6 +19,7 @@ class Shape:
     queries: int = 0
     tiles: int = 1
     split: bool = False
+    clear: bool = False
     described: bool = False
     specialised: bool = False
 
@@ -27,7 +28,8 @@ class Shape:
         said += [f"{self.heads} heads"] * (self.heads > 1)
         said += [f"{self.queries} query"] * (self.queries == 1)
         said += [f"{self.tiles} tiles"] * (self.tiles > 1)
-        said += ["split"] * self.split + ["described"] * self.described + ["specialised"] * self.specialised
+        said += ["split"] * self.split + ["no masks"] * self.clear
+        said += ["described"] * self.described + ["specialised"] * self.specialised
         return ", ".join(said)
 
 
@@ -47,6 +49,8 @@ SHAPES = {
 }
 # what a kernel streams, and loads by descriptors where a device has them
 STREAMED = {"forward": ("k", "v"), "backward_q": ("k", "v"), "backward_kv": ("q", "dout")}
+# has blocks of its own
+CLEAR = Shape(clear=True, described=True)
 # a knob that nothing sets yet
 SPECIALISED = Shape(described=True, specialised=True)
 
@@ -80,6 +84,7 @@ def shapes(kernel: str, dim: int, name: str) -> list[Shape]:
         many = [shape for shape in found if shape.queries != 1]
         described = [shape for shape in many if blocks_of(kernel, dim, dim, 2, shape, name).described]
         found += [dataclasses.replace(shape, described=True) for shape in described]
+    found += [CLEAR] * (kernel == "backward_kv" and dim == 128 and name == "sm_90")
     return found + [SPECIALISED] * (kernel == "forward" and name == "sm_90")
 
 
@@ -87,4 +92,4 @@ def blocks_of(kernel: str, dim: int, value_dim: int, itemsize: int, shape: Shape
     """What the backend would choose."""
     rows = (shape.queries or shape.tile[0]) * shape.heads * shape.tiles
     tile = (shape.tile[0] if kernel == "backward_kv" else max(16, rows), shape.tile[1])
-    return choose(kernel, dim, value_dim, itemsize, tile, TARGETS[name].device)
+    return choose(kernel, dim, value_dim, itemsize, tile, TARGETS[name].device, None, shape.clear)

@@ -98,7 +98,7 @@ _HALF: dict[tuple[str, str], tuple[tuple[int, int, int, int], ...]] = {
     ("backward_q", "blackwell"): ((128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 4, 1)),
     ("backward_q", "cdna"): ((128, 64, 8, 1), (128, 32, 8, 1), (32, 32, 4, 1)),
     ("backward_kv", "ampere"): ((128, 32, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1)),
-    ("backward_kv", "hopper"): ((128, 32, 8, 2), (128, 32, 8, 2), (32, 32, 8, 1)),
+    ("backward_kv", "hopper"): ((128, 64, 8, 2), (128, 32, 8, 2), (32, 32, 8, 1)),
     ("backward_kv", "blackwell"): ((128, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
     ("backward_kv", "cdna"): ((128, 32, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
 }
@@ -115,7 +115,9 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def usual(kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int, int], device: Device) -> Blocks:
+def usual(
+    kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int, int], device: Device, clear: bool = False
+) -> Blocks:
     """The table's blocks of ``forward``, ``backward_q`` or ``backward_kv`` for tiles of (queries, keys)."""
     channels = max(padded(dim), padded(value_dim))
     table = _SINGLE[kernel] if itemsize == 4 else _HALF[kernel, device.generation]
@@ -127,7 +129,9 @@ def usual(kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int,
         if kernel == "forward" and held < 64 and itemsize == 2 and device.generation != "cdna":
             # a few queries wait for memory: more loads under way, each of fewer registers
             streamed, stages = min(streamed, 64), 3
-    streamed = min(streamed, sides[1])
+    # hopper's products of 32 columns wait for shared memory; where nothing is masked, registers are left for 64
+    spacious = clear and of_columns and device.generation == "hopper" and channels == 128 and itemsize == 2
+    streamed = min(64 if spacious else streamed, sides[1])
     if kernel == "forward" and device.generation == "blackwell" and channels <= 64 and streamed <= 64:
         # of 8 warps the compiler makes two programs per multiprocessor, of half the registers each, and spills
         warps = 4
@@ -143,7 +147,7 @@ def usual(kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int,
     m, n = (streamed, held) if of_columns else (held, streamed)
     described = itemsize == 2 and device.generation in ("hopper", "blackwell")
     # the one kernel that has a register too few for descriptors
-    tight = of_columns and device.generation == "hopper" and held * channels > 64 * 128
+    tight = of_columns and device.generation == "hopper" and held * channels > 64 * 128 and not spacious
     return Blocks(m, n, warps, stages, described=described and not tight)
 
 
@@ -237,6 +241,7 @@ def choose(
     tile: tuple[int, int],
     device: Device,
     about: tuple[torch.dtype, bool] | None = None,
+    clear: bool = False,
 ) -> Blocks:
     """The blocks that a kernel takes: as ``ringweave tune`` measured them here, else the table's.
 
@@ -249,8 +254,9 @@ def choose(
         device: What they are for.
         about: The inputs' type, and whether some tiles are partial: what else measured blocks are kept by. None for
             the table's.
+        clear: Whether descriptors can load all tiles, and nothing is masked or cut.
     """
-    said = usual(kernel, dim, value_dim, itemsize, tile, device)
+    said = usual(kernel, dim, value_dim, itemsize, tile, device, clear)
     given = _overrides.get()
     stored = tuning.blocks() if given is None and device.name else {}
     if about is None or (given is None and not stored):

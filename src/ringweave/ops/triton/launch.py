@@ -114,10 +114,12 @@ def backward(
     device = _device(q.device)
     tile = (plan.q_tile, plan.kv_tile)
     about = q.dtype, plan.masks.shape[0] > 0
-    blocks = choose("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device, about)
+    describable = not sides.dead_queries and operands.describable(q, dout)
+    clear = describable and not about[1] and nq % plan.q_tile == 0
+    blocks = choose("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device, about, clear)
     packing = Packing.of(blocks.n, plan.kv_tile, 1)
     queue = schedule.column_queue(plan, ratio, operands.head_bytes(q, dout) * ratio, device.units)
-    described = blocks.described and not sides.dead_queries and operands.describable(q, dout)
+    described = blocks.described and describable
     queries, slopes = (operands.described(x, blocks.m) if described else x for x in (q, dout))
     key_sums, value_sums = (_partial(queue, plan.kv_tile, x.shape[3], x) for x in (dk, dv))
     with _device_guard(q):
