@@ -243,7 +243,7 @@ def density(branch: Branch) -> int:
 def _share(branch: Branch) -> float:
     pattern = branch.pattern
     if isinstance(pattern, BlockTable) and pattern.tables[0].device.type != "cpu":
-        return pattern.blocks.most / pattern.blocks.key_blocks
+        return pattern.most / pattern.blocks.key_blocks
     tiles = estimate_tiles(pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset)
     rows, columns = (-(-n // default_tile(n)) for n in (branch.nq, branch.nk))
     return tiles / (branch.head_count * rows * columns)
