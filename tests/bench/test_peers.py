@@ -120,7 +120,7 @@ def test_ratios_are_over_the_first_peer() -> None:
 
 
 def test_flex_compiles_a_table_of_lists() -> None:
-    """Its lists are searched by shapes that depend on values, which a compiler cannot: it is given the mask."""
+    """Its lists are looked up in ways that dynamo cannot trace: it is given the mask."""
     indices = torch.tensor([[0, 1], [1, 0], [3, 2], [3, 3]])
     table = rw.BlockTable(indices=indices, counts=torch.full((4,), 2), key_blocks=4)
     (outcome,) = compare(_workload(table, 512), peers("flex"), rounds=1, memory=False, directions=("forward",))
