@@ -119,6 +119,15 @@ def test_ratios_are_over_the_first_peer() -> None:
     assert first.peak is not None
 
 
+def test_flex_compiles_a_table_of_lists() -> None:
+    """Its lists are looked up in ways that dynamo cannot trace: it is given the mask."""
+    indices = torch.tensor([[0, 1], [1, 0], [3, 2], [3, 3]])
+    table = rw.BlockTable(indices=indices, counts=torch.full((4,), 2), key_blocks=4)
+    (outcome,) = compare(_workload(table, 512), peers("flex"), rounds=1, memory=False, directions=("forward",))
+    assert outcome.timing is not None, outcome.reason
+    assert not outcome.wrong
+
+
 def test_what_flex_cannot_do_is_said() -> None:
     flex = PEERS["flex"]
     assert flex.supports(_workload(WINDOW), False) is None

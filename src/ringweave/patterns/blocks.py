@@ -72,6 +72,9 @@ class Blocks(ABC):
     def holds(self, row: Tensor, col: Tensor) -> Tensor:
         """Whether blocks of one table are set, bool, for broadcast int64 indices; asked once for neighbours alike."""
         sides = max(row.ndim, col.ndim)
+        if not sides:
+            # what FlexAttention's compiler asks
+            return self._held(row, col)
         row, col = (x[(None,) * (sides - x.ndim)] for x in (row, col))
         spread = []
         for side in range(sides):

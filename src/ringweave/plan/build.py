@@ -127,13 +127,7 @@ def _check(pattern: Pattern, nq: int, nk: int, heads: int, batch: int, q_offset:
 
 
 def _rows(
-    pattern: Pattern,
-    nq: int,
-    nk: int,
-    q_offset: int,
-    tile: tuple[int, int],
-    store: _Masks,
-    part: slice = slice(None),
+    pattern: Pattern, nq: int, nk: int, q_offset: int, tile: tuple[int, int], store: _Masks, part: slice = slice(None)
 ) -> _Rows:
     q_tile, kv_tile = tile
     lo = np.arange(0, nq, q_tile, dtype=np.int64)[part]
