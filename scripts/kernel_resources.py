@@ -29,7 +29,7 @@ from ringweave.ops.triton.blocks import Blocks, Packing, padded
 TABLE = Path(__file__).parents[1] / "docs" / "benchmarks" / "kernel-resources.md"
 KERNELS = ("forward", "join", "delta", "backward_q", "backward_kv")
 DIMS = (64, 128)
-# bytes of a thread that another compiler than the table's may spill: 3.6 spills 24 on sm_100, 3.9 56 on sm_90
+# bytes of a thread that another compiler than the table's may spill: 3.6 spills 24 on sm_100, 3.9 56 there
 SPARE = 64
 
 

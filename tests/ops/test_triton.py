@@ -49,6 +49,8 @@ def in_a_process(command: list[str], cache: Path, **environment: str) -> str:
 def test_conformance_in_the_interpreter(tmp_path: Path) -> None:
     if release("triton") < (3, 7) and release("numpy") >= (2, 4):
         pytest.skip("Triton's interpreter of before 3.7 does not know numpy 2.4")
+    if release("triton") >= (3, 9):
+        pytest.skip("Triton's interpreter of 3.9 makes integers of a mask of one value for many, and refuses them")
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all"]
     command += ["tests/ops/interpreted.py", "tests/ops/interpreted_cuts.py"]
     in_a_process(command, tmp_path, TRITON_INTERPRET="1")

@@ -38,7 +38,6 @@ def test_a_table_written_in_place_is_not_served_a_stale_plan() -> None:
     assert table.plan(64, tile=32).nnz == 2
     # nobody should, but even then: the version is part of the key
     table.tables[0][0, 3] = True
-    table._blocks_np = None
     assert table.plan(64, tile=32).nnz == 3
 
 

@@ -95,7 +95,10 @@ def _why_not(backend: Backend, case: Case, branch: Branch) -> str | None:
     if backend.tried and not backend.planned and branch.structure == "sparse":
         return "auto gives it sparse patterns only where ringweave tune found it fastest"
     reason = refusal(backend, case, branch)
-    return trial.reason(backend, case, branch) if reason is None and backend.tried else reason
+    if reason is not None or not backend.tried:
+        return reason
+    # Triton's interpreter is for tests
+    return "on a CPU it is used only when named" if case.device == "cpu" else trial.reason(backend, case, branch)
 
 
 def program(pattern: Pattern, case: Case, q_offset: int, backend: str) -> list[tuple[Branch, Backend]]:

@@ -146,7 +146,9 @@ def _with_room(blocks: Blocks, sets: int, around: Around | None) -> tuple[Tensor
         number = torch.full((places + 1,), sets * area, device=device).scatter_(0, target, number)[:places]
         code = torch.full((places + 1,), -1, dtype=torch.int32, device=device).scatter_(0, target, code)[:places]
     line, col = number // width, number % width
-    column = torch.where(number < sets * area, line // rows * width + col, sets * width).int()
+    column = torch.where(number < sets * area, line // rows * width + col, sets * width)
+    # half the digits to sort by
+    column = column.int() if sets * width < 2**31 else column
     column, order = column.sort(stable=True)
     ptrs = _starts(number, sets, rows, width), _starts(column, sets, width, 1)
     return ptrs[0], col, code, ptrs[1], (line % rows)[order], code[order]
