@@ -74,7 +74,7 @@ class Blocks(ABC):
         sides = max(row.ndim, col.ndim)
         if not sides:
             # what FlexAttention's compiler asks
-            return self._held(row, col)
+            return self.held(row, col)
         row, col = (x[(None,) * (sides - x.ndim)] for x in (row, col))
         spread = []
         for side in range(sides):
