@@ -12,7 +12,7 @@ pytest.importorskip("ringweave._cpu", exc_type=ImportError)
 SCRIPT = '''
 import sys, torch
 from ringweave.ops import cpu
-from ringweave.ops.backend import Case
+from ringweave.ops.backend import Case, Upstream
 from ringweave.plan import branches
 import ringweave as rw
 
@@ -38,7 +38,8 @@ for n in (256, tokens):
     branch.plan("cpu")
     delta = torch.ones(1, heads, n)
     (out, lse), forward = peak_of(cpu.forward, q, k, v, branch, 0.1, q.dtype)
-    grads, backward = peak_of(cpu.backward, dout, q, k, v, out, lse, delta, branch, 0.1, q.dtype)
+    upstream = Upstream(dout, lse, delta, out)
+    grads, backward = peak_of(cpu.backward, upstream, q, k, v, branch, 0.1, q.dtype)
 size = sum(x.nbytes for x in grads)
 tensors = sum(x.nbytes for x in (q, k, v, out))
 promised = cpu.scratch(case, branch)

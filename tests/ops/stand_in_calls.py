@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
+from ringweave.ops.backend import Upstream
 from ringweave.ops.triton import launch
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
@@ -53,9 +54,9 @@ class Call:
         assert (out.dtype, out.shape, lse.shape) == (dtype, dout.shape, q.shape[:3])
         if self.gradients:
             delta = launch.delta(dout, out, lse, lse if self.part else None)
-            for got, of in zip(
-                launch.backward(dout, q, k, v, out, lse, delta, branch, 0.125, dtype), (q, k, v), strict=True
-            ):
+            upstream = Upstream(dout, lse, delta)
+            grads = launch.backward(upstream, q, k, v, branch, 0.125, dtype)
+            for got, of in zip(grads, (q, k, v), strict=True):
                 assert (got.dtype, got.shape) == (dtype, of.shape)
 
 
