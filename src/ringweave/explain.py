@@ -242,11 +242,11 @@ def _others(steps: list[tuple[Branch, Backend]], case: Case, asked: str) -> dict
             why = "was asked for"
         else:
             why = "is preferred" if dispatch.measured(case, branch) is None else "was measured to be faster here"
-        for name in dispatch.BACKENDS:
+        for name, backend in dispatch.BACKENDS.items():
             if name == chosen.name:
                 continue
             if name not in dispatch.PREFERENCE:
-                reason = "used only when named"
+                reason = "used only when named" + (", or where measured to be fastest" if backend.branched else "")
             else:
                 reason = refused[name] or f"could run it; {chosen.name} {why}"
             if reason not in reasons.setdefault(name, []):

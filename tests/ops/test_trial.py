@@ -150,6 +150,13 @@ def test_explain_says_what_a_trial_found(attempts: list[tuple[str, trial.Kind]])
     assert facts["others"]["flash"] == ["auto gives it sparse patterns only where ringweave tune found it fastest"]
 
 
+def test_on_a_cpu_explain_says_what_they_need() -> None:
+    others = rw.explain(rw.SlidingWindow(9), 256, as_dict=True)["backend"]["others"]
+    assert others["flash"] == ["it calls kernels for CUDA tensors, and these are on cpu"]
+    assert others["flex"] == ["used only when named, or where measured to be fastest"]
+    assert others["reference"] == ["used only when named"]
+
+
 def test_without_a_gpu_auto_answers_as_if_all_went_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for another machine can be explained here."""
     monkeypatch.setattr(triton, "installed", lambda: True)

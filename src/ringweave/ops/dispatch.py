@@ -92,7 +92,7 @@ def refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
 
 def _why_not(backend: Backend, case: Case, branch: Branch) -> str | None:
     """Why auto does not take a backend by itself; None where it may."""
-    if backend.tried and not backend.planned and branch.structure == "sparse":
+    if backend.tried and not backend.planned and branch.structure == "sparse" and case.device != "cpu":
         return "auto gives it sparse patterns only where ringweave tune found it fastest"
     reason = refusal(backend, case, branch)
     if reason is not None or not backend.tried:
