@@ -41,6 +41,12 @@ class RingError(RingweaveError, RuntimeError):
         return RingError, (self.rank, self.peer, self.stage, self.step, self.cause)
 
 
+def in_a_line(error: Exception) -> str:
+    """An error by its type and the beginning of what it says first."""
+    said = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {said[:200]}"
+
+
 def message(name: str, got: object, wanted: str, remedy: str) -> str:
     """Compose the one shape of error text used everywhere: name, got, wanted, remedy."""
     return f"{name}: got {got}; wanted {wanted}. {remedy}"

@@ -58,7 +58,7 @@ def test_the_patterns_have_the_density_asked_for() -> None:
     top = Part("", 1024, 2, 16, tile=64, chosen=4).pattern()
     assert isinstance(top, rw.BlockTable)
     assert top.mask.sum(-1).tolist() == [4] * 16
-    assert top.most == 4
+    assert top.blocks.most == 4
     assert top.tables[0].device.type == "cpu"
     assert Part("", 1024, 2, 16, tile=64, chosen=4).pattern("meta").tables[0].device.type == "meta"
 

@@ -1,7 +1,4 @@
-"""The Triton backend on a GPU: conformance in all its types, the same bits each time.
-
-Nothing here needs a fixture or a plug-in beyond pytest.
-"""
+"""The Triton backend on a GPU: conformance in all its types, the same bits each time."""
 
 from __future__ import annotations
 
@@ -16,18 +13,11 @@ from ringweave.ops import triton
 from ringweave.ops.triton.blocks import Blocks
 from ringweave.patterns import Pattern
 
-from ..cases import MIXTURES, PATTERNS
+from ..on_gpu import DEVICE, EVERYTHING
 from ..oracle import NAMES, Inputs
 from ..test_conformance import conforms, run
 
-pytestmark = [
-    pytest.mark.gpu,
-    # the suite's are errors; those of a driver or a profiler are none of ours
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.skipif(not torch.cuda.is_available() or not triton.installed(), reason="needs a GPU and triton"),
-]
-DEVICE = "cuda"
-EVERYTHING = PATTERNS | MIXTURES
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not triton.installed(), reason="triton is not installed")]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -1,7 +1,4 @@
-"""Calls of the Triton backend on a GPU: launches by the profiler, what waits, what is compiled again, CUDA graphs.
-
-Nothing here needs a fixture or a plug-in beyond pytest.
-"""
+"""Calls of the Triton backend on a GPU: launches by the profiler, what waits, what is compiled again, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,18 +12,11 @@ import torch
 import ringweave as rw
 from ringweave.ops import triton
 
-from ..cases import MIXTURES, PATTERNS
+from ..on_gpu import DEVICE, EVERYTHING, captured
 from ..oracle import NAMES, Inputs
 from ..test_conformance import run
 
-pytestmark = [
-    pytest.mark.gpu,
-    # the suite's are errors; those of a driver or a profiler are none of ours
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.skipif(not torch.cuda.is_available() or not triton.installed(), reason="needs a GPU and triton"),
-]
-DEVICE = "cuda"
-EVERYTHING = PATTERNS | MIXTURES
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not triton.installed(), reason="triton is not installed")]
 
 
 def launches(call: Callable[[], object], trace: Path) -> list[str]:
@@ -84,16 +74,8 @@ def test_forward_and_backward_in_a_graph(name: str) -> None:
         out = rw.attention(*leaves, pattern, backend="triton")
         return out.detach(), *torch.autograd.grad(out, leaves, x.dout)
 
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            want = both()
-    torch.cuda.current_stream().wait_stream(aside)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = both()
+    want = both()
+    graph, got = captured(both)
     for part in got:
         part.fill_(torch.nan)
     graph.replay()
@@ -129,16 +111,7 @@ def test_a_table_within_a_pattern_is_planned_and_computed_in_a_graph() -> None:
         out = rw.attention(*leaves, rw.BlockTable(mask, 64) & rw.Causal(), backend="triton")
         return out.detach(), *torch.autograd.grad(out, leaves, x.dout)
 
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            both()
-    torch.cuda.current_stream().wait_stream(aside)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = both()
+    graph, got = captured(both)
     mask.copy_(tables[1])
     graph.replay()
     torch.cuda.synchronize()

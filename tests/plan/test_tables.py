@@ -20,6 +20,8 @@ from ringweave.plan import BlockPlan, Branch, tables
 from ringweave.plan.around import split
 from ringweave.plan.build import _planned_around, build
 
+from ..on_gpu import captured
+
 N, SIDE = 512, 64
 BLOCKS = N // SIDE
 
@@ -295,15 +297,7 @@ def test_a_graph_of_forward_and_backward_on_a_gpu(planned_inside: bool) -> None:
         out = rw.attention(q, k, v, pattern, backend="triton")
         return (out, *torch.autograd.grad(out, (q, k, v), dout))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step)
     with torch.no_grad():
         for x in (q, k, v, dout):
             x.copy_(draw(x.shape[1]))

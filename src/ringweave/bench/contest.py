@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
+from ..errors import in_a_line
 from ..ops.backend import Case
 from ..ops.dispatch import BACKENDS
 from ..ops.triton.blocks import Asked, Blocks, overriding
@@ -97,7 +98,7 @@ class Contest:
                     fields, call = self.session.check(each.peer(self.first), self.case.needs_grad)
                 except RuntimeError as error:
                     # a compiler that fails, or memory that is not there: the others may still do
-                    reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+                    reason = in_a_line(error)
                 else:
                     if call is not None:
                         calls[each] = call

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringweave as rw
 
-from ..errors import RingweaveError, UnsupportedError, message
+from ..errors import RingweaveError, UnsupportedError, in_a_line, message
 from ..patterns import Pattern
 from .case import CaseResult, Options, Target
 from .compare import Outcome, Say, outcome
@@ -244,8 +244,7 @@ def _checked(
         return fields, built.forward_backward(inputs) if backward else built.forward(inputs)
     except (RingweaveError, RuntimeError) as error:
         # a kernel that is not there, a compiler that fails, memory: the others are measured all the same
-        said = (str(error).strip().splitlines() or [""])[0]
-        return {"reason": f"{type(error).__name__}: {said[:200]}"}, None
+        return {"reason": in_a_line(error)}, None
 
 
 def run(

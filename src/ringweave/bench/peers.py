@@ -16,7 +16,6 @@ from torch import Tensor
 import ringweave as rw
 
 from ..errors import RingweaveError, UnsupportedError, message
-from ..ops.backend import Case
 from ..ops.dispatch import BACKENDS, PREFERENCE, describe, program
 from ..patterns import BlockTable, LongNet, Pattern
 from ..plan import branches
@@ -110,12 +109,7 @@ def chosen_backend(workload: Workload, *, backward: bool, name: str = "auto") ->
     Raises:
         UnsupportedError: The named backend cannot run it.
     """
-    heads, tokens, dim = workload.heads, workload.tokens, workload.head_dim
-    device = torch.device(workload.device).type
-    case = Case(
-        workload.batch, heads, workload.key_heads, tokens, tokens, dim, dim, workload.dtype, device, backward
-    )  # fmt: skip
-    counts = describe(program(workload.pattern, case, 0, name))
+    counts = describe(program(workload.pattern, workload.case(backward), 0, name))
     return counts[0][1] if len(counts) == 1 else " + ".join(f"{number} x {backend}" for number, backend in counts)
 
 

@@ -11,10 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import torch
-
 from ..ops import kinds, tuning
-from ..ops.backend import Case
 from ..plan import Branch, branches
 from .candidate import Candidate
 from .choice import Choice, now
@@ -45,7 +42,6 @@ def tune(
     Returns:
         A choice for each kind of branch and direction.
     """
-    device = torch.device(workload.device).type
     found: dict[tuple[str, int], Choice] = {}
     size = {"heads": workload.heads, "batch": workload.batch}
     for branch in branches(workload.pattern, workload.tokens, workload.tokens, **size):
@@ -55,10 +51,7 @@ def tune(
         session: Session | None = None
         first: Candidate | None = None
         for direction in directions:
-            case = Case(
-                alone.batch, alone.heads, alone.key_heads, branch.nq, branch.nk, alone.head_dim, alone.head_dim,
-                alone.dtype, device, direction != "forward",
-            )  # fmt: skip
+            case = alone.case(direction != "forward")
             kind, density = kinds.kind(case, branch), kinds.density(branch)
             if kind is None:
                 continue

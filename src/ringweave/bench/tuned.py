@@ -10,7 +10,6 @@ import torch
 
 import ringweave as rw
 
-from ..ops.backend import Case
 from ..ops.dispatch import candidates
 from .candidate import Candidate, whole
 from .case import CaseResult, Options
@@ -67,10 +66,5 @@ def _compared(choice: Choice, before: Choice | None, rounds: int, say: Say) -> l
 
 def _usual(choice: Choice, needs_grad: bool) -> Candidate:
     """What auto takes of a branch where nothing is stored."""
-    workload, branch = choice.workload, whole(choice.workload)
-    n, dim = workload.tokens, workload.head_dim
-    device = torch.device(workload.device).type
-    case = Case(
-        workload.batch, workload.heads, workload.key_heads, n, n, dim, dim, workload.dtype, device, needs_grad
-    )  # fmt: skip
-    return Candidate(next(backend.name for backend, reason in candidates(case, branch) if reason is None))
+    usual = candidates(choice.workload.case(needs_grad), whole(choice.workload))
+    return Candidate(next(backend.name for backend, reason in usual if reason is None))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops.backend import Case
 from ..patterns import Causal, Full, LongNet, Pattern
 
 
@@ -55,6 +56,11 @@ class Workload:
     def key_heads(self) -> int:
         """Key heads as a number."""
         return self.kv_heads or self.heads
+
+    def case(self, needs_grad: bool) -> Case:
+        """As backends are asked about it."""
+        n, dim, kind = self.tokens, self.head_dim, torch.device(self.device).type
+        return Case(self.batch, self.heads, self.key_heads, n, n, dim, dim, self.dtype, kind, needs_grad)
 
     def inputs(self, seed: int = 0) -> Inputs:
         """Random normal inputs; never zeros, on which kernels are faster."""

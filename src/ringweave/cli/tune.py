@@ -76,13 +76,11 @@ def _candidates(choice: Choice) -> Table:
     table = _table(title, "backend", "tiles", "", "milliseconds")
     chosen = choice.chosen
     for each, timing in sorted(choice.timings.items(), key=lambda item: item[1].median):
-        sides = each.step(choice.branch)[1].tile if BACKENDS[each.backend].tiled else None
-        tiles = "" if sides is None else f"{sides[0]} x {sides[1]}"
+        tiles = _sides(each.step(choice.branch)[1].tile if BACKENDS[each.backend].tiled else None)
         blocks = ", measured blocks" if each.blocks else ""
         table.add_row(each.backend + blocks, tiles, "chosen" if each == chosen else "", f"{timing.median * 1e3:.3g}")
     for each, reason in choice.reasons.items():
-        tiles = "" if each.tile is None else f"{each.tile[0]} x {each.tile[1]}"
-        table.add_row(each.backend, tiles, "", Text(f"not timed: {reason}"))
+        table.add_row(each.backend, _sides(each.tile), "", Text(f"not timed: {reason}"))
     return table
 
 
@@ -98,6 +96,10 @@ def _blocks(tuned: Tuned) -> Table:
     for each, reason in descent.reasons.items():
         table.add_row(*_cells(dataclasses.astuple(each)), "", Text(f"not timed: {reason}"))
     return table
+
+
+def _sides(tile: tuple[int, int] | None) -> str:
+    return "" if tile is None else f"{tile[0]} x {tile[1]}"
 
 
 def _cells(values: tuple[int, ...]) -> list[str]:

@@ -14,7 +14,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Hashable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 
@@ -114,7 +114,7 @@ def density(branch: Branch) -> int:
 
 def _share(branch: Branch) -> float:
     tables = [leaf for leaf in leaves(branch.pattern) if _on_gpu(leaf)]
-    most = sum(table.blocks.most / table.blocks.key_blocks for table in tables if isinstance(table, BlockTable))
+    most = sum(table.blocks.most / table.blocks.key_blocks for table in tables)
     # and what there is without them
     pattern = replace(branch.pattern, lambda leaf: ~Full() if _on_gpu(leaf) else leaf) if tables else branch.pattern
     tiles = estimate_tiles(pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset)
@@ -122,7 +122,7 @@ def _share(branch: Branch) -> float:
     return min(1.0, most + tiles / (branch.head_count * rows * columns))
 
 
-def _on_gpu(leaf: Pattern) -> bool:
+def _on_gpu(leaf: Pattern) -> TypeGuard[BlockTable]:
     return isinstance(leaf, BlockTable) and leaf.tables[0].device.type != "cpu"
 
 

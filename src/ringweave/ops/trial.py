@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import RingweaveError
+from ..errors import RingweaveError, in_a_line
 from ..patterns import Causal, Full, Global, Pattern, SlidingWindow
 from ..plan import Branch
 from . import reference
 from .backend import Backend, Case, Upstream
 
-# error over result, both as root mean squares: ten times what rounding does, a tenth of what a wrong kernel does
+# error over result, both as root mean squares: well above what rounding does, well below what a wrong kernel does
 _LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _TOKENS = 500  # the last tile of any size is cut short
 _HEADS, _KV_HEADS = 4, 2
@@ -92,8 +92,7 @@ def attempt(backend: Backend, kind: Kind) -> str | None:
         found = results(backend)
         errors = {name: _error(found[name], exact[name]) for name in exact}
     except (RingweaveError, RuntimeError) as error:
-        said = (str(error).strip().splitlines() or [""])[0]
-        return f"tried on this GPU, it raises {type(error).__name__}: {said[:200]}"
+        return f"tried on this GPU, it raises {in_a_line(error)}"
     wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= _LIMITS[kind.dtype]]
     return f"tried on this GPU, it is wrong: {', '.join(wrong)} of its size" if wrong else None
 

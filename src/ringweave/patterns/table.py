@@ -84,15 +84,10 @@ class BlockTable(Pattern):
         """The table as a new bool tensor (..., blocks of queries, blocks of keys), however it is kept."""
         return self.blocks.mask()
 
-    @property
-    def most(self) -> int:
-        """At most so many blocks are set in a row of blocks, as far as known without reading the table."""
-        return self.blocks.most
-
     def __repr__(self) -> str:
         shape = "x".join(str(n) for n in self.blocks.shape)
         side = self.block_size
-        most = f", at most {self.most} a row" if isinstance(self.blocks, ListedBlocks) else ""
+        most = f", at most {self.blocks.most} a row" if isinstance(self.blocks, ListedBlocks) else ""
         return f"BlockTable(<{shape} blocks{most}>, {side[0] if side[0] == side[1] else side})"
 
     def extents(self) -> tuple[int | None, int | None]:

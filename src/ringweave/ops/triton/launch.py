@@ -53,7 +53,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
     sums, tops = _partial(queue, blocks.m * packing.parts, dim, out), _partial(queue, blocks.m * packing.parts, 1, lse)
     step, steps = operands.strides(q, k, v)
     sizes = _sizes(q, v, plan, blocks, queue, few)
-    with _device_guard(q):
+    with torch.cuda.device_of(q):
         kernels.forward[_grid(queue, packing.parts, blocks, q.device)](
             q, keys, values, out, lse, sums, tops, queue.tasks, _shares(queue),
             plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, lists.live, *steps,
@@ -74,7 +74,7 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
     lines = max(16, min(128, 8192 // padded(dim)))
     slope = result if dlse is None else dlse
     step, steps = operands.strides(dout, out)
-    with _device_guard(out):
+    with torch.cuda.device_of(out):
         kernels.delta[(batch * heads * triton.cdiv(nq, lines),)](
             dout, out, lse, slope, result, *steps, *lse.stride(), *slope.stride(), heads, nq,
             DV=dim, PAD_DV=padded(dim), BLOCK_M=lines, STEP=step, SLOPED=dlse is not None, num_warps=4,
@@ -102,7 +102,7 @@ def backward(
     described = blocks.described and not sides.dead_keys and operands.describable(k, v)
     keys, values = (operands.described(x, blocks.n) if described else x for x in (k, v))
     sums = _partial(queue, blocks.m * packing.parts, q.shape[3], dq)
-    with _device_guard(q):
+    with torch.cuda.device_of(q):
         kernels.backward_q[_grid(queue, packing.parts, blocks, q.device)](
             q, keys, values, dout, lse, delta, dq, sums, queue.tasks, _shares(queue),
             rows.group, rows.row_ptr, rows.col, rows.bits, rows.masks, lists.live, *steps,
@@ -122,7 +122,7 @@ def backward(
     described = blocks.described and describable
     queries, slopes = (operands.described(x, blocks.m) if described else x for x in (q, dout))
     key_sums, value_sums = (_partial(queue, plan.kv_tile, x.shape[3], x) for x in (dk, dv))
-    with _device_guard(q):
+    with torch.cuda.device_of(q):
         kernels.backward_kv[_grid(queue, packing.parts, blocks, q.device)](
             queries, k, v, slopes, lse, delta, dk, dv, key_sums, value_sums, queue.tasks, _shares(queue), plan.group,
             plan.col_ptr, plan.row, plan.bits_t, sides.transposed, sides.live_queries, *steps,
@@ -267,7 +267,3 @@ def _of_driver() -> Device:
     if target.backend == "hip":
         return Device("cdna", shared, units)
     return Device.of_cuda(target.arch // 10, shared, units)
-
-
-def _device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
