@@ -41,6 +41,8 @@ class Call:
     detach_weights: bool
     threads: int
     poisoned: bool
+    #: whether keys, values and queries that take no part are NaN
+    dead: bool
     seed: int
 
     @property
@@ -110,10 +112,17 @@ LAYOUTS: dict[str, Callable[..., str]] = {
 }
 
 
+#: views in which elements share memory
+SHARED = ("one channel", "one token", "one head", "one batch", "one number", "overlapping")
+
+
 def program(call: Call) -> tuple[list[str], list[str]]:
     """(lines that make the inputs, lines that call) as Python: the fuzzer runs what it prints."""
     s = call.sizes
-    inputs = ["import torch, ringweave as rw", f"torch.manual_seed({call.seed}); torch.set_num_threads({call.threads})"]
+    imports = "import torch, ringweave as rw"
+    if any(tree.kind == "from_block_mask" for tree in call.tree.walk()):
+        imports += ", torch.nn.attention.flex_attention"
+    inputs = [imports, f"torch.manual_seed({call.seed}); torch.set_num_threads({call.threads})"]
     if call.poisoned:
         inputs[1] += "; torch.use_deterministic_algorithms(True)"
     for name, shape, layout, fill in zip("qkvd", call.shapes(), call.layouts, call.fills, strict=True):
@@ -137,6 +146,12 @@ def program(call: Call) -> tuple[list[str], list[str]]:
         options = f"{trees.longnet_arguments(call.tree)}, detach_weights={call.detach_weights}, {options}"
     else:
         inputs.append(f"pattern = {trees.source(call.tree, s)}")
+    if call.dead:
+        asked = f"{s.nq}, {s.nk}, {s.heads}, batch={s.batch}, q_offset={s.q_offset}"
+        inputs += [
+            f"used = pattern.to_dense({asked}) > 0; dead = ~used.unflatten(1, ({call.kv_heads}, -1)).any(2).any(2)",
+            "k.data[dead] = v.data[dead] = torch.nan; q.data[~used.any(-1)] = torch.nan",
+        ]
     if call.how == "context":
         inputs.append(f"ctx = rw.ContextParallel(None, pattern, {s.nk}, heads=({s.heads}, {call.kv_heads}))")
         lines = [
@@ -190,11 +205,12 @@ def draw(backend: str, seed: int, index: int) -> Call:
     names = list(LAYOUTS)
     layouts = tuple("contiguous" if plain or r.random() < 0.2 else r.choice(names) for _ in range(4))
     fills = tuple(r.choice(FILLS) if r.random() < 0.3 else ".normal_()" for _ in range(4))
+    dead = how != "longnet_attention" and not set(layouts[:3]) & set(SHARED) and r.random() < 0.3
     return Call(
         backend, kv_heads, sizes, dim, value_dim, dtype, tree, layouts, fills, r.choice(SCALES),  # type: ignore[arg-type]
         leaves=r.choice(["qkv", "qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv", "qv", ""]),
         loss="out" if how in ("attention", "longnet_attention") else r.choice(["both", "both", "out", "lse"]),
-        how=how, detach_weights=detach, threads=r.choice([1] * 5 + [2]), poisoned=r.random() < 0.2, seed=r.randint(0, 10**6),
+        how=how, detach_weights=detach, threads=r.choice([1] * 5 + [2]), poisoned=r.random() < 0.2, dead=dead, seed=r.randint(0, 10**6),
     )  # fmt: skip
 
 

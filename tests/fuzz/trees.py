@@ -274,9 +274,25 @@ def variable_allows(at: At, local: tuple[int, ...], whole: tuple[int, ...], rand
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 
+FUNCTIONS = {
+    "residue": "lambda b, h, q, k: (q + {c} * k) % {m} < {c}",
+    "by_head": "lambda b, h, q, k: (q - k).abs() <= {c} * (h + 1)",
+    "by_batch": "lambda b, h, q, k: k <= q + {c} * b",
+    "ids": "lambda b, h, q, k: t[q] == t[k]",
+    "pairs": "lambda b, h, q, k: t[q, k] == 1",
+    "lengths": "lambda b, h, q, k: k < t[b]",
+    "reach": "lambda b, h, q, k: (q - k).abs() <= t[h]",
+    "by_both": "lambda b, h, q, k: (q + k) % 3 == t[b, h]",
+}
+
+
 def draw_function(r: Random, s: Sizes) -> tuple[Any, ...]:
-    names = ["residue", "by_head", "by_batch", "ids", "pairs", "lengths", "reach", "by_both"]
-    return r.choice(names), r.choice(["rw.TokenMask", "rw.from_mask_mod"]), r.choice([1, 2, 3, 5, 40]), r.randint(0, 99)
+    return (
+        r.choice(list(FUNCTIONS)),
+        r.choice(["rw.TokenMask", "rw.from_mask_mod"]),
+        r.choice([1, 2, 3, 5, 40]),
+        r.randint(0, 99),
+    )
 
 
 def captured(s: Sizes, name: str, c: int, seed: int) -> tuple[tuple[int, ...], float]:
@@ -292,20 +308,11 @@ def captured(s: Sizes, name: str, c: int, seed: int) -> tuple[tuple[int, ...], f
 
 
 def function_source(s: Sizes, name: str, maker: str, c: int, seed: int) -> str:
-    body = {
-        "residue": f"(q + {c} * k) % {c + 2} < {c}",
-        "by_head": f"(q - k).abs() <= {c} * (h + 1)",
-        "by_batch": f"k <= q + {c} * b",
-        "ids": "t[q] == t[k]",
-        "pairs": "t[q, k] == 1",
-        "lengths": "k < t[b]",
-        "reach": "(q - k).abs() <= t[h]",
-        "by_both": "(q + k) % 3 == t[b, h]",
-    }[name]
+    body = FUNCTIONS[name].format(c=c, m=c + 2)
     shape, times = captured(s, name, c, seed)
     if not shape:
-        return f"{maker}(lambda b, h, q, k: {body})"
-    return f"{maker}((lambda t: lambda b, h, q, k: {body})(({random_source(shape, seed)} * {times}).long()))"
+        return f"{maker}({body})"
+    return f"{maker}((lambda t: {body})(({random_source(shape, seed)} * {times}).long()))"
 
 
 def function_allows(at: At, name: str, maker: str, c: int, seed: int) -> Any:
@@ -322,6 +329,15 @@ def function_allows(at: At, name: str, maker: str, c: int, seed: int) -> Any:
         "reach": lambda: near(at, int(t[h])),
         "by_both": lambda: (q + k) % 3 == t[b, h],
     }[name]()
+
+
+def draw_block_mask(r: Random, s: Sizes) -> tuple[Any, ...]:
+    return r.choice(["residue", "by_head", "by_batch"]), "", r.choice([1, 3, 40]), r.choice([16, 32, 48, 128])
+
+
+def block_mask_source(s: Sizes, name: str, maker: str, c: int, side: int) -> str:
+    made = f"torch.nn.attention.flex_attention.create_block_mask({FUNCTIONS[name].format(c=c, m=c + 2)}"
+    return f"rw.from_block_mask({made}, {s.batch}, {s.heads}, {s.stop}, {s.nk}, device='cpu', BLOCK_SIZE={side}))"
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------
@@ -400,6 +416,7 @@ KINDS: dict[str, Kind] = {
     "BlockTable": Kind(draw_table, table_source, table_allows),
     "BlockTable of indices": Kind(draw_listed, listed_source, listed_allows),
     "function": Kind(draw_function, function_source, function_allows),
+    "from_block_mask": Kind(draw_block_mask, block_mask_source, function_allows),
     "longformer": Kind(
         lambda r, s: (width(r, s), tokens(r, s), r.random() < 0.5),
         lambda s, n, of, causal: f"rw.longformer({n}, {listing(of)}, causal={causal})",
@@ -490,7 +507,7 @@ def counts(tree: Tree, s: Sizes) -> NDArray[np.int64]:
 
 def _depends(tree: Tree) -> tuple[bool, bool]:
     varied = any(
-        below.kind in ("PerHead", "function", "BlockTable", "BlockTable of indices", "random_blocks")
+        below.kind in ("PerHead", "function", "BlockTable", "BlockTable of indices", "random_blocks", "from_block_mask")
         for below in tree.walk()
     )
     return varied, varied
