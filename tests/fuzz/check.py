@@ -316,7 +316,9 @@ def _rounding(truth: Truth) -> dict[str, float]:
     unit = truth.unit
     q, k, v, dout = (t.abs() for t in truth.wide)
     scale = abs(truth.scale)
-    exponents = 1 + (q @ k.mT * scale + truth.alive.abs()[..., None]) * (truth.exponent_unit / unit)
+    # channels that are all alike are rounded alike, one after the other
+    products = q @ k.mT * (scale * (1 + call.dim / 16))
+    exponents = 1 + (products + truth.alive.abs()[..., None]) * (truth.exponent_unit / unit)
     weights = truth.weights * exponents
     out = weights @ v
     sizes = {"out": out, "lse": exponents.amax(-1)[want["lse"].isfinite()]}
