@@ -14,7 +14,7 @@ DIMS = [8, 8, 16, 16, 24, 32, 40, 64, 72, 96]
 ODD_DIMS = [1, 2, 3, 5, 7, 12, 20, 33, 50, 90]
 SCALES = [None, None, None, None, 0.3, -0.3, 1.0, 0.0, -0.0, 1e-30, 1e-6, -1e-3, 30.0, -20.0, 1e4, -1e6, 1e20, 1e30]
 FILLS = [".normal_()"] * 8 + [".normal_(0, 30)", ".normal_(0, 0.001)", ".random_(-2, 3)", ".fill_(1)", ".zero_()"]
-CALLS = ["attention", "attention_with_lse", "context", "no_grad", "inference_mode"]
+CALLS = ["attention", "attention", "context", "no_grad", "inference_mode", "merge", "weights"]
 DTYPES = ["float32", "float32", "bfloat16", "float16", "float64"]
 
 
@@ -160,6 +160,17 @@ def program(call: Call) -> tuple[list[str], list[str]]:
         ]
     elif longnet:
         lines = [f"out = rw.longnet_attention(q, k, v, {options})"]
+    elif call.how == "merge":
+        lines = [
+            f"parts = [rw.attention_with_lse(q, k, v, each, {options}) for each in (pattern & rw.Strided(3), pattern & ~rw.Strided(3))]",
+            "out, lse = rw.merge(*zip(*parts))",
+        ]
+    elif call.how == "weights":
+        asked = options.split(", ", 1)[1:]
+        lines = [
+            f"weights = rw.attention_weights(q, k, {', '.join([pattern, *asked])}).to_dense()",
+            f"out = (weights @ v.to(weights.dtype).repeat_interleave({s.heads // call.kv_heads}, 1)).to(v.dtype)",
+        ]
     elif call.how == "attention":
         lines = [f"out = rw.attention(q, k, v, {pattern}, {options})"]
     else:
@@ -201,15 +212,19 @@ def draw(backend: str, seed: int, index: int) -> Call:
         dtype = "float32"
     if slow and dtype == "bfloat16" and r.random() < 0.95:
         dtype = "float16"
+    if (how == "merge" and tree.kind == "LongNet") or (how in ("merge", "weights") and backend == "sdpa"):
+        how = "attention_with_lse"
+    if how == "weights" and (tree.kind == "LongNet" or backend not in ("auto", "gather")):
+        how = "attention"
     plain = r.random() < 0.15
     names = list(LAYOUTS)
     layouts = tuple("contiguous" if plain or r.random() < 0.2 else r.choice(names) for _ in range(4))
     fills = tuple(r.choice(FILLS) if r.random() < 0.3 else ".normal_()" for _ in range(4))
-    dead = how != "longnet_attention" and not set(layouts[:3]) & set(SHARED) and r.random() < 0.3
+    dead = how not in ("longnet_attention", "weights") and not set(layouts[:3]) & set(SHARED) and r.random() < 0.3
     return Call(
         backend, kv_heads, sizes, dim, value_dim, dtype, tree, layouts, fills, r.choice(SCALES),  # type: ignore[arg-type]
         leaves=r.choice(["qkv", "qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv", "qv", ""]),
-        loss="out" if how in ("attention", "longnet_attention") else r.choice(["both", "both", "out", "lse"]),
+        loss="out" if how in ("attention", "longnet_attention", "weights") else r.choice(["both", "both", "out", "lse"]),
         how=how, detach_weights=detach, threads=r.choice([1] * 5 + [2]), poisoned=r.random() < 0.2, dead=dead, seed=r.randint(0, 10**6),
     )  # fmt: skip
 
