@@ -170,7 +170,7 @@ def _run(call: Call, names: dict[str, Any], inputs: str, lines: str) -> str:
     got = {name: names[name].detach() for name in wanted}
     for name in wanted:
         _check_kind(call, name, got[name], truth)
-    if call.backend == "cpu" and call.seed % 4 == 0:
+    if call.backend == "cpu" and call.how != "merge" and call.seed % 4 == 0:
         _check_bits(call, names, lines, got)
     return _compare(call, truth, got)
 
