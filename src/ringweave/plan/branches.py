@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..errors import PatternError
 from ..patterns import Causal, Full, LongNet, Or, Pattern, View
 from .block_plan import BlockPlan
 from .build import default_tile, estimate_tiles
@@ -200,10 +201,22 @@ def _split(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
             if inside is None:
                 return (whole,)
             branch = _branch(View(everything.heads, rate, offset), inside, size)
-            if branch is not None:
-                program.append(branch)
+            if branch is None:
+                continue
+            if not _fits(branch):
+                return (whole,)
+            program.append(branch)
         seen = part if seen is None else seen | part
     return tuple(program) if _cost(program) < _cost([whole]) else (whole,)
+
+
+def _fits(branch: Branch) -> bool:
+    """Whether a strided pattern is made for its view's lengths: a table's last block may hold no token of the view."""
+    try:
+        branch.pattern.check(branch.nq, branch.nk, branch.q_offset)
+    except PatternError:
+        return False
+    return True
 
 
 def _cost(program: list[Branch]) -> float:
