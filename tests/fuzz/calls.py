@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from . import trees
-from .trees import Sizes, Tree
+from .sizes import Sizes
+from .trees import Tree
 
 LENGTHS = [1, 2, 3, 5, 7, 15, 16, 17, 20, 31, 32, 33, 40, 63, 64, 65, 100, 127, 128, 129, 200, 257]
 DIMS = [8, 8, 16, 16, 24, 32, 40, 64, 72, 96]

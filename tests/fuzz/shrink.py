@@ -9,7 +9,8 @@ from dataclasses import replace
 from . import trees
 from .calls import Call, program
 from .check import Find, Refused, check
-from .trees import Sizes, Tree
+from .sizes import Sizes
+from .trees import Tree
 
 
 def shrink(call: Call, find: Find, seconds: float = 20.0) -> tuple[Call, Find]:
