@@ -232,6 +232,16 @@ def test_unattended_nan(backend: str, bad: float) -> None:
         assert torch.equal(clean[name], dirty[name]), name
 
 
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_nan_after_the_last_query(backend: str) -> None:
+    x = Inputs.random(5, 9, heads=2)
+    clean = run(x, rw.Causal(), backend)
+    x.k[:, :, 5:] = x.v[:, :, 5:] = torch.nan
+    dirty = run(x, rw.Causal(), backend)
+    for name in NAMES:
+        assert torch.equal(clean[name], dirty[name]), name
+
+
 @pytest.mark.parametrize("backend", ["reference", *SPARSE])
 def test_masked_nan_key_does_not_reach_a_row_that_may_not_attend_it(backend: str) -> None:
     x = Inputs.random(64, heads=2)

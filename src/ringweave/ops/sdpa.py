@@ -22,16 +22,24 @@ def _rows_apart(x: Tensor) -> Tensor:
     return x if x.stride(2) >= x.shape[3] else x.contiguous()
 
 
+def _attended(k: Tensor, v: Tensor, q: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
+    """The keys and values that some query may attend: a NaN in others must not be read."""
+    count = q.shape[2] if branch.structure == "causal" else k.shape[2]
+    return k[:, :, :count], v[:, :, :count]
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Dense attention; key heads are repeated for grouped queries, as PyTorch does on a CPU."""
     heads = q.shape[1]
+    every_key = k
+    k, v = _attended(k, v, q, branch)
     unsafe, given = may_overflow(q, k, scale), q
     q, signed, _ = with_sign(q, scale)
     inputs = map(_rows_apart, (q, _per_query_head(k, heads), _per_query_head(v, heads)))
     out, lse = _forward(*inputs, 0.0, branch.structure == "causal", scale=signed)
     out, lse = out.to(dtype).contiguous(), lse.contiguous()
     if unsafe:
-        spoil(out, lse, given, k, branch, scale)
+        spoil(out, lse, given, every_key, branch, scale)
     return out, lse
 
 
@@ -41,7 +49,9 @@ def backward(
     """Gradients of dense attention; delta goes in through further channels where the kernel's own is another."""
     dout, lse, delta, out = upstream
     q, scale, sign = with_sign(q, scale)
-    heads, kv_heads = q.shape[1], k.shape[1]
+    heads, kv_heads, left = q.shape[1], k.shape[1], k.shape[2]
+    k, v = _attended(k, v, q, branch)
+    left -= k.shape[2]
     keys, values = _per_query_head(k, heads), _per_query_head(v, heads)
     slopes = dout.to(q.dtype)
     queries = q
@@ -64,7 +74,7 @@ def backward(
         )
 
     def per_kv_head(x: Tensor) -> Tensor:
-        x = x[..., : q.shape[3]]
+        x = torch.nn.functional.pad(x[..., : q.shape[3]], (0, 0, 0, left))
         return x if kv_heads == heads else x.unflatten(1, (kv_heads, heads // kv_heads)).sum(2)
 
     dq = dq[..., : q.shape[3]].to(dtype).contiguous()
