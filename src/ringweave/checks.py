@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .errors import PatternError, ShapeError, UnsupportedError, message
+from .errors import ShapeError, UnsupportedError, message
 from .ops.backend import Case
 from .ops.dispatch import program
 from .patterns import Pattern, check_extents
+from .patterns.base import refuse
 
 if TYPE_CHECKING:
     from .parallel import ContextParallel
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -33,7 +34,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                     "Add or split dimensions to make four.",
                 )
             )
-        if x.dtype not in _DTYPES:
+        if x.dtype not in DTYPES:
             raise ShapeError(
                 message(
                     f"{name}.dtype", x.dtype, "float32, float16, bfloat16 or float64", f"Convert {name} with .to(...)."
@@ -81,9 +82,7 @@ def check_call(
     """Raise a typed error unless the call can run; the scale to use."""
     check_tensors(q, k, v)
     if not isinstance(pattern, Pattern):
-        raise PatternError(
-            message("pattern", type(pattern).__name__, "a ringweave pattern", "Wrap a mask function in from_mask_mod.")
-        )
+        refuse(pattern)
     if dropout != 0:
         raise UnsupportedError(
             message("dropout", dropout, "0", "Attention dropout is not supported: apply dropout to the output instead.")
