@@ -29,7 +29,7 @@ from .tiles import FULL, Int64, Ranges, Tiles
 
 if TYPE_CHECKING:
     from ..plan.block_plan import BlockPlan
-    from ..plan.causality import Causality
+    from ..plan.future import Causality
 
 # pairs of a dense relation: a byte each
 _DENSE = 2**32
@@ -402,7 +402,5 @@ def check_extents(pattern: Pattern, batch: int, heads: int, *, read: bool = True
             )
     if read and any(table.device.type == "meta" for table in pattern.tables):
         raise PatternError(
-            message(
-                f"pattern {pattern!r}", "a table on the meta device", "values", "Build it of a table that holds some."
-            )
+            message(f"pattern {pattern!r}", "a table on the meta device", "values", "Build it of a table with values.")
         )

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from ..errors import PatternError, message, shown
 from .algebra import Or, join
@@ -93,9 +94,7 @@ def random_blocks(
     places = math.prod(lead) * side * (side if total >= side * side / 8 else total // side + 1)
     if places > _DRAWN:
         raise PatternError(
-            message(
-                "tokens, density", f"{places} blocks to draw", f"at most {_DRAWN}", "Raise block_size, or draw less."
-            )
+            message("tokens, density", f"{places} blocks to draw", f"at most {_DRAWN}", "Raise block_size.")
         )
     return BlockTable.of(draw(lead, side, total, seed=seed, diagonal=diagonal), (block_size, block_size))
 
@@ -196,11 +195,11 @@ def variable(
             message("tokens", f"{tokens} in windows of {sizes[-1]}", f"at most {_LISTED} windows", "Raise block_size.")
         )
     bounds = np.minimum(np.concatenate([sizes, np.repeat(sizes[-1:], repeats)]).cumsum(), tokens)
-    pattern: Pattern = Documents(cu_seqlens=np.unique(np.append(bounds, 0)))
+    pattern: Pattern = Documents(cu_seqlens=torch.from_numpy(np.unique(np.append(bounds, 0))))
     inside = blocks[blocks * block_size < tokens][:, None] * block_size + np.arange(block_size)
     chosen = np.unique(inside[inside < tokens])
     if len(chosen):
-        pattern = pattern | Global(chosen)
+        pattern = pattern | Global(chosen.tolist())
     return pattern | _random(tokens, random, block_size, seed) if random else pattern
 
 

@@ -205,8 +205,9 @@ def _of_indices(indices: Tensor | None, counts: Tensor | None, key_blocks: int |
 
 
 def _is_table(value: object, dtypes: tuple[torch.dtype, ...]) -> bool:
-    dense = isinstance(value, Tensor) and value.layout == torch.strided
-    return dense and value.dtype in dtypes and value.ndim in (2, 3, 4)
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return False
+    return value.dtype in dtypes and value.ndim in (2, 3, 4)
 
 
 def _shape_of(value: object) -> str:

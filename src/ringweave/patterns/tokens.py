@@ -35,7 +35,7 @@ class Sinks(Pattern):
 
     def __init__(self, tokens: int | Sequence[int]):
         alone = isinstance(tokens, (int, float, str, np.number))
-        self.tokens = whole("tokens", tokens, 0) if alone else _positions(tokens)
+        self.tokens: int | tuple[int, ...] = whole("tokens", tokens, 0) if alone else _positions(tokens)
         self.__post_init__()
 
     def either(self, other: Pattern) -> Pattern | None:
@@ -102,7 +102,7 @@ class Sinks(Pattern):
         return type(self)([(t - offset) // rate for t in self.tokens if t % rate == offset])
 
 
-def _positions(tokens: Sequence[int]) -> int | tuple[int, ...]:
+def _positions(tokens: object) -> int | tuple[int, ...]:
     listed = np.sort(integers("tokens", tokens, 0))
     if (np.diff(listed) == 0).any():
         raise PatternError(message("tokens", shown(listed.tolist()), "distinct positions", "Drop the repeated ones."))

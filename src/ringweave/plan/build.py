@@ -57,8 +57,9 @@ def check_tile(tile: object) -> tuple[int, int]:
 
 
 def _is_side(side: object) -> bool:
-    whole = isinstance(side, (int, np.integer)) and not isinstance(side, bool)
-    return whole and 16 <= side <= 1024 and side % 16 == 0
+    if isinstance(side, bool) or not isinstance(side, (int, np.integer)):
+        return False
+    return 16 <= int(side) <= 1024 and int(side) % 16 == 0
 
 
 def build(
@@ -316,9 +317,7 @@ def _assemble(
 def _limit(tiles: int) -> None:
     # numbers of tiles are kept in 32 bits
     if tiles >= 2**31:
-        raise PatternError(
-            message("pattern", f"{tiles} tiles", "fewer than 2**31", "Use larger tiles or fewer groups.")
-        )
+        raise PatternError(message("pattern", f"{tiles} tiles", "fewer than 2**31", "Use larger tiles or less."))
 
 
 def _offsets(index: Int64, size: int) -> Int64:

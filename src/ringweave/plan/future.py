@@ -75,12 +75,13 @@ def causality(
 def _of(branch: Branch) -> tuple[int, Offender | None]:
     if branch.structure == "causal" or branch.q_offset + 1 >= branch.nk:
         return 0, None
-    heads, first_head = branch.heads, branch.heads[0]
+    heads = range(*branch.heads)
 
     def at(query: int, key: int, b: int, h: int) -> Offender:
         # a query's place in the view as its position, which is congruent to the view's keys
         query += branch.q_offset
-        return Offender(branch.k_first + query * branch.rate, branch.k_first + key * branch.rate, b, range(*heads)[h])
+        positions = (branch.k_first + place * branch.rate for place in (query, key))
+        return Offender(*positions, b, heads[h])
 
     if branch.structure == "full":
         # query p leaves out the keys up to p
@@ -103,7 +104,7 @@ def _of(branch: Branch) -> tuple[int, Offender | None]:
         return 0, None
     of_set = [_first(plan, number) for number in range(plan.row_ptr.shape[0])]
     found = [
-        at(*pair, b, h)
+        at(pair[0], pair[1], b, h)
         for b, row in enumerate(plan.group.tolist())
         for h, number in enumerate(row)
         if (pair := of_set[number]) is not None
