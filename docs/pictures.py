@@ -104,8 +104,8 @@ GALLERY = {
 ALGEBRA = [
     Entry(
         "window_and_sinks",
-        "SlidingWindow(192) & Causal() | Sinks(32)",
-        lambda: rw.SlidingWindow(192) & rw.Causal() | rw.Sinks(32),
+        "(SlidingWindow(192) | Sinks(32)) & Causal()",
+        lambda: (rw.SlidingWindow(192) | rw.Sinks(32)) & rw.Causal(),
     ),
     Entry(
         "causal_without_segments",
@@ -248,7 +248,7 @@ def flow() -> str:
 def tiles() -> str:
     """A relation by pairs beside its plan by tiles."""
     tokens, side = 128, 16
-    pattern = rw.SlidingWindow(40) & rw.Causal() | rw.Sinks(6)
+    pattern = (rw.SlidingWindow(40) | rw.Sinks(6)) & rw.Causal()
     plan = pattern.plan(tokens, tile=side)
     dense = pattern.to_dense(tokens)[0, 0]
     kinds: list[list[str | None]] = [[None] * plan.kv_tiles for _ in range(plan.q_tiles)]

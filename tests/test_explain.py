@@ -10,7 +10,7 @@ import torch
 import ringweave as rw
 from ringweave.explain import explain
 
-WINDOW = rw.SlidingWindow(200) & rw.Causal() | rw.Sinks(4)
+WINDOW = (rw.SlidingWindow(200) | rw.Sinks(4)) & rw.Causal()
 
 
 @pytest.mark.parametrize(

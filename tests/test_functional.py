@@ -105,7 +105,7 @@ def test_composes_with_gradient_checkpointing() -> None:
 
 def test_decode_step_equals_the_last_row() -> None:
     q, k, v = tensors((2, 4, 300, 16), (2, 2, 300, 16), (2, 2, 300, 16))
-    pattern = rw.SlidingWindow(50) & rw.Causal() | rw.Sinks(4)
+    pattern = (rw.SlidingWindow(50) | rw.Sinks(4)) & rw.Causal()
     whole = rw.attention(q, k, v, pattern)
     step = rw.attention(q[:, :, -1:], k, v, pattern, q_offset=299)
     torch.testing.assert_close(step, whole[:, :, -1:])
@@ -198,7 +198,7 @@ def test_compiles_patterns_made_inside_and_longnet_and_merge() -> None:
     x = Inputs.random(100, heads=4)
 
     def step(q, k, v):  # type: ignore[no-untyped-def]
-        near = rw.attention_with_lse(q, k, v, rw.SlidingWindow(9) & rw.Causal() | rw.Sinks(3))
+        near = rw.attention_with_lse(q, k, v, (rw.SlidingWindow(9) | rw.Sinks(3)) & rw.Causal())
         far = rw.attention_with_lse(q, k, v, rw.PrefixLM(5))
         return rw.merge([near.out, far.out], [near.lse, far.lse]).out + rw.longnet_attention(
             q, k, v, segments=[20, 40], rates=[1, 4]

@@ -80,8 +80,7 @@ def _of(branch: Branch) -> tuple[int, Offender | None]:
     def at(query: int, key: int, b: int, h: int) -> Offender:
         # a query's place in the view as its position, which is congruent to the view's keys
         query += branch.q_offset
-        positions = (branch.k_first + place * branch.rate for place in (query, key))
-        return Offender(*positions, b, heads[h])
+        return Offender(branch.k_first + query * branch.rate, branch.k_first + key * branch.rate, b, heads[h])
 
     if branch.structure == "full":
         # query p leaves out the keys up to p
