@@ -155,7 +155,7 @@ def gallery() -> str:
 
 
 def facts(each: Entry) -> str:
-    """Density and tiles of what is drawn, as ``explain`` counts them for the gather backend."""
+    """Density, causality and tiles of what is drawn, as ``explain`` counts them for the gather backend."""
     pattern = each.build()
     numbers = rw.explain(pattern, each.tokens, heads=each.heads, backend="gather", as_dict=True)
     tiles = numbers["tiles"]
@@ -165,7 +165,8 @@ def facts(each: Entry) -> str:
     sizes = f"{each.tokens} tokens" + (f", {each.heads} heads" if each.heads > 1 else "")
     density = percent(numbers["pairs"]["density"])
     kinds = f"{tiles['full']} full, {partial} partial"
-    return f"{sizes}, density {density}: {count(tiles['computed'], 'tile')}{where}, {kinds}"
+    said = numbers["causality"]["text"]
+    return f"{sizes}, density {density}: {count(tiles['computed'], 'tile')}{where}, {kinds}; {said}"
 
 
 # ---- diagrams --------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_tiles_are_those_of_the_plan() -> None:
     tiled[plan.tile_rows(), plan.col.long()] = True
     whole = tiled.repeat_interleave(plan.q_tile, 0).repeat_interleave(plan.kv_tile, 1)[:2000, :2000]
     assert facts["pairs"]["computed"] == 3 * int(whole.sum())
-    assert facts["tiles"]["density"] == pytest.approx(float(whole.double().mean()))
+    assert facts["pairs"]["computed_density"] == plan.computed_density == pytest.approx(float(whole.double().mean()))
 
 
 def test_branches_of_one_rate_are_one_entry() -> None:

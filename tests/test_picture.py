@@ -83,6 +83,10 @@ def test_caption_tells_density_and_tiles() -> None:
     drawn = picture(pattern, 16384)
     assert drawn.title == repr(pattern)
     assert f"{pattern.plan(16384).nnz} tiles" in drawn.caption
+    assert drawn.caption.endswith(", causal")
+    assert picture(rw.Sinks(32), 1024).caption.endswith(
+        ", not causal: 496 pairs see the future, the first is query 0, key 1"
+    )
     assert f"density {100 * pattern.density(16384):.3g} %" in drawn.caption
 
 

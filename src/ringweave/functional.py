@@ -54,7 +54,7 @@ def attention(
         UnsupportedError: The named backend cannot run the case, or dropout is asked for.
         RingError: With a context: a rank is lost, or ranks call differently.
     Example:
-        >>> rw.attention(q, k, v, rw.SlidingWindow(64) | rw.Sinks(4)).shape
+        >>> rw.attention(q, k, v, (rw.SlidingWindow(64) | rw.Sinks(4)) & rw.Causal()).shape
         torch.Size([1, 4, 256, 32])
 
     References:
