@@ -120,8 +120,9 @@ def explain(
         )
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ShapeError(message("dtype", shown(dtype), "float32, float16, bfloat16 or float64", "Name one of them."))
-    if not isinstance(backend, str):
-        raise UnsupportedError(message("backend", shown(backend), "a backend's name", "Use 'auto'."))
+    if not isinstance(backend, str) or backend not in dispatch.names():
+        wanted = f"one of {', '.join(dispatch.names())}"
+        raise UnsupportedError(message("backend", shown(backend), wanted, "Use 'auto'."))
     kind = named_device(device).type
     case = Case(batch, heads, kv_heads, nq, nk, head_dim, value_dim, dtype, kind, needs_grad)
     steps = dispatch.program(pattern, case, q_offset, backend)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import numpy as np
@@ -257,7 +258,7 @@ class Pattern(ABC):
 
         return causality(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
 
-    def plot(self, tokens: int = 1024, *, heads: int = 1, path: str | None = None) -> str:
+    def plot(self, tokens: int = 1024, *, heads: int = 1, path: str | Path | None = None) -> str:
         """A picture of the relation as SVG text; written to ``path`` (.svg, or .png with matplotlib) when given.
 
         Example:

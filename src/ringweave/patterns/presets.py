@@ -100,14 +100,20 @@ def random_blocks(
 
 
 def bigbird(
-    tokens: int, *, window: int = 192, global_tokens: int = 64, random: int = 3, block_size: int = 64, seed: int = 0
+    tokens: int,
+    *,
+    window: int = 192,
+    global_tokens: int | Sequence[int] = 64,
+    random: int = 3,
+    block_size: int = 64,
+    seed: int = 0,
 ) -> Pattern:
     """A window, global tokens and ``random`` random blocks for every query block.
 
     Args:
         tokens: Sequence length.
         window: Tokens on either side.
-        global_tokens: Tokens at the start that attend all and that all attend.
+        global_tokens: Positions that attend all and that all attend, or an int n for the first n.
         random: Random blocks per query block.
         block_size: Tokens in a random block's side.
         seed: Of the random blocks.

@@ -57,6 +57,8 @@ class BlockTable(Pattern):
     ):
         if (mask is None) == (indices is None):
             raise PatternError(message("mask, indices", "neither or both", "exactly one", "Pass mask= or indices=."))
+        if mask is not None and (counts is not None or key_blocks is not None):
+            raise PatternError(message("counts, key_blocks", "a mask beside them", "indices", "Leave them out."))
         sides = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
         if len(sides) != 2:
             raise PatternError(message("block_size", shown(sides), "one side or two", "Pass (queries, keys)."))

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..patterns.checks import check_device
+
 _TENSORS = ("row_ptr", "col", "bits", "col_ptr", "row", "bits_t", "masks", "group", "order")
 _LISTS = ("col", "bits", "row", "bits_t")
 _SIZES = ("nq", "nk", "q_tile", "kv_tile", "q_offset", "counted")
@@ -142,8 +144,9 @@ class BlockPlan:
 
     def to(self, device: torch.device | str) -> BlockPlan:
         """The plan with its tensors on a device; without places to spare where that is the CPU."""
+        device = check_device(device)
         moved = {name: getattr(self, name).to(device) for name in _TENSORS}
-        if torch.device(device).type != "cpu" or self.counted:
+        if device.type != "cpu" or self.counted:
             return dataclasses.replace(self, **moved)
         nnz = self.nnz
         for name in _LISTS:

@@ -62,7 +62,7 @@ class PlanCache:
         self,
         pattern: Pattern,
         nq: int,
-        nk: int,
+        nk: int | None = None,
         *,
         heads: int = 1,
         batch: int = 1,
