@@ -145,6 +145,8 @@ def is_dense(arguments: dict[str, Any], answer: Any) -> None:
 def is_plan(arguments: dict[str, Any], answer: Any) -> None:
     pattern, sizes = sizes_of(arguments)
     dense = pattern.to_dense(**sizes)
+    if answer.device.type == "meta":  # of its sizes alone
+        return
     assert torch.equal(answer.to_dense(), dense)
     assert answer.density == pattern.density(**sizes) == pytest.approx(float(dense.double().mean()), abs=1e-12)
     assert answer.density <= answer.computed_density <= 1

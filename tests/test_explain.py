@@ -62,6 +62,18 @@ def test_branches_of_one_rate_are_one_entry() -> None:
     assert (four["rate"], four["views"], four["queries"], four["heads"]) == (4, 4, [512, 513], list(range(8)))
 
 
+def test_causality_is_told() -> None:
+    leaking = rw.SlidingWindow(192) & rw.Causal() | rw.Sinks(32)
+    text = "not causal: 496 pairs see the future, the first is query 0, key 1"
+    assert f"causality {text}" in explain(leaking, 1024)
+    assert explain(leaking, 1024, as_dict=True)["causality"] == {
+        "causal": False, "future_pairs": 496, "first": {"query": 0, "key": 1, "batch": 0, "head": 0}, "text": text,
+    }  # fmt: skip
+    assert "causality causal\n" in explain(WINDOW, 1024)
+    facts = explain(rw.Full(), 2**24, backend="sdpa", as_dict=True)
+    assert facts["causality"]["future_pairs"] == 2**23 * (2**24 - 1)
+
+
 def test_memory_and_flops() -> None:
     facts = explain(
         rw.Full(), 128, 256, heads=8, kv_heads=2, head_dim=64, value_dim=32, batch=2, dtype=torch.bfloat16, as_dict=True

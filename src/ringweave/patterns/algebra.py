@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 from torch import Tensor
@@ -22,8 +22,16 @@ class Combined(Pattern):
     sign: ClassVar[str]
 
     def __post_init__(self) -> None:
-        nest(self, self.parts)
+        nest(self, 1 + max(part.depth for part in self.parts), sum(part.leaves for part in self.parts))
         super().__post_init__()
+
+    def appended(self, part: Pattern) -> Self:
+        """With one more part; what is known of the others is kept, so that long unions may grow one by one."""
+        new = object.__new__(type(self))
+        object.__setattr__(new, "parts", (*self.parts, part))
+        nest(new, max(self.depth, 1 + part.depth), self.leaves + part.leaves)
+        object.__setattr__(new, "spec", f"{self.spec}{self.sign}{self._bracketed(part, part.spec)}")
+        return new
 
     def _text(self) -> str:
         return self._join_text([part.spec for part in self.parts])
@@ -32,9 +40,11 @@ class Combined(Pattern):
         return self._join_text([repr(part) for part in self.parts])
 
     def _join_text(self, texts: list[str]) -> str:
+        return self.sign.join(self._bracketed(part, text) for text, part in zip(texts, self.parts, strict=True))
+
+    def _bracketed(self, part: Pattern, text: str) -> str:
         # `&` binds tighter than `|`, as in Python
-        pairs = zip(texts, self.parts, strict=True)
-        return self.sign.join(f"({t})" if isinstance(self, And) and isinstance(p, Or) else t for t, p in pairs)
+        return f"({text})" if isinstance(self, And) and isinstance(part, Or) else text
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
@@ -229,6 +239,13 @@ def join(kind: type[Combined], *operands: Pattern) -> Pattern:
             )
         parts += operand.parts if isinstance(operand, kind) else (operand,)
     neutral = "Full()" if kind is And else "~Full()"
+    first, last = operands[0], operands[-1]
+    if len(operands) == 2 and isinstance(first, kind) and not isinstance(last, kind):
+        alone = kind is And or type(last).either is Pattern.either
+        if last.spec == neutral or any(last == old for old in first.parts if old.spec == last.spec):
+            return first
+        if alone:
+            return first.appended(last)
     kept: dict[str, list[Pattern]] = {}
     for part in parts if kind is And else _together(parts):
         # few patterns of one text have tables to compare

@@ -15,7 +15,6 @@ underscore in place of each tensor of ``tables``. Text and tensors can cross ``t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NoReturn
@@ -329,9 +328,8 @@ class Derived(Pattern):
         return self.definition.restride(rate, offset)
 
 
-def nest(pattern: Pattern, parts: Sequence[Pattern]) -> None:
-    """Count what a pattern combines; PatternError where that is more than reading and planning are made for."""
-    depth, number = 1 + max(part.depth for part in parts), sum(part.leaves for part in parts)
+def nest(pattern: Pattern, depth: int, number: int) -> None:
+    """Say what a pattern combines; PatternError where that is more than reading and planning are made for."""
     remedy = "Write chosen tokens as one Sinks([...]), and other unions as a BlockTable or from_mask_mod."
     if depth > _DEPTH:
         raise PatternError(message("pattern", f"operators nested {depth} deep", f"at most {_DEPTH}", remedy))

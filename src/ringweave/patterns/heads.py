@@ -29,7 +29,7 @@ class PerHead(Pattern):
             got = str([type(p).__name__ for p in patterns[:8]]) if listed else shown(patterns)
             raise PatternError(message("patterns", got, "a list of relations", "Pass one per query head."))
         self.patterns = tuple(patterns)
-        nest(self, self.patterns)
+        nest(self, 1 + max(p.depth for p in patterns), sum(p.leaves for p in patterns))
         self.__post_init__()
 
     def _text(self) -> str:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..errors import PatternError, ShapeError, message, shown
 from ..patterns import BlockTable, Pattern, check_extents, rebuild
+from ..patterns.checks import check_device
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
 from .around import Around, Listed, runs_of, split
 from .block_plan import BlockPlan, pack_masks
@@ -150,6 +151,8 @@ def _check(
         raise PatternError(
             message("pattern", repr(pattern), "a relation", "A LongNet has one plan per branch: see explain().")
         )
+    if torch.device(device).type not in ("cpu", "meta"):
+        check_device(device)
     check_extents(pattern, batch, heads, read=torch.device(device).type != "meta")
     pattern.check(nq, nk, q_offset)
 
