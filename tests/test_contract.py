@@ -129,7 +129,9 @@ def is_pattern(arguments: dict[str, Any], answer: Any) -> None:
     assert isinstance(answer, rw.Pattern)
     if not answer.tables and "TokenMask" not in answer.spec:
         assert rw.patterns.parse(answer.spec) == answer
-    dense_of(answer, arguments["tokens"] if isinstance(arguments.get("tokens"), int) and arguments["tokens"] <= 256 else N)
+    dense_of(
+        answer, arguments["tokens"] if isinstance(arguments.get("tokens"), int) and arguments["tokens"] <= 256 else N
+    )
 
 
 def sizes_of(arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -333,7 +335,11 @@ def methods() -> set[str]:
         kind = getattr(rw, name)
         if not inspect.isclass(kind) or issubclass(kind, (Exception, tuple)) or name in CLASSES_ELSEWHERE:
             continue
-        own = {each: thing for each, thing in vars(kind).items() if callable(thing) or isinstance(thing, (classmethod, staticmethod))}
+        own = {
+            each: thing
+            for each, thing in vars(kind).items()
+            if callable(thing) or isinstance(thing, (classmethod, staticmethod))
+        }
         found |= {f"{name}.{each}" for each in own if not each.startswith("_") and each not in PROTOCOL}
     return found
 
