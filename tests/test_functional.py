@@ -56,14 +56,14 @@ def test_types() -> None:
         (lambda: rw.attention(q, k, v, lambda b, h, q, k: q >= k), PatternError, "pattern: got function; wanted a ringweave"),
         (lambda: rw.attention(q, k, v, scale=float("nan")), ShapeError, "scale: got nan; wanted a finite number"),
         (lambda: rw.attention(q, k, v, scale=1e39), ShapeError, r"scale: got 1e\+39; wanted a finite number of float32"),
-        (lambda: rw.attention(q, k, v, scale=2**2000), ShapeError, "scale: got a number out of float32's range"),
+        (lambda: rw.attention(q, k, v, scale=2**2000), ShapeError, "scale: got an int of 2001 bits; wanted a finite number"),
         (lambda: rw.attention(q, k, v, scale="a"), ShapeError, "scale: got 'a'; wanted a number"),
         (lambda: rw.attention(q, k, v, scale=True), ShapeError, "scale: got True; wanted a number"),
         (lambda: rw.attention(q, k, v, scale=torch.nn.Parameter(torch.tensor(0.1))), ShapeError, "Multiply q by it"),
         (lambda: rw.attention_weights(q, k, rw.Full(), scale=torch.tensor(0.1)), ShapeError, "Multiply q by it"),
-        (lambda: rw.attention(q, k, v, q_offset=1.5), ShapeError, r"q_offset: got 1.5; wanted an int from 0 to 2\*\*62"),
+        (lambda: rw.attention(q, k, v, q_offset=1.5), ShapeError, "q_offset: got 1.5; wanted an int. Pass Nk - Nq"),
         (lambda: rw.attention(q, k, v, q_offset=None), ShapeError, "q_offset: got None; wanted an int"),
-        (lambda: rw.attention(q, k, v, q_offset=2**70), ShapeError, "q_offset: got 1180591620717411303424"),
+        (lambda: rw.attention(q, k, v, q_offset=2**70), ShapeError, "q_offset: got 1180591620717411303424; wanted at most"),
         (lambda: rw.attention(q, k, v, dropout=1), ShapeError, "dropout: got 1; wanted a number of at least 0 and below"),
         (lambda: rw.attention(q, k, v, dropout="a"), ShapeError, "dropout: got 'a'; wanted a number"),
         (lambda: rw.attention(q, k, v, backend=None), UnsupportedError, "backend: got None; wanted one of auto"),
@@ -121,7 +121,7 @@ def test_composes_with_gradient_checkpointing() -> None:
 
 def test_decode_step_equals_the_last_row() -> None:
     q, k, v = tensors((2, 4, 300, 16), (2, 2, 300, 16), (2, 2, 300, 16))
-    pattern = rw.SlidingWindow(50) & rw.Causal() | rw.Sinks(4)
+    pattern = (rw.SlidingWindow(50) | rw.Sinks(4)) & rw.Causal()
     whole = rw.attention(q, k, v, pattern)
     step = rw.attention(q[:, :, -1:], k, v, pattern, q_offset=299)
     torch.testing.assert_close(step, whole[:, :, -1:])
@@ -312,7 +312,7 @@ def test_compiles_patterns_made_inside_and_longnet_and_merge() -> None:
     x = Inputs.random(100, heads=4)
 
     def step(q, k, v):  # type: ignore[no-untyped-def]
-        near = rw.attention_with_lse(q, k, v, rw.SlidingWindow(9) & rw.Causal() | rw.Sinks(3))
+        near = rw.attention_with_lse(q, k, v, (rw.SlidingWindow(9) | rw.Sinks(3)) & rw.Causal())
         far = rw.attention_with_lse(q, k, v, rw.PrefixLM(5))
         return rw.merge([near.out, far.out], [near.lse, far.lse]).out + rw.longnet_attention(
             q, k, v, segments=[20, 40], rates=[1, 4]

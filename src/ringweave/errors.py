@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+import torch
+
 
 class RingweaveError(Exception):
     """Base of every error that ringweave raises on purpose."""
@@ -50,3 +53,24 @@ def in_a_line(error: Exception) -> str:
 def message(name: str, got: object, wanted: str, remedy: str) -> str:
     """Compose the one shape of error text used everywhere: name, got, wanted, remedy."""
     return f"{name}: got {got}; wanted {wanted}. {remedy}"
+
+
+_SHOWN = 8  # members of a list
+_TEXT = 120  # characters of a text
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: numbers, texts and the beginning of lists as they are, others by their type."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an int of {value.bit_length()} bits"
+    if value is None or isinstance(value, (int, float, complex, np.generic, torch.dtype, torch.device)):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value if len(value) <= _TEXT else f"{value[:_TEXT]}...")
+    if isinstance(value, (list, tuple)):
+        members = [type(x).__name__ if isinstance(x, (list, tuple)) else shown(x) for x in value[:_SHOWN]]
+        inside = ", ".join(members + ["..."] * (len(value) > _SHOWN))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return f"{type(value).__name__} of {value.dtype} {tuple(value.shape)}"
+    return type(value).__name__

@@ -12,6 +12,7 @@ from .checks import check_call
 from .merge import merge
 from .ops.registered import attend
 from .patterns import Full, LongNet, Pattern
+from .patterns.checks import flag
 from .types import AttentionOutput
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def attention(
         UnsupportedError: The named backend cannot run the case, or dropout is asked for.
         RingError: With a context: a rank is lost, or ranks call differently.
     Example:
-        >>> rw.attention(q, k, v, rw.SlidingWindow(64) | rw.Sinks(4)).shape
+        >>> rw.attention(q, k, v, (rw.SlidingWindow(64) | rw.Sinks(4)) & rw.Causal()).shape
         torch.Size([1, 4, 256, 32])
 
     References:
@@ -161,7 +162,7 @@ def longnet_attention(
     """
     pattern = LongNet(segments, rates, causal=causal, offset=offset, heads=heads)
     # heads that run one branch each have nothing to weigh
-    if not detach_weights or pattern.heads == "partitioned":
+    if not flag("detach_weights", detach_weights) or pattern.heads == "partitioned":
         return attention(q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, context=context)
     parts = [
         attention_with_lse(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..patterns import Causal, Full, LongNet, Or, Pattern, View
 from .block_plan import BlockPlan
-from .build import default_tile, estimate_tiles
+from .build import check_tile, default_tile, estimate_tiles
 from .cache import plan_cache, table_keys
 
 # Sides of block tables that are worth their own tiles: smaller ones drown in overhead.
@@ -73,6 +73,14 @@ class Branch:
         """The sides (q_tile, kv_tile) of its plan."""
         return tile_sides(self.sides, self.pattern, self.nq, self.nk)
 
+    def pairs(self) -> int:
+        """Allowed pairs, over batch and heads; of a dense structure without a plan."""
+        if self.structure == "sparse":
+            return self.plan().pairs()
+        square = min(self.nq, self.nk)
+        causal = square * (square + 1) // 2 + (self.nq - square) * self.nk
+        return (causal if self.structure == "causal" else self.nq * self.nk) * self.batch * self.head_count
+
     def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
         """The branch's plan, cached."""
         return plan_cache.get(
@@ -94,7 +102,7 @@ def tile_sides(tile: int | tuple[int, int] | None, pattern: Pattern, nq: int, nk
         if grid is not None and _GRIDS[0] <= grid <= _GRIDS[1] and grid % 16 == 0:
             return grid, grid
         return default_tile(nq), default_tile(nk)
-    return (tile, tile) if isinstance(tile, int) else tile
+    return check_tile(tile)
 
 
 _MAX_PROGRAMS = 1024
@@ -181,6 +189,10 @@ def _split(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
     parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
     if all(part.residue_rate() == 1 for part in parts):
         return (whole,)
+    # as many views as this cost more to start than they can save
+    cost = _cost([whole])
+    if (sum(min(part.residue_rate(), size.nk) for part in parts) - len(parts)) * _BRANCH_COST >= cost:
+        return (whole,)
     rest = [part for part in parts if part.residue_rate() == 1]
     program: list[Branch] = []
     seen: Pattern | None = None
@@ -203,7 +215,7 @@ def _split(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
             if branch is not None:
                 program.append(branch)
         seen = part if seen is None else seen | part
-    return tuple(program) if _cost(program) < _cost([whole]) else (whole,)
+    return tuple(program) if _cost(program) < cost else (whole,)
 
 
 def _cost(program: list[Branch]) -> float:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ..patterns import Pattern, rebuild
+from ..patterns.base import refuse
+from ..patterns.checks import check_sizes, named_device, whole
 from .block_plan import BlockPlan
-from .build import build
+from .build import build, check_tile
 
 
 class CacheStatistics(NamedTuple):
@@ -50,7 +52,7 @@ class PlanCache:
     """
 
     def __init__(self, max_bytes: int = 512 * 2**20):
-        self.max_bytes = max_bytes
+        self.max_bytes = whole("max_bytes", max_bytes, 0, 2**63 - 1)
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._lock = threading.Lock()
         self._building: dict[Hashable, threading.Lock] = {}
@@ -60,7 +62,7 @@ class PlanCache:
         self,
         pattern: Pattern,
         nq: int,
-        nk: int,
+        nk: int | None = None,
         *,
         heads: int = 1,
         batch: int = 1,
@@ -69,7 +71,10 @@ class PlanCache:
         device: str | torch.device = "cpu",
     ) -> BlockPlan:
         """The plan of a pattern, from the cache or built; arguments as of :func:`ringweave.plan`."""
-        tables, device = pattern.tables, _place(device)
+        if not isinstance(pattern, Pattern):
+            refuse(pattern)
+        nq, nk, heads, batch, q_offset = check_sizes(nq, nk, heads, batch, q_offset)
+        tables, device, tile = pattern.tables, _place(device), check_tile(tile)
         key = (pattern.spec, table_keys(tables), nq, nk, heads, batch, q_offset, tile, str(device))
         with self._lock:
             entry = self._entries.get(key)
@@ -119,7 +124,7 @@ class PlanCache:
 
 def _place(device: str | torch.device) -> torch.device:
     """A device with its number: "cuda" is the current one, and tensors there say which that is."""
-    device = torch.device(device)
+    device = named_device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
