@@ -20,25 +20,38 @@ class UnsupportedError(RingweaveError, RuntimeError):
 
 
 class RingError(RingweaveError, RuntimeError):
-    """A rank is lost or did not answer in time: its shard is gone, so no answer is right.
+    """No answer is right: a rank is lost or silent, and its shard with it, or the ranks do not do the same.
 
     Attributes:
         rank: Rank that raises, in its group.
-        peer: Rank that is lost or silent, where known.
+        peer: Rank that is lost or silent, or does something else, where known.
         stage: Stage of the ring in which this rank was, None outside of one.
         step: Steps (agreements of all ranks) that this rank had begun.
         cause: What was seen, and by whom.
+        wanted: What was wanted instead.
+        remedy: What to do.
     """
 
-    def __init__(self, rank: int, peer: int | None, stage: int | None, step: int, cause: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        peer: int | None,
+        stage: int | None,
+        step: int,
+        cause: str,
+        wanted: str = "an answer of every rank",
+        remedy: str = "",
+    ) -> None:
         self.rank, self.peer, self.stage, self.step, self.cause = rank, peer, stage, step, cause
-        place = f"rank {rank}, step {step}" + ("" if stage is None else f", stage {stage}")
         who = "a peer" if peer is None else f"rank {peer}"
-        remedy = f"The shard of {who} cannot be reached: regroup the survivors and shard again, or restart."
-        super().__init__(message(place, cause, "an answer of every rank", remedy))
+        lost = f"The shard of {who} cannot be reached: regroup the survivors and shard again, or restart."
+        self.wanted, self.remedy = wanted, remedy or lost
+        place = f"rank {rank}, step {step}" + ("" if stage is None else f", stage {stage}")
+        super().__init__(message(place, cause, self.wanted, self.remedy))
 
-    def __reduce__(self) -> tuple[type[RingError], tuple[int, int | None, int | None, int, str]]:
-        return RingError, (self.rank, self.peer, self.stage, self.step, self.cause)
+    def __reduce__(self) -> tuple[type[RingError], tuple[int, int | None, int | None, int, str, str, str]]:
+        said = (self.rank, self.peer, self.stage, self.step, self.cause, self.wanted, self.remedy)
+        return RingError, said
 
 
 def in_a_line(error: Exception) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+import copy
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,16 @@ from ..errors import PatternError, RingError, ShapeError, UnsupportedError, mess
 from ..ops.dispatch import BACKENDS, names, run_forward
 from ..patterns import Pattern, check_extents
 from . import wire as wires
+from .agreement import TAG_WORDS, Opaque, Value, caller, text_words, words_text
 from .call import Call
+from .checks import integer, number, one_of, pair_of_heads
 from .cost import Widths
 from .mesh import group_of
 from .operators import register, ring_attention_op
 from .placement import NAMED, Placement
 from .plans import SCHEDULES, Plans, place
 from .report import explanation
-from .tables import PendingTable, share
+from .tables import PendingTable, rows_of
 from .trace import Trace
 from .transport import Transport
 from .wire import WireStatistics
@@ -54,10 +57,12 @@ class ContextParallel:
         deadline: Seconds that a wait may last.
         retries: How often a timed-out exchange is repeated on fresh connections.
     Raises:
-        ShapeError: No tokens, or heads that do not divide.
+        ShapeError: No tokens, heads that do not divide, or a number that is none or out of bounds.
         PatternError: A pattern that is made for another length or other heads.
-        UnsupportedError: An unknown schedule, placement or wire; a ring on a mesh of two dimensions.
-        RingError: In calls: a rank is lost or silent, or ranks call with different patterns, shapes or types.
+        UnsupportedError: An unknown schedule, placement or wire; a ring on a mesh of two dimensions; a group that is
+            destroyed, or that this process is no member of.
+        RingError: In calls: a rank is lost or silent, ranks call differently or in another order, as far as that can
+            be seen (:meth:`tagged` lets more be seen), or two threads call at once.
     Example:
         >>> ctx = rw.ContextParallel(None, rw.SlidingWindow(64), seq_len=256, heads=(4, 4))
         >>> local = [ctx.shard(x, dim=2) for x in (q, k, v)]
@@ -84,13 +89,15 @@ class ContextParallel:
         deadline: float = 30.0,
         retries: int = 0,
     ):
-        self.patterns = (pattern,) if isinstance(pattern, Pattern) else tuple(pattern)
-        self.seq_len, self.heads = seq_len, (heads[0], heads[1])
+        self.patterns = _patterns(pattern)
+        self.seq_len, self.heads = integer("seq_len", seq_len, 1), pair_of_heads(heads)
         self._options: dict[str, Any] = {
             "schedule": schedule, "placement": placement, "wire": wire, "tolerance": tolerance,
             "deadline": deadline, "retries": retries,
         }  # fmt: skip
         self._check_made()
+        #: the context of which this is a handle with a tag
+        self._whole: ContextParallel | None = None
         #: ranks of a node, where the mesh has two levels
         self._per_node: int | None = None
         if isinstance(mesh, Transport):
@@ -103,38 +110,63 @@ class ContextParallel:
         self._open(Transport(group, deadline=deadline, retries=retries))
 
     def _check_made(self) -> None:
-        schedule, asked = self._options["schedule"], self._options["placement"]
-        if schedule not in SCHEDULES:
-            wanted = f"one of {', '.join(SCHEDULES)}"
-            raise UnsupportedError(message("schedule", repr(schedule), wanted, "Use 'auto'."))
-        if not isinstance(asked, Placement) and asked != "auto" and asked not in NAMED:
-            wanted = f"'auto', a Placement or one of {', '.join(NAMED)}"
-            raise UnsupportedError(message("placement", repr(asked), wanted, "Use 'auto'."))
-        wires.code(str(self._options["wire"]))
-        if self.seq_len < 1:
-            raise ShapeError(message("seq_len", self.seq_len, "at least 1", "Pass the whole sequence's length."))
-        if min(self.heads) < 1 or self.heads[0] % self.heads[1]:
-            wanted = "(query heads, key heads), the second dividing the first"
-            raise ShapeError(message("heads", self.heads, wanted, "Pass (Hq, Hkv)."))
-        if not self.patterns or not all(isinstance(pattern, Pattern) for pattern in self.patterns):
-            got = [type(pattern).__name__ for pattern in self.patterns]
-            raise PatternError(message("pattern", got, "a pattern or several", "Pass ringweave patterns."))
+        one_of("schedule", self._options["schedule"], SCHEDULES)
+        if not isinstance(self._options["placement"], Placement):
+            one_of("placement", self._options["placement"], ("auto", *NAMED), "'auto', a Placement or ")
+        wires.code(self._options["wire"])
+        if self._options["tolerance"] is not None:
+            self._options["tolerance"] = number("tolerance", self._options["tolerance"], 0)
         for pattern in self.patterns:
             self._check_pattern(pattern)
 
     def _open(self, transport: Transport) -> None:
         self.transport = transport
-        form = wires.code(str(self._options["wire"]))
-        self.call = Call(transport, form, self._options["tolerance"])
+        form = wires.code(self._options["wire"])
         asked = self._options["placement"]
         self.placement = place(asked, self.patterns, self.seq_len, self.heads, transport.size)
         #: (local,) int64, the global positions of this rank's tokens; padding is at and after ``seq_len``
         self.positions = torch.from_numpy(self.placement.positions(transport.rank))
         self._held = self.placement.held(transport.rank)
-        schedule = str(self._options["schedule"])
-        self.plans = Plans(self.placement, self.heads, transport.rank, schedule, self._per_node)
-        self._lock = threading.RLock()
+        self.plans = Plans(self.placement, self.heads, transport.rank, self._options["schedule"], self._per_node)
+        transport.contexts += 1
+        number = str(transport.number) if transport.contexts == 1 else f"{transport.number}.{transport.contexts}"
+        said: dict[str, Value] = {
+            "context": number, "seq_len": self.seq_len, "heads": str(self.heads), "nodes": self._per_node,
+            "placement": Opaque(self.placement.digest, self.placement.name), "wire": self._options["wire"],
+            "tolerance": self._options["tolerance"], "deadline": transport.deadline, "retries": transport.retries,
+        }  # fmt: skip
+        self.call = Call(transport, form, self._options["tolerance"], said=said)
         self._number = register(self)
+        # a tensor and not text: what is compiled for one layer serves all, whatever their tags
+        self._tag = torch.zeros(TAG_WORDS, dtype=torch.int64, device="cpu")
+
+    def tagged(self, tag: str) -> ContextParallel:
+        """This context, for calls that have a name: ranks whose calls meet under different names raise.
+
+        No counter can see that two calls alike, of the same pattern, shapes and types, come in another order on
+        another rank. A name tells them apart: a layer's, say. Backward carries the name of its forward.
+
+        Args:
+            tag: The name; the same for a call on all ranks.
+        Returns:
+            A handle of this context, which shares everything with it. Make it once, outside of what is compiled.
+        Raises:
+            UnsupportedError: No text.
+        Example:
+            >>> out = rw.attention(q, k, v, rw.Causal(), context=ctx.tagged("layer 3"))
+        """
+        if not isinstance(tag, str):
+            raise UnsupportedError(message("tag", repr(tag), "text", "Name the call, such as 'layer 3'."))
+        named = copy.copy(self)
+        named._tag = torch.tensor(text_words(tag, TAG_WORDS), dtype=torch.int64, device="cpu")
+        # what the operator finds by its number must live
+        named._whole = self._whole or self
+        return named
+
+    def _said(self, tag: Tensor, **said: Value) -> Call:
+        """The means of a call of the calling thread."""
+        words = tag.tolist()
+        return self.call.saying(tag=words_text(words) if any(words) else caller(), **said)
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
@@ -166,12 +198,10 @@ class ContextParallel:
         Raises:
             ShapeError: Another length.
         """
+        dim = _dim(x, dim)
         if x.shape[dim] != self.seq_len:
-            raise ShapeError(
-                message(
-                    f"x.shape[{dim}]", x.shape[dim], f"{self.seq_len} tokens", "Pass the whole tensor, and its dim."
-                )
-            )
+            wanted = f"{self.seq_len} tokens"
+            raise ShapeError(message(f"x.shape[{dim}]", x.shape[dim], wanted, "Pass the whole tensor, and its dim."))
         mine = x.index_select(dim, self.positions[: self._held].to(x.device))
         if self._held == self.local:
             return mine
@@ -190,9 +220,14 @@ class ContextParallel:
         Raises:
             ShapeError: Another length.
         """
+        dim = _dim(x, dim)
         self._check_local("x", x, dim)
         mine = x.detach().movedim(dim, 0).contiguous()
-        every = self.call.all_gather(mine)
+        shape, dtype = f"{tuple(x.shape)}, dim {dim}", str(x.dtype).removeprefix("torch.")
+        with self.transport.using():
+            call = self._said(self._tag, shape=shape, dtype=dtype, call=self.call.calls)
+            every = call.all_gather(mine)
+            self.call.calls += 1
         whole = mine.new_empty(self.seq_len, *mine.shape[1:])
         for rank, part in enumerate(every):
             held = self.placement.held(rank)
@@ -205,7 +240,10 @@ class ContextParallel:
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of the shard: what ``rw.attention(..., context=)`` calls once it has checked its arguments."""
-        out, lse, *_ = ring_attention_op(q, k, v, pattern.tables, pattern.spec, scale, backend, self._number)
+        grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        out, lse, *_ = ring_attention_op(
+            q, k, v, pattern.tables, pattern.spec, scale, backend, self._number, self._tag, grads
+        )
         return out, lse
 
     def check(self, q: Tensor, k: Tensor, pattern: Pattern, q_offset: int, backend: str) -> None:
@@ -253,7 +291,7 @@ class ContextParallel:
             )
         local = [self.shard(x, 2) for x in (q, k, v)]
         self.check(local[0], local[1], pattern, 0, backend)
-        scale = q.shape[3] ** -0.5
+        scale = 1.0 / math.sqrt(q.shape[3])
         try:
             out, _ = self.attend(local[0], local[1], local[2], pattern, scale, backend)
             return self.unshard(out, 2)
@@ -263,15 +301,29 @@ class ContextParallel:
             return run_forward(q, k, v, pattern, scale, 0, backend)[0]
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, backend: str
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pattern: Pattern,
+        scale: float,
+        backend: str,
+        tag: Tensor,
+        grads: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What the operator runs: (out, lse, received, relayed, formats by hop and rank, flat)."""
-        with self._lock:
+        """What the operator runs: (out, lse, received, relayed, formats by hop and rank, flat, and number and tag)."""
+        with self.transport.using():
             planned = self.plans.of(pattern, q.shape[0])
-            out, lse, received, forms = planned.forward(self.call, q, k, v, scale, backend)
+            number = self.call.calls
+            call = self._said(tag, call=number, scale=scale, backend=backend, requires_grad=grads, **planned.said)
+            out, lse, received, forms = planned.forward(call, q, k, v, scale, backend)
+            # not before it is done: a rank that fails and tries again is one behind, and told so
+            self.call.calls += 1
         kept = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
+        named = text_words(str(call.said["tag"]), TAG_WORDS)
+        forms = torch.cat([forms.flatten(), torch.tensor([number, *named], dtype=torch.int64, device="cpu")])
         # a compiled graph relies on the shapes and strides that the fake operator tells
-        return out.contiguous(), lse.contiguous(), kept[0], kept[1], forms.flatten()
+        return out.contiguous(), lse.contiguous(), kept[0], kept[1], forms
 
     def backward(
         self,
@@ -288,10 +340,13 @@ class ContextParallel:
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What the operator's gradient runs: (dq, dk, dv)."""
-        with self._lock:
+        forms, (number, *tag) = kept[2][: -1 - TAG_WORDS], kept[2][-1 - TAG_WORDS :].tolist()
+        with self.transport.using():
             planned = self.plans.of(pattern, q.shape[0])
-            forms = kept[2].view(-1, self.size)
-            return planned.backward(self.call, dout, dlse, q, k, v, out, lse, kept[:2], forms, scale, backend)
+            said = {"tag": words_text(tag), "call": number, "scale": scale, "backend": backend}
+            call = self.call.saying(**said, **planned.said)
+            forms = forms.view(-1, self.size)
+            return planned.backward(call, dout, dlse, q, k, v, out, lse, kept[:2], forms, scale, backend)
 
     # ---- other ranks, other tables -----------------------------------------------------------------------------------
 
@@ -326,8 +381,15 @@ class ContextParallel:
             ShapeError: Rows of another shape, or blocks that the placement cuts.
             RingError: Ranks share different versions or shapes.
         """
-        with self._lock:
-            return share(self.call, self.placement, rows, block_size, version)
+        rows = rows_of(rows, self.placement, self.rank, block_size)
+        version = integer("version", version, -(2**62), 2**62)
+        with self.transport.using():
+            call = self._said(
+                self._tag, call=self.call.calls, version=version, shape=f"{tuple(rows.shape)}, {block_size}"
+            )
+            pending = PendingTable(call, self.placement, rows, block_size, version)
+            self.call.calls += 1
+        return pending
 
     # ---- looking at it -----------------------------------------------------------------------------------------------
 
@@ -341,6 +403,7 @@ class ContextParallel:
             >>> print(rw.ContextParallel(None, rw.Causal(), 4096, heads=(8, 8)).explain().splitlines()[0])
             4,096 tokens on 1 rank: contiguous placement, 4,096 tokens each
         """
+        head_dim, itemsize = integer("head_dim", head_dim, 1), integer("itemsize", itemsize, 1)
         return explanation(self, Widths(head_dim, head_dim, itemsize))
 
     @property
@@ -379,3 +442,24 @@ class ContextParallel:
         if x.shape[dim] != self.local:
             wanted = f"{self.local}, this rank's share of {self.seq_len}"
             raise ShapeError(message(f"{name}.shape[{dim}]", x.shape[dim], wanted, "Take it with ctx.shard(x, dim)."))
+
+
+def _patterns(asked: Pattern | Sequence[Pattern]) -> tuple[Pattern, ...]:
+    if isinstance(asked, Pattern):
+        return (asked,)
+    found = tuple(asked) if isinstance(asked, Iterable) else (asked,)
+    if not found or not all(isinstance(pattern, Pattern) for pattern in found):
+        got = [type(pattern).__name__ for pattern in found]
+        raise PatternError(message("pattern", got, "a pattern or several", "Pass ringweave patterns."))
+    return found
+
+
+def _dim(x: Tensor, dim: int) -> int:
+    """A dimension of a tensor, counted from the front."""
+    if not isinstance(x, Tensor):
+        raise ShapeError(message("x", type(x).__name__, "a tensor", "Pass a torch tensor."))
+    dim = integer("dim", dim, -(2**31))
+    if not -x.ndim <= dim < x.ndim:
+        wanted = f"a dimension of x, which has {x.ndim}"
+        raise ShapeError(message("dim", dim, wanted, "Name its dimension of tokens."))
+    return dim % x.ndim

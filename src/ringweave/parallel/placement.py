@@ -9,6 +9,7 @@ last on the ranks that hold them.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,9 +103,11 @@ class Placement:
             return 0, step
         return (self._stretch // step, step) if self._stretch % step == 0 else (1, 1)
 
-    def digest_text(self) -> str:
-        """What two ranks compare; see :meth:`ContextParallel.digest`."""
-        return f"{self.name}/{self.tokens}/{self.ranks}/{self.block}/{self.views}/{self.owner.tobytes().hex()}"
+    @cached_property
+    def digest(self) -> int:
+        """63 bits for two ranks to compare."""
+        text = f"{self.name}/{self.tokens}/{self.ranks}/{self.block}/{self.views}/{self.owner.tobytes().hex()}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def block_for(tokens: int, ranks: int, tile: int) -> int:
