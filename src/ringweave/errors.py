@@ -49,6 +49,11 @@ class RingError(RingweaveError, RuntimeError):
         place = f"rank {rank}, step {step}" + ("" if stage is None else f", stage {stage}")
         super().__init__(message(place, cause, self.wanted, self.remedy))
 
+    def again(self) -> RingError:
+        """The same error, for a later call."""
+        kind, said = self.__reduce__()
+        return kind(*said)
+
     def __reduce__(self) -> tuple[type[RingError], tuple[int, int | None, int | None, int, str, str, str]]:
         said = (self.rank, self.peer, self.stage, self.step, self.cause, self.wanted, self.remedy)
         return RingError, said

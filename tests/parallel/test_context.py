@@ -186,7 +186,7 @@ def told(rank: int, peer: int, name: str) -> str:
     mine, theirs = different.shown[rank > 0], different.shown[peer > 0]
     # a pattern and a placement travel as digests: a rank knows its own
     theirs = "another" if different.field in ("pattern", "placement") else theirs
-    wanted = f"wanted the same {different.field} on all ranks. Nothing was moved: make the "
+    wanted = f"wanted the same {different.field} on all ranks. Nothing was moved. Make a new context, "
     return f"rank {rank}, step 1: got {different.field} {mine} here and {theirs} on rank {peer}; {wanted}"
 
 

@@ -7,21 +7,22 @@ patterns.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import struct
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ..errors import RingError
 
-_CALLS = "make the same calls, in the same order, on all ranks"
-_MADE = "make the context with the same arguments on all ranks"
-_FIRST = "make all contexts of a group in one order on all ranks, and use them first in one order"
+_CALLS = "Make a new context, and the same calls in the same order on all ranks."
+_MADE = "Make a new context, with the same arguments on all ranks."
+_FIRST = "Make new contexts, and use them first, in the same order on all ranks."
 
 
 class Opaque(NamedTuple):
@@ -110,38 +111,39 @@ def compare(said: Mapping[str, Value], every: Tensor, rank: int, step: int) -> N
             step,
             f"{name} {mine} here and {theirs} on rank {peer}",
             f"the same {name} on all ranks",
-            f"Nothing was moved: {field.remedy}.",
+            f"Nothing was moved. {field.remedy}",
         )
 
 
-def text_words(text: str, words: int) -> list[int]:
+@functools.lru_cache(1024)
+def text_words(text: str, words: int) -> tuple[int, ...]:
     """Text as it is where it fits, else a digest of it."""
     raw, size = text.encode("utf-8", "surrogatepass"), 8 * words
     if len(raw) > size or b"\0" in raw:
         raw = hashlib.blake2b(raw, digest_size=size - 1).digest() + _DIGEST
     raw = raw.ljust(size, b"\0")
-    return [int.from_bytes(raw[i : i + 8], "little", signed=True) for i in range(0, size, 8)]
+    return struct.unpack(f"<{words}q", raw)
 
 
-def words_text(words: list[int]) -> str:
+def words_text(words: Sequence[int]) -> str:
     """The text that was made words; "another" of a digest."""
-    raw = b"".join(word.to_bytes(8, "little", signed=True) for word in words)
+    raw = struct.pack(f"<{len(words)}q", *words)
     return "another" if raw.endswith(_DIGEST) else raw.rstrip(b"\0").decode("utf-8", "replace")
 
 
-def _encode(value: Value, field: _Field) -> list[int]:
+def _encode(value: Value, field: _Field) -> tuple[int, ...]:
     if value is None:
-        return [_NONE] + [0] * (field.words - 1)
+        return (_NONE,) * field.words
     if isinstance(value, Opaque):
-        return [value.digest]
+        return (value.digest,)
     if isinstance(value, str):
         return text_words(value, field.words)
     if field.kind is float:
-        return list(struct.unpack("<q", struct.pack("<d", value)))
-    return [int(value)]
+        return struct.unpack("<q", struct.pack("<d", value))
+    return (int(value),)
 
 
-def _decode(words: list[int], field: _Field) -> str:
+def _decode(words: Sequence[int], field: _Field) -> str:
     if words[0] == _NONE:
         return "none"
     if field.kind is Opaque:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ..errors import RingError
 from ..ops.backend import Upstream, delta_in_chunks
 from . import wire
 from .agreement import WORDS, Value, compare, header
@@ -35,6 +36,7 @@ class Call:
         space: Buffers.
         said: What the ranks compare, by field of the header.
         calls: How many were made: forward calls, tables and shards.
+        ended: The error that ended them.
     """
 
     transport: Transport
@@ -44,6 +46,7 @@ class Call:
     space: Workspace = field(default_factory=Workspace)
     said: Mapping[str, Value] = field(default_factory=dict)
     calls: int = 0
+    ended: RingError | None = None
 
     def saying(self, **said: Value) -> Call:
         """The same means, for an exchange of which the ranks compare this as well."""

@@ -163,6 +163,18 @@ class ContextParallel:
         named._whole = self._whole or self
         return named
 
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """A call: of one thread at a time, and none after one in which the ranks differed: who knows what met next."""
+        with self.transport.using():
+            if self.call.ended is not None:
+                raise self.call.ended.again()
+            try:
+                yield
+            except RingError as error:
+                self.call.ended = error
+                raise
+
     def _said(self, tag: Tensor, **said: Value) -> Call:
         """The means of a call of the calling thread."""
         words = tag.tolist()
@@ -224,7 +236,7 @@ class ContextParallel:
         self._check_local("x", x, dim)
         mine = x.detach().movedim(dim, 0).contiguous()
         shape, dtype = f"{tuple(x.shape)}, dim {dim}", str(x.dtype).removeprefix("torch.")
-        with self.transport.using():
+        with self._calling():
             call = self._said(self._tag, shape=shape, dtype=dtype, call=self.call.calls)
             every = call.all_gather(mine)
             self.call.calls += 1
@@ -312,7 +324,7 @@ class ContextParallel:
         grads: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """What the operator runs: (out, lse, received, relayed, formats by hop and rank, flat, and number and tag)."""
-        with self.transport.using():
+        with self._calling():
             planned = self.plans.of(pattern, q.shape[0])
             number = self.call.calls
             call = self._said(tag, call=number, scale=scale, backend=backend, requires_grad=grads, **planned.said)
@@ -341,7 +353,7 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What the operator's gradient runs: (dq, dk, dv)."""
         forms, (number, *tag) = kept[2][: -1 - TAG_WORDS], kept[2][-1 - TAG_WORDS :].tolist()
-        with self.transport.using():
+        with self._calling():
             planned = self.plans.of(pattern, q.shape[0])
             said = {"tag": words_text(tag), "call": number, "scale": scale, "backend": backend}
             call = self.call.saying(**said, **planned.said)
@@ -383,7 +395,7 @@ class ContextParallel:
         """
         rows = rows_of(rows, self.placement, self.rank, block_size)
         version = integer("version", version, -(2**62), 2**62)
-        with self.transport.using():
+        with self._calling():
             call = self._said(
                 self._tag, call=self.call.calls, version=version, shape=f"{tuple(rows.shape)}, {block_size}"
             )
