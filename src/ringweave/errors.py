@@ -28,8 +28,7 @@ class RingError(RingweaveError, RuntimeError):
         stage: Stage of the ring in which this rank was, None outside of one.
         step: Steps (agreements of all ranks) that this rank had begun.
         cause: What was seen, and by whom.
-        wanted: What was wanted instead.
-        remedy: What to do.
+        lost: Whether a rank is lost or silent; else all are there, and do not do the same.
     """
 
     def __init__(
@@ -39,15 +38,18 @@ class RingError(RingweaveError, RuntimeError):
         stage: int | None,
         step: int,
         cause: str,
-        wanted: str = "an answer of every rank",
+        wanted: str = "",
         remedy: str = "",
     ) -> None:
         self.rank, self.peer, self.stage, self.step, self.cause = rank, peer, stage, step, cause
-        who = "a peer" if peer is None else f"rank {peer}"
-        lost = f"The shard of {who} cannot be reached: regroup the survivors and shard again, or restart."
-        self.wanted, self.remedy = wanted, remedy or lost
+        self.lost = not wanted
+        self._said = wanted, remedy
+        if self.lost:
+            who = "a peer" if peer is None else f"rank {peer}"
+            wanted = "an answer of every rank"
+            remedy = f"The shard of {who} cannot be reached: regroup the survivors and shard again, or restart."
         place = f"rank {rank}, step {step}" + ("" if stage is None else f", stage {stage}")
-        super().__init__(message(place, cause, self.wanted, self.remedy))
+        super().__init__(message(place, cause, wanted, remedy))
 
     def again(self) -> RingError:
         """The same error, for a later call."""
@@ -55,8 +57,7 @@ class RingError(RingweaveError, RuntimeError):
         return kind(*said)
 
     def __reduce__(self) -> tuple[type[RingError], tuple[int, int | None, int | None, int, str, str, str]]:
-        said = (self.rank, self.peer, self.stage, self.step, self.cause, self.wanted, self.remedy)
-        return RingError, said
+        return RingError, (self.rank, self.peer, self.stage, self.step, self.cause, *self._said)
 
 
 def in_a_line(error: Exception) -> str:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import ringweave as rw
-from ringweave.errors import RingError
-from ringweave.parallel import ContextParallel
+from ringweave.errors import RingError, UnsupportedError
+from ringweave.parallel import ContextParallel, Transport
 
 TOKENS, HEADS = 256, (2, 1)
 WINDOW, CAUSAL = rw.SlidingWindow(40), rw.Causal()
@@ -241,3 +242,29 @@ def one_thread_after_the_other() -> list[bool]:
         logger.join()
     ctx.close()
     return right
+
+
+def groups_that_are_gone() -> dict[str, str]:
+    """What a context says to a group that was destroyed, alone or with all, to its mesh, to None, to one of others."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    default, sub, others = dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0])
+    said = {}
+
+    def make(name: str, group: Any) -> None:
+        try:
+            ctx = ContextParallel(group, WINDOW, TOKENS, heads=HEADS)
+            said[name] = "made"
+            ctx.close()
+        except UnsupportedError as error:
+            said[name] = str(error)
+
+    make("others", others)
+    dist.destroy_process_group(sub)
+    make("sub", sub)
+    dist.destroy_process_group()
+    make("default", default)
+    make("mesh", mesh)
+    make("none", dist.group.WORLD)
+    # who means it can say so
+    ContextParallel(Transport(None), WINDOW, TOKENS, heads=HEADS)
+    return said

@@ -50,7 +50,7 @@ def test_programs(schedule: str, named: bool) -> None:
 
 
 def test_programs_of_processes(pool4: Pool) -> None:
-    for results in zip(*pool4.run(f"{JOBS}:follow_all", [2, 3, 4]), strict=True):
+    for results in zip(*pool4.run(f"{JOBS}:follow_all", [2, 3]), strict=True):
         in_another(list(results))
 
 

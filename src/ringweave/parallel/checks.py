@@ -1,14 +1,15 @@
-"""Checks of arguments that are numbers."""
+"""Checks of arguments, each said as name, got, wanted, remedy."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import SupportsIndex, cast
 
-from ..errors import ShapeError, UnsupportedError, message
+from ..errors import PatternError, ShapeError, UnsupportedError, message
+from ..patterns import Pattern
 
 
 def integer(name: str, value: object, least: int, most: int = 2**40) -> int:
@@ -59,7 +60,7 @@ def pair_of_heads(heads: object) -> tuple[int, int]:
     Raises:
         ShapeError: No such pair.
     """
-    wanted = "(query heads, key heads), the second dividing the first"
+    wanted = "query heads, a multiple of key heads"
     if not isinstance(heads, Sequence) or isinstance(heads, str) or len(heads) != 2:
         raise ShapeError(message("heads", repr(heads), wanted, "Pass (Hq, Hkv)."))
     of_queries, of_keys = (integer("heads", count, 1, 2**20) for count in heads)
@@ -78,3 +79,18 @@ def one_of(name: str, value: object, names: Sequence[str], wanted: str = "") -> 
         return value
     wanted = f"{wanted}one of {', '.join(names)}"
     raise UnsupportedError(message(name, repr(value), wanted, f"Use {names[0]!r}."))
+
+
+def patterns_of(asked: Pattern | Sequence[Pattern]) -> tuple[Pattern, ...]:
+    """One pattern, or several.
+
+    Raises:
+        PatternError: Something else, or none.
+    """
+    if isinstance(asked, Pattern):
+        return (asked,)
+    found = tuple(asked) if isinstance(asked, Iterable) else (asked,)
+    if not found or not all(isinstance(pattern, Pattern) for pattern in found):
+        got = [type(pattern).__name__ for pattern in found]
+        raise PatternError(message("pattern", got, "a pattern or several", "Pass ringweave patterns."))
+    return found

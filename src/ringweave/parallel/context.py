@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from ..patterns import Pattern, check_extents
 from . import wire as wires
 from .agreement import TAG_WORDS, Opaque, Value, caller, text_words, words_text
 from .call import Call
-from .checks import integer, number, one_of, pair_of_heads
+from .checks import integer, number, one_of, pair_of_heads, patterns_of
 from .cost import Widths
 from .mesh import group_of
 from .operators import register, ring_attention_op
@@ -89,7 +89,7 @@ class ContextParallel:
         deadline: float = 30.0,
         retries: int = 0,
     ):
-        self.patterns = _patterns(pattern)
+        self.patterns = patterns_of(pattern)
         self.seq_len, self.heads = integer("seq_len", seq_len, 1), pair_of_heads(heads)
         self._options: dict[str, Any] = {
             "schedule": schedule, "placement": placement, "wire": wire, "tolerance": tolerance,
@@ -269,7 +269,7 @@ class ContextParallel:
                     message(f"{name} heads", x.shape[1], f"{heads}, as the context's", "Make a context for them.")
                 )
         if backend != "auto":
-            known = BACKENDS.get(backend)
+            known = BACKENDS.get(backend) if isinstance(backend, str) else None
             if known is None or not (known.planned and known.branched):
                 able = [name for name in names()[1:] if BACKENDS[name].planned and BACKENDS[name].branched]
                 wanted = f"'auto' or one that computes a plan: {', '.join(able)}"
@@ -292,11 +292,14 @@ class ContextParallel:
         Returns:
             (B, Hq, seq_len, Dv), on every rank.
         Raises:
+            ShapeError: Inputs of other shapes, or types that are not one.
             UnsupportedError: An input that requires gradients, or an unknown fallback.
-            RingError: A rank is lost, and there is no fallback.
+            RingError: A rank is lost, and there is no fallback; or ranks differ.
         """
-        if fallback not in ("raise", "single"):
-            raise UnsupportedError(message("fallback", repr(fallback), "'raise' or 'single'", "Name one of them."))
+        one_of("fallback", fallback, ("raise", "single"))
+        if not isinstance(pattern, Pattern):
+            raise PatternError(message("pattern", type(pattern).__name__, "a pattern", "Pass a ringweave pattern."))
+        self._check_whole(q, k, v)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise UnsupportedError(
                 message("q, k, v", "inputs that require gradients", "none", "Use shards, or torch.no_grad().")
@@ -307,8 +310,8 @@ class ContextParallel:
         try:
             out, _ = self.attend(local[0], local[1], local[2], pattern, scale, backend)
             return self.unshard(out, 2)
-        except RingError:
-            if fallback == "raise":
+        except RingError as error:
+            if fallback == "raise" or not error.lost:
                 raise
             return run_forward(q, k, v, pattern, scale, 0, backend)[0]
 
@@ -370,11 +373,12 @@ class ContextParallel:
         Returns:
             A new context; this one is closed.
         """
-        self.close()
         options = dict(self._options)
         if isinstance(options["placement"], Placement):
             options["placement"] = "auto"
-        return ContextParallel(mesh, self.patterns, self.seq_len, heads=self.heads, **options)
+        again = ContextParallel(mesh, self.patterns, self.seq_len, heads=self.heads, **options)
+        self.close()
+        return again
 
     def share_table(self, rows: Tensor, block_size: int, version: int) -> PendingTable:
         """Begin to put a block table together of the rows that each rank has found for its own tokens.
@@ -450,20 +454,26 @@ class ContextParallel:
         check_extents(pattern, (made or 1) if batch is None else batch, self.heads[0])
         pattern.check(self.seq_len, self.seq_len, 0)
 
+    def _check_whole(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, Tensor) or x.ndim != 4:
+                got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                raise ShapeError(message(name, got, "(batch, heads, tokens, dim)", "Pass whole tensors."))
+        of_queries, of_keys = self.heads
+        for name, x, heads, dim in (
+            ("q", q, of_queries, q.shape[3]),
+            ("k", k, of_keys, q.shape[3]),
+            ("v", v, of_keys, v.shape[3]),
+        ):
+            shape = (q.shape[0], heads, self.seq_len, dim)
+            if (tuple(x.shape), x.dtype, x.device) != (shape, q.dtype, q.device):
+                got, wanted = (f"{y.dtype} {size} on {y.device}" for y, size in ((x, tuple(x.shape)), (q, shape)))
+                raise ShapeError(message(name, got, wanted, "Pass whole tensors that fit each other."))
+
     def _check_local(self, name: str, x: Tensor, dim: int) -> None:
         if x.shape[dim] != self.local:
             wanted = f"{self.local}, this rank's share of {self.seq_len}"
             raise ShapeError(message(f"{name}.shape[{dim}]", x.shape[dim], wanted, "Take it with ctx.shard(x, dim)."))
-
-
-def _patterns(asked: Pattern | Sequence[Pattern]) -> tuple[Pattern, ...]:
-    if isinstance(asked, Pattern):
-        return (asked,)
-    found = tuple(asked) if isinstance(asked, Iterable) else (asked,)
-    if not found or not all(isinstance(pattern, Pattern) for pattern in found):
-        got = [type(pattern).__name__ for pattern in found]
-        raise PatternError(message("pattern", got, "a pattern or several", "Pass ringweave patterns."))
-    return found
 
 
 def _dim(x: Tensor, dim: int) -> int:

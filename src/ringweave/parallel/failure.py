@@ -22,13 +22,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong: who saw it, who is lost or silent, whether trying again may help, and else what to say of it."""
+    """What went wrong: who saw it, who is lost or silent, whether trying again may help; and where nobody
+    is, what was wanted and what to do."""
 
     rank: int
     peer: int | None
     cause: str
     transient: bool = False
-    wanted: str = "an answer of every rank"
+    wanted: str = ""
     remedy: str = ""
 
     def error(self, rank: int, stage: int | None, step: int) -> RingError:
