@@ -361,3 +361,19 @@ def test_weights() -> None:
         torch.testing.assert_close(dense @ v, rw.attention(x.q, x.k, x.v, pattern, backend="reference"))
         assert (dense[~pattern.to_dense(150, heads=4)] == 0).all()
         assert weights.values.shape[0] == weights.plan.tiles
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: rw.SlidingWindow(5) & rw.Causal() | rw.Sinks([4, 9]) | rw.Sinks([7]),
+        lambda: rw.Dilated(3, 4) | rw.PrefixLM(3),
+        lambda: rw.PerHead([rw.Causal(), rw.Periodic(5, 1, 2)]),
+        lambda: rw.LongNet([16, 32], [1, 2], causal=True),
+    ],
+)
+def test_patterns_are_made_inside_compiled_functions(make) -> None:  # type: ignore[no-untyped-def]
+    q = torch.randn(1, 2, 64, 16)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: rw.attention(q, q, q, make()), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q), rw.attention(q, q, q, make()))

@@ -153,6 +153,8 @@ def test_unions_of_sinks_are_sinks() -> None:
     assert pattern == rw.Sinks([4 * i for i in range(600)])
     assert rw.Sinks(3) | rw.Causal() | rw.Sinks([5]) == rw.Sinks([0, 1, 2, 5]) | rw.Causal()
     assert rw.Global(3) | rw.Sinks([5]) | rw.Global([3]) == rw.Global(4) | rw.Sinks([5])
+    assert rw.Sinks(2**31 - 1) | rw.Sinks([3]) == rw.Sinks(2**31 - 1)
+    assert (rw.Sinks(2**30) | rw.Sinks([2**30 + 1])).to_dense(1, 5).all()
     q = torch.randn(1, 1, 4096, 8)
     rw.attention(q, q, q)  # what starts once
     began = time.process_time()

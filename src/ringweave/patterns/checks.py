@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError, RingweaveError, ShapeError, message, shown
-from .tiles import Int64
 
 if TYPE_CHECKING:
     from .base import Pattern
@@ -67,14 +66,18 @@ def number(name: str, value: object) -> float:
     return float(value)
 
 
-def integers(name: str, value: object, least: int = -LONGEST) -> Int64:
-    """A list of whole numbers (list, tuple, range, set, or a 1-D array or tensor of integers) as a new int64 array."""
+def integers(name: str, value: object, least: int = -LONGEST) -> list[int]:
+    """Whole numbers as a new list: of a list, tuple, range or set, or of a 1-D array or tensor of integers.
+
+    Of a list nothing becomes an array: ``torch.compile`` would not know its values.
+    """
     if isinstance(value, Tensor) and value.ndim == 1 and value.device.type != "meta" and value.dtype in _WHOLE:
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
         for bound in (value.min(), value.max()) if value.size else ():
             whole(name, bound, least)
-        return value.astype(np.int64)
+        listed: list[int] = value.tolist()
+        return listed
     if not isinstance(value, (list, tuple, range, set, frozenset)):
         raise PatternError(message(name, shown(value), "a list of ints", f"Pass {name} as a list."))
     try:
@@ -83,7 +86,7 @@ def integers(name: str, value: object, least: int = -LONGEST) -> Int64:
         length = _LISTED + 1
     if length > _LISTED:
         raise PatternError(message(name, f"more than {_LISTED} numbers", "a shorter list", f"List fewer {name}."))
-    return np.array([whole(name, each, least) for each in value], np.int64)
+    return [whole(name, each, least) for each in value]
 
 
 def check_sizes(

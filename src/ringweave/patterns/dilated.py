@@ -159,8 +159,8 @@ class LongNet(Pattern):
         offset: str | int = "interleaved",
         heads: str = "shared",
     ):
-        self.segments: tuple[int, ...] = tuple(integers("segments", segments, 1).tolist())
-        self.rates: tuple[int, ...] = tuple(integers("rates", rates, 1).tolist())
+        self.segments: tuple[int, ...] = tuple(integers("segments", segments, 1))
+        self.rates: tuple[int, ...] = tuple(integers("rates", rates, 1))
         self.causal = flag("causal", causal)
         if len(self.segments) != len(self.rates) or not self.segments:
             raise PatternError(

@@ -165,10 +165,15 @@ class Documents(Pattern):
             given = "neither" if lengths is None else "both"
             raise PatternError(message("lengths, cu_seqlens", given, "exactly one of the two", "Pass lengths=[...]."))
         if cu_seqlens is None:
-            name, wanted, sizes = "lengths", "documents of at least one token", integers("lengths", lengths)
+            name, wanted, sizes = (
+                "lengths",
+                "documents of at least one token",
+                np.array(integers("lengths", lengths), np.int64),
+            )
             bounds = np.concatenate([np.zeros(1, np.int64), sizes.cumsum()])
         else:
-            name, wanted, bounds = "cu_seqlens", "bounds that rise from 0", integers("cu_seqlens", cu_seqlens)
+            name, wanted = "cu_seqlens", "bounds that rise from 0"
+            bounds = np.array(integers("cu_seqlens", cu_seqlens), np.int64)
             sizes = np.diff(bounds)
         if len(bounds) < 2 or bounds[0] != 0 or (sizes < 1).any():
             got = (sizes if cu_seqlens is None else bounds).tolist()

@@ -190,8 +190,9 @@ def variable(
     """
     tokens, block_size = whole("tokens", tokens, 1), whole("block_size", block_size, 1)
     random, seed = whole("random", random, 0), whole("seed", seed, 0, 2**63 - 1)
-    sizes = np.minimum(integers("local_blocks", local_blocks, 1), -(-tokens // block_size)) * block_size
-    blocks = integers("global_blocks", global_blocks, 0)
+    listed = np.array(integers("local_blocks", local_blocks, 1), np.int64)
+    sizes = np.minimum(listed, -(-tokens // block_size)) * block_size
+    blocks = np.array(integers("global_blocks", global_blocks, 0), np.int64)
     if not len(sizes):
         raise PatternError(message("local_blocks", "[]", "at least one size", "Pass sizes such as (4,)."))
     # the last size again and again
@@ -240,7 +241,7 @@ def dilated_blocks(window: int, rates: Sequence[int]) -> Pattern:
         >>> rw.dilated_blocks(1, [1, 4]).to_dense(6)[0, 0].int()[0]
         tensor([1, 1, 0, 0, 1, 0], dtype=torch.int32)
     """
-    listed = integers("rates", rates, 1).tolist()
+    listed = integers("rates", rates, 1)
     if not listed:
         raise PatternError(message("rates", "[]", "at least one rate", "Pass rates such as [1, 4, 16]."))
     return join(Or, *(SlidingWindow(window, window) if rate == 1 else Dilated(window, rate) for rate in listed))

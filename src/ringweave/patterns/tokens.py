@@ -15,6 +15,9 @@ from .base import Pattern
 from .checks import integers, whole, whole_fields
 from .tiles import Int64, Ranges, Tiles, classes
 
+# first tokens, of which each is listed to be joined with others
+_WRITTEN_OUT = 1024
+
 
 class Sinks(Pattern):
     """Keys that every query attends, such as the first few of a sequence.
@@ -40,10 +43,18 @@ class Sinks(Pattern):
 
     def either(self, other: Pattern) -> Pattern | None:
         assert isinstance(other, Sinks)
-        if isinstance(self.tokens, int) and isinstance(other.tokens, int):
-            return self if self.tokens >= other.tokens else other
-        mine, theirs = (np.arange(x.tokens) if isinstance(x.tokens, int) else x.tokens for x in (self, other))
-        return type(self)._of(_shortest(np.union1d(mine, theirs)))
+        for one, two in ((self, other), (other, self)):
+            # none of the other's is behind the first ones
+            if isinstance(one.tokens, int) and one.tokens > two._last:
+                return one
+        if any(isinstance(x.tokens, int) and x.tokens > _WRITTEN_OUT for x in (self, other)):
+            return None
+        mine, theirs = (range(x.tokens) if isinstance(x.tokens, int) else x.tokens for x in (self, other))
+        return type(self)._of(_shortest(sorted({*mine, *theirs})))
+
+    @property
+    def _last(self) -> int:
+        return self.tokens - 1 if isinstance(self.tokens, int) else self.tokens[-1]
 
     @classmethod
     def _of(cls, tokens: int | tuple[int, ...]) -> Self:
@@ -103,15 +114,15 @@ class Sinks(Pattern):
 
 
 def _positions(tokens: object) -> int | tuple[int, ...]:
-    listed = np.sort(integers("tokens", tokens, 0))
-    if (np.diff(listed) == 0).any():
-        raise PatternError(message("tokens", shown(listed.tolist()), "distinct positions", "Drop the repeated ones."))
+    listed = sorted(integers("tokens", tokens, 0))
+    if len(set(listed)) != len(listed):
+        raise PatternError(message("tokens", shown(listed), "distinct positions", "Drop the repeated ones."))
     return _shortest(listed)
 
 
-def _shortest(listed: Int64) -> int | tuple[int, ...]:
+def _shortest(listed: list[int]) -> int | tuple[int, ...]:
     """Ascending positions, or how many where they are the first ones."""
-    return len(listed) if not len(listed) or listed[-1] == len(listed) - 1 else tuple(listed.tolist())
+    return len(listed) if not listed or listed[-1] == len(listed) - 1 else tuple(listed)
 
 
 class Global(Sinks):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -191,7 +191,8 @@ def _split(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
         return (whole,)
     # as many views as this cost more to start than they can save
     cost = _cost([whole])
-    if (sum(min(part.residue_rate(), size.nk) for part in parts) - len(parts)) * _BRANCH_COST >= cost:
+    views = sum(len(_offsets(part.residue_rate(), size)) for part in parts)
+    if (views - len(parts)) * _BRANCH_COST >= cost:
         return (whole,)
     rest = [part for part in parts if part.residue_rate() == 1]
     program: list[Branch] = []
@@ -207,7 +208,7 @@ def _split(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
         if rate == 1:
             continue
         new = part if seen is None else part & ~seen
-        for offset in range(min(rate, size.nk)):
+        for offset in _offsets(rate, size):
             inside = new.restride(rate, offset)
             if inside is None:
                 return (whole,)
@@ -216,6 +217,16 @@ def _split(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
                 program.append(branch)
         seen = part if seen is None else seen | part
     return tuple(program) if _cost(program) < cost else (whole,)
+
+
+def _offsets(rate: int, size: Sizes) -> Sequence[int]:
+    """The offsets of a rate at which there are queries and keys; few for a decode step, whatever the rate."""
+    first, end = size.q_offset % rate, min(rate, size.nk)
+    if size.nq >= rate:
+        return range(end)
+    wrapped = range(min(max(first + size.nq - rate, 0), end))
+    straight = range(min(first, end), min(first + size.nq, end))
+    return straight if not wrapped else [*wrapped, *straight]
 
 
 def _cost(program: list[Branch]) -> float:

@@ -120,10 +120,12 @@ def _first(plan: BlockPlan, number: int) -> tuple[int, int] | None:
     entries = slice(int(plan.row_ptr[number, row]), int(plan.row_ptr[number, row + 1]))
     col, bits = plan.col[entries].long(), plan.bits[entries].long()
     codes, place = bits.unique(return_inverse=True)
-    whole = torch.ones(1, plan.q_tile, plan.kv_tile, dtype=torch.bool)
+    whole = torch.ones(1, plan.q_tile, plan.kv_tile, dtype=torch.bool, device=plan.device)
     masks = torch.cat([unpack_masks(plan.masks[codes[codes >= 0]], plan.kv_tile), whole])
     # the whole mask is the last one, whose code -1 is the first
-    masks = masks[torch.where(codes < 0, len(masks) - 1, torch.arange(len(codes)) - int((codes < 0).sum()))]
+    masks = masks[
+        torch.where(codes < 0, len(masks) - 1, torch.arange(len(codes), device=plan.device) - int((codes < 0).sum()))
+    ]
     query = int(masks.any(2).int().argmax(1).min())
     keys = masks[:, query]
     held = keys.any(1)[place]
