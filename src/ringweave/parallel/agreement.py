@@ -14,6 +14,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -25,7 +26,8 @@ _MADE = "Make a new context, with the same arguments on all ranks."
 _FIRST = "Make new contexts, and use them first, in the same order on all ranks."
 
 
-class Opaque(NamedTuple):
+@dataclass(frozen=True)
+class Opaque:
     """What is compared by a digest, and shown by each rank's own."""
 
     digest: int
@@ -34,11 +36,12 @@ class Opaque(NamedTuple):
 
 class _Field(NamedTuple):
     kind: type
-    words: int = 1
+    words: int = 1  # of the header
     remedy: str = _CALLS
 
 
-Value = bool | int | float | str | Opaque | None
+# a tuple: words of text
+Value = bool | int | float | str | tuple[int, ...] | Opaque | None
 #: Words of a tag: 32 bytes of its text; a longer one is compared by a digest.
 TAG_WORDS = 4
 _FIELDS = {
@@ -49,7 +52,7 @@ _FIELDS = {
     "shape": _Field(str),
     "version": _Field(int),
     "seq_len": _Field(int, remedy=_MADE),
-    "heads": _Field(str, remedy=_MADE),
+    "heads": _Field(str, 2, _MADE),
     "placement": _Field(Opaque, remedy=_MADE),
     "nodes": _Field(int, remedy=_MADE),
     "batch": _Field(int),
@@ -61,7 +64,7 @@ _FIELDS = {
     "dtype": _Field(str),
     "requires_grad": _Field(bool),
     "scale": _Field(float),
-    "backend": _Field(str),
+    "backend": _Field(str, 2),
     "wire": _Field(str, remedy=_MADE),
     "tolerance": _Field(float, remedy=_MADE),
     "deadline": _Field(float, remedy=_MADE),
@@ -69,16 +72,18 @@ _FIELDS = {
 }
 #: Words of a header.
 WORDS = sum(field.words for field in _FIELDS.values())
-_NONE = -(2**63)
+_NONE = 2**63 - 1  # no text, no finite number
 _DIGEST = b"\xff"  # which no text in UTF-8 holds
 
 
 def header(said: Mapping[str, Value]) -> list[int]:
     """The words of what one rank is about to do, by field; what is not said is none."""
-    words: list[int] = []
-    for name, field in _FIELDS.items():
-        words += _encode(said.get(name), field)
-    return words
+    return [word for name in _FIELDS for word in words(name, said)]
+
+
+def words(name: str, said: Mapping[str, Value]) -> tuple[int, ...]:
+    """The words of one field."""
+    return _encode(said.get(name), _FIELDS[name])
 
 
 def compare(said: Mapping[str, Value], every: Tensor, rank: int, step: int) -> None:
@@ -101,9 +106,9 @@ def compare(said: Mapping[str, Value], every: Tensor, rank: int, step: int) -> N
         at += field.words
         if all(same[here]):
             continue
-        words = every[:, here].tolist()
-        peer = next(other for other, theirs in enumerate(words) if theirs != words[rank])
-        mine, theirs = _shown(said.get(name)), _decode(words[peer], field)
+        told = every[:, here].tolist()
+        peer = next(other for other, theirs in enumerate(told) if theirs != told[rank])
+        mine, theirs = _shown(said.get(name)), _decode(told[peer], field)
         raise RingError(
             rank,
             peer,
@@ -116,19 +121,19 @@ def compare(said: Mapping[str, Value], every: Tensor, rank: int, step: int) -> N
 
 
 @functools.lru_cache(1024)
-def text_words(text: str, words: int) -> tuple[int, ...]:
+def text_words(text: str, count: int) -> tuple[int, ...]:
     """Text as it is where it fits, else a digest of it."""
-    raw, size = text.encode("utf-8", "surrogatepass"), 8 * words
+    raw, size = text.encode("utf-8", "surrogatepass"), 8 * count
     if len(raw) > size or b"\0" in raw:
         raw = hashlib.blake2b(raw, digest_size=size - 1).digest() + _DIGEST
     raw = raw.ljust(size, b"\0")
-    return struct.unpack(f"<{words}q", raw)
+    return struct.unpack(f"<{count}q", raw)
 
 
-def words_text(words: Sequence[int]) -> str:
-    """The text that was made words; "another" of a digest."""
-    raw = struct.pack(f"<{len(words)}q", *words)
-    return "another" if raw.endswith(_DIGEST) else raw.rstrip(b"\0").decode("utf-8", "replace")
+def words_text(found: Sequence[int]) -> str:
+    """The text that was made words, or its digest."""
+    raw = struct.pack(f"<{len(found)}q", *found)
+    return f"#{raw[:4].hex()}" if raw.endswith(_DIGEST) else raw.rstrip(b"\0").decode("utf-8", "replace")
 
 
 def _encode(value: Value, field: _Field) -> tuple[int, ...]:
@@ -136,6 +141,8 @@ def _encode(value: Value, field: _Field) -> tuple[int, ...]:
         return (_NONE,) * field.words
     if isinstance(value, Opaque):
         return (value.digest,)
+    if isinstance(value, tuple):
+        return value
     if isinstance(value, str):
         return text_words(value, field.words)
     if field.kind is float:
@@ -143,23 +150,24 @@ def _encode(value: Value, field: _Field) -> tuple[int, ...]:
     return (int(value),)
 
 
-def _decode(words: Sequence[int], field: _Field) -> str:
-    if words[0] == _NONE:
-        return "none"
+def _decode(found: Sequence[int], field: _Field) -> str:
+    if found[0] == _NONE:
+        return _shown(None)
     if field.kind is Opaque:
         return "another"
     if field.kind is str:
-        return _shown(words_text(words))
+        return _shown(tuple(found))
     if field.kind is float:
-        return _shown(struct.unpack("<d", struct.pack("<q", words[0]))[0])
-    return _shown(field.kind(words[0]))
+        return _shown(struct.unpack("<d", struct.pack("<q", found[0]))[0])
+    return _shown(field.kind(found[0]))
 
 
-def _shown(value: object) -> str:
+def _shown(value: Value) -> str:
+    if isinstance(value, tuple):
+        value = words_text(value)
     if value is None or value == "":
         return "none"
-    value = value.shown if isinstance(value, Opaque) else value
-    said = value if isinstance(value, str) else repr(value)
+    said = value if isinstance(value, str) else str(value.shown) if isinstance(value, Opaque) else repr(value)
     return said if len(said) <= 200 else f"{said[:197]}..."
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import RingError
 from ..ops.backend import Upstream, delta_in_chunks
 from . import wire
-from .agreement import WORDS, Value, compare, header
+from .agreement import TAG_WORDS, WORDS, Value, compare, header, words
 from .exchange import Message, Section
 from .messages import Channels
 from .part import Part
@@ -22,6 +22,8 @@ from .wire import WireStatistics
 from .workspace import Workspace
 
 Source = Callable[[Section], Sequence[Tensor]]
+#: Words of a call's name.
+NAME_WORDS = 1 + TAG_WORDS
 
 
 @dataclass
@@ -51,6 +53,11 @@ class Call:
     def saying(self, **said: Value) -> Call:
         """The same means, for an exchange of which the ranks compare this as well."""
         return replace(self, said={**self.said, **said})
+
+    @property
+    def name(self) -> tuple[int, ...]:
+        """Which call it is, for its backward: number and tag, as words."""
+        return *words("call", self.said), *words("tag", self.said)
 
     def agree(
         self, operation: str, channels: Channels | None = None, forms: list[int] | None = None

@@ -15,8 +15,8 @@ from ..errors import PatternError, RingError, ShapeError, UnsupportedError, mess
 from ..ops.dispatch import BACKENDS, names, run_forward
 from ..patterns import Pattern, check_extents
 from . import wire as wires
-from .agreement import TAG_WORDS, Opaque, Value, caller, text_words, words_text
-from .call import Call
+from .agreement import TAG_WORDS, Opaque, Value, caller, text_words
+from .call import NAME_WORDS, Call
 from .checks import integer, number, one_of, pair_of_heads, patterns_of
 from .cost import Widths
 from .mesh import group_of
@@ -153,7 +153,11 @@ class ContextParallel:
         Raises:
             UnsupportedError: No text.
         Example:
-            >>> out = rw.attention(q, k, v, rw.Causal(), context=ctx.tagged("layer 3"))
+            >>> ctx = rw.ContextParallel(None, rw.Causal(), seq_len=256, heads=(4, 4))
+            >>> first, second = ctx.tagged("layer 1"), ctx.tagged("layer 2")
+            >>> x = rw.attention(q, k, v, rw.Causal(), context=first)
+            >>> rw.attention(x, k, v, rw.Causal(), context=second).shape
+            torch.Size([1, 4, 256, 32])
         """
         if not isinstance(tag, str):
             raise UnsupportedError(message("tag", repr(tag), "text", "Name the call, such as 'layer 3'."))
@@ -175,10 +179,12 @@ class ContextParallel:
                 self.call.ended = error
                 raise
 
-    def _said(self, tag: Tensor, **said: Value) -> Call:
-        """The means of a call of the calling thread."""
-        words = tag.tolist()
-        return self.call.saying(tag=words_text(words) if any(words) else caller(), **said)
+    def _saying(self, tag: Tensor, **said: Value) -> Call:
+        """The means of the next call, under its tag, or else the calling thread's."""
+        name = tuple(tag.tolist())
+        return self.call.saying(
+            tag=name if any(name) else text_words(caller(), TAG_WORDS), call=self.call.calls, **said
+        )
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
@@ -237,7 +243,7 @@ class ContextParallel:
         mine = x.detach().movedim(dim, 0).contiguous()
         shape, dtype = f"{tuple(x.shape)}, dim {dim}", str(x.dtype).removeprefix("torch.")
         with self._calling():
-            call = self._said(self._tag, shape=shape, dtype=dtype, call=self.call.calls)
+            call = self._saying(self._tag, shape=shape, dtype=dtype)
             every = call.all_gather(mine)
             self.call.calls += 1
         whole = mine.new_empty(self.seq_len, *mine.shape[1:])
@@ -329,14 +335,13 @@ class ContextParallel:
         """What the operator runs: (out, lse, received, relayed, formats by hop and rank, flat, and number and tag)."""
         with self._calling():
             planned = self.plans.of(pattern, q.shape[0])
-            number = self.call.calls
-            call = self._said(tag, call=number, scale=scale, backend=backend, requires_grad=grads, **planned.said)
+            call = self._saying(tag, scale=scale, backend=backend, requires_grad=grads, **planned.said)
             out, lse, received, forms = planned.forward(call, q, k, v, scale, backend)
             # not before it is done: a rank that fails and tries again is one behind, and told so
             self.call.calls += 1
         kept = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
-        named = text_words(str(call.said["tag"]), TAG_WORDS)
-        forms = torch.cat([forms.flatten(), torch.tensor([number, *named], dtype=torch.int64, device="cpu")])
+        name = torch.tensor(call.name, dtype=torch.int64, device="cpu")
+        forms = torch.cat([forms.flatten(), name])
         # a compiled graph relies on the shapes and strides that the fake operator tells
         return out.contiguous(), lse.contiguous(), kept[0], kept[1], forms
 
@@ -355,11 +360,10 @@ class ContextParallel:
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What the operator's gradient runs: (dq, dk, dv)."""
-        forms, (number, *tag) = kept[2][: -1 - TAG_WORDS], kept[2][-1 - TAG_WORDS :].tolist()
+        forms, (number, *tag) = kept[2][:-NAME_WORDS], kept[2][-NAME_WORDS:].tolist()
         with self._calling():
             planned = self.plans.of(pattern, q.shape[0])
-            said = {"tag": words_text(tag), "call": number, "scale": scale, "backend": backend}
-            call = self.call.saying(**said, **planned.said)
+            call = self.call.saying(tag=tuple(tag), call=number, scale=scale, backend=backend, **planned.said)
             forms = forms.view(-1, self.size)
             return planned.backward(call, dout, dlse, q, k, v, out, lse, kept[:2], forms, scale, backend)
 
@@ -400,9 +404,8 @@ class ContextParallel:
         rows = rows_of(rows, self.placement, self.rank, block_size)
         version = integer("version", version, -(2**62), 2**62)
         with self._calling():
-            call = self._said(
-                self._tag, call=self.call.calls, version=version, shape=f"{tuple(rows.shape)}, {block_size}"
-            )
+            shape = f"{tuple(rows.shape)}, {block_size}"
+            call = self._saying(self._tag, version=version, shape=shape)
             pending = PendingTable(call, self.placement, rows, block_size, version)
             self.call.calls += 1
         return pending
