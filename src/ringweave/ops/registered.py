@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..patterns.function import held
 from ..plan import pattern_of
 from .dispatch import run_backward, run_forward
 
@@ -87,12 +88,16 @@ def _(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, tables, ctx.spec, ctx.scale, ctx.q_offset, ctx.backend = inputs
+    # alive until backward has run
+    ctx.held = held(ctx.spec, q)
     ctx.tables = len(tables)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, *tables)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    if ctx.held is not None:
+        ctx.held.check()
     q, k, v, out, lse, *tables = ctx.saved_tensors
     rest = (None,) * 4
     if dout is None and dlse is None:

@@ -32,9 +32,8 @@ class Combined(Pattern):
         pairs = zip(texts, self.parts, strict=True)
         return self.sign.join(f"({t})" if isinstance(self, And) and isinstance(p, Or) else t for t, p in pairs)
 
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        return tuple(table for part in self.parts for table in part.tables)
+    def parts_within(self) -> tuple[Pattern, ...]:
+        return self.parts
 
     def extents(self) -> tuple[int | None, int | None]:
         batch = heads = None
@@ -143,9 +142,8 @@ class Not(Pattern):
     def __repr__(self) -> str:
         return f"~{self.part!r}"
 
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        return self.part.tables
+    def parts_within(self) -> tuple[Pattern, ...]:
+        return (self.part,)
 
     def extents(self) -> tuple[int | None, int | None]:
         return self.part.extents()

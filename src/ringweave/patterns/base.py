@@ -15,14 +15,16 @@ underscore in place of each tensor of ``tables``. Text and tensors can cross ``t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import PatternError, message
+from .key import Key, address_key
 from .tiles import FULL, Int64, Ranges, Tiles
 
 if TYPE_CHECKING:
@@ -49,21 +51,30 @@ class Pattern(ABC):
 
     # ---- what a pattern is -------------------------------------------------------------------------------------------
 
-    #: The pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn.
-    spec: str
+    _spec: str
 
     def __post_init__(self) -> None:
         # Written once: torch.compile guards on text as it is, but would turn changing numbers into symbols.
-        object.__setattr__(self, "spec", self._text())
+        object.__setattr__(self, "_spec", self._text())
+
+    @property
+    def spec(self) -> str:
+        """The pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn."""
+        # a function may have come to read other values
+        return self._spec if torch.compiler.is_compiling() or "TokenMask(" not in self._spec else self._text()
 
     @abstractmethod
     def _text(self) -> str:
         """What ``spec`` is to be."""
 
+    def parts_within(self) -> tuple[Pattern, ...]:
+        """The patterns that this one is made of; none where it stands for itself."""
+        return ()
+
     @property
     def tables(self) -> tuple[Tensor, ...]:
         """Tensors that the pattern is made of (block tables, document bounds); private copies, never written."""
-        return ()
+        return tuple(table for part in self.parts_within() for table in part.tables)
 
     @abstractmethod
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -108,10 +119,34 @@ class Pattern(ABC):
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
-    def value(self) -> tuple[str, tuple[bytes, ...]]:
+    def value(self) -> Hashable:
         """The pattern as a key of a dict: text, and the tables' contents. For many patterns at once; costs a copy."""
+        if parts := self.parts_within():
+            return self.spec, tuple(part.value() for part in parts)
         arrays = (table.cpu().numpy() for table in self.tables)
         return self.spec, tuple((np.packbits(a) if a.dtype == np.bool_ else a).tobytes() for a in arrays)
+
+    def key(self) -> Key:
+        """The pattern as a key of a cache: text, and the tables by address and version."""
+        if not (parts := self.parts_within()):
+            tables = self.tables
+            return Key((self.spec, *map(address_key, tables)), tables)
+        keys = [part.key() for part in parts]
+        return Key((self.spec, *(key.value for key in keys)), tuple(table for key in keys for table in key.tables))
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_spec"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # a function has another number in another process
+        Pattern.__post_init__(self)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -168,9 +203,9 @@ class Pattern(ABC):
         nk = nq + q_offset if nk is None else nk
         check_extents(self, batch, heads)
         self.check(nq, nk, q_offset)
-        q = torch.arange(q_offset, q_offset + nq)[:, None]
-        k = torch.arange(nk)[None, :]
-        dense = torch.zeros(batch, heads, nq, nk, dtype=torch.bool)
+        q = torch.arange(q_offset, q_offset + nq, device="cpu")[:, None]
+        k = torch.arange(nk, device="cpu")[None, :]
+        dense = torch.zeros(batch, heads, nq, nk, dtype=torch.bool, device="cpu")
         for b in range(batch):
             for h in range(heads):
                 dense[b, h] = self.select(b, h).allows(q, k)

@@ -166,10 +166,12 @@ class Documents(Pattern):
             given = "neither" if lengths is None else "both"
             raise PatternError(message("lengths, cu_seqlens", given, "exactly one of the two", "Pass lengths=[...]."))
         if cu_seqlens is None:
-            sizes = torch.as_tensor(lengths, dtype=torch.int64).reshape(-1).cpu()
+            sizes = torch.as_tensor(lengths, dtype=torch.int64, device=_device(lengths)).reshape(-1).cpu()
             bounds = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         else:
-            bounds = torch.as_tensor(cu_seqlens).to("cpu", torch.int64, copy=True).reshape(-1)
+            bounds = (
+                torch.as_tensor(cu_seqlens, device=_device(cu_seqlens)).to("cpu", torch.int64, copy=True).reshape(-1)
+            )
         if len(bounds) < 2 or int(bounds[0]) != 0 or bool((bounds.diff() < 1).any()):
             raise PatternError(
                 message(
@@ -180,16 +182,21 @@ class Documents(Pattern):
                 )
             )
         self._bounds = bounds
-        self._bounds_np = bounds.numpy()
         self.__post_init__()
 
     @classmethod
     def _own(cls, bounds: Tensor) -> Documents:
         """A pattern around a tensor that is already private."""
         pattern = cls.__new__(cls)
-        pattern._bounds, pattern._bounds_np = bounds, bounds.numpy()
+        pattern._bounds = bounds
         pattern.__post_init__()
         return pattern
+
+    @property
+    def _bounds_np(self) -> Int64:
+        # the same memory, in a copy from another process too
+        bounds: Int64 = self._bounds.numpy()
+        return bounds
 
     def _text(self) -> str:
         return "Documents(cu_seqlens=_)"
@@ -247,6 +254,11 @@ class Documents(Pattern):
     def restride(self, rate: int, offset: int) -> Pattern | None:
         bounds = torch.unique(-((offset - self._bounds) // rate))
         return Documents(cu_seqlens=bounds) if len(bounds) > 1 and int(bounds[0]) == 0 else None
+
+
+def _device(given: object) -> torch.device:
+    """A tensor's own, and the CPU for lists, whatever the default is."""
+    return given.device if isinstance(given, Tensor) else torch.device("cpu")
 
 
 class Neighborhood(Pattern):

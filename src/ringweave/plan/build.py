@@ -72,11 +72,16 @@ def build(
 def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[Pattern], torch.Tensor]:
     """The patterns of all batch elements and heads, each once, and which of them each uses, (B, Hq) int32."""
     distinct: dict[Hashable, tuple[int, Pattern]] = {}
+    known: dict[int, tuple[int, Pattern]] = {}
     group = np.zeros((batch, heads), np.int32)
     for b in range(batch):
         for h in range(heads):
             each = pattern.select(b, h)
-            group[b, h] = distinct.setdefault(each.value(), (len(distinct), each))[0]
+            found = known.get(id(each))
+            if found is None:
+                # held with its number, so that no other has its address
+                found = known[id(each)] = (distinct.setdefault(each.value(), (len(distinct), each))[0], each)
+            group[b, h] = found[0]
     return [each for _, each in distinct.values()], torch.from_numpy(group)
 
 
@@ -216,8 +221,8 @@ class _Masks:
         step = max(1, _EVALUATED_AT_ONCE // (q_tile * kv_tile))
         for begin in range(0, len(codes), step):
             q_lo, q_hi, k_lo, k_hi = (torch.from_numpy(side[begin : begin + step])[:, None, None] for side in sample)
-            q = q_lo + torch.arange(q_tile)[None, :, None]
-            k = k_lo + torch.arange(kv_tile)[None, None, :]
+            q = q_lo + torch.arange(q_tile, device="cpu")[None, :, None]
+            k = k_lo + torch.arange(kv_tile, device="cpu")[None, None, :]
             inside = (q < q_hi) & (k < k_hi)
             # positions past the ends are clamped: a function may index tables by them
             allowed = pattern.allows(torch.minimum(q, q_hi - 1), torch.minimum(k, k_hi - 1)) & inside
@@ -235,7 +240,7 @@ class _Masks:
 
     def packed(self) -> torch.Tensor:
         if not self.rows:
-            return torch.zeros(0, *self.words, dtype=torch.int32)
+            return torch.zeros(0, *self.words, dtype=torch.int32, device="cpu")
         return torch.from_numpy(np.stack(self.rows).reshape(-1, *self.words))
 
 
