@@ -68,7 +68,7 @@ class Call:
             self.form,
             digest,
         ]
-        mine = torch.tensor([*head, *(forms or [wire.NATIVE] * ranks)], dtype=torch.int64)
+        mine = torch.tensor([*head, *(forms or [wire.NATIVE] * ranks)], dtype=torch.int64, device="cpu")
         every = self.transport.agree(mine, what="agree")
         same = (every[:, : len(_HEAD)] == every[:1, : len(_HEAD)]).all(0).tolist()
         for name, agreed, column in zip(_HEAD, same, every.T.tolist(), strict=False):

@@ -84,7 +84,7 @@ class Gather:
         if out is None:
             out = q.new_zeros(*q.shape[:3], v.shape[3])
             lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-        return out.to(q.dtype), lse, received, torch.tensor(forms, dtype=torch.int64)
+        return out.to(q.dtype), lse, received, torch.tensor(forms, dtype=torch.int64, device="cpu")
 
     def backward(
         self,

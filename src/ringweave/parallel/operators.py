@@ -83,7 +83,7 @@ def _(
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(3)]
     received, relayed = (q.new_empty(size, dtype=torch.uint8) for size in sizes[:2])
-    forms = torch.empty(sizes[2], dtype=torch.int64)
+    forms = torch.empty(sizes[2], dtype=torch.int64, device="cpu")
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide), received, relayed, forms
 
 

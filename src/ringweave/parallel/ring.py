@@ -136,7 +136,7 @@ class Ring:
                         guest_out, guest_lse = guest.forward(visitors[0][number][0], keys, values, scale, wide, backend)
                     found[number] = [guest_out, guest_lse[..., None]]
             passage.give_back(stage, [Returned(results, stage.queries_in, _from(found), stage.queries_out, merge)])
-        return out.to(q.dtype), lse, [], torch.empty(0, dtype=torch.int64)
+        return out.to(q.dtype), lse, [], torch.empty(0, dtype=torch.int64, device="cpu")
 
     def backward(
         self,

@@ -58,7 +58,7 @@ class PendingTable:
         *lead, blocks, keys = self._shape
         placement = self._placement
         total = -(-placement.tokens // self.block_size)
-        whole = torch.zeros(*lead, total, keys, dtype=torch.bool)
+        whole = torch.zeros(*lead, total, keys, dtype=torch.bool, device="cpu")
         for rank, data in enumerate(self._data):
             bits = np.unpackbits(data.numpy().reshape(-1, -(-keys // 8)), axis=1)[:, :keys]
             rows = torch.from_numpy(bits.reshape(*lead, blocks, keys).astype(bool))

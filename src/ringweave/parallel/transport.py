@@ -84,7 +84,7 @@ class Transport:
             got = f"{header.dtype} {tuple(header.shape)} on {header.device.type}"
             raise ShapeError(message("header", got, "int64 (k,) on the CPU", "Make it so."))
         self.step += 1
-        table = torch.empty(self.size, header.numel() + 1, dtype=torch.int64)
+        table = torch.empty(self.size, header.numel() + 1, dtype=torch.int64, device="cpu")
         table[self.rank, 0] = self._reached()
         table[self.rank, 1:] = header
         others = [peer for peer in range(self.size) if peer != self.rank]

@@ -242,8 +242,9 @@ class LongNet(Pattern):
     def to_dense(self, nq: int, nk: int | None = None, heads: int = 1, *, batch: int = 1, q_offset: int = 0) -> Tensor:
         """How many branches let each query attend each key: int32 (batch, heads, nq, nk)."""
         nk = nq + q_offset if nk is None else nk
-        q, k = torch.arange(q_offset, q_offset + nq)[:, None], torch.arange(nk)[None, :]
-        dense = torch.zeros(batch, heads, nq, nk, dtype=torch.int32)
+        q = torch.arange(q_offset, q_offset + nq, device="cpu")[:, None]
+        k = torch.arange(nk, device="cpu")[None, :]
+        dense = torch.zeros(batch, heads, nq, nk, dtype=torch.int32, device="cpu")
         for (owned, rate, offset), inside in self.views(heads):
             kept = (q % rate == offset) & (k % rate == offset)
             dense[:, slice(*owned)] += (kept & inside.allows(q // rate, k // rate)).int()

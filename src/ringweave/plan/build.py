@@ -25,6 +25,7 @@ from .tables import from_table
 
 _EVALUATED_AT_ONCE = 2**24  # mask bits
 _TILES_AT_ONCE = 2**18
+_ALIGNED = 16  # elements: 64 bytes
 DEFAULT_TILE = 128
 
 
@@ -268,19 +269,25 @@ def _assemble(
         raise PatternError(message("pattern", f"{base} tiles", "fewer than 2**31", "Use larger tiles or fewer groups."))
     counts = np.concatenate([np.diff(ptr) for ptr in row_ptr])
 
-    def tensor(array: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
-
+    arrays = {
+        "row_ptr": np.stack(row_ptr),
+        "col": np.concatenate([tiles.col for tiles in sets]),
+        "bits": np.concatenate([tiles.bits for tiles in sets]),
+        "col_ptr": np.stack(col_ptr),
+        "row": np.concatenate(row_t),
+        "bits_t": np.concatenate(bits_t),
+        "masks": masks.numpy(),
+        "group": group.numpy(),
+        "order": _launch_order(counts),
+    }
+    # in one piece: one copy to a device, and small plans take little more than their elements
+    sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays.values()]
+    whole = torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
+    for part, array in zip(whole.split(sizes), arrays.values(), strict=True):
+        part[: array.size] = torch.from_numpy(np.ascontiguousarray(array, np.int32).reshape(-1))
+    parts = zip(arrays.items(), whole.to(device).split(sizes), strict=True)
     return BlockPlan(
-        row_ptr=tensor(np.stack(row_ptr)),
-        col=tensor(np.concatenate([tiles.col for tiles in sets])),
-        bits=tensor(np.concatenate([tiles.bits for tiles in sets])),
-        col_ptr=tensor(np.stack(col_ptr)),
-        row=tensor(np.concatenate(row_t)),
-        bits_t=tensor(np.concatenate(bits_t)),
-        masks=masks.to(device),
-        group=group.to(device),
-        order=tensor(_launch_order(counts)),
+        **{name: part[: array.size].view(array.shape) for (name, array), part in parts},
         nq=nq,
         nk=nk,
         q_tile=tile[0],

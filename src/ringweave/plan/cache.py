@@ -14,10 +14,10 @@ from ..recent import Recent
 from .block_plan import BlockPlan
 from .build import build
 
-# what a plan takes beside its elements: nine tensors, and its place here; measured
-_PLAN_BYTES = 12 * 2**10
-# decoding makes a plan a step
-_MOST_PLANS = 1024
+# what a plan takes beside its elements: nine tensors in one piece, and its place here; measured
+_PLAN_BYTES = 8 * 2**10
+# decoding makes a plan of one row of tiles a step, quickly made again
+_MOST_PLANS, _MOST_STEPS = 1024, 256
 
 
 class CacheStatistics(NamedTuple):
@@ -47,12 +47,9 @@ class PlanCache:
     """
 
     def __init__(self, max_bytes: int = 512 * 2**20):
-        self._kept: Recent[BlockPlan] = Recent(max_bytes, _MOST_PLANS)
-
-    @property
-    def max_bytes(self) -> int:
-        """Bound on the plans' and tables' bytes."""
-        return self._kept.max_bytes
+        self.max_bytes = max_bytes
+        self._kept: Recent[BlockPlan] = Recent(max_bytes - max_bytes // 8, _MOST_PLANS)
+        self._steps: Recent[BlockPlan] = Recent(max_bytes // 8, _MOST_STEPS)
 
     def get(
         self,
@@ -69,31 +66,36 @@ class PlanCache:
         """The plan of a pattern, from the cache or built; arguments as of :func:`ringweave.plan`."""
         (value, tables), device = pattern.key(), _place(device)
         key = (value, nq, nk, heads, batch, q_offset, tile, str(device))
-        found = self._kept.get(key)
+        kept = self._steps if nq <= tile[0] else self._kept
+        found = kept.get(key)
         if found is not None:
             return found
         # one thread builds a plan, the others of the same key wait for it
-        making = self._kept.making(key)
+        making = kept.making(key)
         with making.lock:
-            found = self._kept.get(key)
+            found = kept.get(key)
             if found is not None:
                 return found
             plan = build(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=device)
             ties = holders(pattern.spec)
             if ties and pattern.key().value != value:
                 raise changed("what was changed while it was planned")
-            self._kept.put(key, plan, plan.nbytes + _PLAN_BYTES, tables, ties)
+            kept.put(key, plan, plan.nbytes + _PLAN_BYTES, tables, ties)
         return plan
 
     def statistics(self) -> CacheStatistics:
         """Hits, misses, evictions, and what is held now."""
-        kept = self._kept
-        plans = len(kept)
-        return CacheStatistics(kept.hits, kept.misses, kept.evictions, plans, kept.nbytes)
+        both = self._kept, self._steps
+        plans = sum(map(len, both))
+        hits, misses, evictions, held = (
+            sum(getattr(kept, name) for kept in both) for name in ("hits", "misses", "evictions", "nbytes")
+        )
+        return CacheStatistics(hits, misses, evictions, plans, held)
 
     def clear(self) -> None:
         """Drop all plans and counters."""
         self._kept.clear()
+        self._steps.clear()
 
 
 def _place(device: str | torch.device) -> torch.device:
