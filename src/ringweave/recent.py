@@ -49,7 +49,7 @@ class Recent(Generic[V]):
     def __init__(self, max_bytes: int, most: int):
         self.max_bytes, self.most = max_bytes, most
         self._entries: OrderedDict[Hashable, _Entry[V]] = OrderedDict()
-        # keys whose objects are gone, told by the garbage collector, which may run while the lock is held
+        # keys whose objects are gone
         self._fallen: deque[_Tie] = deque()
         self._making: weakref.WeakValueDictionary[Hashable, _Making] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
@@ -85,7 +85,7 @@ class Recent(Generic[V]):
             ties: Objects with which it goes; the value must not hold them.
         """
         nbytes += sum(table.nbytes for table in tables)
-        tied = tuple(_Tie(each, self._fallen.append) for each in ties)
+        tied = tuple(_Tie(each, self._fall) for each in ties)
         for tie in tied:
             tie.key = key
         with self._lock:
@@ -114,6 +114,15 @@ class Recent(Generic[V]):
         """Begin anew in a forked process: another thread may have been at work in here."""
         self._lock, self._making = threading.Lock(), weakref.WeakValueDictionary()
         self._entries, self.nbytes = OrderedDict(), 0
+
+    def _fall(self, tie: _Tie) -> None:
+        self._fallen.append(tie)
+        # at once, unless the garbage collector runs while the lock is held: then at the next use
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drop_fallen()
+            finally:
+                self._lock.release()
 
     def _drop_fallen(self) -> None:
         while self._fallen:

@@ -101,7 +101,7 @@ def density(branch: Branch) -> int:
     if branch.structure != "sparse":
         return 0
     pattern = branch.pattern
-    value, tables = pattern.key()
+    value, tables, _ = pattern.key()
     key = (value, branch.nq, branch.nk, branch.head_count, branch.q_offset)
     found = _densities.get(key)
     if found is None:

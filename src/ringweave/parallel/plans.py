@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import ShapeError, message
 from ..patterns import Pattern
-from ..patterns.function import store_of
+from ..patterns.function import changed, store_of
 from ..plan import branches
 from ..recent import Recent
 from .choice import choose
@@ -70,8 +70,8 @@ class Plans:
 
     def of(self, pattern: Pattern, batch: int = 1) -> Gather | Ring:
         """What the rank does for a pattern."""
-        value, tables = pattern.key()
-        key, kept = (value, batch), store_of(pattern.spec, self._made)
+        made_of = pattern.key()
+        key, kept = (made_of.value, batch), store_of(pattern.spec, self._made)
         found = kept.get(key)
         if found is not None:
             return found
@@ -85,7 +85,9 @@ class Plans:
         else:
             digest = _digest(self.placement, demands, [])
             made = Gather.of(demands, self.placement, self.rank, ratio, digest, self.per_node)
-        kept.put(key, made, _SCHEDULE_BYTES, tables)
+        if kept is not self._made and not pattern.key().same(made_of):
+            raise changed("what was changed while it was planned")
+        kept.put(key, made, _SCHEDULE_BYTES, made_of.tables)
         return made
 
     def demands(self, pattern: Pattern, batch: int = 1) -> list[Demand]:

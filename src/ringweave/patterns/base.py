@@ -132,7 +132,17 @@ class Pattern(ABC):
             tables = self.tables
             return Key((self.spec, *map(address_key, tables)), tables)
         keys = [part.key() for part in parts]
-        return Key((self.spec, *(key.value for key in keys)), tuple(table for key in keys for table in key.tables))
+        return Key(
+            (self.spec, *(key.value for key in keys)),
+            tuple(table for key in keys for table in key.tables),
+            tuple(version for key in keys for version in key.versions),
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_spec" in self.__dict__:
+            got = f"an assignment to {name}"
+            raise PatternError(message(repr(self), got, "no change: plans are kept by what it was", "Build another."))
+        object.__setattr__(self, name, value)
 
     def __copy__(self) -> Self:
         return self

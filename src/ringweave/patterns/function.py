@@ -214,7 +214,8 @@ class TokenMask(Pattern):
         found = read(self.fn, self._named)
         holder = self._seen
         if found.state != holder.state:
-            self._seen = holder = _holder_of(self.fn, self._named, found)
+            holder = _holder_of(self.fn, self._named, found)
+            object.__setattr__(self, "_seen", holder)
         return f"TokenMask({holder.number}{', _' * len(found.tables)}{self._bound()})"
 
     def _bound(self) -> str:
@@ -236,7 +237,7 @@ class TokenMask(Pattern):
         tables = self.tables
         keys = [content_key(table) for table in tables]
         large = tuple(table for table, key in zip(tables, keys, strict=True) if key is None)
-        return Key((self.spec, *keys, *map(address_key, large)), large)
+        return Key((self.spec, *keys, *map(address_key, large)), large, tuple(map(address_key, tables)))
 
     def value(self) -> Hashable:
         return self.key().value

@@ -14,10 +14,16 @@ class Key(NamedTuple):
     Attributes:
         value: What to compare.
         tables: What a cache holds beside it, so that an address cannot come to mean another tensor.
+        versions: Of tensors that are known by what they hold: they tell of a change that was undone.
     """
 
     value: Hashable
     tables: tuple[Tensor, ...]
+    versions: tuple[Hashable, ...] = ()
+
+    def same(self, other: Key) -> bool:
+        """Whether nothing was changed between two looks at a pattern."""
+        return self.value == other.value and self.versions == other.versions
 
 
 def address_key(table: Tensor) -> Hashable:

@@ -201,7 +201,7 @@ class _Walk:
         if x.is_inference() and x.device.type != "cpu":
             kind = "inference mode"
         if kind != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(x):
-            return self.opaque(x, f"{where}, {kind},")
+            return self.opaque(x, f"{where} ({kind})")
         for number, table in enumerate(self.tables):
             if table is x:
                 return Tensor, number
@@ -225,9 +225,11 @@ class _Walk:
             self.cell(cell, f"its variable {name}{of}")
             for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True)
         ]
-        given: list[tuple[str, dict[Any, Any]]]
-        given = [("default", dict(enumerate(fn.__defaults__ or ()))), ("default", fn.__kwdefaults__ or {})]
-        for what, held in (*given, ("attribute", vars(fn))):
+        defaults, last = fn.__defaults__ or (), code.co_argcount
+        positional = dict(zip(code.co_varnames[last - len(defaults) : last], defaults, strict=True))
+        given: list[tuple[str, dict[str, Any]]]
+        given = [("default", positional), ("default", fn.__kwdefaults__ or {}), ("attribute", vars(fn))]
+        for what, held in given:
             inside += [(name, self.value(each, f"its {what} {name}{of}")) for name, each in list(held.items())]
         # what a library's function reads of its own module is constant; what it was given may not be
         if not _constant(fn.__globals__.get("__name__")):

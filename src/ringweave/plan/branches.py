@@ -120,7 +120,7 @@ def branches(
     whole = Branch(pattern, (0, heads, 1), 1, 0, 0, nq, nk, q_offset, batch)
     if pattern.combinable and all(part.residue_rate() == 1 for part in parts):
         return (whole,)
-    value, tables = pattern.key()
+    value, tables, _ = pattern.key()
     key, programs = (value, size), store_of(pattern.spec, _programs)
     program = programs.get(key)
     if program is None:

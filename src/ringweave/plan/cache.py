@@ -64,8 +64,8 @@ class PlanCache:
         device: str | torch.device = "cpu",
     ) -> BlockPlan:
         """The plan of a pattern, from the cache or built; arguments as of :func:`ringweave.plan`."""
-        (value, tables), device = pattern.key(), _place(device)
-        key = (value, nq, nk, heads, batch, q_offset, tile, str(device))
+        made_of, device = pattern.key(), _place(device)
+        key = (made_of.value, nq, nk, heads, batch, q_offset, tile, str(device))
         kept = self._steps if nq <= tile[0] else self._kept
         found = kept.get(key)
         if found is not None:
@@ -78,9 +78,9 @@ class PlanCache:
                 return found
             plan = build(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=device)
             ties = holders(pattern.spec)
-            if ties and pattern.key().value != value:
+            if ties and not pattern.key().same(made_of):
                 raise changed("what was changed while it was planned")
-            kept.put(key, plan, plan.nbytes + _PLAN_BYTES, tables, ties)
+            kept.put(key, plan, plan.nbytes + _PLAN_BYTES, made_of.tables, ties)
         return plan
 
     def statistics(self) -> CacheStatistics:
