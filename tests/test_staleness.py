@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import textwrap
 import threading
 import types
 from collections.abc import Callable
@@ -247,6 +248,33 @@ def test_a_fork_inherits_the_functions() -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert told == repr((3, True, True))
     assert [pattern.spec for pattern, _ in world.patterns] == specs
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other threads")
+def test_a_fork_that_would_hang_raises() -> None:
+    program = """
+    import os, signal, torch, ringweave as rw
+    torch.set_num_threads(2)
+    q = torch.randn(1, 2, 256, 16)
+    call = lambda: rw.attention(q, q, q, rw.Causal())
+    want = call()
+    if not os.fork():
+        signal.alarm(60)
+        try:
+            call()
+        except rw.UnsupportedError as error:
+            print(error, flush=True)
+        torch.set_num_threads(1)
+        print(torch.equal(call(), want), flush=True)
+        os._exit(0)
+    os.wait()
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=200
+    )
+    said, same = done.stdout.splitlines()
+    assert "process: got one that was forked after its parent had computed on several threads" in said
+    assert same == "True"
 
 
 def test_threads_that_change_what_others_read() -> None:
