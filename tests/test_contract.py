@@ -69,16 +69,6 @@ def hostile() -> dict[str, Any]:
     }  # fmt: skip
 
 
-#: Rows whose checks are written elsewhere: to be emptied, row by row, where those are in.
-ELSEWHERE: set[tuple[str, str]] = {
-    *((name, argument) for name in ("attention", "attention_with_lse") for argument in (
-        "q", "k", "v", "scale", "q_offset", "backend", "context", "dropout",
-    )),
-    *(("longnet_attention", argument) for argument in ("q", "k", "v", "scale", "q_offset", "backend", "context")),
-    *(("attention_weights", argument) for argument in ("q", "k", "scale", "q_offset")),
-    *(("TokenMask", argument) for argument in ("fn", "batch", "head")),
-    ("from_mask_mod", "fn"),
-}  # fmt: skip
 #: Classes and methods whose checks are written elsewhere, as a whole.
 CLASSES_ELSEWHERE = {"ContextParallel"}
 #: Records that the library makes and hands out; what they hold is not checked again.
@@ -86,7 +76,7 @@ RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 #: Methods by which patterns answer plans: internal, called with arrays.
 PROTOCOL = {
     "allows", "key_ranges", "excluded_ranges", "tile_keys", "extents", "select", "check", "grid", "residue_rate",
-    "restride", "either", "value", "views", "of", "numbered",
+    "restride", "either", "value", "views", "of", "numbered", "key", "parts_within",
 }  # fmt: skip
 
 
@@ -268,8 +258,8 @@ ROWS: dict[str, Row] = {
     "Dilated": made(window=3, rate=4),
     "LongNet": made(**LISTS),
     "PerHead": Row(lambda: {"patterns": [rw.Causal(), OWN]}, is_pattern, taken={"patterns": lambda v: v[0] == rw.Causal()}),
-    "TokenMask": made(fn=lambda b, h, q, k: k <= q, batch=None, head=None),
-    "from_mask_mod": made(fn=lambda b, h, q, k: k <= q),
+    "TokenMask": made(fn=lambda b, h, q, k: k <= q, tables=None, batch=None, head=None),
+    "from_mask_mod": made(fn=lambda b, h, q, k: k <= q, tables=None),
     "BlockTable": Row(
         lambda: {"mask": torch.eye(3).bool(), "block_size": 16, "indices": None, "counts": None, "key_blocks": None},
         is_pattern,
@@ -391,12 +381,7 @@ def is_taken(row: Row, argument: str, annotation: str, value: Any) -> bool:
     return any(fits for word, fits in found.items() if word in annotation)
 
 
-CASES = [
-    (name, argument)
-    for name in ROWS
-    for argument in ROWS[name].arguments()
-    if argument != "self" and (name, argument) not in ELSEWHERE
-]
+CASES = [(name, argument) for name in ROWS for argument in ROWS[name].arguments() if argument != "self"]
 
 
 @pytest.mark.parametrize(("name", "argument"), CASES, ids=lambda each: str(each).replace(" ", "_"))

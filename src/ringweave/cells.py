@@ -192,7 +192,7 @@ class _Counter:
 
     def __init__(self, pattern: Pattern, nk: int):
         self.pattern, self.nk, self.exact = pattern, nk, True
-        self.random = torch.Generator().manual_seed(0)
+        self.random = torch.Generator("cpu").manual_seed(0)
 
     def pairs(self, tiles: Tiles) -> Shares:
         """Allowed pairs of each tile; an estimate where ``exact`` turns False."""
@@ -243,7 +243,8 @@ class _Counter:
         step = max(1, _EVALUATED // 4 // (height * width))
         for begin in range(0, len(result), step):
             q_lo, q_hi, k_lo, k_hi = (torch.from_numpy(side[begin : begin + step])[:, None, None] for side in tiles)
-            q, k = q_lo + torch.arange(height)[:, None], k_lo + torch.arange(width)
+            q = q_lo + torch.arange(height, device="cpu")[:, None]
+            k = k_lo + torch.arange(width, device="cpu")
             # positions past the ends are clamped: a function may index tables by them
             allowed = self.pattern.allows(torch.minimum(q, q_hi - 1), torch.minimum(k, k_hi - 1))
             result[begin : begin + step] = (allowed & (q < q_hi) & (k < k_hi)).sum((1, 2)).numpy()
@@ -265,7 +266,8 @@ class _Counter:
 
     def _spread(self, lo: torch.Tensor, hi: torch.Tensor, points: int) -> torch.Tensor:
         # evenly spread with a jitter: a regular grid would beat with a regular pattern
-        place = (torch.arange(points) + torch.rand(len(lo), points, generator=self.random)) / points
+        jitter = torch.rand(len(lo), points, generator=self.random, device="cpu")
+        place = (torch.arange(points, device="cpu") + jitter) / points
         return torch.minimum(lo[:, None] + (place * (hi - lo)[:, None]).long(), hi[:, None] - 1)
 
 

@@ -80,7 +80,7 @@ def attention_weights(
     q_tiles = _tiled(q.to(wide) * scale, p.q_tiles, p.q_tile)
     k_tiles = _tiled(k.to(wide), p.kv_tiles, p.kv_tile)
     values: list[Tensor] = []
-    first = torch.zeros(batch, heads, dtype=torch.int64)
+    first = torch.zeros(batch, heads, dtype=torch.int64, device="cpu")
     count = 0
     for b in range(batch):
         for h in range(heads):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
 
 import pytest
@@ -11,8 +12,11 @@ import torch
 import ringweave as rw
 from ringweave.plan import Sizes, branches
 from ringweave.plan.branches import _offsets
+from ringweave.recent import Recent
 
 from ..cases import MIXTURES, PATTERNS
+
+module = importlib.import_module("ringweave.plan.branches")
 
 
 @pytest.mark.parametrize("sizes", [(257, 257, 0), (1000, 1000, 0), (40, 300, 260)])
@@ -48,6 +52,30 @@ def test_structure() -> None:
     assert branches(rw.Causal(), 64, 64)[0].structure == "causal"
     assert branches(rw.Causal(), 4, 64, q_offset=60)[0].structure == "sparse"
     assert branches(rw.SlidingWindow(5), 64, 64)[0].structure == "sparse"
+
+
+def test_tables_are_held_by_no_branches() -> None:
+    """Every attention call asks for branches first, with a fresh table in dynamic attention."""
+    gone = []
+    for _ in range(3):
+        pattern = rw.BlockTable(torch.zeros(64, 64, dtype=torch.bool), 128)
+        branches(pattern, 8192, 8192)
+        branches(pattern | rw.Causal(), 8192, 8192)
+        gone.append(weakref.ref(pattern.tables[0]))
+    del pattern
+    gc.collect()
+    assert [table() for table in gone] == [None] * 3
+
+
+def test_programs_are_bounded_by_the_bytes_of_their_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    n = 16384
+    monkeypatch.setattr(module, "_programs", Recent(300 * 2**10, 1024))
+    for _ in range(20):
+        # 64 KiB each, and a search for strided views
+        table = rw.BlockTable(torch.ones(256, 256, dtype=torch.bool), 64)
+        branches(rw.Dilated(64, 16) & table, n, n)
+    assert 0 < module._programs.nbytes <= 300 * 2**10
+    assert len(module._programs) <= 4
 
 
 def test_the_address_of_a_table_is_not_reused_while_its_branches_live() -> None:

@@ -50,8 +50,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
     native = module()
     assert native is not None
     plan = branch.plan("cpu")
-    out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32)
+    out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device="cpu")
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
     if native.forward(q, k, v, out, lse, *_rows(plan), *_rest(plan, scale)):
         spoil(out, lse, q, k, branch, scale)
     return out, lse
@@ -64,7 +64,7 @@ def backward(
     native = module()
     assert native is not None
     plan = branch.plan("cpu")
-    dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in (q, k, v))
+    dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device="cpu") for x in (q, k, v))
     rows = (upstream.lse, upstream.delta.float())
     columns = (plan.col_ptr, plan.row, plan.bits_t)
     native.backward(upstream.dout.to(q.dtype), q, k, v, *rows, dq, dk, dv, *_rows(plan), *columns, *_rest(plan, scale))
@@ -75,7 +75,7 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
     """In one pass over both tensors."""
     native = module()
     assert native is not None
-    result = torch.empty(out.shape[:3], dtype=torch.float32)
+    result = torch.empty(out.shape[:3], dtype=torch.float32, device="cpu")
     slope = None if dlse is None else dlse.detach()
     native.delta(dout, out, slope, result, torch.get_num_threads(), variant())
     return result.masked_fill_(torch.isneginf(lse), 0.0)

@@ -16,7 +16,7 @@ from ..errors import UnsupportedError, message
 from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
-from . import cpu, flash, flex, gather, reference, sdpa, trial, triton, tuning
+from . import cpu, flash, flex, forks, gather, reference, sdpa, trial, triton, tuning
 from .backend import Backend, Case, Upstream, delta_in_chunks, readable
 from .heads import Heads
 
@@ -117,6 +117,7 @@ def run_forward(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, q_offset: int, backend: str
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a pattern; out in q's dtype."""
+    forks.check(q.device)
     q, k, v = map(readable, (q, k, v))
     case = Case.of(q, k, v)
     steps = program(pattern, case, q_offset, backend)
@@ -147,6 +148,7 @@ def run_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of a pattern, in the inputs' dtype."""
+    forks.check(q.device)
     dout, q, k, v = map(readable, (dout, q, k, v))
     case = Case.of(q, k, v, needs_grad=True)
     # a row with an infinite score is NaN, its weights too

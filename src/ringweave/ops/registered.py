@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from ..errors import UnsupportedError, message
 from ..patterns import Pattern
+from ..patterns.function import held
 from ..plan import pattern_of
 from .dispatch import run_backward, run_forward
 
@@ -117,12 +118,16 @@ class _Backward(Differentiable):
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, tables, ctx.spec, ctx.scale, ctx.q_offset, ctx.backend = inputs
+    # alive until backward has run
+    ctx.held = held(ctx.spec, q)
     ctx.tables = len(tables)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, *tables)
 
 
 def _gradients(call: Callable[..., Any], ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    if ctx.held is not None:
+        ctx.held.check()
     q, k, v, out, lse, *tables = ctx.saved_tensors
     if dout is None and dlse is None:
         return None, None, None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, message
+from ..patterns.function import held
 from ..plan import pattern_of
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, tables, ctx.spec, ctx.scale, ctx.backend, ctx.context, _tag, _grads = inputs
     # alive until backward has run
-    ctx.holder = _contexts.get(ctx.context)
+    ctx.holder, ctx.held = _contexts.get(ctx.context), held(ctx.spec, q)
     ctx.tables = len(tables)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
@@ -122,6 +123,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+    if ctx.held is not None:
+        ctx.held.check()
     q, k, v, out, lse, received, relayed, forms, *tables = ctx.saved_tensors
     rest = (None,) * 6
     # a rank without a slope still owes the others their gradients

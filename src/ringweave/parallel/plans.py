@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
 
 from ..errors import ShapeError, message
 from ..patterns import Pattern
+from ..patterns.function import changed, store_of
 from ..plan import branches
-from ..plan.cache import table_keys
+from ..recent import Recent
 from .agreement import Opaque, Value
 from .choice import choose
 from .cost import Load, Widths
@@ -27,7 +26,8 @@ SCHEDULES = ("auto", "gather", "ring")
 _MOST_SHARDS = 2
 # ... or where the ring, in which queries may move instead, receives less than this part
 _WORTH_IT = 0.5
-_MAX_SCHEDULES = 64
+# with the bytes of the tables that their keys name, and about so many of their own
+_MAX_SCHEDULES, _MAX_BYTES, _SCHEDULE_BYTES = 64, 256 * 2**20, 2**16
 
 
 def place(
@@ -67,20 +67,19 @@ class Plans:
     ):
         self.placement, self.heads, self.rank = placement, heads, rank
         self.schedule, self.per_node = schedule, per_node
-        self._made: OrderedDict[Hashable, tuple[Gather | Ring, tuple[Tensor, ...]]] = OrderedDict()
+        self._made: Recent[Gather | Ring] = Recent(_MAX_BYTES, _MAX_SCHEDULES)
 
     def of(self, pattern: Pattern, batch: int = 1) -> Gather | Ring:
         """What the rank does for a pattern."""
-        tables = pattern.tables
-        key = (pattern.spec, table_keys(tables), batch)
-        found = self._made.get(key)
+        made_of = pattern.key()
+        key, kept = (made_of.value, batch), store_of(pattern.spec, self._made)
+        found = kept.get(key)
         if found is not None:
-            self._made.move_to_end(key)
-            return found[0]
+            return found
         demands = self.demands(pattern, batch)
         ratio = self.heads[0] // self.heads[1]
         made: Gather | Ring
-        said: dict[str, Value] = {"pattern": Opaque(_digest_of(demands), pattern)}
+        said: dict[str, Value] = {"pattern": Opaque(_digest_of(demands), repr(pattern))}
         if self.schedule_of(pattern) == "ring":
             moves = [_moves(demand) for demand in demands]
             said |= {"schedule": "ring", "moves": Opaque(_digest_of_moves(moves), "its own")}
@@ -88,10 +87,9 @@ class Plans:
         else:
             said["schedule"] = "gather"
             made = Gather.of(demands, self.placement, self.rank, ratio, said, self.per_node)
-        # with the tables, so that an address in the key cannot be given to another
-        self._made[key] = made, tables
-        if len(self._made) > _MAX_SCHEDULES:
-            self._made.popitem(last=False)
+        if kept is not self._made and not pattern.key().same(made_of):
+            raise changed("what was changed while it was planned")
+        kept.put(key, made, _SCHEDULE_BYTES, made_of.tables)
         return made
 
     def demands(self, pattern: Pattern, batch: int = 1) -> list[Demand]:

@@ -30,7 +30,7 @@ class Combined(Pattern):
         new = object.__new__(type(self))
         object.__setattr__(new, "parts", (*self.parts, part))
         nest(new, max(self.depth, 1 + part.depth), self.leaves + part.leaves)
-        object.__setattr__(new, "spec", f"{self.spec}{self.sign}{self._bracketed(part, part.spec)}")
+        new._write(f"{self.spec}{self.sign}{self._bracketed(part, part.spec)}")
         return new
 
     def _text(self) -> str:
@@ -46,9 +46,8 @@ class Combined(Pattern):
         # `&` binds tighter than `|`, as in Python
         return f"({text})" if isinstance(self, And) and isinstance(part, Or) else text
 
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        return tuple(table for part in self.parts for table in part.tables)
+    def parts_within(self) -> tuple[Pattern, ...]:
+        return self.parts
 
     def extents(self) -> tuple[int | None, int | None]:
         batch = heads = None
@@ -156,9 +155,8 @@ class Not(Pattern):
     def __repr__(self) -> str:
         return f"~{self.part!r}"
 
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        return self.part.tables
+    def parts_within(self) -> tuple[Pattern, ...]:
+        return (self.part,)
 
     def extents(self) -> tuple[int | None, int | None]:
         return self.part.extents()

@@ -15,9 +15,10 @@ underscore in place of each tensor of ``tables``. Text and tensors can cross ``t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from ..errors import PatternError, ShapeError, message
 from .checks import check_sizes
+from .key import Key, address_key
 from .tiles import FULL, Int64, Ranges, Tiles
 
 if TYPE_CHECKING:
@@ -59,24 +61,38 @@ class Pattern(ABC):
 
     # ---- what a pattern is -------------------------------------------------------------------------------------------
 
-    #: The pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn.
-    spec: str
+    _spec: str
+    #: Whether it has a function, which may have come to read other values.
+    _live: bool
     #: How deep its operators nest, and how many patterns they combine.
     depth: int = 0
     leaves: int = 1
 
     def __post_init__(self) -> None:
+        self._write(self._text())
+
+    def _write(self, text: str) -> None:
         # Written once: torch.compile guards on text as it is, but would turn changing numbers into symbols.
-        object.__setattr__(self, "spec", self._text())
+        object.__setattr__(self, "_spec", text)
+        object.__setattr__(self, "_live", "TokenMask(" in text)
+
+    @property
+    def spec(self) -> str:
+        """The pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn."""
+        return self._text() if self._live and not torch.compiler.is_compiling() else self._spec
 
     @abstractmethod
     def _text(self) -> str:
         """What ``spec`` is to be."""
 
+    def parts_within(self) -> tuple[Pattern, ...]:
+        """The patterns that this one is made of; none where it stands for itself."""
+        return ()
+
     @property
     def tables(self) -> tuple[Tensor, ...]:
         """Tensors that the pattern is made of (block tables, document bounds); private copies, never written."""
-        return ()
+        return tuple(table for part in self.parts_within() for table in part.tables)
 
     @abstractmethod
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -125,10 +141,44 @@ class Pattern(ABC):
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
-    def value(self) -> tuple[str, tuple[bytes, ...]]:
+    def value(self) -> Hashable:
         """The pattern as a key of a dict: text, and the tables' contents. For many patterns at once; costs a copy."""
+        if parts := self.parts_within():
+            return self.spec, tuple(part.value() for part in parts)
         arrays = (table.cpu().numpy() for table in self.tables)
         return self.spec, tuple((np.packbits(a) if a.dtype == np.bool_ else a).tobytes() for a in arrays)
+
+    def key(self) -> Key:
+        """The pattern as a key of a cache: text, and the tables by address and version."""
+        if not (parts := self.parts_within()):
+            tables = self.tables
+            return Key((self.spec, *map(address_key, tables)), tables)
+        keys = [part.key() for part in parts]
+        return Key(
+            (self.spec, *(key.value for key in keys)),
+            tuple(table for key in keys for table in key.tables),
+            tuple(version for key in keys for version in key.versions),
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_spec" in self.__dict__:
+            got = f"an assignment to {name}"
+            raise PatternError(message(repr(self), got, "no change: plans are kept by what it was", "Build another."))
+        object.__setattr__(self, name, value)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_spec"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # a function has another number in another process
+        Pattern.__post_init__(self)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -191,9 +241,9 @@ class Pattern(ABC):
         """
         nq, nk, heads, batch, q_offset = fitting(self, nq, nk, heads, batch, q_offset)
         check_dense(nq, nk, heads, batch)
-        q = torch.arange(q_offset, q_offset + nq)[:, None]
-        k = torch.arange(nk)[None, :]
-        dense = torch.zeros(batch, heads, nq, nk, dtype=torch.bool)
+        q = torch.arange(q_offset, q_offset + nq, device="cpu")[:, None]
+        k = torch.arange(nk, device="cpu")[None, :]
+        dense = torch.zeros(batch, heads, nq, nk, dtype=torch.bool, device="cpu")
         if self.select(0, 0) is self:
             return dense.copy_(self.allows(q, k))
         for b in range(batch):

@@ -244,8 +244,9 @@ class LongNet(Pattern):
         """How many branches let each query attend each key: int32 (batch, heads, nq, nk)."""
         nq, nk, heads, batch, q_offset = fitting(self, nq, nk, heads, batch, q_offset)
         check_dense(nq, nk, heads, batch)
-        q, k = torch.arange(q_offset, q_offset + nq)[:, None], torch.arange(nk)[None, :]
-        dense = torch.zeros(batch, heads, nq, nk, dtype=torch.int32)
+        q = torch.arange(q_offset, q_offset + nq, device="cpu")[:, None]
+        k = torch.arange(nk, device="cpu")[None, :]
+        dense = torch.zeros(batch, heads, nq, nk, dtype=torch.int32, device="cpu")
         for (owned, rate, offset), inside in self.views(heads):
             kept = (q % rate == offset) & (k % rate == offset)
             dense[:, slice(*owned)] += (kept & inside.allows(q // rate, k // rate)).int()

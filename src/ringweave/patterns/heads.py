@@ -35,9 +35,8 @@ class PerHead(Pattern):
     def _text(self) -> str:
         return f"PerHead([{', '.join(p.spec for p in self.patterns)}])"
 
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        return tuple(table for p in self.patterns for table in p.tables)
+    def parts_within(self) -> tuple[Pattern, ...]:
+        return self.patterns
 
     def __repr__(self) -> str:
         return f"PerHead([{', '.join(map(repr, self.patterns))}])"

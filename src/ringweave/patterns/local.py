@@ -179,16 +179,22 @@ class Documents(Pattern):
             got = (sizes if cu_seqlens is None else bounds).tolist()
             raise PatternError(message(name, shown(got), wanted, "Drop empty documents."))
         whole(f"the sum of {name}" if cu_seqlens is None else name, bounds[-1], 1, LONGEST)
-        self._bounds, self._bounds_np = torch.from_numpy(bounds), bounds
+        self._bounds = torch.from_numpy(bounds)
         self.__post_init__()
 
     @classmethod
     def _own(cls, bounds: Tensor) -> Documents:
         """A pattern around a tensor that is already private."""
         pattern = cls.__new__(cls)
-        pattern._bounds, pattern._bounds_np = bounds, bounds.numpy()
+        pattern._bounds = bounds
         pattern.__post_init__()
         return pattern
+
+    @property
+    def _bounds_np(self) -> Int64:
+        # the same memory, in a copy from another process too
+        bounds: Int64 = self._bounds.numpy()
+        return bounds
 
     def _text(self) -> str:
         return "Documents(cu_seqlens=_)"
@@ -246,6 +252,11 @@ class Documents(Pattern):
     def restride(self, rate: int, offset: int) -> Pattern | None:
         bounds = torch.unique(-((offset - self._bounds) // rate))
         return Documents(cu_seqlens=bounds) if len(bounds) > 1 and int(bounds[0]) == 0 else None
+
+
+def _device(given: object) -> torch.device:
+    """A tensor's own, and the CPU for lists, whatever the default is."""
+    return given.device if isinstance(given, Tensor) else torch.device("cpu")
 
 
 class Neighborhood(Pattern):

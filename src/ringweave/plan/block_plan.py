@@ -156,8 +156,10 @@ class BlockPlan:
     def to_dense(self) -> Tensor:
         """The relation that the tiles spell out, bool (B, Hq, nq, nk); for tests and small sizes."""
         groups = self.row_ptr.shape[0]
-        tiles = torch.zeros(groups, self.q_tiles, self.kv_tiles, self.q_tile, self.kv_tile, dtype=torch.bool)
-        full = torch.ones(1, self.q_tile, self.kv_tile, dtype=torch.bool)
+        tiles = torch.zeros(
+            groups, self.q_tiles, self.kv_tiles, self.q_tile, self.kv_tile, dtype=torch.bool, device="cpu"
+        )
+        full = torch.ones(1, self.q_tile, self.kv_tile, dtype=torch.bool, device="cpu")
         shapes = torch.cat([unpack_masks(self.masks.cpu(), self.kv_tile), full])
         row, col, bits = (x.cpu() for x in self.listed())
         tiles[row // self.q_tiles, row % self.q_tiles, col] = shapes[bits]

@@ -8,18 +8,17 @@ tiles. ``LongNet`` is a list of such branches by definition, and there the branc
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from ..patterns import Causal, Full, LongNet, Or, Pattern, View
+from ..patterns.function import store_of
+from ..recent import Recent
 from .block_plan import BlockPlan
 from .build import check_tile, default_tile, estimate_tiles
-from .cache import plan_cache, table_keys
+from .cache import plan_cache
 
 # Sides of block tables that are worth their own tiles: smaller ones drown in overhead.
 _GRIDS = (32, 128)
@@ -105,10 +104,9 @@ def tile_sides(tile: int | tuple[int, int] | None, pattern: Pattern, nq: int, nk
     return check_tile(tile)
 
 
-_MAX_PROGRAMS = 1024
-# with the tables, so that an address in a key cannot be given to another: restrided patterns hold tables of their own
-_programs: OrderedDict[Hashable, tuple[tuple[Branch, ...], tuple[Tensor, ...]]] = OrderedDict()
-_lock = threading.Lock()
+# programs that take a search; a branch takes about so many bytes
+_programs: Recent[tuple[Branch, ...]] = Recent(64 * 2**20, 1024)
+_BRANCH_BYTES = 2048
 
 
 def branches(
@@ -126,19 +124,17 @@ def branches(
     Returns:
         At least one branch, unless no view of a LongNet holds a token.
     """
-    tables = pattern.tables
-    key = (pattern.spec, table_keys(tables), nq, nk, heads, batch, q_offset)
-    with _lock:
-        found = _programs.get(key)
-        if found is not None:
-            _programs.move_to_end(key)
-            return found[0]
     size = Sizes(nq, nk, heads, batch, q_offset)
-    program = tuple(mixture(pattern, size)) if isinstance(pattern, LongNet) else _split(pattern, size)
-    with _lock:
-        _programs[key] = program, tables
-        if len(_programs) > _MAX_PROGRAMS:
-            _programs.popitem(last=False)
+    parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
+    whole = Branch(pattern, (0, heads, 1), 1, 0, 0, nq, nk, q_offset, batch)
+    if pattern.combinable and all(part.residue_rate() == 1 for part in parts):
+        return (whole,)
+    value, tables, _ = pattern.key()
+    key, programs = (value, size), store_of(pattern.spec, _programs)
+    program = programs.get(key)
+    if program is None:
+        program = tuple(mixture(pattern, size)) if isinstance(pattern, LongNet) else _split(pattern, size, whole)
+        programs.put(key, program, _BRANCH_BYTES * len(program), tables)
     return program
 
 
@@ -182,13 +178,9 @@ def mixture(pattern: LongNet, size: Sizes) -> list[Branch]:
     return found
 
 
-def _split(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
-    everything = View((0, size.heads, 1), 1, 0)
-    whole = _branch(everything, pattern, size)
-    assert whole is not None
+def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
+    everything = View(whole.heads, 1, 0)
     parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
-    if all(part.residue_rate() == 1 for part in parts):
-        return (whole,)
     # as many views as this cost more to start than they can save
     cost = _cost([whole])
     views = sum(len(_offsets(part.residue_rate(), size)) for part in parts)

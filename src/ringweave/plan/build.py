@@ -28,6 +28,7 @@ _EVALUATED_AT_ONCE = 2**24  # mask bits
 _TILES_AT_ONCE = 2**18
 _TILES_SAMPLED = 2**22
 _MOST_IN_A_LINE = 2**24
+_ALIGNED = 16  # elements: 64 bytes
 DEFAULT_TILE = 128
 
 
@@ -93,13 +94,18 @@ def build(
 def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[Pattern], torch.Tensor]:
     """The patterns of all batch elements and heads, each once, and which of them each uses, (B, Hq) int32."""
     distinct: dict[Hashable, tuple[int, Pattern]] = {}
+    known: dict[int, tuple[int, Pattern]] = {}
     group = np.zeros((batch, heads), np.int32)
     if pattern.select(0, 0) is pattern:
         return [pattern], torch.from_numpy(group)
     for b in range(batch):
         for h in range(heads):
             each = pattern.select(b, h)
-            group[b, h] = distinct.setdefault(each.value(), (len(distinct), each))[0]
+            found = known.get(id(each))
+            if found is None:
+                # held with its number, so that no other has its address
+                found = known[id(each)] = (distinct.setdefault(each.value(), (len(distinct), each))[0], each)
+            group[b, h] = found[0]
     return [each for _, each in distinct.values()], torch.from_numpy(group)
 
 
@@ -250,8 +256,8 @@ class _Masks:
         step = max(1, _EVALUATED_AT_ONCE // (q_tile * kv_tile))
         for begin in range(0, len(codes), step):
             q_lo, q_hi, k_lo, k_hi = (torch.from_numpy(side[begin : begin + step])[:, None, None] for side in sample)
-            q = q_lo + torch.arange(q_tile)[None, :, None]
-            k = k_lo + torch.arange(kv_tile)[None, None, :]
+            q = q_lo + torch.arange(q_tile, device="cpu")[None, :, None]
+            k = k_lo + torch.arange(kv_tile, device="cpu")[None, None, :]
             inside = (q < q_hi) & (k < k_hi)
             # positions past the ends are clamped: a function may index tables by them
             allowed = pattern.allows(torch.minimum(q, q_hi - 1), torch.minimum(k, k_hi - 1)) & inside
@@ -269,7 +275,7 @@ class _Masks:
 
     def packed(self) -> torch.Tensor:
         if not self.rows:
-            return torch.zeros(0, *self.words, dtype=torch.int32)
+            return torch.zeros(0, *self.words, dtype=torch.int32, device="cpu")
         return torch.from_numpy(np.stack(self.rows).reshape(-1, *self.words))
 
 
@@ -296,19 +302,25 @@ def _assemble(
     _limit(base)
     counts = np.concatenate([np.diff(ptr) for ptr in row_ptr])
 
-    def tensor(array: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
-
+    arrays = {
+        "row_ptr": np.stack(row_ptr),
+        "col": np.concatenate([tiles.col for tiles in sets]),
+        "bits": np.concatenate([tiles.bits for tiles in sets]),
+        "col_ptr": np.stack(col_ptr),
+        "row": np.concatenate(row_t),
+        "bits_t": np.concatenate(bits_t),
+        "masks": masks.numpy(),
+        "group": group.numpy(),
+        "order": _launch_order(counts),
+    }
+    # in one piece: one copy to a device, and small plans take little more than their elements
+    sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays.values()]
+    whole = torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
+    for part, array in zip(whole.split(sizes), arrays.values(), strict=True):
+        part[: array.size] = torch.from_numpy(np.ascontiguousarray(array, np.int32).reshape(-1))
+    parts = zip(arrays.items(), whole.to(device).split(sizes), strict=True)
     return BlockPlan(
-        row_ptr=tensor(np.stack(row_ptr)),
-        col=tensor(np.concatenate([tiles.col for tiles in sets])),
-        bits=tensor(np.concatenate([tiles.bits for tiles in sets])),
-        col_ptr=tensor(np.stack(col_ptr)),
-        row=tensor(np.concatenate(row_t)),
-        bits_t=tensor(np.concatenate(bits_t)),
-        masks=masks.to(device),
-        group=group.to(device),
-        order=tensor(_launch_order(counts)),
+        **{name: part[: array.size].view(array.shape) for (name, array), part in parts},
         nq=nq,
         nk=nk,
         q_tile=tile[0],
