@@ -250,3 +250,14 @@ def test_a_ring_error_tells_and_pickles() -> None:
     assert isinstance(error, rw.RingweaveError)
     assert isinstance(error, RuntimeError)
     assert "a peer" in str(rw.RingError(0, None, None, 0, "x"))
+    assert error.lost
+    differs = rw.RingError(
+        1, 3, None, 7, "scale 1.0 here and 2.0 on rank 3", "the same scale on all ranks", "Nothing was."
+    )
+    assert str(differs) == (
+        "rank 1, step 7: got scale 1.0 here and 2.0 on rank 3; wanted the same scale on all ranks. Nothing was."
+    )
+    assert not differs.lost
+    for again in (pickle.loads(pickle.dumps(differs)), differs.again()):
+        assert vars(again) == vars(differs)
+        assert str(again) == str(differs)

@@ -135,6 +135,34 @@ def test_threads_of_a_process_that_is_alone_wait() -> None:
     assert right == [True] * 40
 
 
+def test_no_rank_computes_alone_where_ranks_differ() -> None:
+    """What is for a rank that is lost is not for ranks that do other things."""
+
+    def job(transport: Transport) -> bool:
+        ctx = ContextParallel(transport, WINDOW, TOKENS, heads=HEADS)
+        pattern = jobs_order.CAUSAL if transport.rank else WINDOW
+        error = jobs_order.told(lambda: ctx.replicated(*data(0), pattern, fallback="single"))
+        return error is not None and error.cause.startswith("pattern ") and not error.lost
+
+    assert run(2, job) == [True, True]
+
+
+def test_what_ranks_tell_is_on_the_cpu() -> None:
+    """Whatever the default device; on another, nothing could be read."""
+
+    def job(transport: Transport) -> torch.Tensor:
+        with torch.device("meta"):
+            ctx = ContextParallel(transport, WINDOW, TOKENS, heads=HEADS).tagged("a")
+            shards = [ctx.shard(x, 2).requires_grad_() for x in inputs]
+            out = rw.attention(*shards, WINDOW, context=ctx)
+            out.sum().backward()
+            return ctx.unshard(out, 2)
+
+    inputs = data(0)
+    for out in run(2, job):
+        assert torch.allclose(out, rw.attention(*inputs, WINDOW), atol=1e-5)
+
+
 class Layer(nn.Module):
     def __init__(self, context: ContextParallel) -> None:
         super().__init__()

@@ -176,7 +176,8 @@ class ContextParallel:
             try:
                 yield
             except RingError as error:
-                self.call.ended = error
+                # without the frames that it came through, which hold tensors
+                self.call.ended = error.again()
                 raise
 
     def _saying(self, tag: Tensor, **said: Value) -> Call:
