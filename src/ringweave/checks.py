@@ -121,16 +121,19 @@ def _offset(q_offset: int) -> int:
     )
 
 
-def _scale(scale: float) -> float:
+def _scale(given: float) -> float:
+    scale = given
     if isinstance(scale, Tensor):
         # a number of it would be a constant to autograd, without a word
         remedy = "Multiply q by it and pass scale=1.0: its gradient comes that way."
         raise ShapeError(message("scale", f"a tensor of shape {tuple(scale.shape)}", "a number", remedy))
     if isinstance(scale, bool) or not isinstance(scale, _NUMBERS):
         raise ShapeError(message("scale", shown(scale), "a number", "Leave it out for 1 / sqrt(D)."))
+    if not isinstance(scale, (torch.SymInt, torch.SymFloat)):
+        scale = float(scale) if not isinstance(scale, int) or abs(scale) <= _LARGEST_SCALE else math.inf
     if not abs(scale) <= _LARGEST_SCALE:
-        raise ShapeError(message("scale", shown(scale), "a finite number of float32", "Leave it out for 1 / sqrt(D)."))
-    return scale if isinstance(scale, (float, torch.SymFloat)) else float(scale)
+        raise ShapeError(message("scale", shown(given), "a finite number of float32", "Leave it out for 1 / sqrt(D)."))
+    return scale
 
 
 def _check_dropout(dropout: float) -> None:
