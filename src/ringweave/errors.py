@@ -23,25 +23,44 @@ class UnsupportedError(RingweaveError, RuntimeError):
 
 
 class RingError(RingweaveError, RuntimeError):
-    """A rank is lost or did not answer in time: its shard is gone, so no answer is right.
+    """No answer is right: a rank is lost or silent, and its shard with it, or the ranks do not do the same.
 
     Attributes:
         rank: Rank that raises, in its group.
-        peer: Rank that is lost or silent, where known.
+        peer: Rank that is lost or silent, or does something else, where known.
         stage: Stage of the ring in which this rank was, None outside of one.
         step: Steps (agreements of all ranks) that this rank had begun.
         cause: What was seen, and by whom.
+        lost: Whether a rank is lost or silent; else all are there, and do not do the same.
     """
 
-    def __init__(self, rank: int, peer: int | None, stage: int | None, step: int, cause: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        peer: int | None,
+        stage: int | None,
+        step: int,
+        cause: str,
+        wanted: str = "",
+        remedy: str = "",
+    ) -> None:
         self.rank, self.peer, self.stage, self.step, self.cause = rank, peer, stage, step, cause
+        self.lost = not wanted
+        self._said = wanted, remedy
+        if self.lost:
+            who = "a peer" if peer is None else f"rank {peer}"
+            wanted = "an answer of every rank"
+            remedy = f"The shard of {who} cannot be reached: regroup the survivors and shard again, or restart."
         place = f"rank {rank}, step {step}" + ("" if stage is None else f", stage {stage}")
-        who = "a peer" if peer is None else f"rank {peer}"
-        remedy = f"The shard of {who} cannot be reached: regroup the survivors and shard again, or restart."
-        super().__init__(message(place, cause, "an answer of every rank", remedy))
+        super().__init__(message(place, cause, wanted, remedy))
 
-    def __reduce__(self) -> tuple[type[RingError], tuple[int, int | None, int | None, int, str]]:
-        return RingError, (self.rank, self.peer, self.stage, self.step, self.cause)
+    def again(self) -> RingError:
+        """The same error, for a later call."""
+        kind, said = self.__reduce__()
+        return kind(*said)
+
+    def __reduce__(self) -> tuple[type[RingError], tuple[int, int | None, int | None, int, str, str, str]]:
+        return RingError, (self.rank, self.peer, self.stage, self.step, self.cause, *self._said)
 
 
 def in_a_line(error: Exception) -> str:
