@@ -128,6 +128,8 @@ def _scale(scale: float) -> float:
         raise ShapeError(message("scale", f"a tensor of shape {tuple(scale.shape)}", "a number", remedy))
     if isinstance(scale, bool) or not isinstance(scale, _NUMBERS):
         raise ShapeError(message("scale", shown(scale), "a number", "Leave it out for 1 / sqrt(D)."))
+    # a number of few bits would be compared in its own type
+    scale = scale.item() if isinstance(scale, np.generic) else scale
     if not abs(scale) <= _LARGEST_SCALE:
         raise ShapeError(message("scale", shown(scale), "a finite number of float32", "Leave it out for 1 / sqrt(D)."))
     return scale if isinstance(scale, (float, torch.SymFloat)) else float(scale)

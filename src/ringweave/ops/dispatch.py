@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError, message, shown
 from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
@@ -53,7 +53,7 @@ def step(name: str, case: Case, branch: Branch) -> tuple[Branch, Backend]:
         return measured(case, branch) or (branch, next(usual))
     backend = BACKENDS.get(name)
     if backend is None:
-        raise UnsupportedError(message("backend", repr(name), f"one of {', '.join(names())}", "Use 'auto'."))
+        raise UnsupportedError(message("backend", shown(name), f"one of {', '.join(names())}", "Use 'auto'."))
     reason = refusal(backend, case, branch)
     if reason is not None:
         raise UnsupportedError(
