@@ -169,20 +169,22 @@ def is_explained(arguments: dict[str, Any], answer: Any) -> None:
 
 def is_attention(arguments: dict[str, Any], answer: Any) -> None:
     out = answer.out if isinstance(answer, rw.AttentionOutput) else answer
-    assert out.shape == arguments["q"].shape
-    if "pattern" in arguments:
-        wanted = rw.attention(arguments["q"], arguments["k"], arguments["v"], arguments["pattern"], backend="reference")
-        torch.testing.assert_close(out, wanted)
-    else:
+    pattern = arguments.get("pattern")
+    if pattern is None:
         names = ("segments", "rates", "causal", "offset", "heads")
-        mixture = rw.LongNet(**{name: arguments[name] for name in names})
-        wanted = rw.attention(arguments["q"], arguments["k"], arguments["v"], mixture, backend="reference")
-        torch.testing.assert_close(out, wanted)
+        pattern = rw.LongNet(**{name: arguments[name] for name in names})
+    options = {name: arguments[name] for name in ("scale", "q_offset")}
+    wanted = rw.attention(*(arguments[name] for name in "qkv"), pattern, backend="reference", **options)
+    torch.testing.assert_close(out, wanted)
 
 
 def is_weights(arguments: dict[str, Any], answer: Any) -> None:
-    dense = arguments["pattern"].to_dense(N, heads=2)
-    assert torch.equal(answer.to_dense() > 0, dense)
+    q, k = arguments["q"].double(), arguments["k"].double()
+    allowed = arguments["pattern"].to_dense(N, N, 2, q_offset=arguments["q_offset"])
+    scale = 8**-0.5 if arguments["scale"] is None else float(arguments["scale"])
+    scores = (scale * q @ k.mT).masked_fill(~allowed, -torch.inf)
+    wanted = torch.softmax(scores, -1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+    torch.testing.assert_close(answer.to_dense().double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 def is_merged(arguments: dict[str, Any], answer: Any) -> None:

@@ -121,19 +121,18 @@ def _offset(q_offset: int) -> int:
     )
 
 
-def _scale(given: float) -> float:
-    scale = given
+def _scale(scale: float) -> float:
     if isinstance(scale, Tensor):
         # a number of it would be a constant to autograd, without a word
         remedy = "Multiply q by it and pass scale=1.0: its gradient comes that way."
         raise ShapeError(message("scale", f"a tensor of shape {tuple(scale.shape)}", "a number", remedy))
     if isinstance(scale, bool) or not isinstance(scale, _NUMBERS):
         raise ShapeError(message("scale", shown(scale), "a number", "Leave it out for 1 / sqrt(D)."))
-    if not isinstance(scale, (torch.SymInt, torch.SymFloat)):
-        scale = float(scale) if not isinstance(scale, int) or abs(scale) <= _LARGEST_SCALE else math.inf
+    # a number of few bits would be compared in its own type
+    scale = scale.item() if isinstance(scale, np.generic) else scale
     if not abs(scale) <= _LARGEST_SCALE:
-        raise ShapeError(message("scale", shown(given), "a finite number of float32", "Leave it out for 1 / sqrt(D)."))
-    return scale
+        raise ShapeError(message("scale", shown(scale), "a finite number of float32", "Leave it out for 1 / sqrt(D)."))
+    return scale if isinstance(scale, (float, torch.SymFloat)) else float(scale)
 
 
 def _check_dropout(dropout: float) -> None:

@@ -177,6 +177,19 @@ def test_errors(indices: Tensor, counts: Tensor, key_blocks: int, text: str) -> 
         rw.BlockTable(indices=indices, counts=counts, key_blocks=key_blocks)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_indices_of_few_bits_are_as_good(dtype: torch.dtype) -> None:
+    """More blocks than the type of the indices can number."""
+    table = rw.BlockTable(
+        indices=torch.tensor([[1, 100], [5, 2]]).to(dtype),
+        counts=torch.tensor([2, 1]).to(dtype),
+        key_blocks=300,
+        block_size=16,
+    )
+    assert table.mask.nonzero().tolist() == [[0, 1], [0, 100], [1, 5]]
+    assert table.plan(32, 4800, tile=16).nnz == 3
+
+
 @pytest.mark.parametrize(
     ("blocks", "density", "diagonal", "lead"),
     [

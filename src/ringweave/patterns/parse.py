@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 
@@ -44,6 +45,7 @@ WRITABLE: dict[str, Callable[..., Pattern]] = {
 _LONGEST = 2**20  # characters of a text from outside
 _OPEN = 256  # brackets in brackets
 _SIGNS = 64  # of one value
+_KEPT = 512  # characters of a text whose tokens are kept
 _TOKEN = re.compile(
     r"""\s*(?:
         (?P<float>(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)
@@ -97,6 +99,24 @@ def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
     return _Reader(spec, names, iter(tables)).read()
 
 
+def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
+    """Kind, token and where it ends; the last is the end, or something that is no token."""
+    place, kind = 0, ""
+    while kind not in ("end", "other"):
+        found = _TOKEN.match(text, place)
+        if found is None or found.lastgroup is None:
+            kind, token = "other", text[place : place + 20].strip()
+        else:
+            place, kind, token = found.end(), found.lastgroup, found[found.lastgroup]
+        yield kind, token, place
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept(text: str) -> tuple[tuple[str, str, int], ...]:
+    # a pattern with tables is read at every call
+    return tuple(_tokens(text))
+
+
 class _Open:
     """An open bracket: the values that commas ended in it, and the one that is being read.
 
@@ -126,6 +146,7 @@ class _Reader:
 
     def __init__(self, text: str, names: dict[str, Callable[..., Pattern]], tables: Iterator[Tensor]):
         self.text, self.names, self.tables = text, names, tables
+        self.tokens = iter(_kept(text) if len(text) <= _KEPT else _tokens(text))
         self.place = 0
         self.open = [_Open("")]
 
@@ -142,11 +163,10 @@ class _Reader:
         return result
 
     def _next(self) -> tuple[str, str]:
-        found = _TOKEN.match(self.text, self.place)
-        if found is None or found.lastgroup is None:
-            raise self._error(shown(self.text[self.place : self.place + 20].strip()))
-        self.place = found.end()
-        return found.lastgroup, found[found.lastgroup]
+        kind, token, self.place = next(self.tokens)
+        if kind == "other":
+            raise self._error(shown(token))
+        return kind, token
 
     def _operand(self, kind: str, token: str) -> None:
         """A token where a value has to begin."""
@@ -266,7 +286,8 @@ class _Reader:
         if len(here.groups) == 1 == len(here.groups[0]):
             return here.groups[0][0]
         groups = [[self._pattern(value) for value in group] for group in here.groups]
-        return join(Or, *(join(And, *group) if len(group) > 1 else group[0] for group in groups))
+        parts = [join(And, *group) if len(group) > 1 else group[0] for group in groups]
+        return join(Or, *parts) if len(parts) > 1 else parts[0]
 
     def _pattern(self, value: object) -> Pattern:
         if not isinstance(value, Pattern):
