@@ -52,16 +52,19 @@ class Pattern(ABC):
     # ---- what a pattern is -------------------------------------------------------------------------------------------
 
     _spec: str
+    # whether there is a function in it, which may come to read other values
+    _follows: bool
 
     def __post_init__(self) -> None:
         # Written once: torch.compile guards on text as it is, but would turn changing numbers into symbols.
-        object.__setattr__(self, "_spec", self._text())
+        text = self._text()
+        object.__setattr__(self, "_follows", "TokenMask(" in text)
+        object.__setattr__(self, "_spec", text)
 
     @property
     def spec(self) -> str:
         """The pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn."""
-        # a function may have come to read other values
-        return self._spec if torch.compiler.is_compiling() or "TokenMask(" not in self._spec else self._text()
+        return self._text() if self._follows and not torch.compiler.is_compiling() else self._spec
 
     @abstractmethod
     def _text(self) -> str:
@@ -128,10 +131,10 @@ class Pattern(ABC):
 
     def key(self) -> Key:
         """The pattern as a key of a cache: text, and the tables by address and version."""
-        if not (parts := self.parts_within()):
+        if not self._follows:
             tables = self.tables
-            return Key((self.spec, *map(address_key, tables)), tables)
-        keys = [part.key() for part in parts]
+            return Key((self._spec, *map(address_key, tables)), tables)
+        keys = [part.key() for part in self.parts_within()]
         return Key(
             (self.spec, *(key.value for key in keys)),
             tuple(table for key in keys for table in key.tables),
@@ -151,7 +154,7 @@ class Pattern(ABC):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_spec"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_spec", "_follows")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
