@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Waiting threads sleep instead of spinning: on a shared machine spinning ones take the cores from those at work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test check sanitize format docs clean help
+.PHONY: demo test check sanitize fuzz format docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test    install into .venv and run all tests"
 	@echo "make check   lint, types, layers, docstrings"
 	@echo "make sanitize  the native kernel's tests under AddressSanitizer and UBSan"
+	@echo "make fuzz    random calls against the definition for SECONDS (60), of a SEED (a new one)"
 	@echo "make docs    build the documentation into site/"
 
 $(BIN)/python:
@@ -47,6 +48,10 @@ check: $(VENV)/.dev
 
 sanitize: $(VENV)/.dev
 	PYTHON=$(BIN)/python scripts/sanitize.sh
+
+SECONDS ?= 60
+fuzz: $(VENV)/.dev
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

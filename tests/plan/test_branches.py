@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.plan import branches
+from ringweave.plan import Sizes, branches
+from ringweave.plan.branches import _offsets
 from ringweave.recent import Recent
 
 from ..cases import MIXTURES, PATTERNS
@@ -86,3 +87,16 @@ def test_the_address_of_a_table_is_not_reused_while_its_branches_live() -> None:
     del pattern
     gc.collect()
     assert table() is not None
+
+
+@pytest.mark.parametrize(
+    ("nq", "nk", "q_offset"), [(1, 4096, 4095), (3, 4096, 4093), (70, 500, 430), (5, 40, 0), (9, 4096, 57)]
+)
+@pytest.mark.parametrize("rate", [7, 64, 2**30])
+def test_offsets_without_queries_are_no_views(rate: int, nq: int, nk: int, q_offset: int) -> None:
+    """A decode step of a strided pattern is one view of its keys; a huge rate is no loop over its offsets."""
+    size = Sizes(nq, nk, 1, 1, q_offset)
+    wanted = sorted({(q_offset + i) % rate for i in range(nq)} & set(range(nk)))
+    assert list(_offsets(rate, size)) == wanted
+    split = branches(rw.Strided(rate), nq, nk, q_offset=q_offset)
+    assert sum(branch.pairs() for branch in split) == int(rw.Strided(rate).to_dense(nq, nk, q_offset=q_offset).sum())

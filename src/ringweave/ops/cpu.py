@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import UnsupportedError, message
 from ..plan import BlockPlan, Branch
 from .backend import Backend, Case, Upstream
+from .overflow import spoil
 
 #: Names a lower instruction set than the best of the machine, for tests and comparisons.
 VARIANT = "RINGWEAVE_CPU_VARIANT"
@@ -51,7 +52,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
     plan = branch.plan("cpu")
     out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device="cpu")
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
-    native.forward(*map(_readable, (q, k, v)), out, lse, *_rows(plan), *_rest(plan, scale))
+    if native.forward(q, k, v, out, lse, *_rows(plan), *_rest(plan, scale)):
+        spoil(out, lse, q, k, branch, scale)
     return out, lse
 
 
@@ -63,10 +65,9 @@ def backward(
     assert native is not None
     plan = branch.plan("cpu")
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device="cpu") for x in (q, k, v))
-    inputs = map(_readable, (upstream.dout.to(q.dtype), q, k, v))
     rows = (upstream.lse, upstream.delta.float())
     columns = (plan.col_ptr, plan.row, plan.bits_t)
-    native.backward(*inputs, *rows, dq, dk, dv, *_rows(plan), *columns, *_rest(plan, scale))
+    native.backward(upstream.dout.to(q.dtype), q, k, v, *rows, dq, dk, dv, *_rows(plan), *columns, *_rest(plan, scale))
     return dq, dk, dv
 
 
@@ -76,14 +77,8 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
     assert native is not None
     result = torch.empty(out.shape[:3], dtype=torch.float32, device="cpu")
     slope = None if dlse is None else dlse.detach()
-    native.delta(_readable(dout), _readable(out), slope, result, torch.get_num_threads(), variant())
+    native.delta(dout, out, slope, result, torch.get_num_threads(), variant())
     return result.masked_fill_(torch.isneginf(lse), 0.0)
-
-
-def _readable(x: Tensor) -> Tensor:
-    """Any strides but in the last dimension; DLPack refuses tensors that require gradients."""
-    x = x.detach()
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _rows(plan: BlockPlan) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
 from . import cpu, flash, flex, forks, gather, reference, sdpa, trial, triton, tuning
-from .backend import Backend, Case, Upstream, delta_in_chunks
+from .backend import Backend, Case, Upstream, delta_in_chunks, readable
 from .heads import Heads
 
 BACKENDS: dict[str, Backend] = {
@@ -118,6 +118,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a pattern; out in q's dtype."""
     forks.check(q.device)
+    q, k, v = map(readable, (q, k, v))
     case = Case.of(q, k, v)
     steps = program(pattern, case, q_offset, backend)
     if len(steps) == 1 and _is_whole(steps[0][0], case):
@@ -148,8 +149,10 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of a pattern, in the inputs' dtype."""
     forks.check(q.device)
+    dout, q, k, v = map(readable, (dout, q, k, v))
     case = Case.of(q, k, v, needs_grad=True)
-    wide = lse.dtype
+    # a row with an infinite score is NaN, its weights too
+    lse, wide = lse.masked_fill(torch.isposinf(lse), torch.nan), lse.dtype
     steps = program(pattern, case, q_offset, backend)
     delta = (steps[0][1].delta if steps else delta_in_chunks)(dout, out, lse, dlse)
     if len(steps) == 1 and _is_whole(steps[0][0], case):

@@ -47,10 +47,19 @@ def _context(number: str) -> ContextParallel:
 
 @torch.library.custom_op("ringweave::ring_attention", mutates_args=())
 def ring_attention_op(
-    q: Tensor, k: Tensor, v: Tensor, tables: Sequence[Tensor], spec: str, scale: float, backend: str, context: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Sequence[Tensor],
+    spec: str,
+    scale: float,
+    backend: str,
+    context: str,
+    tag: Tensor,
+    grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse) of the shard, and what backward needs of the exchange: received bytes of two hops, their formats."""
-    return _context(context).forward(q, k, v, pattern_of(spec, tables), scale, backend)
+    """(out, lse) of the shard, and what backward needs: received bytes of two hops; formats, and the call's name."""
+    return _context(context).forward(q, k, v, pattern_of(spec, tables), scale, backend, tag, grads)
 
 
 @torch.library.custom_op("ringweave::ring_attention_backward", mutates_args=())
@@ -78,7 +87,10 @@ def ring_attention_backward_op(
 
 @ring_attention_op.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, tables: Sequence[Tensor], spec: str, scale: float, backend: str, context: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(3)]
@@ -101,7 +113,7 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, tables, ctx.spec, ctx.scale, ctx.backend, ctx.context = inputs
+    q, k, v, tables, ctx.spec, ctx.scale, ctx.backend, ctx.context, _tag, _grads = inputs
     # alive until backward has run
     ctx.holder, ctx.held = _contexts.get(ctx.context), held(ctx.spec, q)
     ctx.tables = len(tables)
@@ -114,7 +126,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     if ctx.held is not None:
         ctx.held.check()
     q, k, v, out, lse, received, relayed, forms, *tables = ctx.saved_tensors
-    rest = (None,) * 4
+    rest = (None,) * 6
     # a rank without a slope still owes the others their gradients
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv = ring_attention_backward_op(

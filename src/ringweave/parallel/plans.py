@@ -12,6 +12,7 @@ from ..patterns import Pattern
 from ..patterns.function import changed, store_of
 from ..plan import branches
 from ..recent import Recent
+from .agreement import Opaque, Value
 from .choice import choose
 from .cost import Load, Widths
 from .cover import Moves, cover
@@ -78,13 +79,14 @@ class Plans:
         demands = self.demands(pattern, batch)
         ratio = self.heads[0] // self.heads[1]
         made: Gather | Ring
+        said: dict[str, Value] = {"pattern": Opaque(_digest_of(demands), pattern)}
         if self.schedule_of(pattern) == "ring":
             moves = [_moves(demand) for demand in demands]
-            digest = _digest(self.placement, demands, [kind for move in moves for kind in move])
-            made = Ring.of(demands, moves, self.placement, self.rank, ratio, digest)
+            said |= {"schedule": "ring", "moves": Opaque(_digest_of_moves(moves), "its own")}
+            made = Ring.of(demands, moves, self.placement, self.rank, ratio, said)
         else:
-            digest = _digest(self.placement, demands, [])
-            made = Gather.of(demands, self.placement, self.rank, ratio, digest, self.per_node)
+            said["schedule"] = "gather"
+            made = Gather.of(demands, self.placement, self.rank, ratio, said, self.per_node)
         if kept is not self._made and not pattern.key().same(made_of):
             raise changed("what was changed while it was planned")
         kept.put(key, made, _SCHEDULE_BYTES, made_of.tables)
@@ -118,15 +120,21 @@ def _moves(demand: Demand) -> tuple[Moves, ...]:
     return cover(demand, widths.bytes_of_key * demand.tile, widths.bytes_of_query * demand.tile)
 
 
-def _digest(placement: Placement, demands: Sequence[Demand], moves: Sequence[Moves]) -> int:
-    """63 bits that differ where anything differs of which tokens go where and what is computed with them."""
-    found = hashlib.blake2b(placement.digest_text().encode(), digest_size=8)
+def _digest_of(demands: Sequence[Demand]) -> int:
+    """63 bits that differ where anything differs of what is computed: contents, not names."""
+    found = hashlib.blake2b(digest_size=8)
     for demand in demands:
-        plan = demand.plan
-        found.update(repr((demand.branch.heads, demand.branch.rate, demand.branch.k_first)).encode())
+        plan, view = demand.plan, demand.branch
+        found.update(repr((view.heads, view.rate, view.q_first, view.k_first, view.nq, view.nk)).encode())
+        found.update(repr((view.q_offset, view.batch, plan.q_tile, plan.kv_tile)).encode())
         for tensor in (plan.row_ptr, plan.col, plan.bits, plan.masks, plan.group):
             found.update(tensor.contiguous().numpy().data)
-    for move in moves:
+    return int.from_bytes(found.digest(), "little") >> 1
+
+
+def _digest_of_moves(moves: Sequence[tuple[Moves, ...]]) -> int:
+    found = hashlib.blake2b(digest_size=8)
+    for move in (kind for branch in moves for kind in branch):
         found.update(np.packbits(move.keys).data)
         found.update(np.packbits(move.queries).data)
     return int.from_bytes(found.digest(), "little") >> 1

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import PatternError, message
 from ..recent import Recent
 from .base import Pattern
-from .checks import at_least
+from .checks import whole
 from .key import Key, address_key
 from .reads import Reads, content_key, read
 from .tiles import Int64, Ranges, Tiles, mix
@@ -172,9 +172,8 @@ class TokenMask(Pattern):
     ):
         if not callable(fn):
             raise PatternError(message("fn", type(fn).__name__, "a function of (b, h, q, k)", "Pass a mask_mod."))
-        for name, number in (("batch", batch), ("head", head)):
-            if number is not None:
-                at_least(name, number, 0)
+        batch = None if batch is None else whole("batch", batch, 0)
+        head = None if head is None else whole("head", head, 0)
         if tables is not None and not (
             isinstance(tables, (list, tuple)) and all(isinstance(table, Tensor) for table in tables)
         ):
@@ -272,13 +271,13 @@ class TokenMask(Pattern):
                     "Compare in it, as in q >= k.",
                 )
             )
-        whole = torch.broadcast_shapes(*(x.shape for x in (b, h, q, k)))
-        sides = zip(reversed(result.shape), reversed(whole), strict=False)
+        indices = torch.broadcast_shapes(*(x.shape for x in (b, h, q, k)))
+        sides = zip(reversed(result.shape), reversed(indices), strict=False)
         if result.ndim > 4 or any(side not in (1, most) for side, most in sides):
             raise PatternError(
                 message(
                     "mask_mod",
-                    f"a function that returns shape {tuple(result.shape)} for indices {tuple(whole)}",
+                    f"a function that returns shape {tuple(result.shape)} for indices {tuple(indices)}",
                     "a shape that broadcasts to that of its arguments",
                     "Compute element by element.",
                 )

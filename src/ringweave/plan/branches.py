@@ -8,6 +8,7 @@ tiles. ``LongNet`` is a list of such branches by definition, and there the branc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,7 @@ from ..patterns import Causal, Full, LongNet, Or, Pattern, View
 from ..patterns.function import store_of
 from ..recent import Recent
 from .block_plan import BlockPlan
-from .build import default_tile, estimate_tiles
+from .build import check_tile, default_tile, estimate_tiles
 from .cache import plan_cache
 
 # Sides of block tables that are worth their own tiles: smaller ones drown in overhead.
@@ -71,6 +72,14 @@ class Branch:
         """The sides (q_tile, kv_tile) of its plan."""
         return tile_sides(self.sides, self.pattern, self.nq, self.nk)
 
+    def pairs(self) -> int:
+        """Allowed pairs, over batch and heads; of a dense structure without a plan."""
+        if self.structure == "sparse":
+            return self.plan().pairs()
+        square = min(self.nq, self.nk)
+        causal = square * (square + 1) // 2 + (self.nq - square) * self.nk
+        return (causal if self.structure == "causal" else self.nq * self.nk) * self.batch * self.head_count
+
     def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
         """The branch's plan, cached."""
         return plan_cache.get(
@@ -92,7 +101,7 @@ def tile_sides(tile: int | tuple[int, int] | None, pattern: Pattern, nq: int, nk
         if grid is not None and _GRIDS[0] <= grid <= _GRIDS[1] and grid % 16 == 0:
             return grid, grid
         return default_tile(nq), default_tile(nk)
-    return (tile, tile) if isinstance(tile, int) else tile
+    return check_tile(tile)
 
 
 # programs that take a search; a branch takes about so many bytes
@@ -172,6 +181,11 @@ def mixture(pattern: LongNet, size: Sizes) -> list[Branch]:
 def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
     everything = View(whole.heads, 1, 0)
     parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
+    # as many views as this cost more to start than they can save
+    cost = _cost([whole])
+    views = sum(len(_offsets(part.residue_rate(), size)) for part in parts)
+    if (views - len(parts)) * _BRANCH_COST >= cost:
+        return (whole,)
     rest = [part for part in parts if part.residue_rate() == 1]
     program: list[Branch] = []
     seen: Pattern | None = None
@@ -186,7 +200,7 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
         if rate == 1:
             continue
         new = part if seen is None else part & ~seen
-        for offset in range(min(rate, size.nk)):
+        for offset in _offsets(rate, size):
             inside = new.restride(rate, offset)
             if inside is None:
                 return (whole,)
@@ -194,7 +208,17 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
             if branch is not None:
                 program.append(branch)
         seen = part if seen is None else seen | part
-    return tuple(program) if _cost(program) < _cost([whole]) else (whole,)
+    return tuple(program) if _cost(program) < cost else (whole,)
+
+
+def _offsets(rate: int, size: Sizes) -> Sequence[int]:
+    """The offsets of a rate at which there are queries and keys; few for a decode step, whatever the rate."""
+    first, end = size.q_offset % rate, min(rate, size.nk)
+    if size.nq >= rate:
+        return range(end)
+    wrapped = range(min(max(first + size.nq - rate, 0), end))
+    straight = range(min(first, end), min(first + size.nq, end))
+    return straight if not wrapped else [*wrapped, *straight]
 
 
 def _cost(program: list[Branch]) -> float:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ..patterns import Pattern, rebuild
+from ..patterns.base import refuse
+from ..patterns.checks import check_sizes, named_device, whole
 from ..patterns.function import changed, holders
 from ..recent import Recent
 from .block_plan import BlockPlan
-from .build import build
+from .build import build, check_tile
 
 # what a plan takes beside its elements: nine tensors in one piece, and its place here; measured
 _PLAN_BYTES = 8 * 2**10
@@ -47,7 +49,7 @@ class PlanCache:
     """
 
     def __init__(self, max_bytes: int = 512 * 2**20):
-        self.max_bytes = max_bytes
+        self.max_bytes = whole("max_bytes", max_bytes, 0, 2**63 - 1)
         self._kept: Recent[BlockPlan] = Recent(max_bytes - max_bytes // 8, _MOST_PLANS)
         self._steps: Recent[BlockPlan] = Recent(max_bytes // 8, _MOST_STEPS)
 
@@ -55,7 +57,7 @@ class PlanCache:
         self,
         pattern: Pattern,
         nq: int,
-        nk: int,
+        nk: int | None = None,
         *,
         heads: int = 1,
         batch: int = 1,
@@ -64,7 +66,10 @@ class PlanCache:
         device: str | torch.device = "cpu",
     ) -> BlockPlan:
         """The plan of a pattern, from the cache or built; arguments as of :func:`ringweave.plan`."""
-        made_of, device = pattern.key(), _place(device)
+        if not isinstance(pattern, Pattern):
+            refuse(pattern)
+        nq, nk, heads, batch, q_offset = check_sizes(nq, nk, heads, batch, q_offset)
+        made_of, device, tile = pattern.key(), _place(device), check_tile(tile)
         key = (made_of.value, nq, nk, heads, batch, q_offset, tile, str(device))
         kept = self._steps if nq <= tile[0] else self._kept
         found = kept.get(key)
@@ -100,7 +105,7 @@ class PlanCache:
 
 def _place(device: str | torch.device) -> torch.device:
     """A device with its number: "cuda" is the current one, and tensors there say which that is."""
-    device = torch.device(device)
+    device = named_device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -1,0 +1,5 @@
+"""A differential fuzzer: random calls of the library against definitions spelled a second time.
+
+``python -m tests.fuzz`` draws calls (:mod:`.calls`) of random patterns (:mod:`.trees`) over random layouts, runs them
+(:mod:`.check`), makes those that fail smaller and prints them as Python to paste (:mod:`.shrink`).
+"""

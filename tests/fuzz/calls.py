@@ -1,0 +1,263 @@
+"""Random calls: sizes, layouts, types and options around a pattern, and each call as Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+
+from . import trees
+from .trees import Sizes, Tree
+
+LENGTHS = [1, 2, 3, 5, 7, 15, 16, 17, 20, 31, 32, 33, 40, 63, 64, 65, 100, 127, 128, 129, 200, 257]
+DIMS = [8, 8, 16, 16, 24, 32, 40, 64, 72, 96]
+ODD_DIMS = [1, 2, 3, 5, 7, 12, 20, 33, 50, 90]
+SCALES = [None, None, None, None, 0.3, -0.3, 1.0, 0.0, -0.0, 1e-30, 1e-6, -1e-3, 30.0, -20.0, 1e4, -1e6, 1e20, 1e30]
+FILLS = [".normal_()"] * 8 + [".normal_(0, 30)", ".normal_(0, 0.001)", ".random_(-2, 3)", ".fill_(1)", ".zero_()"]
+CALLS = ["attention", "attention", "context", "no_grad", "inference_mode", "merge", "weights"]
+DTYPES = ["float32", "float32", "bfloat16", "float16", "float64"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the library; everything that happens follows from it."""
+
+    backend: str
+    kv_heads: int
+    sizes: Sizes
+    dim: int
+    value_dim: int
+    dtype: str
+    tree: Tree
+    #: of q, k, v and dout
+    layouts: tuple[str, str, str, str]
+    fills: tuple[str, str, str, str]
+    scale: float | None
+    #: which of q, k and v require gradients
+    leaves: str
+    #: what the loss is made of: "out", "lse" or "both"
+    loss: str
+    how: str
+    detach_weights: bool
+    threads: int
+    poisoned: bool
+    #: whether keys, values and queries that take no part are NaN
+    dead: bool
+    seed: int
+
+    @property
+    def grads(self) -> list[str]:
+        """The inputs whose gradients are asked for."""
+        return [] if self.how in ("no_grad", "inference_mode") else list(self.leaves)
+
+    def shapes(self) -> list[tuple[int, int, int, int]]:
+        """Of q, k, v and dout."""
+        s = self.sizes
+        return [
+            (s.batch, s.heads, s.nq, self.dim),
+            (s.batch, self.kv_heads, s.nk, self.dim),
+            (s.batch, self.kv_heads, s.nk, self.value_dim),
+            (s.batch, s.heads, s.nq, self.value_dim),
+        ]
+
+
+def _own(view: Callable[..., str], order: str) -> Callable[..., str]:
+    """A tensor filled and then looked at otherwise; ``order`` says its sides."""
+
+    def text(b: int, h: int, n: int, c: int, dtype: str, fill: str) -> str:
+        sides = [{"b": b, "h": h, "n": n, "c": c, "1": 1, "w": n + c - 1}[side] for side in order]
+        return f"torch.empty({sides}, dtype=torch.{dtype}){fill}{view(b, h, n, c)}"
+
+    return text
+
+
+def _part(base: Callable[..., list[int]], index: str) -> Callable[..., str]:
+    """A part of a tensor that holds NaN elsewhere."""
+
+    def text(b: int, h: int, n: int, c: int, dtype: str, fill: str) -> str:
+        view = index.format(b=b, h=h, n=n, c=c, stop=n + 3)
+        return f"torch.full({base(b, h, n, c)}, torch.nan, dtype=torch.{dtype}){view}{fill}"
+
+    return text
+
+
+def _expand(b: int, h: int, n: int, c: int) -> str:
+    return f".expand({b}, {h}, {n}, {c})"
+
+
+LAYOUTS: dict[str, Callable[..., str]] = {
+    "contiguous": _own(lambda *_: "", "bhnc"),
+    "heads last": _own(lambda *_: ".transpose(1, 2)", "bnhc"),
+    "channels first": _own(lambda *_: ".mT", "bhcn"),
+    "heads first": _own(lambda *_: ".transpose(0, 1)", "hbnc"),
+    "tokens first": _own(lambda *_: ".permute(1, 2, 0, 3)", "nbhc"),
+    "reversed": _own(lambda *_: ".permute(3, 2, 1, 0)", "cnhb"),
+    "channels outside": _own(lambda *_: ".permute(1, 2, 3, 0)", "cbhn"),
+    "one channel": _own(_expand, "bhn1"),
+    "one token": _own(_expand, "bh1c"),
+    "one head": _own(_expand, "b1nc"),
+    "one batch": _own(_expand, "1hnc"),
+    "one number": _own(_expand, "1111"),
+    "overlapping": _own(lambda b, h, n, c: f".unfold(-1, {c}, 1)", "bhw"),
+    "flipped": _own(lambda *_: ".flip(2)", "bhnc"),
+    "every other token": _part(lambda b, h, n, c: [b, h, 2 * n, c], "[:, :, ::2]"),
+    "every third token": _part(lambda b, h, n, c: [b, h, 3 * n, c], "[:, :, 1::3]"),
+    "every other channel": _part(lambda b, h, n, c: [b, h, n, 2 * c], "[..., 1::2]"),
+    "every other head": _part(lambda b, h, n, c: [b, 2 * h, n, c], "[:, ::2]"),
+    "last channels": _part(lambda b, h, n, c: [b, h, n, c + 5], "[..., 5:]"),
+    "first channels": _part(lambda b, h, n, c: [b, h, n, c + 3], "[..., :{c}]"),
+    "inner tokens": _part(lambda b, h, n, c: [b, h, n + 7, c], "[:, :, 3:{stop}]"),
+    "packed": _part(lambda b, h, n, c: [b, n, 3, h, c], "[:, :, 1].transpose(1, 2)"),
+    "offset": _part(lambda b, h, n, c: [b * h * n * c + 3], "[3:].view({b}, {h}, {n}, {c})"),
+}
+
+
+#: views in which elements share memory
+SHARED = ("one channel", "one token", "one head", "one batch", "one number", "overlapping")
+
+
+def program(call: Call) -> tuple[list[str], list[str]]:
+    """(lines that make the inputs, lines that call) as Python: the fuzzer runs what it prints."""
+    s = call.sizes
+    imports = "import torch, ringweave as rw"
+    if any(tree.kind == "from_block_mask" for tree in call.tree.walk()):
+        imports += ", torch.nn.attention.flex_attention"
+    inputs = [imports, f"torch.manual_seed({call.seed}); torch.set_num_threads({call.threads})"]
+    if call.poisoned:
+        inputs[1] += "; torch.use_deterministic_algorithms(True)"
+    for name, shape, layout, fill in zip("qkvd", call.shapes(), call.layouts, call.fills, strict=True):
+        if name == "d":
+            if call.grads and call.loss != "lse":
+                inputs.append(f"dout = {LAYOUTS[layout](*shape, call.dtype, fill)}")
+            continue
+        leaf = ".requires_grad_()" if name in call.leaves else ""
+        inputs.append(f"{name} = {LAYOUTS[layout](*shape, call.dtype, fill)}{leaf}")
+    if call.grads and call.loss != "out":
+        wide = ", dtype=torch.float64" if call.dtype == "float64" else ""
+        inputs.append(f"dlse = torch.randn({s.batch}, {s.heads}, {s.nq}{wide})")
+    options = f"backend={call.backend!r}"
+    if s.q_offset:
+        options += f", q_offset={s.q_offset}"
+    if call.scale is not None:
+        options += f", scale={call.scale!r}"
+    longnet = call.how == "longnet_attention"
+    pattern = "pattern"
+    if longnet:
+        options = f"{trees.longnet_arguments(call.tree)}, detach_weights={call.detach_weights}, {options}"
+    else:
+        inputs.append(f"pattern = {trees.source(call.tree, s)}")
+    if call.dead:
+        asked = f"{s.nq}, {s.nk}, {s.heads}, batch={s.batch}, q_offset={s.q_offset}"
+        inputs += [
+            f"used = pattern.to_dense({asked}) > 0; dead = ~used.unflatten(1, ({call.kv_heads}, -1)).any(2).any(2)",
+            "k.data[dead] = v.data[dead] = torch.nan; q.data[~used.any(-1)] = torch.nan",
+        ]
+    if call.how == "context":
+        inputs.append(f"ctx = rw.ContextParallel(None, pattern, {s.nk}, heads=({s.heads}, {call.kv_heads}))")
+        lines = [
+            f"out, lse = rw.attention_with_lse(*(ctx.shard(x, dim=2) for x in (q, k, v)), pattern, context=ctx, {options})",
+            f"at = ctx.positions.argsort()[:{s.nk}]; out, lse = out[:, :, at], lse[:, :, at]",
+        ]
+    elif longnet:
+        lines = [f"out = rw.longnet_attention(q, k, v, {options})"]
+    elif call.how == "merge":
+        lines = [
+            f"parts = [rw.attention_with_lse(q, k, v, each, {options}) for each in (pattern & rw.Strided(3), pattern & ~rw.Strided(3))]",
+            "out, lse = rw.merge(*zip(*parts))",
+        ]
+    elif call.how == "weights":
+        asked = options.split(", ", 1)[1:]
+        lines = [
+            f"weights = rw.attention_weights(q, k, {', '.join([pattern, *asked])}).to_dense()",
+            f"out = (weights @ v.to(weights.dtype).repeat_interleave({s.heads // call.kv_heads}, 1)).to(v.dtype)",
+        ]
+    elif call.how == "attention":
+        lines = [f"out = rw.attention(q, k, v, {pattern}, {options})"]
+    else:
+        lines = [f"out, lse = rw.attention_with_lse(q, k, v, {pattern}, {options})"]
+    if call.how in ("no_grad", "inference_mode"):
+        lines = [f"with torch.{call.how}():", *("    " + line for line in lines)]
+    if call.grads:
+        roots, slopes = {"out": ("out", "dout"), "lse": ("lse", "dlse"), "both": ("(out, lse)", "(dout, dlse)")}[
+            call.loss
+        ]
+        wanted = "".join(f"d{name}, " for name in call.grads)
+        lines.append(f"{wanted.rstrip()} = torch.autograd.grad({roots}, ({', '.join(call.grads)},), {slopes})")
+    return inputs, lines
+
+
+def draw(backend: str, seed: int, index: int) -> Call:
+    """The call of a number: the same for the same three arguments, on every instruction set."""
+    r = Random(f"{backend} {seed} {index}")
+    slow = backend == "triton"
+    heads, kv_heads = r.choice([(1, 1), (2, 2), (4, 4), (2, 1), (4, 2), (4, 1), (3, 1), (6, 3), (5, 5), (8, 2), (8, 8)])
+    if slow and heads > 4:
+        heads, kv_heads = 2, 1
+    how = r.choice(["attention_with_lse"] * 5 + CALLS)
+    sizes = _sizes(r, heads, how, slow)
+    dim, value_dim = _dims(r, backend)
+    tree = trees.draw(r, sizes, r.choice([0, 1, 1, 2, 3]))
+    detach = False
+    if backend == "sdpa" and r.random() < 0.95:
+        tree, sizes = Tree(r.choice(["Full", "Causal"])), replace(sizes, q_offset=0)
+        value_dim = dim if r.random() < 0.95 else value_dim
+    elif r.random() < (0.2 if backend in ("auto", "sdpa") else 0.05):
+        tree = Tree(r.choice(["Full", "Causal"]))
+    elif r.random() < 0.1:
+        tree = trees.draw_mixture(r, sizes)
+        if how in ("attention", "attention_with_lse") and r.random() < 0.5:
+            how, detach = "longnet_attention", r.random() < 0.5
+    dtype = r.choice(DTYPES)
+    if dtype == "float64" and backend in ("cpu", "triton") and r.random() < 0.95:
+        dtype = "float32"
+    if slow and dtype == "bfloat16" and r.random() < 0.95:
+        dtype = "float16"
+    if (how == "merge" and tree.kind == "LongNet") or (how in ("merge", "weights") and backend == "sdpa"):
+        how = "attention_with_lse"
+    if how == "weights" and (tree.kind == "LongNet" or backend not in ("auto", "gather")):
+        how = "attention"
+    plain = r.random() < 0.15
+    names = list(LAYOUTS)
+    layouts = tuple("contiguous" if plain or r.random() < 0.2 else r.choice(names) for _ in range(4))
+    fills = tuple(r.choice(FILLS) if r.random() < 0.3 else ".normal_()" for _ in range(4))
+    dead = how not in ("longnet_attention", "weights") and not set(layouts[:3]) & set(SHARED) and r.random() < 0.3
+    return Call(
+        backend, kv_heads, sizes, dim, value_dim, dtype, tree, layouts, fills, r.choice(SCALES),  # type: ignore[arg-type]
+        leaves=r.choice(["qkv", "qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv", "qv", ""]),
+        loss="out" if how in ("attention", "longnet_attention", "weights") else r.choice(["both", "both", "out", "lse"]),
+        how=how, detach_weights=detach, threads=r.choice([1] * 5 + [2]), poisoned=r.random() < 0.2, dead=dead, seed=r.randint(0, 10**6),
+    )  # fmt: skip
+
+
+def _sizes(r: Random, heads: int, how: str, slow: bool) -> Sizes:
+    batch = r.choice([1, 1, 2, 3])
+    lengths = LENGTHS if not slow else LENGTHS[:13]
+    # most are small, so that there are many
+    pairs = 2**12 if slow else r.choice([2**11] * 12 + [2**13] * 6 + [2**15, 2**17])
+    while True:
+        nq = r.choice(lengths) if r.random() < 0.8 else r.randint(1, lengths[-1])
+        nk, q_offset = nq, 0
+        if how != "context" and r.random() < 0.5:
+            nk = r.choice(lengths) if r.random() < 0.8 else r.randint(1, lengths[-1])
+            # decoding, a chunk of a prompt, or anywhere
+            q_offset = r.choice([0, max(0, nk - nq), max(0, nk - nq), r.randint(0, nk), nk + 3])
+        if batch * heads * nq * nk <= pairs:
+            return Sizes(batch, heads, nq, nk, q_offset)
+
+
+def _dims(r: Random, backend: str) -> tuple[int, int]:
+    odd = 0.05 if backend == "cpu" else 0.3
+    large = 0.02
+
+    def one() -> int:
+        choice = r.random()
+        return (
+            r.choice(ODD_DIMS)
+            if choice < odd
+            else r.choice([128, 256, 264])
+            if choice < odd + large
+            else r.choice(DIMS)
+        )
+
+    dim = one()
+    return dim, (dim if r.random() < 0.5 else one())

@@ -1,0 +1,375 @@
+"""One call against its definition: float64, by hand, over masks that :mod:`.trees` spells."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import traceback
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ringweave as rw
+
+from ..oracle import NAMES, Inputs, torch_errors
+from . import trees
+from .calls import Call, program
+
+
+class Refused(Exception):  # noqa: N818
+    """A named backend said that it cannot run the call."""
+
+
+class Find(Exception):  # noqa: N818
+    """Something is wrong: ``kind`` in a word or two, what exactly, and a line that shows it."""
+
+    def __init__(self, kind: str, what: str, line: str = ""):
+        super().__init__(f"{kind}: {what}")
+        self.kind, self.what, self.line = kind, what, line
+
+
+@dataclass
+class Truth:
+    """The definition's results for a call's tensors."""
+
+    call: Call
+    x: Inputs
+    counts: Tensor  # (branches, B, Hq, nq, nk)
+
+    @cached_property
+    def scale(self) -> float:
+        return self.call.dim**-0.5 if self.call.scale is None else self.call.scale
+
+    @cached_property
+    def wide(self) -> list[Tensor]:
+        """q, k, v and dout in float64, each query head with keys of its own."""
+        ratio = self.call.sizes.heads // self.call.kv_heads
+        k, v = (t.double().repeat_interleave(ratio, 1) for t in (self.x.k, self.x.v))
+        return [self.x.q.double(), k, v, self.x.dout.double()]
+
+    @cached_property
+    def scores(self) -> Tensor:
+        q, k, _, _ = self.wide
+        return q @ k.mT * self.scale
+
+    @cached_property
+    def size(self) -> float:
+        """The largest sum of absolute products that is a score."""
+        q, k, _, _ = self.wide
+        return float((q.abs() @ k.abs().mT).max()) * abs(self.scale)
+
+    @cached_property
+    def unit(self) -> float:
+        """Of rounding, in the sums of this call's type."""
+        return float(torch.finfo(torch.float32 if self.call.dtype == "float32" else self.x.q.dtype).eps)
+
+    @cached_property
+    def exponent_unit(self) -> float:
+        """Of rounding, in scores: no kernel has them in 16 bits."""
+        return min(self.unit, float(torch.finfo(torch.float32).eps))
+
+    @cached_property
+    def alive(self) -> Tensor:
+        """lse, 0 where a row attends nothing."""
+        lse = self.results["lse"]
+        return torch.where(lse.isinf(), 0.0, lse)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """Of all branches together."""
+        counts = self.counts.sum(0)
+        scores = torch.where(counts > 0, self.scores - self.alive[..., None], -torch.inf)
+        return counts * torch.exp(scores)
+
+    @cached_property
+    def slope_size(self) -> float:
+        """As large may the parts of a gradient be that cancel."""
+        q, k, v, dout = (float(t.abs().max()) for t in self.wide)
+        terms = self.counts[0, 0, 0].numel() * self.counts.shape[2] * self.call.value_dim
+        return terms * (dout * v + float(self.x.dlse.abs().max())) * (1 + abs(self.scale) * (q + k))
+
+    @cached_property
+    def results(self) -> dict[str, Tensor]:
+        q, k, v, dout = self.wide
+        branches = [self._softmax(counts) for counts in self.counts]
+        total = torch.stack([lse for _, lse in branches]).logsumexp(0)
+        lse = torch.where(self.counts.sum((0, -1)) > 0, total, -torch.inf)
+        shares = [torch.exp(part - torch.where(lse.isinf(), 0.0, lse)) for _, part in branches]
+        out = sum(share[..., None] * (p @ v) for share, (p, _) in zip(shares, branches, strict=True))
+        if not self.call.grads:
+            return {"out": out, "lse": lse}
+        dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
+        for share, (p, _) in zip(shares, branches, strict=True):
+            of = p @ v if self.call.detach_weights else out
+            slope = self.x.dlse.double() - (dout * of).sum(-1)
+            if self.call.detach_weights:
+                slope = -(dout * of).sum(-1)
+            weights = p * share[..., None]
+            ds = weights * (dout @ v.mT + slope[..., None]) * self.scale
+            dq += ds @ k
+            dk += ds.mT @ q
+            dv += weights.mT @ dout
+        groups = (len(dq), self.call.kv_heads, -1)
+        dk, dv = (t.view(*groups, *t.shape[2:]).sum(2) for t in (dk, dv))
+        return dict(zip(NAMES, (out, lse, dq, dk, dv), strict=True))
+
+    def _softmax(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        allowed = counts > 0
+        scores = torch.where(allowed, self.scores, -torch.inf)
+        top = scores.amax(-1, keepdim=True)
+        top = torch.where(top.isinf(), 0.0, top)
+        weights = torch.where(allowed, torch.exp(scores - top), 0.0)
+        total = weights.sum(-1, keepdim=True)
+        lse = torch.where(total > 0, top + total.log(), -torch.inf)[..., 0]
+        return weights / torch.where(total > 0, total, 1.0), lse
+
+
+def check(call: Call) -> str:
+    """Run a call and hold everything about it against the definition; "checked", or "bounded" where only bounds hold.
+
+    Raises:
+        Find: Something is wrong.
+        Refused: A named backend refuses.
+    """
+    names, lines = {}, program(call)
+    try:
+        return _run(call, names, *("\n".join(part) for part in lines))
+    finally:
+        if call.poisoned:
+            torch.use_deterministic_algorithms(False)
+        if "ctx" in names:
+            names["ctx"].close()
+
+
+def _run(call: Call, names: dict[str, Any], inputs: str, lines: str) -> str:
+    try:
+        exec(inputs, names)
+    except Exception as error:
+        raise _raised(call, error) from error
+    given = {name: names[name] for name in ("q", "k", "v", "dout", "dlse") if name in names}
+    versions = {name: x._version for name, x in given.items()}
+    try:
+        exec(lines, names)
+    except rw.UnsupportedError as error:
+        if call.backend == "auto":
+            raise Find("refused", str(error)) from error
+        raise Refused(str(error)) from error
+    except Exception as error:
+        raise _raised(call, error) from error
+    for name, x in given.items():
+        if x._version != versions[name]:
+            raise Find("version", f"{name} was written to", f"{name}._version  # wanted {versions[name]}")
+    counts = trees.counts(call.tree, call.sizes)
+    _check_mask(call, names, counts)
+    x = _inputs(call, names)
+    truth = Truth(call, x, torch.from_numpy(counts))
+    wanted = ["out"] + ["lse"] * ("lse" in names) + [f"d{name}" for name in call.grads]
+    got = {name: names[name].detach() for name in wanted}
+    for name in wanted:
+        _check_kind(call, name, got[name], truth)
+    if call.backend == "cpu" and call.how != "merge" and call.seed % 4 == 0:
+        _check_bits(call, names, lines, got)
+    return _compare(call, truth, got)
+
+
+def _check_bits(call: Call, names: dict[str, Any], lines: str, got: dict[str, Tensor]) -> None:
+    """The native kernel's bits depend neither on the layout nor on the number of threads."""
+    plain = dict(names)
+    for name in ("q", "k", "v", "dout"):
+        if name in names:
+            leaf = names[name].detach().contiguous().requires_grad_(names[name].requires_grad)
+            plain[name] = leaf
+    torch.set_num_threads(3 - call.threads)
+    exec(lines, plain)
+    for name, x in got.items():
+        other = plain[name].detach()
+        same = (x == other) | (x.isnan() & other.isnan())
+        if not same.all():
+            place = (~same).nonzero()[0].tolist()
+            what = f"{int((~same).sum())} of {x.numel()} differ from those of contiguous copies on other threads"
+            raise Find("bits", f"{name}: {what}", f"{name}{place}  # there {float(other[tuple(place)]):.9g}")
+
+
+def _raised(call: Call, error: Exception) -> Find:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = next((f for f in reversed(frames) if "ringweave" in f.filename), frames[-1])
+    name = type(error).__name__
+    return Find(f"raised {name}", f"{error} ({where.filename.rsplit('/src/')[-1]}, {where.lineno})"[:600])
+
+
+def _check_mask(call: Call, names: dict[str, Any], counts: Any) -> None:
+    s = call.sizes
+    if "pattern" not in names:
+        return
+    asked = f"pattern.to_dense({s.nq}, {s.nk}, {s.heads}, batch={s.batch}, q_offset={s.q_offset})"
+    wanted = torch.from_numpy(counts.sum(0))
+    dense = names["pattern"].to_dense(s.nq, s.nk, s.heads, batch=s.batch, q_offset=s.q_offset)
+    _same_mask("to_dense", asked, dense, wanted)
+    if call.tree.kind == "LongNet" or call.seed % 4:
+        return
+    # a plan of tiles of some size
+    tile = [(16, 16), (32, 64), (128, 16), (48, 80)][call.seed // 4 % 4]
+    sizes = f"{s.nq}, {s.nk}, heads={s.heads}, batch={s.batch}, q_offset={s.q_offset}"
+    made = f"rw.plan(pattern, {sizes}, tile={tile})"
+    plan = rw.plan(names["pattern"], s.nq, s.nk, heads=s.heads, batch=s.batch, q_offset=s.q_offset, tile=tile)
+    _same_mask("plan", f"{made}.to_dense()", plan.to_dense(), wanted)
+    density = names["pattern"].density(s.nq, s.nk, heads=s.heads, batch=s.batch, q_offset=s.q_offset)
+    if density != float(wanted.sum()) / wanted.numel():
+        raise Find(
+            "density", f"{density}", f"pattern.density({sizes})  # wanted {int(wanted.sum())} / {wanted.numel()}"
+        )
+    if not any(tree.kind in ("function", "from_block_mask") for tree in call.tree.walk()):
+        again = pickle.loads(pickle.dumps(names["pattern"]))
+        if again != names["pattern"] or hash(again) != hash(names["pattern"]):
+            raise Find(
+                "pickle", repr(again), "__import__('pickle').loads(__import__('pickle').dumps(pattern)) == pattern"
+            )
+
+
+def _same_mask(kind: str, asked: str, dense: Tensor, wanted: Tensor) -> None:
+    wrong = (dense.long() != wanted).nonzero()
+    if len(wrong):
+        at = wrong[0].tolist()
+        raise Find(kind, f"{len(wrong)} of {wanted.numel()} pairs", f"{asked}{at}  # wanted {int(wanted[tuple(at)])}")
+
+
+def _inputs(call: Call, names: dict[str, Any]) -> Inputs:
+    q, k, v = (names[name].detach() for name in "qkv")
+    if call.dead:
+        # what takes no part may be any number
+        q, k, v = (x.nan_to_num() for x in (q, k, v))
+    s = call.sizes
+    dout = names.get("dout", torch.zeros(s.batch, s.heads, s.nq, call.value_dim, dtype=q.dtype))
+    return Inputs(q, k, v, dout, names.get("dlse", torch.zeros(s.batch, s.heads, s.nq)))
+
+
+def _check_kind(call: Call, name: str, got: Tensor, truth: Truth) -> None:
+    x = truth.x
+    shape = {"out": truth.wide[3].shape, "lse": x.q.shape[:3], "dq": x.q.shape, "dk": x.k.shape, "dv": x.v.shape}[name]
+    dtype = x.q.dtype if name != "lse" or call.dtype == "float64" else torch.float32
+    if got.shape != shape or got.dtype != dtype:
+        raise Find(
+            "shape", f"{name} is {got.dtype} {tuple(got.shape)}", f"{name}.shape, {name}.dtype  # {tuple(shape)}"
+        )
+
+
+def _compare(call: Call, truth: Truth, got: dict[str, Tensor]) -> str:
+    want = {name: truth.results[name] for name in got}
+    stored = torch.finfo(truth.x.q.dtype)
+    # where exponents are off by a per cent each kernel rounds to weights of its own, and only bounds hold; where they
+    # are off by 2**7 a weight is 0 or infinite in float32
+    off_by = truth.size * truth.exponent_unit
+    bounded, wild = off_by > 0.01, off_by > 2**6
+    if "lse" in got and not wild:
+        empty = truth.results["lse"].isneginf()
+        _same("empty rows", "lse", got["lse"].isneginf(), empty, got["lse"], want["lse"])
+    for name in list(got):
+        limit = float(torch.finfo(torch.float32).max if name == "lse" else stored.max)
+        alive = want[name][~want[name].isneginf()]
+        huge = alive.numel() and float(alive.abs().max()) > limit / 64
+        if wild or huge or (name in ("dq", "dk", "dv") and (bounded or truth.slope_size > limit / 64)):
+            del got[name], want[name]
+    for name, x in got.items():
+        _same("not finite", name, x.isfinite() | x.isneginf(), torch.ones_like(x, dtype=torch.bool), x, want[name])
+    if bounded:
+        _in_hull(call, truth, got)
+        return "bounded"
+    floor: dict[str, float] | None = None
+    for name, x in got.items():
+        finite = want[name].isfinite()
+        off = float((x.double() - want[name])[finite].norm())
+        size = float(want[name][finite].norm())
+        if off <= torch.finfo(x.dtype).eps * size:
+            continue
+        floor = floor or _rounding(truth)
+        if off <= UNITS * floor[name] + _lost(x):
+            continue
+        theirs = _torch(truth)[name] * size
+        if not off <= 2 * theirs:
+            at = (x - want[name]).nan_to_num(0.0).abs().argmax()
+            place = [int(i) for i in torch.unravel_index(at, x.shape)]
+            what = f"error {off:.1e} of {size:.1e}, torch's own {theirs:.1e}, rounding {floor[name]:.1e}"
+            raise Find(f"value of {name}", what, _element(name, place, want[name]))
+    return "checked"
+
+
+#: units of rounding that are allowed where torch itself happens to be more exact
+UNITS = 2.0
+
+
+def _lost(x: Tensor) -> float:
+    """What is lost where numbers are too small for their type, or for the float32 that sums them."""
+    kind = torch.finfo(x.dtype)
+    return math.sqrt(x.numel()) * (kind.smallest_normal * kind.eps + 2**10 * torch.finfo(torch.float32).smallest_normal)
+
+
+def _rounding(truth: Truth) -> dict[str, float]:
+    """What rounding alone may cost each result, relative to its size: a unit of every product that is summed.
+
+    As the tests' oracle has it, but for sums that cancel: an exponent is off by units of all its products, lse by
+    units of 1, the logarithm of a rounded sum; and kernels of a 16-bit type round weights and their slopes to it.
+    """
+    call, want = truth.call, truth.results
+    unit = truth.unit
+    q, k, v, dout = (t.abs() for t in truth.wide)
+    scale = abs(truth.scale)
+    # channels that are all alike are rounded alike, one after the other
+    products = q @ k.mT * (scale * (1 + call.dim / 16))
+    exponents = 1 + (products + truth.alive.abs()[..., None]) * (truth.exponent_unit / unit)
+    weights = truth.weights * exponents
+    out = weights @ v
+    sizes = {"out": out, "lse": exponents.amax(-1)[want["lse"].isfinite()]}
+    if call.grads:
+        share = (
+            dout @ v.mT + (dout * (truth.weights @ v)).sum(-1, keepdim=True) + truth.x.dlse.double().abs()[..., None]
+        )
+        slopes = weights * share
+        groups = (len(q), call.kv_heads, -1)
+        sizes["dq"] = scale * (slopes @ k)
+        sizes["dk"] = scale * (slopes.mT @ q)
+        sizes["dv"] = weights.mT @ dout
+        for name in ("dk", "dv"):
+            sizes[name] = sizes[name].view(*groups, *sizes[name].shape[2:]).sum(2)
+    return {name: unit * float(x.norm()) for name, x in sizes.items()}
+
+
+def _torch(truth: Truth) -> dict[str, float]:
+    if truth.call.detach_weights:
+        return dict.fromkeys(NAMES, 0.0)
+    try:
+        return torch_errors(truth.x, truth.counts.sum(0), truth.results, truth.scale)
+    except AssertionError:
+        # torch itself gives NaN or other empty rows
+        return dict.fromkeys(NAMES, 0.0)
+
+
+def _same(kind: str, name: str, got: Tensor, wanted: Tensor, x: Tensor, want: Tensor) -> None:
+    wrong = (got != wanted).nonzero()
+    if len(wrong):
+        place = wrong[0].tolist()
+        raise Find(f"{kind} of {name}", f"{len(wrong)} of {got.numel()}", _element(name, place, want))
+
+
+def _element(name: str, place: list[int], want: Tensor) -> str:
+    return f"{name}{place}  # wanted {float(want[tuple(place)]):.6g}"
+
+
+def _in_hull(call: Call, truth: Truth, got: dict[str, Tensor]) -> None:
+    """Whatever the weights are, out lies between the values of its row, and lse little above the largest score."""
+    counts = truth.counts.sum(0)
+    allowed = counts > 0
+    eps = torch.finfo(truth.x.q.dtype).eps
+    if "lse" in got:
+        top = torch.where(allowed, truth.scores, -torch.inf).amax(-1)
+        alive = top.isfinite()
+        slack = 1e-5 * truth.size + math.log(max(2, int(counts.sum(-1).max())))
+        near = ~alive | ((got["lse"].double() - top).abs() <= slack)
+        _same("bounds", "lse", near, torch.ones_like(near), got["lse"], truth.results["lse"])
+    v = truth.wide[2]
+    largest = v.abs().amax((-1, -2))[..., None, None]
+    inside = got["out"].double().abs() <= largest * (1 + 4 * eps) + 1e-30 if "out" in got else torch.ones(1)
+    if "out" in got:
+        _same("bounds", "out", inside, torch.ones_like(inside), got["out"], truth.results["out"])

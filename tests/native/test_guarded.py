@@ -1,0 +1,40 @@
+"""Nothing reads or writes beyond a tensor: see guarded.py, which this runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringweave.ops import cpu
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="protects pages with mprotect")
+
+
+def run(what: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.native.guarded", what]
+    environment = {name: value for name, value in os.environ.items() if name != cpu.VARIANT}
+    root = Path(__file__).parents[2]
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize(
+    "what", ["torch", pytest.param("cpu", marks=pytest.mark.skipif(not cpu.module(), reason="no kernel"))]
+)
+def test_nothing_beyond_a_tensor(what: str) -> None:
+    done = run(what)
+    if done.returncode:
+        *_, last = done.stdout.splitlines() or ["nothing"]
+        ended = f"died of {signal.Signals(-done.returncode).name}" if done.returncode < 0 else "failed"
+        pytest.fail(f"{ended} at: {last}\n{done.stderr[-3000:]}")
+    assert int(done.stdout.splitlines()[-1].split()[0]) > 100
+
+
+def test_a_protected_page_ends_the_process() -> None:
+    done = run("beyond")
+    assert done.stdout == "[True, True, True]\n"
+    assert done.returncode == -signal.SIGSEGV
