@@ -76,8 +76,6 @@ ELSEWHERE: set[tuple[str, str]] = {
     )),
     *(("longnet_attention", argument) for argument in ("q", "k", "v", "scale", "q_offset", "backend", "context")),
     *(("attention_weights", argument) for argument in ("q", "k", "scale", "q_offset")),
-    *(("TokenMask", argument) for argument in ("fn", "batch", "head")),
-    ("from_mask_mod", "fn"),
 }  # fmt: skip
 #: Classes and methods whose checks are written elsewhere, as a whole.
 CLASSES_ELSEWHERE = {"ContextParallel"}
@@ -86,7 +84,7 @@ RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 #: Methods by which patterns answer plans: internal, called with arrays.
 PROTOCOL = {
     "allows", "key_ranges", "excluded_ranges", "tile_keys", "extents", "select", "check", "grid", "residue_rate",
-    "restride", "either", "value", "views", "of", "numbered",
+    "restride", "either", "value", "views", "of", "numbered", "key", "write", "parts_within",
 }  # fmt: skip
 
 
@@ -268,8 +266,8 @@ ROWS: dict[str, Row] = {
     "Dilated": made(window=3, rate=4),
     "LongNet": made(**LISTS),
     "PerHead": Row(lambda: {"patterns": [rw.Causal(), OWN]}, is_pattern, taken={"patterns": lambda v: v[0] == rw.Causal()}),
-    "TokenMask": made(fn=lambda b, h, q, k: k <= q, batch=None, head=None),
-    "from_mask_mod": made(fn=lambda b, h, q, k: k <= q),
+    "TokenMask": made(fn=lambda b, h, q, k: k <= q, tables=None, batch=None, head=None),
+    "from_mask_mod": made(fn=lambda b, h, q, k: k <= q, tables=None),
     "BlockTable": Row(
         lambda: {"mask": torch.eye(3).bool(), "block_size": 16, "indices": None, "counts": None, "key_blocks": None},
         is_pattern,
