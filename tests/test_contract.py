@@ -76,7 +76,7 @@ RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 #: Methods by which patterns answer plans: internal, called with arrays.
 PROTOCOL = {
     "allows", "key_ranges", "excluded_ranges", "tile_keys", "extents", "select", "check", "grid", "residue_rate",
-    "restride", "either", "value", "views", "of", "numbered", "key", "parts_within",
+    "restride", "either", "value", "views", "of", "numbered", "key", "write", "parts_within",
 }  # fmt: skip
 
 

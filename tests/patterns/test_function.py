@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import and_masks
 import ringweave as rw
 from ringweave.errors import PatternError
 from ringweave.patterns import Pattern
+from ringweave.patterns.reads import read
 from ringweave.plan import pattern_of, plan_cache
 
 N = 40
@@ -229,7 +230,7 @@ def test_what_could_change_unseen_is_refused(fn: Any, what: str) -> None:
     with pytest.raises(PatternError, match=f"{what}.*which could change unseen.*tables="):
         rw.TokenMask(fn)
     # unless the caller says what is read
-    assert rw.TokenMask(fn, tables=[]) == rw.TokenMask(fn, tables=[])
+    assert read(fn, []).state == read(fn, []).state
 
 
 def test_named_tables_are_followed() -> None:
@@ -267,6 +268,7 @@ def test_functions_that_are_no_masks(fn: Any, said: str) -> None:
     ("arguments", "said"),
     [
         ({"fn": True}, "fn: got bool"),
+        ({"fn": rw.Causal}, "fn: got ABCMeta"),
         ({"fn": even, "batch": -1}, "batch: got -1; wanted at least 0"),
         ({"fn": even, "head": 1.5}, "head: got 1.5; wanted an int"),
         ({"fn": even, "head": True}, "head: got True; wanted an int"),

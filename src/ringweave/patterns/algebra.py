@@ -30,7 +30,7 @@ class Combined(Pattern):
         new = object.__new__(type(self))
         object.__setattr__(new, "parts", (*self.parts, part))
         nest(new, max(self.depth, 1 + part.depth), self.leaves + part.leaves)
-        new._write(f"{self.spec}{self.sign}{self._bracketed(part, part.spec)}")
+        new.write(f"{self.spec}{self.sign}{self._bracketed(part, part.spec)}")
         return new
 
     def _text(self) -> str:

@@ -62,8 +62,8 @@ class Pattern(ABC):
     # ---- what a pattern is -------------------------------------------------------------------------------------------
 
     _spec: str
-    #: Whether it has a function, which may have come to read other values.
-    _live: bool
+    # whether there is a function in it, which may come to read other values
+    _follows: bool
     #: How deep its operators nest, and how many patterns they combine.
     depth: int = 0
     leaves: int = 1
@@ -73,13 +73,17 @@ class Pattern(ABC):
 
     def _write(self, text: str) -> None:
         # Written once: torch.compile guards on text as it is, but would turn changing numbers into symbols.
+        self.write(self._text())
+
+    def write(self, text: str) -> None:
+        """Be the pattern of a text, which closes it to changes."""
+        object.__setattr__(self, "_follows", "TokenMask(" in text)
         object.__setattr__(self, "_spec", text)
-        object.__setattr__(self, "_live", "TokenMask(" in text)
 
     @property
     def spec(self) -> str:
         """The pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn."""
-        return self._text() if self._live and not torch.compiler.is_compiling() else self._spec
+        return self._text() if self._follows and not torch.compiler.is_compiling() else self._spec
 
     @abstractmethod
     def _text(self) -> str:
@@ -150,10 +154,10 @@ class Pattern(ABC):
 
     def key(self) -> Key:
         """The pattern as a key of a cache: text, and the tables by address and version."""
-        if not (parts := self.parts_within()):
+        if not self._follows:
             tables = self.tables
-            return Key((self.spec, *map(address_key, tables)), tables)
-        keys = [part.key() for part in parts]
+            return Key((self._spec, *map(address_key, tables)), tables)
+        keys = [part.key() for part in self.parts_within()]
         return Key(
             (self.spec, *(key.value for key in keys)),
             tuple(table for key in keys for table in key.tables),
@@ -173,7 +177,7 @@ class Pattern(ABC):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_spec"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_spec", "_follows")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

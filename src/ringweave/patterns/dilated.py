@@ -110,6 +110,9 @@ class Dilated(Derived):
         reach = self.window * self.rate
         return SlidingWindow(reach, reach) & Strided(self.rate)
 
+    def residue_rate(self) -> int:
+        return self.rate
+
 
 class View(NamedTuple):
     """Heads [start, stop) in steps, and among positions those congruent to ``offset`` modulo ``rate``."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, message
+from ..errors import PatternError, in_a_line, message
 from ..recent import Recent
 from .base import Pattern
 from .checks import whole
@@ -170,11 +170,10 @@ class TokenMask(Pattern):
         batch: int | None = None,
         head: int | None = None,
     ):
-        if not callable(fn):
+        if not callable(fn) or isinstance(fn, type):
             raise PatternError(message("fn", type(fn).__name__, "a function of (b, h, q, k)", "Pass a mask_mod."))
-        batch, head = (
-            None if number is None else whole(name, number, 0) for name, number in (("batch", batch), ("head", head))
-        )
+        batch = None if batch is None else whole("batch", batch, 0)
+        head = None if head is None else whole("head", head, 0)
         if tables is not None and not (
             isinstance(tables, (list, tuple)) and all(isinstance(table, Tensor) for table in tables)
         ):
@@ -182,6 +181,7 @@ class TokenMask(Pattern):
         named = None if tables is None else tuple(tables)
         found = read(fn, named)
         self._of(_holder_of(fn, named, found), found.tables, batch, head)
+        self._depends()
 
     def _of(self, holder: Holder, tables: tuple[Tensor, ...], batch: int | None, head: int | None) -> None:
         self.fn, self._named, self._batch, self._head = holder.fn, holder.named, batch, head
@@ -255,7 +255,7 @@ class TokenMask(Pattern):
         except PatternError:
             raise
         except _RAISED as error:
-            said = f"a function that raises {type(error).__name__}: {error}"
+            said = f"a function that raises {in_a_line(error)}"
             wanted = "one of four index tensors (b, h, q, k)"
             remedy = "Use tensor operations, such as & and torch.where, in place of `and` and `if`."
             raise PatternError(message("mask_mod", said, wanted, remedy)) from error
@@ -272,13 +272,13 @@ class TokenMask(Pattern):
                     "Compare in it, as in q >= k.",
                 )
             )
-        shape = torch.broadcast_shapes(*(x.shape for x in (b, h, q, k)))
-        sides = zip(reversed(result.shape), reversed(shape), strict=False)
+        indices = torch.broadcast_shapes(*(x.shape for x in (b, h, q, k)))
+        sides = zip(reversed(result.shape), reversed(indices), strict=False)
         if result.ndim > 4 or any(side not in (1, most) for side, most in sides):
             raise PatternError(
                 message(
                     "mask_mod",
-                    f"a function that returns shape {tuple(result.shape)} for indices {tuple(shape)}",
+                    f"a function that returns shape {tuple(result.shape)} for indices {tuple(indices)}",
                     "a shape that broadcasts to that of its arguments",
                     "Compute element by element.",
                 )
@@ -291,7 +291,10 @@ class TokenMask(Pattern):
         head = h if by_head and self._head is None else self._head
         if (batch, head) == (self._batch, self._head):
             return self
-        return TokenMask(self.fn, tables=self._named, batch=batch, head=head)
+        found = read(self.fn, self._named)
+        chosen = TokenMask.__new__(TokenMask)
+        chosen._of(_holder_of(self.fn, self._named, found), found.tables, batch, head)
+        return chosen
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         b = torch.full((1, 1, 1, 1), self._batch or 0, device=q.device)
@@ -345,6 +348,4 @@ def from_mask_mod(fn: MaskMod, *, tables: Sequence[Tensor] | None = None) -> Tok
         >>> rw.from_mask_mod(lambda b, h, q, k: q >= k).density(2)
         0.75
     """
-    pattern = TokenMask(fn, tables=tables)
-    pattern._depends()
-    return pattern
+    return TokenMask(fn, tables=tables)

@@ -124,15 +124,15 @@ def branches(
     Returns:
         At least one branch, unless no view of a LongNet holds a token.
     """
-    size = Sizes(nq, nk, heads, batch, q_offset)
     parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
     whole = Branch(pattern, (0, heads, 1), 1, 0, 0, nq, nk, q_offset, batch)
     if pattern.combinable and all(part.residue_rate() == 1 for part in parts):
         return (whole,)
     value, tables, _ = pattern.key()
-    key, programs = (value, size), store_of(pattern.spec, _programs)
+    key, programs = (value, nq, nk, heads, batch, q_offset), store_of(pattern.spec, _programs)
     program = programs.get(key)
     if program is None:
+        size = Sizes(nq, nk, heads, batch, q_offset)
         program = tuple(mixture(pattern, size)) if isinstance(pattern, LongNet) else _split(pattern, size, whole)
         programs.put(key, program, _BRANCH_BYTES * len(program), tables)
     return program

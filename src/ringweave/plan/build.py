@@ -26,9 +26,9 @@ from .tables import from_table
 
 _EVALUATED_AT_ONCE = 2**24  # mask bits
 _TILES_AT_ONCE = 2**18
+_ALIGNED = 16  # elements: 64 bytes
 _TILES_SAMPLED = 2**22
 _MOST_IN_A_LINE = 2**24
-_ALIGNED = 16  # elements: 64 bytes
 DEFAULT_TILE = 128
 
 
