@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="drawn and printed by default")
     parser.add_argument("--backend", help="one of them: auto, reference, gather, sdpa, cpu or triton")
     parser.add_argument("--variant", help="an instruction set of the cpu backend")
+    parser.add_argument("--split", action="store_true", help="compute residues in strided views, whatever that costs")
     parser.add_argument("--case", type=int, help="the number of one case, to run alone")
     parser.add_argument("--finds", type=int, default=_MOST_FINDS, help="different ones, after which a process stops")
     parser.add_argument("--progress", type=Path, help=argparse.SUPPRESS)
@@ -47,8 +48,10 @@ def all_of_them(seconds: float, seed: int) -> int:
     from ringweave.ops import cpu, triton
 
     native = cpu.module()
-    jobs = [["--backend", name] for name in ("auto", "reference", "gather", "sdpa")]
-    jobs += [["--backend", "cpu", "--variant", name] for name in (native.variants() if native else [])]
+    jobs = [["--backend", name] for name in ("auto", "reference", "sdpa")]
+    jobs += [["--backend", "gather", "--split"]]
+    for i, name in enumerate(native.variants() if native else []):
+        jobs.append(["--backend", "cpu", "--variant", name, *["--split"] * (i % 2)])
     jobs += [["--backend", "triton"]] if triton.installed() else []
     share = seconds * _AT_ONCE / len(jobs)
     print(f"seed {seed}, {share:.0f} seconds each", flush=True)
@@ -104,13 +107,15 @@ def one(options: argparse.Namespace) -> int:
 
     from .calls import draw
     from .check import Find, Refused, check
-    from .shrink import shrink, text
+    from .shrink import SPLIT, shrink, text
 
     warnings.simplefilter("error")
     if options.backend == "triton":
         # where results are selected away, infinities meet; numpy, which the interpreter computes with, says so
         warnings.simplefilter("ignore", RuntimeWarning)
-    name = options.backend + (f" {options.variant}" if options.variant else "")
+    name = options.backend + f" --variant {options.variant}" * bool(options.variant) + " --split" * options.split
+    if options.split:
+        exec(SPLIT)
     progress = mmap.mmap(os.open(options.progress, os.O_RDWR), 8) if options.progress else bytearray(8)
     counts: Counter[str] = Counter()
     kinds: set[str] = set()
@@ -131,8 +136,8 @@ def one(options: argparse.Namespace) -> int:
             counts["finds"] += 1
             with torch.random.fork_rng():
                 smaller, shown = shrink(call, find)
-            printed = text(smaller, shown, options.variant)
-            again = f"python -m tests.fuzz --backend {name.replace(' ', ' --variant ')} --seed {options.seed} --case {index}"
+            printed = text(smaller, shown, options.variant, options.split)
+            again = f"python -m tests.fuzz --backend {name} --seed {options.seed} --case {index}"
             key = f"{shown.kind} {smaller.tree.kind} {smaller.layouts if shown.kind.startswith('value') else ''}"
             if key not in kinds:
                 print(f"FIND: {again}\n{printed}\n", flush=True)

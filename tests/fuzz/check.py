@@ -317,15 +317,14 @@ def _rounding(truth: Truth) -> dict[str, float]:
     q, k, v, dout = (t.abs() for t in truth.wide)
     scale = abs(truth.scale)
     # channels that are all alike are rounded alike, one after the other
-    products = q @ k.mT * (scale * (1 + call.dim / 16))
+    products, long = q @ k.mT * (scale * (1 + call.dim / 16)), 1 + call.value_dim / 16
     exponents = 1 + (products + truth.alive.abs()[..., None]) * (truth.exponent_unit / unit)
     weights = truth.weights * exponents
     out = weights @ v
     sizes = {"out": out, "lse": exponents.amax(-1)[want["lse"].isfinite()]}
     if call.grads:
-        share = (
-            dout @ v.mT + (dout * (truth.weights @ v)).sum(-1, keepdim=True) + truth.x.dlse.double().abs()[..., None]
-        )
+        share = (dout @ v.mT + (dout * (truth.weights @ v)).sum(-1, keepdim=True)) * long
+        share += truth.x.dlse.double().abs()[..., None]
         slopes = weights * share
         groups = (len(q), call.kv_heads, -1)
         sizes["dq"] = scale * (slopes @ k)

@@ -45,11 +45,17 @@ def alike(one: Find, other: Find) -> bool:
     return one.kind.split(" of ")[0] == other.kind.split(" of ")[0]
 
 
-def text(call: Call, find: Find, variant: str | None) -> str:
+#: small patterns are split into strided views only where that costs nothing
+SPLIT = "import sys, ringweave; sys.modules['ringweave.plan.branches']._BRANCH_COST = -1e9"
+
+
+def text(call: Call, find: Find, variant: str | None, split: bool) -> str:
     """The call as Python, ending in what shows the fault."""
     inputs, lines = program(call)
     if variant is not None:
         inputs[0] = f"import os; os.environ[{'RINGWEAVE_CPU_VARIANT'!r}] = {variant!r}; {inputs[0]}"
+    if split:
+        inputs.insert(1, SPLIT)
     shown = [f"print({find.line.replace('  #', ')  #')}"] if find.line else []
     return "\n".join([f"# {find.kind}: {find.what}", *inputs, *lines, *shown])
 

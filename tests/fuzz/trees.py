@@ -544,6 +544,10 @@ def _mixture(tree: Tree, s: Sizes, q: NDArray[np.int64], k: NDArray[np.int64]) -
     return found
 
 
+#: what may be computed in strided views
+RESIDUES = ["Strided", "Dilated", "dilated_blocks", "Neighborhood", "natten_1d"]
+
+
 def draw(r: Random, s: Sizes, depth: int = 3) -> Tree:
     """A relation."""
     choice = r.random()
@@ -555,7 +559,7 @@ def draw(r: Random, s: Sizes, depth: int = 3) -> Tree:
         different = [draw(r, s, depth - 2 if depth > 1 else 0) for _ in range(min(s.heads, r.randint(1, 3)))]
         return Tree("PerHead", (), tuple(r.choice(different) for _ in range(s.heads)))
     while True:
-        kind = r.choice(list(KINDS))
+        kind = r.choice(RESIDUES if r.random() < 0.15 else list(KINDS))
         tree = Tree(kind, KINDS[kind].draw(r, s))
         if fits(tree, s):
             return tree

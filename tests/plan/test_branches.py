@@ -100,3 +100,15 @@ def test_offsets_without_queries_are_no_views(rate: int, nq: int, nk: int, q_off
     assert list(_offsets(rate, size)) == wanted
     split = branches(rw.Strided(rate), nq, nk, q_offset=q_offset)
     assert sum(branch.pairs() for branch in split) == int(rw.Strided(rate).to_dense(nq, nk, q_offset=q_offset).sum())
+
+
+@pytest.mark.parametrize(("nq", "nk", "q_offset", "split"), [(1, 80, 38, True), (1, 65, 38, False), (65, 65, 0, False)])
+def test_a_table_whose_last_block_some_view_does_not_reach(nq: int, nk: int, q_offset: int, split: bool) -> None:
+    table = torch.ones(-(-(q_offset + nq) // 16), 5, dtype=torch.bool)
+    pattern = rw.Dilated(1, 4) & rw.BlockTable(table, 16)
+    found = branches(pattern, nq, nk, q_offset=q_offset)
+    assert (found[0].rate == 4) == split
+    total = torch.zeros(1, 1, nq, nk, dtype=torch.bool)
+    for branch in found:
+        total[:, :, branch.q_first :: branch.rate, branch.k_first :: branch.rate] |= branch.plan().to_dense()
+    assert torch.equal(total, pattern.to_dense(nq, nk, q_offset=q_offset))

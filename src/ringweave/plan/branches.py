@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..errors import PatternError
 from ..patterns import Causal, Full, LongNet, Or, Pattern, View
 from ..patterns.function import store_of
 from ..recent import Recent
@@ -205,8 +206,11 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
             if inside is None:
                 return (whole,)
             branch = _branch(View(everything.heads, rate, offset), inside, size)
-            if branch is not None:
-                program.append(branch)
+            if branch is None:
+                continue
+            if not _fits(branch):
+                return (whole,)
+            program.append(branch)
         seen = part if seen is None else seen | part
     return tuple(program) if _cost(program) < cost else (whole,)
 
@@ -219,6 +223,15 @@ def _offsets(rate: int, size: Sizes) -> Sequence[int]:
     wrapped = range(min(max(first + size.nq - rate, 0), end))
     straight = range(min(first, end), min(first + size.nq, end))
     return straight if not wrapped else [*wrapped, *straight]
+
+
+def _fits(branch: Branch) -> bool:
+    """Whether a strided pattern is made for its view's lengths: a table's last block may hold no token of the view."""
+    try:
+        branch.pattern.check(branch.nq, branch.nk, branch.q_offset)
+    except PatternError:
+        return False
+    return True
 
 
 def _cost(program: list[Branch]) -> float:
