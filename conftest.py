@@ -28,10 +28,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
 
 
-# minutes; two processes that share the tests take whole files, and what comes last runs alone
+# Two processes that share the tests take whole files: the longest first, since what is left for the end runs alone.
 LONGEST = [
     "tests/ops/test_triton.py", "tests/test_conformance.py", "tests/test_examples.py", "tests/native/test_kernel.py",
-    "tests/bench/test_cases.py", "tests/parallel/test_failure.py", "tests/bench/test_demo.py", "tests/bench/test_ring.py",
+    "tests/parallel/test_failure.py", "tests/bench/test_cases.py", "tests/bench/test_demo.py",
+    "tests/bench/test_ring.py",
 ]  # fmt: skip
 
 
