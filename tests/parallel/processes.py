@@ -21,7 +21,7 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import connection, forkserver
@@ -194,6 +194,28 @@ class Pool:
         self.run(f"{__name__}:_begin", self._groups)
 
 
+def alone(job: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
+    """What a function returns in a process of its own, which has torch and ringweave loaded and has computed nothing."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = server().Process(target=_answer, args=(theirs, job, args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout):
+            raise WorkerError(f"no answer in {timeout:g} s")
+        outcome: Outcome = pickle.loads(ours.recv_bytes())
+    except EOFError:
+        raise WorkerError("died") from None
+    finally:
+        process.kill()
+        process.join(10)
+        ours.close()
+    if outcome.error is not None:
+        outcome.error.add_note(outcome.trace)
+        raise outcome.error
+    return outcome.value
+
+
 @contextmanager
 def fresh(size: int) -> Iterator[Pool]:
     """A pool of its own, for tests that kill workers or stop them; ended at exit."""
@@ -230,17 +252,21 @@ def _serve(pipe: connection.Connection, rank: int, size: int, port: int) -> None
             name, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        outcome = _call(name, args)
-        try:
-            answer = pickle.dumps(outcome)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            answer = pickle.dumps(Outcome(error=WorkerError(f"rank {rank}: {error}"), trace=outcome.trace))
-        pipe.send_bytes(answer)
+        _answer(pipe, _call, (name, args), f"rank {rank}")
 
 
-def _call(name: str, args: tuple[Any, ...]) -> Outcome:
+def _call(name: str, args: tuple[Any, ...]) -> Any:
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)(*args)
+
+
+def _answer(pipe: connection.Connection, job: Callable[..., Any], args: tuple[Any, ...], who: str = "") -> None:
     try:
-        module, function = name.split(":")
-        return Outcome(getattr(importlib.import_module(module), function)(*args))
+        outcome = Outcome(job(*args))
     except Exception as error:  # noqa: BLE001  it goes to the test that asked for the job
-        return Outcome(error=error, trace=traceback.format_exc())
+        outcome = Outcome(error=error, trace=traceback.format_exc())
+    try:
+        answer = pickle.dumps(outcome)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        answer = pickle.dumps(Outcome(error=WorkerError(f"{who}: {error}"), trace=outcome.trace))
+    pipe.send_bytes(answer)
