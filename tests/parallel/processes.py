@@ -54,8 +54,9 @@ class WorkerError(RuntimeError):
 def server() -> multiprocessing.context.ForkServerContext:
     """The fork server: a process that has imported torch and ringweave, and forks workers in milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    # torch loads its compiler at the first call of an operator, and takes a second of each worker for it
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "ringweave", __name__])
+    # torch loads its compiler at the first call of an operator, which would take a second of each worker
+    jobs = [f"{__package__}.jobs_{name}" for name in ("compose", "failure", "ring", "transport")]
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "ringweave", __name__, *jobs])
     before = {name: os.environ.get(name) for name in _QUIET}
     os.environ.update(_QUIET)
     try:
