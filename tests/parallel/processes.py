@@ -1,6 +1,7 @@
 """Groups of worker processes on this machine's loopback: Gloo, one thread each, bounded in time, none left behind.
 
     results = pool4.run("tests.parallel.jobs_ring:forward", pattern, tensors)    # by rank; the workers' exceptions are raised
+    result = alone(function, argument)                                           # one process, without a group
     with fresh(4) as pool:                                                       # for tests that kill
         pool.start("tests.parallel.jobs_failure:exchange")
         pool.kill(2)
@@ -19,6 +20,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -33,6 +35,7 @@ import torch.distributed as dist
 
 # what a fork server must not do: run a parallel region, or hold a thread, before it forks
 _QUIET = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_STARTING = threading.Lock()
 # torch looks up the name of ::ffff:127.0.0.1 for every connection to a store, at both ends: where the DNS is slow, for 1 s
 # and not for 5
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -57,16 +60,17 @@ def server() -> multiprocessing.context.ForkServerContext:
     # torch loads its compiler at the first call of an operator, which would take a second of each worker
     jobs = [f"{__package__}.jobs_{name}" for name in ("compose", "failure", "ring", "transport")]
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "ringweave", __name__, *jobs])
-    before = {name: os.environ.get(name) for name in _QUIET}
-    os.environ.update(_QUIET)
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with _STARTING:
+        before = {name: os.environ.get(name) for name in _QUIET}
+        os.environ.update(_QUIET)
+        try:
+            forkserver.ensure_running()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
     return context
 
 

@@ -55,7 +55,7 @@ def test_a_killed_rank_is_told_by_all_in_time(pool: Pool, how: str) -> None:
         killed = pool.kill(victim)
         found = survivors(pool, victim)
         for seen in found:
-            # who computes raises at its next communication, 0.4 s after the kill at most
+            # who computes raises at its next communication, 0.2 s after the kill at most
             assert seen.at - killed < 2.0, (repetition, seen)
             assert seen.error.peer == victim
             assert seen.error.rank != victim
