@@ -16,7 +16,7 @@ from ringweave.ops import cpu
 from ringweave.ops.backend import Case, Upstream
 from ringweave.plan import branches
 
-from ..parallel.processes import alone
+from ..parallel.processes import forked
 
 pytest.importorskip("ringweave._cpu", exc_type=ImportError)
 
@@ -70,7 +70,7 @@ MIB = 2**20
     [(65536, 8, 2, 64, "window"), (98304, 8, 2, 64, "global"), (65536, 16, 4, 64, "blocks")],
 )
 def test_memory(tokens: int, heads: int, kv_heads: int, dim: int, name: str) -> None:
-    forward, tensors, backward, gradients, promised = alone(measured, tokens, heads, kv_heads, dim, name)
+    forward, tensors, backward, gradients, promised = forked(measured, tokens, heads, kv_heads, dim, name)
     print(f"forward {forward / MIB:.1f} of {tensors / MIB:.0f} MiB,", end=" ")
     print(f"backward {backward / MIB:.1f} of {gradients / MIB:.0f}, promised {promised / MIB:.1f}")
     assert forward <= 0.05 * tensors + 4 * MIB

@@ -22,7 +22,7 @@ from ringweave.ops import cpu, dispatch, kinds, tuning
 from ringweave.ops.backend import Case
 from ringweave.plan import Branch, branches
 
-from ..parallel.processes import alone
+from ..parallel.processes import forked
 
 WINDOW = rw.SlidingWindow(64)
 
@@ -302,7 +302,7 @@ def write(folder: Path, number: int) -> str:
 def test_eight_processes_at_once(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     """No answer is lost, and no reader ever sees anything but a whole file."""
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(alone, [write] * 8, [cache] * 8, range(8))) == [""] * 8
+        assert list(threads.map(forked, [write] * 8, [cache] * 8, range(8))) == [""] * 8
     tuning.refresh()
     found = tuning.answers()
     assert {kind: sorted(each) for kind, each in found.items()} == {str(n): list(range(10)) for n in range(8)}

@@ -1,7 +1,7 @@
 """Groups of worker processes on this machine's loopback: Gloo, one thread each, bounded in time, none left behind.
 
     results = pool4.run("tests.parallel.jobs_ring:forward", pattern, tensors)    # by rank; the workers' exceptions are raised
-    result = alone(function, argument)                                           # one process, without a group
+    result = forked(function, argument)                                          # one process, without a group
     with fresh(4) as pool:                                                       # for tests that kill
         pool.start("tests.parallel.jobs_failure:exchange")
         pool.kill(2)
@@ -199,7 +199,7 @@ class Pool:
         self.run(f"{__name__}:_begin", self._groups)
 
 
-def alone(job: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
+def forked(job: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
     """What a function returns in a process of its own, which has torch and ringweave loaded and has computed nothing."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = server().Process(target=_answer, args=(theirs, job, args), daemon=True)
