@@ -55,11 +55,14 @@ def test_a_killed_rank_is_told_by_all_in_time(pool: Pool, how: str) -> None:
         killed = pool.kill(victim)
         found = survivors(pool, victim)
         for seen in found:
-            # who computes raises at its next communication, 0.4 s after the kill at most
+            # who computes raises at its next communication, 0.2 s after the kill at most
             assert seen.at - killed < 2.0, (repetition, seen)
             assert seen.error.peer == victim
             assert seen.error.rank != victim
-            assert seen.error.step == (2 if how == "agree" or "plan" in seen.error.cause else 1)
+            at_plan = how == "agree" or "plan" in seen.error.cause
+            # who computes may still be in the exchange when another, who is through with it, tells of the loss
+            told = how == "compute" and f"rank {seen.error.rank} lost" not in seen.error.cause
+            assert seen.error.step in ((1, 2) if told and at_plan else (2,) if at_plan else (1,))
             assert seen.error.stage == (3 if how == "exchange" else seen.error.stage)
             assert "closed" in seen.error.cause or "reset" in seen.error.cause
             assert seen.threads == ["MainThread"]
