@@ -263,6 +263,32 @@ def test_second_derivatives_raise() -> None:
             second()
 
 
+@pytest.mark.parametrize("counted_first", [True, False])
+def test_flop_counter(counted_first: bool) -> None:
+    """The products over the tiles that are computed, whichever came first, the counter or the first call."""
+    code = """
+import torch{first}
+import ringweave as rw
+q, k, v = (torch.randn(2, 4, 300, 32, requires_grad=True) for _ in range(3))
+if not {counted}:
+    rw.attention(q, k, v)
+from torch.utils.flop_counter import FlopCounterMode
+
+def count(call):
+    with FlopCounterMode(display=False) as counter:
+        call().sum().backward()
+    return counter.get_total_flops()
+
+# two products forward, five backward
+assert count(lambda: rw.attention(q, k, v)) == 7 * 2 * 32 * 2 * 4 * 300 * 300
+for pattern in (rw.SlidingWindow(20), rw.Causal(), rw.random_blocks(300, 0.4, block_size=16, heads=4), rw.LongNet([64], [2])):
+    facts = rw.explain(pattern, 300, heads=4, batch=2, head_dim=32, as_dict=True)["flops"]
+    assert count(lambda: rw.attention(q, k, v, pattern)) == facts["forward"] + facts["backward"], pattern
+"""
+    first = ", torch.utils.flop_counter" if counted_first else ""
+    subprocess.run([sys.executable, "-c", code.format(first=first, counted=counted_first)], check=True, timeout=120)
+
+
 def test_meta_tensors_have_the_shapes_of_results() -> None:
     q, k, v = (x.to("meta") for x in tensors(Q, K, K))
     assert rw.attention(q, k, v, rw.Causal()).shape == Q

@@ -20,6 +20,7 @@ from ..errors import UnsupportedError, message
 from ..patterns import Pattern
 from ..patterns.function import held
 from ..plan import pattern_of
+from . import flops
 from .dispatch import run_backward, run_forward
 
 _library = torch.library.Library("ringweave", "DEF")
@@ -84,6 +85,11 @@ def _fake_backward(
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
+def differentiate(op: Any, setup: Callable[..., None] | None, backward: Callable[..., Any]) -> None:
+    """Give an operator its gradient, as ``torch.library.register_autograd``."""
+    torch.library.register_autograd(op.name(), backward, setup_context=setup, lib=_library)
+
+
 attention_op = operator(attention, _fake)
 attention_backward_op = operator(attention_backward, _fake_backward)
 
@@ -99,17 +105,24 @@ class Differentiable(torch.autograd.Function):
         _refuse("a forward-mode derivative", "Use reverse mode: torch.func.vjp, jacrev or grad.")
 
 
+def refuse_forward_mode() -> None:
+    """Raise UnsupportedError under forward-mode differentiation, of which an operator alone knows nothing."""
+    if forward_ad._current_level >= 0:
+        Differentiable.jvp(None)
+
+
 def _refuse(got: str, remedy: str) -> NoReturn:
     raise UnsupportedError(message("attention", got, "reverse-mode derivatives of first order", remedy))
 
 
-def _refuse_twice(ctx: Any, *_: Any) -> NoReturn:
+def refuse_twice(ctx: Any, *_: Any) -> NoReturn:
+    """The gradient of a gradient."""
     _refuse("a second derivative", "Call the formula on small dense tensors for one.")
 
 
 class _Backward(Differentiable):
     forward = staticmethod(attention_backward_op)
-    backward = staticmethod(_refuse_twice)
+    backward = staticmethod(refuse_twice)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -148,8 +161,8 @@ def _backward_compiled(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     return *_gradients(attention_backward_op, ctx, *grads), [None] * ctx.tables, *(None,) * 4
 
 
-torch.library.register_autograd("ringweave::attention", _backward_compiled, setup_context=_setup, lib=_library)
-torch.library.register_autograd("ringweave::attention_backward", _refuse_twice, lib=_library)
+differentiate(attention_op, _setup, _backward_compiled)
+differentiate(attention_backward_op, None, refuse_twice)
 
 
 def _fold(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[list[Any], Callable[[Tensor], Tensor]]:
@@ -195,8 +208,10 @@ def attend(
     """(out, lse) of a checked call, with its derivatives."""
     args = (q, k, v, pattern.tables, pattern.spec, scale, q_offset, backend)
     if torch.compiler.is_compiling():
-        if forward_ad._current_level >= 0:
-            _Attention.jvp(None)
-    elif forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        refuse_forward_mode()
+        return attention_op(*args)  # type: ignore[no-any-return]
+    if "torch.utils.flop_counter" in sys.modules:
+        flops.register()
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return _Attention.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
     return attention_op(*args)  # type: ignore[no-any-return]

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError, RingError, ShapeError, UnsupportedError, message
+from ..ops.backend import readable
 from ..ops.dispatch import BACKENDS, names, run_forward
+from ..ops.registered import refuse_forward_mode
 from ..patterns import Pattern, check_extents
 from . import wire as wires
 from .agreement import TAG_WORDS, Opaque, Value, caller, text_words
@@ -259,6 +261,7 @@ class ContextParallel:
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of the shard: what ``rw.attention(..., context=)`` calls once it has checked its arguments."""
+        refuse_forward_mode()
         grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         out, lse, *_ = ring_attention_op(
             q, k, v, pattern.tables, pattern.spec, scale, backend, self._number, self._tag, grads
@@ -334,6 +337,7 @@ class ContextParallel:
         grads: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """What the operator runs: (out, lse, received, relayed, formats by hop and rank, flat, and number and tag)."""
+        q, k, v = map(readable, (q, k, v))
         with self._calling():
             planned = self.plans.of(pattern, q.shape[0])
             call = self._saying(tag, scale=scale, backend=backend, requires_grad=grads, **planned.said)
@@ -361,6 +365,7 @@ class ContextParallel:
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What the operator's gradient runs: (dq, dk, dv)."""
+        dout, q, k, v = map(readable, (dout, q, k, v))
         forms, (number, *tag) = kept[2][:-NAME_WORDS], kept[2][-NAME_WORDS:].tolist()
         with self._calling():
             planned = self.plans.of(pattern, q.shape[0])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, message
+from ..ops.registered import differentiate, operator, refuse_twice
 from ..patterns.function import held
 from ..plan import pattern_of
 
@@ -45,8 +46,7 @@ def _context(number: str) -> ContextParallel:
     return context
 
 
-@torch.library.custom_op("ringweave::ring_attention", mutates_args=())
-def ring_attention_op(
+def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -62,8 +62,7 @@ def ring_attention_op(
     return _context(context).forward(q, k, v, pattern_of(spec, tables), scale, backend, tag, grads)
 
 
-@torch.library.custom_op("ringweave::ring_attention_backward", mutates_args=())
-def ring_attention_backward_op(
+def ring_attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -85,8 +84,7 @@ def ring_attention_backward_op(
     return _context(context).backward(dout, dlse, q, k, v, out, lse, kept, pattern_of(spec, tables), scale, backend)
 
 
-@ring_attention_op.register_fake
-def _(
+def _fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -99,8 +97,7 @@ def _(
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide), received, relayed, forms
 
 
-@ring_attention_backward_op.register_fake
-def _(
+def _fake_backward(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -110,6 +107,10 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return dq, dk, dv
+
+
+ring_attention_op = operator(ring_attention, _fake)
+ring_attention_backward_op = operator(ring_attention_backward, _fake_backward)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -135,4 +136,5 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     return (dq, dk, dv, [None] * ctx.tables, *rest)
 
 
-ring_attention_op.register_autograd(_backward, setup_context=_setup)
+differentiate(ring_attention_op, _setup, _backward)
+differentiate(ring_attention_backward_op, None, refuse_twice)

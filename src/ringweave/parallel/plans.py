@@ -43,7 +43,8 @@ def place(
             got, wanted = f"{asked.tokens} tokens on {asked.ranks} ranks", f"{tokens} on {ranks}"
             raise ShapeError(message("placement", got, wanted, "Make it for this context."))
         return asked
-    calls = [call for call in (branches(p, tokens, tokens, heads=heads[0]) for p in patterns) if call]
+    of_batch = ((p, p.extents()[0] or 1) for p in patterns)
+    calls = [call for p, batch in of_batch if (call := branches(p, tokens, tokens, heads=heads[0], batch=batch))]
     sides = [branch.tile[0] for call in calls for branch in call if branch.rate == 1]
     block = block_for(tokens, ranks, min(sides, default=128))
     if asked == "auto" and calls:
