@@ -49,9 +49,8 @@ def backward(
     """Gradients of dense attention; delta goes in through further channels where the kernel's own is another."""
     dout, lse, delta, out = upstream
     q, scale, sign = with_sign(q, scale)
-    heads, kv_heads, left = q.shape[1], k.shape[1], k.shape[2]
+    heads, kv_heads, every_key = q.shape[1], k.shape[1], k.shape[2]
     k, v = _attended(k, v, q, branch)
-    left -= k.shape[2]
     keys, values = _per_query_head(k, heads), _per_query_head(v, heads)
     slopes = dout.to(q.dtype)
     queries = q
@@ -61,12 +60,12 @@ def backward(
     causal, broken = branch.structure == "causal", lse.isnan()
     some = bool(broken.any())
     if some:
+        # left out of the product: in a block, NaN would go to keys that these rows do not attend
         slopes, queries, out = (x.masked_fill(broken[..., None], 0.0) for x in (slopes, queries, out))
         lse = lse.masked_fill(broken, torch.inf)
     inputs = map(_rows_apart, (slopes, queries, keys, values, out))
     dq, dk, dv = _backward(*inputs, lse.to(wide), 0.0, causal, scale=scale)
     if some:
-        # rows of NaN were left out: in a block, theirs would go to keys that they do not attend
         last = torch.where(broken, torch.arange(q.shape[2], device=q.device) if causal else k.shape[2], -1).amax(2)
         reached = torch.arange(k.shape[2], device=q.device) <= last[..., None]
         dq, dk, dv = (
@@ -74,7 +73,7 @@ def backward(
         )
 
     def per_kv_head(x: Tensor) -> Tensor:
-        x = torch.nn.functional.pad(x[..., : q.shape[3]], (0, 0, 0, left))
+        x = torch.nn.functional.pad(x[..., : q.shape[3]], (0, 0, 0, every_key - k.shape[2]))
         return x if kv_heads == heads else x.unflatten(1, (kv_heads, heads // kv_heads)).sum(2)
 
     dq = dq[..., : q.shape[3]].to(dtype).contiguous()
