@@ -36,8 +36,9 @@ $(VENV)/.dev: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 demo: $(VENV)/.demo
 	$(BIN)/ringweave demo --out ringweave-demo.html
 
+# two processes, each a file at a time: a file's tests share what is made once, and a page's examples go on from each other
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -28,8 +28,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
 
 
+# Two processes that share the tests take whole files: the longest first, since what is left for the end runs alone.
+LONGEST = [
+    "tests/ops/test_triton.py", "tests/test_conformance.py", "tests/test_examples.py", "tests/native/test_kernel.py",
+    "tests/parallel/test_failure.py", "tests/bench/test_cases.py", "tests/bench/test_demo.py",
+    "tests/bench/test_ring.py",
+]  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that need a GPU are skipped where there is none; what compilers there warn of is no failure."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        begin = {name: place - len(LONGEST) for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: begin.get(item.nodeid.partition("::")[0], 0))
     skipped = pytest.mark.skip(reason="needs a CUDA or ROCm device")
     for item in items:
         if item.get_closest_marker("gpu") is not None:

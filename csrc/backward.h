@@ -12,9 +12,9 @@
 namespace ringweave {
 namespace {
 
-// lse times log2(e), so that P = exp2(c s - low); +inf where the row attends nothing, so that P = 0.
+// What scores lie above: lse, and +inf where the row attends nothing, so that P = 0.
 inline void lows(float *lse, int n) {
-  for (int i = 0; i < n; ++i) lse[i] = lse[i] == -kInf ? kInf : lse[i] * kLog2e;
+  for (int i = 0; i < n; ++i) lse[i] = lse[i] == -kInf ? kInf : lse[i];
 }
 
 inline void write_query_tile(const Problem &pb, int64_t b, int64_t h, int64_t first, int n, const float *dq,
@@ -130,11 +130,11 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
       for (int lane = 0; lane < lanes.count; lane += panel_width(lane, lanes.count)) {
         const int n = panel_width(lane, lanes.count) / W;
         if (kWide == 4 && n == 4)
-          backward_panel<Op, kWide>(pb, m, scale.c, lane, t, done, turn, dk, dv);
+          backward_panel<Op, kWide>(pb, m, scale.size, lane, t, done, turn, dk, dv);
         else if (n == 2)
-          backward_panel<Op, 2>(pb, m, scale.c, lane, t, done, turn, dk, dv);
+          backward_panel<Op, 2>(pb, m, scale.size, lane, t, done, turn, dk, dv);
         else
-          backward_panel<Op, 1>(pb, m, scale.c, lane, t, done, turn, dk, dv);
+          backward_panel<Op, 1>(pb, m, scale.size, lane, t, done, turn, dk, dv);
       }
       if (turn + 1 == turns.total[g * plan.q_tiles + i]) write_query_tile(pb, u.batch, h, first, rows, t.dq, m.rows);
       __atomic_store_n(done, turn + 1, __ATOMIC_RELEASE);

@@ -123,12 +123,12 @@ inline void await(const int32_t *done, int32_t turn) {
 
 // One query tile against one panel of keys.
 template <class Op, int N>
-inline void backward_panel(const Problem &pb, const BackwardMemory &m, float c, int lane, const Streamed &t,
+inline void backward_panel(const Problem &pb, const BackwardMemory &m, float size, int lane, const Streamed &t,
                            const int32_t *done, int32_t turn, float *dk, float *dv) {
   const float *x = m.x + (ptrdiff_t)lane * (pb.d / Op::depth), *y = m.y + (ptrdiff_t)lane * (pb.dv_dim / Op::depth);
   float *p = m.p, *p_pair = m.p_pair, *ds = m.ds, *ds_rows = m.ds_rows;
   const TileMask mask = t.mask;
-  const V cv = splat(c);
+  const V sizes = splat(size);
   for (int r0 = 0; r0 < t.rows; r0 += kBackwardRows) {
     const int n = (int)smaller(kBackwardRows, t.rows - r0);
     const float *low = m.low + r0, *delta = m.delta + r0;
@@ -146,7 +146,8 @@ inline void backward_panel(const Problem &pb, const BackwardMemory &m, float c, 
           for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
             for (int j = 0; j < N; ++j) {
-              V e = exp2(acc[i][j] * cv - splat(low[r + i]));
+              // at most 0 but for rounding, which is without bounds where scores are
+              V e = exp2(min(V{}, (rounded(acc[i][j] * sizes) - splat(low[r + i])) * splat(kLog2e)));
               if (bits) e = select(mask_at(bits + i * mask.words, lane + j * W), e, V{});
               acc[i][j] = e;
               store(p + ((r + i) * N + j) * W, e);

@@ -81,7 +81,12 @@ inline void few_scores(const Problem &pb, const Unit &u, Few &f, int64_t first, 
         b += load_as<T>(row, c + W) * load(f.q + l * 256 + c + W);
       }
       if (c < f.d) a += load_as<T>(row, c) * load(f.q + l * 256 + c);
-      f.s[l * 256 + r] = allowed >> l & 1 ? sum_lanes(a + b) : -kInf;
+      float score = -kInf;
+      if (allowed >> l & 1) {
+        score = sum_lanes(a + b);
+        if (score == -kInf) mark_below(pb);
+      }
+      f.s[l * 256 + r] = score;
     }
   }
 }
@@ -92,13 +97,13 @@ inline float few_softmax(Few &f, int l, int keys, float c) {
   for (int r = keys; r % W; ++r) s[r] = -kInf;
   V tops = splat(-kInf);
   for (int r = 0; r < keys; r += W) tops = max(load(s + r), tops);
-  float top = max_lanes(tops) * c;
+  float top = max_lanes(tops);
   if (!(top > f.top[l])) top = f.top[l];
   const V low = no_inf(splat(top));
-  const V shrink = exp2(splat(f.top[l]) - low);
+  const V shrink = exp2((splat(f.top[l]) - low) * splat(c));
   V sum = V{};
   for (int r = 0; r < keys; r += W) {
-    V p = exp2(load(s + r) * splat(c) - low);
+    V p = exp2((load(s + r) - low) * splat(c));
     store(s + r, p);
     sum += p;
   }

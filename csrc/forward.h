@@ -10,20 +10,22 @@ namespace ringweave {
 namespace {
 
 constexpr int kForwardKeys = 64;  // keys between two updates of the running maximum: S^T of a panel stays in L1
-constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.693147180559945309417f;
+constexpr float kLog2e = 1.44269504088896340736f;
 
-// exp(scale s) = exp2(c s'). c > 0 keeps -inf a masked score: the sign of the scale, or 0, goes to the packed side.
+// A score is size * s, with size > 0, which keeps -inf a masked one: the sign of the scale, or 0, goes to the packed
+// side. Differences are taken of s and then multiplied by c = size * log2(e): a fused c s - c top would be off by the
+// rounding of c top, which is more than any exponent where scores are large.
 struct Scale {
-  float c;
+  float size, c;
   int sign;
   explicit Scale(float scale) {
-    c = fabsf(scale) * kLog2e;
-    sign = c == 0 ? 0 : scale < 0 ? -1 : 1;
-    if (sign == 0) c = 1;
+    sign = scale == 0 ? 0 : scale < 0 ? -1 : 1;
+    size = sign ? fabsf(scale) : 1;
+    c = size * kLog2e;
   }
 };
 
-// The state of a task's lanes: O^T not yet divided, the running maximum (times c), the running sum.
+// The state of a task's lanes: O^T not yet divided, the running maximum of s, the running sum.
 struct Running {
   float *out, *top, *sum;
   size_t floats;
@@ -36,16 +38,16 @@ struct Running {
 };
 
 // Adds a later block's state to a total. Called, never inlined: two inlined copies could round differently.
-__attribute__((noinline)) inline void join_state(Running total, Running part, int lanes, int dv) {
+__attribute__((noinline)) inline void join_state(Running total, Running part, int lanes, int dv, float c) {
   for (int p = 0; p < lanes; p += panel_width(p, lanes)) {
     const int pw = panel_width(p, lanes);
     for (int lane = p; lane < p + pw; lane += W) {
       V before = load(total.top + lane), other = load(part.top + lane), now = max(before, other), low = no_inf(now);
-      V a = exp2(before - low), b = exp2(other - low);
+      V a = exp2((before - low) * splat(c)), b = exp2((other - low) * splat(c));
       store(total.top + lane, now);
       store(total.sum + lane, load(total.sum + lane) * a + load(part.sum + lane) * b);
-      for (int c = 0; c < dv; ++c) {
-        ptrdiff_t at = (ptrdiff_t)p * dv + (ptrdiff_t)c * pw + (lane - p);
+      for (int ch = 0; ch < dv; ++ch) {
+        ptrdiff_t at = (ptrdiff_t)p * dv + (ptrdiff_t)ch * pw + (lane - p);
         store(total.out + at, load(total.out + at) * a + load(part.out + at) * b);
       }
     }
@@ -88,7 +90,7 @@ RW_INLINE void exponentials(float *s, int keys, float c, const V (&low)[N], V (&
   for (int r = 0; r < keys; ++r)
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j) {
-      V p = exp2(load(s + (r * N + j) * W) * cv - low[j]);
+      V p = exp2((load(s + (r * N + j) * W) - low[j]) * cv);
       sum[j] += p;
       store(s + (r * N + j) * W, p);
     }
@@ -100,8 +102,8 @@ RW_INLINE void exponentials(float *s, int keys, float c, const V (&low)[N], V (&
   for (int r = 0; r < keys; r += 2)
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j) {
-      V p = exp2(load(s + (r * N + j) * W) * cv - low[j]);
-      V o = r + 1 < keys ? exp2(load(s + ((r + 1) * N + j) * W) * cv - low[j]) : V{};
+      V p = exp2((load(s + (r * N + j) * W) - low[j]) * cv);
+      V o = r + 1 < keys ? exp2((load(s + ((r + 1) * N + j) * W) - low[j]) * cv) : V{};
       sum[j] += p + o;
       store(s + (r / 2 * N + j) * W, pair(p, o));
     }
@@ -116,8 +118,8 @@ inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Runni
   float *out = state.out + (ptrdiff_t)lane * pb.dv_dim, *s = m.s;
   for (int k0 = 0; k0 < keys; k0 += kForwardKeys) {
     const int n = (int)smaller(kForwardKeys, keys - k0);
-    V top[N];
-    for (int j = 0; j < N; ++j) top[j] = splat(-kInf);
+    V top[N], bottom[N];
+    for (int j = 0; j < N; ++j) top[j] = splat(-kInf), bottom[j] = splat(kInf);
     sweep<Op, true, N>(
         k.data + k0 * k.ld, k.ld, n, pb.d / Op::depth, q,
         [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
@@ -131,7 +133,16 @@ inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Runni
 #pragma GCC unroll 16
             for (int i = 0; i < M; ++i, bits += mask.words)
 #pragma GCC unroll 8
-              for (int j = 0; j < N; ++j) acc[i][j] = select(mask_at(bits, lane + j * W), acc[i][j], splat(-kInf));
+              for (int j = 0; j < N; ++j) {
+                const Mask allowed = mask_at(bits, lane + j * W);
+                bottom[j] = min(select(allowed, acc[i][j], splat(kInf)), bottom[j]);
+                acc[i][j] = select(allowed, acc[i][j], splat(-kInf));
+              }
+          } else {
+#pragma GCC unroll 16
+            for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+              for (int j = 0; j < N; ++j) bottom[j] = min(acc[i][j], bottom[j]);
           }
 #pragma GCC unroll 16
           for (int i = 0; i < M; ++i)
@@ -142,15 +153,17 @@ inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Runni
             }
         });
 
-    V low[N], sum[N], shrink[N];
+    V low[N], sum[N], shrink[N], least = bottom[0];
     for (int j = 0; j < N; ++j) {
       V before = load(state.top + lane + j * W);
-      V now = max(top[j] * splat(c), before);
+      V now = max(top[j], before);
+      least = min(bottom[j], least);
       low[j] = no_inf(now);  // no key yet: every exponent is -inf, whatever is subtracted
-      shrink[j] = exp2(before - low[j]);
+      shrink[j] = exp2((before - low[j]) * splat(c));
       sum[j] = V{};
       store(state.top + lane + j * W, now);
     }
+    if (any_equal(least, -kInf)) mark_below(pb);
     exponentials(s, n, c, low, sum, Op());
     for (int j = 0; j < N; ++j) store(state.sum + lane + j * W, load(state.sum + lane + j * W) * shrink[j] + sum[j]);
 
@@ -171,14 +184,15 @@ inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Runni
   }
 }
 
-// Divide and write.
+// Divide and write. A row's lse is its top, rounded as backward rounds its scores, and the logarithm of its sum.
 inline void forward_finish(const Problem &pb, const Lanes &lanes, const ForwardMemory &m, const Running &state) {
+  const float size = Scale(pb.scale).size;
   for (int i = 0; i < lanes.count; ++i) m.factor[i] = state.sum[i] == 0 ? 0.f : 1.f / state.sum[i];
   unpack(pb.out, lanes, pb.dv_dim, state.out, m.factor, m.rows);
   for (int i = 0; i < lanes.count; ++i) {
     char *to = const_cast<char *>(lane_row(pb.lse, lanes, i));
     if (!to) break;
-    float lse = state.sum[i] == 0 ? -kInf : (state.top[i] + log2f(state.sum[i])) * kLn2;
+    float lse = state.sum[i] == 0 ? -kInf : state.top[i] * size + logf(state.sum[i]);
     if (state.top[i] == kInf) lse = kInf;  // an infinite score: its sum is inf - inf
     memcpy(to, &lse, 4);
   }
@@ -214,7 +228,7 @@ inline Running sum_blocks(const Problem &pb, const Unit &u, const Piece &piece, 
     state.reset(lanes.count, pb.dv_dim);
     const int64_t begin = block_begin(length, blocks, i), end = block_begin(length, blocks, i + 1);
     add(pb, u, lanes, m, state, start + begin, start + end, start + piece.end);
-    if (whole && blocks > 1) join_state(total, state, lanes.count, pb.dv_dim);
+    if (whole && blocks > 1) join_state(total, state, lanes.count, pb.dv_dim, Scale(pb.scale).c);
   } while (block_begin(length, blocks, ++i) < piece.end);
   return blocks > 1 ? total : state;
 }
@@ -260,7 +274,7 @@ inline void forward_join(const Problem &pb, const Unit &u, const Join &join, cha
   state.reset(lanes.count, pb.dv_dim);
   for (int i = 0; i < join.slots; ++i) {
     const Running part(const_cast<float *>(partials) + (size_t)(join.slot + i) * stride, lanes.count, pb.dv_dim);
-    join_state(state, part, lanes.count, pb.dv_dim);
+    join_state(state, part, lanes.count, pb.dv_dim, Scale(pb.scale).c);
   }
   forward_finish(pb, lanes, m, state);
 }

@@ -98,7 +98,7 @@ void columns_of_plan(Problem &pb, const Array &col_ptr, const Array &row, const 
   check_range("bits_t", p.bits_t, nnz, -1, masks);
 }
 
-void bind_forward(const Array &q, const Array &k, const Array &v, const Array &out, const Array &lse,
+bool bind_forward(const Array &q, const Array &k, const Array &v, const Array &out, const Array &lse,
                   const Array &row_ptr, const Array &col, const Array &bits, const Array &masks, const Array &group,
                   int q_tile, int kv_tile, float scale, int threads, const std::string &variant) {
   const Kernel &kernel = pick(variant);
@@ -109,8 +109,11 @@ void bind_forward(const Array &q, const Array &k, const Array &v, const Array &o
   pb.lse = floats("lse", lse, pb, true);
   tiles(pb, q_tile, kv_tile);
   rows_of_plan(pb, row_ptr, col, bits, masks, group);
+  int32_t below = 0;
+  pb.below = &below;
   nb::gil_scoped_release release;
   forward(pb, kernel, threads);
+  return below != 0;
 }
 
 View gradient(const char *name, const Array &a, std::initializer_list<int64_t> shape, Dtype input) {
@@ -181,7 +184,8 @@ NB_MODULE(_cpu, m) {
   m.doc() = "Block-sparse attention kernels for CPUs.";
   m.def("variants", &variants, "Instruction-set builds that this machine can run, best first.");
   m.def("forward", &bind_forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a,
-        "group"_a, "q_tile"_a, "kv_tile"_a, "scale"_a, "threads"_a, "variant"_a = "");
+        "group"_a, "q_tile"_a, "kv_tile"_a, "scale"_a, "threads"_a, "variant"_a = "",
+        "Whether an allowed score is -inf: a sum that overflowed, or an infinite input.");
   m.def("backward", &bind_backward, "dout"_a, "q"_a, "k"_a, "v"_a, "lse"_a, "delta"_a, "dq"_a, "dk"_a, "dv"_a,
         "row_ptr"_a, "col"_a, "bits"_a, "col_ptr"_a, "row"_a, "bits_t"_a, "masks"_a, "group"_a, "q_tile"_a, "kv_tile"_a,
         "scale"_a, "threads"_a, "variant"_a = "");

@@ -32,6 +32,7 @@ struct Problem {
   int64_t batch = 0, q_heads = 0, kv_heads = 0, nq = 0, nk = 0;
   int d = 0, dv_dim = 0;
   float scale = 1;
+  int32_t *below = nullptr;  // set where an allowed score is -inf: forward
 };
 
 // Query heads [head, head + heads) of one batch that share a K/V head and a row set: they share every loaded tile.
@@ -84,6 +85,8 @@ struct Kernel {
   void (*delta)(const Problem &, int64_t batch, int64_t head, int64_t first, int64_t last);
   int64_t (*fma_loop)(Dtype, int64_t rounds);  // returns the FLOP done
 };
+
+static inline void mark_below(const Problem &pb) { __atomic_store_n(pb.below, 1, __ATOMIC_RELAXED); }
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }

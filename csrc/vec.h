@@ -63,6 +63,43 @@ RW_INLINE V max(V a, V b) {
 #endif
 }
 
+// The smaller; b where either is NaN.
+RW_INLINE V min(V a, V b) {
+#if defined(__AVX512F__)
+  return (V)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (V)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+RW_INLINE bool any_equal(V x, float y) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(y), _CMP_EQ_OQ) != 0;
+#else
+  I same = x == splat(y);
+  int32_t any = 0;
+  for (int i = 0; i < W; ++i) any |= same[i];
+  return any != 0;
+#endif
+}
+
+// A product as float32 holds it: the compiler may not fuse it with what is added to it.
+RW_INLINE V rounded(V x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__x86_64__)
+  asm("" : "+x"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#else
+  volatile V kept = x;
+  x = kept;
+#endif
+  return x;
+}
+
 #if defined(__AVX512F__)
 typedef __mmask16 Mask;
 RW_INLINE Mask mask_of(uint32_t bits) { return (Mask)bits; }

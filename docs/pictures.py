@@ -104,8 +104,8 @@ GALLERY = {
 ALGEBRA = [
     Entry(
         "window_and_sinks",
-        "SlidingWindow(192) & Causal() | Sinks(32)",
-        lambda: rw.SlidingWindow(192) & rw.Causal() | rw.Sinks(32),
+        "(SlidingWindow(192) | Sinks(32)) & Causal()",
+        lambda: (rw.SlidingWindow(192) | rw.Sinks(32)) & rw.Causal(),
     ),
     Entry(
         "causal_without_segments",
@@ -155,7 +155,7 @@ def gallery() -> str:
 
 
 def facts(each: Entry) -> str:
-    """Density and tiles of what is drawn, as ``explain`` counts them for the gather backend."""
+    """Density, causality and tiles of what is drawn, as ``explain`` counts them for the gather backend."""
     pattern = each.build()
     numbers = rw.explain(pattern, each.tokens, heads=each.heads, backend="gather", as_dict=True)
     tiles = numbers["tiles"]
@@ -165,7 +165,8 @@ def facts(each: Entry) -> str:
     sizes = f"{each.tokens} tokens" + (f", {each.heads} heads" if each.heads > 1 else "")
     density = percent(numbers["pairs"]["density"])
     kinds = f"{tiles['full']} full, {partial} partial"
-    return f"{sizes}, density {density}: {count(tiles['computed'], 'tile')}{where}, {kinds}"
+    said = numbers["causality"]["text"]
+    return f"{sizes}, density {density}: {count(tiles['computed'], 'tile')}{where}, {kinds}; {said}"
 
 
 # ---- diagrams --------------------------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ def flow() -> str:
 def tiles() -> str:
     """A relation by pairs beside its plan by tiles."""
     tokens, side = 128, 16
-    pattern = rw.SlidingWindow(40) & rw.Causal() | rw.Sinks(6)
+    pattern = (rw.SlidingWindow(40) | rw.Sinks(6)) & rw.Causal()
     plan = pattern.plan(tokens, tile=side)
     dense = pattern.to_dense(tokens)[0, 0]
     kinds: list[list[str | None]] = [[None] * plan.kv_tiles for _ in range(plan.q_tiles)]

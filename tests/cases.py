@@ -33,7 +33,7 @@ PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "future": lambda n: ~rw.Causal(),
     "window": lambda n: rw.SlidingWindow(40, 10),
     "global": lambda n: rw.SlidingWindow(20) | rw.Global(sorted({0, n // 2})),
-    "sinks": lambda n: rw.SlidingWindow(64) & rw.Causal() | rw.Sinks(3),
+    "sinks": lambda n: (rw.SlidingWindow(64) | rw.Sinks(3)) & rw.Causal(),
     "segments": lambda n: rw.Segments(50),
     "dilated": lambda n: rw.Dilated(5, 4),
     "window_and_dilated": lambda n: rw.SlidingWindow(20, 20) | rw.Dilated(8, 16),

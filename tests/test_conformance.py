@@ -7,6 +7,8 @@ which torch happens to be exact (one key, say).
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
+from functools import lru_cache
 
 import pytest
 import torch
@@ -37,56 +39,87 @@ def run(x: Inputs, pattern: Pattern, backend: str, **options: object) -> dict[st
     return dict(zip(NAMES, [out.detach(), lse.detach(), *gradients(out, lse, leaves, x)], strict=True))
 
 
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """What backends must make of the same inputs: the float64 results, torch's own errors, and the bounds on theirs."""
+
+    x: Inputs
+    pattern: Pattern
+    options: dict[str, object]
+    results: dict[str, torch.Tensor]
+    allowed: dict[str, float]
+    bounds: dict[str, float]
+
+    @staticmethod
+    def of(x: Inputs, pattern: Pattern, q_offset: int, scale: float | None, floored: bool) -> Wanted:
+        nq, nk, heads = x.q.shape[2], x.k.shape[2], x.q.shape[1]
+        counts = pattern.to_dense(nq, nk, heads, batch=x.q.shape[0], q_offset=q_offset).to(x.q.device)
+        want = exact(x, counts, scale)
+        allowed = torch_errors(x, counts, want, scale)
+        floor = rounding(x, counts, want, scale) if floored else dict.fromkeys(NAMES, 0.0)
+        bounds = {name: max(2 * allowed[name], floor[name]) for name in NAMES}
+        return Wanted(x, pattern, {"q_offset": q_offset, "scale": scale}, want, allowed, bounds)
+
+    def check(self, backend: str) -> None:
+        got = errors(run(self.x, self.pattern, backend, **self.options), self.results)
+        for name in NAMES:
+            error, allowed = got[name], self.allowed[name]
+            assert error <= self.bounds[name], f"{name}: error {error:.2e}, torch's own {allowed:.2e}"
+
+
 def conforms(
     x: Inputs, pattern: Pattern, backend: str, q_offset: int = 0, scale: float | None = None, floored: bool = True
 ) -> None:
-    nq, nk, heads = x.q.shape[2], x.k.shape[2], x.q.shape[1]
-    counts = pattern.to_dense(nq, nk, heads, batch=x.q.shape[0], q_offset=q_offset).to(x.q.device)
-    want = exact(x, counts, scale)
-    allowed = torch_errors(x, counts, want, scale)
-    floor = rounding(x, counts, want, scale) if floored else dict.fromkeys(NAMES, 0.0)
-    got = errors(run(x, pattern, backend, q_offset=q_offset, scale=scale), want)
-    for name in NAMES:
-        bound = max(2 * allowed[name], floor[name])
-        assert got[name] <= bound, f"{name}: error {got[name]:.2e}, torch's own {allowed[name]:.2e}"
+    Wanted.of(x, pattern, q_offset, scale, floored).check(backend)
+
+
+@lru_cache(maxsize=1)
+def wanted(name: str, *sizes: int, q_offset: int = 0, scale: float | None = None, **of: object) -> Wanted:
+    """As above for inputs that all backends get in turn: the oracle takes ten times as long as a backend."""
+    pattern = EVERYTHING[name](sizes[-1])
+    return Wanted.of(Inputs.random(*sizes, **of), pattern, q_offset, scale, floored=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("backend", RUNNABLE)
 @pytest.mark.parametrize("name", list(EVERYTHING))
 def test_every_pattern(name: str, backend: str, poisoned: None) -> None:
-    x = Inputs.random(257, heads=4, kv_heads=2, batch=2)
-    pattern = EVERYTHING[name](257)
+    want = wanted(name, 257, heads=4, kv_heads=2, batch=2)
     if backend == "sdpa" and name not in ("full", "causal"):
         with pytest.raises(UnsupportedError, match="neither full nor causal"):
-            run(x, pattern, backend)
+            run(want.x, want.pattern, backend)
         return
-    conforms(x, pattern, backend)
+    want.check(backend)
 
 
+@pytest.mark.parametrize("backend", SPARSE)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("name", ["sinks", "per_head", "dilated", "longnet_causal", "table_per_head", "causal"])
 @pytest.mark.parametrize("tokens", [1, 63, 130, 1000])
-@pytest.mark.parametrize("backend", SPARSE)
 def test_sparse_backends(
-    backend: str, tokens: int, name: str, heads: tuple[int, int], dtype: str, poisoned: None
+    tokens: int, name: str, heads: tuple[int, int], dtype: str, backend: str, poisoned: None
 ) -> None:
-    x = Inputs.random(tokens, heads=heads[0], kv_heads=heads[1], dim=24, value_dim=40, dtype=DTYPES[dtype])
+    want = wanted(name, tokens, heads=heads[0], kv_heads=heads[1], dim=24, value_dim=40, dtype=DTYPES[dtype])
     if backend == "cpu" and dtype == "fp64":
         with pytest.raises(UnsupportedError, match="it computes float32, bfloat16 and float16, and got torch.float64"):
-            run(x, EVERYTHING[name](tokens), backend)
+            run(want.x, want.pattern, backend)
         return
-    conforms(x, EVERYTHING[name](tokens), backend)
+    want.check(backend)
 
 
-@pytest.mark.parametrize("name", ["full", "causal", "global"])
-@pytest.mark.parametrize("backend", SPARSE)
-def test_long_sums_with_a_common_mean(backend: str, name: str) -> None:
-    """Thousands of terms of one sign: adding each to the whole running sum would lose a bit of it every time."""
+@lru_cache(maxsize=1)
+def long_sums(name: str) -> Wanted:
     x = Inputs.random(4096, heads=1, dim=16)
     for tensor in (x.k, x.v, x.dout):
         tensor += 2.0
-    conforms(x, EVERYTHING[name](4096), backend, floored=False)
+    return Wanted.of(x, EVERYTHING[name](4096), q_offset=0, scale=None, floored=False)
+
+
+@pytest.mark.parametrize("backend", SPARSE)
+@pytest.mark.parametrize("name", ["full", "causal", "global"])
+def test_long_sums_with_a_common_mean(name: str, backend: str) -> None:
+    """Thousands of terms of one sign: adding each to the whole running sum would lose a bit of it every time."""
+    long_sums(name).check(backend)
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -105,8 +138,7 @@ def test_sdpa(tokens: int, name: str, heads: tuple[int, int], dtype: str, poison
 )
 def test_offset(name: str, sizes: tuple[int, int, int], backend: str) -> None:
     nq, nk, q_offset = sizes
-    x = Inputs.random(nq, nk, heads=4, kv_heads=2)
-    conforms(x, EVERYTHING[name](nk), backend, q_offset=q_offset, scale=0.3)
+    wanted(name, nq, nk, q_offset=q_offset, scale=0.3, heads=4, kv_heads=2).check(backend)
 
 
 @pytest.mark.parametrize("backend", RUNNABLE)
@@ -119,6 +151,45 @@ def test_strides(backend: str) -> None:
     want = rw.attention_with_lse(*(x.contiguous() for x in (q, k, v)), rw.Causal(), backend=backend)
     assert torch.equal(got.out, want.out)
     assert torch.equal(got.lse, want.lse)
+
+
+def _layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """(B, H, N, D) with other strides; the last three hold other numbers than x."""
+    flat = torch.randn(x[0].numel() + 3, dtype=x.dtype)
+    return {
+        "channels apart": x.mT.contiguous().mT,
+        "heads last": x.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1),
+        "every third": x.repeat_interleave(3, 3)[..., ::3],
+        "odd offset": torch.cat([flat[:3], x.flatten()])[3:].view(x.shape),
+        "one channel": x[..., :1].expand(x.shape),
+        "one token": x[:, :, :1].expand(x.shape),
+        "overlapping": flat.as_strided(x.shape, (0, x.shape[2], 1, 1)),
+    }
+
+
+@pytest.mark.parametrize("layout", list(_layouts(torch.zeros(1, 1, 2, 2))))
+@pytest.mark.parametrize("scale", [None, -0.3, 0.0])
+@pytest.mark.parametrize("dim", [20, 32])
+@pytest.mark.parametrize("name", ["full", "causal", "window_and_dilated"])
+@pytest.mark.parametrize("backend", [*RUNNABLE, "auto"])
+def test_layouts_and_scales(
+    backend: str, name: str, dim: int, scale: float | None, layout: str, poisoned: None
+) -> None:
+    """Channels of any stride, 0 too, in q, k, v and their gradients; scales of any sign: refused or right."""
+    n = 40
+    dtype = torch.float32 if backend == "cpu" else torch.float64
+    q, k, v, dout = (_layouts(torch.randn(1, 2, n, dim, dtype=dtype))[layout].detach() for _ in range(4))
+    want = [x.contiguous().requires_grad_() for x in (q, k, v)]
+    got = [x.requires_grad_() for x in (q, k, v)]
+    exact = rw.attention(*want, PATTERNS[name](n), scale=scale, backend="reference")
+    try:
+        out = rw.attention(*got, PATTERNS[name](n), scale=scale, backend=backend)
+    except UnsupportedError:
+        return
+    close = {"atol": 1e-4, "rtol": 1e-4} if backend == "cpu" else {"atol": 1e-9, "rtol": 1e-9}
+    torch.testing.assert_close(out, exact, **close)
+    slopes = torch.autograd.grad(out, got, dout)
+    torch.testing.assert_close(slopes, torch.autograd.grad(exact, want, dout.contiguous()), **close)
 
 
 @pytest.mark.parametrize("backend", RUNNABLE)
@@ -193,6 +264,16 @@ def test_unattended_nan(backend: str, bad: float) -> None:
         assert torch.equal(clean[name], dirty[name]), name
 
 
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_nan_after_the_last_query(backend: str) -> None:
+    x = Inputs.random(5, 9, heads=2)
+    clean = run(x, rw.Causal(), backend)
+    x.k[:, :, 5:] = x.v[:, :, 5:] = torch.nan
+    dirty = run(x, rw.Causal(), backend)
+    for name in NAMES:
+        assert torch.equal(clean[name], dirty[name]), name
+
+
 @pytest.mark.parametrize("backend", ["reference", *SPARSE])
 def test_masked_nan_key_does_not_reach_a_row_that_may_not_attend_it(backend: str) -> None:
     x = Inputs.random(64, heads=2)
@@ -212,3 +293,88 @@ def test_empty_rows(backend: str) -> None:
     assert (got["dq"][:, :, -1] == 0).all()
     assert (got["dk"][:, :, 0] == 0).all()
     assert not any(result.isnan().any() for result in got.values())
+
+
+# ---- scores out of range: the rule of ops/overflow.py
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["full", "causal", "sinks", "table_per_head"])
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_large_scores_stay_exact(backend: str, name: str, dtype: str) -> None:
+    """Up to the end of float32 a row whose largest score is far above the others is the value of that key."""
+    if backend == "sdpa" and name not in ("full", "causal"):
+        return
+    n, pattern = 150, EVERYTHING[name](150)
+    x = Inputs.random(n, heads=4, kv_heads=2, dtype=DTYPES[dtype])
+    for size in (1e3, 1e6, 1e18):
+        leaves = [(x.q * size).requires_grad_(), (x.k * size).requires_grad_(), x.v.clone().requires_grad_()]
+        out, lse = rw.attention_with_lse(*leaves, pattern, backend=backend)
+        allowed = pattern.to_dense(n, heads=4)
+        scores = leaves[0].double() @ leaves[1].double().repeat_interleave(2, 1).mT / 4
+        scores = torch.where(allowed, scores, -torch.inf)
+        top, key = scores.max(-1)
+        second = scores.scatter(-1, key[..., None], -torch.inf).amax(-1)
+        alone = (top - second > 1e-5 * top.abs() + 200) & allowed.any(-1)
+        assert alone.double().mean() > 0.7
+        chosen = x.v.repeat_interleave(2, 1).gather(2, key[..., None].expand(-1, -1, -1, 16))
+        torch.testing.assert_close(out[alone], chosen[alone])
+        torch.testing.assert_close(lse[alone].double(), top[alone], rtol=2e-6, atol=0)
+        for gradient in torch.autograd.grad(out.sum(), leaves):
+            assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "sinks", "table_per_head", "window_and_dilated"])
+@pytest.mark.parametrize("tokens", [1, 4, 40, 130])
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_scores_that_overflow_make_their_rows_nan(backend: str, tokens: int, name: str) -> None:
+    """Finite inputs whose scores no float32 holds, of either sign: never another number, and no other row is touched."""
+    if backend == "sdpa" and name not in ("full", "causal"):
+        return
+    pattern = EVERYTHING[name](tokens)
+    x = Inputs.random(tokens, heads=4, kv_heads=2, dim=8)
+    x.q[:, :, tokens // 2] *= 1e30
+    x.k[:, 1, tokens // 3] *= 1e30
+    scores = x.q.double() @ x.k.double().repeat_interleave(2, 1).mT / 8**0.5
+    allowed = pattern.to_dense(tokens, heads=4)
+    broken = ((scores.abs() > 1e40) & allowed).any(-1)
+    got = run(x, pattern, backend)
+    assert torch.equal(got["out"].isnan().all(-1), broken)
+    assert torch.equal(got["out"].isnan().any(-1), broken)
+    assert torch.equal(got["lse"].isnan() | got["lse"].isposinf(), broken)
+    assert got["dq"][broken].isnan().all()
+    reached = (allowed & broken[..., None]).any(2)
+    for kv_head in range(2):
+        mine = reached[:, 2 * kv_head : 2 * kv_head + 2].any(1)
+        assert got["dv"][:, kv_head][mine].isnan().all()
+        assert torch.equal(got["dv"][:, kv_head].isnan().any(-1), mine)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("tokens", [4, 40, 130])
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_infinite_keys(backend: str, tokens: int, sign: int, dtype: str) -> None:
+    """A score of -inf has no weight, one of +inf makes its row NaN: as a dense softmax has it."""
+    if backend == "cpu" and dtype == "fp64":
+        return
+    x = Inputs.random(tokens, heads=2, dim=8, dtype=DTYPES[dtype])
+    x.k[:, :, tokens // 3, 2] = sign * torch.inf
+    scores = x.q.double() @ x.k.double().mT / 8**0.5
+    want = torch.softmax(scores.masked_fill(~torch.ones_like(scores).bool().tril(), -torch.inf), -1) @ x.v.double()
+    out, lse = rw.attention_with_lse(x.q, x.k, x.v, rw.Causal(), backend=backend)
+    assert torch.equal(out.isnan(), want.isnan())
+    assert torch.equal(lse.isposinf(), want.isnan().any(-1))
+    alive = ~want.isnan()
+    halves = dtype in ("bf16", "fp16")
+    torch.testing.assert_close(out[alive].double(), want[alive], atol=0.03 if halves else 1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_a_row_of_infinitely_low_scores_attends_nothing(backend: str) -> None:
+    x = Inputs.random(40, heads=1, dim=8)
+    x.q[:, :, 7] = x.q[:, :, 7].abs()
+    x.k[..., 1] = -torch.inf
+    out, lse = rw.attention_with_lse(x.q, x.k, x.v, rw.Full(), backend=backend)
+    assert torch.equal(out[:, :, 7], torch.zeros_like(out[:, :, 7]))
+    assert torch.isneginf(lse[:, :, 7]).all()

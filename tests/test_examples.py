@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from ringweave.bench.launched import run, started
 from ringweave.bench.trainer import command, example
 
 STEPS = 40
+SAVED = 35
 SMALL = ["--tokens", 701, "--width", 32, "--window", 64, "--sinks", 8]
 
 
@@ -41,8 +43,16 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return train(tmp_path_factory.mktemp("shared"), 2, "--steps", STEPS)
 
 
-def test_one_process_and_two_learn_the_same(shared: list[dict[str, Any]], tmp_path: Path) -> None:
-    alone = train(tmp_path, 1, "--steps", STEPS)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process left that had the same sequence alone: metrics, and a checkpoint of before its last steps."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(folder, 1, "--steps", STEPS, "--checkpoint", folder / "lm.pt", "--every", SAVED)
+    return folder
+
+
+def test_one_process_and_two_learn_the_same(shared: list[dict[str, Any]], folder: Path) -> None:
+    alone = metrics(folder / "metrics.jsonl")
     assert [line["step"] for line in alone] == [line["step"] for line in shared] == list(range(STEPS))
     assert losses(shared) == pytest.approx(losses(alone), abs=1e-4)
     assert losses(alone)[-1] < 0.8 * losses(alone)[0]
@@ -53,14 +63,14 @@ def test_one_process_and_two_learn_the_same(shared: list[dict[str, Any]], tmp_pa
         assert 0 < line["received"] < 0.5 * line["full_ring"]
 
 
-def test_two_processes_go_on_where_one_ended(shared: list[dict[str, Any]], tmp_path: Path) -> None:
-    saved = ["--checkpoint", tmp_path / "lm.pt", "--every", 3]
-    assert len(train(tmp_path, 1, "--steps", 5, *saved)) == 5
-    lines = train(tmp_path, 2, "--steps", 8, *saved)
-    assert [line["step"] for line in lines] == list(range(8))
-    # the checkpoint was made after three
-    assert [line["received"] > 0 for line in lines] == [False] * 3 + [True] * 5
-    assert losses(lines) == pytest.approx(losses(shared)[:8], abs=1e-4)
+def test_two_processes_go_on_where_one_ended(shared: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    more = STEPS + 2
+    lines = train(tmp_path, 2, "--steps", more, "--checkpoint", tmp_path / "lm.pt", "--every", SAVED)
+    assert [line["step"] for line in lines] == list(range(more))
+    # the steps after the checkpoint are done again
+    assert [line["received"] > 0 for line in lines] == [False] * SAVED + [True] * (more - SAVED)
+    assert losses(lines)[:STEPS] == pytest.approx(losses(shared), abs=1e-4)
 
 
 def test_sequences_side_by_side(tmp_path: Path) -> None:

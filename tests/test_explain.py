@@ -10,7 +10,7 @@ import torch
 import ringweave as rw
 from ringweave.explain import explain
 
-WINDOW = rw.SlidingWindow(200) & rw.Causal() | rw.Sinks(4)
+WINDOW = (rw.SlidingWindow(200) | rw.Sinks(4)) & rw.Causal()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_tiles_are_those_of_the_plan() -> None:
     tiled[plan.tile_rows(), plan.col.long()] = True
     whole = tiled.repeat_interleave(plan.q_tile, 0).repeat_interleave(plan.kv_tile, 1)[:2000, :2000]
     assert facts["pairs"]["computed"] == 3 * int(whole.sum())
-    assert facts["tiles"]["density"] == pytest.approx(float(whole.double().mean()))
+    assert facts["pairs"]["computed_density"] == plan.computed_density == pytest.approx(float(whole.double().mean()))
 
 
 def test_branches_of_one_rate_are_one_entry() -> None:
@@ -60,6 +60,18 @@ def test_branches_of_one_rate_are_one_entry() -> None:
     one, four = facts["branches"]
     assert (one["rate"], one["views"], one["queries"], one["heads"]) == (1, 1, [2050], list(range(8)))
     assert (four["rate"], four["views"], four["queries"], four["heads"]) == (4, 4, [512, 513], list(range(8)))
+
+
+def test_causality_is_told() -> None:
+    leaking = rw.SlidingWindow(192) & rw.Causal() | rw.Sinks(32)
+    text = "not causal: 496 pairs see the future, the first is query 0, key 1"
+    assert f"causality {text}" in explain(leaking, 1024)
+    assert explain(leaking, 1024, as_dict=True)["causality"] == {
+        "causal": False, "future_pairs": 496, "first": {"query": 0, "key": 1, "batch": 0, "head": 0}, "text": text,
+    }  # fmt: skip
+    assert "causality causal\n" in explain(WINDOW, 1024)
+    facts = explain(rw.Full(), 2**24, backend="sdpa", as_dict=True)
+    assert facts["causality"]["future_pairs"] == 2**23 * (2**24 - 1)
 
 
 def test_memory_and_flops() -> None:

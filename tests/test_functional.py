@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -53,6 +55,20 @@ def test_types() -> None:
         (lambda: rw.attention(None, k, v), ShapeError, "q: got NoneType; wanted a tensor"),
         (lambda: rw.attention(q, k, v, lambda b, h, q, k: q >= k), PatternError, "pattern: got function; wanted a ringweave"),
         (lambda: rw.attention(q, k, v, scale=float("nan")), ShapeError, "scale: got nan; wanted a finite number"),
+        (lambda: rw.attention(q, k, v, scale=1e39), ShapeError, r"scale: got 1e\+39; wanted a finite number of float32"),
+        (lambda: rw.attention(q, k, v, scale=2**2000), ShapeError, "scale: got an int of 2001 bits; wanted a finite number"),
+        (lambda: rw.attention(q, k, v, scale="a"), ShapeError, "scale: got 'a'; wanted a number"),
+        (lambda: rw.attention(q, k, v, scale=True), ShapeError, "scale: got True; wanted a number"),
+        (lambda: rw.attention(q, k, v, scale=torch.nn.Parameter(torch.tensor(0.1))), ShapeError, "Multiply q by it"),
+        (lambda: rw.attention_weights(q, k, rw.Full(), scale=torch.tensor(0.1)), ShapeError, "Multiply q by it"),
+        (lambda: rw.attention(q, k, v, q_offset=1.5), ShapeError, "q_offset: got 1.5; wanted an int. Pass Nk - Nq"),
+        (lambda: rw.attention(q, k, v, q_offset=None), ShapeError, "q_offset: got None; wanted an int"),
+        (lambda: rw.attention(q, k, v, q_offset=2**70), ShapeError, "q_offset: got 1180591620717411303424; wanted at most"),
+        (lambda: rw.attention(q, k, v, dropout=1), ShapeError, "dropout: got 1; wanted a number of at least 0 and below"),
+        (lambda: rw.attention(q, k, v, dropout="a"), ShapeError, "dropout: got 'a'; wanted a number"),
+        (lambda: rw.attention(q, k, v, backend=None), UnsupportedError, "backend: got None; wanted one of auto"),
+        (lambda: rw.attention(q, k, v, context=3), UnsupportedError, "context: got int; wanted a ContextParallel"),
+        (lambda: rw.attention(q.to_sparse(), k, v), ShapeError, "q: got a torch.sparse_coo tensor; wanted a dense one"),
         (lambda: rw.attention(q, k, v, scale=float("inf")), ShapeError, "scale: got inf"),
         (lambda: rw.attention(q, k, v, q_offset=-1), ShapeError, "q_offset: got -1; wanted an int of at least 0"),
         (lambda: rw.attention(q, k, v, dropout=0.1), UnsupportedError, "dropout: got 0.1; wanted 0. Attention"),
@@ -105,7 +121,7 @@ def test_composes_with_gradient_checkpointing() -> None:
 
 def test_decode_step_equals_the_last_row() -> None:
     q, k, v = tensors((2, 4, 300, 16), (2, 2, 300, 16), (2, 2, 300, 16))
-    pattern = rw.SlidingWindow(50) & rw.Causal() | rw.Sinks(4)
+    pattern = (rw.SlidingWindow(50) | rw.Sinks(4)) & rw.Causal()
     whole = rw.attention(q, k, v, pattern)
     step = rw.attention(q[:, :, -1:], k, v, pattern, q_offset=299)
     torch.testing.assert_close(step, whole[:, :, -1:])
@@ -162,6 +178,130 @@ def test_union_and_mixture_differ() -> None:
     assert not torch.allclose(mixture, union)
 
 
+# ---- transforms: each is right, or raises
+
+
+def _dense(q: torch.Tensor) -> torch.Tensor:
+    scores = q @ (q + 1).mT * q.shape[-1] ** -0.5
+    future = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -torch.inf).softmax(-1) @ (q - 1)
+
+
+def _ours(q: torch.Tensor) -> torch.Tensor:
+    return rw.attention(q, q + 1, q - 1, rw.Causal())
+
+
+def test_reverse_mode_transforms() -> None:
+    q, tangent = tensors((2, 2, 19, 8), (2, 2, 19, 8), dtype=torch.float64)
+    for transform in (
+        lambda f: torch.func.grad(lambda q: f(q).square().sum())(q),
+        lambda f: torch.func.vjp(f, q)[1](tangent)[0],
+        lambda f: torch.func.jacrev(lambda q: f(q).sum((0, 1, 3)))(q),
+        lambda f: torch.vmap(f)(torch.stack([q, q + 1])),
+        lambda f: torch.vmap(f, in_dims=3, out_dims=1)(torch.stack([q, q + 1], 3)),
+        lambda f: torch.vmap(torch.vmap(f))(q.expand(2, 3, *q.shape)),
+        lambda f: torch.vmap(torch.func.grad(lambda q: f(q[None]).square().sum()))(q),
+    ):
+        torch.testing.assert_close(transform(_ours), transform(_dense))
+
+
+def test_vmap_over_some_inputs_and_tables() -> None:
+    x = Inputs.random(64, heads=4, kv_heads=2, batch=3)
+    table = rw.random_blocks(64, 0.5, block_size=16, heads=4)
+    got = torch.vmap(lambda q: rw.attention(q, x.k, x.v, table))(torch.stack([x.q, x.q * 2]))
+    torch.testing.assert_close(got[1], rw.attention(x.q * 2, x.k, x.v, table))
+    # one table for each batch element: vmap's dimension is more of them
+    by_element = rw.random_blocks(64, 0.5, block_size=16, heads=4, batch=3)
+    with pytest.raises(PatternError, match="a call with batch = 6; wanted batch = 3"):
+        torch.vmap(lambda q: rw.attention(q, x.k, x.v, by_element))(torch.stack([x.q, x.q]))
+
+
+def test_functional_call() -> None:
+    layer = torch.nn.Linear(8, 8, dtype=torch.float64)
+    (q,) = tensors((1, 2, 19, 8), dtype=torch.float64)
+    parameters = {name: (p * 2).detach() for name, p in layer.named_parameters()}
+
+    def loss(parameters, attend):  # type: ignore[no-untyped-def]
+        return attend(torch.func.functional_call(layer, parameters, (q,))).square().sum()
+
+    torch.testing.assert_close(torch.func.grad(loss)(parameters, _ours), torch.func.grad(loss)(parameters, _dense))
+
+
+@pytest.mark.parametrize("transform", ["jvp", "jacfwd", "dual", "compiled"])
+def test_forward_mode_raises(transform: str) -> None:
+    q, tangent = tensors((1, 2, 19, 8), (1, 2, 19, 8))
+
+    def dual() -> torch.Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            return _ours(torch.autograd.forward_ad.make_dual(q, tangent))
+
+    def compiled() -> torch.Tensor:
+        torch._dynamo.reset()
+        step = torch.compile(lambda q: torch.func.jvp(_ours, (q,), (tangent,))[1], backend="eager")
+        return step(q)
+
+    calls = {
+        "jvp": lambda: torch.func.jvp(_ours, (q,), (tangent,)),
+        "jacfwd": lambda: torch.func.jacfwd(_ours)(q),
+        "dual": dual,
+        "compiled": compiled,
+    }
+    with pytest.raises(UnsupportedError, match="attention: got a forward-mode derivative; wanted reverse-mode"):
+        calls[transform]()
+
+
+def test_second_derivatives_raise() -> None:
+    (q,) = tensors((1, 2, 19, 8))
+    q.requires_grad_()
+    (first,) = torch.autograd.grad(_ours(q).square().sum(), q, create_graph=True)
+    for second in (
+        lambda: torch.autograd.grad(first.sum(), q),
+        lambda: torch.func.hessian(lambda q: _ours(q).sum())(q.detach()),
+        lambda: torch.func.jacrev(torch.func.jacrev(lambda q: _ours(q).sum()))(q.detach()),
+    ):
+        with pytest.raises(UnsupportedError, match="attention: got a (second|forward-mode) derivative"):
+            second()
+
+
+@pytest.mark.parametrize("counted_first", [True, False])
+def test_flop_counter(counted_first: bool) -> None:
+    """The products over the tiles that are computed, whichever came first, the counter or the first call."""
+    code = """
+import torch{first}
+import ringweave as rw
+q, k, v = (torch.randn(2, 4, 300, 32, requires_grad=True) for _ in range(3))
+if not {counted}:
+    rw.attention(q, k, v)
+from torch.utils.flop_counter import FlopCounterMode
+
+def count(call):
+    with FlopCounterMode(display=False) as counter:
+        call().sum().backward()
+    return counter.get_total_flops()
+
+# two products forward, five backward
+assert count(lambda: rw.attention(q, k, v)) == 7 * 2 * 32 * 2 * 4 * 300 * 300
+for pattern in (rw.SlidingWindow(20), rw.Causal(), rw.random_blocks(300, 0.4, block_size=16, heads=4), rw.LongNet([64], [2])):
+    facts = rw.explain(pattern, 300, heads=4, batch=2, head_dim=32, as_dict=True)["flops"]
+    assert count(lambda: rw.attention(q, k, v, pattern)) == facts["forward"] + facts["backward"], pattern
+"""
+    first = ", torch.utils.flop_counter" if counted_first else ""
+    subprocess.run([sys.executable, "-c", code.format(first=first, counted=counted_first)], check=True, timeout=120)
+
+
+def test_meta_tensors_have_the_shapes_of_results() -> None:
+    q, k, v = (x.to("meta") for x in tensors(Q, K, K))
+    assert rw.attention(q, k, v, rw.Causal()).shape == Q
+
+
+def test_the_first_call_imports_no_compiler() -> None:
+    code = (
+        "import sys, torch, ringweave as rw; q = torch.randn(1, 2, 64, 16, requires_grad=True);"
+        "rw.attention(q, q, q, rw.Causal()).sum().backward(); assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 # ---- torch.library and torch.compile
 
 
@@ -198,7 +338,7 @@ def test_compiles_patterns_made_inside_and_longnet_and_merge() -> None:
     x = Inputs.random(100, heads=4)
 
     def step(q, k, v):  # type: ignore[no-untyped-def]
-        near = rw.attention_with_lse(q, k, v, rw.SlidingWindow(9) & rw.Causal() | rw.Sinks(3))
+        near = rw.attention_with_lse(q, k, v, (rw.SlidingWindow(9) | rw.Sinks(3)) & rw.Causal())
         far = rw.attention_with_lse(q, k, v, rw.PrefixLM(5))
         return rw.merge([near.out, far.out], [near.lse, far.lse]).out + rw.longnet_attention(
             q, k, v, segments=[20, 40], rates=[1, 4]
@@ -247,3 +387,19 @@ def test_weights() -> None:
         torch.testing.assert_close(dense @ v, rw.attention(x.q, x.k, x.v, pattern, backend="reference"))
         assert (dense[~pattern.to_dense(150, heads=4)] == 0).all()
         assert weights.values.shape[0] == weights.plan.tiles
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: rw.SlidingWindow(5) & rw.Causal() | rw.Sinks([4, 9]) | rw.Sinks([7]),
+        lambda: rw.Dilated(3, 4) | rw.PrefixLM(3),
+        lambda: rw.PerHead([rw.Causal(), rw.Periodic(5, 1, 2)]),
+        lambda: rw.LongNet([16, 32], [1, 2], causal=True),
+    ],
+)
+def test_patterns_are_made_inside_compiled_functions(make) -> None:  # type: ignore[no-untyped-def]
+    q = torch.randn(1, 2, 64, 16)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: rw.attention(q, q, q, make()), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q), rw.attention(q, q, q, make()))

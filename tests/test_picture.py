@@ -18,7 +18,7 @@ from ringweave.picture import ASCII_SHADES, SHADES, block_art, fill, plot
 SVG = "{http://www.w3.org/2000/svg}"
 PATTERNS = [
     rw.Causal(),
-    rw.SlidingWindow(30) & rw.Causal() | rw.Sinks(5),
+    (rw.SlidingWindow(30) | rw.Sinks(5)) & rw.Causal(),
     ~rw.SlidingWindow(9),
     rw.Dilated(4, 8),
     rw.Strided(7),
@@ -79,15 +79,19 @@ def test_a_million_tokens_are_counted_exactly() -> None:
 
 
 def test_caption_tells_density_and_tiles() -> None:
-    pattern = rw.SlidingWindow(1024) & rw.Causal() | rw.Sinks(64)
+    pattern = (rw.SlidingWindow(1024) | rw.Sinks(64)) & rw.Causal()
     drawn = picture(pattern, 16384)
     assert drawn.title == repr(pattern)
     assert f"{pattern.plan(16384).nnz} tiles" in drawn.caption
+    assert drawn.caption.endswith(", causal")
+    assert picture(rw.Sinks(32), 1024).caption.endswith(
+        ", not causal: 496 pairs see the future, the first is query 0, key 1"
+    )
     assert f"density {100 * pattern.density(16384):.3g} %" in drawn.caption
 
 
 def test_svg_is_xml_whose_shading_is_the_density() -> None:
-    pattern, tokens = rw.SlidingWindow(40) & rw.Causal() | rw.Dilated(3, 8), 300
+    pattern, tokens = (rw.SlidingWindow(40) | rw.Dilated(3, 8)) & rw.Causal(), 300
     root = ElementTree.fromstring(plot(pattern, tokens))
     drawn = picture(pattern, tokens)
     (group,) = [each for each in root.iter(f"{SVG}g") if each.get("class") == "cells"]

@@ -88,6 +88,6 @@ def test_import_pulls_in_nothing_optional() -> None:
 
 
 def test_import_is_quick() -> None:
-    """Over `import torch`, in CPU seconds of the process; the least of several runs."""
+    """Over `import torch`, in CPU seconds of the process; the least of up to five runs."""
     code = "import time, torch; t = time.process_time(); import ringweave; print(time.process_time() - t)"
-    assert min(float(_measure(code)) for _ in range(5)) < 0.050
+    assert any(float(_measure(code)) < 0.050 for _ in range(5))

@@ -1,7 +1,7 @@
 """ringweave: exact block-sparse and dilated attention for PyTorch.
 
     >>> import ringweave as rw
-    >>> out = rw.attention(q, k, v, rw.SlidingWindow(64) | rw.Sinks(4))
+    >>> out = rw.attention(q, k, v, (rw.SlidingWindow(64) | rw.Sinks(4)) & rw.Causal())
 
 A pattern says what may attend, a plan which tiles that makes, a backend computes them, and merge joins partial results.
 """
@@ -110,7 +110,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"ringweave.{name}")
     if name == "ContextParallel":
         return importlib.import_module("ringweave.parallel").ContextParallel
-    raise AttributeError(f"module 'ringweave' has no attribute {name!r}")
+    raise AttributeError(f"module 'ringweave' has no attribute {name!r}; its names are listed by dir(ringweave)")
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,7 @@ def forward(
     scale: float,
     threads: int,
     variant: str = "",
-) -> None: ...
+) -> bool: ...
 def backward(
     dout: Tensor,
     q: Tensor,

@@ -16,9 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .errors import ShapeError, message
-from .patterns import LongNet, Pattern, check_extents
+from .errors import ShapeError
+from .patterns import Causal, Full, LongNet, Pattern
+from .patterns.base import fitting, refuse
+from .patterns.checks import whole
 from .patterns.tiles import EMPTY, FULL, Int64, Tiles, mix
+from .plan import causality
 from .plan.branches import branches
 from .units import count, percent
 
@@ -57,7 +60,7 @@ class Picture:
 
     Attributes:
         title: The pattern.
-        caption: Sizes, density and tiles in a line.
+        caption: Sizes, density, tiles and causality in a line.
         tokens: Queries and keys.
         side: Tokens in a cell's side.
         panels: One per distinct head, at most ``PANELS``.
@@ -87,13 +90,15 @@ def picture(pattern: Pattern, tokens: int, *, heads: int = 1, cells: int = CELLS
         >>> picture(rw.Causal(), 4).panels[0].shares[1]
         array([1., 1., 0., 0.])
     """
-    for name, value in (("tokens", tokens), ("heads", heads), ("cells", cells)):
-        if value < 1:
-            raise ShapeError(message(name, value, "at least 1", f"Ask for at least one of the {name}."))
+    tokens, heads, cells = (
+        whole(name, value, 1, error=ShapeError, remedy=f"Ask for at least one of the {name}.")
+        for name, value in (("tokens", tokens), ("heads", heads), ("cells", cells))
+    )
+    if not isinstance(pattern, Pattern):
+        refuse(pattern)
     batch, made = pattern.extents()
     heads = made if made is not None and heads == 1 else heads
-    check_extents(pattern, batch or 1, heads)
-    pattern.check(tokens, tokens, 0)
+    fitting(pattern, tokens, tokens, heads, batch or 1)
     alike: dict[tuple[Layer, ...], list[int]] = {}
     for head in range(heads):
         alike.setdefault(layers(pattern, tokens, head, heads), []).append(head)
@@ -112,24 +117,32 @@ def picture(pattern: Pattern, tokens: int, *, heads: int = 1, cells: int = CELLS
     if batch is not None:
         texts.append(f"the first of {batch} batch elements")
     texts.append(f"density {'' if exact else 'about '}{percent(allowed / (shown * tokens**2))}")
-    if exact and batch is None:
-        texts += _tiles(pattern, alike, tokens, heads)
+    if exact:
+        texts += _planned(pattern, alike, tokens, heads, batch)
     return Picture(repr(pattern), ", ".join(texts), tokens, side, tuple(panels))
 
 
-def _tiles(pattern: Pattern, alike: Collection[tuple[Layer, ...]], tokens: int, heads: int) -> list[str]:
+def _planned(
+    pattern: Pattern, alike: Collection[tuple[Layer, ...]], tokens: int, heads: int, batch: int | None
+) -> list[str]:
+    """Tiles and causality, where planning for them takes no longer than drawing."""
     rows = np.arange(0, tokens, 128, dtype=np.int64)
     stops = np.minimum(rows + 128, tokens)
     # what planning would look at, tile by tile
-    parts = {part for each in alike for part in each}
-    if sum(part.pattern.key_ranges(rows, stops, tokens).cost() / 128 for part in parts) > _PLANNED:
-        return []
-    views = branches(pattern, tokens, tokens, heads=heads)
-    plans = [view.plan() for view in views]
-    sizes = " or ".join(f"{q} x {k}" for q, k in sorted({(plan.q_tile, plan.kv_tile) for plan in plans}, reverse=True))
-    number = sum(plan.tiles for plan in plans)
-    strided = f" in {count(len(plans), 'strided view')}" if any(view.rate > 1 for view in views) else ""
-    return [f"{count(number, 'tile')} of {sizes}{strided}"]
+    parts = {part.pattern for each in alike for part in each}
+    texts = []
+    if batch is None and sum(part.key_ranges(rows, stops, tokens).cost() / 128 for part in parts) <= _PLANNED:
+        views = branches(pattern, tokens, tokens, heads=heads)
+        plans = [view.plan() for view in views]
+        sides = sorted({(plan.q_tile, plan.kv_tile) for plan in plans}, reverse=True)
+        sizes = " or ".join(f"{q} x {k}" for q, k in sides)
+        number = sum(plan.tiles for plan in plans)
+        strided = f" in {count(len(plans), 'strided view')}" if any(view.rate > 1 for view in views) else ""
+        texts.append(f"{count(number, 'tile')} of {sizes}{strided}")
+    after = [part & ~Causal() for part in parts if part != Full()]
+    if sum(part.key_ranges(rows, stops, tokens).cost() / 128 for part in after) <= _PLANNED:
+        texts.append(str(causality(pattern, tokens, heads=heads, batch=batch or 1)))
+    return texts
 
 
 class Layer(NamedTuple):
@@ -179,7 +192,7 @@ class _Counter:
 
     def __init__(self, pattern: Pattern, nk: int):
         self.pattern, self.nk, self.exact = pattern, nk, True
-        self.random = torch.Generator().manual_seed(0)
+        self.random = torch.Generator("cpu").manual_seed(0)
 
     def pairs(self, tiles: Tiles) -> Shares:
         """Allowed pairs of each tile; an estimate where ``exact`` turns False."""
@@ -230,7 +243,8 @@ class _Counter:
         step = max(1, _EVALUATED // 4 // (height * width))
         for begin in range(0, len(result), step):
             q_lo, q_hi, k_lo, k_hi = (torch.from_numpy(side[begin : begin + step])[:, None, None] for side in tiles)
-            q, k = q_lo + torch.arange(height)[:, None], k_lo + torch.arange(width)
+            q = q_lo + torch.arange(height, device="cpu")[:, None]
+            k = k_lo + torch.arange(width, device="cpu")
             # positions past the ends are clamped: a function may index tables by them
             allowed = self.pattern.allows(torch.minimum(q, q_hi - 1), torch.minimum(k, k_hi - 1))
             result[begin : begin + step] = (allowed & (q < q_hi) & (k < k_hi)).sum((1, 2)).numpy()
@@ -252,7 +266,8 @@ class _Counter:
 
     def _spread(self, lo: torch.Tensor, hi: torch.Tensor, points: int) -> torch.Tensor:
         # evenly spread with a jitter: a regular grid would beat with a regular pattern
-        place = (torch.arange(points) + torch.rand(len(lo), points, generator=self.random)) / points
+        jitter = torch.rand(len(lo), points, generator=self.random, device="cpu")
+        place = (torch.arange(points, device="cpu") + jitter) / points
         return torch.minimum(lo[:, None] + (place * (hi - lo)[:, None]).long(), hi[:, None] - 1)
 
 

@@ -5,18 +5,24 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import PatternError, ShapeError, UnsupportedError, message
+from .errors import ShapeError, UnsupportedError, message, shown
 from .ops.backend import Case
-from .ops.dispatch import program
+from .ops.dispatch import names, program
 from .patterns import Pattern, check_extents
+from .patterns.base import refuse
+from .patterns.checks import whole
 
 if TYPE_CHECKING:
     from .parallel import ContextParallel
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
+# room above float32's range for a factor log2(e)
+_LARGEST_SCALE = 1e38
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -24,6 +30,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ShapeError(message(name, type(x).__name__, "a tensor", "Pass torch tensors."))
+        if x.layout != torch.strided or x.is_nested:
+            layout = "nested" if x.is_nested else x.layout
+            raise ShapeError(
+                message(name, f"a {layout} tensor", "a dense one", "Convert it with .to_dense() or pad it.")
+            )
         if x.ndim != 4:
             raise ShapeError(
                 message(
@@ -33,7 +44,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                     "Add or split dimensions to make four.",
                 )
             )
-        if x.dtype not in _DTYPES:
+        if x.dtype not in DTYPES:
             raise ShapeError(
                 message(
                     f"{name}.dtype", x.dtype, "float32, float16, bfloat16 or float64", f"Convert {name} with .to(...)."
@@ -77,29 +88,61 @@ def check_call(
     backend: str,
     dropout: float,
     context: ContextParallel | None = None,
-) -> float:
-    """Raise a typed error unless the call can run; the scale to use."""
+) -> tuple[float, int]:
+    """Raise a typed error unless the call can run; the scale and the offset to use."""
     check_tensors(q, k, v)
     if not isinstance(pattern, Pattern):
-        raise PatternError(
-            message("pattern", type(pattern).__name__, "a ringweave pattern", "Wrap a mask function in from_mask_mod.")
-        )
-    if dropout != 0:
-        raise UnsupportedError(
-            message("dropout", dropout, "0", "Attention dropout is not supported: apply dropout to the output instead.")
-        )
-    if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[3])
-    elif not math.isfinite(scale):
-        raise ShapeError(message("scale", scale, "a finite number", "Leave it out for 1 / sqrt(D)."))
-    if isinstance(q_offset, bool) or q_offset < 0:
-        raise ShapeError(message("q_offset", q_offset, "an int of at least 0", "Pass Nk - Nq for a decode step."))
+        refuse(pattern)
+    _check_dropout(dropout)
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else _scale(scale)
+    q_offset = _offset(q_offset)
+    if not isinstance(backend, str):
+        raise UnsupportedError(message("backend", shown(backend), f"one of {', '.join(names())}", "Use 'auto'."))
+    if context is not None and not callable(getattr(context, "attend", None)):
+        got = type(context).__name__
+        raise UnsupportedError(message("context", got, "a ContextParallel or None", "Make one of the mesh."))
     if not torch.compiler.is_compiling():
         if context is None:
             _check_runnable(q, k, v, pattern, q_offset, backend)
         else:
             context.check(q, k, pattern, q_offset, backend)
-    return scale
+    return scale, q_offset
+
+
+def _offset(q_offset: int) -> int:
+    remedy = "Pass Nk - Nq for a decode step."
+    if isinstance(q_offset, int) and q_offset < 0:
+        raise ShapeError(message("q_offset", shown(q_offset), "an int of at least 0", remedy))
+    # a number that a trace leaves open stays so
+    return (
+        q_offset
+        if isinstance(q_offset, torch.SymInt)
+        else whole("q_offset", q_offset, 0, error=ShapeError, remedy=remedy)
+    )
+
+
+def _scale(scale: float) -> float:
+    if isinstance(scale, Tensor):
+        # a number of it would be a constant to autograd, without a word
+        remedy = "Multiply q by it and pass scale=1.0: its gradient comes that way."
+        raise ShapeError(message("scale", f"a tensor of shape {tuple(scale.shape)}", "a number", remedy))
+    if isinstance(scale, bool) or not isinstance(scale, _NUMBERS):
+        raise ShapeError(message("scale", shown(scale), "a number", "Leave it out for 1 / sqrt(D)."))
+    # a number of few bits would be compared in its own type
+    scale = scale.item() if isinstance(scale, np.generic) else scale
+    if not abs(scale) <= _LARGEST_SCALE:
+        raise ShapeError(message("scale", shown(scale), "a finite number of float32", "Leave it out for 1 / sqrt(D)."))
+    return scale if isinstance(scale, (float, torch.SymFloat)) else float(scale)
+
+
+def _check_dropout(dropout: float) -> None:
+    number = isinstance(dropout, _NUMBERS) and not isinstance(dropout, bool)
+    if not number or not 0 <= dropout < 1:
+        raise ShapeError(message("dropout", shown(dropout), "a number of at least 0 and below 1", "Leave it out."))
+    if dropout:
+        raise UnsupportedError(
+            message("dropout", dropout, "0", "Attention dropout is not supported: apply dropout to the output instead.")
+        )
 
 
 def _check_runnable(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, q_offset: int, backend: str) -> None:

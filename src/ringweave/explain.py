@@ -11,12 +11,15 @@ from typing import Any, Literal, overload
 
 import torch
 
-from .errors import ShapeError, message
+from .checks import DTYPES
+from .errors import ShapeError, UnsupportedError, message, shown
 from .ops import dispatch
 from .ops.backend import Backend, Case
 from .ops.triton.blocks import measured as measured_blocks
-from .patterns import Pattern, check_extents
-from .plan import BlockPlan, Branch, branches
+from .patterns import Pattern
+from .patterns.base import fitting
+from .patterns.checks import flag, named_device, whole
+from .plan import BlockPlan, Branch, branches, causality
 from .units import count, flops, nbytes, percent
 
 _BACKWARD = 2.5  # five matrix products against two
@@ -100,19 +103,27 @@ def explain(
         Aligned text, or the dict.
     Raises:
         ShapeError: A size below 1, or key heads that do not divide the query heads.
-        PatternError: The pattern is made for other sizes.
+        PatternError: No pattern, or one that is made for other sizes.
         UnsupportedError: The named backend cannot run the case, with the reason.
     Example:
         >>> explain(rw.SlidingWindow(128), 1024, as_dict=True)["tiles"]["computed"]
         15
     """
-    nk = nq + q_offset if nk is None else nk
-    kv_heads = heads if kv_heads is None else kv_heads
-    value_dim = head_dim if value_dim is None else value_dim
-    _check(batch=batch, heads=heads, kv_heads=kv_heads, nq=nq, nk=nk, head_dim=head_dim, value_dim=value_dim)
-    check_extents(pattern, batch, heads)
-    pattern.check(nq, nk, q_offset)
-    kind = torch.device(device).type
+    nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
+    kv_heads = heads if kv_heads is None else _size("kv_heads", kv_heads)
+    head_dim = _size("head_dim", head_dim)
+    value_dim = head_dim if value_dim is None else _size("value_dim", value_dim)
+    needs_grad, as_dict = flag("needs_grad", needs_grad, ShapeError), flag("as_dict", as_dict, ShapeError)
+    if heads % kv_heads:
+        raise ShapeError(
+            message("kv_heads", kv_heads, f"a divisor of the {heads} query heads", "Repeat or drop key heads.")
+        )
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        raise ShapeError(message("dtype", shown(dtype), "float32, float16, bfloat16 or float64", "Name one of them."))
+    if not isinstance(backend, str) or backend not in dispatch.names():
+        wanted = f"one of {', '.join(dispatch.names())}"
+        raise UnsupportedError(message("backend", shown(backend), wanted, "Use 'auto'."))
+    kind = named_device(device).type
     case = Case(batch, heads, kv_heads, nq, nk, head_dim, value_dim, dtype, kind, needs_grad)
     steps = dispatch.program(pattern, case, q_offset, backend)
     if steps and not steps[0][1].branched:
@@ -123,8 +134,9 @@ def explain(
         work = [_Work.of(branch, chosen) for branch, chosen in steps]
     everything = batch * heads * nq * nk
     allowed = sum(each.allowed for each in work)
-    whole = any(not chosen.branched for _, chosen in steps)
-    computed = everything if whole else sum(each.computed for each in work)
+    dense = any(not chosen.branched for _, chosen in steps)
+    computed = everything if dense else sum(each.computed for each in work)
+    future = causality(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
     of_pair = 2 * (head_dim + value_dim)
     facts: dict[str, Any] = {
         "pattern": repr(pattern),
@@ -133,11 +145,17 @@ def explain(
             "value_dim": value_dim, "dtype": str(dtype).removeprefix("torch."), "device": kind, "q_offset": q_offset,
             "needs_grad": needs_grad,
         },
-        "pairs": {"allowed": allowed, "computed": computed, "all": everything, "density": allowed / everything},
+        "pairs": {
+            "allowed": allowed, "computed": computed, "all": everything, "density": allowed / everything,
+            "computed_density": computed / everything,
+        },
+        "causality": {
+            "causal": future.is_causal, "future_pairs": future.pairs,
+            "first": None if future.first is None else future.first._asdict(), "text": str(future),
+        },
         "tiles": {
-            "computed": 0 if whole else sum(each.tiles for each in work),
-            "full": 0 if whole else sum(each.full for each in work),
-            "density": computed / everything,
+            "computed": 0 if dense else sum(each.tiles for each in work),
+            "full": 0 if dense else sum(each.full for each in work),
         },
         "branches": _branches(work),
         "backend": {
@@ -158,15 +176,8 @@ def explain(
     return facts if as_dict else as_text(facts)
 
 
-def _check(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if isinstance(value, bool) or value < 1:
-            raise ShapeError(message(name, value, "at least 1", "Pass the size of the call."))
-    if sizes["heads"] % sizes["kv_heads"]:
-        heads = sizes["heads"]
-        raise ShapeError(
-            message("kv_heads", sizes["kv_heads"], f"a divisor of the {heads} query heads", "Repeat or drop key heads.")
-        )
+def _size(name: str, value: int) -> int:
+    return whole(name, value, 1, error=ShapeError, remedy="Pass the size of the call.")
 
 
 @dataclass(frozen=True)
@@ -185,20 +196,13 @@ class _Work:
     def of(branch: Branch, backend: Backend) -> _Work:
         if not backend.planned and branch.structure != "sparse":
             # dense kernels take no plan, and a causal one skips what is above the diagonal
-            square = min(branch.nq, branch.nk)
-            pairs = square * (square + 1) // 2 + (branch.nq - square) * branch.nk
-            pairs = (
-                (pairs if branch.structure == "causal" else branch.nq * branch.nk) * branch.batch * branch.head_count
-            )
-            return _Work(branch, backend, pairs, pairs, 0, 0, None)
+            return _Work(branch, backend, branch.pairs(), branch.pairs(), 0, 0, None)
         plan = branch.plan()
         # how many batch elements and heads compute each tile
         uses = torch.bincount(plan.group.reshape(-1).long(), minlength=plan.row_ptr.shape[0])
         uses = uses.repeat_interleave((plan.row_ptr[:, -1] - plan.row_ptr[:, 0]).long())
-        height = (plan.nq - plan.tile_rows() * plan.q_tile).clamp(max=plan.q_tile)
-        width = (plan.nk - plan.col.long() * plan.kv_tile).clamp(max=plan.kv_tile)
-        computed, full = int((height * width * uses).sum()), int(uses[plan.bits < 0].sum())
-        return _Work(branch, backend, plan.pairs(), computed, plan.tiles, full, plan)
+        full = int(uses[plan.bits < 0].sum())
+        return _Work(branch, backend, plan.pairs(), plan.computed_pairs(), plan.tiles, full, plan)
 
 
 def _branches(work: list[_Work]) -> list[dict[str, Any]]:
@@ -291,7 +295,8 @@ def as_text(facts: dict[str, Any]) -> str:
         ("call", f"{sizes['nq']} queries{offset} x {sizes['nk']} keys, batch {sizes['batch']}, {heads}, {dims}"),
         ("", f"{sizes['dtype']} on {sizes['device']}{grad}"),
         ("allowed", f"{pairs['allowed']} of {pairs['all']} pairs, density {percent(pairs['density'])}"),
-        ("computed", f"{pairs['computed']} pairs in {how}, density {percent(tiles['density'])}"),
+        ("computed", f"{pairs['computed']} pairs in {how}, computed density {percent(pairs['computed_density'])}"),
+        ("causality", facts["causality"]["text"]),
     ]
     for entry in facts["branches"]:
         lines += [("branch", entry["pattern"]), *(("", text) for text in _branch_text(entry))]

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .checks import check_call
 from .merge import merge
-from .ops.registered import attention_op
+from .ops.registered import attend
 from .patterns import Full, LongNet, Pattern
+from .patterns.checks import flag
 from .types import AttentionOutput
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def attention(
         UnsupportedError: The named backend cannot run the case, or dropout is asked for.
         RingError: With a context: a rank is lost, or ranks call differently.
     Example:
-        >>> rw.attention(q, k, v, rw.SlidingWindow(64) | rw.Sinks(4)).shape
+        >>> rw.attention(q, k, v, (rw.SlidingWindow(64) | rw.Sinks(4)) & rw.Causal()).shape
         torch.Size([1, 4, 256, 32])
 
     References:
@@ -102,12 +103,12 @@ def attention_with_lse(
         >>> with_sink = out * torch.sigmoid(lse - sink)[..., None]
     """
     q, k, v = _autocast(q, k, v)
-    scale = check_call(
+    scale, q_offset = check_call(
         q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, context=context, dropout=dropout
     )
     if context is not None:
         return AttentionOutput(*context.attend(q, k, v, pattern, scale, backend))
-    return AttentionOutput(*attention_op(q, k, v, pattern.tables, pattern.spec, scale, q_offset, backend))
+    return AttentionOutput(*attend(q, k, v, pattern, scale, q_offset, backend))
 
 
 def longnet_attention(
@@ -161,7 +162,7 @@ def longnet_attention(
     """
     pattern = LongNet(segments, rates, causal=causal, offset=offset, heads=heads)
     # heads that run one branch each have nothing to weigh
-    if not detach_weights or pattern.heads == "partitioned":
+    if not flag("detach_weights", detach_weights) or pattern.heads == "partitioned":
         return attention(q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, context=context)
     parts = [
         attention_with_lse(
@@ -181,9 +182,11 @@ def longnet_attention(
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
     """Inputs in autocast's dtype where it is on, as for PyTorch's own attention."""
-    if not isinstance(tensors[0], Tensor) or not torch.is_autocast_enabled(tensors[0].device.type):
+    if not all(isinstance(x, Tensor) for x in tensors):
         return list(tensors)
     device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .errors import ShapeError, message
+from .errors import ShapeError, message, shown
 from .types import AttentionOutput
 
 
@@ -33,18 +33,28 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
     References:
         Milakov and Gimelshein (2018), Online normalizer calculation for softmax, section 3.
     """
+    outs, lses = _tensors("outs", outs), _tensors("lses", lses)
     if not outs or len(outs) != len(lses):
         raise ShapeError(
             message("outs, lses", f"{len(outs)} and {len(lses)} parts", "as many of both, at least one", "Pass pairs.")
         )
     for out, lse in zip(outs, lses, strict=True):
-        if out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
+        if out.ndim < 1 or out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
             raise ShapeError(
                 message(
                     "outs, lses",
                     f"out {tuple(out.shape)}, lse {tuple(lse.shape)}",
                     f"out {tuple(outs[0].shape)} and lse {tuple(outs[0].shape[:-1])} in every part",
                     "Give all parts the same queries.",
+                )
+            )
+        if (out.dtype, lse.dtype) != (outs[0].dtype, lses[0].dtype) or not (out.device == lse.device == outs[0].device):
+            raise ShapeError(
+                message(
+                    "outs, lses",
+                    f"out {out.dtype} on {out.device}, lse {lse.dtype} on {lse.device}",
+                    f"out {outs[0].dtype} and lse {lses[0].dtype} on {outs[0].device} in every part",
+                    "Convert or move the parts alike.",
                 )
             )
     wide = lses[0].dtype if lses[0].dtype == torch.float64 else torch.float32
@@ -61,6 +71,16 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
         joined = joined + (weight / safe)[..., None] * out.to(wide)
     lse = torch.where(alive, top + torch.log(safe), -torch.inf)
     return AttentionOutput(joined.to(outs[0].dtype), lse)
+
+
+def _tensors(name: str, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The parts, where they are a list of floating-point tensors."""
+    if not isinstance(parts, (list, tuple)):
+        raise ShapeError(message(name, shown(parts), "a list of tensors", "Pass the parts in a list."))
+    for part in parts:
+        if not isinstance(part, Tensor) or not part.is_floating_point():
+            raise ShapeError(message(name, shown(part), "floating-point tensors", "Pass what attention_with_lse gave."))
+    return parts
 
 
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:

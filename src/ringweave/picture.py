@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from .cells import Panel, Picture, Shares, picture
-from .errors import UnsupportedError, message
+from .errors import UnsupportedError, message, shown
 from .patterns import Pattern
 
 SHADES = " ░▒▓█"
@@ -25,7 +25,7 @@ _FONT = "ui-sans-serif, -apple-system, 'Segoe UI', 'DejaVu Sans', Arial, sans-se
 _MONO = "ui-monospace, SFMono-Regular, Menlo, 'DejaVu Sans Mono', Consolas, monospace"
 
 
-def plot(pattern: Pattern, tokens: int, *, heads: int = 1, path: str | None = None) -> str:
+def plot(pattern: Pattern, tokens: int, *, heads: int = 1, path: str | Path | None = None) -> str:
     """A pattern's picture as SVG text: queries downwards, keys to the right, the darker the more pairs are allowed.
 
     Args:
@@ -41,15 +41,18 @@ def plot(pattern: Pattern, tokens: int, *, heads: int = 1, path: str | None = No
         >>> plot(rw.Causal(), 256).startswith("<svg")
         True
     """
-    ending = None if path is None else Path(path).suffix.lower()
-    if ending not in (None, ".svg", ".png"):
-        raise UnsupportedError(message("path", repr(path), "a name that ends in .svg or .png", "Rename it."))
+    ending = Path(path).suffix.lower() if isinstance(path, (str, Path)) else ""
+    if path is not None and ending not in (".svg", ".png"):
+        raise UnsupportedError(message("path", shown(path), "a name that ends in .svg or .png", "Rename it."))
     drawn = picture(pattern, tokens, heads=heads)
     svg = _svg(drawn)
-    if path is not None and ending == ".svg":
-        Path(path).write_text(svg, encoding="utf-8")
-    elif path is not None:
-        _write_png(drawn, path)
+    try:
+        if path is not None and ending == ".svg":
+            Path(path).write_text(svg, encoding="utf-8")
+        elif path is not None:
+            _write_png(drawn, path)
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(message("path", shown(path), "a file that can be written", f"{error}.")) from None
     return svg
 
 
@@ -183,7 +186,7 @@ def _svg_legend(x: int, y: int) -> list[str]:
     return parts
 
 
-def _write_png(drawn: Picture, path: str) -> None:
+def _write_png(drawn: Picture, path: str | Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

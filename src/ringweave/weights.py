@@ -65,7 +65,7 @@ def attention_weights(
         >>> weights = rw.attention_weights(q, k, rw.Causal())
         >>> torch.testing.assert_close(weights.to_dense().sum(-1), torch.ones(1, 4, 256))
     """
-    scale = check_call(q, k, k, pattern, scale=scale, q_offset=q_offset, backend="gather", dropout=0.0)
+    scale, q_offset = check_call(q, k, k, pattern, scale=scale, q_offset=q_offset, backend="gather", dropout=0.0)
     if isinstance(pattern, LongNet):
         raise PatternError(
             message("pattern", repr(pattern), "a relation", "Ask for the weights of one branch's relation.")
@@ -80,7 +80,7 @@ def attention_weights(
     q_tiles = _tiled(q.to(wide) * scale, p.q_tiles, p.q_tile)
     k_tiles = _tiled(k.to(wide), p.kv_tiles, p.kv_tile)
     values: list[Tensor] = []
-    first = torch.zeros(batch, heads, dtype=torch.int64)
+    first = torch.zeros(batch, heads, dtype=torch.int64, device="cpu")
     count = 0
     for b in range(batch):
         for h in range(heads):

@@ -29,7 +29,7 @@ from ringweave.ops.kinds import KernelKind
 from ringweave.ops.triton.blocks import Blocks
 from ringweave.parallel.simulate import simulate
 
-PATTERN = "SlidingWindow(1024) & Causal() | Sinks(64)"
+PATTERN = "(SlidingWindow(1024) | Sinks(64)) & Causal()"
 
 
 def run(*arguments: str, columns: int = 100) -> Result:

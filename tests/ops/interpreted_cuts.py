@@ -80,7 +80,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("nq", "heads", "kv_heads"), [(1, 8, 1), (1, 2, 2), (3, 6, 2), (16, 2, 2)])
 def test_few_queries_over_split_keys(nq: int, heads: int, kv_heads: int, eager: None, poisoned: None) -> None:
     x = Inputs.random(nq, 700, heads=heads, kv_heads=kv_heads, batch=1, dtype=torch.float16, value_dim=24)
-    pattern = rw.SlidingWindow(400) & rw.Causal() | rw.Sinks(3)
+    pattern = (rw.SlidingWindow(400) | rw.Sinks(3)) & rw.Causal()
     conforms(x, pattern, "triton", q_offset=700 - nq)
     _, _, packing, queue = cut(x, rw.Full())
     assert packing.heads == min(heads // kv_heads, 8) if heads != 6 else packing.heads == 4

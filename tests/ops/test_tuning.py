@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import logging
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,8 @@ from ringweave.errors import UnsupportedError
 from ringweave.ops import cpu, dispatch, kinds, tuning
 from ringweave.ops.backend import Case
 from ringweave.plan import Branch, branches
+
+from ..parallel.processes import forked
 
 WINDOW = rw.SlidingWindow(64)
 
@@ -281,28 +286,23 @@ def test_importing_reads_nothing(cache: Path) -> None:
     assert "ignored" not in done.stderr
 
 
-WRITER = """
-import sys
-from ringweave.ops import tuning
-number = int(sys.argv[1])
-for step in range(10):
-    tuning.record([{"kind": f"{number}", "density": step, "backend": "gather", "tile": None}])
-    assert tuning.load(tuning.store())["entries"], "a reader saw half a file"
-"""
+def write(folder: Path, number: int) -> str:
+    """A process of its own: ten answers, each followed by a look; what it had to say."""
+    os.environ[tuning.VARIABLE] = str(folder)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for step in range(10):
+            tuning.record([{"kind": f"{number}", "density": step, "backend": "gather", "tile": None}])
+            path = tuning.store()
+            assert path is not None
+            assert tuning.load(path)["entries"], "a reader saw half a file"
+    return said.getvalue()
 
 
 @pytest.mark.timeout(600)
 def test_eight_processes_at_once(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     """No answer is lost, and no reader ever sees anything but a whole file."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(number)], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for number in range(8)
-    ]
-    failed = [said for writer in writers if (said := writer.communicate(timeout=500)[1]) or writer.returncode]
-    assert failed == []
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(forked, [write] * 8, [cache] * 8, range(8))) == [""] * 8
     tuning.refresh()
     found = tuning.answers()
     assert {kind: sorted(each) for kind, each in found.items()} == {str(n): list(range(10)) for n in range(8)}

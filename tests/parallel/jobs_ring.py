@@ -35,7 +35,7 @@ def call_on_nodes(x: Inputs, pattern: Pattern, nodes: int) -> spread.Share:
     return spread.call(mesh, x, pattern, {})
 
 
-def differing(name: str) -> tuple[str, int]:
+def differing(name: str) -> tuple[str, tuple[Any, ...], int]:
     """A call in which rank 0 differs."""
     from .test_context import differing
 

@@ -1,6 +1,7 @@
 """Groups of worker processes on this machine's loopback: Gloo, one thread each, bounded in time, none left behind.
 
     results = pool4.run("tests.parallel.jobs_ring:forward", pattern, tensors)    # by rank; the workers' exceptions are raised
+    result = forked(function, argument)                                          # one process, without a group
     with fresh(4) as pool:                                                       # for tests that kill
         pool.start("tests.parallel.jobs_failure:exchange")
         pool.kill(2)
@@ -19,9 +20,10 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import connection, forkserver
@@ -33,6 +35,7 @@ import torch.distributed as dist
 
 # what a fork server must not do: run a parallel region, or hold a thread, before it forks
 _QUIET = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_STARTING = threading.Lock()
 # torch looks up the name of ::ffff:127.0.0.1 for every connection to a store, at both ends: where the DNS is slow, for 1 s
 # and not for 5
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -54,17 +57,20 @@ class WorkerError(RuntimeError):
 def server() -> multiprocessing.context.ForkServerContext:
     """The fork server: a process that has imported torch and ringweave, and forks workers in milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "ringweave", __name__])
-    before = {name: os.environ.get(name) for name in _QUIET}
-    os.environ.update(_QUIET)
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    # torch loads its compiler at the first call of an operator, which would take a second of each worker
+    jobs = [f"{__package__}.jobs_{name}" for name in ("compose", "failure", "ring", "transport")]
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "ringweave", __name__, *jobs])
+    with _STARTING:
+        before = {name: os.environ.get(name) for name in _QUIET}
+        os.environ.update(_QUIET)
+        try:
+            forkserver.ensure_running()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
     return context
 
 
@@ -193,6 +199,28 @@ class Pool:
         self.run(f"{__name__}:_begin", self._groups)
 
 
+def forked(job: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
+    """What a function returns in a process of its own, which has torch and ringweave loaded and has computed nothing."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = server().Process(target=_answer, args=(theirs, job, args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout):
+            raise WorkerError(f"no answer in {timeout:g} s")
+        outcome: Outcome = pickle.loads(ours.recv_bytes())
+    except EOFError:
+        raise WorkerError("died") from None
+    finally:
+        process.kill()
+        process.join(10)
+        ours.close()
+    if outcome.error is not None:
+        outcome.error.add_note(outcome.trace)
+        raise outcome.error
+    return outcome.value
+
+
 @contextmanager
 def fresh(size: int) -> Iterator[Pool]:
     """A pool of its own, for tests that kill workers or stop them; ended at exit."""
@@ -229,17 +257,21 @@ def _serve(pipe: connection.Connection, rank: int, size: int, port: int) -> None
             name, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        outcome = _call(name, args)
-        try:
-            answer = pickle.dumps(outcome)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            answer = pickle.dumps(Outcome(error=WorkerError(f"rank {rank}: {error}"), trace=outcome.trace))
-        pipe.send_bytes(answer)
+        _answer(pipe, _call, (name, args), f"rank {rank}")
 
 
-def _call(name: str, args: tuple[Any, ...]) -> Outcome:
+def _call(name: str, args: tuple[Any, ...]) -> Any:
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)(*args)
+
+
+def _answer(pipe: connection.Connection, job: Callable[..., Any], args: tuple[Any, ...], who: str = "") -> None:
     try:
-        module, function = name.split(":")
-        return Outcome(getattr(importlib.import_module(module), function)(*args))
+        outcome = Outcome(job(*args))
     except Exception as error:  # noqa: BLE001  it goes to the test that asked for the job
-        return Outcome(error=error, trace=traceback.format_exc())
+        outcome = Outcome(error=error, trace=traceback.format_exc())
+    try:
+        answer = pickle.dumps(outcome)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        answer = pickle.dumps(Outcome(error=WorkerError(f"{who}: {error}"), trace=outcome.trace))
+    pipe.send_bytes(answer)

@@ -55,11 +55,14 @@ def test_a_killed_rank_is_told_by_all_in_time(pool: Pool, how: str) -> None:
         killed = pool.kill(victim)
         found = survivors(pool, victim)
         for seen in found:
-            # who computes raises at its next communication, 0.4 s after the kill at most
+            # who computes raises at its next communication, 0.2 s after the kill at most
             assert seen.at - killed < 2.0, (repetition, seen)
             assert seen.error.peer == victim
             assert seen.error.rank != victim
-            assert seen.error.step == (2 if how == "agree" or "plan" in seen.error.cause else 1)
+            at_plan = how == "agree" or "plan" in seen.error.cause
+            # who computes may still be in the exchange when another, who is through with it, tells of the loss
+            told = how == "compute" and f"rank {seen.error.rank} lost" not in seen.error.cause
+            assert seen.error.step in ((1, 2) if told and at_plan else (2,) if at_plan else (1,))
             assert seen.error.stage == (3 if how == "exchange" else seen.error.stage)
             assert "closed" in seen.error.cause or "reset" in seen.error.cause
             assert seen.threads == ["MainThread"]
@@ -250,3 +253,14 @@ def test_a_ring_error_tells_and_pickles() -> None:
     assert isinstance(error, rw.RingweaveError)
     assert isinstance(error, RuntimeError)
     assert "a peer" in str(rw.RingError(0, None, None, 0, "x"))
+    assert error.lost
+    differs = rw.RingError(
+        1, 3, None, 7, "scale 1.0 here and 2.0 on rank 3", "the same scale on all ranks", "Nothing was."
+    )
+    assert str(differs) == (
+        "rank 1, step 7: got scale 1.0 here and 2.0 on rank 3; wanted the same scale on all ranks. Nothing was."
+    )
+    assert not differs.lost
+    for again in (pickle.loads(pickle.dumps(differs)), differs.again()):
+        assert vars(again) == vars(differs)
+        assert str(again) == str(differs)

@@ -55,11 +55,11 @@ def test_a_rank_computes_the_tiles_of_length_and_pattern(measured: None) -> None
 def test_ranks_agree_whatever_their_stores_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: None) -> None:
     """The hash that every exchange compares is one of plan and placement."""
     placement = NAMED["contiguous"](N, 2, 128)
-    told = Plans(placement, (2, 1), 0, "gather").of(PATTERN).digest
+    told = Plans(placement, (2, 1), 0, "gather").of(PATTERN).said
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "empty"))
     tuning.refresh()
     assert dispatch.program(PATTERN, CASE, 0, "auto")[0][0].tile == (128, 128)
-    assert Plans(placement, (2, 1), 0, "gather").of(PATTERN).digest == told
+    assert Plans(placement, (2, 1), 0, "gather").of(PATTERN).said == told
 
 
 @pytest.mark.skipif(cpu.module() is None, reason="the bits of one device are the native kernel's promise")

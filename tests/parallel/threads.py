@@ -106,7 +106,7 @@ def run(size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
             errors.append(error)
             shared.barrier.abort()
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=work, args=(rank,), name="rank") for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:

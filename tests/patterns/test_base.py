@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -114,6 +115,26 @@ def test_density_of_a_mixture_counts_branches() -> None:
         (lambda: rw.random_blocks(1024, 0.0), "density: got 0.0"),
         (lambda: rw.natten_1d(3, tokens=9).plan(10), "Build it with tokens=10"),
         (lambda: rw.sparse_transformer_fixed(4, 5), "summary: got 5; wanted at most block = 4"),
+        (lambda: rw.BlockTable(torch.ones(3, 3).bool(), 16, key_blocks=3), "counts, key_blocks: got a mask beside them"),
+        (lambda: rw.Sinks("ab"), "tokens: got 'ab'; wanted an int"),
+        (lambda: rw.Sinks([1.5]), "tokens: got 1.5; wanted an int"),
+        (lambda: rw.Sinks(torch.tensor(3)), "tokens: got Tensor of torch.int64 ..; wanted a list of ints"),
+        (lambda: rw.Documents([True, 3]), "lengths: got True; wanted an int"),
+        (lambda: rw.Documents(torch.tensor([1.0, 2.0])), "lengths: got Tensor of torch.float32 .2,.; wanted a list of ints"),
+        (lambda: rw.Documents([[1, 2]]), "lengths: got .1, 2.; wanted an int"),
+        (lambda: rw.LongNet([8], [1], causal="no"), "causal: got 'no'; wanted True or False"),
+        (lambda: rw.LongNet([8], [1], offset=1.0), "offset: got 1.0; wanted an int"),
+        (lambda: rw.SlidingWindow(2**40), "left: got 1099511627776; wanted at most 2147483647"),
+        (lambda: rw.Dilated(2**20, 2**20), "window . rate: got 1099511627776; wanted at most 2147483647"),
+        (lambda: rw.random_blocks(1024, float("nan")), "density: got nan; wanted a finite number"),
+        (lambda: rw.random_blocks(1024, 0.5, batch=2), "batch: got 2; wanted heads beside it"),
+        (lambda: rw.random_blocks(2**30, 0.5), "wanted at most 268435456"),
+        (lambda: rw.variable(64, local_blocks=()), "local_blocks: got ..; wanted at least one size"),
+        (lambda: 3 & rw.Strided(3), "operand: got int; wanted a ringweave pattern"),
+        (lambda: np.ones(3) | rw.Strided(3), "operand: got ndarray; wanted a ringweave pattern"),
+        (lambda: rw.Causal() & rw.Sinks, r"operand: got ABCMeta; wanted a ringweave pattern. Call it: Sinks\(...\)"),
+        (lambda: rw.plan("Causal()", 64), "Read text with ringweave.patterns.parse"),
+        (lambda: rw.BlockTable(torch.ones(4, 4, device="meta").bool(), 16).plan(64), "got a table on the meta device; wanted values"),
         (lambda: rw.BlockTable(indices=torch.tensor([[5]]), counts=torch.tensor([1]), key_blocks=2), r"indices: got 5..5; wanted 0..1"),
     ],
 )  # fmt: skip

@@ -1,24 +1,62 @@
-"""Functions by number: what text can say of them, and how long they are kept."""
+"""Functions as patterns: what they read is followed, named, and let go with them."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
+import math
+import operator
+import pickle
+import threading
+import types
 import weakref
+from collections.abc import Callable
+from operator import ge
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import where
+from torch.nn.attention.flex_attention import and_masks
 
 import ringweave as rw
 from ringweave.errors import PatternError
-from ringweave.patterns import function
+from ringweave.patterns import Pattern
+from ringweave.patterns.reads import read
+from ringweave.plan import pattern_of, plan_cache
+
+N = 40
 
 
-def test_a_function_keeps_its_number() -> None:
-    def even(b, h, q, k):  # type: ignore[no-untyped-def]
-        return k % 2 == 0
+def even(b, h, q, k):  # type: ignore[no-untyped-def]
+    return k % 2 == 0
 
+
+def results(pattern: Pattern) -> torch.Tensor:
+    """The relation as attention computes it: weights of equal scores that are not 0."""
+    with torch.no_grad():
+        zero = torch.zeros(1, 1, N, 8)
+        return rw.attention(zero, zero, torch.eye(N)[None, None], pattern)[0, 0] > 0
+
+
+def follows(pattern: Pattern, want: Callable[[], torch.Tensor]) -> None:
+    expected = want() & torch.ones_like(Q - K, dtype=torch.bool)
+    assert torch.equal(results(pattern), expected)
+    assert torch.equal(pattern.plan(N).to_dense()[0, 0], expected)
+
+
+Q, K = torch.arange(N)[:, None], torch.arange(N)[None]
+width = 3
+module = types.ModuleType("settings")
+
+
+def test_equal_functions_are_equal_patterns() -> None:
     assert rw.TokenMask(even) == rw.TokenMask(even)
+    assert rw.TokenMask(even) != rw.TokenMask(even, head=1)
     assert repr(rw.TokenMask(even)) == "TokenMask(even)"
+    assert repr(rw.TokenMask(even, head=1)) == "TokenMask(even, head=1)"
 
     class Odd:
         def allows(self, b, h, q, k):  # type: ignore[no-untyped-def]
@@ -26,30 +64,414 @@ def test_a_function_keeps_its_number() -> None:
 
     odd = Odd()
     assert rw.TokenMask(odd.allows) == rw.TokenMask(odd.allows)
+    wide = functools.partial(lambda b, h, q, k, width: q - k < width, width=3)
+    assert rw.TokenMask(wide) == rw.TokenMask(wide)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["held", "wrapped again"])
+def test_a_changed_tensor_is_another_mask(again: bool) -> None:
+    shift = torch.tensor(0)
+
+    def mask(b, h, q, k):  # type: ignore[no-untyped-def]
+        return k <= q + shift
+
+    pattern: Pattern = rw.from_mask_mod(mask)
+    trees = [lambda p: p, lambda p: p & rw.Causal() | rw.Sinks(2), lambda p: ~p, lambda p: rw.PerHead([p])]
+    for change in (lambda: shift.add_(3), lambda: shift.data.add_(2), lambda: shift.numpy().__iadd__(4)):
+        for tree in trees:
+            held = tree(pattern)
+            for _ in range(2):
+                dense = Q + shift >= K
+                want = [dense, dense & (K <= Q) | (K < 2), ~dense, dense][trees.index(tree)]
+                follows(tree(rw.from_mask_mod(mask)) if again else held, lambda want=want: want)
+                change()
+
+
+def test_a_rebound_variable_is_another_mask() -> None:
+    shift = torch.tensor(0)
+    pattern = rw.from_mask_mod(lambda b, h, q, k: k <= q + shift)
+    for new in (torch.tensor(3), 5, torch.tensor([2]), 2.0):
+        shift = new
+        follows(pattern, lambda new=new: Q + new >= K)
+
+
+def test_globals_defaults_partials_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_default(b, h, q, k, reach=2, *, more=1):  # type: ignore[no-untyped-def]
+        return (q - k).abs() <= reach + more
+
+    def by_global(b, h, q, k):  # type: ignore[no-untyped-def]
+        return (q - k).abs() <= width
+
+    def by_module(b, h, q, k):  # type: ignore[no-untyped-def]
+        return (q - k).abs() <= module.reach
+
+    def by_attribute(b, h, q, k):  # type: ignore[no-untyped-def]
+        return (q - k).abs() <= by_attribute.reach
+
+    def inner(b, h, q, k):  # type: ignore[no-untyped-def]
+        return (lambda x: x <= width)((q - k).abs())
+
+    listed = [1, {"reach": 2}]
+
+    def by_list(b, h, q, k):  # type: ignore[no-untyped-def]
+        return (q - k).abs() <= listed[0] + listed[1]["reach"]
+
+    def through(settings):  # type: ignore[no-untyped-def]
+        return settings.reach
+
+    def by_argument(b, h, q, k):  # type: ignore[no-untyped-def]
+        return (q - k).abs() <= through(module)
+
+    by_partial = functools.partial(lambda b, h, q, k, reach: (q - k).abs() <= reach, reach=5)
+    monkeypatch.setattr(module, "reach", 1, raising=False)
+    by_attribute.reach = 4  # type: ignore[attr-defined]
+    patterns = {
+        fn: (rw.from_mask_mod(fn), want)
+        for fn, want in {
+            by_default: 3, by_global: 3, by_module: 1, by_attribute: 4, inner: 3, by_partial: 5,
+            and_masks(by_global, by_default): 3, by_list: 3, by_argument: 1,
+        }.items()
+    }  # fmt: skip
+    for pattern, want in patterns.values():
+        follows(pattern, lambda want=want: (Q - K).abs() <= want)
+    by_default.__defaults__ = (6,)
+    by_default.__kwdefaults__["more"] = 2
+    monkeypatch.setitem(globals(), "width", 8)
+    monkeypatch.setattr(module, "reach", 7)
+    by_attribute.reach = 9  # type: ignore[attr-defined]
+    by_partial.keywords["reach"] = 2
+    listed[1]["reach"] = 4  # type: ignore[index]
+    for (pattern, _), want in zip(patterns.values(), (8, 8, 7, 9, 8, 2, 8, 5, 7), strict=True):
+        follows(pattern, lambda want=want: (Q - K).abs() <= want)
+    by_global.__code__ = (lambda b, h, q, k: q >= k).__code__
+    follows(patterns[by_global][0], lambda: Q >= K)
+
+
+class Window:
+    step = 1
+
+    def __init__(self, reach: int):
+        self.reach = reach
+
+    def __call__(self, b, h, q, k):  # type: ignore[no-untyped-def]
+        return self.near((q - k) // self.step)
+
+    def near(self, distance):  # type: ignore[no-untyped-def]
+        return distance.abs() <= self.reach
+
+
+def test_an_object_to_call() -> None:
+    window = Window(2)
+    pattern = rw.from_mask_mod(window)
+    follows(pattern, lambda: (Q - K).abs() <= 2)
+    window.reach = 4
+    follows(pattern, lambda: (Q - K).abs() <= 4)
+    Window.step = 2
+    try:
+        follows(pattern, lambda: ((Q - K) // 2).abs() <= 4)
+    finally:
+        Window.step = 1
+
+
+def test_a_pattern_in_a_function() -> None:
+    base = rw.Documents([10, 30])
+    pattern = rw.from_mask_mod(lambda b, h, q, k: base.allows(q, k) & (q >= k))
+    follows(pattern, lambda: base.allows(Q, K) & (Q >= K))
+    base = rw.Documents([20, 20])
+    follows(pattern, lambda: base.allows(Q, K) & (Q >= K))
+
+
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, b, h, q, k):  # type: ignore[no-untyped-def]
+        return q >= k
+
+
+def counter() -> Callable[..., torch.Tensor]:
+    calls = 0
+
+    def mask(b, h, q, k):  # type: ignore[no-untyped-def]
+        nonlocal calls
+        calls += 1
+        return q >= k
+
+    return mask
+
+
+class Slotted:
+    __slots__ = ("reach",)
+
+    def __call__(self, b, h, q, k):  # type: ignore[no-untyped-def]
+        return q >= k
+
+
+opaque = object()
+numbers = np.arange(3)
+
+
+@pytest.mark.parametrize(
+    ("fn", "what"),
+    [
+        (lambda b, h, q, k: (q >= k) & (opaque is not None), "the global opaque, a object"),
+        (lambda b, h, q, k: q >= numbers[0], "the global numbers, a ndarray"),
+        (lambda b, h, q, k, net=torch.nn.Linear(1, 1): q >= k, "its default net, a Linear"),
+        (lambda b, h, q, k, kind=[opaque]: q >= k, r"its default kind\[0\], a object"),
+        (lambda b, h, q, k: q >= getattr(module, "reach"), r"what it finds with getattr\(\)"),  # noqa: B009
+        (lambda b, h, q, k: globals()["even"](b, h, q, k), r"what it finds with globals\(\)"),
+        (functools.lru_cache(even), "itself, a _lru_cache_wrapper"),
+        (torch.nn.Identity(), "itself, a Identity"),
+        (counter(), "the variable calls, which it changes"),
+        (Slotted(), "itself, a Slotted"),
+        (lambda b, h, q, k, x=torch.eye(2).to_sparse(): q >= k, r"its default x .torch.sparse_coo., a Tensor"),
+    ],
+)  # fmt: skip
+def test_what_could_change_unseen_is_refused(fn: Any, what: str) -> None:
+    with pytest.raises(PatternError, match=f"{what}.*which could change unseen.*tables="):
+        rw.TokenMask(fn)
+    # unless the caller says what is read
+    assert read(fn, []).state == read(fn, []).state
+
+
+def test_named_tables_are_followed() -> None:
+    holder = types.SimpleNamespace(shift=torch.tensor(0))
+    mask = lambda b, h, q, k: k <= q + holder.shift  # noqa: E731
+    with pytest.raises(PatternError, match="its variable holder, a SimpleNamespace"):
+        rw.from_mask_mod(mask)
+    pattern = rw.from_mask_mod(mask, tables=[holder.shift])
+    for _ in range(3):
+        follows(pattern, lambda: Q + holder.shift >= K)
+        holder.shift.add_(2)
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (lambda b, h, q: q > 0, "raises TypeError: .*takes 3 positional arguments"),
+        (lambda b, h, q, k: q >= k if h > 0 else q > k, "raises RuntimeError: Boolean value of Tensor"),
+        (lambda b, h, q, k: q >= undefined, "raises NameError"),  # type: ignore[name-defined]  # noqa: F821
+        (lambda b, h, q, k: np.bool_(True), "returns numpy.bool"),
+        (lambda b, h, q, k: None, "returns builtins.NoneType; wanted one that returns bool"),
+        (lambda b, h, q, k: q - k, "returns torch.int64"),
+        (lambda b, h, q, k: torch.ones(3, 5, dtype=torch.bool), r"returns shape \(3, 5\) for indices"),
+        (lambda b, h, q, k: torch.ones(2, 1, 1, 1, 1, dtype=torch.bool), r"returns shape \(2, 1, 1, 1, 1\)"),
+    ],
+)
+def test_functions_that_are_no_masks(fn: Any, said: str) -> None:
+    with pytest.raises(PatternError, match=f"mask_mod: got a function that {said}"):
+        rw.from_mask_mod(fn)
+    with pytest.raises(PatternError, match="mask_mod: got a function that"):
+        rw.attention(*(torch.randn(1, 1, 8, 8) for _ in range(3)), rw.TokenMask(fn))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"fn": True}, "fn: got bool"),
+        ({"fn": rw.Causal}, "fn: got ABCMeta"),
+        ({"fn": even, "batch": -1}, "batch: got -1; wanted at least 0"),
+        ({"fn": even, "head": 1.5}, "head: got 1.5; wanted an int"),
+        ({"fn": even, "head": True}, "head: got True; wanted an int"),
+        ({"fn": even, "tables": torch.ones(2)}, "tables: got Tensor; wanted a list of tensors"),
+        ({"fn": even, "tables": [1]}, "tables: got list; wanted a list of tensors"),
+    ],
+)
+def test_arguments(arguments: Any, said: str) -> None:
+    with pytest.raises(PatternError, match=said):
+        rw.TokenMask(**arguments)
+
+
+def test_an_unhashable_function() -> None:
+    pattern = rw.from_mask_mod(Unhashable())
+    follows(pattern, lambda: Q >= K)
+    hash(pattern)
+
+
+def test_functions_of_libraries() -> None:
+    pattern = rw.from_mask_mod(lambda b, h, q, k: where(ge(q, k), operator.gt(k, math.pi), torch.Tensor.eq(q, k)))
+    follows(pattern, lambda: torch.where(Q >= K, math.pi < K, Q == K))
+
+
+# ---- numbers, and how long things live --------------------------------------------------------------------------------
 
 
 def test_backward_after_the_pattern_is_gone() -> None:
     q = torch.randn(1, 1, 40, 8, requires_grad=True)
-    out = rw.attention(q, q, q, rw.from_mask_mod(lambda b, h, q, k: (q - k) % 3 == 0))
+    ids = torch.arange(40) // 7
+    out = rw.attention(q, q, q, rw.from_mask_mod(lambda b, h, q, k: ids[q] == ids[k]))
     gc.collect()
     out.sum().backward()
     assert q.grad is not None
 
 
-def test_old_functions_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function, "_KEPT", len(function._functions) + 2)
+def test_what_changes_between_forward_and_backward() -> None:
+    shift, reach = torch.tensor(0), 3
+    pattern = rw.from_mask_mod(lambda b, h, q, k: (k <= q + shift) & (q - k <= reach))
+    changes: list[Callable[[], object]] = [lambda: shift.add_(1), lambda: shift.data.add_(1)]
+    for change in changes:
+        q = torch.randn(1, 1, N, 8, requires_grad=True)
+        out = rw.attention(q, q, q, pattern)
+        change()
+        with pytest.raises(PatternError, match="a tensor that was changed"):
+            out.sum().backward()
+    out = rw.attention(q, q, q, pattern)
+    reach = 5
+    with pytest.raises(PatternError, match="reads other values"):
+        out.sum().backward()
+    reach = 3
+    out.sum().backward()
 
-    def make(i: int):  # type: ignore[no-untyped-def]
-        return lambda b, h, q, k: k == i
 
-    first = make(0)
-    number = rw.TokenMask(first)._number
-    gone = weakref.ref(first)
-    for i in range(1, 2 + function._KEPT):
-        rw.TokenMask(make(i))
-    del first
+def test_captures_die_with_the_pattern() -> None:
+    gone: list[weakref.ref[Any]] = []
+
+    def step(size: int) -> None:
+        ids = torch.arange(size) // 9
+        q = torch.randn(1, 1, N, 8, requires_grad=True)
+
+        def mask(b, h, q, k):  # type: ignore[no-untyped-def]
+            return ids[q] == ids[k]
+
+        pattern = rw.from_mask_mod(mask) & rw.Causal() | rw.Dilated(3, 2)
+        rw.attention(q, q, q, pattern).sum().backward()
+        pattern.plan(N)
+        rw.explain(pattern, N)
+        gone.extend(map(weakref.ref, (ids, mask, pattern)))
+
+    plan_cache.clear()
+    for size in (N, 2**18):  # by what it holds, and by address
+        step(size)
+    gc.collect()
+    assert [each() for each in gone] == [None] * 6
+    assert plan_cache.statistics().plans == 0
+
+
+def test_captures_die_with_a_context_alive() -> None:
+    context = rw.ContextParallel(None, rw.Causal(), 64, heads=(1, 1), schedule="ring")
+    ids = torch.arange(64) // 9
+    gone = weakref.ref(ids)
+    q = torch.randn(1, 1, 64, 8)
+    pattern: Pattern = rw.from_mask_mod(lambda b, h, q, k, ids=ids: ids[q] == ids[k])
+    out = rw.attention(q, q, q, pattern, context=context)
+    torch.testing.assert_close(out, rw.attention(q, q, q, pattern))
+    del pattern, ids
     gc.collect()
     assert gone() is None
-    with pytest.raises(PatternError, match="a function numbered in this process"):
-        rw.TokenMask.numbered(number)
-    assert len(function._functions) == len(function._numbers) == function._KEPT
+
+
+def test_a_live_pattern_outlives_any_number_of_others() -> None:
+    held = rw.from_mask_mod(lambda b, h, q, k: k % 3 == 0)
+    for i in range(4300):
+        rw.TokenMask(lambda b, h, q, k, i=i: k == i)
+    follows(held, lambda: K % 3 == 0)
+
+
+def test_numbers_are_never_given_again() -> None:
+    def number() -> int:
+        return rw.TokenMask(lambda b, h, q, k: q >= k)._holder.number
+
+    first = number()
+    gc.collect()
+    assert number() > first
+    with pytest.raises(PatternError, match=f"number {first}, of a function that is gone"):
+        rw.TokenMask.numbered(first)
+
+
+def test_a_number_stands_for_what_its_function_read() -> None:
+    reach = 3
+    pattern = rw.TokenMask(lambda b, h, q, k: q - k <= reach)
+    before = pattern.spec
+    reach = 4
+    assert pattern.spec != before
+    with pytest.raises(PatternError, match="reads other values"):
+        pattern_of(before, ())
+    reach = 3
+    assert pattern.spec == before
+
+
+def test_threads_that_wrap_and_call() -> None:
+    start, wrong = threading.Barrier(4), []
+
+    def work(seed: int) -> None:
+        start.wait()
+        for i in range(12):
+            reach = (seed * 7 + i) % 5
+
+            def mask(b, h, q, k, reach=reach):  # type: ignore[no-untyped-def]
+                return (q - k).abs() <= reach
+
+            if not torch.equal(results(rw.from_mask_mod(mask)), (Q - K).abs() <= reach):
+                wrong.append(reach)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not wrong
+
+
+# ---- copies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tree", [lambda p: p, lambda p: p & rw.Causal(), lambda p: rw.PerHead([p, ~p])])
+def test_copies(tree: Callable[[Pattern], Pattern]) -> None:
+    pattern = tree(rw.TokenMask(even, batch=1))
+    assert copy.copy(pattern) is pattern
+    assert copy.deepcopy({"a": pattern})["a"] is pattern
+    again = pickle.loads(pickle.dumps(pattern))
+    assert again == pattern
+    assert b"TokenMask(" not in pickle.dumps(pattern)  # no number of this process
+
+
+def test_a_function_that_cannot_be_pickled() -> None:
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickle.dumps(rw.TokenMask(lambda b, h, q, k: q >= k) & rw.Causal())
+
+
+# ---- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def test_compiled() -> None:
+    torch._dynamo.reset()
+    ids = torch.arange(N) // 9
+    graphs = []
+
+    def backend(graph, inputs):  # type: ignore[no-untyped-def]
+        graphs.append(graph)
+        return graph
+
+    pattern = rw.from_mask_mod(lambda b, h, q, k: ids[q] == ids[k]) & rw.Causal()
+    passed = torch.compile(lambda q, p: rw.attention(q, q, q, p), fullgraph=True, backend=backend)
+    closed = torch.compile(lambda q: rw.attention(q, q, q, pattern), fullgraph=True, backend=backend)
+    q = torch.randn(1, 1, N, 8)
+    for shift in (0, 3, 1):
+        ids.add_(shift * torch.arange(N) // 5)
+        want = rw.attention(q, q, q, pattern)
+        torch.testing.assert_close(passed(q, pattern), want)
+        torch.testing.assert_close(closed(q), want)
+    assert len(graphs) == 2
+    # another tensor: the graph passes the one that it knows
+    ids = torch.arange(N) // 4
+    with pytest.raises(PatternError, match="reads other tensors"):
+        passed(q, pattern)
+    again = rw.from_mask_mod(pattern.parts[0].fn) & rw.Causal()  # type: ignore[attr-defined]
+    torch.testing.assert_close(passed(q, again), rw.attention(q, q, q, again))
+    assert len(graphs) == 2
+
+
+def test_compiled_gradients() -> None:
+    torch._dynamo.reset()
+    reach = 5
+    pattern = rw.from_mask_mod(lambda b, h, q, k: (q - k).abs() <= reach)
+    compiled = torch.compile(lambda q: rw.attention(q, q, q, pattern), fullgraph=True, backend="aot_eager")
+    q = torch.randn(1, 1, N, 8, requires_grad=True)
+    want = torch.autograd.grad(rw.attention(q, q, q, pattern).square().sum(), q)
+    out = compiled(q)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), q), want)
+    out = compiled(q)
+    reach = 6
+    with pytest.raises(PatternError, match="reads other values"):
+        out.sum().backward()
+    with pytest.raises(PatternError, match="reads other values"):
+        compiled(q)

@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import functools
+import operator
+import time
+import tracemalloc
+from collections.abc import Callable
+
 import pytest
+import torch
 
 import ringweave as rw
 from ringweave.errors import PatternError
-from ringweave.patterns import parse
+from ringweave.patterns import parse, rebuild
 
 from ..cases import MIXTURES, PATTERNS
 
@@ -54,8 +61,122 @@ def test_reads(text: str, pattern: rw.Pattern) -> None:
         "f'{1}'",
         "Causal() and Full()",
         "(" * 500 + "Causal()" + ")" * 500,
+        "(" * 10**6,
+        "[" * 500 + "]" * 500,
+        "~" * 500 + "Full()",
+        "~" * 10**6 + "Full()",
+        "Sinks(" + "-" * 500 + "1)",
+        "Sinks(-'a')",
+        "~3",
+        "Sinks(-True)",
+        "Sinks('ab')",
+        "Sinks(True)",
+        "Sinks(1.0)",
+        "Sinks(1e999)",
+        "Sinks(nan)",
+        "Sinks(None)",
+        "Sinks(" + "9" * 5000 + ")",
+        f"Sinks({10**400})",
+        f"SlidingWindow({2**70})",
+        "~bigbird(9223372036854775807)",
+        f"bigbird({2**31 - 1}, block_size=1)",
+        "Documents((9999999999999999999999999999999999999999,))",
+        "Documents([2147483647, 2147483647])",
+        "random_blocks(1000000000000, 0.1)",
+        f"random_blocks({2**31 - 1}, 0.1)",
+        f"random_blocks({2**31 - 1}, 1e-9, block_size=1)",
+        f"variable({2**31 - 1}, block_size=1)",
+        "random_blocks(10**12, 0.1)",
+        "Sinks([" + "1, " * 10**5 + "1])",
+        "Sinks((1 2))",
+        "Sinks(1,, 2)",
+        "Sinks(, 1)",
+        "Sinks(tokens=)",
+        "Sinks(tokens=1, tokens=2)",
+        "Sinks(tokens=1, 1)",
+        "Sinks(=1)",
+        "Causal() Causal()",
+        "Causal() ~Causal()",
+        "Causal() &",
+        "| Causal()",
+        "Causal() & | Causal()",
+        "Causal(]",
+        "Causal())",
+        "(Causal(),)",
+        "[Causal()]",
+        "()",
+        "Causal",
+        "Sinks('\\d')",
+        "Sinks(1)\x00",
+        "Causal() # comment",
+        "x" * 2**21,
+        "&".join(["Sinks(1)"] * 5000 + [f"Strided({i + 1})" for i in range(5000)]),
+        "PerHead([" + "PerHead([" * 70 + "Causal()" + "])" * 70 + "])",
     ],
+    ids=lambda text: text[:40],
 )
 def test_refuses(text: str) -> None:
-    with pytest.raises(PatternError, match="wanted|got"):
+    """In bounded time and memory, with a message of a few lines, whatever the text."""
+    tracemalloc.start()
+    began = time.process_time()
+    with pytest.raises(PatternError, match="; wanted ") as caught:
         parse(text)
+    spent, (_, peak) = time.process_time() - began, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert spent < 3  # while allocations are traced, which takes several times as long
+    assert peak < 100 * 2**20
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("text", [None, 3, b"Causal()", ["Causal()"]])
+def test_reads_text_alone(text: object) -> None:
+    with pytest.raises(PatternError, match="wanted the text of a pattern"):
+        parse(text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sign", [operator.or_, operator.and_])
+def test_hundreds_of_operands(sign: Callable[[rw.Pattern, rw.Pattern], rw.Pattern]) -> None:
+    """Joined and read back in time that grows with them, and no call of a call of a call."""
+    began = time.process_time()
+    pattern = functools.reduce(sign, [rw.Periodic(5000, 3 * i, 3 * i + 2) for i in range(1000)])
+    assert len(pattern.parts) == 1000
+    assert rebuild(pattern.spec, ()) == pattern == parse(pattern.spec)
+    assert ~~pattern == pattern
+    assert time.process_time() - began < 5
+    heads = rw.PerHead([rw.SlidingWindow(i, i) for i in range(128)]) & rw.Causal()
+    assert parse(heads.spec) == heads
+
+
+def test_unions_of_sinks_are_sinks() -> None:
+    """What took 14.8 s and ended in a RecursionError for 600 of them."""
+    pattern = functools.reduce(operator.or_, [rw.Sinks([4 * i]) for i in range(600)])
+    assert pattern == rw.Sinks([4 * i for i in range(600)])
+    assert rw.Sinks(3) | rw.Causal() | rw.Sinks([5]) == rw.Sinks([0, 1, 2, 5]) | rw.Causal()
+    assert rw.Global(3) | rw.Sinks([5]) | rw.Global([3]) == rw.Global(4) | rw.Sinks([5])
+    assert rw.Sinks(2**31 - 1) | rw.Sinks([3]) == rw.Sinks(2**31 - 1)
+    assert (rw.Sinks(2**30) | rw.Sinks([2**30 + 1])).to_dense(1, 5).all()
+    q = torch.randn(1, 1, 4096, 8)
+    rw.attention(q, q, q)  # what starts once
+    began = time.process_time()
+    rw.attention(q, q, q, pattern | rw.Strided(5000))
+    assert time.process_time() - began < 2
+
+
+def test_deep_nesting_is_planned_or_refused() -> None:
+    def nested(depth: int) -> rw.Pattern:
+        pattern: rw.Pattern = rw.SlidingWindow(9)
+        for i in range(depth):
+            pattern = (pattern & rw.Segments(50 + i)) | rw.Periodic(100, i, i + 1)
+        return pattern
+
+    pattern = nested(31)
+    assert parse(pattern.spec) == pattern
+    assert torch.equal(pattern.plan(200).to_dense(), pattern.to_dense(200))
+    with pytest.raises(
+        PatternError, match="operators nested 65 deep; wanted at most 64. Write chosen tokens as one Sinks"
+    ):
+        nested(300)
+    with pytest.raises(PatternError, match="got 4097 patterns combined; wanted at most 4096"):
+        functools.reduce(operator.or_, [rw.Strided(i + 1) for i in range(4097)])
+    with pytest.raises(PatternError, match="wanted at most 4096"):
+        rw.PerHead([functools.reduce(operator.or_, [rw.Strided(i + 1) for i in range(64)])] * 65)

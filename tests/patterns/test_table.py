@@ -158,15 +158,36 @@ def test_repr() -> None:
         (torch.zeros(2).long(), torch.ones(()), 2, r"indices: got torch.int64 \(2,\)"),
         (torch.zeros(0, 2).long(), torch.ones(0), 2, r"indices: got torch.int64 \(0, 2\)"),
         ([[0]], torch.ones(1), 2, "indices: got list; wanted an integer tensor"),
-        (torch.zeros(2, 2).long(), torch.ones(3), 2, r"counts, key_blocks: got \(3,\), 2"),
+        (torch.zeros(2, 2).long(), torch.ones(3).int(), 2, r"counts, key_blocks: got \(3,\), 2"),
         (torch.zeros(2, 2).long(), None, 2, "counts, key_blocks: got None, 2"),
-        (torch.zeros(2, 2).long(), torch.ones(2), 0, "key_blocks: got 0; wanted at least 1"),
-        (torch.tensor([[2**40]]), torch.ones(1), 2, "indices: got 1099511627776..1099511627776; wanted 0..1"),
+        (torch.zeros(2, 2).long(), torch.ones(2).int(), 0, "key_blocks: got 0; wanted at least 1"),
+        (
+            torch.zeros(2, 2).long(),
+            torch.ones(2),
+            2,
+            r"counts, key_blocks: got torch.float32 \(2,\), 2; wanted integer",
+        ),
+        (torch.zeros(2, 2).long(), torch.tensor([1, -1]), 2, r"counts: got -1..1; wanted 0..2"),
+        (torch.zeros(2, 2).long(), torch.tensor([1, 3]), 2, r"counts: got 1..3; wanted 0..2"),
+        (torch.tensor([[2**40]]), torch.ones(1).int(), 2, "indices: got 1099511627776..1099511627776; wanted 0..1"),
     ],
 )
 def test_errors(indices: Tensor, counts: Tensor, key_blocks: int, text: str) -> None:
     with pytest.raises(PatternError, match=text):
         rw.BlockTable(indices=indices, counts=counts, key_blocks=key_blocks)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_indices_of_few_bits_are_as_good(dtype: torch.dtype) -> None:
+    """More blocks than the type of the indices can number."""
+    table = rw.BlockTable(
+        indices=torch.tensor([[1, 100], [5, 2]]).to(dtype),
+        counts=torch.tensor([2, 1]).to(dtype),
+        key_blocks=300,
+        block_size=16,
+    )
+    assert table.mask.nonzero().tolist() == [[0, 1], [0, 100], [1, 5]]
+    assert table.plan(32, 4800, tile=16).nnz == 3
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
 
 import pytest
 import torch
 
 import ringweave as rw
-from ringweave.plan import branches
+from ringweave.plan import Sizes, branches
+from ringweave.plan.branches import _offsets
+from ringweave.recent import Recent
 
 from ..cases import MIXTURES, PATTERNS
+
+module = importlib.import_module("ringweave.plan.branches")
 
 
 @pytest.mark.parametrize("sizes", [(257, 257, 0), (1000, 1000, 0), (40, 300, 260)])
@@ -49,6 +54,30 @@ def test_structure() -> None:
     assert branches(rw.SlidingWindow(5), 64, 64)[0].structure == "sparse"
 
 
+def test_tables_are_held_by_no_branches() -> None:
+    """Every attention call asks for branches first, with a fresh table in dynamic attention."""
+    gone = []
+    for _ in range(3):
+        pattern = rw.BlockTable(torch.zeros(64, 64, dtype=torch.bool), 128)
+        branches(pattern, 8192, 8192)
+        branches(pattern | rw.Causal(), 8192, 8192)
+        gone.append(weakref.ref(pattern.tables[0]))
+    del pattern
+    gc.collect()
+    assert [table() for table in gone] == [None] * 3
+
+
+def test_programs_are_bounded_by_the_bytes_of_their_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    n = 16384
+    monkeypatch.setattr(module, "_programs", Recent(300 * 2**10, 1024))
+    for _ in range(20):
+        # 64 KiB each, and a search for strided views
+        table = rw.BlockTable(torch.ones(256, 256, dtype=torch.bool), 64)
+        branches(rw.Dilated(64, 16) & table, n, n)
+    assert 0 < module._programs.nbytes <= 300 * 2**10
+    assert len(module._programs) <= 4
+
+
 def test_the_address_of_a_table_is_not_reused_while_its_branches_live() -> None:
     """Restrided patterns hold tables of their own: the cache must hold the original, whose address is in the key."""
     n = 16384
@@ -58,6 +87,19 @@ def test_the_address_of_a_table_is_not_reused_while_its_branches_live() -> None:
     del pattern
     gc.collect()
     assert table() is not None
+
+
+@pytest.mark.parametrize(
+    ("nq", "nk", "q_offset"), [(1, 4096, 4095), (3, 4096, 4093), (70, 500, 430), (5, 40, 0), (9, 4096, 57)]
+)
+@pytest.mark.parametrize("rate", [7, 64, 2**30])
+def test_offsets_without_queries_are_no_views(rate: int, nq: int, nk: int, q_offset: int) -> None:
+    """A decode step of a strided pattern is one view of its keys; a huge rate is no loop over its offsets."""
+    size = Sizes(nq, nk, 1, 1, q_offset)
+    wanted = sorted({(q_offset + i) % rate for i in range(nq)} & set(range(nk)))
+    assert list(_offsets(rate, size)) == wanted
+    split = branches(rw.Strided(rate), nq, nk, q_offset=q_offset)
+    assert sum(branch.pairs() for branch in split) == int(rw.Strided(rate).to_dense(nq, nk, q_offset=q_offset).sum())
 
 
 @pytest.mark.parametrize(("nq", "nk", "q_offset", "split"), [(1, 80, 38, True), (1, 65, 38, False), (65, 65, 0, False)])

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
+import textwrap
 import threading
 from typing import Any
 
@@ -13,6 +16,13 @@ from ringweave.plan import plan_cache
 from ringweave.plan.build import build
 
 from ..cases import PATTERNS
+
+
+def in_a_process(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=200, check=True
+    )
+    return done.stdout
 
 
 def test_equal_patterns_share_a_plan() -> None:
@@ -50,8 +60,9 @@ def test_an_address_is_not_reused_while_its_plan_lives() -> None:
 
 
 def test_bounded_by_bytes_least_recently_used_first() -> None:
-    size = rw.Causal().plan(4096).nbytes
-    cache = rw.PlanCache(max_bytes=int(2.5 * size))
+    one = rw.PlanCache()
+    one.get(rw.Causal(), 4096, 4096, tile=(128, 128))
+    cache = rw.PlanCache(max_bytes=int(8 / 7 * 2.5 * one.statistics().nbytes))
     patterns = [rw.Causal() & rw.SlidingWindow(9999 + i) for i in range(3)]
     first, second, third = patterns
     for pattern in (first, second, first, third):
@@ -98,7 +109,7 @@ def test_a_failed_build_leaves_nothing_behind() -> None:
     for _ in range(2):
         with pytest.raises(ShapeError):
             cache.get(rw.Causal(), 0, 5, tile=(16, 16))
-    assert not cache._building
+    assert not cache._kept._making
 
 
 @pytest.mark.parametrize("name", list(PATTERNS))
@@ -112,6 +123,40 @@ def test_hits_in_a_training_loop(name: str) -> None:
     after = plan_cache.statistics()
     hits, misses = after.hits - before.hits, after.misses - before.misses
     assert hits / (hits + misses) >= 0.97
+
+
+def test_small_plans_are_bounded_in_number() -> None:
+    """Decoding makes a plan a step: what a small one takes is not its elements."""
+    cache = rw.PlanCache()
+    for step in range(600):
+        cache.get(rw.Causal(), 1, 500 + step, q_offset=499 + step, tile=(16, 128))
+    assert cache.statistics().plans == 256
+    assert cache.statistics().evictions == 600 - 256
+
+
+def test_a_plan_is_one_piece_of_memory() -> None:
+    plan = rw.Causal().plan(300)
+    assert len({x.untyped_storage().data_ptr() for x in (plan.row_ptr, plan.col, plan.masks, plan.order)}) == 1
+    assert all(x.data_ptr() % 64 == 0 for x in (plan.row_ptr, plan.col, plan.bits, plan.masks, plan.order))
+
+
+def test_decoding_is_flat_in_memory() -> None:
+    resident = in_a_process(
+        """
+        import gc, torch, ringweave as rw
+        def resident():
+            gc.collect()
+            return int(open("/proc/self/statm").read().split()[1]) * 4096
+        keys, q = torch.randn(2, 1, 2, 2500, 16), torch.randn(1, 2, 1, 16)
+        pattern = rw.Causal() & rw.SlidingWindow(64) | rw.Sinks(4)
+        for n in range(500, 2300):
+            rw.attention(q, *keys[..., :n, :], pattern, q_offset=n - 1)
+            if n == 1100:
+                before = resident()
+        print(resident() - before)
+        """
+    )
+    assert int(resident) < 2**21  # 1,200 steps; they took 60 MiB
 
 
 def test_tables_made_in_inference_mode() -> None:

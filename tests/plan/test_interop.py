@@ -24,6 +24,29 @@ def test_to_block_mask(name: str, tokens: int) -> None:
     assert int(listed) == plan.tiles
 
 
+@pytest.mark.parametrize("tile", [16, 48, 80, 112, (16, 48), (112, 32)])
+@pytest.mark.parametrize(("tokens", "q_offset"), [(256, 0), (211, 0), (100, 57)])
+def test_masks_of_tiles_that_are_no_multiple_of_a_word(tile: int | tuple[int, int], tokens: int, q_offset: int) -> None:
+    """The words of a mask are counted within its tile, not along the sequence."""
+    for pattern, heads, batch in (
+        (rw.Causal(), 1, 1),
+        (rw.PerHead([rw.Causal(), rw.SlidingWindow(9, 7) | rw.Sinks(3)]), 2, 1),
+        (rw.from_mask_mod(lambda b, h, q, k: (q + b * k) % (h + 2) == 0), 2, 3),
+    ):
+        nk = tokens + q_offset
+        plan = rw.plan(pattern, tokens, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile)
+        got = create_mask(plan.to_block_mask().mask_mod, batch, heads, tokens, nk, device="cpu")
+        assert torch.equal(got, pattern.to_dense(tokens, nk, heads, batch=batch, q_offset=q_offset))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("tile", [16, 48, 80, 112])
+def test_flex_attention_with_such_tiles(tile: int) -> None:
+    q, k, v = (torch.randn(2, 2, 256, 16) for _ in range(3))
+    got = flex_attention(q, k, v, block_mask=rw.plan(rw.Causal(), 256, tile=tile).to_block_mask())
+    torch.testing.assert_close(got, rw.attention(q, k, v, rw.Causal()))
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_computes_the_same() -> None:
     q, k, v = (torch.randn(1, 4, 300, 16) for _ in range(3))

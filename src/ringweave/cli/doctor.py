@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -67,6 +68,12 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
     console.print(table)
 
 
+def _processes(method: str | None) -> str:
+    method = method or multiprocessing.get_all_start_methods()[0]
+    remedy = "; one that computes after this one has may hang: spawn it, or give it one thread"
+    return f"started by {method}{remedy if method == 'fork' else ''}"
+
+
 def _text(value: object) -> str:
     if isinstance(value, dict):
         return "; ".join(f"{name}: {each}" for name, each in value.items())
@@ -90,6 +97,7 @@ def diagnose() -> dict[str, dict[str, Any]]:
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "cpu": torch.backends.cpu.get_cpu_capability(),
+            "processes": _processes(multiprocessing.get_start_method(allow_none=True)),
         },
         "devices": devices,
         "native kernel": _kernel(),

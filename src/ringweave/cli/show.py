@@ -7,14 +7,13 @@ from typing import Annotated
 import typer
 
 from ..cells import Panel, picture
-from ..errors import UnsupportedError, message
 from ..patterns import parse
 from ..picture import ASCII_SHADES, SHADES, art_rows
 from . import terminal
 
 PatternText = Annotated[
     str,
-    typer.Argument(metavar="PATTERN", help="As in Python, such as 'SlidingWindow(1024) & Causal() | Sinks(64)'."),
+    typer.Argument(metavar="PATTERN", help="As in Python, such as '(SlidingWindow(1024) | Sinks(64)) & Causal()'."),
 ]
 Tokens = Annotated[int, typer.Option("--tokens", "-n", min=1, help="Sequence length.")]
 Heads = Annotated[int | None, typer.Option("--heads", min=1, help="Query heads. [default: those of the pattern, or 1]")]
@@ -34,12 +33,7 @@ def show(
     relation = parse(pattern)
     console = terminal.out()
     if out is not None:
-        try:
-            relation.plot(tokens, heads=heads or 1, path=out)
-        except OSError as error:
-            raise UnsupportedError(
-                message("--out", repr(out), "a file that can be written", f"{error.strerror or error}.")
-            ) from None
+        relation.plot(tokens, heads=heads or 1, path=out)
         console.print(f"wrote {out}", markup=False, soft_wrap=True)
         return
     shades = SHADES if terminal.unicode_ok(console) else ASCII_SHADES

@@ -81,6 +81,21 @@ class Delta(Protocol):
         ...
 
 
+def readable(x: Tensor) -> Tensor:
+    """A tensor as kernels read it: neighbouring channels side by side, other strides of any kind; and detached."""
+    x = x.detach()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def with_sign(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
+    """(q, scale, sign) with the sign of the scale, or 0, in q and a scale above 0; the gradient of q takes it too.
+
+    For kernels that find a row's largest score before they scale it, or scale what they have masked with -inf.
+    """
+    sign = (scale > 0) - (scale < 0)
+    return (q, scale, 1) if sign > 0 else (q * sign, abs(scale) or 1.0, sign)
+
+
 _CHUNK = 2**20
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import UnsupportedError, message
 from ..plan import BlockPlan, Branch
 from .backend import Backend, Case, Upstream
+from .overflow import spoil
 
 #: Names a lower instruction set than the best of the machine, for tests and comparisons.
 VARIANT = "RINGWEAVE_CPU_VARIANT"
@@ -49,9 +50,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
     native = module()
     assert native is not None
     plan = branch.plan("cpu")
-    out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32)
-    native.forward(*map(_readable, (q, k, v)), out, lse, *_rows(plan), *_rest(plan, scale))
+    out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device="cpu")
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
+    if native.forward(q, k, v, out, lse, *_rows(plan), *_rest(plan, scale)):
+        spoil(out, lse, q, k, branch, scale)
     return out, lse
 
 
@@ -62,11 +64,10 @@ def backward(
     native = module()
     assert native is not None
     plan = branch.plan("cpu")
-    dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in (q, k, v))
-    inputs = map(_readable, (upstream.dout.to(q.dtype), q, k, v))
+    dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device="cpu") for x in (q, k, v))
     rows = (upstream.lse, upstream.delta.float())
     columns = (plan.col_ptr, plan.row, plan.bits_t)
-    native.backward(*inputs, *rows, dq, dk, dv, *_rows(plan), *columns, *_rest(plan, scale))
+    native.backward(upstream.dout.to(q.dtype), q, k, v, *rows, dq, dk, dv, *_rows(plan), *columns, *_rest(plan, scale))
     return dq, dk, dv
 
 
@@ -74,16 +75,10 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
     """In one pass over both tensors."""
     native = module()
     assert native is not None
-    result = torch.empty(out.shape[:3], dtype=torch.float32)
+    result = torch.empty(out.shape[:3], dtype=torch.float32, device="cpu")
     slope = None if dlse is None else dlse.detach()
-    native.delta(_readable(dout), _readable(out), slope, result, torch.get_num_threads(), variant())
+    native.delta(dout, out, slope, result, torch.get_num_threads(), variant())
     return result.masked_fill_(torch.isneginf(lse), 0.0)
-
-
-def _readable(x: Tensor) -> Tensor:
-    """Any strides but in the last dimension; DLPack refuses tensors that require gradients."""
-    x = x.detach()
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _rows(plan: BlockPlan) -> tuple[Tensor, ...]:

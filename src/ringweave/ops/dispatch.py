@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError, message, shown
 from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
-from . import cpu, flash, flex, gather, reference, sdpa, trial, triton, tuning
-from .backend import Backend, Case, Upstream, delta_in_chunks
+from . import cpu, flash, flex, forks, gather, reference, sdpa, trial, triton, tuning
+from .backend import Backend, Case, Upstream, delta_in_chunks, readable
 from .heads import Heads
 
 BACKENDS: dict[str, Backend] = {
@@ -53,7 +53,7 @@ def step(name: str, case: Case, branch: Branch) -> tuple[Branch, Backend]:
         return measured(case, branch) or (branch, next(usual))
     backend = BACKENDS.get(name)
     if backend is None:
-        raise UnsupportedError(message("backend", repr(name), f"one of {', '.join(names())}", "Use 'auto'."))
+        raise UnsupportedError(message("backend", shown(name), f"one of {', '.join(names())}", "Use 'auto'."))
     reason = refusal(backend, case, branch)
     if reason is not None:
         raise UnsupportedError(
@@ -117,6 +117,8 @@ def run_forward(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, q_offset: int, backend: str
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a pattern; out in q's dtype."""
+    forks.check(q.device)
+    q, k, v = map(readable, (q, k, v))
     case = Case.of(q, k, v)
     steps = program(pattern, case, q_offset, backend)
     if len(steps) == 1 and _is_whole(steps[0][0], case):
@@ -146,8 +148,11 @@ def run_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of a pattern, in the inputs' dtype."""
+    forks.check(q.device)
+    dout, q, k, v = map(readable, (dout, q, k, v))
     case = Case.of(q, k, v, needs_grad=True)
-    wide = lse.dtype
+    # a row with an infinite score is NaN, its weights too
+    lse, wide = lse.masked_fill(torch.isposinf(lse), torch.nan), lse.dtype
     steps = program(pattern, case, q_offset, backend)
     delta = (steps[0][1].delta if steps else delta_in_chunks)(dout, out, lse, dlse)
     if len(steps) == 1 and _is_whole(steps[0][0], case):

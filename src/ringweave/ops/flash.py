@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..plan import BlockPlan, Branch
-from .backend import DELTA_CHANNELS, Backend, Case, Upstream, delta_as_channels
+from .backend import DELTA_CHANNELS, Backend, Case, Upstream, delta_as_channels, with_sign
 
 _HALVES = (torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
@@ -114,7 +114,7 @@ def dense_backward(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """One fused kernel."""
-    q, k, v = map(_readable, (q, k, v))
+    q, scale, _ = with_sign(q, scale)
     if branch.structure == "sparse":
         out, lse = _sparse_forward(q, k, v, branch, scale)
     else:
@@ -127,7 +127,8 @@ def backward(
     upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The kernel's own backward; where delta is not rowsum(dout * out), it goes in beside it."""
-    slopes, q, k, v = map(_readable, (upstream.dout.to(q.dtype), q, k, v))
+    q, scale, sign = with_sign(q, scale)
+    slopes = upstream.dout.to(q.dtype)
     lse, delta, out, dim = upstream.lse.contiguous(), upstream.delta, upstream.out, q.shape[3]
     if branch.structure == "sparse":
         grads = _sparse_backward(slopes, q, k, v, out, lse, delta, branch, scale)
@@ -135,15 +136,9 @@ def backward(
         causal = branch.structure == "causal"
         if out is None:
             slopes, q, k, v, out = delta_as_channels(slopes, q, k, v, delta)
-        grads = dense_backward(slopes, q, k, v, _readable(out), lse, causal, scale, _kernel(q, k, v, causal))
+        grads = dense_backward(slopes, q, k, v, out, lse, causal, scale, _kernel(q, k, v, causal))
     dq, dk, dv = (x[..., :dim].to(dtype).contiguous() for x in grads)
-    return dq, dk, dv
-
-
-def _readable(x: Tensor) -> Tensor:
-    """Any strides but in the last dimension."""
-    x = x.detach()
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return dq if sign > 0 else dq * sign, dk, dv
 
 
 @functools.cache
@@ -216,7 +211,7 @@ def _sparse_backward(
     """It subtracts dlse from rowsum(dout * out): with no out there, -delta goes in as dlse."""
     _, columns = _blocks(_plan(branch, q.device))
     slope = None if out is not None else -delta.contiguous()
-    by_token = [x.transpose(1, 2) for x in (q, k, v, torch.zeros_like(dout) if out is None else _readable(out), dout)]
+    by_token = [x.transpose(1, 2) for x in (q, k, v, torch.zeros_like(dout) if out is None else out, dout)]
     interface: Any = _cute()
     grads = interface._flash_attn_bwd(*by_token, lse, scale, block_sparse_tensors=columns, dlse=slope)
     return tuple(x.transpose(1, 2) for x in grads[:3])

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..merge import merge_into
 from ..plan import BlockPlan, Branch, unpack_masks
 from .backend import Backend, Case, Upstream
+from .overflow import may_overflow, spoil
 
 # Bytes of scores computed at a time. Measured: on a CPU the batch should stay in the second-level cache and yet be
 # large enough to amortise some ten operator calls.
@@ -110,11 +111,14 @@ class _Layout:
 
     def scores(self, queries: Tensor, keys: Tensor, batch: _Batch) -> Tensor:
         """(R, q_tile, n * kv_tile), -inf where not allowed; selected, so a NaN in a masked key goes nowhere."""
-        scores = torch.bmm(queries, keys.mT)
+        return self.masked(torch.bmm(queries, keys.mT), batch, -torch.inf)
+
+    def masked(self, x: Tensor, batch: _Batch, value: float) -> Tensor:
+        """(R, q_tile, n * kv_tile) with a value where nothing is allowed, in place."""
         if batch.mask.shape[0]:
-            by_tile = scores.unflatten(2, (-1, self.plan.kv_tile)).transpose(1, 2)
-            by_tile[batch.where] = by_tile[batch.where].masked_fill(~batch.mask, -torch.inf)
-        return scores
+            by_tile = x.unflatten(2, (-1, self.plan.kv_tile)).transpose(1, 2)
+            by_tile[batch.where] = by_tile[batch.where].masked_fill(~batch.mask, value)
+        return x
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -133,7 +137,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
         total = weights.sum(-1, keepdim=True)
         part = torch.bmm(weights, layout.gathered(layout.v_tiles, batch, True))
         part.div_(total.masked_fill(total == 0, 1.0))
-        part_lse = (top + total.log())[..., 0]
+        part_lse = torch.where(torch.isposinf(top), top, top + total.log())[..., 0]
         if pieced:
             whole_out, whole_lse = out[batch.line], lse[batch.line]
             merge_into(whole_out, whole_lse, part, part_lse)
@@ -141,10 +145,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
         out[batch.line] = part
         lse[batch.line] = part_lse
     shape = (layout.batch, layout.heads, -1)
-    return (
-        out.view(*shape, v.shape[3])[:, :, : layout.nq].to(dtype).contiguous(),
-        lse.view(shape)[:, :, : layout.nq].contiguous(),
-    )
+    out = out.view(*shape, v.shape[3])[:, :, : layout.nq].to(dtype).contiguous()
+    lse = lse.view(shape)[:, :, : layout.nq].contiguous()
+    if may_overflow(q, k, scale):
+        spoil(out, lse, q, k, branch, scale)
+    return out, lse
 
 
 def backward(
@@ -158,6 +163,8 @@ def backward(
         q, dout = (x.masked_fill(dead[..., None], 0.0) for x in (q, dout))
         lse = lse.masked_fill(dead, 0.0)
     layout = _Layout(q, k, v, branch.plan(q.device))
+    # a row of NaN: where it attends nothing, nothing of it
+    broken = bool(lse.isnan().any())
     out_slopes = layout.queries(dout)
     row_lse, row_delta = (layout.queries(x[..., None].to(layout.wide)) for x in (lse, delta))
     dq = torch.zeros(layout.q_tiles.shape, dtype=layout.wide, device=q.device)
@@ -168,10 +175,14 @@ def backward(
         slopes = out_slopes[batch.line].to(layout.wide)
         keys = layout.gathered(layout.k_tiles, batch, True)
         weights = layout.scores(queries, keys, batch).sub_(row_lse[batch.line]).exp_()
+        if broken:
+            layout.masked(weights, batch, 0.0)
         where = batch.key.reshape(-1)
         dv.index_add_(0, where, torch.bmm(weights.mT, slopes).view(-1, *dv.shape[1:]))
         score_slopes = torch.bmm(slopes, layout.gathered(layout.v_tiles, batch, True).mT)
         score_slopes.sub_(row_delta[batch.line]).mul_(weights)
+        if broken:
+            layout.masked(score_slopes, batch, 0.0)
         dq[batch.line] += torch.bmm(score_slopes, keys).mul_(scale)
         dk.index_add_(0, where, torch.bmm(score_slopes.mT, queries).view(-1, *dk.shape[1:]))
 

@@ -29,7 +29,7 @@ class Heads:
         self.keys: slice | list[int] = slice(distinct[0], distinct[-1] + 1, step) if even else distinct
         share = len(of_query) // len(distinct)
         grouped = of_query == [head for head in distinct for _ in range(share)]
-        self.repeat = None if grouped else torch.tensor([distinct.index(head) for head in of_query])
+        self.repeat = None if grouped else torch.tensor([distinct.index(head) for head in of_query], device="cpu")
 
     def of_keys(self, x: Tensor) -> Tensor:
         """The distinct key heads of (B, Hkv, ...)."""

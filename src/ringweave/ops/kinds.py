@@ -11,8 +11,6 @@ import importlib.metadata
 import math
 import platform
 import sys
-from collections import OrderedDict
-from collections.abc import Hashable
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
@@ -20,12 +18,11 @@ import torch
 
 from ..patterns import BlockTable, Full, Pattern
 from ..patterns.algebra import leaves, replace
+from ..patterns.function import holders
 from ..plan import Branch
 from ..plan.build import default_tile, estimate_tiles
-from ..plan.cache import table_keys
+from ..recent import Recent
 from .backend import Case
-
-_DENSITIES = 4096
 
 
 class KernelKind(NamedTuple):
@@ -92,7 +89,8 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-_densities: OrderedDict[Hashable, int] = OrderedDict()
+_densities: Recent[int] = Recent(16 * 2**20, 1024)
+_DENSITY_BYTES = 1024
 
 
 def density(branch: Branch) -> int:
@@ -103,12 +101,12 @@ def density(branch: Branch) -> int:
     if branch.structure != "sparse":
         return 0
     pattern = branch.pattern
-    key = (pattern.spec, table_keys(pattern.tables), branch.nq, branch.nk, branch.head_count, branch.q_offset)
+    value, tables, _ = pattern.key()
+    key = (value, branch.nq, branch.nk, branch.head_count, branch.q_offset)
     found = _densities.get(key)
     if found is None:
-        found = _densities[key] = _power(_share(branch))
-        if len(_densities) > _DENSITIES:
-            _densities.popitem(last=False)
+        found = _power(_share(branch))
+        _densities.put(key, found, _DENSITY_BYTES, tables, holders(pattern.spec))
     return found
 
 

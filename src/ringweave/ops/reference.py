@@ -19,14 +19,22 @@ def _scores(q: Tensor, k: Tensor, branch: Branch, scale: float) -> tuple[Tensor,
     count = count.to(q.device, torch.float64)
     keys = k.double().repeat_interleave(heads // k.shape[1], 1)
     scores = scale * (q.double() @ keys.mT)
+    # what the type of the scores cannot hold; see overflow.py
+    most = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).max
+    finite = q.isfinite().all(-1)[..., None] & keys.isfinite().all(-1)[..., None, :]
+    scores = scores.masked_fill(scores > most, torch.inf).masked_fill((scores < -most) & finite, torch.nan)
     return torch.where(count > 0, scores + count.log(), -torch.inf), count, keys
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    return torch.where(torch.isneginf(scores), 0.0, torch.exp(scores - lse[..., None]))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Attention by the formula of its definition."""
     scores, count, _ = _scores(q, k, branch, scale)
     lse = torch.logsumexp(scores, -1)
-    weights = torch.where(count > 0, torch.exp(scores - lse[..., None]), 0.0)
+    weights = _weights(scores, lse)
     values = _only_attended(v, count, q.shape[1])
     return (weights @ values).to(dtype), lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
@@ -37,13 +45,15 @@ def backward(
     """Gradients by the formula; lse is recomputed in float64."""
     scores, count, keys = _scores(q, k, branch, scale)
     exact = torch.logsumexp(scores, -1)
-    weights = torch.where(count > 0, torch.exp(scores - exact[..., None]), 0.0)
+    exact = exact.masked_fill(torch.isposinf(exact), torch.nan)
+    weights = _weights(scores, exact)
     heads = q.shape[1]
     dead = torch.isneginf(exact)[..., None]
     grad_out, queries = (x.double().masked_fill(dead, 0.0) for x in (upstream.dout, q))
     values = _only_attended(v, count, heads)
     keys = keys.masked_fill((count.sum(-2) == 0)[..., None], 0.0)
     slope = weights * (grad_out @ values.mT - upstream.delta.double()[..., None])
+    slope = slope.masked_fill(count == 0, 0.0)
     dq = scale * (slope @ keys)
     dk = scale * (slope.mT @ queries)
     dv = weights.mT @ grad_out

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..plan import Branch
-from .backend import Backend, Case, Upstream, delta_as_channels
+from .backend import Backend, Case, Upstream, delta_as_channels, with_sign
+from .overflow import may_overflow, spoil
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -16,13 +17,30 @@ def _per_query_head(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
+def _rows_apart(x: Tensor) -> Tensor:
+    """PyTorch's matrix products take rows that neither repeat nor overlap."""
+    return x if x.stride(2) >= x.shape[3] else x.contiguous()
+
+
+def _attended(k: Tensor, v: Tensor, q: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
+    """The keys and values that some query may attend: a NaN in others must not be read."""
+    count = q.shape[2] if branch.structure == "causal" else k.shape[2]
+    return k[:, :, :count], v[:, :, :count]
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Dense attention; key heads are repeated for grouped queries, as PyTorch does on a CPU."""
     heads = q.shape[1]
-    out, lse = _forward(
-        q, _per_query_head(k, heads), _per_query_head(v, heads), 0.0, branch.structure == "causal", scale=scale
-    )
-    return out.to(dtype).contiguous(), lse.contiguous()
+    every_key = k
+    k, v = _attended(k, v, q, branch)
+    unsafe, given = may_overflow(q, k, scale), q
+    q, signed, _ = with_sign(q, scale)
+    inputs = map(_rows_apart, (q, _per_query_head(k, heads), _per_query_head(v, heads)))
+    out, lse = _forward(*inputs, 0.0, branch.structure == "causal", scale=signed)
+    out, lse = out.to(dtype).contiguous(), lse.contiguous()
+    if unsafe:
+        spoil(out, lse, given, every_key, branch, scale)
+    return out, lse
 
 
 def backward(
@@ -30,22 +48,36 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of dense attention; delta goes in through further channels where the kernel's own is another."""
     dout, lse, delta, out = upstream
-    heads, kv_heads = q.shape[1], k.shape[1]
+    q, scale, sign = with_sign(q, scale)
+    heads, kv_heads, every_key = q.shape[1], k.shape[1], k.shape[2]
+    k, v = _attended(k, v, q, branch)
     keys, values = _per_query_head(k, heads), _per_query_head(v, heads)
     slopes = dout.to(q.dtype)
     queries = q
     if out is None:
         slopes, queries, keys, values, out = delta_as_channels(slopes, q, keys, values, delta)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    dq, dk, dv = _backward(
-        slopes, queries, keys, values, out, lse.to(wide), 0.0, branch.structure == "causal", scale=scale
-    )
+    causal, broken = branch.structure == "causal", lse.isnan()
+    some = bool(broken.any())
+    if some:
+        # left out of the product: in a block, NaN would go to keys that these rows do not attend
+        slopes, queries, out = (x.masked_fill(broken[..., None], 0.0) for x in (slopes, queries, out))
+        lse = lse.masked_fill(broken, torch.inf)
+    inputs = map(_rows_apart, (slopes, queries, keys, values, out))
+    dq, dk, dv = _backward(*inputs, lse.to(wide), 0.0, causal, scale=scale)
+    if some:
+        last = torch.where(broken, torch.arange(q.shape[2], device=q.device) if causal else k.shape[2], -1).amax(2)
+        reached = torch.arange(k.shape[2], device=q.device) <= last[..., None]
+        dq, dk, dv = (
+            x.masked_fill(rows[..., None], torch.nan) for x, rows in ((dq, broken), (dk, reached), (dv, reached))
+        )
 
     def per_kv_head(x: Tensor) -> Tensor:
-        x = x[..., : q.shape[3]]
+        x = torch.nn.functional.pad(x[..., : q.shape[3]], (0, 0, 0, every_key - k.shape[2]))
         return x if kv_heads == heads else x.unflatten(1, (kv_heads, heads // kv_heads)).sum(2)
 
-    return dq[..., : q.shape[3]].to(dtype).contiguous(), per_kv_head(dk).to(dtype), per_kv_head(dv).to(dtype)
+    dq = dq[..., : q.shape[3]].to(dtype).contiguous()
+    return dq if sign > 0 else dq * sign, per_kv_head(dk).to(dtype), per_kv_head(dv).to(dtype)
 
 
 def refusal(case: Case, branch: Branch) -> str | None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from ..errors import RingError, message
+from ..errors import RingError
 from ..ops.backend import Upstream, delta_in_chunks
 from . import wire
+from .agreement import TAG_WORDS, WORDS, Value, compare, header, words
 from .exchange import Message, Section
 from .messages import Channels
 from .part import Part
@@ -20,14 +21,14 @@ from .transport import Event, Transport
 from .wire import WireStatistics
 from .workspace import Workspace
 
-FORWARD, BACKWARD, RELAY, TABLE, SHARDS = 1, 2, 3, 4, 5
 Source = Callable[[Section], Sequence[Tensor]]
-_HEAD = ("operation", "batch", "D", "Dv", "dtype", "wire", "plan")
+#: Words of a call's name.
+NAME_WORDS = 1 + TAG_WORDS
 
 
 @dataclass
 class Call:
-    """The means of a context's exchanges.
+    """The means of a context's exchanges, and what the ranks compare before each.
 
     Attributes:
         transport: Moves bytes.
@@ -35,6 +36,9 @@ class Call:
         tolerance: Largest relative error of an encoded message; None: encoded whatever the error.
         statistics: What encoding did.
         space: Buffers.
+        said: What the ranks compare, by field of the header.
+        calls: How many were made: forward calls, tables and shards.
+        ended: The error that ended them.
     """
 
     transport: Transport
@@ -42,13 +46,26 @@ class Call:
     tolerance: float | None = None
     statistics: WireStatistics = field(default_factory=WireStatistics)
     space: Workspace = field(default_factory=Workspace)
+    said: Mapping[str, Value] = field(default_factory=dict)
+    calls: int = 0
+    ended: RingError | None = None
 
-    def agree(self, operation: int, digest: int, channels: Channels, forms: list[int] | None = None) -> list[list[int]]:
+    def saying(self, **said: Value) -> Call:
+        """The same means, for an exchange of which the ranks compare this as well."""
+        return replace(self, said={**self.said, **said})
+
+    @property
+    def name(self) -> tuple[int, ...]:
+        """Which call it is, for its backward: number and tag, as words."""
+        return *words("call", self.said), *words("tag", self.said)
+
+    def agree(
+        self, operation: str, channels: Channels | None = None, forms: list[int] | None = None
+    ) -> list[list[int]]:
         """Compare what the ranks are about to do, before anything is moved.
 
         Args:
             operation: Which one.
-            digest: Of plan and placement.
             channels: What travels.
             forms: The format of this rank's message to each peer.
         Returns:
@@ -56,37 +73,17 @@ class Call:
         Raises:
             RingError: On all ranks, where one differs.
         """
-        ranks = self.transport.size
+        ranks, rank = self.transport.size, self.transport.rank
         if ranks == 1:
             return [[wire.NATIVE]]
-        head = [
-            operation,
-            channels.batch,
-            channels.dims[0],
-            channels.dims[-1],
-            _code(channels.dtype),
-            self.form,
-            digest,
-        ]
-        mine = torch.tensor([*head, *(forms or [wire.NATIVE] * ranks)], dtype=torch.int64)
+        said: dict[str, Value] = {**self.said, "operation": operation}
+        if channels is not None:
+            dtype = str(channels.dtype).removeprefix("torch.")
+            said |= {"batch": channels.batch, "D": channels.dims[0], "Dv": channels.dims[-1], "dtype": dtype}
+        mine = torch.tensor([*header(said), *(forms or [wire.NATIVE] * ranks)], dtype=torch.int64, device="cpu")
         every = self.transport.agree(mine, what="agree")
-        same = (every[:, : len(_HEAD)] == every[:1, : len(_HEAD)]).all(0).tolist()
-        for name, agreed, column in zip(_HEAD, same, every.T.tolist(), strict=False):
-            if not agreed:
-                peer = next(rank for rank, value in enumerate(column) if value != column[self.transport.rank])
-                raise RingError(
-                    self.transport.rank,
-                    peer,
-                    None,
-                    self.transport.step,
-                    message(
-                        f"{name} of the call",
-                        f"{column} on ranks 0 to {ranks - 1}",
-                        "the same on all ranks",
-                        "Call with one pattern, length, dtype and shape everywhere; nothing was moved.",
-                    ),
-                )
-        return [row[len(_HEAD) :] for row in every.tolist()]
+        compare(said, every[:, :WORDS], rank, self.transport.step)
+        return [row[WORDS:] for row in every.tolist()]
 
     def forms(self, messages: Sequence[Message], source: Source) -> list[int]:
         """The format of each message: what is asked for, where it errs within the tolerance."""
@@ -124,7 +121,7 @@ class Call:
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's x, of one shape and type."""
-        self.agree(SHARDS, x.numel(), Channels(x.shape[-1], x.shape[:1], x.dtype))
+        self.agree("shards")
         every = [x if rank == self.transport.rank else torch.empty_like(x) for rank in range(self.transport.size)]
         others = [(rank, part) for rank, part in enumerate(every) if rank != self.transport.rank]
         self.transport.exchange([(rank, x) for rank, _ in others], others, stage=0, what="shards").wait()
@@ -154,11 +151,6 @@ class Call:
         yield
         if self.transport.trace is not None:
             self.transport.trace.append(Event("compute", what, stage, start, time.perf_counter(), 0))
-
-
-def _code(dtype: torch.dtype) -> int:
-    """A number for a type that is the same in every process."""
-    return int.from_bytes(str(dtype).encode()[-7:], "little")
 
 
 def upstream_of(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-
+from ..patterns.function import holders
 from ..plan import Branch
-from ..plan.cache import table_keys
+from ..recent import Recent
 from .affinity import affinity
 from .cost import Estimate, Load, Machine, Widths, estimate
 from .demand import Demand
@@ -21,7 +18,8 @@ _PIECES = (4, 8, 16, 32, 2)
 _EQUAL = 1.02
 # time to receive, over time to compute, that is not worth saving
 _LITTLE = 0.25
-_MAX_CHOICES = 256
+# with the bytes of the tables that their keys name, and about so many of their own
+_MAX_CHOICES, _MAX_BYTES, _CHOICE_BYTES = 256, 256 * 2**20, 2**14
 _MACHINE, _WIDTHS = Machine(), Widths()
 
 
@@ -33,8 +31,7 @@ class Choice(NamedTuple):
     candidates: tuple[Estimate, ...]
 
 
-_choices: OrderedDict[Hashable, tuple[Choice, tuple[Tensor, ...]]] = OrderedDict()
-_lock = threading.Lock()
+_choices: Recent[Choice] = Recent(_MAX_BYTES, _MAX_CHOICES)
 
 
 def choose(
@@ -61,20 +58,14 @@ def choose(
     Returns:
         The choice. Candidates end where one is near a bound that none can beat.
     """
-    branches = [branch for call in calls for branch in call]
-    tables = tuple(table for branch in branches for table in branch.pattern.tables)
+    patterns = [branch.pattern for call in calls for branch in call]
     key = (tuple(tuple(map(_value, call)) for call in calls), tokens, ranks, block, ratio, machine, widths)
-    with _lock:
-        found = _choices.get(key)
-        if found is not None:
-            _choices.move_to_end(key)
-            return found[0]
-    choice = _choose(calls, tokens, ranks, block, ratio, machine, widths)
-    with _lock:
-        # with the tables, so that an address in a key cannot be given to another
-        _choices[key] = choice, tables
-        if len(_choices) > _MAX_CHOICES:
-            _choices.popitem(last=False)
+    choice = _choices.get(key)
+    if choice is None:
+        choice = _choose(calls, tokens, ranks, block, ratio, machine, widths)
+        tables = [table for pattern in patterns for table in pattern.key().tables]
+        ties = [holder for pattern in patterns for holder in holders(pattern.spec)]
+        _choices.put(key, choice, _CHOICE_BYTES, tables, ties)
     return choice
 
 
@@ -142,4 +133,4 @@ def _longest(branch: Branch) -> int:
 def _value(branch: Branch) -> Hashable:
     pattern = branch.pattern
     view = (branch.rate, branch.q_first, branch.k_first, branch.nq, branch.nk, branch.q_offset, branch.batch)
-    return (pattern.spec, table_keys(pattern.tables), branch.heads, branch.tile, view)
+    return (pattern.key().value, branch.heads, branch.tile, view)

@@ -49,6 +49,10 @@ class Connection:
         """The failure that ended it."""
         return self._watch.failure
 
+    def end(self, failure: Failure) -> Failure:
+        """Tell all ranks of a failure that no message shows, from any thread; the one that was told first."""
+        return self._watch.report(failure)
+
     def meet(self, word: int, seconds: float) -> list[int]:
         """Wait for all ranks, so long at most, then connect: every rank's word.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .checks import number
 from .cover import Moves, cover, edges, keys_only
 from .demand import Bools, Demand
 
@@ -32,6 +33,11 @@ class Machine:
     flops: float = 500e12
     bandwidth: float = 50e9
     latency: float = 10e-6
+
+    def __post_init__(self) -> None:
+        number("flops", self.flops, 1)
+        number("bandwidth", self.bandwidth, 1)
+        number("latency", self.latency, 0)
 
 
 @dataclass(frozen=True)

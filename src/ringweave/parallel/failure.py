@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from ..errors import RingError
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -20,12 +22,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong: who saw it, who is lost or silent, and whether trying again may help."""
+    """What went wrong: who saw it, who is lost or silent, whether trying again may help; and where nobody
+    is, what was wanted and what to do."""
 
     rank: int
     peer: int | None
     cause: str
     transient: bool = False
+    wanted: str = ""
+    remedy: str = ""
+
+    def error(self, rank: int, stage: int | None, step: int) -> RingError:
+        """What a rank raises."""
+        return RingError(rank, self.peer, stage, step, self.cause, self.wanted, self.remedy)
 
     def text(self) -> str:
         """As the flag holds it."""

@@ -5,7 +5,7 @@ So the forward result has the bits of one device. Memory: the shard's keys and v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..ops.heads import Heads
 from . import wire
-from .call import BACKWARD, FORWARD, RELAY, Call, Source, upstream_of
+from .agreement import Value
+from .call import Call, Source, upstream_of
 from .demand import Demand
 from .exchange import SHARD, Hop, Section, direct_hop, node_hops
 from .messages import Channels
@@ -30,19 +31,24 @@ class Gather:
         parts: Per branch what it computes; None: nothing.
         heads: Per branch which heads.
         hops: One, or two for two levels of ranks.
-        digest: What all ranks must agree on.
+        said: What the ranks compare: the pattern's contents, and the schedule.
         held: Tokens of the shard that are no padding.
     """
 
     parts: tuple[Part | None, ...]
     heads: tuple[Heads, ...]
     hops: tuple[Hop, ...]
-    digest: int
+    said: Mapping[str, Value]
     held: int
 
     @staticmethod
     def of(
-        demands: list[Demand], placement: Placement, rank: int, ratio: int, digest: int, per_node: int | None = None
+        demands: list[Demand],
+        placement: Placement,
+        rank: int,
+        ratio: int,
+        said: Mapping[str, Value],
+        per_node: int | None = None,
     ) -> Gather:
         """For a rank; ``per_node`` ranks make a node where there are two levels."""
         parts = [Part.of(demand, rank, ratio) for demand in demands]
@@ -50,7 +56,7 @@ class Gather:
         hops: tuple[Hop, ...] = (direct_hop(demands, parts, rank, placement.ranks),)
         if per_node is not None:
             hops = node_hops(demands, parts, rank, placement.ranks, per_node)
-        return Gather(tuple(parts), heads, hops, digest, placement.held(rank))
+        return Gather(tuple(parts), heads, hops, said, placement.held(rank))
 
     def kept_bytes(self, channels: Channels) -> list[int]:
         """Bytes of what forward keeps for backward, per hop."""
@@ -84,7 +90,7 @@ class Gather:
         if out is None:
             out = q.new_zeros(*q.shape[:3], v.shape[3])
             lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-        return out.to(q.dtype), lse, received, torch.tensor(forms, dtype=torch.int64)
+        return out.to(q.dtype), lse, received, torch.tensor(forms, dtype=torch.int64, device="cpu")
 
     def backward(
         self,
@@ -104,7 +110,7 @@ class Gather:
         """(dq, dk, dv) of the shard, in the inputs' dtype."""
         channels = Channels(q.shape[0], (k.shape[3], v.shape[3]), k.dtype)
         slopes = Channels(channels.batch, channels.dims, lse.dtype)
-        call.agree(BACKWARD, self.digest, slopes)
+        call.agree("backward", slopes)
         upstream = upstream_of(dout, out, dlse, lse, self.parts, backend, (q, k, v))
         shard = self._own(k) if self._whole(q) else None
         # where one kernel call computes the shard, its results are what it has written
@@ -155,7 +161,7 @@ class Gather:
             forms = call.forms(hop.sends, source)
             forms_in = [wire.NATIVE] * len(hop.sends)
             if number == 0 or call.form != wire.NATIVE:
-                every = call.agree(RELAY if number else FORWARD, self.digest, channels, forms)
+                every = call.agree("relay" if number else "forward", channels, forms)
                 forms_in = [row[call.transport.rank] for row in every]
             # as long as in the native format, whatever came: its size must not depend on data
             buffer = k.new_empty(size, dtype=torch.uint8)

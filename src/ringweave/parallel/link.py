@@ -85,7 +85,7 @@ class GlooLink:
         Neither abort() nor shutdown() of the group does that (torch 2.13). A wait that times out does: it closes all
         pairs.
         """
-        scratch = torch.empty(1, dtype=torch.uint8)
+        scratch = torch.empty(1, dtype=torch.uint8, device="cpu")
         for step in range(1, self._size):
             # a pair that is closed already refuses, and leaves the others open: so every peer is tried
             with suppress(RuntimeError):

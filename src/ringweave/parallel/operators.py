@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, message
+from ..ops.registered import differentiate, operator, refuse_twice
+from ..patterns.function import held
 from ..plan import pattern_of
 
 if TYPE_CHECKING:
@@ -44,16 +46,23 @@ def _context(number: str) -> ContextParallel:
     return context
 
 
-@torch.library.custom_op("ringweave::ring_attention", mutates_args=())
-def ring_attention_op(
-    q: Tensor, k: Tensor, v: Tensor, tables: Sequence[Tensor], spec: str, scale: float, backend: str, context: str
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Sequence[Tensor],
+    spec: str,
+    scale: float,
+    backend: str,
+    context: str,
+    tag: Tensor,
+    grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse) of the shard, and what backward needs of the exchange: received bytes of two hops, their formats."""
-    return _context(context).forward(q, k, v, pattern_of(spec, tables), scale, backend)
+    """(out, lse) of the shard, and what backward needs: received bytes of two hops; formats, and the call's name."""
+    return _context(context).forward(q, k, v, pattern_of(spec, tables), scale, backend, tag, grads)
 
 
-@torch.library.custom_op("ringweave::ring_attention_backward", mutates_args=())
-def ring_attention_backward_op(
+def ring_attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -75,19 +84,20 @@ def ring_attention_backward_op(
     return _context(context).backward(dout, dlse, q, k, v, out, lse, kept, pattern_of(spec, tables), scale, backend)
 
 
-@ring_attention_op.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, tables: Sequence[Tensor], spec: str, scale: float, backend: str, context: str
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(3)]
     received, relayed = (q.new_empty(size, dtype=torch.uint8) for size in sizes[:2])
-    forms = torch.empty(sizes[2], dtype=torch.int64)
+    forms = torch.empty(sizes[2], dtype=torch.int64, device="cpu")
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide), received, relayed, forms
 
 
-@ring_attention_backward_op.register_fake
-def _(
+def _fake_backward(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -99,10 +109,14 @@ def _(
     return dq, dk, dv
 
 
+ring_attention_op = operator(ring_attention, _fake)
+ring_attention_backward_op = operator(ring_attention_backward, _fake_backward)
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, tables, ctx.spec, ctx.scale, ctx.backend, ctx.context = inputs
+    q, k, v, tables, ctx.spec, ctx.scale, ctx.backend, ctx.context, _tag, _grads = inputs
     # alive until backward has run
-    ctx.holder = _contexts.get(ctx.context)
+    ctx.holder, ctx.held = _contexts.get(ctx.context), held(ctx.spec, q)
     ctx.tables = len(tables)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
@@ -110,8 +124,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+    if ctx.held is not None:
+        ctx.held.check()
     q, k, v, out, lse, received, relayed, forms, *tables = ctx.saved_tensors
-    rest = (None,) * 4
+    rest = (None,) * 6
     # a rank without a slope still owes the others their gradients
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv = ring_attention_backward_op(
@@ -120,4 +136,5 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     return (dq, dk, dv, [None] * ctx.tables, *rest)
 
 
-ring_attention_op.register_autograd(_backward, setup_context=_setup)
+differentiate(ring_attention_op, _setup, _backward)
+differentiate(ring_attention_backward_op, None, refuse_twice)

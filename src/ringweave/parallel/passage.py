@@ -56,7 +56,7 @@ class Passage:
         self,
         ring: Ring,
         call: Call,
-        operation: int,
+        operation: str,
         k: Tensor,
         v: Tensor,
         travels: Sequence[tuple[Channels, tuple[Tensor, ...]]],
@@ -67,7 +67,7 @@ class Passage:
         for stage in ring.stages:
             messages[stage.target] = stage.sends
         self.forms = call.forms(messages, self._keys)
-        every = call.agree(operation, ring.digest, self.channels, self.forms)
+        every = call.agree(operation, self.channels, self.forms)
         self.forms_in = [row[call.transport.rank] for row in every]
         self._under_way: tuple[Pending, list[tuple[Returned, Tensor]]] | None = None
 

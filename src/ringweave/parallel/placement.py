@@ -9,6 +9,7 @@ last on the ranks that hold them.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ShapeError, message
+from .checks import integer
 
 Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]
@@ -34,6 +36,8 @@ class Placement:
         owner: (blocks,) the rank of each block; every rank has equally many.
         views: How many strided views lie one after the other before blocks are cut; divides ``ranks``, and a rank's
             blocks are of one view. 1: token order.
+    Raises:
+        ShapeError: Blocks that do not fit tokens, ranks or views.
     """
 
     name: str
@@ -42,6 +46,29 @@ class Placement:
     block: int
     owner: Int32
     views: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "ranks", "block", "views"):
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
+        owner = np.asarray(self.owner)
+        if owner.ndim != 1 or not np.issubdtype(owner.dtype, np.integer):
+            raise ShapeError(message("owner", f"{owner.dtype} {owner.shape}", "ints (blocks,)", "A rank per block."))
+        # a copy: nothing that is written later changes who holds what
+        object.__setattr__(self, "owner", owner.astype(np.int32))
+        inside = len(owner) > 0 and bool((owner >= 0).all() and (owner < self.ranks).all())
+        if not inside or len(np.unique(np.bincount(owner, minlength=self.ranks))) > 1:
+            wanted = f"equally many blocks of each of {self.ranks} ranks"
+            raise ShapeError(message("owner", f"{len(owner)} blocks", wanted, "Name a rank for each block."))
+        if len(owner) * self.block < self.tokens:
+            got = f"{len(owner)} blocks of {self.block} tokens"
+            raise ShapeError(
+                message("owner", got, f"{self.tokens} tokens or more", "Add blocks: padding is at the end.")
+            )
+        # a view's blocks lie together
+        by_view = owner.reshape(self.views, -1) if self.ranks % self.views == 0 else owner[None]
+        if self.views > 1 and sum(len(np.unique(view)) for view in by_view) != len(by_view) * self.ranks // self.views:
+            wanted = f"a divisor of {self.ranks} ranks, and each rank's blocks in one view"
+            raise ShapeError(message("views", self.views, wanted, "Use 1: token order."))
 
     @property
     def local(self) -> int:
@@ -102,9 +129,11 @@ class Placement:
             return 0, step
         return (self._stretch // step, step) if self._stretch % step == 0 else (1, 1)
 
-    def digest_text(self) -> str:
-        """What two ranks compare; see :meth:`ContextParallel.digest`."""
-        return f"{self.name}/{self.tokens}/{self.ranks}/{self.block}/{self.views}/{self.owner.tobytes().hex()}"
+    @cached_property
+    def digest(self) -> int:
+        """63 bits for two ranks to compare."""
+        text = f"{self.name}/{self.tokens}/{self.ranks}/{self.block}/{self.views}/{self.owner.tobytes().hex()}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def block_for(tokens: int, ranks: int, tile: int) -> int:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
 
 from ..errors import ShapeError, message
 from ..patterns import Pattern
+from ..patterns.function import changed, store_of
 from ..plan import branches
-from ..plan.cache import table_keys
+from ..recent import Recent
+from .agreement import Opaque, Value
 from .choice import choose
 from .cost import Load, Widths
 from .cover import Moves, cover
@@ -26,7 +26,8 @@ SCHEDULES = ("auto", "gather", "ring")
 _MOST_SHARDS = 2
 # ... or where the ring, in which queries may move instead, receives less than this part
 _WORTH_IT = 0.5
-_MAX_SCHEDULES = 64
+# with the bytes of the tables that their keys name, and about so many of their own
+_MAX_SCHEDULES, _MAX_BYTES, _SCHEDULE_BYTES = 64, 256 * 2**20, 2**16
 
 
 def place(
@@ -42,7 +43,8 @@ def place(
             got, wanted = f"{asked.tokens} tokens on {asked.ranks} ranks", f"{tokens} on {ranks}"
             raise ShapeError(message("placement", got, wanted, "Make it for this context."))
         return asked
-    calls = [call for call in (branches(p, tokens, tokens, heads=heads[0]) for p in patterns) if call]
+    of_batch = ((p, p.extents()[0] or 1) for p in patterns)
+    calls = [call for p, batch in of_batch if (call := branches(p, tokens, tokens, heads=heads[0], batch=batch))]
     sides = [branch.tile[0] for call in calls for branch in call if branch.rate == 1]
     block = block_for(tokens, ranks, min(sides, default=128))
     if asked == "auto" and calls:
@@ -66,30 +68,29 @@ class Plans:
     ):
         self.placement, self.heads, self.rank = placement, heads, rank
         self.schedule, self.per_node = schedule, per_node
-        self._made: OrderedDict[Hashable, tuple[Gather | Ring, tuple[Tensor, ...]]] = OrderedDict()
+        self._made: Recent[Gather | Ring] = Recent(_MAX_BYTES, _MAX_SCHEDULES)
 
     def of(self, pattern: Pattern, batch: int = 1) -> Gather | Ring:
         """What the rank does for a pattern."""
-        tables = pattern.tables
-        key = (pattern.spec, table_keys(tables), batch)
-        found = self._made.get(key)
+        made_of = pattern.key()
+        key, kept = (made_of.value, batch), store_of(pattern.spec, self._made)
+        found = kept.get(key)
         if found is not None:
-            self._made.move_to_end(key)
-            return found[0]
+            return found
         demands = self.demands(pattern, batch)
         ratio = self.heads[0] // self.heads[1]
         made: Gather | Ring
+        said: dict[str, Value] = {"pattern": Opaque(_digest_of(demands), repr(pattern))}
         if self.schedule_of(pattern) == "ring":
             moves = [_moves(demand) for demand in demands]
-            digest = _digest(self.placement, demands, [kind for move in moves for kind in move])
-            made = Ring.of(demands, moves, self.placement, self.rank, ratio, digest)
+            said |= {"schedule": "ring", "moves": Opaque(_digest_of_moves(moves), "its own")}
+            made = Ring.of(demands, moves, self.placement, self.rank, ratio, said)
         else:
-            digest = _digest(self.placement, demands, [])
-            made = Gather.of(demands, self.placement, self.rank, ratio, digest, self.per_node)
-        # with the tables, so that an address in the key cannot be given to another
-        self._made[key] = made, tables
-        if len(self._made) > _MAX_SCHEDULES:
-            self._made.popitem(last=False)
+            said["schedule"] = "gather"
+            made = Gather.of(demands, self.placement, self.rank, ratio, said, self.per_node)
+        if kept is not self._made and not pattern.key().same(made_of):
+            raise changed("what was changed while it was planned")
+        kept.put(key, made, _SCHEDULE_BYTES, made_of.tables)
         return made
 
     def demands(self, pattern: Pattern, batch: int = 1) -> list[Demand]:
@@ -120,15 +121,21 @@ def _moves(demand: Demand) -> tuple[Moves, ...]:
     return cover(demand, widths.bytes_of_key * demand.tile, widths.bytes_of_query * demand.tile)
 
 
-def _digest(placement: Placement, demands: Sequence[Demand], moves: Sequence[Moves]) -> int:
-    """63 bits that differ where anything differs of which tokens go where and what is computed with them."""
-    found = hashlib.blake2b(placement.digest_text().encode(), digest_size=8)
+def _digest_of(demands: Sequence[Demand]) -> int:
+    """63 bits that differ where anything differs of what is computed: contents, not names."""
+    found = hashlib.blake2b(digest_size=8)
     for demand in demands:
-        plan = demand.plan
-        found.update(repr((demand.branch.heads, demand.branch.rate, demand.branch.k_first)).encode())
+        plan, view = demand.plan, demand.branch
+        found.update(repr((view.heads, view.rate, view.q_first, view.k_first, view.nq, view.nk)).encode())
+        found.update(repr((view.q_offset, view.batch, plan.q_tile, plan.kv_tile)).encode())
         for tensor in (plan.row_ptr, plan.col, plan.bits, plan.masks, plan.group):
             found.update(tensor.contiguous().numpy().data)
-    for move in moves:
+    return int.from_bytes(found.digest(), "little") >> 1
+
+
+def _digest_of_moves(moves: Sequence[tuple[Moves, ...]]) -> int:
+    found = hashlib.blake2b(digest_size=8)
+    for move in (kind for branch in moves for kind in branch):
         found.update(np.packbits(move.keys).data)
         found.update(np.packbits(move.queries).data)
     return int.from_bytes(found.digest(), "little") >> 1

@@ -8,7 +8,7 @@ receives keys and values anew, and returns their gradients stage by stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..ops.backend import Upstream
 from ..ops.heads import Heads
-from .call import BACKWARD, FORWARD, Call, Source, upstream_of
+from .agreement import Value
+from .call import Call, Source, upstream_of
 from .cover import Moves
 from .demand import Demand
 from .exchange import Message, Section, direct_hop, guest_sections
@@ -61,7 +62,7 @@ class Ring:
 
     stages: tuple[Stage, ...]
     heads: tuple[Heads, ...]
-    digest: int
+    said: Mapping[str, Value]
 
     @staticmethod
     def of(
@@ -70,7 +71,7 @@ class Ring:
         placement: Placement,
         rank: int,
         ratio: int,
-        digest: int,
+        said: Mapping[str, Value],
     ) -> Ring:
         """For a rank, with what moves per branch and kind of key heads."""
         needs = [tuple(move.keys for move in branch) for branch in moves]
@@ -106,7 +107,7 @@ class Ring:
                     guest_sections(demands, moves, source, rank),
                 )
             )
-        return Ring(tuple(stages), tuple(Heads(demand.branch, ratio) for demand in demands), digest)
+        return Ring(tuple(stages), tuple(Heads(demand.branch, ratio) for demand in demands), said)
 
     def forward(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str
@@ -116,7 +117,7 @@ class Ring:
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
         results = Channels(q.shape[0], (v.shape[3], 1), wide)
-        passage = Passage(self, call, FORWARD, k, v, [(Channels(q.shape[0], (q.shape[3],), q.dtype), (q,))])
+        passage = Passage(self, call, "forward", k, v, [(Channels(q.shape[0], (q.shape[3],), q.dtype), (q,))])
 
         def merge(section: Section, tensors: Sequence[Tensor]) -> None:
             heads = self.heads[section.branch].queries
@@ -136,7 +137,7 @@ class Ring:
                         guest_out, guest_lse = guest.forward(visitors[0][number][0], keys, values, scale, wide, backend)
                     found[number] = [guest_out, guest_lse[..., None]]
             passage.give_back(stage, [Returned(results, stage.queries_in, _from(found), stage.queries_out, merge)])
-        return out.to(q.dtype), lse, [], torch.empty(0, dtype=torch.int64)
+        return out.to(q.dtype), lse, [], torch.empty(0, dtype=torch.int64, device="cpu")
 
     def backward(
         self,
@@ -163,7 +164,7 @@ class Ring:
             (Channels(batch, dims, q.dtype), (q, dout)),
             (Channels(batch, (1, 1), wide), (lse[..., None], upstream.delta[..., None])),
         ]
-        passage = Passage(self, call, BACKWARD, k, v, travels)
+        passage = Passage(self, call, "backward", k, v, travels)
 
         def add_keys(section: Section, tensors: Sequence[Tensor]) -> None:
             for total, gradient in zip((dk, dv), tensors, strict=True):

@@ -11,6 +11,7 @@ from ..errors import ShapeError, message
 from ..patterns import Pattern
 from ..plan import BlockPlan, Branch, branches
 from ..plan.build import estimate_tiles
+from .checks import integer, pair_of_heads, patterns_of
 from .choice import choose
 from .cost import Estimate, Machine, Widths
 from .peers import peers
@@ -62,22 +63,28 @@ def simulate(
     Returns:
         One row for each number of ranks.
     Raises:
-        ShapeError: Query heads that are no multiple of key heads; no ranks, or more than 16 tokens each allow.
+        ShapeError: Query heads that are no multiple of key heads; no ranks, or more than 16 tokens each allow; a number
+            that is none.
+        PatternError: No pattern, or one that is made for another length or other heads.
     Example:
         >>> from ringweave.parallel.simulate import simulate
         >>> (row,) = simulate(rw.SlidingWindow(4096) & rw.Causal(), 2**20, [256])
         >>> row.ringweave.name, row.ringweave.stages
         ('contiguous', 1)
     """
-    if heads[0] < 1 or heads[1] < 1 or heads[0] % heads[1]:
-        raise ShapeError(message("heads", heads, "query heads, a multiple of key heads", "Pass such as (32, 8)."))
+    each, heads, tokens = patterns_of(patterns), pair_of_heads(heads), integer("tokens", tokens, 1)
+    if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
+        raise ShapeError(message("ranks", repr(ranks), "numbers of ranks", "Pass such as [8, 16]."))
+    ranks = [integer("ranks", number, 1) for number in ranks]
     for number in ranks:
-        if not 1 <= number * 16 <= max(tokens, 16):
+        if number * 16 > max(tokens, 16):
             raise ShapeError(message("ranks", number, f"1 to {max(tokens // 16, 1)}", "Pass fewer ranks."))
-    each = [patterns] if isinstance(patterns, Pattern) else list(patterns)
+    if machine is not None and not isinstance(machine, Machine):
+        raise ShapeError(message("machine", type(machine).__name__, "a Machine", "Leave it out for the default."))
     calls = [branches(pattern, tokens, tokens, heads=heads[0]) for pattern in each]
     machine = machine or Machine()
-    widths = Widths(head_dim, head_dim, itemsize)
+    head_dim = integer("head_dim", head_dim, 1)
+    widths = Widths(head_dim, head_dim, integer("itemsize", itemsize, 1))
     rows = []
     for number in ranks:
         seen = [[_coarse(branch, tokens // number) for branch in call] for call in calls]

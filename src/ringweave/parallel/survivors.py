@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ..errors import RingError
+from ..errors import RingError, UnsupportedError, message
+from .checks import integer, seconds
 from .failure import bounded
 
 # parts of the time allowed: to wait for ranks that may yet come, then to connect
@@ -47,24 +48,31 @@ def regroup(
         lost: Ranks known to be lost, such as RingError.peer: nobody waits for them.
 
     Raises:
+        ShapeError: A rank that is none of the group's, or seconds that are no positive number.
+        UnsupportedError: No store, and no default group that has one.
         RingError: The store is lost, this rank came too late, or a survivor was lost meanwhile.
     """
+    size, within = integer("size", size, 1), seconds("within", within)
+    rank = integer("rank", rank, 0, size - 1)
+    gone = {integer("lost", other, 0, size - 1) for other in lost}
     begun = time.monotonic()
 
     def left() -> float:
         return begun + within - time.monotonic()
 
     def failed(cause: str) -> RingError:
-        return RingError(rank, None, None, 0, f"regrouping: {cause}")
+        return RingError(rank, None, None, 0, f"{cause}, while regrouping")
 
     if store is None:
+        if not dist.is_initialized():
+            raise UnsupportedError(message("store", None, "the store of the failed group", "Pass it."))
         store = dist.distributed_c10d._get_default_store()
     shared = store
 
     def agree() -> tuple[dist.Store, list[int]]:
         # how often this rank has regrouped: the same on all that survived until now
         own = dist.PrefixStore(f"ringweave/regroup/{shared.add(f'ringweave/regroups/{rank}', 1)}", shared)
-        return own, _members(own, rank, size, begun + _COMING * within, set(lost) - {rank})
+        return own, _members(own, rank, size, begun + _COMING * within, gone - {rank})
 
     try:
         scope, members = bounded(agree, left(), lambda: False)
@@ -73,18 +81,18 @@ def regroup(
     if rank not in members:
         raise failed(f"rank {rank} came after the others had gone on as {members}")
     backend = dist.get_backend_config(dist.group.WORLD) if dist.is_initialized() else "gloo"
-    seconds = max(left(), _CONNECTING * within)
+    spare = max(left(), _CONNECTING * within)
 
     def connect() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         # the time to connect, and after that the time that every operation of the group may take
-        timeout, place = timedelta(seconds=seconds), members.index(rank)
+        timeout, place = timedelta(seconds=spare), members.index(rank)
         dist.init_process_group(backend, store=scope, rank=place, world_size=len(members), timeout=timeout)
         dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)
 
     try:
-        bounded(connect, seconds, lambda: False)
+        bounded(connect, spare, lambda: False)
     except (RuntimeError, OSError) as error:
         raise failed(f"{members} could not connect ({str(error).splitlines()[0][:200]})") from error
     group = dist.group.WORLD

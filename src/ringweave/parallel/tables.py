@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..errors import ShapeError, message
 from ..patterns import BlockTable
-from .call import TABLE, Call
-from .messages import Channels
+from .call import Call
+from .checks import integer
 from .placement import Placement
 
 if TYPE_CHECKING:
@@ -31,14 +31,13 @@ class PendingTable:
     def __init__(self, call: Call, placement: Placement, rows: Tensor, block_size: int, version: int):
         self.version, self.block_size = version, block_size
         self._placement = placement
-        transport = call.transport
+        self._transport = transport = call.transport
         shape = rows.shape
         padded = torch.nn.functional.pad(rows, (0, -shape[-1] % 8)).cpu()
         mine = torch.from_numpy(np.packbits(padded.numpy(), axis=-1)).reshape(-1)
         self._shape, self._device = shape, rows.device
-        channels = Channels(1, (shape.numel(), block_size), torch.float32)
         # of one version and shape everywhere, before anything travels
-        call.agree(TABLE, version, channels)
+        call.agree("table")
         self._data = [torch.empty_like(mine) for _ in range(transport.size)]
         self._data[transport.rank] = mine
         peers = [peer for peer in range(transport.size) if peer != transport.rank]
@@ -52,13 +51,14 @@ class PendingTable:
         Returns:
             The whole table, the same on every rank.
         Raises:
-            RingError: A rank is lost.
+            RingError: A rank is lost, or another thread is in a call.
         """
-        self._pending.wait()
+        with self._transport.using():
+            self._pending.wait()
         *lead, blocks, keys = self._shape
         placement = self._placement
         total = -(-placement.tokens // self.block_size)
-        whole = torch.zeros(*lead, total, keys, dtype=torch.bool)
+        whole = torch.zeros(*lead, total, keys, dtype=torch.bool, device="cpu")
         for rank, data in enumerate(self._data):
             bits = np.unpackbits(data.numpy().reshape(-1, -(-keys // 8)), axis=1)[:, :keys]
             rows = torch.from_numpy(bits.reshape(*lead, blocks, keys).astype(bool))
@@ -88,14 +88,13 @@ def block_numbers(placement: Placement, rank: int, block_size: int) -> np.ndarra
     return positions[::block_size] // block_size
 
 
-def share(call: Call, placement: Placement, rows: Tensor, block_size: int, version: int) -> PendingTable:
-    """Send this rank's rows to all others; see :meth:`ContextParallel.share_table`."""
-    blocks = len(block_numbers(placement, call.transport.rank, block_size))
+def rows_of(rows: Tensor, placement: Placement, rank: int, block_size: int) -> Tensor:
+    """The rows that a rank shares, checked; see :meth:`ContextParallel.share_table`."""
+    blocks = len(block_numbers(placement, rank, integer("block_size", block_size, 1)))
     keys = -(-placement.tokens // block_size)
+    wanted = f"bool (..., {blocks}, {keys})"
+    if not isinstance(rows, Tensor):
+        raise ShapeError(message("rows", type(rows).__name__, wanted, "A row per local block."))
     if rows.dtype != torch.bool or rows.ndim not in (2, 3, 4) or tuple(rows.shape[-2:]) != (blocks, keys):
-        raise ShapeError(
-            message(
-                "rows", f"{rows.dtype} {tuple(rows.shape)}", f"bool (..., {blocks}, {keys})", "A row per local block."
-            )
-        )
-    return PendingTable(call, placement, rows, block_size, version)
+        raise ShapeError(message("rows", f"{rows.dtype} {tuple(rows.shape)}", wanted, "A row per local block."))
+    return rows

@@ -49,6 +49,12 @@ class Trace:
 
 def plot(traces: Iterable[Trace], path: str | Path) -> Path:
     """Draw the timelines of some ranks below each other, on one clock; see :meth:`Trace.plot`."""
+    traces = list(traces)
+    if not all(isinstance(trace, Trace) for trace in traces):
+        got = sorted({type(trace).__name__ for trace in traces})
+        raise UnsupportedError(message("traces", got, "traces", "Pass what ContextParallel.trace() yields."))
+    if Path(path).suffix not in (".svg", ".png"):
+        raise UnsupportedError(message("path", repr(str(path)), "an .svg or .png file", "Name it so."))
     traces = [trace for trace in traces if trace.events]
     if not traces:
         raise UnsupportedError(message("trace", "no events", "a call inside the trace", "Call attention inside it."))

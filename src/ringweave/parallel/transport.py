@@ -11,17 +11,22 @@ Nothing but this file and those beside it (connection, link, meeting, failure, s
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..errors import RingError, ShapeError, message
+from ..errors import RingError, ShapeError, UnsupportedError, message
+from .checks import integer, seconds
 from .counters import Counters, Event
 from .failure import FailedError, Failure, bounded
+from .mesh import check_group
 from .pending import Pending
 
 if TYPE_CHECKING:
@@ -31,13 +36,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Counters", "Event", "Pending", "Transport"]
 
+# how many transports were made over each group
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
 
 class Transport:
     """Messages among the ranks of one process group: bytes, counted, with deadlines; failures raise RingError.
 
-    Ranks are those of the group. All ranks make their transports over one group in the same order, and use each from
-    one thread. It connects at its first message, with connections of its own: the group serves for its store, ranks and
-    size. The store's host must outlive all messages: a lost store is a failure, since no other could be told.
+    Ranks are those of the group. All ranks make their transports over one group in the same order, first use them in
+    one order, and use each from one thread at a time. It connects at its first message, with connections of its own:
+    the group serves for its store, ranks and size. The store's host must outlive all messages: a lost store is a
+    failure, since no other could be told.
 
     Two ranks must post equally many bytes to each other, which they agree() on beforehand. Gloo answers a longer
     message by aborting the process; a tag made of the length keeps such a pair from meeting: it ends at the deadline.
@@ -49,13 +58,24 @@ class Transport:
             ranks meet at the store, each at its next message and within the deadline, and repeat everything that any of
             them misses. Costs a copy of what is sent, until the next agreement tells that all have it.
         opening: Seconds for which the first message may wait until all ranks have come to theirs.
+    Raises:
+        UnsupportedError: No process group, or one that is destroyed or that this process is no member of.
+        ShapeError: Seconds or retries that are no positive numbers.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None, *, deadline: float = 30.0, retries: int = 0, opening: float = 60.0
     ) -> None:
+        if group is not None:
+            check_group(group)
+            _made[group] = _made.get(group, 0) + 1
+        #: which one of its group's, as they were made
+        self.number = 0 if group is None else _made[group]
+        #: how many contexts were made over it
+        self.contexts = 0
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
-        self.deadline, self.retries, self.opening = deadline, retries, opening
+        self.deadline, self.opening = seconds("deadline", deadline), seconds("opening", opening)
+        self.retries = integer("retries", retries, 0)
         self.counters = Counters(self.size)
         self.trace: list[Event] | None = None
         self.step = 0
@@ -66,6 +86,27 @@ class Transport:
         self._log: deque[Pending] = deque()
         self._number = 0
         self._closed = False
+        self._use = threading.RLock()
+        self._misuse: Failure | None = None
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """One call, of one thread.
+
+        Who waited for another thread's call to end would call in an order that no other rank knows; so nobody waits,
+        except on a rank that is alone.
+
+        Raises:
+            RingError: Another thread is in a call; this and all later calls raise, on all ranks.
+            UnsupportedError: It is closed.
+        """
+        if not self._use.acquire(blocking=self.size == 1):
+            raise self._misused().error(self.rank, None, self.step)
+        try:
+            self._check_open()
+            yield
+        finally:
+            self._use.release()
 
     def agree(self, header: Tensor, *, what: str) -> Tensor:
         """Every rank's header; the caller compares.
@@ -84,7 +125,7 @@ class Transport:
             got = f"{header.dtype} {tuple(header.shape)} on {header.device.type}"
             raise ShapeError(message("header", got, "int64 (k,) on the CPU", "Make it so."))
         self.step += 1
-        table = torch.empty(self.size, header.numel() + 1, dtype=torch.int64)
+        table = torch.empty(self.size, header.numel() + 1, dtype=torch.int64, device="cpu")
         table[self.rank, 0] = self._reached()
         table[self.rank, 1:] = header
         others = [peer for peer in range(self.size) if peer != self.rank]
@@ -163,13 +204,30 @@ class Transport:
         parts = zip(range(self.size), buffer.split(list(splits)), strict=True)
         return [(peer, part) for peer, part in parts if peer != self.rank and part.numel()]
 
-    def _start(self, pending: Pending) -> Pending:
+    def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError(message("transport", "a call after close()", "an open transport", "Make another."))
+            raise UnsupportedError(message("transport", "a call after close()", "an open transport", "Make another."))
+
+    def _misused(self) -> Failure:
+        """End it for all ranks, as the second thread."""
+        self._misuse = Failure(
+            self.rank,
+            None,
+            f"two threads of rank {self.rank} in one context at once",
+            wanted="calls of one thread after the other",
+            remedy="Give each thread a context of its own, made and first used in one order on all ranks.",
+        )
+        connection = self._connection
+        return self._misuse if connection is None else connection.end(self._misuse)
+
+    def _start(self, pending: Pending) -> Pending:
+        self._check_open()
         try:
             if self._connection is None and self.size > 1:
                 self._scope()
                 self._connect()
+            if self._misuse is not None and self._connection is not None:
+                raise FailedError(self._connection.end(self._misuse))
         except FailedError as error:
             raise self._error(error.failure, pending) from error
         if pending.done:
@@ -285,4 +343,4 @@ class Transport:
                 self._post(entry)
 
     def _error(self, failure: Failure, pending: Pending) -> RingError:
-        return RingError(self.rank, failure.peer, pending.stage, self.step, failure.cause)
+        return failure.error(self.rank, pending.stage, self.step)

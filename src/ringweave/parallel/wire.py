@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError, message
+from .checks import one_of
 
 FORMATS = ("native", "bf16", "int8")
 NATIVE, BF16, INT8 = range(3)
@@ -25,9 +25,7 @@ def code(wire: str) -> int:
     Raises:
         UnsupportedError: An unknown name.
     """
-    if wire not in FORMATS:
-        raise UnsupportedError(message("wire", repr(wire), f"one of {', '.join(FORMATS)}", "Use 'native'."))
-    return FORMATS.index(wire)
+    return FORMATS.index(one_of("wire", wire, FORMATS))
 
 
 def nbytes(form: int, rows: int, channels: int, dtype: torch.dtype) -> int:

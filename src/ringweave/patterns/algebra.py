@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 from torch import Tensor
 
 from ..errors import PatternError, message
-from .base import Pattern
+from .base import Pattern, nest, refuse
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, intersect, mix
 
 
@@ -21,6 +21,18 @@ class Combined(Pattern):
     parts: tuple[Pattern, ...]
     sign: ClassVar[str]
 
+    def __post_init__(self) -> None:
+        nest(self, 1 + max(part.depth for part in self.parts), sum(part.leaves for part in self.parts))
+        super().__post_init__()
+
+    def appended(self, part: Pattern) -> Self:
+        """With one more part; what is known of the others is kept, so that long unions may grow one by one."""
+        new = object.__new__(type(self))
+        object.__setattr__(new, "parts", (*self.parts, part))
+        nest(new, max(self.depth, 1 + part.depth), self.leaves + part.leaves)
+        new.write(f"{self.spec}{self.sign}{self._bracketed(part, part.spec)}")
+        return new
+
     def _text(self) -> str:
         return self._join_text([part.spec for part in self.parts])
 
@@ -28,13 +40,14 @@ class Combined(Pattern):
         return self._join_text([repr(part) for part in self.parts])
 
     def _join_text(self, texts: list[str]) -> str:
-        # `&` binds tighter than `|`, as in Python
-        pairs = zip(texts, self.parts, strict=True)
-        return self.sign.join(f"({t})" if isinstance(self, And) and isinstance(p, Or) else t for t, p in pairs)
+        return self.sign.join(self._bracketed(part, text) for text, part in zip(texts, self.parts, strict=True))
 
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        return tuple(table for part in self.parts for table in part.tables)
+    def _bracketed(self, part: Pattern, text: str) -> str:
+        # `&` binds tighter than `|`, as in Python
+        return f"({text})" if isinstance(self, And) and isinstance(part, Or) else text
+
+    def parts_within(self) -> tuple[Pattern, ...]:
+        return self.parts
 
     def extents(self) -> tuple[int | None, int | None]:
         batch = heads = None
@@ -47,10 +60,7 @@ class Combined(Pattern):
         chosen = [part.select(b, h) for part in self.parts]
         if all(new is old for new, old in zip(chosen, self.parts, strict=True)):
             return self
-        result = chosen[0]
-        for part in chosen[1:]:
-            result = join(type(self), result, part)
-        return result
+        return join(type(self), *chosen)
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         for part in self.parts:
@@ -60,25 +70,27 @@ class Combined(Pattern):
         return min((side for part in self.parts if (side := part.grid()) is not None), default=None)
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
-        result: Pattern | None = None
+        found: list[Pattern] = []
         for part in self.parts:
             strided = part.restride(rate, offset)
             if strided is None:
                 return None
-            result = strided if result is None else join(type(self), result, strided)
-        return result
+            found.append(strided)
+        return join(type(self), *found)
 
     def _pairwise(self, tiles: Tiles, winner: int, neutral: int) -> Int64:
         keys = self.parts[0].tile_keys(tiles)
         for part in self.parts[1:]:
-            other = part.tile_keys(tiles)
-            decided = (keys == winner) | (other == winner)
-            both = (keys == neutral) & (other == neutral)
-            merged = np.where(decided, winner, neutral).astype(np.int64)
-            open_ = ~(decided | both)
+            # what one part decides, the others are not asked for
+            left = np.flatnonzero(keys != winner)
+            if not len(left):
+                break
+            mine, other = keys[left], part.tile_keys(Tiles(*(side[left] for side in tiles)))
+            merged = np.where(other == winner, winner, neutral).astype(np.int64)
+            open_ = (other != winner) & ~((mine == neutral) & (other == neutral))
             if open_.any():
-                merged[open_] = mix(keys[open_], other[open_])
-            keys = merged
+                merged[open_] = mix(mine[open_], other[open_])
+            keys[left] = merged
         return keys
 
 
@@ -106,7 +118,7 @@ class And(Combined):
         return max(part.residue_rate() for part in self.parts)
 
     def __invert__(self) -> Pattern:
-        return join_all(Or, [~part for part in self.parts])
+        return join(Or, *(~part for part in self.parts))
 
 
 class Or(Combined):
@@ -128,7 +140,7 @@ class Or(Combined):
         return self._pairwise(tiles, FULL, EMPTY)
 
     def __invert__(self) -> Pattern:
-        return join_all(And, [~part for part in self.parts])
+        return join(And, *(~part for part in self.parts))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -143,9 +155,8 @@ class Not(Pattern):
     def __repr__(self) -> str:
         return f"~{self.part!r}"
 
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        return self.part.tables
+    def parts_within(self) -> tuple[Pattern, ...]:
+        return (self.part,)
 
     def extents(self) -> tuple[int | None, int | None]:
         return self.part.extents()
@@ -195,7 +206,7 @@ def leaves(pattern: Pattern) -> Iterator[Pattern]:
 def replace(pattern: Pattern, change: Callable[[Pattern], Pattern]) -> Pattern:
     """The same combination of other leaves."""
     if isinstance(pattern, Combined):
-        return join_all(type(pattern), [replace(part, change) for part in pattern.parts])
+        return join(type(pattern), *(replace(part, change) for part in pattern.parts))
     if isinstance(pattern, Not):
         return ~replace(pattern.part, change)
     return change(pattern)
@@ -209,18 +220,12 @@ def _agree(name: str, a: int | None, b: int | None) -> int | None:
     )
 
 
-def join(kind: type[Combined], a: Pattern, b: Pattern) -> Pattern:
-    """Two operands under an operator, without repeats and neutral elements."""
-    if not isinstance(b, Pattern):
-        raise PatternError(
-            message(
-                "operand",
-                type(b).__name__,
-                "a ringweave pattern",
-                "Combine patterns with & | ~, or wrap a function in from_mask_mod.",
-            )
-        )
-    for operand in (a, b):
+def join(kind: type[Combined], *operands: Pattern) -> Pattern:
+    """Operands under an operator, without repeats and neutral elements, those that have one form together in it."""
+    parts: list[Pattern] = []
+    for operand in operands:
+        if not isinstance(operand, Pattern):
+            refuse(operand, "operand")
         if not operand.combinable:
             raise PatternError(
                 message(
@@ -230,20 +235,36 @@ def join(kind: type[Combined], a: Pattern, b: Pattern) -> Pattern:
                     "LongNet is a mixture in which a key may count several times; merge() joins it with others.",
                 )
             )
-    parts = (a.parts if isinstance(a, kind) else (a,)) + (b.parts if isinstance(b, kind) else (b,))
+        parts += operand.parts if isinstance(operand, kind) else (operand,)
     neutral = "Full()" if kind is And else "~Full()"
-    kept: list[Pattern] = []
-    for part in parts:
-        if part.spec != neutral and not any(part is old or part == old for old in kept):
-            kept.append(part)
-    if not kept:
+    first, last = operands[0], operands[-1]
+    if len(operands) == 2 and isinstance(first, kind) and not isinstance(last, kind):
+        alone = kind is And or type(last).either is Pattern.either
+        if last.spec == neutral or any(last == old for old in first.parts if old.spec == last.spec):
+            return first
+        if alone:
+            return first.appended(last)
+    kept: dict[str, list[Pattern]] = {}
+    for part in parts if kind is And else _together(parts):
+        # few patterns of one text have tables to compare
+        alike = kept.setdefault(part.spec, [])
+        if part.spec != neutral and not any(part is old or part == old for old in alike):
+            alike.append(part)
+    found = [part for alike in kept.values() for part in alike]
+    if not found:
         return parts[0]
-    return kept[0] if len(kept) == 1 else kind(tuple(kept))
+    return found[0] if len(found) == 1 else kind(tuple(found))
 
 
-def join_all(kind: type[Combined], parts: list[Pattern]) -> Pattern:
-    """As ``join``, for any number of operands."""
-    result = parts[0]
-    for part in parts[1:]:
-        result = join(kind, result, part)
-    return result
+def _together(parts: list[Pattern]) -> list[Pattern]:
+    """The parts of a union, those that have one form together in the place of the first of them."""
+    found: list[Pattern] = []
+    place: dict[type[Pattern], int] = {}
+    for part in parts:
+        first = place.setdefault(type(part), len(found))
+        together = found[first].either(part) if first < len(found) else None
+        if together is None:
+            found.append(part)
+        else:
+            found[first] = together
+    return found

@@ -15,18 +15,28 @@ underscore in place of each tensor of ``tables``. Text and tensors can cross ``t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, message
+from ..errors import PatternError, ShapeError, message
+from .checks import check_sizes
+from .key import Key, address_key
 from .tiles import FULL, Int64, Ranges, Tiles
 
 if TYPE_CHECKING:
     from ..plan.block_plan import BlockPlan
+    from ..plan.future import Causality
+
+# pairs of a dense relation: a byte each
+_DENSE = 2**32
+# operators within operators, and patterns under them
+_DEPTH, _LEAVES = 64, 2**12
 
 
 class Pattern(ABC):
@@ -35,8 +45,8 @@ class Pattern(ABC):
     Combine with ``&``, ``|`` and ``~``; a key allowed by both operands of ``|`` counts once.
 
     Example:
-        >>> rw.SlidingWindow(2) & rw.Causal() | rw.Sinks(1)
-        SlidingWindow(2) & Causal() | Sinks(1)
+        >>> rw.SlidingWindow(2) & ~rw.Segments(8) | rw.Sinks(1)
+        SlidingWindow(2) & ~Segments(8) | Sinks(1)
         >>> (rw.SlidingWindow(1) | rw.Sinks(1)).to_dense(4, 4)[0, 0].int()
         tensor([[1, 0, 0, 0],
                 [1, 1, 0, 0],
@@ -46,24 +56,47 @@ class Pattern(ABC):
 
     #: False for mixtures, in which a key may count several times: no set algebra over them.
     combinable: ClassVar[bool] = True
+    # numpy's arrays leave an operator to the pattern, which refuses them
+    __array_ufunc__ = None
 
     # ---- what a pattern is -------------------------------------------------------------------------------------------
 
-    #: The pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn.
-    spec: str
+    _spec: str
+    # whether there is a function in it, which may come to read other values
+    _follows: bool
+    #: How deep its operators nest, and how many patterns they combine.
+    depth: int = 0
+    leaves: int = 1
 
     def __post_init__(self) -> None:
+        self._write(self._text())
+
+    def _write(self, text: str) -> None:
         # Written once: torch.compile guards on text as it is, but would turn changing numbers into symbols.
-        object.__setattr__(self, "spec", self._text())
+        self.write(self._text())
+
+    def write(self, text: str) -> None:
+        """Be the pattern of a text, which closes it to changes."""
+        object.__setattr__(self, "_follows", "TokenMask(" in text)
+        object.__setattr__(self, "_spec", text)
+
+    @property
+    def spec(self) -> str:
+        """The pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn."""
+        return self._text() if self._follows and not torch.compiler.is_compiling() else self._spec
 
     @abstractmethod
     def _text(self) -> str:
         """What ``spec`` is to be."""
 
+    def parts_within(self) -> tuple[Pattern, ...]:
+        """The patterns that this one is made of; none where it stands for itself."""
+        return ()
+
     @property
     def tables(self) -> tuple[Tensor, ...]:
         """Tensors that the pattern is made of (block tables, document bounds); private copies, never written."""
-        return ()
+        return tuple(table for part in self.parts_within() for table in part.tables)
 
     @abstractmethod
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -88,8 +121,12 @@ class Pattern(ABC):
         return None, None
 
     def select(self, b: int, h: int) -> Pattern:
-        """The pattern of one batch element and head."""
+        """The pattern of one batch element and head; itself where, and only where, it is the same for all."""
         return self
+
+    def either(self, other: Pattern) -> Pattern | None:
+        """One pattern that allows what this and another of its type allow; None if it has no such form."""
+        return None
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:  # noqa: B027  (most patterns fit any length)
         """Raise PatternError where the pattern is made for other lengths."""
@@ -108,10 +145,44 @@ class Pattern(ABC):
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
-    def value(self) -> tuple[str, tuple[bytes, ...]]:
+    def value(self) -> Hashable:
         """The pattern as a key of a dict: text, and the tables' contents. For many patterns at once; costs a copy."""
+        if parts := self.parts_within():
+            return self.spec, tuple(part.value() for part in parts)
         arrays = (table.cpu().numpy() for table in self.tables)
         return self.spec, tuple((np.packbits(a) if a.dtype == np.bool_ else a).tobytes() for a in arrays)
+
+    def key(self) -> Key:
+        """The pattern as a key of a cache: text, and the tables by address and version."""
+        if not self._follows:
+            tables = self.tables
+            return Key((self._spec, *map(address_key, tables)), tables)
+        keys = [part.key() for part in self.parts_within()]
+        return Key(
+            (self.spec, *(key.value for key in keys)),
+            tuple(table for key in keys for table in key.tables),
+            tuple(version for key in keys for version in key.versions),
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_spec" in self.__dict__:
+            got = f"an assignment to {name}"
+            raise PatternError(message(repr(self), got, "no change: plans are kept by what it was", "Build another."))
+        object.__setattr__(self, name, value)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_spec", "_follows")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # a function has another number in another process
+        Pattern.__post_init__(self)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -140,6 +211,12 @@ class Pattern(ABC):
 
         return join(Or, self, other)
 
+    def __rand__(self, other: object) -> NoReturn:
+        refuse(other, "operand")
+
+    def __ror__(self, other: object) -> NoReturn:
+        refuse(other, "operand")
+
     def __invert__(self) -> Pattern:
         from .algebra import Not
 
@@ -160,17 +237,19 @@ class Pattern(ABC):
             Bool tensor (batch, heads, nq, nk).
         Raises:
             PatternError: The pattern is made for other sizes.
+            ShapeError: A size below 1, or more than 2**32 pairs in all.
         Example:
             >>> rw.Causal().to_dense(2)
             tensor([[[[ True, False],
                       [ True,  True]]]])
         """
-        nk = nq + q_offset if nk is None else nk
-        check_extents(self, batch, heads)
-        self.check(nq, nk, q_offset)
-        q = torch.arange(q_offset, q_offset + nq)[:, None]
-        k = torch.arange(nk)[None, :]
-        dense = torch.zeros(batch, heads, nq, nk, dtype=torch.bool)
+        nq, nk, heads, batch, q_offset = fitting(self, nq, nk, heads, batch, q_offset)
+        check_dense(nq, nk, heads, batch)
+        q = torch.arange(q_offset, q_offset + nq, device="cpu")[:, None]
+        k = torch.arange(nk, device="cpu")[None, :]
+        dense = torch.zeros(batch, heads, nq, nk, dtype=torch.bool, device="cpu")
+        if self.select(0, 0) is self:
+            return dense.copy_(self.allows(q, k))
         for b in range(batch):
             for h in range(heads):
                 dense[b, h] = self.select(b, h).allows(q, k)
@@ -208,7 +287,31 @@ class Pattern(ABC):
 
         return density(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
 
-    def plot(self, tokens: int = 1024, *, heads: int = 1, path: str | None = None) -> str:
+    def is_causal(self, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0) -> bool:
+        """Whether no query attends a key after its own position: exactly, counted from the tiles.
+
+        Example:
+            >>> (rw.SlidingWindow(192) & rw.Causal() | rw.Sinks(32)).is_causal(1024)  # the first queries see all sinks
+            False
+            >>> ((rw.SlidingWindow(192) | rw.Sinks(32)) & rw.Causal()).is_causal(1024)
+            True
+        """
+        return self.causality(nq, nk, heads=heads, batch=batch, q_offset=q_offset).is_causal
+
+    def causality(
+        self, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0
+    ) -> Causality:
+        """How many pairs have a key after the query's position, and the first of them; its text says it in words.
+
+        Example:
+            >>> str(rw.Sinks(32).causality(1024))
+            'not causal: 496 pairs see the future, the first is query 0, key 1'
+        """
+        from ..plan import causality
+
+        return causality(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
+
+    def plot(self, tokens: int = 1024, *, heads: int = 1, path: str | Path | None = None) -> str:
         """A picture of the relation as SVG text; written to ``path`` (.svg, or .png with matplotlib) when given.
 
         Example:
@@ -279,8 +382,66 @@ class Derived(Pattern):
         return self.definition.restride(rate, offset)
 
 
-def check_extents(pattern: Pattern, batch: int, heads: int) -> None:
-    """Raise PatternError where the pattern is made for another number of batch elements or heads."""
+def nest(pattern: Pattern, depth: int, number: int) -> None:
+    """Say what a pattern combines; PatternError where that is more than reading and planning are made for."""
+    remedy = "Write chosen tokens as one Sinks([...]), and other unions as a BlockTable or from_mask_mod."
+    if depth > _DEPTH:
+        raise PatternError(message("pattern", f"operators nested {depth} deep", f"at most {_DEPTH}", remedy))
+    if number > _LEAVES:
+        raise PatternError(message("pattern", f"{number} patterns combined", f"at most {_LEAVES}", remedy))
+    object.__setattr__(pattern, "depth", depth)
+    object.__setattr__(pattern, "leaves", number)
+
+
+def refuse(value: object, name: str = "pattern") -> NoReturn:
+    """Raise PatternError for what is no pattern, with the way to make one of it."""
+    remedy = "Combine patterns with & | ~, or wrap a function in from_mask_mod."
+    if type(value).__name__ == "BlockMask":
+        remedy = "Take FlexAttention's masks through from_block_mask."
+    elif isinstance(value, str):
+        remedy = "Read text with ringweave.patterns.parse."
+    elif isinstance(value, Tensor):
+        remedy = "Make a BlockTable of a table of blocks."
+    elif isinstance(value, type) and issubclass(value, Pattern):
+        remedy = f"Call it: {value.__name__}(...)."
+    raise PatternError(message(name, type(value).__name__, "a ringweave pattern", remedy))
+
+
+def fitting(
+    pattern: Pattern, nq: int, nk: int | None, heads: int = 1, batch: int = 1, q_offset: int = 0
+) -> tuple[int, int, int, int, int]:
+    """(nq, nk, heads, batch, q_offset) as ints, nk being nq + q_offset by default, where they fit each other.
+
+    Raises:
+        PatternError: What is no pattern, or one that is made for other sizes.
+        ShapeError: A size that is no whole number, below 1 (q_offset: 0) or too large.
+    """
+    if not isinstance(pattern, Pattern):
+        refuse(pattern)
+    sizes = check_sizes(nq, nk, heads, batch, q_offset)
+    check_extents(pattern, sizes[3], sizes[2])
+    pattern.check(sizes[0], sizes[1], sizes[4])
+    return sizes
+
+
+def check_dense(nq: int, nk: int, heads: int, batch: int) -> None:
+    """Raise ShapeError where a dense relation would be too large."""
+    pairs = nq * nk * heads * batch
+    if pairs > _DENSE:
+        raise ShapeError(
+            message("to_dense", f"{pairs} pairs", f"at most {_DENSE}", "Ask for a plan, or for the density.")
+        )
+
+
+def check_extents(pattern: Pattern, batch: int, heads: int, *, read: bool = True) -> None:
+    """Raise PatternError where the pattern is made for another number of batch elements or heads.
+
+    Args:
+        pattern: A pattern.
+        batch: Batch elements.
+        heads: Query heads.
+        read: Whether its tables will be read, so that they have to hold values.
+    """
     made_batch, made_heads = pattern.extents()
     for name, made, got in (("batch", made_batch, batch), ("heads", made_heads, heads)):
         if made is not None and made != got:
@@ -292,3 +453,7 @@ def check_extents(pattern: Pattern, batch: int, heads: int) -> None:
                     f"Pass tensors with {made} query {name}, or build the pattern for {got}.",
                 )
             )
+    if read and any(table.device.type == "meta" for table in pattern.tables):
+        raise PatternError(
+            message(f"pattern {pattern!r}", "a table on the meta device", "values", "Build it of a table with values.")
+        )

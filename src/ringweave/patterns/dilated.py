@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, message
-from .base import Derived, Full, Pattern
-from .checks import at_least
+from ..errors import PatternError, message, shown
+from .base import Derived, Full, Pattern, check_dense, fitting
+from .checks import LONGEST, flag, integers, whole, whole_fields
 from .local import Causal, Segments, SlidingWindow
 from .tiles import Int64, Ranges, Tiles, classes
 
@@ -39,7 +39,7 @@ class Strided(Pattern):
     stride: int
 
     def __post_init__(self) -> None:
-        at_least("stride", self.stride, 1)
+        whole_fields(self, stride=1)
         super().__post_init__()
 
     def _text(self) -> str:
@@ -98,8 +98,8 @@ class Dilated(Derived):
     rate: int
 
     def __post_init__(self) -> None:
-        at_least("window", self.window, 0)
-        at_least("rate", self.rate, 1)
+        whole_fields(self, window=0, rate=1)
+        whole("window * rate", self.window * self.rate, 0, LONGEST)
         super().__post_init__()
 
     def _text(self) -> str:
@@ -109,6 +109,9 @@ class Dilated(Derived):
     def definition(self) -> Pattern:
         reach = self.window * self.rate
         return SlidingWindow(reach, reach) & Strided(self.rate)
+
+    def residue_rate(self) -> int:
+        return self.rate
 
 
 class View(NamedTuple):
@@ -159,8 +162,9 @@ class LongNet(Pattern):
         offset: str | int = "interleaved",
         heads: str = "shared",
     ):
-        self.segments, self.rates = tuple(segments), tuple(rates)
-        self.causal, self.offset, self.heads = bool(causal), offset, heads
+        self.segments: tuple[int, ...] = tuple(integers("segments", segments, 1))
+        self.rates: tuple[int, ...] = tuple(integers("rates", rates, 1))
+        self.causal = flag("causal", causal)
         if len(self.segments) != len(self.rates) or not self.segments:
             raise PatternError(
                 message(
@@ -171,8 +175,6 @@ class LongNet(Pattern):
                 )
             )
         for segment, rate in zip(self.segments, self.rates, strict=True):
-            at_least("segments", segment, 1)
-            at_least("rates", rate, 1)
             if segment % rate:
                 raise PatternError(
                     message(
@@ -182,12 +184,14 @@ class LongNet(Pattern):
                         f"Use segment {segment // rate * rate or rate} or {-(-segment // rate) * rate}.",
                     )
                 )
-        if offset not in ("interleaved", "grouped") and (isinstance(offset, (str, bool)) or offset < 0):
+        if isinstance(offset, str) and offset not in ("interleaved", "grouped"):
             raise PatternError(
-                message("offset", repr(offset), "'interleaved', 'grouped' or an int >= 0", "Name one of them.")
+                message("offset", shown(offset), "'interleaved', 'grouped' or an int >= 0", "Name one of them.")
             )
-        if heads not in ("shared", "partitioned"):
-            raise PatternError(message("heads", repr(heads), "'shared' or 'partitioned'", "Name one of them."))
+        self.offset = offset if isinstance(offset, str) else whole("offset", offset, 0)
+        if not isinstance(heads, str) or heads not in ("shared", "partitioned"):
+            raise PatternError(message("heads", shown(heads), "'shared' or 'partitioned'", "Name one of them."))
+        self.heads = heads
         self.__post_init__()
 
     def _text(self) -> str:
@@ -241,9 +245,11 @@ class LongNet(Pattern):
 
     def to_dense(self, nq: int, nk: int | None = None, heads: int = 1, *, batch: int = 1, q_offset: int = 0) -> Tensor:
         """How many branches let each query attend each key: int32 (batch, heads, nq, nk)."""
-        nk = nq + q_offset if nk is None else nk
-        q, k = torch.arange(q_offset, q_offset + nq)[:, None], torch.arange(nk)[None, :]
-        dense = torch.zeros(batch, heads, nq, nk, dtype=torch.int32)
+        nq, nk, heads, batch, q_offset = fitting(self, nq, nk, heads, batch, q_offset)
+        check_dense(nq, nk, heads, batch)
+        q = torch.arange(q_offset, q_offset + nq, device="cpu")[:, None]
+        k = torch.arange(nk, device="cpu")[None, :]
+        dense = torch.zeros(batch, heads, nq, nk, dtype=torch.int32, device="cpu")
         for (owned, rate, offset), inside in self.views(heads):
             kept = (q % rate == offset) & (k % rate == offset)
             dense[:, slice(*owned)] += (kept & inside.allows(q // rate, k // rate)).int()

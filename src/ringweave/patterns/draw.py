@@ -27,7 +27,7 @@ def draw(lead: tuple[int, ...], side: int, total: int, *, seed: int, diagonal: b
         seed: Of the generator.
         diagonal: Whether the diagonal is set.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     if total >= _DENSE * side * side:
         return MaskBlocks(_masked(lead, side, total, generator, diagonal), side)
     return ListedBlocks(_listed(lead, side, total, generator, diagonal), side)
@@ -35,24 +35,24 @@ def draw(lead: tuple[int, ...], side: int, total: int, *, seed: int, diagonal: b
 
 def _longer(side: int, total: int, generator: torch.Generator) -> Tensor:
     """The rows that have one block more than others."""
-    return torch.randperm(side, generator=generator)[: total % side]
+    return torch.randperm(side, generator=generator, device="cpu")[: total % side]
 
 
 def _masked(lead: tuple[int, ...], side: int, total: int, generator: torch.Generator, diagonal: bool) -> Tensor:
     # the blocks of a row with the highest numbers
-    mask = torch.zeros(*lead, side, side, dtype=torch.bool)
+    mask = torch.zeros(*lead, side, side, dtype=torch.bool, device="cpu")
     flat, least = mask.view(-1, side), total // side
-    following = torch.empty(len(flat), dtype=torch.int64)
+    following = torch.empty(len(flat), dtype=torch.int64, device="cpu")
     step = max(1, _AT_ONCE // side)
     for begin in range(0, len(flat), step):
         part = flat[begin : begin + step]
-        score = torch.rand(part.shape, generator=generator)
+        score = torch.rand(part.shape, generator=generator, device="cpu")
         if diagonal:
-            score.scatter_(1, torch.arange(begin, begin + len(part))[:, None] % side, 2.0)
+            score.scatter_(1, torch.arange(begin, begin + len(part), device="cpu")[:, None] % side, 2.0)
         order = score.argsort(-1, descending=True)
         part.scatter_(1, order[:, :least], True)
         following[begin : begin + step] = order[:, least % side]
-    longer = _longer(side, total, generator) + torch.arange(math.prod(lead))[:, None] * side
+    longer = _longer(side, total, generator) + torch.arange(math.prod(lead), device="cpu")[:, None] * side
     flat[longer, following[longer]] = True
     return mask
 
@@ -64,13 +64,15 @@ def _listed(lead: tuple[int, ...], side: int, total: int, generator: torch.Gener
     row = np.arange(math.prod(lead) * side) % side
     shape = len(row), max(int(counts.max()), 1 - diagonal)
     others = side - diagonal
-    listed = torch.randint(others, shape, generator=generator, dtype=torch.int32).numpy()
+    listed = torch.randint(others, shape, generator=generator, dtype=torch.int32, device="cpu").numpy()
     listed[np.arange(shape[1]) >= counts[row, None]] = side
     left = np.arange(len(row))
     while len(left):
         part = np.sort(listed[left], axis=1)
         twice = (part[:, 1:] == part[:, :-1]) & (part[:, 1:] < side)
-        part[:, 1:][twice] = torch.randint(others, (int(twice.sum()),), generator=generator, dtype=torch.int32).numpy()
+        part[:, 1:][twice] = torch.randint(
+            others, (int(twice.sum()),), generator=generator, dtype=torch.int32, device="cpu"
+        ).numpy()
         listed[left] = part
         left = left[twice.any(1)]
     if diagonal:

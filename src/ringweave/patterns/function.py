@@ -1,39 +1,137 @@
-"""Patterns from functions of index tensors, in FlexAttention's signature."""
+"""Patterns from functions of index tensors, in FlexAttention's signature.
+
+A pattern follows its function: what that reads is looked at in every call, and a changed number or tensor is another
+mask. Text can name a function only by number. A number stands for a function and the values that it reads, tensors
+apart; it is never given again, and lasts as long as a pattern, or a backward pass to come, holds on to it.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
+import re
 import threading
-from collections.abc import Callable
-from functools import cached_property
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, message
+from ..errors import PatternError, in_a_line, message
+from ..recent import Recent
 from .base import Pattern
+from .checks import whole
+from .key import Key, address_key
+from .reads import Reads, content_key, read
 from .tiles import Int64, Ranges, Tiles, mix
 
+V = TypeVar("V")
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-# Text can name a function only by number. A backward pass, or a compiled graph, may ask for one after the pattern
-# object is gone, so the latest are kept.
-_KEPT = 4096
-_functions: dict[int, MaskMod] = {}
-_numbers: dict[MaskMod, int] = {}
-_next_number = itertools.count()
-_lock = threading.Lock()
+# of values with one function
+_KEPT = 16
+#: What a function may raise that is called with index tensors: a wrong arity, an ``if`` on many values, a wrong index.
+_RAISED = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, NameError, ArithmeticError, AssertionError)
 
 
-def _number_of(fn: MaskMod) -> int:
+class Holder:
+    """A function with the values that it read when its number was given.
+
+    Attributes:
+        number: Stands for it in text.
+        fn: The function.
+        named: Tensors that the caller named.
+        state: The values.
+    """
+
+    def __init__(self, fn: MaskMod, named: tuple[Tensor, ...] | None, found: Reads):
+        self.number = next(_numbers)
+        self.fn, self.named, self.state = fn, named, found.state
+        # whose addresses are in the state
+        self._kept = found.kept
+        #: what refers to its patterns goes with it
+        self.stores: weakref.WeakKeyDictionary[Recent[Any], Recent[Any]] = weakref.WeakKeyDictionary()
+
+    def tables(self) -> tuple[Tensor, ...]:
+        """The tensors that the function reads.
+
+        Raises:
+            PatternError: It reads other values now than those that the number stands for.
+        """
+        found = read(self.fn, self.named)
+        if found.state != self.state:
+            raise changed("other values")
+        return found.tables
+
+    def key(self) -> Hashable:
+        """What its tensors are now."""
+        return table_keys(self.tables())
+
+
+_numbers = itertools.count()
+_holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
+_by_state: weakref.WeakValueDictionary[Hashable, Holder] = weakref.WeakValueDictionary()
+_lock = threading.RLock()
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    # another thread may hold it
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _holder_of(fn: MaskMod, named: tuple[Tensor, ...] | None, found: Reads) -> Holder:
     with _lock:
-        if fn not in _numbers:
-            _numbers[fn] = number = next(_next_number)
-            _functions[number] = fn
-            if len(_functions) > _KEPT:
-                oldest = next(iter(_functions))
-                del _numbers[_functions.pop(oldest)]
-        return _numbers[fn]
+        holder = _by_state.get(found.state)
+        if holder is None:
+            holder = Holder(fn, named, found)
+            _holders[holder.number] = _by_state[found.state] = holder
+        return holder
+
+
+def holders(spec: str) -> list[Holder]:
+    """The functions that a text names, as far as they live."""
+    if "TokenMask(" not in spec:
+        return []
+    found = (_holders.get(int(number)) for number in re.findall(r"TokenMask\((\d+)", spec))
+    return [holder for holder in found if holder is not None]
+
+
+def store_of(spec: str, common: Recent[V]) -> Recent[V]:
+    """Where to keep what refers to a pattern: with its function, where it has one, else in common."""
+    found = holders(spec)
+    return found[0].stores.setdefault(common, Recent(common.max_bytes, _KEPT)) if found else common
+
+
+def table_keys(tables: Sequence[Tensor]) -> tuple[Hashable, ...]:
+    """What identifies tensors that others may write to, while they live."""
+    return tuple(content_key(table) or address_key(table) for table in tables)
+
+
+class Held:
+    """The functions of a call, held until its backward pass, which must find them as they were.
+
+    Args:
+        spec: The call's pattern.
+    """
+
+    def __init__(self, spec: str):
+        self._held = [(holder, holder.key()) for holder in holders(spec)]
+
+    def check(self) -> None:
+        """Raise PatternError where a function reads something else than it did."""
+        for holder, key in self._held:
+            if holder.key() != key:
+                raise changed("a tensor that was changed")
+
+
+def held(spec: str, q: Tensor) -> Held | None:
+    """The functions of a call; None where it has none, or is being traced."""
+    return Held(spec) if "TokenMask(" in spec and type(q) in (Tensor, torch.nn.Parameter) else None
 
 
 class TokenMask(Pattern):
@@ -42,12 +140,21 @@ class TokenMask(Pattern):
     The function is called on broadcast index tensors. It is opaque, so planning evaluates every tile that the rest of
     the expression leaves open: write ``TokenMask(fn) & SlidingWindow(1024)`` rather than a window inside ``fn``.
 
+    The pattern follows what the function reads: numbers, tensors, and functions of such, as variables around it,
+    globals, attributes of modules, defaults. Where one has changed, the next call uses the new mask. What could change
+    unseen (an array of numpy, an object that a library made) is refused, unless ``tables`` says what is read. A write
+    to a tensor of more than 1 MiB counts once torch knows of it: not through ``.data``. A function must give the same
+    for the same: no random numbers.
+
     Args:
         fn: Returns a bool tensor that broadcasts over its arguments. Build it once: each new function is a new pattern.
+        tables: Tensors that it reads, where they cannot be found by themselves; what else it reads is then taken to
+            stay as it is. Those that can be found count too.
         batch: The batch element to call it for; every one by default.
         head: The query head to call it for; every one by default.
     Raises:
-        PatternError: The function returns something else than bool.
+        PatternError: The function fails, returns something else than bool of its arguments' shape, reads what could
+            change unseen, or, between a call and its gradient, what was changed.
     Example:
         >>> even = rw.TokenMask(lambda b, h, q, k: k % 2 == 0)
         >>> even.to_dense(2, 3)[0, 0].int()
@@ -55,48 +162,108 @@ class TokenMask(Pattern):
                 [1, 0, 1]], dtype=torch.int32)
     """
 
-    def __init__(self, fn: MaskMod, *, batch: int | None = None, head: int | None = None):
-        if not callable(fn):
+    def __init__(
+        self,
+        fn: MaskMod,
+        *,
+        tables: Sequence[Tensor] | None = None,
+        batch: int | None = None,
+        head: int | None = None,
+    ):
+        if not callable(fn) or isinstance(fn, type):
             raise PatternError(message("fn", type(fn).__name__, "a function of (b, h, q, k)", "Pass a mask_mod."))
-        self.fn, self._batch, self._head = fn, batch, head
-        self._number = _number_of(fn)
+        batch = None if batch is None else whole("batch", batch, 0)
+        head = None if head is None else whole("head", head, 0)
+        if tables is not None and not (
+            isinstance(tables, (list, tuple)) and all(isinstance(table, Tensor) for table in tables)
+        ):
+            raise PatternError(message("tables", type(tables).__name__, "a list of tensors", "Pass tables=[...]."))
+        named = None if tables is None else tuple(tables)
+        found = read(fn, named)
+        self._of(_holder_of(fn, named, found), found.tables, batch, head)
+        self._depends()
+
+    def _of(self, holder: Holder, tables: tuple[Tensor, ...], batch: int | None, head: int | None) -> None:
+        self.fn, self._named, self._batch, self._head = holder.fn, holder.named, batch, head
+        # as it was made, which is what torch.compile sees; and as it was last seen
+        self._holder = self._seen = holder
+        self._tables = tables
         self.__post_init__()
 
     @classmethod
-    def numbered(cls, number: int, batch: int | None = None, head: int | None = None) -> TokenMask:
-        """The pattern of a function that was numbered in this process."""
-        if number not in _functions:
+    def numbered(cls, number: int, *tables: Tensor, batch: int | None = None, head: int | None = None) -> TokenMask:
+        """The pattern of a function that has a number, which reads just these tensors now."""
+        holder = _holders.get(number)
+        if holder is None:
             raise PatternError(
                 message(
-                    "TokenMask", f"number {number}", "a function numbered in this process", "Rebuild the pattern here."
+                    "TokenMask",
+                    f"number {number}, of a function that is gone",
+                    "one that lives in this process",
+                    "Keep the pattern as long as its results need gradients.",
                 )
             )
-        return cls(_functions[number], batch=batch, head=head)
+        live = holder.tables()
+        if len(live) != len(tables) or not all(map(_same, live, tables)):
+            raise changed("other tensors")
+        pattern = cls.__new__(cls)
+        pattern._of(holder, live, batch, head)
+        return pattern
 
     def _text(self) -> str:
-        bound = "".join(
-            f", {name}={value}" for name, value in (("batch", self._batch), ("head", self._head)) if value is not None
-        )
-        return f"TokenMask({self._number}{bound})"
+        found = read(self.fn, self._named)
+        holder = self._seen
+        if found.state != holder.state:
+            holder = _holder_of(self.fn, self._named, found)
+            object.__setattr__(self, "_seen", holder)
+        return f"TokenMask({holder.number}{', _' * len(found.tables)}{self._bound()})"
+
+    def _bound(self) -> str:
+        chosen = (("batch", self._batch), ("head", self._head))
+        return "".join(f", {name}={value}" for name, value in chosen if value is not None)
 
     def __repr__(self) -> str:
-        bound = self.spec.split(str(self._number), 1)[1]
-        return f"TokenMask({getattr(self.fn, '__name__', type(self.fn).__name__)}{bound}"
+        return f"TokenMask({getattr(self.fn, '__name__', type(self.fn).__name__)}{self._bound()})"
 
-    @cached_property
+    def __reduce__(self) -> tuple[Any, ...]:
+        # with its function, by whatever means the pickler has
+        return _make, (self.fn, self._named, self._batch, self._head)
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        return self._tables if torch.compiler.is_compiling() else read(self.fn, self._named).tables
+
+    def key(self) -> Key:
+        tables = self.tables
+        keys = [content_key(table) for table in tables]
+        large = tuple(table for table, key in zip(tables, keys, strict=True) if key is None)
+        return Key((self.spec, *keys, *map(address_key, large)), large, tuple(map(address_key, tables)))
+
+    def value(self) -> Hashable:
+        return self.key().value
+
     def _depends(self) -> tuple[bool, bool]:
         # an index that the function uses shows in the shape of its result
-        zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+        zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu")
         result = self._call(zero.expand(2, 1, 1, 1), zero.expand(1, 2, 1, 1), zero, zero)
         shape = (1,) * (4 - result.ndim) + tuple(result.shape)
         return shape[0] > 1, shape[1] > 1
 
     def _call(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        result = self.fn(b, h, q, k)
+        try:
+            result = self.fn(b, h, q, k)
+        except PatternError:
+            raise
+        except _RAISED as error:
+            said = f"a function that raises {in_a_line(error)}"
+            wanted = "one of four index tensors (b, h, q, k)"
+            remedy = "Use tensor operations, such as & and torch.where, in place of `and` and `if`."
+            raise PatternError(message("mask_mod", said, wanted, remedy)) from error
         if isinstance(result, bool):
             result = torch.tensor(result, device=q.device)
         if not isinstance(result, Tensor) or result.dtype != torch.bool:
-            got = result.dtype if isinstance(result, Tensor) else type(result).__name__
+            kind = type(result)
+            got = result.dtype if isinstance(result, Tensor) else f"{kind.__module__}.{kind.__qualname__}"
             raise PatternError(
                 message(
                     "mask_mod",
@@ -105,26 +272,37 @@ class TokenMask(Pattern):
                     "Compare in it, as in q >= k.",
                 )
             )
+        indices = torch.broadcast_shapes(*(x.shape for x in (b, h, q, k)))
+        sides = zip(reversed(result.shape), reversed(indices), strict=False)
+        if result.ndim > 4 or any(side not in (1, most) for side, most in sides):
+            raise PatternError(
+                message(
+                    "mask_mod",
+                    f"a function that returns shape {tuple(result.shape)} for indices {tuple(indices)}",
+                    "a shape that broadcasts to that of its arguments",
+                    "Compute element by element.",
+                )
+            )
         return result
 
     def select(self, b: int, h: int) -> Pattern:
-        by_batch, by_head = self._depends
+        by_batch, by_head = self._depends()
         batch = b if by_batch and self._batch is None else self._batch
         head = h if by_head and self._head is None else self._head
         if (batch, head) == (self._batch, self._head):
             return self
-        return TokenMask(self.fn, batch=batch, head=head)
+        found = read(self.fn, self._named)
+        chosen = TokenMask.__new__(TokenMask)
+        chosen._of(_holder_of(self.fn, self._named, found), found.tables, batch, head)
+        return chosen
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         b = torch.full((1, 1, 1, 1), self._batch or 0, device=q.device)
         h = torch.full((1, 1, 1, 1), self._head or 0, device=q.device)
         shape = torch.broadcast_shapes(q.shape, k.shape)
-        result = self._call(
-            b, h, *(x.expand((1,) * (4 - x.ndim) + tuple(x.shape)) if x.ndim < 4 else x for x in (q, k))
-        )
-        while result.ndim > len(shape):
-            result = result.squeeze(0)
-        return result.to(q.device).expand(shape)
+        four = (1,) * (4 - len(shape)) + tuple(shape)
+        result = self._call(b, h, *(x.expand((1,) * (4 - x.ndim) + tuple(x.shape)) for x in (q, k)))
+        return result.to(q.device).expand(four).reshape(shape)
 
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
         return Ranges.of((0, nk), rows=len(q_lo))
@@ -133,19 +311,41 @@ class TokenMask(Pattern):
         return mix(tiles.q_lo, tiles.k_lo)
 
 
-def from_mask_mod(fn: MaskMod) -> TokenMask:
+def _make(fn: MaskMod, named: tuple[Tensor, ...] | None, batch: int | None, head: int | None) -> TokenMask:
+    return TokenMask(fn, tables=named, batch=batch, head=head)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are one, or of one value: a compiled graph may pass a copy."""
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    return (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()) or torch.equal(a, b)
+
+
+def changed(what: str) -> PatternError:
+    """The error of a function that reads other things than when it was last looked at."""
+    return PatternError(
+        message(
+            "TokenMask",
+            f"a function that reads {what}",
+            "what it read when the call, or the compiled code, was made",
+            "Change it after backward; with torch.compile wrap the function again, or change a tensor in place.",
+        )
+    )
+
+
+def from_mask_mod(fn: MaskMod, *, tables: Sequence[Tensor] | None = None) -> TokenMask:
     """The pattern of a FlexAttention ``mask_mod``; see :class:`TokenMask`.
 
     Args:
         fn: ``fn(b, h, q, k)`` on int64 index tensors, returning bool.
+        tables: Tensors that it reads, where they cannot be found by themselves.
     Returns:
         A pattern.
     Raises:
-        PatternError: The function returns something else than bool.
+        PatternError: The function fails, returns something else than bool, or reads what could change unseen.
     Example:
         >>> rw.from_mask_mod(lambda b, h, q, k: q >= k).density(2)
         0.75
     """
-    pattern = TokenMask(fn)
-    _ = pattern._depends
-    return pattern
+    return TokenMask(fn, tables=tables)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..errors import PatternError, message
-from .base import Pattern
+from ..errors import PatternError, message, shown
+from .base import Pattern, nest
 from .tiles import Int64, Ranges, Tiles
 
 
@@ -24,24 +24,19 @@ class PerHead(Pattern):
     """
 
     def __init__(self, patterns: Sequence[Pattern]):
+        listed = isinstance(patterns, (list, tuple))
+        if not listed or not patterns or not all(isinstance(p, Pattern) and p.combinable for p in patterns):
+            got = str([type(p).__name__ for p in patterns[:8]]) if listed else shown(patterns)
+            raise PatternError(message("patterns", got, "a list of relations", "Pass one per query head."))
         self.patterns = tuple(patterns)
-        if not self.patterns or not all(isinstance(p, Pattern) and p.combinable for p in self.patterns):
-            raise PatternError(
-                message(
-                    "patterns",
-                    [type(p).__name__ for p in self.patterns],
-                    "a list of relations",
-                    "Pass one per query head.",
-                )
-            )
+        nest(self, 1 + max(p.depth for p in patterns), sum(p.leaves for p in patterns))
         self.__post_init__()
 
     def _text(self) -> str:
         return f"PerHead([{', '.join(p.spec for p in self.patterns)}])"
 
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        return tuple(table for p in self.patterns for table in p.tables)
+    def parts_within(self) -> tuple[Pattern, ...]:
+        return self.patterns
 
     def __repr__(self) -> str:
         return f"PerHead([{', '.join(map(repr, self.patterns))}])"

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, message
+from ..errors import PatternError, message, shown
 from .base import Derived, Pattern
-from .checks import at_least
+from .checks import LONGEST, integers, whole, whole_fields
 from .tiles import Int64, Ranges, Tiles, classes
 from .tokens import Sinks
 
@@ -71,8 +71,7 @@ class SlidingWindow(Pattern):
     right: int = 0
 
     def __post_init__(self) -> None:
-        at_least("left", self.left, 0)
-        at_least("right", self.right, 0)
+        whole_fields(self, left=0, right=0)
         super().__post_init__()
 
     def _text(self) -> str:
@@ -116,7 +115,7 @@ class Segments(Pattern):
     length: int
 
     def __post_init__(self) -> None:
-        at_least("length", self.length, 1)
+        whole_fields(self, length=1)
         super().__post_init__()
 
     def _text(self) -> str:
@@ -166,30 +165,36 @@ class Documents(Pattern):
             given = "neither" if lengths is None else "both"
             raise PatternError(message("lengths, cu_seqlens", given, "exactly one of the two", "Pass lengths=[...]."))
         if cu_seqlens is None:
-            sizes = torch.as_tensor(lengths, dtype=torch.int64).reshape(-1).cpu()
-            bounds = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        else:
-            bounds = torch.as_tensor(cu_seqlens).to("cpu", torch.int64, copy=True).reshape(-1)
-        if len(bounds) < 2 or int(bounds[0]) != 0 or bool((bounds.diff() < 1).any()):
-            raise PatternError(
-                message(
-                    "lengths" if cu_seqlens is None else "cu_seqlens",
-                    (bounds.diff() if cu_seqlens is None else bounds).tolist()[:8],
-                    "documents of at least one token" if cu_seqlens is None else "bounds that rise from 0",
-                    "Drop empty documents.",
-                )
+            name, wanted, sizes = (
+                "lengths",
+                "documents of at least one token",
+                np.array(integers("lengths", lengths), np.int64),
             )
-        self._bounds = bounds
-        self._bounds_np = bounds.numpy()
+            bounds = np.concatenate([np.zeros(1, np.int64), sizes.cumsum()])
+        else:
+            name, wanted = "cu_seqlens", "bounds that rise from 0"
+            bounds = np.array(integers("cu_seqlens", cu_seqlens), np.int64)
+            sizes = np.diff(bounds)
+        if len(bounds) < 2 or bounds[0] != 0 or (sizes < 1).any():
+            got = (sizes if cu_seqlens is None else bounds).tolist()
+            raise PatternError(message(name, shown(got), wanted, "Drop empty documents."))
+        whole(f"the sum of {name}" if cu_seqlens is None else name, bounds[-1], 1, LONGEST)
+        self._bounds = torch.from_numpy(bounds)
         self.__post_init__()
 
     @classmethod
     def _own(cls, bounds: Tensor) -> Documents:
         """A pattern around a tensor that is already private."""
         pattern = cls.__new__(cls)
-        pattern._bounds, pattern._bounds_np = bounds, bounds.numpy()
+        pattern._bounds = bounds
         pattern.__post_init__()
         return pattern
+
+    @property
+    def _bounds_np(self) -> Int64:
+        # the same memory, in a copy from another process too
+        bounds: Int64 = self._bounds.numpy()
+        return bounds
 
     def _text(self) -> str:
         return "Documents(cu_seqlens=_)"
@@ -249,6 +254,11 @@ class Documents(Pattern):
         return Documents(cu_seqlens=bounds) if len(bounds) > 1 and int(bounds[0]) == 0 else None
 
 
+def _device(given: object) -> torch.device:
+    """A tensor's own, and the CPU for lists, whatever the default is."""
+    return given.device if isinstance(given, Tensor) else torch.device("cpu")
+
+
 class Neighborhood(Pattern):
     """Exactly ``window`` keys around each query, shifted inwards at the borders.
 
@@ -264,10 +274,8 @@ class Neighborhood(Pattern):
     """
 
     def __init__(self, window: int, dilation: int = 1, *, tokens: int):
-        at_least("window", window, 1)
-        at_least("dilation", dilation, 1)
-        at_least("tokens", tokens, 1)
-        self.window, self.dilation, self.tokens = window, dilation, tokens
+        self.window, self.dilation = whole("window", window, 1), whole("dilation", dilation, 1)
+        self.tokens = whole("tokens", tokens, 1)
         self.__post_init__()
 
     def _text(self) -> str:
@@ -336,7 +344,7 @@ class PrefixLM(Derived):
     n: int
 
     def __post_init__(self) -> None:
-        at_least("n", self.n, 0)
+        whole_fields(self, n=0)
         super().__post_init__()
 
     def _text(self) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import ast
+import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from ..errors import PatternError, message
+from ..errors import PatternError, message, shown
 from . import presets
+from .algebra import And, Or, join
 from .base import Full, Pattern
 from .blocks import ListedBlocks, MaskBlocks
 from .dilated import Dilated, LongNet, Strided
@@ -40,20 +42,44 @@ WRITABLE: dict[str, Callable[..., Pattern]] = {
 } | PRESETS  # fmt: skip
 
 
+_LONGEST = 2**20  # characters of a text from outside
+_OPEN = 256  # brackets in brackets
+_SIGNS = 64  # of one value
+_KEPT = 512  # characters of a text whose tokens are kept
+_TOKEN = re.compile(
+    r"""\s*(?:
+        (?P<float>(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)
+      | (?P<int>\d+(?:_\d+)*)
+      | (?P<name>[A-Za-z_]\w*)
+      | (?P<text>'[^'\\\n]*'|"[^"\\\n]*")
+      | (?P<sign>[][(),=&|~-])
+      | (?P<end>\Z)
+    )""",
+    re.VERBOSE,
+)
+_NEXT = re.compile(r"\s*(.?)")
+
+
 def parse(text: str) -> Pattern:
     """Read a pattern from the Python expression that would build it, without evaluating any Python.
 
     Args:
-        text: Such as ``"SlidingWindow(1024) & Causal() | Sinks(64)"``: pattern and preset names with numbers,
+        text: Such as ``"(SlidingWindow(1024) | Sinks(64)) & Causal()"``: pattern and preset names with numbers,
             strings, booleans, lists, and ``& | ~``.
     Returns:
         The pattern.
     Raises:
         PatternError: Anything else in the text, with the place.
     Example:
-        >>> rw.patterns.parse("SlidingWindow(2) & Causal() | Sinks(1)")
-        SlidingWindow(2) & Causal() | Sinks(1)
+        >>> rw.patterns.parse("(SlidingWindow(2) | Sinks(1)) & Causal()")
+        (SlidingWindow(2) | Sinks(1)) & Causal()
     """
+    if not isinstance(text, str):
+        raise PatternError(message("text", shown(text), "the text of a pattern", "Pass a str."))
+    if len(text) > _LONGEST:
+        raise PatternError(
+            message("text", f"{len(text)} characters", f"at most {_LONGEST}", "Build the pattern in Python.")
+        )
     return _Reader(text, WRITABLE, iter(())).read()
 
 
@@ -73,56 +99,197 @@ def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
     return _Reader(spec, names, iter(tables)).read()
 
 
+def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
+    """Kind, token and where it ends; the last is the end, or something that is no token."""
+    place, kind = 0, ""
+    while kind not in ("end", "other"):
+        found = _TOKEN.match(text, place)
+        if found is None or found.lastgroup is None:
+            kind, token = "other", text[place : place + 20].strip()
+        else:
+            place, kind, token = found.end(), found.lastgroup, found[found.lastgroup]
+        yield kind, token, place
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept(text: str) -> tuple[tuple[str, str, int], ...]:
+    # a pattern with tables is read at every call
+    return tuple(_tokens(text))
+
+
+class _Open:
+    """An open bracket: the values that commas ended in it, and the one that is being read.
+
+    ``a & b | c`` is kept as [[a, b], [c]].
+    """
+
+    def __init__(self, sign: str, name: str | None = None):
+        self.sign, self.name = sign, name
+        self.values: list[object] = []
+        self.named: dict[str, object] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        self.word: str | None = None
+        self.groups: list[list[object]] = [[]]
+        self.signs = ""
+        #: Whether an operand stands here, so that an operator, a comma or the end has to follow.
+        self.full = False
+
+    @property
+    def empty(self) -> bool:
+        return not (self.full or self.signs or self.word or self.groups != [[]])
+
+
 class _Reader:
+    """Reads tokens from left to right with a list of open brackets: no length and no depth of a text recurses."""
+
     def __init__(self, text: str, names: dict[str, Callable[..., Pattern]], tables: Iterator[Tensor]):
         self.text, self.names, self.tables = text, names, tables
+        self.tokens = iter(_kept(text) if len(text) <= _KEPT else _tokens(text))
+        self.place = 0
+        self.open = [_Open("")]
 
     def read(self) -> Pattern:
-        try:
-            tree = ast.parse(self.text.strip(), mode="eval")
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise self._error(f"text that is not an expression ({error})") from None
-        result = self._value(tree.body)
+        kind, token = self._next()
+        while kind != "end":
+            (self._after if self.open[-1].full else self._operand)(kind, token)
+            kind, token = self._next()
+        if len(self.open) > 1:
+            raise self._error(f"a {self.open[-1].sign} that is not closed")
+        result = self._value(self.open[0]) if self.open[0].full else None
         if not isinstance(result, Pattern):
-            raise self._error(f"a {type(result).__name__}")
+            raise self._error("nothing" if result is None else f"a {type(result).__name__}")
         return result
 
-    def _value(self, node: ast.AST) -> object:
-        match node:
-            case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in self.names:
-                named = {word.arg: self._value(word.value) for word in keywords if word.arg is not None}
-                if len(named) != len(keywords):
-                    raise self._error("**keywords")
-                values = [self._value(arg) for arg in args]
-                try:
-                    return self.names[name](*values, **named)
-                except TypeError as error:
-                    raise self._error(f"{name} with arguments that do not fit ({error})") from None
-            case ast.Call(func=ast.Name(id=name)):
-                raise self._error(f"the unknown name {name}")
-            case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
-                return self._pattern(left) & self._pattern(right)
-            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-                return self._pattern(left) | self._pattern(right)
-            case ast.UnaryOp(op=ast.Invert(), operand=operand):
-                return ~self._pattern(operand)
-            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-                return -number
-            case ast.Constant(value=bool() | int() | float() | str() as constant):
-                return constant
-            case ast.List(elts=items) | ast.Tuple(elts=items):
-                values = [self._value(item) for item in items]
-                return tuple(values) if isinstance(node, ast.Tuple) else values
-            case ast.Name(id="_"):
-                table = next(self.tables, None)
-                if table is None:
-                    raise self._error("a table where none is given")
-                return table
-            case _:
-                raise self._error(f"{ast.unparse(node)!r} ({type(node).__name__})")
+    def _next(self) -> tuple[str, str]:
+        kind, token, self.place = next(self.tokens)
+        if kind == "other":
+            raise self._error(shown(token))
+        return kind, token
 
-    def _pattern(self, node: ast.AST) -> Pattern:
-        value = self._value(node)
+    def _operand(self, kind: str, token: str) -> None:
+        """A token where a value has to begin."""
+        here = self.open[-1]
+        if token in ("~", "-"):
+            here.signs += token
+            if len(here.signs) > _SIGNS:
+                raise self._error(f"more than {_SIGNS} signs in a row")
+        elif token in ("(", "["):
+            self._enter(_Open(token))
+        elif token in (")", "]") and here.empty:
+            self._leave(token)
+        elif kind == "name":
+            self._name(here, token)
+        elif kind == "text":
+            self._put(token[1:-1])
+        elif kind in ("int", "float"):
+            try:
+                self._put(int(token) if kind == "int" else float(token))
+            except ValueError:
+                raise self._error(f"a number of {len(token)} digits") from None
+        else:
+            raise self._error(f"{token!r} where a value is due")
+
+    def _name(self, here: _Open, token: str) -> None:
+        found = _NEXT.match(self.text, self.place)
+        after = found[1] if found is not None else ""
+        if after == "(":
+            if token not in self.names:
+                raise self._error(f"the unknown name {shown(token)}")
+            self._next()
+            self._enter(_Open("(", token))
+        elif after == "=" and here.name is not None and here.empty:
+            if token in here.named:
+                raise self._error(f"{shown(token)} twice")
+            self._next()
+            here.word = token
+        elif token in ("True", "False"):
+            self._put(token == "True")
+        elif token == "_":
+            table = next(self.tables, None)
+            if table is None:
+                raise self._error("a table where none is given")
+            self._put(table)
+        else:
+            raise self._error(f"the name {shown(token)} without arguments")
+
+    def _after(self, kind: str, token: str) -> None:
+        """A token behind a value."""
+        here = self.open[-1]
+        if token in ("&", "|"):
+            here.full = False
+            if token == "|":
+                here.groups.append([])
+        elif token == "," and here.sign:
+            self._end(here)
+        elif token in (")", "]"):
+            if here.name is None and here.sign == "(" and not here.values:
+                # brackets around an expression
+                self._matches(here, token)
+                value = self._value(here)
+                self.open.pop()
+                self._put(value)
+            else:
+                self._end(here)
+                self._leave(token)
+        else:
+            raise self._error(f"{shown(token)} behind a value")
+
+    def _enter(self, bracket: _Open) -> None:
+        self.open.append(bracket)
+        if len(self.open) > _OPEN:
+            raise self._error(f"more than {_OPEN} brackets in each other")
+
+    def _end(self, here: _Open) -> None:
+        """A comma, or the bracket's end: the value is an argument or a member."""
+        value = self._value(here)
+        if here.word is not None:
+            here.named[here.word] = value
+        elif here.named:
+            raise self._error("a value without a name behind one with a name")
+        else:
+            here.values.append(value)
+        here.begin()
+
+    def _matches(self, here: _Open, token: str) -> None:
+        if here.sign + token not in ("()", "[]"):
+            raise self._error(f"{token!r} without its beginning")
+
+    def _leave(self, token: str) -> None:
+        here = self.open[-1]
+        self._matches(here, token)
+        self.open.pop()
+        if here.name is None:
+            self._put(here.values if token == "]" else tuple(here.values))
+            return
+        try:
+            made = self.names[here.name](*here.values, **here.named)
+        except TypeError as error:
+            raise self._error(f"{here.name} with arguments that do not fit ({error})") from None
+        self._put(made)
+
+    def _put(self, value: object) -> None:
+        """A value stands; the signs before it apply."""
+        here = self.open[-1]
+        for sign in reversed(here.signs):
+            if sign == "~":
+                value = ~self._pattern(value)
+            elif isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise self._error(f"- on a {type(value).__name__}")
+            else:
+                value = -value
+        here.signs, here.full = "", True
+        here.groups[-1].append(value)
+
+    def _value(self, here: _Open) -> object:
+        if len(here.groups) == 1 == len(here.groups[0]):
+            return here.groups[0][0]
+        groups = [[self._pattern(value) for value in group] for group in here.groups]
+        parts = [join(And, *group) if len(group) > 1 else group[0] for group in groups]
+        return join(Or, *parts) if len(parts) > 1 else parts[0]
+
+    def _pattern(self, value: object) -> Pattern:
         if not isinstance(value, Pattern):
             raise self._error(f"& | ~ on a {type(value).__name__}")
         return value
@@ -130,8 +297,8 @@ class _Reader:
     def _error(self, got: str) -> PatternError:
         return PatternError(
             message(
-                f"pattern {self.text!r}",
-                got,
+                f"pattern {shown(self.text)}",
+                f"{got}, before character {self.place}",
                 "pattern names with numbers, lists, & | ~",
                 f"Known names: {', '.join(sorted(self.names))}.",
             )

@@ -6,16 +6,24 @@ longformer, bigbird), and neighbourhood attention in one dimension.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from ..errors import PatternError, message
+import numpy as np
+import torch
+
+from ..errors import PatternError, message, shown
+from .algebra import Or, join
 from .base import Pattern
-from .checks import at_least
+from .checks import flag, integers, number, whole
 from .dilated import Dilated
 from .draw import draw
 from .local import Causal, Documents, Neighborhood, Segments, SlidingWindow
 from .table import BlockTable
 from .tokens import Global, Periodic
+
+# blocks that a generator is asked for at once; windows and chosen tokens
+_DRAWN, _LISTED = 2**28, 2**24
 
 
 def longformer(window: int, global_tokens: int | Sequence[int] = 1, *, causal: bool = False) -> Pattern:
@@ -35,7 +43,7 @@ def longformer(window: int, global_tokens: int | Sequence[int] = 1, *, causal: b
         Beltagy, Peters, Cohan (2020), Longformer, section 3.1.
     """
     pattern = SlidingWindow(window, window) | Global(global_tokens)
-    return pattern & Causal() if causal else pattern
+    return pattern & Causal() if flag("causal", causal) else pattern
 
 
 def random_blocks(
@@ -54,7 +62,7 @@ def random_blocks(
 
     Args:
         tokens: Sequence length.
-        density: Share of blocks that are set, in (0, 1].
+        density: Share of pairs to allow, in (0, 1], by whole blocks.
         block_size: Tokens in a block's side.
         heads: Own blocks per query head, when given.
         batch: Own blocks per batch element too, when given; needs heads.
@@ -63,13 +71,18 @@ def random_blocks(
     Returns:
         A block table; ``round(density * blocks ** 2)`` blocks are set in each head.
     Raises:
-        PatternError: A density outside (0, 1], or too small for the diagonal.
+        PatternError: A density outside (0, 1] or too small for the diagonal, or more than 2**28 blocks to draw.
     Example:
         >>> table = rw.random_blocks(1024, 0.25, block_size=64)
         >>> int(table.mask.sum()), table.density(1024)
         (64, 0.25)
     """
-    at_least("tokens", tokens, 1)
+    tokens, block_size = whole("tokens", tokens, 1), whole("block_size", block_size, 1)
+    density, seed = number("density", density), whole("seed", seed, 0, 2**63 - 1)
+    diagonal = flag("diagonal", diagonal)
+    if batch is not None and heads is None:
+        raise PatternError(message("batch", shown(batch), "heads beside it", "Pass heads= too, 1 where all are alike."))
+    lead = tuple(whole(name, n, 1) for name, n in (("batch", batch), ("heads", heads)) if n is not None)
     side = -(-tokens // block_size)
     total = round(density * side * side)
     if not 0 < density <= 1 or (diagonal and total < side):
@@ -77,19 +90,30 @@ def random_blocks(
         raise PatternError(
             message("density", density, f"at most 1 and at least {least:g} for {side} rows", "Raise it.")
         )
-    lead = tuple(n for n in (batch, heads) if n is not None)
+    # in each row the rounded share, and all of them where the share is large
+    places = math.prod(lead) * side * (side if total >= side * side / 8 else total // side + 1)
+    if places > _DRAWN:
+        raise PatternError(
+            message("tokens, density", f"{places} blocks to draw", f"at most {_DRAWN}", "Raise block_size.")
+        )
     return BlockTable.of(draw(lead, side, total, seed=seed, diagonal=diagonal), (block_size, block_size))
 
 
 def bigbird(
-    tokens: int, *, window: int = 192, global_tokens: int = 64, random: int = 3, block_size: int = 64, seed: int = 0
+    tokens: int,
+    *,
+    window: int = 192,
+    global_tokens: int | Sequence[int] = 64,
+    random: int = 3,
+    block_size: int = 64,
+    seed: int = 0,
 ) -> Pattern:
     """A window, global tokens and ``random`` random blocks for every query block.
 
     Args:
         tokens: Sequence length.
         window: Tokens on either side.
-        global_tokens: Tokens at the start that attend all and that all attend.
+        global_tokens: Positions that attend all and that all attend, or an int n for the first n.
         random: Random blocks per query block.
         block_size: Tokens in a random block's side.
         seed: Of the random blocks.
@@ -102,9 +126,15 @@ def bigbird(
     References:
         Zaheer et al. (2020), BigBird, section 2 (the internal transformer construction).
     """
-    side = -(-tokens // block_size)
-    table = random_blocks(tokens, min(1.0, random / side), block_size=block_size, seed=seed, diagonal=False)
+    table = _random(tokens, random, block_size, seed)
     return SlidingWindow(window, window) | Global(global_tokens) | table
+
+
+def _random(tokens: int, random: int, block_size: int, seed: int) -> BlockTable:
+    """``random`` random blocks in each row of blocks."""
+    side = -(-whole("tokens", tokens, 1) // whole("block_size", block_size, 1))
+    share = min(1.0, whole("random", random, 1) / side)
+    return random_blocks(tokens, share, block_size=block_size, seed=seed, diagonal=False)
 
 
 def sparse_transformer_fixed(block: int = 128, summary: int = 32, *, causal: bool = True) -> Pattern:
@@ -125,8 +155,7 @@ def sparse_transformer_fixed(block: int = 128, summary: int = 32, *, causal: boo
     References:
         Child et al. (2019), Generating long sequences with sparse transformers, section 4.3.
     """
-    at_least("summary", summary, 1)
-    at_least("block", block, 1)
+    summary, block, causal = whole("summary", summary, 1), whole("block", block, 1), flag("causal", causal)
     if summary > block:
         raise PatternError(message("summary", summary, f"at most block = {block}", "Lower it."))
     pattern = Segments(block) | Periodic(block, block - summary, block)
@@ -159,25 +188,26 @@ def variable(
         >>> rw.variable(256, local_blocks=(1, 2), block_size=32)
         Documents([32, 64, 64, 64, 32]) | Global(32)
     """
-    at_least("tokens", tokens, 1)
-    for size in local_blocks:
-        at_least("local_blocks", size, 1)
-    lengths: list[int] = []
-    left = tokens
-    while left:
-        size = local_blocks[min(len(lengths), len(local_blocks) - 1)] * block_size
-        lengths.append(min(size, left))
-        left -= lengths[-1]
-    pattern: Pattern = Documents(lengths)
-    chosen = [t for block in global_blocks for t in range(block * block_size, min((block + 1) * block_size, tokens))]
-    if chosen:
-        pattern = pattern | Global(chosen)
-    if random:
-        side = -(-tokens // block_size)
-        pattern = pattern | random_blocks(
-            tokens, min(1.0, random / side), block_size=block_size, seed=seed, diagonal=False
+    tokens, block_size = whole("tokens", tokens, 1), whole("block_size", block_size, 1)
+    random, seed = whole("random", random, 0), whole("seed", seed, 0, 2**63 - 1)
+    listed = np.array(integers("local_blocks", local_blocks, 1), np.int64)
+    sizes = np.minimum(listed, -(-tokens // block_size)) * block_size
+    blocks = np.array(integers("global_blocks", global_blocks, 0), np.int64)
+    if not len(sizes):
+        raise PatternError(message("local_blocks", "[]", "at least one size", "Pass sizes such as (4,)."))
+    # the last size again and again
+    repeats = max(0, -(-(tokens - int(sizes.sum())) // int(sizes[-1])))
+    if repeats + len(sizes) + len(blocks) * block_size > _LISTED:
+        raise PatternError(
+            message("tokens", f"{tokens} in windows of {sizes[-1]}", f"at most {_LISTED} windows", "Raise block_size.")
         )
-    return pattern
+    bounds = np.minimum(np.concatenate([sizes, np.repeat(sizes[-1:], repeats)]).cumsum(), tokens)
+    pattern: Pattern = Documents(cu_seqlens=torch.from_numpy(np.unique(np.append(bounds, 0))))
+    inside = blocks[blocks * block_size < tokens][:, None] * block_size + np.arange(block_size)
+    chosen = np.unique(inside[inside < tokens])
+    if len(chosen):
+        pattern = pattern | Global(chosen.tolist())
+    return pattern | _random(tokens, random, block_size, seed) if random else pattern
 
 
 def local_global(window: int, stride: int, *, causal: bool = False) -> Pattern:
@@ -193,8 +223,8 @@ def local_global(window: int, stride: int, *, causal: bool = False) -> Pattern:
         >>> rw.local_global(1, 3).to_dense(5)[0, 0].int()[4]
         tensor([1, 0, 0, 1, 1], dtype=torch.int32)
     """
-    pattern = SlidingWindow(window, window) | Periodic(stride, 0, 1)
-    return pattern & Causal() if causal else pattern
+    pattern = SlidingWindow(window, window) | Periodic(whole("stride", stride, 1), 0, 1)
+    return pattern & Causal() if flag("causal", causal) else pattern
 
 
 def dilated_blocks(window: int, rates: Sequence[int]) -> Pattern:
@@ -211,13 +241,10 @@ def dilated_blocks(window: int, rates: Sequence[int]) -> Pattern:
         >>> rw.dilated_blocks(1, [1, 4]).to_dense(6)[0, 0].int()[0]
         tensor([1, 1, 0, 0, 1, 0], dtype=torch.int32)
     """
-    if not rates:
-        raise PatternError(message("rates", list(rates), "at least one rate", "Pass rates such as [1, 4, 16]."))
-    parts: list[Pattern] = [SlidingWindow(window, window) if rate == 1 else Dilated(window, rate) for rate in rates]
-    result = parts[0]
-    for part in parts[1:]:
-        result = result | part
-    return result
+    listed = integers("rates", rates, 1)
+    if not listed:
+        raise PatternError(message("rates", "[]", "at least one rate", "Pass rates such as [1, 4, 16]."))
+    return join(Or, *(SlidingWindow(window, window) if rate == 1 else Dilated(window, rate) for rate in listed))
 
 
 def natten_1d(window: int, dilation: int = 1, *, tokens: int) -> Pattern:

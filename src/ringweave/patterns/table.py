@@ -7,11 +7,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import PatternError, message
+from ..errors import PatternError, message, shown
 from .base import Pattern
 from .blocks import Blocks, ListedBlocks, MaskBlocks, ascending
-from .checks import at_least
+from .checks import whole
 from .tiles import Int64, Ranges, Tiles, classes
+
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class BlockTable(Pattern):
@@ -55,10 +57,12 @@ class BlockTable(Pattern):
     ):
         if (mask is None) == (indices is None):
             raise PatternError(message("mask, indices", "neither or both", "exactly one", "Pass mask= or indices=."))
-        sides = (block_size, block_size) if isinstance(block_size, int) else block_size
-        for side in sides:
-            at_least("block_size", side, 1)
-        self.block_size = sides
+        if mask is not None and (counts is not None or key_blocks is not None):
+            raise PatternError(message("counts, key_blocks", "a mask beside them", "indices", "Leave them out."))
+        sides = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+        if len(sides) != 2:
+            raise PatternError(message("block_size", shown(sides), "one side or two", "Pass (queries, keys)."))
+        self.block_size = whole("block_size", sides[0], 1), whole("block_size", sides[1], 1)
         self.blocks: Blocks = _of_indices(indices, counts, key_blocks) if mask is None else _of_mask(mask)
         self.__post_init__()
 
@@ -160,40 +164,57 @@ class BlockTable(Pattern):
 
 
 def _of_mask(mask: Tensor) -> Blocks:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim not in (2, 3, 4) or 0 in mask.shape:
-        got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise PatternError(
-            message(
-                "mask", got, "a bool tensor (q, k), (heads, q, k) or (batch, heads, q, k)", "Convert it with .bool()."
-            )
-        )
+    if not _is_table(mask, (torch.bool,)) or 0 in mask.shape:
+        wanted = "a bool tensor (q, k), (heads, q, k) or (batch, heads, q, k)"
+        raise PatternError(message("mask", _said(mask), wanted, "Convert it with .bool()."))
     return MaskBlocks(mask.detach().clone(memory_format=torch.contiguous_format), mask.shape[-1])
 
 
 def _of_indices(indices: Tensor | None, counts: Tensor | None, key_blocks: int | None) -> Blocks:
-    whole = isinstance(indices, Tensor) and not (indices.is_floating_point() or indices.dtype == torch.bool)
-    if not isinstance(indices, Tensor) or not whole or indices.ndim not in (2, 3, 4) or 0 in indices.shape[:-1]:
-        got = f"{indices.dtype} {tuple(indices.shape)}" if isinstance(indices, Tensor) else type(indices).__name__
+    if not isinstance(indices, Tensor) or not _is_table(indices, _WHOLE) or 0 in indices.shape[:-1]:
         wanted = "an integer tensor (q, n), (heads, q, n) or (batch, heads, q, n)"
-        raise PatternError(message("indices", got, wanted, "List the key blocks of each query block."))
-    if counts is None or key_blocks is None or counts.shape != indices.shape[:-1]:
-        got = "None" if counts is None else str(tuple(counts.shape))
+        raise PatternError(message("indices", _said(indices), wanted, "List the key blocks of each query block."))
+    shape, device = indices.shape[:-1], indices.device
+    fits = isinstance(counts, Tensor) and counts.dtype in _WHOLE and counts.shape == shape and counts.device == device
+    if not isinstance(counts, Tensor) or not fits or key_blocks is None:
+        got = _said(counts) if isinstance(counts, Tensor) and counts.dtype not in _WHOLE else _shape_of(counts)
         raise PatternError(
             message(
                 "counts, key_blocks",
-                f"{got}, {key_blocks}",
-                f"counts of shape {tuple(indices.shape[:-1])} and the number of key blocks",
+                f"{got}, {shown(key_blocks)}",
+                f"integer counts of shape {tuple(shape)} on {device} and the number of key blocks",
                 "Pass both beside indices.",
             )
         )
-    at_least("key_blocks", key_blocks, 1)
-    listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    key_blocks = whole("key_blocks", key_blocks, 1)
+    # fewer bits may not hold the number of blocks
+    indices = indices if indices.dtype == torch.int64 else indices.int()
+    listed = torch.arange(indices.shape[-1], device=device) < counts[..., None]
     wrong = listed & ((indices < 0) | (indices >= key_blocks))
-    if indices.device.type != "cpu":
+    uncounted = (counts < 0) | (counts > indices.shape[-1])
+    if device.type != "cpu":
         torch._assert_async(~wrong.any(), f"indices: one that counts is not in 0..{key_blocks - 1}")
+        torch._assert_async(~uncounted.any(), f"counts: one is not in 0..{indices.shape[-1]}")
+    elif uncounted.any():
+        got = f"{int(counts.min())}..{int(counts.max())}"
+        raise PatternError(message("counts", got, f"0..{indices.shape[-1]}", "Correct the counts."))
     elif wrong.any():
         used = indices[listed]
         raise PatternError(
             message("indices", f"{int(used.min())}..{int(used.max())}", f"0..{key_blocks - 1}", "Correct the indices.")
         )
     return ListedBlocks(ascending(indices, counts, key_blocks), key_blocks)
+
+
+def _is_table(value: object, dtypes: tuple[torch.dtype, ...]) -> bool:
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return False
+    return value.dtype in dtypes and value.ndim in (2, 3, 4)
+
+
+def _shape_of(value: object) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else shown(value)
+
+
+def _said(value: object) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, message
+from ..errors import PatternError, message, shown
 from .base import Pattern
-from .checks import at_least
+from .checks import integers, whole, whole_fields
 from .tiles import Int64, Ranges, Tiles, classes
+
+# first tokens, of which each is listed to be joined with others
+_WRITTEN_OUT = 1024
 
 
 class Sinks(Pattern):
     """Keys that every query attends, such as the first few of a sequence.
 
     Args:
-        tokens: Positions, or an int n for the first n.
+        tokens: Positions as a list, or a 1-D array or tensor of integers; or an int n for the first n.
     Raises:
-        PatternError: A negative or repeated position.
+        PatternError: Positions that are no ints, negative or repeated.
     Example:
         >>> rw.Sinks(1).to_dense(3)[0, 0].int()
         tensor([[1, 0, 0],
@@ -33,10 +37,32 @@ class Sinks(Pattern):
     """
 
     def __init__(self, tokens: int | Sequence[int]):
-        if isinstance(tokens, int):
-            at_least("tokens", tokens, 0)
-        self.tokens = tokens if isinstance(tokens, int) else _positions(tokens)
+        alone = isinstance(tokens, (int, float, str, np.number))
+        self.tokens: int | tuple[int, ...] = whole("tokens", tokens, 0) if alone else _positions(tokens)
         self.__post_init__()
+
+    def either(self, other: Pattern) -> Pattern | None:
+        assert isinstance(other, Sinks)
+        for one, two in ((self, other), (other, self)):
+            # none of the other's is behind the first ones
+            if isinstance(one.tokens, int) and one.tokens > two._last:
+                return one
+        if any(isinstance(x.tokens, int) and x.tokens > _WRITTEN_OUT for x in (self, other)):
+            return None
+        mine, theirs = (range(x.tokens) if isinstance(x.tokens, int) else x.tokens for x in (self, other))
+        return type(self)._of(_shortest(sorted({*mine, *theirs})))
+
+    @property
+    def _last(self) -> int:
+        return self.tokens - 1 if isinstance(self.tokens, int) else self.tokens[-1]
+
+    @classmethod
+    def _of(cls, tokens: int | tuple[int, ...]) -> Self:
+        """A pattern of positions that were checked."""
+        pattern = cls.__new__(cls)
+        pattern.tokens = tokens
+        pattern.__post_init__()
+        return pattern
 
     def _text(self) -> str:
         return f"{type(self).__name__}({self.tokens if isinstance(self.tokens, int) else list(self.tokens)})"
@@ -66,18 +92,16 @@ class Sinks(Pattern):
         if isinstance(self.tokens, int):
             count = np.clip(self.tokens - lo, 0, hi - lo)
             return count, count
-        listed = np.asarray(self.tokens)
+        listed = np.asarray(self.tokens, np.int64)
         first, last = np.searchsorted(listed, lo), np.searchsorted(listed, hi)
-        count = last - first
-        starts, inverse = np.unique(np.where(count > 0, lo, -1), return_inverse=True)
-        # few tiles hold chosen tokens: compare them as rows of bits
-        width = int((hi - lo).max()) if len(lo) else 0
-        bits = np.zeros((len(starts), width), np.bool_)
-        for row, start in enumerate(starts):
-            if start >= 0:
-                inside = listed[(listed >= start) & (listed < start + width)]
-                bits[row, inside - start] = True
-        return count, np.unique(bits, axis=0, return_inverse=True)[1].reshape(-1)[inverse]
+        # few tiles hold chosen tokens: those are compared by the tokens' places in them
+        number = np.zeros(len(lo), np.int64)
+        held = np.flatnonzero(last > first)
+        sides, inverse = np.unique(np.stack([lo[held], first[held], last[held]]), axis=1, return_inverse=True)
+        known: dict[bytes, int] = {}
+        numbers = [known.setdefault((listed[a:b] - start).tobytes(), 1 + len(known)) for start, a, b in sides.T]
+        number[held] = np.array(numbers, np.int64)[inverse.reshape(-1)]
+        return last - first, number
 
     def tile_keys(self, tiles: Tiles) -> Int64:
         count, subset = self._subset(tiles.k_lo, tiles.k_hi)
@@ -89,22 +113,25 @@ class Sinks(Pattern):
         return type(self)([(t - offset) // rate for t in self.tokens if t % rate == offset])
 
 
-def _positions(tokens: Sequence[int]) -> int | tuple[int, ...]:
-    listed = tuple(sorted(int(t) for t in tokens))
-    for token in listed[:1]:
-        at_least("tokens", token, 0)
+def _positions(tokens: object) -> int | tuple[int, ...]:
+    listed = sorted(integers("tokens", tokens, 0))
     if len(set(listed)) != len(listed):
-        raise PatternError(message("tokens", list(listed)[:8], "distinct positions", "Drop the repeated ones."))
-    return len(listed) if listed == tuple(range(len(listed))) else listed
+        raise PatternError(message("tokens", shown(listed), "distinct positions", "Drop the repeated ones."))
+    return _shortest(listed)
+
+
+def _shortest(listed: list[int]) -> int | tuple[int, ...]:
+    """Ascending positions, or how many where they are the first ones."""
+    return len(listed) if not listed or listed[-1] == len(listed) - 1 else tuple(listed)
 
 
 class Global(Sinks):
     """Tokens that attend all and that all attend.
 
     Args:
-        tokens: Positions, or an int n for the first n.
+        tokens: Positions as a list, or a 1-D array or tensor of integers; or an int n for the first n.
     Raises:
-        PatternError: A negative or repeated position.
+        PatternError: Positions that are no ints, negative or repeated.
     Example:
         >>> rw.Global([1]).to_dense(3)[0, 0].int()
         tensor([[0, 1, 0],
@@ -153,9 +180,9 @@ class Periodic(Pattern):
     stop: int
 
     def __post_init__(self) -> None:
-        at_least("start", self.start, 0)
-        at_least("stop", self.stop, self.start + 1)
-        at_least("period", self.period, self.stop)
+        whole_fields(self, start=0)
+        whole_fields(self, stop=self.start + 1)
+        whole_fields(self, period=self.stop)
         super().__post_init__()
 
     def _text(self) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 
 from ..patterns import Pattern
+from ..patterns.base import fitting
+from ..patterns.checks import check_device
 from .block_plan import BlockPlan, pack_masks, unpack_masks
 from .branches import Branch, Sizes, branches, mixture, tile_sides
 from .cache import CacheStatistics, PlanCache, pattern_of, plan_cache
+from .future import Causality, causality
 from .interop import from_block_mask
 from .select import select
 
@@ -15,9 +18,11 @@ __all__ = [
     "BlockPlan",
     "Branch",
     "CacheStatistics",
+    "Causality",
     "PlanCache",
     "Sizes",
     "branches",
+    "causality",
     "density",
     "from_block_mask",
     "mixture",
@@ -61,11 +66,12 @@ def plan(
         PatternError: The pattern is made for other lengths, heads or batch, or is a LongNet.
         ShapeError: A size below 1, or a tile that is not a multiple of 16.
     Example:
-        >>> rw.plan(rw.SlidingWindow(1024) | rw.Sinks(64), 16384)
-        BlockPlan(16384 x 16384 tokens, tiles 128 x 128, 1235 non-empty, 1 group(s), 5 masks, density 0.0754, cpu)
+        >>> rw.plan((rw.SlidingWindow(1024) | rw.Sinks(64)) & rw.Causal(), 16384)
+        BlockPlan(16384 x 16384 tokens, tiles 128 x 128, 1235 non-empty, 1 group(s), 4 masks, density 0.0643, cpu)
     """
-    nk = nq + q_offset if nk is None else nk
+    nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
     sides = tile_sides(tile, pattern, nq, nk)
+    device = check_device(device)
     return plan_cache.get(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=sides, device=device)
 
 
@@ -73,6 +79,6 @@ def density(
     pattern: Pattern, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0
 ) -> float:
     """Allowed pairs over all pairs, counted exactly; for a LongNet a pair counts once per branch that allows it."""
-    nk = nq + q_offset if nk is None else nk
+    nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
     program = branches(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
-    return sum(branch.plan().pairs() for branch in program) / (batch * heads * nq * nk)
+    return sum(branch.pairs() for branch in program) / (batch * heads * nq * nk)

@@ -97,7 +97,7 @@ class Around:
         starts = np.concatenate([np.zeros(1, np.int64), end, begin])
         codes = np.concatenate([np.full(1 + len(end), EMPTY, np.int32), code])
         order = np.argsort(starts, kind="stable")
-        of_table = torch.arange(math.prod(table)).reshape(table).expand(inside[1].shape)
+        of_table = torch.arange(math.prod(table), device="cpu").reshape(table).expand(inside[1].shape)
         number = (of_table * len(inside[0]) + inside[1]) * len(outside[0]) + outside[1]
         joint, group = number.unique(return_inverse=True)
         joint, of_outside = joint // len(outside[0]), (joint % len(outside[0])).tolist()

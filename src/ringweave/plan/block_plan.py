@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from ..patterns.checks import check_device
 
 _TENSORS = ("row_ptr", "col", "bits", "col_ptr", "row", "bits_t", "masks", "group", "order")
 _LISTS = ("col", "bits", "row", "bits_t")
@@ -93,20 +96,38 @@ class BlockPlan:
         per_group = (self.row_ptr[:, -1] - self.row_ptr[:, 0]).long()
         return int(per_group[self.group.long()].sum())
 
-    @property
+    @functools.cached_property
     def density(self) -> float:
-        """Non-empty tiles over all tiles, over batch and heads."""
-        return self.tiles / (self.group.numel() * self.q_tiles * self.kv_tiles)
+        """Allowed pairs over all pairs, over batch and heads; counted once."""
+        return self.pairs() / self._all
+
+    @functools.cached_property
+    def computed_density(self) -> float:
+        """Pairs inside the non-empty tiles over all pairs: what a kernel computes; counted once."""
+        return self.computed_pairs() / self._all
+
+    @property
+    def _all(self) -> int:
+        return self.group.numel() * self.nq * self.nk
 
     def pairs(self) -> int:
         """Allowed (query, key) pairs, summed over batch and heads."""
+        row, area, bits = self._areas()
+        if self.masks.shape[0]:
+            area = torch.where(bits < 0, area, set_bits(self.masks)[bits.clamp(min=0)])
+        return self._summed(row, area)
+
+    def computed_pairs(self) -> int:
+        """Pairs inside the non-empty tiles, summed over batch and heads."""
+        return self._summed(*self._areas()[:2])
+
+    def _areas(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each tile its row, its pairs inside the lengths, and its bits."""
         row, col, bits = self.listed()
         height = (self.nq - row % self.q_tiles * self.q_tile).clamp(max=self.q_tile)
-        width = (self.nk - col * self.kv_tile).clamp(max=self.kv_tile)
-        area = height * width
-        if self.masks.shape[0]:
-            size = unpack_masks(self.masks, self.kv_tile).sum((1, 2))
-            area = torch.where(bits < 0, area, size[bits.clamp(min=0)])
+        return row, height * (self.nk - col * self.kv_tile).clamp(max=self.kv_tile), bits
+
+    def _summed(self, row: Tensor, area: Tensor) -> int:
         per_group = torch.zeros(self.row_ptr.shape[0], dtype=torch.int64, device=self.device)
         per_group.index_add_(0, row // self.q_tiles, area)
         return int(per_group[self.group.long()].sum())
@@ -123,8 +144,9 @@ class BlockPlan:
 
     def to(self, device: torch.device | str) -> BlockPlan:
         """The plan with its tensors on a device; without places to spare where that is the CPU."""
+        device = check_device(device)
         moved = {name: getattr(self, name).to(device) for name in _TENSORS}
-        if torch.device(device).type != "cpu" or self.counted:
+        if device.type != "cpu" or self.counted:
             return dataclasses.replace(self, **moved)
         nnz = self.nnz
         for name in _LISTS:
@@ -134,8 +156,10 @@ class BlockPlan:
     def to_dense(self) -> Tensor:
         """The relation that the tiles spell out, bool (B, Hq, nq, nk); for tests and small sizes."""
         groups = self.row_ptr.shape[0]
-        tiles = torch.zeros(groups, self.q_tiles, self.kv_tiles, self.q_tile, self.kv_tile, dtype=torch.bool)
-        full = torch.ones(1, self.q_tile, self.kv_tile, dtype=torch.bool)
+        tiles = torch.zeros(
+            groups, self.q_tiles, self.kv_tiles, self.q_tile, self.kv_tile, dtype=torch.bool, device="cpu"
+        )
+        full = torch.ones(1, self.q_tile, self.kv_tile, dtype=torch.bool, device="cpu")
         shapes = torch.cat([unpack_masks(self.masks.cpu(), self.kv_tile), full])
         row, col, bits = (x.cpu() for x in self.listed())
         tiles[row // self.q_tiles, row % self.q_tiles, col] = shapes[bits]
@@ -154,9 +178,13 @@ class BlockPlan:
         return to_block_mask(self)
 
     def __repr__(self) -> str:
+        # what is on another device is not waited for
+        known = self.device.type == "cpu" or "density" in self.__dict__
+        tiles = f"{self.nnz} non-empty" if self.counted else f"at most {self.places} non-empty"
         return (
-            f"BlockPlan({self.nq} x {self.nk} tokens, tiles {self.q_tile} x {self.kv_tile}, {self.nnz} non-empty, "
-            f"{self.row_ptr.shape[0]} group(s), {self.masks.shape[0]} masks, density {self.density:.4f}, {self.device})"
+            f"BlockPlan({self.nq} x {self.nk} tokens, tiles {self.q_tile} x {self.kv_tile}, {tiles}, "
+            f"{self.row_ptr.shape[0]} group(s), {self.masks.shape[0]} masks, "
+            f"{f'density {self.density:.4f}, ' if known else ''}{self.device})"
         )
 
 
@@ -174,6 +202,15 @@ def unpack_masks(masks: Tensor, kv_tile: int) -> Tensor:
     """The inverse of ``pack_masks``: bool (M, q_tile, kv_tile)."""
     bits = (masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device)) & 1
     return bits.flatten(-2)[..., :kv_tile].bool()
+
+
+def set_bits(masks: Tensor) -> Tensor:
+    """How many pairs each packed mask allows: int64 (M,), in the memory of the masks."""
+    x = masks - ((masks >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return ((x + (x >> 16)) & 0x3F).sum((1, 2))
 
 
 def _flatten(plan: BlockPlan) -> tuple[list[Any], Any]:

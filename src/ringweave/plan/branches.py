@@ -8,19 +8,18 @@ tiles. ``LongNet`` is a list of such branches by definition, and there the branc
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from ..errors import PatternError
 from ..patterns import Causal, Full, LongNet, Or, Pattern, View
+from ..patterns.function import store_of
+from ..recent import Recent
 from .block_plan import BlockPlan
-from .build import default_tile, estimate_tiles
-from .cache import plan_cache, table_keys
+from .build import check_tile, default_tile, estimate_tiles
+from .cache import plan_cache
 
 # Sides of block tables that are worth their own tiles: smaller ones drown in overhead.
 _GRIDS = (32, 128)
@@ -74,6 +73,14 @@ class Branch:
         """The sides (q_tile, kv_tile) of its plan."""
         return tile_sides(self.sides, self.pattern, self.nq, self.nk)
 
+    def pairs(self) -> int:
+        """Allowed pairs, over batch and heads; of a dense structure without a plan."""
+        if self.structure == "sparse":
+            return self.plan().pairs()
+        square = min(self.nq, self.nk)
+        causal = square * (square + 1) // 2 + (self.nq - square) * self.nk
+        return (causal if self.structure == "causal" else self.nq * self.nk) * self.batch * self.head_count
+
     def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
         """The branch's plan, cached."""
         return plan_cache.get(
@@ -95,13 +102,12 @@ def tile_sides(tile: int | tuple[int, int] | None, pattern: Pattern, nq: int, nk
         if grid is not None and _GRIDS[0] <= grid <= _GRIDS[1] and grid % 16 == 0:
             return grid, grid
         return default_tile(nq), default_tile(nk)
-    return (tile, tile) if isinstance(tile, int) else tile
+    return check_tile(tile)
 
 
-_MAX_PROGRAMS = 1024
-# with the tables, so that an address in a key cannot be given to another: restrided patterns hold tables of their own
-_programs: OrderedDict[Hashable, tuple[tuple[Branch, ...], tuple[Tensor, ...]]] = OrderedDict()
-_lock = threading.Lock()
+# programs that take a search; a branch takes about so many bytes
+_programs: Recent[tuple[Branch, ...]] = Recent(64 * 2**20, 1024)
+_BRANCH_BYTES = 2048
 
 
 def branches(
@@ -119,19 +125,17 @@ def branches(
     Returns:
         At least one branch, unless no view of a LongNet holds a token.
     """
-    tables = pattern.tables
-    key = (pattern.spec, table_keys(tables), nq, nk, heads, batch, q_offset)
-    with _lock:
-        found = _programs.get(key)
-        if found is not None:
-            _programs.move_to_end(key)
-            return found[0]
-    size = Sizes(nq, nk, heads, batch, q_offset)
-    program = tuple(mixture(pattern, size)) if isinstance(pattern, LongNet) else _split(pattern, size)
-    with _lock:
-        _programs[key] = program, tables
-        if len(_programs) > _MAX_PROGRAMS:
-            _programs.popitem(last=False)
+    parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
+    whole = Branch(pattern, (0, heads, 1), 1, 0, 0, nq, nk, q_offset, batch)
+    if pattern.combinable and all(part.residue_rate() == 1 for part in parts):
+        return (whole,)
+    value, tables, _ = pattern.key()
+    key, programs = (value, nq, nk, heads, batch, q_offset), store_of(pattern.spec, _programs)
+    program = programs.get(key)
+    if program is None:
+        size = Sizes(nq, nk, heads, batch, q_offset)
+        program = tuple(mixture(pattern, size)) if isinstance(pattern, LongNet) else _split(pattern, size, whole)
+        programs.put(key, program, _BRANCH_BYTES * len(program), tables)
     return program
 
 
@@ -175,12 +179,13 @@ def mixture(pattern: LongNet, size: Sizes) -> list[Branch]:
     return found
 
 
-def _split(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
-    everything = View((0, size.heads, 1), 1, 0)
-    whole = _branch(everything, pattern, size)
-    assert whole is not None
+def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
+    everything = View(whole.heads, 1, 0)
     parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
-    if all(part.residue_rate() == 1 for part in parts):
+    # as many views as this cost more to start than they can save
+    cost = _cost([whole])
+    views = sum(len(_offsets(part.residue_rate(), size)) for part in parts)
+    if (views - len(parts)) * _BRANCH_COST >= cost:
         return (whole,)
     rest = [part for part in parts if part.residue_rate() == 1]
     program: list[Branch] = []
@@ -196,7 +201,7 @@ def _split(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
         if rate == 1:
             continue
         new = part if seen is None else part & ~seen
-        for offset in range(min(rate, size.nk)):
+        for offset in _offsets(rate, size):
             inside = new.restride(rate, offset)
             if inside is None:
                 return (whole,)
@@ -207,7 +212,17 @@ def _split(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
                 return (whole,)
             program.append(branch)
         seen = part if seen is None else seen | part
-    return tuple(program) if _cost(program) < _cost([whole]) else (whole,)
+    return tuple(program) if _cost(program) < cost else (whole,)
+
+
+def _offsets(rate: int, size: Sizes) -> Sequence[int]:
+    """The offsets of a rate at which there are queries and keys; few for a decode step, whatever the rate."""
+    first, end = size.q_offset % rate, min(rate, size.nk)
+    if size.nq >= rate:
+        return range(end)
+    wrapped = range(min(max(first + size.nq - rate, 0), end))
+    straight = range(min(first, end), min(first + size.nq, end))
+    return straight if not wrapped else [*wrapped, *straight]
 
 
 def _fits(branch: Branch) -> bool:

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import PatternError, ShapeError, message
+from ..errors import PatternError, ShapeError, message, shown
 from ..patterns import BlockTable, Pattern, check_extents, rebuild
+from ..patterns.checks import check_device
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
 from .around import Around, Listed, runs_of, split
 from .block_plan import BlockPlan, pack_masks
@@ -25,6 +26,9 @@ from .tables import from_table
 
 _EVALUATED_AT_ONCE = 2**24  # mask bits
 _TILES_AT_ONCE = 2**18
+_ALIGNED = 16  # elements: 64 bytes
+_TILES_SAMPLED = 2**22
+_MOST_IN_A_LINE = 2**24
 DEFAULT_TILE = 128
 
 
@@ -42,6 +46,24 @@ def default_tile(n: int) -> int:
     return min(DEFAULT_TILE, max(16, 1 << (n - 1).bit_length()))
 
 
+def check_tile(tile: object) -> tuple[int, int]:
+    """(q_tile, kv_tile) from a side or both.
+
+    Raises:
+        ShapeError: Sides that are no multiples of 16, or too large.
+    """
+    sides = tile if isinstance(tile, (tuple, list)) else (tile, tile)
+    if len(sides) == 2 and all(_is_side(side) for side in sides):
+        return int(sides[0]), int(sides[1])
+    raise ShapeError(message("tile", shown(tuple(sides)), "multiples of 16 from 16 to 1024, one or two", "Use 128."))
+
+
+def _is_side(side: object) -> bool:
+    if isinstance(side, bool) or not isinstance(side, (int, np.integer)):
+        return False
+    return 16 <= int(side) <= 1024 and int(side) % 16 == 0
+
+
 def build(
     pattern: Pattern,
     nq: int,
@@ -54,7 +76,7 @@ def build(
     device: str | torch.device = "cpu",
 ) -> BlockPlan:
     """Plan a pattern, uncached; see :func:`ringweave.plan`."""
-    _check(pattern, nq, nk, heads, batch, q_offset, tile)
+    _check(pattern, nq, nk, heads, batch, q_offset, tile, device)
     if isinstance(pattern, BlockTable) and q_offset == 0 and pattern.block_size == tile:
         return from_table(pattern, nq, nk, heads, batch, tile, device)
     parts = split(pattern, tile) if q_offset == 0 else None
@@ -72,11 +94,18 @@ def build(
 def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[Pattern], torch.Tensor]:
     """The patterns of all batch elements and heads, each once, and which of them each uses, (B, Hq) int32."""
     distinct: dict[Hashable, tuple[int, Pattern]] = {}
+    known: dict[int, tuple[int, Pattern]] = {}
     group = np.zeros((batch, heads), np.int32)
+    if pattern.select(0, 0) is pattern:
+        return [pattern], torch.from_numpy(group)
     for b in range(batch):
         for h in range(heads):
             each = pattern.select(b, h)
-            group[b, h] = distinct.setdefault(each.value(), (len(distinct), each))[0]
+            found = known.get(id(each))
+            if found is None:
+                # held with its number, so that no other has its address
+                found = known[id(each)] = (distinct.setdefault(each.value(), (len(distinct), each))[0], each)
+            group[b, h] = found[0]
     return [each for _, each in distinct.values()], torch.from_numpy(group)
 
 
@@ -109,20 +138,28 @@ def _planned_around(
     return Around.of((inside, group), (outside, other), store.packed(), table, q_tiles * kv_tiles, device)
 
 
-def _check(pattern: Pattern, nq: int, nk: int, heads: int, batch: int, q_offset: int, tile: tuple[int, int]) -> None:
-    for name, value, least in (
-        ("nq", nq, 1), ("nk", nk, 1), ("heads", heads, 1), ("batch", batch, 1), ("q_offset", q_offset, 0),
-    ):  # fmt: skip
-        if value < least:
-            raise ShapeError(message(name, value, f"at least {least}", "Pass non-empty sequences and heads."))
-    for side in tile:
-        if side < 1 or side % 16 or side > 1024:
-            raise ShapeError(message("tile", tile, "multiples of 16 from 16 to 1024", "Use 128."))
+def _check(
+    pattern: Pattern,
+    nq: int,
+    nk: int,
+    heads: int,
+    batch: int,
+    q_offset: int,
+    tile: tuple[int, int],
+    device: str | torch.device,
+) -> None:
+    check_tile(tile)
+    tiles = max(-(-nq // tile[0]), -(-nk // tile[1]))
+    if tiles > _MOST_IN_A_LINE:
+        got = f"{tiles} tiles in a line"
+        raise ShapeError(message("tile", got, f"at most {_MOST_IN_A_LINE}", "Use larger tiles, or shorter sequences."))
     if not pattern.combinable:
         raise PatternError(
             message("pattern", repr(pattern), "a relation", "A LongNet has one plan per branch: see explain().")
         )
-    check_extents(pattern, batch, heads)
+    if torch.device(device).type not in ("cpu", "meta"):
+        check_device(device)
+    check_extents(pattern, batch, heads, read=torch.device(device).type != "meta")
     pattern.check(nq, nk, q_offset)
 
 
@@ -160,11 +197,13 @@ def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offs
     """
     q_tile, kv_tile = default_tile(nq), default_tile(nk)
     rows = -(-nq // q_tile)
+    sample = max(1, min(sample, _TILES_SAMPLED * kv_tile // nk))
     lo = np.unique(np.linspace(0, rows - 1, min(rows, sample)).round().astype(np.int64)) * q_tile
     q_lo, q_hi = lo + q_offset, np.minimum(lo + q_tile, nq) + q_offset
     found: dict[Hashable, float] = {}
     total = 0.0
-    for head in range(heads):
+    alike = pattern.select(0, 0) is pattern
+    for head in range(1 if alike else heads):
         each = pattern.select(0, head)
         key = each.value()
         if key not in found:
@@ -173,7 +212,7 @@ def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offs
             keys = each.tile_keys(Tiles(q_lo[row], q_hi[row], k_lo, np.minimum(k_lo + kv_tile, nk)))
             found[key] = float((keys != EMPTY).sum()) / len(lo) * rows
         total += found[key]
-    return total
+    return total * heads if alike else total
 
 
 def _candidates(ranges: Ranges, kv_tile: int, kv_tiles: int) -> tuple[Int64, Int64]:
@@ -193,6 +232,7 @@ def _candidates(ranges: Ranges, kv_tile: int, kv_tiles: int) -> tuple[Int64, Int
     flat = length.reshape(-1)
     ends = np.cumsum(flat)
     total = int(ends[-1])
+    _limit(total)
     col = np.arange(total) - np.repeat(ends - flat - start.reshape(-1), flat)
     row = np.repeat(np.arange(len(start)), length.sum(1))
     return row, col
@@ -216,8 +256,8 @@ class _Masks:
         step = max(1, _EVALUATED_AT_ONCE // (q_tile * kv_tile))
         for begin in range(0, len(codes), step):
             q_lo, q_hi, k_lo, k_hi = (torch.from_numpy(side[begin : begin + step])[:, None, None] for side in sample)
-            q = q_lo + torch.arange(q_tile)[None, :, None]
-            k = k_lo + torch.arange(kv_tile)[None, None, :]
+            q = q_lo + torch.arange(q_tile, device="cpu")[None, :, None]
+            k = k_lo + torch.arange(kv_tile, device="cpu")[None, None, :]
             inside = (q < q_hi) & (k < k_hi)
             # positions past the ends are clamped: a function may index tables by them
             allowed = pattern.allows(torch.minimum(q, q_hi - 1), torch.minimum(k, k_hi - 1)) & inside
@@ -235,7 +275,7 @@ class _Masks:
 
     def packed(self) -> torch.Tensor:
         if not self.rows:
-            return torch.zeros(0, *self.words, dtype=torch.int32)
+            return torch.zeros(0, *self.words, dtype=torch.int32, device="cpu")
         return torch.from_numpy(np.stack(self.rows).reshape(-1, *self.words))
 
 
@@ -259,29 +299,40 @@ def _assemble(
         row_t.append(tiles.row[by_column])
         bits_t.append(tiles.bits[by_column])
         base += len(tiles.row)
-    if base >= 2**31:
-        raise PatternError(message("pattern", f"{base} tiles", "fewer than 2**31", "Use larger tiles or fewer groups."))
+    _limit(base)
     counts = np.concatenate([np.diff(ptr) for ptr in row_ptr])
 
-    def tensor(array: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
-
+    arrays = {
+        "row_ptr": np.stack(row_ptr),
+        "col": np.concatenate([tiles.col for tiles in sets]),
+        "bits": np.concatenate([tiles.bits for tiles in sets]),
+        "col_ptr": np.stack(col_ptr),
+        "row": np.concatenate(row_t),
+        "bits_t": np.concatenate(bits_t),
+        "masks": masks.numpy(),
+        "group": group.numpy(),
+        "order": _launch_order(counts),
+    }
+    # in one piece: one copy to a device, and small plans take little more than their elements
+    sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays.values()]
+    whole = torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
+    for part, array in zip(whole.split(sizes), arrays.values(), strict=True):
+        part[: array.size] = torch.from_numpy(np.ascontiguousarray(array, np.int32).reshape(-1))
+    parts = zip(arrays.items(), whole.to(device).split(sizes), strict=True)
     return BlockPlan(
-        row_ptr=tensor(np.stack(row_ptr)),
-        col=tensor(np.concatenate([tiles.col for tiles in sets])),
-        bits=tensor(np.concatenate([tiles.bits for tiles in sets])),
-        col_ptr=tensor(np.stack(col_ptr)),
-        row=tensor(np.concatenate(row_t)),
-        bits_t=tensor(np.concatenate(bits_t)),
-        masks=masks.to(device),
-        group=group.to(device),
-        order=tensor(_launch_order(counts)),
+        **{name: part[: array.size].view(array.shape) for (name, array), part in parts},
         nq=nq,
         nk=nk,
         q_tile=tile[0],
         kv_tile=tile[1],
         q_offset=q_offset,
     )
+
+
+def _limit(tiles: int) -> None:
+    # numbers of tiles are kept in 32 bits
+    if tiles >= 2**31:
+        raise PatternError(message("pattern", f"{tiles} tiles", "fewer than 2**31", "Use larger tiles or less."))
 
 
 def _offsets(index: Int64, size: int) -> Int64:

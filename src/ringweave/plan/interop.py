@@ -22,15 +22,20 @@ def to_block_mask(plan: BlockPlan) -> Any:
     table = torch.full((groups, rows, columns), -2, dtype=torch.int32, device=plan.device)
     table[line // rows, line % rows, col] = bits.int()
     group = plan.group.long()
+    several = plan.group.shape[0] > 1, plan.group.shape[1] > 1
     # as many as a power of two: compiled code is for a number of masks, and plans of one kind differ a little in it
     missing = (1 << max(plan.masks.shape[0] - 1, 0).bit_length()) - plan.masks.shape[0]
     masks = torch.nn.functional.pad(plan.masks, (0, 0, 0, 0, 0, missing))
     q_tile, kv_tile = plan.q_tile, plan.kv_tile
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        code = table[group[b, h], q // q_tile, k // kv_tile]
-        word = masks[code.clamp(min=0), q % q_tile, k % kv_tile // 32]
-        return (code == -1) | ((code >= 0) & (((word >> (k % 32)) & 1) == 1))
+        # as in flex_attention, one batch element or head stands for any number
+        rows = group[b if several[0] else 0, h if several[1] else 0]
+        code = table[rows, q // q_tile, k // kv_tile]
+        # the words of a mask begin anew in every tile
+        place = k % kv_tile
+        word = masks[code.clamp(min=0), q % q_tile, place // 32]
+        return (code == -1) | ((code >= 0) & (((word >> (place % 32)) & 1) == 1))
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
         chosen = chosen[group]

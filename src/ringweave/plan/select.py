@@ -87,7 +87,10 @@ def _masked(sets: list[_Rows], plan: BlockPlan, present: NDArray[np.bool_]) -> t
     if not len(pairs):
         return plan.masks
     base = torch.cat(
-        [torch.ones(1, plan.q_tile, plan.kv_tile, dtype=torch.bool), unpack_masks(plan.masks, plan.kv_tile)]
+        [
+            torch.ones(1, plan.q_tile, plan.kv_tile, dtype=torch.bool, device="cpu"),
+            unpack_masks(plan.masks, plan.kv_tile),
+        ]
     )
     fresh = base[torch.from_numpy(pairs[:, 0])] & torch.from_numpy(shapes)[pairs[:, 1]][:, None, :]
     first = plan.masks.shape[0]

@@ -33,7 +33,6 @@ _FEW = 16
 
 def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """One launch; a second joins where lists are split."""
-    q, k, v = map(operands.readable, (q, k, v))
     plan = branch.plan(q.device)
     batch, heads, nq, _ = q.shape
     dim = v.shape[3]
@@ -68,7 +67,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """rowsum(dout * out) - dlse, 0 where lse is -inf, in one launch."""
-    dout, out = operands.readable(dout), operands.readable(out)
     batch, heads, nq, dim = out.shape
     result = torch.empty(batch, heads, nq, dtype=torch.float32, device=out.device)
     lines = max(16, min(128, 8192 // padded(dim)))
@@ -87,7 +85,7 @@ def backward(
     upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Two launches: dQ by rows, dK and dV by columns; each sum joined by one more where lists are split."""
-    q, k, v, dout = map(operands.readable, (q, k, v, upstream.dout.to(q.dtype)))
+    dout = upstream.dout.to(q.dtype)
     lse, delta = upstream.lse, upstream.delta
     plan = branch.plan(q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))

@@ -13,11 +13,6 @@ from .blocks import padded
 _UNIT = 8
 
 
-def readable(x: Tensor) -> Tensor:
-    """Any strides but in the last dimension."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def strides(*tensors: Tensor) -> tuple[int, list[int]]:
     """What divides the strides over batch, heads and tokens (8 elements or 1), and these divided by it."""
     # where a dimension has one element or none its stride says nothing: it may be anything

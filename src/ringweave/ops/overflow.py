@@ -1,0 +1,62 @@
+"""Rows whose scores leave the range of the type that they are computed in.
+
+The rule, for every backend: an allowed score that is NaN or +inf makes its row's out NaN, and lse NaN or +inf. One
+that overflows to -inf from finite queries and keys, which a kernel would take for a key that is not there, makes both
+NaN. An allowed score of -inf that an infinite input makes has no weight, as in PyTorch.
+
+A kernel finds the first kind by itself. For the second the tiles are computed once more, by PyTorch, where that may
+be: after a look at the largest elements, or at what the native kernel saw.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..plan import Branch, unpack_masks
+
+# scores computed at a time
+_AT_ONCE = 2**22
+
+
+def may_overflow(q: Tensor, k: Tensor, scale: float) -> bool:
+    """Whether a score may be out of range, by the largest elements; True where one is not finite."""
+    most = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).max
+    largest = (max(-float(low), float(high)) for low, high in (torch.aminmax(x) for x in (q, k)))
+    bound = math.prod(largest) * max(abs(scale), 1.0) * q.shape[3]
+    return not bound < most / 2
+
+
+def spoil(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, branch: Branch, scale: float) -> None:
+    """Write what the rule says of rows whose largest score is NaN or infinite."""
+    plan = branch.plan(q.device)
+    ratio = q.shape[1] // k.shape[1]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    line, col, bits = plan.listed()
+    whole = torch.ones(1, plan.q_tile, plan.kv_tile, dtype=torch.bool, device=q.device)
+    bank = torch.cat([unpack_masks(plan.masks, plan.kv_tile), whole])
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            queries, keys = _tiled(q[b, h].to(wide), plan.q_tile), _tiled(k[b, h // ratio].to(wide), plan.kv_tile)
+            real = _tiled(torch.ones(k.shape[2], 1, device=q.device), plan.kv_tile)[..., 0] > 0
+            top = torch.full(queries.shape[:2], -torch.inf, dtype=wide, device=q.device)
+            finite_q, finite_k = (x.isfinite().all(-1) for x in (queries, keys))
+            mine = (line // plan.q_tiles == plan.group[b, h]).nonzero()[:, 0]
+            for some in mine.split(max(1, _AT_ONCE // (plan.q_tile * plan.kv_tile))):
+                row, column = line[some] % plan.q_tiles, col[some]
+                scores = (queries[row] * scale) @ keys[column].mT
+                allowed = bank[bits[some]] & real[column][:, None]
+                finite = finite_q[row][..., None] & finite_k[column][:, None]
+                scores = scores.masked_fill(scores.isneginf() & finite, torch.nan).masked_fill(~allowed, -torch.inf)
+                top = top.scatter_reduce(0, row[:, None].expand(-1, plan.q_tile), scores.amax(-1), "amax")
+            top = top.flatten()[: q.shape[2]]
+            broken = top.isnan() | top.isposinf()
+            out[b, h].masked_fill_(broken[:, None], torch.nan).masked_fill_(top.isneginf()[:, None], 0.0)
+            lse[b, h] = torch.where(broken | top.isneginf(), top.to(lse.dtype), lse[b, h])
+
+
+def _tiled(x: Tensor, tile: int) -> Tensor:
+    padded: Tensor = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % tile)).unflatten(0, (-1, tile))
+    return padded

@@ -1,0 +1,146 @@
+"""The one least recently used store: values by key, within a bound on bytes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+V = TypeVar("V")
+
+
+class _Tie(weakref.ref[object]):
+    """A weak reference that knows the key of what falls with its object."""
+
+    __slots__ = ("key",)
+    key: Hashable
+
+
+class _Making:
+    """A value that is being made; weakly referred to by those who wait."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry(Generic[V]):
+    value: V
+    # held so that an address in the key cannot be given to another table
+    tables: tuple[Tensor, ...]
+    nbytes: int
+    ties: tuple[_Tie, ...]
+
+
+class Recent(Generic[V]):
+    """Values by key, the least recently used first to go; safe to share between threads.
+
+    Args:
+        max_bytes: Bound on the bytes of values and of the tables that their keys name.
+        most: Bound on their number.
+    """
+
+    def __init__(self, max_bytes: int, most: int):
+        self.max_bytes, self.most = max_bytes, most
+        self._entries: OrderedDict[Hashable, _Entry[V]] = OrderedDict()
+        # keys whose objects are gone
+        self._fallen: deque[_Tie] = deque()
+        self._making: weakref.WeakValueDictionary[Hashable, _Making] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+        self.hits = self.misses = self.evictions = self.nbytes = 0
+        _every.add(self)
+
+    def get(self, key: Hashable) -> V | None:
+        """What was put under a key; None where it has gone."""
+        with self._lock:
+            self._drop_fallen()
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            self._entries.move_to_end(key)
+            self.hits += 1
+            return entry.value
+
+    def making(self, key: Hashable) -> _Making:
+        """Whose ``lock`` the one thread takes that makes what a key stands for, while others wait."""
+        with self._lock:
+            return self._making.setdefault(key, _Making())
+
+    def put(
+        self, key: Hashable, value: V, nbytes: int, tables: Sequence[Tensor] = (), ties: Sequence[object] = ()
+    ) -> None:
+        """Keep a value, unless it is larger than the bound.
+
+        Args:
+            key: Where.
+            value: What.
+            nbytes: Its size, all told but for the tables.
+            tables: What the key names by address.
+            ties: Objects with which it goes; the value must not hold them.
+        """
+        nbytes += sum(table.nbytes for table in tables)
+        tied = tuple(_Tie(each, self._fall) for each in ties)
+        for tie in tied:
+            tie.key = key
+        with self._lock:
+            self.misses += 1
+            self._drop(key)
+            if nbytes > self.max_bytes:
+                return
+            self._entries[key] = _Entry(value, tuple(tables), nbytes, tied)
+            self.nbytes += nbytes
+            while self.nbytes > self.max_bytes or len(self._entries) > self.most:
+                self._drop(next(iter(self._entries)))
+                self.evictions += 1
+
+    def clear(self) -> None:
+        """Drop everything, and the counts."""
+        with self._lock:
+            self._entries.clear()
+            self.hits = self.misses = self.evictions = self.nbytes = 0
+
+    def __len__(self) -> int:
+        with self._lock:
+            self._drop_fallen()
+            return len(self._entries)
+
+    def renew(self) -> None:
+        """Begin anew in a forked process: another thread may have been at work in here."""
+        self._lock, self._making = threading.Lock(), weakref.WeakValueDictionary()
+        self._entries, self.nbytes = OrderedDict(), 0
+
+    def _fall(self, tie: _Tie) -> None:
+        self._fallen.append(tie)
+        # at once, unless the garbage collector runs while the lock is held: then at the next use
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drop_fallen()
+            finally:
+                self._lock.release()
+
+    def _drop_fallen(self) -> None:
+        while self._fallen:
+            self._drop(self._fallen.popleft().key)
+
+    def _drop(self, key: Hashable) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.nbytes -= entry.nbytes
+
+
+_every: weakref.WeakSet[Recent[Any]] = weakref.WeakSet()
+
+
+def _renew_all() -> None:
+    for each in list(_every):
+        each.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_all)

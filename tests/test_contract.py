@@ -1,0 +1,441 @@
+"""The contract of every public name: whatever an argument is, a RingweaveError or the right answer, and nothing else.
+
+Each row is a call that works; each of its arguments in turn becomes each hostile value. What is refused is refused by
+an error of the library's own; what is taken must be what the signature says, and the answer the same as for the plain
+value and right by the dense relation. A new public name, method or argument fails until it has its row.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.errors import RingweaveError
+
+N = 48
+SECONDS = 3.0  # of the processor, for one call
+MIB = 300  # of memory, over all calls of a row
+
+
+class Raising:
+    """Whatever asks it anything gets an error that is not the library's."""
+
+    def _raise(self, *_: object) -> Any:
+        raise ZeroDivisionError("asked")
+
+    __index__ = __int__ = __float__ = __bool__ = __len__ = __iter__ = __getitem__ = __call__ = __array__ = _raise  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __fspath__ = _raise  # type: ignore[assignment]
+    __hash__ = object.__hash__
+
+
+def hostile() -> dict[str, Any]:
+    """Made anew for every call: some can be used up or written to."""
+    return {
+        "None": None, "True": True, "False": False, "nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"),
+        "-1": -1, "0": 0, "1": 1, "3": 3, "16": 16, "2**31": 2**31, "-2**63": -(2**63), "2**63": 2**63, "2**70": 2**70,
+        "10**400": 10**400, "10**5000": 10**5000, "0.5": 0.5, "1.0": 1.0, "1e39": 1e39, "complex": 1j,
+        "empty text": "", "text": "abc", "long text": "ab" * 5000, "surrogate": "\ud800", "bytes": b"abc", "path": Path("abc.svg"),
+        "empty list": [], "empty tuple": (), "floats": [1.0, 2.0], "bools": [True], "Nones": [None], "texts": ["a"],
+        "lists": [[1, 2], [3]], "huge": [2**70], "too large": [2**40, 1], "negative": [-1], "twice": [3, 3], "ints": [1, 2],
+        "dict": {1: 2}, "set": {1, 2}, "range": range(2), "long range": range(10**12), "longer range": range(2**70),
+        "counting": itertools.count(), "used up": iter(()), "map": map(int, ["1"]),
+        "np.int64": np.int64(3), "np.int8": np.int8(16), "np.uint64": np.uint64(2**63), "np.float64": np.float64(2.0),
+        "np.float16": np.float16(0.5), "np.nan": np.float32("nan"), "np.bool": np.bool_(True), "np.str": np.str_("x"),
+        "array": np.array([1, 2]), "int8 array": np.array([1, 2], np.int8), "float array": np.array([1.0, 2.0]),
+        "2-D array": np.array([[1, 2]]), "0-D array": np.array(3), "object array": np.array([None, 1], object),
+        "0-D tensor": torch.tensor(3), "0-D float": torch.tensor(2.5), "nan tensor": torch.tensor([torch.nan]),
+        "empty tensor": torch.zeros(0), "int tensor": torch.tensor([1, 2]), "float tensor": torch.ones(2),
+        "with grad": torch.ones(2, requires_grad=True), "bool tensor": torch.tensor([True, False]),
+        "2-D tensor": torch.ones(2, 2, dtype=torch.int64), "5-D tensor": torch.ones(1, 1, 1, 1, 2),
+        "4-D tensor": torch.ones(1, 2, N, 8), "half tensor": torch.ones(2, dtype=torch.float16),
+        "complex tensor": torch.ones(1, 2, N, 8, dtype=torch.complex64), "meta tensor": torch.ones(2, device="meta"),
+        "4-D meta": torch.ones(1, 2, N, 8, device="meta"), "sparse tensor": torch.eye(3).to_sparse(),
+        "dtype": torch.int32, "float8": torch.float8_e5m2, "device": torch.device("meta"), "no GPU": "cuda:63",
+        "fraction": Fraction(1, 2), "object": object(), "Raising": Raising(), "raising list": [Raising()],
+        "type": rw.Causal, "function": lambda *_: None, "module": np, "pattern": rw.Causal(), "patterns": [rw.Causal()],
+        "mixture": rw.LongNet([16], [1]), "for others": rw.Documents([5]), "ellipsis": ...,
+    }  # fmt: skip
+
+
+#: Classes and methods whose checks are written elsewhere, as a whole.
+CLASSES_ELSEWHERE = {"ContextParallel"}
+#: Records that the library makes and hands out; what they hold is not checked again.
+RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
+#: Methods by which patterns answer plans: internal, called with arrays.
+PROTOCOL = {
+    "allows", "key_ranges", "excluded_ranges", "tile_keys", "extents", "select", "check", "grid", "residue_rate",
+    "restride", "either", "value", "views", "of", "numbered", "key", "write", "parts_within",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call that works.
+
+    Attributes:
+        arguments: By name, all that the signature has.
+        right: Raises where an answer is not right for its arguments.
+        of: What is called; the public name by default.
+        taken: Arguments for which more is taken than their annotation says plainly, with what is.
+    """
+
+    arguments: Callable[[], dict[str, Any]]
+    right: Callable[[dict[str, Any], Any], None]
+    of: Callable[..., Any] | None = None
+    taken: dict[str, Callable[[Any], bool]] = field(default_factory=dict)
+
+
+# ---- what is right ---------------------------------------------------------------------------------------------------
+
+
+def dense_of(pattern: rw.Pattern, n: int) -> None:
+    """The plan's pairs are those of the definition, and counted right."""
+    batch, heads = pattern.extents()
+    sizes = {"heads": heads or 1, "batch": batch or 1}
+    try:
+        dense = pattern.to_dense(n, **sizes)
+    except RingweaveError:
+        return  # made for another length
+    assert pattern.density(n, **sizes) == pytest.approx(float(dense.double().mean()), abs=1e-12)
+    future = dense & ~rw.Causal().to_dense(n) if pattern.combinable else dense * ~rw.Causal().to_dense(n)
+    assert pattern.causality(n, **sizes).pairs == int(future.sum())
+    if pattern.combinable:
+        assert torch.equal(pattern.plan(n, **sizes).to_dense(), dense)
+
+
+def is_pattern(arguments: dict[str, Any], answer: Any) -> None:
+    assert isinstance(answer, rw.Pattern)
+    if not answer.tables and "TokenMask" not in answer.spec:
+        assert rw.patterns.parse(answer.spec) == answer
+    dense_of(
+        answer, arguments["tokens"] if isinstance(arguments.get("tokens"), int) and arguments["tokens"] <= 256 else N
+    )
+
+
+def sizes_of(arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    sizes = {name: arguments[name] for name in ("nq", "nk", "heads", "batch", "q_offset")}
+    return arguments.get("pattern", arguments.get("self")), sizes
+
+
+def is_dense(arguments: dict[str, Any], answer: Any) -> None:
+    pattern, sizes = sizes_of(arguments)
+    assert torch.equal(answer, pattern.to_dense(**sizes))
+
+
+def is_plan(arguments: dict[str, Any], answer: Any) -> None:
+    pattern, sizes = sizes_of(arguments)
+    dense = pattern.to_dense(**sizes)
+    if answer.device.type == "meta":  # of its sizes alone
+        return
+    assert torch.equal(answer.to_dense(), dense)
+    assert answer.density == pattern.density(**sizes) == pytest.approx(float(dense.double().mean()), abs=1e-12)
+    assert answer.density <= answer.computed_density <= 1
+
+
+def is_density(arguments: dict[str, Any], answer: Any) -> None:
+    pattern, sizes = sizes_of(arguments)
+    assert answer == pytest.approx(float(pattern.to_dense(**sizes).double().mean()), abs=1e-12)
+
+
+def future_of(arguments: dict[str, Any]) -> torch.Tensor:
+    pattern, sizes = sizes_of(arguments)
+    return pattern.to_dense(**sizes) * ~rw.Causal().to_dense(**sizes)
+
+
+def is_causality(arguments: dict[str, Any], answer: Any) -> None:
+    assert answer.pairs == int(future_of(arguments).sum())
+
+
+def is_explained(arguments: dict[str, Any], answer: Any) -> None:
+    pattern, sizes = sizes_of(arguments)
+    if arguments["as_dict"]:
+        assert answer["pairs"]["allowed"] == int(pattern.to_dense(**sizes).sum())
+        assert answer["causality"]["future_pairs"] == int(future_of(arguments).sum())
+    else:
+        assert f"allowed   {int(pattern.to_dense(**sizes).sum())} of" in answer
+
+
+def is_attention(arguments: dict[str, Any], answer: Any) -> None:
+    out = answer.out if isinstance(answer, rw.AttentionOutput) else answer
+    pattern = arguments.get("pattern")
+    if pattern is None:
+        names = ("segments", "rates", "causal", "offset", "heads")
+        pattern = rw.LongNet(**{name: arguments[name] for name in names})
+    options = {name: arguments[name] for name in ("scale", "q_offset")}
+    wanted = rw.attention(*(arguments[name] for name in "qkv"), pattern, backend="reference", **options)
+    torch.testing.assert_close(out, wanted)
+
+
+def is_weights(arguments: dict[str, Any], answer: Any) -> None:
+    q, k = arguments["q"].double(), arguments["k"].double()
+    allowed = arguments["pattern"].to_dense(N, N, 2, q_offset=arguments["q_offset"])
+    scale = 8**-0.5 if arguments["scale"] is None else float(arguments["scale"])
+    scores = (scale * q @ k.mT).masked_fill(~allowed, -torch.inf)
+    wanted = torch.softmax(scores, -1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+    torch.testing.assert_close(answer.to_dense().double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def is_merged(arguments: dict[str, Any], answer: Any) -> None:
+    assert answer.lse.shape == arguments["lses"][0].shape
+    wanted = torch.logsumexp(torch.stack([lse.double() for lse in arguments["lses"]]), 0)
+    torch.testing.assert_close(answer.lse.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def is_svg(arguments: dict[str, Any], answer: Any) -> None:
+    assert answer.startswith("<svg")
+
+
+def is_moved(arguments: dict[str, Any], answer: Any) -> None:
+    assert torch.equal(answer.to_dense(), arguments["self"].to_dense())
+
+
+def is_cache(arguments: dict[str, Any], answer: Any) -> None:
+    assert answer.get(rw.Causal(), 32, 32, tile=(16, 16)).nnz == 3
+
+
+def nothing(arguments: dict[str, Any], answer: Any) -> None:
+    pass
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def made(**arguments: Any) -> Row:
+    return Row(lambda: dict(arguments), is_pattern)
+
+
+def qkv() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(1, 2, N, 8, generator=generator) for name in "qkv"}
+
+
+SIZES = {"nq": N, "nk": N, "heads": 2, "batch": 1, "q_offset": 0}
+OWN = rw.SlidingWindow(9, 2) & ~rw.Segments(20) | rw.Sinks([3])
+CALL = {"scale": None, "q_offset": 0, "backend": "auto", "context": None}
+LISTS = {"segments": [16, 32], "rates": [1, 2], "causal": True, "offset": 1, "heads": "shared"}
+ASKED = {
+    "kv_heads": 1, "head_dim": 16, "value_dim": 8, "dtype": torch.float32, "device": "cpu", "backend": "auto",
+    "needs_grad": True, "as_dict": True,
+}  # fmt: skip
+
+
+def block_mask() -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda b, h, q, k: q >= k, None, None, 64, 64, device="cpu", BLOCK_SIZE=32)
+
+
+def is_causal_mask(arguments: dict[str, Any], answer: Any) -> None:
+    assert torch.equal(answer.to_dense(64), rw.Causal().to_dense(64))
+
+
+def is_table(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+ROWS: dict[str, Row] = {
+    "Full": made(),
+    "Causal": made(),
+    "SlidingWindow": made(left=5, right=2),
+    "Segments": made(length=7),
+    "Documents": Row(lambda: {"lengths": [20, N - 20], "cu_seqlens": None}, is_pattern, taken={"lengths": lambda v: True, "cu_seqlens": lambda v: v is None}),
+    "Neighborhood": made(window=5, dilation=2, tokens=N),
+    "PrefixLM": made(n=5),
+    "Sinks": made(tokens=[1, 5]),
+    "Global": made(tokens=[1, 5]),
+    "Periodic": made(period=7, start=1, stop=3),
+    "Strided": made(stride=3),
+    "Dilated": made(window=3, rate=4),
+    "LongNet": made(**LISTS),
+    "PerHead": Row(lambda: {"patterns": [rw.Causal(), OWN]}, is_pattern, taken={"patterns": lambda v: v[0] == rw.Causal()}),
+    "TokenMask": made(fn=lambda b, h, q, k: k <= q, tables=None, batch=None, head=None),
+    "from_mask_mod": made(fn=lambda b, h, q, k: k <= q, tables=None),
+    "BlockTable": Row(
+        lambda: {"mask": torch.eye(3).bool(), "block_size": 16, "indices": None, "counts": None, "key_blocks": None},
+        is_pattern,
+        taken={"block_size": lambda v: True},
+    ),
+    "BlockTable of indices": Row(
+        lambda: {"mask": None, "block_size": 16, "indices": torch.tensor([[0, 2], [1, 1], [2, 0]]), "counts": torch.tensor([2, 1, 0]), "key_blocks": 3},
+        is_pattern,
+        of=rw.BlockTable,
+        taken={"block_size": lambda v: True},
+    ),
+    "longformer": made(window=5, global_tokens=[1, 2], causal=False),
+    "bigbird": made(tokens=N, window=3, global_tokens=2, random=1, block_size=16, seed=1),
+    "sparse_transformer_fixed": made(block=8, summary=2, causal=True),
+    "variable": made(tokens=N, local_blocks=[1, 2], global_blocks=[1], random=1, block_size=8, seed=0),
+    "local_global": made(window=3, stride=5, causal=False),
+    "dilated_blocks": made(window=3, rates=[1, 4]),
+    "natten_1d": made(window=3, dilation=2, tokens=N),
+    "random_blocks": Row(
+        lambda: {"tokens": N, "density": 0.5, "block_size": 16, "heads": 2, "batch": 1, "seed": 0, "diagonal": True},
+        is_pattern,
+        taken={"density": lambda v: 0 < v <= 1},
+    ),
+    "attention": Row(lambda: qkv() | {"pattern": OWN, "dropout": 0.0} | CALL, is_attention),
+    "attention_with_lse": Row(lambda: qkv() | {"pattern": OWN, "dropout": 0.0} | CALL, is_attention),
+    "longnet_attention": Row(lambda: qkv() | LISTS | {"detach_weights": False} | CALL, is_attention),
+    "attention_weights": Row(lambda: {"q": qkv()["q"], "k": qkv()["k"], "pattern": OWN, "scale": None, "q_offset": 0}, is_weights),
+    "merge": Row(lambda: {"outs": [torch.ones(2, 3), torch.zeros(2, 3)], "lses": [torch.ones(2), torch.zeros(2)]}, is_merged),
+    "plan": Row(lambda: {"pattern": OWN, **SIZES, "tile": (16, 32), "device": "cpu"}, is_plan, taken={"tile": lambda v: True}),
+    "explain": Row(lambda: {"pattern": OWN, **SIZES, **ASKED}, is_explained),
+    "from_block_mask": Row(lambda: {"block_mask": block_mask()}, is_causal_mask),
+    "PlanCache": Row(lambda: {"max_bytes": 2**20}, is_cache, taken={"max_bytes": lambda v: isinstance(v, (int, np.integer)) and v >= 0}),
+    "PlanCache.get": Row(lambda: {"self": rw.PlanCache(), "pattern": OWN, **SIZES, "tile": (16, 32), "device": "cpu"}, is_plan, of=rw.PlanCache.get, taken={"tile": lambda v: True}),
+    "PlanCache.statistics": Row(lambda: {"self": rw.PlanCache()}, nothing, of=rw.PlanCache.statistics),
+    "PlanCache.clear": Row(lambda: {"self": rw.PlanCache()}, nothing, of=rw.PlanCache.clear),
+    "Pattern.to_dense": Row(lambda: {"self": OWN, **SIZES}, is_dense, of=rw.Pattern.to_dense),
+    "LongNet.to_dense": Row(lambda: {"self": rw.LongNet([16, 32], [1, 2]), **SIZES}, is_dense, of=rw.LongNet.to_dense),
+    "Pattern.plan": Row(lambda: {"self": OWN, **SIZES, "tile": 16, "device": "cpu"}, is_plan, of=rw.Pattern.plan, taken={"tile": lambda v: True}),
+    "Pattern.density": Row(lambda: {"self": OWN, **SIZES}, is_density, of=rw.Pattern.density),
+    "Pattern.is_causal": Row(lambda: {"self": OWN, **SIZES}, lambda a, x: None if x == (not future_of(a).any()) else pytest.fail("wrong"), of=rw.Pattern.is_causal),
+    "Pattern.causality": Row(lambda: {"self": OWN, **SIZES}, is_causality, of=rw.Pattern.causality),
+    "Pattern.plot": Row(lambda: {"self": OWN, "tokens": 32, "heads": 1, "path": None}, is_svg, of=rw.Pattern.plot, taken={"path": lambda v: isinstance(v, Path)}),
+    "BlockPlan.to": Row(lambda: {"self": OWN.plan(N), "device": "cpu"}, is_moved, of=rw.BlockPlan.to),
+    "BlockPlan.to_dense": Row(lambda: {"self": OWN.plan(N)}, nothing, of=rw.BlockPlan.to_dense),
+    "BlockPlan.to_block_mask": Row(lambda: {"self": OWN.plan(64, tile=32)}, nothing, of=rw.BlockPlan.to_block_mask),
+    "BlockPlan.pairs": Row(lambda: {"self": OWN.plan(N)}, nothing, of=rw.BlockPlan.pairs),
+    "BlockPlan.computed_pairs": Row(lambda: {"self": OWN.plan(N)}, nothing, of=rw.BlockPlan.computed_pairs),
+    "BlockPlan.listed": Row(lambda: {"self": OWN.plan(N)}, nothing, of=rw.BlockPlan.listed),
+    "BlockPlan.tile_rows": Row(lambda: {"self": OWN.plan(N)}, nothing, of=rw.BlockPlan.tile_rows),
+    "BlockWeights.to_dense": Row(lambda: {"self": rw.attention_weights(qkv()["q"], qkv()["k"], OWN)}, nothing, of=rw.BlockWeights.to_dense),
+}  # fmt: skip
+
+
+def called(name: str) -> Callable[..., Any]:
+    of = ROWS[name].of
+    return of if of is not None else getattr(rw, name)  # type: ignore[no-any-return]
+
+
+def methods() -> set[str]:
+    """Public methods of the exported classes, each where it is first defined."""
+    found = set()
+    for name in rw.__all__:
+        kind = getattr(rw, name)
+        if not inspect.isclass(kind) or issubclass(kind, (Exception, tuple)) or name in CLASSES_ELSEWHERE:
+            continue
+        own = {
+            each: thing
+            for each, thing in vars(kind).items()
+            if callable(thing) or isinstance(thing, (classmethod, staticmethod))
+        }
+        found |= {f"{name}.{each}" for each in own if not each.startswith("_") and each not in PROTOCOL}
+    return found
+
+
+def test_every_public_name_has_a_row() -> None:
+    callables = {
+        name
+        for name in rw.__all__
+        if callable(getattr(rw, name)) and not inspect.ismodule(getattr(rw, name))
+        and not (inspect.isclass(getattr(rw, name)) and issubclass(getattr(rw, name), (Exception, rw.Pattern)) and inspect.isabstract(getattr(rw, name)))
+        and not (inspect.isclass(getattr(rw, name)) and issubclass(getattr(rw, name), Exception))
+    }  # fmt: skip
+    assert callables | methods() == {name for name in ROWS if " " not in name} | RECORDS | CLASSES_ELSEWHERE
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_rows_are_calls_that_work(name: str) -> None:
+    row = ROWS[name]
+    arguments = row.arguments()
+    given = [p for p in inspect.signature(called(name)).parameters if p != "self"]
+    assert [each for each in arguments if each != "self"] == given or set(arguments) - {"self"} == set(given)
+    row.right(arguments, called(name)(**arguments))
+
+
+def plain(value: Any) -> Any:
+    """A value as plain Python has it."""
+    if isinstance(value, (np.integer, np.floating, np.bool_)):
+        return value.item()
+    if isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 1:
+        return value.tolist()
+    return sorted(value) if isinstance(value, set) else list(value) if isinstance(value, (tuple, range)) else value
+
+
+def is_taken(row: Row, argument: str, annotation: str, value: Any) -> bool:
+    """Whether the signature says that a value is taken at all."""
+    if argument in row.taken and (value is not None or "None" not in annotation):
+        return row.taken[argument](value)
+    if value is None:
+        return "None" in annotation
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if isinstance(value, (list, tuple, set, range, np.ndarray, torch.Tensor)):
+        return any(word in annotation for word in ("Sequence", "Tensor", "Sized"))
+    found = {
+        "bool": isinstance(value, (bool, np.bool_)), "int": whole, "str": isinstance(value, str),
+        "float": isinstance(value, (int, float, np.number)) and not isinstance(value, bool),
+        "dtype": isinstance(value, torch.dtype), "device": isinstance(value, torch.device),
+        "Pattern": isinstance(value, rw.Pattern), "Path": isinstance(value, Path),
+    }  # fmt: skip
+    return any(fits for word, fits in found.items() if word in annotation)
+
+
+CASES = [(name, argument) for name in ROWS for argument in ROWS[name].arguments() if argument != "self"]
+
+
+@pytest.mark.parametrize(("name", "argument"), CASES, ids=lambda each: str(each).replace(" ", "_"))
+def test_a_hostile_argument_is_refused_or_answered_right(
+    name: str, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    row, function = ROWS[name], called(name)
+    annotation = str(inspect.signature(function).parameters[argument].annotation)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused = 0
+    for what, value in hostile().items():
+        arguments, said = row.arguments() | {argument: value}, None
+        began = time.process_time()
+        try:
+            answer = function(**arguments)
+        except RingweaveError as error:
+            said = str(error)
+        assert time.process_time() - began < SECONDS, what
+        if said is not None:
+            refused += 1
+            assert "; wanted " in said, what
+            assert len(said) < 2000, what
+            continue
+        assert is_taken(row, argument, annotation, value), f"{what} was taken as {argument}: {annotation}"
+        right = arguments | {argument: plain(value)}
+        row.right(right, answer)
+        if isinstance(answer, rw.Pattern) and argument not in ("mask", "indices", "counts"):
+            assert answer == function(**right), what
+    assert refused > 20
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert grown < MIB, f"{grown:.0f} MiB"
+
+
+@pytest.mark.parametrize("what", list(hostile()))
+def test_operators_take_patterns_alone(what: str) -> None:
+    value = hostile()[what]
+    pattern = rw.Strided(3)
+    for combine in (
+        lambda: pattern & value, lambda: pattern | value, lambda: value & pattern, lambda: value | pattern,
+    ):  # fmt: skip
+        try:
+            answer = combine()
+        except RingweaveError:
+            continue
+        assert isinstance(value, rw.Pattern)
+        assert isinstance(answer, rw.Pattern)
+    assert (pattern == value) is False
+    assert (pattern != value) is True
+
+
+def test_names_that_are_not_there() -> None:
+    with pytest.raises(AttributeError, match="module 'ringweave' has no attribute 'nope'"):
+        _ = rw.nope
+    assert not hasattr(rw, "nope")

@@ -1,0 +1,74 @@
+"""Tensors that the library makes for itself lie where it says, whatever torch's default device is."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.patterns import Pattern
+
+from .cases import MIXTURES, PATTERNS
+
+_CONSTRUCTORS = {
+    "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint",
+    "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+}  # fmt: skip
+_SOURCE = Path(rw.__file__).parent
+
+
+@pytest.mark.parametrize("name", list(PATTERNS | MIXTURES))
+def test_a_default_device_changes_nothing(name: str) -> None:
+    make = (PATTERNS | MIXTURES)[name]
+
+    def results(pattern: Pattern) -> list[object]:
+        # tiles of 17 and 33 tokens: plans are made here, not found
+        tokens = 75
+        found: list[object] = [pattern.to_dense(tokens, heads=4), pattern.density(tokens, heads=4)]
+        if pattern.combinable:
+            plan = rw.PlanCache().get(pattern, tokens, tokens, heads=4, tile=(16, 48))
+            found += [plan.to_dense(), plan.to_block_mask().kv_indices]
+            found.append(rw.attention_weights(q.detach(), k, pattern).to_dense())
+        out, lse = rw.attention_with_lse(q, k, v, pattern)
+        found += [out, lse, *torch.autograd.grad(out.sum(), q)]
+        return [*found, rw.explain(pattern, tokens, heads=4, kv_heads=2)]
+
+    q, k, v = torch.randn(1, 4, 75, 8, requires_grad=True), torch.randn(1, 2, 75, 8), torch.randn(1, 2, 75, 8)
+    want = results(make(75))
+    with torch.device("meta"):
+        got = results(make(75))
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_a_context_under_a_default_device() -> None:
+    q = torch.randn(1, 4, 64, 8, requires_grad=True)
+    want = rw.attention(q, q, q, rw.Documents([30, 34]))
+    for schedule in ("gather", "ring"):
+        with torch.device("meta"):
+            pattern = rw.Documents([30, 34])
+            context = rw.ContextParallel(None, pattern, 64, heads=(4, 4), schedule=schedule)
+            out = rw.attention(*(context.shard(q, 2) for _ in range(3)), pattern, context=context)
+            got = context.unshard(out, 2)
+            (out**2).sum().backward()
+        torch.testing.assert_close(got, want.detach())
+
+
+def test_every_constructor_names_its_device() -> None:
+    missing = []
+    for path in _SOURCE.rglob("*.py"):
+        if "bench" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            named = any(word.arg == "device" for word in node.keywords)
+            if of_torch and (
+                (node.func.attr in _CONSTRUCTORS and not named) or (node.func.attr == "Generator" and not node.args)
+            ):
+                missing.append(f"{path.name}:{node.lineno}")
+    assert not missing

@@ -1,0 +1,317 @@
+"""The net: whatever a pattern holds is changed between calls, and every answer is that of the state at the call."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ringweave as rw
+from ringweave.errors import RingweaveError
+from ringweave.patterns import Pattern
+
+N = 48
+Q, K = torch.arange(N)[:, None], torch.arange(N)[None]
+reach = 3
+knobs = types.ModuleType("knobs")
+knobs.left = 4  # type: ignore[attr-defined]
+ROOT = Path(__file__).parents[1]
+
+
+def by_global(b, h, q, k):  # type: ignore[no-untyped-def]
+    return (q - k).abs() <= reach
+
+
+def by_module(b, h, q, k, right=2):  # type: ignore[no-untyped-def]
+    return (q - k <= knobs.left) & (k - q <= right)
+
+
+def by_helper(b, h, q, k):  # type: ignore[no-untyped-def]
+    return by_global(b, h, q, k) | by_module(b, h, q, k)
+
+
+class World:
+    """Patterns, each with what it is to be at this moment, and everything that they are made of."""
+
+    def __init__(self) -> None:
+        global reach
+        reach, knobs.left, by_module.__defaults__ = 3, 4, (2,)  # type: ignore[attr-defined]
+        self.shift = shift = torch.tensor(1)
+        # known by what it holds, and by its version
+        self.small, self.large = small, large = torch.arange(N) // 5, torch.arange(2**18) // 7
+        self.spans = spans = [3, 20]
+        self.partial = functools.partial(lambda b, h, q, k, width: (q - k).abs() < width, width=6)
+        self.mask, self.lengths = torch.eye(3, dtype=torch.bool), [10, 30, 8]
+        self.tokens, self.rates = [1, 5], [1, 2]
+        self.bounds = torch.tensor([0, 9, N])
+        self.heads: list[Pattern] = [rw.Causal()]
+        self.patterns: list[tuple[Pattern, Callable[[], torch.Tensor]]] = []
+        turn = 0
+
+        def turned(b, h, q, k):  # type: ignore[no-untyped-def]
+            return (q + turn) % 3 >= k % 3
+
+        def turn_on() -> None:
+            nonlocal turn
+            turn += 1
+
+        self.turn = turn_on
+        followed: list[Any] = [
+            by_global, by_module, by_helper, self.partial, turned,
+            lambda b, h, q, k: k <= q + shift,
+            lambda b, h, q, k: (small[q] == small[k]) & (k >= spans[0]) & (k < spans[1]),
+            lambda b, h, q, k: large[q] == large[k],
+        ]  # fmt: skip
+        for fn in followed:
+            self.add(rw.from_mask_mod(fn), lambda fn=fn: fn(None, None, Q, K))
+        self.add(rw.TokenMask(followed[5]) & rw.SlidingWindow(9) | rw.Sinks(2),
+                 lambda: (Q + shift >= K) & (K <= Q) & (Q - K <= 9) | (K < 2))  # fmt: skip
+        self.add(~rw.TokenMask(by_global) | rw.Dilated(4, 3), lambda: ((Q - K).abs() > reach)
+                 | (((Q - K).abs() <= 12) & ((Q - K) % 3 == 0)))  # fmt: skip
+        # values: what they were made of may change
+        for pattern in self.values():
+            self.add(pattern, lambda dense=pattern.to_dense(N)[0, 0].clone(): dense)
+
+    def values(self) -> list[Pattern]:
+        return [
+            rw.BlockTable(self.mask, 16), rw.Documents(self.lengths), rw.Documents(cu_seqlens=self.bounds),
+            rw.Sinks(self.tokens), rw.Global(self.tokens), rw.PerHead(self.heads),
+            rw.BlockTable(self.mask, 16) & rw.Causal() | rw.Sinks(self.tokens),
+        ]  # fmt: skip
+
+    def add(self, pattern: Pattern, want: Callable[[], torch.Tensor]) -> None:
+        self.patterns.append((pattern, want))
+
+    def mutate(self, what: int) -> None:
+        global reach
+        match what:
+            case 0:
+                self.shift.add_(2)
+            case 1:
+                self.shift.data.sub_(1)
+            case 2:
+                self.small.numpy()[7:] += 1
+            case 3:
+                self.large[5:] += 1
+            case 4:
+                reach = (reach + 3) % 7
+            case 5:
+                knobs.left = (knobs.left + 3) % 8  # type: ignore[attr-defined]
+            case 6:
+                by_module.__defaults__ = (by_module.__defaults__[0] + 1,)  # type: ignore[index]
+            case 7:
+                self.partial.keywords["width"] = 1 + self.partial.keywords["width"] % 9
+            case 8:
+                self.spans[0] = (self.spans[0] + 5) % 19
+            case 9:
+                self.turn()
+            case 10:
+                self.mask[0, 2] = ~self.mask[0, 2]
+            case 11:
+                self.lengths[:2] = [20, 20]
+                self.bounds[1] = 30
+            case 12:
+                self.tokens[0] = 0
+                self.rates[1] = 4
+                self.heads[0] = rw.SlidingWindow(2)
+            case 13:
+                for pattern in self.values():
+                    self.add(pattern, lambda dense=pattern.to_dense(N)[0, 0].clone(): dense)
+                del self.patterns[8:12]
+
+
+def attended(pattern: Pattern) -> torch.Tensor:
+    """With equal scores and unit values the output is the row of weights."""
+    zero = torch.zeros(1, 1, N, 8)
+    with torch.no_grad():
+        return rw.attention(zero, zero, torch.eye(N)[None, None], pattern)[0, 0] > 0
+
+
+def planned(pattern: Pattern) -> torch.Tensor:
+    return pattern.plan(N, tile=16).to_dense()[0, 0]
+
+
+def copied(pattern: Pattern) -> torch.Tensor:
+    try:
+        again = pickle.loads(pickle.dumps(pattern))
+    except (pickle.PicklingError, AttributeError):
+        return attended(pattern)  # it carries no function, and is refused
+    return attended(again)
+
+
+def wrapped(pattern: Pattern) -> torch.Tensor:
+    return attended(rw.from_mask_mod(pattern.fn) if isinstance(pattern, rw.TokenMask) else pattern)
+
+
+def in_a_thread(pattern: Pattern) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(attended(pattern)))
+    thread.start()
+    thread.join(60)
+    return found[0]
+
+
+LOOKS = [attended, planned, copied, wrapped, in_a_thread]
+actions = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 63), st.integers(0, len(LOOKS) - 1)), max_size=12)
+
+
+@settings(max_examples=40, deadline=None, database=None)
+@given(actions)
+def test_every_answer_is_that_of_the_state_at_the_call(actions: list[tuple[int, int, int]]) -> None:
+    world = World()
+    # every plan is made before anything is changed
+    for pattern, want in world.patterns:
+        assert torch.equal(attended(pattern), want().expand(N, N))
+    for what, which, look in actions:
+        world.mutate(what)
+        pattern, want = world.patterns[which % len(world.patterns)]
+        assert torch.equal(LOOKS[look](pattern), want().expand(N, N)), (pattern, what)
+
+
+@pytest.mark.parametrize("what", range(13))
+def test_gradients_are_of_the_mask_of_the_call_or_refused(what: int) -> None:
+    world = World()
+    for pattern, want in world.patterns:
+        q = torch.randn(1, 1, N, 8, requires_grad=True)
+        before = want().expand(N, N).clone()
+        weights = torch.where(before, q[0, 0] @ q[0, 0].T / 8**0.5, -torch.inf).softmax(-1).nan_to_num(0)
+        expected = torch.autograd.grad((weights @ q[0, 0]).square().sum(), q)
+        out = rw.attention(q, q, q, pattern)
+        world.mutate(what)
+        try:
+            got = torch.autograd.grad(out.square().sum(), q)
+        except RingweaveError:
+            assert "TokenMask(" in pattern.spec
+            continue
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+PROGRAM = """
+import pickle, sys
+import torch
+import ringweave as rw
+others = [rw.from_mask_mod(lambda b, h, q, k, i=i: k == i) for i in range(20)]  # with the numbers of the sender's
+world = pickle.load(sys.stdin.buffer)
+sys.stdout.buffer.write(pickle.dumps([pattern.to_dense(48)[0, 0].numpy() for pattern in world]))
+"""
+
+
+def test_a_pattern_in_another_process_has_its_own_function() -> None:
+    world = World()
+    sent = [rw.TokenMask(by_global), rw.TokenMask(by_module) & rw.Causal(), rw.PerHead([~rw.TokenMask(by_helper)])]
+    want = [pattern.to_dense(N)[0, 0] for pattern in sent]
+    sent += [pattern for pattern, _ in world.patterns[10:]]
+    want += [dense() for _, dense in world.patterns[10:]]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=pickle.dumps(sent),
+        capture_output=True,
+        check=True,
+        timeout=200,
+        cwd=ROOT,
+    )
+    for found, expected in zip(pickle.loads(done.stdout), want, strict=True):
+        assert torch.equal(torch.from_numpy(found), expected.expand(N, N))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_inherits_the_functions() -> None:
+    world = World()
+    specs = [pattern.spec for pattern, _ in world.patterns]
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        # computes nothing with torch's threads, and leaves without the parent's cleaning up
+        world.mutate(4)
+        fresh = rw.TokenMask(lambda b, h, q, k: k > 40)
+        same = [pattern.spec == spec for (pattern, _), spec in zip(world.patterns, specs, strict=True)]
+        small = rw.TokenMask(by_global).allows(Q, K).equal((Q - K).abs() <= reach)
+        os.write(write, repr((same.count(False), small, fresh.spec not in specs)).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        told = file.read()
+    assert os.waitpid(child, 0)[1] == 0
+    assert told == repr((3, True, True))
+    assert [pattern.spec for pattern, _ in world.patterns] == specs
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other threads")
+def test_a_fork_that_would_hang_raises() -> None:
+    program = """
+    import os, signal, torch, ringweave as rw
+    torch.set_num_threads(2)
+    q = torch.randn(1, 2, 256, 16)
+    call = lambda: rw.attention(q, q, q, rw.Causal())
+    want = call()
+    if not os.fork():
+        signal.alarm(60)
+        try:
+            call()
+        except rw.UnsupportedError as error:
+            print(error, flush=True)
+        torch.set_num_threads(1)
+        print(torch.equal(call(), want), flush=True)
+        os._exit(0)
+    os.wait()
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=200
+    )
+    said, same = done.stdout.splitlines()
+    assert "process: got one that was forked after its parent had computed on several threads" in said
+    assert same == "True"
+
+
+def test_threads_that_change_what_others_read() -> None:
+    """A call that runs while its function changes gives the mask of a state in it, or an error, and nothing later."""
+    shift = torch.tensor(0)
+    pattern = rw.from_mask_mod(lambda b, h, q, k: k <= q + shift)
+    masks = [Q + each >= K for each in range(4)]
+    stop, wrong = threading.Event(), []
+
+    def change() -> None:
+        while not stop.is_set():
+            shift.copy_((shift + 1) % 4)
+
+    def call() -> None:
+        for _ in range(40):
+            try:
+                found = attended(pattern)
+            except RingweaveError:
+                continue
+            if not any(torch.equal(found, mask) for mask in masks):
+                wrong.append(found)
+
+    changer, callers = threading.Thread(target=change), [threading.Thread(target=call) for _ in range(2)]
+    for thread in (changer, *callers):
+        thread.start()
+    for thread in callers:
+        thread.join(120)
+    stop.set()
+    changer.join(60)
+    assert not wrong
+    for value in range(4):
+        shift.fill_(value)
+        assert torch.equal(attended(pattern), masks[value])
+
+
+@pytest.mark.parametrize("pattern", [rw.Sinks(2), rw.Documents([20, 28]), rw.Causal(), rw.TokenMask(by_global)])
+def test_a_pattern_takes_no_assignment(pattern: Pattern) -> None:
+    for name in ("tokens", "_bounds", "fn"):
+        with pytest.raises((RingweaveError, AttributeError)):
+            setattr(pattern, name, 5)
