@@ -33,8 +33,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# what a fork server must not do: run a parallel region, or hold a thread, before it forks
+# what a fork server must not do: run a parallel region, or hold a thread, before it forks; and waiting threads of those
+# who then ask for several sleep, since spinning ones take the cores from those at work
 _QUIET = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_QUIET["OMP_WAIT_POLICY"] = "passive"
 _STARTING = threading.Lock()
 # torch looks up the name of ::ffff:127.0.0.1 for every connection to a store, at both ends: where the DNS is slow, for 1 s
 # and not for 5
