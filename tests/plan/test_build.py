@@ -150,6 +150,14 @@ def test_any_tree(data: st.DataObject) -> None:
     assert rebuild(pattern.spec, pattern.tables) == pattern
 
 
+def test_tables_of_one_text_keep_their_places() -> None:
+    pattern = rw.Documents([1, 1]) & rw.Causal() & rw.Documents([2])
+    from ringweave.patterns import rebuild
+
+    assert rebuild(pattern.spec, pattern.tables).spec == pattern.spec
+    assert rebuild(pattern.spec, pattern.tables) == pattern
+
+
 def test_per_batch_and_per_head_groups() -> None:
     table = torch.rand(3, 2, 5, 5) < 0.5
     spells_out(rw.BlockTable(table, 16) & rw.Causal(), 75, 75, 2, 3, (16, 16))

@@ -244,13 +244,14 @@ def join(kind: type[Combined], *operands: Pattern) -> Pattern:
             return first
         if alone:
             return first.appended(last)
-    kept: dict[str, list[Pattern]] = {}
+    found: list[Pattern] = []
+    by_text: dict[str, list[Pattern]] = {}
     for part in parts if kind is And else _together(parts):
         # few patterns of one text have tables to compare
-        alike = kept.setdefault(part.spec, [])
+        alike = by_text.setdefault(part.spec, [])
         if part.spec != neutral and not any(part is old or part == old for old in alike):
             alike.append(part)
-    found = [part for alike in kept.values() for part in alike]
+            found.append(part)
     if not found:
         return parts[0]
     return found[0] if len(found) == 1 else kind(tuple(found))
