@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 LONGEST = [
     "tests/ops/test_triton.py", "tests/test_conformance.py", "tests/test_examples.py", "tests/native/test_kernel.py",
     "tests/parallel/test_failure.py", "tests/bench/test_cases.py", "tests/bench/test_demo.py",
-    "tests/bench/test_ring.py",
+    "tests/bench/test_ring.py", "tests/test_docs.py",
 ]  # fmt: skip
 
 
