@@ -1,27 +1,71 @@
-"""The case ``ring``: context parallelism, each figure next to its target.
+"""The case ``ring``: how fast context parallelism is, what it moves, and what the planner's model says of many ranks.
 
-What needs ranks runs in processes that torchrun starts on this machine, over Gloo: exactness first, and bytes, memory
-and overlap only if all was exact; then ranks that are killed; then speed. What needs none the planning code is asked.
+Two processes that torchrun starts on this machine, over Gloo, are timed next to one; the planning code is asked about
+more. That results are exact, that failures are told and that no byte moves in vain is proven by ``tests/parallel``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
-import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import torch
+
+import ringweave as rw
+
 from ..errors import UnsupportedError, message
+from ..parallel.choice import Choice, choose
+from ..parallel.cost import Machine, Widths
+from ..parallel.placement import block_for
+from ..patterns import Pattern
+from ..plan import branches
 from .case import CaseResult, Options, Target
 from .compare import Outcome, Say
 from .launched import LaunchError, torchrun
 from .launched import run as run_command
+from .measure import by_processor, interleaved
 
-Records = list[Target | Outcome]
 # seconds that a launch may last: several times what it takes on two quiet cores
 _LIMIT = 400.0
+_TILE = 128
+_LONG, _MILLION = 2048 * _TILE, 2**20
+_HEADS = 32, 8
+_BALANCE, _EFFICIENCY, _PLANNING = 1.05, 0.8, 50.0
+
+
+def documents(tokens: int, seed: int, *, median: int = 2048, sigma: float = 1.2, longest: int = 32768) -> list[int]:
+    """Lengths as corpora have them, most short, a few long: log-normal, cut at ``longest``, that fill a sequence."""
+    generator = np.random.default_rng(seed)
+    found: list[int] = []
+    while sum(found) < tokens:
+        length = int(np.exp(generator.normal(np.log(median), sigma)))
+        found.append(min(max(length, 16), longest, tokens - sum(found)))
+    return found
+
+
+def _corpora(quick: bool) -> list[Pattern]:
+    return [rw.Documents(documents(_LONG, seed)) & rw.Causal() for seed in range(1 if quick else 6)]
+
+
+# name, patterns, tokens, heads; the most that the busiest of 8 ranks may receive, of a full ring's bytes
+_PLACED: tuple[tuple[str, Callable[[bool], list[Pattern]], int, tuple[int, int], float | None], ...] = (
+    ("32-tile window", lambda quick: [rw.SlidingWindow(32 * _TILE) & rw.Causal()], _LONG, _HEADS, 0.02),
+    ("documents", _corpora, _LONG, _HEADS, 0.30),
+    ("dilated, rate 16", lambda quick: [rw.Dilated(512, 16)], _LONG, _HEADS, 0.0),
+    ("longformer, two-sided", lambda quick: [rw.longformer(256, 1)], 512 * _TILE, (8, 8), 0.05),
+    ("causal", lambda quick: [rw.Causal()], _LONG, _HEADS, None),
+)
+# name, pattern of a million tokens
+_MODELLED: tuple[tuple[str, Callable[[], Pattern]], ...] = (
+    ("4K window", lambda: rw.SlidingWindow(4096) & rw.Causal()),
+    ("dilated, rate 16", lambda: rw.Dilated(512, 16)),
+    ("documents of 8K", lambda: rw.Documents([8192] * (_MILLION // 8192)) & rw.Causal()),
+)
 
 
 def run(options: Options, say: Say) -> CaseResult:
@@ -32,18 +76,12 @@ def run(options: Options, say: Say) -> CaseResult:
     Raises:
         UnsupportedError: Another device than the CPU.
     """
-    from . import ring_plans
-
     if options.device != "cpu":
         raise UnsupportedError(message("device", repr(options.device), "'cpu'", "The ring is measured over Gloo."))
-    # the clock is looked at where nobody else is; a quick run has no time to start processes thrice
-    quick, whole = {"exact,speed,lost": 4}, {"exact": 8, "lost": 8, "speed": 2}
-    records: Records = []
-    for parts, count in (quick if options.quick else whole).items():
-        say(f"{parts}: {count} processes")
-        records += launch(parts.split(","), count, options)
-    records += ring_plans.measure(options, say)
-    records.sort(key=_number)
+    records: list[Target | Outcome] = [*_placements(options, say), _planning(say), *_model(options, say)]
+    for dtype in (options.dtype,) if options.dtype else (torch.float32, torch.bfloat16):
+        say(f"two processes, {dtype}")
+        records += launch(dataclasses.replace(options, dtype=dtype))
     targets = [each for each in records if isinstance(each, Target)]
     missed = [each.what for each in targets if each.met is False or each.reason is not None]
     judged = sum(each.met is not None or each.reason is not None for each in targets)
@@ -51,41 +89,70 @@ def run(options: Options, say: Say) -> CaseResult:
     return CaseResult("ring", tuple(records), said)
 
 
-def _number(record: Target | Outcome) -> int:
-    """The design's number of a target; what has none comes last."""
-    found = re.match(r"G(\d+)", record.what) if isinstance(record, Target) else None
-    return int(found[1]) if found else 99
-
-
-def launch(parts: Sequence[str], ranks: int, options: Options) -> Records:
-    """The records of some parts, measured by so many processes.
-
-    Args:
-        parts: Of ``ringweave.bench.ranks``; where ranks are lost is the last.
-        ranks: How many.
-        options: Sizes.
-    Returns:
-        Their records; for a part that did not come to its end, one that says why.
-    """
-    from .ranks import lost
-
-    why = ""
+def launch(options: Options) -> list[Target | Outcome]:
+    """What two processes measure; where they do not come to their end, a record that says why."""
     with tempfile.TemporaryDirectory(prefix="ringweave-") as name:
         folder = Path(name)
         (folder / "options").write_bytes(pickle.dumps(options))
-        words = torchrun(ranks, "-m", "ringweave.bench.ranks", ",".join(parts), folder, _LIMIT)
         try:
-            # where ranks are killed the launcher fails: what survivors have written tells
-            run_command(words, threads=1, until=time.monotonic() + _LIMIT, may_fail="lost" in parts)
+            run_command(
+                torchrun(2, "-m", "ringweave.bench.rank", folder, _LIMIT), threads=1, until=time.monotonic() + _LIMIT
+            )
         except LaunchError as error:
-            why = str(error)
-        found: Records = []
-        for part in parts:
-            if part == "lost":
-                found += lost.read(folder, ranks, ranks - 2)
-            elif (folder / part).exists():
-                found += pickle.loads((folder / part).read_bytes())
-            else:
-                reason = f"wrong: {why or 'the processes ended before it'}"
-                found.append(Target(part, f"{ranks} ranks", None, None, True, reason=reason))
-    return found
+            return [Target("speed of 2 ranks", f"{options.dtype}", None, None, True, reason=f"wrong: {error}")]
+        found: list[Target | Outcome] = pickle.loads((folder / "records").read_bytes())
+        return found
+
+
+def chosen(pattern: Pattern, tokens: int, ranks: int, heads: tuple[int, int] = _HEADS) -> Choice:
+    """The placement that a context would choose."""
+    program = branches(pattern, tokens, tokens, heads=heads[0])
+    return choose([program], tokens, ranks, block_for(tokens, ranks, _TILE), heads[0] // heads[1])
+
+
+def full_ring(tokens: int, ranks: int, key_heads: int) -> float:
+    """Bytes that a rank receives where all keys and values go around."""
+    return tokens * (ranks - 1) / ranks * key_heads * Widths().bytes_of_key
+
+
+def _placements(options: Options, say: Say) -> list[Target]:
+    made = []
+    for name, patterns, tokens, heads, bound in _PLACED:
+        say(f"placing {name}")
+        found = [chosen(pattern, tokens, 8, heads).estimate for pattern in patterns(options.quick)]
+        size = f"{tokens // _TILE:,} tiles, 8 ranks, {heads[0]}:{heads[1]} heads, "
+        # log-normal lengths: each corpus has its own placement
+        size += f"{found[0].name} placement" if len(found) == 1 else f"worst of {len(found)} corpora"
+        share = max(each.bytes_worst for each in found) / full_ring(tokens, 8, heads[1])
+        if bound is not None:
+            made.append(Target(f"G2 {name}: busiest rank's bytes over a full ring's", size, share, bound, False, "%"))
+        balance = max(each.imbalance for each in found)
+        made.append(Target(f"G3 {name}: most work over mean", size, balance, _BALANCE, False))
+    return made
+
+
+def _planning(say: Say) -> Target:
+    """Plan windows of different widths, so that none is cached."""
+    say("planning 8,192 tiles on 64 ranks")
+    widths = iter(range(32 * _TILE, 0, -1))
+
+    def plan() -> object:
+        return chosen(rw.SlidingWindow(next(widths)) & rw.Causal(), 8192 * _TILE, 64)
+
+    taken = interleaved({"plan": plan}, rounds=5, warmup=0, timer=by_processor)["plan"]
+    size = "8,192 tiles, 64 ranks, plan and placement, best of 5, processor time"
+    return Target("G11 planning of a window", size, taken.min * 1e3, _PLANNING, False, "ms")
+
+
+def _model(options: Options, say: Say) -> list[Target]:
+    counts = (8, 256) if options.quick else (8, 32, 64, 128, 256)
+    size = f"1M tokens, 32:8 heads, D 128, bfloat16, {counts[0]} to {counts[-1]} GPUs, modelled"
+    made = []
+    for name, make in _MODELLED:
+        say(f"modelling {name}")
+        worst = min(chosen(make(), _MILLION, ranks).estimate.efficiency for ranks in counts)
+        made.append(Target(f"model, {name}: efficiency", size, worst, _EFFICIENCY, True, "%"))
+    ideal = chosen(_MODELLED[0][1](), _MILLION, 256).estimate.ideal
+    share = ideal * Machine().bandwidth / full_ring(_MILLION, 256, _HEADS[1])
+    what = "model, 4K window: a full ring's efficiency"
+    return [*made, Target(what, "1M tokens, 256 GPUs, modelled", share, None, True, "%")]
