@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,24 @@ def test_names_are_frozen() -> None:
     assert {"run_case", "run_demo"} <= {*bench.__all__}
     assert all(getattr(bench, name) is not None for name in bench.__all__)
     assert run_case("planning", Options(quick=True, tokens=1024, rounds=1)).case == "planning"
+
+
+def test_a_run_that_ends_early_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line is on the disk before the next figure is taken."""
+    out, seen = tmp_path / "figures.jsonl", []
+    case = CASES["memory"]
+
+    def measure(options: Options, say: Any) -> Any:
+        for record in (measuring := case.measure(options, say)):
+            seen.append(len(lines(out)) if out.exists() else 0)
+            yield record
+            if len(seen) == 3:
+                measuring.close()
+                raise KeyboardInterrupt
+
+    monkeypatch.setitem(CASES, "memory", dataclasses.replace(case, measure=measure))
+    found = run("bench", "memory", "--quick", "--tokens", "256", "--out", str(out))
+    assert found.exit_code != 0
+    assert seen == [0, 1, 2]
+    assert [line["direction"] for line in lines(out)] == ["forward"] * 3
+    assert all(line["timing"] or line["reason"] for line in lines(out))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -13,13 +14,14 @@ import typer
 from typer.testing import CliRunner
 
 import ringweave as rw
-from ringweave.bench import rank, ring
-from ringweave.bench.case import CaseResult, Options, Target
-from ringweave.bench.commands import register
-from ringweave.bench.compare import Outcome
+from ringweave.bench import Options, Outcome, Problem, Target, rank, run_case
+from ringweave.bench.cases import ring
+from ringweave.bench.cases.ring import documents
+from ringweave.bench.command import register
+from ringweave.bench.compare import Entry
 from ringweave.bench.launched import LaunchError, run, torchrun
-from ringweave.bench.ring import documents
-from ringweave.bench.workload import Workload
+from ringweave.bench.measure import Timing
+from ringweave.bench.peers import peers
 from ringweave.errors import UnsupportedError
 
 app = typer.Typer()
@@ -59,18 +61,17 @@ def test_the_command_measures_speed_bytes_and_the_model_and_leaves_no_process(tm
 
 def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that fail, and a figure that misses its bound, are in the conclusion; the first is wrong."""
-    monkeypatch.setattr(ring, "_placements", lambda *_: [Target("G3 work", "", 1.2, 1.05, False)])
-    monkeypatch.setattr(ring, "_model", lambda *_: [])
-    monkeypatch.setattr(ring, "_planning", lambda *_: Target("G11", "", 1.0, 50.0, False))
+    monkeypatch.setattr(ring, "placements", lambda *_: [Target("G3 work", "", 1.2, 1.05, False)])
+    monkeypatch.setattr(ring, "modelled", lambda *_: [])
+    monkeypatch.setattr(ring, "planning", lambda *_: Target("G11", "", 1.0, 50.0, False))
     monkeypatch.setattr(ring, "launch", lambda *_: [Target("speed", "", None, None, True, reason="wrong: x")])
-    result = ring.run(Options(quick=True, dtype=torch.float32), lambda text: None)
-    assert isinstance(result, CaseResult)
+    result = run_case("ring", Options(quick=True, dtype=torch.float32))
     assert result.conclusion == "1 of 3 targets are met; not: G3 work; speed."
 
 
 def test_it_is_not_measured_on_a_gpu() -> None:
     with pytest.raises(UnsupportedError, match="device: got 'cuda'; wanted 'cpu'"):
-        ring.run(Options(device="cuda"), lambda text: None)
+        run_case("ring", Options(device="cuda"))
 
 
 def test_processes_that_fail_are_a_reason() -> None:
@@ -98,13 +99,28 @@ def test_documents_fill_a_sequence() -> None:
     assert max(lengths) <= 32768
 
 
+def entry(name: str, *seconds: float, reason: str | None = None) -> Entry:
+    problem = Problem("window", rw.SlidingWindow(8), 128, 1, 8)
+    (peer,) = peers("ringweave")
+    timing = Timing(seconds) if seconds else None
+    return Entry(problem, replace(peer, name=name), "forward + backward", problem.pattern, reason=reason, timing=timing)
+
+
 def test_a_wrong_result_is_not_timed() -> None:
-    work = Workload("window", rw.SlidingWindow(8), 128, 1, 8)
-    (target,) = rank.records(work, "root mean square error of dk 1", [], [], Options())
+    reason = "wrong: root mean square error of dk 1; not timed"
+    (target,) = rank.records(entry("one"), entry("two", reason=reason), Options())
     assert isinstance(target, Target)
-    assert target.reason == "wrong: root mean square error of dk 1; not timed"
-    *outcomes, target, share = rank.records(work, None, [1.0, 3.0], [4.0, 2.0], Options(), 0.25)
+    assert target.reason == reason
+    # this rank saw nothing wrong
+    (target,) = rank.records(entry("one"), entry("two"), Options())
+    assert isinstance(target, Target)
+    assert "wrong" in str(target.reason)
+
+
+def test_the_ratio_is_over_one_rank() -> None:
+    *outcomes, target, share = rank.records(entry("one", 1.0, 3.0), entry("two", 4.0, 2.0), Options(), 0.25)
     assert [o.timing.seconds for o in outcomes if isinstance(o, Outcome) and o.timing] == [(1.0, 3.0), (4.0, 2.0)]
+    assert [o.over_first.medians for o in outcomes if isinstance(o, Outcome) and o.over_first] == [1.0, 1.5]
     assert isinstance(target, Target)
     assert (target.figure, target.bound, target.met) == (2.0 / 3.0, 0.85, False)
     assert isinstance(share, Target)

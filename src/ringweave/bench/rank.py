@@ -8,6 +8,8 @@ from __future__ import annotations
 import faulthandler
 import pickle
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,110 +20,125 @@ from torch import Tensor
 import ringweave as rw
 
 from ..parallel import ContextParallel, Transport
-from .case import Options, Target
-from .compare import Outcome, outcome
-from .measure import Call, Timing, by_clock, interleaved, ratio
-from .workload import Inputs, Oracle, Workload, sample_rows
+from .compare import Entry, Session, in_turn
+from .measure import Call, Timing, by_clock
+from .peers import Built, Peer
+from .problem import BOTH, Inputs, Problem
+from .record import Options, Record, Target
 
 WINDOW = 1024
+PATTERN = rw.SlidingWindow(WINDOW) & rw.Causal()
 _SPEED = 0.85
-_NOTHING = torch.zeros(1, dtype=torch.int64)
+_HOW = "interleaved rounds"
 
 
-def measure(carrier: Transport, options: Options) -> list[Target | Outcome]:
-    """Time 2 ranks of 1 thread and 1 rank of 2 threads on the same work, in turn, once the former are found right."""
-    tokens = options.tokens or (8192 if options.quick else 32768)
-    pattern = rw.SlidingWindow(WINDOW) & rw.Causal()
+@dataclass(frozen=True)
+class Spread(Built):
+    """Attention of this rank's shard; what is checked is put together, what is timed is not."""
+
+    shard: Callable[[Tensor], Tensor] = torch.clone
+    unshard: Callable[[Tensor], Tensor] = torch.clone
+
+    def forward_backward(self, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
+        """A callable that gives the whole (out, dq, dk, dv)."""
+        shards = self.call(inputs, BOTH)
+        return lambda: tuple(map(self.unshard, shards()))
+
+    def call(self, inputs: Inputs, direction: str) -> Callable[[], tuple[Tensor, ...]]:
+        """A callable that gives the shards' (out, dq, dk, dv)."""
+        return super().forward_backward(Inputs(*map(self.shard, inputs)))
+
+
+def alone() -> Peer:
+    """One rank that computes everything."""
+
+    def build(problem: Problem, inputs: Inputs) -> Built:
+        return Built(lambda q, k, v: rw.attention(q, k, v, PATTERN), PATTERN, _HOW)
+
+    return Peer("1 rank x 2 threads", "one process", lambda problem, backward: None, build)
+
+
+def together(ctx: ContextParallel) -> Peer:
+    """Two ranks that share the sequence."""
+
+    def build(problem: Problem, inputs: Inputs) -> Built:
+        return Spread(
+            lambda q, k, v: rw.attention(q, k, v, PATTERN, context=ctx), PATTERN, _HOW, None,
+            lambda x: ctx.shard(x, 2), lambda x: ctx.unshard(x, 2),
+        )  # fmt: skip
+
+    return Peer("2 ranks x 1 thread", "two processes", lambda problem, backward: None, build)
+
+
+def measure(carrier: Transport, options: Options) -> list[Record]:
+    """Time 2 ranks of 1 thread and 1 rank of 2 threads on the same work, in turn, once both are found right.
+
+    What rank 0 returns counts.
+    """
     dtype = options.dtype or torch.float32
     name = str(dtype).removeprefix("torch.")
-    work = Workload(f"window, {name}", pattern, tokens, options.heads or 8, 64, 1, dtype)
-    inputs = work.inputs()
-    ctx = ContextParallel(carrier, pattern, tokens, heads=(work.heads, work.key_heads))
-    wrong = _wrong(ctx, work, inputs)
-    if int(carrier.agree(torch.tensor([wrong is not None]).long(), what="speed").max()):
-        return records(work, wrong, [], [], options)
-    shards = Inputs(*(ctx.shard(x, 2) for x in inputs))
-
-    def alone() -> object:
-        # rank 1 waits for the next agreement, without a core
-        return _call(inputs, pattern) if ctx.rank == 0 else None
-
-    def together() -> object:
-        return _call(shards, pattern, ctx)
+    problem = options.of(Problem(f"window, {name}", PATTERN, 8192 if options.quick else 32768, dtype=dtype))
+    ctx = ContextParallel(carrier, PATTERN, problem.tokens, heads=(problem.heads, problem.key_heads))
+    session = Session(problem.inputs())
+    torch.set_num_threads(1)
+    one, two = entries = [session.check(problem, peer, BOTH) for peer in (alone(), together(ctx))]
+    wrong = [entry.call is None for entry in entries]
+    if carrier.agree(torch.tensor(wrong).long(), what="speed").any():
+        return records(one, two, options)
 
     def timer(call: Call, times: int) -> float:
-        torch.set_num_threads(1 if call is together else 2)
-        carrier.agree(_NOTHING, what="speed")
-        return by_clock(call, times)
+        torch.set_num_threads(2 if call is one.call else 1)
+        # both begin at once; rank 1 waits for the next agreement, without a core, while rank 0 computes alone
+        carrier.agree(torch.zeros(1, dtype=torch.int64), what="speed")
+        return by_clock(call, times) if call is two.call or ctx.rank == 0 else 0.0
 
     carrier.counters.reset()
-    together()
+    assert two.call is not None
+    two.call()
     received = sum(carrier.counters.received)
-    rounds = options.rounds or (3 if options.quick else 7)
-    found = interleaved({"alone": alone, "together": together}, rounds=rounds, timer=timer)
-    mine = torch.tensor([received, *(round(1e9 * seconds) for seconds in found["together"].seconds)])
+    in_turn(entries, rounds=1 + (options.rounds or (3 if options.quick else 7)), timer=timer)
+    assert one.timing is not None
+    assert two.timing is not None
+    mine = torch.tensor([received, *(round(1e9 * seconds) for seconds in two.timing.seconds)])
     every = carrier.agree(mine, what="figures").tolist()
-    # a round is over when the slower rank is
-    both = [max(seconds) / 1e9 for seconds in zip(*(figures[1:] for figures in every), strict=True)]
-    share = max(figures[0] for figures in every) / _full_ring(work, ctx.size)
-    return records(work, None, list(found["alone"].seconds), both, options, share)
+    if ctx.rank:
+        return []
+    # the first round is for warming up; a round is over when the slower rank is
+    one.timing = Timing(one.timing.seconds[1:])
+    two.timing = Timing(tuple(max(seconds) / 1e9 for seconds in zip(*(rank[2:] for rank in every), strict=True)))
+    return records(one, two, options, max(rank[0] for rank in every) / _full_ring(problem, ctx.size))
 
 
-def records(
-    work: Workload, wrong: str | None, one: list[float], two: list[float], options: Options, share: float | None = None
-) -> list[Target | Outcome]:
+def records(one: Entry, two: Entry, options: Options, share: float | None = None) -> list[Record]:
     """The two timings, their ratio next to its target, and the bytes that moved.
 
     Args:
-        work: What was computed.
-        wrong: What is wrong with the two ranks' result; None where it is right.
-        one: Seconds of one rank.
-        two: Seconds of two.
+        one: One rank.
+        two: Two of them.
         options: Sizes that were asked for.
         share: Bytes that the busier rank received over those of a full ring.
     """
-    name = str(work.dtype).removeprefix("torch.")
-    size = f"{work.tokens:,} tokens, window {WINDOW:,}, {work.heads} heads, D 64, forward + backward"
+    problem = two.problem
+    name = str(problem.dtype).removeprefix("torch.")
+    size = f"{problem.tokens:,} tokens, window {WINDOW:,}, {problem.heads} heads, D 64, forward + backward"
     what = f"{name}: speed of 2 ranks x 1 thread over 1 rank x 2 threads"
-    if wrong is not None:
-        return [Target(what, size, None, None, True, reason=f"wrong: {wrong}; not timed")]
-    alone, together = Timing(tuple(one)), Timing(tuple(two))
-    found: list[Target | Outcome] = []
-    for peer, timing in (("1 rank x 2 threads", alone), ("2 ranks x 1 thread", together)):
-        fields = {
-            "timing": timing, "over_first": ratio(timing, alone), "how": "interleaved rounds",
-            "gflops": work.flops(backward=True) / timing.median / 1e9,
-        }  # fmt: skip
-        found.append(outcome(work, "forward + backward", peer, fields))
-    # at other sizes than the design's, no target
-    bound = None if options.quick or options.tokens or options.heads else _SPEED
-    found.append(Target(what, size, alone.median / together.median, bound, True))
+    if one.timing is None or two.timing is None:
+        reason = two.reason or one.reason or "wrong: another rank found it so; not timed"
+        return [Target(what, size, None, None, True, reason=reason)]
+    bound = None if options.sized else _SPEED
+    moved = f"{name}: bytes that the busier rank receives over a full ring's"
     return [
-        *found,
-        Target(f"{name}: bytes that the busier rank receives over a full ring's", size, share, None, False, "%"),
+        one.outcome(one.timing),
+        two.outcome(one.timing),
+        Target(what, size, one.timing.median / two.timing.median, bound, True),
+        Target(moved, size, share, None, False, "%"),
     ]
 
 
-def _full_ring(work: Workload, ranks: int) -> float:
+def _full_ring(problem: Problem, ranks: int) -> float:
     """Bytes that a rank receives where all keys and values go around, and their gradients, in float32, back."""
-    elements = work.tokens * (ranks - 1) / ranks * work.key_heads * 2 * work.head_dim
-    return elements * (work.dtype.itemsize + 4)
-
-
-def _call(x: Inputs, pattern: rw.Pattern, context: ContextParallel | None = None) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv)."""
-    q, k, v = (t.detach().requires_grad_() for t in x[:3])
-    out = rw.attention(q, k, v, pattern, context=context)
-    return (out.detach(), *torch.autograd.grad(out, (q, k, v), x.dout))
-
-
-def _wrong(ctx: ContextParallel, work: Workload, inputs: Inputs) -> str | None:
-    """What is wrong with the two ranks' result, by the float64 oracle on some rows; rank 0 looks."""
-    torch.set_num_threads(1)
-    oracle = Oracle(work.pattern, inputs, sample_rows(work.tokens))
-    shards = Inputs(*(ctx.shard(x, 2) for x in oracle.sliced))
-    found = [ctx.unshard(x, 2) for x in _call(shards, work.pattern, ctx)]
-    return None if ctx.rank else oracle.check_gradients(*found).excess(oracle.limit)
+    elements = problem.tokens * (ranks - 1) / ranks * problem.key_heads * 2 * problem.head_dim
+    return elements * (problem.dtype.itemsize + 4)
 
 
 def main() -> None:

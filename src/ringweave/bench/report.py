@@ -9,10 +9,9 @@ from pathlib import Path
 
 from ..errors import UnsupportedError, message
 from ..units import nbytes, percent
-from .compare import Outcome
 from .demo import DemoResult
-from .figures import bars, inline, loss_curves, shared_sequence
-from .record import plain
+from .plots import bars, inline, loss_curves, shared_sequence
+from .record import Outcome, plain
 from .trainer import LIMIT
 
 _FUNCTIONS = {"Causal()": "dense, causal", "Full()": "dense, not causal"}

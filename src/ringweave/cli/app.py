@@ -57,5 +57,5 @@ app.command("explain")(explain.explain)
 app.command("simulate")(simulate.simulated)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
-if importlib.util.find_spec("ringweave.bench.commands") is not None:
-    importlib.import_module("ringweave.bench.commands").register(app)
+if importlib.util.find_spec("ringweave.bench.command") is not None:
+    importlib.import_module("ringweave.bench.command").register(app)

@@ -10,7 +10,7 @@ import dataclasses
 import pickle
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +18,15 @@ import torch
 
 import ringweave as rw
 
-from ..errors import UnsupportedError, message
-from ..parallel.choice import Choice, choose
-from ..parallel.cost import Machine, Widths
-from ..parallel.placement import block_for
-from ..patterns import Pattern
-from ..plan import branches
-from .case import CaseResult, Options, Target
-from .compare import Outcome, Say
-from .launched import LaunchError, torchrun
-from .launched import run as run_command
-from .measure import by_processor, interleaved
+from ...errors import UnsupportedError, message
+from ...parallel.choice import Choice, choose
+from ...parallel.cost import Machine, Widths
+from ...parallel.placement import block_for
+from ...patterns import Pattern
+from ...plan import branches
+from ..launched import LaunchError, run, torchrun
+from ..measure import by_processor, interleaved
+from ..record import Measuring, Options, Record, Say, Target
 
 # seconds that a launch may last: several times what it takes on two quiet cores
 _LIMIT = 400.0
@@ -68,7 +66,7 @@ _MODELLED: tuple[tuple[str, Callable[[], Pattern]], ...] = (
 )
 
 
-def run(options: Options, say: Say) -> CaseResult:
+def measure(options: Options, say: Say) -> Measuring:
     """Measure, and set the figures beside their targets.
 
     ``tokens``, ``heads``, ``dtype`` and ``rounds`` are those of the comparison of speeds.
@@ -78,29 +76,34 @@ def run(options: Options, say: Say) -> CaseResult:
     """
     if options.device != "cpu":
         raise UnsupportedError(message("device", repr(options.device), "'cpu'", "The ring is measured over Gloo."))
-    records: list[Target | Outcome] = [*_placements(options, say), _planning(say), *_model(options, say)]
-    for dtype in (options.dtype,) if options.dtype else (torch.float32, torch.bfloat16):
-        say(f"two processes, {dtype}")
-        records += launch(dataclasses.replace(options, dtype=dtype))
-    targets = [each for each in records if isinstance(each, Target)]
+    targets: list[Target] = []
+    for record in _records(options, say):
+        targets += [record] if isinstance(record, Target) else []
+        yield record
     missed = [each.what for each in targets if each.met is False or each.reason is not None]
     judged = sum(each.met is not None or each.reason is not None for each in targets)
-    said = f"{judged - len(missed)} of {judged} targets are met" + (f"; not: {'; '.join(missed)}." if missed else ".")
-    return CaseResult("ring", tuple(records), said)
+    return f"{judged - len(missed)} of {judged} targets are met" + (f"; not: {'; '.join(missed)}." if missed else ".")
 
 
-def launch(options: Options) -> list[Target | Outcome]:
+def _records(options: Options, say: Say) -> Iterator[Record]:
+    yield from placements(options, say)
+    yield planning(say)
+    yield from modelled(options, say)
+    for dtype in (options.dtype,) if options.dtype else (torch.float32, torch.bfloat16):
+        say(f"two processes, {dtype}")
+        yield from launch(dataclasses.replace(options, dtype=dtype))
+
+
+def launch(options: Options) -> list[Record]:
     """What two processes measure; where they do not come to their end, a record that says why."""
     with tempfile.TemporaryDirectory(prefix="ringweave-") as name:
         folder = Path(name)
         (folder / "options").write_bytes(pickle.dumps(options))
         try:
-            run_command(
-                torchrun(2, "-m", "ringweave.bench.rank", folder, _LIMIT), threads=1, until=time.monotonic() + _LIMIT
-            )
+            run(torchrun(2, "-m", "ringweave.bench.rank", folder, _LIMIT), threads=1, until=time.monotonic() + _LIMIT)
         except LaunchError as error:
             return [Target("speed of 2 ranks", f"{options.dtype}", None, None, True, reason=f"wrong: {error}")]
-        found: list[Target | Outcome] = pickle.loads((folder / "records").read_bytes())
+        found: list[Record] = pickle.loads((folder / "records").read_bytes())
         return found
 
 
@@ -115,8 +118,8 @@ def full_ring(tokens: int, ranks: int, key_heads: int) -> float:
     return tokens * (ranks - 1) / ranks * key_heads * Widths().bytes_of_key
 
 
-def _placements(options: Options, say: Say) -> list[Target]:
-    made = []
+def placements(options: Options, say: Say) -> Iterator[Target]:
+    """What the busiest rank receives, and how even the work is, under the placements that are chosen."""
     for name, patterns, tokens, heads, bound in _PLACED:
         say(f"placing {name}")
         found = [chosen(pattern, tokens, 8, heads).estimate for pattern in patterns(options.quick)]
@@ -125,13 +128,12 @@ def _placements(options: Options, say: Say) -> list[Target]:
         size += f"{found[0].name} placement" if len(found) == 1 else f"worst of {len(found)} corpora"
         share = max(each.bytes_worst for each in found) / full_ring(tokens, 8, heads[1])
         if bound is not None:
-            made.append(Target(f"G2 {name}: busiest rank's bytes over a full ring's", size, share, bound, False, "%"))
+            yield Target(f"G2 {name}: busiest rank's bytes over a full ring's", size, share, bound, False, "%")
         balance = max(each.imbalance for each in found)
-        made.append(Target(f"G3 {name}: most work over mean", size, balance, _BALANCE, False))
-    return made
+        yield Target(f"G3 {name}: most work over mean", size, balance, _BALANCE, False)
 
 
-def _planning(say: Say) -> Target:
+def planning(say: Say) -> Target:
     """Plan windows of different widths, so that none is cached."""
     say("planning 8,192 tiles on 64 ranks")
     widths = iter(range(32 * _TILE, 0, -1))
@@ -144,15 +146,15 @@ def _planning(say: Say) -> Target:
     return Target("G11 planning of a window", size, taken.min * 1e3, _PLANNING, False, "ms")
 
 
-def _model(options: Options, say: Say) -> list[Target]:
+def modelled(options: Options, say: Say) -> Iterator[Target]:
+    """Efficiency on many GPUs, by the model of bytes and operations."""
     counts = (8, 256) if options.quick else (8, 32, 64, 128, 256)
     size = f"1M tokens, 32:8 heads, D 128, bfloat16, {counts[0]} to {counts[-1]} GPUs, modelled"
-    made = []
     for name, make in _MODELLED:
         say(f"modelling {name}")
         worst = min(chosen(make(), _MILLION, ranks).estimate.efficiency for ranks in counts)
-        made.append(Target(f"model, {name}: efficiency", size, worst, _EFFICIENCY, True, "%"))
+        yield Target(f"model, {name}: efficiency", size, worst, _EFFICIENCY, True, "%")
     ideal = chosen(_MODELLED[0][1](), _MILLION, 256).estimate.ideal
     share = ideal * Machine().bandwidth / full_ring(_MILLION, 256, _HEADS[1])
     what = "model, 4K window: a full ring's efficiency"
-    return [*made, Target(what, "1M tokens, 256 GPUs, modelled", share, None, True, "%")]
+    yield Target(what, "1M tokens, 256 GPUs, modelled", share, None, True, "%")

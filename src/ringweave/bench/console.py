@@ -9,8 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape as escaped
 from rich.table import Table
 
-from .case import CaseResult, PlanCost, Target
-from .compare import Outcome
+from .record import CaseResult, Outcome, PlanCost, Target
 
 if TYPE_CHECKING:
     from rich.console import Console

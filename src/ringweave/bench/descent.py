@@ -1,4 +1,4 @@
-"""The search for the blocks of one GPU kernel: one field at a time, from the table's choice, among near values.
+"""Coordinate descent to the blocks of one GPU kernel: one field at a time, from the table's choice, among near values.
 
 What is measured is the caller's: :func:`descend` sees blocks and seconds, and needs no GPU.
 """
