@@ -17,7 +17,7 @@ from ringweave.bench import demo as module
 from ringweave.bench import trainer
 from ringweave.bench.command import register
 from ringweave.bench.demo import DemoResult
-from ringweave.bench.report import error_text, milliseconds, render
+from ringweave.bench.demo_report import error_text, milliseconds, render
 from ringweave.bench.text import ByteModel, standard_library, text_inputs
 from ringweave.ops import cpu
 from ringweave.units import nbytes

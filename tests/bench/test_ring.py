@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,6 @@ from ringweave.bench.command import register
 from ringweave.bench.compare import Entry
 from ringweave.bench.launched import LaunchError, run, torchrun
 from ringweave.bench.measure import Timing
-from ringweave.bench.peers import peers
 from ringweave.errors import UnsupportedError
 
 app = typer.Typer()
@@ -101,9 +99,7 @@ def test_documents_fill_a_sequence() -> None:
 
 def entry(name: str, *seconds: float, reason: str | None = None) -> Entry:
     problem = Problem("window", rw.SlidingWindow(8), 128, 1, 8)
-    (peer,) = peers("ringweave")
-    timing = Timing(seconds) if seconds else None
-    return Entry(problem, replace(peer, name=name), "forward + backward", problem.pattern, reason=reason, timing=timing)
+    return Entry.of(problem, name, "forward + backward", reason=reason, timing=Timing(seconds) if seconds else None)
 
 
 def test_a_wrong_result_is_not_timed() -> None:

@@ -90,7 +90,7 @@ def demo(
 
     from .console import escaped, print_summary
     from .demo import run_demo
-    from .report import write_report
+    from .demo_report import write_report
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import UnsupportedError, in_a_line
 from ..patterns import Pattern
-from .measure import Call, Peak, Timer, Timing, interleaved, peak_memory, ratio
-from .oracle import Accuracy, Limit, Oracle, sample_rows
+from .measure import Call, Timer, Timing, interleaved, peak_memory, ratio
+from .oracle import Oracle, sample_rows
 from .peers import Built, Peer, taking_part
 from .problem import BOTH, DIRECTIONS, FORWARD, Inputs, Problem
 from .record import Outcome, Say, silent
@@ -52,63 +53,53 @@ class Entry:
 
     Attributes:
         problem: What is computed.
-        peer: Who computes it.
-        direction: ``"forward"``, ``"backward"`` or ``"forward + backward"``.
-        computes: The function that the peer computes.
-        how: The backend or kernel behind it.
-        accuracy: Its errors.
-        limit: What of them is correct.
-        setup_seconds: Spent once.
-        reason: Why it is not timed.
-        call: What is timed; None where it could not be made ready, or is wrong.
-        timing: Seconds, once it was timed.
-        peak: Memory, once it was measured.
+        outcome: What is known of it: more after each step.
+        call: What is timed; None where it could not be made ready, or is wrong, for the outcome's reason.
     """
 
     problem: Problem
-    peer: Peer
-    direction: str
-    computes: Pattern
-    how: str = ""
-    accuracy: Accuracy | None = None
-    limit: Limit | None = None
-    setup_seconds: float | None = None
-    reason: str | None = None
+    outcome: Outcome
     call: Call | None = None
-    timing: Timing | None = None
-    peak: Peak | None = None
 
-    def outcome(self, first: Timing | None = None, peak: float | None = None) -> Outcome:
-        """What is filed of it.
+    @staticmethod
+    def of(problem: Problem, peer: str, direction: str, **known: Any) -> Entry:
+        """An entry of which nothing is known but its sizes, and what is given."""
+        outcome = Outcome(
+            workload=problem.name, tokens=problem.tokens, heads=problem.heads, kv_heads=problem.key_heads,
+            head_dim=problem.head_dim, dtype=str(problem.dtype).removeprefix("torch."), density=problem.density,
+            direction=direction, peer=peer, computes=repr(problem.pattern),
+        )  # fmt: skip
+        return Entry(problem, dataclasses.replace(outcome, **known))
+
+    def learn(self, **known: Any) -> None:
+        """Add to the outcome."""
+        self.outcome = dataclasses.replace(self.outcome, **known)
+
+    @property
+    def timing(self) -> Timing | None:
+        """Seconds, once it was timed."""
+        return self.outcome.timing
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is not timed."""
+        return self.outcome.reason
+
+    def weigh(self, first: Timing | None, peak: float | None = None) -> Outcome:
+        """The outcome, with what its time means.
 
         Args:
             first: What its time is compared with.
             peak: Operations per second that the device reaches.
         """
-        problem, timing = self.problem, self.timing
-        rate = None if timing is None else problem.flops(self.direction) / timing.median
-        return Outcome(
-            workload=problem.name,
-            tokens=problem.tokens,
-            heads=problem.heads,
-            kv_heads=problem.key_heads,
-            head_dim=problem.head_dim,
-            dtype=str(problem.dtype).removeprefix("torch."),
-            density=problem.density,
-            direction=self.direction,
-            peer=self.peer.name,
-            computes=repr(self.computes),
-            how=self.how,
-            timing=timing,
-            over_first=None if first is None or timing is None else ratio(timing, first),
-            gflops=None if rate is None else rate / 1e9,
-            peak=self.peak,
-            accuracy=self.accuracy,
-            limit=self.limit,
-            setup_seconds=self.setup_seconds,
-            peak_share=None if rate is None or peak is None else rate / peak,
-            reason=self.reason,
-        )
+        if self.timing is not None:
+            rate = self.problem.flops(self.outcome.direction) / self.timing.median
+            self.learn(
+                over_first=None if first is None else ratio(self.timing, first),
+                gflops=rate / 1e9,
+                peak_share=None if peak is None else rate / peak,
+            )
+        return self.outcome
 
 
 class Session:
@@ -136,7 +127,7 @@ class Session:
         self.key_heads = sorted({0, inputs.k.shape[1] - 1}) if ends else None
         self._built: dict[tuple[str, Problem], Built] = {}
         self._oracles: dict[Pattern, Oracle] = {}
-        self._checked: dict[tuple[str, Pattern, str], Entry] = {}
+        self._checked: dict[tuple[str, Pattern, str], tuple[dict[str, Any], Call | None]] = {}
 
     def oracle(self, function: Pattern) -> Oracle:
         """The oracle of a function on the inputs."""
@@ -146,38 +137,40 @@ class Session:
 
     def check(self, problem: Problem, peer: Peer, direction: str) -> Entry:
         """A peer with what its check found; with a callable to be timed if it is right."""
-        entry = Entry(problem, peer, direction, problem.pattern)
-        entry.reason = peer.supports(problem, direction != FORWARD)
+        entry = Entry.of(problem, peer.name, direction, reason=peer.supports(problem, direction != FORWARD))
         if entry.reason is None:
             try:
-                return self._check(entry)
+                return self._check(entry, peer)
             except self.failures as error:
-                entry.reason = str(error) if isinstance(error, UnsupportedError) else in_a_line(error)
+                entry.learn(reason=str(error) if isinstance(error, UnsupportedError) else in_a_line(error))
         return entry
 
-    def _check(self, entry: Entry) -> Entry:
-        problem, peer, direction = entry.problem, entry.peer, entry.direction
+    def _check(self, entry: Entry, peer: Peer) -> Entry:
+        problem, direction = entry.problem, entry.outcome.direction
         if (peer.name, problem) not in self._built:
             self.say(f"{problem.name}: preparing {peer.name}")
             self._built[peer.name, problem] = peer.build(problem, self.inputs)
         built = self._built[peer.name, problem]
-        known = peer.name, built.function, direction
-        if known in self._checked:
-            return dataclasses.replace(self._checked[known], problem=problem, timing=None, peak=None)
-        self.say(f"{problem.name}: checking {peer.name}")
-        oracle = self.oracle(built.function)
-        entry.computes, entry.limit, entry.setup_seconds = built.function, oracle.limit, built.setup_seconds
-        entry.how = built.how if peer.how is None else peer.how(problem, direction != FORWARD)
-        if direction == FORWARD:
-            entry.accuracy = oracle.check_out(built.forward(self.inputs)())
-        else:
-            entry.accuracy = oracle.check_gradients(*built.forward_backward(oracle.sliced)())
-        excess = entry.accuracy.excess(oracle.limit)
-        if excess is None:
-            entry.call = built.call(self.inputs, direction)
-        else:
-            entry.reason = f"wrong: {excess}; not timed"
-        self._checked[known] = entry
+        same = peer.name, built.function, direction
+        if same not in self._checked:
+            self.say(f"{problem.name}: checking {peer.name}")
+            oracle = self.oracle(built.function)
+            if direction == FORWARD:
+                accuracy = oracle.check_out(built.forward(self.inputs)())
+            else:
+                accuracy = oracle.check_gradients(*built.forward_backward(oracle.sliced)())
+            excess = accuracy.excess(oracle.limit)
+            known = {
+                "computes": repr(built.function),
+                "how": built.how if peer.how is None else peer.how(problem, direction != FORWARD),
+                "accuracy": accuracy,
+                "limit": oracle.limit,
+                "setup_seconds": built.setup_seconds,
+                "reason": None if excess is None else f"wrong: {excess}; not timed",
+            }
+            self._checked[same] = known, built.call(self.inputs, direction) if excess is None else None
+        known, entry.call = self._checked[same]
+        entry.learn(**known)
         return entry
 
 
@@ -190,7 +183,7 @@ def in_turn(entries: Sequence[Entry], *, rounds: int, budget: float | None = Non
     timings = interleaved(calls, rounds=rounds, warmup=0, device=device, budget=budget, timer=timer)
     for entry in entries:
         if entry.call is not None:
-            entry.timing = timings[str(id(entry.call))]
+            entry.learn(timing=timings[str(id(entry.call))])
 
 
 def outcomes(
@@ -223,12 +216,13 @@ def outcomes(
         said = f"{entries[0].problem.name}, {entries[0].problem.tokens:,} tokens, {direction}"
         say(f"{said}: timing {len(entries)} in turn")
         in_turn(entries, rounds=comparison.rounds, budget=comparison.budget)
-        first = {entry.problem: entry.timing for entry in reversed(entries) if entry.peer.name == entries[0].peer.name}
+        leader = entries[0].outcome.peer
+        first = {entry.problem: entry.timing for entry in reversed(entries) if entry.outcome.peer == leader}
         for entry in entries:
             if comparison.memory and entry.call is not None:
-                say(f"{said}: memory of {entry.peer.name}")
-                entry.peak = peak_memory(entry.call, device=entry.problem.device, warm=False)
-            found.append(entry.outcome(first.get(entry.problem, entries[0].timing), peak))
+                say(f"{said}: memory of {entry.outcome.peer}")
+                entry.learn(peak=peak_memory(entry.call, device=entry.problem.device, warm=False))
+            found.append(entry.weigh(first.get(entry.problem, entries[0].timing), peak))
             yield found[-1]
     return found
 

@@ -21,7 +21,7 @@ from .peers import chosen_backend, peers
 from .problem import BOTH, Inputs, Problem
 from .record import Environment, Outcome, environment
 from .text import Corpus, standard_library, text_inputs
-from .trainer import Around, Training, around, train
+from .trainer import SharedTraining, Training, around, train
 
 #: (part, share done, what happens now)
 Advance = Callable[[str, float, str], None]
@@ -29,7 +29,7 @@ _TRAINED = ("ringweave", "dense causal")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DemoSizes:
     """How large the demonstration is.
 
     Attributes:
@@ -67,12 +67,12 @@ class Sizes:
     peers: tuple[str, ...]
 
 
-WHOLE = Sizes(
+WHOLE = DemoSizes(
     lengths=(8192, 16384), context=8192, window=1024, sinks=64, heads=2, head_dim=64, rounds=3, steps=40,
     around=(4096, 256, 10), speed_budget=4.0, around_budget=60.0, train_budget=100.0, train_least=15.0,
     whole_budget=100.0, peers=("sdpa", "flex"),
 )  # fmt: skip
-QUICK = Sizes(
+QUICK = DemoSizes(
     lengths=(2048, 4096), context=2048, window=256, sinks=16, heads=4, head_dim=64, rounds=3, steps=24,
     around=(1024, 128, 4), speed_budget=3.0, around_budget=60.0, train_budget=10.0, train_least=4.0,
     whole_budget=16.0, peers=("sdpa",),
@@ -124,13 +124,13 @@ class DemoResult:
     source: str
     files: int
     bytes_read: int
-    sizes: Sizes
+    sizes: DemoSizes
     pattern: PatternFacts
     exactness: Exactness
     outcomes: tuple[Outcome, ...]
     training: dict[str, Training]
     training_backend: str
-    around: Around | str
+    around: SharedTraining | str
 
     @property
     def kernel(self) -> str:
@@ -244,22 +244,27 @@ def run_demo(*, quick: bool = False, advance: Advance = lambda part, done, text:
     )
 
 
-def _problem(pattern: rw.Pattern, tokens: int, sizes: Sizes) -> Problem:
+def _problem(pattern: rw.Pattern, tokens: int, sizes: DemoSizes) -> Problem:
     return Problem(f"{tokens:,} tokens", pattern, tokens, sizes.heads, sizes.head_dim)
 
 
-def _exactness(pattern: rw.Pattern, corpus: Corpus, sizes: Sizes) -> Exactness:
+def _exactness(pattern: rw.Pattern, corpus: Corpus, sizes: DemoSizes) -> Exactness:
     problem = _problem(pattern, sizes.lengths[0], sizes)
     session = Session(text_inputs(corpus, problem.tokens, heads=sizes.heads, head_dim=sizes.head_dim), rows=64)
     mine, torchs = (session.check(problem, peer, BOTH) for peer in peers("ringweave", "sdpa+mask"))
-    assert mine.accuracy is not None
-    assert torchs.accuracy is not None
+    assert mine.outcome.accuracy is not None
+    assert torchs.outcome.accuracy is not None
     return Exactness(
-        problem.tokens, len(session.rows), mine.accuracy, torchs.accuracy, session.oracle(pattern).limit, mine.how
+        problem.tokens,
+        len(session.rows),
+        mine.outcome.accuracy,
+        torchs.outcome.accuracy,
+        session.oracle(pattern).limit,
+        mine.outcome.how,
     )
 
 
-def _speed(pattern: rw.Pattern, corpus: Corpus, sizes: Sizes, advance: Advance) -> list[Outcome]:
+def _speed(pattern: rw.Pattern, corpus: Corpus, sizes: DemoSizes, advance: Advance) -> list[Outcome]:
     part = "Speed and memory"
     # ringweave:gather is what runs where the native kernel is absent
     names = ("ringweave", "ringweave:gather", *sizes.peers)
@@ -279,7 +284,7 @@ def _speed(pattern: rw.Pattern, corpus: Corpus, sizes: Sizes, advance: Advance) 
     return found
 
 
-def _around(sizes: Sizes, threads: int, advance: Advance) -> Around | str:
+def _around(sizes: DemoSizes, threads: int, advance: Advance) -> SharedTraining | str:
     def told(done: float, text: str) -> None:
         advance("Around the ring", min(done, 0.99), text)
 
@@ -291,7 +296,7 @@ def _around(sizes: Sizes, threads: int, advance: Advance) -> Around | str:
 
 
 def _train(
-    pattern: rw.Pattern, corpus: Corpus, sizes: Sizes, budget: float, advance: Advance
+    pattern: rw.Pattern, corpus: Corpus, sizes: DemoSizes, budget: float, advance: Advance
 ) -> tuple[dict[str, Training], str]:
     def sparse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return rw.attention(q, k, v, pattern)

@@ -13,7 +13,7 @@ from ..units import nbytes
 
 if TYPE_CHECKING:
     from .record import Outcome
-    from .trainer import Around, Training
+    from .trainer import SharedTraining, Training
 
 # stands for the page's own text colour, put in after drawing
 _INK = "#010203"
@@ -89,7 +89,7 @@ def loss_curves(training: dict[str, Training]) -> str:
         return _svg(figure, pyplot)
 
 
-def shared_sequence(around: Around) -> str:
+def shared_sequence(around: SharedTraining) -> str:
     """Bytes received next to a full ring's, and the losses of one process and of several over steps."""
     pyplot = _pyplot()
     mine, dense = _COLOURS["ringweave"], _COLOURS["sdpa"]

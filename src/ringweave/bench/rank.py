@@ -104,8 +104,9 @@ def measure(carrier: Transport, options: Options) -> list[Record]:
     if ctx.rank:
         return []
     # the first round is for warming up; a round is over when the slower rank is
-    one.timing = Timing(one.timing.seconds[1:])
-    two.timing = Timing(tuple(max(seconds) / 1e9 for seconds in zip(*(rank[2:] for rank in every), strict=True)))
+    one.learn(timing=Timing(one.timing.seconds[1:]))
+    slower = (max(seconds) / 1e9 for seconds in zip(*(rank[2:] for rank in every), strict=True))
+    two.learn(timing=Timing(tuple(slower)))
     return records(one, two, options, max(rank[0] for rank in every) / _full_ring(problem, ctx.size))
 
 
@@ -128,8 +129,8 @@ def records(one: Entry, two: Entry, options: Options, share: float | None = None
     bound = None if options.sized else _SPEED
     moved = f"{name}: bytes that the busier rank receives over a full ring's"
     return [
-        one.outcome(one.timing),
-        two.outcome(one.timing),
+        one.weigh(one.timing),
+        two.weigh(one.timing),
         Target(what, size, one.timing.median / two.timing.median, bound, True),
         Target(moved, size, share, None, False, "%"),
     ]

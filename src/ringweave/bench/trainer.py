@@ -152,7 +152,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Around:
+class SharedTraining:
     """One process, and several that share its sequences: the same weights, the same excerpts.
 
     Attributes:
@@ -208,7 +208,7 @@ def around(
     limit: float,
     processes: int = 2,
     advance: Callable[[float, str], None] = lambda done, text: None,
-) -> Around | str:
+) -> SharedTraining | str:
     """Run the trainer with one process, and with several on the same cores.
 
     Args:
@@ -242,7 +242,7 @@ def around(
             except LaunchError as error:
                 return f"{words}: {error}"
             runs.append(Steps.read(out, count, each))
-    return Around(tokens, window, runs[0], runs[1])
+    return SharedTraining(tokens, window, runs[0], runs[1])
 
 
 def command(script: Path, processes: int, *options: object, restarts: int = 0) -> list[str]:

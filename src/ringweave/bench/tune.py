@@ -25,7 +25,7 @@ from .search import Candidate, Search, pick
 
 
 @dataclass(frozen=True)
-class Choice:
+class Finding:
     """What was measured of one branch in one direction.
 
     Attributes:
@@ -93,7 +93,7 @@ def tune(
     rounds: int = 7,
     budget: float | None = 20.0,
     say: Say = silent,
-) -> list[Choice]:
+) -> list[Finding]:
     """Measure the candidates on each kind of branch of a problem; nothing is stored.
 
     Args:
@@ -106,7 +106,7 @@ def tune(
     Returns:
         A choice for each kind of branch and direction.
     """
-    found: dict[tuple[str, int], Choice] = {}
+    found: dict[tuple[str, int], Finding] = {}
     size = {"heads": problem.heads, "batch": problem.batch}
     for branch in branches(problem.pattern, problem.tokens, problem.tokens, **size):
         alone = _alone(problem, branch)
@@ -124,7 +124,7 @@ def tune(
                 search = Search(alone, session, direction, first, rounds, budget)
                 search.run()
                 results = search.timings, search.reasons, tuple(search.kernels)
-                found[kind, density] = Choice(alone, branch, direction, first, kind, density, *results)
+                found[kind, density] = Finding(alone, branch, direction, first, kind, density, *results)
             if direction == FORWARD:
                 first = found[kind, density].chosen
     return list(found.values())
@@ -146,7 +146,7 @@ def _alone(problem: Problem, branch: Branch) -> Problem | None:
     )
 
 
-def store(choices: Sequence[Choice]) -> str | None:
+def store(choices: Sequence[Finding]) -> str | None:
     """Store what was found; the file, or None where no backend could be timed."""
     entries = [choice.entry() for choice in choices if choice.backend is not None]
     kernels = [(choice, each) for choice in choices for each in choice.kernels if each.descent.seconds]

@@ -17,7 +17,7 @@ from .show import Heads, PatternText, Tokens
 
 if TYPE_CHECKING:
     from ..bench.descent import Tuned
-    from ..bench.tune import Choice
+    from ..bench.tune import Finding
 
 
 def tune(
@@ -70,7 +70,7 @@ def tune(
     console.print(said, markup=False, soft_wrap=True)
 
 
-def _candidates(choice: Choice) -> Table:
+def _candidates(choice: Finding) -> Table:
     """A line for each candidate; fastest first, then what was not timed."""
     title = f"{choice.problem.pattern!r}, {choice.problem.tokens} tokens, {choice.direction}"
     table = _table(title, "backend", "tiles", "", "milliseconds")

@@ -15,7 +15,7 @@ from ..compare import Comparison, outcomes
 from ..problem import FORWARD, Drawn, Problem
 from ..record import Measuring, Options, Outcome, Say
 from ..search import Candidate, whole
-from ..tune import Choice, tune
+from ..tune import Finding, tune
 from .attention import window_with_sinks
 
 
@@ -33,7 +33,7 @@ def measure(options: Options, say: Say) -> Measuring:
         ("causal", rw.Causal()),
     ):
         problem = options.of(Problem(name, relation, tokens, heads, dtype=torch.float32 if cpu else torch.bfloat16))
-        before: Choice | None = None
+        before: Finding | None = None
         for choice in tune(problem, rounds=options.rounds or rounds, budget=budget, say=say):
             found = yield from outcomes(_again(choice, before, options.rounds or rounds), say)
             said.append(f"{name}, {choice.direction}: {_said(found)}.")
@@ -49,7 +49,7 @@ def _said(found: list[Outcome]) -> str:
     return "the heuristic stays" if same else f"{ratio.medians:.2f} x ({found[0].how})"
 
 
-def _again(choice: Choice, before: Choice | None, rounds: int) -> Comparison:
+def _again(choice: Finding, before: Finding | None, rounds: int) -> Comparison:
     """The choice and the heuristic in turn, each behind its own forward."""
     usual, chosen = _usual(choice, False), choice.chosen
     own = choice.direction == FORWARD
@@ -58,7 +58,7 @@ def _again(choice: Choice, before: Choice | None, rounds: int) -> Comparison:
     return Comparison([(choice.problem, [tuned, heuristic])], [choice.direction], rounds, memory=False)
 
 
-def _usual(choice: Choice, needs_grad: bool) -> Candidate:
+def _usual(choice: Finding, needs_grad: bool) -> Candidate:
     """What auto takes of a branch where nothing is stored."""
     usual = candidates(choice.problem.case(needs_grad), whole(choice.problem))
     return Candidate(next(backend.name for backend, reason in usual if reason is None))
