@@ -11,8 +11,8 @@ from ringweave.bench.compare import compare
 from ringweave.bench.gather_scatter import gather_scatter
 from ringweave.bench.oracle import Oracle, sample_rows
 from ringweave.bench.peers import PEERS, Built, Peer, peers, taking_part
-from ringweave.bench.problem import Drawn, Problem
-from ringweave.errors import UnsupportedError
+from ringweave.bench.problem import Drawn, Inputs, Problem
+from ringweave.errors import ShapeError, UnsupportedError
 
 # the package hides the module behind its function
 module = importlib.import_module("ringweave.bench.compare")
@@ -215,3 +215,36 @@ def test_a_peer_that_breaks_ends_the_run_unless_its_failure_is_a_reason() -> Non
     found = list(module.outcomes(comparison))
     assert [each.reason for each in found if each.peer == "broken"] == ["RuntimeError: no memory"] * 2
     assert all(each.timing is not None and each.over_first is None for each in found if each.peer == "sdpa")
+
+
+def test_a_peer_that_writes_to_its_inputs_ends_the_run() -> None:
+    """The others would be checked against what it left, and found right on zeros, which are faster."""
+
+    def build(problem, inputs):  # type: ignore[no-untyped-def]
+        def attend(q, k, v):  # type: ignore[no-untyped-def]
+            out = rw.attention(q, k, v, problem.pattern)
+            k.zero_()
+            return out
+
+        return Built(attend, problem.pattern, "x")
+
+    comparison = module.Comparison(
+        [(_problem(WINDOW), [Peer("careless", "", lambda problem, backward: None, build), *peers("sdpa")])],
+        ("forward",), failures=module.FAILURES,
+    )  # fmt: skip
+    with pytest.raises(ShapeError, match="careless: got a peer that writes to its inputs"):
+        list(module.outcomes(comparison))
+
+
+@pytest.mark.parametrize("names", [[], ["sdpa", "sdpa"]])
+def test_peers_have_names_of_their_own(names: list[str]) -> None:
+    with pytest.raises(ShapeError, match="peers: got .*; wanted one or more, of different names"):
+        compare(_problem(WINDOW), peers(*names), rounds=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_that_are_strided_views(dtype: torch.dtype) -> None:
+    problem = dataclasses.replace(_problem(WINDOW), dtype=dtype)
+    views = Inputs(*(x[:, :, ::2] for x in dataclasses.replace(problem, tokens=600).inputs()))
+    for each in compare(problem, peers("ringweave", "sdpa+mask"), inputs=views, rounds=1, memory=False):
+        assert each.timing is not None, each.reason

@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import UnsupportedError, in_a_line
+from ..errors import ShapeError, UnsupportedError, in_a_line, message
 from ..patterns import Pattern
 from .measure import Call, Timer, Timing, interleaved, peak_memory, ratio
 from .oracle import Oracle, sample_rows
@@ -155,10 +155,15 @@ class Session:
         if same not in self._checked:
             self.say(f"{problem.name}: checking {peer.name}")
             oracle = self.oracle(built.function)
+            versions = [x._version for x in self.inputs]
             if direction == FORWARD:
                 accuracy = oracle.check_out(built.forward(self.inputs)())
             else:
                 accuracy = oracle.check_gradients(*built.forward_backward(oracle.sliced)())
+            if versions != [x._version for x in self.inputs]:
+                # whatever came after it would be checked against what it left
+                got = "a peer that writes to its inputs"
+                raise ShapeError(message(peer.name, got, "one that leaves them as they are", "Let it copy them."))
             excess = accuracy.excess(oracle.limit)
             known = {
                 "computes": repr(built.function),
@@ -213,6 +218,7 @@ def outcomes(
             for problem, names in comparison.entries
             for peer in taking_part(problem, names, direction)
         ]
+        _check_names(entries)
         said = f"{entries[0].problem.name}, {entries[0].problem.tokens:,} tokens, {direction}"
         say(f"{said}: timing {len(entries)} in turn")
         in_turn(entries, rounds=comparison.rounds, budget=comparison.budget)
@@ -225,6 +231,14 @@ def outcomes(
             found.append(entry.weigh(first.get(entry.problem, entries[0].timing), peak))
             yield found[-1]
     return found
+
+
+def _check_names(entries: Sequence[Entry]) -> None:
+    """What is filed by its peer's name is to be of one peer."""
+    names = [(entry.problem, entry.outcome.peer) for entry in entries]
+    if not names or len(set(names)) < len(names):
+        got = ", ".join(name for _, name in names) or "none"
+        raise ShapeError(message("peers", got, "one or more, of different names", "Give each its own name."))
 
 
 def compare(

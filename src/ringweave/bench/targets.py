@@ -14,7 +14,7 @@ class Rule:
 
     Attributes:
         what: Words for the figure; ``{dtype}``, ``{direction}`` and ``{workload}`` are the outcome's.
-        of: Attributes that an outcome has, such as its peer.
+        of: Attributes that an outcome has, such as its peer, or what they are to be.
         figure: What is looked at.
         bound: What it is to be.
         at_least: Whether that is the least or the most.
@@ -51,8 +51,12 @@ def targets(rules: Sequence[Rule], outcomes: Sequence[Outcome], density: str = "
         )
         for each in outcomes
         for rule in rules
-        if all(getattr(each, name) == value for name, value in rule.of.items())
+        if all(_is(getattr(each, name), wanted) for name, wanted in rule.of.items())
     ]
+
+
+def _is(value: object, wanted: object) -> bool:
+    return bool(wanted(value)) if callable(wanted) else value == wanted
 
 
 def over_first(outcome: Outcome) -> float | None:
