@@ -63,7 +63,7 @@ class Entry:
 
     @staticmethod
     def of(problem: Problem, peer: str, direction: str, **known: Any) -> Entry:
-        """An entry of which nothing is known but its sizes, and what is given."""
+        """Make an entry of which nothing is known but its sizes, and what is given."""
         outcome = Outcome(
             workload=problem.name, tokens=problem.tokens, heads=problem.heads, kv_heads=problem.key_heads,
             head_dim=problem.head_dim, dtype=str(problem.dtype).removeprefix("torch."), density=problem.density,
@@ -86,7 +86,7 @@ class Entry:
         return self.outcome.reason
 
     def weigh(self, first: Timing | None, peak: float | None = None) -> Outcome:
-        """The outcome, with what its time means.
+        """Give the outcome, with what its time means.
 
         Args:
             first: What its time is compared with.
@@ -130,13 +130,13 @@ class Session:
         self._checked: dict[tuple[str, Pattern, str], tuple[dict[str, Any], Call | None]] = {}
 
     def oracle(self, function: Pattern) -> Oracle:
-        """The oracle of a function on the inputs."""
+        """Evaluate the oracle of a function on the inputs, once."""
         if function not in self._oracles:
             self._oracles[function] = Oracle(function, self.inputs, self.rows, self.key_heads)
         return self._oracles[function]
 
     def check(self, problem: Problem, peer: Peer, direction: str) -> Entry:
-        """A peer with what its check found; with a callable to be timed if it is right."""
+        """Check a peer: the entry says what was found, and has a callable to be timed if that is right."""
         entry = Entry.of(problem, peer.name, direction, reason=peer.supports(problem, direction != FORWARD))
         if entry.reason is None:
             try:
@@ -234,7 +234,7 @@ def outcomes(
 
 
 def _check_names(entries: Sequence[Entry]) -> None:
-    """What is filed by its peer's name is to be of one peer."""
+    """Check that what is filed by a peer's name is of one peer."""
     names = [(entry.problem, entry.outcome.peer) for entry in entries]
     if not names or len(set(names)) < len(names):
         got = ", ".join(name for _, name in names) or "none"

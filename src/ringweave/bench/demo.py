@@ -81,7 +81,7 @@ QUICK = DemoSizes(
 
 @dataclass(frozen=True)
 class Exactness:
-    """Errors on some rows against the float64 oracle.
+    """How far results are from the float64 oracle on some rows.
 
     Attributes:
         tokens: Length of the text.
@@ -102,7 +102,7 @@ class Exactness:
 
 @dataclass(frozen=True)
 class PatternFacts:
-    """The pattern at one length."""
+    """What the pattern is at one length."""
 
     text: str
     tokens: int
@@ -150,16 +150,16 @@ class DemoResult:
         return self.exact and together and not any(outcome.wrong for outcome in self.outcomes)
 
     def find(self, tokens: int, direction: str, peer: str) -> Outcome:
-        """The outcome of a peer."""
+        """Find the outcome of a peer."""
         return next(o for o in self.outcomes if (o.tokens, o.direction, o.peer) == (tokens, direction, peer))
 
     def speed_up(self) -> float:
-        """Time of a dense training step over ringweave's: the ratio of tokens per second."""
+        """How many times as many tokens a second ringweave trains on as dense attention does."""
         sparse, dense = (self.training[name] for name in _TRAINED)
         return sparse.tokens_per_second / dense.tokens_per_second
 
     def speeds(self) -> list[tuple[str, dict[str, str]]]:
-        """Per length in tokens and direction, what each peer took in milliseconds, in words."""
+        """Say what each peer took in milliseconds, by length and direction."""
         rows: dict[str, dict[str, str]] = {}
         for outcome in self.outcomes:
             what = "forward" if outcome.direction == "forward" else "both"
@@ -173,11 +173,11 @@ class DemoResult:
         return list(rows.items())
 
     def remarks(self) -> list[str]:
-        """What the peers could not do, each once."""
+        """Say what the peers could not do, each once."""
         return sorted({f"{o.peer}, {o.direction}: {o.reason}." for o in self.outcomes if o.reason is not None})
 
     def summary(self) -> list[tuple[str, str]]:
-        """The other figures, in words."""
+        """Say the other figures in words."""
         mine, torchs = self.exactness.ringweave.out, self.exactness.torch.out
         sparse, dense = (self.training[name] for name in _TRAINED)
         return [

@@ -27,7 +27,7 @@ Timer = Callable[[Call, int], float]
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one callable, one per round, in the order of the rounds."""
+    """How many seconds one callable took, round by round."""
 
     seconds: tuple[float, ...]
 
@@ -65,7 +65,7 @@ class Ratio:
 
 
 def ratio(numerator: Timing, denominator: Timing) -> Ratio:
-    """The ratio of two timings of one interleaved run.
+    """Compare two timings of one interleaved run.
 
     Raises:
         ShapeError: They have different numbers of rounds.
@@ -81,17 +81,17 @@ def ratio(numerator: Timing, denominator: Timing) -> Ratio:
 
 
 def by_clock(call: Call, times: int = 1) -> float:
-    """Seconds that pass."""
+    """Time by the clock on the wall."""
     return _passed(time.perf_counter, call, times)
 
 
 def by_processor(call: Call, times: int = 1) -> float:
-    """Seconds of this process's own work: others may use the machine."""
+    """Time by what this process works: others may use the machine."""
     return _passed(time.process_time, call, times)
 
 
 def by_events(call: Call, times: int = 1) -> float:
-    """Seconds between two CUDA events on the current stream."""
+    """Time between two CUDA events on the current stream."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()
@@ -177,7 +177,7 @@ class Peak:
 
 
 def peak_memory(call: Call, *, device: str = "cpu", warm: bool = True) -> Peak:
-    """Peak memory of one run of a callable.
+    """Measure the peak memory of one run of a callable.
 
     On CUDA the allocator knows it. On Linux the kernel keeps the high-water mark of the resident set; the heap is
     trimmed and the mark reset before. Elsewhere a thread samples the resident set, which can miss short peaks.

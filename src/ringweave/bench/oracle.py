@@ -19,7 +19,7 @@ from .problem import Inputs
 
 
 def sample_rows(tokens: int, count: int = 48, seed: int = 0) -> Tensor:
-    """Query positions to check: both ends, tile edges, and random ones between; ascending, distinct."""
+    """Choose query positions to check: both ends, tile edges, and random ones between; ascending, distinct."""
     ends = [0, 1, tokens // 2 - 1, tokens // 2, tokens - 2, tokens - 1, 127, 128]
     random = torch.randint(0, tokens, (max(count - len(ends), 0),), generator=torch.Generator().manual_seed(seed))
     return torch.tensor(sorted({p for p in ends + random.tolist() if 0 <= p < tokens}))
@@ -65,7 +65,7 @@ class Accuracy:
     dv: Error | None = None
 
     def excess(self, limit: Limit) -> str | None:
-        """Which error is above its limit, in words; None where all are within. NaN is not."""
+        """Say which error is above its limit; None where all are within. NaN is not."""
         for name in ("out", "dq", "dk", "dv"):
             error, most = getattr(self, name), getattr(limit, name)
             if error is not None and not error.rms <= most:
@@ -78,7 +78,7 @@ class Oracle:
 
     Args:
         pattern: What may attend; a LongNet's keys count as often as branches see them.
-        inputs: Of any dtype; promoted, so that only arithmetic errors are seen.
+        inputs: Tensors of any dtype; promoted, so that only arithmetic errors are seen.
         rows: Query positions to check.
         key_heads: Key heads whose query heads are checked; None for all.
     Attributes:
@@ -117,7 +117,7 @@ class Oracle:
         return Slice(out, dq, dk, dv)
 
     def _bias(self, b: int, h: int) -> Tensor:
-        """log of how often each key counts: 0, -inf, or more in a LongNet."""
+        """Count how often each key counts, and take the log: 0, -inf, or more in a LongNet."""
         q, k = self.rows[:, None], torch.arange(self.inputs.k.shape[2], device=self.rows.device)[None, :]
         if not isinstance(self.pattern, LongNet):
             allowed = self.pattern.select(b, h).allows(q, k).expand(len(self.rows), k.shape[1])
@@ -148,13 +148,13 @@ class Oracle:
         return Limit(*bounds)
 
     def check_out(self, out: Tensor) -> Accuracy:
-        """The error of a whole output, (B, H, N, Dv), on the rows; a NaN anywhere in it counts."""
+        """Measure the error of a whole output, (B, H, N, Dv), on the rows; a NaN anywhere in it counts."""
         if torch.isnan(out).any():
             return Accuracy(Error(math.nan, math.nan))
         return Accuracy(self._error(self._picked(out), 0))
 
     def check_gradients(self, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> Accuracy:
-        """The errors of whole results for ``sliced.dout``."""
+        """Measure the errors of whole results for ``sliced.dout``."""
         keys = (x if len(self.key_heads) == x.shape[1] else x[:, self.key_heads] for x in (dk, dv))
         got = (self._picked(out), self._picked(dq), *keys)
         return Accuracy(*(self._error(part, index) for index, part in enumerate(got)))
@@ -164,7 +164,7 @@ class Oracle:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """One head's rows: by the formula in float64, by torch's attention in any other dtype; empty rows give 0."""
+    """Compute one head's rows: by the formula in float64, by torch in any other dtype; empty rows give 0."""
     empty = torch.isneginf(bias).all(1, keepdim=True)
     bias = bias.masked_fill(empty, 0.0)
     if q.dtype == torch.float64:

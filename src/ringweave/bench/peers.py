@@ -45,7 +45,7 @@ class Built:
     setup_seconds: float | None = None
 
     def forward(self, inputs: Inputs) -> Callable[[], Tensor]:
-        """A callable without gradients."""
+        """Make a callable without gradients."""
         q, k, v = (x.detach() for x in inputs[:3])
 
         def call() -> Tensor:
@@ -55,7 +55,7 @@ class Built:
         return call
 
     def forward_backward(self, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-        """A callable that gives (out, dq, dk, dv)."""
+        """Make a callable that gives (out, dq, dk, dv)."""
         q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
 
         def call() -> tuple[Tensor, ...]:
@@ -65,13 +65,13 @@ class Built:
         return call
 
     def backward(self, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-        """A callable that gives (dq, dk, dv) of a graph that is kept."""
+        """Make a callable that gives (dq, dk, dv) of a graph that is kept."""
         q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
         out = self.attend(q, k, v)
         return lambda: torch.autograd.grad(out, (q, k, v), inputs.dout, retain_graph=True)
 
     def call(self, inputs: Inputs, direction: str) -> Callable[[], object]:
-        """The callable of a direction."""
+        """Make the callable of a direction."""
         made = {FORWARD: self.forward, BACKWARD: self.backward, BOTH: self.forward_backward}
         return made[direction](inputs)
 
@@ -81,7 +81,7 @@ class Peer:
     """One way to compute attention.
 
     Attributes:
-        name: As in tables and ``--list``.
+        name: What tables and ``--list`` call it.
         summary: One line for people.
         supports: Why it cannot run a problem (with gradients or without); None where it can.
         build: Makes it ready.
@@ -96,7 +96,7 @@ class Peer:
 
 
 def peers(*names: str) -> list[Peer]:
-    """Peers by name.
+    """Find peers by name.
 
     Raises:
         UnsupportedError: An unknown name.
@@ -112,7 +112,7 @@ def peers(*names: str) -> list[Peer]:
 
 
 def taking_part(problem: Problem, names: Sequence[str | Peer], direction: str) -> list[Peer]:
-    """The peers behind some names, each function once.
+    """Find the peers behind some names, each function once.
 
     ``ringweave:*`` stands for the backends that compute plans and can run the problem; beside ``ringweave`` itself the
     backend that it takes is left out.
@@ -132,7 +132,7 @@ def taking_part(problem: Problem, names: Sequence[str | Peer], direction: str) -
 
 
 def chosen_backend(problem: Problem, *, backward: bool, name: str = "auto") -> str:
-    """The backends that run a problem, such as ``gather`` or ``2 x gather + 1 x sdpa``.
+    """Name the backends that run a problem, such as ``gather`` or ``2 x gather + 1 x sdpa``.
 
     Raises:
         UnsupportedError: The named backend cannot run it.

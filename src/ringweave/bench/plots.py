@@ -42,7 +42,7 @@ _PAGE = STYLE | {
 def bars(
     outcomes: Sequence[Outcome], value: Callable[[Outcome], float | None], label: Callable[[Outcome], str], axis: str
 ) -> str:
-    """Horizontal bars in groups of one length and direction; a peer without a value shows its label alone."""
+    """Draw horizontal bars in groups of one length and direction; a peer without a value shows its label alone."""
     pyplot = _pyplot()
     groups = [list(group) for _, group in itertools.groupby(outcomes, lambda o: (o.tokens, o.direction))]
     height = sum(len(group) + 1.35 for group in groups)
@@ -72,7 +72,7 @@ def bars(
 
 
 def loss_curves(training: dict[str, Training]) -> str:
-    """Losses over steps, and over the seconds that each model's own steps took."""
+    """Draw losses over steps, and over the seconds that each model's own steps took."""
     pyplot = _pyplot()
     with pyplot.rc_context(_PAGE):
         figure, (steps, seconds) = pyplot.subplots(1, 2, figsize=(5.2, 2.7), sharey=True)
@@ -90,7 +90,7 @@ def loss_curves(training: dict[str, Training]) -> str:
 
 
 def shared_sequence(around: SharedTraining) -> str:
-    """Bytes received next to a full ring's, and the losses of one process and of several over steps."""
+    """Draw bytes received next to a full ring's, and the losses of one process and of several over steps."""
     pyplot = _pyplot()
     mine, dense = _COLOURS["ringweave"], _COLOURS["sdpa"]
     with pyplot.rc_context(_PAGE):
@@ -142,7 +142,7 @@ def _svg(figure: Any, pyplot: Any) -> str:
 
 
 def inline(svg: str) -> str:
-    """SVG for the body of an HTML page: without prologue, metadata, fixed size and names of XML spaces."""
+    """Make SVG fit the body of an HTML page: without prologue, metadata, fixed size and names of XML spaces."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"\sxmlns(:\w+)?=\"[^\"]*\"", "", svg)

@@ -47,7 +47,7 @@ class Drawn:
     chosen: int | None = None
 
     def pattern(self, tokens: int, device: str = "cpu") -> Pattern:
-        """The table of a length, on a device."""
+        """Draw the table of a length, on a device."""
         if self.chosen is None:
             density = min(1.0, max(self.density, 1.25 * self.block_size / tokens))
             table = rw.random_blocks(tokens, density, block_size=self.block_size)
@@ -64,7 +64,7 @@ class Problem:
     """An attention to be computed.
 
     Attributes:
-        name: For people.
+        name: What people call it.
         relation: What may attend: a pattern, or how to draw one.
         tokens: Queries and keys.
         heads: Query heads.
@@ -94,7 +94,7 @@ class Problem:
 
     @property
     def key_heads(self) -> int:
-        """Key heads as a number."""
+        """How many key heads there are."""
         return self.kv_heads or self.heads
 
     @property
@@ -103,7 +103,7 @@ class Problem:
         return self.batch, self.heads, self.key_heads, self.tokens, self.head_dim, self.dtype, self.device
 
     def case(self, needs_grad: bool) -> Case:
-        """The case that backends are asked about."""
+        """Make the case that backends are asked about."""
         n, dim, kind = self.tokens, self.head_dim, torch.device(self.device).type
         return Case(self.batch, self.heads, self.key_heads, n, n, dim, dim, self.dtype, kind, needs_grad)
 
@@ -118,11 +118,11 @@ class Problem:
 
     @functools.cached_property
     def density(self) -> float:
-        """Allowed pairs over all pairs."""
+        """Which part of all pairs is allowed."""
         return self.pattern.density(self.tokens, heads=self.heads, batch=self.batch)
 
     def flops(self, direction: str) -> float:
-        """Floating-point operations on the allowed pairs: two products forward, five backward."""
+        """Count floating-point operations on the allowed pairs: two products forward, five backward."""
         products = {FORWARD: 2, BACKWARD: 5, BOTH: 7}[direction]
         return 2 * products * self.density * self.batch * self.heads * self.tokens**2 * self.head_dim
 

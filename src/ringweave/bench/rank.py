@@ -40,17 +40,17 @@ class Spread(Built):
     unshard: Callable[[Tensor], Tensor] = torch.clone
 
     def forward_backward(self, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-        """A callable that gives the whole (out, dq, dk, dv)."""
+        """Make a callable that gives the whole (out, dq, dk, dv)."""
         shards = self.call(inputs, BOTH)
         return lambda: tuple(map(self.unshard, shards()))
 
     def call(self, inputs: Inputs, direction: str) -> Callable[[], tuple[Tensor, ...]]:
-        """A callable that gives the shards' (out, dq, dk, dv)."""
+        """Make a callable that gives the shards' (out, dq, dk, dv)."""
         return super().forward_backward(Inputs(*map(self.shard, inputs)))
 
 
 def alone() -> Peer:
-    """One rank that computes everything."""
+    """Make the peer of one rank that computes everything."""
 
     def build(problem: Problem, inputs: Inputs) -> Built:
         return Built(lambda q, k, v: rw.attention(q, k, v, PATTERN), PATTERN, _HOW)
@@ -59,7 +59,7 @@ def alone() -> Peer:
 
 
 def together(ctx: ContextParallel) -> Peer:
-    """Two ranks that share the sequence."""
+    """Make the peer of two ranks that share the sequence."""
 
     def build(problem: Problem, inputs: Inputs) -> Built:
         return Spread(
@@ -111,7 +111,7 @@ def measure(carrier: Transport, options: Options) -> list[Record]:
 
 
 def records(one: Entry, two: Entry, options: Options, share: float | None = None) -> list[Record]:
-    """The two timings, their ratio next to its target, and the bytes that moved.
+    """File the two timings, their ratio next to its target, and the bytes that moved.
 
     Args:
         one: One rank.
@@ -137,7 +137,7 @@ def records(one: Entry, two: Entry, options: Options, share: float | None = None
 
 
 def _full_ring(problem: Problem, ranks: int) -> float:
-    """Bytes that a rank receives where all keys and values go around, and their gradients, in float32, back."""
+    """Count a rank's bytes where all keys and values go around, and their gradients, in float32, back."""
     elements = problem.tokens * (ranks - 1) / ranks * problem.key_heads * 2 * problem.head_dim
     return elements * (problem.dtype.itemsize + 4)
 

@@ -54,7 +54,7 @@ class Options:
         return bool(self.quick or self.tokens or self.heads)
 
     def of(self, problem: Problem) -> Problem:
-        """A problem with the sizes and the type that were asked for."""
+        """Give a problem the sizes and the type that were asked for."""
         heads = self.heads or problem.heads
         # as many query heads over a key head, where they can be shared so
         ratio = problem.heads // problem.key_heads
@@ -90,12 +90,12 @@ class PlanCost:
 
     @property
     def nanoseconds_per_tile(self) -> float:
-        """Median time over tiles."""
+        """How long a tile takes, by the median."""
         return self.timing.median / self.tiles * 1e9
 
     @property
     def bytes_per_tile(self) -> float:
-        """Size over tiles."""
+        """How many bytes a tile takes."""
         return self.nbytes / self.tiles
 
 
@@ -183,7 +183,7 @@ class Target:
         return self.figure >= self.bound if self.at_least else self.figure <= self.bound
 
     def spelled(self, value: float | None) -> str:
-        """A figure in the target's unit."""
+        """Write a figure in the target's unit."""
         if value is None:
             return "-"
         return f"{value:.1%}" if self.unit == "%" else f"{value:.2f} {self.unit}"
@@ -259,7 +259,7 @@ class Environment:
 
 
 def environment(device: str = "cpu") -> Environment:
-    """The record of this process's surroundings."""
+    """Record this process's surroundings."""
     affinity = getattr(os, "sched_getaffinity", None)
     load = getattr(os, "getloadavg", None)
     return Environment(
@@ -328,7 +328,7 @@ def _commit() -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON knows it: dataclasses as objects, anything that has no JSON form as its text."""
+    """Make a value what JSON knows: dataclasses as objects, anything that has no JSON form as its text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -339,7 +339,7 @@ def plain(value: Any) -> Any:
 
 
 def write_lines(path: str | Path, records: Iterable[Any]) -> int:
-    """Append records as JSON lines, each as soon as it comes; the number written."""
+    """Append records as JSON lines, each as soon as it comes, and count them."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0

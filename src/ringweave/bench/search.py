@@ -81,7 +81,7 @@ class Candidate:
 
         Args:
             first: Who computes forward where gradients are asked for; itself where None.
-            name: In tables; the candidate's own by default.
+            name: What tables call it; the candidate's own by default.
         """
         spelled = f"{self}, {self.blocks}" if self.blocks else f"{self}"
         behind = "" if first is None or first == self else f" behind {first}"
@@ -135,7 +135,7 @@ def _forward_backward(candidate: Candidate, first: Candidate, branch: Branch, in
 
 
 def sides(branch: Branch, device: str) -> list[tuple[int, int]]:
-    """Sides to try beside a branch's own: none much longer than its sequences, none that make too large a plan.
+    """List sides to try beside a branch's own: none much longer than its sequences, none that make too large a plan.
 
     A block table on a GPU keeps its grid: a plan of other tiles would have to wait for the table.
     """
@@ -166,7 +166,7 @@ def fastest(seconds: Mapping[str, float]) -> str | None:
 
 
 def pick(timings: Mapping[Candidate, Timing]) -> Candidate | None:
-    """A backend as it is, unless other tiles or blocks are more than a few per cent faster.
+    """Pick a backend as it is, unless other tiles or blocks are more than a few per cent faster.
 
     Example:
         >>> own, other = Candidate("cpu"), Candidate("cpu", (32, 32))
@@ -212,7 +212,7 @@ class Search:
         self.kernels: list[Tuned] = []
 
     def run(self) -> None:
-        """Backends, then tiles of those near the fastest, then blocks of GPU kernels."""
+        """Try backends, then tiles of those near the fastest, then blocks of GPU kernels."""
         backends = [Candidate(name) for name, backend in BACKENDS.items() if backend.branched]
         calls = self.check(backends, until=None)
         # some of them were compiled for longer than there are seconds
@@ -245,7 +245,7 @@ class Search:
         return 0.0 if self.budget is None else (time.monotonic() - self.began) / max(self.budget, 1e-9)
 
     def check(self, candidates: Sequence[Candidate], until: float | None) -> dict[Candidate, Entry]:
-        """Those that are right, ready to be timed; of the others, why not.
+        """Find out which are right, ready to be timed, and note why the others are not.
 
         Args:
             candidates: What to check.
@@ -272,7 +272,7 @@ class Search:
         return {each: entry.timing for each, entry in entries.items() if entry.timing is not None}
 
     def tune_blocks(self, start: Candidate) -> None:
-        """The blocks of the kernels behind a candidate of the Triton backend, one kernel after the other."""
+        """Search the blocks of the kernels behind a candidate of the Triton backend, one kernel after the other."""
         best = start
         for asked in self.asked(start):
             measure = functools.partial(self.measure, best, asked)

@@ -32,7 +32,7 @@ class Rule:
 
 
 def targets(rules: Sequence[Rule], outcomes: Sequence[Outcome], density: str = ".1%") -> list[Target]:
-    """The targets of outcomes, in their order.
+    """Set outcomes next to their targets, in their order.
 
     Args:
         rules: Which outcomes have one.
@@ -60,5 +60,5 @@ def _is(value: object, wanted: object) -> bool:
 
 
 def over_first(outcome: Outcome) -> float | None:
-    """How many times longer than the first peer it took."""
+    """Tell how many times longer than the first peer it took."""
     return None if outcome.over_first is None else outcome.over_first.medians

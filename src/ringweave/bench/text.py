@@ -34,18 +34,18 @@ class Corpus:
     source: str
 
     def batch(self, length: int, generator: torch.Generator) -> Tensor:
-        """(1, length + 1) int64: a random excerpt, and the token after it."""
+        """Cut a random excerpt, and the token after it: (1, length + 1) int64."""
         start = int(torch.randint(0, len(self.tokens) - length, (), generator=generator))
         return self.tokens[None, start : start + length + 1].long()
 
     def split(self, held_out: int) -> tuple[Corpus, Tensor]:
-        """The text without its last ``held_out`` tokens, and those, (1, held_out) int64."""
+        """Split the text from its last ``held_out`` tokens, (1, held_out) int64."""
         kept = Corpus(self.tokens[:-held_out], self.files, self.source)
         return kept, self.tokens[None, -held_out:].long()
 
 
 def standard_library(limit: int = 4 * 2**20) -> Corpus:
-    """The library's ``*.py`` files in sorted order, joined, up to ``limit`` bytes.
+    """Join the library's ``*.py`` files in sorted order, up to ``limit`` bytes.
 
     Raises:
         UnsupportedError: This Python has no source files on disk.
@@ -66,7 +66,7 @@ def standard_library(limit: int = 4 * 2**20) -> Corpus:
 
 
 def text_inputs(corpus: Corpus, tokens: int, *, heads: int, head_dim: int, seed: int = 0) -> Inputs:
-    """q, k, v and dout made of the first tokens of a text by a fixed random embedding and projections.
+    """Make q, k, v and dout of the first tokens of a text, by a fixed random embedding and projections.
 
     Each byte has a random vector, each position a sinusoidal one; their sum is projected to q, k and v. So equal words
     at different places look alike, as in a model. The gradient of the output is the next token's values.
@@ -88,7 +88,7 @@ def text_inputs(corpus: Corpus, tokens: int, *, heads: int, head_dim: int, seed:
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary positions: pairs of channels turned by an angle that grows with the token's place in the sequence."""
+    """Turn pairs of channels by an angle that grows with the token's place in the sequence: rotary positions."""
     half = x.shape[-1] // 2
     angle = positions[:, None] * torch.logspace(0, -4, half)
     cos, sin = angle.cos(), angle.sin()
@@ -108,7 +108,7 @@ class Block(nn.Module):
         self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """(B, N, width) to the same shape."""
+        """Map (B, N, width) to the same shape."""
         groups = self.heads, self.kv_heads, self.kv_heads
         parts = self.qkv(self.before_attention(x)).unflatten(-1, (sum(groups), -1)).transpose(1, 2)
         q, k, v = parts.split(groups, 1)
@@ -141,7 +141,7 @@ class ByteModel(nn.Module):
             nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """(B, N) tokens to (B, N, 256) logits; positions are 0 to N - 1, unless others are given."""
+        """Map (B, N) tokens to (B, N, 256) logits; positions are 0 to N - 1, unless others are given."""
         positions = torch.arange(tokens.shape[1]) if positions is None else positions
         x: Tensor = self.embedding(tokens)
         for block in self.blocks:
@@ -150,6 +150,6 @@ class ByteModel(nn.Module):
         return hidden @ self.embedding.weight.T
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Mean cross entropy, in nats, of every token given those before it."""
+        """Take the mean cross entropy, in nats, of every token given those before it."""
         logits = self(tokens[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

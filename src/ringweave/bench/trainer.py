@@ -33,7 +33,7 @@ _WARMUP = 5
 
 @dataclass(frozen=True)
 class Training:
-    """One model's training.
+    """What came of training one model.
 
     Attributes:
         losses: Nats per byte before each step.
@@ -51,12 +51,12 @@ class Training:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of a step over the median step time, without the first step."""
+        """How many tokens the median step takes in a second, the first one left out."""
         return self.tokens / float(torch.tensor(self.seconds[1:] or self.seconds).median())
 
     @property
     def bits_per_byte(self) -> float:
-        """The held-out loss in bits."""
+        """How many bits a byte of held-out text takes."""
         return self.held_out / math.log(2)
 
 
@@ -119,7 +119,7 @@ def train(
 
 @dataclass(frozen=True)
 class Steps:
-    """A run of the trainer.
+    """What a run of the trainer printed.
 
     Attributes:
         processes: How many share a sequence.
@@ -139,7 +139,7 @@ class Steps:
 
     @staticmethod
     def read(path: Path, processes: int, threads: int) -> Steps:
-        """From the trainer's metrics."""
+        """Read the trainer's metrics."""
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return Steps(
             processes,
@@ -175,7 +175,7 @@ class SharedTraining:
 
     @property
     def share(self) -> float:
-        """Bytes received of those of a full ring."""
+        """Which part of a full ring's bytes was received."""
         return self.shared.received / self.shared.full_ring
 
     @property
@@ -184,7 +184,7 @@ class SharedTraining:
         return self.difference <= LIMIT
 
     def summary(self) -> str:
-        """The figures in words."""
+        """Say the figures in words."""
         losses = "same losses as" if self.correct else "WRONG: other losses than"
         return (
             f"{self.shared.processes} processes share {self.tokens:,} tokens and receive "
@@ -246,7 +246,7 @@ def around(
 
 
 def command(script: Path, processes: int, *options: object, restarts: int = 0) -> list[str]:
-    """The command line of the trainer, through torchrun if there are several processes."""
+    """Give the command line of the trainer, through torchrun if there are several processes."""
     if processes > 1:
         return torchrun(processes, script, *options, restarts=restarts)
     return [sys.executable, *map(str, (script, *options))]

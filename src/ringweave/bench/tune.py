@@ -61,7 +61,7 @@ class Finding:
         return None if self.chosen is None else self.chosen.backend
 
     def entry(self) -> dict[str, Any]:
-        """As it is stored."""
+        """Write it as it is stored."""
         chosen = self.chosen
         assert chosen is not None
         return {
@@ -76,13 +76,13 @@ class Finding:
 
     @property
     def of(self) -> str:
-        """What was measured, for people."""
+        """Say what was measured."""
         problem = self.problem
         return f"{problem.pattern!r}, {problem.tokens} tokens, {problem.heads}/{problem.key_heads} heads"
 
 
 def now() -> str:
-    """The time, UTC, to the second."""
+    """Tell the time, UTC, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
@@ -131,7 +131,7 @@ def tune(
 
 
 def _alone(problem: Problem, branch: Branch) -> Problem | None:
-    """A branch as a problem: its pattern over its view's tokens; None where queries and keys differ."""
+    """Make a problem of a branch: its pattern over its view's tokens; None where queries and keys differ."""
     if branch.nq != branch.nk or branch.q_offset:
         return None
     heads = branch.head_count
@@ -147,7 +147,7 @@ def _alone(problem: Problem, branch: Branch) -> Problem | None:
 
 
 def store(choices: Sequence[Finding]) -> str | None:
-    """Store what was found; the file, or None where no backend could be timed."""
+    """Store what was found, and give the file; None where no backend could be timed."""
     entries = [choice.entry() for choice in choices if choice.backend is not None]
     kernels = [(choice, each) for choice in choices for each in choice.kernels if each.descent.seconds]
     # the table's blocks too where nothing was faster, in place of others that were stored before

@@ -18,10 +18,10 @@ class BenchCase:
     """A named measurement.
 
     Attributes:
-        name: As on the command line.
+        name: What the command line calls it.
         summary: One line for people.
         measure: Begins to measure.
-        grid: As of :class:`~ringweave.bench.record.CaseResult`, by the options.
+        grid: Whether outcomes are shown a line each, by the options.
     """
 
     name: str

@@ -16,12 +16,12 @@ from ..record import Measuring, Options, Outcome, PlanCost, Say
 
 
 def window_with_sinks(window: int, sinks: int) -> rw.Pattern:
-    """The pattern that most cases run: a causal window, and the first tokens for all later queries."""
+    """Make the pattern that most cases run: a causal window, and the first tokens for all later queries."""
     return rw.SlidingWindow(window) & rw.Causal() | rw.Sinks(sinks) & rw.Causal()
 
 
 def attention(options: Options, say: Say) -> Measuring:
-    """A window and a random table, next to all peers."""
+    """Compare a window and a random table with all peers."""
     tokens = options.tokens or (1024 if options.quick else 8192)
     heads, rounds = (2, 3) if options.quick else (8, 5)
     others = ("sdpa", "gather_scatter", "sdpa+mask", *(() if options.quick else ("flex",)))
@@ -33,7 +33,7 @@ def attention(options: Options, say: Say) -> Measuring:
 
 
 def dilated(options: Options, say: Say) -> Measuring:
-    """A mixture and a relation that are sparse by residue."""
+    """Compare a mixture and a relation that are sparse by residue with dense attention."""
     tokens = options.tokens or (2048 if options.quick else 16384)
     segments = [max(tokens // share, 64) // 16 * 16 for share in (16, 4, 1)]
     flex = () if options.quick else ("flex",)
@@ -58,7 +58,7 @@ def _against_dense(records: Sequence[Outcome]) -> str:
 
 
 def memory(options: Options, say: Say) -> Measuring:
-    """Peak memory of a narrow window, which grows with the tokens and not with their square."""
+    """Measure the peak memory of a narrow window, which grows with the tokens and not with their square."""
     records: list[Outcome] = []
     for tokens in [options.tokens] if options.tokens else ([4096, 8192] if options.quick else [32768, 262144]):
         problem = options.of(Problem("window + sinks", window_with_sinks(512, 64), tokens, 1))
@@ -73,7 +73,7 @@ def memory(options: Options, say: Say) -> Measuring:
 
 
 def crossover(options: Options, say: Say) -> Measuring:
-    """Random tables from sparse to full, next to dense attention."""
+    """Compare random tables, from sparse to full, with dense attention."""
     tokens = options.tokens or (1024 if options.quick else 8192)
     densities = (0.25, 1.0) if options.quick else (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
     records: list[Outcome] = []
@@ -85,7 +85,7 @@ def crossover(options: Options, say: Say) -> Measuring:
 
 
 def _crossing(records: Sequence[Outcome], direction: str) -> str:
-    """Where the two take equally long: between measured densities, linear in density and the logarithm of the ratio."""
+    """Say where the two take equally long, between measured densities by the logarithm of the ratio."""
     points = [
         (record.density, math.log(record.over_first.medians))
         for record in records
@@ -100,7 +100,7 @@ def _crossing(records: Sequence[Outcome], direction: str) -> str:
 
 
 def planning(options: Options, say: Say) -> Measuring:
-    """Cold plans of a window at many lengths, and of a random table."""
+    """Time cold plans of a window at many lengths, and of a random table."""
     lengths = [options.tokens] if options.tokens else [2**n for n in range(14, 17 if options.quick else 21)]
     table = options.tokens or (8192 if options.quick else 65536)
     problems = [Problem("window + sinks", window_with_sinks(4096, 64), n) for n in lengths]

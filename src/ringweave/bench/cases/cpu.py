@@ -36,7 +36,7 @@ def _size(
     kv_heads: int | None = None,
     rounds: int = 2,
 ) -> Comparison:
-    """One size at some densities, and who runs it beside ringweave."""
+    """Compare one size at some densities: who runs it beside ringweave."""
     problems = (
         Problem(f"random {density:.0%}", Drawn(density), tokens, heads, head_dim, kv_heads=kv_heads)
         for density in densities
@@ -59,7 +59,7 @@ QUICK = (_size(1024, (0.25, 1.0), *_OTHERS, heads=4, kv_heads=2),)
 
 
 def whole_grid() -> Iterable[Comparison]:
-    """Every length, density, head dimension and grouping."""
+    """List every length, density, head dimension and grouping."""
     for tokens in (4096, 8192, 16384, 32768, 65536):
         for head_dim in (64, 128):
             for kv_heads in (8, 2):
@@ -118,7 +118,7 @@ def measure(options: Options, say: Say) -> Measuring:
 
 
 def asked(size: Comparison, options: Options, dtype: torch.dtype) -> Comparison:
-    """A size with what the user asked for, without densities that leave no room for the diagonal."""
+    """Give a size what the user asked for, without densities that leave no room for the diagonal."""
     entries = []
     for problem, names in size.entries:
         problem = dataclasses.replace(options.of(problem), dtype=dtype)
@@ -132,7 +132,7 @@ def asked(size: Comparison, options: Options, dtype: torch.dtype) -> Comparison:
 
 
 def fma_peak(dtype: torch.dtype, seconds: float = 0.02, samples: int = 10) -> float:
-    """Operations a second of a loop of fused multiply-adds, on torch's number of threads: the best of short samples.
+    """Measure a loop of fused multiply-adds on torch's threads, in operations a second: the best of short samples.
 
     A peak is what the machine can do: what others take of it at a moment does not count.
     """
@@ -144,7 +144,7 @@ def fma_peak(dtype: torch.dtype, seconds: float = 0.02, samples: int = 10) -> fl
 
 
 def overheads(options: Options, dtypes: Iterable[torch.dtype], say: Say) -> Iterator[Target]:
-    """What a kernel spends besides multiplying tiles: on sparse rows, on uneven ones, on strides, in memory.
+    """Measure what a kernel spends besides multiplying tiles: on sparse rows, on uneven ones, on strides, in memory.
 
     Each is a ratio of two runs of the same kernel, checked and timed in turn; small sizes have no target.
     """
@@ -170,14 +170,14 @@ def _target(
     options: Options, what: str, size: str, entries: list[Entry] | list[Outcome], figure: Callable[[], float],
     bound: float, *, at_least: bool = False, unit: str = "x",
 ) -> Target:  # fmt: skip
-    """A figure of entries that were all timed, or why one was not."""
+    """File a figure of entries that were all timed, or why one was not."""
     held = None if options.sized else bound
     reason = next((each.reason for each in entries if each.timing is None), None)
     return Target(what, size, None if reason else figure(), held, at_least, unit, reason)
 
 
 def _per_tile(options: Options, problems: list[Problem], say: Say) -> tuple[list[Outcome], Callable[[], float]]:
-    """Outcomes of forward, and the first one's time per tile over the last one's."""
+    """Time forward, and compare the first one's time per tile with the last one's."""
     comparison = Comparison([(each, ("ringweave",)) for each in problems], (FORWARD,), options.rounds or 3, 20.0, False)
     found = list(outcomes(comparison, say))
     # operations per second are tiles per second: their size is the same
@@ -237,7 +237,7 @@ def _strided(options: Options, dtype: torch.dtype, direction: str, say: Say) -> 
 
 
 def _memory(options: Options, direction: str, say: Say) -> Target:
-    """What a call holds beyond what it was given and gives, as a share of those."""
+    """Measure what a call holds beyond what it was given and gives, as a share of those."""
     tokens, heads = _tokens(options, 262144), options.heads or 8
     window = min(256 if options.quick else 1024, tokens // 4)
     problem = Problem("window", rw.SlidingWindow(window), tokens, heads, dtype=torch.bfloat16, device=options.device)

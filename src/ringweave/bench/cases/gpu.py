@@ -31,7 +31,7 @@ BUDGET = 440.0
 
 
 def part(problem: Problem, names: Sequence[str] = _ALL, *, dense: bool = False, whole: bool = False) -> Comparison:
-    """Kernels on one problem.
+    """Compare kernels on one problem.
 
     Args:
         problem: What is computed.
@@ -79,7 +79,7 @@ def _milliseconds(each: Outcome) -> float | None:
 
 
 def _extra_memory(each: Outcome) -> float | None:
-    """What forward and backward in one go hold beyond inputs, output, lse and gradients, over those tensors."""
+    """Tell what forward and backward in one go hold beyond inputs, output, lse and gradients, over those tensors."""
     item = 4 if each.dtype == "float32" else 2
     rows, keys = each.heads * each.tokens, each.kv_heads * each.tokens
     held = rows * (each.head_dim * item + 4)  # out and lse
@@ -89,7 +89,7 @@ def _extra_memory(each: Outcome) -> float | None:
 
 
 def _stage(direction: str, first: float, last: float) -> tuple[Rule, ...]:
-    """TFLOP/s of active tiles at 128 x 128 tiles, D = 128, density 10%, in two stages; and against FlexAttention."""
+    """Ask for TFLOP/s of active tiles, in two stages, and for a ratio to FlexAttention's time."""
     own = {"workload": "stage A", "peer": OWN, "direction": direction}
     return (
         Rule("stage A: {direction}", own, _teraflops, first, unit="TFLOP/s"),
@@ -99,7 +99,7 @@ def _stage(direction: str, first: float, last: float) -> tuple[Rule, ...]:
 
 
 def _at_most(name: str, tokens: int, bound: float) -> Rule:
-    """Milliseconds of forward, at one length."""
+    """Bound the milliseconds of forward, at one length."""
     own = {"workload": name, "peer": OWN, "direction": FORWARD}
     return Rule("{workload}: forward", own, _milliseconds, bound, at_least=False, unit="ms", tokens=tokens)
 
@@ -118,7 +118,7 @@ _LINEAR = 1.15
 
 
 def linear(records: Sequence[Outcome]) -> list[Target]:
-    """Time per tile over the densities of one length: the slowest over the fastest."""
+    """Compare the time per tile over the densities of one length: the slowest over the fastest."""
     made = []
     for direction in (FORWARD, BACKWARD):
         of = "densities", OWN, direction
@@ -137,13 +137,13 @@ def linear(records: Sequence[Outcome]) -> list[Target]:
 
 
 def matmul_peak(dtype: torch.dtype, device: str, side: int = 8192) -> float:
-    """Operations a second of a square matrix product: the best of ten samples."""
+    """Measure a square matrix product in operations a second: the best of ten samples."""
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / interleaved({"product": lambda: a @ b}, rounds=10, device=device)["product"].min
 
 
 def asked(options: Options) -> list[Comparison]:
-    """What is measured: all, the quick ones, or stage A at a length of the user's."""
+    """Choose what is measured: all, the quick ones, or stage A at a length of the user's."""
     parts = QUICK if options.quick else PARTS
     rounds = options.rounds or (5 if options.quick else 10)
     return [

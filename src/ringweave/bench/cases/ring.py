@@ -37,7 +37,7 @@ _BALANCE, _EFFICIENCY, _PLANNING = 1.05, 0.8, 50.0
 
 
 def documents(tokens: int, seed: int, *, median: int = 2048, sigma: float = 1.2, longest: int = 32768) -> list[int]:
-    """Lengths as corpora have them, most short, a few long: log-normal, cut at ``longest``, that fill a sequence."""
+    """Draw lengths that fill a sequence as corpora do, most short, a few long: log-normal, cut at ``longest``."""
     generator = np.random.default_rng(seed)
     found: list[int] = []
     while sum(found) < tokens:
@@ -95,7 +95,7 @@ def _records(options: Options, say: Say) -> Iterator[Record]:
 
 
 def launch(options: Options) -> list[Record]:
-    """What two processes measure; where they do not come to their end, a record that says why."""
+    """Let two processes measure; where they do not come to their end, a record says why."""
     with tempfile.TemporaryDirectory(prefix="ringweave-") as name:
         folder = Path(name)
         (folder / "options").write_bytes(pickle.dumps(options))
@@ -108,18 +108,18 @@ def launch(options: Options) -> list[Record]:
 
 
 def chosen(pattern: Pattern, tokens: int, ranks: int, heads: tuple[int, int] = _HEADS) -> Choice:
-    """The placement that a context would choose."""
+    """Find the placement that a context would choose."""
     program = branches(pattern, tokens, tokens, heads=heads[0])
     return choose([program], tokens, ranks, block_for(tokens, ranks, _TILE), heads[0] // heads[1])
 
 
 def full_ring(tokens: int, ranks: int, key_heads: int) -> float:
-    """Bytes that a rank receives where all keys and values go around."""
+    """Count the bytes that a rank receives where all keys and values go around."""
     return tokens * (ranks - 1) / ranks * key_heads * Widths().bytes_of_key
 
 
 def placements(options: Options, say: Say) -> Iterator[Target]:
-    """What the busiest rank receives, and how even the work is, under the placements that are chosen."""
+    """Ask what the busiest rank receives, and how even the work is, under the placements that are chosen."""
     for name, patterns, tokens, heads, bound in _PLACED:
         say(f"placing {name}")
         found = [chosen(pattern, tokens, 8, heads).estimate for pattern in patterns(options.quick)]
@@ -147,7 +147,7 @@ def planning(say: Say) -> Target:
 
 
 def modelled(options: Options, say: Say) -> Iterator[Target]:
-    """Efficiency on many GPUs, by the model of bytes and operations."""
+    """Model the efficiency on many GPUs by bytes and operations."""
     counts = (8, 256) if options.quick else (8, 32, 64, 128, 256)
     size = f"1M tokens, 32:8 heads, D 128, bfloat16, {counts[0]} to {counts[-1]} GPUs, modelled"
     for name, make in _MODELLED:

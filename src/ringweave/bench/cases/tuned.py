@@ -50,7 +50,7 @@ def _said(found: list[Outcome]) -> str:
 
 
 def _again(choice: Finding, before: Finding | None, rounds: int) -> Comparison:
-    """The choice and the heuristic in turn, each behind its own forward."""
+    """Compare the choice with the heuristic, each behind its own forward."""
     usual, chosen = _usual(choice, False), choice.chosen
     own = choice.direction == FORWARD
     tuned = (usual if chosen is None else chosen).peer(None if own or before is None else before.chosen, "tuned")
@@ -59,6 +59,6 @@ def _again(choice: Finding, before: Finding | None, rounds: int) -> Comparison:
 
 
 def _usual(choice: Finding, needs_grad: bool) -> Candidate:
-    """What auto takes of a branch where nothing is stored."""
+    """Find what auto takes of a branch where nothing is stored."""
     usual = candidates(choice.problem.case(needs_grad), whole(choice.problem))
     return Candidate(next(backend.name for backend, reason in usual if reason is None))
