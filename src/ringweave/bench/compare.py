@@ -126,6 +126,7 @@ class Session:
         self.rows = sample_rows(inputs.q.shape[2], rows)
         self.key_heads = sorted({0, inputs.k.shape[1] - 1}) if ends else None
         self._built: dict[tuple[str, Problem], Built] = {}
+        self._broken: dict[tuple[str, Problem], str] = {}
         self._oracles: dict[Pattern, Oracle] = {}
         self._checked: dict[tuple[str, Pattern, str], tuple[dict[str, Any], Call | None]] = {}
 
@@ -137,12 +138,17 @@ class Session:
 
     def check(self, problem: Problem, peer: Peer, direction: str) -> Entry:
         """Check a peer: the entry says what was found, and has a callable to be timed if that is right."""
-        entry = Entry.of(problem, peer.name, direction, reason=peer.supports(problem, direction != FORWARD))
-        if entry.reason is None:
+        reason = self._broken.get((peer.name, problem)) or peer.supports(problem, direction != FORWARD)
+        entry = Entry.of(problem, peer.name, direction, reason=reason)
+        if reason is None:
             try:
                 return self._check(entry, peer)
             except self.failures as error:
-                entry.learn(reason=str(error) if isinstance(error, UnsupportedError) else in_a_line(error))
+                reason = str(error) if isinstance(error, UnsupportedError) else in_a_line(error)
+                entry.learn(reason=reason)
+                if (peer.name, problem) not in self._built:
+                    # to compile it for the other direction would fail again
+                    self._broken[peer.name, problem] = reason
         return entry
 
     def _check(self, entry: Entry, peer: Peer) -> Entry:
