@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 4 examples/train_lm.py --cp 2               two sequences, each on two processes
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_lm.py --checkpoint lm.pt --out metrics.jsonl
 
-What it takes to share a sequence is marked (1) to (5); the rest is as in any training script. With --checkpoint,
+What it takes to share a sequence is marked (1) to (5); the rest is as in any training script, and the model, a small
+transformer, knows nothing of it: it is given the attention of each layer. With --checkpoint,
 training goes on from that file: when it is started again, with as many processes or others for a sequence, and when
 torchrun restarts everybody because one has died.
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sysconfig
 import time
 from pathlib import Path
 from typing import TextIO
@@ -28,6 +28,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import ringweave as rw
+from ringweave.bench.problem import Attend
+from ringweave.bench.text import ByteModel, standard_library
 
 WARMUP = 5
 
@@ -67,18 +69,6 @@ def join(cp: int | None) -> DeviceMesh | None:
     return init_device_mesh("cpu", (ranks // cp, cp), mesh_dim_names=("dp", "cp"))
 
 
-def read_text(limit: int = 4 * 2**20) -> Tensor:
-    """The sources of Python's own library, bytes as tokens: real text that is there wherever Python is."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    text = bytearray()
-    for path in sorted(root.rglob("*.py")):
-        if not {"site-packages", "dist-packages"} & set(path.parts):
-            text += path.read_bytes()
-        if len(text) >= limit:
-            break
-    return torch.frombuffer(text[:limit], dtype=torch.uint8)
-
-
 def excerpt(text: Tensor, length: int, *, seed: int, step: int, replica: int) -> Tensor:
     """(1, length + 1): the excerpt of a step, the same whenever it is asked for, so that a restart changes nothing."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + replica)
@@ -86,54 +76,10 @@ def excerpt(text: Tensor, length: int, *, seed: int, step: int, replica: int) ->
     return text[None, start : start + length + 1].long()
 
 
-def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary positions: pairs of channels turned by an angle that grows with the token's place in the sequence."""
-    half = x.shape[-1] // 2
-    angle = positions[:, None] * torch.logspace(0, -4, half)
-    cos, sin = angle.cos(), angle.sin()
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-
-
-class Block(nn.Module):
-    """Attention and a two-layer network, each on normalised input, each added."""
-
-    def __init__(self, width: int, pattern: rw.Pattern, context: rw.ContextParallel) -> None:
-        super().__init__()
-        self.pattern, self.context = pattern, context
-        self.heads, self.kv_heads = context.heads
-        head = width // self.heads
-        self.before_attention, self.before_network = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * head, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """(B, tokens, width) to the same shape."""
-        heads = self.qkv(self.before_attention(x)).unflatten(-1, (self.heads + 2 * self.kv_heads, -1)).transpose(1, 2)
-        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        q, k = rotate(q, positions), rotate(k, positions)
-        mixed = rw.attention(q, k, v, self.pattern, context=self.context)  # (4) the only layer in which tokens meet
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.network(self.before_network(x))
-
-
-class Model(nn.Module):
-    """Bytes to logits of the next byte; the embedding is shared with the output."""
-
-    def __init__(self, width: int, patterns: list[rw.Pattern], context: rw.ContextParallel) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(256, width)
-        self.blocks = nn.ModuleList(Block(width, pattern, context) for pattern in patterns)
-        self.norm = nn.LayerNorm(width)
-        nn.init.normal_(self.embedding.weight, std=0.02)
-
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """(B, tokens) to logits, (B, tokens, 256)."""
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, positions)
-        return self.norm(x) @ self.embedding.weight.T
+def layer(pattern: rw.Pattern, context: rw.ContextParallel) -> Attend:
+    """The attention of a layer: (q, k, v) to out, of this process's tokens."""
+    # (4) the only place where tokens meet
+    return lambda q, k, v: rw.attention(q, k, v, pattern, context=context)
 
 
 def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -190,8 +136,8 @@ def main() -> None:
     positions = context.positions  # (2) where this process's tokens stand in the sequence, for rotary positions
     real = positions < args.tokens  # the rest is padding, if the length is odd: it has no loss, and nobody attends it
 
-    torch.manual_seed(args.seed)
-    bare = Model(args.width, patterns, context)
+    layers = [layer(pattern, context) for pattern in patterns]
+    bare = ByteModel(layers, width=args.width, heads=heads[0], kv_heads=heads[1], seed=args.seed)
     model = bare if mesh is None else DistributedDataParallel(bare)
     optimizer = torch.optim.AdamW(bare.parameters(), lr=args.lr)
     start = resume(args.checkpoint, bare, optimizer)
@@ -200,7 +146,7 @@ def main() -> None:
         print(f"{replicas} x {args.tokens:,} tokens a step, {context.local:,} a process ({context.placement.name})")
         print(f"goes on with step {start}" if start else f"{sum(w.numel() for w in bare.parameters()):,} parameters")
 
-    text = read_text()
+    text = standard_library().tokens  # real text that is there wherever Python is
     counters = context.transport.counters
     # bytes that ring attention would bring to a process in the forward pass: all keys and values, whatever the pattern
     ring = (context.size - 1) * context.local * heads[1] * (2 * args.width // args.heads) * 4 * args.layers

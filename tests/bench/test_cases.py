@@ -8,10 +8,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from ringweave.bench.case import Options, PlanCost
 from ringweave.bench.cases import CASES, run_case
-from ringweave.bench.commands import register
-from ringweave.bench.compare import Outcome
+from ringweave.bench.command import register
+from ringweave.bench.record import Options, Outcome, PlanCost
 from ringweave.errors import UnsupportedError
 
 app = typer.Typer()

@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 
 from ringweave.bench import demo as module
 from ringweave.bench import trainer
-from ringweave.bench.byte_model import ByteModel
-from ringweave.bench.commands import register
-from ringweave.bench.corpus import standard_library, text_inputs
+from ringweave.bench.command import register
 from ringweave.bench.demo import DemoResult
-from ringweave.bench.report import error_text, milliseconds, render
+from ringweave.bench.demo_report import error_text, milliseconds, render
+from ringweave.bench.text import ByteModel, standard_library, text_inputs
 from ringweave.ops import cpu
 from ringweave.units import nbytes
 
@@ -201,7 +200,7 @@ def test_models_of_one_seed_differ_only_in_their_attention() -> None:
     def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    one, two = ByteModel(dense), ByteModel(dense)
+    one, two = ByteModel([dense] * 2), ByteModel([dense] * 2)
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b)
     tokens = torch.randint(0, 256, (1, 64))
@@ -210,3 +209,19 @@ def test_models_of_one_seed_differ_only_in_their_attention() -> None:
     # causal: what comes later changes nothing before
     torch.testing.assert_close(one(tokens)[:, :40], one(changed)[:, :40])
     assert not torch.equal(one(tokens)[:, 40:], one(changed)[:, 40:])
+
+
+def test_a_model_whose_tokens_lie_elsewhere_is_told_their_positions() -> None:
+    """Of a shard without attention across tokens: what counts is where a token stands, not where it lies."""
+
+    def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        # depends on positions: neighbours' scores would not otherwise
+        weight = (q * k.roll(1, 2).repeat_interleave(2, 1)).sum(-1, keepdim=True)
+        return v.repeat_interleave(2, 1) * weight
+
+    model = ByteModel([alone], width=32, heads=4, kv_heads=2)
+    tokens = torch.randint(0, 256, (1, 16))
+    torch.testing.assert_close(model(tokens), model(tokens, torch.arange(16)))
+    # turned by the same angle more, relative positions stay
+    torch.testing.assert_close(model(tokens), model(tokens, torch.arange(16) + 5), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(model(tokens), model(tokens, torch.arange(0, 32, 2)), atol=1e-4)

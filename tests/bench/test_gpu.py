@@ -3,68 +3,102 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import importlib
+import time
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.bench import gpu
-from ringweave.bench.case import Options, Target
-from ringweave.bench.compare import Outcome
-from ringweave.bench.goals import goals
-from ringweave.bench.gpu import Part, asked, measure, operations, run
+from ringweave.bench import CaseResult, Options, Outcome, Target
+from ringweave.bench.cases import gpu
+from ringweave.bench.cases.gpu import OWN, asked, linear, part
+from ringweave.bench.compare import Comparison
 from ringweave.bench.measure import Call, Peak, Ratio, Timing
-from ringweave.bench.peers import PEERS, Built, Peer
-from ringweave.bench.workload import Workload
+from ringweave.bench.peers import Built, Peer
+from ringweave.bench.problem import Drawn, Problem
+from ringweave.bench.targets import targets
 from ringweave.errors import UnsupportedError
 
-SMALL = Part("stage A", 512, 3, 16, 0.5, peers=("ringweave:gather", "flex"))
+# the package hides the module behind its function
+compare = importlib.import_module("ringweave.bench.compare")
+PROBLEM = Problem("stage A", Drawn(0.5), 512, 3, 16)
+SMALL = part(PROBLEM, ("ringweave:gather", "flex"))
 
 
-def steady(calls: Mapping[str, Call], rounds: int) -> dict[str, Timing]:
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call runs, and takes as many seconds as it comes in order."""
-    for call in calls.values():
-        call()
-    return {name: Timing((number + 1.0,) * rounds) for number, name in enumerate(calls)}
+
+    def interleaved(calls: Mapping[str, Call], *, rounds: int, **options: object) -> dict[str, Timing]:
+        for call in calls.values():
+            call()
+        return {name: Timing((number + 1.0,) * rounds) for number, name in enumerate(calls)}
+
+    monkeypatch.setattr(compare, "interleaved", interleaved)
+
+
+def measure(of: Comparison, peak: float | None = None) -> list[Outcome]:
+    return list(compare.outcomes(dataclasses.replace(of, rounds=2), peak=peak))
+
+
+def run(options: Options, clock: Callable[[], float] = time.perf_counter) -> CaseResult:
+    measuring, records = gpu.measure(options, silent, clock), []
+    while True:
+        try:
+            records.append(next(measuring))
+        except StopIteration as end:
+            return CaseResult("kernels", tuple(records), end.value)
 
 
 def silent(text: str) -> None: ...
 
 
 def test_the_sizes_are_those_of_the_targets() -> None:
-    by_name = {part.name: part for part in gpu.PARTS}
-    stage = [part for part in gpu.PARTS if part.name == "stage A"]
-    assert [part.tokens for part in stage] == [16384, 32768, 65536]
-    assert {(part.tile, part.head_dim, part.density) for part in stage} == {(128, 128, 0.1)}
-    assert all("flex" in part.peers and "ringweave:flash" in part.peers for part in stage)
-    series = [part.density for part in gpu.PARTS if part.name == "densities"]
+    problems = [each.entries[0][0] for each in gpu.PARTS]
+    by_name = {each.name: each for each in problems}
+    drawn = {each.name: each.relation for each in problems if isinstance(each.relation, Drawn)}
+    assert len(drawn) == len(by_name)
+    stage = [each for each in gpu.PARTS if each.entries[0][0].name == "stage A"]
+    assert [each.entries[0][0].tokens for each in stage] == [16384, 32768, 65536]
+    assert (drawn["stage A"].block_size, drawn["stage A"].density, by_name["stage A"].head_dim) == (128, 0.1, 128)
+    assert all({"flex", "ringweave:flash"} < {*each.entries[0][1]} for each in stage)
+    series = [each.relation.density for each in problems if each.name == "densities"]  # type: ignore[union-attr]
     assert (max(series), min(series)) == (0.5, 0.01)
     sparse = by_name["90% sparse"]
-    assert (sparse.tokens, sparse.heads, sparse.head_dim, sparse.density) == (65536, 8, 64, 0.1)
+    assert (sparse.tokens, sparse.heads, sparse.head_dim, drawn["90% sparse"].density) == (65536, 8, 64, 0.1)
     top = by_name["64 x 64, top 64"]
-    assert (top.tokens, top.heads, top.tile, top.chosen) == (109632, 7, 64, 64)
+    assert (top.tokens, top.heads, drawn[top.name].block_size, drawn[top.name].chosen) == (109632, 7, 64, 64)
     million = by_name["a million tokens"]
-    assert (million.tokens, million.heads, million.density, million.whole) == (2**20, 16, 0.01, True)
+    assert (million.tokens, million.heads, drawn[million.name].density) == (2**20, 16, 0.01)
+    assert [each.directions for each in gpu.PARTS if each.memory] == [("forward + backward",)]
+    assert {(each.dtype, each.device) for each in problems} == {(torch.bfloat16, "cuda")}
     # tiles of every part are whole: operations are those of tiles
-    assert all(part.tokens % part.tile == 0 for part in (*gpu.PARTS, *gpu.QUICK))
+    for each in (*gpu.PARTS, *gpu.QUICK):
+        problem = each.entries[0][0]
+        assert problem.tokens % problem.relation.block_size == 0  # type: ignore[union-attr]
 
 
 def test_the_patterns_have_the_density_asked_for() -> None:
-    half = SMALL.pattern()
+    half = PROBLEM.pattern
     assert half.density(512) == 0.5
-    assert half == SMALL.pattern()
-    top = Part("", 1024, 2, 16, tile=64, chosen=4).pattern()
+    assert half == dataclasses.replace(PROBLEM).pattern
+    drawn = Drawn(block_size=64, chosen=4)
+    top = drawn.pattern(1024)
     assert isinstance(top, rw.BlockTable)
     assert top.mask.sum(-1).tolist() == [4] * 16
     assert top.blocks.most == 4
     assert top.tables[0].device.type == "cpu"
-    assert Part("", 1024, 2, 16, tile=64, chosen=4).pattern("meta").tables[0].device.type == "meta"
+    assert drawn.pattern(1024, "meta").tables[0].device.type == "meta"
+    # a row has the diagonal and more
+    assert Drawn(0.01).pattern(512).density(512) > 0.25
+    assert Drawn(0.01).pattern(100).density(100) == 1.0
 
 
-def test_kernels_are_checked_timed_and_counted() -> None:
-    found = measure(SMALL, torch.float32, "cpu", 2, steady, 1e9, silent)
+def test_kernels_are_checked_timed_and_counted(steady: None) -> None:
+    found = measure(SMALL, 1e9)
     mine = {each.direction: each for each in found if each.peer == "ringweave:gather"}
     assert set(mine) == {"forward", "backward"}
     tiles = 8  # of 16, by half
@@ -80,19 +114,17 @@ def test_kernels_are_checked_timed_and_counted() -> None:
     assert flex.reason == "FlexAttention has no backward on a CPU"
 
 
-def test_forward_and_backward_in_one_go_with_memory() -> None:
-    part = dataclasses.replace(SMALL, name="a million tokens", peers=("ringweave:gather",), whole=True)
-    (each,) = measure(part, torch.float32, "cpu", 1, steady, None, silent)
+def test_forward_and_backward_in_one_go_with_memory(steady: None) -> None:
+    (each,) = measure(part(PROBLEM, ("ringweave:gather",), whole=True))
     assert each.direction == "forward + backward"
     assert each.peak is not None
     assert each.peak_share is None
-    workload = Workload("", part.pattern(), 512, 3, 16)
-    assert operations(workload, "forward + backward") == 7 * operations(workload, "forward") / 2
+    assert PROBLEM.flops("forward + backward") == 7 * PROBLEM.flops("forward") / 2
+    assert PROBLEM.flops("backward") == 5 * PROBLEM.flops("forward") / 2
 
 
-def test_dense_kernels_of_a_gpu_are_not_there() -> None:
-    part = dataclasses.replace(SMALL, peers=("ringweave:gather",), dense=True)
-    found = measure(part, torch.float32, "cpu", 1, steady, None, silent)
+def test_dense_kernels_of_a_gpu_are_not_there(steady: None) -> None:
+    found = measure(part(PROBLEM, ("ringweave:gather",), dense=True))
     dense = [each for each in found if each.workload == "stage A, dense"]
     assert {(each.peer, each.direction) for each in dense} >= {("sdpa:cudnn", "forward"), ("sdpa:cudnn", "backward")}
     assert all(each.density == 1.0 for each in dense)
@@ -100,16 +132,27 @@ def test_dense_kernels_of_a_gpu_are_not_there() -> None:
     assert str(cudnn.reason).startswith("RuntimeError: No ")
 
 
-def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(workload, inputs):  # type: ignore[no-untyped-def]
+def test_dense_kernels_are_over_the_first_sparse_one(steady: None) -> None:
+    def build(problem, inputs):  # type: ignore[no-untyped-def]
+        return Built(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v), rw.Full(), "there")
+
+    of = part(PROBLEM, ("ringweave:gather",), dense=True)
+    there = Peer("sdpa:there", "", lambda problem, backward: None, build)
+    of = dataclasses.replace(of, entries=[of.entries[0], (of.entries[1][0], [there])])
+    for sparse, dense in (measure(of)[:2], measure(of)[2:]):
+        assert dense.timing == Timing((2.0, 2.0))
+        assert (sparse.over_first, dense.over_first) == (Ratio(1.0, 1.0, 1.0, 1.0), Ratio(2.0, 2.0, 2.0, 2.0))
+
+
+def test_a_wrong_kernel_is_not_timed(steady: None) -> None:
+    def build(problem, inputs):  # type: ignore[no-untyped-def]
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return rw.attention(q, k, v, workload.pattern) * 1.01
+            return rw.attention(q, k, v, problem.pattern) * 1.01
 
-        return Built(attend, workload.pattern, "slightly wrong")
+        return Built(attend, problem.pattern, "slightly wrong")
 
-    monkeypatch.setitem(PEERS, "wrong", Peer("wrong", "", lambda workload, backward: None, build))
-    part = dataclasses.replace(SMALL, peers=("wrong",))
-    found = measure(part, torch.float32, "cpu", 1, steady, None, silent)
+    wrong = Peer("wrong", "", lambda problem, backward: None, build)
+    found = measure(dataclasses.replace(SMALL, entries=[(PROBLEM, [wrong])]))
     assert [each.timing for each in found] == [None, None]
     assert all(str(each.reason).startswith("wrong: root mean square error of out") for each in found)
 
@@ -121,14 +164,14 @@ def outcome(name: str, peer: str, direction: str, **known: object) -> Outcome:
 
 
 def test_rates_and_ratios_beside_their_targets() -> None:
-    own = "ringweave:triton"
-    found = goals(
+    own = OWN
+    found = targets(
+        gpu.TARGETS,
         [
             outcome("stage A", own, "forward", gflops=500e3, timing=Timing((1.0,))),
-            outcome("stage A", own, "backward", reason="wrong"),
             outcome("stage A", "flex", "forward", over_first=Ratio(1.2, 1.2, 1.2, 1.2)),
+            outcome("stage A", own, "backward", reason="wrong"),
         ],
-        own,
     )
     size = "16,384 tokens, 16 heads, D 128, density 10.0%"
     assert found == [
@@ -143,33 +186,33 @@ def test_rates_and_ratios_beside_their_targets() -> None:
 
 
 def test_time_per_tile_over_densities() -> None:
-    own = "ringweave:triton"
+    own = OWN
     series = [
         outcome("densities", own, "forward", density=density, gflops=rate, timing=Timing((1.0,)))
         for density, rate in ((0.5, 550.0), (0.1, 500.0), (0.01, 400.0))
     ]
-    (target,) = goals(series, own)
+    (target,) = linear(series)
     assert (target.figure, target.bound, target.at_least, target.met) == (550 / 400, 1.15, False, False)
     assert target.size == "16,384 tokens, density 1.0% to 50.0%"
     series[1] = outcome("densities", own, "forward", reason="wrong")
-    (target,) = goals(series, own)
+    (target,) = linear(series)
     assert (target.figure, target.reason) == (None, "wrong")
 
 
 def test_milliseconds_have_a_target_at_their_own_length() -> None:
-    own = "ringweave:triton"
+    own = OWN
     for tokens, bound, met in ((109632, 4.0, False), (16384, None, None)):
         each = outcome("64 x 64, top 64", own, "forward", tokens=tokens, timing=Timing((0.005,)))
-        (target,) = goals([each], own)
+        (target,) = targets(gpu.TARGETS, [each])
         assert (target.figure, target.bound, target.met) == (5.0, bound, met)
 
 
 def test_memory_beyond_the_tensors() -> None:
-    own = "ringweave:triton"
+    own = OWN
     tensors = 16 * 16384 * 128 * 2  # one of q, k, v, dout, out, dq, dk, dv
     lse = 16 * 16384 * 4
     peak = Peak(4 * tensors + lse + (8 * tensors + lse) // 10, "cuda allocator")
-    (target,) = goals([outcome("a million tokens", own, "forward + backward", peak=peak)], own)
+    (target,) = targets(gpu.TARGETS, [outcome("a million tokens", own, "forward + backward", peak=peak)])
     assert target.figure == pytest.approx(0.1)
     assert (target.bound, target.unit, target.met) == (0.05, "%", False)
 
@@ -177,15 +220,15 @@ def test_memory_beyond_the_tensors() -> None:
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="device: got 'cuda'; wanted a CUDA device"):
-        run(Options(device="cuda"), silent)
+        run(Options(device="cuda"))
 
 
-def test_no_part_starts_once_the_time_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_part_starts_once_the_time_is_used_up(steady: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "matmul_peak", lambda *of: 2e9)
-    monkeypatch.setattr(gpu, "PARTS", (dataclasses.replace(SMALL, peers=("ringweave:gather",)), SMALL))
+    monkeypatch.setattr(gpu, "PARTS", (part(PROBLEM, ("ringweave:gather",)), SMALL))
     times = iter((0.0, 1.0, gpu.BUDGET + 1.0))
-    result = run(Options(device="cpu", dtype=torch.float32, rounds=1), silent, steady, lambda: next(times))
+    result = run(Options(device="cpu", dtype=torch.float32, rounds=1), lambda: next(times))
     assert result.conclusion == ("Matrix product of float32: 0 TFLOP/s. No time was left for stage A at 512 tokens.")
     outcomes = [each for each in result.records if isinstance(each, Outcome)]
     assert [each.direction for each in outcomes] == ["forward", "backward"]
@@ -194,15 +237,18 @@ def test_no_part_starts_once_the_time_is_used_up(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_length_of_the_users() -> None:
-    assert asked(Options(quick=True)) == list(gpu.QUICK)
-    (part,) = asked(Options(tokens=4096, heads=2))
-    assert (part.tokens, part.heads, part.name) == (4096, 2, "stage A")
+    quick = asked(Options(quick=True, device="cuda"))
+    assert [each.entries[0] for each in quick] == [each.entries[0] for each in gpu.QUICK]
+    assert {each.rounds for each in quick} == {5}
+    (only,) = asked(Options(tokens=4096, heads=2, device="cuda"))
+    problem = only.entries[0][0]
+    assert (problem.tokens, problem.heads, problem.key_heads, problem.name) == (4096, 2, 2, "stage A")
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(500)
 def test_on_a_gpu() -> None:
-    result = run(Options(device="cuda", tokens=4096, heads=2, rounds=2), silent)
+    result = run(Options(device="cuda", tokens=4096, heads=2, rounds=2))
     mine = [each for each in result.records if isinstance(each, Outcome) and each.peer == "ringweave:triton"]
     assert [each.direction for each in mine] == ["forward", "backward"]
     assert all(each.timing is not None for each in mine), [each.reason for each in mine]

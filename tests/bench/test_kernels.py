@@ -9,13 +9,12 @@ import typer
 from typer.testing import CliRunner
 
 import ringweave as rw
-from ringweave.bench import overheads
-from ringweave.bench.case import CaseResult, Options, Target
-from ringweave.bench.commands import register
-from ringweave.bench.compare import Outcome
-from ringweave.bench.kernels import USUAL, fma_peak, run, whole_grid
-from ringweave.errors import RingweaveError
-from ringweave.ops import cpu
+from ringweave.bench import CaseResult, Options, Outcome, Target, run_case
+from ringweave.bench.cases.cpu import TARGETS, USUAL, asked, fma_peak, overheads, whole_grid
+from ringweave.bench.command import register
+from ringweave.bench.measure import Ratio, Timing
+from ringweave.bench.targets import targets
+from ringweave.ops import cpu, dispatch
 
 app = typer.Typer()
 register(app)
@@ -24,7 +23,7 @@ native = pytest.mark.skipif(cpu.module() is None, reason="built without a compil
 
 @pytest.fixture(scope="module")
 def result() -> CaseResult:
-    return run(Options(quick=True, rounds=1), lambda text: None)
+    return run_case("kernels", Options(quick=True, rounds=1))
 
 
 def test_both_types_both_directions_and_peers_are_measured(result: CaseResult) -> None:
@@ -67,7 +66,7 @@ def test_overheads_are_measured_and_small_sizes_have_no_target(result: CaseResul
 
 def test_without_the_kernel_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "module", lambda: None)
-    found = run(Options(quick=True, rounds=1, dtype=torch.float32), lambda text: None)
+    found = run_case("kernels", Options(quick=True, rounds=1, dtype=torch.float32))
     assert found.conclusion.startswith("No native kernel ran here (ringweave was installed without a C++ compiler)")
     assert {r.how for r in found.records if isinstance(r, Outcome) and r.peer == "ringweave"} == {"gather"}
     assert not any(isinstance(record, Target) for record in found.records)
@@ -75,10 +74,53 @@ def test_without_the_kernel_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_grid_has_every_size_asked_for() -> None:
     grid = list(whole_grid())
-    assert {size.tokens for size in grid} == {4096, 8192, 16384, 32768, 65536}
-    assert {(size.head_dim, size.kv_heads) for size in grid} == {(64, 8), (64, 2), (128, 8), (128, 2)}
-    assert {density for size in grid for density in size.densities} == {0.01, 0.05, 0.1, 0.25, 0.5, 1.0}
-    assert sum("flex" in size.peers for size in grid) == sum("flex" in size.peers for size in USUAL) == 1
+    problems = [problem for size in grid for problem, _ in size.entries]
+    assert {each.tokens for each in problems} == {4096, 8192, 16384, 32768, 65536}
+    assert {(each.head_dim, each.key_heads) for each in problems} == {(64, 8), (64, 2), (128, 8), (128, 2)}
+    assert {each.relation.density for each in problems} == {0.01, 0.05, 0.1, 0.25, 0.5, 1.0}  # type: ignore[union-attr]
+    for sizes in (grid, USUAL):
+        assert sum("flex" in size.entries[0][1] for size in sizes) == 1
+    # 1% of 32 rows of blocks has no room for the diagonal
+    kept = asked(grid[0], Options(), torch.bfloat16).entries
+    assert [problem.relation.density for problem, _ in kept] == [0.05, 0.1, 0.25, 0.5, 1.0]  # type: ignore[union-attr]
+    assert {problem.dtype for problem, _ in kept} == {torch.bfloat16}
+    ((only, _),) = asked(USUAL[-1], Options(tokens=128, heads=3), torch.float32).entries
+    assert (only.tokens, only.heads, only.key_heads, only.density) == (128, 3, 3, 1.0)
+
+
+def test_the_headline_is_next_to_its_targets() -> None:
+    ((problem, _),) = USUAL[0].entries
+
+    def outcome(peer: str, direction: str, **known: object) -> Outcome:
+        sizes: dict[str, object] = {
+            "tokens": problem.tokens,
+            "heads": 8,
+            "kv_heads": 8,
+            "head_dim": 64,
+            "density": 0.1001,
+        }
+        fields = {"workload": problem.name, "dtype": "float32", "peer": peer, "direction": direction, "computes": ""}
+        return Outcome(**(sizes | fields | known))  # type: ignore[arg-type]
+
+    slower = {"timing": Timing((1.0,)), "over_first": Ratio(2.0, 2.0, 2.0, 2.0)}
+    found = targets(
+        TARGETS,
+        [
+            outcome("ringweave", "forward", peak_share=0.4),
+            outcome("flex", "forward", **slower),
+            outcome("sdpa", "forward", **slower),
+            outcome("sdpa", "forward + backward", reason="no room"),
+            outcome("sdpa", "forward", workload="random 100%", tokens=4096, density=1.0, **slower),
+        ],
+        ".0%",
+    )
+    size = "8,192 tokens, 8 heads, D 64, density 10%"
+    assert found == [
+        Target("float32 forward: share of the FMA peak", size, 0.4, 0.5, True, "%"),
+        Target("float32 forward: FlexAttention's time over ringweave's", size, 2.0, 1.7, True),
+        Target("float32 forward + backward: dense SDPA's time", size, None, 10.0, True, reason="no room"),
+        Target("float32 forward: dense SDPA's time", "4,096 tokens, 8 heads, D 64, density 100%", 2.0, 1.0, True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,13 +134,19 @@ def test_a_target_is_met_or_not(figure: float | None, bound: float | None, at_le
     assert Target("share", "", 0.5, 0.5, True, "%").spelled(0.5) == "50.0%"
 
 
-def test_a_wrong_result_has_no_overhead() -> None:
-    one = torch.ones(4)
-    overheads._same(one, one, "x")
-    with pytest.raises(RingweaveError, match="x: wrong, root mean square error"):
-        overheads._same(one, one * 1.01, "x")
-    with pytest.raises(RingweaveError):
-        overheads._same(one * torch.nan, one, "x")
+def test_a_wrong_result_has_no_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = dispatch.run_forward
+
+    def wrong(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = right(*arguments)  # type: ignore[arg-type]
+        return out * 1.1, lse
+
+    monkeypatch.setattr("ringweave.ops.registered.run_forward", wrong)
+    found = list(overheads(Options(quick=True, rounds=1, heads=1), [torch.bfloat16], lambda text: None))
+    assert len(found) == 6
+    for target in found:
+        assert target.figure is None
+        assert "wrong: root mean square error of out" in str(target.reason)
 
 
 @native

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.bench import contest
-from ringweave.bench.candidate import SIDES, Candidate, sides, whole
-from ringweave.bench.choice import CLOSE, fastest, pick
-from ringweave.bench.measure import Call, Timing
+from ringweave.bench import search
+from ringweave.bench.compare import Entry
+from ringweave.bench.measure import Timing
+from ringweave.bench.problem import Problem
+from ringweave.bench.search import CLOSE, SIDES, Candidate, Search, fastest, pick, sides, whole
 from ringweave.bench.tune import store, tune
-from ringweave.bench.workload import Workload
 from ringweave.ops import cpu, dispatch, gather, tuning
 
 
@@ -23,12 +23,12 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path))
 
 
-def workload(pattern: rw.Pattern, tokens: int = 256, heads: int = 2) -> Workload:
-    return Workload("test", pattern, tokens, heads, 16)
+def problem(pattern: rw.Pattern, tokens: int = 256, heads: int = 2) -> Problem:
+    return Problem("test", pattern, tokens, heads, 16)
 
 
 def test_what_can_run_is_checked_timed_and_stored() -> None:
-    choices = tune(workload(rw.Causal()), rounds=2)
+    choices = tune(problem(rw.Causal()), rounds=2)
     assert [choice.direction for choice in choices] == ["forward", "forward + backward"]
     for choice in choices:
         own = {each.backend for each in choice.timings if each.usual}
@@ -48,8 +48,8 @@ def test_what_can_run_is_checked_timed_and_stored() -> None:
 
 def test_each_kind_of_branch_is_measured_once() -> None:
     """The heads' residues of one rate are of one kind."""
-    choices = tune(workload(rw.LongNet([256, 1024], [1, 4]), 4096), directions=("forward",), rounds=1)
-    assert [(choice.workload.tokens, choice.workload.heads) for choice in choices] == [(4096, 2), (1024, 1)]
+    choices = tune(problem(rw.LongNet([256, 1024], [1, 4]), 4096), directions=("forward",), rounds=1)
+    assert [(choice.problem.tokens, choice.problem.heads) for choice in choices] == [(4096, 2), (1024, 1)]
 
 
 def test_a_wrong_backend_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_a_wrong_backend_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, forward in (("gather", wrong), ("sdpa", broken), ("cpu", broken)):
         backend = dataclasses.replace(dispatch.BACKENDS[name], forward=forward)
         monkeypatch.setitem(dispatch.BACKENDS, name, backend)
-    (choice,) = tune(workload(rw.Causal()), directions=("forward",), rounds=1)
+    (choice,) = tune(problem(rw.Causal()), directions=("forward",), rounds=1)
     assert choice.timings == {}
     assert choice.reasons[Candidate("gather")].startswith("wrong: root mean square error")
     assert choice.reasons[Candidate("sdpa")] == "RuntimeError: out of something"
@@ -93,15 +93,15 @@ def test_other_tiles_are_chosen_only_where_they_are_clearly_faster() -> None:
 
 
 def test_sides_suit_the_length_and_the_device() -> None:
-    assert sides(whole(workload(rw.SlidingWindow(9), 4096)), "cpu") == [each for each in SIDES if each != (128, 128)]
-    assert sides(whole(workload(rw.SlidingWindow(9), 60)), "cpu") == [(32, 32)]
+    assert sides(whole(problem(rw.SlidingWindow(9), 4096)), "cpu") == [each for each in SIDES if each != (128, 128)]
+    assert sides(whole(problem(rw.SlidingWindow(9), 60)), "cpu") == [(32, 32)]
     table = rw.random_blocks(4096, 0.5, block_size=64)
-    assert (128, 128) in sides(whole(workload(table, 4096)), "cpu")
+    assert (128, 128) in sides(whole(problem(table, 4096)), "cpu")
     # other tiles than its grid's would have to wait for the table at every plan
-    assert sides(whole(workload(table, 4096)), "cuda") == []
-    assert sides(whole(workload(rw.SlidingWindow(9), 4096)), "cuda")
+    assert sides(whole(problem(table, 4096)), "cuda") == []
+    assert sides(whole(problem(rw.SlidingWindow(9), 4096)), "cuda")
     # 8 million tiles of 32 x 32 are no plan to be made to be tried
-    assert sides(whole(workload(rw.Causal(), 2**17, heads=1)), "cpu")[0] == (64, 64)
+    assert sides(whole(problem(rw.Causal(), 2**17, heads=1)), "cpu")[0] == (64, 64)
 
 
 class Stand:
@@ -109,18 +109,18 @@ class Stand:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]):
         self.seconds, self.timed = seconds, []
-        check = contest.Contest.time
+        check = Search.time
 
-        def time(of: contest.Contest, calls: dict[Candidate, Call], part: float) -> dict[Candidate, Timing]:
+        def time(of: Search, calls: dict[Candidate, Entry], part: float) -> dict[Candidate, Timing]:
             self.timed.append([str(each) for each in calls])
             return {each: Timing((seconds.get(str(each), 9.0),) * 3) for each in check(of, calls, part)}
 
-        monkeypatch.setattr(contest.Contest, "time", time)
+        monkeypatch.setattr(Search, "time", time)
 
 
 def test_tiles_are_tried_for_backends_near_the_fastest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stand = Stand(monkeypatch, {"gather": 1.0, "cpu": 1.6, "sdpa": 1.4, "gather, tiles of 64 x 64": 0.5})
-    (choice,) = tune(workload(rw.Causal(), 100), directions=("forward",), rounds=1)
+    (choice,) = tune(problem(rw.Causal(), 100), directions=("forward",), rounds=1)
     tiles = [f"gather, tiles of {side}" for side in ("32 x 32", "64 x 64", "64 x 128", "128 x 64")]
     # sdpa is near and has no tiles; cpu has tiles and is not near
     assert stand.timed[1:] == [["gather", "sdpa", *tiles]]
@@ -132,13 +132,13 @@ def test_tiles_are_tried_for_backends_near_the_fastest(monkeypatch: pytest.Monke
 
 def test_backward_is_measured_behind_the_forward_that_auto_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     Stand(monkeypatch, {"sdpa": 1.0})
-    forward, backward = tune(workload(rw.Causal(), 100), rounds=1)
+    forward, backward = tune(problem(rw.Causal(), 100), rounds=1)
     assert forward.first is None
     assert forward.chosen == backward.first == Candidate("sdpa")
 
 
 def test_no_candidate_is_checked_once_the_seconds_are_gone() -> None:
-    (choice,) = tune(workload(rw.SlidingWindow(9), 500), directions=("forward",), rounds=5, budget=0.0)
+    (choice,) = tune(problem(rw.SlidingWindow(9), 500), directions=("forward",), rounds=5, budget=0.0)
     assert {len(timing.seconds) for timing in choice.timings.values()} == {1}
     assert all(each.usual for each in choice.timings)
     late = [reason for each, reason in choice.reasons.items() if not each.usual]
@@ -149,22 +149,22 @@ def test_no_candidate_is_checked_once_the_seconds_are_gone() -> None:
 def test_the_seconds_begin_when_the_backends_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that compiles for a minute leaves the seconds to the rest; tiles leave half of them to blocks."""
     now = [0.0]
-    monkeypatch.setattr(contest.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(search.time, "monotonic", lambda: now[0])
     parts: list[float] = []
-    check = contest.Contest.check
+    check = Search.check
 
-    def slow(of: contest.Contest, candidates: list[Candidate], until: float | None) -> dict[Candidate, Call]:
+    def slow(of: Search, candidates: list[Candidate], until: float | None) -> dict[Candidate, Entry]:
         found = check(of, candidates, until)
         now[0] += 60.0
         return found
 
-    def time(of: contest.Contest, calls: dict[Candidate, Call], part: float) -> dict[Candidate, Timing]:
+    def time(of: Search, calls: dict[Candidate, Entry], part: float) -> dict[Candidate, Timing]:
         parts.append(round(part - of.spent(), 3))
         return dict.fromkeys(calls, Timing((1.0,)))
 
-    monkeypatch.setattr(contest.Contest, "check", slow)
-    monkeypatch.setattr(contest.Contest, "time", time)
-    tune(workload(rw.SlidingWindow(9), 100), directions=("forward",), rounds=1, budget=600.0)
+    monkeypatch.setattr(Search, "check", slow)
+    monkeypatch.setattr(Search, "time", time)
+    tune(problem(rw.SlidingWindow(9), 100), directions=("forward",), rounds=1, budget=600.0)
     assert parts == [0.2, 0.9]
 
 
@@ -174,10 +174,10 @@ def test_wrong_tiles_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         return (out if arguments[3].sides is None else out * 1.01), lse  # type: ignore[attr-defined]
 
     monkeypatch.setitem(dispatch.BACKENDS, "gather", dataclasses.replace(gather.BACKEND, forward=wrong))
-    monkeypatch.setattr(contest, "NEAR", 1e9)
-    (choice,) = tune(workload(rw.SlidingWindow(9), 200), directions=("forward",), rounds=1)
+    monkeypatch.setattr(search, "NEAR", 1e9)
+    (choice,) = tune(problem(rw.SlidingWindow(9), 200), directions=("forward",), rounds=1)
     of_gather = {each: reason for each, reason in choice.reasons.items() if each.backend == "gather"}
-    assert len(of_gather) == len(sides(whole(choice.workload), "cpu"))
+    assert len(of_gather) == len(sides(whole(choice.problem), "cpu"))
     assert all(reason.startswith("wrong: root mean square error") for reason in of_gather.values())
     assert Candidate("gather") in choice.timings
 
@@ -185,7 +185,7 @@ def test_wrong_tiles_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_blocks_are_searched_and_taken() -> None:
     """Of each kernel of a direction, in seconds; every candidate that was timed was right."""
-    of = Workload("test", rw.SlidingWindow(256) & rw.Causal(), 4096, 4, 64, dtype=torch.float16, device="cuda")
+    of = Problem("test", rw.SlidingWindow(256) & rw.Causal(), 4096, 4, 64, dtype=torch.float16, device="cuda")
     choices = tune(of, rounds=3, budget=60.0)
     assert [choice.direction for choice in choices] == ["forward", "forward + backward"]
     for choice in choices:

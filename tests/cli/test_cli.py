@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from ringweave.bench.blocks import Descent, Tuned
+from ringweave.bench.descent import Descent, Tuned
 from ringweave.cli import main
 from ringweave.cli.app import app
 from ringweave.cli.doctor import diagnose

@@ -10,14 +10,12 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.bench.candidate import Candidate
-from ringweave.bench.compare import Session, silent
-from ringweave.bench.contest import Contest
-from ringweave.bench.measure import Call, Timing
+from ringweave.bench.compare import FAILURES, Entry, Session
+from ringweave.bench.measure import Timing
+from ringweave.bench.problem import BOTH, FORWARD, Problem
+from ringweave.bench.search import Candidate, Search
 from ringweave.bench.tune import store, tune
-from ringweave.bench.workload import Workload
 from ringweave.ops import tuning
-from ringweave.ops.backend import Case
 from ringweave.ops.triton import blocks as module
 from ringweave.ops.triton import kernels, launch
 from ringweave.ops.triton.blocks import Blocks, overriding
@@ -95,15 +93,15 @@ def test_blocks_of_half_a_word_know_which_keys_are_alive(poisoned: None) -> None
         kind = given.asked[0].kind
         assert kind.tile == (32, 32)
         kinds = [kind._replace(kernel=kernel) for kernel in KERNELS]
-        run = Contest(*_session(PATTERN, True), None, 1, None)
+        run = _search(True)
         candidate = Candidate("triton", (32, 32), tuple((each, block) for each in kinds))
         assert list(run.check([candidate], until=None)) == [candidate], run.reasons
 
 
-def _session(pattern: rw.Pattern, needs_grad: bool) -> tuple[Session, Case]:
-    workload = Workload("test", pattern, 40, 1, 16, dtype=torch.float16)
-    case = Case(1, 1, 1, 40, 40, 16, 16, torch.float16, "cpu", needs_grad)
-    return Session(workload, workload.inputs(), silent), case
+def _search(needs_grad: bool) -> Search:
+    problem = Problem("test", PATTERN, 40, 1, 16, dtype=torch.float16)
+    session = Session(problem.inputs(), failures=FAILURES)
+    return Search(problem, session, BOTH if needs_grad else FORWARD, rounds=1)
 
 
 def test_of_another_type_they_are_not_taken(launched: Mapping[str, Mapping[str, int]]) -> None:
@@ -120,12 +118,12 @@ def test_of_another_type_they_are_not_taken(launched: Mapping[str, Mapping[str, 
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_the_search_ends_where_the_clock_leads_it(needs_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are really computed and checked; seconds are a stand-in, by blocks: 16 keys, one stage are best."""
-    run = Contest(*_session(PATTERN, needs_grad), None, 1, None)
-    monkeypatch.setattr("ringweave.bench.blocks._HELD", (16, 32))
-    monkeypatch.setattr("ringweave.bench.blocks._STREAMED", (16, 32))
+    run = _search(needs_grad)
+    monkeypatch.setattr("ringweave.bench.descent._HELD", (16, 32))
+    monkeypatch.setattr("ringweave.bench.descent._STREAMED", (16, 32))
     computed = []
 
-    def time(calls: Mapping[Candidate, Call], part: float) -> dict[Candidate, Timing]:
+    def time(calls: Mapping[Candidate, Entry], part: float) -> dict[Candidate, Timing]:
         computed.extend(calls)
         return {each: Timing((seconds(each),)) for each in calls}
 
@@ -149,7 +147,7 @@ def test_the_search_ends_where_the_clock_leads_it(needs_grad: bool, monkeypatch:
 
 
 def test_wrong_blocks_have_a_reason_and_no_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Contest(*_session(PATTERN, False), None, 1, None)
+    run = _search(False)
     (asked,) = run.asked(Candidate("triton"))
     right = launch.forward
 
@@ -174,7 +172,7 @@ def test_what_tune_stores_is_what_auto_then_runs(
 ) -> None:
     """From the search to a call, with a clock that prefers tiles of 32 and blocks of 16 keys."""
 
-    def time(of: Contest, calls: Mapping[Candidate, Call], part: float) -> dict[Candidate, Timing]:
+    def time(of: Search, calls: Mapping[Candidate, Entry], part: float) -> dict[Candidate, Timing]:
         return {each: Timing((seconds(each),)) for each in calls}
 
     def seconds(candidate: Candidate) -> float:
@@ -182,10 +180,10 @@ def test_what_tune_stores_is_what_auto_then_runs(
             return 9.0
         return sum([1.0 if candidate.tile is None else 0.8] + [0.0 if of.n < 32 else 0.1 for _, of in candidate.blocks])
 
-    monkeypatch.setattr(Contest, "time", time)
-    monkeypatch.setattr("ringweave.bench.blocks._STREAMED", (16, 32))
-    workload = Workload("test", PATTERN, 40, 1, 16, dtype=torch.float16)
-    choices = tune(workload, rounds=1)
+    monkeypatch.setattr(Search, "time", time)
+    monkeypatch.setattr("ringweave.bench.descent._STREAMED", (16, 32))
+    problem = Problem("test", PATTERN, 40, 1, 16, dtype=torch.float16)
+    choices = tune(problem, rounds=1)
     assert [choice.chosen for choice in choices if choice.chosen is not None and choice.chosen.tile == (32, 32)]
     assert [[each.kind.kernel for each in choice.kernels] for choice in choices] == [
         ["forward"], ["backward_q", "backward_kv"]

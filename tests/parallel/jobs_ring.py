@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringweave as rw
-from ringweave.bench.delayed import Delayed
 from ringweave.errors import RingError
 from ringweave.parallel import ContextParallel
 from ringweave.parallel.part import Part
@@ -21,6 +20,7 @@ from ringweave.patterns import Pattern
 
 from ..oracle import Inputs
 from . import spread
+from .delayed import Delayed
 from .processes import rendezvous
 
 
@@ -105,6 +105,38 @@ def _die(where: str) -> None:
         at_once()
     # in the middle of a call: its messages have been posted, what it computes never comes
     setattr(Part, where, at_once)
+
+
+class Left(NamedTuple):
+    """What a survivor of several failures saw of one: whether its error named the lost, and the whole output after."""
+
+    named: bool
+    out: torch.Tensor
+
+
+def killed_in_turn(x: Inputs, pattern: Pattern, victims: list[int]) -> list[Left]:
+    """Ranks die one after another, by their place in what is left; each time the others regroup and compute."""
+    ctx = ContextParallel(dist.group.WORLD, pattern, x.q.shape[2], heads=(2, 2), schedule="gather")
+    size, found = ctx.size, []
+
+    def output() -> torch.Tensor:
+        return ctx.unshard(rw.attention(*(ctx.shard(t, 2) for t in (x.q, x.k, x.v)), pattern, context=ctx), 2)
+
+    for victim in victims:
+        output()
+        if ctx.rank == victim:
+            _die("forward")
+        try:
+            output()
+            raise AssertionError("no error")
+        except RingError as error:
+            peer = error.peer
+        members, group = regroup(None, ctx.rank, size, lost=[] if peer is None else [peer])
+        size = len(members)
+        ctx = ctx.rebuild(group)
+        found.append(Left(peer == victim, output()))
+    ctx.close()
+    return found
 
 
 def replicated(x: Inputs, victim: int) -> tuple[bool, bool]:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ringweave import ShapeError
-from ringweave.bench.delayed import Delayed
 from ringweave.parallel.transport import Event, Transport
+
+from .delayed import Delayed
 
 
 def transport(**options: Any) -> Transport:

@@ -240,6 +240,8 @@ def test_errors() -> None:
         rw.attention(x, x, x, WINDOW, context=ctx, q_offset=3)
     with pytest.raises(UnsupportedError, match="backend: got 'reference'; wanted 'auto' or one that computes a plan"):
         rw.attention(x, x, x, WINDOW, context=ctx, backend="reference")
+    with pytest.raises(PatternError, match="blocks"):
+        rw.attention(x, x, x, rw.random_blocks(512, 0.5), context=ctx)
     with pytest.raises(ShapeError, match=re.escape("x.shape[1]: got 2; wanted 256 tokens")):
         ctx.shard(x)
     with pytest.raises(UnsupportedError, match="fallback: got 'guess'"):

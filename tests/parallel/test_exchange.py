@@ -69,13 +69,14 @@ def test_received_bytes_are_the_least(name: str, placement: str) -> None:
     assert (moved(shares) == forward + backward).all()
 
 
+@pytest.mark.parametrize("placement", ["contiguous", "striped"])
 @pytest.mark.parametrize("name", ["window", "causal", "documents", "per_head", "longnet"])
-def test_ring_moves_as_little(name: str) -> None:
-    """Where no query moves: the least, and keys and values once more for backward, which keeps none."""
+def test_ring_moves_as_little(name: str, placement: str) -> None:
+    """G1: where no query moves: the least, and keys and values once more for backward, which keeps none."""
     x = Inputs.random(700, heads=4, kv_heads=2, dim=8)
     pattern = PATTERNS_AND_MIXTURES[name](700)
-    shares = spread(4, x, pattern, schedule="ring", placement="contiguous")
-    ctx = run(4, lambda t: ContextParallel(t, pattern, 700, heads=(4, 2), placement="contiguous"))[0]
+    shares = spread(4, x, pattern, schedule="ring", placement=placement)
+    ctx = run(4, lambda t: ContextParallel(t, pattern, 700, heads=(4, 2), placement=placement))[0]
     tokens = least(pattern, x, ctx.placement)
     assert (moved(shares) == (2 * tokens + tokens.T) * (8 + 8) * 4).all()
 

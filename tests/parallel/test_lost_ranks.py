@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import ringweave as rw
+from ringweave.ops import cpu
 
 from ..oracle import Inputs
 from .jobs_ring import Survived
 from .processes import Pool, fresh
-from .spread import joined
+from .spread import alone, joined
 from .test_schedules import as_exact_as_one_device
 
 REPETITIONS = 20
@@ -59,6 +61,25 @@ def test_survivors_go_on(pool: Pool, schedule: str) -> None:
         assert each.regrouped is not None
         assert each.regrouped <= 3.0
     as_exact_as_one_device(x, rw.Causal(), joined([each.after for each in found], 700))
+
+
+def test_ranks_are_lost_until_two_are_left(pool: Pool) -> None:
+    """G9: each time the error names the lost one, and what the others compute is one device's, to the bit."""
+    x = Inputs.random(700, heads=2, dim=8)
+    pattern = rw.SlidingWindow(300) & rw.Causal() | rw.Sinks(64) & rw.Causal()
+    victims = [1, 2]
+    pool.start("tests.parallel.jobs_ring:killed_in_turn", x, pattern, victims)
+    outcomes = pool.outcomes(60)
+    # of ranks 0, 2 and 3 the third
+    assert [rank for rank, outcome in enumerate(outcomes) if outcome.dead] == [1, 3]
+    want = alone(x, pattern)["out"]
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        assert [each.named for each in outcomes[rank].value] == [True, True]
+        for each in outcomes[rank].value:
+            if cpu.module() is not None:
+                assert torch.equal(each.out, want)
+            torch.testing.assert_close(each.out, want)
 
 
 def test_alone_after_a_failure(pool: Pool) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringweave as rw
-from ringweave.bench.ring_plans import documents
+from ringweave.bench.cases.ring import documents
 from ringweave.errors import ShapeError
 from ringweave.parallel import choice as module
 from ringweave.parallel.affinity import affinity

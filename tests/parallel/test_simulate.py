@@ -7,7 +7,7 @@ import time
 import pytest
 
 import ringweave as rw
-from ringweave.bench.ring_plans import documents
+from ringweave.bench.cases.ring import documents
 from ringweave.errors import ShapeError
 from ringweave.parallel.demand import Demand
 from ringweave.parallel.placement import contiguous

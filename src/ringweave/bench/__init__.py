@@ -12,12 +12,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .case import CaseResult, Options, Target
     from .cases import CASES, run_case
-    from .compare import Outcome, compare
+    from .compare import compare
     from .demo import DemoResult, run_demo
     from .peers import Peer, peers
-    from .workload import Workload
+    from .problem import Problem
+    from .record import CaseResult, Options, Outcome, Target
 
 __all__ = [
     "CASES",
@@ -26,8 +26,8 @@ __all__ = [
     "Options",
     "Outcome",
     "Peer",
+    "Problem",
     "Target",
-    "Workload",
     "compare",
     "peers",
     "run_case",
@@ -36,13 +36,13 @@ __all__ = [
 
 _HOMES = {
     "CASES": "cases",
-    "CaseResult": "case",
+    "CaseResult": "record",
     "DemoResult": "demo",
-    "Options": "case",
-    "Outcome": "compare",
+    "Options": "record",
+    "Outcome": "record",
     "Peer": "peers",
-    "Target": "case",
-    "Workload": "workload",
+    "Problem": "problem",
+    "Target": "record",
     "compare": "compare",
     "peers": "peers",
     "run_case": "cases",

@@ -1,101 +1,270 @@
-"""Peers side by side on one workload: checked against the oracle first, then timed in turn, then weighed.
+"""Peers side by side: checked against the oracle first, then timed in turn, then weighed. Every case goes this way.
 
 A peer that fails its check is not timed: the speed of a wrong result is of no interest.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-
-from ..errors import UnsupportedError
+from ..errors import ShapeError, UnsupportedError, in_a_line, message
 from ..patterns import Pattern
-from .measure import Peak, Ratio, Timing, interleaved, peak_memory, ratio
-from .peers import Built, Peer, chosen_backend
-from .workload import Accuracy, Error, Inputs, Limit, Oracle, Workload, sample_rows
+from .measure import Call, Timer, Timing, interleaved, peak_memory, ratio
+from .oracle import Oracle, sample_rows
+from .peers import Built, Peer, taking_part
+from .problem import BOTH, DIRECTIONS, FORWARD, Inputs, Problem
+from .record import Outcome, Say, silent
 
-Say = Callable[[str], None]
-
-
-def silent(text: str) -> None:
-    """Say nothing."""
+#: Of peers whose kernel, compiler or memory may fail: the others are measured all the same.
+FAILURES: tuple[type[Exception], ...] = (UnsupportedError, RuntimeError)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of one peer on one workload.
+class Comparison:
+    """What is measured in turn.
 
     Attributes:
-        workload: Its name.
-        tokens: Its length.
-        heads: Its query heads.
-        kv_heads: Its key heads.
-        head_dim: Its head dimension.
-        dtype: Its type.
-        density: Allowed pairs over all pairs.
-        direction: ``"forward"`` or ``"forward + backward"``.
-        peer: Its name.
-        computes: The function it computes, as a pattern; other than the workload's for dense peers.
-        how: The backend or kernel behind it.
-        timing: Seconds; None where it was not timed, and ``reason`` says why.
-        over_first: How many times longer than the first peer it took; None for what was not timed.
-        gflops: Operations on the *workload's* allowed pairs per second, in 10^9: the same count for every peer.
-        peak: Memory.
-        accuracy: Errors on the checked rows, against the oracle of the function it computes.
-        limit: What was taken as correct.
-        setup_seconds: Spent once, on planning or compilation.
-        peak_share: ``gflops`` over the FMA peak of the same run, where that was measured.
-        reason: Why there is no timing.
+        entries: Problems, each with who computes it: peers, or their names as in
+            :func:`~ringweave.bench.peers.taking_part`. Ratios are over the first peer of all on the same problem, or
+            where it does not take part in that, on the first one.
+        directions: Which of ``"forward"``, ``"backward"`` (by itself) and ``"forward + backward"``.
+        rounds: Timed rounds.
+        budget: Seconds after which no further round of a direction starts.
+        memory: Whether peak memory is measured too.
+        ends: Whether the first and the last key head alone are checked.
+        failures: Errors of a peer that are its reason, and do not end the run.
     """
 
-    workload: str
-    tokens: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    density: float
-    direction: str
-    peer: str
-    computes: str
-    how: str = ""
-    timing: Timing | None = None
-    over_first: Ratio | None = None
-    gflops: float | None = None
-    peak: Peak | None = None
-    accuracy: Accuracy | None = None
-    limit: Limit | None = None
-    setup_seconds: float | None = None
-    peak_share: float | None = None
-    reason: str | None = None
+    entries: Sequence[tuple[Problem, Sequence[str | Peer]]]
+    directions: Sequence[str] = DIRECTIONS
+    rounds: int = 5
+    budget: float | None = None
+    memory: bool = True
+    ends: bool = False
+    failures: tuple[type[Exception], ...] = (UnsupportedError,)
+
+
+@dataclass
+class Entry:
+    """A peer on a problem in one direction.
+
+    Attributes:
+        problem: What is computed.
+        outcome: What is known of it: more after each step.
+        call: What is timed; None where it could not be made ready, or is wrong, for the outcome's reason.
+    """
+
+    problem: Problem
+    outcome: Outcome
+    call: Call | None = None
+
+    @staticmethod
+    def of(problem: Problem, peer: str, direction: str, **known: Any) -> Entry:
+        """Make an entry of which nothing is known but its sizes, and what is given."""
+        outcome = Outcome(
+            workload=problem.name, tokens=problem.tokens, heads=problem.heads, kv_heads=problem.key_heads,
+            head_dim=problem.head_dim, dtype=str(problem.dtype).removeprefix("torch."), density=problem.density,
+            direction=direction, peer=peer, computes=repr(problem.pattern),
+        )  # fmt: skip
+        return Entry(problem, dataclasses.replace(outcome, **known))
+
+    def learn(self, **known: Any) -> None:
+        """Add to the outcome."""
+        self.outcome = dataclasses.replace(self.outcome, **known)
 
     @property
-    def wrong(self) -> bool:
-        """Whether the peer failed its check."""
-        return self.accuracy is not None and self.limit is not None and self.accuracy.excess(self.limit) is not None
+    def timing(self) -> Timing | None:
+        """Seconds, once it was timed."""
+        return self.outcome.timing
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is not timed."""
+        return self.outcome.reason
+
+    def weigh(self, first: Timing | None, peak: float | None = None) -> Outcome:
+        """Give the outcome, with what its time means.
+
+        Args:
+            first: What its time is compared with.
+            peak: Operations per second that the device reaches.
+        """
+        if self.timing is not None:
+            rate = self.problem.flops(self.outcome.direction) / self.timing.median
+            self.learn(
+                over_first=None if first is None else ratio(self.timing, first),
+                gflops=rate / 1e9,
+                peak_share=None if peak is None else rate / peak,
+            )
+        return self.outcome
+
+
+class Session:
+    """Inputs of one shape: peers are built once for them, oracles evaluated once, and a function is checked once.
+
+    Args:
+        inputs: What all problems of the session are computed on.
+        say: Told what happens next.
+        rows: How many rows are checked.
+        ends: Whether the first and the last key head alone are checked.
+        failures: Errors of a peer that are its reason, and do not end the run.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        say: Say = silent,
+        *,
+        rows: int = 48,
+        ends: bool = False,
+        failures: tuple[type[Exception], ...] = (UnsupportedError,),
+    ):
+        self.inputs, self.say, self.failures = inputs, say, failures
+        self.rows = sample_rows(inputs.q.shape[2], rows)
+        self.key_heads = sorted({0, inputs.k.shape[1] - 1}) if ends else None
+        self._built: dict[tuple[str, Problem], Built] = {}
+        self._broken: dict[tuple[str, Problem], str] = {}
+        self._oracles: dict[Pattern, Oracle] = {}
+        self._checked: dict[tuple[str, Pattern, str], tuple[dict[str, Any], Call | None]] = {}
+
+    def oracle(self, function: Pattern) -> Oracle:
+        """Evaluate the oracle of a function on the inputs, once."""
+        if function not in self._oracles:
+            self._oracles[function] = Oracle(function, self.inputs, self.rows, self.key_heads)
+        return self._oracles[function]
+
+    def check(self, problem: Problem, peer: Peer, direction: str) -> Entry:
+        """Check a peer: the entry says what was found, and has a callable to be timed if that is right."""
+        reason = self._broken.get((peer.name, problem)) or peer.supports(problem, direction != FORWARD)
+        entry = Entry.of(problem, peer.name, direction, reason=reason)
+        if reason is None:
+            try:
+                return self._check(entry, peer)
+            except self.failures as error:
+                reason = str(error) if isinstance(error, UnsupportedError) else in_a_line(error)
+                entry.learn(reason=reason)
+                if (peer.name, problem) not in self._built:
+                    # to compile it for the other direction would fail again
+                    self._broken[peer.name, problem] = reason
+        return entry
+
+    def _check(self, entry: Entry, peer: Peer) -> Entry:
+        problem, direction = entry.problem, entry.outcome.direction
+        if (peer.name, problem) not in self._built:
+            self.say(f"{problem.name}: preparing {peer.name}")
+            self._built[peer.name, problem] = peer.build(problem, self.inputs)
+        built = self._built[peer.name, problem]
+        same = peer.name, built.function, direction
+        if same not in self._checked:
+            self.say(f"{problem.name}: checking {peer.name}")
+            oracle = self.oracle(built.function)
+            versions = [x._version for x in self.inputs]
+            if direction == FORWARD:
+                accuracy = oracle.check_out(built.forward(self.inputs)())
+            else:
+                accuracy = oracle.check_gradients(*built.forward_backward(oracle.sliced)())
+            if versions != [x._version for x in self.inputs]:
+                # whatever came after it would be checked against what it left
+                got = "a peer that writes to its inputs"
+                raise ShapeError(message(peer.name, got, "one that leaves them as they are", "Let it copy them."))
+            excess = accuracy.excess(oracle.limit)
+            known = {
+                "computes": repr(built.function),
+                "how": built.how if peer.how is None else peer.how(problem, direction != FORWARD),
+                "accuracy": accuracy,
+                "limit": oracle.limit,
+                "setup_seconds": built.setup_seconds,
+                "reason": None if excess is None else f"wrong: {excess}; not timed",
+            }
+            self._checked[same] = known, built.call(self.inputs, direction) if excess is None else None
+        known, entry.call = self._checked[same]
+        entry.learn(**known)
+        return entry
+
+
+def in_turn(entries: Sequence[Entry], *, rounds: int, budget: float | None = None, timer: Timer | None = None) -> None:
+    """Time what is right, in turn; who is the same for several problems once. The check was the warm-up."""
+    calls = {str(id(entry.call)): entry.call for entry in entries if entry.call is not None}
+    if not calls:
+        return
+    device = entries[0].problem.device
+    timings = interleaved(calls, rounds=rounds, warmup=0, device=device, budget=budget, timer=timer)
+    for entry in entries:
+        if entry.call is not None:
+            entry.learn(timing=timings[str(id(entry.call))])
+
+
+def outcomes(
+    comparison: Comparison, say: Say = silent, *, inputs: Inputs | None = None, peak: float | None = None
+) -> Generator[Outcome, None, list[Outcome]]:
+    """Check, time and weigh what is to be compared.
+
+    Args:
+        comparison: The problems, and who computes them.
+        say: Told what happens next.
+        inputs: The inputs of all problems; random ones by default.
+        peak: Operations per second that the device reaches.
+    Yields:
+        An outcome for each direction, problem and peer, in that order, as soon as its direction is measured.
+    Returns:
+        All of them.
+    """
+    found: list[Outcome] = []
+    sessions: dict[tuple[object, ...], Session] = {}
+    for problem, _ in comparison.entries:
+        if problem.shape not in sessions:
+            given = problem.inputs() if inputs is None else inputs
+            sessions[problem.shape] = Session(given, say, ends=comparison.ends, failures=comparison.failures)
+    for direction in comparison.directions:
+        entries = [
+            sessions[problem.shape].check(problem, peer, direction)
+            for problem, names in comparison.entries
+            for peer in taking_part(problem, names, direction)
+        ]
+        _check_names(entries)
+        said = f"{entries[0].problem.name}, {entries[0].problem.tokens:,} tokens, {direction}"
+        say(f"{said}: timing {len(entries)} in turn")
+        in_turn(entries, rounds=comparison.rounds, budget=comparison.budget)
+        leader = entries[0].outcome.peer
+        first = {entry.problem: entry.timing for entry in reversed(entries) if entry.outcome.peer == leader}
+        for entry in entries:
+            if comparison.memory and entry.call is not None:
+                say(f"{said}: memory of {entry.outcome.peer}")
+                entry.learn(peak=peak_memory(entry.call, device=entry.problem.device, warm=False))
+            found.append(entry.weigh(first.get(entry.problem, entries[0].timing), peak))
+            yield found[-1]
+    return found
+
+
+def _check_names(entries: Sequence[Entry]) -> None:
+    """Check that what is filed by a peer's name is of one peer."""
+    names = [(entry.problem, entry.outcome.peer) for entry in entries]
+    if not names or len(set(names)) < len(names):
+        got = ", ".join(name for _, name in names) or "none"
+        raise ShapeError(message("peers", got, "one or more, of different names", "Give each its own name."))
 
 
 def compare(
-    workload: Workload,
+    problem: Problem,
     peers: Sequence[Peer],
     *,
     inputs: Inputs | None = None,
-    directions: Sequence[str] = ("forward", "forward + backward"),
+    directions: Sequence[str] = (FORWARD, BOTH),
     rounds: int = 5,
     budget: float | None = None,
     memory: bool = True,
     say: Say = silent,
 ) -> list[Outcome]:
-    """Check, time and weigh peers on one workload.
+    """Check, time and weigh peers on one problem.
 
     Args:
-        workload: What to compute.
+        problem: What to compute.
         peers: Who computes it; ratios are against the first.
         inputs: Its inputs; random by default.
-        directions: ``"forward"``, ``"forward + backward"`` or both.
+        directions: ``"forward"``, ``"backward"`` by itself, ``"forward + backward"``, or several.
         rounds: Timed rounds.
         budget: Seconds after which no further round of a direction starts.
         memory: Whether to measure peak memory too.
@@ -103,99 +272,5 @@ def compare(
     Returns:
         An outcome for each direction and peer, in that order.
     """
-    inputs = workload.inputs() if inputs is None else inputs
-    session = Session(workload, inputs, say)
-    outcomes: list[Outcome] = []
-    for direction in directions:
-        backward = direction != "forward"
-        checked = {peer.name: session.check(peer, backward) for peer in peers}
-        calls = {name: call for name, (_, call) in checked.items() if call is not None}
-        say(f"{workload.name}: timing {direction}, {len(calls)} peers in turn")
-        # the check was the warm-up: it ran every callable on the same sizes
-        timings = interleaved(calls, rounds=rounds, warmup=0, device=workload.device, budget=budget)
-        first = timings.get(peers[0].name)
-        for name, (fields, call) in checked.items():
-            if call is not None:
-                timing = timings[name]
-                fields |= {
-                    "timing": timing,
-                    "over_first": None if first is None else ratio(timing, first),
-                    "gflops": workload.flops(backward=backward) / timing.median / 1e9,
-                }
-                if memory:
-                    say(f"{workload.name}: memory of {name}, {direction}")
-                    fields["peak"] = peak_memory(call, device=workload.device, warm=False)
-            outcomes.append(outcome(workload, direction, name, fields))
-    return outcomes
-
-
-def outcome(workload: Workload, direction: str, peer: str, fields: dict[str, object]) -> Outcome:
-    """An outcome from its workload and what is known of the peer."""
-    common: dict[str, object] = {
-        "workload": workload.name,
-        "tokens": workload.tokens,
-        "heads": workload.heads,
-        "kv_heads": workload.key_heads,
-        "head_dim": workload.head_dim,
-        "dtype": str(workload.dtype).removeprefix("torch."),
-        "density": workload.density,
-        "direction": direction,
-        "peer": peer,
-        "computes": repr(workload.pattern),
-    }
-    return Outcome(**(common | fields))  # type: ignore[arg-type]
-
-
-class Session:
-    """Peers built once and oracles evaluated once for a workload."""
-
-    def __init__(self, workload: Workload, inputs: Inputs, say: Say):
-        self.workload, self.inputs, self.say = workload, inputs, say
-        self.built: dict[str, Built | str] = {}
-        self.oracles: dict[Pattern, Oracle] = {}
-
-    def build(self, peer: Peer) -> Built | str:
-        """The peer made ready, or why it could not be."""
-        if peer.name not in self.built:
-            self.say(f"{self.workload.name}: preparing {peer.name}")
-            try:
-                self.built[peer.name] = peer.build(self.workload, self.inputs)
-            except UnsupportedError as error:
-                self.built[peer.name] = str(error)
-        return self.built[peer.name]
-
-    def check(self, peer: Peer, backward: bool) -> tuple[dict[str, object], Callable[[], object] | None]:
-        """What is known of a peer, and the callable to time if it is right."""
-        reason = peer.supports(self.workload, backward)
-        if reason is not None:
-            return {"reason": reason}, None
-        built = self.build(peer)
-        if isinstance(built, str):
-            return {"reason": built}, None
-        self.say(f"{self.workload.name}: checking {peer.name}")
-        oracle = self.oracles.get(built.function)
-        if oracle is None:
-            oracle = Oracle(built.function, self.inputs, sample_rows(self.workload.tokens))
-            self.oracles[built.function] = oracle
-        if backward:
-            accuracy = oracle.check_gradients(*built.forward_backward(oracle.sliced)())
-        else:
-            out = built.forward(self.inputs)()
-            accuracy = oracle.check_out(out)
-            if torch.isnan(out).any():
-                accuracy = Accuracy(Error(math.nan, math.nan))
-        how = built.how
-        if peer.name.startswith("ringweave"):
-            name = peer.name.partition(":")[2] or "auto"
-            how = chosen_backend(self.workload, backward=backward, name=name)
-        fields: dict[str, object] = {
-            "computes": repr(built.function),
-            "how": how,
-            "accuracy": accuracy,
-            "limit": oracle.limit,
-            "setup_seconds": built.setup_seconds,
-        }
-        excess = accuracy.excess(oracle.limit)
-        if excess is not None:
-            return fields | {"reason": f"wrong: {excess}; not timed"}, None
-        return fields, built.forward_backward(self.inputs) if backward else built.forward(self.inputs)
+    comparison = Comparison([(problem, peers)], directions, rounds, budget, memory)
+    return list(outcomes(comparison, say, inputs=inputs))

@@ -14,15 +14,14 @@ from torch import Tensor
 
 import ringweave as rw
 
-from .byte_model import Training, train
-from .cases import window_with_sinks
-from .compare import Outcome, compare
-from .corpus import Corpus, standard_library, text_inputs
+from .cases.attention import window_with_sinks
+from .compare import Comparison, Session, outcomes
+from .oracle import Accuracy, Limit
 from .peers import chosen_backend, peers
-from .record import Environment, environment
-from .sizes import QUICK, WHOLE, Sizes
-from .trainer import Around, around
-from .workload import Accuracy, Inputs, Limit, Oracle, Workload, sample_rows
+from .problem import BOTH, Inputs, Problem
+from .record import Environment, Outcome, environment
+from .text import Corpus, standard_library, text_inputs
+from .trainer import SharedTraining, Training, around, train
 
 #: (part, share done, what happens now)
 Advance = Callable[[str, float, str], None]
@@ -30,8 +29,59 @@ _TRAINED = ("ringweave", "dense causal")
 
 
 @dataclass(frozen=True)
+class DemoSizes:
+    """How large the demonstration is.
+
+    Attributes:
+        lengths: Tokens at which speed and memory are measured; exactness at the first.
+        context: Tokens of a training step.
+        window: Tokens that a token sees before itself.
+        sinks: First tokens, that every token sees.
+        heads: Heads of the measured attention.
+        head_dim: Its head dimension.
+        rounds: Timed rounds.
+        steps: Training steps of each model.
+        around: Tokens, window and steps of the training that several processes share.
+        speed_budget: Seconds after which no further timed round of a length and direction starts.
+        around_budget: Seconds after which the training that several processes share is given up.
+        train_budget: Seconds after which no further training step starts.
+        train_least: Seconds for training where the parts before it were slow.
+        whole_budget: Seconds after the start of all when training ends; what several processes share comes after it.
+        peers: Who is timed beside ringweave's own backends.
+    """
+
+    lengths: tuple[int, ...]
+    context: int
+    window: int
+    sinks: int
+    heads: int
+    head_dim: int
+    rounds: int
+    steps: int
+    around: tuple[int, int, int]
+    speed_budget: float
+    around_budget: float
+    train_budget: float
+    train_least: float
+    whole_budget: float
+    peers: tuple[str, ...]
+
+
+WHOLE = DemoSizes(
+    lengths=(8192, 16384), context=8192, window=1024, sinks=64, heads=2, head_dim=64, rounds=3, steps=40,
+    around=(4096, 256, 10), speed_budget=4.0, around_budget=60.0, train_budget=100.0, train_least=15.0,
+    whole_budget=100.0, peers=("sdpa", "flex"),
+)  # fmt: skip
+QUICK = DemoSizes(
+    lengths=(2048, 4096), context=2048, window=256, sinks=16, heads=4, head_dim=64, rounds=3, steps=24,
+    around=(1024, 128, 4), speed_budget=3.0, around_budget=60.0, train_budget=10.0, train_least=4.0,
+    whole_budget=16.0, peers=("sdpa",),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Exactness:
-    """Errors on some rows against the float64 oracle.
+    """How far results are from the float64 oracle on some rows.
 
     Attributes:
         tokens: Length of the text.
@@ -52,7 +102,7 @@ class Exactness:
 
 @dataclass(frozen=True)
 class PatternFacts:
-    """The pattern at one length."""
+    """What the pattern is at one length."""
 
     text: str
     tokens: int
@@ -74,13 +124,13 @@ class DemoResult:
     source: str
     files: int
     bytes_read: int
-    sizes: Sizes
+    sizes: DemoSizes
     pattern: PatternFacts
     exactness: Exactness
     outcomes: tuple[Outcome, ...]
     training: dict[str, Training]
     training_backend: str
-    around: Around | str
+    around: SharedTraining | str
 
     @property
     def kernel(self) -> str:
@@ -100,16 +150,16 @@ class DemoResult:
         return self.exact and together and not any(outcome.wrong for outcome in self.outcomes)
 
     def find(self, tokens: int, direction: str, peer: str) -> Outcome:
-        """The outcome of a peer."""
+        """Find the outcome of a peer."""
         return next(o for o in self.outcomes if (o.tokens, o.direction, o.peer) == (tokens, direction, peer))
 
     def speed_up(self) -> float:
-        """Time of a dense training step over ringweave's: the ratio of tokens per second."""
+        """How many times as many tokens a second ringweave trains on as dense attention does."""
         sparse, dense = (self.training[name] for name in _TRAINED)
         return sparse.tokens_per_second / dense.tokens_per_second
 
     def speeds(self) -> list[tuple[str, dict[str, str]]]:
-        """Per length in tokens and direction, what each peer took in milliseconds, in words."""
+        """Say what each peer took in milliseconds, by length and direction."""
         rows: dict[str, dict[str, str]] = {}
         for outcome in self.outcomes:
             what = "forward" if outcome.direction == "forward" else "both"
@@ -123,11 +173,11 @@ class DemoResult:
         return list(rows.items())
 
     def remarks(self) -> list[str]:
-        """What the peers could not do, each once."""
+        """Say what the peers could not do, each once."""
         return sorted({f"{o.peer}, {o.direction}: {o.reason}." for o in self.outcomes if o.reason is not None})
 
     def summary(self) -> list[tuple[str, str]]:
-        """The other figures, in words."""
+        """Say the other figures in words."""
         mine, torchs = self.exactness.ringweave.out, self.exactness.torch.out
         sparse, dense = (self.training[name] for name in _TRAINED)
         return [
@@ -171,7 +221,7 @@ def run_demo(*, quick: bool = False, advance: Advance = lambda part, done, text:
     advance("Exactness", 0.0, "against the float64 oracle")
     exactness = _exactness(pattern, corpus, sizes)
     advance("Exactness", 1.0, "")
-    outcomes = _speed(pattern, corpus, sizes, advance)
+    speed = _speed(pattern, corpus, sizes, advance)
     # a slow or busy machine trains for fewer steps
     left = sizes.whole_budget - (time.perf_counter() - start)
     training, backend = _train(pattern, corpus, sizes, min(sizes.train_budget, max(left, sizes.train_least)), advance)
@@ -187,36 +237,38 @@ def run_demo(*, quick: bool = False, advance: Advance = lambda part, done, text:
         sizes=sizes,
         pattern=facts,
         exactness=exactness,
-        outcomes=tuple(outcomes),
+        outcomes=tuple(speed),
         training=training,
         training_backend=backend,
         around=together,
     )
 
 
-def _workload(pattern: rw.Pattern, tokens: int, sizes: Sizes) -> Workload:
-    return Workload(f"{tokens:,} tokens", pattern, tokens, sizes.heads, sizes.head_dim)
+def _problem(pattern: rw.Pattern, tokens: int, sizes: DemoSizes) -> Problem:
+    return Problem(f"{tokens:,} tokens", pattern, tokens, sizes.heads, sizes.head_dim)
 
 
-def _exactness(pattern: rw.Pattern, corpus: Corpus, sizes: Sizes) -> Exactness:
-    tokens = sizes.lengths[0]
-    workload = _workload(pattern, tokens, sizes)
-    inputs = text_inputs(corpus, tokens, heads=sizes.heads, head_dim=sizes.head_dim)
-    oracle = Oracle(pattern, inputs, sample_rows(tokens, 64))
-    errors = []
-    for peer in peers("ringweave", "sdpa+mask"):
-        got = peer.build(workload, inputs).forward_backward(oracle.sliced)()
-        errors.append(oracle.check_gradients(*got))
+def _exactness(pattern: rw.Pattern, corpus: Corpus, sizes: DemoSizes) -> Exactness:
+    problem = _problem(pattern, sizes.lengths[0], sizes)
+    session = Session(text_inputs(corpus, problem.tokens, heads=sizes.heads, head_dim=sizes.head_dim), rows=64)
+    mine, torchs = (session.check(problem, peer, BOTH) for peer in peers("ringweave", "sdpa+mask"))
+    assert mine.outcome.accuracy is not None
+    assert torchs.outcome.accuracy is not None
     return Exactness(
-        tokens, len(oracle.rows), errors[0], errors[1], oracle.limit, chosen_backend(workload, backward=True)
+        problem.tokens,
+        len(session.rows),
+        mine.outcome.accuracy,
+        torchs.outcome.accuracy,
+        session.oracle(pattern).limit,
+        mine.outcome.how,
     )
 
 
-def _speed(pattern: rw.Pattern, corpus: Corpus, sizes: Sizes, advance: Advance) -> list[Outcome]:
+def _speed(pattern: rw.Pattern, corpus: Corpus, sizes: DemoSizes, advance: Advance) -> list[Outcome]:
     part = "Speed and memory"
-    chosen = chosen_backend(_workload(pattern, sizes.lengths[0], sizes), backward=True)
-    compared = ("ringweave", *(("ringweave:gather",) if chosen != "gather" else ()), *sizes.peers)
-    outcomes: list[Outcome] = []
+    # ringweave:gather is what runs where the native kernel is absent
+    names = ("ringweave", "ringweave:gather", *sizes.peers)
+    found: list[Outcome] = []
     for done, tokens in enumerate(sizes.lengths):
         inputs: Inputs = text_inputs(corpus, tokens, heads=sizes.heads, head_dim=sizes.head_dim)
         told = 0
@@ -226,19 +278,13 @@ def _speed(pattern: rw.Pattern, corpus: Corpus, sizes: Sizes, advance: Advance) 
             told += 1
             advance(part, (done + min(told / 20, 0.95)) / len(sizes.lengths), text)
 
-        outcomes += compare(
-            _workload(pattern, tokens, sizes),
-            peers(*compared),
-            inputs=inputs,
-            rounds=sizes.rounds,
-            budget=sizes.speed_budget,
-            say=say,
-        )
+        entry = _problem(pattern, tokens, sizes), names
+        found += outcomes(Comparison([entry], rounds=sizes.rounds, budget=sizes.speed_budget), say, inputs=inputs)
     advance(part, 1.0, "")
-    return outcomes
+    return found
 
 
-def _around(sizes: Sizes, threads: int, advance: Advance) -> Around | str:
+def _around(sizes: DemoSizes, threads: int, advance: Advance) -> SharedTraining | str:
     def told(done: float, text: str) -> None:
         advance("Around the ring", min(done, 0.99), text)
 
@@ -250,7 +296,7 @@ def _around(sizes: Sizes, threads: int, advance: Advance) -> Around | str:
 
 
 def _train(
-    pattern: rw.Pattern, corpus: Corpus, sizes: Sizes, budget: float, advance: Advance
+    pattern: rw.Pattern, corpus: Corpus, sizes: DemoSizes, budget: float, advance: Advance
 ) -> tuple[dict[str, Training], str]:
     def sparse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return rw.attention(q, k, v, pattern)
@@ -271,7 +317,7 @@ def _train(
         advance=told,
     )
     advance("Training", 1.0, "")
-    return training, chosen_backend(Workload("model", pattern, sizes.context, 4, 32), backward=True)
+    return training, chosen_backend(Problem("model", pattern, sizes.context, 4, 32), backward=True)
 
 
 def _facts(pattern: rw.Pattern, tokens: int) -> PatternFacts:

@@ -15,7 +15,7 @@ from ..plan import BlockPlan, unpack_masks
 
 
 def gather_scatter(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Tensor:
-    """Attention over a plan's tiles, differentiable by autograd.
+    """Compute attention over a plan's tiles, differentiable by autograd.
 
     ``out[i] = sum_t exp(s[i, t] - max_i) v[t] / sum_t exp(s[i, t] - max_i)`` over the tiles t of row i.
 
@@ -53,7 +53,7 @@ def gather_scatter(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Tensor:
 
 
 def _pairs(plan: BlockPlan) -> tuple[Tensor, Tensor, Tensor]:
-    """Query tile, key tile (of all batches and heads) and mask of each pair to compute."""
+    """List query tile, key tile (of all batches and heads) and mask of each pair to compute."""
     rows = plan.tile_rows()
     found = []
     for number, group in enumerate(plan.group.reshape(-1).tolist()):

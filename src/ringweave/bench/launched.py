@@ -21,7 +21,7 @@ class LaunchError(RuntimeError):
 
 
 def torchrun(processes: int, *target: object, restarts: int = 0) -> list[str]:
-    """The command line that starts a script, or a module after ``-m``, in some processes of this machine.
+    """Give the command line that starts a script, or a module after ``-m``, in some processes of this machine.
 
     Args:
         processes: How many.
@@ -42,11 +42,11 @@ def run(
     look: Callable[[], None] = lambda: None,
     may_fail: bool = False,
 ) -> str:
-    """Run a command to its end; what it printed.
+    """Run a command to its end, and give what it printed.
 
     Args:
         words: The command.
-        threads: Of each of its processes.
+        threads: How many each of its processes has.
         until: When it must have ended, in time.monotonic().
         look: Called now and then.
         may_fail: Whether its exit status says nothing.
@@ -69,11 +69,11 @@ def run(
 
 @contextmanager
 def started(words: list[str], *, threads: int, log: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A command and its descendants; at exit whoever is left is ended.
+    """Start a command; at exit whoever is left of it and its descendants is ended.
 
     Args:
         words: The command.
-        threads: Of each of its processes.
+        threads: How many each of its processes has.
         log: File descriptor that takes what they print.
     """
     import psutil

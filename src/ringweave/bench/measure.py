@@ -21,11 +21,13 @@ import torch
 from ..errors import ShapeError, message
 
 Call = Callable[[], object]
+#: Seconds of a call, the mean of as many in a row as the number says.
+Timer = Callable[[Call, int], float]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one callable, one per round, in the order of the rounds."""
+    """How many seconds one callable took, round by round."""
 
     seconds: tuple[float, ...]
 
@@ -63,7 +65,7 @@ class Ratio:
 
 
 def ratio(numerator: Timing, denominator: Timing) -> Ratio:
-    """The ratio of two timings of one interleaved run.
+    """Compare two timings of one interleaved run.
 
     Raises:
         ShapeError: They have different numbers of rounds.
@@ -78,6 +80,44 @@ def ratio(numerator: Timing, denominator: Timing) -> Ratio:
     return Ratio(numerator.median / denominator.median, statistics.median(pairs), min(pairs), max(pairs))
 
 
+def by_clock(call: Call, times: int = 1) -> float:
+    """Time by the clock on the wall."""
+    return _passed(time.perf_counter, call, times)
+
+
+def by_processor(call: Call, times: int = 1) -> float:
+    """Time by what this process works: others may use the machine."""
+    return _passed(time.process_time, call, times)
+
+
+def by_events(call: Call, times: int = 1) -> float:
+    """Time between two CUDA events on the current stream."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(times):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / times
+
+
+def _passed(clock: Callable[[], float], call: Call, times: int) -> float:
+    result: object = None
+    start = clock()
+    for _ in range(times):
+        result = call()
+    seconds = clock() - start
+    # what the callable returned is freed outside of the timed region
+    del result
+    return seconds / times
+
+
+def _in_a_row(timer: Timer, call: Call) -> int:
+    """How many calls to time at once: of short ones on a GPU several, so that its queue never runs dry."""
+    return max(1, min(50, round(0.02 / max(timer(call, 2), 1e-6)))) if timer is by_events else 1
+
+
 def interleaved(
     calls: Mapping[str, Call],
     *,
@@ -85,6 +125,7 @@ def interleaved(
     warmup: int = 1,
     device: str = "cpu",
     budget: float | None = None,
+    timer: Timer | None = None,
 ) -> dict[str, Timing]:
     """Time callables in turn, round by round.
 
@@ -94,6 +135,7 @@ def interleaved(
         warmup: Rounds before, not timed.
         device: ``"cuda"`` times by events on the current stream, anything else by the clock.
         budget: Seconds after which no further round starts; at least one is run.
+        timer: Another timer than the device's.
     Returns:
         A timing for each name, all with the same number of rounds.
     Raises:
@@ -105,39 +147,20 @@ def interleaved(
     """
     if rounds < 1 or warmup < 0:
         raise ShapeError(message("rounds, warmup", (rounds, warmup), "at least 1 and 0", "Time at least one round."))
-    once = _once_by_events if torch.device(device).type == "cuda" else _once_by_clock
+    once = timer or (by_events if torch.device(device).type == "cuda" else by_clock)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(warmup):
         for call in calls.values():
-            once(call)
+            call()
+    times = {name: _in_a_row(once, call) for name, call in calls.items()}
     gc.collect()
     start = time.perf_counter()
     for done in range(rounds):
         if budget is not None and done and time.perf_counter() - start > budget:
             break
         for name, call in calls.items():
-            seconds[name].append(once(call))
+            seconds[name].append(once(call, times[name]))
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
-
-
-def _once_by_clock(call: Call) -> float:
-    start = time.perf_counter()
-    result = call()
-    seconds = time.perf_counter() - start
-    # what the callable returned is freed outside of the timed region
-    del result
-    return seconds
-
-
-def _once_by_events(call: Call) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    begin.record()
-    result = call()
-    end.record()
-    torch.cuda.synchronize()
-    del result
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 @dataclass(frozen=True)
@@ -154,7 +177,7 @@ class Peak:
 
 
 def peak_memory(call: Call, *, device: str = "cpu", warm: bool = True) -> Peak:
-    """Peak memory of one run of a callable.
+    """Measure the peak memory of one run of a callable.
 
     On CUDA the allocator knows it. On Linux the kernel keeps the high-water mark of the resident set; the heap is
     trimmed and the mark reset before. Elsewhere a thread samples the resident set, which can miss short peaks.

@@ -7,11 +7,12 @@ its time is what dense attention costs, and it is checked against the oracle of 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringweave as rw
 
@@ -20,9 +21,8 @@ from ..ops.dispatch import BACKENDS, PREFERENCE, describe, program
 from ..patterns import BlockTable, LongNet, Pattern
 from ..plan import branches
 from .gather_scatter import gather_scatter
-from .workload import Inputs, Workload
+from .problem import BACKWARD, BOTH, FORWARD, Attend, Inputs, Problem
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _MASK_TOKENS = 16384
 _REFERENCE_TOKENS = 4096
 _SCORE_BYTES = 4 * 2**30
@@ -30,13 +30,13 @@ _SCORE_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class Built:
-    """A peer made ready for one workload.
+    """A peer made ready for one problem.
 
     Attributes:
         attend: (q, k, v) to out.
         function: The pattern that it computes.
         how: The backend or kernel behind it.
-        setup_seconds: Spent once, before the first result: planning or compilation.
+        setup_seconds: Seconds spent once, before the first result: planning or compilation.
     """
 
     attend: Attend
@@ -45,7 +45,7 @@ class Built:
     setup_seconds: float | None = None
 
     def forward(self, inputs: Inputs) -> Callable[[], Tensor]:
-        """A callable without gradients."""
+        """Make a callable without gradients."""
         q, k, v = (x.detach() for x in inputs[:3])
 
         def call() -> Tensor:
@@ -55,7 +55,7 @@ class Built:
         return call
 
     def forward_backward(self, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-        """A callable that gives (out, dq, dk, dv)."""
+        """Make a callable that gives (out, dq, dk, dv)."""
         q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
 
         def call() -> tuple[Tensor, ...]:
@@ -64,26 +64,39 @@ class Built:
 
         return call
 
+    def backward(self, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
+        """Make a callable that gives (dq, dk, dv) of a graph that is kept."""
+        q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+        out = self.attend(q, k, v)
+        return lambda: torch.autograd.grad(out, (q, k, v), inputs.dout, retain_graph=True)
+
+    def call(self, inputs: Inputs, direction: str) -> Callable[[], object]:
+        """Make the callable of a direction."""
+        made = {FORWARD: self.forward, BACKWARD: self.backward, BOTH: self.forward_backward}
+        return made[direction](inputs)
+
 
 @dataclass(frozen=True)
 class Peer:
     """One way to compute attention.
 
     Attributes:
-        name: As in tables and ``--peers``.
+        name: What tables and ``--list`` call it.
         summary: One line for people.
-        supports: Why it cannot run a workload (with gradients or without); None where it can.
+        supports: Why it cannot run a problem (with gradients or without); None where it can.
         build: Makes it ready.
+        how: What is behind it with gradients or without, where that may differ.
     """
 
     name: str
     summary: str
-    supports: Callable[[Workload, bool], str | None]
-    build: Callable[[Workload, Inputs], Built]
+    supports: Callable[[Problem, bool], str | None]
+    build: Callable[[Problem, Inputs], Built]
+    how: Callable[[Problem, bool], str] | None = None
 
 
 def peers(*names: str) -> list[Peer]:
-    """Peers by name.
+    """Find peers by name.
 
     Raises:
         UnsupportedError: An unknown name.
@@ -91,58 +104,77 @@ def peers(*names: str) -> list[Peer]:
         >>> [peer.name for peer in peers("ringweave", "sdpa")]
         ['ringweave', 'sdpa']
     """
-    unknown = [name for name in names if name not in PEERS]
+    known = PEERS | VENDORS
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise UnsupportedError(message("peer", repr(unknown[0]), f"one of {', '.join(PEERS)}", "Name one of them."))
-    return [PEERS[name] for name in names]
+    return [known[name] for name in names]
 
 
-def sparse_backends(workload: Workload, *, besides: str) -> list[str]:
-    """Names of peers for the backends that auto may choose on a device, but for one it already chose."""
-    names = [f"ringweave:{name}" for name in PREFERENCE if BACKENDS[name].planned and name != besides]
-    return [name for name in names if PEERS[name].supports(workload, True) is None]
+def taking_part(problem: Problem, names: Sequence[str | Peer], direction: str) -> list[Peer]:
+    """Find the peers behind some names, each function once.
+
+    ``ringweave:*`` stands for the backends that compute plans and can run the problem; beside ``ringweave`` itself the
+    backend that it takes is left out.
+    """
+    chosen = chosen_backend(problem, backward=direction != FORWARD) if "ringweave" in names else None
+    found: list[Peer] = []
+    for name in names:
+        if isinstance(name, Peer):
+            found.append(name)
+        elif name == "ringweave:*":
+            planned = [each for each in PREFERENCE if BACKENDS[each].planned and each != chosen]
+            others = peers(*(f"ringweave:{each}" for each in planned))
+            found += [each for each in others if each.supports(problem, True) is None]
+        elif name != f"ringweave:{chosen}":
+            found += peers(name)
+    return found
 
 
-def chosen_backend(workload: Workload, *, backward: bool, name: str = "auto") -> str:
-    """The backends that run a workload, such as ``gather`` or ``2 x gather + 1 x sdpa``.
+def chosen_backend(problem: Problem, *, backward: bool, name: str = "auto") -> str:
+    """Name the backends that run a problem, such as ``gather`` or ``2 x gather + 1 x sdpa``.
 
     Raises:
         UnsupportedError: The named backend cannot run it.
     """
-    counts = describe(program(workload.pattern, workload.case(backward), 0, name))
+    counts = describe(program(problem.pattern, problem.case(backward), 0, name))
     return counts[0][1] if len(counts) == 1 else " + ".join(f"{number} x {backend}" for number, backend in counts)
 
 
 def _ringweave(backend: str) -> Peer:
-    def supports(workload: Workload, backward: bool) -> str | None:
-        if backend == "reference" and workload.tokens > _REFERENCE_TOKENS:
+    def supports(problem: Problem, backward: bool) -> str | None:
+        if backend == "reference" and problem.tokens > _REFERENCE_TOKENS:
             return f"it computes N x N in float64: at most {_REFERENCE_TOKENS} tokens here"
         try:
-            chosen_backend(workload, backward=backward, name=backend)
+            chosen_backend(problem, backward=backward, name=backend)
         except RingweaveError as error:
             return str(error)
         return None
 
-    def build(workload: Workload, inputs: Inputs) -> Built:
+    def how(problem: Problem, backward: bool) -> str:
+        return chosen_backend(problem, backward=backward, name=backend)
+
+    def build(problem: Problem, inputs: Inputs) -> Built:
+        pattern = problem.pattern
+
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return rw.attention(q, k, v, workload.pattern, backend=backend)
+            return rw.attention(q, k, v, pattern, backend=backend)
 
         start = time.perf_counter()
-        how = chosen_backend(workload, backward=False, name=backend)
-        sizes = {"heads": workload.heads, "batch": workload.batch}
-        for branch in branches(workload.pattern, workload.tokens, workload.tokens, **sizes):
-            branch.plan(workload.device)
-        return Built(attend, workload.pattern, how, time.perf_counter() - start)
+        sizes = {"heads": problem.heads, "batch": problem.batch}
+        for branch in branches(problem.pattern, problem.tokens, problem.tokens, **sizes):
+            branch.plan(problem.device)
+        return Built(attend, pattern, how(problem, False), time.perf_counter() - start)
 
     name = "ringweave" if backend == "auto" else f"ringweave:{backend}"
     what = "the backend that auto chooses" if backend == "auto" else f"the {backend} backend"
-    return Peer(name, f"ringweave.attention, {what}", supports, build)
+    return Peer(name, f"ringweave.attention, {what}", supports, build, how)
 
 
-def _dense(workload: Workload, inputs: Inputs) -> Built:
-    function = workload.dense_pattern
+def _dense(problem: Problem, inputs: Inputs) -> Built:
+    function = problem.dense_pattern
     causal = function == rw.Causal()
-    grouped = workload.key_heads != workload.heads
+    grouped = problem.key_heads != problem.heads
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
@@ -150,33 +182,33 @@ def _dense(workload: Workload, inputs: Inputs) -> Built:
     return Built(attend, function, "torch SDPA, is_causal=True" if causal else "torch SDPA, no mask")
 
 
-def _masked(workload: Workload, inputs: Inputs) -> Built:
+def _masked(problem: Problem, inputs: Inputs) -> Built:
     start = time.perf_counter()
-    grouped = workload.key_heads != workload.heads
-    batch, heads = workload.pattern.extents()
-    mask = workload.pattern.to_dense(workload.tokens, heads=heads or 1, batch=batch or 1).to(workload.device)
+    grouped = problem.key_heads != problem.heads
+    batch, heads = problem.pattern.extents()
+    mask = problem.pattern.to_dense(problem.tokens, heads=heads or 1, batch=batch or 1).to(problem.device)
     seconds = time.perf_counter() - start
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
-    return Built(attend, workload.pattern, f"torch SDPA, bool mask of {mask.numel() / 2**20:.0f} MiB", seconds)
+    return Built(attend, problem.pattern, f"torch SDPA, bool mask of {mask.numel() / 2**20:.0f} MiB", seconds)
 
 
-def _masked_refusal(workload: Workload, backward: bool) -> str | None:
-    if isinstance(workload.pattern, LongNet):
+def _masked_refusal(problem: Problem, backward: bool) -> str | None:
+    if isinstance(problem.pattern, LongNet):
         return "a LongNet is a mixture of branches, not a mask"
-    if workload.tokens > _MASK_TOKENS:
+    if problem.tokens > _MASK_TOKENS:
         return f"a dense mask is N x N: at most {_MASK_TOKENS} tokens here"
     return None
 
 
-def _flex(workload: Workload, inputs: Inputs) -> Built:
+def _flex(problem: Problem, inputs: Inputs) -> Built:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     start = time.perf_counter()
-    pattern = workload.pattern
-    plan = pattern.plan(workload.tokens, heads=workload.heads, batch=workload.batch, device=workload.device)
+    pattern = problem.pattern
+    plan = pattern.plan(problem.tokens, heads=problem.heads, batch=problem.batch, device=problem.device)
     block_mask = plan.to_block_mask()
     batch, heads = pattern.extents()
     if batch is None and heads is None:
@@ -197,12 +229,12 @@ def _flex(workload: Workload, inputs: Inputs) -> Built:
             shared(block_mask.full_kv_indices),
             BLOCK_SIZE=(plan.q_tile, plan.kv_tile),
             mask_mod=mask_mod,
-            seq_lengths=(workload.tokens, workload.tokens),
+            seq_lengths=(problem.tokens, problem.tokens),
         )
-    # other workloads' graphs would count against the compiler's limit of variants
+    # other problems' graphs would count against the compiler's limit of variants
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
-    grouped = workload.key_heads != workload.heads
+    grouped = problem.key_heads != problem.heads
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = compiled(q, k, v, block_mask=block_mask, enable_gqa=grouped)
@@ -212,7 +244,7 @@ def _flex(workload: Workload, inputs: Inputs) -> Built:
     built = Built(attend, pattern, "FlexAttention, torch.compile")
     try:
         built.forward(inputs)()
-        if torch.device(workload.device).type == "cuda":
+        if torch.device(problem.device).type == "cuda":
             built.forward_backward(inputs)()
     except RuntimeError as error:  # dynamo's and inductor's errors derive from it
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
@@ -222,33 +254,44 @@ def _flex(workload: Workload, inputs: Inputs) -> Built:
     return Built(attend, pattern, built.how, time.perf_counter() - start)
 
 
-def _flex_refusal(workload: Workload, backward: bool) -> str | None:
-    if isinstance(workload.pattern, LongNet):
+def _flex_refusal(problem: Problem, backward: bool) -> str | None:
+    if isinstance(problem.pattern, LongNet):
         return "a LongNet is a mixture of branches, not a mask"
-    if backward and torch.device(workload.device).type == "cpu":
+    if backward and torch.device(problem.device).type == "cpu":
         return "FlexAttention has no backward on a CPU"
     return None
 
 
-def _gather_scatter(workload: Workload, inputs: Inputs) -> Built:
+def _gather_scatter(problem: Problem, inputs: Inputs) -> Built:
     start = time.perf_counter()
-    plan = workload.pattern.plan(workload.tokens, heads=workload.heads, batch=workload.batch, device=workload.device)
+    plan = problem.pattern.plan(problem.tokens, heads=problem.heads, batch=problem.batch, device=problem.device)
     seconds = time.perf_counter() - start
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return gather_scatter(q, k, v, plan)
 
-    return Built(attend, workload.pattern, "gathered tile pairs, scatter_reduce", seconds)
+    return Built(attend, problem.pattern, "gathered tile pairs, scatter_reduce", seconds)
 
 
-def _gather_scatter_refusal(workload: Workload, backward: bool) -> str | None:
-    if isinstance(workload.pattern, LongNet):
+def _gather_scatter_refusal(problem: Problem, backward: bool) -> str | None:
+    if isinstance(problem.pattern, LongNet):
         return "a LongNet is a mixture of branches, not one list of tiles"
-    plan = workload.pattern.plan(workload.tokens, heads=workload.heads, batch=workload.batch)
+    plan = problem.pattern.plan(problem.tokens, heads=problem.heads, batch=problem.batch)
     needed = plan.tiles * plan.q_tile * plan.kv_tile * 4 * (3 if backward else 2)
     if needed > _SCORE_BYTES:
         return f"it holds all scores at once: {needed / 2**30:.0f} GiB"
     return None
+
+
+def _vendor(name: str, kernel: SDPBackend) -> Peer:
+    def build(problem: Problem, inputs: Inputs) -> Built:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(kernel):
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+        return Built(attend, rw.Full(), f"torch SDPA, {kernel.name}")
+
+    return Peer(name, f"torch's dense attention, {kernel.name}", lambda problem, backward: None, build)
 
 
 PEERS: dict[str, Peer] = {
@@ -256,7 +299,7 @@ PEERS: dict[str, Peer] = {
     for peer in (
         _ringweave("auto"),
         *(_ringweave(name) for name in BACKENDS),
-        Peer("sdpa", "torch's dense attention, no mask: what dense costs", lambda workload, backward: None, _dense),
+        Peer("sdpa", "torch's dense attention, no mask: what dense costs", lambda problem, backward: None, _dense),
         Peer("sdpa+mask", "torch's attention with a dense bool mask", _masked_refusal, _masked),
         Peer("flex", "FlexAttention, compiled, on the same tiles", _flex_refusal, _flex),
         Peer(
@@ -266,4 +309,9 @@ PEERS: dict[str, Peer] = {
             _gather_scatter,
         ),
     )
+}
+#: Dense attention by one kernel of a GPU, for the cases that name them.
+VENDORS: dict[str, Peer] = {
+    name: _vendor(name, kernel)
+    for name, kernel in (("sdpa:cudnn", SDPBackend.CUDNN_ATTENTION), ("sdpa:flash", SDPBackend.FLASH_ATTENTION))
 }

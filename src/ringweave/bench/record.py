@@ -1,4 +1,4 @@
-"""What a measurement is filed under: the machine it ran on, and JSON lines."""
+"""What a case is asked and what it gives: options, records of what was measured, the machine, JSON lines."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -21,6 +21,200 @@ import ringweave
 from ..errors import UnsupportedError
 from ..ops import cpu
 from ..ops.kinds import processor
+from .measure import Peak, Ratio, Timing
+from .oracle import Accuracy, Limit
+from .problem import Problem
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may change of a case; None keeps the case's own size.
+
+    Attributes:
+        quick: Take small sizes, for seconds.
+        tokens: Sequence length.
+        heads: Query heads.
+        dtype: Type of the inputs; without one float32, or every type that a case is about.
+        device: Where the inputs lie.
+        rounds: Timed rounds.
+        full: Take every size of a case that has a grid of them, for hours.
+    """
+
+    quick: bool = False
+    tokens: int | None = None
+    heads: int | None = None
+    dtype: torch.dtype | None = None
+    device: str = "cpu"
+    rounds: int | None = None
+    full: bool = False
+
+    @property
+    def sized(self) -> bool:
+        """Whether sizes are others than a case's own: targets hold for these alone."""
+        return bool(self.quick or self.tokens or self.heads)
+
+    def of(self, problem: Problem) -> Problem:
+        """Give a problem the sizes and the type that were asked for."""
+        heads = self.heads or problem.heads
+        # as many query heads over a key head, where they can be shared so
+        ratio = problem.heads // problem.key_heads
+        return dataclasses.replace(
+            problem,
+            tokens=self.tokens or problem.tokens,
+            heads=heads,
+            kv_heads=None if ratio == 1 else problem.key_heads if heads % problem.key_heads == 0 else heads,
+            dtype=self.dtype or problem.dtype,
+            device=self.device,
+        )
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """What planning one pattern at one length costs.
+
+    Attributes:
+        workload: Name of what was planned.
+        pattern: Its pattern as text.
+        tokens: Its length.
+        tiles: Non-empty tiles.
+        timing: Seconds of a cold plan.
+        nbytes: Size of the plan.
+    """
+
+    workload: str
+    pattern: str
+    tokens: int
+    tiles: int
+    timing: Timing
+    nbytes: int
+
+    @property
+    def nanoseconds_per_tile(self) -> float:
+        """How long a tile takes, by the median."""
+        return self.timing.median / self.tiles * 1e9
+
+    @property
+    def bytes_per_tile(self) -> float:
+        """How many bytes a tile takes."""
+        return self.nbytes / self.tiles
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one peer on one problem.
+
+    Attributes:
+        workload: The problem's name.
+        tokens: Its length.
+        heads: Its query heads.
+        kv_heads: Its key heads.
+        head_dim: Its head dimension.
+        dtype: Its type.
+        density: Its allowed pairs over all pairs.
+        direction: ``"forward"``, ``"backward"`` or ``"forward + backward"``.
+        peer: The peer's name.
+        computes: The function that it computes, as a pattern; another one than the problem's for dense peers.
+        how: The backend or kernel behind it.
+        timing: Seconds; None where it was not timed, and ``reason`` says why.
+        over_first: How many times longer than the first peer it took; None where one of them was not timed.
+        gflops: Operations on the *problem's* allowed pairs per second, in 10^9: the same count for every peer.
+        peak: The most memory that it held.
+        accuracy: Errors on the checked rows, against the oracle of the function it computes.
+        limit: What was taken as correct.
+        setup_seconds: Seconds spent once, on planning or compilation.
+        peak_share: ``gflops`` over the device's peak in the same run, where that was measured.
+        reason: Why there is no timing.
+    """
+
+    workload: str
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    density: float
+    direction: str
+    peer: str
+    computes: str
+    how: str = ""
+    timing: Timing | None = None
+    over_first: Ratio | None = None
+    gflops: float | None = None
+    peak: Peak | None = None
+    accuracy: Accuracy | None = None
+    limit: Limit | None = None
+    setup_seconds: float | None = None
+    peak_share: float | None = None
+    reason: str | None = None
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the peer failed its check."""
+        return self.accuracy is not None and self.limit is not None and self.accuracy.excess(self.limit) is not None
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure, and what it is to be.
+
+    Attributes:
+        what: What the figure is, in words.
+        size: At which size it was taken.
+        figure: What was measured; None where it could not be, and ``reason`` says why.
+        bound: What it is to be; None where the size is too small to say.
+        at_least: Whether ``bound`` is the least or the most.
+        unit: ``"x"``, a ratio, ``"%"``, a share shown in hundredths, or a unit as it is written.
+        reason: Why there is no figure.
+    """
+
+    what: str
+    size: str
+    figure: float | None
+    bound: float | None
+    at_least: bool
+    unit: str = "x"
+    reason: str | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the figure is as it should be; None where nothing can be said."""
+        if self.figure is None or self.bound is None:
+            return None
+        return self.figure >= self.bound if self.at_least else self.figure <= self.bound
+
+    def spelled(self, value: float | None) -> str:
+        """Write a figure in the target's unit."""
+        if value is None:
+            return "-"
+        return f"{value:.1%}" if self.unit == "%" else f"{value:.2f} {self.unit}"
+
+
+Record: TypeAlias = Outcome | PlanCost | Target
+#: A case at work: it gives records as they come, and at its end a conclusion in words.
+Measuring: TypeAlias = Generator[Record, None, str]
+#: Told what happens next.
+Say: TypeAlias = Callable[[str], None]
+
+
+def silent(text: str) -> None:
+    """Say nothing."""
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """A case's figures, and what they say in a sentence.
+
+    Attributes:
+        case: The case's name.
+        records: What was measured.
+        conclusion: What that says, in words.
+        grid: Whether outcomes are many sizes of one thing: shown a line each, with peers as columns.
+    """
+
+    case: str
+    records: tuple[Record, ...]
+    conclusion: str
+    grid: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +259,7 @@ class Environment:
 
 
 def environment(device: str = "cpu") -> Environment:
-    """The record of this process's surroundings."""
+    """Record this process's surroundings."""
     affinity = getattr(os, "sched_getaffinity", None)
     load = getattr(os, "getloadavg", None)
     return Environment(
@@ -134,7 +328,7 @@ def _commit() -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON knows it: dataclasses as objects, anything that has no JSON form as its text."""
+    """Make a value what JSON knows: dataclasses as objects, anything that has no JSON form as its text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -145,12 +339,13 @@ def plain(value: Any) -> Any:
 
 
 def write_lines(path: str | Path, records: Iterable[Any]) -> int:
-    """Append records as JSON lines; the number written."""
+    """Append records as JSON lines, each as soon as it comes, and count them."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
     with path.open("a", encoding="utf-8") as file:
         for record in records:
             file.write(json.dumps(plain(record), ensure_ascii=False, allow_nan=True) + "\n")
+            file.flush()
             count += 1
     return count

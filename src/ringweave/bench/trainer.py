@@ -1,35 +1,130 @@
-"""The example trainer, started as a user starts it: one process alone, and several that share a sequence."""
+"""Training: two models side by side that differ in their attention, and the example trainer as a user starts it.
+
+The example runs as one process alone, and as several that share a sequence.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+import torch
 
 import ringweave
 
 from ..units import percent
 from .launched import LaunchError, run, torchrun
+from .problem import Attend
+from .text import ByteModel, Corpus
 
 # on the relative difference of losses: float32 sums in another order, which training amplifies
 LIMIT = 1e-4
+LAYERS = 2
+_WARMUP = 5
+
+
+@dataclass(frozen=True)
+class Training:
+    """What came of training one model.
+
+    Attributes:
+        losses: Nats per byte before each step.
+        seconds: What each step took.
+        tokens: Tokens of a step.
+        parameters: How many weights the model has.
+        held_out: Loss after training on text that was not trained on.
+    """
+
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    tokens: int
+    parameters: int
+    held_out: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """How many tokens the median step takes in a second, the first one left out."""
+        return self.tokens / float(torch.tensor(self.seconds[1:] or self.seconds).median())
+
+    @property
+    def bits_per_byte(self) -> float:
+        """How many bits a byte of held-out text takes."""
+        return self.held_out / math.log(2)
+
+
+def train(
+    attends: Mapping[str, Attend],
+    corpus: Corpus,
+    *,
+    context: int,
+    steps: int,
+    budget: float,
+    learning_rate: float = 3e-3,
+    seed: int = 0,
+    advance: Callable[[float, str], None] = lambda done, text: None,
+) -> dict[str, Training]:
+    """Train one model per attention from the same weights on the same excerpts, step by step in turn.
+
+    Args:
+        attends: Attention functions by name.
+        corpus: The text; its last ``context + 1`` tokens are held out.
+        context: Tokens in a step.
+        steps: How many each model takes.
+        budget: Seconds after which no further step starts; all models stop at the same step.
+        learning_rate: AdamW's, after a short warm-up.
+        seed: What weights and excerpts depend on.
+        advance: Told the share done and the losses.
+    Returns:
+        A training for each name.
+    """
+    corpus, held_out = corpus.split(context + 1)
+    models = {name: ByteModel([attend] * LAYERS, seed=seed) for name, attend in attends.items()}
+    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=learning_rate) for name, model in models.items()}
+    losses: dict[str, list[float]] = {name: [] for name in attends}
+    seconds: dict[str, list[float]] = {name: [] for name in attends}
+    generator = torch.Generator().manual_seed(seed)
+    begin = time.perf_counter()
+    for step in range(steps):
+        if step and time.perf_counter() - begin > budget:
+            break
+        tokens = corpus.batch(context, generator)
+        for name, model in models.items():
+            start = time.perf_counter()
+            for group in optimizers[name].param_groups:
+                group["lr"] = learning_rate * min(1.0, (step + 1) / _WARMUP)
+            loss = model.loss(tokens)
+            loss.backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+            losses[name].append(loss.item())
+            seconds[name].append(time.perf_counter() - start)
+        shown = ", ".join(f"{name} {values[-1]:.2f}" for name, values in losses.items())
+        advance((step + 1) / steps, f"step {step + 1} of {steps}, loss {shown}")
+    results = {}
+    for name, model in models.items():
+        with torch.no_grad():
+            final = model.loss(held_out).item()
+        count = sum(weight.numel() for weight in model.parameters())
+        results[name] = Training(tuple(losses[name]), tuple(seconds[name]), context, count, final)
+    return results
 
 
 @dataclass(frozen=True)
 class Steps:
-    """A run of the trainer.
+    """What a run of the trainer printed.
 
     Attributes:
-        processes: That share a sequence.
-        threads: Of each.
-        losses: In nats per byte, by step.
+        processes: How many share a sequence.
+        threads: How many each has.
+        losses: Nats per byte, by step.
         tokens_per_second: Median, without the first step.
         received: Bytes that the busiest process received in a forward pass.
         full_ring: Bytes that it would receive if all keys and values went around.
@@ -44,7 +139,7 @@ class Steps:
 
     @staticmethod
     def read(path: Path, processes: int, threads: int) -> Steps:
-        """From the trainer's metrics."""
+        """Read the trainer's metrics."""
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return Steps(
             processes,
@@ -57,11 +152,11 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Around:
+class SharedTraining:
     """One process, and several that share its sequences: the same weights, the same excerpts.
 
     Attributes:
-        tokens: Of a sequence.
+        tokens: Length of a sequence.
         window: Tokens that a token sees before itself.
         alone: One process.
         shared: Several.
@@ -80,7 +175,7 @@ class Around:
 
     @property
     def share(self) -> float:
-        """Bytes received of those of a full ring."""
+        """Which part of a full ring's bytes was received."""
         return self.shared.received / self.shared.full_ring
 
     @property
@@ -89,7 +184,7 @@ class Around:
         return self.difference <= LIMIT
 
     def summary(self) -> str:
-        """The figures in words."""
+        """Say the figures in words."""
         losses = "same losses as" if self.correct else "WRONG: other losses than"
         return (
             f"{self.shared.processes} processes share {self.tokens:,} tokens and receive "
@@ -113,14 +208,14 @@ def around(
     limit: float,
     processes: int = 2,
     advance: Callable[[float, str], None] = lambda done, text: None,
-) -> Around | str:
+) -> SharedTraining | str:
     """Run the trainer with one process, and with several on the same cores.
 
     Args:
-        tokens: Of a sequence.
-        window: Of the pattern.
-        steps: Of each run.
-        threads: Of the one process; the several have as many together, one each at least.
+        tokens: Length of a sequence.
+        window: Tokens that a token sees before itself.
+        steps: Steps of each run.
+        threads: What the one process has; the several have as many together, one each at least.
         limit: Seconds that both runs may take together.
         processes: How many share a sequence.
         advance: Told the share done and what happens.
@@ -147,11 +242,11 @@ def around(
             except LaunchError as error:
                 return f"{words}: {error}"
             runs.append(Steps.read(out, count, each))
-    return Around(tokens, window, runs[0], runs[1])
+    return SharedTraining(tokens, window, runs[0], runs[1])
 
 
 def command(script: Path, processes: int, *options: object, restarts: int = 0) -> list[str]:
-    """The command line of the trainer, through torchrun if there are several processes."""
+    """Give the command line of the trainer, through torchrun if there are several processes."""
     if processes > 1:
         return torchrun(processes, script, *options, restarts=restarts)
     return [sys.executable, *map(str, (script, *options))]

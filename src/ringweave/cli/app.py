@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from .. import __version__
+from ..bench.command import register
 from ..errors import RingweaveError
 from . import doctor, explain, show, simulate, terminal, tune
 
@@ -57,5 +56,4 @@ app.command("explain")(explain.explain)
 app.command("simulate")(simulate.simulated)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
-if importlib.util.find_spec("ringweave.bench.commands") is not None:
-    importlib.import_module("ringweave.bench.commands").register(app)
+register(app)

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from ..bench.plots import BLUE, GREEN, ORANGE, PURPLE, STYLE
 from ..errors import UnsupportedError, message
 from ..parallel.cost import Estimate
 from ..parallel.simulate import Row
@@ -14,17 +15,12 @@ from ..units import nbytes
 _SUFFIXES = (".svg", ".png")
 # colour, marker, line: to be told apart without colours too, and where curves lie on each other
 _LOOKS = {
-    "ringweave": ("#2f81f7", "o", "-"),
-    "full ring": ("#e08a1e", "s", "-"),
-    "all-gather": ("#3fa45b", "^", (0, (4, 2))),
-    "Ulysses": ("#a371f7", "D", (0, (1, 1.5))),
+    "ringweave": (BLUE, "o", "-"),
+    "full ring": (ORANGE, "s", "-"),
+    "all-gather": (GREEN, "^", (0, (4, 2))),
+    "Ulysses": (PURPLE, "D", (0, (1, 1.5))),
 }
-_STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "ringweave",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
+_STYLE = STYLE | {"font.size": 9}
 
 
 def plot(rows: Sequence[Row], path: str, *, title: str) -> None:

@@ -16,8 +16,8 @@ from . import terminal
 from .show import Heads, PatternText, Tokens
 
 if TYPE_CHECKING:
-    from ..bench.blocks import Tuned
-    from ..bench.choice import Choice
+    from ..bench.descent import Tuned
+    from ..bench.tune import Finding
 
 
 def tune(
@@ -38,21 +38,21 @@ def tune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, and store nothing.")] = False,
 ) -> None:
     """Time what is right on these sizes, and store the fastest backend and tiles: backend="auto" takes them then."""
-    from ..bench.tune import DIRECTIONS, store
+    from ..bench.problem import DIRECTIONS, Problem
+    from ..bench.tune import store
     from ..bench.tune import tune as measure
-    from ..bench.workload import Workload
 
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise typer.BadParameter("this torch finds no CUDA device", param_hint="--device")
     relation = parse(pattern)
     console = terminal.out()
-    workload = Workload(
+    problem = Problem(
         "tune", relation, tokens, heads or relation.extents()[1] or 1, head_dim, relation.extents()[0] or batch,
         getattr(torch, dtype), device, kv_heads,
     )  # fmt: skip
     with console.status("starting") as status:
         choices = measure(
-            workload,
+            problem,
             directions=DIRECTIONS[: 1 if forward_only else 2],
             rounds=rounds,
             budget=(120.0 if device.startswith("cuda") else 20.0) if seconds is None else seconds,
@@ -70,9 +70,9 @@ def tune(
     console.print(said, markup=False, soft_wrap=True)
 
 
-def _candidates(choice: Choice) -> Table:
+def _candidates(choice: Finding) -> Table:
     """A line for each candidate; fastest first, then what was not timed."""
-    title = f"{choice.workload.pattern!r}, {choice.workload.tokens} tokens, {choice.direction}"
+    title = f"{choice.problem.pattern!r}, {choice.problem.tokens} tokens, {choice.direction}"
     table = _table(title, "backend", "tiles", "", "milliseconds")
     chosen = choice.chosen
     for each, timing in sorted(choice.timings.items(), key=lambda item: item[1].median):

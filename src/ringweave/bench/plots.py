@@ -1,4 +1,4 @@
-"""The report's charts, drawn by matplotlib as SVG that takes the page's text colour, light or dark."""
+"""Charts and their palette; those of the report are SVG that takes the colour of the page's text, light or dark."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError, message
 from ..units import nbytes
-from .compare import Outcome
 
 if TYPE_CHECKING:
-    from .byte_model import Training
-    from .trainer import Around
+    from .record import Outcome
+    from .trainer import SharedTraining, Training
 
 # stands for the page's own text colour, put in after drawing
 _INK = "#010203"
+BLUE, PALE_BLUE, ORANGE, GREEN, PURPLE, GREY = "#2f81f7", "#8db9f0", "#e08a1e", "#3fa45b", "#a371f7", "#888888"
+#: What every chart looks like.
+STYLE: dict[Any, Any] = {"svg.hashsalt": "ringweave", "axes.spines.top": False, "axes.spines.right": False}
 _COLOURS = {
-    "ringweave": "#2f81f7",
-    "ringweave:gather": "#8db9f0",
-    "sdpa": "#e08a1e",
-    "dense causal": "#e08a1e",
-    "flex": "#3fa45b",
-    "sdpa+mask": "#a371f7",
+    "ringweave": BLUE,
+    "ringweave:gather": PALE_BLUE,
+    "sdpa": ORANGE,
+    "dense causal": ORANGE,
+    "flex": GREEN,
+    "sdpa+mask": PURPLE,
 }
-_STYLE = {
-    "svg.hashsalt": "ringweave",
+_PAGE = STYLE | {
     "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.edgecolor": _INK,
     "axes.labelcolor": _INK,
     "text.color": _INK,
@@ -43,11 +42,11 @@ _STYLE = {
 def bars(
     outcomes: Sequence[Outcome], value: Callable[[Outcome], float | None], label: Callable[[Outcome], str], axis: str
 ) -> str:
-    """Horizontal bars in groups of one length and direction; a peer without a value shows its label alone."""
+    """Draw horizontal bars in groups of one length and direction; a peer without a value shows its label alone."""
     pyplot = _pyplot()
     groups = [list(group) for _, group in itertools.groupby(outcomes, lambda o: (o.tokens, o.direction))]
     height = sum(len(group) + 1.35 for group in groups)
-    with pyplot.rc_context(_STYLE):
+    with pyplot.rc_context(_PAGE):
         figure, axes = pyplot.subplots(figsize=(5.2, 0.55 + 0.27 * height))
         longest = max((value(o) or 0.0 for o in outcomes), default=1.0) or 1.0
         at = 0.0
@@ -57,7 +56,7 @@ def bars(
             at += 0.95
             for outcome in group:
                 length = value(outcome) or 0.0
-                axes.barh(at, length, height=0.7, color=_COLOURS.get(outcome.peer, "#888888"))
+                axes.barh(at, length, height=0.7, color=_COLOURS.get(outcome.peer, GREY))
                 axes.text(length + 0.012 * longest, at, label(outcome), va="center", size=8.5)
                 ticks.append((at, outcome.peer))
                 at += 1
@@ -73,12 +72,12 @@ def bars(
 
 
 def loss_curves(training: dict[str, Training]) -> str:
-    """Losses over steps, and over the seconds that each model's own steps took."""
+    """Draw losses over steps, and over the seconds that each model's own steps took."""
     pyplot = _pyplot()
-    with pyplot.rc_context(_STYLE):
+    with pyplot.rc_context(_PAGE):
         figure, (steps, seconds) = pyplot.subplots(1, 2, figsize=(5.2, 2.7), sharey=True)
         for number, (name, run) in enumerate(training.items()):
-            look: dict[str, Any] = {"color": _COLOURS.get(name, "#888888"), "label": name, "linewidth": 1.8}
+            look: dict[str, Any] = {"color": _COLOURS.get(name, GREY), "label": name, "linewidth": 1.8}
             # two curves that lie on each other are both to be seen
             look["linestyle"] = "-" if number == 0 else (0, (4, 2))
             steps.plot(range(1, len(run.losses) + 1), run.losses, **look)
@@ -90,11 +89,11 @@ def loss_curves(training: dict[str, Training]) -> str:
         return _svg(figure, pyplot)
 
 
-def shared_sequence(around: Around) -> str:
-    """Bytes received next to a full ring's, and the losses of one process and of several over steps."""
+def shared_sequence(around: SharedTraining) -> str:
+    """Draw bytes received next to a full ring's, and the losses of one process and of several over steps."""
     pyplot = _pyplot()
     mine, dense = _COLOURS["ringweave"], _COLOURS["sdpa"]
-    with pyplot.rc_context(_STYLE):
+    with pyplot.rc_context(_PAGE):
         figure, (moved, losses) = pyplot.subplots(1, 2, figsize=(5.2, 2.4), width_ratios=(1, 1.4))
         sizes = [around.shared.full_ring, around.shared.received]
         moved.bar(["full ring", "ringweave"], [size / 2**20 for size in sizes], width=0.6, color=[dense, mine])
@@ -143,7 +142,7 @@ def _svg(figure: Any, pyplot: Any) -> str:
 
 
 def inline(svg: str) -> str:
-    """SVG for the body of an HTML page: without prologue, metadata, fixed size and names of XML spaces."""
+    """Make SVG fit the body of an HTML page: without prologue, metadata, fixed size and names of XML spaces."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"\sxmlns(:\w+)?=\"[^\"]*\"", "", svg)

@@ -1,4 +1,4 @@
-"""The search for the blocks of one GPU kernel: one field at a time, from the table's choice, among near values.
+"""Coordinate descent to the blocks of one GPU kernel: one field at a time, from the table's choice, among near values.
 
 What is measured is the caller's: :func:`descend` sees blocks and seconds, and needs no GPU.
 """
@@ -40,7 +40,7 @@ class Descent:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The search for one kernel.
+    """What the search for one kernel found, and which blocks are taken.
 
     Attributes:
         kind: The kernel and its tiles.
@@ -55,14 +55,14 @@ class Tuned:
     chosen: Blocks
 
     def entry(self, of: str, date: str) -> dict[str, Any]:
-        """As it is stored."""
+        """Write it as it is stored."""
         return {
             **self.kind._asdict(), "blocks": dataclasses.asdict(self.chosen), "gain": self.gain, "of": of, "date": date,
         }  # fmt: skip
 
 
 def candidates(best: Blocks, asked: Asked) -> Iterator[tuple[str, list[Blocks]]]:
-    """Field by field, the blocks that differ from the best in it and that the kernel can take, near values first.
+    """List, field by field, the blocks that differ from the best in it and that the kernel can take, near values first.
 
     Warps of their own for loads come with the 4 warps and the descriptors that they need.
     """
@@ -83,7 +83,7 @@ def candidates(best: Blocks, asked: Asked) -> Iterator[tuple[str, list[Blocks]]]
 
 
 def descend(start: Blocks, asked: Asked, measure: Measure, left: Callable[[], bool]) -> Descent:
-    """Coordinate descent: for each field its values in turn with the best so far, until no field moves it.
+    """Descend by coordinates: try each field's values with the best so far, until no field moves it.
 
     Args:
         start: Where to begin.

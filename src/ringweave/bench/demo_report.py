@@ -9,17 +9,16 @@ from pathlib import Path
 
 from ..errors import UnsupportedError, message
 from ..units import nbytes, percent
-from .compare import Outcome
 from .demo import DemoResult
-from .figures import bars, inline, loss_curves, shared_sequence
-from .record import plain
+from .plots import bars, inline, loss_curves, shared_sequence
+from .record import Outcome, plain
 from .trainer import LIMIT
 
 _FUNCTIONS = {"Causal()": "dense, causal", "Full()": "dense, not causal"}
 
 
 def write_report(result: DemoResult, path: str | Path) -> Path:
-    """Write the report; its path."""
+    """Write the report, and give its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render(result), encoding="utf-8")
@@ -27,7 +26,7 @@ def write_report(result: DemoResult, path: str | Path) -> Path:
 
 
 def render(result: DemoResult) -> str:
-    """The report's text."""
+    """Write out the report's text."""
     try:
         from jinja2 import Environment, StrictUndefined
     except ModuleNotFoundError as error:
@@ -62,17 +61,17 @@ def render(result: DemoResult) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds: ``12.3``, ``1,234``."""
+    """Write seconds as milliseconds: ``12.3``, ``1,234``."""
     return f"{seconds * 1e3:,.1f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
 
 
 def error_text(error: float) -> str:
-    """An error with two digits: ``3.6e-07``."""
+    """Write an error with two digits: ``3.6e-07``."""
     return f"{error:.1e}"
 
 
 def ratio_text(outcome: Outcome) -> str:
-    """The ratio to the first peer, with its range over rounds."""
+    """Write the ratio to the first peer, with its range over rounds."""
     if outcome.over_first is None or outcome.timing is None:
         return "-"
     ratio = outcome.over_first
@@ -91,7 +90,7 @@ def _grouped(outcomes: list[Outcome]) -> list[tuple[str, list[Outcome]]]:
 
 
 def _figures(result: DemoResult) -> object:
-    """All figures, for those who want to compute with them; the picture is on the page already."""
+    """Collect all figures, for those who want to compute with them; the picture is on the page already."""
     pattern = dataclasses.replace(result.pattern, picture="")
     return plain(dataclasses.replace(result, pattern=pattern))
 

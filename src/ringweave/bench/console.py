@@ -9,8 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape as escaped
 from rich.table import Table
 
-from .case import CaseResult, PlanCost, Target
-from .compare import Outcome
+from .record import CaseResult, Outcome, PlanCost, Target
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +24,7 @@ _WRAPPED = ("note", "what", "size")
 
 
 def print_result(console: Console, result: CaseResult) -> bool:
-    """Print a case's tables and conclusion; whether any peer was wrong."""
+    """Print a case's tables and conclusion, and tell whether any peer was wrong."""
     outcomes = [record for record in result.records if isinstance(record, Outcome)]
     _print_plans(console, [record for record in result.records if isinstance(record, PlanCost)])
     (_print_grid if result.grid else _print_outcomes)(console, outcomes)
@@ -51,7 +50,7 @@ def _print_plans(console: Console, plans: list[PlanCost]) -> None:
 
 
 def _print_outcomes(console: Console, outcomes: list[Outcome]) -> None:
-    """A table for each workload and direction, a line for each peer."""
+    """Print a table for each problem and direction, with a line for each peer."""
     groups: dict[tuple[str, int, str], list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault((outcome.workload, outcome.tokens, outcome.direction), []).append(outcome)
@@ -89,7 +88,7 @@ def _cells(outcome: Outcome) -> list[str]:
 
 
 def _print_grid(console: Console, outcomes: list[Outcome]) -> None:
-    """A table for each type and direction, a line for each size and density, with peers as columns."""
+    """Print a table for each type and direction: sizes and densities are its lines, peers its columns."""
     groups: dict[tuple[str, str], dict[tuple[int, ...], dict[str, Outcome]]] = {}
     for each in outcomes:
         key = (each.tokens, each.head_dim, each.heads, each.kv_heads, round(each.density * 10000))
@@ -139,7 +138,7 @@ def _print_targets(console: Console, targets: Iterable[Target]) -> None:
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """A table with a bold title; numbers to the right, words to the left."""
+    """Make a table with a bold title; numbers stand to the right, words to the left."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=column not in _WRAPPED)
@@ -147,7 +146,7 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def print_summary(console: Console, result: DemoResult) -> None:
-    """What a demonstration found."""
+    """Print what a demonstration found."""
     figures = Table.grid(padding=(0, 2))
     for name, value in result.summary():
         figures.add_row(f"[bold]{name}[/bold]", escaped(value))
@@ -166,7 +165,7 @@ def print_summary(console: Console, result: DemoResult) -> None:
 
 
 def where_line(where: Environment) -> str:
-    """The machine in a line, and whether others use it."""
+    """Say in a line what the machine is, and whether others use it."""
     busy = ""
     if where.load is not None and where.load > 0.5 * where.cores:
         load = f"load {where.load:.1f} on {where.cores} cores"

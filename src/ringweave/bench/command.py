@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .compare import Say
+    from .record import Say
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -43,10 +43,9 @@ def bench(
     import torch
     from rich.console import Console
 
-    from .case import Options
     from .cases import run_case
-    from .record import environment, plain, write_lines
-    from .tables import print_result, where_line
+    from .console import print_result, where_line
+    from .record import Options, Record, environment, plain, write_lines
 
     console = Console(highlight=False)
     if show_list:
@@ -61,13 +60,20 @@ def bench(
     where = environment(device)
     console.print(where_line(where))
     options = Options(quick, tokens, heads, getattr(torch, dtype) if dtype else None, device, rounds, full)
+    head = {"case": case, "environment": plain(where), "options": plain(options)}
+    written = 0
+
+    def keep(record: Record) -> None:
+        nonlocal written
+        if out is not None:
+            # at once: a run that is killed keeps what it measured
+            written += write_lines(out, [head | plain(record)])
+
     with _spinner(console) as say:
-        result = run_case(case, options, say)
+        result = run_case(case, options, say, keep)
     wrong = print_result(console, result)
     if out is not None:
-        head = {"case": result.case, "environment": plain(where), "options": plain(options)}
-        count = write_lines(out, [head | plain(record) for record in result.records])
-        console.print(f"{count} lines added to {out}")
+        console.print(f"{written} lines added to {out}")
     if wrong:
         raise typer.Exit(1)
 
@@ -82,9 +88,9 @@ def demo(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+    from .console import escaped, print_summary
     from .demo import run_demo
-    from .report import write_report
-    from .tables import escaped, print_summary
+    from .demo_report import write_report
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -115,8 +121,8 @@ def demo(
 
 def _print_list(console: Console) -> None:
     from .cases import CASES
+    from .console import new_table
     from .peers import PEERS
-    from .tables import new_table
 
     for title, rows in (
         ("Cases", [(case.name, case.summary) for case in CASES.values()]),
@@ -130,7 +136,7 @@ def _print_list(console: Console) -> None:
 
 @contextmanager
 def _spinner(console: Console) -> Iterator[Say]:
-    from .tables import escaped
+    from .console import escaped
 
     with console.status("starting") as status:
         yield lambda text: status.update(escaped(text))

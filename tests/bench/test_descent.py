@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ringweave.bench.blocks import STEP, candidates, descend
+from ringweave.bench.descent import STEP, candidates, descend
 from ringweave.ops.kinds import KernelKind
 from ringweave.ops.triton.blocks import Asked, Blocks, Device, choose
 

@@ -1,0 +1,96 @@
+"""Named cases of ``ringweave bench``: what is measured, at which sizes, against whom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import UnsupportedError, message
+from ..record import CaseResult, Measuring, Options, Record, Say, silent
+from . import attention, cpu, gpu, ring, tuned
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """A named measurement.
+
+    Attributes:
+        name: What the command line calls it.
+        summary: One line for people.
+        measure: Begins to measure.
+        grid: Whether outcomes are shown a line each, by the options.
+    """
+
+    name: str
+    summary: str
+    measure: Callable[[Options, Say], Measuring]
+    grid: Callable[[Options], bool] = lambda options: False
+
+
+USUAL = Options()
+
+
+def _on_a_gpu(options: Options) -> bool:
+    return torch.device(options.device).type == "cuda"
+
+
+def _kernels(options: Options, say: Say) -> Measuring:
+    return gpu.measure(options, say) if _on_a_gpu(options) else cpu.measure(options, say)
+
+
+CASES: dict[str, BenchCase] = {
+    case.name: case
+    for case in (
+        BenchCase(
+            "attention", "window + sinks and 90%-sparse random tiles; all peers side by side", attention.attention
+        ),
+        BenchCase(
+            "kernels", "share of the processor's peak over densities, sizes and types; overheads", _kernels,
+            lambda options: not _on_a_gpu(options),
+        ),
+        BenchCase(
+            "planning", "cold plans from 16K to 1M tokens: time and bytes per non-empty tile", attention.planning
+        ),
+        BenchCase("memory", "peak memory of a window at 32K and 262K tokens", attention.memory),
+        BenchCase("dilated", "LongNet's mixture and a dilated relation against dense attention", attention.dilated),
+        BenchCase("crossover", "sparse against dense over densities from 5% to 100%", attention.crossover),
+        BenchCase("tune", "what ringweave tune gains over the usual choice, on four shapes", tuned.measure),
+        BenchCase("ring", "context parallelism: speed on 2 processes, bytes, modelled efficiency", ring.measure),
+    )
+}  # fmt: skip
+
+
+def run_case(
+    name: str, options: Options = USUAL, say: Say = silent, keep: Callable[[Record], object] = lambda record: None
+) -> CaseResult:
+    """Run a named case.
+
+    Args:
+        name: One of ``CASES``.
+        options: Sizes.
+        say: Told what happens next.
+        keep: Given every record as soon as it is measured.
+    Raises:
+        UnsupportedError: No case of that name.
+    Example:
+        >>> run_case("planning", Options(quick=True)).records[0].workload
+        'window + sinks'
+    """
+    if name not in CASES:
+        raise UnsupportedError(message("case", repr(name), f"one of {', '.join(CASES)}", "See ringweave bench --list."))
+    start = time.perf_counter()
+    case, records = CASES[name], []
+    measuring = case.measure(options, say)
+    while True:
+        try:
+            record = next(measuring)
+        except StopIteration as end:
+            conclusion = end.value
+            break
+        records.append(record)
+        keep(record)
+    say(f"{name}: done in {time.perf_counter() - start:.0f} s")
+    return CaseResult(name, tuple(records), conclusion, case.grid(options))

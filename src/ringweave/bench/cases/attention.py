@@ -1,0 +1,125 @@
+"""The cases of a few patterns: ``attention``, ``planning``, ``memory``, ``dilated`` and ``crossover``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import ringweave as rw
+
+from ...plan.build import build
+from ..compare import Comparison, outcomes
+from ..measure import interleaved
+from ..problem import DIRECTIONS, FORWARD, Drawn, Problem
+from ..record import Measuring, Options, Outcome, PlanCost, Say
+
+
+def window_with_sinks(window: int, sinks: int) -> rw.Pattern:
+    """Make the pattern that most cases run: a causal window, and the first tokens for all later queries."""
+    return rw.SlidingWindow(window) & rw.Causal() | rw.Sinks(sinks) & rw.Causal()
+
+
+def attention(options: Options, say: Say) -> Measuring:
+    """Compare a window and a random table with all peers."""
+    tokens = options.tokens or (1024 if options.quick else 8192)
+    heads, rounds = (2, 3) if options.quick else (8, 5)
+    others = ("sdpa", "gather_scatter", "sdpa+mask", *(() if options.quick else ("flex",)))
+    records: list[Outcome] = []
+    for name, relation in (("window + sinks", window_with_sinks(tokens // 8, 64)), ("random 10%", Drawn(0.1))):
+        entry = options.of(Problem(name, relation, tokens, heads)), ("ringweave", "ringweave:*", *others)
+        records += yield from outcomes(Comparison([entry], rounds=options.rounds or rounds), say)
+    return _against_dense(records)
+
+
+def dilated(options: Options, say: Say) -> Measuring:
+    """Compare a mixture and a relation that are sparse by residue with dense attention."""
+    tokens = options.tokens or (2048 if options.quick else 16384)
+    segments = [max(tokens // share, 64) // 16 * 16 for share in (16, 4, 1)]
+    flex = () if options.quick else ("flex",)
+    records: list[Outcome] = []
+    for name, pattern, others in (
+        ("LongNet", rw.LongNet(segments, [1, 4, 16], causal=True), ()),
+        ("window | dilated", rw.SlidingWindow(256) | rw.Dilated(32, 16), flex),
+    ):
+        problem = options.of(Problem(name, pattern, tokens, 4 if options.quick else 8))
+        entry = problem, ("ringweave", "ringweave:*", "sdpa", *others)
+        records += yield from outcomes(Comparison([entry], rounds=options.rounds or 3), say)
+    return _against_dense(records)
+
+
+def _against_dense(records: Sequence[Outcome]) -> str:
+    return " ".join(
+        f"{each.workload}, {each.direction}: sdpa takes {each.over_first.medians:.2f} x "
+        f"ringweave's time at density {each.density:.3f}."
+        for each in records
+        if each.peer == "sdpa" and each.over_first is not None
+    )
+
+
+def memory(options: Options, say: Say) -> Measuring:
+    """Measure the peak memory of a narrow window, which grows with the tokens and not with their square."""
+    records: list[Outcome] = []
+    for tokens in [options.tokens] if options.tokens else ([4096, 8192] if options.quick else [32768, 262144]):
+        problem = options.of(Problem("window + sinks", window_with_sinks(512, 64), tokens, 1))
+        entry = problem, ("ringweave", "ringweave:*", *(("sdpa",) if tokens <= 32768 else ()))
+        records += yield from outcomes(Comparison([entry], rounds=1), say)
+    last = [each for each in records if (each.direction, each.peer) == (FORWARD, "ringweave")][-1]
+    scores = last.heads * last.tokens**2 * 4
+    held = "not measured" if last.peak is None else f"{last.peak.nbytes / 2**20:,.0f} MiB"
+    return (
+        f"{last.tokens:,} tokens: {held} at the peak of forward; all N x N scores would be {scores / 2**30:,.1f} GiB."
+    )
+
+
+def crossover(options: Options, say: Say) -> Measuring:
+    """Compare random tables, from sparse to full, with dense attention."""
+    tokens = options.tokens or (1024 if options.quick else 8192)
+    densities = (0.25, 1.0) if options.quick else (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
+    records: list[Outcome] = []
+    for density in densities:
+        entry = options.of(Problem(f"random {density:.0%}", Drawn(density), tokens, 4)), ("ringweave", "sdpa")
+        comparison = Comparison([entry], rounds=options.rounds or 3, budget=20.0, memory=False)
+        records += yield from outcomes(comparison, say)
+    return " ".join(f"{direction}: {_crossing(records, direction)}" for direction in DIRECTIONS)
+
+
+def _crossing(records: Sequence[Outcome], direction: str) -> str:
+    """Say where the two take equally long, between measured densities by the logarithm of the ratio."""
+    points = [
+        (record.density, math.log(record.over_first.medians))
+        for record in records
+        if record.direction == direction and record.peer == "sdpa" and record.over_first is not None
+    ]
+    for (low, above), (high, below) in itertools.pairwise(points):
+        if above > 0 >= below:
+            return f"dense SDPA is faster above density {low + (high - low) * above / (above - below):.2f}."
+    if not points:
+        return "nothing was measured."
+    return "ringweave is faster at every density." if points[-1][1] > 0 else "dense SDPA is faster at every density."
+
+
+def planning(options: Options, say: Say) -> Measuring:
+    """Time cold plans of a window at many lengths, and of a random table."""
+    lengths = [options.tokens] if options.tokens else [2**n for n in range(14, 17 if options.quick else 21)]
+    table = options.tokens or (8192 if options.quick else 65536)
+    problems = [Problem("window + sinks", window_with_sinks(4096, 64), n) for n in lengths]
+    linear: list[PlanCost] = []
+    for problem in (*problems, Problem("random 10%", Drawn(0.1), table)):
+        name, pattern, tokens = problem.name, problem.pattern, problem.tokens
+        say(f"planning {name}, {tokens} tokens")
+
+        def cold(pattern: rw.Pattern = pattern, tokens: int = tokens) -> object:
+            return build(pattern, tokens, tokens, tile=(128, 128), device=options.device)
+
+        timing = interleaved({"plan": cold}, rounds=options.rounds or 5, device=options.device)["plan"]
+        plan = build(pattern, tokens, tokens, tile=(128, 128), device=options.device)
+        cost = PlanCost(name, repr(pattern), tokens, plan.nnz, timing, plan.nbytes)
+        linear += [cost] if problem in problems else []
+        yield cost
+    first, last = linear[0], linear[-1]
+    return (
+        f"From {first.tokens:,} to {last.tokens:,} tokens: {last.tiles / first.tiles:.1f} x the tiles, "
+        f"{last.timing.median / first.timing.median:.1f} x the time, {last.nbytes / first.nbytes:.1f} x the bytes; "
+        f"N squared would be {(last.tokens / first.tokens) ** 2:.0f} x."
+    )

@@ -1,0 +1,135 @@
+"""What is measured: an attention, which is a pattern at one size, and its inputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+import ringweave as rw
+
+from ..ops.backend import Case
+from ..patterns import Causal, Full, LongNet, Pattern
+
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
+#: A forward call, and a call of forward and backward.
+DIRECTIONS = (FORWARD, BOTH)
+#: (q, k, v) to out.
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+_TILE = 128
+
+
+class Inputs(NamedTuple):
+    """What attention takes, and the gradient of what it gives: (B, H, N, D) each, k and v with the key heads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A block table that is drawn at random for a length, the same one each time; all heads share it.
+
+    Attributes:
+        density: Share of blocks: random ones and the diagonal; more where a row would have none beside the diagonal.
+        block_size: Tokens of a block's side.
+        chosen: Key blocks of each query block, in place of ``density``.
+    """
+
+    density: float = 0.1
+    block_size: int = _TILE
+    chosen: int | None = None
+
+    def pattern(self, tokens: int, device: str = "cpu") -> Pattern:
+        """Draw the table of a length, on a device."""
+        if self.chosen is None:
+            density = min(1.0, max(self.density, 1.25 * self.block_size / tokens))
+            table = rw.random_blocks(tokens, density, block_size=self.block_size)
+            return table if device == "cpu" else rw.BlockTable(table.mask.to(device), self.block_size)
+        blocks = -(-tokens // self.block_size)
+        generator = torch.Generator().manual_seed(0)
+        indices = torch.rand(blocks, blocks, generator=generator).topk(min(self.chosen, blocks)).indices.to(device)
+        counts = torch.full((blocks,), indices.shape[1], device=device)
+        return rw.BlockTable(indices=indices, counts=counts, key_blocks=blocks, block_size=self.block_size)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An attention to be computed.
+
+    Attributes:
+        name: What people call it.
+        relation: What may attend: a pattern, or how to draw one.
+        tokens: Queries and keys.
+        heads: Query heads.
+        head_dim: Channels of queries, keys and values.
+        batch: Batch elements.
+        dtype: Type of the inputs.
+        device: Where they lie.
+        kv_heads: Key heads; as many as query heads where not given.
+    """
+
+    name: str
+    relation: Pattern | Drawn
+    tokens: int
+    heads: int = 8
+    head_dim: int = 64
+    batch: int = 1
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    kv_heads: int | None = None
+
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        """What may attend."""
+        if isinstance(self.relation, Drawn):
+            return self.relation.pattern(self.tokens, self.device)
+        return self.relation
+
+    @property
+    def key_heads(self) -> int:
+        """How many key heads there are."""
+        return self.kv_heads or self.heads
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What the inputs depend on: problems of one shape have the same ones."""
+        return self.batch, self.heads, self.key_heads, self.tokens, self.head_dim, self.dtype, self.device
+
+    def case(self, needs_grad: bool) -> Case:
+        """Make the case that backends are asked about."""
+        n, dim, kind = self.tokens, self.head_dim, torch.device(self.device).type
+        return Case(self.batch, self.heads, self.key_heads, n, n, dim, dim, self.dtype, kind, needs_grad)
+
+    def inputs(self, seed: int = 0) -> Inputs:
+        """Draw normal inputs, on the device, where a processor would take minutes; kernels are faster on zeros."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        # a CPU draws in float32 for every type
+        dtype = torch.float32 if self.device == "cpu" else self.dtype
+        q, kv = ((self.batch, heads, self.tokens, self.head_dim) for heads in (self.heads, self.key_heads))
+        made = (torch.randn(size, generator=generator, device=self.device, dtype=dtype) for size in (q, kv, kv, q))
+        return Inputs(*(x.to(self.dtype) for x in made))
+
+    @functools.cached_property
+    def density(self) -> float:
+        """Which part of all pairs is allowed."""
+        return self.pattern.density(self.tokens, heads=self.heads, batch=self.batch)
+
+    def flops(self, direction: str) -> float:
+        """Count floating-point operations on the allowed pairs: two products forward, five backward."""
+        products = {FORWARD: 2, BACKWARD: 5, BOTH: 7}[direction]
+        return 2 * products * self.density * self.batch * self.heads * self.tokens**2 * self.head_dim
+
+    @functools.cached_property
+    def dense_pattern(self) -> Pattern:
+        """The dense pattern that holds this one: causal where no query attends a later key, else full."""
+        if isinstance(self.pattern, LongNet):
+            return Causal() if self.pattern.causal else Full()
+        later = self.pattern & ~Causal()
+        return Full() if later.plan(self.tokens, heads=self.heads, batch=self.batch).nnz else Causal()

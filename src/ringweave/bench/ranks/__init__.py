@@ -1,1 +1,0 @@
-"""What each rank of ``ringweave bench ring`` does; torchrun starts ``python -m ringweave.bench.ranks`` on every one."""
