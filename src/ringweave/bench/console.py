@@ -100,12 +100,12 @@ def _print_grid(console: Console, outcomes: list[Outcome]) -> None:
         table = new_table(title, "tokens", "D", "heads", "density", "ms", "GFLOP/s", "of peak", *shown)
         for (tokens, head_dim, heads, kv_heads, density), line in lines.items():
             mine = line.get("ringweave")
-            timed = mine is not None and mine.timing is not None
+            timing, rate = (None, None) if mine is None else (mine.timing, mine.gflops)
             grouped = f"{heads}" if heads == kv_heads else f"{heads}/{kv_heads}"
             table.add_row(
                 f"{tokens:,}", f"{head_dim}", grouped, f"{density / 100:.0f}%",
-                f"{mine.timing.median * 1e3:.1f}" if timed else "-",  # type: ignore[union-attr]
-                f"{mine.gflops:.0f}" if timed else "-",  # type: ignore[union-attr]
+                "-" if timing is None else f"{timing.median * 1e3:.1f}",
+                "-" if rate is None else f"{rate:.0f}",
                 "-" if mine is None or mine.peak_share is None else f"{mine.peak_share:.0%}",
                 *(_ratio(line.get(name)) for name in names),
             )  # fmt: skip
