@@ -378,3 +378,17 @@ def test_a_row_of_infinitely_low_scores_attends_nothing(backend: str) -> None:
     out, lse = rw.attention_with_lse(x.q, x.k, x.v, rw.Full(), backend=backend)
     assert torch.equal(out[:, :, 7], torch.zeros_like(out[:, :, 7]))
     assert torch.isneginf(lse[:, :, 7]).all()
+
+
+@pytest.mark.parametrize("backend", RUNNABLE)
+@pytest.mark.parametrize("scale", [1e5, 1e20, -1e30])
+def test_keys_alike_share_their_weight_however_large_scores_are(backend: str, scale: float) -> None:
+    """A score in range may be so large that it takes up the logarithm of a sum: weights are still those of a softmax."""
+    x = Inputs.random(30, heads=4, kv_heads=2)
+    # whole numbers, whose products add up exactly in any order
+    x.q.round_()
+    x.k.copy_(x.k[:, :, :1].round().expand_as(x.k))
+    out, lse = rw.attention_with_lse(x.q, x.k, x.v, rw.Full(), scale=scale, backend=backend)
+    torch.testing.assert_close(out, x.v.mean(2, keepdim=True).repeat_interleave(2, 1).expand_as(out))
+    top = scale * (x.q @ x.k.repeat_interleave(2, 1).mT)[..., 0]
+    torch.testing.assert_close(lse, top, rtol=1e-4, atol=10.0 + 1e-5 * abs(scale))

@@ -164,18 +164,18 @@ def _check_kind(call: Call, name: str, got: Tensor, truth: Truth) -> None:
 def _compare(call: Call, truth: Truth, got: dict[str, Tensor]) -> str:
     want = {name: truth.results[name] for name in got}
     stored = torch.finfo(truth.x.q.dtype)
-    # where exponents are off by a per cent each kernel rounds to weights of its own, and only bounds hold; where they
-    # are off by 2**7 a weight is 0 or infinite in float32
-    off_by = truth.size * truth.exponent_unit
-    bounded, wild = off_by > 0.01, off_by > 2**6
-    if "lse" in got and not wild:
+    # where exponents are off by a per cent each kernel rounds to weights of its own, and only bounds hold
+    bounded = truth.size * truth.exponent_unit > 0.01
+    if truth.size > float(torch.finfo(torch.float32).max) / 4:
+        return "out of range"
+    if "lse" in got:
         empty = truth.results["lse"].isneginf()
         _same("empty rows", "lse", got["lse"].isneginf(), empty, got["lse"], want["lse"])
     for name in list(got):
         limit = float(torch.finfo(torch.float32).max if name == "lse" else stored.max)
         alive = want[name][~want[name].isneginf()]
         huge = alive.numel() and float(alive.abs().max()) > limit / 64
-        if wild or huge or (name in ("dq", "dk", "dv") and (bounded or truth.slope_size > limit / 64)):
+        if huge or (name in ("dq", "dk", "dv") and (bounded or truth.slope_size > limit / 64)):
             del got[name], want[name]
     for name, x in got.items():
         _same("not finite", name, x.isfinite() | x.isneginf(), torch.ones_like(x, dtype=torch.bool), x, want[name])

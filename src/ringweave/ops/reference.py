@@ -26,15 +26,16 @@ def _scores(q: Tensor, k: Tensor, branch: Branch, scale: float) -> tuple[Tensor,
     return torch.where(count > 0, scores + count.log(), -torch.inf), count, keys
 
 
-def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    return torch.where(torch.isneginf(scores), 0.0, torch.exp(scores - lse[..., None]))
+def _weights(scores: Tensor) -> Tensor:
+    # not exp(scores - lse): scores of 1e17 take up the logarithm of a sum
+    return torch.where(torch.isneginf(scores), 0.0, torch.softmax(scores, -1))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Attention by the formula of its definition."""
     scores, count, _ = _scores(q, k, branch, scale)
     lse = torch.logsumexp(scores, -1)
-    weights = _weights(scores, lse)
+    weights = _weights(scores)
     values = _only_attended(v, count, q.shape[1])
     return (weights @ values).to(dtype), lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
@@ -42,13 +43,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
 def backward(
     upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by the formula; lse is recomputed in float64."""
+    """Gradients by the formula; weights are recomputed in float64."""
     scores, count, keys = _scores(q, k, branch, scale)
-    exact = torch.logsumexp(scores, -1)
-    exact = exact.masked_fill(torch.isposinf(exact), torch.nan)
-    weights = _weights(scores, exact)
+    weights = _weights(scores)
     heads = q.shape[1]
-    dead = torch.isneginf(exact)[..., None]
+    dead = torch.isneginf(scores).all(-1, keepdim=True)
     grad_out, queries = (x.double().masked_fill(dead, 0.0) for x in (upstream.dout, q))
     values = _only_attended(v, count, heads)
     keys = keys.masked_fill((count.sum(-2) == 0)[..., None], 0.0)
