@@ -235,6 +235,10 @@ def _in_hull(call: Call, truth: Truth, got: dict[str, Tensor]) -> None:
         _same("bounds", "lse", near, torch.ones_like(near), got["lse"], truth.results["lse"])
     v = truth.wide[2]
     largest = v.abs().amax((-1, -2))[..., None, None]
-    inside = got["out"].double().abs() <= largest * (1 + 4 * eps) + 1e-30 if "out" in got else torch.ones(1)
+    inside = (
+        got["out"].double().abs() <= largest * (1 + eps * (8 + v.shape[2] / 8)) + 1e-30
+        if "out" in got
+        else torch.ones(1)
+    )
     if "out" in got:
         _same("bounds", "out", inside, torch.ones_like(inside), got["out"], truth.results["out"])

@@ -63,7 +63,7 @@ class Torch:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, *sizes: Any, dtype: torch.dtype) -> Tensor:
+    def empty(self, *sizes: Any, dtype: torch.dtype, device: object = None) -> Tensor:
         shape = tuple(sizes[0]) if isinstance(sizes[0], Sequence) else sizes
         return copied(torch.zeros(shape, dtype=dtype), self.side).view(torch.uint8).fill_(255).view(dtype)
 
