@@ -28,6 +28,7 @@ from ringweave.parallel.placement import (
 )
 from ringweave.patterns import Pattern
 from ringweave.plan import branches, plan_cache
+from ringweave.recent import Recent
 
 MAKERS: dict[str, Callable[[int, int, int], Placement]] = {
     "contiguous": contiguous,
@@ -195,7 +196,7 @@ def test_layers_are_balanced_together() -> None:
 def test_every_rank_chooses_alike(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     first = chosen(pattern, LONG, 8)
     assert chosen(pattern, LONG, 8) is first
-    monkeypatch.setattr(module, "_choices", type(module._choices)())
+    monkeypatch.setattr(module, "_choices", Recent(2**20, 64))
     again = chosen(pattern, LONG, 8)
     assert again is not first
     assert again.placement.digest == first.placement.digest
@@ -223,7 +224,7 @@ def test_planning_takes_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     for _ in range(3):
         plan_cache.clear()
-        monkeypatch.setattr(module, "_choices", type(module._choices)())
+        monkeypatch.setattr(module, "_choices", Recent(2**20, 64))
         begin = time.process_time()
         choice = chosen(pattern, 8192 * TILE, 64)
         taken.append(time.process_time() - begin)
