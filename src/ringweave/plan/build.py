@@ -317,7 +317,7 @@ def _assemble(
     sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays.values()]
     whole = torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
     for part, array in zip(whole.split(sizes), arrays.values(), strict=True):
-        part[: array.size] = torch.from_numpy(np.ascontiguousarray(array, np.int32).reshape(-1))
+        np.copyto(part.numpy()[: array.size], array.reshape(-1), casting="unsafe")
     parts = zip(arrays.items(), whole.to(device).split(sizes), strict=True)
     return BlockPlan(
         **{name: part[: array.size].view(array.shape) for (name, array), part in parts},
