@@ -9,6 +9,8 @@ python=$(realpath -s "${PYTHON:-.venv/bin/python}")
 PATH=$(dirname "$python"):$PATH
 CXX=${CXX:-g++}
 export CXX
+# ninja cannot read what make hands to its jobs
+unset MAKEFLAGS
 build=build-sanitize
 tests="(tiles or grouped or strides or nan or few_rows or windows_of or delta or corrupt or on_every) and not 1.0 and not [5-"
 
