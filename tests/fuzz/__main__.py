@@ -19,6 +19,8 @@ from pathlib import Path
 # processes at a time
 _AT_ONCE = 2
 _MOST_FINDS = 3
+# seconds of one case and of making it smaller, on a machine that is busy
+_LONGEST = 240
 
 
 def main() -> int:
@@ -89,9 +91,9 @@ class Process:
         """Print what it said; whether it failed."""
         said, code = self.process.communicate()[0], self.process.returncode
         print(said, end="", flush=True)
-        if code < 0:
+        if code < 0 or (code and "FIND" not in said):
             (index,) = struct.unpack("q", self.place.read_bytes())
-            how = "hangs" if code == -signal.SIGKILL else f"dies of {signal.Signals(-code).name}"
+            how = f"dies of {signal.Signals(-code).name}" if code < 0 and code != -signal.SIGKILL else "hangs or stops"
             from .calls import draw, program
 
             inputs, lines = program(draw(self.job[1], int(self.job[-1]), index))
@@ -128,6 +130,8 @@ def one(options: argparse.Namespace) -> int:
             start = time.monotonic()
         if time.monotonic() - start > options.seconds and options.case is None and index:
             break
+        # a call that hangs says where
+        faulthandler.dump_traceback_later(_LONGEST, exit=True)
         progress[:8] = struct.pack("q", index)
         call = draw(options.backend, options.seed, index)
         try:
