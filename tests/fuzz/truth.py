@@ -124,6 +124,10 @@ def rounding(truth: Truth) -> dict[str, float]:
     weights = truth.weights * exponents
     out = weights @ v
     sizes = {"out": out, "lse": exponents.amax(-1)[want["lse"].isfinite()]}
+    # tokens that are all alike are rounded alike too
+    keys = 1 + (_alike(k) or _alike(v)) * k.shape[2] / 16
+    for name in ("out", "lse"):
+        sizes[name] *= keys
     if call.grads:
         share = (dout @ v.mT + (dout * (truth.weights @ v)).sum(-1, keepdim=True)) * long
         share += truth.x.dlse.double().abs()[..., None]
@@ -134,8 +138,8 @@ def rounding(truth: Truth) -> dict[str, float]:
         sizes["dv"] = weights.mT @ dout
         for name in ("dk", "dv"):
             sizes[name] = sizes[name].view(*groups, *sizes[name].shape[2:]).sum(2)
-            # as channels: queries that are all alike
-            sizes[name] *= 1 + _alike(dout) * dout.shape[2] / 16
+            sizes[name] *= 1 + (_alike(q) or _alike(dout)) * q.shape[2] / 16
+        sizes["dq"] *= keys
     return {name: unit * float(x.norm()) for name, x in sizes.items()}
 
 
