@@ -55,7 +55,7 @@ class RingError(RingweaveError, RuntimeError):
         super().__init__(message(place, cause, wanted, remedy))
 
     def again(self) -> RingError:
-        """The same error, for a later call."""
+        """Make the same error once more, for a later call."""
         kind, said = self.__reduce__()
         return kind(*said)
 

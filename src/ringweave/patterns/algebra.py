@@ -204,7 +204,7 @@ def leaves(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def replace(pattern: Pattern, change: Callable[[Pattern], Pattern]) -> Pattern:
-    """The same combination of other leaves."""
+    """Combine other leaves in the same way."""
     if isinstance(pattern, Combined):
         return join(type(pattern), *(replace(part, change) for part in pattern.parts))
     if isinstance(pattern, Not):
