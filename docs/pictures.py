@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import ringweave as rw
-from ringweave.parallel.placement import contiguous, striped
+from ringweave.parallel.planning.placement import contiguous, striped
 from ringweave.units import count, percent
 
 HERE = Path(__file__).parent

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from triton.backends.compiler import GPUTarget
-
 from ringweave.ops.triton.blocks import Blocks, Device, choose
+from triton.backends.compiler import GPUTarget
 
 
 @dataclass(frozen=True)

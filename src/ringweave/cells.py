@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from .errors import ShapeError
 from .patterns import Causal, Full, LongNet, Pattern
 from .patterns.base import fitting, refuse
-from .patterns.checks import whole
+from .patterns.numbers import whole
 from .patterns.tiles import EMPTY, FULL, Int64, Tiles, mix
 from .plan import causality
 from .plan.branches import branches

@@ -14,7 +14,7 @@ from .ops.backend import Case
 from .ops.dispatch import names, program
 from .patterns import Pattern, check_extents
 from .patterns.base import refuse
-from .patterns.checks import whole
+from .patterns.numbers import whole
 
 if TYPE_CHECKING:
     from .parallel import ContextParallel

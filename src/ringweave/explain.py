@@ -15,10 +15,10 @@ from .checks import DTYPES
 from .errors import ShapeError, UnsupportedError, message, shown
 from .ops import dispatch
 from .ops.backend import Backend, Case
-from .ops.triton.blocks import measured as measured_blocks
+from .ops.triton.launch_config import measured as measured_blocks
 from .patterns import Pattern
 from .patterns.base import fitting
-from .patterns.checks import flag, named_device, whole
+from .patterns.numbers import flag, named_device, whole
 from .plan import BlockPlan, Branch, branches, causality
 from .units import count, flops, nbytes, percent
 

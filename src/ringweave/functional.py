@@ -12,7 +12,7 @@ from .checks import check_call
 from .merge import merge
 from .ops.registered import attend
 from .patterns import Full, LongNet, Pattern
-from .patterns.checks import flag
+from .patterns.numbers import flag
 from .types import AttentionOutput
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from ringweave.bench.descent import STEP, candidates, descend
-from ringweave.ops.kinds import KernelKind
-from ringweave.ops.triton.blocks import Asked, Blocks, Device, choose
+from ringweave.ops.triton.launch_config import Asked, Blocks, Device, choose
+from ringweave.ops.tuning_key import KernelKind
 
 HOPPER, AMPERE = Device("hopper", 227 * 1024), Device("ampere", 99 * 1024)
 FIELDS = ["m", "n", "warps", "stages", "resident", "described", "specialised"]

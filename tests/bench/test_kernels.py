@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import ringweave as rw
 from ringweave.bench import CaseResult, Options, Outcome, Target, run_case
-from ringweave.bench.cases.cpu import TARGETS, USUAL, asked, fma_peak, overheads, whole_grid
+from ringweave.bench.cases.kernels import TARGETS, USUAL, asked, fma_peak, overheads, whole_grid
 from ringweave.bench.command import register
 from ringweave.bench.measure import Ratio, Timing
 from ringweave.bench.targets import targets

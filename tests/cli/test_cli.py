@@ -25,9 +25,9 @@ from ringweave.cli.app import app
 from ringweave.cli.doctor import diagnose
 from ringweave.cli.tune import _blocks
 from ringweave.ops import cpu, tuning
-from ringweave.ops.kinds import KernelKind
-from ringweave.ops.triton.blocks import Blocks
-from ringweave.parallel.simulate import simulate
+from ringweave.ops.triton.launch_config import Blocks
+from ringweave.ops.tuning_key import KernelKind
+from ringweave.parallel.planning.simulate import simulate
 
 PATTERN = "(SlidingWindow(1024) | Sinks(64)) & Causal()"
 

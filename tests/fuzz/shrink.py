@@ -49,7 +49,7 @@ def alike(one: Find, other: Find) -> bool:
 #: small calls have one tile and one branch otherwise
 FINE = (
     "import sys, ringweave; m = sys.modules; m['ringweave.plan.branches']._BRANCH_COST = -1e9; "
-    "m['ringweave.plan.build'].DEFAULT_TILE = 16"
+    "m['ringweave.plan.from_pattern'].DEFAULT_TILE = 16"
 )
 
 

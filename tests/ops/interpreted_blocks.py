@@ -16,9 +16,9 @@ from ringweave.bench.problem import BOTH, FORWARD, Problem
 from ringweave.bench.search import Candidate, Search
 from ringweave.bench.tune import store, tune
 from ringweave.ops import tuning
-from ringweave.ops.triton import blocks as module
 from ringweave.ops.triton import kernels, launch
-from ringweave.ops.triton.blocks import Blocks, overriding
+from ringweave.ops.triton import launch_config as module
+from ringweave.ops.triton.launch_config import Blocks, overriding
 
 from ..oracle import Inputs
 from ..test_conformance import conforms

@@ -12,7 +12,7 @@ import torch
 
 import ringweave as rw
 from ringweave.ops.triton import launch, operands, schedule
-from ringweave.ops.triton.blocks import Packing
+from ringweave.ops.triton.launch_config import Packing
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.ops import kinds, tuning
+from ringweave.ops import tuning
+from ringweave.ops import tuning_key as kinds
 from ringweave.ops.backend import Case
-from ringweave.ops.triton import blocks as module
-from ringweave.ops.triton.blocks import Blocks, Device, choose, misfit, overriding
+from ringweave.ops.triton import launch_config as module
+from ringweave.ops.triton.launch_config import Blocks, Device, choose, misfit, overriding
 
 from .test_triton import in_a_process, needs_triton
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.errors import UnsupportedError
-from ringweave.ops import cpu, dispatch, gather, trial, triton
+from ringweave.ops import cpu, dispatch, gather, triton
+from ringweave.ops import gpu_check as trial
 from ringweave.ops.backend import Backend, Case
 from ringweave.plan import Branch, branches
 

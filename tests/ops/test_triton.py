@@ -20,9 +20,9 @@ import ringweave as rw
 from ringweave.ops import dispatch, triton
 from ringweave.ops.backend import Case
 from ringweave.ops.triton import pairing, schedule
-from ringweave.ops.triton.blocks import Blocks, Device, choose
+from ringweave.ops.triton.launch_config import Blocks, Device, choose
 from ringweave.plan import Branch, branches, plan, unpack_masks
-from ringweave.plan.build import build
+from ringweave.plan.from_pattern import build
 
 from ..cases import PATTERNS
 

@@ -10,7 +10,7 @@ import torch
 
 import ringweave as rw
 from ringweave.ops import triton
-from ringweave.ops.triton.blocks import Blocks
+from ringweave.ops.triton.launch_config import Blocks
 from ringweave.patterns import Pattern
 
 from ..on_gpu import DEVICE, EVERYTHING

@@ -18,7 +18,8 @@ import torch
 
 import ringweave as rw
 from ringweave.errors import UnsupportedError
-from ringweave.ops import cpu, dispatch, kinds, tuning
+from ringweave.ops import cpu, dispatch, tuning
+from ringweave.ops import tuning_key as kinds
 from ringweave.ops.backend import Case
 from ringweave.plan import Branch, branches
 

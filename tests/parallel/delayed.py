@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ringweave.parallel.transport import Pending, Transport
+from ringweave.parallel.transport.transport import Pending, Transport
 
 
 class Delayed(Transport):

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import ringweave as rw
 from ringweave import RingError
-from ringweave.parallel.connection import Connection
-from ringweave.parallel.survivors import regroup
-from ringweave.parallel.transport import Transport
+from ringweave.parallel.transport.connection import Connection
+from ringweave.parallel.transport.regroup import regroup
+from ringweave.parallel.transport.transport import Transport
 
 from .jobs_transport import numbers
 from .processes import rendezvous

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringweave as rw
 from ringweave.errors import RingError
 from ringweave.parallel import ContextParallel
-from ringweave.parallel.part import Part
-from ringweave.parallel.survivors import regroup
+from ringweave.parallel.execution.local_attention import Part
+from ringweave.parallel.transport.regroup import regroup
 from ringweave.patterns import Pattern
 
 from ..oracle import Inputs

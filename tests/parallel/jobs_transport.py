@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ringweave import ShapeError
-from ringweave.parallel.transport import Event, Transport
+from ringweave.parallel.transport.transport import Event, Transport
 
 from .delayed import Delayed
 

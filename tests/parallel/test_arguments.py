@@ -14,8 +14,8 @@ import torch
 import ringweave as rw
 from ringweave.errors import RingweaveError
 from ringweave.parallel import ContextParallel, Placement, Transport, plot, regroup
-from ringweave.parallel.cost import Machine
-from ringweave.parallel.simulate import simulate
+from ringweave.parallel.planning.cost import Machine
+from ringweave.parallel.planning.simulate import simulate
 
 from .processes import Pool
 

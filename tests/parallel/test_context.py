@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import ringweave as rw
 from ringweave.errors import PatternError, RingError, ShapeError, UnsupportedError
 from ringweave.parallel import ContextParallel, Transport, plot
-from ringweave.parallel.placement import NAMED
+from ringweave.parallel.planning.placement import NAMED
 
 from ..cases import PATTERNS
 from ..oracle import Inputs

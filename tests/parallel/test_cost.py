@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import ringweave as rw
-from ringweave.parallel.choice import cost_of
-from ringweave.parallel.cost import Load, Machine, Widths, estimate
-from ringweave.parallel.cover import cover
-from ringweave.parallel.demand import Demand
-from ringweave.parallel.peers import peers
-from ringweave.parallel.placement import contiguous, portfolio, residues, striped
+from ringweave.parallel.planning.choice import cost_of
+from ringweave.parallel.planning.cost import Load, Machine, Widths, estimate
+from ringweave.parallel.planning.demand import Demand
+from ringweave.parallel.planning.movement import cover
+from ringweave.parallel.planning.other_systems import peers
+from ringweave.parallel.planning.placement import contiguous, portfolio, residues, striped
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringweave as rw
-from ringweave.parallel import cover as module
-from ringweave.parallel.cover import Moves, cover, edges
-from ringweave.parallel.demand import Demand
-from ringweave.parallel.placement import Placement, contiguous, striped
+from ringweave.parallel.planning import movement as module
+from ringweave.parallel.planning.demand import Demand
+from ringweave.parallel.planning.movement import Moves, cover, edges
+from ringweave.parallel.planning.placement import Placement, contiguous, striped
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import ringweave as rw
-from ringweave.parallel.demand import Demand
-from ringweave.parallel.placement import Placement, contiguous, residues, striped, zigzag
+from ringweave.parallel.planning.demand import Demand
+from ringweave.parallel.planning.placement import Placement, contiguous, residues, striped, zigzag
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
 

@@ -10,8 +10,8 @@ import torch
 
 import ringweave as rw
 from ringweave.parallel import ContextParallel, Transport
-from ringweave.parallel.cost import Load, Widths
-from ringweave.parallel.simulate import simulate
+from ringweave.parallel.planning.cost import Load, Widths
+from ringweave.parallel.planning.simulate import simulate
 from ringweave.plan import branches
 
 from ..cases import MIXTURES, PATTERNS

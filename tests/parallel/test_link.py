@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringweave.parallel.link import LinkError, Message, NcclLink
+from ringweave.parallel.transport.links import LinkError, Message, NcclLink
 
 
 class Work:

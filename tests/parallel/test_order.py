@@ -12,7 +12,8 @@ from torch import nn
 
 import ringweave as rw
 from ringweave.errors import RingError, UnsupportedError
-from ringweave.parallel import ContextParallel, Transport, agreement
+from ringweave.parallel import ContextParallel, Transport
+from ringweave.parallel.execution import agreement
 
 from . import jobs_order
 from .jobs_order import HEADS, TOKENS, WINDOW, data, follow

@@ -13,19 +13,11 @@ from hypothesis import strategies as st
 import ringweave as rw
 from ringweave.bench.cases.ring import documents
 from ringweave.errors import ShapeError
-from ringweave.parallel import choice as module
-from ringweave.parallel.affinity import affinity
-from ringweave.parallel.choice import Choice, choose, cost_of
-from ringweave.parallel.cost import Machine, Widths
-from ringweave.parallel.placement import (
-    Placement,
-    block_for,
-    contiguous,
-    portfolio,
-    residues,
-    striped,
-    zigzag,
-)
+from ringweave.parallel.planning import choice as module
+from ringweave.parallel.planning.affinity import affinity
+from ringweave.parallel.planning.choice import Choice, choose, cost_of
+from ringweave.parallel.planning.cost import Machine, Widths
+from ringweave.parallel.planning.placement import Placement, block_for, contiguous, portfolio, residues, striped, zigzag
 from ringweave.patterns import Pattern
 from ringweave.plan import branches, plan_cache
 from ringweave.recent import Recent

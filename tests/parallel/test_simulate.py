@@ -9,9 +9,9 @@ import pytest
 import ringweave as rw
 from ringweave.bench.cases.ring import documents
 from ringweave.errors import ShapeError
-from ringweave.parallel.demand import Demand
-from ringweave.parallel.placement import contiguous
-from ringweave.parallel.simulate import simulate
+from ringweave.parallel.planning.demand import Demand
+from ringweave.parallel.planning.placement import contiguous
+from ringweave.parallel.planning.simulate import simulate
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
 
@@ -76,7 +76,7 @@ def test_layers_share_a_placement() -> None:
 
 def test_larger_tiles_count_the_same_for_dense_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = simulate(rw.Causal(), 2**17, [4, 16])
-    monkeypatch.setattr("ringweave.parallel.simulate._MANY", 2**14)
+    monkeypatch.setattr("ringweave.parallel.planning.simulate._MANY", 2**14)
     coarse = simulate(rw.Causal(), 2**17, [4, 16])
     for a, b in zip(exact, coarse, strict=True):
         assert (a.ringweave.name, a.ringweave.stages) == (b.ringweave.name, b.ringweave.stages)

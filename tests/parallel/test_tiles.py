@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.ops import cpu, dispatch, kinds, tuning
+from ringweave.ops import cpu, dispatch, tuning
+from ringweave.ops import tuning_key as kinds
 from ringweave.ops.backend import Case
 from ringweave.parallel import ContextParallel, Transport
-from ringweave.parallel.placement import NAMED
+from ringweave.parallel.planning.placement import NAMED
 from ringweave.parallel.plans import Plans
 from ringweave.plan import branches
 

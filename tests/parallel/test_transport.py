@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringweave.parallel.transport import Transport
+from ringweave.parallel.transport.transport import Transport
 
 from .jobs_transport import part
 from .processes import Pool

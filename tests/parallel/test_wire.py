@@ -7,7 +7,8 @@ import torch
 
 import ringweave as rw
 from ringweave.errors import UnsupportedError
-from ringweave.parallel import ContextParallel, wire
+from ringweave.parallel import ContextParallel
+from ringweave.parallel.execution import wire
 
 from ..oracle import Inputs
 from .spread import joined, spread

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringweave.parallel.counters import Event
-from ringweave.parallel.transport import Transport
+from ringweave.parallel.transport.counters import Event
+from ringweave.parallel.transport.transport import Transport
 
 
 class Shared:

@@ -15,7 +15,7 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.errors import PatternError
 from ringweave.patterns import rebuild
-from ringweave.patterns.blocks import ListedBlocks, MaskBlocks
+from ringweave.patterns.block_sets import ListedBlocks, MaskBlocks
 
 LEADS = [(), (1,), (3,), (2, 1), (2, 3)]
 

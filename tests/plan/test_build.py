@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import ringweave as rw
 from ringweave.errors import PatternError, ShapeError
 from ringweave.patterns import Pattern
-from ringweave.plan.build import build
+from ringweave.plan.from_pattern import build
 
 from ..cases import PATTERNS
 

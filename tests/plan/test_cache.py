@@ -13,7 +13,7 @@ import torch
 import ringweave as rw
 from ringweave.errors import ShapeError
 from ringweave.plan import plan_cache
-from ringweave.plan.build import build
+from ringweave.plan.from_pattern import build
 
 from ..cases import PATTERNS
 

@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 import ringweave as rw
 from ringweave.patterns import Pattern
-from ringweave.plan import BlockPlan, tables
-from ringweave.plan.build import _planned_around, build
+from ringweave.plan import BlockPlan
+from ringweave.plan import from_table as tables
+from ringweave.plan.from_pattern import _planned_around, build
 
 from ..patterns.test_table import listed
 

@@ -16,9 +16,10 @@ from ringweave.ops import flash, gather
 from ringweave.ops.backend import Upstream
 from ringweave.ops.triton import schedule
 from ringweave.patterns.parse import rebuild
-from ringweave.plan import BlockPlan, Branch, tables
-from ringweave.plan.around import split
-from ringweave.plan.build import _planned_around, build
+from ringweave.plan import BlockPlan, Branch
+from ringweave.plan import from_table as tables
+from ringweave.plan.from_pattern import _planned_around, build
+from ringweave.plan.table_context import split
 
 from ..on_gpu import captured
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..ops.kinds import KernelKind
-from ..ops.triton.blocks import Asked, Blocks
+from ..ops.triton.launch_config import Asked, Blocks
+from ..ops.tuning_key import KernelKind
 
 #: The best so far moves to blocks that take at most this part of its time.
 STEP = 0.98

@@ -20,7 +20,7 @@ import ringweave
 
 from ..errors import UnsupportedError
 from ..ops import cpu
-from ..ops.kinds import processor
+from ..ops.tuning_key import processor
 from .measure import Peak, Ratio, Timing
 from .oracle import Accuracy, Limit
 from .problem import Problem

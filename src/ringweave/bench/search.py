@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..ops.backend import Backend, Case, Upstream
 from ..ops.dispatch import BACKENDS, PREFERENCE, refusal
-from ..ops.kinds import KernelKind
-from ..ops.triton.blocks import Asked, Blocks, overriding
+from ..ops.triton.launch_config import Asked, Blocks, overriding
+from ..ops.tuning_key import KernelKind
 from ..plan import Branch
-from ..plan.build import default_tile, estimate_tiles
+from ..plan.from_pattern import default_tile, estimate_tiles
 from .compare import Entry, Session, in_turn
 from .descent import Tuned, descend
 from .measure import Timing, ratio

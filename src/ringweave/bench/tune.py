@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..ops import kinds, tuning
+from ..ops import tuning
+from ..ops import tuning_key as kinds
 from ..plan import Branch, branches
 from .compare import FAILURES, Session
 from .descent import Tuned

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..bench.plots import BLUE, GREEN, ORANGE, PURPLE, STYLE
 from ..errors import UnsupportedError, message
-from ..parallel.cost import Estimate
-from ..parallel.simulate import Row
+from ..parallel.planning.cost import Estimate
+from ..parallel.planning.simulate import Row
 from ..units import nbytes
 
 _SUFFIXES = (".svg", ".png")

@@ -11,8 +11,8 @@ import typer
 from rich.table import Table
 
 from ..errors import UnsupportedError, message
-from ..parallel.cost import Estimate, Machine
-from ..parallel.simulate import Row, simulate
+from ..parallel.planning.cost import Estimate, Machine
+from ..parallel.planning.simulate import Row, simulate
 from ..patterns import parse
 from ..units import nbytes
 from . import terminal

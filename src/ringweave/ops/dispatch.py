@@ -16,9 +16,10 @@ from ..errors import UnsupportedError, message, shown
 from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
-from . import cpu, flash, flex, forks, gather, reference, sdpa, trial, triton, tuning
+from . import cpu, flash, flex, forks, gather, reference, sdpa, triton, tuning
+from . import gpu_check as trial
 from .backend import Backend, Case, Upstream, delta_in_chunks, readable
-from .heads import Heads
+from .head_views import Heads
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend

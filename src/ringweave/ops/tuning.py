@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from ..errors import UnsupportedError, message
 from ..plan import Branch
 from .backend import Case
-from .kinds import KernelKind, density, kind
+from .tuning_key import KernelKind, density, kind
 
 #: Names the folder of the store; by default the user's cache folder, as platformdirs knows it.
 VARIABLE = "RINGWEAVE_CACHE"

@@ -11,21 +11,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .context import ContextParallel
-from .placement import Placement
-from .tables import PendingTable
+from .execution.pending_table import PendingTable
+from .planning.placement import Placement
 from .trace import Trace, plot
-from .transport import Transport
+from .transport.transport import Transport
 
 if TYPE_CHECKING:
-    from .survivors import regroup
+    from .planning.simulate import simulate
+    from .transport.regroup import regroup
 
-__all__ = ["ContextParallel", "PendingTable", "Placement", "Trace", "Transport", "plot", "regroup"]
+__all__ = ["ContextParallel", "PendingTable", "Placement", "Trace", "Transport", "plot", "regroup", "simulate"]
 
 
 def __getattr__(name: str) -> object:
-    # imports torch.distributed, which a group of one does without
     if name == "regroup":
-        from .survivors import regroup
+        # imports torch.distributed, which a group of one does without
+        from .transport.regroup import regroup
 
         return regroup
+    if name == "simulate":
+        from .planning.simulate import simulate
+
+        return simulate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

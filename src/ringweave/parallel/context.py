@@ -16,23 +16,23 @@ from ..ops.backend import readable
 from ..ops.dispatch import BACKENDS, names, run_forward
 from ..ops.registered import refuse_forward_mode
 from ..patterns import Pattern, check_extents
-from . import wire as wires
-from .agreement import TAG_WORDS, Opaque, Value, caller, text_words
-from .call import NAME_WORDS, Call
-from .checks import integer, number, one_of, pair_of_heads, patterns_of
-from .cost import Widths
-from .mesh import group_of
+from .arguments import integer, number, one_of, pair_of_heads, patterns_of
+from .execution import wire as wires
+from .execution.agreement import TAG_WORDS, Opaque, Value, caller, text_words
+from .execution.call import NAME_WORDS, Call
+from .execution.pending_table import PendingTable, rows_of
+from .execution.wire import WireStatistics
 from .operators import register, ring_attention_op
-from .placement import NAMED, Placement
+from .planning.cost import Widths
+from .planning.placement import NAMED, Placement
+from .planning.report import explanation
 from .plans import SCHEDULES, Plans, place
-from .report import explanation
-from .tables import PendingTable, rows_of
 from .trace import Trace
-from .transport import Transport
-from .wire import WireStatistics
+from .transport.mesh import group_of
+from .transport.transport import Transport
 
 if TYPE_CHECKING:
-    from .mesh import DeviceMesh, ProcessGroup
+    from .transport.mesh import DeviceMesh, ProcessGroup
 
 
 class ContextParallel:

@@ -12,14 +12,14 @@ from ..patterns import Pattern
 from ..patterns.function import changed, store_of
 from ..plan import branches
 from ..recent import Recent
-from .agreement import Opaque, Value
-from .choice import choose
-from .cost import Load, Widths
-from .cover import Moves, cover
-from .demand import Demand
-from .gather import Gather
-from .placement import NAMED, Placement, block_for
-from .ring import Ring
+from .execution.agreement import Opaque, Value
+from .execution.gather import Gather
+from .execution.ring import Ring
+from .planning.choice import choose
+from .planning.cost import Load, Widths
+from .planning.demand import Demand
+from .planning.movement import Moves, cover
+from .planning.placement import NAMED, Placement, block_for
 
 SCHEDULES = ("auto", "gather", "ring")
 # auto goes around the ring where a rank would receive more than this many shards of keys ...

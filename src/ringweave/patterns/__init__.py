@@ -2,11 +2,12 @@
 
 from .algebra import And, Not, Or
 from .base import Full, Pattern, check_extents
+from .chosen import Global, Periodic, Sinks
 from .dilated import Dilated, LongNet, Strided, View
 from .function import MaskMod, TokenMask, from_mask_mod
-from .heads import PerHead
 from .local import Causal, Documents, Neighborhood, PrefixLM, Segments, SlidingWindow
 from .parse import parse, rebuild
+from .per_head import PerHead
 from .presets import (
     bigbird,
     dilated_blocks,
@@ -18,7 +19,6 @@ from .presets import (
     variable,
 )
 from .table import BlockTable
-from .tokens import Global, Periodic, Sinks
 
 __all__ = [
     "And",

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError, ShapeError, message
-from .checks import check_sizes
 from .key import Key, address_key
+from .numbers import check_sizes
 from .tiles import FULL, Int64, Ranges, Tiles
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..errors import PatternError, message, shown
 from .base import Derived, Full, Pattern, check_dense, fitting
-from .checks import LONGEST, flag, integers, whole, whole_fields
 from .local import Causal, Segments, SlidingWindow
+from .numbers import LONGEST, flag, integers, whole, whole_fields
 from .tiles import Int64, Ranges, Tiles, classes
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .blocks import Blocks, ListedBlocks, MaskBlocks
+from .block_sets import Blocks, ListedBlocks, MaskBlocks
 
 # from this share on a number is drawn for every block: at most eight for each that is set
 _DENSE = 1 / 8

@@ -21,8 +21,8 @@ from torch import Tensor
 from ..errors import PatternError, in_a_line, message
 from ..recent import Recent
 from .base import Pattern
-from .checks import whole
 from .key import Key, address_key
+from .numbers import whole
 from .reads import Reads, content_key, read
 from .tiles import Int64, Ranges, Tiles, mix
 

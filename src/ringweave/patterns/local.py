@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..errors import PatternError, message, shown
 from .base import Derived, Pattern
-from .checks import LONGEST, integers, whole, whole_fields
+from .chosen import Sinks
+from .numbers import LONGEST, integers, whole, whole_fields
 from .tiles import Int64, Ranges, Tiles, classes
-from .tokens import Sinks
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -12,13 +12,13 @@ from ..errors import PatternError, message, shown
 from . import presets
 from .algebra import And, Or, join
 from .base import Full, Pattern
-from .blocks import ListedBlocks, MaskBlocks
+from .block_sets import ListedBlocks, MaskBlocks
+from .chosen import Global, Periodic, Sinks
 from .dilated import Dilated, LongNet, Strided
 from .function import TokenMask
-from .heads import PerHead
 from .local import Causal, Documents, Neighborhood, PrefixLM, Segments, SlidingWindow
+from .per_head import PerHead
 from .table import BlockTable
-from .tokens import Global, Periodic, Sinks
 
 PRESETS: dict[str, Callable[..., Pattern]] = {
     function.__name__: function

@@ -15,12 +15,12 @@ import torch
 from ..errors import PatternError, message, shown
 from .algebra import Or, join
 from .base import Pattern
-from .checks import flag, integers, number, whole
+from .chosen import Global, Periodic
 from .dilated import Dilated
 from .draw import draw
 from .local import Causal, Documents, Neighborhood, Segments, SlidingWindow
+from .numbers import flag, integers, number, whole
 from .table import BlockTable
-from .tokens import Global, Periodic
 
 # blocks that a generator is asked for at once; windows and chosen tokens
 _DRAWN, _LISTED = 2**28, 2**24

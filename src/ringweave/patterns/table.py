@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..errors import PatternError, message, shown
 from .base import Pattern
-from .blocks import Blocks, ListedBlocks, MaskBlocks, ascending
-from .checks import whole
+from .block_sets import Blocks, ListedBlocks, MaskBlocks, ascending
+from .numbers import whole
 from .tiles import Int64, Ranges, Tiles, classes
 
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

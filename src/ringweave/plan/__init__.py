@@ -6,13 +6,13 @@ import torch
 
 from ..patterns import Pattern
 from ..patterns.base import fitting
-from ..patterns.checks import check_device
+from ..patterns.numbers import check_device
 from .block_plan import BlockPlan, pack_masks, unpack_masks
 from .branches import Branch, Sizes, branches, mixture, tile_sides
 from .cache import CacheStatistics, PlanCache, pattern_of, plan_cache
 from .future import Causality, causality
 from .interop import from_block_mask
-from .select import select
+from .subplan import subplan
 
 __all__ = [
     "BlockPlan",
@@ -30,7 +30,7 @@ __all__ = [
     "pattern_of",
     "plan",
     "plan_cache",
-    "select",
+    "subplan",
     "unpack_masks",
 ]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..patterns.checks import check_device
+from ..patterns.numbers import check_device
 
 _TENSORS = ("row_ptr", "col", "bits", "col_ptr", "row", "bits_t", "masks", "group", "order")
 _LISTS = ("col", "bits", "row", "bits_t")

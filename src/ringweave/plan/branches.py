@@ -18,8 +18,8 @@ from ..patterns import Causal, Full, LongNet, Or, Pattern, View
 from ..patterns.function import store_of
 from ..recent import Recent
 from .block_plan import BlockPlan
-from .build import check_tile, default_tile, estimate_tiles
 from .cache import plan_cache
+from .from_pattern import check_tile, default_tile, estimate_tiles
 
 # Sides of block tables that are worth their own tiles: smaller ones drown in overhead.
 _GRIDS = (32, 128)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..patterns import Pattern, rebuild
 from ..patterns.base import refuse
-from ..patterns.checks import check_sizes, named_device, whole
 from ..patterns.function import changed, holders
+from ..patterns.numbers import check_sizes, named_device, whole
 from ..recent import Recent
 from .block_plan import BlockPlan
-from .build import build, check_tile
+from .from_pattern import build, check_tile
 
 # what a plan takes beside its elements: nine tensors in one piece, and its place here; measured
 _PLAN_BYTES = 8 * 2**10

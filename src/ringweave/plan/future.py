@@ -11,7 +11,7 @@ from ..patterns import Causal, Pattern
 from ..patterns.base import fitting
 from .block_plan import BlockPlan, unpack_masks
 from .branches import Branch, branches
-from .build import build
+from .from_pattern import build
 
 
 class Offender(NamedTuple):

@@ -10,7 +10,8 @@ import torch
 
 from ...errors import UnsupportedError, message
 from ..record import CaseResult, Measuring, Options, Record, Say, silent
-from . import attention, cpu, gpu, ring, tuned
+from . import attention, gpu, ring, tuned
+from . import kernels as cpu
 
 
 @dataclass(frozen=True)

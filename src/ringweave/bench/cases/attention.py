@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import ringweave as rw
 
-from ...plan.build import build
+from ...plan.from_pattern import build
 from ..compare import Comparison, outcomes
 from ..measure import interleaved
 from ..problem import DIRECTIONS, FORWARD, Drawn, Problem

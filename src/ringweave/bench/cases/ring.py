@@ -19,9 +19,9 @@ import torch
 import ringweave as rw
 
 from ...errors import UnsupportedError, message
-from ...parallel.choice import Choice, choose
-from ...parallel.cost import Machine, Widths
-from ...parallel.placement import block_for
+from ...parallel.planning.choice import Choice, choose
+from ...parallel.planning.cost import Machine, Widths
+from ...parallel.planning.placement import block_for
 from ...patterns import Pattern
 from ...plan import branches
 from ..launched import LaunchError, run, torchrun

@@ -17,9 +17,9 @@ from triton.errors import TritonError
 from ...errors import UnsupportedError, message
 from ...plan import BlockPlan, Branch
 from ..backend import Upstream
-from ..kinds import where
+from ..tuning_key import where
 from . import kernels, operands, schedule
-from .blocks import Blocks, Device, Packing, choose, padded
+from .launch_config import Blocks, Device, Packing, choose, padded
 from .pairing import Rows, paired, single
 
 _LOG2_E = math.log2(math.e)

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...plan import BlockPlan
-from .blocks import padded
+from .launch_config import padded
 
 # elements in 16 bytes of a 16-bit type: loads of as many at a time need strides that they divide
 _UNIT = 8

@@ -1,0 +1,299 @@
+"""How a kernel cuts a plan's tiles into blocks, and with how many warps and stages.
+
+Looked up by sizes, unless ``ringweave tune`` found others to be faster here: a call times nothing. A program holds one
+side of the tiles, with its sums in registers, and streams the other through shared memory. The table's figures are the
+largest blocks that compile without spilling (docs/benchmarks/kernel-resources.md): on a GPU they are still unmeasured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from .. import tuning
+from ..backend import Case
+from ..tuning_key import KernelKind, where
+
+_log = logging.getLogger("ringweave")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What matters of a device.
+
+    Attributes:
+        generation: ampere (and all with its instructions), hopper, blackwell or cdna.
+        shared: Shared memory of one block of threads, in bytes.
+        units: Multiprocessors.
+        name: It and the versions, by which measured blocks are kept; empty where there are none.
+    """
+
+    generation: str
+    shared: int
+    units: int = 132
+    name: str = ""
+
+    @staticmethod
+    def of_cuda(major: int, shared: int, units: int = 132) -> Device:
+        """By compute capability; consumer Blackwell (12) has the instructions of ampere."""
+        return Device({9: "hopper", 10: "blackwell", 11: "blackwell"}.get(major, "ampere"), shared, units)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What one program computes at a time, and how many programs there are.
+
+    Attributes:
+        m: Queries.
+        n: Keys.
+        warps: Warps.
+        stages: Stages of the pipeline.
+        resident: Programs per multiprocessor, that take the queue in turn; 0: one program for each item of the queue,
+            which the hardware hands out in order.
+        described: Whether tiles are loaded by tensor descriptors, where strides and masks permit.
+        specialised: Whether warps of their own load them; forward, where they are described and nothing is masked.
+    """
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    resident: int = 0
+    described: bool = False
+    specialised: bool = False
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The rows of a program: of ``heads`` query heads, ``rows`` each; ``parts`` programs make a task."""
+
+    heads: int
+    rows: int
+    parts: int
+
+    @staticmethod
+    def of(held: int, height: int, members: int) -> Packing:
+        """Of ``held`` rows, where a tile has ``height`` and up to ``members`` heads share keys and lists."""
+        heads = min(members, max(1, held // height))
+        rows = held // heads
+        return Packing(heads, rows, max(1, height // rows))
+
+
+# (kernel, generation) to (held, streamed, warps, stages) for up to 64, 128 and 256 channels of 16 bits
+_HALF: dict[tuple[str, str], tuple[tuple[int, int, int, int], ...]] = {
+    ("forward", "ampere"): ((128, 128, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2)),
+    ("forward", "hopper"): ((128, 128, 8, 2), (128, 128, 8, 2), (64, 64, 8, 2)),
+    ("forward", "blackwell"): ((128, 128, 8, 2), (128, 128, 8, 2), (64, 64, 8, 2)),
+    ("forward", "cdna"): ((128, 64, 8, 1), (128, 64, 8, 1), (64, 32, 4, 1)),
+    ("backward_q", "ampere"): ((128, 32, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+    ("backward_q", "hopper"): ((128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 4, 1)),
+    ("backward_q", "blackwell"): ((128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 4, 1)),
+    ("backward_q", "cdna"): ((128, 64, 8, 1), (128, 32, 8, 1), (32, 32, 4, 1)),
+    ("backward_kv", "ampere"): ((128, 32, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1)),
+    ("backward_kv", "hopper"): ((128, 64, 8, 2), (128, 32, 8, 2), (32, 32, 8, 1)),
+    ("backward_kv", "blackwell"): ((128, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
+    ("backward_kv", "cdna"): ((128, 32, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+}
+# float32 is multiplied without matrix instructions, on all devices alike
+_SINGLE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+    "forward": ((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+    "backward_q": ((64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
+    "backward_kv": ((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
+}
+
+
+def padded(dim: int) -> int:
+    """The power of two, at least 16, that holds a head dimension."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def usual(
+    kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int, int], device: Device, clear: bool = False
+) -> Blocks:
+    """The table's blocks of ``forward``, ``backward_q`` or ``backward_kv`` for tiles of (queries, keys)."""
+    channels = max(padded(dim), padded(value_dim))
+    table = _SINGLE[kernel] if itemsize == 4 else _HALF[kernel, device.generation]
+    held, streamed, warps, stages = table[0 if channels <= 64 else 1 if channels == 128 else 2]
+    of_columns = kernel == "backward_kv"
+    sides = (tile[1], tile[0]) if of_columns else tile
+    if sides[0] < held:
+        held, warps = sides[0], min(warps, 8 if of_columns and sides[0] == 64 else 4)
+        if kernel == "forward" and held < 64 and itemsize == 2 and device.generation != "cdna":
+            # a few queries wait for memory: more loads under way, each of fewer registers
+            streamed, stages = min(streamed, 64), 3
+    # hopper's products of 32 columns wait for shared memory; where nothing is masked, registers are left for 64
+    spacious = clear and of_columns and device.generation == "hopper" and channels == 128 and itemsize == 2
+    streamed = min(64 if spacious else streamed, sides[1])
+    if kernel == "forward" and device.generation == "blackwell" and channels <= 64 and streamed <= 64:
+        # of 8 warps the compiler makes two programs per multiprocessor, of half the registers each, and spills
+        warps = 4
+    while _shared(kernel, held, streamed, stages, dim, value_dim, itemsize, device) > _usable(device):
+        if stages > 1:
+            stages -= 1
+        elif streamed > 16:
+            streamed //= 2
+        elif held > 16:
+            held //= 2
+        else:
+            break
+    m, n = (streamed, held) if of_columns else (held, streamed)
+    described = itemsize == 2 and device.generation in ("hopper", "blackwell")
+    # the one kernel that has a register too few for descriptors
+    tight = of_columns and device.generation == "hopper" and held * channels > 64 * 128 and not spacious
+    return Blocks(m, n, warps, stages, described=described and not tight)
+
+
+def _shared(
+    kernel: str, held: int, streamed: int, stages: int, dim: int, value_dim: int, itemsize: int, device: Device
+) -> int:
+    """Bytes of shared memory that a program's tiles need."""
+    both = (padded(dim) + padded(value_dim)) * itemsize
+    # cdna keeps what a program holds in registers
+    of_held = 0 if device.generation == "cdna" else padded(dim) * itemsize if kernel == "forward" else both
+    return held * of_held + stages * streamed * both
+
+
+def _usable(device: Device) -> int:
+    # an eighth is left for row sums, mask words and conversions of layout
+    return device.shared * 7 // 8
+
+
+def misfit(
+    blocks: Blocks, kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int, int], device: Device
+) -> str | None:
+    """Why blocks do not suit a kernel, tiles or a device; None where they do."""
+    for name, block, side in (("m", blocks.m, tile[0]), ("n", blocks.n, tile[1])):
+        if block < 16 or block & (block - 1) or block > side:
+            return f"{name} is {block}, which is no power of two from 16 to the tile's {side}"
+    for name, value, known in (
+        ("warps", blocks.warps, (1, 2, 4, 8, 16)), ("stages", blocks.stages, range(1, 9)),
+        ("resident", blocks.resident, range(33)),
+    ):  # fmt: skip
+        if value not in known:
+            return f"{name} is {value}, which is none of {', '.join(map(str, known))}"
+    if blocks.described and (itemsize != 2 or device.generation not in ("hopper", "blackwell")):
+        return "descriptors are for 16-bit types on Hopper and Blackwell"
+    held, streamed = (blocks.n, blocks.m) if kernel == "backward_kv" else (blocks.m, blocks.n)
+    needed, usable = _shared(kernel, held, streamed, blocks.stages, dim, value_dim, itemsize, device), _usable(device)
+    if blocks.specialised:
+        if (kernel, blocks.m, blocks.warps, blocks.described) != ("forward", 128, 4, True) or blocks.stages < 2:
+            return "warps of their own load described tiles of forward: 128 queries, 4 warps, 2 stages or more"
+        # what they take beside the tiles, and nothing else is needed: counted in what Triton 3.7 compiles for sm_90
+        needed += blocks.m * (padded(value_dim) * itemsize + 128 * (blocks.stages - 1))
+        usable = device.shared - 4096
+    if needed > usable:
+        return f"tiles need {needed} bytes of shared memory, and {usable} of {device.shared} are for them"
+    return None
+
+
+class Asked(NamedTuple):
+    """What a kernel asked for under :func:`overriding`, and the table's answer."""
+
+    kind: KernelKind
+    itemsize: int
+    device: Device
+    usual: Blocks
+
+    def misfit(self, blocks: Blocks) -> str | None:
+        """Why blocks would not do; None where they would."""
+        return misfit(blocks, self.kind.kernel, *self.kind.dims, self.itemsize, self.kind.tile, self.device)
+
+
+@dataclass
+class Overrides:
+    """Calls under :func:`overriding`: the blocks that they take, and what they asked for."""
+
+    blocks: Mapping[KernelKind, Blocks]
+    asked: list[Asked] = field(default_factory=list)
+
+
+_overrides: ContextVar[Overrides | None] = ContextVar("overrides", default=None)
+
+
+@contextlib.contextmanager
+def overriding(blocks: Mapping[KernelKind, Blocks]) -> Iterator[Overrides]:
+    """Within it, and this thread, kernels take these blocks and the table's for other kinds; nothing that is stored.
+
+    Within another one the inner blocks count, and both are told what was asked for.
+    """
+    outer = _overrides.get()
+    given = Overrides(blocks) if outer is None else Overrides(blocks, outer.asked)
+    token = _overrides.set(given)
+    try:
+        yield given
+    finally:
+        _overrides.reset(token)
+
+
+def choose(
+    kernel: str,
+    dim: int,
+    value_dim: int,
+    itemsize: int,
+    tile: tuple[int, int],
+    device: Device,
+    about: tuple[torch.dtype, bool] | None = None,
+    clear: bool = False,
+) -> Blocks:
+    """The blocks that a kernel takes: as ``ringweave tune`` measured them here, else the table's.
+
+    Args:
+        kernel: ``forward``, ``backward_q`` or ``backward_kv``.
+        dim: D.
+        value_dim: Dv.
+        itemsize: Bytes of an element.
+        tile: Queries and keys of what is cut.
+        device: What they are for.
+        about: The inputs' type, and whether some tiles are partial: what else measured blocks are kept by. None for
+            the table's.
+        clear: Whether descriptors can load all tiles, and nothing is masked or cut.
+    """
+    said = usual(kernel, dim, value_dim, itemsize, tile, device, clear)
+    given = _overrides.get()
+    stored = tuning.blocks() if given is None and device.name else {}
+    if about is None or (given is None and not stored):
+        return said
+    name = str(about[0]).removeprefix("torch.")
+    kind = KernelKind(kernel, device.name, name, (padded(dim), padded(value_dim)), tile, about[1])
+    if given is not None:
+        found = given.blocks.get(kind)
+        given.asked.append(Asked(kind, itemsize, device, said))
+    else:
+        fields = stored.get(kind)
+        found = None if fields is None else _of(fields, kind, itemsize, device)
+    return found or said
+
+
+def measured(case: Case) -> list[str]:
+    """The blocks that are stored for kernels of a case's device, type and head dimensions, for people."""
+    dtype, dims = str(case.dtype).removeprefix("torch."), (padded(case.head_dim), padded(case.value_dim))
+    here = where(case.device)
+    said = []
+    for kind, fields in tuning.blocks().items():
+        if (kind.where, kind.dtype, kind.dims) == (here, dtype, dims):
+            tiles = f"{'partial' if kind.masked else 'full'} tiles of {kind.tile[0]} x {kind.tile[1]}"
+            said.append(f"{kind.kernel} on {tiles}: {', '.join(f'{name} {value}' for name, value in fields)}")
+    return said
+
+
+@functools.lru_cache(maxsize=4096)
+def _of(fields: tuning.Fields, kind: KernelKind, itemsize: int, device: Device) -> Blocks | None:
+    """Blocks as they were stored; None, and once a line in the log, where they are none that this device can take."""
+    known = {each.name: each.type for each in dataclasses.fields(Blocks)}
+    if {name for name, _ in fields} != set(known):
+        reason: str | None = f"their fields are not {', '.join(known)}"
+    else:
+        blocks = Blocks(**{name: bool(value) if known[name] == "bool" else int(value) for name, value in fields})  # type: ignore[arg-type]
+        reason = misfit(blocks, kind.kernel, *kind.dims, itemsize, kind.tile, device)
+        if reason is None:
+            return blocks
+    _log.warning("measured blocks of %s for tiles of %d x %d are ignored: %s", kind.kernel, *kind.tile, reason)
+    return None

@@ -1,0 +1,100 @@
+"""Block tables that are found while training: every rank finds its rows, all ranks need the whole.
+
+The rows travel while the present step is computed; ranks that are at different versions do not go on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError, message
+from ...patterns import BlockTable
+from ..arguments import integer
+from ..planning.placement import Placement
+from .call import Call
+
+if TYPE_CHECKING:
+    from ..transport.transport import Pending
+
+
+class PendingTable:
+    """A block table under way; see :meth:`ContextParallel.share_table`.
+
+    Attributes:
+        version: Which one.
+    """
+
+    def __init__(self, call: Call, placement: Placement, rows: Tensor, block_size: int, version: int):
+        self.version, self.block_size = version, block_size
+        self._placement = placement
+        self._transport = transport = call.transport
+        shape = rows.shape
+        padded = torch.nn.functional.pad(rows, (0, -shape[-1] % 8)).cpu()
+        mine = torch.from_numpy(np.packbits(padded.numpy(), axis=-1)).reshape(-1)
+        self._shape, self._device = shape, rows.device
+        # of one version and shape everywhere, before anything travels
+        call.agree("table")
+        self._data = [torch.empty_like(mine) for _ in range(transport.size)]
+        self._data[transport.rank] = mine
+        peers = [peer for peer in range(transport.size) if peer != transport.rank]
+        self._pending: Pending = transport.exchange(
+            [(peer, mine) for peer in peers], [(peer, self._data[peer]) for peer in peers], stage=0, what="table"
+        )
+
+    def result(self) -> BlockTable:
+        """Wait for it.
+
+        Returns:
+            The whole table, the same on every rank.
+        Raises:
+            RingError: A rank is lost, or another thread is in a call.
+        """
+        with self._transport.using():
+            self._pending.wait()
+        *lead, blocks, keys = self._shape
+        placement = self._placement
+        total = -(-placement.tokens // self.block_size)
+        whole = torch.zeros(*lead, total, keys, dtype=torch.bool, device="cpu")
+        for rank, data in enumerate(self._data):
+            bits = np.unpackbits(data.numpy().reshape(-1, -(-keys // 8)), axis=1)[:, :keys]
+            rows = torch.from_numpy(bits.reshape(*lead, blocks, keys).astype(bool))
+            number = block_numbers(placement, rank, self.block_size)
+            real = number < total
+            whole[..., torch.from_numpy(number[real]), :] = rows[..., torch.from_numpy(np.flatnonzero(real)), :]
+        return BlockTable(whole.to(self._device), self.block_size)
+
+
+def block_numbers(placement: Placement, rank: int, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The global blocks that a rank's shard is made of, in its order.
+
+    Raises:
+        ShapeError: Blocks that the placement cuts.
+    """
+    positions = placement.positions(rank)
+    if placement.views > 1 or placement.block % block_size:
+        got = f"{block_size} with a {placement.name} placement of {placement.block} tokens"
+        raise ShapeError(
+            message(
+                "block_size",
+                got,
+                "a divisor of the placement's block, in token order",
+                "Ask for placement='contiguous'.",
+            )
+        )
+    return positions[::block_size] // block_size
+
+
+def rows_of(rows: Tensor, placement: Placement, rank: int, block_size: int) -> Tensor:
+    """The rows that a rank shares, checked; see :meth:`ContextParallel.share_table`."""
+    blocks = len(block_numbers(placement, rank, integer("block_size", block_size, 1)))
+    keys = -(-placement.tokens // block_size)
+    wanted = f"bool (..., {blocks}, {keys})"
+    if not isinstance(rows, Tensor):
+        raise ShapeError(message("rows", type(rows).__name__, wanted, "A row per local block."))
+    if rows.dtype != torch.bool or rows.ndim not in (2, 3, 4) or tuple(rows.shape[-2:]) != (blocks, keys):
+        raise ShapeError(message("rows", f"{rows.dtype} {tuple(rows.shape)}", wanted, "A row per local block."))
+    return rows

@@ -1,0 +1,102 @@
+"""How numbers travel: as they are, as bfloat16, or as 8-bit integers with a scale per token.
+
+A format is chosen per message. Under a tolerance, some rows are encoded and decoded before sending; where that errs by
+more, the message goes as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..arguments import one_of
+
+FORMATS = ("native", "bf16", "int8")
+NATIVE, BF16, INT8 = range(3)
+_SCALE_BYTES = 4
+_SAMPLED = 64
+
+
+def code(wire: str) -> int:
+    """The number of a format.
+
+    Raises:
+        UnsupportedError: An unknown name.
+    """
+    return FORMATS.index(one_of("wire", wire, FORMATS))
+
+
+def nbytes(form: int, rows: int, channels: int, dtype: torch.dtype) -> int:
+    """Bytes of rows of channels in a format."""
+    if form == INT8:
+        return rows * (channels + _SCALE_BYTES)
+    return rows * channels * (2 if form == BF16 else dtype.itemsize)
+
+
+def write(out: Tensor, x: Tensor, form: int) -> None:
+    """Encode x (..., channels) into a flat uint8 tensor of ``nbytes``."""
+    if form == INT8:
+        scale = _scale(x)
+        body = (x.float() / scale).round_().to(torch.int8)
+        out[: body.numel()].view(torch.int8).view(body.shape).copy_(body)
+        out[body.numel() :].copy_(scale.contiguous().view(-1).view(torch.uint8))
+        return
+    dtype = torch.bfloat16 if form == BF16 else x.dtype
+    out.view(dtype).view(x.shape).copy_(x)
+
+
+def read(data: Tensor, shape: tuple[int, ...], form: int, dtype: torch.dtype) -> Tensor:
+    """Decode a flat uint8 tensor; a view of it in the native format."""
+    if form == INT8:
+        rows = data.numel() // (shape[-1] + _SCALE_BYTES)
+        body = data[: rows * shape[-1]].view(torch.int8).view(shape)
+        scale = data[rows * shape[-1] :].clone().view(torch.float32).view(*shape[:-1], 1)
+        return (body.float() * scale).to(dtype)
+    if form == BF16:
+        return data.view(torch.bfloat16).view(shape).to(dtype)
+    return data.view(dtype).view(shape)
+
+
+def error(x: Tensor, form: int) -> float:
+    """Relative error (Euclidean norm) of a format on some rows of (..., tokens, channels), evenly chosen."""
+    rows = x[..., :: max(1, x.shape[-2] // _SAMPLED), :].float()
+    if form == INT8:
+        scale = _scale(rows)
+        back = (rows / scale).round() * scale
+    else:
+        back = rows.to(torch.bfloat16).float()
+    size = float(rows.norm())
+    found = float((back - rows).norm())
+    # what is not finite has no scale: it goes as it is
+    return found / size if size else found
+
+
+def _scale(x: Tensor) -> Tensor:
+    top = x.float().abs().amax(-1, keepdim=True)
+    return torch.where(top > 0, top / 127.0, 1.0)
+
+
+@dataclass
+class WireStatistics:
+    """What encoding did since the context was made.
+
+    Attributes:
+        messages: Sent messages by format's name.
+        native_bytes: What all of them would have taken as they are.
+        sent_bytes: What they took.
+        worst_error: The largest measured relative error of one that was sent encoded.
+        refused: Messages that went as they are because encoding erred beyond the tolerance.
+    """
+
+    messages: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FORMATS, 0))
+    native_bytes: int = 0
+    sent_bytes: int = 0
+    worst_error: float = 0.0
+    refused: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Bytes sent over bytes as they are; 1 where nothing was sent."""
+        return self.sent_bytes / self.native_bytes if self.native_bytes else 1.0

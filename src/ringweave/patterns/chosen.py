@@ -1,0 +1,208 @@
+"""Patterns of chosen tokens: global tokens and attention sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import PatternError, message, shown
+from .base import Pattern
+from .numbers import integers, whole, whole_fields
+from .tiles import Int64, Ranges, Tiles, classes
+
+# first tokens, of which each is listed to be joined with others
+_WRITTEN_OUT = 1024
+
+
+class Sinks(Pattern):
+    """Keys that every query attends, such as the first few of a sequence.
+
+    Args:
+        tokens: Positions as a list, or a 1-D array or tensor of integers; or an int n for the first n.
+    Raises:
+        PatternError: Positions that are no ints, negative or repeated.
+    Example:
+        >>> rw.Sinks(1).to_dense(3)[0, 0].int()
+        tensor([[1, 0, 0],
+                [1, 0, 0],
+                [1, 0, 0]], dtype=torch.int32)
+
+    References:
+        Xiao et al. (2023), Efficient streaming language models with attention sinks.
+    """
+
+    def __init__(self, tokens: int | Sequence[int]):
+        alone = isinstance(tokens, (int, float, str, np.number))
+        self.tokens: int | tuple[int, ...] = whole("tokens", tokens, 0) if alone else _positions(tokens)
+        self.__post_init__()
+
+    def either(self, other: Pattern) -> Pattern | None:
+        assert isinstance(other, Sinks)
+        for one, two in ((self, other), (other, self)):
+            # none of the other's is behind the first ones
+            if isinstance(one.tokens, int) and one.tokens > two._last:
+                return one
+        if any(isinstance(x.tokens, int) and x.tokens > _WRITTEN_OUT for x in (self, other)):
+            return None
+        mine, theirs = (range(x.tokens) if isinstance(x.tokens, int) else x.tokens for x in (self, other))
+        return type(self)._of(_shortest(sorted({*mine, *theirs})))
+
+    @property
+    def _last(self) -> int:
+        return self.tokens - 1 if isinstance(self.tokens, int) else self.tokens[-1]
+
+    @classmethod
+    def _of(cls, tokens: int | tuple[int, ...]) -> Self:
+        """A pattern of positions that were checked."""
+        pattern = cls.__new__(cls)
+        pattern.tokens = tokens
+        pattern.__post_init__()
+        return pattern
+
+    def _text(self) -> str:
+        return f"{type(self).__name__}({self.tokens if isinstance(self.tokens, int) else list(self.tokens)})"
+
+    def _is_chosen(self, position: Tensor) -> Tensor:
+        if isinstance(self.tokens, int):
+            return position < self.tokens
+        return torch.isin(position, torch.tensor(self.tokens, device=position.device))
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return self._is_chosen(k) & torch.ones_like(q, dtype=torch.bool)
+
+    def _runs(self) -> list[tuple[int, int]]:
+        if isinstance(self.tokens, int):
+            return [(0, self.tokens)]
+        listed = np.asarray(self.tokens)
+        breaks = np.flatnonzero(np.diff(listed) > 1)
+        first = np.concatenate([listed[:1], listed[breaks + 1]])
+        last = np.concatenate([listed[breaks], listed[-1:]])
+        return [(int(a), int(b) + 1) for a, b in zip(first, last, strict=True)]
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        return Ranges.of(*((min(a, nk), min(b, nk)) for a, b in self._runs()), rows=len(q_lo))
+
+    def _subset(self, lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
+        """How many chosen tokens each tile side holds, and a number for which ones (relative to its start)."""
+        if isinstance(self.tokens, int):
+            count = np.clip(self.tokens - lo, 0, hi - lo)
+            return count, count
+        listed = np.asarray(self.tokens, np.int64)
+        first, last = np.searchsorted(listed, lo), np.searchsorted(listed, hi)
+        # few tiles hold chosen tokens: those are compared by the tokens' places in them
+        number = np.zeros(len(lo), np.int64)
+        held = np.flatnonzero(last > first)
+        sides, inverse = np.unique(np.stack([lo[held], first[held], last[held]]), axis=1, return_inverse=True)
+        known: dict[bytes, int] = {}
+        numbers = [known.setdefault((listed[a:b] - start).tobytes(), 1 + len(known)) for start, a, b in sides.T]
+        number[held] = np.array(numbers, np.int64)[inverse.reshape(-1)]
+        return last - first, number
+
+    def tile_keys(self, tiles: Tiles) -> Int64:
+        count, subset = self._subset(tiles.k_lo, tiles.k_hi)
+        return classes(count == 0, count == tiles.k_hi - tiles.k_lo, subset)
+
+    def restride(self, rate: int, offset: int) -> Pattern:
+        if isinstance(self.tokens, int):
+            return type(self)(max(0, -((offset - self.tokens) // rate)))
+        return type(self)([(t - offset) // rate for t in self.tokens if t % rate == offset])
+
+
+def _positions(tokens: object) -> int | tuple[int, ...]:
+    listed = sorted(integers("tokens", tokens, 0))
+    if len(set(listed)) != len(listed):
+        raise PatternError(message("tokens", shown(listed), "distinct positions", "Drop the repeated ones."))
+    return _shortest(listed)
+
+
+def _shortest(listed: list[int]) -> int | tuple[int, ...]:
+    """Ascending positions, or how many where they are the first ones."""
+    return len(listed) if not listed or listed[-1] == len(listed) - 1 else tuple(listed)
+
+
+class Global(Sinks):
+    """Tokens that attend all and that all attend.
+
+    Args:
+        tokens: Positions as a list, or a 1-D array or tensor of integers; or an int n for the first n.
+    Raises:
+        PatternError: Positions that are no ints, negative or repeated.
+    Example:
+        >>> rw.Global([1]).to_dense(3)[0, 0].int()
+        tensor([[0, 1, 0],
+                [1, 1, 1],
+                [0, 1, 0]], dtype=torch.int32)
+
+    References:
+        Beltagy, Peters, Cohan (2020), Longformer, section 3.1; Zaheer et al. (2020), BigBird, section 2.
+    """
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return self._is_chosen(k) | self._is_chosen(q)
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        keys = super().key_ranges(q_lo, q_hi, nk)
+        count, _ = self._subset(q_lo, q_hi)
+        everything = np.where(count > 0, nk, 0)[:, None]
+        return Ranges(
+            np.concatenate([np.zeros_like(everything), keys.start], 1), np.concatenate([everything, keys.stop], 1)
+        )
+
+    def tile_keys(self, tiles: Tiles) -> Int64:
+        q_count, q_subset = self._subset(tiles.q_lo, tiles.q_hi)
+        k_count, k_subset = self._subset(tiles.k_lo, tiles.k_hi)
+        full = (q_count == tiles.q_hi - tiles.q_lo) | (k_count == tiles.k_hi - tiles.k_lo)
+        return classes((q_count == 0) & (k_count == 0), full, q_subset, k_subset)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Periodic(Pattern):
+    """Keys that every query attends, at ``start <= k % period < stop``.
+
+    Args:
+        period: Tokens after which the choice repeats.
+        start: First chosen token of a period.
+        stop: The one after the last.
+    Raises:
+        PatternError: Not ``0 <= start < stop <= period``.
+    Example:
+        >>> rw.Periodic(3, 2, 3).to_dense(1, 6)[0, 0].int()
+        tensor([[0, 0, 1, 0, 0, 1]], dtype=torch.int32)
+    """
+
+    period: int
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        whole_fields(self, start=0)
+        whole_fields(self, stop=self.start + 1)
+        whole_fields(self, period=self.stop)
+        super().__post_init__()
+
+    def _text(self) -> str:
+        return f"Periodic({self.period}, {self.start}, {self.stop})"
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        phase = k % self.period
+        return (phase >= self.start) & (phase < self.stop) & torch.ones_like(q, dtype=torch.bool)
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        width = int((q_hi - q_lo).max()) if len(q_lo) else 1
+        if self.period <= 2 * width:
+            return Ranges.of((0, nk), rows=len(q_lo))
+        first = np.arange(0, nk, self.period) + self.start
+        return Ranges.of(*((min(a, nk), min(a + self.stop - self.start, nk)) for a in first.tolist()), rows=len(q_lo))
+
+    def tile_keys(self, tiles: Tiles) -> Int64:
+        def chosen_before(position: Int64) -> Int64:
+            whole, rest = position // self.period, position % self.period
+            return whole * (self.stop - self.start) + np.clip(rest - self.start, 0, self.stop - self.start)
+
+        count = chosen_before(tiles.k_hi) - chosen_before(tiles.k_lo)
+        return classes(count == 0, count == tiles.k_hi - tiles.k_lo, tiles.k_lo % self.period)

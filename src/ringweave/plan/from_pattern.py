@@ -1,0 +1,345 @@
+"""Pattern to plan, in time and memory that grow with the non-empty tiles.
+
+Each query tile has a few key ranges outside of which the pattern allows nothing. The tiles of those ranges get a class
+(empty, full, or one of a few masks), one tile of each class is evaluated by token, and the masks are deduplicated.
+Everything is vectorised over tiles; the only Python loop runs over the distinct patterns among batch and heads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import PatternError, ShapeError, message, shown
+from ..patterns import BlockTable, Pattern, check_extents, rebuild
+from ..patterns.numbers import check_device
+from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
+from .block_plan import BlockPlan, pack_masks
+from .from_table import from_table
+from .radix import stable_order
+from .table_context import Around, Listed, runs_of, split
+
+_EVALUATED_AT_ONCE = 2**24  # mask bits
+_TILES_AT_ONCE = 2**18
+_ALIGNED = 16  # elements: 64 bytes
+_TILES_SAMPLED = 2**22
+_MOST_IN_A_LINE = 2**24
+DEFAULT_TILE = 128
+
+
+@dataclass
+class _Rows:
+    """The non-empty tiles of one row set, in row order."""
+
+    row: NDArray[np.int64]
+    col: NDArray[np.int64]
+    bits: NDArray[np.int32]
+
+
+def default_tile(n: int) -> int:
+    """The tile side for a length: 128, or the least power of two >= 16 that holds a shorter sequence."""
+    return min(DEFAULT_TILE, max(16, 1 << (n - 1).bit_length()))
+
+
+def check_tile(tile: object) -> tuple[int, int]:
+    """(q_tile, kv_tile) from a side or both.
+
+    Raises:
+        ShapeError: Sides that are no multiples of 16, or too large.
+    """
+    sides = tile if isinstance(tile, (tuple, list)) else (tile, tile)
+    if len(sides) == 2 and all(_is_side(side) for side in sides):
+        return int(sides[0]), int(sides[1])
+    raise ShapeError(message("tile", shown(tuple(sides)), "multiples of 16 from 16 to 1024, one or two", "Use 128."))
+
+
+def _is_side(side: object) -> bool:
+    if isinstance(side, bool) or not isinstance(side, (int, np.integer)):
+        return False
+    return 16 <= int(side) <= 1024 and int(side) % 16 == 0
+
+
+def build(
+    pattern: Pattern,
+    nq: int,
+    nk: int,
+    *,
+    heads: int = 1,
+    batch: int = 1,
+    q_offset: int = 0,
+    tile: tuple[int, int],
+    device: str | torch.device = "cpu",
+) -> BlockPlan:
+    """Plan a pattern, uncached; see :func:`ringweave.plan`."""
+    _check(pattern, nq, nk, heads, batch, q_offset, tile, device)
+    if isinstance(pattern, BlockTable) and q_offset == 0 and pattern.block_size == tile:
+        return from_table(pattern, nq, nk, heads, batch, tile, device)
+    parts = split(pattern, tile) if q_offset == 0 else None
+    if parts is not None and parts[0].tables[0].device.type != "cpu":
+        table, every, none = parts
+        lead = table.blocks.shape[:-2]
+        around = _planned_around(every.spec, none.spec, nq, nk, heads, batch, tile, lead, str(device))
+        return from_table(table, nq, nk, heads, batch, tile, device, around=around)
+    patterns, group = _distinct(pattern, heads, batch)
+    store = _Masks(tile)
+    sets = [_rows(each, nq, nk, q_offset, tile, store) for each in patterns]
+    return _assemble(sets, group, store.packed(), nq, nk, q_offset, tile, device)
+
+
+def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[Pattern], torch.Tensor]:
+    """The patterns of all batch elements and heads, each once, and which of them each uses, (B, Hq) int32."""
+    distinct: dict[Hashable, tuple[int, Pattern]] = {}
+    known: dict[int, tuple[int, Pattern]] = {}
+    group = np.zeros((batch, heads), np.int32)
+    if pattern.select(0, 0) is pattern:
+        return [pattern], torch.from_numpy(group)
+    for b in range(batch):
+        for h in range(heads):
+            each = pattern.select(b, h)
+            found = known.get(id(each))
+            if found is None:
+                # held with its number, so that no other has its address
+                found = known[id(each)] = (distinct.setdefault(each.value(), (len(distinct), each))[0], each)
+            group[b, h] = found[0]
+    return [each for _, each in distinct.values()], torch.from_numpy(group)
+
+
+@functools.lru_cache(maxsize=16)
+def _planned_around(
+    every: str,
+    none: str,
+    nq: int,
+    nk: int,
+    heads: int,
+    batch: int,
+    tile: tuple[int, int],
+    table: tuple[int, ...],
+    device: str,
+) -> Around:
+    q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
+    step = max(1, _TILES_AT_ONCE // kv_tiles)
+    store = _Masks(tile)
+
+    def listed(each: Pattern) -> Iterator[Listed]:
+        # some rows at a time: of tiles side by side runs are kept, few where the tiles are many
+        for first in range(0, q_tiles, step):
+            found = _rows(each, nq, nk, 0, tile, store, slice(first, first + step))
+            yield (first + found.row) * kv_tiles + found.col, found.bits
+
+    full, group = _distinct(rebuild(every, ()), heads, batch)
+    inside = [[runs_of(*part) for part in listed(each)] for each in full]
+    empty, other = _distinct(rebuild(none, ()), heads, batch)
+    outside = [list(listed(each)) for each in empty]
+    return Around.of((inside, group), (outside, other), store.packed(), table, q_tiles * kv_tiles, device)
+
+
+def _check(
+    pattern: Pattern,
+    nq: int,
+    nk: int,
+    heads: int,
+    batch: int,
+    q_offset: int,
+    tile: tuple[int, int],
+    device: str | torch.device,
+) -> None:
+    check_tile(tile)
+    tiles = max(-(-nq // tile[0]), -(-nk // tile[1]))
+    if tiles > _MOST_IN_A_LINE:
+        got = f"{tiles} tiles in a line"
+        raise ShapeError(message("tile", got, f"at most {_MOST_IN_A_LINE}", "Use larger tiles, or shorter sequences."))
+    if not pattern.combinable:
+        raise PatternError(
+            message("pattern", repr(pattern), "a relation", "A LongNet has one plan per branch: see explain().")
+        )
+    if torch.device(device).type not in ("cpu", "meta"):
+        check_device(device)
+    check_extents(pattern, batch, heads, read=torch.device(device).type != "meta")
+    pattern.check(nq, nk, q_offset)
+
+
+def _rows(
+    pattern: Pattern, nq: int, nk: int, q_offset: int, tile: tuple[int, int], store: _Masks, part: slice = slice(None)
+) -> _Rows:
+    q_tile, kv_tile = tile
+    lo = np.arange(0, nq, q_tile, dtype=np.int64)[part]
+    q_lo, q_hi = lo + q_offset, np.minimum(lo + q_tile, nq) + q_offset
+    row, col = _candidates(pattern.key_ranges(q_lo, q_hi, nk), kv_tile, -(-nk // kv_tile))
+    k_lo = col * kv_tile
+    tiles = Tiles(q_lo[row], q_hi[row], k_lo, np.minimum(k_lo + kv_tile, nk))
+    keys = pattern.tile_keys(tiles)
+    used = keys != EMPTY
+    if not used.all():
+        row, col, keys, tiles = row[used], col[used], keys[used], Tiles(*(side[used] for side in tiles))
+    bits = np.full(len(row), -1, np.int32)
+    partial = keys != FULL
+    if not partial.any():
+        return _Rows(row, col, bits)
+    # clipped tiles at the ends hold other masks than whole ones of the same class
+    clipped = (tiles.q_hi - tiles.q_lo != q_tile) * 2 + (tiles.k_hi - tiles.k_lo != kv_tile)
+    label = keys[partial] * 4 + clipped[partial]
+    _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
+    sample = Tiles(*(side[partial][first] for side in tiles))
+    bits[partial] = store.add(pattern, sample)[inverse.reshape(-1)]
+    kept = bits != _Masks.EMPTY
+    return _Rows(row[kept], col[kept], bits[kept])
+
+
+def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offset: int = 0, sample: int = 64) -> float:
+    """About how many tiles of the default sides all heads of one batch element have, from a sample of query tiles.
+
+    Cost grows with the sampled rows alone, whatever the length; masks are not evaluated.
+    """
+    q_tile, kv_tile = default_tile(nq), default_tile(nk)
+    rows = -(-nq // q_tile)
+    sample = max(1, min(sample, _TILES_SAMPLED * kv_tile // nk))
+    lo = np.unique(np.linspace(0, rows - 1, min(rows, sample)).round().astype(np.int64)) * q_tile
+    q_lo, q_hi = lo + q_offset, np.minimum(lo + q_tile, nq) + q_offset
+    found: dict[Hashable, float] = {}
+    total = 0.0
+    alike = pattern.select(0, 0) is pattern
+    for head in range(1 if alike else heads):
+        each = pattern.select(0, head)
+        key = each.value()
+        if key not in found:
+            row, col = _candidates(each.key_ranges(q_lo, q_hi, nk), kv_tile, -(-nk // kv_tile))
+            k_lo = col * kv_tile
+            keys = each.tile_keys(Tiles(q_lo[row], q_hi[row], k_lo, np.minimum(k_lo + kv_tile, nk)))
+            found[key] = float((keys != EMPTY).sum()) / len(lo) * rows
+        total += found[key]
+    return total * heads if alike else total
+
+
+def _candidates(ranges: Ranges, kv_tile: int, kv_tiles: int) -> tuple[Int64, Int64]:
+    """The tiles that the ranges touch, by row and ascending, each once."""
+    start = np.maximum(ranges.start, 0) // kv_tile
+    stop = np.minimum(-(-ranges.stop // kv_tile), kv_tiles)
+    empty = (ranges.stop <= ranges.start) | (stop <= start)
+    if start.shape[1] > 1:
+        start = np.where(empty, kv_tiles, start)
+        stop = np.where(empty, 0, stop)
+        order = np.argsort(start, axis=1, kind="stable")
+        start, stop = np.take_along_axis(start, order, 1), np.take_along_axis(stop, order, 1)
+        covered = np.maximum.accumulate(stop, axis=1)
+        start[:, 1:] = np.maximum(start[:, 1:], covered[:, :-1])
+    length = np.maximum(stop - start, 0)
+    length[empty if start.shape[1] == 1 else start >= kv_tiles] = 0
+    flat = length.reshape(-1)
+    ends = np.cumsum(flat)
+    total = int(ends[-1])
+    _limit(total)
+    col = np.arange(total) - np.repeat(ends - flat - start.reshape(-1), flat)
+    row = np.repeat(np.arange(len(start)), length.sum(1))
+    return row, col
+
+
+class _Masks:
+    """Distinct packed masks; full and empty ones get a code of their own."""
+
+    FULL, EMPTY = -1, -2
+
+    def __init__(self, tile: tuple[int, int]):
+        self.tile = tile
+        self.words = (tile[0], -(-tile[1] // 32))
+        self.index: dict[bytes, int] = {}
+        self.rows: list[NDArray[np.int32]] = []
+
+    def add(self, pattern: Pattern, sample: Tiles) -> NDArray[np.int32]:
+        """Evaluate the pattern on tiles by token: a mask index each, or FULL or EMPTY."""
+        q_tile, kv_tile = self.tile
+        codes = np.empty(len(sample.q_lo), np.int32)
+        step = max(1, _EVALUATED_AT_ONCE // (q_tile * kv_tile))
+        for begin in range(0, len(codes), step):
+            q_lo, q_hi, k_lo, k_hi = (torch.from_numpy(side[begin : begin + step])[:, None, None] for side in sample)
+            q = q_lo + torch.arange(q_tile, device="cpu")[None, :, None]
+            k = k_lo + torch.arange(kv_tile, device="cpu")[None, None, :]
+            inside = (q < q_hi) & (k < k_hi)
+            # positions past the ends are clamped: a function may index tables by them
+            allowed = pattern.allows(torch.minimum(q, q_hi - 1), torch.minimum(k, k_hi - 1)) & inside
+            full, empty = (allowed == inside).all((1, 2)).numpy(), ~allowed.any(2).any(1).numpy()
+            packed = pack_masks(allowed).numpy().reshape(len(full), -1)
+            for i, row in enumerate(packed):
+                if empty[i] or full[i]:
+                    codes[begin + i] = self.EMPTY if empty[i] else self.FULL
+                    continue
+                code = self.index.setdefault(row.tobytes(), len(self.rows))
+                if code == len(self.rows):
+                    self.rows.append(row.copy())
+                codes[begin + i] = code
+        return codes
+
+    def packed(self) -> torch.Tensor:
+        if not self.rows:
+            return torch.zeros(0, *self.words, dtype=torch.int32, device="cpu")
+        return torch.from_numpy(np.stack(self.rows).reshape(-1, *self.words))
+
+
+def _assemble(
+    sets: list[_Rows],
+    group: torch.Tensor,
+    masks: torch.Tensor,
+    nq: int,
+    nk: int,
+    q_offset: int,
+    tile: tuple[int, int],
+    device: str | torch.device,
+) -> BlockPlan:
+    q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
+    row_ptr, col_ptr, row_t, bits_t = [], [], [], []
+    base = 0
+    for tiles in sets:
+        row_ptr.append(base + _offsets(tiles.row, q_tiles))
+        col_ptr.append(base + _offsets(tiles.col, kv_tiles))
+        by_column = stable_order(tiles.col, kv_tiles)
+        row_t.append(tiles.row[by_column])
+        bits_t.append(tiles.bits[by_column])
+        base += len(tiles.row)
+    _limit(base)
+    counts = np.concatenate([np.diff(ptr) for ptr in row_ptr])
+
+    arrays = {
+        "row_ptr": np.stack(row_ptr),
+        "col": np.concatenate([tiles.col for tiles in sets]),
+        "bits": np.concatenate([tiles.bits for tiles in sets]),
+        "col_ptr": np.stack(col_ptr),
+        "row": np.concatenate(row_t),
+        "bits_t": np.concatenate(bits_t),
+        "masks": masks.numpy(),
+        "group": group.numpy(),
+        "order": _launch_order(counts),
+    }
+    # in one piece: one copy to a device, and small plans take little more than their elements
+    sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays.values()]
+    whole = torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
+    for part, array in zip(whole.split(sizes), arrays.values(), strict=True):
+        np.copyto(part.numpy()[: array.size], array.reshape(-1), casting="unsafe")
+    parts = zip(arrays.items(), whole.to(device).split(sizes), strict=True)
+    return BlockPlan(
+        **{name: part[: array.size].view(array.shape) for (name, array), part in parts},
+        nq=nq,
+        nk=nk,
+        q_tile=tile[0],
+        kv_tile=tile[1],
+        q_offset=q_offset,
+    )
+
+
+def _limit(tiles: int) -> None:
+    # numbers of tiles are kept in 32 bits
+    if tiles >= 2**31:
+        raise PatternError(message("pattern", f"{tiles} tiles", "fewer than 2**31", "Use larger tiles or less."))
+
+
+def _offsets(index: Int64, size: int) -> Int64:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(index, minlength=size))])
+
+
+def _launch_order(counts: Int64) -> Int64:
+    # longest first by classes of half an octave: rows of about one length keep their neighbours, who share keys
+    rank = np.floor(2 * np.log2(np.maximum(counts, 1))).astype(np.int16)
+    return np.argsort(-rank, kind="stable")

@@ -1,0 +1,154 @@
+"""A table of blocks on the tile grid is its own plan: every tile full, no token evaluated, on the table's device.
+
+On a CPU the lists are exact. On a GPU their length would have to be read back, which waits for all that was queued
+before; so they get as many places as the table can have blocks, known without reading it, and ``row_ptr`` and
+``col_ptr`` say which hold tiles. That path calls nothing whose shape depends on values: it can be captured in a CUDA
+graph, and plans anew at every replay. A table combined with patterns that have none, such as a causal one or a
+window, is planned like that too: their tiles are planned once, and kept on the device.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..patterns import BlockTable
+from ..patterns.block_sets import Blocks
+from .block_plan import BlockPlan
+from .radix import stable_order
+from .table_context import EMPTY, Around
+
+#: Places of a list beyond which a GPU plan is made exact, for one wait: four lists of them take a quarter of a GiB.
+MOST_PLACES = 2**24
+
+
+def from_table(
+    pattern: BlockTable,
+    nq: int,
+    nk: int,
+    heads: int,
+    batch: int,
+    tile: tuple[int, int],
+    device: str | torch.device,
+    spare: bool | None = None,
+    around: Around | None = None,
+) -> BlockPlan:
+    """The plan of a table whose blocks are the tiles.
+
+    Args:
+        pattern: The table.
+        nq: Queries.
+        nk: Keys.
+        heads: Query heads.
+        batch: Batch elements.
+        tile: Its block size.
+        device: Where the plan goes; the table is copied there.
+        spare: Whether the lists may have places to spare; by default on anything but a CPU, where they are few enough.
+        around: The pattern that the table is a part of.
+    """
+    blocks = pattern.blocks.to(device)
+    lead = blocks.shape[:-2]
+    sets = math.prod(lead) if around is None else len(around.of_table)
+    room = sets * blocks.shape[-2] * blocks.most + (0 if around is None else around.outside.numel())
+    if spare is None:
+        spare = blocks.table.device.type != "cpu" and room <= MOST_PLACES
+    row_ptr, col, bits, col_ptr, row, bits_t = (_with_room if spare else _exact)(blocks, sets, around)
+    device = row_ptr.device
+    group = torch.arange(sets, dtype=torch.int32, device=device)
+    rank = (2 * row_ptr.diff(dim=1).reshape(-1).clamp(min=1).log2()).floor().to(torch.int16)
+    no_masks = torch.zeros(0, tile[0], -(-tile[1] // 32), dtype=torch.int32, device=device)
+    return BlockPlan(
+        row_ptr=row_ptr.int(),
+        col=col.int(),
+        bits=bits,
+        col_ptr=col_ptr.int(),
+        row=row.int(),
+        bits_t=bits_t,
+        masks=no_masks if around is None else around.masks,
+        group=group.view(lead).expand(batch, heads).contiguous() if around is None else around.group,
+        order=torch.argsort(-rank, stable=True).int(),
+        nq=nq,
+        nk=nk,
+        q_tile=tile[0],
+        kv_tile=tile[1],
+        counted=not spare,
+    )
+
+
+def _exact(blocks: Blocks, sets: int, around: Around | None) -> tuple[Tensor, ...]:
+    """The lists of a plan, no longer than they are."""
+    rows, width = blocks.shape[-2:]
+    area = rows * width
+    number = blocks.numbers()
+    code: Tensor | None = None
+    if around is not None:
+        ends = torch.searchsorted(number, area * torch.arange(math.prod(blocks.shape[:-2]) + 1, device=number.device))
+        of_table = around.of_table.tolist()
+        parts = [number[ends[t] : ends[t + 1]] + (g - t) * area for g, t in enumerate(of_table)]
+        number = torch.cat(parts)
+        code = around.at(number // area, number % area, area)
+        used, free = code != EMPTY, around.free(blocks)
+        number, order = torch.cat([number[used], around.outside[free]]).sort()
+        code = torch.cat([code[used], around.outside_codes[free]])[order]
+    row_ptr = _starts(number, sets, rows, width)
+    line = number // width
+    col = (number - line * width).int()
+    set_number = line // rows
+    row = (line - set_number * rows).int()
+    column = set_number * width + col
+    ends = torch.nn.functional.pad(column.bincount(minlength=sets * width).cumsum(0), (1, 0))
+    col_ptr = ends[_lines(sets, width, number.device)]
+    if number.device.type == "cpu":
+        parts = [(int(each[0]), int(each[-1])) for each in row_ptr]
+        order = torch.from_numpy(np.concatenate([lo + stable_order(col.numpy()[lo:hi], width) for lo, hi in parts]))
+    else:
+        order = column.sort(stable=True).indices
+    bits = torch.full_like(col, -1) if code is None else code
+    return row_ptr, col, bits, col_ptr, row[order], bits if code is None else code[order]
+
+
+def _lines(sets: int, lines: int, device: torch.device) -> Tensor:
+    """(sets, lines + 1): the numbers of the lines of each set, and of the one after."""
+    return torch.arange(sets, device=device)[:, None] * lines + torch.arange(lines + 1, device=device)
+
+
+def _starts(number: Tensor, sets: int, lines: int, width: int) -> Tensor:
+    """(sets, lines + 1): where each line of ``width`` numbers begins among ascending ones, and the last one's end."""
+    return torch.searchsorted(number, (_lines(sets, lines, number.device) * width).to(number.dtype))
+
+
+def _with_room(blocks: Blocks, sets: int, around: Around | None) -> tuple[Tensor, ...]:
+    """The lists of a plan with a place for every block that could be set; no shape depends on what is."""
+    listed, (rows, width) = blocks.listed(), blocks.shape[-2:]
+    area, device = rows * width, listed.device
+    listed = listed.reshape(math.prod(blocks.shape[:-2]), rows, blocks.most)
+    set_number = torch.arange(sets, device=device)[:, None, None]
+    if around is not None:
+        listed = listed[around.of_table]
+    place = torch.arange(rows, device=device)[:, None] * width + listed
+    code = torch.full((place.numel(),), -1, dtype=torch.int32, device=device)
+    if around is not None:
+        code = torch.where((listed < width).reshape(-1), around.at(set_number, place, area), EMPTY)
+    # what is not set has the number past the end
+    used = (listed < width).reshape(-1) if around is None else code != EMPTY
+    number = torch.where(used, (set_number * area + place).reshape(-1), sets * area)
+    if around is not None and around.outside.numel():
+        number = torch.cat([number, torch.where(around.free(blocks), around.outside, sets * area)])
+        number, order = number.sort(stable=True)
+        code = torch.cat([code, around.outside_codes])[order]
+    else:
+        # they ascend already: what is set moves up
+        places = number.numel()
+        target = torch.where(used, used.cumsum(0) - 1, places)
+        number = torch.full((places + 1,), sets * area, device=device).scatter_(0, target, number)[:places]
+        code = torch.full((places + 1,), -1, dtype=torch.int32, device=device).scatter_(0, target, code)[:places]
+    line, col = number // width, number % width
+    column = torch.where(number < sets * area, line // rows * width + col, sets * width)
+    # half the digits to sort by
+    column = column.int() if sets * width < 2**31 else column
+    column, order = column.sort(stable=True)
+    ptrs = _starts(number, sets, rows, width), _starts(column, sets, width, 1)
+    return ptrs[0], col, code, ptrs[1], (line % rows)[order], code[order]

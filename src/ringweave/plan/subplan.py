@@ -1,0 +1,101 @@
+"""Some rows and columns of a plan as a plan of their own: what one rank computes of the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .block_plan import BlockPlan, pack_masks, unpack_masks
+from .from_pattern import _assemble, _Rows
+
+
+def subplan(
+    plan: BlockPlan,
+    rows: NDArray[np.int64],
+    columns: NDArray[np.int64],
+    *,
+    present: NDArray[np.bool_] | None = None,
+    wanted: list[NDArray[np.bool_]] | None = None,
+) -> BlockPlan:
+    """The tiles of some rows and columns, renumbered in their order.
+
+    The order of a row's tiles is kept, so a kernel adds them up as it would in the whole.
+
+    Args:
+        plan: The whole, on the CPU.
+        rows: Query tiles, ascending.
+        columns: Key tiles, ascending.
+        present: (columns, kv_tile) which keys of a tile are there; the others are masked. None: all.
+        wanted: Per row set, which of its entries to take at most. None: all.
+    Returns:
+        A plan of ``rows`` by ``columns``; its lengths are clipped where the whole's last tile is among them.
+    """
+    new_row, new_col = _numbers(rows, plan.q_tiles), _numbers(columns, plan.kv_tiles)
+    pointers, all_columns, all_bits = plan.row_ptr.numpy(), plan.col.numpy(), plan.bits.numpy()
+    sets = []
+    for group, pointer in enumerate(pointers):
+        entries = slice(pointer[0], pointer[-1])
+        row = np.repeat(new_row, np.diff(pointer))
+        col = new_col[all_columns[entries]]
+        taken = (row >= 0) & (col >= 0)
+        if wanted is not None:
+            taken &= wanted[group]
+        sets.append(_Rows(row[taken], col[taken], all_bits[entries][taken]))
+    masks = plan.masks
+    if present is not None and not present.all():
+        masks = _masked(sets, plan, _ended(present, columns, plan))
+    return _assemble(
+        sets,
+        plan.group,
+        masks,
+        _tokens(rows, plan.q_tile, plan.nq),
+        _tokens(columns, plan.kv_tile, plan.nk),
+        0,
+        (plan.q_tile, plan.kv_tile),
+        "cpu",
+    )
+
+
+def _numbers(chosen: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    numbers = np.full(count, -1, np.int64)
+    numbers[chosen] = np.arange(len(chosen))
+    return numbers
+
+
+def _tokens(tiles: NDArray[np.int64], side: int, length: int) -> int:
+    return len(tiles) * side - max(0, int(tiles[-1] + 1) * side - length)
+
+
+def _ended(present: NDArray[np.bool_], columns: NDArray[np.int64], plan: BlockPlan) -> NDArray[np.bool_]:
+    """Without what lies past the keys' end, where the last tile gets a mask: bits there are 0, in every plan."""
+    if columns[-1] != plan.kv_tiles - 1 or present[-1].all():
+        return present
+    present = present.copy()
+    present[-1, plan.nk - int(columns[-1]) * plan.kv_tile :] = False
+    return present
+
+
+def _masked(sets: list[_Rows], plan: BlockPlan, present: NDArray[np.bool_]) -> torch.Tensor:
+    """Put the absence of keys into the sets' masks; the masks to use."""
+    shapes, kind = np.unique(present, axis=0, return_inverse=True)
+    kind = kind.reshape(-1)
+    whole: NDArray[np.bool_] = np.asarray(shapes.all(axis=1))
+    # pairs (mask or full, shape) that occur
+    found = [np.stack([rows.bits.astype(np.int64) + 1, kind[rows.col]], 1)[~whole[kind[rows.col]]] for rows in sets]
+    pairs = np.unique(np.concatenate(found), axis=0)
+    if not len(pairs):
+        return plan.masks
+    base = torch.cat(
+        [
+            torch.ones(1, plan.q_tile, plan.kv_tile, dtype=torch.bool, device="cpu"),
+            unpack_masks(plan.masks, plan.kv_tile),
+        ]
+    )
+    fresh = base[torch.from_numpy(pairs[:, 0])] & torch.from_numpy(shapes)[pairs[:, 1]][:, None, :]
+    first = plan.masks.shape[0]
+    codes = {(int(mask), int(shape)): first + i for i, (mask, shape) in enumerate(pairs)}
+    for rows in sets:
+        touched = np.flatnonzero(~whole[kind[rows.col]])
+        rows.bits[touched] = [codes[int(rows.bits[e]) + 1, int(kind[rows.col[e]])] for e in touched]
+    return torch.cat([plan.masks, pack_masks(fresh)])
