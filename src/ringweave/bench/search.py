@@ -116,7 +116,7 @@ class Direct(Built):
 def whole(problem: Problem) -> Branch:
     """A problem as one branch in token order."""
     n = problem.tokens
-    return Branch(problem.pattern, (0, problem.heads, 1), 1, 0, 0, n, n, 0, problem.batch)
+    return Branch.whole(problem.pattern, n, n, heads=problem.heads, batch=problem.batch)
 
 
 def _forward(candidate: Candidate, branch: Branch, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -109,7 +109,7 @@ def program(pattern: Pattern, case: Case, q_offset: int, backend: str) -> list[t
     A named backend keeps the tiles that length and pattern suggest: the bits of what was named depend on no store.
     """
     if backend in BACKENDS and not BACKENDS[backend].branched:
-        whole = Branch(pattern, (0, case.heads, 1), 1, 0, 0, case.nq, case.nk, q_offset, case.batch)
+        whole = Branch.whole(pattern, case.nq, case.nk, heads=case.heads, batch=case.batch, q_offset=q_offset)
         return [(whole, choose(backend, case, whole))]
     split = branches(pattern, case.nq, case.nk, heads=case.heads, batch=case.batch, q_offset=q_offset)
     return [step(backend, case, branch) for branch in split]

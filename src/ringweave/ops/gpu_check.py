@@ -75,7 +75,7 @@ def attempt(backend: Backend, kind: Kind) -> str | None:
 
     q, k = drawn(_HEADS, kind.head_dim), drawn(_KV_HEADS, kind.head_dim)
     v, dout = drawn(_KV_HEADS, kind.value_dim), drawn(_HEADS, kind.value_dim)
-    branch = Branch(_PATTERNS[kind.structure], (0, _HEADS, 1), 1, 0, 0, _TOKENS, _TOKENS, 0, 1)
+    branch = Branch.whole(_PATTERNS[kind.structure], _TOKENS, _TOKENS, heads=_HEADS)
     inputs = Inputs(q, k, v, kind.head_dim**-0.5)
     out, lse = reference.forward(inputs, branch, kind.dtype)
 
