@@ -132,7 +132,7 @@ def _store() -> dict[str, str | int]:
     tiles = Counter(answer.tile for answer in answers if answer.tile is not None)
     if tiles:
         found["tiles"] = ", ".join(f"{q} x {k} ({count})" for (q, k), count in sorted(tiles.items()))
-    kernels = Counter(kind.kernel for kind in tuning.blocks())
+    kernels = Counter(key.kernel for key in tuning.configs())
     if kernels:
         found["blocks"] = ", ".join(f"{kernel} ({count})" for kernel, count in sorted(kernels.items()))
     return found

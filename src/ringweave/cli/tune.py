@@ -86,8 +86,8 @@ def _candidates(choice: Finding) -> Table:
 
 def _blocks(tuned: Tuned) -> Table:
     """A line for each choice of blocks of one kernel; fastest first."""
-    kind, descent = tuned.kind, tuned.descent
-    title = f"triton, {kind.kernel}, {kind.tile[0]} x {kind.tile[1]}, {'partial' if kind.masked else 'full'} tiles"
+    key, descent = tuned.key, tuned.descent
+    title = f"triton, {key.kernel}, {key.tile[0]} x {key.tile[1]}, {'partial' if key.masked else 'full'} tiles"
     names = [field.name for field in dataclasses.fields(descent.start)]
     table = _table(title, *names, "", "milliseconds")
     for each, seconds in sorted(descent.seconds.items(), key=lambda item: item[1]):

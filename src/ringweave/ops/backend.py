@@ -166,7 +166,7 @@ class Backend:
         branched: Whether it takes compiled branches; the reference takes the pattern as it is.
         planned: Whether it computes a plan's tiles; dense kernels need none.
         delta: Computes what backward takes as ``delta``.
-        tried: Whether auto takes it only after a trial on the GPU that is there (see trial.py).
+        checked: Whether auto takes it only after a check on the GPU that is there (see gpu_check.py).
         tiled: Whether its tiles have the sides that a branch asks for; others have sides of their own, or no tiles.
     """
 
@@ -178,5 +178,5 @@ class Backend:
     branched: bool = True
     planned: bool = True
     delta: Delta = delta_in_chunks
-    tried: bool = False
+    checked: bool = False
     tiled: bool = False

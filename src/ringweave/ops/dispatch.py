@@ -17,8 +17,7 @@ from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
 from ..types import acc_dtype
-from . import cpu, flash, flex, forks, gather, reference, sdpa, triton, tuning
-from . import gpu_check as trial
+from . import cpu, flash, flex, forks, gather, gpu_check, reference, sdpa, triton, tuning
 from .backend import Backend, Case, Inputs, Upstream, delta_in_chunks, readable
 from .head_views import Heads
 
@@ -94,13 +93,13 @@ def refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
 
 def _why_not(backend: Backend, case: Case, branch: Branch) -> str | None:
     """Why auto does not take a backend by itself; None where it may."""
-    if backend.tried and not backend.planned and branch.structure == "sparse" and case.device != "cpu":
+    if backend.checked and not backend.planned and branch.structure == "sparse" and case.device != "cpu":
         return "auto gives it sparse patterns only where ringweave tune found it fastest"
     reason = refusal(backend, case, branch)
-    if reason is not None or not backend.tried:
+    if reason is not None or not backend.checked:
         return reason
     # Triton's interpreter is for tests
-    return "on a CPU it is used only when named" if case.device == "cpu" else trial.reason(backend, case, branch)
+    return "on a CPU it is used only when named" if case.device == "cpu" else gpu_check.reason(backend, case, branch)
 
 
 def program(pattern: Pattern, case: Case, q_offset: int, backend: str) -> list[tuple[Branch, Backend]]:

@@ -265,4 +265,4 @@ def scratch(case: Case, branch: Branch) -> int:
     return rows * width * 4 + 3 * rows * width * size + 4 * keys * width * size
 
 
-BACKEND = Backend("flash", forward, backward, refusal, scratch, planned=False, tried=True)
+BACKEND = Backend("flash", forward, backward, refusal, scratch, planned=False, checked=True)

@@ -1,4 +1,4 @@
-"""A kernel's trial on the GPU that is here: auto takes a kernel for GPUs once it has computed a small case right on it.
+"""A kernel's check on the GPU that is here: auto takes a kernel for GPUs once it has computed a small case right on it.
 
 One source is compiled for GPUs of many generations, by compilers of many versions, and no test machine has them all.
 So the first time that auto would give a GPU kernel work of some type, head dimensions and structure, the kernel first
@@ -33,8 +33,8 @@ _PATTERNS: dict[str, Pattern] = {
 _log = logging.getLogger("ringweave")
 
 
-class Kind(NamedTuple):
-    """What a trial stands for."""
+class CheckedCase(NamedTuple):
+    """The calls that one check stands for."""
 
     device: str
     dtype: torch.dtype
@@ -44,47 +44,47 @@ class Kind(NamedTuple):
     needs_grad: bool
 
 
-_verdicts: dict[tuple[str, Kind], str | None] = {}
+_verdicts: dict[tuple[str, CheckedCase], str | None] = {}
 
 
 def reason(backend: Backend, case: Case, branch: Branch) -> str | None:
-    """Why auto should not give a branch to a backend on the current GPU; None where its trial went well.
+    """Why auto should not give a branch to a backend on the current GPU; None where its check went well.
 
-    None, too, where there is no GPU to try it on.
+    None, too, where there is no GPU to check it on.
     """
     if case.device != "cuda" or not torch.cuda.is_available():
         return None
     device = f"cuda:{torch.cuda.current_device()}"
-    kind = Kind(device, case.dtype, case.head_dim, case.value_dim, branch.structure, case.needs_grad)
-    if (backend.name, kind) not in _verdicts:
+    checked = CheckedCase(device, case.dtype, case.head_dim, case.value_dim, branch.structure, case.needs_grad)
+    if (backend.name, checked) not in _verdicts:
         if torch.cuda.is_current_stream_capturing():
             return "it has not been tried on this GPU, and nothing can be while a graph is captured: call once before"
-        verdict = _verdicts[backend.name, kind] = attempt(backend, kind)
+        verdict = _verdicts[backend.name, checked] = check(backend, checked)
         if verdict is not None:
             _log.warning("auto leaves out the backend %s on %s: %s", backend.name, device, verdict)
-    return _verdicts[backend.name, kind]
+    return _verdicts[backend.name, checked]
 
 
-def attempt(backend: Backend, kind: Kind) -> str | None:
+def check(backend: Backend, checked: CheckedCase) -> str | None:
     """Compute a small case, and say what is wrong with it: None if nothing is."""
-    generator = torch.Generator(kind.device).manual_seed(0)
+    generator = torch.Generator(checked.device).manual_seed(0)
 
     def drawn(heads: int, dim: int) -> Tensor:
-        x = torch.randn(1, heads, _TOKENS, dim, generator=generator, device=kind.device)
-        return x.to(kind.dtype)
+        x = torch.randn(1, heads, _TOKENS, dim, generator=generator, device=checked.device)
+        return x.to(checked.dtype)
 
-    q, k = drawn(_HEADS, kind.head_dim), drawn(_KV_HEADS, kind.head_dim)
-    v, dout = drawn(_KV_HEADS, kind.value_dim), drawn(_HEADS, kind.value_dim)
-    branch = Branch.whole(_PATTERNS[kind.structure], _TOKENS, _TOKENS, heads=_HEADS)
-    inputs = Inputs(q, k, v, kind.head_dim**-0.5)
-    out, lse = reference.forward(inputs, branch, kind.dtype)
+    q, k = drawn(_HEADS, checked.head_dim), drawn(_KV_HEADS, checked.head_dim)
+    v, dout = drawn(_KV_HEADS, checked.value_dim), drawn(_HEADS, checked.value_dim)
+    branch = Branch.whole(_PATTERNS[checked.structure], _TOKENS, _TOKENS, heads=_HEADS)
+    inputs = Inputs(q, k, v, checked.head_dim**-0.5)
+    out, lse = reference.forward(inputs, branch, checked.dtype)
 
     def results(of: Backend) -> dict[str, Tensor]:
-        if not kind.needs_grad:
-            return dict(zip(("out", "lse"), of.forward(inputs, branch, kind.dtype), strict=True))
+        if not checked.needs_grad:
+            return dict(zip(("out", "lse"), of.forward(inputs, branch, checked.dtype), strict=True))
         assert of.backward is not None
         upstream = Upstream(dout, lse, of.delta(dout, out, lse, None), out)
-        found = of.backward(upstream, inputs, branch, kind.dtype)
+        found = of.backward(upstream, inputs, branch, checked.dtype)
         return dict(zip(("dq", "dk", "dv"), found, strict=True))
 
     exact = results(reference.BACKEND)
@@ -93,7 +93,7 @@ def attempt(backend: Backend, kind: Kind) -> str | None:
         errors = {name: _error(found[name], exact[name]) for name in exact}
     except (RingweaveError, RuntimeError) as error:
         return f"tried on this GPU, it raises {in_a_line(error)}"
-    wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= _LIMITS[kind.dtype]]
+    wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= _LIMITS[checked.dtype]]
     return f"tried on this GPU, it is wrong: {', '.join(wrong)} of its size" if wrong else None
 
 

@@ -1,7 +1,7 @@
-"""What calls are alike: those for which one measurement of ``ringweave tune`` stands.
+"""What calls are alike, and have one key: those for which one measurement of ``ringweave tune`` stands.
 
-A kind is the device by name, the versions of ringweave, torch and triton, the type, the head dimensions, the lengths
-and the density by powers of two, how the pattern is structured, and the direction.
+The key names the device, the versions of ringweave, torch and triton, the type, the head dimensions, the lengths and
+the density by powers of two, how the pattern is structured, and the direction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..recent import Recent
 from .backend import Case
 
 
-class KernelKind(NamedTuple):
+class KernelKey(NamedTuple):
     """A GPU kernel on one kind of tiles.
 
     Attributes:
@@ -45,8 +45,8 @@ class KernelKind(NamedTuple):
     masked: bool
 
 
-def kind(case: Case, branch: Branch) -> str | None:
-    """The kind of a call, but for its density; None where its device is not here."""
+def call_key(case: Case, branch: Branch) -> str | None:
+    """The key of a call, but for its density; None where its device is not here."""
     here = where(case.device)
     if here is None:
         return None
@@ -103,11 +103,11 @@ def density(branch: Branch) -> int:
     pattern = branch.pattern
     value, tables, _ = pattern.key()
     key = (value, branch.nq, branch.nk, branch.head_count, branch.q_offset)
-    found = _densities.get(key)
-    if found is None:
-        found = _power(_share(branch))
-        _densities.put(key, found, _DENSITY_BYTES, tables, holders(pattern.spec))
-    return found
+    power = _densities.get(key)
+    if power is None:
+        power = _power(_share(branch))
+        _densities.put(key, power, _DENSITY_BYTES, tables, holders(pattern.spec))
+    return power
 
 
 def _share(branch: Branch) -> float:

@@ -90,4 +90,4 @@ def scratch(case: Case, branch: Branch) -> int:
     return 4 * (tiles + 2 * plan.masks.numel() + partial + delta)
 
 
-BACKEND = Backend("triton", forward, backward, refusal, scratch, delta=delta, tried=True, tiled=True)
+BACKEND = Backend("triton", forward, backward, refusal, scratch, delta=delta, checked=True, tiled=True)
