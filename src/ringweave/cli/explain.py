@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 import torch
 import typer
 
-from ..explain import as_text
-from ..explain import explain as facts_of
+from ..explain import explain as explained
 from ..patterns import parse
 from . import terminal
 from .show import Heads, PatternText, Tokens
@@ -34,7 +33,7 @@ def explain(
     except RuntimeError:
         raise typer.BadParameter(f"{device!r} is no device of PyTorch", param_hint="'--device'") from None
     relation = parse(pattern)
-    facts = facts_of(
+    facts = explained(
         relation,
         tokens,
         heads=heads or relation.extents()[1] or 1,
@@ -44,7 +43,7 @@ def explain(
         dtype=getattr(torch, dtype),
         device=device,
         backend=backend,
-        as_dict=True,
+        as_dict=as_json,
     )
-    text = json.dumps(facts, indent=2) if as_json else as_text(facts)
+    text = json.dumps(facts, indent=2) if as_json else facts
     terminal.out().print(text, markup=False, soft_wrap=True)
