@@ -21,9 +21,8 @@ from typer.testing import CliRunner, Result
 
 from ringweave.bench.descent import Descent, Tuned
 from ringweave.cli import main
-from ringweave.cli.app import app
+from ringweave.cli.app import _blocks, app
 from ringweave.cli.doctor import diagnose
-from ringweave.cli.tune import _blocks
 from ringweave.ops import cpu, tuning
 from ringweave.ops.triton.launch_config import LaunchConfig
 from ringweave.ops.tuning_key import KernelKey
