@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from .errors import ShapeError
 from .patterns import Causal, Full, LongNet, Pattern
-from .patterns.base import fitting, refuse
+from .patterns.fit import fitting, refuse
 from .patterns.numbers import whole
 from .patterns.tiles import EMPTY, FULL, Int64, Tiles, mix
 from .plan import causality
@@ -198,18 +198,18 @@ class _Counter:
         """Allowed pairs of each tile; an estimate where ``exact`` turns False."""
         height, width = tiles.q_hi - tiles.q_lo, tiles.k_hi - tiles.k_lo
         result = np.zeros(len(height))
-        found = np.flatnonzero((height > 0) & (width > 0))
-        found = found[self._reached(_take(tiles, found))]
-        if not found.size:
+        cells = np.flatnonzero((height > 0) & (width > 0))
+        cells = cells[self._reached(_take(tiles, cells))]
+        if not cells.size:
             return result
-        keys = self.pattern.tile_keys(_take(tiles, found))
-        result[found] = np.where(keys == FULL, height[found] * width[found], 0.0)
-        found = found[open_ := (keys != FULL) & (keys != EMPTY)]
-        if found.size:
+        keys = self.pattern.tile_keys(_take(tiles, cells))
+        result[cells] = np.where(keys == FULL, height[cells] * width[cells], 0.0)
+        cells = cells[open_ := (keys != FULL) & (keys != EMPTY)]
+        if cells.size:
             # tiles of one class and size hold the same mask
-            label = mix(keys[open_], height[found], width[found])
+            label = mix(keys[open_], height[cells], width[cells])
             _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
-            result[found] = self._open(_take(tiles, found[first]))[inverse.reshape(-1)]
+            result[cells] = self._open(_take(tiles, cells[first]))[inverse.reshape(-1)]
         return result
 
     def _reached(self, tiles: Tiles) -> NDArray[np.bool_]:

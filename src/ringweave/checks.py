@@ -13,7 +13,7 @@ from .errors import ShapeError, UnsupportedError, message, shown
 from .ops.backend import Case, Inputs
 from .ops.dispatch import names, program
 from .patterns import Pattern, check_extents
-from .patterns.base import refuse
+from .patterns.fit import refuse
 from .patterns.numbers import whole
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from .ops import dispatch
 from .ops.backend import Backend, Case
 from .ops.triton.launch_config import measured as measured_blocks
 from .patterns import Pattern
-from .patterns.base import fitting
+from .patterns.fit import fitting
 from .patterns.numbers import flag, named_device, whole
 from .plan import BlockPlan, Branch, Causality, branches, causality
 from .types import acc_dtype

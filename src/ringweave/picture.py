@@ -98,7 +98,7 @@ def fill(share: float) -> str:
 
 def _paths(shares: Shares, length: float) -> Iterator[tuple[str, str]]:
     """(colour, path data) in cell units up to ``length``, runs of one colour in a row as one rectangle."""
-    found: dict[str, list[str]] = {}
+    paths: dict[str, list[str]] = {}
     for y, row in enumerate(shares):
         colours = [fill(float(share)) for share in row]
         x = 0
@@ -108,9 +108,9 @@ def _paths(shares: Shares, length: float) -> Iterator[tuple[str, str]]:
                 end += 1
             if colours[x] != _CARD:
                 high, wide = min(y + 1, length) - y, min(end, length) - x
-                found.setdefault(colours[x], []).append(f"M{x} {y}h{wide:.5g}v{high:.5g}h{-wide:.5g}z")
+                paths.setdefault(colours[x], []).append(f"M{x} {y}h{wide:.5g}v{high:.5g}h{-wide:.5g}z")
             x = end
-    return ((colour, "".join(parts)) for colour, parts in found.items())
+    return ((colour, "".join(parts)) for colour, parts in paths.items())
 
 
 def _svg(drawn: Picture) -> str:

@@ -128,14 +128,14 @@ def _store() -> dict[str, str | int]:
         return {"file": "none: platformdirs is not installed, and RINGWEAVE_CACHE names no folder"}
     tuning.refresh()
     answers = [answer for each in tuning.answers().values() for answer in each.values()]
-    found: dict[str, str | int] = {"file": str(path), "answers": len(answers)}
+    facts: dict[str, str | int] = {"file": str(path), "answers": len(answers)}
     tiles = Counter(answer.tile for answer in answers if answer.tile is not None)
     if tiles:
-        found["tiles"] = ", ".join(f"{q} x {k} ({count})" for (q, k), count in sorted(tiles.items()))
+        facts["tiles"] = ", ".join(f"{q} x {k} ({count})" for (q, k), count in sorted(tiles.items()))
     kernels = Counter(key.kernel for key in tuning.configs())
     if kernels:
-        found["blocks"] = ", ".join(f"{kernel} ({count})" for kernel, count in sorted(kernels.items()))
-    return found
+        facts["blocks"] = ", ".join(f"{kernel} ({count})" for kernel, count in sorted(kernels.items()))
+    return facts
 
 
 def _why_absent() -> str:
@@ -150,13 +150,13 @@ def _why_absent() -> str:
 
 
 def _devices() -> dict[str, str]:
-    found = {"cpu": f"{os.cpu_count()} processors"}
+    devices = {"cpu": f"{os.cpu_count()} processors"}
     if torch.cuda.is_available():
         cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        found["cuda"] = ", ".join(f"{card.name} ({nbytes(card.total_memory)})" for card in cards)
+        devices["cuda"] = ", ".join(f"{card.name} ({nbytes(card.total_memory)})" for card in cards)
     if torch.backends.mps.is_available():
-        found["mps"] = "available"
-    return found
+        devices["mps"] = "available"
+    return devices
 
 
 def _installed(package: str) -> str | None:

@@ -145,10 +145,10 @@ def _numbers(estimate: Estimate) -> dict[str, Any]:
 
 
 def _size(text: str, hint: str) -> int:
-    found = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
-    if found is None or int(found[1]) < 1:
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
+    if match is None or int(match[1]) < 1:
         raise typer.BadParameter(f"{text!r} is not a number such as 65536, 64K or 1M", param_hint=hint)
-    return int(found[1]) * _UNITS[found[2]]
+    return int(match[1]) * _UNITS[match[2]]
 
 
 def _range(text: str) -> list[int]:
@@ -158,11 +158,11 @@ def _range(text: str) -> list[int]:
     number, stop = _size(first, "'--gpus'"), _size(last, "'--gpus'")
     if number > stop:
         raise typer.BadParameter(f"{text!r} has nothing in it", param_hint="'--gpus'")
-    found = []
+    numbers = []
     while number <= stop:
-        found.append(number)
+        numbers.append(number)
         number *= 2
-    return found
+    return numbers
 
 
 def plot(rows: Sequence[Row], path: str, *, title: str) -> None:

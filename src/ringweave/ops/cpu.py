@@ -36,13 +36,13 @@ def variant() -> str:
         UnsupportedError: The machine cannot run the named one, or there is no kernel.
     """
     native = module()
-    found = [] if native is None else native.variants()
+    variants = [] if native is None else native.variants()
     asked = os.environ.get(VARIANT, "")
-    if not found or (asked and asked not in found):
+    if not variants or (asked and asked not in variants):
         raise UnsupportedError(
-            message(VARIANT, repr(asked), f"one of {', '.join(found) or 'none: there is no kernel'}", "Unset it.")
+            message(VARIANT, repr(asked), f"one of {', '.join(variants) or 'none: there is no kernel'}", "Unset it.")
         )
-    return asked or str(found[0])
+    return asked or str(variants[0])
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -154,14 +154,14 @@ def installed() -> bool:
 def _cute() -> ModuleType | str:
     """flash-attn-4's interface, or why it cannot be used."""
     try:
-        found = importlib.import_module("flash_attn.cute.interface")
+        interface = importlib.import_module("flash_attn.cute.interface")
     except ImportError as error:
         return f"flash-attn-4 does not load ({error})"
     for name, wanted in (("flash_attn_func", "block_sparse_tensors"), ("_flash_attn_bwd", "dlse")):
-        function = getattr(found, name, None)
+        function = getattr(interface, name, None)
         if function is None or wanted not in inspect.signature(function).parameters:
             return f"this version of flash-attn-4 has no {name} with {wanted}: 4.0.0b36 does"
-    return found
+    return interface
 
 
 _lists: weakref.WeakKeyDictionary[BlockPlan, tuple[Any, Any]] = weakref.WeakKeyDictionary()
@@ -251,8 +251,8 @@ def _sparse_refusal(case: Case, branch: Branch) -> str | None:
         return f"flash-attn-4 takes whole blocks of {tile[0]} x {tile[1]} tokens here"
     if branch.plan(f"cuda:{torch.cuda.current_device()}", tile=tile).masks.shape[0]:
         return f"the pattern has partial tiles of {tile[0]} x {tile[1]}, and flash-attn-4 gets full ones here"
-    found = _cute()
-    return found if isinstance(found, str) else None
+    interface = _cute()
+    return interface if isinstance(interface, str) else None
 
 
 def scratch(case: Case, branch: Branch) -> int:

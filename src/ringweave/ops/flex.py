@@ -60,10 +60,10 @@ _masks: weakref.WeakKeyDictionary[BlockPlan, Any] = weakref.WeakKeyDictionary()
 def _mask(branch: Branch, device: torch.device) -> Any:
     """The branch as a BlockMask, kept as long as its plan."""
     plan = branch.plan(device, tile=_TILE)
-    found = _masks.get(plan)
-    if found is None:
-        found = _masks[plan] = plan.to_block_mask()
-    return found
+    mask = _masks.get(plan)
+    if mask is None:
+        mask = _masks[plan] = plan.to_block_mask()
+    return mask
 
 
 def _part(inputs: Inputs, branch: Branch) -> tuple[Tensor, Tensor]:

@@ -102,14 +102,14 @@ class _Layout:
 
     def gathered(self, tiles: Tensor, batch: _Batch, only_attended: bool) -> Tensor:
         """Key or value tiles side by side, (R, n * kv_tile, C); columns that no query of a tile may attend as zero."""
-        found = tiles[batch.key].to(self.acc)
+        gathered = tiles[batch.key].to(self.acc)
         if only_attended and batch.mask.shape[0]:
             dead = ~batch.mask.any(1)
             some = dead.any(1).nonzero()[:, 0]
             if some.numel():
                 rows, places = batch.where[0][some], batch.where[1][some]
-                found[rows, places] = found[rows, places].masked_fill(dead[some, :, None], 0.0)
-        return found.flatten(1, 2)
+                gathered[rows, places] = gathered[rows, places].masked_fill(dead[some, :, None], 0.0)
+        return gathered.flatten(1, 2)
 
     def scores(self, queries: Tensor, keys: Tensor, batch: _Batch) -> Tensor:
         """(R, q_tile, n * kv_tile), -inf where not allowed; selected, so a NaN in a masked key goes nowhere."""

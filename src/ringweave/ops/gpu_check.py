@@ -84,19 +84,19 @@ def check(backend: Backend, checked: CheckedCase) -> str | None:
             return dict(zip(("out", "lse"), of.forward(inputs, branch, checked.dtype), strict=True))
         assert of.backward is not None
         upstream = Upstream(dout, lse, of.delta(dout, out, lse, None), out)
-        found = of.backward(upstream, inputs, branch, checked.dtype)
-        return dict(zip(("dq", "dk", "dv"), found, strict=True))
+        grads = of.backward(upstream, inputs, branch, checked.dtype)
+        return dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
     exact = results(reference.BACKEND)
     try:
-        found = results(backend)
-        errors = {name: _error(found[name], exact[name]) for name in exact}
+        computed = results(backend)
+        errors = {name: _error(computed[name], exact[name]) for name in exact}
     except (RingweaveError, RuntimeError) as error:
         return f"tried on this GPU, it raises {in_a_line(error)}"
     wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= _LIMITS[checked.dtype]]
     return f"tried on this GPU, it is wrong: {', '.join(wrong)} of its size" if wrong else None
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
+def _error(computed: Tensor, exact: Tensor) -> float:
     exact = exact.double()
-    return float((found.double() - exact).norm() / exact.norm())
+    return float((computed.double() - exact).norm() / exact.norm())

@@ -193,8 +193,8 @@ def _fold(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[list[Any], C
 def _vmapped(op: Any) -> Callable[..., Any]:
     def run(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         values, unfold = _fold(info, in_dims, *args)
-        found = op(*values)
-        return tuple(unfold(x) for x in found), (0,) * len(found)
+        results = op(*values)
+        return tuple(unfold(x) for x in results), (0,) * len(results)
 
     return run
 

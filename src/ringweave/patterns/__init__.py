@@ -1,9 +1,10 @@
 """What may attend: patterns, their set algebra, presets, and reading them from text."""
 
 from .algebra import And, Not, Or
-from .base import Full, Pattern, check_extents
+from .base import Full, Pattern
 from .chosen import Global, Periodic, Sinks
 from .dilated import Dilated, LongNet, Strided, View
+from .fit import check_extents
 from .function import MaskMod, TokenMask, from_mask_mod
 from .local import Causal, Documents, Neighborhood, PrefixLM, Segments, SlidingWindow
 from .parse import parse, rebuild

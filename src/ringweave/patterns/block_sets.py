@@ -90,10 +90,10 @@ class BlockSet(ABC):
             kept = first.nonzero()[:, 0]
             row, col = (x.index_select(side, kept) if x.shape[side] > 1 else x for x in (row, col))
             spread.append((side, first.cumsum(0) - 1))
-        found = self.held(row, col)
+        held = self.held(row, col)
         for side, place in spread:
-            found = found.index_select(side, place)
-        return found
+            held = held.index_select(side, place)
+        return held
 
     @abstractmethod
     def mask(self) -> Tensor:

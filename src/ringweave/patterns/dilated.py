@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError, message, shown
-from .base import Derived, Full, Pattern, check_dense, fitting
+from .base import Derived, Full, Pattern
+from .fit import check_dense, fitting
 from .local import Causal, Segments, SlidingWindow
 from .numbers import LONGEST, flag, integers, whole, whole_fields
 from .tiles import Int64, Ranges, Tiles, classes
@@ -222,7 +223,7 @@ class LongNet(Pattern):
                     "Use heads='shared', or drop branches.",
                 )
             )
-        found: list[tuple[View, Pattern]] = []
+        views: list[tuple[View, Pattern]] = []
         last = 0
         for branch, (segment, rate) in enumerate(zip(self.segments, self.rates, strict=True)):
             first, last = last, last + heads // count + (branch < heads % count)
@@ -235,8 +236,8 @@ class LongNet(Pattern):
                 by_offset.setdefault(self._offset(head, rate, heads), []).append(head)
             for offset, members in sorted(by_offset.items()):
                 step = members[1] - members[0] if len(members) > 1 else 1
-                found.append((View((members[0], members[-1] + 1, step), rate, offset), inside))
-        return found
+                views.append((View((members[0], members[-1] + 1, step), rate, offset), inside))
+        return views
 
     def _offset(self, head: int, rate: int, heads: int) -> int:
         if isinstance(self.offset, int):

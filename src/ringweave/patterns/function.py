@@ -44,11 +44,11 @@ class Holder:
         state: The values.
     """
 
-    def __init__(self, fn: MaskMod, named: tuple[Tensor, ...] | None, found: Reads):
+    def __init__(self, fn: MaskMod, named: tuple[Tensor, ...] | None, reads: Reads):
         self.number = next(_numbers)
-        self.fn, self.named, self.state = fn, named, found.state
+        self.fn, self.named, self.state = fn, named, reads.state
         # whose addresses are in the state
-        self._kept = found.kept
+        self._kept = reads.kept
         #: what refers to its patterns goes with it
         self.stores: weakref.WeakKeyDictionary[Recent[Any], Recent[Any]] = weakref.WeakKeyDictionary()
 
@@ -58,10 +58,10 @@ class Holder:
         Raises:
             PatternError: It reads other values now than those that the number stands for.
         """
-        found = read(self.fn, self.named)
-        if found.state != self.state:
+        reads = read(self.fn, self.named)
+        if reads.state != self.state:
             raise changed("other values")
-        return found.tables
+        return reads.tables
 
     def key(self) -> Hashable:
         """What its tensors are now."""
@@ -84,12 +84,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _holder_of(fn: MaskMod, named: tuple[Tensor, ...] | None, found: Reads) -> Holder:
+def _holder_of(fn: MaskMod, named: tuple[Tensor, ...] | None, reads: Reads) -> Holder:
     with _lock:
-        holder = _by_state.get(found.state)
+        holder = _by_state.get(reads.state)
         if holder is None:
-            holder = Holder(fn, named, found)
-            _holders[holder.number] = _by_state[found.state] = holder
+            holder = Holder(fn, named, reads)
+            _holders[holder.number] = _by_state[reads.state] = holder
         return holder
 
 
@@ -97,14 +97,14 @@ def holders(spec: str) -> list[Holder]:
     """The functions that a text names, as far as they live."""
     if "TokenMask(" not in spec:
         return []
-    found = (_holders.get(int(number)) for number in re.findall(r"TokenMask\((\d+)", spec))
-    return [holder for holder in found if holder is not None]
+    known = (_holders.get(int(number)) for number in re.findall(r"TokenMask\((\d+)", spec))
+    return [holder for holder in known if holder is not None]
 
 
 def store_of(spec: str, common: Recent[V]) -> Recent[V]:
     """Where to keep what refers to a pattern: with its function, where it has one, else in common."""
-    found = holders(spec)
-    return found[0].stores.setdefault(common, Recent(common.max_bytes, _KEPT)) if found else common
+    held = holders(spec)
+    return held[0].stores.setdefault(common, Recent(common.max_bytes, _KEPT)) if held else common
 
 
 def table_keys(tables: Sequence[Tensor]) -> tuple[Hashable, ...]:
@@ -179,8 +179,8 @@ class TokenMask(Pattern):
         ):
             raise PatternError(message("tables", type(tables).__name__, "a list of tensors", "Pass tables=[...]."))
         named = None if tables is None else tuple(tables)
-        found = read(fn, named)
-        self._of(_holder_of(fn, named, found), found.tables, batch, head)
+        reads = read(fn, named)
+        self._of(_holder_of(fn, named, reads), reads.tables, batch, head)
         self._depends()
 
     def _of(self, holder: Holder, tables: tuple[Tensor, ...], batch: int | None, head: int | None) -> None:
@@ -211,12 +211,12 @@ class TokenMask(Pattern):
         return pattern
 
     def _text(self) -> str:
-        found = read(self.fn, self._named)
+        reads = read(self.fn, self._named)
         holder = self._seen
-        if found.state != holder.state:
-            holder = _holder_of(self.fn, self._named, found)
+        if reads.state != holder.state:
+            holder = _holder_of(self.fn, self._named, reads)
             object.__setattr__(self, "_seen", holder)
-        return f"TokenMask({holder.number}{', _' * len(found.tables)}{self._bound()})"
+        return f"TokenMask({holder.number}{', _' * len(reads.tables)}{self._bound()})"
 
     def _bound(self) -> str:
         chosen = (("batch", self._batch), ("head", self._head))
@@ -291,9 +291,9 @@ class TokenMask(Pattern):
         head = h if by_head and self._head is None else self._head
         if (batch, head) == (self._batch, self._head):
             return self
-        found = read(self.fn, self._named)
+        reads = read(self.fn, self._named)
         chosen = TokenMask.__new__(TokenMask)
-        chosen._of(_holder_of(self.fn, self._named, found), found.tables, batch, head)
+        chosen._of(_holder_of(self.fn, self._named, reads), reads.tables, batch, head)
         return chosen
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:

@@ -103,11 +103,11 @@ def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
     """Kind, token and where it ends; the last is the end, or something that is no token."""
     place, kind = 0, ""
     while kind not in ("end", "other"):
-        found = _TOKEN.match(text, place)
-        if found is None or found.lastgroup is None:
+        match = _TOKEN.match(text, place)
+        if match is None or match.lastgroup is None:
             kind, token = "other", text[place : place + 20].strip()
         else:
-            place, kind, token = found.end(), found.lastgroup, found[found.lastgroup]
+            place, kind, token = match.end(), match.lastgroup, match[match.lastgroup]
         yield kind, token, place
 
 
@@ -192,8 +192,8 @@ class _Reader:
             raise self._error(f"{token!r} where a value is due")
 
     def _name(self, here: _Open, token: str) -> None:
-        found = _NEXT.match(self.text, self.place)
-        after = found[1] if found is not None else ""
+        match = _NEXT.match(self.text, self.place)
+        after = match[1] if match is not None else ""
         if after == "(":
             if token not in self.names:
                 raise self._error(f"the unknown name {shown(token)}")

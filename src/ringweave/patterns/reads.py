@@ -104,8 +104,8 @@ _codes: weakref.WeakKeyDictionary[types.CodeType, _Code] = weakref.WeakKeyDictio
 
 
 def _code(code: types.CodeType) -> _Code:
-    found = _codes.get(code)
-    if found is None:
+    analysed = _codes.get(code)
+    if analysed is None:
         read: dict[str, None] = {}
         names: set[str] = set()
         unseen: dict[str, None] = {}
@@ -120,8 +120,8 @@ def _code(code: types.CodeType) -> _Code:
                     unseen[f"the variable {step.argval}, which it changes"] = None
                 elif step.opname == "IMPORT_NAME" and str(step.argval).partition(".")[0] not in _CONSTANT:
                     unseen[f"the module {step.argval}, which it imports"] = None
-        found = _codes[code] = _Code(tuple(read), frozenset(names), tuple(unseen))
-    return found
+        analysed = _codes[code] = _Code(tuple(read), frozenset(names), tuple(unseen))
+    return analysed
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -257,8 +257,8 @@ class _Walk:
             return self.opaque(module, where)
         self.modules = True
         self.kept.append(module)
-        found = [name for name in sorted(self.names) if name in vars(module)]
-        return id(module), tuple((name, self.value(vars(module)[name], f"{where}.{name}")) for name in found)
+        named = [name for name in sorted(self.names) if name in vars(module)]
+        return id(module), tuple((name, self.value(vars(module)[name], f"{where}.{name}")) for name in named)
 
     def instance(self, x: Any, where: str) -> Hashable:
         """An object by what it holds, and what its class does with that."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..patterns import Pattern
-from ..patterns.base import fitting
+from ..patterns.fit import fitting
 from ..patterns.numbers import check_device
 from .block_plan import BlockPlan, pack_masks, unpack_masks
 from .branches import Branch, Sizes, branches, mixture, tile_sides

@@ -176,12 +176,12 @@ def _branch(view: View, pattern: Pattern, size: Sizes) -> Branch | None:
 
 def mixture(pattern: LongNet, size: Sizes) -> list[Branch]:
     """The branches of a LongNet: plain arithmetic, which ``torch.compile`` can trace."""
-    found = []
+    program = []
     for view, inside in pattern.views(size.heads):
         branch = _branch(view, inside, size)
         if branch is not None:
-            found.append(branch)
-    return found
+            program.append(branch)
+    return program
 
 
 def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:

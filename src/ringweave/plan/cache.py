@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..patterns import Pattern, rebuild
-from ..patterns.base import refuse
+from ..patterns.fit import refuse
 from ..patterns.function import changed, holders
 from ..patterns.numbers import check_sizes, named_device, whole
 from ..recent import Recent
@@ -72,15 +72,15 @@ class PlanCache:
         made_of, device, tile = pattern.key(), _place(device), check_tile(tile)
         key = (made_of.value, nq, nk, heads, batch, q_offset, tile, str(device))
         kept = self._steps if nq <= tile[0] else self._kept
-        found = kept.get(key)
-        if found is not None:
-            return found
+        plan = kept.get(key)
+        if plan is not None:
+            return plan
         # one thread builds a plan, the others of the same key wait for it
         making = kept.making(key)
         with making.lock:
-            found = kept.get(key)
-            if found is not None:
-                return found
+            plan = kept.get(key)
+            if plan is not None:
+                return plan
             plan = build(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=device)
             ties = holders(pattern.spec)
             if ties and not pattern.key().same(made_of):

@@ -82,8 +82,8 @@ def _masked(sets: list[RowSet], plan: BlockPlan, present: NDArray[np.bool_]) -> 
     kind = kind.reshape(-1)
     whole: NDArray[np.bool_] = np.asarray(shapes.all(axis=1))
     # pairs (mask or full, shape) that occur
-    found = [np.stack([rows.bits.astype(np.int64) + 1, kind[rows.col]], 1)[~whole[kind[rows.col]]] for rows in sets]
-    pairs = np.unique(np.concatenate(found), axis=0)
+    occurring = [np.stack([rows.bits.astype(np.int64) + 1, kind[rows.col]], 1)[~whole[kind[rows.col]]] for rows in sets]
+    pairs = np.unique(np.concatenate(occurring), axis=0)
     if not len(pairs):
         return plan.masks
     base = torch.cat(

@@ -264,12 +264,12 @@ def choose(
     name = str(about[0]).removeprefix("torch.")
     key = KernelKey(kernel, device.name, name, (padded(dim), padded(value_dim)), tile, about[1])
     if given is not None:
-        found = given.configs.get(key)
+        config = given.configs.get(key)
         given.asked.append(Asked(key, itemsize, device, said))
     else:
         fields = stored.get(key)
-        found = None if fields is None else _of(fields, key, itemsize, device)
-    return found or said
+        config = None if fields is None else _of(fields, key, itemsize, device)
+    return config or said
 
 
 def measured(case: Case) -> list[str]:

@@ -43,14 +43,14 @@ class Masks:
         if not plan.masks.shape[0]:
             # kernels are told, and read none
             return Masks(plan.masks, plan.masks, plan.masks)
-        found: list[tuple[Tensor, ...]] = []
+        packed: list[tuple[Tensor, ...]] = []
         for part in plan.masks.split(_MASKS_AT_ONCE):
             dense = unpack_masks(part, plan.kv_tile)
             sides = (dense.mT, dense.any(1, keepdim=True), dense.any(2)[:, None])
             transposed, keys, queries = (pack_masks(side) for side in sides)
             living = (side[:, 0].int().cumprod(1).sum(1) for side in sides[1:])
-            found.append((transposed, keys[:, 0], queries[:, 0], *living))
-        parts = [torch.cat(part).contiguous() for part in zip(*found, strict=True)]
+            packed.append((transposed, keys[:, 0], queries[:, 0], *living))
+        parts = [torch.cat(part).contiguous() for part in zip(*packed, strict=True)]
         if not plan.counted:
             return Masks(parts[0], parts[1], parts[2], True, True)
         dead = (
@@ -90,10 +90,10 @@ _shared: weakref.WeakKeyDictionary[BlockPlan, dict[int, bool]] = weakref.WeakKey
 
 def masks(plan: BlockPlan) -> Masks:
     """The masks of a plan, made at first use and kept as long as the plan."""
-    found = _masks.get(plan)
-    if found is None:
-        found = _masks[plan] = Masks.of(plan)
-    return found
+    made = _masks.get(plan)
+    if made is None:
+        made = _masks[plan] = Masks.of(plan)
+    return made
 
 
 def shared(plan: BlockPlan, ratio: int) -> bool:

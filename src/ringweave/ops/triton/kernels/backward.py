@@ -28,11 +28,11 @@ def delta(
     mine = token < nq
     slopes = rows(dout + b * g_b + h * g_h, token * g_n, mine, DV, PAD_DV)
     outs = rows(out + b * o_b + h * o_h, token * o_n, mine, DV, PAD_DV)
-    found = tl.sum(slopes.to(tl.float32) * outs.to(tl.float32), 1)
+    delta_row = tl.sum(slopes.to(tl.float32) * outs.to(tl.float32), 1)
     if SLOPED:
-        found -= tl.load(dlse + b * s_b + h * s_h + token * s_n, mask=mine, other=0.0).to(tl.float32)
+        delta_row -= tl.load(dlse + b * s_b + h * s_h + token * s_n, mask=mine, other=0.0).to(tl.float32)
     row_lse = tl.load(lse + b * l_b + h * l_h + token * l_n, mask=mine, other=0.0)
-    tl.store(result + pair.to(tl.int64) * nq + token, tl.where(row_lse == float("-inf"), 0.0, found), mask=mine)
+    tl.store(result + pair.to(tl.int64) * nq + token, tl.where(row_lse == float("-inf"), 0.0, delta_row), mask=mine)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -71,13 +71,13 @@ def spread(local, head_step, step, HEADS: tl.constexpr, ROWS: tl.constexpr, WIDE
 @triton.jit
 def word(words, at, code, index: tl.constexpr, shift, keep, MASKED: tl.constexpr, RAGGED: tl.constexpr):
     """Mask word ``index`` of some rows from bit ``shift``, all ones for a full tile, cut at the end of the sequence."""
-    found = tl.full(at.shape, -1, tl.int32)
+    bits = tl.full(at.shape, -1, tl.int32)
     if MASKED:
-        found = tl.load(words + at + index, mask=code >= 0, other=-1) >> shift
+        bits = tl.load(words + at + index, mask=code >= 0, other=-1) >> shift
     if RAGGED:
         left = keep - 32 * index
-        found = found & tl.where(left >= 32, -1, (1 << tl.minimum(tl.maximum(left, 0), 31)) - 1)
-    return found
+        bits = bits & tl.where(left >= 32, -1, (1 << tl.minimum(tl.maximum(left, 0), 31)) - 1)
+    return bits
 
 
 @triton.jit
@@ -87,13 +87,13 @@ def allowed(words, code, side, row, first, keep, WORDS: tl.constexpr, SIZE: tl.c
     lane = tl.arange(0, SIZE)[None, :]
     at = (tl.maximum(code, 0).to(tl.int64) * side + row) * WORDS + first // 32
     # blocks of 16 may begin in the middle of a word
-    found = word(words, at, code, 0, first % 32 if SIZE < 32 else 0, keep, MASKED, RAGGED)[:, None]
+    bits = word(words, at, code, 0, first % 32 if SIZE < 32 else 0, keep, MASKED, RAGGED)[:, None]
     if SIZE > 32:
-        found = tl.where(lane < 32, found, word(words, at, code, 1, 0, keep, MASKED, RAGGED)[:, None])
+        bits = tl.where(lane < 32, bits, word(words, at, code, 1, 0, keep, MASKED, RAGGED)[:, None])
     if SIZE > 64:
-        found = tl.where(lane < 64, found, word(words, at, code, 2, 0, keep, MASKED, RAGGED)[:, None])
-        found = tl.where(lane < 96, found, word(words, at, code, 3, 0, keep, MASKED, RAGGED)[:, None])
-    return ((found >> (lane % 32)) & 1) != 0
+        bits = tl.where(lane < 64, bits, word(words, at, code, 2, 0, keep, MASKED, RAGGED)[:, None])
+        bits = tl.where(lane < 96, bits, word(words, at, code, 3, 0, keep, MASKED, RAGGED)[:, None])
+    return ((bits >> (lane % 32)) & 1) != 0
 
 
 @triton.jit
