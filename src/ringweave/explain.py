@@ -251,7 +251,7 @@ class Explanation:
 
 
 def _branches(work: Sequence[BranchWork]) -> list[dict[str, Any]]:
-    """Views of one rate, relation and backend differ in offset alone: one entry for all of them."""
+    """Describe views by rate, relation and backend: they differ in offset alone, and are one entry."""
     alike: dict[tuple[int, str, str], list[BranchWork]] = {}
     for each in work:
         alike.setdefault((each.branch.rate, repr(each.branch.pattern), each.backend.name), []).append(each)
@@ -279,7 +279,7 @@ def _branches(work: Sequence[BranchWork]) -> list[dict[str, Any]]:
 
 
 def _others(steps: Sequence[tuple[Branch, Backend]], case: Case, asked: str) -> dict[str, list[str]]:
-    """Why the backends that were not taken for some branch were not."""
+    """Say why the backends that were not taken for some branch were not."""
     reasons: dict[str, list[str]] = {}
     for branch, chosen in steps:
         refused = {backend.name: reason for backend, reason in dispatch.candidates(case, branch)}
@@ -300,7 +300,7 @@ def _others(steps: Sequence[tuple[Branch, Backend]], case: Case, asked: str) -> 
 
 
 def _memory(case: Case, work: Sequence[BranchWork]) -> dict[str, int]:
-    """Bytes of the plans, of the call's tensors, and a bound on the backends' own buffers."""
+    """Count bytes of the plans, of the call's tensors, and a bound on the backends' own buffers."""
     size = case.dtype.itemsize
     q = case.batch * case.heads * case.nq * case.head_dim * size
     out = case.batch * case.heads * case.nq * case.value_dim * size

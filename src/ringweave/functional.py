@@ -31,7 +31,7 @@ def attention(
     context: ContextParallel | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Exact attention over the pairs that a pattern allows, differentiable in q, k and v.
+    """Compute exact attention over the pairs that a pattern allows, differentiable in q, k and v.
 
     ``out[i] = sum_j softmax_j(scale * <q[i], k[j]>) v[j]`` over the allowed j; a row that attends nothing gives 0. Cost
     and memory grow with the pattern's non-empty tiles.
@@ -77,7 +77,7 @@ def attention_with_lse(
     context: ContextParallel | None = None,
     dropout: float = 0.0,
 ) -> AttentionOutput:
-    """Attention with each row's log-sum-exp, which makes partial results mergeable; both are differentiable.
+    """Compute attention and each row's log-sum-exp, which makes partial results mergeable; both are differentiable.
 
     ``lse[i] = log sum_j exp(scale * <q[i], k[j]>)`` over the allowed j, -inf where there are none.
 
@@ -127,7 +127,7 @@ def longnet_attention(
     backend: str = "auto",
     context: ContextParallel | None = None,
 ) -> Tensor:
-    """LongNet's dilated attention: a mixture of dilated branches, merged by their log-sum-exp.
+    """Compute LongNet's dilated attention: a mixture of dilated branches, merged by their log-sum-exp.
 
     ``out = sum_b exp(lse_b - LSE) out_b``. A key that two branches see counts twice; for a union in which it counts
     once, use :class:`ringweave.Dilated` with ``|``. Branches run over strided views, nothing is padded or dropped.
@@ -181,7 +181,7 @@ def longnet_attention(
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Inputs in autocast's dtype where it is on, as for PyTorch's own attention."""
+    """Cast inputs to autocast's dtype where it is on, as for PyTorch's own attention."""
     if not all(isinstance(x, Tensor) for x in tensors):
         return list(tensors)
     device = tensors[0].device.type

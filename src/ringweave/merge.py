@@ -74,7 +74,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
 
 
 def _tensors(name: str, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The parts, where they are a list of floating-point tensors."""
+    """Check that the parts are a list of floating-point tensors."""
     if not isinstance(parts, (list, tuple)):
         raise ShapeError(message(name, shown(parts), "a list of tensors", "Pass the parts in a list."))
     for part in parts:

@@ -30,7 +30,7 @@ class BlockWeights:
     first: Tensor
 
     def to_dense(self) -> Tensor:
-        """The dense matrix (B, Hq, Nq, Nk), for small sizes."""
+        """Spread them to the dense matrix (B, Hq, Nq, Nk), for small sizes."""
         p = self.plan
         batch, heads = p.group.shape
         rows = p.tile_rows()
@@ -47,7 +47,7 @@ class BlockWeights:
 def attention_weights(
     q: Tensor, k: Tensor, pattern: Pattern, *, scale: float | None = None, q_offset: int = 0
 ) -> BlockWeights:
-    """The attention probabilities, as (plan, tile values): for inspection, at a cost of 4 bytes per pair of a tile.
+    """Compute the probabilities, as (plan, tile values): for inspection, at a cost of 4 bytes per pair of a tile.
 
     ``weights[i, j] = exp(scale * <q[i], k[j]> - lse[i])`` over the allowed pairs, 0 elsewhere. Differentiable.
 

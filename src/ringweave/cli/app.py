@@ -100,7 +100,7 @@ def show(
 
 
 def _row(panels: tuple[Panel, ...], tokens: int, margin: int, shades: str, *, headings: bool) -> list[str]:
-    """Panels side by side, framed, with token numbers on the axes."""
+    """Draw panels side by side, framed, with token numbers on the axes."""
     arts = [art_rows(panel, shades) for panel in panels]
     unicode = shades == SHADES
     side, corners, flat = ("│", "┌┐└┘", "─") if unicode else ("|", "++++", "-")
@@ -216,7 +216,7 @@ def tune(
 
 
 def _candidates(choice: Finding) -> Table:
-    """A line for each candidate; fastest first, then what was not timed."""
+    """Write a line for each candidate; fastest first, then what was not timed."""
     title = f"{choice.problem.pattern!r}, {choice.problem.tokens} tokens, {choice.direction}"
     table = _table(title, "backend", "tiles", "", "milliseconds")
     chosen = choice.chosen
@@ -230,7 +230,7 @@ def _candidates(choice: Finding) -> Table:
 
 
 def _blocks(tuned: Tuned) -> Table:
-    """A line for each choice of blocks of one kernel; fastest first."""
+    """Write a line for each choice of blocks of one kernel; fastest first."""
     key, descent = tuned.key, tuned.descent
     title = f"triton, {key.kernel}, {key.tile[0]} x {key.tile[1]}, {'partial' if key.masked else 'full'} tiles"
     names = [field.name for field in dataclasses.fields(descent.start)]

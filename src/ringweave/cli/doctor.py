@@ -81,7 +81,7 @@ def _text(value: object) -> str:
 
 
 def diagnose() -> dict[str, dict[str, Any]]:
-    """The findings, as plain values by section.
+    """Find what is here, as plain values by section.
 
     Example:
         >>> from ringweave.cli.doctor import diagnose
@@ -110,7 +110,7 @@ def diagnose() -> dict[str, dict[str, Any]]:
 
 
 def _kernel() -> dict[str, str]:
-    """The instruction sets of the CPU kernel: in use, and all that this machine can run; or why it is absent."""
+    """Name the CPU kernel's instruction sets, in use and all that this machine can run; or why it is absent."""
     native = cpu.module()
     if native is None:
         return {"in use": _why_absent()}
@@ -122,7 +122,7 @@ def _kernel() -> dict[str, str]:
 
 
 def _store() -> dict[str, str | int]:
-    """Where ``ringweave tune`` keeps what it found, and how much: answers, those with tiles, kernels with blocks."""
+    """Say where ``ringweave tune`` keeps what it found, and how much: answers, some with tiles, kernels with blocks."""
     path = tuning.store()
     if path is None:
         return {"file": "none: platformdirs is not installed, and RINGWEAVE_CACHE names no folder"}
@@ -178,7 +178,7 @@ def _compiler(name: str) -> str | None:
 
 
 def _usable(name: str, device: str) -> str:
-    """``usable``, or what a backend refuses of a dense and of a sparse case on a device."""
+    """Say ``usable``, or what a backend refuses of a dense and of a sparse case on a device."""
     case = Case(1, 1, 1, 256, 256, 64, 64, torch.float32, device, needs_grad=True)
     refused = {}
     for kind, pattern in (("dense", Causal()), ("sparse", SlidingWindow(64))):

@@ -17,17 +17,17 @@ Heads = Annotated[int | None, typer.Option("--heads", min=1, help="Query heads. 
 
 
 def out() -> Console:
-    """Results; made anew, so that it follows a redirected stdout."""
+    """Open a console for results; made anew, so that it follows a redirected stdout."""
     return Console(highlight=False)
 
 
 def fail(reason: str) -> None:
-    """One red line on stderr."""
+    """Write one red line on stderr."""
     Console(stderr=True, highlight=False).print(
         Text(f"ringweave: {' '.join(reason.split())}", style="red"), soft_wrap=True
     )
 
 
 def unicode_ok(console: Console) -> bool:
-    """Whether block characters can be written; else ASCII has to do."""
+    """Tell whether block characters can be written; else ASCII has to do."""
     return console.encoding.lower().startswith("utf")

@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
     scale: float
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
-        """The same with each tensor changed."""
+        """Change each tensor alike."""
         return self._replace(q=change(self.q), k=change(self.k), v=change(self.v))
 
 
@@ -49,7 +49,7 @@ class Case:
 
     @staticmethod
     def of(inputs: Inputs, needs_grad: bool = False) -> Case:
-        """The case of a call's inputs."""
+        """Describe a call's inputs."""
         q, k, v = inputs[:3]
         batch, heads, nq, head_dim = q.shape
         return Case(batch, heads, k.shape[1], nq, k.shape[2], head_dim, v.shape[3], q.dtype, q.device.type, needs_grad)
@@ -101,13 +101,13 @@ class Delta(Protocol):
 
 
 def readable(x: Tensor) -> Tensor:
-    """A tensor as kernels read it: neighbouring channels side by side, other strides of any kind; and detached."""
+    """Make a tensor one that kernels read: neighbouring channels side by side, other strides of any kind; detached."""
     x = x.detach()
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def with_sign(inputs: Inputs) -> tuple[Inputs, int]:
-    """Inputs with the scale's sign, or 0, in q and a scale above 0; and the sign, which the gradient of q takes too.
+    """Move the scale's sign, or 0, into q, so that scale is above 0; and the sign, which the gradient of q takes too.
 
     For kernels that find a row's largest score before they scale it, or scale what they have masked with -inf.
     """
@@ -121,7 +121,7 @@ _CHUNK = 2**20
 
 
 def delta_in_chunks(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """By PyTorch, some rows at a time: the widened product of whole tensors would be larger than the gradients."""
+    """Compute delta by PyTorch, some rows at a time: a whole widened product would be larger than the gradients."""
     delta = torch.empty_like(lse)
     rows = max(1, _CHUNK // (out[:, :, 0].numel()))
     for first in range(0, out.shape[2], rows):
@@ -139,7 +139,7 @@ DELTA_CHANNELS = 8
 def delta_as_channels(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dout, q, k, v, out) with further channels, for a dense kernel that computes rowsum(dout * out) itself.
+    """Add channels to (dout, q, k, v, out), for a dense kernel that computes rowsum(dout * out) itself.
 
     That leaves no way in for the gradient of lse. The channels give it: they are zero in q, k and v, one in dout, and
     in out, otherwise zero, they hold the pieces of delta: three, which is enough for a 16-bit type.

@@ -22,7 +22,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @functools.cache
 def module() -> ModuleType | None:
-    """The extension module, or None where the package was built without a compiler."""
+    """Import the extension module; None where the package was built without a compiler."""
     try:
         return importlib.import_module("ringweave._cpu")
     except ImportError:
@@ -30,7 +30,7 @@ def module() -> ModuleType | None:
 
 
 def variant() -> str:
-    """The instruction set in use: the best of the machine, or the one that ``RINGWEAVE_CPU_VARIANT`` names.
+    """Name the instruction set in use: the best of the machine, or what ``RINGWEAVE_CPU_VARIANT`` names.
 
     Raises:
         UnsupportedError: The machine cannot run the named one, or there is no kernel.
@@ -46,7 +46,7 @@ def variant() -> str:
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One call of the kernel."""
+    """Call the kernel once."""
     native = module()
     assert native is not None
     plan = branch.plan("cpu")
@@ -59,7 +59,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """One call of the kernel: dK and dV by columns, dQ summed in a fixed order; the same bits on any thread count."""
+    """Call the kernel once: dK and dV by columns, dQ summed in a fixed order; the same bits on any thread count."""
     native = module()
     assert native is not None
     plan = branch.plan("cpu")
@@ -72,7 +72,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """In one pass over both tensors."""
+    """Compute delta in one pass over both tensors."""
     native = module()
     assert native is not None
     result = torch.empty(out.shape[:3], dtype=torch.float32, device="cpu")
@@ -90,7 +90,7 @@ def _rest(plan: BlockPlan, scale: float) -> tuple[object, ...]:
 
 
 def refusal(case: Case, branch: Branch) -> str | None:
-    """CPU tensors of up to 32 bits with head dimensions in steps of 8."""
+    """Refuse all but CPU tensors of up to 32 bits with head dimensions in steps of 8."""
     if case.device != "cpu":
         return f"it runs on CPU tensors, and these are on {case.device}"
     if module() is None:
@@ -104,7 +104,7 @@ def refusal(case: Case, branch: Branch) -> str | None:
 
 
 def scratch(case: Case, branch: Branch) -> int:
-    """Per thread a few tiles; backward, sums of dQ for a window, and what 16-bit dK and dV keep between windows."""
+    """Count a few tiles per thread; backward, sums of dQ for a window, and 16-bit dK and dV kept between windows."""
     lanes = 512
     forward_bytes = torch.get_num_threads() * 4 * lanes * (2 * case.head_dim + 2 * case.value_dim + 64)
     if not case.needs_grad:

@@ -34,12 +34,12 @@ _DENSE_TILES = 2**23
 
 
 def names() -> tuple[str, ...]:
-    """What ``backend=`` takes."""
+    """List what ``backend=`` takes."""
     return ("auto", *BACKENDS)
 
 
 def choose(name: str, case: Case, branch: Branch) -> Backend:
-    """The backend for one branch.
+    """Choose the backend for one branch.
 
     Raises:
         UnsupportedError: An unknown name, or a named backend that cannot run the branch, with the reason.
@@ -48,7 +48,7 @@ def choose(name: str, case: Case, branch: Branch) -> Backend:
 
 
 def step(name: str, case: Case, branch: Branch) -> tuple[Branch, Backend]:
-    """One branch with its backend, as :func:`choose`; auto may give it the tiles that were measured to suit both."""
+    """Choose one branch's backend, as :func:`choose`; auto may give it the tiles that were measured to suit both."""
     if name == "auto":
         usual = (backend for backend, reason in candidates(case, branch) if reason is None)
         return measured(case, branch) or (branch, next(usual))
@@ -64,7 +64,7 @@ def step(name: str, case: Case, branch: Branch) -> tuple[Branch, Backend]:
 
 
 def measured(case: Case, branch: Branch) -> tuple[Branch, Backend] | None:
-    """What ``ringweave tune`` found fastest for this kind of call here, if it did and that backend can run it."""
+    """Look up what ``ringweave tune`` found fastest for this kind of call here, if that backend can run it."""
     answer = tuning.lookup(case, branch)
     backend = None if answer is None else BACKENDS.get(answer.backend)
     if answer is None or backend is None or not backend.branched or refusal(backend, case, branch) is not None:
@@ -76,7 +76,7 @@ def measured(case: Case, branch: Branch) -> tuple[Branch, Backend] | None:
 
 
 def candidates(case: Case, branch: Branch) -> Iterator[tuple[Backend, str | None]]:
-    """What auto considers where nothing was measured, in order, each with why it does not take it (None: it does)."""
+    """List what auto considers where nothing was measured, in order, with why it does not take it (None: it does)."""
     ordered = list(PREFERENCE)
     if branch.structure != "sparse" and branch.nq * branch.nk > _DENSE_TILES * 128**2:
         ordered.sort(key=lambda name: BACKENDS[name].planned)
@@ -85,14 +85,14 @@ def candidates(case: Case, branch: Branch) -> Iterator[tuple[Backend, str | None
 
 
 def refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
-    """Why a backend cannot run a branch of a case; None where it can."""
+    """Say why a backend cannot run a branch of a case; None where it can."""
     if case.needs_grad and backend.backward is None:
         return "it is forward-only, and an input requires gradients (detach the inputs, or use torch.no_grad)"
     return backend.refusal(case, branch)
 
 
 def _why_not(backend: Backend, case: Case, branch: Branch) -> str | None:
-    """Why auto does not take a backend by itself; None where it may."""
+    """Say why auto does not take a backend by itself; None where it may."""
     if backend.checked and not backend.planned and branch.structure == "sparse" and case.device != "cpu":
         return "auto gives it sparse patterns only where ringweave tune found it fastest"
     reason = refusal(backend, case, branch)
@@ -103,7 +103,7 @@ def _why_not(backend: Backend, case: Case, branch: Branch) -> str | None:
 
 
 def program(pattern: Pattern, case: Case, q_offset: int, backend: str) -> list[tuple[Branch, Backend]]:
-    """The branches of a call, each with its backend; auto may give them other tiles.
+    """Split a call into branches, each with its backend; auto may give them other tiles.
 
     A named backend keeps the tiles that length and pattern suggest: the bits of what was named depend on no store.
     """
@@ -115,7 +115,7 @@ def program(pattern: Pattern, case: Case, q_offset: int, backend: str) -> list[t
 
 
 def run_forward(inputs: Inputs, pattern: Pattern, q_offset: int, backend: str) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a pattern; out in q's dtype."""
+    """Compute (out, lse) of a pattern; out in q's dtype."""
     forks.check(inputs.q.device)
     inputs = inputs.map(readable)
     q, _, v = inputs[:3]
@@ -144,7 +144,7 @@ def run_backward(
     q_offset: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of a pattern, in the inputs' dtype."""
+    """Compute (dq, dk, dv) of a pattern, in the inputs' dtype."""
     forks.check(inputs.q.device)
     dout, inputs = readable(dout), inputs.map(readable)
     case = Case.of(inputs, needs_grad=True)
@@ -198,7 +198,7 @@ class _View:
 
 
 def describe(steps: Sequence[tuple[Branch, Backend]]) -> list[tuple[int, str]]:
-    """Backends by number of branches, for people: [(branches, backend), ...] in order of first use."""
+    """Count branches by backend, for people: [(branches, backend), ...] in order of first use."""
     counts: dict[str, int] = {}
     for _, backend in steps:
         counts[backend.name] = counts.get(backend.name, 0) + 1

@@ -32,14 +32,14 @@ SPARSE_TILES = {9: (128, 128), 10: (256, 128)}
 
 
 def order(major: int, hip: bool) -> tuple[str, ...]:
-    """PyTorch's fused kernels for a device, best first, by its major compute capability."""
+    """List PyTorch's fused kernels for a device, best first, by its major compute capability."""
     if hip or major == 8:
         return ("flash", "efficient")
     return ("cudnn", "flash", "efficient") if major >= 9 else ("efficient",)
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
-    """The first kernel of the device's order that PyTorch says can run the inputs."""
+    """Give the first kernel of the device's order that PyTorch says can run the inputs."""
     from torch.backends.cuda import (
         SDPAParams,
         can_use_cudnn_attention,
@@ -72,7 +72,7 @@ def _per_query_head(x: Tensor, heads: int) -> Tensor:
 
 
 def dense_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, kernel: str) -> tuple[Tensor, Tensor]:
-    """(out, lse) of one of PyTorch's fused kernels; lse in float32, (B, Hq, Nq), whatever the kernel's own shape."""
+    """Compute (out, lse) by one of PyTorch's kernels; lse in float32, (B, Hq, Nq), whatever the kernel's own shape."""
     if kernel == "flash":
         out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
     elif kernel == "cudnn":
@@ -86,7 +86,7 @@ def dense_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, k
 def dense_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, kernel: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of one of PyTorch's fused kernels; any of them takes the lse of any other."""
+    """Compute (dq, dk, dv) by one of PyTorch's fused kernels; any of them takes the lse of any other."""
     nq, nk = q.shape[2], k.shape[2]
     if kernel == "flash":
         # without dropout nothing reads it
@@ -113,7 +113,7 @@ def dense_backward(
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One fused kernel."""
+    """Call one fused kernel."""
     inputs, _ = with_sign(inputs)
     if branch.structure == "sparse":
         out, lse = _sparse_forward(inputs, branch)
@@ -125,7 +125,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernel's own backward; where delta is not rowsum(dout * out), it goes in beside it."""
+    """Call the kernel's own backward; where delta is not rowsum(dout * out), it goes in beside it."""
     inputs, sign = with_sign(inputs)
     q, k, v, scale = inputs[:4]
     slopes = upstream.dout.to(q.dtype)
@@ -143,7 +143,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
 
 @functools.cache
 def installed() -> bool:
-    """Whether flash-attn-4 is there; it is not imported."""
+    """Tell whether flash-attn-4 is there; it is not imported."""
     try:
         return importlib.util.find_spec("flash_attn.cute") is not None
     except ImportError:  # no flash_attn, or one of an older generation that does not load
@@ -152,7 +152,7 @@ def installed() -> bool:
 
 @functools.cache
 def _cute() -> ModuleType | str:
-    """flash-attn-4's interface, or why it cannot be used."""
+    """Import flash-attn-4's interface, or say why it cannot be used."""
     try:
         interface = importlib.import_module("flash_attn.cute.interface")
     except ImportError as error:
@@ -168,7 +168,7 @@ _lists: weakref.WeakKeyDictionary[BlockPlan, tuple[Any, Any]] = weakref.WeakKeyD
 
 
 def _blocks(plan: BlockPlan) -> tuple[Any, Any]:
-    """flash-attn-4's lists of a plan, by rows and by columns, made at first use and kept as long as the plan."""
+    """Make flash-attn-4's lists of a plan, by rows and by columns, at first use; they are kept as long as the plan."""
     if plan not in _lists:
         sparsity = importlib.import_module("flash_attn.cute.block_sparsity")
         _lists[plan] = tuple(
@@ -185,7 +185,7 @@ def _blocks(plan: BlockPlan) -> tuple[Any, Any]:
 
 
 def padded_lists(plan: BlockPlan, side: str) -> tuple[Tensor, Tensor]:
-    """A plan's lists as (counts, indices): (B, Hq, lines) and (B, Hq, lines, longest), int32, zeros past the counts."""
+    """Pad a plan's lists: counts (B, Hq, lines), indices (B, Hq, lines, longest), int32, zeros past the counts."""
     ptr, tiles = (plan.row_ptr, plan.col) if side == "rows" else (plan.col_ptr, plan.row)
     counts = ptr.diff(dim=1)
     place = torch.arange(max(1, int(counts.max())), device=plan.device)
@@ -223,7 +223,7 @@ def _plan(branch: Branch, device: torch.device | str) -> BlockPlan:
 
 
 def refusal(case: Case, branch: Branch) -> str | None:
-    """CUDA tensors with Dv == D in steps of 8; sparse ones as flash-attn-4 takes them."""
+    """Refuse all but CUDA tensors with Dv == D in steps of 8; sparse patterns but as flash-attn-4 takes them."""
     if case.device != "cuda":
         return f"it calls kernels for CUDA tensors, and these are on {case.device}"
     if case.dtype not in (*_HALVES, torch.float32):
@@ -256,7 +256,7 @@ def _sparse_refusal(case: Case, branch: Branch) -> str | None:
 
 
 def scratch(case: Case, branch: Branch) -> int:
-    """Backward of the kernels sums dQ in float32; where delta goes in as channels, the inputs once more."""
+    """Count dQ in float32, which the kernels sum; where delta goes in as channels, the inputs once more."""
     if not case.needs_grad:
         return 0
     size = case.dtype.itemsize

@@ -56,11 +56,11 @@ class _Layout:
         self.bank = torch.cat([unpack_masks(plan.masks, plan.kv_tile), self.tail]) if fits else None
 
     def queries(self, x: Tensor) -> Tensor:
-        """(B, Hq, Nq, C) to (B * Hq * query tiles, q_tile, C), padded with zeros."""
+        """Tile (B, Hq, Nq, C) to (B * Hq * query tiles, q_tile, C), padded with zeros."""
         return _tiled(x, self.plan.q_tile, self.plan.q_tiles)
 
     def keys(self, x: Tensor) -> Tensor:
-        """(B, Hkv, Nk, C) to (B * Hkv * key tiles, kv_tile, C), padded with zeros."""
+        """Tile (B, Hkv, Nk, C) to (B * Hkv * key tiles, kv_tile, C), padded with zeros."""
         return _tiled(x, self.plan.kv_tile, self.plan.kv_tiles)
 
     def _mask(self, code: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class _Layout:
         return torch.where((code == self.plan.masks.shape[0])[:, None, None], self.tail, masks)
 
     def batches(self) -> Iterator[_Batch]:
-        """All tiles, each once; the pieces of one query tile come in ascending order of keys."""
+        """Batch all tiles, each once; the pieces of one query tile come in ascending order of keys."""
         plan = self.plan
         device = plan.device
         line = torch.arange(self.batch * self.heads * plan.q_tiles, device=device)
@@ -101,7 +101,7 @@ class _Layout:
         return _Batch(line, base + col, (rows, places), self._mask(code[rows, places]))
 
     def gathered(self, tiles: Tensor, batch: _Batch, only_attended: bool) -> Tensor:
-        """Key or value tiles side by side, (R, n * kv_tile, C); columns that no query of a tile may attend as zero."""
+        """Gather key or value tiles, (R, n * kv_tile, C); columns that no query of a tile may attend as zero."""
         gathered = tiles[batch.key].to(self.acc)
         if only_attended and batch.mask.shape[0]:
             dead = ~batch.mask.any(1)
@@ -112,11 +112,11 @@ class _Layout:
         return gathered.flatten(1, 2)
 
     def scores(self, queries: Tensor, keys: Tensor, batch: _Batch) -> Tensor:
-        """(R, q_tile, n * kv_tile), -inf where not allowed; selected, so a NaN in a masked key goes nowhere."""
+        """Compute (R, q_tile, n * kv_tile), -inf where not allowed; selected, so a NaN in a masked key goes nowhere."""
         return self.masked(torch.bmm(queries, keys.mT), batch, -torch.inf)
 
     def masked(self, x: Tensor, batch: _Batch, value: float) -> Tensor:
-        """(R, q_tile, n * kv_tile) with a value where nothing is allowed, in place."""
+        """Fill (R, q_tile, n * kv_tile) with a value where nothing is allowed, in place."""
         if batch.mask.shape[0]:
             by_tile = x.unflatten(2, (-1, self.plan.kv_tile)).transpose(1, 2)
             by_tile[batch.where] = by_tile[batch.where].masked_fill(~batch.mask, value)
@@ -124,7 +124,7 @@ class _Layout:
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Attention over a plan, batch by batch of equally long rows."""
+    """Compute attention over a plan, batch by batch of equally long rows."""
     q, _, v, scale = inputs[:4]
     plan = branch.plan(q.device)
     layout = _Layout(inputs, plan)
@@ -156,7 +156,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients over a plan: scores are recomputed, dK and dV are added per key tile."""
+    """Compute gradients over a plan: scores are recomputed, dK and dV are added per key tile."""
     dout, lse, delta, _ = upstream
     dead = torch.isneginf(lse)
     if bool(dead.any()):
@@ -211,7 +211,7 @@ def refusal(case: Case, branch: Branch) -> str | None:
 
 
 def scratch(case: Case, branch: Branch) -> int:
-    """Scores of a batch, the keys and values gathered beside them, and the outputs as tiles."""
+    """Count scores of a batch, the keys and values gathered beside them, and the outputs as tiles."""
     plan = branch.plan()
     size = acc_dtype(case.dtype).itemsize
     tiles = max(1, _BUDGET.get(case.device, _BUDGET_ELSEWHERE) // (plan.q_tile * plan.kv_tile * 4))

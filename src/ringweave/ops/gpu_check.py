@@ -48,7 +48,7 @@ _verdicts: dict[tuple[str, CheckedCase], str | None] = {}
 
 
 def reason(backend: Backend, case: Case, branch: Branch) -> str | None:
-    """Why auto should not give a branch to a backend on the current GPU; None where its check went well.
+    """Say why auto should not give a branch to a backend on the current GPU; None where its check went well.
 
     None, too, where there is no GPU to check it on.
     """

@@ -24,7 +24,7 @@ _AT_ONCE = 2**22
 
 
 def may_overflow(inputs: Inputs) -> bool:
-    """Whether a score may be out of range, by the largest elements; True where one is not finite."""
+    """Tell whether a score may be out of range, by the largest elements; True where one is not finite."""
     q, k = inputs[:2]
     most = torch.finfo(acc_dtype(q.dtype)).max
     largest = (max(-float(low), float(high)) for low, high in (torch.aminmax(x) for x in (q, k)))

@@ -14,7 +14,7 @@ from .backend import Backend, Case, Inputs, Upstream
 
 
 def _scores(inputs: Inputs, branch: Branch) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled scores with -inf where nothing is allowed, multiplicities, and keys per query head."""
+    """Compute scaled scores with -inf where nothing is allowed, multiplicities, and keys per query head."""
     q, k = inputs[:2]
     batch, heads = q.shape[:2]
     count = branch.pattern.to_dense(q.shape[2], k.shape[2], heads, batch=batch, q_offset=branch.q_offset)
@@ -34,7 +34,7 @@ def _weights(scores: Tensor) -> Tensor:
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Attention by the formula of its definition."""
+    """Compute attention by the formula of its definition."""
     scores, count, _ = _scores(inputs, branch)
     lse = torch.logsumexp(scores, -1)
     weights = _weights(scores)
@@ -43,7 +43,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by the formula; weights are recomputed in float64."""
+    """Compute gradients by the formula; weights are recomputed in float64."""
     q, k, v, scale = inputs[:4]
     scores, count, keys = _scores(inputs, branch)
     weights = _weights(scores)
@@ -76,7 +76,7 @@ def refusal(case: Case, branch: Branch) -> str | None:
 
 
 def scratch(case: Case, branch: Branch) -> int:
-    """Counts, scores, weights and their slopes, N x N in float64."""
+    """Count multiplicities, scores, weights and their gradients, N x N in float64."""
     return 4 * 8 * case.batch * case.heads * case.nq * case.nk
 
 

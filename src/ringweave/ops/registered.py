@@ -53,7 +53,7 @@ def attention(
     q_offset: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the pattern that ``spec`` and ``tables`` spell."""
+    """Compute (out, lse) of the pattern that ``spec`` and ``tables`` spell."""
     return run_forward(Inputs(q, k, v, scale), pattern_of(spec, tables), q_offset, backend)
 
 
@@ -71,7 +71,7 @@ def attention_backward(
     q_offset: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv)."""
+    """Compute (dq, dk, dv)."""
     pattern = pattern_of(spec, tables)
     return run_backward(dout, dlse, Inputs(q, k, v, scale), out, lse, pattern, q_offset, backend)
 
@@ -117,7 +117,7 @@ def _refuse(got: str, remedy: str) -> NoReturn:
 
 
 def refuse_twice(ctx: Any, *_: Any) -> NoReturn:
-    """The gradient of a gradient."""
+    """Refuse the gradient of a gradient."""
     _refuse("a second derivative", "Call the formula on small dense tensors for one.")
 
 
@@ -127,7 +127,7 @@ class _Backward(Differentiable):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing is kept: it has no derivative."""
+        """Keep nothing: it has no derivative."""
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -167,7 +167,7 @@ differentiate(attention_backward_op, None, refuse_twice)
 
 
 def _fold(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[list[Any], Callable[[Tensor], Tensor]]:
-    """Arguments with the mapped dimension folded into the batch, and the way back."""
+    """Fold the mapped dimension into the batch; the arguments, and the way back."""
     count = info.batch_size
 
     def folded(x: Any, dim: int | None) -> Any:
@@ -206,7 +206,7 @@ torch.library.register_vmap("ringweave::attention_backward", _vmapped(attention_
 def attend(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, q_offset: int, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a checked call, with its derivatives."""
+    """Compute (out, lse) of a checked call, with its derivatives."""
     args = (q, k, v, pattern.tables, pattern.spec, scale, q_offset, backend)
     if torch.compiler.is_compiling():
         refuse_forward_mode()

@@ -24,14 +24,14 @@ def _rows_apart(x: Tensor) -> Tensor:
 
 
 def _attended(inputs: Inputs, branch: Branch) -> Inputs:
-    """With the keys and values that some query may attend: a NaN in others must not be read."""
+    """Leave out keys and values that no query may attend: a NaN in them must not be read."""
     q, k, v = inputs[:3]
     count = q.shape[2] if branch.structure == "causal" else k.shape[2]
     return inputs._replace(k=k[:, :, :count], v=v[:, :, :count])
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Dense attention; key heads are repeated for grouped queries, as PyTorch does on a CPU."""
+    """Compute dense attention; key heads are repeated for grouped queries, as PyTorch does on a CPU."""
     attended = _attended(inputs, branch)
     q, k, v, scale = with_sign(attended)[0][:4]
     heads = q.shape[1]
@@ -44,7 +44,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of dense attention; delta goes in through further channels where the kernel's own is another."""
+    """Compute gradients of dense attention; delta goes in as channels where the kernel's own is another."""
     dout, lse, delta, out = upstream
     every_key = inputs.k.shape[2]
     inputs, sign = with_sign(_attended(inputs, branch))
@@ -79,7 +79,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
 
 
 def refusal(case: Case, branch: Branch) -> str | None:
-    """Dense patterns on a CPU with equal head dimensions."""
+    """Refuse all but dense patterns on a CPU with equal head dimensions."""
     if branch.structure == "sparse":
         return "the pattern is neither full nor causal from position 0, and a dense mask would need N x N memory"
     if case.device != "cpu":
@@ -90,7 +90,7 @@ def refusal(case: Case, branch: Branch) -> str | None:
 
 
 def scratch(case: Case, branch: Branch) -> int:
-    """Key heads repeated for grouped queries; the kernel's own blocks are small."""
+    """Count key heads repeated for grouped queries; the kernel's own blocks are small."""
     if case.heads == case.kv_heads:
         return 0
     return case.batch * case.heads * case.nk * (case.head_dim + case.value_dim) * case.dtype.itemsize

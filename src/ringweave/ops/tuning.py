@@ -35,7 +35,7 @@ _log = logging.getLogger("ringweave")
 
 
 def store() -> Path | None:
-    """The file; None where there is no folder for it: platformdirs is not installed, and no variable names one."""
+    """Name the file; None where there is no folder for it: no platformdirs is installed, and no variable names one."""
     return _file(os.environ.get(VARIABLE, ""))
 
 
@@ -81,12 +81,12 @@ def refresh() -> None:
 
 
 def answers() -> Mapping[str, Mapping[int, Answer]]:
-    """Answers by key and density, from the file as it was at most a second ago."""
+    """Give answers by key and density, from the file as it was at most a second ago."""
     return _current().answers
 
 
 def configs() -> Mapping[KernelKey, Fields]:
-    """Fields of launch configurations by kernel and tiles, from the file as it was at most a second ago."""
+    """Give fields of launch configurations by kernel and tiles, from the file as it was at most a second ago."""
     return _current().configs
 
 
@@ -134,7 +134,7 @@ def _nothing() -> Stored:
 
 
 def load(path: Path) -> Stored:
-    """The file's ``entries`` and ``blocks``; none, and a warning in the log, where this version does not write such."""
+    """Read ``entries`` and ``blocks``; none, and a warning in the log, where this version does not write such."""
     try:
         content = json.loads(path.read_text("utf-8"))
         _check(content)
@@ -147,7 +147,7 @@ def load(path: Path) -> Stored:
 
 
 def _check(content: object) -> None:
-    """Raises ValueError where a file's content is not a store of this format."""
+    """Raise ValueError where a file's content is not a store of this format."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"it is not of format {FORMAT}")
     for part, (types, right) in _PARTS.items():
@@ -230,7 +230,7 @@ def record(answers: list[dict[str, Any]], configs: list[dict[str, Any]] | None =
 
 
 def lookup(case: Case, branch: Branch) -> Answer | None:
-    """What was fastest for this kind of call; None where nothing was measured."""
+    """Look up what was fastest for this kind of call; None where nothing was measured."""
     known = answers()
     if not known:
         return None

@@ -46,7 +46,7 @@ class KernelKey(NamedTuple):
 
 
 def call_key(case: Case, branch: Branch) -> str | None:
-    """The key of a call, but for its density; None where its device is not here."""
+    """Spell the key of a call, but for its density; None where its device is not here."""
     here = where(case.device)
     if here is None:
         return None
@@ -59,7 +59,7 @@ def call_key(case: Case, branch: Branch) -> str | None:
 
 
 def where(device: str) -> str | None:
-    """A device by name, and the versions; None where it is not here."""
+    """Name a device and the versions; None where it is not here."""
     if device == "cpu":
         return _named(f"{processor()}, {torch.get_num_threads()} threads")
     if device.startswith("cuda") and torch.cuda.is_available():
@@ -80,7 +80,7 @@ def _named(device: str) -> str:
 
 @functools.cache
 def processor() -> str:
-    """The processor's model."""
+    """Name the processor's model."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -94,7 +94,7 @@ _DENSITY_BYTES = 1024
 
 
 def density(branch: Branch) -> int:
-    """The share of tiles as the nearest power of 1/2: 0 all, 1 a half, and so on; from a sample, and kept.
+    """Estimate the share of tiles as a power of 1/2: 0 all, 1 a half, and so on; from a sample, and kept.
 
     Of block tables on a GPU nothing is read: the share that they may have at most.
     """

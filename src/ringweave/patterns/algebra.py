@@ -27,7 +27,7 @@ class Combined(Pattern):
         super().__post_init__()
 
     def appended(self, part: Pattern) -> Self:
-        """With one more part; what is known of the others is kept, so that long unions may grow one by one."""
+        """Append one more part; what is known of the others is kept, so that long unions may grow one by one."""
         new = object.__new__(type(self))
         object.__setattr__(new, "parts", (*self.parts, part))
         nest(new, max(self.depth, 1 + part.depth), self.leaves + part.leaves)
@@ -194,7 +194,7 @@ class Not(Pattern):
 
 
 def leaves(pattern: Pattern) -> Iterator[Pattern]:
-    """What a pattern combines, by its operators."""
+    """List what a pattern combines, by its operators."""
     if isinstance(pattern, Combined):
         for part in pattern.parts:
             yield from leaves(part)
@@ -222,7 +222,7 @@ def _agree(name: str, a: int | None, b: int | None) -> int | None:
 
 
 def join(kind: type[Combined], *operands: Pattern) -> Pattern:
-    """Operands under an operator, without repeats and neutral elements, those that have one form together in it."""
+    """Join operands under an operator, without repeats and neutral elements; those with one form together become it."""
     parts: list[Pattern] = []
     for operand in operands:
         if not isinstance(operand, Pattern):
@@ -259,7 +259,7 @@ def join(kind: type[Combined], *operands: Pattern) -> Pattern:
 
 
 def _together(parts: list[Pattern]) -> list[Pattern]:
-    """The parts of a union, those that have one form together in the place of the first of them."""
+    """Unite parts of a union that have one form together, in the place of the first of them."""
     united: list[Pattern] = []
     place: dict[type[Pattern], int] = {}
     for part in parts:

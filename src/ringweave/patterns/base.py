@@ -76,50 +76,50 @@ class Pattern(ABC):
 
     @property
     def spec(self) -> str:
-        """The pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn."""
+        """Spell the pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn."""
         return self._text() if self._follows and not torch.compiler.is_compiling() else self._spec
 
     @abstractmethod
     def _text(self) -> str:
-        """What ``spec`` is to be."""
+        """Spell what ``spec`` is to be."""
 
     def parts_within(self) -> tuple[Pattern, ...]:
-        """The patterns that this one is made of; none where it stands for itself."""
+        """List the patterns that this one is made of; none where it stands for itself."""
         return ()
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
-        """Tensors that the pattern is made of (block tables, document bounds); private copies, never written."""
+        """List the tensors in the pattern (block tables, document bounds); private copies, never written."""
         return tuple(table for part in self.parts_within() for table in part.tables)
 
     @abstractmethod
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        """The relation on broadcast int64 position tensors of one batch and head: bool."""
+        """Evaluate the relation on broadcast int64 position tensors of one batch and head: bool."""
 
     @abstractmethod
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        """Key ranges that hold every key allowed to any query of [q_lo, q_hi); a superset, sorted or not."""
+        """Bound, by ranges, every key allowed to any query of [q_lo, q_hi); a superset, sorted or not."""
 
     @abstractmethod
     def tile_keys(self, tiles: Tiles) -> Int64:
-        """0 where a tile is empty, 1 where full, else a class number: same class, same extents, same mask."""
+        """Classify tiles: 0 empty, 1 full, else a class number: same class, same extents, same mask."""
 
     def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        """``key_ranges`` of the complement."""
+        """Give ``key_ranges`` of the complement."""
         return Ranges.of((0, nk), rows=len(q_lo))
 
     # ---- what a pattern may add --------------------------------------------------------------------------------------
 
     def extents(self) -> tuple[int | None, int | None]:
-        """(batch, heads) that the pattern is made for; None where it is the same for all."""
+        """Give (batch, heads) that the pattern is made for; None where it is the same for all."""
         return None, None
 
     def select(self, b: int, h: int) -> Pattern:
-        """The pattern of one batch element and head; itself where, and only where, it is the same for all."""
+        """Give the pattern of one batch element and head; itself where, and only where, it is the same for all."""
         return self
 
     def either(self, other: Pattern) -> Pattern | None:
-        """One pattern that allows what this and another of its type allow; None if it has no such form."""
+        """Give one pattern that allows what this and another of its type allow; None if it has no such form."""
         return None
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:  # noqa: B027  (most patterns fit any length)
@@ -130,24 +130,24 @@ class Pattern(ABC):
         return None
 
     def residue_rate(self) -> int:
-        """r > 1 where only keys congruent to the query modulo r are allowed: then a strided view is denser."""
+        """Give r > 1 where only keys congruent to the query modulo r are allowed: then a strided view is denser."""
         return 1
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
-        """The pattern among positions offset, offset + rate, ..., renumbered 0, 1, ...; None if it has no such form."""
+        """Give the pattern among positions offset, offset + rate, ... renumbered from 0; None if it has no such form."""
         return None
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
     def value(self) -> Hashable:
-        """The pattern as a key of a dict: text, and the tables' contents. For many patterns at once; costs a copy."""
+        """Make a key of a dict: text, and the tables' contents. For many patterns at once; costs a copy."""
         if parts := self.parts_within():
             return self.spec, tuple(part.value() for part in parts)
         arrays = (table.cpu().numpy() for table in self.tables)
         return self.spec, tuple((np.packbits(a) if a.dtype == np.bool_ else a).tobytes() for a in arrays)
 
     def key(self) -> Key:
-        """The pattern as a key of a cache: text, and the tables by address and version."""
+        """Make a key of a cache: text, and the tables by address and version."""
         if not self._follows:
             tables = self.tables
             return Key((self._spec, *map(address_key, tables)), tables)
@@ -220,7 +220,7 @@ class Pattern(ABC):
     # ---- views of the relation (the layers above do the work) --------------------------------------------------------
 
     def to_dense(self, nq: int, nk: int | None = None, heads: int = 1, *, batch: int = 1, q_offset: int = 0) -> Tensor:
-        """The relation as a bool tensor (batch, heads, nq, nk): the definition, for small sizes and tests.
+        """Evaluate the relation to a bool tensor (batch, heads, nq, nk): the definition, for small sizes and tests.
 
         Args:
             nq: Queries, at positions q_offset, q_offset + 1, ...
@@ -263,7 +263,7 @@ class Pattern(ABC):
         tile: int | tuple[int, int] | None = None,
         device: str | torch.device = "cpu",
     ) -> BlockPlan:
-        """The tiles that this pattern leaves non-empty; see :func:`ringweave.plan`.
+        """Plan the tiles that this pattern leaves non-empty; see :func:`ringweave.plan`.
 
         Example:
             >>> rw.SlidingWindow(128).plan(1024).nnz
@@ -274,7 +274,7 @@ class Pattern(ABC):
         return plan(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=device)
 
     def density(self, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0) -> float:
-        """Allowed pairs over all pairs, exactly, counted from the tiles (never N x N work).
+        """Divide allowed pairs by all pairs, exactly, counted from the tiles (never N x N work).
 
         Example:
             >>> rw.Causal().density(3)
@@ -285,7 +285,7 @@ class Pattern(ABC):
         return density(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
 
     def is_causal(self, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0) -> bool:
-        """Whether no query attends a key after its own position: exactly, counted from the tiles.
+        """Tell whether no query attends a key after its own position: exactly, counted from the tiles.
 
         Example:
             >>> (rw.SlidingWindow(192) & rw.Causal() | rw.Sinks(32)).is_causal(1024)  # the first queries see all sinks
@@ -298,7 +298,7 @@ class Pattern(ABC):
     def causality(
         self, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0
     ) -> Causality:
-        """How many pairs have a key after the query's position, and the first of them; its text says it in words.
+        """Count pairs with a key after the query's position, and find the first; its text says it in words.
 
         Example:
             >>> str(rw.Sinks(32).causality(1024))
@@ -309,7 +309,7 @@ class Pattern(ABC):
         return causality(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
 
     def plot(self, tokens: int = 1024, *, heads: int = 1, path: str | Path | None = None) -> str:
-        """A picture of the relation as SVG text; written to ``path`` (.svg, or .png with matplotlib) when given.
+        """Draw the relation as SVG text; written to ``path`` (.svg, or .png with matplotlib) when given.
 
         Example:
             >>> rw.Causal().plot(256).startswith("<svg")
@@ -358,7 +358,7 @@ class Derived(Pattern):
     @property
     @abstractmethod
     def definition(self) -> Pattern:
-        """What the name stands for."""
+        """Say what the name stands for."""
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self.definition.allows(q, k)

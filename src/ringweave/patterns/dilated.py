@@ -208,7 +208,7 @@ class LongNet(Pattern):
         return f"LongNet({list(self.segments)}, {list(self.rates)}{rest})"
 
     def views(self, heads: int) -> list[tuple[View, Pattern]]:
-        """The branches for a number of query heads: a view of heads and positions, and the relation inside it.
+        """List the branches for a number of query heads: a view of heads and positions, and the relation inside it.
 
         Raises:
             PatternError: More branches than heads, when the heads are partitioned.
@@ -245,7 +245,7 @@ class LongNet(Pattern):
         return head % rate if self.offset == "interleaved" else head * rate // heads
 
     def to_dense(self, nq: int, nk: int | None = None, heads: int = 1, *, batch: int = 1, q_offset: int = 0) -> Tensor:
-        """How many branches let each query attend each key: int32 (batch, heads, nq, nk)."""
+        """Count the branches that let each query attend each key: int32 (batch, heads, nq, nk)."""
         nq, nk, heads, batch, q_offset = fitting(self, nq, nk, heads, batch, q_offset)
         check_dense(nq, nk, heads, batch)
         q = torch.arange(q_offset, q_offset + nq, device="cpu")[:, None]

@@ -44,7 +44,7 @@ def refuse(value: object, name: str = "pattern") -> NoReturn:
 def fitting(
     pattern: Pattern, nq: int, nk: int | None, heads: int = 1, batch: int = 1, q_offset: int = 0
 ) -> tuple[int, int, int, int, int]:
-    """(nq, nk, heads, batch, q_offset) as ints, nk being nq + q_offset by default, where they fit each other.
+    """Fit (nq, nk, heads, batch, q_offset), as ints, to a pattern; nk is nq + q_offset by default.
 
     Raises:
         PatternError: What is no pattern, or one that is made for other sizes.

@@ -53,7 +53,7 @@ class Holder:
         self.stores: weakref.WeakKeyDictionary[Recent[Any], Recent[Any]] = weakref.WeakKeyDictionary()
 
     def tables(self) -> tuple[Tensor, ...]:
-        """The tensors that the function reads.
+        """Read the tensors that the function reads.
 
         Raises:
             PatternError: It reads other values now than those that the number stands for.
@@ -64,7 +64,7 @@ class Holder:
         return reads.tables
 
     def key(self) -> Hashable:
-        """What its tensors are now."""
+        """Identify what its tensors are now."""
         return table_keys(self.tables())
 
 
@@ -94,7 +94,7 @@ def _holder_of(fn: MaskMod, named: tuple[Tensor, ...] | None, reads: Reads) -> H
 
 
 def holders(spec: str) -> list[Holder]:
-    """The functions that a text names, as far as they live."""
+    """List the functions that a text names, as far as they live."""
     if "TokenMask(" not in spec:
         return []
     known = (_holders.get(int(number)) for number in re.findall(r"TokenMask\((\d+)", spec))
@@ -102,13 +102,13 @@ def holders(spec: str) -> list[Holder]:
 
 
 def store_of(spec: str, common: Recent[V]) -> Recent[V]:
-    """Where to keep what refers to a pattern: with its function, where it has one, else in common."""
+    """Choose where to keep what refers to a pattern: with its function, where it has one, else in common."""
     held = holders(spec)
     return held[0].stores.setdefault(common, Recent(common.max_bytes, _KEPT)) if held else common
 
 
 def table_keys(tables: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    """What identifies tensors that others may write to, while they live."""
+    """Identify tensors that others may write to, while they live."""
     return tuple(content_key(table) or address_key(table) for table in tables)
 
 
@@ -130,7 +130,7 @@ class Held:
 
 
 def held(spec: str, q: Tensor) -> Held | None:
-    """The functions of a call; None where it has none, or is being traced."""
+    """Hold the functions of a call; None where it has none, or is being traced."""
     return Held(spec) if "TokenMask(" in spec and type(q) in (Tensor, torch.nn.Parameter) else None
 
 
@@ -192,7 +192,7 @@ class TokenMask(Pattern):
 
     @classmethod
     def numbered(cls, number: int, *tables: Tensor, batch: int | None = None, head: int | None = None) -> TokenMask:
-        """The pattern of a function that has a number, which reads just these tensors now."""
+        """Make the pattern of a function that has a number, which reads just these tensors now."""
         holder = _holders.get(number)
         if holder is None:
             raise PatternError(
@@ -316,14 +316,14 @@ def _make(fn: MaskMod, named: tuple[Tensor, ...] | None, batch: int | None, head
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are one, or of one value: a compiled graph may pass a copy."""
+    """Tell whether two tensors are one, or of one value: a compiled graph may pass a copy."""
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
     return (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()) or torch.equal(a, b)
 
 
 def changed(what: str) -> PatternError:
-    """The error of a function that reads other things than when it was last looked at."""
+    """Make the error of a function that reads other things than when it was last looked at."""
     return PatternError(
         message(
             "TokenMask",
@@ -335,7 +335,7 @@ def changed(what: str) -> PatternError:
 
 
 def from_mask_mod(fn: MaskMod, *, tables: Sequence[Tensor] | None = None) -> TokenMask:
-    """The pattern of a FlexAttention ``mask_mod``; see :class:`TokenMask`.
+    """Make a pattern of a FlexAttention ``mask_mod``; see :class:`TokenMask`.
 
     Args:
         fn: ``fn(b, h, q, k)`` on int64 index tensors, returning bool.

@@ -84,7 +84,7 @@ def parse(text: str) -> Pattern:
 
 
 def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
-    """The pattern of a ``spec`` and its ``tables``, as written by this process."""
+    """Build the pattern of a ``spec`` and its ``tables``, as written by this process."""
 
     def table(tensor: Tensor, block_size: int | tuple[int, int], key_blocks: int | None = None) -> Pattern:
         sides = (block_size, block_size) if isinstance(block_size, int) else block_size
@@ -100,7 +100,7 @@ def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
-    """Kind, token and where it ends; the last is the end, or something that is no token."""
+    """Split text into kind, token and where it ends; the last is the end, or something that is no token."""
     place, kind = 0, ""
     while kind not in ("end", "other"):
         match = _TOKEN.match(text, place)
@@ -169,7 +169,7 @@ class _Reader:
         return kind, token
 
     def _operand(self, kind: str, token: str) -> None:
-        """A token where a value has to begin."""
+        """Take a token where a value has to begin."""
         here = self.open[-1]
         if token in ("~", "-"):
             here.signs += token
@@ -215,7 +215,7 @@ class _Reader:
             raise self._error(f"the name {shown(token)} without arguments")
 
     def _after(self, kind: str, token: str) -> None:
-        """A token behind a value."""
+        """Take a token behind a value."""
         here = self.open[-1]
         if token in ("&", "|"):
             here.full = False
@@ -242,7 +242,7 @@ class _Reader:
             raise self._error(f"more than {_OPEN} brackets in each other")
 
     def _end(self, here: _Open) -> None:
-        """A comma, or the bracket's end: the value is an argument or a member."""
+        """Take a comma, or the bracket's end: the value is an argument or a member."""
         value = self._value(here)
         if here.word is not None:
             here.named[here.word] = value
@@ -270,7 +270,7 @@ class _Reader:
         self._put(made)
 
     def _put(self, value: object) -> None:
-        """A value stands; the signs before it apply."""
+        """Let a value stand; the signs before it apply."""
         here = self.open[-1]
         for sign in reversed(here.signs):
             if sign == "~":

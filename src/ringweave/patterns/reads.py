@@ -55,7 +55,7 @@ class Reads(NamedTuple):
 
 
 def read(fn: Callable[..., object], named: Sequence[Tensor] | None = None) -> Reads:
-    """What a function reads now.
+    """Look what a function reads now.
 
     Args:
         fn: A function, a partial of one, a bound method, or an object to call.
@@ -77,7 +77,7 @@ def read(fn: Callable[..., object], named: Sequence[Tensor] | None = None) -> Re
 
 
 def content_key(table: Tensor) -> Hashable | None:
-    """What a tensor holds, as a digest; None where it is large, and only torch writes to it: its version tells then."""
+    """Digest what a tensor holds; None where it is large, and only torch writes to it: its version tells then."""
     if table.device.type != "cpu" or (table.nbytes > SMALL and _ours(table)):
         return None
     # a copy: exposing the memory itself would fix its size for its owner
@@ -261,7 +261,7 @@ class _Walk:
         return id(module), tuple((name, self.value(vars(module)[name], f"{where}.{name}")) for name in named)
 
     def instance(self, x: Any, where: str) -> Hashable:
-        """An object by what it holds, and what its class does with that."""
+        """Identify an object by what it holds, and what its class does with that."""
         kinds = type(x).__mro__[:-1] if not isinstance(x, type) else ()
         # a library's objects keep state of their own; what is slotted, or looked up, is not listed
         if not kinds or any(_constant(kind.__module__) or vars(kind).keys() & _UNLISTED for kind in kinds):

@@ -65,7 +65,7 @@ class PlanCache:
         tile: tuple[int, int],
         device: str | torch.device = "cpu",
     ) -> BlockPlan:
-        """The plan of a pattern, from the cache or built; arguments as of :func:`ringweave.plan`."""
+        """Plan a pattern, or find its plan; arguments as of :func:`ringweave.plan`."""
         if not isinstance(pattern, Pattern):
             refuse(pattern)
         nq, nk, heads, batch, q_offset = check_sizes(nq, nk, heads, batch, q_offset)
@@ -89,7 +89,7 @@ class PlanCache:
         return plan
 
     def statistics(self) -> CacheStatistics:
-        """Hits, misses, evictions, and what is held now."""
+        """Count hits, misses, evictions, and what is held now."""
         both = self._kept, self._steps
         plans = sum(map(len, both))
         hits, misses, evictions, held = (
@@ -104,7 +104,7 @@ class PlanCache:
 
 
 def _place(device: str | torch.device) -> torch.device:
-    """A device with its number: "cuda" is the current one, and tensors there say which that is."""
+    """Number a device: "cuda" is the current one, and tensors there say which that is."""
     device = named_device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -117,7 +117,7 @@ _PARSED = 10
 
 
 def pattern_of(spec: str, tables: Sequence[Tensor]) -> Pattern:
-    """The pattern of a spec; those without tables and functions are kept, being text alone."""
+    """Read the pattern of a spec; those without tables and functions are kept, being text alone."""
     if tables or "TokenMask(" in spec:
         return rebuild(spec, tables)
     pattern = _patterns.get(spec)

@@ -31,12 +31,12 @@ DEFAULT_TILE = 128
 
 
 def default_tile(n: int) -> int:
-    """The tile side for a length: 128, or the least power of two >= 16 that holds a shorter sequence."""
+    """Give the tile side for a length: 128, or the least power of two >= 16 that holds a shorter sequence."""
     return min(DEFAULT_TILE, max(16, 1 << (n - 1).bit_length()))
 
 
 def check_tile(tile: object) -> tuple[int, int]:
-    """(q_tile, kv_tile) from a side or both.
+    """Check a side or both, as (q_tile, kv_tile).
 
     Raises:
         ShapeError: Sides that are no multiples of 16, or too large.
@@ -81,7 +81,7 @@ def build(
 
 
 def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[Pattern], torch.Tensor]:
-    """The patterns of all batch elements and heads, each once, and which of them each uses, (B, Hq) int32."""
+    """Find the patterns of all batch elements and heads, each once, and which of them each uses, (B, Hq) int32."""
     distinct: dict[Hashable, tuple[int, Pattern]] = {}
     known: dict[int, tuple[int, Pattern]] = {}
     group = np.zeros((batch, heads), np.int32)
@@ -180,7 +180,7 @@ def _rows(
 
 
 def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offset: int = 0, sample: int = 64) -> float:
-    """About how many tiles of the default sides all heads of one batch element have, from a sample of query tiles.
+    """Estimate how many tiles of the default sides all heads of one batch element have, from a sample of query tiles.
 
     Cost grows with the sampled rows alone, whatever the length; masks are not evaluated.
     """
@@ -205,7 +205,7 @@ def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offs
 
 
 def _candidates(ranges: Ranges, kv_tile: int, kv_tiles: int) -> tuple[Int64, Int64]:
-    """The tiles that the ranges touch, by row and ascending, each once."""
+    """List the tiles that the ranges touch, by row and ascending, each once."""
     start = np.maximum(ranges.start, 0) // kv_tile
     stop = np.minimum(-(-ranges.stop // kv_tile), kv_tiles)
     empty = (ranges.stop <= ranges.start) | (stop <= start)

@@ -45,7 +45,7 @@ class Causality(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Whether no pair sees the future."""
+        """Tell whether no pair sees the future."""
         return self.pairs == 0
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ def _of(branch: Branch) -> tuple[int, Offender | None]:
 
 
 def _first(plan: BlockPlan, number: int) -> tuple[int, int] | None:
-    """The first query of a row set that attends a key, and the first of its keys, as indices."""
+    """Find the first query of a row set that attends a key, and the first of its keys, as indices."""
     filled = plan.row_ptr[number].diff().nonzero()
     if not len(filled):
         return None

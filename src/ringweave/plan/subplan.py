@@ -18,7 +18,7 @@ def subplan(
     present: NDArray[np.bool_] | None = None,
     wanted: list[NDArray[np.bool_]] | None = None,
 ) -> BlockPlan:
-    """The tiles of some rows and columns, renumbered in their order.
+    """Take some rows and columns of a plan, renumbered in their order.
 
     The order of a row's tiles is kept, so a kernel adds them up as it would in the whole.
 
@@ -68,7 +68,7 @@ def _tokens(tiles: NDArray[np.int64], side: int, length: int) -> int:
 
 
 def _ended(present: NDArray[np.bool_], columns: NDArray[np.int64], plan: BlockPlan) -> NDArray[np.bool_]:
-    """Without what lies past the keys' end, where the last tile gets a mask: bits there are 0, in every plan."""
+    """Leave out what lies past the keys' end, where the last tile gets a mask: bits there are 0, in every plan."""
     if columns[-1] != plan.kv_tiles - 1 or present[-1].all():
         return present
     present = present.copy()

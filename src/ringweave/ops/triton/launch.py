@@ -32,7 +32,7 @@ _FEW = 16
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One launch; a second joins where lists are split."""
+    """Launch one kernel; a second joins where lists are split."""
     q, k, v, scale = inputs[:4]
     plan = branch.plan(q.device)
     batch, heads, nq, _ = q.shape
@@ -67,7 +67,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dout * out) - dlse, 0 where lse is -inf, in one launch."""
+    """Compute rowsum(dout * out) - dlse, 0 where lse is -inf, in one launch."""
     batch, heads, nq, dim = out.shape
     result = torch.empty(batch, heads, nq, dtype=torch.float32, device=out.device)
     lines = max(16, min(128, 8192 // padded(dim)))
@@ -83,7 +83,7 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Two launches: dQ by rows, dK and dV by columns; each sum joined by one more where lists are split."""
+    """Launch two kernels: dQ by rows, dK and dV by columns; each sum is joined by one more where lists are split."""
     q, k, v, scale = inputs[:4]
     dout = upstream.dout.to(q.dtype)
     lse, delta = upstream.lse, upstream.delta
@@ -136,7 +136,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Triton's own errors are no RuntimeErrors; what fails to compile here is a case that cannot be run here."""
+    """Make Triton's own errors ours, since they are no RuntimeErrors: a case that cannot be run here."""
     try:
         yield
     except TritonError as error:
@@ -156,7 +156,7 @@ class Cut(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Queries of a row of tiles."""
+        """Count the queries of a row of tiles."""
         return self.lists.plan.q_tile * self.lists.tiles
 
 
@@ -193,7 +193,7 @@ def _shares(queue: schedule.Queue) -> Tensor:
 
 
 def _partial(queue: schedule.Queue, rows: int, dim: int, like: Tensor) -> Tensor:
-    """Room for partial results, float32 (slots * rows, dim); the result itself where there are none."""
+    """Make room for partial results, float32 (slots * rows, dim); the result itself where there are none."""
     return like.new_empty(queue.slots * rows, dim, dtype=torch.float32) if queue.slots else like
 
 
@@ -206,7 +206,7 @@ def _join(
     span: int,
     packing: Packing,
 ) -> None:
-    """Partial results to results, weighted by their lse where there are (partial, whole)."""
+    """Join partial results, weighted by their lse where there are (partial, whole)."""
     if queue.splits is None:
         return
     tokens, dim = result.shape[2:]
@@ -257,7 +257,7 @@ def _device(device: torch.device) -> Device:
 
 
 def _of_driver() -> Device:
-    """The current device, by what Triton's own driver refuses kernels by."""
+    """Ask Triton's own driver for the current device: it refuses kernels by what it says."""
     active = triton.runtime.driver.active
     target = active.get_current_target()
     facts = active.utils.get_device_properties(active.get_current_device())

@@ -43,7 +43,7 @@ class Device:
 
     @staticmethod
     def of_cuda(major: int, shared: int, units: int = 132) -> Device:
-        """By compute capability; consumer Blackwell (12) has the instructions of ampere."""
+        """Describe a CUDA device; consumer Blackwell (12) has the instructions of ampere."""
         return Device({9: "hopper", 10: "blackwell", 11: "blackwell"}.get(major, "ampere"), shared, units)
 
 
@@ -81,7 +81,7 @@ class Packing:
 
     @staticmethod
     def of(held: int, height: int, members: int) -> Packing:
-        """Of ``held`` rows, where a tile has ``height`` and up to ``members`` heads share keys and lists."""
+        """Pack ``held`` rows, where a tile has ``height`` and up to ``members`` heads share keys and lists."""
         heads = min(members, max(1, held // height))
         rows = held // heads
         return Packing(heads, rows, max(1, height // rows))
@@ -111,14 +111,14 @@ _SINGLE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 
 
 def padded(dim: int) -> int:
-    """The power of two, at least 16, that holds a head dimension."""
+    """Give the power of two, at least 16, that holds a head dimension."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def usual(
     kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int, int], device: Device, clear: bool = False
 ) -> LaunchConfig:
-    """The table's configuration of ``forward``, ``backward_q`` or ``backward_kv`` for tiles of (queries, keys)."""
+    """Look up the configuration of ``forward``, ``backward_q`` or ``backward_kv`` for tiles of (queries, keys)."""
     channels = max(padded(dim), padded(value_dim))
     table = _SINGLE[kernel] if itemsize == 4 else _HALF[kernel, device.generation]
     held, streamed, warps, stages = table[0 if channels <= 64 else 1 if channels == 128 else 2]
@@ -154,7 +154,7 @@ def usual(
 def _shared(
     kernel: str, held: int, streamed: int, stages: int, dim: int, value_dim: int, itemsize: int, device: Device
 ) -> int:
-    """Bytes of shared memory that a program's tiles need."""
+    """Count the bytes of shared memory that a program's tiles need."""
     both = (padded(dim) + padded(value_dim)) * itemsize
     # cdna keeps what a program holds in registers
     of_held = 0 if device.generation == "cdna" else padded(dim) * itemsize if kernel == "forward" else both
@@ -169,7 +169,7 @@ def _usable(device: Device) -> int:
 def misfit(
     config: LaunchConfig, kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int, int], device: Device
 ) -> str | None:
-    """Why a configuration does not suit a kernel, tiles or a device; None where it does."""
+    """Say why a configuration does not suit a kernel, tiles or a device; None where it does."""
     for name, block, side in (("m", config.m, tile[0]), ("n", config.n, tile[1])):
         if block < 16 or block & (block - 1) or block > side:
             return f"{name} is {block}, which is no power of two from 16 to the tile's {side}"
@@ -203,7 +203,7 @@ class Asked(NamedTuple):
     usual: LaunchConfig
 
     def misfit(self, config: LaunchConfig) -> str | None:
-        """Why a configuration would not do; None where it would."""
+        """Say why a configuration would not do; None where it would."""
         return misfit(config, self.key.kernel, *self.key.dims, self.itemsize, self.key.tile, self.device)
 
 
@@ -220,7 +220,7 @@ _overrides: ContextVar[Overrides | None] = ContextVar("overrides", default=None)
 
 @contextlib.contextmanager
 def overriding(configs: Mapping[KernelKey, LaunchConfig]) -> Iterator[Overrides]:
-    """Within it, and this thread, kernels take these configurations, the table's for other keys, and nothing stored.
+    """Let kernels, in this thread, take these configurations, the table's for other keys, and nothing stored.
 
     Within another one the inner ones count, and both are told what was asked for.
     """
@@ -243,7 +243,7 @@ def choose(
     about: tuple[torch.dtype, bool] | None = None,
     clear: bool = False,
 ) -> LaunchConfig:
-    """The configuration that a kernel takes: as ``ringweave tune`` measured it here, else the table's.
+    """Choose a kernel's configuration: as ``ringweave tune`` measured it here, else the table's.
 
     Args:
         kernel: ``forward``, ``backward_q`` or ``backward_kv``.
@@ -273,7 +273,7 @@ def choose(
 
 
 def measured(case: Case) -> list[str]:
-    """The configurations that are stored for kernels of a case's device, type and head dimensions, for people."""
+    """List the configurations stored for kernels of a case's device, type and head dimensions, for people."""
     dtype, dims = str(case.dtype).removeprefix("torch."), (padded(case.head_dim), padded(case.value_dim))
     here = where(case.device)
     said = []
@@ -286,7 +286,7 @@ def measured(case: Case) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _of(fields: tuning.Fields, key: KernelKey, itemsize: int, device: Device) -> LaunchConfig | None:
-    """A configuration as it was stored; None, and once a line in the log, where this device cannot take it."""
+    """Read a stored configuration; None, and once a line in the log, where this device cannot take it."""
     known = {each.name: each.type for each in dataclasses.fields(LaunchConfig)}
     if {name for name, _ in fields} != set(known):
         reason: str | None = f"their fields are not {', '.join(known)}"

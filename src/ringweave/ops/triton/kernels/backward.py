@@ -18,7 +18,7 @@ def delta(
     heads, nq,
     DV: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
-    """rowsum(dout * out) - dlse of BLOCK_M queries; 0 where lse is -inf."""
+    """Compute rowsum(dout * out) - dlse of BLOCK_M queries; 0 where lse is -inf."""
     g_b, g_h, g_n = strides(g_b, g_h, g_n, STEP, True)
     o_b, o_h, o_n = strides(o_b, o_h, o_n, STEP, True)
     blocks = tl.cdiv(nq, BLOCK_M)
@@ -46,7 +46,7 @@ def backward_q(
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
     STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of HEADS x ROWS queries; ``slope`` is delta."""
+    """Compute dQ of HEADS x ROWS queries; ``slope`` is delta."""
     BLOCK_M: tl.constexpr = HEADS * ROWS
     PARTS_N: tl.constexpr = KV_TILE // BLOCK_N
     WORDS: tl.constexpr = (KV_TILE + 31) // 32
@@ -122,7 +122,7 @@ def backward_kv(
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
     SHARED: tl.constexpr, STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of BLOCK_N keys, over all query heads of their key head; scores are transposed, keys by queries."""
+    """Compute dK and dV of BLOCK_N keys, over all query heads of their key head; scores are keys by queries."""
     PARTS: tl.constexpr = KV_TILE // BLOCK_N
     PARTS_M: tl.constexpr = Q_TILE // BLOCK_M
     WORDS: tl.constexpr = (Q_TILE + 31) // 32
