@@ -92,7 +92,7 @@ class Backward(Protocol):
 class Delta(Protocol):
     """(dout, out, lse, dlse) to rowsum(dout * out) - dlse, of lse's dtype.
 
-    0 where lse is -inf: a row that attends nothing gives nothing, whatever its queries and slopes hold.
+    0 where lse is -inf: a row that attends nothing gives nothing, whatever its queries and gradients hold.
     """
 
     def __call__(self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
@@ -107,7 +107,7 @@ def readable(x: Tensor) -> Tensor:
 
 
 def with_sign(inputs: Inputs) -> tuple[Inputs, int]:
-    """Move the scale's sign, or 0, into q, so that scale is above 0; and the sign, which the gradient of q takes too.
+    """Move the scale's sign, or 0, to q, and leave a scale above 0; the sign, which dq takes too, comes along.
 
     For kernels that find a row's largest score before they scale it, or scale what they have masked with -inf.
     """

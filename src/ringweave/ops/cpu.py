@@ -76,8 +76,7 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
     native = module()
     assert native is not None
     result = torch.empty(out.shape[:3], dtype=torch.float32, device="cpu")
-    slope = None if dlse is None else dlse.detach()
-    native.delta(dout, out, slope, result, torch.get_num_threads(), variant())
+    native.delta(dout, out, None if dlse is None else dlse.detach(), result, torch.get_num_threads(), variant())
     return result.masked_fill_(torch.isneginf(lse), 0.0)
 
 

@@ -128,15 +128,15 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     """Call the kernel's own backward; where delta is not rowsum(dout * out), it goes in beside it."""
     inputs, sign = with_sign(inputs)
     q, k, v, scale = inputs[:4]
-    slopes = upstream.dout.to(q.dtype)
+    dout = upstream.dout.to(q.dtype)
     lse, delta, out, dim = upstream.lse.contiguous(), upstream.delta, upstream.out, q.shape[3]
     if branch.structure == "sparse":
-        grads = _sparse_backward(slopes, inputs, out, lse, delta, branch)
+        grads = _sparse_backward(dout, inputs, out, lse, delta, branch)
     else:
         causal = branch.structure == "causal"
         if out is None:
-            slopes, q, k, v, out = delta_as_channels(slopes, q, k, v, delta)
-        grads = dense_backward(slopes, q, k, v, out, lse, causal, scale, _kernel(q, k, v, causal))
+            dout, q, k, v, out = delta_as_channels(dout, q, k, v, delta)
+        grads = dense_backward(dout, q, k, v, out, lse, causal, scale, _kernel(q, k, v, causal))
     dq, dk, dv = (x[..., :dim].to(dtype).contiguous() for x in grads)
     return dq if sign > 0 else dq * sign, dk, dv
 
@@ -211,10 +211,10 @@ def _sparse_backward(
     """It subtracts dlse from rowsum(dout * out): with no out there, -delta goes in as dlse."""
     q, k, v, scale = inputs[:4]
     _, columns = _blocks(_plan(branch, q.device))
-    slope = None if out is not None else -delta.contiguous()
+    dlse = None if out is not None else -delta.contiguous()
     by_token = [x.transpose(1, 2) for x in (q, k, v, torch.zeros_like(dout) if out is None else out, dout)]
     interface: Any = _cute()
-    grads = interface._flash_attn_bwd(*by_token, lse, scale, block_sparse_tensors=columns, dlse=slope)
+    grads = interface._flash_attn_bwd(*by_token, lse, scale, block_sparse_tensors=columns, dlse=dlse)
     return tuple(x.transpose(1, 2) for x in grads[:3])
 
 

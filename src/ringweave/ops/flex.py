@@ -89,7 +89,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
 
     With P the branch's own weights and w = exp(its lse - the whole lse), the whole's weights are w P, and the branch's
     share of the score gradients is w P (dP - delta). Autograd computes P (dout' v - rowsum(dout' * out) + dlse') from
-    slopes dout' = w dout and dlse' = rowsum(dout' * out) - w delta: the same.
+    dout' = w dout and dlse' = rowsum(dout' * out) - w delta: the same.
     """
     dout, lse, delta, _ = upstream
     with _autograd():
@@ -98,11 +98,11 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     with torch.no_grad():
         empty = torch.isneginf(part_lse) | torch.isneginf(lse)
         weight = (part_lse - lse).exp().masked_fill(empty, 0.0)
-        slopes = (dout.float() * weight[..., None]).masked_fill(empty[..., None], 0.0).to(inputs.q.dtype)
-        mean = (slopes.float() * part.float()).sum(-1)
-        lse_slopes = (mean - weight * delta).masked_fill(empty, 0.0)
+        part_dout = (dout.float() * weight[..., None]).masked_fill(empty[..., None], 0.0).to(inputs.q.dtype)
+        mean = (part_dout.float() * part.float()).sum(-1)
+        part_dlse = (mean - weight * delta).masked_fill(empty, 0.0)
     with _autograd():
-        dq, dk, dv = torch.autograd.grad((part, part_lse), leaves[:3], (slopes, lse_slopes.to(part_lse.dtype)))
+        dq, dk, dv = torch.autograd.grad((part, part_lse), leaves[:3], (part_dout, part_dlse.to(part_lse.dtype)))
     return dq.to(dtype).contiguous(), dk.to(dtype).contiguous(), dv.to(dtype).contiguous()
 
 

@@ -167,26 +167,26 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     layout = _Layout(inputs, branch.plan(device))
     # a row of NaN: where it attends nothing, nothing of it
     broken = bool(lse.isnan().any())
-    out_slopes = layout.queries(dout)
+    dout_tiles = layout.queries(dout)
     row_lse, row_delta = (layout.queries(x[..., None].to(layout.acc)) for x in (lse, delta))
     dq = torch.zeros(layout.q_tiles.shape, dtype=layout.acc, device=device)
     dk = torch.zeros(layout.k_tiles.shape, dtype=layout.acc, device=device)
     dv = torch.zeros(layout.v_tiles.shape, dtype=layout.acc, device=device)
     for batch in layout.batches():
         queries = layout.q_tiles[batch.line].to(layout.acc).mul_(scale)
-        slopes = out_slopes[batch.line].to(layout.acc)
+        row_dout = dout_tiles[batch.line].to(layout.acc)
         keys = layout.gathered(layout.k_tiles, batch, True)
         weights = layout.scores(queries, keys, batch).sub_(row_lse[batch.line]).exp_()
         if broken:
             layout.masked(weights, batch, 0.0)
         where = batch.key.reshape(-1)
-        dv.index_add_(0, where, torch.bmm(weights.mT, slopes).view(-1, *dv.shape[1:]))
-        score_slopes = torch.bmm(slopes, layout.gathered(layout.v_tiles, batch, True).mT)
-        score_slopes.sub_(row_delta[batch.line]).mul_(weights)
+        dv.index_add_(0, where, torch.bmm(weights.mT, row_dout).view(-1, *dv.shape[1:]))
+        score_grads = torch.bmm(row_dout, layout.gathered(layout.v_tiles, batch, True).mT)
+        score_grads.sub_(row_delta[batch.line]).mul_(weights)
         if broken:
-            layout.masked(score_slopes, batch, 0.0)
-        dq[batch.line] += torch.bmm(score_slopes, keys).mul_(scale)
-        dk.index_add_(0, where, torch.bmm(score_slopes.mT, queries).view(-1, *dk.shape[1:]))
+            layout.masked(score_grads, batch, 0.0)
+        dq[batch.line] += torch.bmm(score_grads, keys).mul_(scale)
+        dk.index_add_(0, where, torch.bmm(score_grads.mT, queries).view(-1, *dk.shape[1:]))
 
     def joined(tiles: Tensor, heads: int, length: int) -> Tensor:
         return tiles.view(layout.batch, heads, -1, tiles.shape[2])[:, :, :length].to(dtype).contiguous()

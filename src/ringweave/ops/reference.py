@@ -49,14 +49,14 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     weights = _weights(scores)
     heads = q.shape[1]
     dead = torch.isneginf(scores).all(-1, keepdim=True)
-    grad_out, queries = (x.double().masked_fill(dead, 0.0) for x in (upstream.dout, q))
+    dout, queries = (x.double().masked_fill(dead, 0.0) for x in (upstream.dout, q))
     values = _only_attended(v, count, heads)
     keys = keys.masked_fill((count.sum(-2) == 0)[..., None], 0.0)
-    slope = weights * (grad_out @ values.mT - upstream.delta.double()[..., None])
-    slope = slope.masked_fill(count == 0, 0.0)
-    dq = scale * (slope @ keys)
-    dk = scale * (slope.mT @ queries)
-    dv = weights.mT @ grad_out
+    score_grads = weights * (dout @ values.mT - upstream.delta.double()[..., None])
+    score_grads = score_grads.masked_fill(count == 0, 0.0)
+    dq = scale * (score_grads @ keys)
+    dk = scale * (score_grads.mT @ queries)
+    dv = weights.mT @ dout
 
     def per_kv_head(x: Tensor) -> Tensor:
         grouped: Tensor = x.unflatten(1, (k.shape[1], heads // k.shape[1]))

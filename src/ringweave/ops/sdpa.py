@@ -51,17 +51,16 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     q, k, v, scale = inputs[:4]
     heads, kv_heads = q.shape[1], k.shape[1]
     keys, values = _per_query_head(k, heads), _per_query_head(v, heads)
-    slopes = dout.to(q.dtype)
-    queries = q
+    dout, queries = dout.to(q.dtype), q
     if out is None:
-        slopes, queries, keys, values, out = delta_as_channels(slopes, q, keys, values, delta)
+        dout, queries, keys, values, out = delta_as_channels(dout, q, keys, values, delta)
     causal, broken = branch.structure == "causal", lse.isnan()
     some = bool(broken.any())
     if some:
         # left out of the product: in a block, NaN would go to keys that these rows do not attend
-        slopes, queries, out = (x.masked_fill(broken[..., None], 0.0) for x in (slopes, queries, out))
+        dout, queries, out = (x.masked_fill(broken[..., None], 0.0) for x in (dout, queries, out))
         lse = lse.masked_fill(broken, torch.inf)
-    tensors = map(_rows_apart, (slopes, queries, keys, values, out))
+    tensors = map(_rows_apart, (dout, queries, keys, values, out))
     dq, dk, dv = _backward(*tensors, lse.to(acc_dtype(q.dtype)), 0.0, causal, scale=scale)
     if some:
         last = torch.where(broken, torch.arange(q.shape[2], device=q.device) if causal else k.shape[2], -1).amax(2)

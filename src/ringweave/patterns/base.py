@@ -134,7 +134,7 @@ class Pattern(ABC):
         return 1
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
-        """Give the pattern among positions offset, offset + rate, ... renumbered from 0; None if it has no such form."""
+        """Restrict to positions offset, offset + rate, ..., renumbered 0, 1, ...; None if it has no such form."""
         return None
 
     # ---- values ------------------------------------------------------------------------------------------------------

@@ -71,11 +71,11 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
     batch, heads, nq, dim = out.shape
     result = torch.empty(batch, heads, nq, dtype=torch.float32, device=out.device)
     lines = max(16, min(128, 8192 // padded(dim)))
-    slope = result if dlse is None else dlse
+    row_dlse = result if dlse is None else dlse
     step, steps = operands.strides(dout, out)
     with torch.cuda.device_of(out):
         kernels.delta[(batch * heads * triton.cdiv(nq, lines),)](
-            dout, out, lse, slope, result, *steps, *lse.stride(), *slope.stride(), heads, nq,
+            dout, out, lse, row_dlse, result, *steps, *lse.stride(), *row_dlse.stride(), heads, nq,
             DV=dim, PAD_DV=padded(dim), BLOCK_M=lines, STEP=step, SLOPED=dlse is not None, num_warps=4,
             **_OPTIONS,
         )  # fmt: skip
@@ -118,11 +118,11 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     packing = Packing.of(config.n, plan.kv_tile, 1)
     queue = schedule.column_queue(plan, ratio, operands.head_bytes(q, dout) * ratio, device.units)
     described = config.described and describable
-    queries, slopes = (operands.described(x, config.m) if described else x for x in (q, dout))
+    queries, row_dout = (operands.described(x, config.m) if described else x for x in (q, dout))
     key_sums, value_sums = (_partial(queue, plan.kv_tile, x.shape[3], x) for x in (dk, dv))
     with torch.cuda.device_of(q):
         kernels.backward_kv[_grid(queue, packing.parts, config, q.device)](
-            queries, k, v, slopes, lse, delta, dk, dv, key_sums, value_sums, queue.tasks, _shares(queue), plan.group,
+            queries, k, v, row_dout, lse, delta, dk, dv, key_sums, value_sums, queue.tasks, _shares(queue), plan.group,
             plan.col_ptr, plan.row, plan.bits_t, sides.transposed, sides.live_queries, *steps,
             queue.tasks.numel(), heads, ratio, nq, nk, plan.kv_tiles, scale,
             **_sizes(q, v, plan, config, queue), BLOCK_M=config.m, BLOCK_N=config.n, WIDE=wide, STEP=step,
