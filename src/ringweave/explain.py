@@ -258,23 +258,16 @@ def _branches(work: Sequence[BranchWork]) -> list[dict[str, Any]]:
     entries = []
     for (rate, pattern, backend), members in alike.items():
         plans = [each.plan for each in members if each.plan is not None]
-        entries.append(
-            {
-                "rate": rate,
-                "pattern": pattern,
-                "backend": backend,
-                "views": len(members),
-                "heads": sorted({head for each in members for head in range(*each.branch.heads)}),
-                "queries": sorted({each.branch.nq for each in members}),
-                "keys": sorted({each.branch.nk for each in members}),
-                "tiles": sum(each.tiles for each in members),
-                "full": sum(each.full for each in members),
-                "partial": sum(each.tiles - each.full for each in members),
-                "tile": [list(sides) for sides in sorted({(plan.q_tile, plan.kv_tile) for plan in plans})],
-                "masks": max((plan.masks.shape[0] for plan in plans), default=0),
-                "groups": max((plan.row_ptr.shape[0] for plan in plans), default=0),
-            }
-        )
+        entries.append({
+            "rate": rate, "pattern": pattern, "backend": backend, "views": len(members),
+            "heads": sorted({head for each in members for head in range(*each.branch.heads)}),
+            "queries": sorted({each.branch.nq for each in members}),
+            "keys": sorted({each.branch.nk for each in members}), "tiles": sum(each.tiles for each in members),
+            "full": sum(each.full for each in members), "partial": sum(each.tiles - each.full for each in members),
+            "tile": [list(sides) for sides in sorted({(plan.q_tile, plan.kv_tile) for plan in plans})],
+            "masks": max((plan.masks.shape[0] for plan in plans), default=0),
+            "groups": max((plan.row_ptr.shape[0] for plan in plans), default=0),
+        })  # fmt: skip
     return entries
 
 
@@ -310,15 +303,11 @@ def _memory(case: Case, work: Sequence[BranchWork]) -> dict[str, int]:
     plans = {id(each.plan): each.plan for each in work if each.plan is not None}
     return {
         "plan": sum(plan.nbytes for plan in plans.values()),
-        "q": q,
-        "k": k,
-        "v": v,
-        "out": out,
-        "lse": lse,
+        "q": q, "k": k, "v": v, "out": out, "lse": lse,
         "activations": q + k + v + out + lse,
         "gradients": q + k + v + out if case.needs_grad else 0,
         "scratch": max((each.backend.scratch(case, each.branch) for each in work), default=0),
-    }
+    }  # fmt: skip
 
 
 def _branch_text(entry: dict[str, Any]) -> list[str]:

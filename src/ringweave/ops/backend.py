@@ -106,6 +106,26 @@ def readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def per_query_head(x: Tensor, heads: int) -> Tensor:
+    """Repeat key heads for kernels that know no grouped queries."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def per_key_head(x: Tensor, kv_heads: int) -> Tensor:
+    """Sum gradients over the query heads of each key head."""
+    if x.shape[1] == kv_heads:
+        return x
+    grouped: Tensor = x.unflatten(1, (kv_heads, -1))
+    return grouped.sum(2)
+
+
+def tiled(x: Tensor, tile: int) -> Tensor:
+    """Cut (..., N, C) into (..., tiles, tile, C), padded with zeros."""
+    missing = -x.shape[-2] % tile
+    whole: Tensor = (torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(-2, (-1, tile))
+    return whole
+
+
 def with_sign(inputs: Inputs) -> tuple[Inputs, int]:
     """Move the scale's sign, or 0, to q, and leave a scale above 0; the sign, which dq takes too, comes along.
 

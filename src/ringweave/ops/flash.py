@@ -21,7 +21,17 @@ import torch
 from torch import Tensor
 
 from ..plan import BlockPlan, Branch
-from .backend import DELTA_CHANNELS, Backend, Case, Inputs, Upstream, delta_as_channels, with_sign
+from .backend import (
+    DELTA_CHANNELS,
+    Backend,
+    Case,
+    Inputs,
+    Upstream,
+    delta_as_channels,
+    per_key_head,
+    per_query_head,
+    with_sign,
+)  # fmt: skip
 
 _HALVES = (torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
@@ -58,17 +68,13 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
     for name in order(torch.cuda.get_device_capability(q.device)[0], torch.version.hip is not None):
         if name == "efficient":
             # it knows no grouped queries: keys are repeated for it
-            keys, values = (_per_query_head(x, q.shape[1]) for x in (k, v))
+            keys, values = (per_query_head(x, q.shape[1]) for x in (k, v))
             if able[name](SDPAParams(q, keys, values, None, 0.0, causal, False)):
                 return name
         elif square and able[name](SDPAParams(q, k, v, None, 0.0, causal, grouped)):
             return name
     # what the refusal lets through, the memory-efficient kernel runs: it says itself why not
     return "efficient"
-
-
-def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def dense_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, kernel: str) -> tuple[Tensor, Tensor]:
@@ -78,7 +84,7 @@ def dense_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, k
     elif kernel == "cudnn":
         out, lse = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
     else:
-        k, v = (_per_query_head(x, q.shape[1]) for x in (k, v))
+        k, v = (per_query_head(x, q.shape[1]) for x in (k, v))
         out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
     return out, lse.reshape(*q.shape[:2], -1)[:, :, : q.shape[2]]
 
@@ -103,13 +109,11 @@ def dense_backward(
         # rows that are not there weigh exp(-inf)
         lse = torch.nn.functional.pad(lse, (0, -nq % _LSE_ROWS), value=torch.inf)
     heads, kv_heads = q.shape[1], k.shape[1]
-    k, v = (_per_query_head(x, heads) for x in (k, v))
+    k, v = (per_query_head(x, heads) for x in (k, v))
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
         dout, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
     )
-    if kv_heads != heads:
-        dk, dv = (x.unflatten(1, (kv_heads, heads // kv_heads)).sum(2) for x in (dk, dv))
-    return dq, dk, dv
+    return dq, per_key_head(dk, kv_heads), per_key_head(dv, kv_heads)
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..merge import merge_into
 from ..plan import BlockPlan, Branch, unpack_masks
 from ..types import acc_dtype
-from .backend import Backend, Case, Inputs, Upstream
+from .backend import Backend, Case, Inputs, Upstream, tiled
 from .overflow import may_overflow, spoil
 
 # Bytes of scores computed at a time. Measured: on a CPU the batch should stay in the second-level cache and yet be
@@ -57,11 +57,11 @@ class _Layout:
 
     def queries(self, x: Tensor) -> Tensor:
         """Tile (B, Hq, Nq, C) to (B * Hq * query tiles, q_tile, C), padded with zeros."""
-        return _tiled(x, self.plan.q_tile, self.plan.q_tiles)
+        return tiled(x, self.plan.q_tile).flatten(0, 2)
 
     def keys(self, x: Tensor) -> Tensor:
         """Tile (B, Hkv, Nk, C) to (B * Hkv * key tiles, kv_tile, C), padded with zeros."""
-        return _tiled(x, self.plan.kv_tile, self.plan.kv_tiles)
+        return tiled(x, self.plan.kv_tile).flatten(0, 2)
 
     def _mask(self, code: Tensor) -> Tensor:
         if self.bank is not None:
@@ -196,13 +196,6 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
         joined(dk, layout.kv_heads, layout.nk),
         joined(dv, layout.kv_heads, layout.nk),
     )
-
-
-def _tiled(x: Tensor, tile: int, tiles: int) -> Tensor:
-    missing = tiles * tile - x.shape[2]
-    if missing:
-        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
-    return x.reshape(-1, tile, x.shape[3])
 
 
 def refusal(case: Case, branch: Branch) -> str | None:

@@ -9,8 +9,8 @@ costs anyway. It is no proof of every size: tests are for that. A kernel that is
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,18 +33,8 @@ _PATTERNS: dict[str, Pattern] = {
 _log = logging.getLogger("ringweave")
 
 
-class CheckedCase(NamedTuple):
-    """The calls that one check stands for."""
-
-    device: str
-    dtype: torch.dtype
-    head_dim: int
-    value_dim: int
-    structure: str
-    needs_grad: bool
-
-
-_verdicts: dict[tuple[str, CheckedCase], str | None] = {}
+# by backend, what it computed, and its structure
+_verdicts: dict[tuple[str, Case, str], str | None] = {}
 
 
 def reason(backend: Backend, case: Case, branch: Branch) -> str | None:
@@ -55,36 +45,37 @@ def reason(backend: Backend, case: Case, branch: Branch) -> str | None:
     if case.device != "cuda" or not torch.cuda.is_available():
         return None
     device = f"cuda:{torch.cuda.current_device()}"
-    checked = CheckedCase(device, case.dtype, case.head_dim, case.value_dim, branch.structure, case.needs_grad)
-    if (backend.name, checked) not in _verdicts:
+    small = dataclasses.replace(case, batch=1, heads=_HEADS, kv_heads=_KV_HEADS, nq=_TOKENS, nk=_TOKENS, device=device)
+    key = (backend.name, small, branch.structure)
+    if key not in _verdicts:
         if torch.cuda.is_current_stream_capturing():
             return "it has not been tried on this GPU, and nothing can be while a graph is captured: call once before"
-        verdict = _verdicts[backend.name, checked] = check(backend, checked)
+        verdict = _verdicts[key] = check(backend, small, branch.structure)
         if verdict is not None:
             _log.warning("auto leaves out the backend %s on %s: %s", backend.name, device, verdict)
-    return _verdicts[backend.name, checked]
+    return _verdicts[key]
 
 
-def check(backend: Backend, checked: CheckedCase) -> str | None:
-    """Compute a small case, and say what is wrong with it: None if nothing is."""
-    generator = torch.Generator(checked.device).manual_seed(0)
+def check(backend: Backend, case: Case, structure: str) -> str | None:
+    """Compute a small case of a structure, and say what is wrong with it: None if nothing is."""
+    generator = torch.Generator(case.device).manual_seed(0)
 
-    def drawn(heads: int, dim: int) -> Tensor:
-        x = torch.randn(1, heads, _TOKENS, dim, generator=generator, device=checked.device)
-        return x.to(checked.dtype)
+    def drawn(heads: int, tokens: int, dim: int) -> Tensor:
+        x = torch.randn(case.batch, heads, tokens, dim, generator=generator, device=case.device)
+        return x.to(case.dtype)
 
-    q, k = drawn(_HEADS, checked.head_dim), drawn(_KV_HEADS, checked.head_dim)
-    v, dout = drawn(_KV_HEADS, checked.value_dim), drawn(_HEADS, checked.value_dim)
-    branch = Branch.whole(_PATTERNS[checked.structure], _TOKENS, _TOKENS, heads=_HEADS)
-    inputs = Inputs(q, k, v, checked.head_dim**-0.5)
-    out, lse = reference.forward(inputs, branch, checked.dtype)
+    q, k = drawn(case.heads, case.nq, case.head_dim), drawn(case.kv_heads, case.nk, case.head_dim)
+    v, dout = drawn(case.kv_heads, case.nk, case.value_dim), drawn(case.heads, case.nq, case.value_dim)
+    branch = Branch.whole(_PATTERNS[structure], case.nq, case.nk, heads=case.heads, batch=case.batch)
+    inputs = Inputs(q, k, v, case.head_dim**-0.5)
+    out, lse = reference.forward(inputs, branch, case.dtype)
 
     def results(of: Backend) -> dict[str, Tensor]:
-        if not checked.needs_grad:
-            return dict(zip(("out", "lse"), of.forward(inputs, branch, checked.dtype), strict=True))
+        if not case.needs_grad:
+            return dict(zip(("out", "lse"), of.forward(inputs, branch, case.dtype), strict=True))
         assert of.backward is not None
         upstream = Upstream(dout, lse, of.delta(dout, out, lse, None), out)
-        grads = of.backward(upstream, inputs, branch, checked.dtype)
+        grads = of.backward(upstream, inputs, branch, case.dtype)
         return dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
     exact = results(reference.BACKEND)
@@ -93,7 +84,7 @@ def check(backend: Backend, checked: CheckedCase) -> str | None:
         errors = {name: _error(computed[name], exact[name]) for name in exact}
     except (RingweaveError, RuntimeError) as error:
         return f"tried on this GPU, it raises {in_a_line(error)}"
-    wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= _LIMITS[checked.dtype]]
+    wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= _LIMITS[case.dtype]]
     return f"tried on this GPU, it is wrong: {', '.join(wrong)} of its size" if wrong else None
 
 

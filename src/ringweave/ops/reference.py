@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..plan import Branch
 from ..types import acc_dtype
-from .backend import Backend, Case, Inputs, Upstream
+from .backend import Backend, Case, Inputs, Upstream, per_key_head, per_query_head
 
 
 def _scores(inputs: Inputs, branch: Branch) -> tuple[Tensor, Tensor, Tensor]:
@@ -19,7 +19,7 @@ def _scores(inputs: Inputs, branch: Branch) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads = q.shape[:2]
     count = branch.pattern.to_dense(q.shape[2], k.shape[2], heads, batch=batch, q_offset=branch.q_offset)
     count = count.to(q.device, torch.float64)
-    keys = k.double().repeat_interleave(heads // k.shape[1], 1)
+    keys = per_query_head(k.double(), heads)
     scores = inputs.scale * (q.double() @ keys.mT)
     # what the type of the scores cannot hold; see overflow.py
     most = torch.finfo(acc_dtype(q.dtype)).max
@@ -58,15 +58,11 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     dk = scale * (score_grads.mT @ queries)
     dv = weights.mT @ dout
 
-    def per_kv_head(x: Tensor) -> Tensor:
-        grouped: Tensor = x.unflatten(1, (k.shape[1], heads // k.shape[1]))
-        return grouped.sum(2)
-
-    return dq.to(dtype), per_kv_head(dk).to(dtype), per_kv_head(dv).to(dtype)
+    return dq.to(dtype), per_key_head(dk, k.shape[1]).to(dtype), per_key_head(dv, k.shape[1]).to(dtype)
 
 
 def _only_attended(v: Tensor, count: Tensor, heads: int) -> Tensor:
-    values = v.double().repeat_interleave(heads // v.shape[1], 1)
+    values = per_query_head(v.double(), heads)
     return values.masked_fill((count.sum(-2) == 0)[..., None], 0.0)
 
 

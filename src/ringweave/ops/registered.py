@@ -44,14 +44,7 @@ def operator(kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: Sequence[Tensor],
-    spec: str,
-    scale: float,
-    q_offset: int,
-    backend: str,
+    q: Tensor, k: Tensor, v: Tensor, tables: Sequence[Tensor], spec: str, scale: float, q_offset: int, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of the pattern that ``spec`` and ``tables`` spell."""
     return run_forward(Inputs(q, k, v, scale), pattern_of(spec, tables), q_offset, backend)

@@ -7,15 +7,11 @@ from torch import Tensor
 
 from ..plan import Branch
 from ..types import acc_dtype
-from .backend import Backend, Case, Inputs, Upstream, delta_as_channels, with_sign
+from .backend import Backend, Case, Inputs, Upstream, delta_as_channels, per_key_head, per_query_head, with_sign
 from .overflow import may_overflow, spoil
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _rows_apart(x: Tensor) -> Tensor:
@@ -35,7 +31,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
     attended = _attended(inputs, branch)
     q, k, v, scale = with_sign(attended)[0][:4]
     heads = q.shape[1]
-    tensors = map(_rows_apart, (q, _per_query_head(k, heads), _per_query_head(v, heads)))
+    tensors = map(_rows_apart, (q, per_query_head(k, heads), per_query_head(v, heads)))
     out, lse = _forward(*tensors, 0.0, branch.structure == "causal", scale=scale)
     out, lse = out.to(dtype).contiguous(), lse.contiguous()
     if may_overflow(attended):
@@ -49,8 +45,8 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     every_key = inputs.k.shape[2]
     inputs, sign = with_sign(_attended(inputs, branch))
     q, k, v, scale = inputs[:4]
-    heads, kv_heads = q.shape[1], k.shape[1]
-    keys, values = _per_query_head(k, heads), _per_query_head(v, heads)
+    heads = q.shape[1]
+    keys, values = per_query_head(k, heads), per_query_head(v, heads)
     dout, queries = dout.to(q.dtype), q
     if out is None:
         dout, queries, keys, values, out = delta_as_channels(dout, q, keys, values, delta)
@@ -69,12 +65,12 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
             x.masked_fill(rows[..., None], torch.nan) for x, rows in ((dq, broken), (dk, reached), (dv, reached))
         )
 
-    def per_kv_head(x: Tensor) -> Tensor:
+    def of_keys(x: Tensor) -> Tensor:
         x = torch.nn.functional.pad(x[..., : q.shape[3]], (0, 0, 0, every_key - k.shape[2]))
-        return x if kv_heads == heads else x.unflatten(1, (kv_heads, heads // kv_heads)).sum(2)
+        return per_key_head(x, k.shape[1]).to(dtype)
 
     dq = dq[..., : q.shape[3]].to(dtype).contiguous()
-    return dq if sign > 0 else dq * sign, per_kv_head(dk).to(dtype), per_kv_head(dv).to(dtype)
+    return dq if sign > 0 else dq * sign, of_keys(dk), of_keys(dv)
 
 
 def refusal(case: Case, branch: Branch) -> str | None:

@@ -163,12 +163,7 @@ class TokenMask(Pattern):
     """
 
     def __init__(
-        self,
-        fn: MaskMod,
-        *,
-        tables: Sequence[Tensor] | None = None,
-        batch: int | None = None,
-        head: int | None = None,
+        self, fn: MaskMod, *, tables: Sequence[Tensor] | None = None, batch: int | None = None, head: int | None = None
     ):
         if not callable(fn) or isinstance(fn, type):
             raise PatternError(message("fn", type(fn).__name__, "a function of (b, h, q, k)", "Pass a mask_mod."))
