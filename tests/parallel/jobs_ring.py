@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import signal
 import time
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringweave as rw
 from ringweave.errors import RingError
+from ringweave.ops import dispatch
 from ringweave.parallel import ContextParallel
 from ringweave.parallel.execution.local_attention import Part
 from ringweave.parallel.transport.regroup import regroup
@@ -105,6 +108,40 @@ def _die(where: str) -> None:
         at_once()
     # in the middle of a call: its messages have been posted, what it computes never comes
     setattr(Part, where, at_once)
+
+
+def silent(schedule: str, where: str, victim: int, deadline: float) -> tuple[str, float]:
+    """The victim sleeps in its second kernel call, forward or backward: what the others say, and after how long."""
+    pattern = rw.Causal()
+    ctx = ContextParallel(
+        dist.group.WORLD, pattern, 700, heads=(1, 1), schedule=schedule, placement="zigzag", deadline=deadline
+    )
+    leaves = [torch.randn(1, 1, ctx.local, 8, requires_grad=True) for _ in range(3)]
+    known = dict(dispatch.BACKENDS)
+    calls = itertools.count(1)
+    try:
+        rw.attention(*leaves, pattern, context=ctx).sum().backward()
+        # all begin at one time
+        ctx.unshard(leaves[0].detach(), 2)
+        begin = time.monotonic()
+        if ctx.rank == victim:
+            for name, backend in known.items():
+                inner = getattr(backend, where)
+
+                def late(*args: Any, inner: Any = inner, **options: Any) -> Any:
+                    time.sleep(2.0 * (next(calls) == 1))
+                    return inner(*args, **options)
+
+                if inner is not None:
+                    dispatch.BACKENDS[name] = dataclasses.replace(backend, **{where: late})
+        for _ in range(2):
+            rw.attention(*leaves, pattern, context=ctx).sum().backward()
+    except RingError as error:
+        return str(error), time.monotonic() - begin
+    finally:
+        dispatch.BACKENDS.update(known)
+        ctx.close()
+    raise AssertionError("no error")
 
 
 class Left(NamedTuple):

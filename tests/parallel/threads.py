@@ -40,6 +40,8 @@ class Threaded(Transport):
         super().__init__(None)
         self.shared, self.rank, self.size = shared, rank, size
         self.counters = type(self.counters)(size)
+        #: what was started, in order: words, bytes to peers, bytes from peers
+        self.started: list[str] = []
         self.posted = {(side, peer): 0 for side in ("to", "from") for peer in range(size)}
 
     def _next(self, side: str, peer: int) -> int:
@@ -48,6 +50,7 @@ class Threaded(Transport):
 
     def agree(self, header: Tensor, *, what: str) -> Tensor:
         self.step += 1
+        self.started.append(what)
         self.shared.table[self.rank] = header.clone()
         self.shared.barrier.wait()
         every = torch.stack([self.shared.table[rank] for rank in range(self.size)])
@@ -65,6 +68,9 @@ class Threaded(Transport):
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], *, stage: int, what: str
     ) -> Any:
+        parts = [[f"{peer}: {x.nbytes}" for peer, x in part if x.numel()] for part in (sends, receives)]
+        if any(parts):
+            self.started.append(f"{what}, to {', '.join(parts[0]) or 'none'}, from {', '.join(parts[1]) or 'none'}")
         for peer, data in sends:
             assert peer != self.rank
             if data.numel():
