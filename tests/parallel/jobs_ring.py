@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringweave as rw
 from ringweave.errors import RingError
 from ringweave.ops import dispatch
-from ringweave.parallel import ContextParallel
-from ringweave.parallel.execution.local_attention import Part
+from ringweave.parallel import ContextParallel, Transport
+from ringweave.parallel.execution.local_attention import LocalAttention
 from ringweave.parallel.transport.regroup import regroup
 from ringweave.patterns import Pattern
 
@@ -47,7 +47,7 @@ def differing(name: str) -> tuple[str, tuple[Any, ...], int]:
 
 def overlapped(latency: float) -> tuple[float, float, list[int], list[float]]:
     """Seconds that messages flew and were waited for, stages computed, when each was posted and computed."""
-    transport = Delayed(dist.group.WORLD, latency=latency)
+    transport = Delayed(Transport(dist.group.WORLD), latency=latency)
     ctx = ContextParallel(transport, rw.Full(), 16384, heads=(2, 2), schedule="ring")
     q, k, v = (torch.randn(1, 2, ctx.local, 64) for _ in range(3))
     with ctx.trace() as trace:
@@ -107,7 +107,7 @@ def _die(where: str) -> None:
     if where == "between":
         at_once()
     # in the middle of a call: its messages have been posted, what it computes never comes
-    setattr(Part, where, at_once)
+    setattr(LocalAttention, where, at_once)
 
 
 def silent(schedule: str, where: str, victim: int, deadline: float) -> tuple[str, float]:
