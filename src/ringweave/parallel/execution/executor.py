@@ -84,7 +84,8 @@ def backward(
     """Compute (dq, dk, dv) of a shard, in the inputs' dtype, from the gradients of out and lse."""
     q, k, v = inputs[:3]
     dout, dlse = grads
-    lse = computed.lse
+    # a row with an infinite score is NaN, its weights too
+    lse = computed.lse.masked_fill(torch.isposinf(computed.lse), torch.nan)
     batch, dims, acc = q.shape[0], (k.shape[3], v.shape[3]), lse.dtype
     first = next(iter(schedule.stages[0].own.values()), None)
     delta_of = delta_in_chunks if first is None else first.chosen(inputs, backend, needs_grad=True).delta

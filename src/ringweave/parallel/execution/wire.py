@@ -45,19 +45,24 @@ def write(out: Tensor, x: Tensor, form: int) -> None:
         out[body.numel() :].copy_(scale.contiguous().view(-1).view(torch.uint8))
         return
     dtype = torch.bfloat16 if form == BF16 else x.dtype
-    out.view(dtype).view(x.shape).copy_(x)
+    if out.storage_offset() % dtype.itemsize:
+        # behind a message of an odd number of bytes
+        out.copy_(x.to(dtype).contiguous().view(-1).view(torch.uint8))
+    else:
+        out.view(dtype).view(x.shape).copy_(x)
 
 
 def read(data: Tensor, shape: tuple[int, ...], form: int, dtype: torch.dtype) -> Tensor:
-    """Decode a flat uint8 tensor; a view of it in the native format."""
+    """Decode a flat uint8 tensor; a view of it in the native format, where it is aligned."""
     if form == INT8:
         rows = data.numel() // (shape[-1] + _SCALE_BYTES)
         body = data[: rows * shape[-1]].view(torch.int8).view(shape)
         scale = data[rows * shape[-1] :].clone().view(torch.float32).view(*shape[:-1], 1)
         return (body.float() * scale).to(dtype)
-    if form == BF16:
-        return data.view(torch.bfloat16).view(shape).to(dtype)
-    return data.view(dtype).view(shape)
+    there = torch.bfloat16 if form == BF16 else dtype
+    if data.storage_offset() % there.itemsize:
+        data = data.clone()
+    return data.view(there).view(shape).to(dtype)
 
 
 def error(x: Tensor, form: int) -> float:
