@@ -48,8 +48,7 @@ def forward(schedule: Schedule, agreement: Agreement, inputs: Inputs, backend: s
     # of a shard that one kernel call computes there is nothing to merge
     dtype = q.dtype if schedule.single else acc
     results = Channels(q.shape[0], (v.shape[3], 1), acc)
-    queries = [(Channels(q.shape[0], (q.shape[3],), q.dtype), (q,))]
-    traffic = Traffic(schedule, agreement, inputs, queries)
+    traffic = Traffic(schedule, agreement, inputs)
     total = _Output(inputs, acc, schedule.held)
 
     def merge(section: Section, tensors: Sequence[Tensor]) -> None:
@@ -57,17 +56,14 @@ def forward(schedule: Schedule, agreement: Agreement, inputs: Inputs, backend: s
         total.merge(schedule.heads[section.branch], section.tokens, tensors[0], tensors[1][..., 0])
 
     for stage in traffic.stages("forward"):
-        for number, attention in stage.own.items():
-            with agreement.computing(f"branch {number}", stage.number):
-                out, lse = attention.forward(traffic.own(number), dtype, backend)
-            total.add(attention, out, lse)
-        remote = {}
-        for number, attention in stage.remote.items():
-            ((of_query,),) = traffic.remote(number)
-            with agreement.computing(f"branch {number}, remote queries", stage.number):
-                buffers = attention.buffers(inputs, agreement.space)
-                out, lse = attention.forward(buffers._replace(q=of_query), acc, backend)
-            remote[number] = [out, lse[..., None]]
+        remote: dict[int, list[Tensor]] = {}
+        for call in traffic.calls():
+            with agreement.computing(f"branch {call.number}{', remote queries' * call.remote}", stage.number):
+                out, lse = call.attention.forward(call.inputs, dtype, backend)
+            if call.remote:
+                remote[call.number] = [out, lse[..., None]]
+            else:
+                total.add(call.attention, out, lse)
         traffic.send_back(Way(results, partial(_of_branch, remote), merge))
     kept = (traffic.keys_in, traffic.forms_in) if schedule.keeps else ([], [])
     return Computed(*total.result(q.dtype), kept[0], torch.tensor(kept[1], dtype=torch.int64, device="cpu"))
@@ -90,12 +86,8 @@ def backward(
     first = next(iter(schedule.stages[0].own.values()), None)
     delta_of = delta_in_chunks if first is None else first.chosen(inputs, backend, needs_grad=True).delta
     upstream = Upstream(dout, lse, delta_of(dout, computed.out, lse, dlse))
-    queries = [
-        (Channels(batch, dims, q.dtype), (q, dout)),
-        (Channels(batch, (1, 1), acc), (lse[..., None], upstream.delta[..., None])),
-    ]
     of_keys, of_queries = Channels(batch, dims, acc), Channels(batch, dims[:1], acc)
-    traffic = Traffic(schedule, agreement, inputs, queries, (computed.received, computed.forms))
+    traffic = Traffic(schedule, agreement, inputs, upstream, (computed.received, computed.forms))
     dq, dk, dv = (_Sum(x, acc, schedule.held) for x in (q, k, v))
 
     def add_keys(section: Section, grads: Sequence[Tensor]) -> None:
@@ -107,22 +99,18 @@ def backward(
 
     for stage in traffic.stages("backward"):
         received: dict[int, list[Tensor]] = {}
-        for number, attention in stage.own.items():
-            with agreement.computing(f"branch {number}", stage.number):
-                of_query, *received[number] = attention.backward(traffic.own(number), upstream, backend)
-            dq.add_queries(attention, of_query)
-            for total, grad in zip((dk, dv), received[number], strict=True):
-                total.add_keys(attention, grad)
-        remote = {}
-        for number, attention in stage.remote.items():
-            (q_there, dout_there), (lse_there, delta_there) = traffic.remote(number)
-            there = Upstream(dout_there, lse_there[..., 0], delta_there[..., 0])
-            with agreement.computing(f"branch {number}, remote queries", stage.number):
-                buffers = attention.buffers(inputs, agreement.space)
-                of_query, *own = attention.backward(buffers._replace(q=q_there), there, backend)
-            remote[number] = [of_query]
-            for total, grad in zip((dk, dv), own, strict=True):
-                total.add_keys(attention, grad)
+        remote: dict[int, list[Tensor]] = {}
+        for call in traffic.calls():
+            assert call.upstream is not None
+            with agreement.computing(f"branch {call.number}{', remote queries' * call.remote}", stage.number):
+                of_query, *of_key = call.attention.backward(call.inputs, call.upstream, backend)
+            if call.remote:
+                remote[call.number] = [of_query]
+            else:
+                received[call.number] = of_key
+                dq.add_queries(call.attention, of_query)
+            for total, grad in zip((dk, dv), of_key, strict=True):
+                total.add_keys(call.attention, grad)
         traffic.send_back(
             Way(of_queries, partial(_of_branch, remote), add_queries),
             Way(of_keys, partial(_grads_of_keys, received, of_keys, lse), add_keys),

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.backend import Inputs
+from ...ops.backend import Inputs, Upstream
 from ..planning.exchange import SHARD, Hop, Message, Section
 from ..transport.protocol import Pending
 from . import wire
 from .agreement import Agreement
+from .local_attention import LocalAttention
 from .schedule import Schedule, Stage
 
 #: A section's tensors at its sender, by peer and section.
@@ -39,6 +40,11 @@ class Channels:
     batch: int
     dims: tuple[int, ...]
     dtype: torch.dtype
+
+    @staticmethod
+    def of(*tensors: Tensor) -> Channels:
+        """Those of tensors (B, ..., C), of one type."""
+        return Channels(len(tensors[0]), tuple(x.shape[-1] for x in tensors), tensors[0].dtype)
 
     def nbytes(self, message: Message, form: int = wire.NATIVE) -> int:
         """Count the bytes of a message in a format."""
@@ -164,6 +170,24 @@ def _messages(messages: Sequence[Message], forms: Sequence[int]) -> list[tuple[i
     return [(peer, message, forms[peer] if forms else wire.NATIVE) for peer, message in enumerate(messages) if message]
 
 
+class KernelCall(NamedTuple):
+    """One kernel call of a stage.
+
+    Attributes:
+        number: Which branch.
+        attention: What is computed.
+        inputs: Queries, and full buffers of keys and values.
+        upstream: What its gradients are made of, in a backward pass.
+        remote: Whether the queries are another rank's.
+    """
+
+    number: int
+    attention: LocalAttention
+    inputs: Inputs
+    upstream: Upstream | None
+    remote: bool = False
+
+
 class Traffic:
     """The messages of one pass: keys and remote queries that come, results that go back.
 
@@ -171,7 +195,7 @@ class Traffic:
         schedule: The stages.
         agreement: The means.
         inputs: The shard's.
-        queries: What remote queries bring along: tensors of (B, Hq, shard, channels).
+        upstream: Of a backward pass, what the shard's gradients are made of.
         kept: Of a backward pass, what forward has kept: the bytes of each hop, and their formats.
     """
 
@@ -180,12 +204,15 @@ class Traffic:
         schedule: Schedule,
         agreement: Agreement,
         inputs: Inputs,
-        queries: Sequence[tuple[Channels, tuple[Tensor, ...]]],
+        upstream: Upstream | None = None,
         kept: tuple[Sequence[Tensor], Tensor] | None = None,
     ):
-        k, v = inputs.k, inputs.v
-        self._schedule, self._agreement, self._inputs, self._queries = schedule, agreement, inputs, queries
-        self._channels = Channels(k.shape[0], (k.shape[3], v.shape[3]), k.dtype)
+        self._schedule, self._agreement, self._inputs, self._upstream = schedule, agreement, inputs, upstream
+        self._channels = Channels.of(inputs.k, inputs.v)
+        # what queries take along that are computed elsewhere
+        self._along: list[tuple[Tensor, ...]] = [(inputs.q,)]
+        if upstream is not None:
+            self._along = [(inputs.q, upstream.dout), (upstream.lse[..., None], upstream.delta[..., None])]
         # of keys, by hop, the formats by peer of what is sent and of what comes
         self._forms: list[list[int]] = []
         #: those of what comes
@@ -203,7 +230,7 @@ class Traffic:
     def stages(self, operation: str) -> Iterator[Stage]:
         """Agree, and give each stage once its messages are there and those of the next are under way."""
         stages = self._schedule.stages
-        self._agree(operation, [hop for stage in stages for hop in stage.hops[: not self._kept]])
+        self._agree(operation, [stage.hops[0] for stage in stages if stage.hops and not self._kept])
         coming = _started(self._come(stages[0]))
         for stage, following in zip(stages, (*stages[1:], None), strict=True):
             _finish(coming)
@@ -212,9 +239,27 @@ class Traffic:
             yield stage
         _finish(self._going)
 
-    def own(self, number: int) -> Inputs:
-        """The inputs of this rank's queries of a branch; keys as a message brought them, if in the kernel's order."""
-        attention = self._stage.own[number]
+    def calls(self) -> Iterator[KernelCall]:
+        """Give the present stage's kernel calls; the tensors of one are good until the next."""
+        stage, inputs, space = self._stage, self._inputs, self._agreement.space
+        for number, attention in stage.own.items():
+            yield KernelCall(number, attention, self._with_keys(number, attention), self._upstream)
+        for number, attention in stage.remote.items():
+            along = [x for payload, data in self._queries_in for _, _, x in payload.sections(data, number)]
+            upstream = None
+            if self._upstream is not None:
+                (_, dout), (lse, delta) = along
+                upstream = Upstream(dout, lse[..., 0], delta[..., 0])
+            with_keys = attention.buffers(inputs, space)._replace(q=along[0][0])
+            yield KernelCall(number, attention, with_keys, upstream, remote=True)
+
+    def send_back(self, queries: Way, keys: Way | None = None) -> None:
+        """Start a stage's results on their way back; those of the stage before have arrived by then."""
+        _finish(self._going)
+        self._going = _started(self._go_back(self._stage, queries, keys))
+
+    def _with_keys(self, number: int, attention: LocalAttention) -> Inputs:
+        """The inputs with a branch's keys and values; as a message brought them, if that is the kernel's order."""
         arrived = [
             (section, tensors)
             for level, data in enumerate(self.keys_in)
@@ -229,15 +274,6 @@ class Traffic:
             section.put(inputs.v, values)
         return inputs
 
-    def remote(self, number: int) -> list[list[Tensor]]:
-        """What remote queries of a branch brought along."""
-        return [tensors for payload, data in self._queries_in for _, _, tensors in payload.sections(data, number)]
-
-    def send_back(self, queries: Way, keys: Way | None = None) -> None:
-        """Start a stage's results on their way back; those of the stage before have arrived by then."""
-        _finish(self._going)
-        self._going = _started(self._go_back(self._stage, queries, keys))
-
     def _come(self, stage: Stage) -> Iterator[None]:
         """Receive a stage's keys, hop after hop, and its remote queries; yields while messages are under way."""
         keys_in, queries_in = list(self.keys_in) if self._kept else [], list[tuple[Payload, Tensor]]()
@@ -251,10 +287,10 @@ class Traffic:
                 keys_in.append(self._inputs.k.new_empty(nbytes, dtype=torch.uint8))
             else:
                 keys_in.append(self._room(f"keys of {stage.number % 2}", keys.nbytes_in))
-            for number, (channels, tensors) in enumerate(self._queries):
+            for number, tensors in enumerate(self._along):
                 if stage.queries is None:
                     break
-                payload = Payload(stage.queries, channels, partial(self._of_queries, tensors))
+                payload = Payload(stage.queries, Channels.of(*tensors), partial(self._of_queries, tensors))
                 queries_in.append((payload, self._room(f"queries {number} of {stage.number % 2}", payload.nbytes_in)))
             pending = self._post("keys", [(keys, keys_in[-1]), *queries_in], stage, level)
             yield
