@@ -49,7 +49,7 @@ def test_a_rank_computes_the_tiles_of_length_and_pattern(measured: None) -> None
     placement = NAMED["contiguous"](N, 2, 128)
     (demand,) = Plans(placement, (2, 1), 0, "gather").demands(PATTERN)
     assert (demand.plan.q_tile, demand.plan.kv_tile) == (128, 128)
-    for part in Plans(placement, (2, 1), 0, "gather").of(PATTERN).parts:
+    for part in Plans(placement, (2, 1), 0, "gather").of(PATTERN).stages[0].own.values():
         assert part.branch.tile == (128, 128)
 
 

@@ -17,11 +17,11 @@ from ..ops.dispatch import BACKENDS, names, run_forward
 from ..ops.registered import refuse_forward_mode
 from ..patterns import Pattern, check_extents
 from .arguments import integer, number, one_of, pair_of_heads, patterns_of
+from .execution import executor
 from .execution import wire as wires
-from .execution.agreement import TAG_WORDS, Opaque, Value, caller, text_words
-from .execution.call import NAME_WORDS, Call
+from .execution.agreement import NAME_WORDS, TAG_WORDS, Agreement, Opaque, Value, caller, text_words
 from .execution.pending_table import PendingTable, rows_of
-from .execution.wire import WireStatistics
+from .execution.wire import Wire, WireStatistics
 from .operators import register, ring_attention_op
 from .planning.cost import Widths
 from .planning.placement import NAMED, Placement
@@ -29,6 +29,7 @@ from .planning.report import explanation
 from .plans import SCHEDULES, Plans, place
 from .trace import Trace
 from .transport.mesh import group_of
+from .transport.protocol import Communicator
 from .transport.transport import Transport
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class ContextParallel:
 
     def __init__(
         self,
-        mesh: DeviceMesh | ProcessGroup | Transport | None,
+        mesh: DeviceMesh | ProcessGroup | Communicator | None,
         pattern: Pattern | Sequence[Pattern],
         seq_len: int,
         *,
@@ -102,7 +103,7 @@ class ContextParallel:
         self._whole: ContextParallel | None = None
         #: ranks of a node, where the mesh has two levels
         self._per_node: int | None = None
-        if isinstance(mesh, Transport):
+        if isinstance(mesh, Communicator):
             self._open(mesh)
             return
         group, self._per_node = group_of(mesh)
@@ -121,7 +122,7 @@ class ContextParallel:
         for pattern in self.patterns:
             self._check_pattern(pattern)
 
-    def _open(self, transport: Transport) -> None:
+    def _open(self, transport: Communicator) -> None:
         self.transport = transport
         form = wires.code(self._options["wire"])
         asked = self._options["placement"]
@@ -130,14 +131,12 @@ class ContextParallel:
         self.positions = torch.from_numpy(self.placement.positions(transport.rank))
         self._held = self.placement.held(transport.rank)
         self.plans = Plans(self.placement, self.heads, transport.rank, self._options["schedule"], self._per_node)
-        transport.contexts += 1
-        number = str(transport.number) if transport.contexts == 1 else f"{transport.number}.{transport.contexts}"
         said: dict[str, Value] = {
-            "context": number, "seq_len": self.seq_len, "heads": str(self.heads), "nodes": self._per_node,
+            "context": transport.open(), "seq_len": self.seq_len, "heads": str(self.heads), "nodes": self._per_node,
             "placement": Opaque(self.placement.digest, self.placement.name), "wire": self._options["wire"],
             "tolerance": self._options["tolerance"], "deadline": transport.deadline, "retries": transport.retries,
         }  # fmt: skip
-        self.call = Call(transport, form, self._options["tolerance"], said=said)
+        self.call = Agreement(transport, Wire(form, self._options["tolerance"]), said=said)
         self._number = register(self)
         # a tensor and not text: what is compiled for one layer serves all, whatever their tags
         self._tag = torch.zeros(TAG_WORDS, dtype=torch.int64, device="cpu")
@@ -182,7 +181,7 @@ class ContextParallel:
                 self.call.ended = error.again()
                 raise
 
-    def _saying(self, tag: Tensor, **said: Value) -> Call:
+    def _saying(self, tag: Tensor, **said: Value) -> Agreement:
         """The means of the next call, under its tag, or else the calling thread's."""
         name = tuple(tag.tolist())
         return self.call.saying(
@@ -247,7 +246,8 @@ class ContextParallel:
         shape, dtype = f"{tuple(x.shape)}, dim {dim}", str(x.dtype).removeprefix("torch.")
         with self._calling():
             call = self._saying(self._tag, shape=shape, dtype=dtype)
-            every = call.all_gather(mine)
+            every, pending = call.all_gather(mine, "shards")
+            pending.wait()
             self.call.calls += 1
         whole = mine.new_empty(self.seq_len, *mine.shape[1:])
         for rank, part in enumerate(every):
@@ -341,7 +341,7 @@ class ContextParallel:
         with self._calling():
             planned = self.plans.of(pattern, q.shape[0])
             call = self._saying(tag, scale=scale, backend=backend, requires_grad=grads, **planned.said)
-            out, lse, received, forms = planned.forward(call, q, k, v, scale, backend)
+            out, lse, received, forms = executor.forward(planned, call, Inputs(q, k, v, scale), backend)
             # not before it is done: a rank that fails and tries again is one behind, and told so
             self.call.calls += 1
         kept = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
@@ -370,8 +370,9 @@ class ContextParallel:
         with self._calling():
             planned = self.plans.of(pattern, q.shape[0])
             call = self.call.saying(tag=tuple(tag), call=number, scale=scale, backend=backend, **planned.said)
-            forms = forms.view(-1, self.size)
-            return planned.backward(call, dout, dlse, q, k, v, out, lse, kept[:2], forms, scale, backend)
+            computed = executor.Computed(out, lse, kept[:2], forms.view(-1, self.size))
+            inputs = Inputs(q, k, v, scale)
+            return executor.backward(planned, call, inputs, computed, (dout, dlse), backend)
 
     # ---- other ranks, other tables -----------------------------------------------------------------------------------
 
@@ -434,7 +435,7 @@ class ContextParallel:
     @property
     def statistics(self) -> WireStatistics:
         """What encoding on the wire did."""
-        return self.call.statistics
+        return self.call.wire.statistics
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:

@@ -13,8 +13,7 @@ from ..patterns.function import changed, store_of
 from ..plan import branches
 from ..recent import Recent
 from .execution.agreement import Opaque, Value
-from .execution.gather import Gather
-from .execution.ring import Ring
+from .execution.schedule import Schedule, gather, ring
 from .planning.choice import choose
 from .planning.cost import Load, Widths
 from .planning.demand import Demand
@@ -68,9 +67,9 @@ class Plans:
     ):
         self.placement, self.heads, self.rank = placement, heads, rank
         self.schedule, self.per_node = schedule, per_node
-        self._made: Recent[Gather | Ring] = Recent(_MAX_BYTES, _MAX_SCHEDULES)
+        self._made: Recent[Schedule] = Recent(_MAX_BYTES, _MAX_SCHEDULES)
 
-    def of(self, pattern: Pattern, batch: int = 1) -> Gather | Ring:
+    def of(self, pattern: Pattern, batch: int = 1) -> Schedule:
         """What the rank does for a pattern."""
         made_of = pattern.key()
         key, kept = (made_of.value, batch), store_of(pattern.spec, self._made)
@@ -78,16 +77,14 @@ class Plans:
         if found is not None:
             return found
         demands = self.demands(pattern, batch)
-        ratio = self.heads[0] // self.heads[1]
-        made: Gather | Ring
         said: dict[str, Value] = {"pattern": Opaque(_digest_of(demands), repr(pattern))}
         if self.schedule_of(pattern) == "ring":
             moves = [_moves(demand) for demand in demands]
             said |= {"schedule": "ring", "moves": Opaque(_digest_of_moves(moves), "its own")}
-            made = Ring.of(demands, moves, self.placement, self.rank, ratio, said)
+            made = ring(demands, moves, self.placement, self.rank, self.heads, said)
         else:
             said["schedule"] = "gather"
-            made = Gather.of(demands, self.placement, self.rank, ratio, said, self.per_node)
+            made = gather(demands, self.placement, self.rank, self.heads, said, self.per_node)
         if kept is not self._made and not pattern.key().same(made_of):
             raise changed("what was changed while it was planned")
         kept.put(key, made, _SCHEDULE_BYTES, made_of.tables)

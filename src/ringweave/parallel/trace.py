@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UnsupportedError, message
-from .transport.counters import Event
+from .transport.protocol import Event
 
 _COLOURS = {"compute": "#2f81f7", "send": "#3fa45b", "receive": "#e08a1e", "wait": "#c0392b"}
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..execution.local_attention import Part
+from ..execution.local_attention import LocalAttention
 from ..execution.places import Tokens
 from .demand import Bools, Demand, Kind, run_places
 from .movement import Moves
@@ -66,6 +66,11 @@ class Section:
             return batch, self.heads // batch, self.count, channels
         return self.heads, self.count, channels
 
+    def fills(self, keys: int) -> bool:
+        """Receiver: whether its rows are all keys of the branch's buffer, in their order."""
+        whole = self.members is None and self.used is None
+        return whole and self.target is not None and self.target.span == (0, keys, 1)
+
     def put(self, buffer: Tensor, rows: Tensor) -> None:
         """Receiver: its rows into the branch's (B, heads, tokens, C) buffer."""
         if self.target is None or not self.target.count:
@@ -111,7 +116,7 @@ class Hop:
 
 def direct_hop(
     demands: list[Demand],
-    parts: list[Part | None],
+    parts: list[LocalAttention | None],
     rank: int,
     ranks: int,
     needs: list[tuple[Bools, ...]] | None = None,
@@ -157,7 +162,9 @@ def guest_sections(demands: list[Demand], moves: list[tuple[Moves, ...]], owner:
     return tuple(found)
 
 
-def node_hops(demands: list[Demand], parts: list[Part | None], rank: int, ranks: int, per_node: int) -> tuple[Hop, Hop]:
+def node_hops(
+    demands: list[Demand], parts: list[LocalAttention | None], rank: int, ranks: int, per_node: int
+) -> tuple[Hop, Hop]:
     """Across nodes, then inside: ranks [n * per_node, (n + 1) * per_node) are node n.
 
     A rank imports, from the rank of its own place on every other node, what any rank of its node needs from it; then
@@ -213,7 +220,12 @@ def _sent(demand: Demand, number: int, kind: int, runs: Int64) -> Section:
 
 
 def _received(
-    demand: Demand, number: int, kind: int, runs: Int64, part: Part | None, needed: NDArray[np.bool_] | None = None
+    demand: Demand,
+    number: int,
+    kind: int,
+    runs: Int64,
+    part: LocalAttention | None,
+    needed: NDArray[np.bool_] | None = None,
 ) -> Section:
     members, heads = _members(demand, demand.kinds[kind])
     lengths = demand.lengths[runs]
