@@ -66,7 +66,7 @@ CASES: list[tuple[str, Callable[..., object], list[Any]]] = [
     ("deadline", made, [*NUMBERS, 0, 1e300]),
     ("retries", made, [0.0, "1", None, True, -1, 2**70]),
     ("seq_len", made, [*INTS, 0, "256"]),
-    ("heads", made, [2, "22", None, (2,), (2, 2, 2), (2.0, 2), (2, True), (0, 1), (2, 0), (3, 2), (-2, -2), (2**70, 1)]),
+    ("heads", made, [2, "22", None, (2,), (2, 2, 2), (2.0, 2), (2, True), (0, 1), (2, 0), (3, 2), (-2, -2), (2**70, 1), (torch.tensor(2), 1)]),
     ("schedule", made, ["star", None, 1, ["gather"], b"ring"]),
     ("placement", made, ["random", None, 1, ["zigzag"], placed(tokens=200)]),
     ("wire", made, ["fp4", None, 1, ["int8"], b"int8"]),
@@ -134,8 +134,8 @@ def test_what_is_refused(name: str, call: Callable[..., object], values: list[An
 
 
 def test_what_is_taken() -> None:
-    """What numpy and torch call a number is one."""
-    ctx = made(seq_len=np.int64(256), heads=[torch.tensor(2), np.int32(2)], deadline=np.float32(2), tolerance=0)
+    """What numpy calls a number is one; reading a tensor may wait for a GPU."""
+    ctx = made(seq_len=np.int64(256), heads=[np.int64(2), np.int32(2)], deadline=np.float32(2), tolerance=0)
     assert (ctx.seq_len, ctx.heads, ctx.transport.deadline) == (256, (2, 2), 2.0)
     assert torch.equal(ctx.shard(X, -2), X)
     assert torch.equal(rw.attention(X, X, X, WINDOW, context=ctx), rw.attention(X, X, X, WINDOW))

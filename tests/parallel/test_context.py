@@ -348,10 +348,10 @@ def test_trace(tmp_path: Path) -> None:
 def test_caches() -> None:
     """A pattern is planned once; a new table is planned anew."""
     ctx = ContextParallel(None, WINDOW, 512, heads=(1, 1))
-    assert ctx.plans.of(WINDOW) is ctx.plans.of(rw.SlidingWindow(100))
+    assert ctx.schedules.of(WINDOW) is ctx.schedules.of(rw.SlidingWindow(100))
     first, second = (rw.random_blocks(512, 0.5, seed=seed) for seed in (0, 1))
-    assert ctx.plans.of(first) is ctx.plans.of(first)
-    assert ctx.plans.of(first) is not ctx.plans.of(second)
+    assert ctx.schedules.of(first) is ctx.schedules.of(first)
+    assert ctx.schedules.of(first) is not ctx.schedules.of(second)
 
 
 def test_a_context_that_is_gone() -> None:

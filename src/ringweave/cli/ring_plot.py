@@ -79,4 +79,4 @@ def plot(rows: Sequence[Row], path: str, *, title: str) -> None:
 
 
 def _of(row: Row, name: str) -> Estimate | None:
-    return row.ringweave if name == "ringweave" else row.peers[name]
+    return row.ringweave if name == "ringweave" else row.other_systems[name]

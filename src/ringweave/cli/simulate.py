@@ -93,7 +93,7 @@ def _table(rows: list[Row]) -> Table:
         table.add_column(name, justify="left" if name.endswith("placement") else "right", no_wrap=True)
     for row in rows:
         own = row.ringweave
-        ring = row.peers["full ring"]
+        ring = row.other_systems["full ring"]
         table.add_row(
             str(row.ranks),
             own.name,
@@ -101,7 +101,7 @@ def _table(rows: list[Row]) -> Table:
             nbytes(ring.bytes_worst) if ring else "-",
             _work(own.imbalance),
             str(own.stages),
-            *(_share(each) for each in (own, *row.peers.values())),
+            *(_share(each) for each in (own, *row.other_systems.values())),
         )
     return table
 
@@ -123,7 +123,7 @@ def _facts(row: Row) -> dict[str, Any]:
     return {
         "gpus": row.ranks,
         "ringweave": _numbers(row.ringweave),
-        **{name: None if each is None else _numbers(each) for name, each in row.peers.items()},
+        **{name: None if each is None else _numbers(each) for name, each in row.other_systems.items()},
     }
 
 

@@ -16,17 +16,17 @@ from ..ops.backend import readable
 from ..ops.dispatch import BACKENDS, names, run_forward
 from ..ops.registered import refuse_forward_mode
 from ..patterns import Pattern, check_extents
-from .arguments import integer, number, one_of, pair_of_heads, patterns_of
+from ..patterns.numbers import number, one_of, whole
 from .execution import wire as wires
 from .execution.agreement import TAG_WORDS, Opaque, Value, caller, text_words
 from .execution.call import NAME_WORDS, Call
 from .execution.pending_table import PendingTable, rows_of
 from .execution.wire import WireStatistics
 from .operators import register, ring_attention_op
-from .planning.cost import Widths
+from .planning.choice import place
 from .planning.placement import NAMED, Placement
-from .planning.report import explanation
-from .plans import SCHEDULES, Plans, place
+from .planning.workload import Widths, pair_of_heads, patterns_of
+from .schedules import SCHEDULES, Schedules
 from .trace import Trace
 from .transport.mesh import group_of
 from .transport.transport import Transport
@@ -92,7 +92,7 @@ class ContextParallel:
         retries: int = 0,
     ):
         self.patterns = patterns_of(pattern)
-        self.seq_len, self.heads = integer("seq_len", seq_len, 1), pair_of_heads(heads)
+        self.seq_len, self.heads = whole("seq_len", seq_len, 1, error=ShapeError), pair_of_heads(heads)
         self._options: dict[str, Any] = {
             "schedule": schedule, "placement": placement, "wire": wire, "tolerance": tolerance,
             "deadline": deadline, "retries": retries,
@@ -117,7 +117,7 @@ class ContextParallel:
             one_of("placement", self._options["placement"], ("auto", *NAMED), "'auto', a Placement or ")
         wires.code(self._options["wire"])
         if self._options["tolerance"] is not None:
-            self._options["tolerance"] = number("tolerance", self._options["tolerance"], 0)
+            self._options["tolerance"] = number("tolerance", self._options["tolerance"], 0, error=ShapeError)
         for pattern in self.patterns:
             self._check_pattern(pattern)
 
@@ -129,7 +129,9 @@ class ContextParallel:
         #: (local,) int64, the global positions of this rank's tokens; padding is at and after ``seq_len``
         self.positions = torch.from_numpy(self.placement.positions(transport.rank))
         self._held = self.placement.held(transport.rank)
-        self.plans = Plans(self.placement, self.heads, transport.rank, self._options["schedule"], self._per_node)
+        self.schedules = Schedules(
+            self.placement, self.heads, transport.rank, self._options["schedule"], self._per_node
+        )
         transport.contexts += 1
         number = str(transport.number) if transport.contexts == 1 else f"{transport.number}.{transport.contexts}"
         said: dict[str, Value] = {
@@ -339,7 +341,7 @@ class ContextParallel:
         """What the operator runs: (out, lse, received, relayed, formats by hop and rank, flat, and number and tag)."""
         q, k, v = map(readable, (q, k, v))
         with self._calling():
-            planned = self.plans.of(pattern, q.shape[0])
+            planned = self.schedules.of(pattern, q.shape[0])
             call = self._saying(tag, scale=scale, backend=backend, requires_grad=grads, **planned.said)
             out, lse, received, forms = planned.forward(call, q, k, v, scale, backend)
             # not before it is done: a rank that fails and tries again is one behind, and told so
@@ -368,7 +370,7 @@ class ContextParallel:
         dout, q, k, v = map(readable, (dout, q, k, v))
         forms, (number, *tag) = kept[2][:-NAME_WORDS], kept[2][-NAME_WORDS:].tolist()
         with self._calling():
-            planned = self.plans.of(pattern, q.shape[0])
+            planned = self.schedules.of(pattern, q.shape[0])
             call = self.call.saying(tag=tuple(tag), call=number, scale=scale, backend=backend, **planned.said)
             forms = forms.view(-1, self.size)
             return planned.backward(call, dout, dlse, q, k, v, out, lse, kept[:2], forms, scale, backend)
@@ -408,7 +410,7 @@ class ContextParallel:
             RingError: Ranks share different versions or shapes.
         """
         rows = rows_of(rows, self.placement, self.rank, block_size)
-        version = integer("version", version, -(2**62), 2**62)
+        version = whole("version", version, -(2**62), 2**62, error=ShapeError)
         with self._calling():
             shape = f"{tuple(rows.shape)}, {block_size}"
             call = self._saying(self._tag, version=version, shape=shape)
@@ -428,8 +430,7 @@ class ContextParallel:
             >>> print(rw.ContextParallel(None, rw.Causal(), 4096, heads=(8, 8)).explain().splitlines()[0])
             4,096 tokens on 1 rank: contiguous placement, 4,096 tokens each
         """
-        head_dim, itemsize = integer("head_dim", head_dim, 1), integer("itemsize", itemsize, 1)
-        return explanation(self, Widths(head_dim, head_dim, itemsize))
+        return self.schedules.explain(self.patterns, Widths.of(head_dim, itemsize))
 
     @property
     def statistics(self) -> WireStatistics:
@@ -489,7 +490,7 @@ def _dim(x: Tensor, dim: int) -> int:
     """A dimension of a tensor, counted from the front."""
     if not isinstance(x, Tensor):
         raise ShapeError(message("x", type(x).__name__, "a tensor", "Pass a torch tensor."))
-    dim = integer("dim", dim, -(2**31))
+    dim = whole("dim", dim, -(2**31), error=ShapeError)
     if not -x.ndim <= dim < x.ndim:
         wanted = f"a dimension of x, which has {x.ndim}"
         raise ShapeError(message("dim", dim, wanted, "Name its dimension of tokens."))

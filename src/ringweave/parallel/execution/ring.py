@@ -19,7 +19,7 @@ from torch import Tensor
 from ...ops.backend import Upstream
 from ...ops.head_views import Heads
 from ..planning.demand import Demand
-from ..planning.exchange import Message, Section, direct_hop, guest_sections
+from ..planning.exchange import Message, Section, direct_hop, remote_queries
 from ..planning.movement import Moves
 from ..planning.placement import Placement
 from .agreement import Value
@@ -103,8 +103,8 @@ class Ring:
                     guests,
                     hop.sends[target],
                     hop.receives[source],
-                    guest_sections(demands, moves, rank, target),
-                    guest_sections(demands, moves, source, rank),
+                    remote_queries(demands, moves, rank, target),
+                    remote_queries(demands, moves, source, rank),
                 )
             )
         return Ring(tuple(stages), tuple(Heads(demand.branch, ratio) for demand in demands), said)

@@ -1,25 +1,25 @@
-"""From a pattern to what a rank does for it: the placement of a context, and its schedules, cached by value."""
+"""What a rank does for each pattern under one placement: gather or ring, planned once and cached by value."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..errors import ShapeError, message
 from ..patterns import Pattern
 from ..patterns.function import changed, store_of
 from ..plan import branches
 from ..recent import Recent
+from ..units import count, nbytes, percent
 from .execution.agreement import Opaque, Value
 from .execution.gather import Gather
 from .execution.ring import Ring
-from .planning.choice import choose
-from .planning.cost import Load, Widths
+from .planning.cost import Load, Machine, estimate
 from .planning.demand import Demand
-from .planning.movement import Moves, cover
-from .planning.placement import NAMED, Placement, block_for
+from .planning.movement import Moves, movement
+from .planning.placement import Placement
+from .planning.workload import Widths
 
 SCHEDULES = ("auto", "gather", "ring")
 # auto goes around the ring where a rank would receive more than this many shards of keys ...
@@ -30,29 +30,7 @@ _WORTH_IT = 0.5
 _MAX_SCHEDULES, _MAX_BYTES, _SCHEDULE_BYTES = 64, 256 * 2**20, 2**16
 
 
-def place(
-    asked: str | Placement, patterns: Sequence[Pattern], tokens: int, heads: tuple[int, int], ranks: int
-) -> Placement:
-    """The placement that was asked for, or the one that suits the patterns best.
-
-    Raises:
-        ShapeError: One that is made for another length or other ranks.
-    """
-    if isinstance(asked, Placement):
-        if (asked.tokens, asked.ranks) != (tokens, ranks):
-            got, wanted = f"{asked.tokens} tokens on {asked.ranks} ranks", f"{tokens} on {ranks}"
-            raise ShapeError(message("placement", got, wanted, "Make it for this context."))
-        return asked
-    of_batch = ((p, p.extents()[0] or 1) for p in patterns)
-    calls = [call for p, batch in of_batch if (call := branches(p, tokens, tokens, heads=heads[0], batch=batch))]
-    sides = [branch.tile[0] for call in calls for branch in call if branch.rate == 1]
-    block = block_for(tokens, ranks, min(sides, default=128))
-    if asked == "auto" and calls:
-        return choose(calls, tokens, ranks, block, heads[0] // heads[1]).placement
-    return NAMED["contiguous" if asked == "auto" else asked](tokens, ranks, block)
-
-
-class Plans:
+class Schedules:
     """What one rank does for patterns under one placement.
 
     Args:
@@ -71,19 +49,19 @@ class Plans:
         self._made: Recent[Gather | Ring] = Recent(_MAX_BYTES, _MAX_SCHEDULES)
 
     def of(self, pattern: Pattern, batch: int = 1) -> Gather | Ring:
-        """What the rank does for a pattern."""
+        """Plan what the rank does for a pattern, or find it planned."""
         made_of = pattern.key()
         key, kept = (made_of.value, batch), store_of(pattern.spec, self._made)
-        found = kept.get(key)
-        if found is not None:
-            return found
+        made = kept.get(key)
+        if made is not None:
+            return made
         demands = self.demands(pattern, batch)
         ratio = self.heads[0] // self.heads[1]
-        made: Gather | Ring
-        said: dict[str, Value] = {"pattern": Opaque(_digest_of(demands), repr(pattern))}
+        said: dict[str, Value] = {"pattern": Opaque(_digest(map(_words_of, demands)), repr(pattern))}
         if self.schedule_of(pattern) == "ring":
             moves = [_moves(demand) for demand in demands]
-            said |= {"schedule": "ring", "moves": Opaque(_digest_of_moves(moves), "its own")}
+            bits = ((np.packbits(kind.keys), np.packbits(kind.queries)) for branch in moves for kind in branch)
+            said |= {"schedule": "ring", "moves": Opaque(_digest(bits), "its own")}
             made = Ring.of(demands, moves, self.placement, self.rank, ratio, said)
         else:
             said["schedule"] = "gather"
@@ -94,13 +72,13 @@ class Plans:
         return made
 
     def demands(self, pattern: Pattern, batch: int = 1) -> list[Demand]:
-        """What the ranks need of each other for a pattern, per branch."""
+        """Find what the ranks need of each other for a pattern, per branch."""
         tokens = self.placement.tokens
         split = branches(pattern, tokens, tokens, heads=self.heads[0], batch=batch)
         return [Demand.of(branch, self.placement, self.heads[0] // self.heads[1]) for branch in split]
 
     def schedule_of(self, pattern: Pattern) -> str:
-        """``"gather"`` or ``"ring"``: how a pattern is computed."""
+        """Say how a pattern is computed: ``"gather"`` or ``"ring"``."""
         if self.schedule != "auto":
             return self.schedule
         demands = self.demands(pattern, pattern.extents()[0] or 1)
@@ -114,28 +92,52 @@ class Plans:
         around = Load.of(demands, widths).received.max()
         return "ring" if around < _WORTH_IT * received * widths.bytes_of_key else "gather"
 
+    def explain(self, patterns: Iterable[Pattern], widths: Widths) -> str:
+        """Say where tokens lie, what moves for each pattern, and what it costs by the model."""
+        place, machine = self.placement, Machine()
+        lines = [
+            f"{place.tokens:,} tokens on {count(place.ranks, 'rank')}: {place.name} placement, "
+            f"{place.local:,} tokens each"
+        ]
+        ring = self.heads[1] * (place.ranks - 1) * place.local * widths.bytes_of_key
+        loads = []
+        for pattern in patterns:
+            schedule = self.schedule_of(pattern)
+            load = Load.of(self.demands(pattern, pattern.extents()[0] or 1), widths, queries=schedule == "ring")
+            loads.append(load)
+            cost = estimate(place.name, [load], machine)
+            lines += [
+                f"{pattern!r}: {schedule}",
+                f"  bytes      {nbytes(int(load.received.max()))} to the busiest rank, forward"
+                + (f"; a full ring moves {nbytes(ring)}" if ring else ""),
+                f"  balance    {cost.imbalance:.3f} (most work over mean)",
+                f"  stages     {cost.stages}",
+                f"  model      {percent(cost.efficiency)} of the time computing, "
+                f"at {machine.flops / 1e12:.0f} TFLOP/s and {machine.bandwidth / 1e9:.0f} GB/s a rank",
+            ]
+        if len(loads) > 1:
+            lines.append(f"together: balance {estimate(place.name, loads, machine).imbalance:.3f}")
+        return "\n".join(lines)
+
 
 def _moves(demand: Demand) -> tuple[Moves, ...]:
     # the same whatever the channels of a call: forward, backward and all calls move alike
     widths = Widths()
-    return cover(demand, widths.bytes_of_key * demand.tile, widths.bytes_of_query * demand.tile)
+    return movement(demand, widths.bytes_of_key * demand.tile, widths.bytes_of_query * demand.tile)
 
 
-def _digest_of(demands: Sequence[Demand]) -> int:
-    """63 bits that differ where anything differs of what is computed: contents, not names."""
-    found = hashlib.blake2b(digest_size=8)
-    for demand in demands:
-        plan, view = demand.plan, demand.branch
-        found.update(repr((view.heads, view.rate, view.q_first, view.k_first, view.nq, view.nk)).encode())
-        found.update(repr((view.q_offset, view.batch, plan.q_tile, plan.kv_tile)).encode())
-        for tensor in (plan.row_ptr, plan.col, plan.bits, plan.masks, plan.group):
-            found.update(tensor.contiguous().numpy().data)
-    return int.from_bytes(found.digest(), "little") >> 1
+def _words_of(demand: Demand) -> list[np.ndarray]:
+    """What is computed of a branch: contents, not names."""
+    plan, view = demand.plan, demand.branch
+    sizes = (view.heads, view.rate, view.q_first, view.k_first, view.nq, view.nk)
+    text = f"{sizes}{(view.q_offset, view.batch, plan.q_tile, plan.kv_tile)}"
+    tensors = (plan.row_ptr, plan.col, plan.bits, plan.masks, plan.group)
+    return [np.frombuffer(text.encode(), np.uint8), *(x.contiguous().numpy() for x in tensors)]
 
 
-def _digest_of_moves(moves: Sequence[tuple[Moves, ...]]) -> int:
-    found = hashlib.blake2b(digest_size=8)
-    for move in (kind for branch in moves for kind in branch):
-        found.update(np.packbits(move.keys).data)
-        found.update(np.packbits(move.queries).data)
-    return int.from_bytes(found.digest(), "little") >> 1
+def _digest(content: Iterable[Sequence[np.ndarray]]) -> int:
+    """63 bits that differ where anything differs."""
+    digest = hashlib.blake2b(digest_size=8)
+    for array in (array for arrays in content for array in arrays):
+        digest.update(array.data)
+    return int.from_bytes(digest.digest(), "little") >> 1
