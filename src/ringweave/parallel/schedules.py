@@ -21,7 +21,6 @@ from .planning.movement import Moves, movement
 from .planning.placement import Placement
 from .planning.workload import Widths
 
-SCHEDULES = ("auto", "gather", "ring")
 # auto goes around the ring where a rank would receive more than this many shards of keys ...
 _MOST_SHARDS = 2
 # ... or where the ring, in which queries may move instead, receives less than this part
@@ -37,7 +36,7 @@ class Schedules:
         placement: Which rank holds which tokens.
         heads: Query heads and key heads.
         rank: The rank.
-        schedule: One of ``SCHEDULES``.
+        schedule: ``"gather"``, ``"ring"``, or ``"auto"``: by what moves.
         per_node: Ranks of a node, where there are two levels.
     """
 
