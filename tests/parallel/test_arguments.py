@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 
 import ringweave as rw
 from ringweave.errors import RingweaveError
-from ringweave.parallel import ContextParallel, Placement, Transport, plot, regroup
+from ringweave.parallel import ContextParallel, Placement, Transport, export_chrome_trace, regroup
 from ringweave.parallel.planning.cost import Machine
 from ringweave.parallel.planning.simulate import simulate
 
@@ -54,12 +53,6 @@ def whole(**changes: Any) -> object:
 
 def shared(**changes: Any) -> object:
     return BLOCKS.share_table(**({"rows": ROWS, "block_size": 128, "version": 1} | changes))
-
-
-def traced(path: str) -> object:
-    with CTX.trace() as trace:
-        rw.attention(X, X, X, WINDOW, context=CTX)
-    return trace.plot(path)
 
 
 CASES: list[tuple[str, Callable[..., object], list[Any]]] = [
@@ -127,9 +120,8 @@ CASES: list[tuple[str, Callable[..., object], list[Any]]] = [
     ("size", lambda size: regrouped(size=size), [*INTS, 0]),
     ("within", lambda within: regrouped(within=within), [*NUMBERS, 0]),
     ("lost", lambda lost: regrouped(lost=lost), [[2], [-1], [None], ["1"]]),
-    ("traces", lambda traces: plot(traces, "a.svg"), [[3], [None]]),
-    ("trace", lambda traces: plot(traces, "a.svg"), [[]]),
-    ("path", traced, ["a.xyz", "a"]),
+    ("traces", lambda traces: export_chrome_trace(traces, "a.json"), [[3], [None]]),
+    ("trace", lambda traces: export_chrome_trace(traces, "a.json"), [[]]),
 ]  # fmt: skip
 
 
@@ -183,7 +175,3 @@ def test_groups_that_are_gone(pool2: Pool) -> None:
             assert text.startswith(f"mesh: got {got}"), (name, text)
             assert "; wanted a device mesh, a live process group or a Transport. " in text
     pool2.reopen()
-
-
-def test_plots_are_written(tmp_path: Path) -> None:
-    assert Path(str(traced(str(tmp_path / "a.svg")))).stat().st_size

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..bench.command import register
 from ..errors import RingweaveError
-from . import doctor, explain, show, simulate, terminal, tune
+from . import doctor, explain, show, simulation, terminal, tune
 
 
 class Commands(TyperGroup):
@@ -53,7 +53,7 @@ def _options(
 
 app.command("show")(show.show)
 app.command("explain")(explain.explain)
-app.command("simulate")(simulate.simulated)
+app.command("simulate")(simulation.simulated)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
 register(app)

@@ -246,6 +246,9 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor]:
         """Compute (out, lse) of the shard, once ``rw.attention(..., context=)`` has checked its arguments."""
         refuse_forward_mode()
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            remedy = "Differentiate with torch.autograd, and fold a mapped dimension into the batch."
+            raise UnsupportedError(message("context", "a torch.func transform", "a call without one", remedy))
         grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         call = (scale, backend, self._number, self._tag, grads)
         out, lse, *_ = ring_attention_op(q, k, v, pattern.tables, pattern.spec, *call)

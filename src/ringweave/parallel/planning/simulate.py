@@ -36,6 +36,11 @@ class Row:
     ringweave: Estimate
     other_systems: dict[str, Estimate | None]
 
+    @property
+    def systems(self) -> dict[str, Estimate | None]:
+        """All of them by name, ringweave first."""
+        return {"ringweave": self.ringweave, **self.other_systems}
+
 
 def simulate(
     patterns: Pattern | Sequence[Pattern],
