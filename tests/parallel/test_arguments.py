@@ -149,6 +149,8 @@ def test_a_placement_keeps_its_own_owners() -> None:
     mine = placed(owner=owner)
     before, digest = mine.positions(0).tolist(), mine.digest
     owner[:] = owner[::-1].copy()
+    with pytest.raises(ValueError, match="read-only"):
+        mine.owner[:] = owner
     assert mine.positions(0).tolist() == before
     assert placed(owner=owner).digest != digest
 

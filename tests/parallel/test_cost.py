@@ -16,6 +16,8 @@ from ringweave.parallel.planning.workload import Widths, Workload
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
 
+from .test_demand import tokens_moved
+
 TILE = 128
 WIDTHS = Widths()
 MACHINE = Machine(flops=1e12, bandwidth=1e9, latency=1e-5)
@@ -87,7 +89,7 @@ def test_what_no_placement_changes(pattern: Pattern) -> None:
         for demand in demands:
             moves = movement(demand, WIDTHS.bytes_of_key * demand.tile, WIDTHS.bytes_of_query * demand.tile)
             if not any(move.queries.any() for move in moves):
-                received += demand.tokens_moved().sum(1) * WIDTHS.bytes_of_key
+                received += tokens_moved(demand).sum(1) * WIDTHS.bytes_of_key
                 continue
             for kind, move in zip(demand.kinds, moves, strict=True):
                 keys = move.keys.copy()

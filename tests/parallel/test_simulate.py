@@ -15,6 +15,8 @@ from ringweave.parallel.planning.simulate import simulate
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
 
+from .test_demand import tokens_moved
+
 MILLION = 2**20
 MODEL: dict[str, Pattern] = {
     "window": rw.SlidingWindow(4096) & rw.Causal(),
@@ -57,7 +59,7 @@ def test_counts_are_those_of_the_plan() -> None:
     pattern = MODEL["window"]
     (row,) = simulate(pattern, 2**16, [8], heads=(8, 2), head_dim=64, itemsize=4)
     (branch,) = branches(pattern, 2**16, 2**16, heads=8)
-    moved = Demand.of(branch, contiguous(2**16, 8, 128), 4).tokens_moved()
+    moved = tokens_moved(Demand.of(branch, contiguous(2**16, 8, 128), 4))
     assert row.ringweave.name == "contiguous"
     assert row.ringweave.bytes_worst == moved.sum(1).max() * (64 + 64) * 4
     assert row.ringweave.bytes_total == moved.sum() * (64 + 64) * 4

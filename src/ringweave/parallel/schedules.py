@@ -30,15 +30,7 @@ _MAX_SCHEDULES, _MAX_BYTES, _SCHEDULE_BYTES = 64, 256 * 2**20, 2**16
 
 
 class Schedules:
-    """What one rank does for patterns under one placement.
-
-    Args:
-        placement: Which rank holds which tokens.
-        heads: Query heads and key heads.
-        rank: The rank.
-        schedule: ``"gather"``, ``"ring"``, or ``"auto"``: by what moves.
-        per_node: Ranks of a node, where there are two levels.
-    """
+    """What one rank does for patterns under one placement; ``per_node`` ranks are a node where there are two levels."""
 
     def __init__(
         self, placement: Placement, heads: tuple[int, int], rank: int, schedule: str, per_node: int | None = None
@@ -83,13 +75,12 @@ class Schedules:
         demands = self.demands(pattern, pattern.extents()[0] or 1)
         if self.placement.ranks == 1 or self.per_node is not None or not demands:
             return "gather"
-        # tokens that are received, times key heads and batch elements
-        received = sum(demand.tokens_moved().sum(1) for demand in demands).max()
-        if received > _MOST_SHARDS * self.placement.local * self.heads[1] * demands[0].branch.batch:
-            return "ring"
         widths = Widths()
-        around = Load.of(demands, widths).received.max()
-        return "ring" if around < _WORTH_IT * received * widths.bytes_of_key else "gather"
+        received = Load.of(demands, widths, queries=False).received.max()
+        shard = self.placement.local * self.heads[1] * demands[0].branch.batch * widths.bytes_of_key
+        if received > _MOST_SHARDS * shard:
+            return "ring"
+        return "ring" if Load.of(demands, widths).received.max() < _WORTH_IT * received else "gather"
 
     def explain(self, patterns: Iterable[Pattern], widths: Widths) -> str:
         """Say where tokens lie, what moves for each pattern, and what it costs by the model."""

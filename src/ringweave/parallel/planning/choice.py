@@ -79,15 +79,8 @@ def place(
 def choose(workload: Workload, ranks: int, block: int, machine: Machine = _MACHINE) -> Choice:
     """Find the placement with the least modelled time; among times within 2 % the one whose worst rank receives least.
 
-    Cached by value. The same on every rank: nothing in it depends on measurements.
-
-    Args:
-        workload: What is computed.
-        ranks: Ranks.
-        block: Tokens that stay together; see :func:`~ringweave.parallel.planning.placement.block_for`.
-        machine: What the model assumes of a rank.
-    Returns:
-        The choice. Candidates end where one is near a bound that none can beat.
+    Cached by value, and the same on every rank. Blocks are tokens that stay together, as of
+    :func:`~ringweave.parallel.planning.placement.block_for`. Candidates end where one is near a bound that none beats.
     """
     patterns = [branch.pattern for branch in workload.branches]
     calls = tuple(tuple(map(_value, call)) for call in workload.calls)
@@ -141,14 +134,7 @@ def _value(branch: Branch) -> Hashable:
 
 
 def portfolio(tokens: int, ranks: int, block: int, rates: Sequence[int]) -> list[Placement]:
-    """The plain placements, which are always worth a look; what dilation asks for first.
-
-    Args:
-        tokens: Length of the sequence.
-        ranks: Ranks.
-        block: Tokens in a block.
-        rates: Dilation rates of the branches.
-    """
+    """List the plain placements, which are always worth a look; first what the rates of dilated branches ask for."""
     if ranks == 1:
         return [contiguous(tokens, 1, block)]
     plain = [contiguous(tokens, ranks, block), zigzag(tokens, ranks, block)]
@@ -168,16 +154,9 @@ def _candidates(workload: Workload, ranks: int, block: int) -> Iterator[Placemen
 
 
 def affinity(workload: Workload, ranks: int, block: int, pieces: int, *, deal: bool) -> Placement | None:
-    """Place chunks, ``pieces`` of them on each rank, by what they attend.
+    """Place chunks, ``pieces`` of them on each rank, by what they attend; None where that is not possible, or long.
 
-    Args:
-        workload: What is computed.
-        ranks: Ranks.
-        block: Tokens in a block.
-        pieces: Chunks of each rank.
-        deal: Whether chunks are dealt before they are swapped; else the swaps start from stretches of the sequence.
-    Returns:
-        The placement; None where ranks cannot be cut so, or where it would take long.
+    They are dealt, or else lie as stretches of the sequence, before they are swapped.
     """
     blocks = blocks_for(workload.tokens, ranks, block)
     if (blocks // ranks) % pieces or ranks * pieces > _MAX_CHUNKS:

@@ -57,13 +57,10 @@ class Load:
 
     @staticmethod
     def of(demands: Sequence[Demand], widths: Widths, cap: float = 1.05, *, queries: bool = True) -> Load:
-        """Find the load of the branches of one call, where queries move if that saves.
+        """Find the load of the branches of one call under one placement.
 
-        Args:
-            demands: The branches under one placement.
-            widths: Channels.
-            cap: As of :func:`~ringweave.parallel.planning.movement.movement`.
-            queries: Whether queries may move; else keys alone, as in the gather schedule.
+        Queries may move where that saves, unless keys alone do, as in the gather schedule; ``cap`` is as of
+        :func:`~ringweave.parallel.planning.movement.movement`.
         """
         ranks = demands[0].placement.ranks
         load = Load(np.zeros(ranks), np.zeros(ranks), np.zeros(ranks), np.zeros((ranks, ranks), bool))
@@ -145,13 +142,6 @@ def estimate(name: str, loads: Sequence[Load], machine: Machine) -> Estimate:
     """Estimate calls one after the other, such as interleaved layers; each waits for its slowest rank.
 
     ``gather``: max(local, received) + remote; ``ring``: max(local + remote, received + the last of its stages).
-
-    Args:
-        name: Of what is estimated.
-        loads: One for each call.
-        machine: The ranks.
-    Returns:
-        Times and bytes of all calls together.
     """
     gather = ring = ideal = 0.0
     stages = 0
@@ -170,18 +160,9 @@ def estimate(name: str, loads: Sequence[Load], machine: Machine) -> Estimate:
         messages += of_rank
     work = np.sum([load.local + load.remote for load in loads], axis=0)
     received = np.sum([load.received for load in loads], axis=0)
-    return Estimate(
-        name,
-        ranks,
-        float(received.max()),
-        float(received.sum()),
-        float(work.max() / work.mean()) if work.any() else 1.0,
-        int(messages.max()),
-        stages,
-        gather,
-        ring,
-        ideal,
-    )
+    imbalance = float(work.max() / work.mean()) if work.any() else 1.0
+    size = float(received.max()), float(received.sum())
+    return Estimate(name, ranks, *size, imbalance, int(messages.max()), stages, gather, ring, ideal)
 
 
 def cost_of(workload: Workload, placement: Placement, machine: Machine) -> Estimate:

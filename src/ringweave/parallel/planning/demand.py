@@ -71,16 +71,8 @@ class Demand:
         together, stride = placement.runs(branch.rate)
         run = math.gcd(together, plan.kv_tile)
         first = branch.k_first + np.arange(0, branch.nk, run, dtype=np.int64) * branch.rate
-        return Demand(
-            branch,
-            plan,
-            placement,
-            _kinds(branch, plan, ratio),
-            run,
-            placement.owners(first),
-            placement.slots(first),
-            stride,
-        )
+        owner, slot = placement.owners(first), placement.slots(first)
+        return Demand(branch, plan, placement, _kinds(branch, plan, ratio), run, owner, slot, stride)
 
     @property
     def tile(self) -> int:
@@ -153,13 +145,6 @@ class Demand:
             by_group[group] = np.zeros((self.placement.ranks, self.plan.kv_tiles), bool)
             by_group[group][rank, col[which]] = True
         return tuple(np.logical_or.reduce([by_group[group] for group in kind.groups]) for kind in self.kinds)
-
-    def tokens_moved(self) -> Int64:
-        """(ranks, ranks) key tokens, times key heads and batch elements, that a row's rank receives of a column's."""
-        ranks = self.placement.ranks
-        receiver, sender, tokens = self.receipts(self.needs)
-        total = np.bincount(receiver * ranks + sender, weights=tokens, minlength=ranks * ranks)
-        return total.astype(np.int64).reshape(ranks, ranks)
 
     def receipts(self, keys: tuple[Bools, ...]) -> tuple[Int64, Int64, Int64]:
         """(receiver, sender, tokens) of all that crosses where each rank gets the tiles that ``keys`` names, per kind.

@@ -122,14 +122,9 @@ def direct_hop(
     ranks: int,
     needs: list[tuple[Bools, ...]] | None = None,
 ) -> Hop:
-    """Let every rank receive what it needs from the ranks that hold it.
+    """Let every rank receive what it needs, by its demands or else by ``needs``, from the ranks that hold it.
 
-    Args:
-        demands: The branches.
-        parts: What this rank computes of each, into whose buffers received tokens go.
-        rank: This rank.
-        ranks: How many.
-        needs: Instead of the demands' own needs, per branch.
+    What a rank receives goes into the buffers of ``parts``, which it computes of each branch.
     """
     return _across(list(_kinds(demands, parts, needs)), rank, ranks, 1)
 

@@ -18,14 +18,7 @@ NAMES = ("full ring", "all-gather", "Ulysses")
 
 
 def other_systems(workload: Workload, ranks: int, block: int, machine: Machine) -> dict[str, Estimate | None]:
-    """Estimate them by name; None for what cannot run: Ulysses where the ranks do not divide the key heads.
-
-    Args:
-        workload: What is computed; one batch element.
-        ranks: Ranks.
-        block: Tokens in a block of the plain placements.
-        machine: The ranks.
-    """
+    """Estimate them by name; None for what cannot run: Ulysses where the ranks do not divide the key heads."""
     rates = [branch.rate for branch in workload.branches]
     # the plain ones: a ring's work is in token order
     placements = [each for each in portfolio(workload.tokens, ranks, block, rates) if each.views == 1]

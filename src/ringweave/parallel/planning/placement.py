@@ -52,8 +52,10 @@ class Placement:
         owner = np.asarray(self.owner)
         if owner.ndim != 1 or not np.issubdtype(owner.dtype, np.integer):
             raise ShapeError(message("owner", f"{owner.dtype} {owner.shape}", "ints (blocks,)", "A rank per block."))
-        # a copy: nothing that is written later changes who holds what
-        object.__setattr__(self, "owner", owner.astype(np.int32))
+        # a copy that cannot be written: nothing changes who holds what
+        owner = owner.astype(np.int32)
+        owner.setflags(write=False)
+        object.__setattr__(self, "owner", owner)
         inside = len(owner) > 0 and bool((owner >= 0).all() and (owner < self.ranks).all())
         if not inside or len(np.unique(np.bincount(owner, minlength=self.ranks))) > 1:
             wanted = f"equally many blocks of each of {self.ranks} ranks"
@@ -136,13 +138,7 @@ class Placement:
 
 
 def block_for(tokens: int, ranks: int, tile: int) -> int:
-    """How many tokens a block has: a tile's where every rank gets two, else the next smaller power of two of 16 on.
-
-    Args:
-        tokens: Length of the sequence.
-        ranks: Ranks.
-        tile: Side of the plan's tiles.
-    """
+    """How many tokens a block has: a tile's where every rank gets two, else the next smaller power of two of 16 on."""
     block = tile
     while block % 32 == 0 and -(-tokens // block) < 2 * ranks:
         block //= 2
@@ -150,19 +146,10 @@ def block_for(tokens: int, ranks: int, tile: int) -> int:
 
 
 def blocks_for(tokens: int, ranks: int, block: int) -> int:
-    """How many blocks cover a sequence and give every rank equally many.
-
-    Args:
-        tokens: Length of the sequence.
-        ranks: Ranks.
-        block: Tokens in a block.
-    Raises:
-        ShapeError: No tokens or no ranks.
-    """
+    """How many blocks cover a sequence and give every rank equally many; ShapeError without tokens or ranks."""
     if tokens < 1 or ranks < 1:
-        raise ShapeError(
-            message("tokens, ranks", f"{tokens}, {ranks}", "at least 1 each", "Pass a sequence and ranks.")
-        )
+        got = f"{tokens}, {ranks}"
+        raise ShapeError(message("tokens, ranks", got, "at least 1 each", "Pass a sequence and ranks."))
     return -(-tokens // (block * ranks)) * ranks
 
 
@@ -189,15 +176,8 @@ def striped(tokens: int, ranks: int, block: int) -> Placement:
 def residues(tokens: int, ranks: int, block: int, views: int | None = None) -> Placement:
     """Deal tokens in turn to ``views`` groups of ranks, and in a group a stretch of its view to each rank.
 
-    With as many views as ranks, a dilation whose rate the ranks divide stays on its rank.
-
-    Args:
-        tokens: Length of the sequence.
-        ranks: Ranks.
-        block: Tokens in a block.
-        views: A divisor of ``ranks``; all of them by default.
-    Raises:
-        ShapeError: Views that do not divide the ranks.
+    With as many views as ranks, the default, a dilation whose rate the ranks divide stays on its rank. ShapeError where
+    views do not divide the ranks.
     """
     views = ranks if views is None else views
     if views < 1 or ranks % views:
