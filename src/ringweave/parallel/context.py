@@ -20,7 +20,7 @@ from ..patterns import Pattern, check_extents
 from ..patterns.base import refuse
 from ..patterns.numbers import one_of, whole
 from .execution import wire as wires
-from .execution.agreement import TAG_WORDS, Opaque, Value, caller, text_words
+from .execution.agreement import TAG_WORDS, Opaque, Value, text_words
 from .execution.call import Call
 from .execution.pending_table import PendingTable, rows_of
 from .execution.wire import WireStatistics
@@ -153,28 +153,6 @@ class ContextParallel:
         named._whole = self._whole or self
         return named
 
-    @contextmanager
-    def calling(self, tag: Tensor | None = None, **said: Value) -> Iterator[Call]:
-        """Enter a call, of one thread at a time, and none after one in which ranks differed: who knows what met next.
-
-        ``tag`` is a forward call's, empty for that of the calling thread; None for a backward call, which is no call of
-        its own but says its forward's. ``said`` is what the ranks compare besides.
-        """
-        with self.transport.using():
-            if tag is not None:
-                name = tuple(tag.tolist())
-                said |= {"tag": name if any(name) else text_words(caller(), TAG_WORDS), "call": self.call.calls}
-            if self.call.ended is not None:
-                raise self.call.ended.again()
-            try:
-                yield self.call.saying(**said)
-            except RingError as error:
-                # without the frames that it came through, which hold tensors
-                self.call.ended = error.again()
-                raise
-            # not before it is done: a rank that fails and tries again is one behind, and told so
-            self.call.calls += tag is not None
-
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
     @property
@@ -231,7 +209,7 @@ class ContextParallel:
         self._check_local("x", x, dim)
         mine = x.detach().movedim(dim, 0).contiguous()
         shape, dtype = f"{tuple(x.shape)}, dim {dim}", str(x.dtype).removeprefix("torch.")
-        with self.calling(self._tag, shape=shape, dtype=dtype) as call:
+        with self.call.calling(self._tag, shape=shape, dtype=dtype) as call:
             every = call.all_gather(mine)
         whole = mine.new_empty(self.seq_len, *mine.shape[1:])
         for rank, part in enumerate(every):
@@ -348,7 +326,7 @@ class ContextParallel:
         """
         rows = rows_of(rows, self.placement, self.rank, block_size)
         version = whole("version", version, -(2**62), 2**62, error=ShapeError)
-        with self.calling(self._tag, version=version, shape=f"{tuple(rows.shape)}, {block_size}") as call:
+        with self.call.calling(self._tag, version=version, shape=f"{tuple(rows.shape)}, {block_size}") as call:
             return PendingTable(call, self.placement, rows, block_size, version)
 
     # ---- looking at it -----------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def ring_attention(
     pattern, ctx = pattern_of(spec, tables), _context(context)
     q, k, v = map(readable, (q, k, v))
     schedule = ctx.schedules.of(pattern, q.shape[0])
-    with ctx.calling(tag, scale=scale, backend=backend, requires_grad=grads, **schedule.said) as call:
+    with ctx.call.calling(tag, scale=scale, backend=backend, requires_grad=grads, **schedule.said) as call:
         out, lse, received, forms = schedule.forward(call, q, k, v, scale, backend)
     kept = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
     forms = torch.cat([forms.flatten(), torch.tensor(call.name, dtype=torch.int64, device="cpu")])
@@ -106,7 +106,7 @@ def ring_attention_backward(
     dout, q, k, v = map(readable, (dout, of.q, of.k, of.v))
     forms, (number, *tag) = of.forms[:-NAME_WORDS], of.forms[-NAME_WORDS:].tolist()
     schedule = ctx.schedules.of(pattern, q.shape[0])
-    with ctx.calling(tag=None, scale=scale, backend=backend, **schedule.said) as call:
+    with ctx.call.calling(tag=None, scale=scale, backend=backend, **schedule.said) as call:
         call = call.saying(call=number, tag=tuple(tag))
         kept, forms = (of.received, of.relayed), forms.view(-1, ctx.size)
         return schedule.backward(call, dout, dlse, q, k, v, of.out, of.lse, kept, forms, scale, backend)

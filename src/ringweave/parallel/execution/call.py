@@ -15,7 +15,7 @@ from ...ops.backend import Inputs, Upstream, delta_in_chunks
 from ..planning.exchange import Message, Section
 from ..transport.transport import Event, Transport
 from . import wire
-from .agreement import TAG_WORDS, WORDS, Value, compare, header, words
+from .agreement import TAG_WORDS, WORDS, Value, caller, compare, header, text_words, words
 from .local_attention import Part
 from .messages import Channels
 from .wire import WireStatistics
@@ -53,6 +53,28 @@ class Call:
     def saying(self, **said: Value) -> Call:
         """The same means, for an exchange of which the ranks compare this as well."""
         return replace(self, said={**self.said, **said})
+
+    @contextmanager
+    def calling(self, tag: Tensor | None = None, **said: Value) -> Iterator[Call]:
+        """Enter a call, of one thread at a time, and none after one in which ranks differed: who knows what met next.
+
+        ``tag`` is a forward call's, empty for that of the calling thread; None for a backward call, which is no call of
+        its own but says its forward's. ``said`` is what the ranks compare besides.
+        """
+        with self.transport.using():
+            if tag is not None:
+                name = tuple(tag.tolist())
+                said |= {"tag": name if any(name) else text_words(caller(), TAG_WORDS), "call": self.calls}
+            if self.ended is not None:
+                raise self.ended.again()
+            try:
+                yield self.saying(**said)
+            except RingError as error:
+                # without the frames that it came through, which hold tensors
+                self.ended = error.again()
+                raise
+            # not before it is done: a rank that fails and tries again is one behind, and told so
+            self.calls += tag is not None
 
     @property
     def name(self) -> tuple[int, ...]:
