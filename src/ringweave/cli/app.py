@@ -20,7 +20,7 @@ from ..explain import explain as explained
 from ..ops.dispatch import BACKENDS
 from ..patterns import parse
 from ..picture import ASCII_SHADES, SHADES, art_rows
-from . import doctor, ring_model, terminal
+from . import doctor, simulation, terminal
 from .terminal import Heads, PatternText, Tokens
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def explain(
     terminal.out().print(text, markup=False, soft_wrap=True)
 
 
-app.command("simulate")(ring_model.simulated)
+app.command("simulate")(simulation.simulated)
 app.command("doctor")(doctor.doctor)
 
 
