@@ -21,10 +21,10 @@ from pathlib import Path
 
 import triton
 from kernel_shapes import NARROW, STREAMED, TARGETS, WIDE, Shape, blocks_of, shapes
-from ringweave.ops.triton.blocks import Blocks, Packing, padded
 from triton.compiler import ASTSource
 
 from ringweave.ops.triton import kernels
+from ringweave.ops.triton.launch_config import Blocks, Packing, padded
 
 TABLE = Path(__file__).parents[1] / "docs" / "benchmarks" / "kernel-resources.md"
 KERNELS = ("forward", "join", "delta", "backward_q", "backward_kv")

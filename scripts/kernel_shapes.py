@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from ringweave.ops.triton.blocks import Blocks, Device, choose
 from triton.backends.compiler import GPUTarget
+
+from ringweave.ops.triton.launch_config import Blocks, Device, choose
 
 
 @dataclass(frozen=True)
