@@ -55,14 +55,14 @@ class Progress:
     def left(self, now: float) -> float | None:
         """Tell the seconds that are left; None where nothing is known of the tests that are left.
 
-        A file takes as long as it took last, times what those that are over took of what was expected of them.
+        A file takes as long as it took last, times what tests that are over took of what was expected of them.
         """
         usual = {file: self.known[file] * count for file, count in self.total.items() if file in self.known}
         if not usual:
             return None
-        over = [file for file in usual if self.done.get(file) == self.total[file]]
-        expected = sum(usual[file] for file in over)
-        slower = sum(self.spent[file] for file in over) / expected if expected > 1.0 else 1.0
+        begun = [file for file in usual if self.done.get(file)]
+        expected = sum(usual[file] * self.done[file] / self.total[file] for file in begun)
+        slower = sum(self.spent[file] for file in begun) / expected if expected > 1.0 else 1.0
         # files that are new take as long as the others, test by test
         each = sum(usual.values()) / sum(self.total[file] for file in usual)
         left = []
@@ -120,9 +120,11 @@ class Reporter:
         """Count a result as pytest does, and print nothing for it."""
         if not isinstance(report, pytest.TestReport) or hasattr(report, "wasxfail"):
             return None
-        failed = "failed" if report.when == "call" else "error"
-        over = report.passed and report.when != "call"
-        return ("" if over else failed if report.failed else report.outcome), "", ""
+        if report.failed:
+            # pytest's summary has the word too
+            name = "failed" if report.when == "call" else "error"
+            return name, "", name.upper()
+        return ("" if report.passed and report.when != "call" else report.outcome), "", ""
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
