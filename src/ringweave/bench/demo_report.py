@@ -10,9 +10,9 @@ from pathlib import Path
 from ..errors import UnsupportedError, message
 from ..units import nbytes, percent
 from .demo import DemoResult
+from .launched import LIMIT
 from .plots import bars, inline, loss_curves, shared_sequence
 from .record import Outcome, plain
-from .trainer import LIMIT
 
 _FUNCTIONS = {"Causal()": "dense, causal", "Full()": "dense, not causal"}
 

@@ -12,8 +12,9 @@ from ..errors import UnsupportedError, message
 from ..units import nbytes
 
 if TYPE_CHECKING:
+    from .launched import SharedTraining
     from .record import Outcome
-    from .trainer import SharedTraining, Training
+    from .text import Training
 
 # stands for the page's own text colour, put in after drawing
 _INK = "#010203"
