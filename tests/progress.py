@@ -143,7 +143,9 @@ class Reporter:
         """Remember what files took, and leave the line."""
         if self.terminal.isatty:
             self.terminal.rewrite("", erase=True)
-        if self.cache is not None and not self.config.getoption("keyword") and self.progress.total:
+        # some tests of a file say little about the others
+        chosen = self.config.getoption("keyword") or any("::" in each for each in self.config.args)
+        if self.cache is not None and self.progress.total and not chosen:
             self.cache.set(KEY, self.progress.learned())
 
     @property

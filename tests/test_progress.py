@@ -86,6 +86,7 @@ def reporter(isatty: bool) -> tuple[Reporter, Terminal, dict[str, Any]]:
     config: Any = SimpleNamespace(
         cache=SimpleNamespace(get=stored.get, set=stored.__setitem__),
         getoption=lambda name, default=None: default,
+        args=["tests"],
         pluginmanager=SimpleNamespace(get_plugin=lambda name: terminal),
     )
     made = Reporter(config)
@@ -114,6 +115,10 @@ def test_lines_come_now_and_then_and_failures_at_once(isatty: bool, monkeypatch:
     now += period
     made.pytest_runtest_logreport(report(NODES[2], "setup"))
     assert terminal.said[-1].strip().startswith("50 % of 4 tests, about ")
+    made.pytest_sessionfinish()
+    assert stored[KEY] == {"a.py": 10.0}
+    made.config.args = ["a.py::one"]
+    made.progress.known = {}
     made.pytest_sessionfinish()
     assert stored[KEY] == {"a.py": 10.0}
 
