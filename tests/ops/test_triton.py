@@ -6,6 +6,7 @@ off, and what stands in for a driver cannot be unloaded.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -40,9 +41,17 @@ def release(package: str) -> tuple[int, ...]:
 
 @pytest.fixture
 def compiled(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Where compiled kernels lie: those of unchanged sources, by an unchanged compiler, are there from the last run."""
+    """Where compiled kernels lie: those of unchanged sources are there from the last run, and no others."""
     cache = getattr(request.config, "cache", None)
-    return tmp_path if cache is None else Path(cache.mkdir("triton"))
+    if cache is None:
+        return tmp_path
+    sources = sorted((ROOT / "src" / "ringweave" / "ops" / "triton").rglob("*.py"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    folder = Path(cache.mkdir("triton"))
+    for other in folder.iterdir():
+        if other.name != digest:
+            shutil.rmtree(other)
+    return folder / digest
 
 
 def in_a_process(command: list[str], cache: Path, **environment: str) -> str:
