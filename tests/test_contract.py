@@ -75,7 +75,7 @@ CLASSES_ELSEWHERE = {"ContextParallel"}
 RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 #: Methods by which patterns answer plans: internal, called with arrays.
 PROTOCOL = {
-    "allows", "key_ranges", "excluded_ranges", "tile_keys", "extents", "select", "check", "grid", "residue_rate",
+    "allows", "key_ranges", "excluded_ranges", "tile_keys", "extents", "select", "check", "block_side", "pairs", "residue_rate",
     "restride", "either", "value", "views", "of", "numbered", "key", "write", "parts_within",
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ from .base import Full, Pattern, check_extents
 from .chosen import Global, Periodic, Sinks
 from .dilated import Dilated, LongNet, Strided, View
 from .function import MaskMod, TokenMask, from_mask_mod
+from .grids import Grid, GridNeighborhood, GridWindows
 from .local import Causal, Documents, Neighborhood, PrefixLM, Segments, SlidingWindow
 from .parse import parse, rebuild
 from .per_head import PerHead
@@ -28,6 +29,9 @@ __all__ = [
     "Documents",
     "Full",
     "Global",
+    "Grid",
+    "GridNeighborhood",
+    "GridWindows",
     "LongNet",
     "MaskMod",
     "Neighborhood",
