@@ -147,7 +147,7 @@ def explain(
         },
         "pairs": {
             "allowed": allowed, "computed": computed, "all": everything, "density": allowed / everything,
-            "computed_density": computed / everything,
+            "computed_density": computed / everything, "computed_over_allowed": computed / allowed if allowed else None,
         },
         "causality": {
             "causal": future.is_causal, "future_pairs": future.pairs,
@@ -290,12 +290,14 @@ def as_text(facts: dict[str, Any]) -> str:
     offset = f" from position {sizes['q_offset']}" if sizes["q_offset"] else ""
     how = count(tiles["computed"], "tile") if tiles["computed"] else "dense kernels"
     grad = ", with gradients" if sizes["needs_grad"] else ""
+    over = f", {pairs['computed_over_allowed']:.3g} times the allowed" if pairs["allowed"] else ""
+    part = f"computed density {percent(pairs['computed_density'])}{over}"
     lines = [
         ("pattern", facts["pattern"]),
         ("call", f"{sizes['nq']} queries{offset} x {sizes['nk']} keys, batch {sizes['batch']}, {heads}, {dims}"),
         ("", f"{sizes['dtype']} on {sizes['device']}{grad}"),
         ("allowed", f"{pairs['allowed']} of {pairs['all']} pairs, density {percent(pairs['density'])}"),
-        ("computed", f"{pairs['computed']} pairs in {how}, computed density {percent(pairs['computed_density'])}"),
+        ("computed", f"{pairs['computed']} pairs in {how}, {part}"),
         ("causality", facts["causality"]["text"]),
     ]
     for entry in facts["branches"]:

@@ -135,7 +135,7 @@ class Pattern(ABC):
         """Tokens of the blocks that the pattern is made of, if it is: what the side of a tile should be."""
         return None
 
-    def pairs(self, nq: int, nk: int, q_offset: int) -> int | None:
+    def allowed_pairs(self, nq: int, nk: int, q_offset: int) -> int | None:
         """Allowed pairs of one batch element and head, where a formula has them; None where tiles are counted."""
         return None
 

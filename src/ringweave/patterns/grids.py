@@ -328,7 +328,7 @@ class _OnGrid(Pattern):
         volume = math.prod(self.grid.tile)
         return min(max(-(-volume // 16) * 16, _SMALLEST), _LARGEST)
 
-    def pairs(self, nq: int, nk: int, q_offset: int) -> int | None:
+    def allowed_pairs(self, nq: int, nk: int, q_offset: int) -> int | None:
         return self._all_pairs() if nq == nk else None
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -421,7 +421,7 @@ class GridNeighborhood(_OnGrid):
     are the coordinates ``q + j * dilation``. Of an odd window as many lie before the query as after it; of an even one
     there is one more before it (``window // 2`` before, ``window // 2 - 1`` after), as in NATTEN. Where that reaches
     over a border, the window is shifted until it lies inside, among the same neighbours. Along a causal axis the window
-    ends at the query, ``q - (window - 1) * dilation`` to q, and is not shifted: near the beginning there are fewer keys.
+    ends at the query, ``q - (window - 1) * dilation`` to q, and is not shifted: near the beginning are fewer keys.
 
     Args:
         grid: The order of tokens.

@@ -76,7 +76,7 @@ class Branch:
     def pairs(self) -> int:
         """Allowed pairs, over batch and heads; without a plan where a formula has them."""
         if self.structure == "sparse":
-            counted = self.pattern.pairs(self.nq, self.nk, self.q_offset)
+            counted = self.pattern.allowed_pairs(self.nq, self.nk, self.q_offset)
             return self.plan().pairs() if counted is None else counted * self.batch * self.head_count
         square = min(self.nq, self.nk)
         causal = square * (square + 1) // 2 + (self.nq - square) * self.nk
