@@ -236,14 +236,14 @@ def _axis(x: object, dim: object) -> int:
 
 
 class _Pieces(NamedTuple):
-    """Ranges of tokens, each once, cut where boxes end: a piece is of one box.
+    """Ranges of tokens, each once, in pieces that are boxes: the grid's, cut at a range's ends, or several in a row.
 
     Attributes:
         given: Which of them each given range is.
         number: (ranges,), pieces.
         begin: (ranges,), the first of them.
         first: (pieces, axes), the least coordinates.
-        last: (pieces, axes), the largest ones.
+        last: (pieces, axes), the largest ones; of a box that is cut both may hold more.
         layout: (ranges,), equal where the tokens lie alike, but for where.
     """
 
@@ -256,23 +256,30 @@ class _Pieces(NamedTuple):
 
     @staticmethod
     def of(grid: Grid, lo: Int64, hi: Int64) -> _Pieces:
-        bounds = _boxes(grid).first.numpy()
-        ranges, index = np.unique(lo * 2**31 + hi, return_inverse=True)
+        bounds, _, sides = (part.numpy() for part in _boxes(grid)[:3])
+        ranges, given = np.unique(lo * 2**31 + hi, return_inverse=True)
         lo, hi = ranges >> 31, ranges & (2**31 - 1)
         box, end = np.searchsorted(bounds, lo, side="right") - 1, np.searchsorted(bounds, hi)
-        number = end - box
-        begin = np.cumsum(number) - number
+        cut, number = lo - bounds[box], end - box
         row = np.repeat(np.arange(len(lo)), number)
-        box = np.arange(len(row)) + (box - begin)[row]
-        here = np.maximum(bounds[box], lo[row])
-        last = np.minimum(bounds[box + 1], hi[row]) - 1
-        side = _boxes(grid).side.numpy()[box]
-        sides = _coordinates_between(grid, box, here, last)
-        layout = mix(hi - lo, lo - bounds[box[begin]], number)
+        box = np.arange(len(row)) + (box - np.cumsum(number) + number)[row]
+        begin, end = np.maximum(bounds[box], lo[row]), np.minimum(bounds[box + 1], hi[row])
+        side, uncut = sides[box], end - begin == np.diff(bounds)[box]
+        first, last = _coordinates_between(grid, box, begin, end - 1)
+        # boxes of one shape that follow each other along one axis are one piece
+        moved = first[1:] != first[:-1]
+        joined = (row[1:] == row[:-1]) & uncut[1:] & uncut[:-1] & (side[1:] == side[:-1]).all(1)
+        joined &= (moved.sum(1) == 1) & (~moved | (first[1:] == last[:-1] + 1)).all(1)
+        heads = np.flatnonzero(np.append(np.ones(min(len(row), 1), np.bool_), ~joined))
+        first, last = first[heads], last[np.append(heads[1:], len(row)) - 1] if len(row) else last
+        number = np.bincount(row[heads], minlength=len(lo))
+        start = np.cumsum(number) - number
+        layout = mix(hi - lo, cut, number)
         for place in range(int(number.max(initial=0))):
-            each = np.minimum(begin + place, len(row) - 1)
-            layout = mix(layout, *(np.where(place < number, along[each], -1) for along in side.T))
-        return _Pieces(index.reshape(-1), number, begin, *sides, layout)
+            each, here = np.minimum(start + place, len(heads) - 1), place < number
+            shape = (*side[heads[each]].T, *(last - first)[each].T)
+            layout = mix(layout, *(np.where(here, along, -1) for along in shape))
+        return _Pieces(given.reshape(-1), number, start, first, last, layout)
 
 
 def _coordinates_between(grid: Grid, box: Int64, begin: Int64, end: Int64) -> tuple[Int64, Int64]:
@@ -344,17 +351,24 @@ class _OnGrid(Pattern):
         pieces = _Pieces.of(self.grid, q_lo, q_hi)
         first, last = [], []
         for axis, n in enumerate(self.grid.shape):
-            low = np.clip(self._bound(axis, pieces.first[:, axis]), 0, n)
-            first.append(low)
-            last.append(np.clip(self._bound(axis, pieces.last[:, axis]) + self.reach[axis], low, n) - 1)
-        runs = _runs(self.grid, first, last)
-        # the pieces of a range side by side; a place without one repeats the last
-        most = np.arange(int(pieces.number.max(initial=1)))
-        each = pieces.begin[:, None] + np.minimum(most, pieces.number[:, None] - 1)
-        return Ranges(*(run[each].reshape(len(each), -1)[pieces.given] for run in runs))
+            first.append(np.clip(self._bound(axis, pieces.first[:, axis]), 0, n))
+            last.append(np.clip(self._bound(axis, pieces.last[:, axis]) + self.reach[axis], first[-1], n) - 1)
+        piece, begin, end = _runs(self.grid, first, last)
+        # as a padded list per range
+        line = np.repeat(np.arange(len(pieces.number)), pieces.number)[piece]
+        counts = np.bincount(line, minlength=len(pieces.number))
+        slot = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
+        padded = np.zeros((2, len(counts), int(counts.max(initial=1))), np.int64)
+        padded[0, line, slot], padded[1, line, slot] = begin, end
+        return Ranges(*padded[:, pieces.given])
 
     def tile_keys(self, tiles: Tiles) -> Int64:
         q, k = _Pieces.of(self.grid, tiles.q_lo, tiles.q_hi), _Pieces.of(self.grid, tiles.k_lo, tiles.k_hi)
+        # along each axis, of every piece of queries: bounds of the first key and of the last query's, and the anchor
+        reached = [
+            (self._bound(axis, low), self._bound(axis, high), self._anchor(axis, low, high))
+            for axis, (low, high) in enumerate(zip(q.first.T, q.last.T, strict=True))
+        ]
         keys = np.zeros(len(q.given), np.int64)
         # tiles of as many pieces at a time
         number = q.number[q.given] << 31 | k.number[k.given]
@@ -367,29 +381,39 @@ class _OnGrid(Pattern):
                 never = np.zeros(len(here), np.bool_)
                 found = classes(never, never, mine, theirs)
             else:
-                pairs = [self._pair(q, q.begin[mine] + i, k, k.begin[theirs] + j) for i in q_pieces for j in k_pieces]
+                pairs = [
+                    self._pair(reached, q, q.begin[mine] + i, k, k.begin[theirs] + j)
+                    for i in q_pieces
+                    for j in k_pieces
+                ]
                 empty, full = (np.logical_and.reduce([pair == kind for pair in pairs]) for kind in (EMPTY, FULL))
                 found = classes(empty, full, q.layout[mine], k.layout[theirs], *pairs)
             keys[here] = np.where(found > FULL, found + used, found)
             used = int(keys.max())
         return keys
 
-    def _pair(self, queries: _Pieces, q: Int64, keys: _Pieces, k: Int64) -> Int64:
+    def _pair(
+        self, reached: list[tuple[Int64, Int64, Int64]], queries: _Pieces, q: Int64, keys: _Pieces, k: Int64
+    ) -> Int64:
         """Tile keys of pairs of pieces, but for their layout."""
         empty, full = np.zeros(len(q), np.bool_), np.ones(len(q), np.bool_)
         parts = []
         for axis, (reach, dilation) in enumerate(zip(self.reach, self.dilation, strict=True)):
-            first, last = queries.first[q, axis], queries.last[q, axis]
-            low, high = keys.first[k, axis], keys.last[k, axis]
-            before, after = self._bound(axis, first), self._bound(axis, last)
+            before, after, anchor = (part[q] for part in reached[axis])
+            low, high, first = keys.first[k, axis], keys.last[k, axis], queries.first[q, axis]
             empty |= (high < before) | (low >= after + reach)
-            full &= (dilation == 1) & (after <= low) & (before + reach > high)
-            parts += [self._anchor(axis, first, last), low - first]
+            if dilation > 1:
+                # no difference of coordinates is a multiple
+                empty |= (high - first) // dilation * dilation < low - queries.last[q, axis]
+                full[:] = False
+            else:
+                full &= (after <= low) & (before + reach > high)
+            parts += [anchor, low - first]
         return classes(empty, full, *parts)
 
 
-def _runs(grid: Grid, first: list[Int64], last: list[Int64]) -> tuple[Int64, Int64]:
-    """The tokens of all boxes with coordinates from first to last, as runs (rows, most); start >= stop is none."""
+def _runs(grid: Grid, first: list[Int64], last: list[Int64]) -> tuple[Int64, Int64, Int64]:
+    """The tokens of all boxes with coordinates from first to last, as runs: of which of them, from where to where."""
     table, axes = _boxes(grid), len(first)
 
     def along(values: Int64, axis: int) -> Int64:
@@ -401,17 +425,17 @@ def _runs(grid: Grid, first: list[Int64], last: list[Int64]) -> tuple[Int64, Int
     for axis in range(axes - 1):
         place = begin[axis] + along(np.arange(int((end[axis] - begin[axis]).max(initial=0)) + 1), axis + 1)
         real = real & (place <= end[axis])
-        places.append(np.minimum(place, end[axis]))
+        places.append(place)
     # along the last axis whole boxes are one run, and what is left at its end another
     whole_boxes = grid.shape[-1] // grid.tile[-1]
     left = along(np.arange(len(grid._ends[-1])), axes)
     low = np.where(left, np.maximum(begin[-1], whole_boxes), begin[-1])
     high = np.where(left, end[-1], np.minimum(end[-1], whole_boxes - 1))
     real = real & (low <= high)
-    bounds = table.first.numpy()
-    start = np.where(real, bounds[table.number[(*places, np.minimum(low, end[-1]))]], 0)
-    stop = np.where(real, bounds[table.number[(*places, np.maximum(high, 0))] + 1], 0)
-    return start.reshape(len(first[0]), -1), stop.reshape(len(first[0]), -1)
+    shape, bounds = real.shape, table.first.numpy()
+    used = real.nonzero()
+    *places, low, high = (np.broadcast_to(each, shape)[used] for each in (*places, low, high))
+    return used[0], bounds[table.number[(*places, low)]], bounds[table.number[(*places, high)] + 1]
 
 
 class GridNeighborhood(_OnGrid):
