@@ -42,6 +42,12 @@ def _each(name: str, value: object, axes: int, least: int) -> tuple[int, ...]:
     return listed
 
 
+def _said(values: tuple[int, ...]) -> str:
+    """A tuple as text, number by number: so torch.compile takes sizes that change for what they are."""
+    said = ", ".join([f"{value}" for value in values])
+    return f"({said},)" if len(values) == 1 else f"({said})"
+
+
 class _Boxes(NamedTuple):
     """The boxes of a grid in its order.
 
@@ -52,9 +58,9 @@ class _Boxes(NamedTuple):
         number: By place along each axis, which box lies there.
     """
 
-    first: Tensor
-    corner: Tensor
-    side: Tensor
+    first: Int64
+    corner: Int64
+    side: Int64
     number: Int64
 
 
@@ -87,13 +93,13 @@ class Grid:
         box = _chosen(sizes) if tile is None else _each("tile", tile, len(sizes), 1)
         object.__setattr__(self, "shape", sizes)
         box = tuple(map(min, box, sizes))
-        # single tokens side by side are in the order of rows
-        if len(box) > 1 and math.prod(box[:-1]) == 1:
+        # parts of rows side by side are rows: so boxes are not many more than they need be
+        if math.prod(box[:-1]) == 1 and sizes[-1] % box[-1] == 0 and len(box) > 1:
             box = (*box[:-1], sizes[-1])
         object.__setattr__(self, "tile", box)
 
     def __repr__(self) -> str:
-        return f"Grid({self.shape}, {self.tile})"
+        return f"Grid({_said(self.shape)}, {_said(self.tile)})"
 
     @property
     def tokens(self) -> int:
@@ -178,21 +184,21 @@ class Grid:
 
 @functools.lru_cache(maxsize=64)
 def _boxes(grid: Grid) -> _Boxes:
-    axes = [torch.arange(0, n, side, device="cpu") for n, side in zip(grid.shape, grid.tile, strict=True)]
-    corner = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).view(-1, len(axes))
-    whole_side = torch.tensor(grid.tile, device="cpu")
-    side = torch.minimum(torch.tensor(grid.shape, device="cpu") - corner, whole_side)
+    # of numpy, which no mode of torch makes something else of
+    axes = [np.arange(0, n, side) for n, side in zip(grid.shape, grid.tile, strict=True)]
+    corner = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, len(axes))
+    side = np.minimum(np.array(grid.shape) - corner, np.array(grid.tile))
     # what is left at the end of the first axis comes last
-    left = ((side < whole_side) * 2 ** torch.arange(len(axes) - 1, -1, -1, device="cpu")).sum(1)
-    order = torch.argsort(left, stable=True)
+    left = (side < np.array(grid.tile)) @ (1 << np.arange(len(axes))[::-1])
+    order = np.argsort(left, kind="stable")
     corner, side = corner[order], side[order]
-    first = torch.nn.functional.pad(side.prod(1).cumsum(0), (1, 0))
-    return _Boxes(first, corner, side, torch.argsort(order).view([len(each) for each in axes]).numpy())
+    first = np.append(0, side.prod(1).cumsum())
+    return _Boxes(first, corner, side, np.argsort(order).reshape([len(each) for each in axes]))
 
 
 def _coordinates(grid: Grid, position: Tensor) -> list[Tensor]:
     """The coordinates of tokens along each axis."""
-    first, corner, side = (part.to(position.device) for part in _boxes(grid)[:3])
+    first, corner, side = (torch.from_numpy(part).to(position.device) for part in _boxes(grid)[:3])
     box = torch.searchsorted(first, position.contiguous(), right=True) - 1
     inner = position - first[box]
     found = []
@@ -256,7 +262,7 @@ class _Pieces(NamedTuple):
 
     @staticmethod
     def of(grid: Grid, lo: Int64, hi: Int64) -> _Pieces:
-        bounds, _, sides = (part.numpy() for part in _boxes(grid)[:3])
+        bounds, _, sides, _ = _boxes(grid)
         ranges, given = np.unique(lo * 2**31 + hi, return_inverse=True)
         lo, hi = ranges >> 31, ranges & (2**31 - 1)
         box, end = np.searchsorted(bounds, lo, side="right") - 1, np.searchsorted(bounds, hi)
@@ -284,7 +290,7 @@ class _Pieces(NamedTuple):
 
 def _coordinates_between(grid: Grid, box: Int64, begin: Int64, end: Int64) -> tuple[Int64, Int64]:
     """The least and the largest coordinates of the tokens begin..end of a box."""
-    corner, side = (part.numpy()[box] for part in _boxes(grid)[1:3])
+    corner, side = (part[box] for part in _boxes(grid)[1:3])
     low, high = corner.copy(), corner + side - 1
     alike = np.ones(len(box), np.bool_)
     ends = (_coordinates(grid, torch.from_numpy(each)) for each in (begin, end))
@@ -432,7 +438,7 @@ def _runs(grid: Grid, first: list[Int64], last: list[Int64]) -> tuple[Int64, Int
     low = np.where(left, np.maximum(begin[-1], whole_boxes), begin[-1])
     high = np.where(left, end[-1], np.minimum(end[-1], whole_boxes - 1))
     real = real & (low <= high)
-    shape, bounds = real.shape, table.first.numpy()
+    shape, bounds = real.shape, table.first
     used = real.nonzero()
     *places, low, high = (np.broadcast_to(each, shape)[used] for each in (*places, low, high))
     return used[0], bounds[table.number[(*places, low)]], bounds[table.number[(*places, high)] + 1]
@@ -490,9 +496,9 @@ class GridNeighborhood(_OnGrid):
         self.__post_init__()
 
     def _text(self) -> str:
-        dilated = f", dilation={self.dilation}" if max(self.dilation) > 1 else ""
-        causal = f", causal={self.causal}" if any(self.causal) else ""
-        return f"GridNeighborhood({self.grid.__repr__()}, {self.window}{dilated}{causal})"
+        dilated = f", dilation={_said(self.dilation)}" if max(self.dilation) > 1 else ""
+        causal = f", causal={_said(self.causal)}" if any(self.causal) else ""
+        return f"GridNeighborhood({self.grid.__repr__()}, {_said(self.window)}{dilated}{causal})"
 
     def _first(self, axis: int, q: Tensor) -> Tensor:
         n, window, rate = self.grid.shape[axis], self.window[axis], self.dilation[axis]
@@ -562,8 +568,8 @@ class GridWindows(_OnGrid):
         self.__post_init__()
 
     def _text(self) -> str:
-        shift = f", shift={self.shift}" if any(self.shift) else ""
-        return f"GridWindows({self.grid.__repr__()}, {self.size}{shift})"
+        shift = f", shift={_said(self.shift)}" if any(self.shift) else ""
+        return f"GridWindows({self.grid.__repr__()}, {_said(self.size)}{shift})"
 
     def _first(self, axis: int, q: Tensor) -> Tensor:
         return q - (q - self.shift[axis]) % self.size[axis]
