@@ -302,7 +302,7 @@ def test_errors(make: object, text: str) -> None:
         (lambda g: g.flatten(torch.zeros(8, 8), -3), "dim: got -3; wanted at least -2"),
         (lambda g: g.flatten(torch.zeros(8, 8), 0.0), "dim: got 0.0; wanted an int"),
         (lambda g: g.flatten([[1]], 0), "x: got list; wanted a dense tensor"),
-        (lambda g: g.flatten(torch.eye(8).to_sparse(), 0), "x: got torch.sparse_coo; wanted a dense tensor"),
+        (lambda g: g.flatten(torch.eye(8).to_sparse(), 0), "x: got a tensor of torch.sparse_coo; wanted a dense tensor"),
         (lambda g: g.flatten(torch.zeros(()), 0), "x: got a tensor without axes"),
         (lambda g: g.unflatten(torch.zeros(3, 65), 1), r"x: got \(3, 65\), axis 1; wanted 64 tokens there"),
     ],

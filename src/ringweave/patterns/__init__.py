@@ -2,10 +2,11 @@
 
 from .algebra import And, Not, Or
 from .base import Full, Pattern, check_extents
+from .boxes import Grid
 from .chosen import Global, Periodic, Sinks
 from .dilated import Dilated, LongNet, Strided, View
 from .function import MaskMod, TokenMask, from_mask_mod
-from .grids import Grid, GridNeighborhood, GridWindows
+from .grids import GridNeighborhood, GridWindows
 from .local import Causal, Documents, Neighborhood, PrefixLM, Segments, SlidingWindow
 from .parse import parse, rebuild
 from .per_head import PerHead

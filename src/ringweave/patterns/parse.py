@@ -13,10 +13,11 @@ from . import presets
 from .algebra import And, Or, join
 from .base import Full, Pattern
 from .block_sets import ListedBlocks, MaskBlocks
+from .boxes import Grid
 from .chosen import Global, Periodic, Sinks
 from .dilated import Dilated, LongNet, Strided
 from .function import TokenMask
-from .grids import Grid, GridNeighborhood, GridWindows
+from .grids import GridNeighborhood, GridWindows
 from .local import Causal, Documents, Neighborhood, PrefixLM, Segments, SlidingWindow
 from .per_head import PerHead
 from .table import BlockTable
