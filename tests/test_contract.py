@@ -75,7 +75,7 @@ CLASSES_ELSEWHERE = {"ContextParallel"}
 RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 #: Methods by which patterns answer plans: internal, called with arrays.
 PROTOCOL = {
-    "allows", "key_ranges", "excluded_ranges", "tile_keys", "extents", "select", "check", "grid", "residue_rate",
+    "allows", "key_ranges", "excluded_ranges", "tile_keys", "extents", "select", "check", "block_side", "allowed_pairs", "residue_rate",
     "restride", "either", "value", "views", "of", "numbered", "key", "write", "parts_within",
 }  # fmt: skip
 
@@ -245,6 +245,25 @@ def is_table(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+GRID = rw.Grid((6, 8), (2, 4))
+
+
+def is_grid(arguments: dict[str, Any], answer: Any) -> None:
+    assert answer == rw.Grid(answer.shape, answer.tile)
+    if answer.tokens <= 2**16:
+        assert answer.positions.shape == (answer.tokens, len(answer.shape))
+
+
+def is_flat(arguments: dict[str, Any], answer: Any) -> None:
+    first = arguments["dim"] % arguments["x"].ndim
+    places = arguments["x"].movedim((first, first + 1), (0, 1))[GRID.positions.unbind(1)]
+    assert torch.equal(answer, places.movedim(0, first))
+
+
+def is_grid_of(arguments: dict[str, Any], answer: Any) -> None:
+    assert torch.equal(GRID.flatten(answer, arguments["dim"] % arguments["x"].ndim), arguments["x"])
+
+
 ROWS: dict[str, Row] = {
     "Full": made(),
     "Causal": made(),
@@ -252,6 +271,11 @@ ROWS: dict[str, Row] = {
     "Segments": made(length=7),
     "Documents": Row(lambda: {"lengths": [20, N - 20], "cu_seqlens": None}, is_pattern, taken={"lengths": lambda v: True, "cu_seqlens": lambda v: v is None}),
     "Neighborhood": made(window=5, dilation=2, tokens=N),
+    "Grid": Row(lambda: {"shape": (6, 8), "tile": (2, 4)}, is_grid),
+    "Grid.flatten": Row(lambda: {"self": GRID, "x": torch.rand(2, 6, 8, 3), "dim": 1}, is_flat, of=rw.Grid.flatten, taken={"x": is_table}),
+    "Grid.unflatten": Row(lambda: {"self": GRID, "x": torch.rand(2, N, 3), "dim": 1}, is_grid_of, of=rw.Grid.unflatten, taken={"x": is_table}),
+    "GridNeighborhood": made(grid=GRID, window=(3, 4), dilation=(2, 1), causal=(False, True)),
+    "GridWindows": made(grid=GRID, size=(4, 3), shift=(2, 1)),
     "PrefixLM": made(n=5),
     "Sinks": made(tokens=[1, 5]),
     "Global": made(tokens=[1, 5]),
