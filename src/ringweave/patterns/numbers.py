@@ -57,12 +57,12 @@ def flag(name: str, value: object, error: type[RingweaveError] = PatternError) -
     return bool(value)
 
 
-def number(name: str, value: object) -> float:
+def number(name: str, value: object, error: type[RingweaveError] = PatternError) -> float:
     """A finite number as a float."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise PatternError(message(name, shown(value), "a number", f"Pass a number, such as float({name})."))
+        raise error(message(name, shown(value), "a number", f"Pass a number, such as float({name})."))
     if (isinstance(value, int) and value.bit_length() > 64) or not math.isfinite(value):
-        raise PatternError(message(name, shown(value), "a finite number", f"Correct {name}."))
+        raise error(message(name, shown(value), "a finite number", f"Correct {name}."))
     return float(value)
 
 
