@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ringweave as rw
 from ringweave.errors import PatternError
 from ringweave.ops import flash, gather
-from ringweave.ops.backend import Upstream
+from ringweave.ops.backend import Inputs, Upstream
 from ringweave.ops.triton import schedule
 from ringweave.patterns.parse import rebuild
 from ringweave.plan import BlockPlan, Branch
@@ -88,12 +88,13 @@ def test_kernels_read_through_the_offsets(monkeypatch: pytest.MonkeyPatch) -> No
     q, k, v = torch.randn(2, 4, N, 16), torch.randn(2, 2, N, 16), torch.randn(2, 2, N, 16)
     branch = Branch(pattern, (0, 4, 1), 1, 0, 0, N, N, 0, 2)
     monkeypatch.setattr(Branch, "plan", lambda self, device, tile=None: spare)
-    out, lse = gather.forward(q, k, v, branch, 0.25, torch.float32)
+    inputs = Inputs(q, k, v, 0.25)
+    out, lse = gather.forward(inputs, branch, torch.float32)
     upstream = Upstream(out, lse, out.square().sum(-1))
-    grads = gather.backward(upstream, q, k, v, branch, 0.25, torch.float32)
+    grads = gather.backward(upstream, inputs, branch, torch.float32)
     monkeypatch.undo()
     assert torch.equal(out, rw.attention(q, k, v, pattern, backend="gather"))
-    again = gather.backward(upstream, q, k, v, branch, 0.25, torch.float32)
+    again = gather.backward(upstream, inputs, branch, torch.float32)
     assert all(torch.equal(one, two) for one, two in zip(grads, again, strict=True))
 
 
