@@ -44,6 +44,7 @@ from .patterns import (
     variable,
 )
 from .plan import BlockPlan, PlanCache, from_block_mask, plan
+from .terms import ALiBi, Bias, DistanceBias, Softcap
 from .types import AttentionOutput
 from .weights import BlockWeights, attention_weights
 
@@ -55,13 +56,16 @@ __version__ = "0.1.0"
 
 
 __all__ = [
+    "ALiBi",
     "AttentionOutput",
+    "Bias",
     "BlockPlan",
     "BlockTable",
     "BlockWeights",
     "Causal",
     "ContextParallel",
     "Dilated",
+    "DistanceBias",
     "Documents",
     "Full",
     "Global",
@@ -79,6 +83,7 @@ __all__ = [
     "ShapeError",
     "Sinks",
     "SlidingWindow",
+    "Softcap",
     "Strided",
     "TokenMask",
     "UnsupportedError",

@@ -50,6 +50,15 @@ class Term:
         return ()
 
     @property
+    def learned(self) -> Tensor | None:
+        """Its tensor, where gradients may reach it."""
+        return None
+
+    def total(self, acc: torch.dtype) -> Tensor:
+        """Zeros for the sum of its table's gradient."""
+        raise NotImplementedError
+
+    @property
     def spec(self) -> str:
         """The text that :func:`terms_of` reads, ``_`` for the tensor."""
         return f"{type(self).__name__}(_)"
@@ -251,6 +260,15 @@ class DistanceBias(Term):
         """The table."""
         return (self.table,)
 
+    @property
+    def learned(self) -> Tensor | None:
+        """The table."""
+        return self.table
+
+    def total(self, acc: torch.dtype) -> Tensor:
+        """Zeros in float64: every pair of a head is added to few entries."""
+        return torch.zeros(self.table.shape, dtype=torch.float64, device=self.table.device)
+
     def check(self, batch: int, heads: int, nq: int, nk: int, device: torch.device) -> None:
         """Raise ShapeError unless the table has the call's query heads and device."""
         _check_place("table", self.table, 0, heads, "query heads", device, one=False)
@@ -299,6 +317,15 @@ class Bias(Term):
     def tables(self) -> tuple[Tensor, ...]:
         """The table."""
         return (self.table,)
+
+    @property
+    def learned(self) -> Tensor | None:
+        """The table."""
+        return self.table
+
+    def total(self, acc: torch.dtype) -> Tensor:
+        """Zeros in the accumulator's dtype."""
+        return torch.zeros(self.table.shape, dtype=acc, device=self.table.device)
 
     def check(self, batch: int, heads: int, nq: int, nk: int, device: torch.device) -> None:
         """Raise ShapeError unless the table has the call's sizes and device."""
