@@ -14,9 +14,9 @@ import pytest
 import ringweave as rw
 
 NAMES = [
-    "AttentionOutput", "BlockPlan", "BlockTable", "BlockWeights", "Causal", "ContextParallel", "Dilated", "Documents", "Full",
-    "Global", "LongNet", "Neighborhood", "Pattern", "PatternError", "PerHead", "Periodic", "PlanCache",
-    "PrefixLM", "RingError", "RingweaveError", "Segments", "ShapeError", "Sinks", "SlidingWindow", "Strided",
+    "ALiBi", "AttentionOutput", "Bias", "BlockPlan", "BlockTable", "BlockWeights", "Causal", "ContextParallel", "Dilated", "DistanceBias", "Documents",
+    "Full", "Global", "LongNet", "Neighborhood", "Pattern", "PatternError", "PerHead", "Periodic", "PlanCache",
+    "PrefixLM", "RingError", "RingweaveError", "Segments", "ShapeError", "Sinks", "SlidingWindow", "Softcap", "Strided",
     "TokenMask", "UnsupportedError", "attention", "attention_weights", "attention_with_lse", "bench", "bigbird",
     "dilated_blocks", "explain", "from_block_mask", "from_mask_mod", "local_global", "longformer",
     "longnet_attention", "merge", "natten_1d", "parallel", "plan", "random_blocks", "sparse_transformer_fixed",
@@ -24,8 +24,14 @@ NAMES = [
 ]  # fmt: skip
 
 SIGNATURES = {
-    "attention": "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, backend='auto', context=None, dropout=0.0)",
-    "attention_with_lse": "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, backend='auto', context=None, dropout=0.0)",
+    "attention": (
+        "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, backend='auto', context=None, terms=(), sink_logits=None, "
+        "dropout=0.0)"
+    ),
+    "attention_with_lse": (
+        "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, backend='auto', context=None, terms=(), sink_logits=None, "
+        "dropout=0.0)"
+    ),
     "attention_weights": "(q, k, pattern, *, scale=None, q_offset=0)",
     "longnet_attention": (
         "(q, k, v, *, segments, rates, causal=False, offset='interleaved', heads='shared', detach_weights=False, "

@@ -92,12 +92,12 @@ def check_call(
     dropout: float = 0.0,
     terms: object = (),
     context: ContextParallel | None = None,
-) -> tuple[float, int, tuple[Term, ...]]:
-    """Raise a typed error unless the call can run; the scale, the offset and the terms to use."""
+) -> tuple[float, int, tuple[Term, ...], float]:
+    """Raise a typed error unless the call can run; the scale, the offset, the terms and the dropout to use."""
     check_tensors(q, k, v)
     if not isinstance(pattern, Pattern):
         refuse(pattern)
-    _check_dropout(dropout)
+    dropout = _checked_dropout(dropout)
     terms = () if terms is None else as_terms(terms)
     for term in terms:
         term.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
@@ -120,7 +120,7 @@ def check_call(
             _check_runnable(case, pattern, q_offset, backend)
         else:
             context.check(q, k, pattern, q_offset, backend)
-    return scale, q_offset, terms
+    return scale, q_offset, terms, dropout
 
 
 def check_sinks(sink_logits: Tensor, q: Tensor) -> None:
@@ -160,11 +160,12 @@ def _scale(scale: float) -> float:
     return scale if isinstance(scale, (float, torch.SymFloat)) else float(scale)
 
 
-def _check_dropout(dropout: float) -> None:
+def _checked_dropout(dropout: float) -> float:
     number = isinstance(dropout, _NUMBERS) and not isinstance(dropout, bool)
     if not number or not 0 <= dropout < 1:
         raise ShapeError(message("dropout", shown(dropout), "a number of at least 0 and below 1", "Leave it out."))
     threshold_of(float(dropout))
+    return float(dropout)
 
 
 def _check_runnable(case: Case, pattern: Pattern, q_offset: int, backend: str) -> None:

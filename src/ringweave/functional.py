@@ -31,7 +31,7 @@ def attention(
     q_offset: int = 0,
     backend: str = "auto",
     context: ContextParallel | None = None,
-    terms: Term | Sequence[Term] = (),
+    terms: Term | Sequence[Term] | None = (),
     sink_logits: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -92,7 +92,7 @@ def attention_with_lse(
     q_offset: int = 0,
     backend: str = "auto",
     context: ContextParallel | None = None,
-    terms: Term | Sequence[Term] = (),
+    terms: Term | Sequence[Term] | None = (),
     sink_logits: Tensor | None = None,
     dropout: float = 0.0,
 ) -> AttentionOutput:
@@ -123,7 +123,7 @@ def attention_with_lse(
         >>> torch.testing.assert_close(lse[..., 0], (q[:, :, 0] * k[:, :, 0]).sum(-1) / 32**0.5)
     """
     q, k, v = _autocast(q, k, v)
-    scale, q_offset, terms = check_call(
+    scale, q_offset, terms, dropout = check_call(
         q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, context=context, terms=terms, dropout=dropout
     )
     if context is not None:

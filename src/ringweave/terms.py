@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .errors import ShapeError, UnsupportedError, message, shown
-from .patterns.numbers import number, whole
+from .patterns.numbers import flag, number, whole
 
 
 class Pairs(NamedTuple):
@@ -159,7 +159,7 @@ class ALiBi(Term):
 
     def __post_init__(self) -> None:
         slopes = self.slopes
-        if isinstance(slopes, Sequence):
+        if isinstance(slopes, (list, tuple)):
             slopes = torch.tensor([number("slopes", slope, ShapeError) for slope in slopes], dtype=torch.float32)
         slopes = _floating("slopes", slopes, 1, "a floating tensor (Hq,), or a list of numbers")
         if slopes.requires_grad:
@@ -190,7 +190,9 @@ class ALiBi(Term):
 
     def check(self, batch: int, heads: int, nq: int, nk: int, device: torch.device) -> None:
         """Raise ShapeError unless there is a slope for each query head."""
-        _check_place("slopes", self.slopes, 0, heads, "query heads", self.slopes.device, one=False)
+        # a few numbers: from the CPU they are taken to any device
+        here = device if self.slopes.device.type != "cpu" else self.slopes.device
+        _check_place("slopes", self.slopes, 0, heads, "query heads", here, one=False)
 
     def apply(self, t: Tensor, at: Pairs) -> Tensor:
         """Subtract the penalty."""
@@ -238,7 +240,7 @@ class DistanceBias(Term):
             torch.Size([4, 257])
         """
         weight = _floating("weight", weight, 2, "a floating tensor (buckets, Hq)")
-        buckets = weight.shape[0]
+        buckets, bidirectional = weight.shape[0], flag("bidirectional", bidirectional, ShapeError)
         least = 4 if bidirectional else 2
         if buckets < least or (bidirectional and buckets % 2):
             wanted = "an even number of at least 4" if bidirectional else "at least 2"
@@ -369,7 +371,7 @@ def as_terms(terms: object) -> tuple[Term, ...]:
     Raises:
         UnsupportedError: Something else.
     """
-    listed = tuple(terms) if isinstance(terms, Iterable) and not isinstance(terms, Tensor) else (terms,)
+    listed = tuple(terms) if isinstance(terms, (list, tuple)) else (terms,)
     for term in listed:
         if not isinstance(term, Term):
             wanted = f"{', '.join(NAMES[:-1])} or {NAMES[-1]}"
