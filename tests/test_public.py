@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import operator
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import pytest
 
 import ringweave as rw
+from ringweave import nn
 
 NAMES = [
     "ALiBi", "AttentionOutput", "Bias", "BlockPlan", "BlockTable", "BlockWeights", "Causal", "ContextParallel", "Dilated", "DistanceBias", "Documents",
@@ -19,7 +21,7 @@ NAMES = [
     "PrefixLM", "RingError", "RingweaveError", "Segments", "ShapeError", "Sinks", "SlidingWindow", "Softcap", "Strided",
     "TokenMask", "UnsupportedError", "attention", "attention_weights", "attention_with_lse", "bench", "bigbird",
     "dilated_blocks", "explain", "from_block_mask", "from_mask_mod", "local_global", "longformer",
-    "longnet_attention", "merge", "natten_1d", "parallel", "plan", "random_blocks", "sparse_transformer_fixed",
+    "longnet_attention", "merge", "natten_1d", "nn", "parallel", "plan", "random_blocks", "sparse_transformer_fixed",
     "variable",
 ]  # fmt: skip
 
@@ -43,7 +45,7 @@ SIGNATURES = {
 
 
 def documented() -> list[str]:
-    return [name for name in rw.__all__ if callable(getattr(rw, name))]
+    return [name for name in rw.__all__ if callable(getattr(rw, name))] + [f"nn.{name}" for name in nn.__all__]
 
 
 def test_names() -> None:
@@ -64,7 +66,7 @@ def test_signatures(name: str) -> None:
 @pytest.mark.parametrize("name", documented())
 def test_docstrings(name: str) -> None:
     """One sentence first; every parameter described, none that is not there; an example for what users call."""
-    thing = getattr(rw, name)
+    thing = operator.attrgetter(name)(rw)
     text = inspect.getdoc(thing)
     assert text
     assert text.splitlines()[0].endswith(".")
@@ -74,6 +76,7 @@ def test_docstrings(name: str) -> None:
     found = dict(zip(sections[1::2], sections[2::2], strict=True))
     listed = re.findall(r"^    (\w+):", found.get("Args", found.get("Attributes", "")), flags=re.M)
     parameters = [p for p in inspect.signature(thing).parameters if p != "self"]
+    listed += re.findall(r"^    \*\*(\w+):", found.get("Args", ""), flags=re.M)
     if name not in ("Pattern", "BlockPlan"):
         assert listed == parameters
     if not hasattr(thing, "_fields") and not name.startswith(("BlockPlan", "BlockWeights")):

@@ -49,7 +49,7 @@ from .types import AttentionOutput
 from .weights import BlockWeights, attention_weights
 
 if TYPE_CHECKING:
-    from . import bench, parallel
+    from . import bench, nn, parallel
     from .parallel import ContextParallel
 
 __version__ = "0.1.0"
@@ -101,6 +101,7 @@ __all__ = [
     "longnet_attention",
     "merge",
     "natten_1d",
+    "nn",
     "parallel",
     "plan",
     "random_blocks",
@@ -111,7 +112,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # these load when asked for: importing ringweave stays quick
-    if name in ("bench", "parallel"):
+    if name in ("bench", "nn", "parallel"):
         return importlib.import_module(f"ringweave.{name}")
     if name == "ContextParallel":
         return importlib.import_module("ringweave.parallel").ContextParallel

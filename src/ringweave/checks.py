@@ -97,7 +97,7 @@ def check_call(
     check_tensors(q, k, v)
     if not isinstance(pattern, Pattern):
         refuse(pattern)
-    dropout = _checked_dropout(dropout)
+    dropout = checked_dropout(dropout)
     terms = () if terms is None else as_terms(terms)
     for term in terms:
         term.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
@@ -160,7 +160,8 @@ def _scale(scale: float) -> float:
     return scale if isinstance(scale, (float, torch.SymFloat)) else float(scale)
 
 
-def _checked_dropout(dropout: float) -> float:
+def checked_dropout(dropout: float) -> float:
+    """The share of weights to drop, as a float; ShapeError for what is none."""
     number = isinstance(dropout, _NUMBERS) and not isinstance(dropout, bool)
     if not number or not 0 <= dropout < 1:
         raise ShapeError(message("dropout", shown(dropout), "a number of at least 0 and below 1", "Leave it out."))
