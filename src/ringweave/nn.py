@@ -33,6 +33,8 @@ class MultiheadAttention(nn.Module):
         num_heads: Query heads; divides embed_dim.
         dropout: Of attention weights, in training.
         bias: Whether the projections have biases.
+        add_bias_kv: Must be False.
+        add_zero_attn: Must be False.
         kdim: Channels of the keys; embed_dim by default.
         vdim: Channels of the values; embed_dim by default.
         batch_first: Whether inputs are (batch, tokens, channels), not (tokens, batch, channels).
