@@ -21,7 +21,7 @@ from ringweave.terms import Term
 from .cases import PATTERNS
 from .oracle import Inputs
 
-ABLE = ["reference", "gather"]
+ABLE = ["reference", "gather", "cpu"]
 HEADS = 4
 
 
