@@ -36,7 +36,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for length in (N // 2, N):
             of = dataclasses.replace(branch, nq=length)
             entries += [
-                {"kind": kinds.kind(case, of), "density": density, "backend": name, "tile": [32, 64]}
+                {"kind": kinds.call_key(case, of), "density": density, "backend": name, "tile": [32, 64]}
                 for density in range(8)
             ]
     tuning.record(entries)
