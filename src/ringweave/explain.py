@@ -174,6 +174,7 @@ class Explanation:
             "pairs": {
                 "allowed": allowed, "computed": computed, "all": everything, "density": allowed / everything,
                 "computed_density": computed / everything,
+                "computed_over_allowed": computed / allowed if allowed else None,
             },
             "causality": {
                 "causal": future.is_causal, "future_pairs": future.pairs,
@@ -214,12 +215,14 @@ class Explanation:
         offset = f" from position {self.q_offset}" if self.q_offset else ""
         how = count(tiles["computed"], "tile") if tiles["computed"] else "dense kernels"
         grad = ", with gradients" if case.needs_grad else ""
+        over = f", {pairs['computed_over_allowed']:.3g} times the allowed" if pairs["allowed"] else ""
+        part = f"computed density {percent(pairs['computed_density'])}{over}"
         lines = [
             ("pattern", facts["pattern"]),
             ("call", f"{case.nq} queries{offset} x {case.nk} keys, batch {case.batch}, {heads}, {dims}"),
             ("", f"{facts['sizes']['dtype']} on {case.device}{grad}"),
             ("allowed", f"{pairs['allowed']} of {pairs['all']} pairs, density {percent(pairs['density'])}"),
-            ("computed", f"{pairs['computed']} pairs in {how}, computed density {percent(pairs['computed_density'])}"),
+            ("computed", f"{pairs['computed']} pairs in {how}, {part}"),
             ("causality", facts["causality"]["text"]),
         ]
         for entry in facts["branches"]:

@@ -67,7 +67,7 @@ def attention_weights(
         >>> weights = rw.attention_weights(q, k, rw.Causal())
         >>> torch.testing.assert_close(weights.to_dense().sum(-1), torch.ones(1, 4, 256))
     """
-    scale, q_offset = check_call(q, k, k, pattern, scale=scale, q_offset=q_offset, backend="gather", dropout=0.0)
+    scale, q_offset, *_ = check_call(q, k, k, pattern, scale=scale, q_offset=q_offset, backend="gather")
     if isinstance(pattern, LongNet):
         raise PatternError(
             message("pattern", repr(pattern), "a relation", "Ask for the weights of one branch's relation.")

@@ -21,15 +21,6 @@ from ..units import nbytes
 from . import terminal
 from .terminal import PatternText
 
-_SUFFIXES = (".svg", ".png")
-# colour, marker, line: to be told apart without colours too, and where curves lie on each other
-_LOOKS = {
-    "ringweave": (BLUE, "o", "-"),
-    "full ring": (ORANGE, "s", "-"),
-    "all-gather": (GREEN, "^", (0, (4, 2))),
-    "Ulysses": (PURPLE, "D", (0, (1, 1.5))),
-}
-_STYLE = STYLE | {"font.size": 9}
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -54,16 +45,8 @@ def simulated(
     pair = re.fullmatch(r"(\d+):(\d+)", heads)
     if pair is None:
         raise typer.BadParameter(f"{heads!r} is not like 32:8", param_hint="'--heads'")
-    machine = Machine(flops, bandwidth, latency)
-    rows = simulate(
-        relation,
-        length,
-        _range(gpus),
-        heads=(int(pair[1]), int(pair[2])),
-        head_dim=head_dim,
-        itemsize=itemsize,
-        machine=machine,
-    )
+    sizes: dict[str, Any] = {"heads": (int(pair[1]), int(pair[2])), "head_dim": head_dim, "itemsize": itemsize}
+    rows = simulate(relation, length, _range(gpus), **sizes, machine=Machine(flops, bandwidth, latency))
     console = terminal.out()
     if as_json:
         console.print(json.dumps([_facts(row) for row in rows], indent=2), markup=False, soft_wrap=True)
@@ -84,6 +67,15 @@ def simulated(
             console.print(f"wrote {out}", markup=False, soft_wrap=True)
 
 
+_SUFFIXES = (".svg", ".png")
+# colour, marker, line: to be told apart without colours too, and where curves lie on each other
+_LOOKS = {
+    "ringweave": (BLUE, "o", "-"),
+    "full ring": (ORANGE, "s", "-"),
+    "all-gather": (GREEN, "^", (0, (4, 2))),
+    "Ulysses": (PURPLE, "D", (0, (1, 1.5))),
+}
+_STYLE = STYLE | {"font.size": 9}
 _LEGEND = """
 received    in one forward step, by the GPU that receives most
 work        of the busiest GPU over the mean
@@ -104,7 +96,7 @@ def _table(rows: list[Row]) -> Table:
         table.add_column(name, justify="left" if name.endswith("placement") else "right", no_wrap=True)
     for row in rows:
         own = row.ringweave
-        ring = row.peers["full ring"]
+        ring = row.other_systems["full ring"]
         table.add_row(
             str(row.ranks),
             own.name,
@@ -112,7 +104,7 @@ def _table(rows: list[Row]) -> Table:
             nbytes(ring.bytes_worst) if ring else "-",
             _work(own.imbalance),
             str(own.stages),
-            *(_share(each) for each in (own, *row.peers.values())),
+            *(_share(each) for each in row.systems.values()),
         )
     return table
 
@@ -131,11 +123,8 @@ def _work(imbalance: float) -> str:
 
 
 def _facts(row: Row) -> dict[str, Any]:
-    return {
-        "gpus": row.ranks,
-        "ringweave": _numbers(row.ringweave),
-        **{name: None if each is None else _numbers(each) for name, each in row.peers.items()},
-    }
+    systems = {name: None if each is None else _numbers(each) for name, each in row.systems.items()}
+    return {"gpus": row.ranks, **systems}
 
 
 def _numbers(estimate: Estimate) -> dict[str, Any]:
@@ -145,10 +134,10 @@ def _numbers(estimate: Estimate) -> dict[str, Any]:
 
 
 def _size(text: str, hint: str) -> int:
-    match = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
-    if match is None or int(match[1]) < 1:
+    size = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
+    if size is None or int(size[1]) < 1:
         raise typer.BadParameter(f"{text!r} is not a number such as 65536, 64K or 1M", param_hint=hint)
-    return int(match[1]) * _UNITS[match[2]]
+    return int(size[1]) * _UNITS[size[2]]
 
 
 def _range(text: str) -> list[int]:
@@ -158,23 +147,14 @@ def _range(text: str) -> list[int]:
     number, stop = _size(first, "'--gpus'"), _size(last, "'--gpus'")
     if number > stop:
         raise typer.BadParameter(f"{text!r} has nothing in it", param_hint="'--gpus'")
-    numbers = []
-    while number <= stop:
-        numbers.append(number)
-        number *= 2
-    return numbers
+    return [number << power for power in range((stop // number).bit_length())]
+
+
+# ---- the picture -----------------------------------------------------------------------------------------------------
 
 
 def plot(rows: Sequence[Row], path: str, *, title: str) -> None:
-    """Draw rows of a simulation.
-
-    Args:
-        rows: One for each number of GPUs.
-        path: A file to write, .svg or .png.
-        title: Above the picture.
-    Raises:
-        UnsupportedError: Another suffix, or no matplotlib.
-    """
+    """Draw efficiency and received bytes over the number of GPUs, four systems, into an .svg or .png file."""
     if not path.lower().endswith(_SUFFIXES):
         raise UnsupportedError(message("--plot", repr(path), "a name that ends in .svg or .png", "Rename it."))
     try:
@@ -192,7 +172,7 @@ def plot(rows: Sequence[Row], path: str, *, title: str) -> None:
         figure.suptitle("\n".join(textwrap.wrap(title, 96, max_lines=2)), fontsize=10, weight="bold", parse_math=False)
         share, received = figure.subplots(1, 2)
         for name, (colour, marker, line) in _LOOKS.items():
-            points = [(row.ranks, each) for row in rows if (each := _of(row, name)) is not None]
+            points = [(row.ranks, each) for row in rows if (each := row.systems[name]) is not None]
             if not points:
                 continue
             gpus = [number for number, _ in points]
@@ -218,7 +198,3 @@ def plot(rows: Sequence[Row], path: str, *, title: str) -> None:
         handles, labels = received.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
         figure.savefig(path, metadata={"Date": None} if path.lower().endswith(".svg") else None)
-
-
-def _of(row: Row, name: str) -> Estimate | None:
-    return row.ringweave if name == "ringweave" else row.peers[name]

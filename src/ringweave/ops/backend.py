@@ -9,7 +9,67 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..dropout import Dropout
 from ..plan import Branch
+from ..terms import NAMES, Pairs, Term
+
+#: Everything beyond scale and mask.
+EXTRAS = frozenset({*NAMES, "dropout"})
+
+
+class Scoring(NamedTuple):
+    """What is done to scores and weights besides scale and mask, and where a view's queries and keys stand in the call.
+
+    Attributes:
+        terms: In their order.
+        dropout: None: no weight is dropped.
+        heads: (Hq,) int64, the call's heads that are the view's.
+        rows: (Nq,) int64, places in the call's q.
+        columns: (Nk,) int64, places in the call's k.
+        q_offset: Position of the call's first query.
+        totals: Per term what its table's gradient is added to; None: nothing.
+    """
+
+    terms: tuple[Term, ...]
+    dropout: Dropout | None
+    heads: Tensor
+    rows: Tensor
+    columns: Tensor
+    q_offset: int
+    totals: tuple[Tensor | None, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What a backend has to be able to do."""
+        dropped = {"dropout"} if self.dropout is not None else set()
+        return frozenset(type(term).__name__ for term in self.terms) | dropped
+
+    def pairs(self, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Pairs:
+        """Where pairs of the view stand; what lies past its end, in a last tile, goes on by ones."""
+
+        def place(index: Tensor, places: Tensor) -> Tensor:
+            inside = index.clamp(max=places.numel() - 1)
+            return places[inside] + (index - inside)
+
+        row, column = place(row, self.rows), place(column, self.columns)
+        return Pairs(batch, self.heads[head], row, column, row + self.q_offset, column)
+
+    def apply(self, t: Tensor, at: Pairs) -> list[Tensor]:
+        """The scores after each term. One that is not finite before stays so, whatever a term would make of it."""
+        states = []
+        state = t
+        for term in self.terms:
+            state = term.apply(state, at)
+            states.append(state)
+        if states:
+            states[-1] = torch.where(t.isfinite(), state, t)
+        return states
+
+    def gradient(self, states: list[Tensor], grad: Tensor, at: Pairs) -> Tensor:
+        """The gradient of scaled scores, of that of what the terms made of them."""
+        for term, state, total in zip(reversed(self.terms), reversed(states), reversed(self.totals), strict=True):
+            grad = term.gradient(state, grad, at, total)
+        return grad
 
 
 class Inputs(NamedTuple):
@@ -20,12 +80,14 @@ class Inputs(NamedTuple):
         k: Keys, (B, Hkv, Nk, D).
         v: Values, (B, Hkv, Nk, Dv).
         scale: Factor of the scores.
+        scoring: Terms and dropout, if any.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     scale: float
+    scoring: Scoring | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
         """Change each tensor alike."""
@@ -46,13 +108,17 @@ class Case:
     dtype: torch.dtype
     device: str
     needs_grad: bool = False
+    #: terms of the scores by name, and "dropout"
+    extras: frozenset[str] = frozenset()
 
     @staticmethod
     def of(inputs: Inputs, needs_grad: bool = False) -> Case:
         """Describe a call's inputs."""
         q, k, v = inputs[:3]
         batch, heads, nq, head_dim = q.shape
-        return Case(batch, heads, k.shape[1], nq, k.shape[2], head_dim, v.shape[3], q.dtype, q.device.type, needs_grad)
+        sizes = batch, heads, k.shape[1], nq, k.shape[2], head_dim, v.shape[3]
+        extras = frozenset[str]() if inputs.scoring is None else inputs.scoring.names
+        return Case(*sizes, q.dtype, q.device.type, needs_grad, extras)
 
 
 class Forward(Protocol):
@@ -187,6 +253,7 @@ class Backend:
         planned: Whether it computes a plan's tiles; dense kernels need none.
         delta: Computes what backward takes as ``delta``.
         checked: Whether auto takes it only after a check on the GPU that is there (see gpu_check.py).
+        extras: Terms of the scores that it computes, by name, and "dropout".
         tiled: Whether its tiles have the sides that a branch asks for; others have sides of their own, or no tiles.
     """
 
@@ -200,3 +267,4 @@ class Backend:
     delta: Delta = delta_in_chunks
     checked: bool = False
     tiled: bool = False
+    extras: frozenset[str] = frozenset()

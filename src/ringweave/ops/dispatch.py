@@ -65,7 +65,8 @@ def step(name: str, case: Case, branch: Branch) -> tuple[Branch, Backend]:
 
 def measured(case: Case, branch: Branch) -> tuple[Branch, Backend] | None:
     """Look up what ``ringweave tune`` found fastest for this kind of call here, if that backend can run it."""
-    answer = tuning.lookup(case, branch)
+    # what was measured was without terms
+    answer = None if case.extras else tuning.lookup(case, branch)
     backend = None if answer is None else BACKENDS.get(answer.backend)
     if answer is None or backend is None or not backend.branched or refusal(backend, case, branch) is not None:
         return None
@@ -88,6 +89,8 @@ def refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
     """Say why a backend cannot run a branch of a case; None where it can."""
     if case.needs_grad and backend.backward is None:
         return "it is forward-only, and an input requires gradients (detach the inputs, or use torch.no_grad)"
+    if not case.extras <= backend.extras:
+        return f"it computes no {' and no '.join(sorted(case.extras - backend.extras))}"
     return backend.refusal(case, branch)
 
 
@@ -183,7 +186,11 @@ class _View:
         self.keys = slice(branch.k_first, None, branch.rate)
 
     def of(self, inputs: Inputs) -> Inputs:
-        return inputs._replace(q=self.of_q(inputs.q), k=self.of_k(inputs.k), v=self.of_k(inputs.v))
+        scoring = inputs.scoring
+        if scoring is not None:
+            heads, rows, columns = scoring.heads[self.heads.queries], scoring.rows, scoring.columns
+            scoring = scoring._replace(heads=heads, rows=rows[self.queries], columns=columns[self.keys])
+        return Inputs(self.of_q(inputs.q), self.of_k(inputs.k), self.of_k(inputs.v), inputs.scale, scoring)
 
     def of_q(self, x: Tensor) -> Tensor:
         return x[:, self.heads.queries, self.queries]

@@ -19,9 +19,9 @@ class Heads:
         repeat: For each query head its place among ``keys``, where key heads serve unequally many; else None.
     """
 
-    def __init__(self, branch: Branch, ratio: int, guests: bool = False):
-        # guests' queries come without the other heads
-        self.queries = slice(None) if guests else slice(*branch.heads)
+    def __init__(self, branch: Branch, ratio: int, remote: bool = False):
+        # remote queries come without the other heads
+        self.queries = slice(None) if remote else slice(*branch.heads)
         of_query = [head // ratio for head in range(*branch.heads)]
         distinct = sorted(set(of_query))
         step = distinct[1] - distinct[0] if len(distinct) > 1 else 1

@@ -50,7 +50,7 @@ def call_key(case: Case, branch: Branch) -> str | None:
     here = where(case.device)
     if here is None:
         return None
-    grid = branch.pattern.grid() if branch.structure == "sparse" else None
+    grid = branch.pattern.block_side() if branch.structure == "sparse" else None
     structure = branch.structure if grid is None else f"{branch.structure} on a grid of {grid}"
     dtype = str(case.dtype).removeprefix("torch.")
     lengths = f"2^{branch.nq.bit_length() - 1} x 2^{branch.nk.bit_length() - 1} tokens"

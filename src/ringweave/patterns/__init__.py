@@ -2,10 +2,12 @@
 
 from .algebra import And, Not, Or
 from .base import Full, Pattern
+from .boxes import Grid
 from .chosen import Global, Periodic, Sinks
 from .dilated import Dilated, LongNet, Strided, View
 from .fit import check_extents
 from .function import MaskMod, TokenMask, from_mask_mod
+from .grids import GridNeighborhood, GridWindows
 from .local import Causal, Documents, Neighborhood, PrefixLM, Segments, SlidingWindow
 from .parse import parse, rebuild
 from .per_head import PerHead
@@ -29,6 +31,9 @@ __all__ = [
     "Documents",
     "Full",
     "Global",
+    "Grid",
+    "GridNeighborhood",
+    "GridWindows",
     "LongNet",
     "MaskMod",
     "Neighborhood",

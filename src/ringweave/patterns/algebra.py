@@ -67,8 +67,8 @@ class Combined(Pattern):
         for part in self.parts:
             part.check(nq, nk, q_offset)
 
-    def grid(self) -> int | None:
-        return min((side for part in self.parts if (side := part.grid()) is not None), default=None)
+    def block_side(self) -> int | None:
+        return min((side for part in self.parts if (side := part.block_side()) is not None), default=None)
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         parts: list[Pattern] = []
@@ -169,8 +169,8 @@ class Not(Pattern):
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         self.part.check(nq, nk, q_offset)
 
-    def grid(self) -> int | None:
-        return self.part.grid()
+    def block_side(self) -> int | None:
+        return self.part.block_side()
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return ~self.part.allows(q, k)

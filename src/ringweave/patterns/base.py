@@ -125,8 +125,12 @@ class Pattern(ABC):
     def check(self, nq: int, nk: int, q_offset: int) -> None:  # noqa: B027  (most patterns fit any length)
         """Raise PatternError where the pattern is made for other lengths."""
 
-    def grid(self) -> int | None:
-        """Side of the blocks that the pattern is made of, if it is: tiles of that side are full or empty."""
+    def block_side(self) -> int | None:
+        """Tokens of the blocks that the pattern is made of, if it is: what the side of a tile should be."""
+        return None
+
+    def allowed_pairs(self, nq: int, nk: int, q_offset: int) -> int | None:
+        """Allowed pairs of one batch element and head, where a formula has them; None where tiles are counted."""
         return None
 
     def residue_rate(self) -> int:

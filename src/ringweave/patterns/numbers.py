@@ -1,15 +1,16 @@
-"""Argument checks that patterns and plans share: each returns the plain value, or says name, got, wanted, remedy."""
+"""Argument checks that the library shares: each returns the plain value, or says name, got, wanted, remedy."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, RingweaveError, ShapeError, message, shown
+from ..errors import PatternError, RingweaveError, ShapeError, UnsupportedError, message, shown
 
 if TYPE_CHECKING:
     from .base import Pattern
@@ -57,13 +58,35 @@ def flag(name: str, value: object, error: type[RingweaveError] = PatternError) -
     return bool(value)
 
 
-def number(name: str, value: object) -> float:
-    """A finite number as a float."""
+def number(
+    name: str,
+    value: object,
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    error: type[RingweaveError] = PatternError,
+) -> float:
+    """A finite number of least..most as a float."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise PatternError(message(name, shown(value), "a number", f"Pass a number, such as float({name})."))
+        raise error(message(name, shown(value), "a number", f"Pass a number, such as float({name})."))
     if (isinstance(value, int) and value.bit_length() > 64) or not math.isfinite(value):
-        raise PatternError(message(name, shown(value), "a finite number", f"Correct {name}."))
+        raise error(message(name, shown(value), "a finite number", f"Correct {name}."))
+    if not least <= value <= most:
+        wanted, remedy = (f"at least {least:g}", "Raise") if value < least else (f"at most {most:g}", "Lower")
+        raise error(message(name, shown(value), wanted, f"{remedy} {name}."))
     return float(value)
+
+
+def seconds(name: str, value: object) -> float:
+    """A time to wait, from a millisecond to thirty years."""
+    return number(name, value, 1e-3, 1e9, error=ShapeError)
+
+
+def one_of(name: str, value: object, names: Sequence[str], wanted: str = "") -> str:
+    """The value, which is one of some names; ``wanted`` says what else would do."""
+    if isinstance(value, str) and value in names:
+        return value
+    raise UnsupportedError(message(name, shown(value), f"{wanted}one of {', '.join(names)}", f"Use {names[0]!r}."))
 
 
 def integers(name: str, value: object, least: int = -LONGEST) -> list[int]:

@@ -13,9 +13,11 @@ from . import presets
 from .algebra import And, Or, join
 from .base import Full, Pattern
 from .block_sets import ListedBlocks, MaskBlocks
+from .boxes import Grid
 from .chosen import Global, Periodic, Sinks
 from .dilated import Dilated, LongNet, Strided
 from .function import TokenMask
+from .grids import GridNeighborhood, GridWindows
 from .local import Causal, Documents, Neighborhood, PrefixLM, Segments, SlidingWindow
 from .per_head import PerHead
 from .table import BlockTable
@@ -37,9 +39,11 @@ WRITABLE: dict[str, Callable[..., Pattern]] = {
     kind.__name__: kind
     for kind in (
         Full, Causal, SlidingWindow, Global, Sinks, Segments, Dilated, Strided, Documents, PrefixLM, PerHead, LongNet,
-        Neighborhood, Periodic,
+        Neighborhood, Periodic, GridNeighborhood, GridWindows,
     )
 } | PRESETS  # fmt: skip
+# what patterns are made of besides
+_NAMES: dict[str, Callable[..., object]] = {**WRITABLE, "Grid": Grid}
 
 
 _LONGEST = 2**20  # characters of a text from outside
@@ -80,7 +84,7 @@ def parse(text: str) -> Pattern:
         raise PatternError(
             message("text", f"{len(text)} characters", f"at most {_LONGEST}", "Build the pattern in Python.")
         )
-    return _Reader(text, WRITABLE, iter(())).read()
+    return _Reader(text, _NAMES, iter(())).read()
 
 
 def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
@@ -95,7 +99,7 @@ def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
         return Documents._own(cu_seqlens)
 
     # around the same tensors: plans are cached by their address
-    names = WRITABLE | {"BlockTable": table, "Documents": documents, "TokenMask": TokenMask.numbered}
+    names = _NAMES | {"BlockTable": table, "Documents": documents, "TokenMask": TokenMask.numbered}
     return _Reader(spec, names, iter(tables)).read()
 
 
@@ -144,7 +148,7 @@ class _Open:
 class _Reader:
     """Reads tokens from left to right with a list of open brackets: no length and no depth of a text recurses."""
 
-    def __init__(self, text: str, names: dict[str, Callable[..., Pattern]], tables: Iterator[Tensor]):
+    def __init__(self, text: str, names: dict[str, Callable[..., object]], tables: Iterator[Tensor]):
         self.text, self.names, self.tables = text, names, tables
         self.tokens = iter(_kept(text) if len(text) <= _KEPT else _tokens(text))
         self.place = 0

@@ -57,8 +57,8 @@ class PerHead(Pattern):
         patterns = [pattern for pattern in strided if pattern is not None]
         return PerHead(patterns) if len(patterns) == len(strided) else None
 
-    def grid(self) -> int | None:
-        return min((side for p in self.patterns if (side := p.grid()) is not None), default=None)
+    def block_side(self) -> int | None:
+        return min((side for p in self.patterns if (side := p.block_side()) is not None), default=None)
 
     def residue_rate(self) -> int:
         rates = {pattern.residue_rate() for pattern in self.patterns}

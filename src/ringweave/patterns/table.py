@@ -115,7 +115,7 @@ class BlockTable(Pattern):
                 )
             )
 
-    def grid(self) -> int | None:
+    def block_side(self) -> int | None:
         return self.block_size[0] if self.block_size[0] == self.block_size[1] else None
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:

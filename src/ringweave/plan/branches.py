@@ -21,8 +21,8 @@ from .block_plan import BlockPlan
 from .cache import plan_cache
 from .from_pattern import check_tile, default_tile, estimate_tiles
 
-# Sides of block tables that are worth their own tiles: smaller ones drown in overhead.
-_GRIDS = (32, 128)
+# Sides of blocks that are worth their own tiles: smaller ones drown in overhead.
+_BLOCK_SIDES = (32, 128)
 # Tiles of 128 x 128 whose computation costs as much as starting another branch and merging a row tile of it.
 _BRANCH_COST = 16
 _MERGE_COST = 0.25
@@ -79,9 +79,10 @@ class Branch:
         return tile_sides(self.sides, self.pattern, self.nq, self.nk)
 
     def pairs(self) -> int:
-        """Allowed pairs, over batch and heads; of a dense structure without a plan."""
+        """Allowed pairs, over batch and heads; without a plan where a formula has them."""
         if self.structure == "sparse":
-            return self.plan().pairs()
+            counted = self.pattern.allowed_pairs(self.nq, self.nk, self.q_offset)
+            return self.plan().pairs() if counted is None else counted * self.batch * self.head_count
         square = min(self.nq, self.nk)
         causal = square * (square + 1) // 2 + (self.nq - square) * self.nk
         return (causal if self.structure == "causal" else self.nq * self.nk) * self.batch * self.head_count
@@ -101,11 +102,11 @@ class Branch:
 
 
 def tile_sides(tile: int | tuple[int, int] | None, pattern: Pattern, nq: int, nk: int) -> tuple[int, int]:
-    """(q_tile, kv_tile) from a side, both sides or None; then a block table's own grid where kernels take it."""
+    """(q_tile, kv_tile) from a side, both sides or None; then the side of the pattern's own blocks, where it suits."""
     if tile is None:
-        grid = pattern.grid()
-        if grid is not None and _GRIDS[0] <= grid <= _GRIDS[1] and grid % 16 == 0:
-            return grid, grid
+        side = pattern.block_side()
+        if side is not None and _BLOCK_SIDES[0] <= side <= _BLOCK_SIDES[1] and side % 16 == 0:
+            return side, side
         return default_tile(nq), default_tile(nk)
     return check_tile(tile)
 
