@@ -88,7 +88,7 @@ def parse(text: str) -> Pattern:
 
 
 def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
-    """The pattern of a ``spec`` and its ``tables``, as written by this process."""
+    """Build the pattern of a ``spec`` and its ``tables``, as written by this process."""
 
     def table(tensor: Tensor, block_size: int | tuple[int, int], key_blocks: int | None = None) -> Pattern:
         sides = (block_size, block_size) if isinstance(block_size, int) else block_size
@@ -104,14 +104,14 @@ def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
-    """Kind, token and where it ends; the last is the end, or something that is no token."""
+    """Split text into kind, token and where it ends; the last is the end, or something that is no token."""
     place, kind = 0, ""
     while kind not in ("end", "other"):
-        found = _TOKEN.match(text, place)
-        if found is None or found.lastgroup is None:
+        match = _TOKEN.match(text, place)
+        if match is None or match.lastgroup is None:
             kind, token = "other", text[place : place + 20].strip()
         else:
-            place, kind, token = found.end(), found.lastgroup, found[found.lastgroup]
+            place, kind, token = match.end(), match.lastgroup, match[match.lastgroup]
         yield kind, token, place
 
 
@@ -173,7 +173,7 @@ class _Reader:
         return kind, token
 
     def _operand(self, kind: str, token: str) -> None:
-        """A token where a value has to begin."""
+        """Take a token where a value has to begin."""
         here = self.open[-1]
         if token in ("~", "-"):
             here.signs += token
@@ -196,8 +196,8 @@ class _Reader:
             raise self._error(f"{token!r} where a value is due")
 
     def _name(self, here: _Open, token: str) -> None:
-        found = _NEXT.match(self.text, self.place)
-        after = found[1] if found is not None else ""
+        match = _NEXT.match(self.text, self.place)
+        after = match[1] if match is not None else ""
         if after == "(":
             if token not in self.names:
                 raise self._error(f"the unknown name {shown(token)}")
@@ -219,7 +219,7 @@ class _Reader:
             raise self._error(f"the name {shown(token)} without arguments")
 
     def _after(self, kind: str, token: str) -> None:
-        """A token behind a value."""
+        """Take a token behind a value."""
         here = self.open[-1]
         if token in ("&", "|"):
             here.full = False
@@ -246,7 +246,7 @@ class _Reader:
             raise self._error(f"more than {_OPEN} brackets in each other")
 
     def _end(self, here: _Open) -> None:
-        """A comma, or the bracket's end: the value is an argument or a member."""
+        """Take a comma, or the bracket's end: the value is an argument or a member."""
         value = self._value(here)
         if here.word is not None:
             here.named[here.word] = value
@@ -274,7 +274,7 @@ class _Reader:
         self._put(made)
 
     def _put(self, value: object) -> None:
-        """A value stands; the signs before it apply."""
+        """Let a value stand; the signs before it apply."""
         here = self.open[-1]
         for sign in reversed(here.signs):
             if sign == "~":
