@@ -21,7 +21,7 @@ import ringweave as rw
 from ringweave.ops import dispatch, triton
 from ringweave.ops.backend import Case
 from ringweave.ops.triton import pairing, schedule
-from ringweave.ops.triton.launch_config import Blocks, Device, choose
+from ringweave.ops.triton.launch_config import Device, LaunchConfig, choose
 from ringweave.plan import Branch, branches, plan, unpack_masks
 from ringweave.plan.from_pattern import build
 
@@ -239,7 +239,7 @@ def test_shares_of_long_lists_cover_them_once(units: int, monkeypatch: pytest.Mo
 def test_blocks_fit_the_device_and_the_tile() -> None:
     hopper, small = Device.of_cuda(9, 227 * 1024), Device.of_cuda(12, 99 * 1024)
     assert small.generation == "ampere"
-    assert choose("forward", 128, 128, 2, (128, 128), hopper) == Blocks(128, 128, 8, 2, described=True)
+    assert choose("forward", 128, 128, 2, (128, 128), hopper) == LaunchConfig(128, 128, 8, 2, described=True)
     for kernel in ("forward", "backward_q", "backward_kv"):
         for dim in (16, 64, 80, 128, 256):
             for itemsize in (2, 4):

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 import ringweave as rw
 from ringweave import RingError
-from ringweave.parallel.transport.connection import Connection
+from ringweave.parallel.transport.links import Connection
 from ringweave.parallel.transport.regroup import regroup
 from ringweave.parallel.transport.transport import Transport
 
-from .jobs_transport import numbers
+from .jobs_transport import exchange_parts, numbers
 from .processes import rendezvous
 
 READY = "ready"
@@ -45,7 +45,7 @@ def communicate(carrier: Transport, how: str, peers: list[int]) -> None:
     else:
         splits = [1000 if peer in peers else 0 for peer in range(size)]
         received, sent = torch.zeros(sum(splits), dtype=torch.uint8), torch.zeros(sum(splits), dtype=torch.uint8)
-        carrier.all_to_all(received, splits, sent, splits, what="tiles").wait()
+        exchange_parts(carrier, received, splits, sent, splits, "tiles").wait()
 
 
 def wait_for_the_dead(how: str, victim: int, deadline: float, chain: bool = False) -> Seen | None:

@@ -10,8 +10,9 @@ import torch
 
 import ringweave as rw
 from ringweave.parallel import ContextParallel, Transport
-from ringweave.parallel.planning.cost import Load, Widths
+from ringweave.parallel.planning.cost import Load
 from ringweave.parallel.planning.simulate import simulate
+from ringweave.parallel.planning.workload import Widths
 from ringweave.plan import branches
 
 from ..cases import MIXTURES, PATTERNS
@@ -99,7 +100,7 @@ def test_a_node_receives_each_tile_once(name: str) -> None:
     shares = spread(8, x, pattern, 4, schedule="gather", placement="zigzag")
     ctx = run(8, lambda t: ContextParallel(t, pattern, 1000, heads=(4, 2), placement="zigzag"))[0]
     union = inside = 0
-    for demand in ctx.plans.demands(pattern):
+    for demand in ctx.schedules.demands(pattern):
         run_tile = np.arange(len(demand.owner)) // demand.runs_per_tile
         for kind, need in zip(demand.kinds, demand.needs, strict=True):
             for node in (0, 1):
@@ -133,7 +134,7 @@ def test_simulated_bytes_are_the_real_ones(name: str, ranks: int) -> None:
             return sum(transport.counters.received), ctx
 
         found = run(ranks, job)
-        demands = found[0][1].plans.demands(pattern)
+        demands = found[0][1].schedules.demands(pattern)
         load = Load.of(demands, widths, queries=schedule == "ring")
         assert load.received.tolist() == [received for received, _ in found]
         if schedule == "ring":

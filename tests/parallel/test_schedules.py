@@ -109,6 +109,18 @@ def test_forward_bits(name: str, dtype: torch.dtype, poisoned: None) -> None:
         assert torch.equal(got[result], again[result]), f"{result} from run to run"
 
 
+@pytest.mark.parametrize("schedule", ["gather", "ring"])
+def test_infinite_scores(schedule: str) -> None:
+    """A row with one is NaN, and so is whatever its weights reach backward: on ranks as on one device."""
+    x = Inputs.random(256, heads=1, dim=8)
+    x.q[:, :, 10] = x.k[:, :, 5] = 1e30
+    pattern = rw.Causal()
+    got, one = joined(spread(2, x, pattern, schedule=schedule, placement="contiguous"), 256), alone(x, pattern)
+    for name in NAMES:
+        assert torch.equal(got[name].isnan(), one[name].isnan()), name
+    assert one["dv"].isnan().any()
+
+
 def test_queries_move_to_many_keys(poisoned: None) -> None:
     """Global rows: the ring lets the holders of keys compute for them; bytes fall, results stay."""
     x = Inputs.random(4096, heads=2, dim=16)
