@@ -19,7 +19,7 @@ from .workspace import Workspace
 
 
 @dataclass(frozen=True, eq=False)
-class Cut(Branch):
+class LocalBranch(Branch):
     """Some rows and columns of a branch, under a plan of their own."""
 
     tiles: BlockPlan
@@ -236,4 +236,4 @@ def _cut(demand: Demand, rows: Int64, columns: Int64, present: Bools | None, edg
     if len(rows) == plan.q_tiles and len(columns) == plan.kv_tiles and edges is None and present is None:
         return branch
     tiles = subplan(plan, rows, columns, present=present, wanted=edges)
-    return Cut(branch.pattern, branch.heads, 1, 0, 0, tiles.nq, tiles.nk, 0, branch.batch, tiles)
+    return LocalBranch(branch.pattern, branch.heads, 1, 0, 0, tiles.nq, tiles.nk, 0, branch.batch, tiles)
