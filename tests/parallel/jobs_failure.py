@@ -80,6 +80,22 @@ def wait_for_the_dead(how: str, victim: int, deadline: float, chain: bool = Fals
     raise AssertionError("no error")
 
 
+def wait_for_the_busy(seconds: float) -> Seen:
+    """Rank 2 waits for rank 3, who waits to be killed; rank 1 waits for rank 0, who computes for some seconds."""
+    carrier = Transport(dist.group.WORLD, deadline=30.0)
+    carrier.agree(HEADER, what="plan")
+    communicate(carrier, "exchange", list(range(carrier.size)))
+    rendezvous().add(READY, 1)
+    time.sleep({0: seconds, 3: 60.0}.get(carrier.rank, 0.0))
+    try:
+        communicate(carrier, "exchange", {0: [1], 1: [0], 2: [3]}[carrier.rank])
+    except RingError as error:
+        at = time.time()
+        carrier.close()
+        return Seen(error, at, [thread.name for thread in threading.enumerate()])
+    raise AssertionError("no error")
+
+
 def again_after_an_error(victim: int) -> list[str]:
     """Once failed, every further call raises, and quickly."""
     carrier = Transport(dist.group.WORLD, deadline=0.5)

@@ -119,7 +119,7 @@ def carry(transport: Transport, case: Case) -> tuple[list[int], int, list[int], 
     tokens, heads, kv_heads, dim = case.sizes
     x = Inputs.random(tokens, heads=heads, kv_heads=kv_heads, dim=dim, dtype=case.dtype)
     ctx = ContextParallel(transport, case.pattern, tokens, heads=(heads, kv_heads), **case.options)
-    ctx.plans.per_node = case.per_node
+    ctx.schedules.per_node = case.per_node
     out = rw.attention(*(ctx.shard(t, 2).requires_grad_() for t in (x.q, x.k, x.v)), case.pattern, context=ctx)
     counters = transport.counters
     forward = list(counters.sent), counters.messages

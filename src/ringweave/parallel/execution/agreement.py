@@ -108,6 +108,28 @@ class Agreement:
         """Say more of the next exchange, which the ranks compare as well."""
         return replace(self, said={**self.said, **said})
 
+    @contextmanager
+    def calling(self, tag: Tensor | None = None, **said: Value) -> Iterator[Agreement]:
+        """Enter a call, of one thread at a time, and none after one in which ranks differed: who knows what met next.
+
+        ``tag`` is a forward call's, empty for that of the calling thread; None for a backward call, which is no call of
+        its own but says its forward's. ``said`` is what the ranks compare besides.
+        """
+        with self.transport.using():
+            if tag is not None:
+                name = tuple(tag.tolist())
+                said |= {"tag": name if any(name) else text_words(caller(), TAG_WORDS), "call": self.calls}
+            if self.ended is not None:
+                raise self.ended.again()
+            try:
+                yield self.saying(**said)
+            except RingError as error:
+                # without the frames that it came through, which hold tensors
+                self.ended = error.again()
+                raise
+            # not before it is done: a rank that fails and tries again is one behind, and told so
+            self.calls += tag is not None
+
     @property
     def name(self) -> tuple[int, ...]:
         """Name the call, for its backward: its number and tag, as words."""

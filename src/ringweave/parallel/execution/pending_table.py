@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import ShapeError, message
 from ...patterns import BlockTable
-from ..arguments import integer
+from ...patterns.numbers import whole
 from ..planning.placement import Placement
 from .agreement import Agreement
 
@@ -71,7 +71,7 @@ def block_numbers(placement: Placement, rank: int, block_size: int) -> np.ndarra
 
 def rows_of(rows: Tensor, placement: Placement, rank: int, block_size: int) -> Tensor:
     """Check the rows that a rank shares; see :meth:`ContextParallel.share_table`."""
-    blocks = len(block_numbers(placement, rank, integer("block_size", block_size, 1)))
+    blocks = len(block_numbers(placement, rank, whole("block_size", block_size, 1, error=ShapeError)))
     keys = -(-placement.tokens // block_size)
     wanted = f"bool (..., {blocks}, {keys})"
     if not isinstance(rows, Tensor):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ...ops.head_views import Heads
 from ..planning.demand import Bools, Demand
-from ..planning.exchange import Hop, Message, direct_hop, guest_sections, node_hops
+from ..planning.exchange import Hop, Message, direct_hop, node_hops, remote_queries
 from ..planning.movement import Moves
 from ..planning.placement import Placement
 from .agreement import Value
@@ -111,8 +111,8 @@ def ring(
             for demand, branch in zip(demands, moves, strict=True)
         ]
         queries = Hop(
-            _only(guest_sections(demands, moves, rank, target), target, ranks),
-            _only(guest_sections(demands, moves, source, rank), source, ranks),
+            _only(remote_queries(demands, moves, rank, target), target, ranks),
+            _only(remote_queries(demands, moves, source, rank), source, ranks),
         )
         stages.append(Stage(number, _by_branch(own), (hop,), _by_branch(remote), queries))
     return Schedule(tuple(stages), _heads(demands, ratio), said, placement.held(rank), keeps=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..arguments import one_of
+from ...patterns.numbers import one_of
 
 FORMATS = ("native", "bf16", "int8")
 NATIVE, BF16, INT8 = range(3)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...errors import RingError, ShapeError, UnsupportedError, message
-from ..arguments import integer, seconds
+from ...patterns.numbers import seconds, whole
 from .mesh import check_group
 from .protocol import Counters, Event, Pending, Tensors
 from .rendezvous import bounded
@@ -97,7 +97,7 @@ class Transport:
         self._number, self._contexts = 0 if group is None else _made[group], 0
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         self.deadline, self.opening = seconds("deadline", deadline), seconds("opening", opening)
-        self.retries = integer("retries", retries, 0)
+        self.retries = whole("retries", retries, 0, error=ShapeError)
         self.counters = Counters(self.size)
         self.trace: list[Event] | None = None
         self.step = 0
