@@ -4,8 +4,10 @@ from .algebra import And, Not, Or
 from .base import Full, Pattern, check_extents
 from .chosen import Global, Periodic, Sinks
 from .dilated import Dilated, LongNet, Strided, View
+from .documents import Documents
 from .function import MaskMod, TokenMask, from_mask_mod
-from .local import Causal, Documents, Neighborhood, PrefixLM, Segments, SlidingWindow
+from .keys import Keys
+from .local import Causal, Neighborhood, PrefixLM, Segments, SlidingWindow
 from .parse import parse, rebuild
 from .per_head import PerHead
 from .presets import (
@@ -19,6 +21,7 @@ from .presets import (
     variable,
 )
 from .table import BlockTable
+from .within import Within
 
 __all__ = [
     "And",
@@ -28,6 +31,7 @@ __all__ = [
     "Documents",
     "Full",
     "Global",
+    "Keys",
     "LongNet",
     "MaskMod",
     "Neighborhood",
@@ -43,6 +47,7 @@ __all__ = [
     "Strided",
     "TokenMask",
     "View",
+    "Within",
     "bigbird",
     "check_extents",
     "dilated_blocks",

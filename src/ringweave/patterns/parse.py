@@ -15,10 +15,13 @@ from .base import Full, Pattern
 from .block_sets import ListedBlocks, MaskBlocks
 from .chosen import Global, Periodic, Sinks
 from .dilated import Dilated, LongNet, Strided
+from .documents import Documents
 from .function import TokenMask
-from .local import Causal, Documents, Neighborhood, PrefixLM, Segments, SlidingWindow
+from .keys import Keys
+from .local import Causal, Neighborhood, PrefixLM, Segments, SlidingWindow
 from .per_head import PerHead
 from .table import BlockTable
+from .within import Within
 
 PRESETS: dict[str, Callable[..., Pattern]] = {
     function.__name__: function
@@ -37,7 +40,7 @@ WRITABLE: dict[str, Callable[..., Pattern]] = {
     kind.__name__: kind
     for kind in (
         Full, Causal, SlidingWindow, Global, Sinks, Segments, Dilated, Strided, Documents, PrefixLM, PerHead, LongNet,
-        Neighborhood, Periodic,
+        Neighborhood, Periodic, Keys, Within,
     )
 } | PRESETS  # fmt: skip
 
@@ -91,11 +94,8 @@ def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
         blocks = MaskBlocks(tensor, tensor.shape[-1]) if key_blocks is None else ListedBlocks(tensor, key_blocks)
         return BlockTable.of(blocks, sides)
 
-    def documents(cu_seqlens: Tensor) -> Pattern:
-        return Documents._own(cu_seqlens)
-
     # around the same tensors: plans are cached by their address
-    names = WRITABLE | {"BlockTable": table, "Documents": documents, "TokenMask": TokenMask.numbered}
+    names = WRITABLE | {"BlockTable": table, "Documents": Documents._own, "TokenMask": TokenMask.numbered}
     return _Reader(spec, names, iter(tables)).read()
 
 
