@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import ShapeError, UnsupportedError, message, shown
-from .ops.backend import Case
+from .ops.backend import Case, Inputs
 from .ops.dispatch import names, program
 from .patterns import Pattern, check_extents
 from .patterns.base import refuse
@@ -103,7 +103,7 @@ def check_call(
         raise UnsupportedError(message("context", got, "a ContextParallel or None", "Make one of the mesh."))
     if not torch.compiler.is_compiling():
         if context is None:
-            _check_runnable(q, k, v, pattern, q_offset, backend)
+            _check_runnable(Inputs(q, k, v, scale), pattern, q_offset, backend)
         else:
             context.check(q, k, pattern, q_offset, backend)
     return scale, q_offset
@@ -145,10 +145,11 @@ def _check_dropout(dropout: float) -> None:
         )
 
 
-def _check_runnable(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, q_offset: int, backend: str) -> None:
+def _check_runnable(inputs: Inputs, pattern: Pattern, q_offset: int, backend: str) -> None:
     # needs planning, which a trace leaves to the operator; there the same errors come when it runs
-    check_extents(pattern, q.shape[0], q.shape[1])
-    pattern.check(q.shape[2], k.shape[2], q_offset)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3])
+    case = Case.of(inputs, needs_grad)
+    check_extents(pattern, case.batch, case.heads)
+    pattern.check(case.nq, case.nk, q_offset)
     if backend != "auto":  # which takes every case
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        program(pattern, Case.of(q, k, v, needs_grad), q_offset, backend)
+        program(pattern, case, q_offset, backend)

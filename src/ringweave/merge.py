@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .errors import ShapeError, message, shown
-from .types import AttentionOutput
+from .types import AttentionOutput, acc_dtype
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
@@ -57,8 +57,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
                     "Convert or move the parts alike.",
                 )
             )
-    wide = lses[0].dtype if lses[0].dtype == torch.float64 else torch.float32
-    stacked = torch.stack([lse.to(wide) for lse in lses])
+    acc = acc_dtype(lses[0].dtype)
+    stacked = torch.stack([lse.to(acc) for lse in lses])
     # log-sum-exp by hand: torch.logsumexp has a NaN gradient where every part is -inf
     top = stacked.detach().amax(0)
     top = torch.where(torch.isfinite(top), top, 0.0)
@@ -66,9 +66,9 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
     total = weights.sum(0)
     alive = total != 0
     safe = torch.where(alive, total, 1.0)
-    joined = torch.zeros_like(outs[0], dtype=wide)
+    joined = torch.zeros_like(outs[0], dtype=acc)
     for out, weight in zip(outs, weights, strict=True):
-        joined = joined + (weight / safe)[..., None] * out.to(wide)
+        joined = joined + (weight / safe)[..., None] * out.to(acc)
     lse = torch.where(alive, top + torch.log(safe), -torch.inf)
     return AttentionOutput(joined.to(outs[0].dtype), lse)
 

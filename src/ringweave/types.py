@@ -1,9 +1,10 @@
-"""Small records that cross layers."""
+"""Records and types that cross layers."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -18,3 +19,8 @@ class AttentionOutput(NamedTuple):
 
     out: Tensor
     lse: Tensor
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over inputs of a type are kept in, lse among them: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

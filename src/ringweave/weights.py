@@ -11,6 +11,7 @@ from .checks import check_call
 from .errors import PatternError, message
 from .patterns import LongNet, Pattern
 from .plan import BlockPlan, plan, unpack_masks
+from .types import acc_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +73,13 @@ def attention_weights(
         )
     batch, heads, nq, _ = q.shape
     p = plan(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset, device=q.device)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    acc = acc_dtype(q.dtype)
     rows = p.tile_rows()
     whole = torch.ones(1, p.q_tile, p.kv_tile, dtype=torch.bool, device=q.device)
     bank = torch.cat([unpack_masks(p.masks, p.kv_tile), whole])
     bound = torch.arange(p.kv_tiles * p.kv_tile, device=q.device).view(p.kv_tiles, 1, p.kv_tile) < p.nk
-    q_tiles = _tiled(q.to(wide) * scale, p.q_tiles, p.q_tile)
-    k_tiles = _tiled(k.to(wide), p.kv_tiles, p.kv_tile)
+    q_tiles = _tiled(q.to(acc) * scale, p.q_tiles, p.q_tile)
+    k_tiles = _tiled(k.to(acc), p.kv_tiles, p.kv_tile)
     values: list[Tensor] = []
     first = torch.zeros(batch, heads, dtype=torch.int64, device="cpu")
     count = 0

@@ -171,7 +171,7 @@ def test_the_seconds_begin_when_the_backends_are_checked(monkeypatch: pytest.Mon
 def test_wrong_tiles_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: object) -> tuple[Tensor, Tensor]:
         out, lse = gather.forward(*arguments)  # type: ignore[arg-type]
-        return (out if arguments[3].sides is None else out * 1.01), lse  # type: ignore[attr-defined]
+        return (out if arguments[1].sides is None else out * 1.01), lse  # type: ignore[attr-defined]
 
     monkeypatch.setitem(dispatch.BACKENDS, "gather", dataclasses.replace(gather.BACKEND, forward=wrong))
     monkeypatch.setattr(search, "NEAR", 1e9)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.ops import cpu
-from ringweave.ops.backend import Case, Upstream
+from ringweave.ops.backend import Case, Inputs, Upstream
 from ringweave.plan import branches
 
 from ..parallel.processes import forked
@@ -53,9 +53,10 @@ def measured(tokens: int, heads: int, kv_heads: int, dim: int, name: str) -> tup
         q, dout, k, v = ones(heads, n), ones(heads, n), ones(kv_heads, n), ones(kv_heads, n)
         (branch,) = branches(PATTERNS[name](n), n, n, heads=heads)
         branch.plan("cpu")
-        (out, lse), forward = peak_of(cpu.forward, q, k, v, branch, 0.1, q.dtype)
+        inputs = Inputs(q, k, v, 0.1)
+        (out, lse), forward = peak_of(cpu.forward, inputs, branch, q.dtype)
         upstream = Upstream(dout, lse, torch.ones(1, heads, n), out)
-        grads, backward = peak_of(cpu.backward, upstream, q, k, v, branch, 0.1, q.dtype)
+        grads, backward = peak_of(cpu.backward, upstream, inputs, branch, q.dtype)
     size = sum(x.nbytes for x in grads)
     tensors = sum(x.nbytes for x in (q, k, v, out))
     return forward - out.nbytes - lse.nbytes, tensors, backward - size, size, cpu.scratch(case, branch)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.ops.backend import Upstream
+from ringweave.ops.backend import Inputs, Upstream
 from ringweave.ops.triton import launch
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
@@ -50,12 +50,13 @@ class Call:
             self.pattern, q.shape[2], k.shape[2], heads=self.heads, batch=self.batch, q_offset=self.q_offset
         )
         dtype = torch.float32 if self.part else self.dtype
-        out, lse = launch.forward(q, k, v, branch, 0.125, dtype)
+        inputs = Inputs(q, k, v, 0.125)
+        out, lse = launch.forward(inputs, branch, dtype)
         assert (out.dtype, out.shape, lse.shape) == (dtype, dout.shape, q.shape[:3])
         if self.gradients:
             delta = launch.delta(dout, out, lse, lse if self.part else None)
             upstream = Upstream(dout, lse, delta)
-            grads = launch.backward(upstream, q, k, v, branch, 0.125, dtype)
+            grads = launch.backward(upstream, inputs, branch, dtype)
             for got, of in zip(grads, (q, k, v), strict=True):
                 assert (got.dtype, got.shape) == (dtype, of.shape)
 

@@ -12,7 +12,7 @@ import ringweave as rw
 from ringweave.errors import UnsupportedError
 from ringweave.ops import cpu, dispatch, gather, triton
 from ringweave.ops import gpu_check as trial
-from ringweave.ops.backend import Backend, Case
+from ringweave.ops.backend import Backend, Case, Inputs
 from ringweave.plan import Branch, branches
 
 STRUCTURES = ("full", "causal", "sparse")
@@ -43,9 +43,7 @@ def test_each_structure_is_tried_as_what_it_is() -> None:
     for structure in STRUCTURES:
         seen: list[Branch] = []
 
-        def forward(
-            q: Tensor, k: Tensor, v: Tensor, branch: Branch, *rest: object, into: list[Branch] = seen
-        ) -> object:
+        def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype, into: list[Branch] = seen) -> object:
             into.append(branch)
             raise RuntimeError
 
@@ -177,7 +175,7 @@ def test_what_triton_cannot_compile_is_an_error_of_ours(monkeypatch: pytest.Monk
     monkeypatch.setattr(launch, "forward", forward)
     x = torch.randn(1, 1, 16, 16)
     with pytest.raises(UnsupportedError, match=r"got 'triton' \(OutOfResources: out of resource: shared memory"):
-        triton.forward(x, x, x, first(rw.Full()), 1.0, torch.float32)
+        triton.forward(Inputs(x, x, x, 1.0), first(rw.Full()), torch.float32)
 
 
 @pytest.mark.gpu

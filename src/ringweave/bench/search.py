@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..ops.backend import Backend, Case, Upstream
+from ..ops.backend import Inputs as Operands
 from ..ops.dispatch import BACKENDS, PREFERENCE, refusal
 from ..ops.triton.launch_config import Asked, Blocks, overriding
 from ..ops.tuning_key import KernelKind
@@ -115,13 +116,13 @@ class Direct(Built):
 def whole(problem: Problem) -> Branch:
     """A problem as one branch in token order."""
     n = problem.tokens
-    return Branch(problem.pattern, (0, problem.heads, 1), 1, 0, 0, n, n, 0, problem.batch)
+    return Branch.whole(problem.pattern, n, n, heads=problem.heads, batch=problem.batch)
 
 
 def _forward(candidate: Candidate, branch: Branch, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     backend, own = candidate.step(branch)
     with torch.no_grad(), overriding(dict(candidate.blocks)):
-        return backend.forward(q, k, v, own, 1 / math.sqrt(q.shape[3]), q.dtype)
+        return backend.forward(Operands(q, k, v, 1 / math.sqrt(q.shape[3])), own, q.dtype)
 
 
 def _forward_backward(candidate: Candidate, first: Candidate, branch: Branch, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -131,7 +132,7 @@ def _forward_backward(candidate: Candidate, first: Candidate, branch: Branch, in
     assert backend.backward is not None
     with torch.no_grad(), overriding(dict(candidate.blocks)):
         upstream = Upstream(dout, lse, backend.delta(dout, out, lse, None), out)
-        return (out, *backend.backward(upstream, q, k, v, own, 1 / math.sqrt(q.shape[3]), q.dtype))
+        return (out, *backend.backward(upstream, Operands(q, k, v, 1 / math.sqrt(q.shape[3])), own, q.dtype))
 
 
 def sides(branch: Branch, device: str) -> list[tuple[int, int]]:

@@ -12,6 +12,26 @@ from torch import Tensor
 from ..plan import Branch
 
 
+class Inputs(NamedTuple):
+    """What attention is computed of, from the operators down to a backend's view of a branch.
+
+    Attributes:
+        q: Queries, (B, Hq, Nq, D).
+        k: Keys, (B, Hkv, Nk, D).
+        v: Values, (B, Hkv, Nk, Dv).
+        scale: Factor of the scores.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        """The same with each tensor changed."""
+        return self._replace(q=change(self.q), k=change(self.k), v=change(self.v))
+
+
 @dataclass(frozen=True)
 class Case:
     """The sizes and types of one call: what a backend needs to know to say whether it can run it."""
@@ -28,24 +48,23 @@ class Case:
     needs_grad: bool = False
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, needs_grad: bool = False) -> Case:
-        """The case of three tensors."""
+    def of(inputs: Inputs, needs_grad: bool = False) -> Case:
+        """The case of a call's inputs."""
+        q, k, v = inputs[:3]
         batch, heads, nq, head_dim = q.shape
         return Case(batch, heads, k.shape[1], nq, k.shape[2], head_dim, v.shape[3], q.dtype, q.device.type, needs_grad)
 
 
 class Forward(Protocol):
-    """(q, k, v) of a branch's view to (out, lse); out in ``dtype``, lse at least float32."""
+    """The inputs of a branch's view to (out, lse); out in ``dtype``, lse at least float32."""
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         ...
 
 
 class Upstream(NamedTuple):
-    """What a branch's gradients are made of besides q, k and v: of the *whole* attention, not of the branch.
+    """What a branch's gradients are made of besides its inputs: of the *whole* attention, not of the branch.
 
     Attributes:
         dout: Gradient of out, (B, Hq, Nq, Dv).
@@ -64,7 +83,7 @@ class Backward(Protocol):
     """Gradients of a branch's view, in ``dtype``; made with the whole's lse, those of the branches add up."""
 
     def __call__(
-        self, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
+        self, upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)."""
         ...
@@ -87,13 +106,15 @@ def readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def with_sign(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
-    """(q, scale, sign) with the sign of the scale, or 0, in q and a scale above 0; the gradient of q takes it too.
+def with_sign(inputs: Inputs) -> tuple[Inputs, int]:
+    """Inputs with the scale's sign, or 0, in q and a scale above 0; and the sign, which the gradient of q takes too.
 
     For kernels that find a row's largest score before they scale it, or scale what they have masked with -inf.
     """
-    sign = (scale > 0) - (scale < 0)
-    return (q, scale, 1) if sign > 0 else (q * sign, abs(scale) or 1.0, sign)
+    sign = (inputs.scale > 0) - (inputs.scale < 0)
+    if sign > 0:
+        return inputs, sign
+    return inputs._replace(q=inputs.q * sign, scale=abs(inputs.scale) or 1.0), sign
 
 
 _CHUNK = 2**20

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, message
 from ..plan import BlockPlan, Branch
-from .backend import Backend, Case, Upstream
+from .backend import Backend, Case, Inputs, Upstream
 from .overflow import spoil
 
 #: Names a lower instruction set than the best of the machine, for tests and comparisons.
@@ -45,25 +45,25 @@ def variant() -> str:
     return asked or str(found[0])
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """One call of the kernel."""
     native = module()
     assert native is not None
     plan = branch.plan("cpu")
+    q, k, v = inputs[:3]
     out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device="cpu")
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
-    if native.forward(q, k, v, out, lse, *_rows(plan), *_rest(plan, scale)):
-        spoil(out, lse, q, k, branch, scale)
+    if native.forward(q, k, v, out, lse, *_rows(plan), *_rest(plan, inputs.scale)):
+        spoil(out, lse, inputs, branch)
     return out, lse
 
 
-def backward(
-    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """One call of the kernel: dK and dV by columns, dQ summed in a fixed order; the same bits on any thread count."""
     native = module()
     assert native is not None
     plan = branch.plan("cpu")
+    q, k, v, scale = inputs[:4]
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device="cpu") for x in (q, k, v))
     rows = (upstream.lse, upstream.delta.float())
     columns = (plan.col_ptr, plan.row, plan.bits_t)

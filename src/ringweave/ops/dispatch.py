@@ -16,9 +16,10 @@ from ..errors import UnsupportedError, message, shown
 from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
+from ..types import acc_dtype
 from . import cpu, flash, flex, forks, gather, reference, sdpa, triton, tuning
 from . import gpu_check as trial
-from .backend import Backend, Case, Upstream, delta_in_chunks, readable
+from .backend import Backend, Case, Inputs, Upstream, delta_in_chunks, readable
 from .head_views import Heads
 
 BACKENDS: dict[str, Backend] = {
@@ -108,29 +109,28 @@ def program(pattern: Pattern, case: Case, q_offset: int, backend: str) -> list[t
     A named backend keeps the tiles that length and pattern suggest: the bits of what was named depend on no store.
     """
     if backend in BACKENDS and not BACKENDS[backend].branched:
-        whole = Branch(pattern, (0, case.heads, 1), 1, 0, 0, case.nq, case.nk, q_offset, case.batch)
+        whole = Branch.whole(pattern, case.nq, case.nk, heads=case.heads, batch=case.batch, q_offset=q_offset)
         return [(whole, choose(backend, case, whole))]
     split = branches(pattern, case.nq, case.nk, heads=case.heads, batch=case.batch, q_offset=q_offset)
     return [step(backend, case, branch) for branch in split]
 
 
-def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, q_offset: int, backend: str
-) -> tuple[Tensor, Tensor]:
+def run_forward(inputs: Inputs, pattern: Pattern, q_offset: int, backend: str) -> tuple[Tensor, Tensor]:
     """(out, lse) of a pattern; out in q's dtype."""
-    forks.check(q.device)
-    q, k, v = map(readable, (q, k, v))
-    case = Case.of(q, k, v)
+    forks.check(inputs.q.device)
+    inputs = inputs.map(readable)
+    q, _, v = inputs[:3]
+    case = Case.of(inputs)
     steps = program(pattern, case, q_offset, backend)
     if len(steps) == 1 and _is_whole(steps[0][0], case):
         branch, chosen = steps[0]
-        return chosen.forward(q, k, v, branch, scale, q.dtype)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        return chosen.forward(inputs, branch, q.dtype)
+    acc = acc_dtype(q.dtype)
+    out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=acc)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=acc)
     for branch, chosen in steps:
         view = _View(branch, case)
-        part, part_lse = chosen.forward(view.of_q(q), view.of_k(k), view.of_k(v), branch, scale, wide)
+        part, part_lse = chosen.forward(view.of(inputs), branch, acc)
         merge_into(view.of_q(out), view.of_q(lse), part, part_lse)
     return out.to(q.dtype), lse
 
@@ -138,39 +138,36 @@ def run_forward(
 def run_backward(
     dout: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: Inputs,
     out: Tensor,
     lse: Tensor,
     pattern: Pattern,
-    scale: float,
     q_offset: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of a pattern, in the inputs' dtype."""
-    forks.check(q.device)
-    dout, q, k, v = map(readable, (dout, q, k, v))
-    case = Case.of(q, k, v, needs_grad=True)
+    forks.check(inputs.q.device)
+    dout, inputs = readable(dout), inputs.map(readable)
+    case = Case.of(inputs, needs_grad=True)
     # a row with an infinite score is NaN, its weights too
-    lse, wide = lse.masked_fill(torch.isposinf(lse), torch.nan), lse.dtype
+    lse = lse.masked_fill(torch.isposinf(lse), torch.nan)
     steps = program(pattern, case, q_offset, backend)
     delta = (steps[0][1].delta if steps else delta_in_chunks)(dout, out, lse, dlse)
     if len(steps) == 1 and _is_whole(steps[0][0], case):
         branch, chosen = steps[0]
         assert chosen.backward is not None
         whole = Upstream(dout, lse, delta, out if dlse is None else None)
-        return chosen.backward(whole, q, k, v, branch, scale, q.dtype)
-    totals = [torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v)]
+        return chosen.backward(whole, inputs, branch, case.dtype)
+    totals = [torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in inputs[:3]]
     for branch, chosen in steps:
         assert chosen.backward is not None
         view = _View(branch, case)
         mine = Upstream(view.of_q(dout), view.of_q(lse), view.of_q(delta))
-        dq, dk, dv = chosen.backward(mine, view.of_q(q), view.of_k(k), view.of_k(v), branch, scale, wide)
+        dq, dk, dv = chosen.backward(mine, view.of(inputs), branch, lse.dtype)
         view.of_q(totals[0]).add_(dq)
         view.add_to_k(totals[1], dk)
         view.add_to_k(totals[2], dv)
-    dq, dk, dv = (total.to(q.dtype) for total in totals)
+    dq, dk, dv = (total.to(case.dtype) for total in totals)
     return dq, dk, dv
 
 
@@ -185,6 +182,9 @@ class _View:
         self.heads = Heads(branch, case.heads // case.kv_heads)
         self.queries = slice(branch.q_first, None, branch.rate)
         self.keys = slice(branch.k_first, None, branch.rate)
+
+    def of(self, inputs: Inputs) -> Inputs:
+        return inputs._replace(q=self.of_q(inputs.q), k=self.of_k(inputs.k), v=self.of_k(inputs.v))
 
     def of_q(self, x: Tensor) -> Tensor:
         return x[:, self.heads.queries, self.queries]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..plan import BlockPlan, Branch
-from .backend import DELTA_CHANNELS, Backend, Case, Upstream, delta_as_channels, with_sign
+from .backend import DELTA_CHANNELS, Backend, Case, Inputs, Upstream, delta_as_channels, with_sign
 
 _HALVES = (torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
@@ -112,26 +112,26 @@ def dense_backward(
     return dq, dk, dv
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """One fused kernel."""
-    q, scale, _ = with_sign(q, scale)
+    inputs, _ = with_sign(inputs)
     if branch.structure == "sparse":
-        out, lse = _sparse_forward(q, k, v, branch, scale)
+        out, lse = _sparse_forward(inputs, branch)
     else:
+        q, k, v, scale = inputs[:4]
         causal = branch.structure == "causal"
         out, lse = dense_forward(q, k, v, causal, scale, _kernel(q, k, v, causal))
     return out.to(dtype).contiguous(), lse.float().contiguous()
 
 
-def backward(
-    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The kernel's own backward; where delta is not rowsum(dout * out), it goes in beside it."""
-    q, scale, sign = with_sign(q, scale)
+    inputs, sign = with_sign(inputs)
+    q, k, v, scale = inputs[:4]
     slopes = upstream.dout.to(q.dtype)
     lse, delta, out, dim = upstream.lse.contiguous(), upstream.delta, upstream.out, q.shape[3]
     if branch.structure == "sparse":
-        grads = _sparse_backward(slopes, q, k, v, out, lse, delta, branch, scale)
+        grads = _sparse_backward(slopes, inputs, out, lse, delta, branch)
     else:
         causal = branch.structure == "causal"
         if out is None:
@@ -196,7 +196,8 @@ def padded_lists(plan: BlockPlan, side: str) -> tuple[Tensor, Tensor]:
     return counts[group].contiguous(), index[group].contiguous()
 
 
-def _sparse_forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float) -> tuple[Tensor, Tensor]:
+def _sparse_forward(inputs: Inputs, branch: Branch) -> tuple[Tensor, Tensor]:
+    q, k, v, scale = inputs[:4]
     rows, _ = _blocks(_plan(branch, q.device))
     by_token = [x.transpose(1, 2) for x in (q, k, v)]
     interface: Any = _cute()
@@ -205,10 +206,10 @@ def _sparse_forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: floa
 
 
 def _sparse_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor, delta: Tensor, branch: Branch,
-    scale: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    dout: Tensor, inputs: Inputs, out: Tensor | None, lse: Tensor, delta: Tensor, branch: Branch
+) -> tuple[Tensor, ...]:
     """It subtracts dlse from rowsum(dout * out): with no out there, -delta goes in as dlse."""
+    q, k, v, scale = inputs[:4]
     _, columns = _blocks(_plan(branch, q.device))
     slope = None if out is not None else -delta.contiguous()
     by_token = [x.transpose(1, 2) for x in (q, k, v, torch.zeros_like(dout) if out is None else out, dout)]

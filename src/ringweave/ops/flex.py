@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..plan import BlockPlan, Branch
-from .backend import Backend, Case, Upstream
+from .backend import Backend, Case, Inputs, Upstream
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # FlexAttention's own tile: smaller ones are not divided by the blocks that its kernels are compiled with
@@ -66,8 +66,9 @@ def _mask(branch: Branch, device: torch.device) -> Any:
     return found
 
 
-def _part(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float) -> tuple[Tensor, Tensor]:
+def _part(inputs: Inputs, branch: Branch) -> tuple[Tensor, Tensor]:
     """(out, lse) of a branch, as FlexAttention gives them."""
+    q, k, v, scale = inputs[:4]
     grouped = q.shape[1] != k.shape[1]
     mask = _mask(branch, q.device)
     plan = branch.plan(q.device, tile=_TILE)
@@ -76,17 +77,14 @@ def _part(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float) -> tupl
     return compiled(kind)(q, k, v, mask, scale, grouped)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """One call of FlexAttention; views are copied, so that strides do not multiply what is compiled."""
-    q, k, v = (x.detach().contiguous() for x in (q, k, v))
-    out, lse = _part(q, k, v, branch, scale)
+    out, lse = _part(inputs.map(lambda x: x.detach().contiguous()), branch)
     empty = torch.isneginf(lse)
     return out.masked_fill(empty[..., None], 0.0).to(dtype).contiguous(), lse.float().contiguous()
 
 
-def backward(
-    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The forward once more, and its gradients by autograd.
 
     With P the branch's own weights and w = exp(its lse - the whole lse), the whole's weights are w P, and the branch's
@@ -95,16 +93,16 @@ def backward(
     """
     dout, lse, delta, _ = upstream
     with _autograd():
-        leaves = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
-        part, part_lse = _part(leaves[0], leaves[1], leaves[2], branch, scale)
+        leaves = inputs.map(lambda x: x.detach().contiguous().requires_grad_())
+        part, part_lse = _part(leaves, branch)
     with torch.no_grad():
         empty = torch.isneginf(part_lse) | torch.isneginf(lse)
         weight = (part_lse - lse).exp().masked_fill(empty, 0.0)
-        slopes = (dout.float() * weight[..., None]).masked_fill(empty[..., None], 0.0).to(q.dtype)
+        slopes = (dout.float() * weight[..., None]).masked_fill(empty[..., None], 0.0).to(inputs.q.dtype)
         mean = (slopes.float() * part.float()).sum(-1)
         lse_slopes = (mean - weight * delta).masked_fill(empty, 0.0)
     with _autograd():
-        dq, dk, dv = torch.autograd.grad((part, part_lse), leaves, (slopes, lse_slopes.to(part_lse.dtype)))
+        dq, dk, dv = torch.autograd.grad((part, part_lse), leaves[:3], (slopes, lse_slopes.to(part_lse.dtype)))
     return dq.to(dtype).contiguous(), dk.to(dtype).contiguous(), dv.to(dtype).contiguous()
 
 

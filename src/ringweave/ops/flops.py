@@ -12,13 +12,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..plan import pattern_of
 from . import dispatch
-from .backend import Case
+from .backend import Case, Inputs
 
 _FORWARD, _BACKWARD = 2, 5  # matrix products
 
 
-def _pairs(q: Tensor, k: Tensor, v: Tensor, tables: Sequence[Tensor], spec: str, q_offset: int, backend: str) -> int:
-    case = Case.of(q, k, v)
+def _pairs(case: Case, tables: Sequence[Tensor], spec: str, q_offset: int, backend: str) -> int:
     if any(type(table) is not Tensor for table in tables):
         # tensors without values: as many as there may be
         return case.batch * case.heads * case.nq * case.nk
@@ -30,8 +29,9 @@ def _pairs(q: Tensor, k: Tensor, v: Tensor, tables: Sequence[Tensor], spec: str,
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *call: Any, **_: Any) -> int:
-    tables, spec, _, q_offset, backend = call
-    return _FORWARD * (q.shape[3] + v.shape[3]) * _pairs(q, k, v, tables, spec, q_offset, backend)
+    tables, spec, scale, q_offset, backend = call
+    case = Case.of(Inputs(q, k, v, scale))
+    return _FORWARD * (case.head_dim + case.value_dim) * _pairs(case, tables, spec, q_offset, backend)
 
 
 def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *call: Any, **_: Any) -> int:

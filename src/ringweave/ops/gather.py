@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..merge import merge_into
 from ..plan import BlockPlan, Branch, unpack_masks
-from .backend import Backend, Case, Upstream
+from ..types import acc_dtype
+from .backend import Backend, Case, Inputs, Upstream
 from .overflow import may_overflow, spoil
 
 # Bytes of scores computed at a time. Measured: on a CPU the batch should stay in the second-level cache and yet be
@@ -39,11 +40,12 @@ class _Batch:
 class _Layout:
     """Tensors as tiles, and a plan's rows as batches over them."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan):
+    def __init__(self, inputs: Inputs, plan: BlockPlan):
+        q, k, v = inputs[:3]
         self.plan = plan
         self.batch, self.heads, self.nq, _ = q.shape
         self.kv_heads, self.nk = k.shape[1], k.shape[2]
-        self.wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.acc = acc_dtype(q.dtype)
         self.q_tiles, self.k_tiles, self.v_tiles = self.queries(q), self.keys(k), self.keys(v)
         sides = (plan.q_tile, plan.kv_tile)
         self.limit = max(1, _BUDGET.get(q.device.type, _BUDGET_ELSEWHERE) // (sides[0] * sides[1] * 4))
@@ -100,7 +102,7 @@ class _Layout:
 
     def gathered(self, tiles: Tensor, batch: _Batch, only_attended: bool) -> Tensor:
         """Key or value tiles side by side, (R, n * kv_tile, C); columns that no query of a tile may attend as zero."""
-        found = tiles[batch.key].to(self.wide)
+        found = tiles[batch.key].to(self.acc)
         if only_attended and batch.mask.shape[0]:
             dead = ~batch.mask.any(1)
             some = dead.any(1).nonzero()[:, 0]
@@ -121,15 +123,16 @@ class _Layout:
         return x
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Attention over a plan, batch by batch of equally long rows."""
-    layout = _Layout(q, k, v, branch.plan(q.device))
-    plan = layout.plan
-    out = q.new_zeros(layout.q_tiles.shape[0], plan.q_tile, v.shape[3], dtype=layout.wide)
-    lse = q.new_full(out.shape[:2], -torch.inf, dtype=layout.wide)
+    q, _, v, scale = inputs[:4]
+    plan = branch.plan(q.device)
+    layout = _Layout(inputs, plan)
+    out = q.new_zeros(layout.q_tiles.shape[0], plan.q_tile, v.shape[3], dtype=layout.acc)
+    lse = q.new_full(out.shape[:2], -torch.inf, dtype=layout.acc)
     pieced = int(plan.row_ptr.diff(dim=1).max()) > layout.limit
     for batch in layout.batches():
-        queries = layout.q_tiles[batch.line].to(layout.wide).mul_(scale)
+        queries = layout.q_tiles[batch.line].to(layout.acc).mul_(scale)
         scores = layout.scores(queries, layout.gathered(layout.k_tiles, batch, False), batch)
         top = scores.amax(-1, keepdim=True)
         top.masked_fill_(torch.isneginf(top), 0.0)
@@ -147,32 +150,31 @@ def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype
     shape = (layout.batch, layout.heads, -1)
     out = out.view(*shape, v.shape[3])[:, :, : layout.nq].to(dtype).contiguous()
     lse = lse.view(shape)[:, :, : layout.nq].contiguous()
-    if may_overflow(q, k, scale):
-        spoil(out, lse, q, k, branch, scale)
+    if may_overflow(inputs):
+        spoil(out, lse, inputs, branch)
     return out, lse
 
 
-def backward(
-    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients over a plan: scores are recomputed, dK and dV are added per key tile."""
     dout, lse, delta, _ = upstream
     dead = torch.isneginf(lse)
     if bool(dead.any()):
         # what attends nothing gives nothing, whatever it holds
-        q, dout = (x.masked_fill(dead[..., None], 0.0) for x in (q, dout))
-        lse = lse.masked_fill(dead, 0.0)
-    layout = _Layout(q, k, v, branch.plan(q.device))
+        q, dout = (x.masked_fill(dead[..., None], 0.0) for x in (inputs.q, dout))
+        inputs, lse = inputs._replace(q=q), lse.masked_fill(dead, 0.0)
+    device, scale = inputs.q.device, inputs.scale
+    layout = _Layout(inputs, branch.plan(device))
     # a row of NaN: where it attends nothing, nothing of it
     broken = bool(lse.isnan().any())
     out_slopes = layout.queries(dout)
-    row_lse, row_delta = (layout.queries(x[..., None].to(layout.wide)) for x in (lse, delta))
-    dq = torch.zeros(layout.q_tiles.shape, dtype=layout.wide, device=q.device)
-    dk = torch.zeros(layout.k_tiles.shape, dtype=layout.wide, device=q.device)
-    dv = torch.zeros(layout.v_tiles.shape, dtype=layout.wide, device=q.device)
+    row_lse, row_delta = (layout.queries(x[..., None].to(layout.acc)) for x in (lse, delta))
+    dq = torch.zeros(layout.q_tiles.shape, dtype=layout.acc, device=device)
+    dk = torch.zeros(layout.k_tiles.shape, dtype=layout.acc, device=device)
+    dv = torch.zeros(layout.v_tiles.shape, dtype=layout.acc, device=device)
     for batch in layout.batches():
-        queries = layout.q_tiles[batch.line].to(layout.wide).mul_(scale)
-        slopes = out_slopes[batch.line].to(layout.wide)
+        queries = layout.q_tiles[batch.line].to(layout.acc).mul_(scale)
+        slopes = out_slopes[batch.line].to(layout.acc)
         keys = layout.gathered(layout.k_tiles, batch, True)
         weights = layout.scores(queries, keys, batch).sub_(row_lse[batch.line]).exp_()
         if broken:
@@ -211,11 +213,11 @@ def refusal(case: Case, branch: Branch) -> str | None:
 def scratch(case: Case, branch: Branch) -> int:
     """Scores of a batch, the keys and values gathered beside them, and the outputs as tiles."""
     plan = branch.plan()
-    wide = 8 if case.dtype == torch.float64 else 4
+    size = acc_dtype(case.dtype).itemsize
     tiles = max(1, _BUDGET.get(case.device, _BUDGET_ELSEWHERE) // (plan.q_tile * plan.kv_tile * 4))
-    batch = tiles * plan.kv_tile * (plan.q_tile + case.head_dim + case.value_dim) * wide
+    batch = tiles * plan.kv_tile * (plan.q_tile + case.head_dim + case.value_dim) * size
     lines = case.batch * branch.head_count * plan.q_tiles * plan.q_tile
-    return batch + lines * (case.value_dim + 1) * wide
+    return batch + lines * (case.value_dim + 1) * size
 
 
 BACKEND = Backend("gather", forward, backward, refusal, scratch, tiled=True)

@@ -19,7 +19,7 @@ from ..errors import RingweaveError, in_a_line
 from ..patterns import Causal, Full, Global, Pattern, SlidingWindow
 from ..plan import Branch
 from . import reference
-from .backend import Backend, Case, Upstream
+from .backend import Backend, Case, Inputs, Upstream
 
 # error over result, both as root mean squares: well above what rounding does, well below what a wrong kernel does
 _LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -75,16 +75,16 @@ def attempt(backend: Backend, kind: Kind) -> str | None:
 
     q, k = drawn(_HEADS, kind.head_dim), drawn(_KV_HEADS, kind.head_dim)
     v, dout = drawn(_KV_HEADS, kind.value_dim), drawn(_HEADS, kind.value_dim)
-    branch = Branch(_PATTERNS[kind.structure], (0, _HEADS, 1), 1, 0, 0, _TOKENS, _TOKENS, 0, 1)
-    scale = kind.head_dim**-0.5
-    out, lse = reference.forward(q, k, v, branch, scale, kind.dtype)
+    branch = Branch.whole(_PATTERNS[kind.structure], _TOKENS, _TOKENS, heads=_HEADS)
+    inputs = Inputs(q, k, v, kind.head_dim**-0.5)
+    out, lse = reference.forward(inputs, branch, kind.dtype)
 
     def results(of: Backend) -> dict[str, Tensor]:
         if not kind.needs_grad:
-            return dict(zip(("out", "lse"), of.forward(q, k, v, branch, scale, kind.dtype), strict=True))
+            return dict(zip(("out", "lse"), of.forward(inputs, branch, kind.dtype), strict=True))
         assert of.backward is not None
         upstream = Upstream(dout, lse, of.delta(dout, out, lse, None), out)
-        found = of.backward(upstream, q, k, v, branch, scale, kind.dtype)
+        found = of.backward(upstream, inputs, branch, kind.dtype)
         return dict(zip(("dq", "dk", "dv"), found, strict=True))
 
     exact = results(reference.BACKEND)

@@ -16,37 +16,41 @@ import torch
 from torch import Tensor
 
 from ..plan import Branch, unpack_masks
+from ..types import acc_dtype
+from .backend import Inputs
 
 # scores computed at a time
 _AT_ONCE = 2**22
 
 
-def may_overflow(q: Tensor, k: Tensor, scale: float) -> bool:
+def may_overflow(inputs: Inputs) -> bool:
     """Whether a score may be out of range, by the largest elements; True where one is not finite."""
-    most = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).max
+    q, k = inputs[:2]
+    most = torch.finfo(acc_dtype(q.dtype)).max
     largest = (max(-float(low), float(high)) for low, high in (torch.aminmax(x) for x in (q, k)))
-    bound = math.prod(largest) * max(abs(scale), 1.0) * q.shape[3]
+    bound = math.prod(largest) * max(abs(inputs.scale), 1.0) * q.shape[3]
     return not bound < most / 2
 
 
-def spoil(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, branch: Branch, scale: float) -> None:
+def spoil(out: Tensor, lse: Tensor, inputs: Inputs, branch: Branch) -> None:
     """Write what the rule says of rows whose largest score is NaN or infinite."""
+    q, k = inputs[:2]
     plan = branch.plan(q.device)
     ratio = q.shape[1] // k.shape[1]
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    acc = acc_dtype(q.dtype)
     line, col, bits = plan.listed()
     whole = torch.ones(1, plan.q_tile, plan.kv_tile, dtype=torch.bool, device=q.device)
     bank = torch.cat([unpack_masks(plan.masks, plan.kv_tile), whole])
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
-            queries, keys = _tiled(q[b, h].to(wide), plan.q_tile), _tiled(k[b, h // ratio].to(wide), plan.kv_tile)
+            queries, keys = _tiled(q[b, h].to(acc), plan.q_tile), _tiled(k[b, h // ratio].to(acc), plan.kv_tile)
             real = _tiled(torch.ones(k.shape[2], 1, device=q.device), plan.kv_tile)[..., 0] > 0
-            top = torch.full(queries.shape[:2], -torch.inf, dtype=wide, device=q.device)
+            top = torch.full(queries.shape[:2], -torch.inf, dtype=acc, device=q.device)
             finite_q, finite_k = (x.isfinite().all(-1) for x in (queries, keys))
             mine = (line // plan.q_tiles == plan.group[b, h]).nonzero()[:, 0]
             for some in mine.split(max(1, _AT_ONCE // (plan.q_tile * plan.kv_tile))):
                 row, column = line[some] % plan.q_tiles, col[some]
-                scores = (queries[row] * scale) @ keys[column].mT
+                scores = (queries[row] * inputs.scale) @ keys[column].mT
                 allowed = bank[bits[some]] & real[column][:, None]
                 finite = finite_q[row][..., None] & finite_k[column][:, None]
                 scores = scores.masked_fill(scores.isneginf() & finite, torch.nan).masked_fill(~allowed, -torch.inf)

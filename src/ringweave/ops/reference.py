@@ -9,18 +9,20 @@ import torch
 from torch import Tensor
 
 from ..plan import Branch
-from .backend import Backend, Case, Upstream
+from ..types import acc_dtype
+from .backend import Backend, Case, Inputs, Upstream
 
 
-def _scores(q: Tensor, k: Tensor, branch: Branch, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _scores(inputs: Inputs, branch: Branch) -> tuple[Tensor, Tensor, Tensor]:
     """Scaled scores with -inf where nothing is allowed, multiplicities, and keys per query head."""
+    q, k = inputs[:2]
     batch, heads = q.shape[:2]
     count = branch.pattern.to_dense(q.shape[2], k.shape[2], heads, batch=batch, q_offset=branch.q_offset)
     count = count.to(q.device, torch.float64)
     keys = k.double().repeat_interleave(heads // k.shape[1], 1)
-    scores = scale * (q.double() @ keys.mT)
+    scores = inputs.scale * (q.double() @ keys.mT)
     # what the type of the scores cannot hold; see overflow.py
-    most = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).max
+    most = torch.finfo(acc_dtype(q.dtype)).max
     finite = q.isfinite().all(-1)[..., None] & keys.isfinite().all(-1)[..., None, :]
     scores = scores.masked_fill(scores > most, torch.inf).masked_fill((scores < -most) & finite, torch.nan)
     return torch.where(count > 0, scores + count.log(), -torch.inf), count, keys
@@ -31,20 +33,19 @@ def _weights(scores: Tensor) -> Tensor:
     return torch.where(torch.isneginf(scores), 0.0, torch.softmax(scores, -1))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Attention by the formula of its definition."""
-    scores, count, _ = _scores(q, k, branch, scale)
+    scores, count, _ = _scores(inputs, branch)
     lse = torch.logsumexp(scores, -1)
     weights = _weights(scores)
-    values = _only_attended(v, count, q.shape[1])
-    return (weights @ values).to(dtype), lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    values = _only_attended(inputs.v, count, inputs.q.shape[1])
+    return (weights @ values).to(dtype), lse.to(acc_dtype(inputs.q.dtype))
 
 
-def backward(
-    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by the formula; weights are recomputed in float64."""
-    scores, count, keys = _scores(q, k, branch, scale)
+    q, k, v, scale = inputs[:4]
+    scores, count, keys = _scores(inputs, branch)
     weights = _weights(scores)
     heads = q.shape[1]
     dead = torch.isneginf(scores).all(-1, keepdim=True)

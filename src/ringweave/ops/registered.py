@@ -20,7 +20,9 @@ from ..errors import UnsupportedError, message
 from ..patterns import Pattern
 from ..patterns.function import held
 from ..plan import pattern_of
+from ..types import acc_dtype
 from . import flops
+from .backend import Inputs
 from .dispatch import run_backward, run_forward
 
 _library = torch.library.Library("ringweave", "DEF")
@@ -52,7 +54,7 @@ def attention(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the pattern that ``spec`` and ``tables`` spell."""
-    return run_forward(q, k, v, pattern_of(spec, tables), scale, q_offset, backend)
+    return run_forward(Inputs(q, k, v, scale), pattern_of(spec, tables), q_offset, backend)
 
 
 def attention_backward(
@@ -71,12 +73,11 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv)."""
     pattern = pattern_of(spec, tables)
-    return run_backward(dout, dlse, q, k, v, out, lse, pattern, scale, q_offset, backend)
+    return run_backward(dout, dlse, Inputs(q, k, v, scale), out, lse, pattern, q_offset, backend)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide)
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=acc_dtype(q.dtype))
 
 
 def _fake_backward(

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..plan import Branch
-from .backend import Backend, Case, Upstream, delta_as_channels, with_sign
+from ..types import acc_dtype
+from .backend import Backend, Case, Inputs, Upstream, delta_as_channels, with_sign
 from .overflow import may_overflow, spoil
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -22,49 +23,46 @@ def _rows_apart(x: Tensor) -> Tensor:
     return x if x.stride(2) >= x.shape[3] else x.contiguous()
 
 
-def _attended(k: Tensor, v: Tensor, q: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
-    """The keys and values that some query may attend: a NaN in others must not be read."""
+def _attended(inputs: Inputs, branch: Branch) -> Inputs:
+    """With the keys and values that some query may attend: a NaN in others must not be read."""
+    q, k, v = inputs[:3]
     count = q.shape[2] if branch.structure == "causal" else k.shape[2]
-    return k[:, :, :count], v[:, :, :count]
+    return inputs._replace(k=k[:, :, :count], v=v[:, :, :count])
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Dense attention; key heads are repeated for grouped queries, as PyTorch does on a CPU."""
+    attended = _attended(inputs, branch)
+    q, k, v, scale = with_sign(attended)[0][:4]
     heads = q.shape[1]
-    every_key = k
-    k, v = _attended(k, v, q, branch)
-    unsafe, given = may_overflow(q, k, scale), q
-    q, signed, _ = with_sign(q, scale)
-    inputs = map(_rows_apart, (q, _per_query_head(k, heads), _per_query_head(v, heads)))
-    out, lse = _forward(*inputs, 0.0, branch.structure == "causal", scale=signed)
+    tensors = map(_rows_apart, (q, _per_query_head(k, heads), _per_query_head(v, heads)))
+    out, lse = _forward(*tensors, 0.0, branch.structure == "causal", scale=scale)
     out, lse = out.to(dtype).contiguous(), lse.contiguous()
-    if unsafe:
-        spoil(out, lse, given, every_key, branch, scale)
+    if may_overflow(attended):
+        spoil(out, lse, inputs, branch)
     return out, lse
 
 
-def backward(
-    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of dense attention; delta goes in through further channels where the kernel's own is another."""
     dout, lse, delta, out = upstream
-    q, scale, sign = with_sign(q, scale)
-    heads, kv_heads, every_key = q.shape[1], k.shape[1], k.shape[2]
-    k, v = _attended(k, v, q, branch)
+    every_key = inputs.k.shape[2]
+    inputs, sign = with_sign(_attended(inputs, branch))
+    q, k, v, scale = inputs[:4]
+    heads, kv_heads = q.shape[1], k.shape[1]
     keys, values = _per_query_head(k, heads), _per_query_head(v, heads)
     slopes = dout.to(q.dtype)
     queries = q
     if out is None:
         slopes, queries, keys, values, out = delta_as_channels(slopes, q, keys, values, delta)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     causal, broken = branch.structure == "causal", lse.isnan()
     some = bool(broken.any())
     if some:
         # left out of the product: in a block, NaN would go to keys that these rows do not attend
         slopes, queries, out = (x.masked_fill(broken[..., None], 0.0) for x in (slopes, queries, out))
         lse = lse.masked_fill(broken, torch.inf)
-    inputs = map(_rows_apart, (slopes, queries, keys, values, out))
-    dq, dk, dv = _backward(*inputs, lse.to(wide), 0.0, causal, scale=scale)
+    tensors = map(_rows_apart, (slopes, queries, keys, values, out))
+    dq, dk, dv = _backward(*tensors, lse.to(acc_dtype(q.dtype)), 0.0, causal, scale=scale)
     if some:
         last = torch.where(broken, torch.arange(q.shape[2], device=q.device) if causal else k.shape[2], -1).amax(2)
         reached = torch.arange(k.shape[2], device=q.device) <= last[..., None]

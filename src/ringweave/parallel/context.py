@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError, RingError, ShapeError, UnsupportedError, message
-from ..ops.backend import readable
+from ..ops.backend import Inputs, readable
 from ..ops.dispatch import BACKENDS, names, run_forward
 from ..ops.registered import refuse_forward_mode
 from ..patterns import Pattern, check_extents
@@ -323,7 +323,7 @@ class ContextParallel:
         except RingError as error:
             if fallback == "raise" or not error.lost:
                 raise
-            return run_forward(q, k, v, pattern, scale, 0, backend)[0]
+            return run_forward(Inputs(q, k, v, scale), pattern, 0, backend)[0]
 
     def forward(
         self,

@@ -14,6 +14,7 @@ from ..errors import UnsupportedError, message
 from ..ops.registered import differentiate, operator, refuse_twice
 from ..patterns.function import held
 from ..plan import pattern_of
+from ..types import acc_dtype
 
 if TYPE_CHECKING:
     from .context import ContextParallel
@@ -90,11 +91,11 @@ def _fake(
     v: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(3)]
     received, relayed = (q.new_empty(size, dtype=torch.uint8) for size in sizes[:2])
     forms = torch.empty(sizes[2], dtype=torch.int64, device="cpu")
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide), received, relayed, forms
+    lse = q.new_empty(q.shape[:3], dtype=acc_dtype(q.dtype))
+    return q.new_empty(*q.shape[:3], v.shape[3]), lse, received, relayed, forms
 
 
 def _fake_backward(

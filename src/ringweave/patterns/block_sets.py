@@ -1,7 +1,7 @@
 """Which blocks of a table are set: a mask, or ascending lists of them, one for every row.
 
 Both answer alike, in time and memory that grow with what they hold: the lists with their places, a mask with itself,
-which is read once and in pieces. Lists never become a mask, unless :meth:`Blocks.mask` is asked for.
+which is read once and in pieces. Lists never become a mask, unless :meth:`BlockSet.mask` is asked for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Runs(NamedTuple):
     end: Int64
 
 
-class Blocks(ABC):
+class BlockSet(ABC):
     """Set blocks of one table, or of one for each head or batch element; never written.
 
     Attributes:
@@ -126,7 +126,7 @@ class Blocks(ABC):
         return self._made[1]
 
 
-class MaskBlocks(Blocks):
+class MaskBlocks(BlockSet):
     """Blocks set by a contiguous bool mask."""
 
     def mask(self) -> Tensor:
@@ -172,7 +172,7 @@ class MaskBlocks(Blocks):
         return copy
 
 
-class ListedBlocks(Blocks):
+class ListedBlocks(BlockSet):
     """Blocks set by an int32 list for every row: ascending, each once, ``key_blocks`` in the places after them."""
 
     def mask(self) -> Tensor:

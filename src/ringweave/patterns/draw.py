@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .block_sets import Blocks, ListedBlocks, MaskBlocks
+from .block_sets import BlockSet, ListedBlocks, MaskBlocks
 
 # from this share on a number is drawn for every block: at most eight for each that is set
 _DENSE = 1 / 8
 _AT_ONCE = 2**20
 
 
-def draw(lead: tuple[int, ...], side: int, total: int, *, seed: int, diagonal: bool) -> Blocks:
+def draw(lead: tuple[int, ...], side: int, total: int, *, seed: int, diagonal: bool) -> BlockSet:
     """``total`` random blocks of ``side`` x ``side``, evenly over the rows to one block.
 
     Any choice of as many blocks of a row is as likely as any other; lists where they are few, else a mask.

@@ -9,7 +9,7 @@ tiles. ``LongNet`` is a list of such branches by definition, and there the branc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -55,6 +55,11 @@ class Branch:
     q_offset: int
     batch: int
     sides: tuple[int, int] | None = field(default=None, kw_only=True)
+
+    @staticmethod
+    def whole(pattern: Pattern, nq: int, nk: int, *, heads: int, batch: int = 1, q_offset: int = 0) -> Branch:
+        """The branch that is the whole call: all heads, in token order."""
+        return Branch(pattern, (0, heads, 1), 1, 0, 0, nq, nk, q_offset, batch)
 
     @property
     def head_count(self) -> int:
@@ -126,7 +131,7 @@ def branches(
         At least one branch, unless no view of a LongNet holds a token.
     """
     parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
-    whole = Branch(pattern, (0, heads, 1), 1, 0, 0, nq, nk, q_offset, batch)
+    whole = Branch.whole(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
     if pattern.combinable and all(part.residue_rate() == 1 for part in parts):
         return (whole,)
     value, tables, _ = pattern.key()
@@ -180,7 +185,6 @@ def mixture(pattern: LongNet, size: Sizes) -> list[Branch]:
 
 
 def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
-    everything = View(whole.heads, 1, 0)
     parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
     # as many views as this cost more to start than they can save
     cost = _cost([whole])
@@ -193,9 +197,7 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
     for part in rest:
         seen = part if seen is None else seen | part
     if seen is not None:
-        base = _branch(everything, seen, size)
-        assert base is not None
-        program.append(base)
+        program.append(replace(whole, pattern=seen))
     for part in parts:
         rate = part.residue_rate()
         if rate == 1:
@@ -205,7 +207,7 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
             inside = new.restride(rate, offset)
             if inside is None:
                 return (whole,)
-            branch = _branch(View(everything.heads, rate, offset), inside, size)
+            branch = _branch(View(whole.heads, rate, offset), inside, size)
             if branch is None:
                 continue
             if not _fits(branch):

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from .block_plan import BlockPlan, pack_masks, unpack_masks
-from .from_pattern import _assemble, _Rows
+from .lists import RowSet, assemble
 
 
 def subplan(
@@ -41,11 +41,11 @@ def subplan(
         taken = (row >= 0) & (col >= 0)
         if wanted is not None:
             taken &= wanted[group]
-        sets.append(_Rows(row[taken], col[taken], all_bits[entries][taken]))
+        sets.append(RowSet(row[taken], col[taken], all_bits[entries][taken]))
     masks = plan.masks
     if present is not None and not present.all():
         masks = _masked(sets, plan, _ended(present, columns, plan))
-    return _assemble(
+    return assemble(
         sets,
         plan.group,
         masks,
@@ -76,7 +76,7 @@ def _ended(present: NDArray[np.bool_], columns: NDArray[np.int64], plan: BlockPl
     return present
 
 
-def _masked(sets: list[_Rows], plan: BlockPlan, present: NDArray[np.bool_]) -> torch.Tensor:
+def _masked(sets: list[RowSet], plan: BlockPlan, present: NDArray[np.bool_]) -> torch.Tensor:
     """Put the absence of keys into the sets' masks; the masks to use."""
     shapes, kind = np.unique(present, axis=0, return_inverse=True)
     kind = kind.reshape(-1)

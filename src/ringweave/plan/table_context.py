@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..patterns import BlockTable, Full, Pattern
 from ..patterns.algebra import leaves, replace
-from ..patterns.block_sets import Blocks
+from ..patterns.block_sets import BlockSet
 from ..patterns.tiles import Int64
 
 EMPTY = -2
@@ -43,7 +43,7 @@ def _same(a: Pattern, b: Pattern) -> bool:
 
 
 @dataclass(frozen=True)
-class Around:
+class TableContext:
     """The tiles of a pattern that has one table in it, where that is set and where it is not; all on one device.
 
     A combination of a table and of patterns without one is, at a tile, one of two: what it would be with every block
@@ -79,7 +79,7 @@ class Around:
         table: tuple[int, ...],
         area: int,
         device: str | torch.device,
-    ) -> Around:
+    ) -> TableContext:
         """From the tiles with every block set and with none, and the leading sides of the table.
 
         Args:
@@ -106,14 +106,14 @@ class Around:
         of_inside = joint % len(inside[0])
         known = map(torch.from_numpy, (starts[order], codes[order], place, code))
         moved = (*known, masks, joint // len(inside[0]), of_inside, group.int())
-        return Around(*(x.to(device) for x in moved))
+        return TableContext(*(x.to(device) for x in moved))
 
     def at(self, set_number: Tensor, place: Tensor, area: int) -> Tensor:
         """The codes of tiles with a set block, by joint row set and place in its ``area``; int32, of int64."""
         number = (self.of_codes[set_number] * area + place).reshape(-1)
         return self.codes[torch.searchsorted(self.starts, number, right=True) - 1]
 
-    def free(self, blocks: Blocks) -> Tensor:
+    def free(self, blocks: BlockSet) -> Tensor:
         """(E,) whether the table is not set at the tiles outside of it."""
         rows, width = blocks.shape[-2:]
         line = self.outside // width

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...plan import Branch
-from ..backend import Backend, Case, Upstream
+from ..backend import Backend, Case, Inputs, Upstream
 from . import schedule
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,22 +33,20 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """One kernel; a second where long lists are split."""
     from . import launch
 
     with launch.explained():
-        return launch.forward(q, k, v, branch, scale, dtype)
+        return launch.forward(inputs, branch, dtype)
 
 
-def backward(
-    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Two kernels, and those that join split lists; without atomics: the same bits each time."""
     from . import launch
 
     with launch.explained():
-        return launch.backward(upstream, q, k, v, branch, scale, dtype)
+        return launch.backward(upstream, inputs, branch, dtype)
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from triton.errors import TritonError
 
 from ...errors import UnsupportedError, message
 from ...plan import BlockPlan, Branch
-from ..backend import Upstream
+from ..backend import Inputs, Upstream
 from ..tuning_key import where
 from . import kernels, operands, schedule
 from .launch_config import Blocks, Device, Packing, choose, padded
@@ -31,8 +31,9 @@ _OPTIONS = {"enable_fp_fusion": True}
 _FEW = 16
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """One launch; a second joins where lists are split."""
+    q, k, v, scale = inputs[:4]
     plan = branch.plan(q.device)
     batch, heads, nq, _ = q.shape
     dim = v.shape[3]
@@ -81,10 +82,9 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
     return result
 
 
-def backward(
-    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, branch: Branch, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Two launches: dQ by rows, dK and dV by columns; each sum joined by one more where lists are split."""
+    q, k, v, scale = inputs[:4]
     dout = upstream.dout.to(q.dtype)
     lse, delta = upstream.lse, upstream.delta
     plan = branch.plan(q.device)

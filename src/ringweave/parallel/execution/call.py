@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import RingError
-from ...ops.backend import Upstream, delta_in_chunks
+from ...ops.backend import Inputs, Upstream, delta_in_chunks
 from ..planning.exchange import Message, Section
 from ..transport.transport import Event, Transport
 from . import wire
@@ -160,9 +160,9 @@ def upstream_of(
     lse: Tensor,
     parts: Sequence[Part | None],
     backend: str,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: Inputs,
 ) -> Upstream:
     """A shard's, with delta by who computes its parts."""
     some = next((part for part in parts if part is not None), None)
-    delta = delta_in_chunks if some is None else some.backend(backend, *inputs, needs_grad=True).delta
+    delta = delta_in_chunks if some is None else some.backend(backend, inputs, needs_grad=True).delta
     return Upstream(dout, lse, delta(dout, out, lse, dlse))

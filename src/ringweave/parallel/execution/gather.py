@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...ops.backend import Inputs
 from ...ops.head_views import Heads
+from ...types import acc_dtype
 from ..planning.demand import Demand
 from ..planning.exchange import SHARD, Hop, Section, direct_hop, node_hops
 from ..planning.placement import Placement
@@ -68,7 +70,7 @@ class Gather:
         """(out, lse, received bytes per hop, (hops, ranks) their formats)."""
         channels = Channels(q.shape[0], (k.shape[3], v.shape[3]), k.dtype)
         received, forms = self._receive(call, k, v, channels)
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        wide = acc_dtype(q.dtype)
         whole = self._whole(q)
         out: Tensor | None = None
         for number, part in enumerate(self.parts):
@@ -76,7 +78,7 @@ class Gather:
                 continue
             keys, values = self._buffers(call, number, part, (k, v), channels, received, forms)
             with call.computing(f"branch {number}", 0):
-                part_out, part_lse = part.forward(q, keys, values, scale, q.dtype if whole else wide, backend)
+                part_out, part_lse = part.forward(Inputs(q, keys, values, scale), q.dtype if whole else wide, backend)
                 if whole and part.queries.count == q.shape[2]:
                     out, lse = part_out, part_lse
                     continue
@@ -111,7 +113,7 @@ class Gather:
         channels = Channels(q.shape[0], (k.shape[3], v.shape[3]), k.dtype)
         slopes = Channels(channels.batch, channels.dims, lse.dtype)
         call.agree("backward", slopes)
-        upstream = upstream_of(dout, out, dlse, lse, self.parts, backend, (q, k, v))
+        upstream = upstream_of(dout, out, dlse, lse, self.parts, backend, Inputs(q, k, v, scale))
         shard = self._own(k) if self._whole(q) else None
         # where one kernel call computes the shard, its results are what it has written
         totals = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v) if shard is None]
@@ -121,7 +123,7 @@ class Gather:
                 continue
             keys, values = self._buffers(call, number, part, (k, v), channels, received, forms.tolist())
             with call.computing(f"branch {number}", 0):
-                dq_part, *buffers[number] = part.backward(upstream, q, keys, values, scale, backend)
+                dq_part, *buffers[number] = part.backward(upstream, Inputs(q, keys, values, scale), backend)
             if shard is not None:
                 totals = [dq_part, *(shard.of(gradient) for gradient in buffers[number])]
                 continue

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...merge import merge_into
-from ...ops.backend import Backend, Case, Upstream
+from ...ops.backend import Backend, Case, Inputs, Upstream
 from ...ops.dispatch import choose
 from ...ops.head_views import Heads
 from ...plan import BlockPlan, Branch, subplan
@@ -160,34 +160,33 @@ class Part:
         self.kept[1].put(whole, self.kept[0].of(held))
         return whole
 
-    def backend(self, name: str, q: Tensor, k: Tensor, v: Tensor, needs_grad: bool = False) -> Backend:
-        """Who computes it."""
-        return choose(name, Case.of(q, k, v, needs_grad), self.branch)
+    def inputs(self, of: Inputs) -> Inputs:
+        """What the kernel takes, from the shard of q and full buffers."""
+        return of._replace(q=self.own(of.q), k=self.heads.for_kernel(of.k), v=self.heads.for_kernel(of.v))
 
-    def forward(
-        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, dtype: torch.dtype, backend: str
-    ) -> tuple[Tensor, Tensor]:
+    def backend(self, name: str, inputs: Inputs, needs_grad: bool = False) -> Backend:
+        """Who computes it."""
+        return choose(name, Case.of(inputs, needs_grad), self.branch)
+
+    def forward(self, inputs: Inputs, dtype: torch.dtype, backend: str) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries, from the shard of q and full buffers."""
-        queries, keys, values = self.own(q), self.heads.for_kernel(keys), self.heads.for_kernel(values)
-        chosen = self.backend(backend, queries, keys, values)
-        out, lse = chosen.forward(queries, keys, values, self.branch, scale, dtype)
+        inputs = self.inputs(inputs)
+        out, lse = self.backend(backend, inputs).forward(inputs, self.branch, dtype)
         return self.result(out), self.result(lse[..., None])[..., 0]
 
     def merge(self, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
         """Merge a result of this part into the shard's."""
         merge_at(self.queries, out[:, self.heads.queries], lse[:, self.heads.queries], part_out, part_lse)
 
-    def backward(
-        self, upstream: Upstream, q: Tensor, keys: Tensor, values: Tensor, scale: float, backend: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq of this rank's queries, dk and dv of the buffers), wide."""
-        distinct = keys.shape[1]
-        queries, keys, values = self.own(q), self.heads.for_kernel(keys), self.heads.for_kernel(values)
-        chosen = self.backend(backend, queries, keys, values, needs_grad=True)
+    def backward(self, upstream: Upstream, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq of this rank's queries, dk and dv of the buffers), in lse's dtype."""
+        distinct = inputs.k.shape[1]
+        inputs = self.inputs(inputs)
+        chosen = self.backend(backend, inputs, needs_grad=True)
         assert chosen.backward is not None
         lse, delta = upstream.lse[..., None], upstream.delta[..., None]
         mine = Upstream(self.own(upstream.dout), self.own(lse, -torch.inf)[..., 0], self.own(delta)[..., 0])
-        dq, dk, dv = chosen.backward(mine, queries, keys, values, self.branch, scale, lse.dtype)
+        dq, dk, dv = chosen.backward(mine, inputs, self.branch, lse.dtype)
         return self.result(dq), self.heads.from_kernel(dk, distinct), self.heads.from_kernel(dv, distinct)
 
     def add_own(self, total: Tensor, part: Tensor) -> None:

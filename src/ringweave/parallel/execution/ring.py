@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...ops.backend import Upstream
+from ...ops.backend import Inputs, Upstream
 from ...ops.head_views import Heads
+from ...types import acc_dtype
 from ..planning.demand import Demand
 from ..planning.exchange import Message, Section, direct_hop, guest_sections
 from ..planning.movement import Moves
@@ -113,7 +114,7 @@ class Ring:
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str
     ) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
         """(out, lse) of the shard; nothing is kept for backward but what it is given."""
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        wide = acc_dtype(q.dtype)
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
         results = Channels(q.shape[0], (v.shape[3], 1), wide)
@@ -128,13 +129,14 @@ class Ring:
             for number, part in enumerate(stage.parts):
                 if part is not None:
                     with call.computing(f"branch {number}", stage.number):
-                        part.merge(out, lse, *part.forward(q, *keys_of(number), scale, wide, backend))
+                        part.merge(out, lse, *part.forward(Inputs(q, *keys_of(number), scale), wide, backend))
             found: dict[int, list[Tensor]] = {}
             for number, guest in enumerate(stage.guests):
                 if guest is not None:
                     keys, values = (guest.buffer(x, call.space, name) for x, name in ((k, "keys"), (v, "values")))
                     with call.computing(f"branch {number}, guests", stage.number):
-                        guest_out, guest_lse = guest.forward(visitors[0][number][0], keys, values, scale, wide, backend)
+                        inputs = Inputs(visitors[0][number][0], keys, values, scale)
+                        guest_out, guest_lse = guest.forward(inputs, wide, backend)
                     found[number] = [guest_out, guest_lse[..., None]]
             passage.give_back(stage, [Returned(results, stage.queries_in, _from(found), stage.queries_out, merge)])
         return out.to(q.dtype), lse, [], torch.empty(0, dtype=torch.int64, device="cpu")
@@ -157,7 +159,7 @@ class Ring:
         """(dq, dk, dv) of the shard, in the inputs' dtype."""
         batch, dims, wide = q.shape[0], (k.shape[3], v.shape[3]), lse.dtype
         dout = dout.to(q.dtype)
-        upstream = upstream_of(dout, out, dlse, lse, self.stages[0].parts, backend, (q, k, v))
+        upstream = upstream_of(dout, out, dlse, lse, self.stages[0].parts, backend, Inputs(q, k, v, scale))
         dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
         slopes, rows = Channels(batch, dims, wide), Channels(batch, dims[:1], wide)
         travels = [
@@ -179,7 +181,7 @@ class Ring:
                 if part is None:
                     continue
                 with call.computing(f"branch {number}", stage.number):
-                    dq_part, *slopes_of[number] = part.backward(upstream, q, *keys_of(number), scale, backend)
+                    dq_part, *slopes_of[number] = part.backward(upstream, Inputs(q, *keys_of(number), scale), backend)
                 part.queries.add(dq[:, part.heads.queries], dq_part)
                 if stage.number == 0:
                     for total, gradient in zip((dk, dv), slopes_of[number], strict=True):
@@ -193,7 +195,7 @@ class Ring:
                 guest_lse, guest_delta = (x[..., 0] for x in visitors[1][number])
                 with call.computing(f"branch {number}, guests", stage.number):
                     arrived = Upstream(guest_dout, guest_lse, guest_delta)
-                    dq_part, *found = guest.backward(arrived, guest_q, keys, values, scale, backend)
+                    dq_part, *found = guest.backward(arrived, Inputs(guest_q, keys, values, scale), backend)
                 dq_of[number] = [dq_part]
                 for total, gradient in zip((dk, dv), found, strict=True):
                     guest.add_own(total, gradient)
