@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import PatternError, message, shown
 from .base import Full, Pattern
 from .numbers import INTEGERS, LONGEST, integers, whole
-from .spans import ELEMENT, Bounds, Spans, rows_of
+from .spans import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
 from .tiles import Int64, Ranges, Tiles, mix
 
 _LISTS = ("lengths", "cu_seqlens", "ids", "cu_seqlens_q", "cu_seqlens_k")
@@ -125,8 +125,8 @@ class Documents(Bounds):
         return _Packed(_of_bounds({name: rows_of(table, 1) for name, table in self._tables.items()}), None)
 
     def numbers(self) -> Int64:
-        found: Int64 = self._now.ids
-        return found
+        known: dict[bytes, int] = {}
+        return np.array([known.setdefault(row.tobytes(), len(known)) for row in self._now.ids])
 
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
         packed: _Packed = self._now
@@ -168,7 +168,7 @@ class Documents(Bounds):
         assert packed.ids is not None
         rows, n = packed.ids.shape
         ids = torch.from_numpy(packed.ids).reshape(-1).to(q.device)
-        of_q, of_k = (ids[(x // ELEMENT * n if rows > 1 else 0) + x % ELEMENT] for x in (q, k))
+        of_q, of_k = (ids[((x >> ELEMENT_BITS) * n if rows > 1 else 0) + (x & (ELEMENT - 1))] for x in (q, k))
         return (of_q == of_k) & (of_q >= 0)
 
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:

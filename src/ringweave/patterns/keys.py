@@ -11,8 +11,8 @@ from torch import Tensor
 from ..errors import PatternError, message, shown
 from .base import Pattern
 from .numbers import INTEGERS, integers, whole
-from .spans import ELEMENT, Bounds, Spans, rows_of
-from .tiles import Int64, Ranges, Tiles, classes
+from .spans import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
+from .tiles import Int64, Ranges, Tiles, classes, mix
 
 
 class Keys(Bounds):
@@ -75,7 +75,7 @@ class Keys(Bounds):
         return start, stop
 
     def numbers(self) -> Int64:
-        return np.stack(self._now, 1)
+        return mix(*self._now)
 
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
         start, stop = self._now
@@ -102,12 +102,12 @@ class Keys(Bounds):
     def _of(self, position: Int64) -> tuple[Int64, Int64]:
         """The bounds for positions on the axis of all batch elements."""
         start, stop = self._now
-        element = position // ELEMENT if self._rows > 1 else np.zeros_like(position)
+        element = position >> ELEMENT_BITS if self._rows > 1 else np.zeros_like(position)
         return start[element], stop[element]
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         start, stop = (torch.from_numpy(np.ascontiguousarray(side)).to(k.device) for side in self._now)
-        element, key = (k // ELEMENT if self._rows > 1 else torch.zeros_like(k)), k % ELEMENT
+        element, key = (k >> ELEMENT_BITS if self._rows > 1 else torch.zeros_like(k)), k & (ELEMENT - 1)
         return (key >= start[element]) & (key < stop[element]) & torch.ones_like(q, dtype=torch.bool)
 
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
@@ -119,7 +119,7 @@ class Keys(Bounds):
 
     def tile_keys(self, tiles: Tiles) -> Int64:
         start, stop = self._of(tiles.k_lo)
-        first, width = tiles.k_lo % ELEMENT, tiles.k_hi - tiles.k_lo
+        first, width = tiles.k_lo & (ELEMENT - 1), tiles.k_hi - tiles.k_lo
         low, high = np.clip(start - first, 0, width), np.clip(stop - first, 0, width)
         return classes(low >= high, (low == 0) & (high == width), low, high)
 

@@ -22,7 +22,8 @@ from .reads import content_key
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, mix
 
 #: Positions of a batch element, on the axis of all of them; more than any sequence has.
-ELEMENT = 2**32
+ELEMENT_BITS = 32
+ELEMENT = 1 << ELEMENT_BITS
 _END = 2**62
 
 
@@ -215,7 +216,7 @@ class Bounds(Pattern):
 
     @abstractmethod
     def numbers(self) -> Int64:
-        """(B, n): equal rows where, and only where, batch elements have equal bounds."""
+        """(B,): equal numbers where, and only where, batch elements have equal bounds."""
 
     @abstractmethod
     def fits(self, nq: int, nk: int, q_offset: int) -> None:

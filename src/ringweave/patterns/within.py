@@ -11,7 +11,7 @@ from .base import Pattern, nest, refuse
 from .per_head import PerHead
 from .spans import ELEMENT, Bounds, Shared, bounds_in
 from .table import BlockTable
-from .tiles import Int64, Ranges, Tiles
+from .tiles import Int64, Ranges, Tiles, mix
 
 
 class Within(Pattern):
@@ -103,9 +103,9 @@ def _has_table(pattern: Pattern) -> bool:
 def batched(pattern: Pattern, head: int) -> Pattern | None:
     """The pattern of a head on the axis of all batch elements, with its bounds read; None if it has no such form."""
     if not any(bounds_in(pattern)):
-        one, other = pattern.select(0, head), pattern.select(1, head)
-        alike = pattern.extents()[0] is None and (one is other or one.key() == other.key())
-        return Shared(one) if alike else None
+        one = pattern.select(0, head)
+        apart = _function_in(pattern) and one.key() != pattern.select(1, head).key()
+        return None if apart or pattern.extents()[0] is not None else Shared(one)
     if isinstance(pattern, Bounds):
         return pattern.read()
     if isinstance(pattern, PerHead):
@@ -119,6 +119,18 @@ def batched(pattern: Pattern, head: int) -> Pattern | None:
     return Not(found[0]) if isinstance(pattern, Not) else Within(found[0], found[1])
 
 
+def by_head(pattern: Pattern) -> bool:
+    """Whether heads may have patterns of their own."""
+    if pattern.extents()[1] is not None:
+        return True
+    return _function_in(pattern) and pattern.select(0, 0).key() != pattern.select(0, 1).key()
+
+
+def _function_in(pattern: Pattern) -> bool:
+    # what functions do with an index shows in no extent
+    return "TokenMask(" in pattern.spec
+
+
 def elements(pattern: Pattern, batch: int) -> tuple[Int64, Int64]:
     """Where the elements begin that differ, on the axis of all of them; and (B,) which of those each is like.
 
@@ -129,7 +141,5 @@ def elements(pattern: Pattern, batch: int) -> tuple[Int64, Int64]:
     numbers = [bounds.numbers() for bounds in bounds_in(pattern) if bounds.extents()[0] is not None]
     if not numbers:
         return np.zeros(1, np.int64), np.zeros(batch, np.int64)
-    known: dict[bytes, int] = {}
-    alike = [known.setdefault(row.tobytes(), len(known)) for row in np.concatenate(numbers, 1)]
-    _, first, like = np.unique(alike, return_index=True, return_inverse=True)
+    _, first, like = np.unique(mix(*numbers), return_index=True, return_inverse=True)
     return first * ELEMENT, like
