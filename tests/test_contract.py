@@ -76,7 +76,7 @@ RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 #: Methods by which patterns answer plans: internal, called with arrays.
 PROTOCOL = {
     "allows", "key_ranges", "excluded_ranges", "tile_keys", "extents", "select", "check", "grid", "residue_rate",
-    "restride", "either", "value", "views", "of", "numbered", "key", "write", "parts_within",
+    "restride", "spans", "fits", "numbers", "read", "either", "value", "views", "of", "numbered", "key", "write", "parts_within",
 }  # fmt: skip
 
 
@@ -224,6 +224,7 @@ def qkv() -> dict[str, Any]:
 SIZES = {"nq": N, "nk": N, "heads": 2, "batch": 1, "q_offset": 0}
 OWN = rw.SlidingWindow(9, 2) & ~rw.Segments(20) | rw.Sinks([3])
 CALL = {"scale": None, "q_offset": 0, "backend": "auto", "context": None}
+NO_DOCUMENTS = {"cu_seqlens": None, "ids": None, "cu_seqlens_q": None, "cu_seqlens_k": None}
 LISTS = {"segments": [16, 32], "rates": [1, 2], "causal": True, "offset": 1, "heads": "shared"}
 ASKED = {
     "kv_heads": 1, "head_dim": 16, "value_dim": 8, "dtype": torch.float32, "device": "cpu", "backend": "auto",
@@ -250,7 +251,10 @@ ROWS: dict[str, Row] = {
     "Causal": made(),
     "SlidingWindow": made(left=5, right=2),
     "Segments": made(length=7),
-    "Documents": Row(lambda: {"lengths": [20, N - 20], "cu_seqlens": None}, is_pattern, taken={"lengths": lambda v: True, "cu_seqlens": lambda v: v is None}),
+    "Documents": Row(lambda: {"lengths": [20, N - 20], **NO_DOCUMENTS}, is_pattern, taken={"lengths": lambda v: True, **dict.fromkeys(NO_DOCUMENTS, lambda v: v is None)}),
+    "Documents by ids": Row(lambda: {"lengths": None, **NO_DOCUMENTS, "ids": torch.arange(N) // 9}, is_pattern, of=rw.Documents, taken={name: (lambda v: True) if name == "ids" else lambda v: v is None for name in ("lengths", *NO_DOCUMENTS)}),
+    "Keys": made(stop=N, start=5),
+    "Pattern.within": Row(lambda: {"self": OWN, "bounds": rw.Keys(N, 5)}, is_pattern, of=rw.Pattern.within, taken={"bounds": lambda v: isinstance(v, rw.Documents)}),
     "Neighborhood": made(window=5, dilation=2, tokens=N),
     "PrefixLM": made(n=5),
     "Sinks": made(tokens=[1, 5]),

@@ -15,7 +15,7 @@ import ringweave as rw
 
 NAMES = [
     "AttentionOutput", "BlockPlan", "BlockTable", "BlockWeights", "Causal", "ContextParallel", "Dilated", "Documents", "Full",
-    "Global", "LongNet", "Neighborhood", "Pattern", "PatternError", "PerHead", "Periodic", "PlanCache",
+    "Global", "Keys", "LongNet", "Neighborhood", "Pattern", "PatternError", "PerHead", "Periodic", "PlanCache",
     "PrefixLM", "RingError", "RingweaveError", "Segments", "ShapeError", "Sinks", "SlidingWindow", "Strided",
     "TokenMask", "UnsupportedError", "attention", "attention_weights", "attention_with_lse", "bench", "bigbird",
     "dilated_blocks", "explain", "from_block_mask", "from_mask_mod", "local_global", "longformer",

@@ -59,7 +59,7 @@ class Documents(Bounds):
         lengths: Sequence[int] | Tensor | None = None,
         *,
         cu_seqlens: Sequence[int] | Tensor | None = None,
-        ids: Tensor | None = None,
+        ids: Sequence[int] | Tensor | None = None,
         cu_seqlens_q: Sequence[int] | Tensor | None = None,
         cu_seqlens_k: Sequence[int] | Tensor | None = None,
     ):
@@ -248,9 +248,11 @@ def _summed(lengths: Sequence[int] | Tensor) -> Tensor:
     return torch.from_numpy(bounds)
 
 
-def _ids(value: object) -> Tensor:
-    fits = isinstance(value, Tensor) and value.ndim in (1, 2) and value.numel() and value.dtype in INTEGERS
-    if not isinstance(value, Tensor) or not fits or value.layout != torch.strided:
+def _ids(value: Sequence[int] | Tensor) -> Tensor:
+    if not isinstance(value, Tensor):
+        value = torch.tensor(integers("ids", value), dtype=torch.int64, device="cpu")
+    fits = value.ndim in (1, 2) and value.dtype in INTEGERS and value.layout == torch.strided
+    if not fits or not value.numel():
         wanted = "an integer tensor (N,) or (B, N)"
         raise PatternError(message("ids", shown(value), wanted, "Number the document of each token."))
     return value.detach().to(torch.int64, copy=True)

@@ -174,6 +174,9 @@ class Shared(Pattern):
     def parts_within(self) -> tuple[Pattern, ...]:
         return (self.part,)
 
+    def check(self, nq: int, nk: int, q_offset: int) -> None:
+        self.part.check(nq, nk, q_offset)
+
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self.part.allows(q & (ELEMENT - 1), k & (ELEMENT - 1))
 

@@ -104,7 +104,7 @@ def batched(pattern: Pattern, head: int) -> Pattern | None:
     """The pattern of a head on the axis of all batch elements, with its bounds read; None if it has no such form."""
     if not any(bounds_in(pattern)):
         one = pattern.select(0, head)
-        apart = _function_in(pattern) and one.key() != pattern.select(1, head).key()
+        apart = _function_in(pattern) and one.key().value != pattern.select(1, head).key().value
         return None if apart or pattern.extents()[0] is not None else Shared(one)
     if isinstance(pattern, Bounds):
         return pattern.read()
@@ -119,11 +119,23 @@ def batched(pattern: Pattern, head: int) -> Pattern | None:
     return Not(found[0]) if isinstance(pattern, Not) else Within(found[0], found[1])
 
 
+def check_bounds(pattern: Pattern, nq: int, nk: int, q_offset: int) -> None:
+    """Raise PatternError where bounds that were read are not those of these lengths."""
+    if isinstance(pattern, Bounds):
+        pattern.fits(nq, nk, q_offset)
+    elif isinstance(pattern, Within):
+        pattern.bounds.fits(nq, nk, q_offset)
+        pattern.fits()
+    else:
+        for part in pattern.parts_within():
+            check_bounds(part, nq, nk, q_offset)
+
+
 def by_head(pattern: Pattern) -> bool:
     """Whether heads may have patterns of their own."""
     if pattern.extents()[1] is not None:
         return True
-    return _function_in(pattern) and pattern.select(0, 0).key() != pattern.select(0, 1).key()
+    return _function_in(pattern) and pattern.select(0, 0).key().value != pattern.select(0, 1).key().value
 
 
 def _function_in(pattern: Pattern) -> bool:

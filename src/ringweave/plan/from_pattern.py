@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from ..errors import PatternError, ShapeError, message, shown
 from ..patterns import BlockTable, Pattern, check_extents, rebuild
 from ..patterns.numbers import check_device
-from ..patterns.spans import Shared, bounds_in
+from ..patterns.spans import Shared
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
-from ..patterns.within import batched, by_head, elements
+from ..patterns.within import batched, by_head, check_bounds, elements
 from .block_plan import BlockPlan
 from .from_table import from_table
 from .lists import RowSet, assemble, limit
@@ -80,8 +80,7 @@ def build(
         return from_table(table, nq, nk, heads, batch, tile, device, context=context)
     patterns, group = _distinct(pattern, heads, batch)
     for each, _ in patterns:
-        for bounded in bounds_in(each):
-            bounded.fits(nq, nk, q_offset)
+        check_bounds(each, nq, nk, q_offset)
     store = _Masks(tile)
     sets = [_rows(each, starts, nq, nk, q_offset, tile, store) for each, starts in patterns]
     return assemble(sets, group, store.packed(), nq, nk, q_offset, tile, device)
@@ -195,8 +194,12 @@ def _rows(
     hi = np.minimum(lo + q_tile, nq)
     q_lo, q_hi = ((starts[:, None] + side + q_offset).reshape(-1) for side in (lo, hi))
     row, col = _candidates(pattern.key_ranges(q_lo, q_hi, nk), kv_tile, -(-nk // kv_tile))
-    k_first, start = col * kv_tile, starts[row // len(lo)]
-    tiles = Tiles(q_lo[row], q_hi[row], k_first + start, np.minimum(k_first + kv_tile, nk) + start)
+    k_lo = col * kv_tile
+    k_hi = np.minimum(k_lo + kv_tile, nk)
+    if len(starts) > 1:
+        for side in (k_lo, k_hi):
+            side += starts[row // len(lo)]
+    tiles = Tiles(q_lo[row], q_hi[row], k_lo, k_hi)
     keys = pattern.tile_keys(tiles)
     used = keys != EMPTY
     if not used.all():

@@ -48,18 +48,26 @@ def assemble(
     first = np.cumsum([0, *(each.sets for each in sets)])
     count = int(first[-1])
     limit(sum(len(each.row) for each in sets))
-    col, bits = (np.concatenate([getattr(each, name) for each in sets]) for name in ("col", "bits"))
-    row = np.concatenate([each.row + before * q_tiles for each, before in zip(sets, first, strict=False)])
-    column = row // q_tiles * kv_tiles + col
-    by_column = stable_order(column, count * kv_tiles)
+    row, col, bits = (np.concatenate([getattr(each, name) for each in sets]) for name in ("row", "col", "bits"))
+    ends = np.cumsum([0, *(len(each.row) for each in sets)])
+    for before, begin, end in zip(first[1:], ends[1:], ends[2:], strict=False):
+        row[begin:end] += before * q_tiles
     row_ptr = _offsets(row, count, q_tiles)
+    column = row // q_tiles
+    column *= kv_tiles
+    column += col
+    col_ptr = _offsets(column, count, kv_tiles)
+    by_column = stable_order(column, count * kv_tiles)
+    del column
+    row = row[by_column]
+    row %= q_tiles
 
     arrays = {
         "row_ptr": row_ptr,
         "col": col,
         "bits": bits,
-        "col_ptr": _offsets(column, count, kv_tiles),
-        "row": (row % q_tiles)[by_column],
+        "col_ptr": col_ptr,
+        "row": row,
         "bits_t": bits[by_column],
         "masks": masks.numpy(),
         "group": group.numpy(),
