@@ -76,7 +76,7 @@ RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 #: Methods by which patterns answer plans: internal, called with arrays.
 PROTOCOL = {
     "allows", "key_ranges", "excluded_ranges", "tile_keys", "extents", "select", "check", "grid", "residue_rate",
-    "restride", "spans", "fits", "numbers", "read", "either", "value", "views", "of", "numbered", "key", "write", "parts_within",
+    "restride", "spans", "fits", "numbers", "read", "own", "either", "value", "views", "of", "numbered", "key", "write", "parts_within",
 }  # fmt: skip
 
 
@@ -364,7 +364,7 @@ def plain(value: Any) -> Any:
     """A value as plain Python has it."""
     if isinstance(value, (np.integer, np.floating, np.bool_)):
         return value.item()
-    if isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 1:
+    if isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 1 and value.dtype != torch.bool:
         return value.tolist()
     return sorted(value) if isinstance(value, set) else list(value) if isinstance(value, (tuple, range)) else value
 

@@ -126,6 +126,24 @@ def test_queries_and_keys_packed_apart() -> None:
     assert torch.equal(listed.to_dense(44, 84), documents.to_dense(44, 84))
 
 
+@pytest.mark.parametrize("chance", [0.0, 0.01, 0.3, 1.0])
+def test_a_mask_of_global_tokens(chance: float) -> None:
+    mask = torch.rand(3, 300, generator=torch.Generator().manual_seed(0)) < chance
+    dense = (mask[:, :, None] | mask[:, None, :])[:, None]
+    spells_out(rw.Global(mask), dense)
+    spells_out(~rw.Global(mask) & rw.Causal(), ~dense & rw.Causal().to_dense(300))
+    spells_out(rw.Global(mask[1]) | rw.Keys([0, 300]), dense[1] | torch.tensor([False, True])[:, None, None, None])
+    spells_out((rw.Global(mask) | rw.SlidingWindow(9)) & rw.Keys([300, 5, 0]),
+               (dense | rw.SlidingWindow(9).to_dense(300)) & keys_by_hand([300, 5, 0], [0] * 3, 300, 300))  # fmt: skip
+    assert rw.Global(mask[0]).density(300) == pytest.approx(float(dense[0].double().mean()), abs=1e-12)
+    q, k, v = ones(3, 300)
+    want = (rw.Dilated(3, 64).to_dense(300) | dense) & rw.Causal().to_dense(300)
+    assert torch.equal(rw.attention(q, k, v, (rw.Dilated(3, 64) | rw.Global(mask)) & rw.Causal()) > 0, want)
+    before = rw.Global(mask)
+    mask ^= True
+    assert torch.equal(before.to_dense(300, batch=3), dense)
+
+
 # ---- within: the same rows wherever they are -------------------------------------------------------------------------
 
 
@@ -232,6 +250,24 @@ def test_gradients_of_bounds_that_were_changed_are_refused(write: Callable[[Tens
     write(stop)
     with pytest.raises(PatternError, match="Keys: got bounds that were changed; wanted what it read when the call"):
         out.sum().backward()
+
+
+def test_tensors_without_values_are_not_read() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    makes: list[Callable[[Tensor], Pattern]] = [
+        lambda t: rw.Causal() & rw.Keys(t), lambda t: rw.Causal().within(rw.Keys(t)), lambda t: rw.Documents(t),
+        lambda t: rw.Causal().within(rw.Documents(ids=t.repeat_interleave(24))), lambda t: rw.Global(t.repeat_interleave(24) > 3),
+    ]  # fmt: skip
+    q = torch.randn(3, 2, 1, 48, 8)
+    for make in makes:
+        with FakeTensorMode():
+            x = torch.empty(2, 1, 48, 8)
+            assert rw.attention(x, x, x, make(torch.tensor([20, 28]))).shape == (2, 1, 48, 8)
+        with pytest.raises(rw.UnsupportedError, match="torch.vmap over the tables of a pattern"):
+            torch.vmap(lambda q, t, make=make: rw.attention(q, q, q, make(t)))(q, torch.tensor([[20, 28]] * 3))
+    with pytest.raises(PatternError, match="got a table on the meta device"):
+        rw.attention(q[0], q[0], q[0], rw.Keys(torch.empty(2, dtype=torch.int64, device="meta")))
 
 
 def test_equal_bounds_share_their_plan() -> None:
@@ -355,6 +391,7 @@ def test_planning_grows_with_what_bounds_cross() -> None:
         (lambda: rw.Documents(ids=torch.tensor([0, 0, 0])).plan(4), "documents of 3 tokens in all for 4 keys"),
         (lambda: rw.Documents(ids=torch.zeros(2, 4).long()).plan(4, batch=3), "batch = 2, which the pattern is made for"),
         (lambda: rw.Documents(torch.tensor([3, 0])).plan(3), r"cu_seqlens: got \[0, 3, 3\]; wanted bounds that rise from 0"),
+        (lambda: rw.Documents(torch.tensor([2**62] * 4 + [3])).plan(3), "cu_seqlens: got .*; wanted bounds that rise from 0"),
         (lambda: rw.Documents(cu_seqlens=torch.tensor([1, 3])).plan(3), r"cu_seqlens: got \[1, 3\]; wanted bounds that rise"),
         (lambda: rw.Documents(cu_seqlens_q=[0, 2, 1], cu_seqlens_k=[0, 1, 2]), "wanted bounds that rise from 0. Begin with 0"),
         (lambda: rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 1, 2]).plan(3, 2), "got 1 documents of queries and 2 of keys"),
@@ -367,6 +404,10 @@ def test_planning_grows_with_what_bounds_cross() -> None:
         (lambda: rw.natten_1d(3, tokens=9).within(rw.Documents([9, 8])).plan(17), "Build it with tokens=8"),
         (lambda: rw.Causal().within(rw.Documents(ids=torch.tensor([0, 1, 0]))).plan(3), "got one in several pieces; wanted documents of tokens side by side"),
         (lambda: rw.Causal().within(rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 2])).plan(3, 2), "got document 0 of 3 queries and 2 keys; wanted queries that are the last"),
+        (lambda: rw.Global(torch.ones(2, 3, 4).bool()), r"tokens: got Tensor of torch.bool \(2, 3, 4\); wanted a bool tensor \(N,\) or"),
+        (lambda: rw.Global(torch.ones(2, 3).bool()).plan(4, batch=2), "Global: got a mask of 3 tokens for 4 keys"),
+        (lambda: rw.Global(torch.ones(2, 3).bool()).plan(3, batch=4), "batch = 2, which the pattern is made for"),
+        (lambda: rw.Sinks(1).within(rw.Global(torch.ones(3).bool())), "wanted Documents or Keys"),
         (lambda: parse("Keys(_)"), "a table where none is given"),
         (lambda: parse("Within(Causal(), Causal())"), "bounds: got Causal"),
     ],

@@ -38,7 +38,7 @@ _DENSE = 2**32
 # operators within operators, and patterns under them
 _DEPTH, _LEAVES = 64, 2**12
 # what is known by what it holds, which others may come to change
-_FOLLOWING = ("TokenMask(", "Keys(", "Documents(")
+_FOLLOWING = ("TokenMask(", "Keys(", "Documents(", "Global(_")
 
 
 class Pattern(ABC):

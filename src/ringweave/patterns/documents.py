@@ -86,7 +86,7 @@ class Documents(Bounds):
         self.__post_init__()
 
     @classmethod
-    def _own(cls, **tables: Tensor) -> Documents:
+    def own(cls, **tables: Tensor) -> Documents:
         """A pattern around tensors that are already private."""
         pattern = cls.__new__(cls)
         pattern._tables = tables
@@ -117,7 +117,7 @@ class Documents(Bounds):
         return (ids.shape[0] if ids is not None and ids.ndim == 2 and len(ids) > 1 else None), None
 
     def select(self, b: int, h: int) -> Pattern:
-        return self if self.extents()[0] is None else Documents._own(ids=self._tables["ids"][b])
+        return self if self.extents()[0] is None else Documents.own(ids=self._tables["ids"][b])
 
     def _make(self) -> _Packed:
         if "ids" in self._tables:
@@ -182,7 +182,7 @@ class Documents(Bounds):
     def restride(self, rate: int, offset: int) -> Pattern | None:
         if "ids" in self._tables:
             ids = self._tables["ids"][..., offset::rate]
-            return Documents._own(ids=ids.contiguous()) if ids.shape[-1] else None
+            return Documents.own(ids=ids.contiguous()) if ids.shape[-1] else None
         if "cu_seqlens" not in self._tables:
             return None
         self._make()  # which refuses bounds that do not rise
@@ -217,7 +217,9 @@ def _of_bounds(bounds: dict[str, Int64]) -> Spans:
 
 
 def _check_rising(name: str, bounds: Int64, filled: bool) -> None:
-    if len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) < filled).any():
+    # sums beyond 64 bits have wrapped round, and their differences with them
+    outside = (bounds < 0) | (bounds > LONGEST)
+    if len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) < filled).any() or outside.any():
         remedy = "Drop empty documents." if filled else "Begin with 0, and let no bound be less than the one before."
         raise PatternError(message(name, shown(bounds.tolist()), "bounds that rise from 0", remedy))
     whole(name, bounds[-1], 1, LONGEST)

@@ -95,8 +95,13 @@ def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
         return BlockTable.of(blocks, sides)
 
     # around the same tensors: plans are cached by their address
-    names = WRITABLE | {"BlockTable": table, "Documents": Documents._own, "TokenMask": TokenMask.numbered}
-    return _Reader(spec, names, iter(tables)).read()
+    held: dict[str, Callable[..., Pattern]] = {
+        "BlockTable": table,
+        "Documents": Documents.own,
+        "Global": Global.own,
+        "TokenMask": TokenMask.numbered,
+    }
+    return _Reader(spec, WRITABLE | held, iter(tables)).read()
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str, int]]:

@@ -214,10 +214,6 @@ class Bounds(Pattern):
         """What the tensors hold; PatternError where that cannot be."""
 
     @abstractmethod
-    def spans(self) -> Spans:
-        """Which queries and keys belong together, for patterns inside of that."""
-
-    @abstractmethod
     def numbers(self) -> Int64:
         """(B,): equal numbers where, and only where, batch elements have equal bounds."""
 
@@ -226,9 +222,17 @@ class Bounds(Pattern):
         """Raise PatternError where the bounds are not those of these lengths."""
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
-        # what is on a device is waited for by plans alone
-        if all(table.device.type == "cpu" for table in self.tables):
+        if self.readable():
             self.fits(nq, nk, q_offset)
+
+    def readable(self) -> bool:
+        """Whether the tensors hold values that nobody waits for: on other devices plans alone are waited for."""
+        return all(
+            table.device.type == "cpu"
+            and type(table) in (Tensor, torch.nn.Parameter)
+            and not torch._C._functorch.is_functorch_wrapped_tensor(table)
+            for table in self.tables
+        )
 
     def key(self) -> Key:
         tables = self.tables
@@ -239,7 +243,7 @@ class Bounds(Pattern):
 
 def bounds_in(pattern: Pattern) -> Iterator[Bounds]:
     """The patterns of bounds that a pattern is made of."""
-    if isinstance(pattern, Bounds):
+    if isinstance(pattern, Bounds) and pattern.tables:
         yield pattern
     for part in pattern.parts_within():
         yield from bounds_in(part)

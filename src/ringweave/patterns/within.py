@@ -8,6 +8,8 @@ from torch import Tensor
 from ..errors import PatternError, message
 from .algebra import Combined, Not
 from .base import Pattern, nest, refuse
+from .documents import Documents
+from .keys import Keys
 from .per_head import PerHead
 from .spans import ELEMENT, Bounds, Shared, bounds_in
 from .table import BlockTable
@@ -42,7 +44,7 @@ class Within(Pattern):
     def __init__(self, pattern: Pattern, bounds: Pattern):
         if not isinstance(pattern, Pattern):
             refuse(pattern)
-        if not isinstance(bounds, Bounds):
+        if not isinstance(bounds, (Keys, Documents)):
             got = repr(bounds) if isinstance(bounds, Pattern) else type(bounds).__name__
             raise PatternError(message("bounds", got, "Documents or Keys", "Combine other patterns with &."))
         if not pattern.combinable:
@@ -75,7 +77,7 @@ class Within(Pattern):
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         self.bounds.check(nq, nk, q_offset)
-        if all(table.device.type == "cpu" for table in self.bounds.tables):
+        if self.bounds.readable():
             self.fits()
 
     def fits(self) -> None:
