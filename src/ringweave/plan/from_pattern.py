@@ -275,7 +275,6 @@ class _Masks:
         self.tile = tile
         self.words = (tile[0], -(-tile[1] // 32))
         self.index: dict[bytes, int] = {}
-        self.rows: list[NDArray[np.int32]] = []
 
     def add(self, pattern: Pattern, sample: Tiles) -> NDArray[np.int32]:
         """Evaluate the pattern on tiles by token: a mask index each, or FULL or EMPTY."""
@@ -292,20 +291,16 @@ class _Masks:
             allowed = pattern.allows(torch.minimum(q, q_hi - 1), torch.minimum(k, k_hi - 1))
             inside = np.where(q < q_hi, np.packbits((k < k_hi).numpy(), axis=2, bitorder="little"), np.uint8(0))
             bits = np.packbits(allowed.expand(len(q), high, kv_tile).numpy(), axis=2, bitorder="little") & inside
-            full, empty = np.all(bits == inside, axis=(1, 2)).tolist(), np.all(bits == 0, axis=(1, 2)).tolist()
+            full, empty = np.all(bits == inside, axis=(1, 2)), np.all(bits == 0, axis=(1, 2))
+            part = codes[begin : begin + len(bits)]
+            part[full], part[empty] = self.FULL, self.EMPTY
             padded = np.zeros((len(bits), q_tile, 4 * self.words[1]), np.uint8)
             padded[:, :high, : kv_tile // 8] = bits
-            for i, row in enumerate(padded.view("<i4").reshape(len(bits), -1)):
-                if empty[i] or full[i]:
-                    codes[begin + i] = self.EMPTY if empty[i] else self.FULL
-                    continue
-                code = self.index.setdefault(row.tobytes(), len(self.rows))
-                if code == len(self.rows):
-                    self.rows.append(row.copy())
-                codes[begin + i] = code
+            for i in np.flatnonzero(~(full | empty)).tolist():
+                part[i] = self.index.setdefault(padded[i].tobytes(), len(self.index))
         return codes
 
     def packed(self) -> torch.Tensor:
-        if not self.rows:
-            return torch.zeros(0, *self.words, dtype=torch.int32, device="cpu")
-        return torch.from_numpy(np.stack(self.rows).reshape(-1, *self.words))
+        # as they were added
+        words = np.frombuffer(bytearray().join(self.index), "<i4")
+        return torch.from_numpy(words.reshape(-1, *self.words))
