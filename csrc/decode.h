@@ -63,10 +63,11 @@ struct Few {
   int count, d, dv;  // d, dv: padded to whole vectors
 };
 
-// Scores of one tile.
-template <int T>
+// Products of one tile: scores, where there are no terms.
+template <int T, bool Scored>
 inline void few_scores(const Problem &pb, const Unit &u, Few &f, int64_t first, int keys, const TileMask &mask,
                        const Ahead &ahead) {
+  const float before = Scale(pb).before;
   alignas(64) float memory[256];
   const char *k = row_at(pb.k, u.batch, u.kv_head, first);
   for (int r = 0; r < keys; ++r, k += pb.k.token) {
@@ -85,9 +86,23 @@ inline void few_scores(const Problem &pb, const Unit &u, Few &f, int64_t first, 
       if (allowed >> l & 1) {
         score = sum_lanes(a + b);
         if (score == -kInf) mark_below(pb);
+        if (Scored) score *= before;
       }
       f.s[l * 256 + r] = score;
     }
+  }
+}
+
+// What the terms make of them, where they are allowed.
+inline void few_terms(Pairs &pairs, Few &f, const Lanes &lanes, int keys, const TileMask &mask) {
+  for (int l = 0; l < f.count; ++l) {
+    float *s = f.s + l * 256;
+    for (int r = keys; r % W; ++r) s[r] = 0;
+    pairs.head = lanes.head + l / lanes.rows;
+    pairs.set_rows(lanes.first + l % lanes.rows, 1);
+    pairs.apply(s, 0, 1, 0, (keys + W - 1) / W * W);
+    for (int r = 0; mask.rows && r < keys; ++r)
+      if (!(mask.rows[(ptrdiff_t)r * mask.words] >> l & 1)) s[r] = -kInf;
   }
 }
 
@@ -140,11 +155,12 @@ inline void few_values(const Problem &pb, const Unit &u, Few &f, int64_t first, 
 }
 
 // AddEntries. Not inlined: its loops of a few instructions would spill to what surrounds them.
-template <int T>
+template <int T, bool Scored>
 __attribute__((noinline)) void few_entries(const Problem &pb, const Unit &u, const Lanes &lanes, const ForwardMemory &m,
                                            const Running &state, int64_t begin, int64_t end, int64_t last) {
   const Plan &plan = pb.plan;
-  const Scale scale(pb.scale);
+  const Scale scale(pb);
+  Pairs pairs(pb, m.terms, u.batch, true);
   Few f;
   f.count = lanes.heads * lanes.rows, f.d = (pb.d + W - 1) / W * W, f.dv = (pb.dv_dim + W - 1) / W * W;
   for (int l = 0; l < f.count; ++l) {
@@ -169,9 +185,19 @@ __attribute__((noinline)) void few_entries(const Problem &pb, const Unit &u, con
       const int64_t then = (int64_t)plan.col[e + 1] * plan.kv_tile;
       next = Ahead(pb.k, u.batch, u.kv_head, then, (int)smaller(plan.kv_tile, pb.nk - then), pb.d);
     }
-    few_scores<T>(pb, u, f, first, keys, mask, values);
+    few_scores<T, Scored>(pb, u, f, first, keys, mask, values);
+    if (Scored && pb.scoring.count) {
+      pairs.set_lanes(first, keys, pad_lanes(keys));
+      few_terms(pairs, f, lanes, keys, mask);
+    }
     float shrink[kFew];
     for (int l = 0; l < f.count; ++l) shrink[l] = few_softmax(f, l, keys, scale.c);
+    if (Scored && pb.scoring.drop) {
+      const TileMask kept = kept_pairs(pb, lanes, first, keys, m.dropout);
+      for (int l = 0; l < f.count; ++l)
+        for (int r = 0; r < keys; ++r)
+          if (!(kept.rows[(ptrdiff_t)r * kept.words] >> l & 1)) f.s[l * 256 + r] = 0;
+    }
     few_values<T>(pb, u, f, first, keys, mask.dead, shrink, next);
   }
   const int pw = panel_width(0, lanes.count);  // a few lanes lie in the first panel
@@ -181,17 +207,19 @@ __attribute__((noinline)) void few_entries(const Problem &pb, const Unit &u, con
   }
 }
 
-template <class Op>
+template <class Op, bool Scored>
 inline void forward_piece(const Problem &pb, const Unit &u, const Piece &piece, char *block, const Partials &partials) {
   const Lanes lanes = query_lanes(pb, u, piece.tile);
   const ForwardMemory m(pb, lanes.count, block);
-  auto entries = many_entries<Op>;
+  auto entries = many_entries<Op, Scored>;
   if (tile_queries(pb, piece.tile) <= few_rows<Op>) {
     // more rows share the widening of K and V
     const bool widened = pb.q.dtype == F32 || lanes.heads * lanes.rows > 2 || pb.d % W || pb.dv_dim % W;
-    entries = widened ? few_entries<F32> : pb.q.dtype == BF16 ? few_entries<BF16> : few_entries<F16>;
+    entries = widened                ? few_entries<F32, Scored>
+              : pb.q.dtype == BF16 ? few_entries<BF16, Scored>
+                                   : few_entries<F16, Scored>;
   } else if (piece.begin < piece.end) {
-    pack<Op>(pb.q, lanes, pb.d, Scale(pb.scale).sign, m.q, m.rows);
+    pack<Op>(pb.q, lanes, pb.d, Scale(pb).sign, m.q, m.rows);
   }
   const Running result = sum_blocks(pb, u, piece, lanes, m, partials, entries);
   if (piece.slot < 0) forward_finish(pb, lanes, m, result);

@@ -34,7 +34,7 @@ def call(
     heads = x.q.shape[1], x.k.shape[1]
     ctx = ContextParallel(mesh, pattern, x.q.shape[2], heads=heads, **options)
     if per_node is not None:
-        ctx.plans.per_node = per_node
+        ctx.schedules.per_node = per_node
     leaves = [ctx.shard(t, dim=2).requires_grad_() for t in (x.q, x.k, x.v)]
     out, lse = rw.attention_with_lse(*leaves, pattern, context=ctx, backend=backend)
     slopes = Inputs(*leaves, ctx.shard(x.dout, 2), ctx.shard(x.dlse, 2))

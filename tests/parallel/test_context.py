@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ringweave.parallel.transport.counters import Event
 
 import ringweave as rw
 from ringweave.errors import PatternError, RingError, ShapeError, UnsupportedError
-from ringweave.parallel import ContextParallel, Transport, plot
+from ringweave.parallel import ContextParallel, Trace, Transport, export_chrome_trace
 from ringweave.parallel.planning.placement import NAMED
 
 from ..cases import PATTERNS
@@ -339,19 +341,57 @@ def test_trace(tmp_path: Path) -> None:
     traces = run(2, job)
     assert [event.stage for event in traces[1].events if event.kind == "compute"] == [0, 1]
     assert [event.kind for event in traces[0].events] == ["compute"]
-    for suffix in ("svg", "png"):
-        assert plot(traces, tmp_path / f"trace.{suffix}").stat().st_size > 1000
     with pytest.raises(UnsupportedError, match="trace: got no events"):
-        plot([], tmp_path / "none.svg")
+        Trace(0).export_chrome_trace(tmp_path / "none.json")
+
+
+def test_traces_are_written_for_the_viewers_of_the_profiler(tmp_path: Path) -> None:
+    """Chrome's trace events: a process per rank, microseconds, and no two slices of a row that cross."""
+    messages = [
+        Event("receive", "keys", stage, start, start + 2.0, 64) for stage, start in ((1, 1.0), (2, 1.5), (3, 3.25))
+    ]
+    traces = [Trace(0, [Event("compute", "branch 0", 0, 1.0, 2.0, 0), *reversed(messages)]), Trace(1, messages[:1])]
+    path = export_chrome_trace(traces, tmp_path / "new" / "step.json")
+    lines = json.loads(path.read_text("utf-8"))["traceEvents"]
+    names = {(line["pid"], line["tid"]): line["args"]["name"] for line in lines if line["name"] == "thread_name"}
+    slices = [line for line in lines if line["ph"] == "X"]
+    assert len(slices) == 5
+    by_row: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for each in slices:
+        row = each["pid"], each["tid"]
+        assert names[row] == each["cat"]
+        by_row.setdefault(row, []).append((each["ts"], each["ts"] + each["dur"]))
+    assert sorted(map(sorted, by_row.values())) == [
+        [(1e6, 2e6)], [(1e6, 3e6)], [(1e6, 3e6), (3.25e6, 5.25e6)], [(1.5e6, 3.5e6)],
+    ]  # fmt: skip
+    (first,) = [each for each in slices if each["pid"] == 1]
+    assert (first["name"], first["args"]) == ("keys, stage 1", {"stage": 1, "bytes": 64})
 
 
 def test_caches() -> None:
     """A pattern is planned once; a new table is planned anew."""
     ctx = ContextParallel(None, WINDOW, 512, heads=(1, 1))
-    assert ctx.plans.of(WINDOW) is ctx.plans.of(rw.SlidingWindow(100))
+    assert ctx.schedules.of(WINDOW) is ctx.schedules.of(rw.SlidingWindow(100))
     first, second = (rw.random_blocks(512, 0.5, seed=seed) for seed in (0, 1))
-    assert ctx.plans.of(first) is ctx.plans.of(first)
-    assert ctx.plans.of(first) is not ctx.plans.of(second)
+    assert ctx.schedules.of(first) is ctx.schedules.of(first)
+    assert ctx.schedules.of(first) is not ctx.schedules.of(second)
+
+
+def test_transforms_of_functions_are_refused() -> None:
+    """An exchange with other ranks is neither mapped nor differentiated by torch.func; torch's own error is not ours."""
+    ctx = ContextParallel(None, WINDOW, 256, heads=(1, 1))
+    x = torch.randn(2, 1, 1, 256, 8)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return rw.attention(x, x, x, WINDOW, context=ctx)
+
+    wanted = "context: got a torch.func transform; wanted a call without one."
+    with pytest.raises(UnsupportedError, match=wanted):
+        torch.vmap(call)(x)
+    with pytest.raises(UnsupportedError, match=wanted):
+        torch.func.grad(lambda x: call(x).sum())(x[0])
+    with pytest.raises(UnsupportedError, match="forward-mode"):
+        torch.func.jvp(call, (x[0],), (x[1],))
 
 
 def test_a_context_that_is_gone() -> None:

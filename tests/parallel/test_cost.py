@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 
 import ringweave as rw
-from ringweave.parallel.planning.choice import cost_of
-from ringweave.parallel.planning.cost import Load, Machine, Widths, estimate
+from ringweave.parallel.planning.choice import portfolio
+from ringweave.parallel.planning.cost import Load, Machine, cost_of, estimate
 from ringweave.parallel.planning.demand import Demand
-from ringweave.parallel.planning.movement import cover
-from ringweave.parallel.planning.other_systems import peers
-from ringweave.parallel.planning.placement import contiguous, portfolio, residues, striped
+from ringweave.parallel.planning.movement import movement
+from ringweave.parallel.planning.other_systems import other_systems
+from ringweave.parallel.planning.placement import contiguous, residues, striped
+from ringweave.parallel.planning.workload import Widths, Workload
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
+
+from .test_demand import tokens_moved
 
 TILE = 128
 WIDTHS = Widths()
@@ -26,6 +29,10 @@ def load_of(pattern: Pattern, tokens: int, ranks: int, heads: tuple[int, int] = 
     return Load.of([Demand.of(branch, placement, heads[0] // heads[1]) for branch in program], WIDTHS)
 
 
+def one_head(pattern: Pattern, tokens: int) -> Workload:
+    return Workload([branches(pattern, tokens, tokens)], tokens, (1, 1))
+
+
 def test_a_window_over_two_ranks_by_hand() -> None:
     load = load_of(rw.SlidingWindow(TILE) & rw.Causal(), 8 * TILE, 2)
     tile = 4 * 128 * TILE**2 * 8  # four operations a channel and pair, eight heads
@@ -34,7 +41,7 @@ def test_a_window_over_two_ranks_by_hand() -> None:
     assert load.remote.tolist() == [0, tile]
     received = TILE * 2 * (128 + 128) * 2
     assert load.received.tolist() == [0, received]
-    assert load.peers.tolist() == [[False, False], [True, False]]
+    assert load.senders.tolist() == [[False, False], [True, False]]
     found = estimate("contiguous", [load], MACHINE)
     assert (found.bytes_worst, found.bytes_total, found.messages, found.stages) == (received, received, 1, 1)
     assert found.imbalance == pytest.approx(8 / 7.5)
@@ -75,14 +82,14 @@ def test_what_no_placement_changes(pattern: Pattern) -> None:
         totals.add(round(float((load.local + load.remote).sum())))
         assert (load.local >= 0).all()
         assert (load.remote >= -1e-6).all()
-        found = cost_of([program], placement, 4, MACHINE, WIDTHS)
+        found = cost_of(Workload([program], tokens, (8, 2)), placement, MACHINE)
         assert found.ideal <= found.seconds <= min(found.gather, found.ring)
         assert found.bytes_total == load.received.sum() >= found.bytes_worst
         received = np.zeros(4)
         for demand in demands:
-            moves = cover(demand, WIDTHS.bytes_of_key * demand.tile, WIDTHS.bytes_of_query * demand.tile)
+            moves = movement(demand, WIDTHS.bytes_of_key * demand.tile, WIDTHS.bytes_of_query * demand.tile)
             if not any(move.queries.any() for move in moves):
-                received += demand.tokens_moved().sum(1) * WIDTHS.bytes_of_key
+                received += tokens_moved(demand).sum(1) * WIDTHS.bytes_of_key
                 continue
             for kind, move in zip(demand.kinds, moves, strict=True):
                 keys = move.keys.copy()
@@ -97,25 +104,25 @@ def test_what_no_placement_changes(pattern: Pattern) -> None:
 
 
 def test_one_rank_waits_for_nothing() -> None:
-    found = cost_of([branches(rw.Causal(), 4096, 4096)], contiguous(4096, 1, TILE), 1, MACHINE, WIDTHS)
+    found = cost_of(one_head(rw.Causal(), 4096), contiguous(4096, 1, TILE), MACHINE)
     assert (found.bytes_worst, found.stages, found.messages, found.imbalance) == (0, 0, 0, 1)
     assert found.efficiency == pytest.approx(1)
 
 
 def test_nothing_to_compute() -> None:
-    found = cost_of([branches(~rw.Full(), 4096, 4096)], contiguous(4096, 2, TILE), 1, MACHINE, WIDTHS)
+    found = cost_of(one_head(~rw.Full(), 4096), contiguous(4096, 2, TILE), MACHINE)
     assert (found.seconds, found.efficiency, found.imbalance) == (0, 1, 1)
 
 
 def test_residues_with_as_many_views_as_ranks_receive_nothing() -> None:
-    program = branches(rw.Dilated(32, 16), 64 * TILE, 64 * TILE)
-    assert cost_of([program], residues(64 * TILE, 8, TILE), 1, MACHINE, WIDTHS).bytes_total == 0
+    workload = one_head(rw.Dilated(32, 16), 64 * TILE)
+    assert cost_of(workload, residues(64 * TILE, 8, TILE), MACHINE).bytes_total == 0
 
 
-def test_peers_in_closed_form() -> None:
-    tokens, ranks, heads = 64 * TILE, 4, (8, 4)
-    program = branches(rw.Full(), tokens, tokens, heads=8)
-    found = peers([program], tokens, ranks, TILE, heads, MACHINE, WIDTHS)
+def test_other_systems_in_closed_form() -> None:
+    tokens, ranks = 64 * TILE, 4
+    workload = Workload([branches(rw.Full(), tokens, tokens, heads=8)], tokens, (8, 4))
+    found = other_systems(workload, ranks, TILE, MACHINE)
     compute = 64 * 64 * 8 * 4 * 128 * TILE**2 / ranks / 1e12
     keys = tokens * 3 / 4 * 4 * 512
     ring, gather, ulysses = found["full ring"], found["all-gather"], found["Ulysses"]
@@ -130,14 +137,14 @@ def test_peers_in_closed_form() -> None:
     crosses = tokens / 4 * 3 / 4 * (8 * 128 + 4 * 256 + 8 * 128) * 2
     assert ulysses.bytes_worst == crosses
     assert ulysses.seconds == pytest.approx(crosses / 1e9 + 6e-5 + compute)
-    assert peers([program], tokens, 8, TILE, heads, MACHINE, WIDTHS)["Ulysses"] is None
-    assert peers([program], tokens, 3, TILE, heads, MACHINE, WIDTHS)["Ulysses"] is None
+    assert other_systems(workload, 8, TILE, MACHINE)["Ulysses"] is None
+    assert other_systems(workload, 3, TILE, MACHINE)["Ulysses"] is None
 
 
 def test_ulysses_is_as_balanced_as_heads_are() -> None:
     pattern = rw.PerHead([rw.Full(), rw.Full(), rw.SlidingWindow(64), rw.SlidingWindow(64)])
     program = branches(pattern, 32 * TILE, 32 * TILE, heads=4)
-    found = peers([program], 32 * TILE, 2, TILE, (4, 2), MACHINE, WIDTHS)["Ulysses"]
+    found = other_systems(Workload([program], 32 * TILE, (4, 2)), 2, TILE, MACHINE)["Ulysses"]
     assert found is not None
     rows, tiles = 32 * 32, 32 + 31
     assert found.imbalance == pytest.approx(2 * rows / (rows + tiles))

@@ -14,10 +14,10 @@ import ringweave as rw
 from ringweave.bench.cases.ring import documents
 from ringweave.errors import ShapeError
 from ringweave.parallel.planning import choice as module
-from ringweave.parallel.planning.affinity import affinity
-from ringweave.parallel.planning.choice import Choice, choose, cost_of
-from ringweave.parallel.planning.cost import Machine, Widths
-from ringweave.parallel.planning.placement import Placement, block_for, contiguous, portfolio, residues, striped, zigzag
+from ringweave.parallel.planning.choice import Choice, affinity, choose, portfolio
+from ringweave.parallel.planning.cost import Machine, cost_of
+from ringweave.parallel.planning.placement import Placement, block_for, contiguous, residues, striped, zigzag
+from ringweave.parallel.planning.workload import Widths, Workload
 from ringweave.patterns import Pattern
 from ringweave.plan import branches, plan_cache
 from ringweave.recent import Recent
@@ -100,7 +100,7 @@ LONG = 2048 * TILE
 
 def chosen(pattern: Pattern, tokens: int, ranks: int, heads: tuple[int, int] = (32, 8)) -> Choice:
     program = branches(pattern, tokens, tokens, heads=heads[0])
-    return choose([program], tokens, ranks, block_for(tokens, ranks, TILE), heads[0] // heads[1])
+    return choose(Workload([program], tokens, heads), ranks, block_for(tokens, ranks, TILE))
 
 
 def over_ring(choice: Choice, tokens: int, ranks: int, key_heads: int = 8) -> float:
@@ -154,8 +154,8 @@ def test_balance_of_what_is_chosen(pattern: Pattern) -> None:
 def test_balance_alone_is_a_trap() -> None:
     """The best balanced placement of a window receives everything."""
     pattern = GOALS["window"][0]
-    program = [branches(pattern, LONG, LONG, heads=32)]
-    costs = {each.name: cost_of(program, each, 4, Machine(), Widths()) for each in portfolio(LONG, 8, TILE, (1,))}
+    workload = Workload([branches(pattern, LONG, LONG, heads=32)], LONG, (32, 8))
+    costs = {each.name: cost_of(workload, each, Machine()) for each in portfolio(LONG, 8, TILE, (1,))}
     assert min(costs, key=lambda name: costs[name].imbalance) == "striped"
     assert costs["striped"].bytes_worst > 50 * costs["contiguous"].bytes_worst
     assert costs["striped"].seconds > 4 * costs["contiguous"].seconds
@@ -173,12 +173,13 @@ def test_documents_need_affinity() -> None:
 def test_layers_are_balanced_together() -> None:
     """A window and causal layers under one placement: the window's would leave the others with twice the work."""
     calls = [branches(p, LONG, LONG, heads=32) for p in (rw.SlidingWindow(1024) & rw.Causal(), rw.Causal())]
-    choice = choose(calls, LONG, 8, TILE, 4)
+    both, first, second = (Workload(each, LONG, (32, 8)) for each in (calls, calls[:1], calls[1:]))
+    choice = choose(both, 8, TILE)
     assert choice.placement.name == "zigzag"
-    alone = choose(calls[:1], LONG, 8, TILE, 4)
+    alone = choose(first, 8, TILE)
     assert alone.placement.name == "contiguous"
-    assert cost_of(calls, alone.placement, 4, Machine(), Widths()).seconds > 1.5 * choice.estimate.seconds
-    single = [cost_of([call], choice.placement, 4, Machine(), Widths()) for call in calls]
+    assert cost_of(both, alone.placement, Machine()).seconds > 1.5 * choice.estimate.seconds
+    single = [cost_of(each, choice.placement, Machine()) for each in (first, second)]
     assert choice.estimate.ring == pytest.approx(sum(each.ring for each in single))
     assert choice.estimate.gather == pytest.approx(sum(each.gather for each in single))
     assert choice.estimate.bytes_total == sum(each.bytes_total for each in single)
@@ -202,10 +203,12 @@ def test_another_table_is_another_choice() -> None:
 
 
 def test_chunks_that_ranks_cannot_be_cut_into() -> None:
-    program = branches(rw.Causal(), 64 * TILE, 64 * TILE)
-    assert affinity(program, 64 * TILE, 8, TILE, 16, deal=True) is None
-    assert affinity(branches(rw.Dilated(64, 8), 64 * TILE, 64 * TILE), 64 * TILE, 8, TILE, 2, deal=True) is None
-    found = affinity(program, 64 * TILE, 8, TILE, 4, deal=True)
+    causal, dilated = (
+        Workload([branches(p, 64 * TILE, 64 * TILE)], 64 * TILE, (1, 1)) for p in (rw.Causal(), rw.Dilated(64, 8))
+    )
+    assert affinity(causal, 8, TILE, 16, deal=True) is None
+    assert affinity(dilated, 8, TILE, 2, deal=True) is None
+    found = affinity(causal, 8, TILE, 4, deal=True)
     assert found is not None
     assert np.bincount(found.owner).tolist() == [8] * 8
 

@@ -14,7 +14,7 @@ from ringweave.ops import tuning_key as kinds
 from ringweave.ops.backend import Case
 from ringweave.parallel import ContextParallel, Transport
 from ringweave.parallel.planning.placement import NAMED
-from ringweave.parallel.plans import Plans
+from ringweave.parallel.schedules import Schedules
 from ringweave.plan import branches
 
 from ..oracle import Inputs
@@ -36,7 +36,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for length in (N // 2, N):
             of = dataclasses.replace(branch, nq=length)
             entries += [
-                {"kind": kinds.kind(case, of), "density": density, "backend": name, "tile": [32, 64]}
+                {"kind": kinds.call_key(case, of), "density": density, "backend": name, "tile": [32, 64]}
                 for density in range(8)
             ]
     tuning.record(entries)
@@ -47,20 +47,20 @@ def test_a_rank_computes_the_tiles_of_length_and_pattern(measured: None) -> None
     ((alone, _),) = dispatch.program(PATTERN, CASE, 0, "auto")
     assert alone.tile == (32, 64)
     placement = NAMED["contiguous"](N, 2, 128)
-    (demand,) = Plans(placement, (2, 1), 0, "gather").demands(PATTERN)
+    (demand,) = Schedules(placement, (2, 1), 0, "gather").demands(PATTERN)
     assert (demand.plan.q_tile, demand.plan.kv_tile) == (128, 128)
-    for part in Plans(placement, (2, 1), 0, "gather").of(PATTERN).parts:
+    for part in Schedules(placement, (2, 1), 0, "gather").of(PATTERN).stages[0].own.values():
         assert part.branch.tile == (128, 128)
 
 
 def test_ranks_agree_whatever_their_stores_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: None) -> None:
     """The hash that every exchange compares is one of plan and placement."""
     placement = NAMED["contiguous"](N, 2, 128)
-    told = Plans(placement, (2, 1), 0, "gather").of(PATTERN).said
+    told = Schedules(placement, (2, 1), 0, "gather").of(PATTERN).said
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "empty"))
     tuning.refresh()
     assert dispatch.program(PATTERN, CASE, 0, "auto")[0][0].tile == (128, 128)
-    assert Plans(placement, (2, 1), 0, "gather").of(PATTERN).said == told
+    assert Schedules(placement, (2, 1), 0, "gather").of(PATTERN).said == told
 
 
 @pytest.mark.skipif(cpu.module() is None, reason="the bits of one device are the native kernel's promise")

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING
 from .context import ContextParallel
 from .execution.pending_table import PendingTable
 from .planning.placement import Placement
-from .trace import Trace, plot
+from .planning.simulate import simulate
+from .trace import Trace, export_chrome_trace
 from .transport.transport import Transport
 
 if TYPE_CHECKING:
-    from .planning.simulate import simulate
     from .transport.regroup import regroup
 
-__all__ = ["ContextParallel", "PendingTable", "Placement", "Trace", "Transport", "plot", "regroup", "simulate"]
+__all__ = [
+    "ContextParallel", "PendingTable", "Placement", "Trace", "Transport", "export_chrome_trace", "regroup", "simulate",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
@@ -29,8 +31,4 @@ def __getattr__(name: str) -> object:
         from .transport.regroup import regroup
 
         return regroup
-    if name == "simulate":
-        from .planning.simulate import simulate
-
-        return simulate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

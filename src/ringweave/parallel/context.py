@@ -6,29 +6,32 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, RingError, ShapeError, UnsupportedError, message
-from ..ops.backend import Inputs, readable
+from ..checks import check_tensors
+from ..errors import RingError, ShapeError, UnsupportedError, message
+from ..ops.backend import Inputs
 from ..ops.dispatch import BACKENDS, names, run_forward
 from ..ops.registered import refuse_forward_mode
 from ..patterns import Pattern, check_extents
-from .arguments import integer, number, one_of, pair_of_heads, patterns_of
+from ..patterns.fit import refuse
+from ..patterns.numbers import one_of, whole
 from .execution import wire as wires
-from .execution.agreement import TAG_WORDS, Opaque, Value, caller, text_words
-from .execution.call import NAME_WORDS, Call
+from .execution.agreement import TAG_WORDS, Agreement, Opaque, Value, text_words
 from .execution.pending_table import PendingTable, rows_of
 from .execution.wire import WireStatistics
 from .operators import register, ring_attention_op
-from .planning.cost import Widths
-from .planning.placement import NAMED, Placement
-from .planning.report import explanation
-from .plans import SCHEDULES, Plans, place
+from .options import ContextOptions
+from .planning.choice import place
+from .planning.placement import Placement
+from .planning.workload import Widths, pair_of_heads, patterns_of
+from .schedules import Schedules
 from .trace import Trace
 from .transport.mesh import group_of
+from .transport.protocol import Communicator
 from .transport.transport import Transport
 
 if TYPE_CHECKING:
@@ -79,7 +82,7 @@ class ContextParallel:
 
     def __init__(
         self,
-        mesh: DeviceMesh | ProcessGroup | Transport | None,
+        mesh: DeviceMesh | ProcessGroup | Communicator | None,
         pattern: Pattern | Sequence[Pattern],
         seq_len: int,
         *,
@@ -92,58 +95,37 @@ class ContextParallel:
         retries: int = 0,
     ):
         self.patterns = patterns_of(pattern)
-        self.seq_len, self.heads = integer("seq_len", seq_len, 1), pair_of_heads(heads)
-        self._options: dict[str, Any] = {
-            "schedule": schedule, "placement": placement, "wire": wire, "tolerance": tolerance,
-            "deadline": deadline, "retries": retries,
-        }  # fmt: skip
-        self._check_made()
+        self.seq_len, self.heads = whole("seq_len", seq_len, 1, error=ShapeError), pair_of_heads(heads)
+        self.options = options = ContextOptions(schedule, placement, wire, tolerance, deadline, retries)
+        for each in self.patterns:
+            self._check_pattern(each)
         #: the context of which this is a handle with a tag
         self._whole: ContextParallel | None = None
-        #: ranks of a node, where the mesh has two levels
-        self._per_node: int | None = None
-        if isinstance(mesh, Transport):
-            self._open(mesh)
-            return
-        group, self._per_node = group_of(mesh)
-        if self._per_node is not None and schedule == "ring":
-            got = "'ring' on a mesh of two dimensions"
-            raise UnsupportedError(message("schedule", got, "'gather' or 'auto' there", "Flatten the mesh for a ring."))
-        self._open(Transport(group, deadline=deadline, retries=retries))
-
-    def _check_made(self) -> None:
-        one_of("schedule", self._options["schedule"], SCHEDULES)
-        if not isinstance(self._options["placement"], Placement):
-            one_of("placement", self._options["placement"], ("auto", *NAMED), "'auto', a Placement or ")
-        wires.code(self._options["wire"])
-        if self._options["tolerance"] is not None:
-            self._options["tolerance"] = number("tolerance", self._options["tolerance"], 0)
-        for pattern in self.patterns:
-            self._check_pattern(pattern)
-
-    def _open(self, transport: Transport) -> None:
-        self.transport = transport
-        form = wires.code(self._options["wire"])
-        asked = self._options["placement"]
-        self.placement = place(asked, self.patterns, self.seq_len, self.heads, transport.size)
+        per_node = None
+        if not isinstance(mesh, Communicator):
+            group, per_node = group_of(mesh)
+            if per_node is not None and schedule == "ring":
+                got, wanted = "'ring' on a mesh of two dimensions", "'gather' or 'auto' there"
+                raise UnsupportedError(message("schedule", got, wanted, "Flatten the mesh for a ring."))
+            mesh = Transport(group, deadline=options.deadline, retries=options.retries)
+        self.transport = transport = mesh
+        self.placement = place(options.placement, self.patterns, self.seq_len, self.heads, transport.size)
         #: (local,) int64, the global positions of this rank's tokens; padding is at and after ``seq_len``
         self.positions = torch.from_numpy(self.placement.positions(transport.rank))
         self._held = self.placement.held(transport.rank)
-        self.plans = Plans(self.placement, self.heads, transport.rank, self._options["schedule"], self._per_node)
-        transport.contexts += 1
-        number = str(transport.number) if transport.contexts == 1 else f"{transport.number}.{transport.contexts}"
+        self.schedules = Schedules(self.placement, self.heads, transport.rank, schedule, per_node)
         said: dict[str, Value] = {
-            "context": number, "seq_len": self.seq_len, "heads": str(self.heads), "nodes": self._per_node,
-            "placement": Opaque(self.placement.digest, self.placement.name), "wire": self._options["wire"],
-            "tolerance": self._options["tolerance"], "deadline": transport.deadline, "retries": transport.retries,
+            "context": transport.open(), "seq_len": self.seq_len, "heads": str(self.heads), "nodes": per_node,
+            "placement": Opaque(self.placement.digest, self.placement.name), "wire": wire,
+            "tolerance": options.tolerance, "deadline": transport.deadline, "retries": transport.retries,
         }  # fmt: skip
-        self.call = Call(transport, form, self._options["tolerance"], said=said)
+        self.call = Agreement(transport, wires.Wire(wires.code(wire), options.tolerance), said=said)
         self._number = register(self)
         # a tensor and not text: what is compiled for one layer serves all, whatever their tags
         self._tag = torch.zeros(TAG_WORDS, dtype=torch.int64, device="cpu")
 
     def tagged(self, tag: str) -> ContextParallel:
-        """This context, for calls that have a name: ranks whose calls meet under different names raise.
+        """Name calls of this context: ranks whose calls meet under different names raise.
 
         No counter can see that two calls alike, of the same pattern, shapes and types, come in another order on
         another rank. A name tells them apart: a layer's, say. Backward carries the name of its forward.
@@ -169,47 +151,27 @@ class ContextParallel:
         named._whole = self._whole or self
         return named
 
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
-        """A call: of one thread at a time, and none after one in which the ranks differed: who knows what met next."""
-        with self.transport.using():
-            if self.call.ended is not None:
-                raise self.call.ended.again()
-            try:
-                yield
-            except RingError as error:
-                # without the frames that it came through, which hold tensors
-                self.call.ended = error.again()
-                raise
-
-    def _saying(self, tag: Tensor, **said: Value) -> Call:
-        """The means of the next call, under its tag, or else the calling thread's."""
-        name = tuple(tag.tolist())
-        return self.call.saying(
-            tag=name if any(name) else text_words(caller(), TAG_WORDS), call=self.call.calls, **said
-        )
-
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        """This process's place in the group."""
+        """Which rank of the group this process is."""
         return self.transport.rank
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """How many ranks the group has."""
         return self.transport.size
 
     @property
     def local(self) -> int:
-        """Tokens of every rank's shard, padding included."""
+        """How many tokens every rank's shard has, padding included."""
         return self.placement.local
 
     # ---- shards ------------------------------------------------------------------------------------------------------
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a whole tensor, differentiable; padding is zero.
+        """Take this rank's tokens of a whole tensor, differentiably; padding is zero.
 
         Args:
             x: (..., seq_len, ...), the same on all ranks.
@@ -231,7 +193,7 @@ class ContextParallel:
         return torch.cat([mine, mine.new_zeros(shape)], dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor of all ranks' shards, on every rank; without gradients, so for looking at and saving.
+        """Put all ranks' shards together, on every rank; without gradients, so for looking at and saving.
 
         Args:
             x: (..., local, ...), each rank's own.
@@ -245,10 +207,9 @@ class ContextParallel:
         self._check_local("x", x, dim)
         mine = x.detach().movedim(dim, 0).contiguous()
         shape, dtype = f"{tuple(x.shape)}, dim {dim}", str(x.dtype).removeprefix("torch.")
-        with self._calling():
-            call = self._saying(self._tag, shape=shape, dtype=dtype)
-            every = call.all_gather(mine)
-            self.call.calls += 1
+        with self.call.calling(self._tag, shape=shape, dtype=dtype) as call:
+            every, pending = call.all_gather(mine, "shards")
+            pending.wait()
         whole = mine.new_empty(self.seq_len, *mine.shape[1:])
         for rank, part in enumerate(every):
             held = self.placement.held(rank)
@@ -260,12 +221,14 @@ class ContextParallel:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of the shard: what ``rw.attention(..., context=)`` calls once it has checked its arguments."""
+        """Compute (out, lse) of the shard, once ``rw.attention(..., context=)`` has checked its arguments."""
         refuse_forward_mode()
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            remedy = "Differentiate with torch.autograd, and fold a mapped dimension into the batch."
+            raise UnsupportedError(message("context", "a torch.func transform", "a call without one", remedy))
         grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        out, lse, *_ = ring_attention_op(
-            q, k, v, pattern.tables, pattern.spec, scale, backend, self._number, self._tag, grads
-        )
+        call = (scale, backend, self._number, self._tag, grads)
+        out, lse, *_ = ring_attention_op(q, k, v, pattern.tables, pattern.spec, *call)
         return out, lse
 
     def check(self, q: Tensor, k: Tensor, pattern: Pattern, q_offset: int, backend: str) -> None:
@@ -275,9 +238,8 @@ class ContextParallel:
         for name, x, heads in (("q", q, self.heads[0]), ("k", k, self.heads[1])):
             self._check_local(name, x, 2)
             if x.shape[1] != heads:
-                raise ShapeError(
-                    message(f"{name} heads", x.shape[1], f"{heads}, as the context's", "Make a context for them.")
-                )
+                wanted = f"{heads}, as the context's"
+                raise ShapeError(message(f"{name} heads", x.shape[1], wanted, "Make a context for them."))
         if backend != "auto":
             known = BACKENDS.get(backend) if isinstance(backend, str) else None
             if known is None or not (known.planned and known.branched):
@@ -289,7 +251,7 @@ class ContextParallel:
     def replicated(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, fallback: str = "raise", backend: str = "auto"
     ) -> Tensor:
-        """Attention of whole tensors that every rank holds: sharded, computed together, put together again.
+        """Compute attention of whole tensors that every rank holds: sharded, computed together, put together again.
 
         Args:
             q: (B, Hq, seq_len, D), the same on all ranks; without gradients.
@@ -308,84 +270,38 @@ class ContextParallel:
         """
         one_of("fallback", fallback, ("raise", "single"))
         if not isinstance(pattern, Pattern):
-            raise PatternError(message("pattern", type(pattern).__name__, "a pattern", "Pass a ringweave pattern."))
-        self._check_whole(q, k, v)
+            refuse(pattern)
+        check_tensors(q, k, v)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.shape[2] != self.seq_len:
+                raise ShapeError(message(f"{name} tokens", x.shape[2], f"{self.seq_len}", "Pass whole tensors."))
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            raise UnsupportedError(
-                message("q, k, v", "inputs that require gradients", "none", "Use shards, or torch.no_grad().")
-            )
-        local = [self.shard(x, 2) for x in (q, k, v)]
-        self.check(local[0], local[1], pattern, 0, backend)
+            got = "inputs that require gradients"
+            raise UnsupportedError(message("q, k, v", got, "none", "Use shards, or torch.no_grad()."))
+        shards = self.shard(q, 2), self.shard(k, 2), self.shard(v, 2)
+        self.check(shards[0], shards[1], pattern, 0, backend)
         scale = 1.0 / math.sqrt(q.shape[3])
         try:
-            out, _ = self.attend(local[0], local[1], local[2], pattern, scale, backend)
+            out, _ = self.attend(*shards, pattern, scale, backend)
             return self.unshard(out, 2)
         except RingError as error:
             if fallback == "raise" or not error.lost:
                 raise
             return run_forward(Inputs(q, k, v, scale), pattern, 0, backend)[0]
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pattern: Pattern,
-        scale: float,
-        backend: str,
-        tag: Tensor,
-        grads: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What the operator runs: (out, lse, received, relayed, formats by hop and rank, flat, and number and tag)."""
-        q, k, v = map(readable, (q, k, v))
-        with self._calling():
-            planned = self.plans.of(pattern, q.shape[0])
-            call = self._saying(tag, scale=scale, backend=backend, requires_grad=grads, **planned.said)
-            out, lse, received, forms = planned.forward(call, q, k, v, scale, backend)
-            # not before it is done: a rank that fails and tries again is one behind, and told so
-            self.call.calls += 1
-        kept = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
-        name = torch.tensor(call.name, dtype=torch.int64, device="cpu")
-        forms = torch.cat([forms.flatten(), name])
-        # a compiled graph relies on the shapes and strides that the fake operator tells
-        return out.contiguous(), lse.contiguous(), kept[0], kept[1], forms
-
-    def backward(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        kept: tuple[Tensor, Tensor, Tensor],
-        pattern: Pattern,
-        scale: float,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the operator's gradient runs: (dq, dk, dv)."""
-        dout, q, k, v = map(readable, (dout, q, k, v))
-        forms, (number, *tag) = kept[2][:-NAME_WORDS], kept[2][-NAME_WORDS:].tolist()
-        with self._calling():
-            planned = self.plans.of(pattern, q.shape[0])
-            call = self.call.saying(tag=tuple(tag), call=number, scale=scale, backend=backend, **planned.said)
-            forms = forms.view(-1, self.size)
-            return planned.backward(call, dout, dlse, q, k, v, out, lse, kept[:2], forms, scale, backend)
-
     # ---- other ranks, other tables -----------------------------------------------------------------------------------
 
     def rebuild(self, mesh: DeviceMesh | ProcessGroup | None) -> ContextParallel:
-        """The same context on other ranks, such as the survivors of a failure; the caller shards its inputs again.
+        """Make the same context on other ranks, such as the survivors of a failure; the caller shards its inputs again.
 
         Args:
             mesh: As of the constructor.
         Returns:
             A new context; this one is closed.
         """
-        options = dict(self._options)
-        if isinstance(options["placement"], Placement):
-            options["placement"] = "auto"
+        options = vars(self.options)
+        # a placement of its own is made for these ranks
+        options = options | {"placement": "auto"} if isinstance(self.options.placement, Placement) else options
         again = ContextParallel(mesh, self.patterns, self.seq_len, heads=self.heads, **options)
         self.close()
         return again
@@ -408,18 +324,14 @@ class ContextParallel:
             RingError: Ranks share different versions or shapes.
         """
         rows = rows_of(rows, self.placement, self.rank, block_size)
-        version = integer("version", version, -(2**62), 2**62)
-        with self._calling():
-            shape = f"{tuple(rows.shape)}, {block_size}"
-            call = self._saying(self._tag, version=version, shape=shape)
-            pending = PendingTable(call, self.placement, rows, block_size, version)
-            self.call.calls += 1
-        return pending
+        version = whole("version", version, -(2**62), 2**62, error=ShapeError)
+        with self.call.calling(self._tag, version=version, shape=f"{tuple(rows.shape)}, {block_size}") as call:
+            return PendingTable(call, self.placement, rows, block_size, version)
 
     # ---- looking at it -----------------------------------------------------------------------------------------------
 
     def explain(self, *, head_dim: int = 128, itemsize: int = 2) -> str:
-        """Where tokens lie, what moves and what it costs by the model, as text.
+        """Say where tokens lie, what moves and what it costs by the model, as text.
 
         Args:
             head_dim: Channels of q, k and v.
@@ -428,21 +340,20 @@ class ContextParallel:
             >>> print(rw.ContextParallel(None, rw.Causal(), 4096, heads=(8, 8)).explain().splitlines()[0])
             4,096 tokens on 1 rank: contiguous placement, 4,096 tokens each
         """
-        head_dim, itemsize = integer("head_dim", head_dim, 1), integer("itemsize", itemsize, 1)
-        return explanation(self, Widths(head_dim, head_dim, itemsize))
+        return self.schedules.explain(self.patterns, Widths.of(head_dim, itemsize))
 
     @property
     def statistics(self) -> WireStatistics:
         """What encoding on the wire did."""
-        return self.call.statistics
+        return self.call.wire.statistics
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Record when this rank computes, sends and receives; the yielded :class:`Trace` can be plotted."""
-        found = Trace(self.rank)
-        self.transport.trace = found.events
+        """Record when this rank computes, sends and receives; the yielded :class:`Trace` can be looked at."""
+        trace = Trace(self.rank)
+        self.transport.trace = trace.events
         try:
-            yield found
+            yield trace
         finally:
             self.transport.trace = None
 
@@ -463,22 +374,6 @@ class ContextParallel:
         check_extents(pattern, (made or 1) if batch is None else batch, self.heads[0])
         pattern.check(self.seq_len, self.seq_len, 0)
 
-    def _check_whole(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(x, Tensor) or x.ndim != 4:
-                got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-                raise ShapeError(message(name, got, "(batch, heads, tokens, dim)", "Pass whole tensors."))
-        of_queries, of_keys = self.heads
-        for name, x, heads, dim in (
-            ("q", q, of_queries, q.shape[3]),
-            ("k", k, of_keys, q.shape[3]),
-            ("v", v, of_keys, v.shape[3]),
-        ):
-            shape = (q.shape[0], heads, self.seq_len, dim)
-            if (tuple(x.shape), x.dtype, x.device) != (shape, q.dtype, q.device):
-                got, wanted = (f"{y.dtype} {size} on {y.device}" for y, size in ((x, tuple(x.shape)), (q, shape)))
-                raise ShapeError(message(name, got, wanted, "Pass whole tensors that fit each other."))
-
     def _check_local(self, name: str, x: Tensor, dim: int) -> None:
         if x.shape[dim] != self.local:
             wanted = f"{self.local}, this rank's share of {self.seq_len}"
@@ -486,11 +381,10 @@ class ContextParallel:
 
 
 def _dim(x: Tensor, dim: int) -> int:
-    """A dimension of a tensor, counted from the front."""
+    """Count a dimension of a tensor from the front."""
     if not isinstance(x, Tensor):
         raise ShapeError(message("x", type(x).__name__, "a tensor", "Pass a torch tensor."))
-    dim = integer("dim", dim, -(2**31))
+    dim = whole("dim", dim, -(2**31), error=ShapeError)
     if not -x.ndim <= dim < x.ndim:
-        wanted = f"a dimension of x, which has {x.ndim}"
-        raise ShapeError(message("dim", dim, wanted, "Name its dimension of tokens."))
+        raise ShapeError(message("dim", dim, f"a dimension of x, which has {x.ndim}", "Name that of its tokens."))
     return dim % x.ndim

@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, message
+from ..ops.backend import Inputs, readable
 from ..ops.registered import differentiate, operator, refuse_twice
 from ..patterns.function import held
 from ..plan import pattern_of
 from ..types import acc_dtype
+from .execution import executor
+from .execution.agreement import NAME_WORDS
 
 if TYPE_CHECKING:
     from .context import ContextParallel
@@ -24,7 +27,7 @@ _numbers = itertools.count(1)
 
 
 def register(context: ContextParallel) -> str:
-    """A number that stands for a context among an operator's arguments, as long as the context lives.
+    """Give a context a number, which stands for it among an operator's arguments as long as it lives.
 
     As text: dynamo turns an int that differs between compiled calls into a symbol, which no dictionary takes.
     """
@@ -36,15 +39,33 @@ def register(context: ContextParallel) -> str:
 def _context(number: str) -> ContextParallel:
     context = _contexts.get(number)
     if context is None:
-        raise UnsupportedError(
-            message(
-                "context",
-                "one that is gone",
-                "a live ContextParallel",
-                "Keep it as long as its results need gradients.",
-            )
-        )
+        remedy = "Keep it as long as its results need gradients."
+        raise UnsupportedError(message("context", "one that is gone", "a live ContextParallel", remedy))
     return context
+
+
+class Saved(NamedTuple):
+    """What backward needs of forward.
+
+    Attributes:
+        q: Queries of the shard.
+        k: Keys.
+        v: Values.
+        out: The results, in q's type.
+        lse: Their log-sum-exp.
+        received: The bytes that the first hop brought, where the schedule keeps them.
+        relayed: Those of the second.
+        forms: The format of each message, by hop and rank, and the call's name.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    received: Tensor
+    relayed: Tensor
+    forms: Tensor
 
 
 def ring_attention(
@@ -59,21 +80,22 @@ def ring_attention(
     tag: Tensor,
     grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse) of the shard, and what backward needs: received bytes of two hops; formats, and the call's name."""
-    return _context(context).forward(q, k, v, pattern_of(spec, tables), scale, backend, tag, grads)
+    """(out, lse) of the shard, and what else backward needs; see :class:`Saved`."""
+    pattern, ctx = pattern_of(spec, tables), _context(context)
+    q, k, v = map(readable, (q, k, v))
+    schedule = ctx.schedules.of(pattern, q.shape[0])
+    with ctx.call.calling(tag, scale=scale, backend=backend, requires_grad=grads, **schedule.said) as call:
+        out, lse, received, forms = executor.forward(schedule, call, Inputs(q, k, v, scale), backend)
+    kept = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
+    forms = torch.cat([forms.flatten(), torch.tensor(call.name, dtype=torch.int64, device="cpu")])
+    # a compiled graph relies on the shapes and strides that the fake operator tells
+    return out.contiguous(), lse.contiguous(), kept[0], kept[1], forms
 
 
 def ring_attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    received: Tensor,
-    relayed: Tensor,
-    forms: Tensor,
+    saved: Sequence[Tensor],
     tables: Sequence[Tensor],
     spec: str,
     scale: float,
@@ -81,16 +103,17 @@ def ring_attention_backward(
     context: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the shard."""
-    kept = (received, relayed, forms)
-    return _context(context).backward(dout, dlse, q, k, v, out, lse, kept, pattern_of(spec, tables), scale, backend)
+    pattern, ctx, of = pattern_of(spec, tables), _context(context), Saved(*saved)
+    dout, q, k, v = map(readable, (dout, of.q, of.k, of.v))
+    forms, (number, *tag) = of.forms[:-NAME_WORDS], of.forms[-NAME_WORDS:].tolist()
+    schedule = ctx.schedules.of(pattern, q.shape[0])
+    with ctx.call.calling(tag=None, scale=scale, backend=backend, **schedule.said) as call:
+        call = call.saying(call=number, tag=tuple(tag))
+        computed = executor.Computed(of.out, of.lse, (of.received, of.relayed), forms.view(-1, ctx.size))
+        return executor.backward(schedule, call, Inputs(q, k, v, scale), computed, (dout, dlse), backend)
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(3)]
     received, relayed = (q.new_empty(size, dtype=torch.uint8) for size in sizes[:2])
     forms = torch.empty(sizes[2], dtype=torch.int64, device="cpu")
@@ -99,14 +122,9 @@ def _fake(
 
 
 def _fake_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *rest: Any,
+    dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor], *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in saved[:3])
     return dq, dk, dv
 
 
@@ -127,14 +145,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
     if ctx.held is not None:
         ctx.held.check()
-    q, k, v, out, lse, received, relayed, forms, *tables = ctx.saved_tensors
-    rest = (None,) * 6
-    # a rank without a slope still owes the others their gradients
-    dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv = ring_attention_backward_op(
-        dout, dlse, q, k, v, out, lse, received, relayed, forms, tables, ctx.spec, ctx.scale, ctx.backend, ctx.context
-    )
-    return (dq, dk, dv, [None] * ctx.tables, *rest)
+    # read once: checkpointing computes again what it gives out
+    every, count = ctx.saved_tensors, len(Saved._fields)
+    saved, tables = Saved(*every[:count]), every[count:]
+    # a rank whose results nobody uses still owes the others their gradients
+    dout = torch.zeros_like(saved.out) if dout is None else dout
+    grads = ring_attention_backward_op(dout, dlse, saved, tables, ctx.spec, ctx.scale, ctx.backend, ctx.context)
+    return (*grads, [None] * ctx.tables, *(None,) * 6)
 
 
 differentiate(ring_attention_op, _setup, _backward)

@@ -1,11 +1,14 @@
 """What may attend: patterns, their set algebra, presets, and reading them from text."""
 
 from .algebra import And, Not, Or
-from .base import Full, Pattern, check_extents
+from .base import Full, Pattern
+from .boxes import Grid
 from .chosen import Global, Periodic, Sinks
 from .dilated import Dilated, LongNet, Strided, View
 from .documents import Documents
+from .fit import check_extents
 from .function import MaskMod, TokenMask, from_mask_mod
+from .grids import GridNeighborhood, GridWindows
 from .keys import Keys
 from .local import Causal, Neighborhood, PrefixLM, Segments, SlidingWindow
 from .parse import parse, rebuild
@@ -31,6 +34,9 @@ __all__ = [
     "Documents",
     "Full",
     "Global",
+    "Grid",
+    "GridNeighborhood",
+    "GridWindows",
     "Keys",
     "LongNet",
     "MaskMod",

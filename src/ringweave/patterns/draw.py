@@ -16,7 +16,7 @@ _AT_ONCE = 2**20
 
 
 def draw(lead: tuple[int, ...], side: int, total: int, *, seed: int, diagonal: bool) -> BlockSet:
-    """``total`` random blocks of ``side`` x ``side``, evenly over the rows to one block.
+    """Draw ``total`` random blocks of ``side`` x ``side``, evenly over the rows to one block.
 
     Any choice of as many blocks of a row is as likely as any other; lists where they are few, else a mask.
 
@@ -34,7 +34,7 @@ def draw(lead: tuple[int, ...], side: int, total: int, *, seed: int, diagonal: b
 
 
 def _longer(side: int, total: int, generator: torch.Generator) -> Tensor:
-    """The rows that have one block more than others."""
+    """Draw the rows that have one block more than others."""
     return torch.randperm(side, generator=generator, device="cpu")[: total % side]
 
 

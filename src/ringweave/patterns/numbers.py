@@ -1,15 +1,16 @@
-"""Argument checks that patterns and plans share: each returns the plain value, or says name, got, wanted, remedy."""
+"""Argument checks that the library shares: each returns the plain value, or says name, got, wanted, remedy."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, RingweaveError, ShapeError, message, shown
+from ..errors import PatternError, RingweaveError, ShapeError, UnsupportedError, message, shown
 
 if TYPE_CHECKING:
     from .base import Pattern
@@ -33,7 +34,7 @@ def whole(
     error: type[RingweaveError] = PatternError,
     remedy: str | None = None,
 ) -> int:
-    """A whole number of least..most as an int; numpy's are taken, tensors are not: reading one may wait for a GPU."""
+    """Check a whole number of least..most, as an int; numpy's are taken, no tensors: reading one may wait for a GPU."""
     if type(value) is not int:
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise error(message(name, shown(value), "an int", remedy or f"Pass a whole number, such as int({name})."))
@@ -52,23 +53,45 @@ def whole_fields(pattern: Pattern, **least: int) -> None:
 
 
 def flag(name: str, value: object, error: type[RingweaveError] = PatternError) -> bool:
-    """True or False, and nothing that only counts as one of them."""
+    """Check True or False, and nothing that only counts as one of them."""
     if not isinstance(value, (bool, np.bool_)):
         raise error(message(name, shown(value), "True or False", "Pass a bool."))
     return bool(value)
 
 
-def number(name: str, value: object) -> float:
-    """A finite number as a float."""
+def number(
+    name: str,
+    value: object,
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    error: type[RingweaveError] = PatternError,
+) -> float:
+    """A finite number of least..most as a float."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise PatternError(message(name, shown(value), "a number", f"Pass a number, such as float({name})."))
+        raise error(message(name, shown(value), "a number", f"Pass a number, such as float({name})."))
     if (isinstance(value, int) and value.bit_length() > 64) or not math.isfinite(value):
-        raise PatternError(message(name, shown(value), "a finite number", f"Correct {name}."))
+        raise error(message(name, shown(value), "a finite number", f"Correct {name}."))
+    if not least <= value <= most:
+        wanted, remedy = (f"at least {least:g}", "Raise") if value < least else (f"at most {most:g}", "Lower")
+        raise error(message(name, shown(value), wanted, f"{remedy} {name}."))
     return float(value)
 
 
+def seconds(name: str, value: object) -> float:
+    """A time to wait, from a millisecond to thirty years."""
+    return number(name, value, 1e-3, 1e9, error=ShapeError)
+
+
+def one_of(name: str, value: object, names: Sequence[str], wanted: str = "") -> str:
+    """The value, which is one of some names; ``wanted`` says what else would do."""
+    if isinstance(value, str) and value in names:
+        return value
+    raise UnsupportedError(message(name, shown(value), f"{wanted}one of {', '.join(names)}", f"Use {names[0]!r}."))
+
+
 def integers(name: str, value: object, least: int = -LONGEST) -> list[int]:
-    """Whole numbers as a new list: of a list, tuple, range or set, or of a 1-D array or tensor of integers.
+    """List whole numbers anew: of a list, tuple, range or set, or of a 1-D array or tensor of integers.
 
     Of a list nothing becomes an array: ``torch.compile`` would not know its values.
     """
@@ -93,7 +116,7 @@ def integers(name: str, value: object, least: int = -LONGEST) -> list[int]:
 def check_sizes(
     nq: int, nk: int | None, heads: int = 1, batch: int = 1, q_offset: int = 0
 ) -> tuple[int, int, int, int, int]:
-    """(nq, nk, heads, batch, q_offset) of a call as ints, nk being nq + q_offset by default.
+    """Check (nq, nk, heads, batch, q_offset) of a call, as ints, nk being nq + q_offset by default.
 
     Raises:
         ShapeError: One that is no whole number, below 1 (q_offset: 0) or too large.
@@ -113,7 +136,7 @@ def _size(name: str, value: object, least: int = 1) -> int:
 
 
 def named_device(device: object) -> torch.device:
-    """A device by name, which need not be here; ShapeError for what is no name of one."""
+    """Name a device, which need not be here; ShapeError for what is no name of one."""
     if isinstance(device, torch.device):
         return device
     if isinstance(device, str):
@@ -125,7 +148,7 @@ def named_device(device: object) -> torch.device:
 
 
 def check_device(device: object) -> torch.device:
-    """A device that is here and holds values.
+    """Check that a device is here and holds values.
 
     Raises:
         ShapeError: No device, or none of this machine.

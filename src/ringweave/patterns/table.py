@@ -68,7 +68,7 @@ class BlockTable(Pattern):
 
     @classmethod
     def of(cls, blocks: BlockSet, block_size: tuple[int, int]) -> BlockTable:
-        """A pattern around blocks that are already private (a slice of another pattern's, or an op's argument)."""
+        """Wrap blocks that are already private (a slice of another pattern's, or an op's argument)."""
         pattern = cls.__new__(cls)
         pattern.block_size, pattern.blocks = block_size, blocks
         pattern.__post_init__()
@@ -85,7 +85,7 @@ class BlockTable(Pattern):
 
     @property
     def mask(self) -> Tensor:
-        """The table as a new bool tensor (..., blocks of queries, blocks of keys), however it is kept."""
+        """Write the table as a new bool tensor (..., blocks of queries, blocks of keys), however it is kept."""
         return self.blocks.mask()
 
     def __repr__(self) -> str:
@@ -115,7 +115,7 @@ class BlockTable(Pattern):
                 )
             )
 
-    def grid(self) -> int | None:
+    def block_side(self) -> int | None:
         return self.block_size[0] if self.block_size[0] == self.block_size[1] else None
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:

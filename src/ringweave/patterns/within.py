@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ..errors import PatternError, message
 from .algebra import Combined, Not
-from .base import Pattern, nest, refuse
+from .base import Pattern
 from .documents import Documents
+from .fit import nest, refuse
 from .keys import Keys
 from .per_head import PerHead
 from .spans import ELEMENT, Bounds, Shared, bounds_in

@@ -35,12 +35,12 @@ _Alike = tuple[Pattern, Int64]
 
 
 def default_tile(n: int) -> int:
-    """The tile side for a length: 128, or the least power of two >= 16 that holds a shorter sequence."""
+    """Give the tile side for a length: 128, or the least power of two >= 16 that holds a shorter sequence."""
     return min(DEFAULT_TILE, max(16, 1 << (n - 1).bit_length()))
 
 
 def check_tile(tile: object) -> tuple[int, int]:
-    """(q_tile, kv_tile) from a side or both.
+    """Check a side or both, as (q_tile, kv_tile).
 
     Raises:
         ShapeError: Sides that are no multiples of 16, or too large.
@@ -116,11 +116,11 @@ def _one_by_one(pattern: Pattern, heads: int, batch: int) -> tuple[list[_Alike],
     for b in range(batch):
         for h in range(heads):
             each = pattern.select(b, h)
-            found = known.get(id(each))
-            if found is None:
+            numbered = known.get(id(each))
+            if numbered is None:
                 # held with its number, so that no other has its address
-                found = known[id(each)] = (distinct.setdefault(each.value(), (len(distinct), each))[0], each)
-            group[b, h] = found[0]
+                numbered = known[id(each)] = (distinct.setdefault(each.value(), (len(distinct), each))[0], each)
+            group[b, h] = numbered[0]
     return [(each, np.zeros(1, np.int64)) for _, each in distinct.values()], torch.from_numpy(group)
 
 
@@ -143,8 +143,8 @@ def _table_context(
     def listed(each: Pattern, starts: Int64) -> Iterator[Listed]:
         # some rows at a time: of tiles side by side runs are kept, few where the tiles are many
         for first in range(0, q_tiles, step):
-            found = _rows(each, starts, nq, nk, 0, tile, store, slice(first, first + step))
-            yield (first + found.row) * kv_tiles + found.col, found.bits
+            tiles = _rows(each, starts, nq, nk, 0, tile, store, slice(first, first + step))
+            yield (first + tiles.row) * kv_tiles + tiles.col, tiles.bits
 
     full, group = _distinct(rebuild(every, ()), heads, batch)
     inside = [[runs_of(*part) for part in listed(*each)] for each in full]
@@ -219,7 +219,7 @@ def _rows(
 
 
 def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offset: int = 0, sample: int = 64) -> float:
-    """About how many tiles of the default sides all heads of one batch element have, from a sample of query tiles.
+    """Estimate how many tiles of the default sides all heads of one batch element have, from a sample of query tiles.
 
     Cost grows with the sampled rows alone, whatever the length; masks are not evaluated.
     """
@@ -228,23 +228,23 @@ def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offs
     sample = max(1, min(sample, _TILES_SAMPLED * kv_tile // nk))
     lo = np.unique(np.linspace(0, rows - 1, min(rows, sample)).round().astype(np.int64)) * q_tile
     q_lo, q_hi = lo + q_offset, np.minimum(lo + q_tile, nq) + q_offset
-    found: dict[Hashable, float] = {}
+    counts: dict[Hashable, float] = {}
     total = 0.0
     alike = pattern.select(0, 0) is pattern
     for head in range(1 if alike else heads):
         each = pattern.select(0, head)
         key = each.value()
-        if key not in found:
+        if key not in counts:
             row, col = _candidates(each.key_ranges(q_lo, q_hi, nk), kv_tile, -(-nk // kv_tile))
             k_lo = col * kv_tile
             keys = each.tile_keys(Tiles(q_lo[row], q_hi[row], k_lo, np.minimum(k_lo + kv_tile, nk)))
-            found[key] = float((keys != EMPTY).sum()) / len(lo) * rows
-        total += found[key]
+            counts[key] = float((keys != EMPTY).sum()) / len(lo) * rows
+        total += counts[key]
     return total * heads if alike else total
 
 
 def _candidates(ranges: Ranges, kv_tile: int, kv_tiles: int) -> tuple[Int64, Int64]:
-    """The tiles that the ranges touch, by row and ascending, each once."""
+    """List the tiles that the ranges touch, by row and ascending, each once."""
     start = np.maximum(ranges.start, 0) // kv_tile
     stop = np.minimum(-(-ranges.stop // kv_tile), kv_tiles)
     empty = (ranges.stop <= ranges.start) | (stop <= start)

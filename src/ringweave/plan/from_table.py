@@ -36,7 +36,7 @@ def from_table(
     spare: bool | None = None,
     context: TableContext | None = None,
 ) -> BlockPlan:
-    """The plan of a table whose blocks are the tiles.
+    """Plan a table whose blocks are the tiles.
 
     Args:
         pattern: The table.
@@ -79,7 +79,7 @@ def from_table(
 
 
 def _exact(blocks: BlockSet, sets: int, context: TableContext | None) -> tuple[Tensor, ...]:
-    """The lists of a plan, no longer than they are."""
+    """Make the lists of a plan, no longer than they are."""
     rows, width = blocks.shape[-2:]
     area = rows * width
     number = blocks.numbers()
@@ -111,17 +111,17 @@ def _exact(blocks: BlockSet, sets: int, context: TableContext | None) -> tuple[T
 
 
 def _lines(sets: int, lines: int, device: torch.device) -> Tensor:
-    """(sets, lines + 1): the numbers of the lines of each set, and of the one after."""
+    """Number the lines of each set, and the one after: (sets, lines + 1)."""
     return torch.arange(sets, device=device)[:, None] * lines + torch.arange(lines + 1, device=device)
 
 
 def _starts(number: Tensor, sets: int, lines: int, width: int) -> Tensor:
-    """(sets, lines + 1): where each line of ``width`` numbers begins among ascending ones, and the last one's end."""
+    """Find where lines of ``width`` numbers begin among ascending ones, and the last one's end: (sets, lines + 1)."""
     return torch.searchsorted(number, (_lines(sets, lines, number.device) * width).to(number.dtype))
 
 
 def _with_room(blocks: BlockSet, sets: int, context: TableContext | None) -> tuple[Tensor, ...]:
-    """The lists of a plan with a place for every block that could be set; no shape depends on what is."""
+    """Make the lists of a plan with a place for every block that could be set; no shape depends on what is."""
     listed, (rows, width) = blocks.listed(), blocks.shape[-2:]
     area, device = rows * width, listed.device
     listed = listed.reshape(math.prod(blocks.shape[:-2]), rows, blocks.most)

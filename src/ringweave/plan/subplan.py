@@ -18,7 +18,7 @@ def subplan(
     present: NDArray[np.bool_] | None = None,
     wanted: list[NDArray[np.bool_]] | None = None,
 ) -> BlockPlan:
-    """The tiles of some rows and columns, renumbered in their order.
+    """Take some rows and columns of a plan, renumbered in their order.
 
     The order of a row's tiles is kept, so a kernel adds them up as it would in the whole.
 
@@ -68,7 +68,7 @@ def _tokens(tiles: NDArray[np.int64], side: int, length: int) -> int:
 
 
 def _ended(present: NDArray[np.bool_], columns: NDArray[np.int64], plan: BlockPlan) -> NDArray[np.bool_]:
-    """Without what lies past the keys' end, where the last tile gets a mask: bits there are 0, in every plan."""
+    """Leave out what lies past the keys' end, where the last tile gets a mask: bits there are 0, in every plan."""
     if columns[-1] != plan.kv_tiles - 1 or present[-1].all():
         return present
     present = present.copy()
@@ -82,8 +82,8 @@ def _masked(sets: list[RowSet], plan: BlockPlan, present: NDArray[np.bool_]) -> 
     kind = kind.reshape(-1)
     whole: NDArray[np.bool_] = np.asarray(shapes.all(axis=1))
     # pairs (mask or full, shape) that occur
-    found = [np.stack([rows.bits.astype(np.int64) + 1, kind[rows.col]], 1)[~whole[kind[rows.col]]] for rows in sets]
-    pairs = np.unique(np.concatenate(found), axis=0)
+    occurring = [np.stack([rows.bits.astype(np.int64) + 1, kind[rows.col]], 1)[~whole[kind[rows.col]]] for rows in sets]
+    pairs = np.unique(np.concatenate(occurring), axis=0)
     if not len(pairs):
         return plan.masks
     base = torch.cat(

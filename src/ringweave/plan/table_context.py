@@ -24,7 +24,7 @@ Runs = tuple[Int64, Int64, NDArray[np.int32]]
 
 
 def split(pattern: Pattern, tile: tuple[int, int]) -> tuple[BlockTable, Pattern, Pattern] | None:
-    """(table, the pattern with every block of it set, with none) of one table on the tile grid among patterns."""
+    """Split a pattern into its one table on the tile grid, itself with every block of that set, and with none."""
     tables = [leaf for leaf in leaves(pattern) if leaf.tables]
     if not tables or not all(_same(tables[0], leaf) for leaf in tables):
         return None
@@ -36,7 +36,7 @@ def split(pattern: Pattern, tile: tuple[int, int]) -> tuple[BlockTable, Pattern,
 
 
 def _same(a: Pattern, b: Pattern) -> bool:
-    """Whether two patterns are the same table; without a look at what it holds."""
+    """Tell whether two patterns are the same table; without a look at what it holds."""
     return a.spec == b.spec and all(
         one.data_ptr() == two.data_ptr() for one, two in zip(a.tables, b.tables, strict=True)
     )
@@ -80,7 +80,7 @@ class TableContext:
         area: int,
         device: str | torch.device,
     ) -> TableContext:
-        """From the tiles with every block set and with none, and the leading sides of the table.
+        """Describe it by the tiles with every block set and with none, and the leading sides of the table.
 
         Args:
             inside: With every block set, the runs of each distinct pattern, in parts, and (B, Hq) int32 which pattern
@@ -109,19 +109,19 @@ class TableContext:
         return TableContext(*(x.to(device) for x in moved))
 
     def at(self, set_number: Tensor, place: Tensor, area: int) -> Tensor:
-        """The codes of tiles with a set block, by joint row set and place in its ``area``; int32, of int64."""
+        """Look up codes of tiles with a set block, by joint row set and place in its ``area``; int32, of int64."""
         number = (self.of_codes[set_number] * area + place).reshape(-1)
         return self.codes[torch.searchsorted(self.starts, number, right=True) - 1]
 
     def free(self, blocks: BlockSet) -> Tensor:
-        """(E,) whether the table is not set at the tiles outside of it."""
+        """Tell whether the table is not set at the tiles outside of it, (E,)."""
         rows, width = blocks.shape[-2:]
         line = self.outside // width
         return ~blocks.held(self.of_table[line // rows] * rows + line % rows, self.outside % width)
 
 
 def runs_of(place: Int64, code: NDArray[np.int32]) -> Runs:
-    """Tiles at ascending places, each with a code, as runs (begin, end, code) of neighbours with one code."""
+    """Join tiles at ascending places, each with a code, to runs (begin, end, code) of neighbours with one code."""
     ends = np.ones(len(place) + 1, np.bool_)
     ends[1:-1] = (place[1:] != place[:-1] + 1) | (code[1:] != code[:-1])
     first, last = np.flatnonzero(ends[:-1]), np.flatnonzero(ends[1:])

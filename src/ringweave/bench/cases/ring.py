@@ -20,8 +20,9 @@ import ringweave as rw
 
 from ...errors import UnsupportedError, message
 from ...parallel.planning.choice import Choice, choose
-from ...parallel.planning.cost import Machine, Widths
+from ...parallel.planning.cost import Machine
 from ...parallel.planning.placement import block_for
+from ...parallel.planning.workload import Widths, Workload
 from ...patterns import Pattern
 from ...plan import branches
 from ..launched import LaunchError, run, torchrun
@@ -110,7 +111,7 @@ def launch(options: Options) -> list[Record]:
 def chosen(pattern: Pattern, tokens: int, ranks: int, heads: tuple[int, int] = _HEADS) -> Choice:
     """Find the placement that a context would choose."""
     program = branches(pattern, tokens, tokens, heads=heads[0])
-    return choose([program], tokens, ranks, block_for(tokens, ranks, _TILE), heads[0] // heads[1])
+    return choose(Workload([program], tokens, heads), ranks, block_for(tokens, ranks, _TILE))
 
 
 def full_ring(tokens: int, ranks: int, key_heads: int) -> float:

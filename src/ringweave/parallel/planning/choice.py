@@ -1,17 +1,28 @@
-"""The choice of a placement by the modelled time of what it moves and computes."""
+"""The choice of a placement by the modelled time of what it moves and computes.
+
+Candidates are the plain placements, and chunks of affinity: those that need the same keys come together, work and
+counts equal. Chunks are dealt heaviest first, each to the rank that already needs most of its keys and has room for its
+work; or they lie in order. Then they are swapped where that lowers the heaviest load, those first that add the least to
+receive. Whole numbers and stable orders only, and nothing that is measured: all ranks choose the same.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from ...errors import ShapeError, message
+from ...patterns import Pattern
 from ...patterns.function import holders
-from ...plan import Branch
+from ...plan import Branch, branches
 from ...recent import Recent
-from .affinity import affinity
-from .cost import Estimate, Load, Machine, Widths, estimate
-from .demand import Demand
-from .placement import Placement, portfolio
+from .cost import Estimate, Machine, cost_of
+from .placement import NAMED, Int64, Placement, block_for, blocks_for, contiguous, residues, striped, zigzag
+from .workload import Workload
 
 _PIECES = (4, 8, 16, 32, 2)
 # estimates within this much of the least time count as equal: bytes decide
@@ -20,7 +31,16 @@ _EQUAL = 1.02
 _LITTLE = 0.25
 # with the bytes of the tables that their keys name, and about so many of their own
 _MAX_CHOICES, _MAX_BYTES, _CHOICE_BYTES = 256, 256 * 2**20, 2**14
-_MACHINE, _WIDTHS = Machine(), Widths()
+_MACHINE = Machine()
+# a rank takes work up to this many 256ths of the mean while chunks are dealt, and swaps while it has more than those
+_ROOM = 262
+_ENOUGH = 259
+_SWAPS = 16
+_MAX_SWAPS = 1024
+# bounds on the time that this takes: nearly dense patterns have nothing to gain
+_MAX_CHUNKS = 2048
+_MAX_TILES = 2**22
+_MAX_LOOKS = 2**27
 
 
 class Choice(NamedTuple):
@@ -34,96 +54,71 @@ class Choice(NamedTuple):
 _choices: Recent[Choice] = Recent(_MAX_BYTES, _MAX_CHOICES)
 
 
-def choose(
-    calls: Sequence[Sequence[Branch]],
-    tokens: int,
-    ranks: int,
-    block: int,
-    ratio: int = 1,
-    machine: Machine = _MACHINE,
-    widths: Widths = _WIDTHS,
-) -> Choice:
-    """The placement with the least modelled time; among times within 2 % the one whose worst rank receives least.
+def place(
+    asked: str | Placement, patterns: Sequence[Pattern], tokens: int, heads: tuple[int, int], ranks: int
+) -> Placement:
+    """Make the placement that is asked for, or choose the one that suits the patterns best.
 
-    Cached by value. The same on every rank: nothing in it depends on measurements.
-
-    Args:
-        calls: The branches of each call that shares the placement, such as interleaved layers'.
-        tokens: Length of the sequence.
-        ranks: Ranks.
-        block: Tokens that stay together; see :func:`~ringweave.parallel.planning.placement.block_for`.
-        ratio: Query heads of a key head.
-        machine: What the model assumes of a rank.
-        widths: Channels and bytes.
-    Returns:
-        The choice. Candidates end where one is near a bound that none can beat.
+    Raises:
+        ShapeError: One that is made for another length or other ranks.
     """
-    patterns = [branch.pattern for call in calls for branch in call]
-    key = (tuple(tuple(map(_value, call)) for call in calls), tokens, ranks, block, ratio, machine, widths)
+    if isinstance(asked, Placement):
+        if (asked.tokens, asked.ranks) != (tokens, ranks):
+            got, wanted = f"{asked.tokens} tokens on {asked.ranks} ranks", f"{tokens} on {ranks}"
+            raise ShapeError(message("placement", got, wanted, "Make it for this context."))
+        return asked
+    calls = [branches(p, tokens, tokens, heads=heads[0], batch=p.extents()[0] or 1) for p in patterns]
+    # a view of a mixture may hold no token
+    workload = Workload([call for call in calls if call], tokens, heads)
+    block = block_for(tokens, ranks, min((b.tile[0] for b in workload.branches if b.rate == 1), default=128))
+    if asked == "auto" and workload.calls:
+        return choose(workload, ranks, block).placement
+    return NAMED["contiguous" if asked == "auto" else asked](tokens, ranks, block)
+
+
+def choose(workload: Workload, ranks: int, block: int, machine: Machine = _MACHINE) -> Choice:
+    """Find the placement with the least modelled time; among times within 2 % the one whose worst rank receives least.
+
+    Cached by value, and the same on every rank. Blocks are tokens that stay together, as of
+    :func:`~ringweave.parallel.planning.placement.block_for`. Candidates end where one is near a bound that none beats.
+    """
+    patterns = [branch.pattern for branch in workload.branches]
+    calls = tuple(tuple(map(_value, call)) for call in workload.calls)
+    key = (calls, workload.tokens, workload.ratio, workload.widths, ranks, block, machine)
     choice = _choices.get(key)
     if choice is None:
-        choice = _choose(calls, tokens, ranks, block, ratio, machine, widths)
+        choice = _choose(workload, ranks, block, machine)
         tables = [table for pattern in patterns for table in pattern.key().tables]
         ties = [holder for pattern in patterns for holder in holders(pattern.spec)]
         _choices.put(key, choice, _CHOICE_BYTES, tables, ties)
     return choice
 
 
-def cost_of(
-    calls: Sequence[Sequence[Branch]], placement: Placement, ratio: int, machine: Machine, widths: Widths
-) -> Estimate:
-    """The estimate of calls under one placement; arguments as of :func:`choose`."""
-    loads = [Load.of([Demand.of(branch, placement, ratio) for branch in call], widths) for call in calls]
-    return estimate(placement.name, loads, machine)
-
-
-def _choose(
-    calls: Sequence[Sequence[Branch]],
-    tokens: int,
-    ranks: int,
-    block: int,
-    ratio: int,
-    machine: Machine,
-    widths: Widths,
-) -> Choice:
+def _choose(workload: Workload, ranks: int, block: int, machine: Machine) -> Choice:
     # no placement can beat what the longest row asks for, beyond what a rank can hold of it; and hardly the bytes of
     # one that keeps neighbours together
-    heads = [len({head // ratio for head in range(*branch.heads)}) for call in calls for branch in call]
-    least = [_longest(branch) - tokens / ranks for call in calls for branch in call]
-    least_bytes = max(0.0, *(tokens * head for tokens, head in zip(least, heads, strict=True))) * widths.bytes_of_key
-    placements: list[Placement] = []
-    found: list[Estimate] = []
-    for placement in _candidates(calls, tokens, ranks, block):
-        each = cost_of(calls, placement, ratio, machine, widths)
-        placements.append(placement)
-        found.append(each)
-        bound = max(each.ideal, least_bytes / machine.bandwidth)
-        enough = max(least_bytes, _LITTLE * each.ideal * machine.bandwidth)
-        near = not any(branch.rate % placement.views for call in calls for branch in call)
+    least = 0.0
+    for branch in workload.branches:
+        heads = len({head // workload.ratio for head in range(*branch.heads)})
+        least = max(least, (_longest(branch) - workload.tokens / ranks) * heads * workload.widths.bytes_of_key)
+    looked: list[tuple[Placement, Estimate]] = []
+    for placement in _candidates(workload, ranks, block):
+        each = cost_of(workload, placement, machine)
+        looked.append((placement, each))
+        bound = max(each.ideal, least / machine.bandwidth)
+        enough = max(least, _LITTLE * each.ideal * machine.bandwidth)
+        near = not any(branch.rate % placement.views for branch in workload.branches)
         keeps = near and placement.name in ("contiguous", "residue")
         if each.seconds <= _EQUAL * bound and (keeps or each.bytes_worst <= _EQUAL * enough):
             break
-    fastest = min(each.seconds for each in found)
-    best = min(
-        (each.bytes_worst, each.seconds, number)
-        for number, each in enumerate(found)
-        if each.seconds <= _EQUAL * fastest
-    )[2]
-    return Choice(placements[best], found[best], tuple(found))
-
-
-def _candidates(calls: Sequence[Sequence[Branch]], tokens: int, ranks: int, block: int) -> Iterator[Placement]:
-    branches = [branch for call in calls for branch in call]
-    yield from portfolio(tokens, ranks, block, tuple(branch.rate for branch in branches))
-    for pieces in _PIECES if ranks > 1 else ():
-        for deal in (True, False):
-            placement = affinity(branches, tokens, ranks, block, pieces, deal=deal)
-            if placement is not None:
-                yield placement
+    limit = _EQUAL * min(each.seconds for _, each in looked)
+    fast = [pair for pair in looked if pair[1].seconds <= limit]
+    placement, best = min(fast, key=lambda pair: (pair[1].bytes_worst, pair[1].seconds))
+    return Choice(placement, best, tuple(each for _, each in looked))
 
 
 def _longest(branch: Branch) -> int:
-    """Tokens that the longest row of tiles attends, in token order."""
+    """How many tokens the longest row of tiles attends, in token order."""
     if branch.rate > 1:
         return 0
     plan = branch.plan("cpu")
@@ -131,6 +126,149 @@ def _longest(branch: Branch) -> int:
 
 
 def _value(branch: Branch) -> Hashable:
-    pattern = branch.pattern
     view = (branch.rate, branch.q_first, branch.k_first, branch.nq, branch.nk, branch.q_offset, branch.batch)
-    return (pattern.key().value, branch.heads, branch.tile, view)
+    return (branch.pattern.key().value, branch.heads, branch.tile, view)
+
+
+# ---- candidates ------------------------------------------------------------------------------------------------------
+
+
+def portfolio(tokens: int, ranks: int, block: int, rates: Sequence[int]) -> list[Placement]:
+    """List the plain placements, which are always worth a look; first what the rates of dilated branches ask for."""
+    if ranks == 1:
+        return [contiguous(tokens, 1, block)]
+    plain = [contiguous(tokens, ranks, block), zigzag(tokens, ranks, block)]
+    if all(rate == 1 for rate in rates):
+        return [*plain, striped(tokens, ranks, block)]
+    views = {math.gcd(rate, ranks) for rate in rates}
+    return [*(residues(tokens, ranks, block, each) for each in sorted(views, reverse=True) if each > 1), *plain]
+
+
+def _candidates(workload: Workload, ranks: int, block: int) -> Iterator[Placement]:
+    yield from portfolio(workload.tokens, ranks, block, [branch.rate for branch in workload.branches])
+    for pieces in _PIECES if ranks > 1 else ():
+        for deal in (True, False):
+            placement = affinity(workload, ranks, block, pieces, deal=deal)
+            if placement is not None:
+                yield placement
+
+
+def affinity(workload: Workload, ranks: int, block: int, pieces: int, *, deal: bool) -> Placement | None:
+    """Place chunks, ``pieces`` of them on each rank, by what they attend; None where that is not possible, or long.
+
+    They are dealt, or else lie as stretches of the sequence, before they are swapped.
+    """
+    blocks = blocks_for(workload.tokens, ranks, block)
+    if (blocks // ranks) % pieces or ranks * pieces > _MAX_CHUNKS:
+        return None
+    length = blocks // ranks // pieces * block
+    if any(branch.rate > 1 or length % branch.tile[0] for branch in workload.branches):
+        return None
+    if sum(branch.plan("cpu").nnz for branch in workload.branches) > _MAX_TILES:
+        return None
+    graph = _Graph.of(workload.branches, length, ranks * pieces)
+    if len(graph.unit) * ranks > _MAX_LOOKS:
+        return None
+    owner = _deal(graph, ranks, pieces) if deal else np.arange(ranks * pieces) // pieces
+    _swap(graph, owner, ranks)
+    # ranks in the order of their first chunk: neighbours in the sequence are neighbours in a ring
+    _, first = np.unique(owner, return_index=True)
+    name = np.empty(ranks, np.int32)
+    name[np.argsort(first)] = np.arange(ranks, dtype=np.int32)
+    chosen = np.repeat(name[owner], length // block)
+    return Placement(f"{'dealt' if deal else 'swapped'}/{pieces}", workload.tokens, ranks, block, chosen)
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    """Chunks, their work, and the units of keys that each needs: ``unit[first[c] : first[c + 1]]``, ascending."""
+
+    work: Int64
+    first: Int64
+    unit: Int64
+
+    @staticmethod
+    def of(calls: Sequence[Branch], length: int, chunks: int) -> _Graph:
+        """Gather what chunks of a length need over all branches."""
+        work = np.zeros(chunks, np.int64)
+        needs = [np.arange(chunks, dtype=np.int64) * (chunks + 1)]
+        for branch in calls:
+            plan = branch.plan("cpu")
+            together = length // branch.tile[0]
+            uses = np.bincount(plan.group.numpy().reshape(-1), minlength=len(plan.row_ptr))
+            rows = np.arange(plan.q_tiles) // together
+            for use, pointer in zip(uses, plan.row_ptr.numpy().astype(np.int64), strict=True):
+                counts = np.diff(pointer)
+                np.add.at(work, rows, use * counts * branch.tile[0] ** 2)
+                column = plan.col.numpy()[pointer[0] : pointer[-1]].astype(np.int64) // together
+                pair = np.repeat(rows, counts) * chunks + column
+                # runs of one pair are long: most of them go before they are sorted
+                needs.append(np.unique(pair[np.flatnonzero(np.diff(pair, prepend=-1))]))
+        pairs = np.unique(np.concatenate(needs))
+        return _Graph(work, np.searchsorted(pairs, np.arange(chunks + 1) * chunks), pairs % chunks)
+
+    def units(self, chunk: int | np.integer[Any]) -> Int64:
+        """The units that a chunk needs."""
+        return self.unit[self.first[chunk] : self.first[chunk + 1]]
+
+    @property
+    def chunk(self) -> Int64:
+        """The chunk of each entry of ``unit``."""
+        return np.repeat(np.arange(len(self.work)), np.diff(self.first))
+
+
+def _deal(graph: _Graph, ranks: int, pieces: int) -> Int64:
+    """(chunks,) ranks, ``pieces`` chunks for each."""
+    owner = np.empty(len(graph.work), np.int64)
+    load = np.zeros(ranks, np.int64)
+    free = np.full(ranks, pieces)
+    wanted = np.zeros((len(graph.work), ranks), np.int32)
+    limit = int(graph.work.sum()) * _ROOM // (256 * ranks)
+    far = 2**40
+    for c in np.argsort(-graph.work, kind="stable").tolist():
+        units = graph.units(c)
+        missing = len(units) - wanted[units].sum(0)
+        # least missing, of these the least loaded; where nothing fits the least loaded
+        key = np.where(load + graph.work[c] <= limit, missing, far)
+        key[free == 0] = 2 * far
+        best = np.flatnonzero(key == key.min())
+        r = int(best[np.argmin(load[best])])
+        owner[c] = r
+        load[r] += graph.work[c]
+        free[r] -= 1
+        wanted[units, r] = 1
+    return owner
+
+
+def _swap(graph: _Graph, owner: Int64, ranks: int) -> None:
+    """Exchange chunks of the heaviest rank for lighter ones, those that add the least to receive first."""
+    chunk, work = graph.chunk, graph.work
+    load = np.bincount(owner, weights=work, minlength=ranks).astype(np.int64)
+    limit = int(work.sum()) * _ENOUGH // (256 * ranks)
+    uses = np.zeros((len(work), ranks), np.int32)
+    np.add.at(uses, (graph.unit, owner[chunk]), 1)
+    for _ in range(min(_SWAPS * ranks, _MAX_SWAPS)):
+        r = int(np.argmax(load))
+        if load[r] <= limit:
+            return
+        mine = np.flatnonzero(owner == r)
+        less = work[mine][:, None] - work[None, :]
+        after = np.maximum(load[r] - less, load[owner][None, :] + less)
+        after[:, mine] = load[r]
+        useful = after < load[r]
+        if not useful.any():
+            return
+        # what both sides would have to receive in addition
+        here = np.bincount(chunk, weights=uses[graph.unit, r] == 0)
+        there = np.stack([(uses[graph.units(c)] == 0).sum(0) for c in mine])
+        extra = np.where(useful & (after <= limit), here[None, :] + there[:, owner], np.inf)
+        least = extra if np.isfinite(extra).any() else after
+        i, j = divmod(int(np.argmin(least)), len(work))
+        a, other = int(mine[i]), int(owner[j])
+        for c, source, to in ((a, r, other), (j, other, r)):
+            units = graph.units(c)
+            uses[units, source] -= 1
+            uses[units, to] += 1
+            load[source] -= work[c]
+            load[to] += work[c]
+            owner[c] = to

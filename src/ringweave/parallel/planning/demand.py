@@ -21,8 +21,8 @@ Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
-    """Key heads whose query heads attend the same tiles: they are exchanged alike.
+class HeadKind:
+    """A kind of key heads: those whose query heads attend the same tiles, and which are exchanged alike.
 
     Attributes:
         members: (n, 2) pairs of batch element and key head among the branch's.
@@ -36,13 +36,13 @@ class Kind:
 
     @property
     def queries(self) -> int:
-        """Query heads of each member."""
+        """How many query heads each member has."""
         return sum(self.uses)
 
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """One branch under one placement.
+    """What the ranks of a placement need of each other for one branch.
 
     Attributes:
         branch: The branch, over the whole sequence.
@@ -58,7 +58,7 @@ class Demand:
     branch: Branch
     plan: BlockPlan
     placement: Placement
-    kinds: tuple[Kind, ...]
+    kinds: tuple[HeadKind, ...]
     run: int
     owner: Int64
     slot: Int64
@@ -66,44 +66,36 @@ class Demand:
 
     @staticmethod
     def of(branch: Branch, placement: Placement, ratio: int) -> Demand:
-        """The demand of a branch whose query heads share each key head by ``ratio``."""
+        """Find the demand of a branch whose query heads share each key head by ``ratio``."""
         plan = branch.plan("cpu")
         together, stride = placement.runs(branch.rate)
         run = math.gcd(together, plan.kv_tile)
         first = branch.k_first + np.arange(0, branch.nk, run, dtype=np.int64) * branch.rate
-        return Demand(
-            branch,
-            plan,
-            placement,
-            _kinds(branch, plan, ratio),
-            run,
-            placement.owners(first),
-            placement.slots(first),
-            stride,
-        )
+        owner, slot = placement.owners(first), placement.slots(first)
+        return Demand(branch, plan, placement, _kinds(branch, plan, ratio), run, owner, slot, stride)
 
     @property
     def tile(self) -> int:
-        """Side of the plan's tiles."""
+        """How many tokens a side of the plan's tiles has."""
         return self.plan.kv_tile
 
     @property
     def runs_per_tile(self) -> int:
-        """Runs of one tile."""
+        """How many runs a tile is cut into."""
         return self.tile // self.run
 
     @cached_property
     def lengths(self) -> Int64:
-        """(runs,) tokens of each run: the last one may be short."""
+        """(runs,) how many tokens each run has: the last one may be short."""
         starts = np.arange(len(self.owner), dtype=np.int64) * self.run
         return np.minimum(self.branch.nk - starts, self.run)
 
     def shard_places(self, runs: Bools | Int64) -> Int64:
-        """Where the tokens of some runs lie in their ranks' shards."""
+        """Find where the tokens of some runs lie in their ranks' shards."""
         return run_places(self.slot[runs], self.lengths[runs], self.stride)
 
     def buffer_places(self, runs: Bools | Int64, tile_at: Int64) -> Int64:
-        """Where they lie in a buffer of tiles, whose places ``tile_at`` gives."""
+        """Find where they lie in a buffer of tiles, whose places ``tile_at`` gives."""
         number = np.arange(len(self.owner))[runs]
         first = tile_at[number // self.runs_per_tile] * self.tile + number % self.runs_per_tile * self.run
         return run_places(first, self.lengths[runs], 1)
@@ -121,21 +113,21 @@ class Demand:
 
     @cached_property
     def entries(self) -> list[tuple[Int64, Int64]]:
-        """Per row set of the plan: (row, column) of its tiles."""
-        found = []
+        """(row, column) of the tiles that each row set of the plan lists."""
+        listed = []
         pointers, columns = self.plan.row_ptr.numpy(), self.plan.col.numpy()
         for pointer in pointers:
             row = np.repeat(np.arange(self.plan.q_tiles, dtype=np.int64), np.diff(pointer))
-            found.append((row, columns[pointer[0] : pointer[-1]].astype(np.int64)))
-        return found
+            listed.append((row, columns[pointer[0] : pointer[-1]].astype(np.int64)))
+        return listed
 
     def expanded(self, rows: Int64) -> tuple[Int64, Int64]:
-        """For each of some query tiles, the ranks that hold a part of it: (index into ``rows``, rank)."""
+        """Name the ranks that hold a part of each of some query tiles: (index into ``rows``, rank)."""
         which, part = self._parts(rows)
         return which, self.holds[1][part]
 
     def _parts(self, tiles: Int64) -> tuple[Int64, Int64]:
-        """For each of some tiles its entries of ``holds``: (index into ``tiles``, index into ``holds``)."""
+        """Find the entries of ``holds`` of each of some tiles: (index into ``tiles``, index into ``holds``)."""
         if self.runs_per_tile == 1:
             return np.arange(len(tiles)), tiles
         first = np.searchsorted(self.holds[0], np.arange(self.plan.q_tiles + 1))
@@ -149,27 +141,10 @@ class Demand:
         by_group: dict[int, Bools] = {}
         for group in {group for kind in self.kinds for group in kind.groups}:
             row, col = self.entries[group]
-            need = np.zeros((self.placement.ranks, self.plan.kv_tiles), bool)
-            if self.runs_per_tile == 1:
-                need[self.owner[row], col] = True
-            else:
-                which, rank = self.expanded(row)
-                need[rank, col[which]] = True
-            by_group[group] = need
-        found = []
-        for kind in self.kinds:
-            need = by_group[kind.groups[0]]
-            for group in kind.groups[1:]:
-                need = need | by_group[group]
-            found.append(need)
-        return tuple(found)
-
-    def tokens_moved(self) -> Int64:
-        """(ranks, ranks): key tokens, times key heads and batch elements, that a row's rank receives of a column's."""
-        ranks = self.placement.ranks
-        receiver, sender, tokens = self.receipts(self.needs)
-        total = np.bincount(receiver * ranks + sender, weights=tokens, minlength=ranks * ranks)
-        return total.astype(np.int64).reshape(ranks, ranks)
+            which, rank = self.expanded(row)
+            by_group[group] = np.zeros((self.placement.ranks, self.plan.kv_tiles), bool)
+            by_group[group][rank, col[which]] = True
+        return tuple(np.logical_or.reduce([by_group[group] for group in kind.groups]) for kind in self.kinds)
 
     def receipts(self, keys: tuple[Bools, ...]) -> tuple[Int64, Int64, Int64]:
         """(receiver, sender, tokens) of all that crosses where each rank gets the tiles that ``keys`` names, per kind.
@@ -189,7 +164,7 @@ class Demand:
         return np.concatenate(receivers), np.concatenate(senders), np.concatenate(amounts)
 
     def work(self) -> NDArray[np.float64]:
-        """(ranks,) tiles to compute, over batch and heads; a query tile that is held in part counts in part."""
+        """(ranks,) how many tiles each computes, over batch and heads; a query tile held in part counts in part."""
         lengths = np.zeros(self.plan.q_tiles)
         for count, pointer in zip(self._uses, self.plan.row_ptr.numpy(), strict=True):
             lengths += count * np.diff(pointer)
@@ -198,7 +173,7 @@ class Demand:
         return total.astype(np.float64)
 
     def local_work(self) -> NDArray[np.float64]:
-        """(ranks,) that part of the work whose key tiles the rank holds whole."""
+        """(ranks,) how much of the work is on key tiles that the rank holds whole."""
         ranks = self.placement.ranks
         total = np.zeros(ranks)
         if self.runs_per_tile == 1:
@@ -222,28 +197,28 @@ class Demand:
 
     @cached_property
     def _shares(self) -> NDArray[np.float64]:
-        """Of each of ``holds``, the part of the tile."""
+        """Which part of its tile each of ``holds`` is."""
         rows, _, tokens = self.holds
         return tokens / np.minimum(self.branch.nq - rows * self.tile, self.tile)
 
 
 def run_places(first: Int64, lengths: Int64, stride: int) -> Int64:
-    """The places of runs, one after the other."""
+    """List the places of runs, one after the other."""
     which = np.repeat(np.arange(len(first)), lengths)
     inside = np.arange(len(which)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return first[which] + inside * stride
 
 
-def _kinds(branch: Branch, plan: BlockPlan, ratio: int) -> tuple[Kind, ...]:
+def _kinds(branch: Branch, plan: BlockPlan, ratio: int) -> tuple[HeadKind, ...]:
     group = plan.group.numpy()
     kv_heads = sorted({head // ratio for head in range(*branch.heads)})
     of_query = np.array([kv_heads.index(head // ratio) for head in range(*branch.heads)])
-    found: dict[tuple[tuple[int, int], ...], list[tuple[int, int]]] = {}
+    by_use: dict[tuple[tuple[int, int], ...], list[tuple[int, int]]] = {}
     for b in range(branch.batch):
         for h in range(len(kv_heads)):
             used = Counter(group[b, of_query == h].tolist())
-            found.setdefault(tuple(sorted(used.items())), []).append((b, h))
+            by_use.setdefault(tuple(sorted(used.items())), []).append((b, h))
     return tuple(
-        Kind(np.array(members, np.int64), tuple(group for group, _ in used), tuple(count for _, count in used))
-        for used, members in found.items()
+        HeadKind(np.array(members, np.int64), tuple(group for group, _ in used), tuple(count for _, count in used))
+        for used, members in by_use.items()
     )

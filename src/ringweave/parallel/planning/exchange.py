@@ -7,16 +7,17 @@ way back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ..execution.local_attention import Part
+from ..execution.local_attention import LocalAttention
 from ..execution.places import Tokens
-from .demand import Bools, Demand, Kind, run_places
+from .demand import Bools, Demand, run_places
 from .movement import Moves
 from .placement import Int64
 
@@ -42,7 +43,7 @@ class Section:
 
     branch: int
     kind: int
-    members: tuple[Tensor, Tensor] | None
+    members: tuple[Tensor, ...] | None
     count: int
     heads: int
     source: int
@@ -53,32 +54,42 @@ class Section:
 
     @property
     def rows(self) -> int:
-        """Rows of channels: tokens times heads."""
+        """How many rows of channels it has: tokens times heads."""
         return self.count * self.heads
 
     def of(self, x: Tensor) -> Tensor:
-        """The section's heads of (B, heads, tokens, C): (B, heads, ...), or (members, ...)."""
+        """Take the section's heads of (B, heads, tokens, C): (B, heads, ...), or (members, ...)."""
         return x if self.members is None else x[self.members]
 
     def shape(self, batch: int, channels: int) -> tuple[int, ...]:
-        """Of its rows."""
+        """Say the shape of its rows."""
         if self.members is None:
             return batch, self.heads // batch, self.count, channels
         return self.heads, self.count, channels
 
+    def fills(self, keys: int) -> bool:
+        """Receiver: whether its rows are all keys of the branch's buffer, in their order."""
+        whole = self.members is None and self.used is None
+        return whole and self.target is not None and self.target.span == (0, keys, 1)
+
+    def _each(self, x: Tensor) -> list[Tensor]:
+        """The members' (tokens, C) of (B, heads, tokens, C), as views."""
+        assert self.members is not None
+        return [x[at] for at in zip(*(index.tolist() for index in self.members), strict=True)]
+
     def put(self, buffer: Tensor, rows: Tensor) -> None:
-        """Receiver: its rows into the branch's (B, heads, tokens, C) buffer."""
+        """Receiver: put its rows into the branch's (B, heads, tokens, C) buffer."""
         if self.target is None or not self.target.count:
             return
         rows = rows if self.used is None else self.used.of(rows)
         if self.members is None:
             self.target.put(buffer, rows)
-            return
-        for at, (b, h) in enumerate(zip(*(index.tolist() for index in self.members), strict=True)):
-            self.target.put(buffer[b, h], rows[at])
+        else:
+            for head, values in zip(self._each(buffer), rows, strict=True):
+                self.target.put(head, values)
 
     def gradients(self, buffer: Tensor | None, like: Tensor, batch: int, channels: int) -> Tensor:
-        """Receiver: the gradients of its rows out of the branch's buffer; those that it only relayed are zero."""
+        """Receiver: take the gradients of its rows out of the branch's buffer; those that it only relayed are zero."""
         if buffer is None or self.target is None or not self.target.count:
             return like.new_zeros(self.shape(batch, channels))
         mine = self.of(self.target.of(buffer))
@@ -89,13 +100,13 @@ class Section:
         return rows
 
     def add(self, total: Tensor, rows: Tensor) -> None:
-        """Sender: returned gradients to those of its source."""
+        """Sender: add returned gradients to those of its source."""
         assert self.tokens is not None
         if self.members is None or total.ndim == rows.ndim:
             self.tokens.add(total, rows)
-            return
-        for at, (b, h) in enumerate(zip(*(index.tolist() for index in self.members), strict=True)):
-            self.tokens.add(total[b, h], rows[at])
+        else:
+            for head, values in zip(self._each(total), rows, strict=True):
+                self.tokens.add(head, values)
 
 
 Message = tuple[Section, ...]
@@ -103,7 +114,7 @@ Message = tuple[Section, ...]
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """One exchange among all ranks: a message to and from each."""
+    """One exchange among all ranks: the messages to each and from each."""
 
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
@@ -111,135 +122,150 @@ class Hop:
 
 def direct_hop(
     demands: list[Demand],
-    parts: list[Part | None],
+    parts: list[LocalAttention | None],
     rank: int,
     ranks: int,
     needs: list[tuple[Bools, ...]] | None = None,
 ) -> Hop:
-    """Every rank receives what it needs from the ranks that hold it.
+    """Let every rank receive what it needs, by its demands or else by ``needs``, from the ranks that hold it.
 
-    Args:
-        demands: The branches.
-        parts: What this rank computes of each, into whose buffers received tokens go.
-        rank: This rank.
-        ranks: How many.
-        needs: Instead of the demands' own needs, per branch.
+    What a rank receives goes into the buffers of ``parts``, which it computes of each branch.
     """
-    sends: list[list[Section]] = [[] for _ in range(ranks)]
-    receives: list[list[Section]] = [[] for _ in range(ranks)]
-    for number, demand in enumerate(demands):
-        run_tile = np.arange(len(demand.owner)) // demand.runs_per_tile
-        for kind, need in enumerate((needs or [d.needs for d in demands])[number]):
-            mine = np.flatnonzero(demand.owner == rank)
-            asked = need[:, run_tile[mine]]
-            for peer in np.flatnonzero(asked.any(1)):
-                if peer != rank:
-                    sends[peer].append(_sent(demand, number, kind, mine[asked[peer]]))
-            wanted = np.flatnonzero(need[rank, run_tile] & (demand.owner != rank))
-            for peer in np.unique(demand.owner[wanted]):
-                runs = wanted[demand.owner[wanted] == peer]
-                receives[peer].append(_received(demand, number, kind, runs, parts[number]))
-    return Hop(tuple(map(tuple, sends)), tuple(map(tuple, receives)))
+    return _across(list(_kinds(demands, parts, needs)), rank, ranks, 1)
 
 
-def guest_sections(demands: list[Demand], moves: list[tuple[Moves, ...]], owner: int, host: int) -> Message:
-    """The query tiles of ``owner`` that ``host`` computes for it, per branch: all of the branch's query heads."""
-    found = []
-    for number, (demand, branch) in enumerate(zip(demands, moves, strict=True)):
-        if len(branch) != 1:
-            continue
-        tiles = np.flatnonzero(branch[0].queries[host])
-        tiles = tiles[demand.owner[tiles] == owner]
-        if len(tiles):
-            places = demand.shard_places(tiles)
-            heads = demand.branch.batch * demand.branch.head_count
-            found.append(Section(number, 0, None, len(places), heads, SHARD, tokens=Tokens.at(places)))
-    return tuple(found)
-
-
-def node_hops(demands: list[Demand], parts: list[Part | None], rank: int, ranks: int, per_node: int) -> tuple[Hop, Hop]:
-    """Across nodes, then inside: ranks [n * per_node, (n + 1) * per_node) are node n.
+def node_hops(
+    demands: list[Demand], parts: list[LocalAttention | None], rank: int, ranks: int, per_node: int
+) -> tuple[Hop, Hop]:
+    """Go across nodes, then inside: ranks [n * per_node, (n + 1) * per_node) are node n.
 
     A rank imports, from the rank of its own place on every other node, what any rank of its node needs from it; then
     the ranks of a node give each other what they hold or have imported.
     """
+    kinds = list(_kinds(demands, parts))
+    return _across(kinds, rank, ranks, per_node), _inside(kinds, rank, ranks, per_node)
+
+
+def remote_queries(demands: list[Demand], moves: list[tuple[Moves, ...]], owner: int, rank: int) -> Message:
+    """The query tiles of ``owner`` that ``rank`` computes for it, per branch: all of the branch's query heads."""
+    sections = []
+    for number, (demand, branch) in enumerate(zip(demands, moves, strict=True)):
+        if len(branch) != 1:
+            continue
+        tiles = np.flatnonzero(branch[0].queries[rank])
+        tiles = tiles[demand.owner[tiles] == owner]
+        if len(tiles):
+            places = demand.shard_places(tiles)
+            heads = demand.branch.batch * demand.branch.head_count
+            sections.append(Section(number, 0, None, len(places), heads, SHARD, tokens=Tokens.at(places)))
+    return tuple(sections)
+
+
+@dataclass(frozen=True, eq=False)
+class _Keys:
+    """The keys and values of one branch and kind of key heads, of which runs are sent and received.
+
+    Attributes:
+        section: What all sections of them have in common.
+        demand: The branch's demand.
+        part: What this rank computes of the branch.
+        need: (ranks, key tiles) whether a rank needs a tile.
+    """
+
+    section: Section
+    demand: Demand
+    part: LocalAttention | None
+    need: Bools
+
+    @cached_property
+    def needed(self) -> Bools:
+        """(ranks, runs) whether a rank needs a run."""
+        return self.need[:, np.arange(len(self.demand.owner)) // self.demand.runs_per_tile]
+
+    def sent(self, runs: Int64) -> Section:
+        """Send some runs of this rank's shard."""
+        tokens = Tokens.at(self.demand.shard_places(runs))
+        return replace(self.section, count=tokens.count, tokens=tokens, adjacent=tokens.adjacent)
+
+    def received(self, runs: Int64, mine: Bools) -> Section:
+        """Receive some runs of another rank's shard, of which this rank computes with those that are ``mine``."""
+        lengths = self.demand.lengths[runs]
+        adjacent = Tokens.at(self.demand.shard_places(runs)).adjacent
+        section = replace(self.section, count=int(lengths.sum()), adjacent=adjacent)
+        if self.part is None or not mine.any():
+            return section
+        used = None if mine.all() else Tokens.at(_inside_message(lengths, mine))
+        target = Tokens.at(self.demand.buffer_places(runs[mine], self.part.tile_at))
+        return replace(section, used=used, target=target)
+
+    def relayed(self, runs: Int64, imported: Int64) -> Section:
+        """Send on some of the runs that this rank has imported of one other rank."""
+        tokens = Tokens.at(_inside_message(self.demand.lengths[imported], np.isin(imported, runs)))
+        return replace(self.section, count=tokens.count, source=int(self.demand.owner[runs[0]]), tokens=tokens)
+
+
+def _inside_message(lengths: Int64, chosen: Bools) -> Int64:
+    """The places of chosen runs among those of a message."""
+    first = np.cumsum(lengths) - lengths
+    return run_places(first[chosen], lengths[chosen], 1)
+
+
+def _kinds(
+    demands: list[Demand], parts: list[LocalAttention | None], needs: Sequence[tuple[Bools, ...]] | None = None
+) -> Iterator[_Keys]:
+    for branch, (demand, part) in enumerate(zip(demands, parts, strict=True)):
+        for kind, need in enumerate(demand.needs if needs is None else needs[branch]):
+            members = demand.kinds[kind].members
+            # of one kind are all heads
+            index = None if len(demand.kinds) == 1 else tuple(torch.from_numpy(x.copy()) for x in members.T)
+            yield _Keys(Section(branch, kind, index, 0, len(members), SHARD), demand, part, need)
+
+
+def _across(kinds: list[_Keys], rank: int, ranks: int, per_node: int) -> Hop:
+    """Exchange with the rank of the same place on every other node; of one rank each, where there is one level."""
+    sends, receives = _empty(ranks), _empty(ranks)
     node, place = divmod(rank, per_node)
-    others = [other for other in range(ranks // per_node) if other != node]
-    neighbours = [node * per_node + other for other in range(per_node) if other != place]
-    across = _empty(ranks), _empty(ranks)
-    inside = _empty(ranks), _empty(ranks)
-    for number, demand in enumerate(demands):
-        run_tile = np.arange(len(demand.owner)) // demand.runs_per_tile
-        for kind, need in enumerate(demand.needs):
-            needed = need[:, run_tile]
-            by_node: Bools = np.asarray(needed.reshape(-1, per_node, needed.shape[1]).any(axis=1))
-            for peer in (other * per_node + place for other in others):
-                sent = np.flatnonzero((demand.owner == rank) & by_node[peer // per_node])
-                if len(sent):
-                    across[0][peer].append(_sent(demand, number, kind, sent))
-                came = np.flatnonzero((demand.owner == peer) & by_node[node])
-                if len(came):
-                    across[1][peer].append(_received(demand, number, kind, came, parts[number], needed[rank]))
-            for other in neighbours:
-                # the sender's own first, then what it imported; on both sides alike
-                for origin in (node, *others):
-                    runs = np.flatnonzero((demand.owner == origin * per_node + place) & needed[other])
-                    if len(runs):
-                        inside[0][other].append(_relayed(demand, number, kind, runs, origin, node, by_node[node]))
-                    runs = np.flatnonzero((demand.owner == origin * per_node + other % per_node) & needed[rank])
-                    if len(runs):
-                        inside[1][other].append(_received(demand, number, kind, runs, parts[number]))
-    return (
-        Hop(tuple(map(tuple, across[0])), tuple(map(tuple, across[1]))),
-        Hop(tuple(map(tuple, inside[0])), tuple(map(tuple, inside[1]))),
-    )
+    for keys in kinds:
+        owner = keys.demand.owner
+        by_node = np.logical_or.reduceat(keys.needed, np.arange(0, ranks, per_node), axis=0)
+        held = np.flatnonzero(owner == rank)
+        asked = by_node[:, held]
+        for other in np.flatnonzero(asked.any(1)):
+            if other != node:
+                sends[other * per_node + place].append(keys.sent(held[asked[other]]))
+        wanted = np.flatnonzero(by_node[node] & (owner % per_node == place) & (owner != rank))
+        for peer in np.unique(owner[wanted]):
+            came = wanted[owner[wanted] == peer]
+            receives[peer].append(keys.received(came, keys.needed[rank, came]))
+    return _hop(sends, receives)
+
+
+def _inside(kinds: list[_Keys], rank: int, ranks: int, per_node: int) -> Hop:
+    """Exchange among the ranks of a node: the sender's own first, then what it imported; on both sides alike."""
+    sends, receives = _empty(ranks), _empty(ranks)
+    node, place = divmod(rank, per_node)
+    origins = [node, *(other for other in range(ranks // per_node) if other != node)]
+    for keys in kinds:
+        owner, needed = keys.demand.owner, keys.needed
+        by_node = needed[node * per_node : (node + 1) * per_node].any(0)
+        for peer in range(node * per_node, (node + 1) * per_node):
+            if peer == rank:
+                continue
+            for origin in origins:
+                source = origin * per_node + place
+                runs = np.flatnonzero((owner == source) & needed[peer])
+                if len(runs):
+                    imported = np.flatnonzero((owner == source) & by_node)
+                    sends[peer].append(keys.sent(runs) if origin == node else keys.relayed(runs, imported))
+                runs = np.flatnonzero((owner == origin * per_node + peer % per_node) & needed[rank])
+                if len(runs):
+                    receives[peer].append(keys.received(runs, np.ones(len(runs), bool)))
+    return _hop(sends, receives)
 
 
 def _empty(ranks: int) -> list[list[Section]]:
     return [[] for _ in range(ranks)]
 
 
-def _members(demand: Demand, kind: Kind) -> tuple[tuple[Tensor, Tensor] | None, int]:
-    if len(demand.kinds) == 1:
-        return None, len(kind.members)
-    return (torch.from_numpy(kind.members[:, 0].copy()), torch.from_numpy(kind.members[:, 1].copy())), len(kind.members)
-
-
-def _sent(demand: Demand, number: int, kind: int, runs: Int64) -> Section:
-    members, heads = _members(demand, demand.kinds[kind])
-    places = demand.shard_places(runs)
-    tokens = Tokens.at(places)
-    return Section(number, kind, members, len(places), heads, SHARD, tokens=tokens, adjacent=tokens.adjacent)
-
-
-def _received(
-    demand: Demand, number: int, kind: int, runs: Int64, part: Part | None, needed: NDArray[np.bool_] | None = None
-) -> Section:
-    members, heads = _members(demand, demand.kinds[kind])
-    lengths = demand.lengths[runs]
-    count = int(lengths.sum())
-    adjacent = Tokens.at(demand.shard_places(runs)).adjacent
-    mine = np.ones(len(runs), bool) if needed is None else needed[runs]
-    if part is None or not mine.any():
-        return Section(number, kind, members, count, heads, SHARD, adjacent=adjacent)
-    used = None
-    if not mine.all():
-        first = np.cumsum(lengths) - lengths
-        used = Tokens.at(run_places(first[mine], lengths[mine], 1))
-    target = Tokens.at(demand.buffer_places(runs[mine], part.tile_at))
-    return Section(number, kind, members, count, heads, SHARD, used=used, target=target, adjacent=adjacent)
-
-
-def _relayed(
-    demand: Demand, number: int, kind: int, runs: Int64, origin: int, node: int, imported: NDArray[np.bool_]
-) -> Section:
-    if origin == node:
-        return _sent(demand, number, kind, runs)
-    members, heads = _members(demand, demand.kinds[kind])
-    owner = int(demand.owner[runs[0]])
-    came = np.flatnonzero((demand.owner == owner) & imported)
-    lengths = demand.lengths[came]
-    first = np.cumsum(lengths) - lengths
-    chosen = np.isin(came, runs)
-    places = run_places(first[chosen], lengths[chosen], 1)
-    return Section(number, kind, members, len(places), heads, owner, tokens=Tokens.at(places))
+def _hop(sends: list[list[Section]], receives: list[list[Section]]) -> Hop:
+    return Hop(tuple(map(tuple, sends)), tuple(map(tuple, receives)))

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .demand import Bools, Demand, Kind
+from .demand import Bools, Demand, HeadKind
 from .placement import Int64
 
-# edges that a flow is asked to solve; beyond that keys move
+Float64 = NDArray[np.float64]
+
+# edges that a flow is asked to solve, and what its numbers of 32 bits hold; beyond that keys move
 _MAX_FLOW_EDGES = 2**20
-_MAX_FLOW = 2**29
+_MAX_FLOW = 2**30
 _BALANCING = 4
 
 
@@ -40,20 +43,38 @@ class Moves:
     queries: Bools
 
 
-@dataclass
-class _Edges:
-    """Edges of a graph whose components are pairs of ranks.
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    """Edges between tiles of two ranks, a component or more for each pair of ranks.
 
-    ``query`` numbers the query tiles by pair, ``key`` the key tiles by pair; both from 0 without gaps.
+    Attributes:
+        row: (edges,) the query tile.
+        col: (edges,) the key tile.
+        work: (edges,) what computing it takes, in tiles.
+        query: (edges,) the number of the query tile among those of all pairs, from 0 without gaps.
+        key: (edges,) the number of the key tile, likewise.
+        weights: Bytes of a query tile and of a key tile.
     """
 
+    row: Int64
+    col: Int64
+    work: Float64
     query: Int64
     key: Int64
-    queries: int
-    keys: int
+    weights: tuple[int, int]
+
+    @cached_property
+    def sizes(self) -> tuple[int, int]:
+        """How many query tiles and key tiles there are."""
+        return int(self.query.max(initial=-1)) + 1, int(self.key.max(initial=-1)) + 1
+
+    def some(self, edges: Bools | Int64) -> _Graph:
+        """Take some edges, whose ends are numbered anew."""
+        query, key = _compact(self.query[edges]), _compact(self.key[edges])
+        return replace(self, row=self.row[edges], col=self.col[edges], work=self.work[edges], query=query, key=key)
 
 
-def cover(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float = 1.05) -> tuple[Moves, ...]:
+def movement(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float = 1.05) -> tuple[Moves, ...]:
     """What moves, per kind: the fewest bytes for each pair of ranks, under a bound on what a rank computes.
 
     Where tiles are cut between ranks, or key heads are of several kinds, only keys move, and likewise for pairs that
@@ -68,45 +89,31 @@ def cover(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float = 1
         One for each of ``demand.kinds``.
     """
     moves = keys_only(demand)
-    # a host computes for all query heads of its guest
+    # a rank computes for all query heads of a remote query
     if demand.runs_per_tile > 1 or len(demand.kinds) > 1:
         return moves
-    ranks = demand.placement.ranks
-    tiles = np.arange(demand.plan.kv_tiles)
-    room: NDArray[np.float64] | None = None
-    for number, kind in enumerate(demand.kinds):
-        keys, queries = moves[number].keys, moves[number].queries
-        keys[demand.owner, tiles] = True
-        weights = bytes_of_key, bytes_of_query * kind.queries
-        # so few keys on a rank that no query tile outweighs them
-        if ranks == 1 or np.bincount(demand.owner).max() * weights[0] <= weights[1]:
-            continue
-        row, col, work = edges(demand, kind)
-        remote = np.flatnonzero(demand.owner[row] != demand.owner[col])
-        found = _by_pair(demand, row[remote], col[remote], *weights)
-        if found is None:
-            continue
-        if room is None:
-            room = cap * demand.work().mean() - demand.work()
-        kept, graph = found
-        taken = _solve(graph, *weights)
-        row, col, work = row[remote[kept]], col[remote[kept]], work[remote[kept]]
-        taken = _within(room, demand.owner[row], demand.owner[col], graph, taken, work, weights)
-        sent = taken[graph.query]
-        keys[demand.owner[row], col] = False
-        keys[demand.owner[row[~sent]], col[~sent]] = True
-        queries[demand.owner[col[sent]], row[sent]] = True
-        room -= np.bincount(demand.owner[col[sent]], weights=work[sent], minlength=ranks)
-        room += np.bincount(demand.owner[row[sent]], weights=work[sent], minlength=ranks)
+    (kind,), (move,), owner = demand.kinds, moves, demand.owner
+    move.keys[owner, np.arange(len(owner))] = True
+    weights = bytes_of_query * kind.queries, bytes_of_key
+    # so few keys on a rank that no query tile outweighs them
+    if demand.placement.ranks == 1 or np.bincount(owner).max() * weights[1] <= weights[0]:
+        return moves
+    graph = _unproven(demand, kind, weights)
+    if graph is not None:
+        sent = _within(demand, graph, _solve(graph), cap)[graph.query]
+        here = ~sent
+        move.keys[owner[graph.row], graph.col] = False
+        move.keys[owner[graph.row[here]], graph.col[here]] = True
+        move.queries[owner[graph.col[sent]], graph.row[sent]] = True
     return moves
 
 
 def keys_only(demand: Demand) -> tuple[Moves, ...]:
-    """Every rank receives what its own queries need."""
+    """What moves where every rank receives what its own queries need."""
     return tuple(Moves(need.copy(), np.zeros_like(need)) for need in demand.needs)
 
 
-def edges(demand: Demand, kind: Kind) -> tuple[Int64, Int64, NDArray[np.float64]]:
+def edges(demand: Demand, kind: HeadKind) -> tuple[Int64, Int64, Float64]:
     """(query tile, key tile, work) of a kind's non-empty tiles: work in tiles, over its query heads and members."""
     if len(kind.groups) == 1:
         row, col = demand.entries[kind.groups[0]]
@@ -119,163 +126,121 @@ def edges(demand: Demand, kind: Kind) -> tuple[Int64, Int64, NDArray[np.float64]
     return both // tiles, both % tiles, total * len(kind.members)
 
 
-def _by_pair(
-    demand: Demand, row: Int64, col: Int64, of_key: int, of_query: int
-) -> tuple[NDArray[np.int64], _Edges] | None:
-    """The edges of the pairs for which moving keys only is not proven to be best, and their graph.
+def _unproven(demand: Demand, kind: HeadKind, weights: tuple[int, int]) -> _Graph | None:
+    """The graph of the pairs for which moving keys only is not proven to be best; None: there is no such pair.
 
     Keys only is a minimum where keys' weights can be shared out to the queries that need them without any query
     getting more than its own weight: a flow as large as the cover.
     """
-    ranks = demand.placement.ranks
-    kept = np.arange(len(row))
-    a, b = demand.owner[row], demand.owner[col]
-    graph = _number(row * ranks + b, a * demand.plan.kv_tiles + col)
+    ranks, owner = demand.placement.ranks, demand.owner
+    row, col, work = edges(demand, kind)
+    remote = np.flatnonzero(owner[row] != owner[col])
+    row, col, work = row[remote], col[remote], work[remote]
+    pair = owner[row] * ranks + owner[col]
+    query, key = _compact(row * ranks + owner[col]), _compact(owner[row] * demand.plan.kv_tiles + col)
+    graph = _Graph(row, col, work, query, key, weights)
     share = np.ones(len(row))
     for _ in range(_BALANCING):
         share /= np.bincount(graph.key, weights=share)[graph.key]
-        load = np.bincount(graph.query, weights=share) * of_key
-        over = load > of_query * (1 + 1e-9)
+        load = np.bincount(graph.query, weights=share) * weights[1]
+        over = load > weights[0] * (1 + 1e-9)
         if not over.any():
             return None
-        open_pairs = np.zeros(ranks * ranks, bool)
-        pair = a[kept] * ranks + b[kept]
-        open_pairs[pair[over[graph.query]]] = True
+        is_open = np.zeros(ranks * ranks, bool)
+        is_open[pair[over[graph.query]]] = True
         # the busy give to the idle
         share /= load[graph.query]
-        inside = open_pairs[pair]
+        inside = is_open[pair]
         if not inside.all():
-            kept, share = kept[inside], share[inside]
-            graph = _number(graph.query[inside], graph.key[inside])
-    return kept, graph
+            graph, pair, share = graph.some(inside), pair[inside], share[inside]
+    return graph
 
 
-def _number(query: Int64, key: Int64) -> _Edges:
-    queries, query = _compact(query)
-    keys, key = _compact(key)
-    return _Edges(query, key, queries, keys)
-
-
-def _compact(label: Int64) -> tuple[int, Int64]:
+def _compact(label: Int64) -> Int64:
+    """Number labels in their order, from 0 without gaps."""
     top = int(label.max(initial=0)) + 1
     # a table of all labels where it is not much larger than the labels
     if top <= 16 * len(label) + 2**16:
         used = np.zeros(top, bool)
         used[label] = True
-        numbers = np.cumsum(used) - 1
-        return int(numbers[-1]) + 1 if len(label) else 0, numbers[label]
-    distinct, inverse = np.unique(label, return_inverse=True)
-    return len(distinct), inverse.reshape(-1).astype(np.int64)
+        return np.asarray(np.cumsum(used) - 1)[label]
+    return np.unique(label, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
 
-def _solve(graph: _Edges, of_key: int, of_query: int) -> Bools:
+def _solve(graph: _Graph) -> Bools:
     """(queries,) whether a query is in a minimum cover; the keys in it are those of the edges that are left."""
-    query_in = np.zeros(graph.queries, bool)
-    key_in = np.zeros(graph.keys, bool)
-    left = np.arange(len(graph.query))
-
-    def degrees() -> tuple[Int64, Int64]:
-        return (
-            np.bincount(graph.query[left], minlength=graph.queries),
-            np.bincount(graph.key[left], minlength=graph.keys),
-        )
-
-    while len(left):
+    ends, sizes, weights = (graph.query, graph.key), graph.sizes, graph.weights
+    inside = [np.zeros(size, bool) for size in sizes]
+    left, before = np.arange(len(graph.row)), -1
+    while len(left) != before:
         before = len(left)
-        # all neighbours of a query weigh no more than it does: some minimum has them and not it
-        of_q, _ = degrees()
-        key_in[graph.key[left[of_q[graph.query[left]] * of_key <= of_query]]] = True
-        left = left[~key_in[graph.key[left]]]
-        _, of_k = degrees()
-        query_in[graph.query[left[of_k[graph.key[left]] * of_query <= of_key]]] = True
-        left = left[~query_in[graph.query[left]]]
-        # neighbours that have no other edge weigh as much as a query: a minimum has it in their stead
-        _, of_k = degrees()
-        own = np.bincount(graph.query[left[of_k[graph.key[left]] == 1]], minlength=graph.queries)
-        query_in |= (own * of_key >= of_query) & (own > 0)
-        left = left[~query_in[graph.query[left]]]
-        of_q, _ = degrees()
-        own = np.bincount(graph.key[left[of_q[graph.query[left]] == 1]], minlength=graph.keys)
-        key_in |= (own * of_query >= of_key) & (own > 0)
-        left = left[~key_in[graph.key[left]]]
-        if len(left) == before:
-            break
-    if len(left) and len(left) <= _MAX_FLOW_EDGES and importlib.util.find_spec("scipy") is not None:
-        rest = _number(graph.query[left], graph.key[left])
-        query_in[graph.query[left]] = _cut(rest, of_key, of_query)[rest.query]
-    return query_in
+        # all neighbours weigh no more than a node does: some minimum has them and not it
+        for side, other in ((0, 1), (1, 0)):
+            degree = np.bincount(ends[side][left], minlength=sizes[side])
+            light = left[degree[ends[side][left]] * weights[other] <= weights[side]]
+            inside[other][ends[other][light]] = True
+            left = left[~inside[other][ends[other][left]]]
+        # neighbours that have no other edge weigh as much as a node: a minimum has it in their stead
+        for side, other in ((0, 1), (1, 0)):
+            degree = np.bincount(ends[other][left], minlength=sizes[other])
+            own = np.bincount(ends[side][left[degree[ends[other][left]] == 1]], minlength=sizes[side])
+            inside[side] |= (own * weights[other] >= weights[side]) & (own > 0)
+            left = left[~inside[side][ends[side][left]]]
+    if 0 < len(left) <= _MAX_FLOW_EDGES and importlib.util.find_spec("scipy") is not None:
+        rest = graph.some(left)
+        inside[0][graph.query[left]] = _cut(rest)[rest.query]
+    return inside[0]
 
 
-def _cut(graph: _Edges, of_key: int, of_query: int) -> Bools:
+def _cut(graph: _Graph) -> Bools:
     """(queries,) whether a query is in the minimum cover that a maximum flow finds."""
     from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import breadth_first_order, connected_components, maximum_flow
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-    divisor = math.gcd(of_key, of_query)
-    of_key, of_query = of_key // divisor, of_query // divisor
-    key = graph.key + graph.queries
-    nodes = graph.queries + graph.keys
-    links = csr_array((np.ones(len(key), np.int8), (graph.query, key)), shape=(nodes, nodes))
-    count, component = connected_components(links, directed=False)
-    # the flow's numbers are of 32 bits: components are solved together as long as they fit
-    most = np.bincount(component[graph.queries :], minlength=count) * of_key
-    batch = np.where(most < _MAX_FLOW, np.cumsum(most) // _MAX_FLOW, -1)
-    taken = np.zeros(graph.queries, bool)
-    for number in np.unique(batch[batch >= 0]) if of_query < _MAX_FLOW else ():
-        inside = batch[component] == number
-        name = np.cumsum(inside) - 1
-        size = int(inside.sum())
-        source, sink = size, size + 1
-        query_of, key_of = np.flatnonzero(inside[: graph.queries]), np.flatnonzero(inside[graph.queries :])
-        within = inside[graph.query]
-        start = np.concatenate(
-            [np.full(len(query_of), source), name[graph.query[within]], name[key_of + graph.queries]]
-        )
-        stop = np.concatenate([name[query_of], name[key[within]], np.full(len(key_of), sink)])
-        # a middle edge is never cut: it takes more than its query may send
-        widths = (of_query, of_query + 1, of_key)
-        counts = (len(query_of), int(within.sum()), len(key_of))
-        capacity = csr_array((np.repeat(np.array(widths, np.int32), counts), (start, stop)), shape=(size + 2, size + 2))
-        residual = csr_array(capacity - maximum_flow(capacity, source, sink).flow)
-        residual.eliminate_zeros()
-        reached = np.zeros(size + 2, bool)
-        reached[breadth_first_order(residual, source, return_predecessors=False)] = True
-        taken[query_of] = ~reached[name[query_of]]
-    return taken
+    queries, keys = graph.sizes
+    divisor = math.gcd(*graph.weights)
+    of_query, of_key = (weight // divisor for weight in graph.weights)
+    if max(of_query, keys * of_key) >= _MAX_FLOW:
+        return np.zeros(queries, bool)
+    source, sink = queries + keys, queries + keys + 1
+    key = graph.key + queries
+    start = np.concatenate([np.full(queries, source), graph.query, np.arange(queries, source)])
+    stop = np.concatenate([np.arange(queries), key, np.full(keys, sink)])
+    # a middle edge is never cut: it takes more than its query may send
+    widths = np.repeat(np.array([of_query, of_query + 1, of_key], np.int32), (queries, len(key), keys))
+    capacity = csr_array((widths, (start, stop)), shape=(sink + 1, sink + 1))
+    residual = csr_array(capacity - maximum_flow(capacity, source, sink).flow)
+    residual.eliminate_zeros()
+    reached = np.zeros(sink + 1, bool)
+    reached[breadth_first_order(residual, source, return_predecessors=False)] = True
+    return ~reached[:queries]
 
 
-def _within(
-    room: NDArray[np.float64],
-    asker: Int64,
-    helper: Int64,
-    graph: _Edges,
-    taken: Bools,
-    work: NDArray[np.float64],
-    weights: tuple[int, int],
-) -> Bools:
+def _within(demand: Demand, graph: _Graph, taken: Bools, cap: float) -> Bools:
     """``taken`` without the queries whose work would not fit the rank that they move to; best savings first."""
-
-    home = np.zeros(graph.keys, bool)
-    home[graph.key[~taken[graph.query]]] = True
-    spared = np.bincount(graph.query[~home[graph.key]], minlength=graph.queries)
+    (queries, keys), (of_query, of_key) = graph.sizes, graph.weights
+    ranks, work = demand.placement.ranks, demand.work()
+    room = cap * work.mean() - work
+    asker, helper = np.zeros(queries, np.int64), np.zeros(queries, np.int64)
+    asker[graph.query], helper[graph.query] = demand.owner[graph.row], demand.owner[graph.col]
+    came = np.zeros(keys, bool)
+    came[graph.key[~taken[graph.query]]] = True
+    spared = np.bincount(graph.query[~came[graph.key]], minlength=queries)
+    asked = np.bincount(graph.query, weights=graph.work, minlength=queries)
     chosen = np.flatnonzero(taken)
-    asked = np.bincount(graph.query, weights=work, minlength=graph.queries)
-    at = np.zeros(graph.queries, np.int64)
-    at[graph.query] = helper
-    saving = (spared[chosen] * weights[0] - weights[1]) / asked[chosen]
-    order = chosen[np.lexsort((-saving, at[chosen]))]
+    saving = (spared[chosen] * of_key - of_query) / asked[chosen]
+    order = chosen[np.lexsort((-saving, helper[chosen]))]
     total = np.cumsum(asked[order])
-    first = np.searchsorted(at[order], at[order])
+    first = np.searchsorted(helper[order], helper[order])
     before = np.where(first > 0, total[first - 1], 0.0)
     fits = np.zeros_like(taken)
-    fits[order[total - before <= room[at[order]]]] = True
+    fits[order[total - before <= room[helper[order]]]] = True
     # keys that come for those that do not fit may leave a pair less than its other queries cost
-    pair = at * len(room)
-    pair[graph.query] += asker
-    saved = np.bincount(pair[fits], minlength=len(room) ** 2) * -float(weights[1])
-    away = np.ones(graph.keys, bool)
-    away[graph.key[~fits[graph.query]]] = False
-    pair_of_key = np.zeros(graph.keys, np.int64)
+    pair = helper * ranks + asker
+    pair_of_key = np.zeros(keys, np.int64)
     pair_of_key[graph.key] = pair[graph.query]
-    saved += np.bincount(pair_of_key[away], minlength=len(room) ** 2) * float(weights[0])
-    return fits & (saved[pair] >= 0)
+    away = np.ones(keys, bool)
+    away[graph.key[~fits[graph.query]]] = False
+    saved = np.bincount(pair_of_key[away], minlength=ranks**2) * float(of_key)
+    saved -= np.bincount(pair[fits], minlength=ranks**2) * float(of_query)
+    return np.asarray(fits & (saved[pair] >= 0))

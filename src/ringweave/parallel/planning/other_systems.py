@@ -6,90 +6,63 @@ placements: what differs is what moves, and what is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-from numpy.typing import NDArray
 
-from ...plan import Branch
-from .cost import Estimate, Machine, Widths
+from .choice import portfolio
+from .cost import Estimate, Machine
 from .demand import Demand
-from .placement import portfolio
+from .movement import Float64
+from .workload import Workload
 
 NAMES = ("full ring", "all-gather", "Ulysses")
 
 
-def peers(
-    calls: Sequence[Sequence[Branch]],
-    tokens: int,
-    ranks: int,
-    block: int,
-    heads: tuple[int, int],
-    machine: Machine,
-    widths: Widths,
-) -> dict[str, Estimate | None]:
-    """Estimates by name; None for what cannot run: Ulysses where the ranks do not divide the key heads.
-
-    Args:
-        calls: The branches of each call; one batch element.
-        tokens: Length of the sequence.
-        ranks: Ranks.
-        block: Tokens in a block of the plain placements.
-        heads: Query heads and key heads.
-        machine: The ranks.
-        widths: Channels and bytes.
-    """
-    ratio = heads[0] // heads[1]
+def other_systems(workload: Workload, ranks: int, block: int, machine: Machine) -> dict[str, Estimate | None]:
+    """Estimate them by name; None for what cannot run: Ulysses where the ranks do not divide the key heads."""
+    rates = [branch.rate for branch in workload.branches]
     # the plain ones: a ring's work is in token order
-    placements = [each for each in portfolio(tokens, ranks, block, _rates(calls)) if each.views == 1]
-    works = [
-        np.sum([_seconds(Demand.of(branch, each, ratio), machine, widths) for call in calls for branch in call], axis=0)
-        for each in placements
-    ]
+    placements = [each for each in portfolio(workload.tokens, ranks, block, rates) if each.views == 1]
+    works = []
+    for placement in placements:
+        work = np.zeros(ranks)
+        for branch in workload.branches:
+            demand = Demand.of(branch, placement, workload.ratio)
+            work += demand.work() * (workload.widths.pair * demand.tile * demand.plan.q_tile / machine.flops)
+        works.append(work)
     work = min(works, key=lambda each: float(each.max()))
-    busiest, ideal = float(work.max()), float(work.mean())
-    imbalance = busiest / ideal if ideal else 1.0
+    busiest, calls = float(work.max()), len(workload.calls)
     # every key to every rank
-    size = len(calls) * tokens * (ranks - 1) / ranks * heads[1] * widths.bytes_of_key
-    waits = len(calls) * (ranks - 1)
+    size = calls * workload.tokens * (ranks - 1) / ranks * workload.heads[1] * workload.widths.bytes_of_key
+    waits = calls * (ranks - 1)
     receive = size / machine.bandwidth + waits * machine.latency
     stage = max(busiest / ranks, receive / (ranks - 1)) if ranks > 1 else 0.0
     ring = (ranks - 1) * stage + busiest / ranks
-    found: dict[str, Estimate | None] = {}
-    for name, seconds in zip(NAMES, (ring, receive + busiest), strict=False):
-        found[name] = Estimate(name, ranks, size, size * ranks, imbalance, waits, waits, seconds, seconds, ideal)
-    found[NAMES[2]] = None if heads[1] % ranks else _ulysses(calls, tokens, ranks, heads, machine, widths)
-    return found
+    return {
+        NAMES[0]: _estimate(NAMES[0], work, size, (waits, waits), ring),
+        NAMES[1]: _estimate(NAMES[1], work, size, (waits, waits), receive + busiest),
+        NAMES[2]: None if workload.heads[1] % ranks else _ulysses(workload, ranks, machine),
+    }
 
 
-def _rates(calls: Sequence[Sequence[Branch]]) -> tuple[int, ...]:
-    return tuple(branch.rate for call in calls for branch in call)
-
-
-def _seconds(demand: Demand, machine: Machine, widths: Widths) -> NDArray[np.float64]:
-    return demand.work() * (widths.pair * demand.tile * demand.plan.q_tile / machine.flops)
-
-
-def _ulysses(
-    calls: Sequence[Sequence[Branch]],
-    tokens: int,
-    ranks: int,
-    heads: tuple[int, int],
-    machine: Machine,
-    widths: Widths,
-) -> Estimate:
-    """Two exchanges of everything, tokens for heads and back, with all computation between them."""
-    of_head = np.zeros(heads[0])
-    for branch in (branch for call in calls for branch in call):
+def _ulysses(workload: Workload, ranks: int, machine: Machine) -> Estimate:
+    """Estimate two exchanges of everything, tokens for heads and back, with all computation between them."""
+    (of_queries, of_keys), widths, calls = workload.heads, workload.widths, len(workload.calls)
+    of_head = np.zeros(of_queries)
+    for branch in workload.branches:
         plan = branch.plan("cpu")
         tiles = np.diff(plan.row_ptr.numpy()[:, [0, -1]].astype(np.int64), axis=1)[:, 0]
         area = widths.pair * plan.q_tile * plan.kv_tile / machine.flops
         of_head[np.arange(*branch.heads)] += tiles[plan.group.numpy()].sum(0) * area
     work = of_head.reshape(ranks, -1).sum(1)
-    values = heads[0] * (widths.key + widths.value) + heads[1] * (widths.key + widths.value)
-    size = len(calls) * tokens / ranks * (ranks - 1) / ranks * values * widths.itemsize
-    waits = 2 * len(calls) * (ranks - 1)
+    values = (of_queries + of_keys) * (widths.key + widths.value)
+    size = calls * workload.tokens / ranks * (ranks - 1) / ranks * values * widths.itemsize
+    waits = 2 * calls * (ranks - 1)
     seconds = size / machine.bandwidth + waits * machine.latency + float(work.max())
-    ideal = float(work.mean())
+    return _estimate(NAMES[2], work, size, (waits, 2 * calls), seconds)
+
+
+def _estimate(name: str, work: Float64, size: float, counts: tuple[int, int], seconds: float) -> Estimate:
+    """Estimate a system of (ranks,) seconds of work, all alike in bytes and in (messages, stages)."""
+    ranks, ideal = len(work), float(work.mean())
     imbalance = float(work.max()) / ideal if ideal else 1.0
-    return Estimate(NAMES[2], ranks, size, size * ranks, imbalance, waits, 2 * len(calls), seconds, seconds, ideal)
+    return Estimate(name, ranks, size, size * ranks, imbalance, *counts, seconds, seconds, ideal)

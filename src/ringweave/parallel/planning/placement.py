@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ShapeError, message
-from ..arguments import integer
+from ...patterns.numbers import whole
 
 Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]
@@ -26,7 +25,7 @@ Int32 = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Tokens of one sequence on ranks.
+    """Which rank holds which tokens of one sequence.
 
     Attributes:
         name: What kind it is.
@@ -49,12 +48,14 @@ class Placement:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "ranks", "block", "views"):
-            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
+            object.__setattr__(self, name, whole(name, getattr(self, name), 1, error=ShapeError))
         owner = np.asarray(self.owner)
         if owner.ndim != 1 or not np.issubdtype(owner.dtype, np.integer):
             raise ShapeError(message("owner", f"{owner.dtype} {owner.shape}", "ints (blocks,)", "A rank per block."))
-        # a copy: nothing that is written later changes who holds what
-        object.__setattr__(self, "owner", owner.astype(np.int32))
+        # a copy that cannot be written: nothing changes who holds what
+        owner = owner.astype(np.int32)
+        owner.setflags(write=False)
+        object.__setattr__(self, "owner", owner)
         inside = len(owner) > 0 and bool((owner >= 0).all() and (owner < self.ranks).all())
         if not inside or len(np.unique(np.bincount(owner, minlength=self.ranks))) > 1:
             wanted = f"equally many blocks of each of {self.ranks} ranks"
@@ -72,7 +73,7 @@ class Placement:
 
     @property
     def local(self) -> int:
-        """Tokens of each rank, padding included."""
+        """How many tokens each rank has, padding included."""
         return len(self.owner) // self.ranks * self.block
 
     @property
@@ -80,13 +81,13 @@ class Placement:
         return self.local * self.ranks // self.views
 
     def positions(self, rank: int) -> Int64:
-        """(local,) global positions of a rank's tokens, ascending; padding is at and after ``tokens``."""
+        """(local,) where a rank's tokens are in the sequence, ascending; padding is at and after ``tokens``."""
         blocks = np.flatnonzero(self.owner == rank)
         laid = (blocks[:, None] * self.block + np.arange(self.block)).reshape(-1)
         return laid % self._view * self.views + laid // self._view
 
     def held(self, rank: int) -> int:
-        """Tokens of a rank that are no padding: the first ones of its shard."""
+        """How many tokens of a rank are no padding: the first ones of its shard."""
         return int(np.searchsorted(self.positions(rank), self.tokens))
 
     def _laid(self, positions: Int64) -> Int64:
@@ -95,7 +96,7 @@ class Placement:
         return positions % self.views * self._view + positions // self.views
 
     def owners(self, positions: Int64) -> Int64:
-        """The rank of each position."""
+        """Which rank holds each position."""
         return self.owner[self._laid(positions) // self.block].astype(np.int64)
 
     def slots(self, positions: Int64) -> Int64:
@@ -112,7 +113,7 @@ class Placement:
 
     @cached_property
     def _stretch(self) -> int:
-        """Tokens that lie side by side on one rank, aligned, as laid out."""
+        """How many tokens lie side by side on one rank, aligned, as laid out."""
         changes = np.flatnonzero(np.diff(self.owner)) + 1
         return int(np.gcd.reduce(changes)) * self.block
 
@@ -131,19 +132,13 @@ class Placement:
 
     @cached_property
     def digest(self) -> int:
-        """63 bits for two ranks to compare."""
+        """63 bits, which two ranks compare."""
         text = f"{self.name}/{self.tokens}/{self.ranks}/{self.block}/{self.views}/{self.owner.tobytes().hex()}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def block_for(tokens: int, ranks: int, tile: int) -> int:
-    """Tokens in a block: a plan's tile where every rank gets two of them, else the next smaller power of two of 16 on.
-
-    Args:
-        tokens: Length of the sequence.
-        ranks: Ranks.
-        tile: Side of the plan's tiles.
-    """
+    """How many tokens a block has: a tile's where every rank gets two, else the next smaller power of two of 16 on."""
     block = tile
     while block % 32 == 0 and -(-tokens // block) < 2 * ranks:
         block //= 2
@@ -151,77 +146,43 @@ def block_for(tokens: int, ranks: int, tile: int) -> int:
 
 
 def blocks_for(tokens: int, ranks: int, block: int) -> int:
-    """How many blocks cover a sequence and give every rank equally many.
-
-    Args:
-        tokens: Length of the sequence.
-        ranks: Ranks.
-        block: Tokens in a block.
-    Raises:
-        ShapeError: No tokens or no ranks.
-    """
+    """How many blocks cover a sequence and give every rank equally many; ShapeError without tokens or ranks."""
     if tokens < 1 or ranks < 1:
-        raise ShapeError(
-            message("tokens, ranks", f"{tokens}, {ranks}", "at least 1 each", "Pass a sequence and ranks.")
-        )
+        got = f"{tokens}, {ranks}"
+        raise ShapeError(message("tokens, ranks", got, "at least 1 each", "Pass a sequence and ranks."))
     return -(-tokens // (block * ranks)) * ranks
 
 
 def contiguous(tokens: int, ranks: int, block: int) -> Placement:
-    """Each rank a stretch of the sequence."""
+    """Give each rank a stretch of the sequence."""
     count = blocks_for(tokens, ranks, block)
     owner = np.arange(count, dtype=np.int32) // (count // ranks)
     return Placement("contiguous", tokens, ranks, block, owner)
 
 
 def zigzag(tokens: int, ranks: int, block: int) -> Placement:
-    """Each rank a stretch from the front and its mirror from the back: causal work is equal."""
+    """Give each rank a stretch from the front and its mirror from the back: causal work is equal."""
     count = blocks_for(tokens, 2 * ranks, block)
     part = np.arange(count, dtype=np.int32) // (count // (2 * ranks))
     return Placement("zigzag", tokens, ranks, block, np.minimum(part, 2 * ranks - 1 - part).astype(np.int32))
 
 
 def striped(tokens: int, ranks: int, block: int) -> Placement:
-    """Blocks dealt in turn."""
+    """Deal blocks in turn."""
     owner = np.arange(blocks_for(tokens, ranks, block), dtype=np.int32) % ranks
     return Placement("striped", tokens, ranks, block, owner)
 
 
 def residues(tokens: int, ranks: int, block: int, views: int | None = None) -> Placement:
-    """Tokens dealt in turn to ``views`` groups of ranks, in a group a stretch of its view for each rank.
+    """Deal tokens in turn to ``views`` groups of ranks, and in a group a stretch of its view to each rank.
 
-    With as many views as ranks, a dilation whose rate the ranks divide stays on its rank.
-
-    Args:
-        tokens: Length of the sequence.
-        ranks: Ranks.
-        block: Tokens in a block.
-        views: A divisor of ``ranks``; all of them by default.
-    Raises:
-        ShapeError: Views that do not divide the ranks.
+    With as many views as ranks, the default, a dilation whose rate the ranks divide stays on its rank. ShapeError where
+    views do not divide the ranks.
     """
     views = ranks if views is None else views
     if views < 1 or ranks % views:
         raise ShapeError(message("views", views, f"a divisor of {ranks} ranks", "Use gcd(rate, ranks)."))
     return dataclasses.replace(contiguous(tokens, ranks, block), name="residue", views=views)
-
-
-def portfolio(tokens: int, ranks: int, block: int, rates: tuple[int, ...]) -> list[Placement]:
-    """The placements that are always worth a look; what dilation asks for first.
-
-    Args:
-        tokens: Length of the sequence.
-        ranks: Ranks.
-        block: Tokens in a block.
-        rates: Dilation rates of the branches.
-    """
-    if ranks == 1:
-        return [contiguous(tokens, 1, block)]
-    plain = [contiguous(tokens, ranks, block), zigzag(tokens, ranks, block)]
-    if all(rate == 1 for rate in rates):
-        return [*plain, striped(tokens, ranks, block)]
-    views = {math.gcd(rate, ranks) for rate in rates}
-    return [*(residues(tokens, ranks, block, each) for each in sorted(views, reverse=True) if each > 1), *plain]
 
 
 #: Placements by name, as ``ContextParallel`` takes them.

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
-import torch
-
-from ...errors import ShapeError, message
+from ...errors import ShapeError, message, shown
 from ...patterns import Pattern
-from ...plan import BlockPlan, Branch, branches
+from ...patterns.numbers import whole
+from ...plan import Branch, branches
 from ...plan.from_pattern import estimate_tiles
-from ..arguments import integer, pair_of_heads, patterns_of
 from .choice import choose
-from .cost import Estimate, Machine, Widths
-from .other_systems import peers
+from .cost import Estimate, Machine
+from .other_systems import other_systems
 from .placement import block_for
+from .workload import Widths, Workload, pair_of_heads, patterns_of
 
 # tiles of one row set beyond which larger ones are counted, where ranks hold whole ones
 _MANY = 2**20
@@ -25,17 +24,22 @@ _MAX_SIDE = 1024
 
 @dataclass(frozen=True)
 class Row:
-    """One number of ranks.
+    """What a step costs on one number of ranks.
 
     Attributes:
         ranks: How many.
         ringweave: The estimate of the placement that was chosen; its name is the placement's.
-        peers: Those of the others by name; None where one cannot run.
+        other_systems: Those of other systems by name; None where one cannot run.
     """
 
     ranks: int
     ringweave: Estimate
-    peers: dict[str, Estimate | None]
+    other_systems: dict[str, Estimate | None]
+
+    @property
+    def systems(self) -> dict[str, Estimate | None]:
+        """All of them by name, ringweave first."""
+        return {"ringweave": self.ringweave, **self.other_systems}
 
 
 def simulate(
@@ -48,7 +52,7 @@ def simulate(
     itemsize: int = 2,
     machine: Machine | None = None,
 ) -> list[Row]:
-    """What a forward step over a pattern would move and cost on many ranks; nothing is run.
+    """Model what a forward step over a pattern would move and cost on many ranks; nothing is run.
 
     Bytes, work and stages are counts of the plans that such a step would use; times are modelled.
 
@@ -72,50 +76,32 @@ def simulate(
         >>> row.ringweave.name, row.ringweave.stages
         ('contiguous', 1)
     """
-    each, heads, tokens = patterns_of(patterns), pair_of_heads(heads), integer("tokens", tokens, 1)
+    relations, heads = patterns_of(patterns), pair_of_heads(heads)
+    tokens = whole("tokens", tokens, 1, error=ShapeError)
     if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
-        raise ShapeError(message("ranks", repr(ranks), "numbers of ranks", "Pass such as [8, 16]."))
-    ranks = [integer("ranks", number, 1) for number in ranks]
-    for number in ranks:
-        if number * 16 > max(tokens, 16):
-            raise ShapeError(message("ranks", number, f"1 to {max(tokens // 16, 1)}", "Pass fewer ranks."))
+        raise ShapeError(message("ranks", shown(ranks), "numbers of ranks", "Pass such as [8, 16]."))
+    most = max(tokens // 16, 1)
+    ranks = [whole("ranks", number, 1, most, error=ShapeError) for number in ranks]
     if machine is not None and not isinstance(machine, Machine):
         raise ShapeError(message("machine", type(machine).__name__, "a Machine", "Leave it out for the default."))
-    calls = [branches(pattern, tokens, tokens, heads=heads[0]) for pattern in each]
+    calls = [branches(relation, tokens, tokens, heads=heads[0]) for relation in relations]
+    workload = Workload(calls, tokens, heads, Widths.of(head_dim, itemsize))
     machine = machine or Machine()
-    head_dim = integer("head_dim", head_dim, 1)
-    widths = Widths(head_dim, head_dim, integer("itemsize", itemsize, 1))
     rows = []
     for number in ranks:
-        seen = [[_coarse(branch, tokens // number) for branch in call] for call in calls]
-        tile = max((branch.tile[0] for call in seen for branch in call), default=128)
-        block = block_for(tokens, number, tile)
-        choice = choose(seen, tokens, number, block, heads[0] // heads[1], machine, widths)
-        rows.append(Row(number, choice.estimate, peers(seen, tokens, number, block, heads, machine, widths)))
+        coarse = [[_coarse(branch, tokens // number) for branch in call] for call in calls]
+        seen = replace(workload, calls=coarse)
+        block = block_for(tokens, number, max((branch.tile[0] for branch in seen.branches), default=128))
+        choice = choose(seen, number, block, machine)
+        rows.append(Row(number, choice.estimate, other_systems(seen, number, block, machine)))
     return rows
 
 
-@dataclass(frozen=True)
-class _Coarse(Branch):
-    """A branch whose plan has tiles of another side."""
-
-    side: int
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        return self.side, self.side
-
-    def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
-        return super().plan(device, self.side if tile is None else tile)
-
-
 def _coarse(branch: Branch, local: int) -> Branch:
-    """The branch, or where it is nearly dense one with larger tiles: for these nothing else would differ."""
+    """Give a nearly dense branch larger tiles: nothing else would differ."""
     side = branch.tile[0]
     tiles = estimate_tiles(branch.pattern, branch.nq, branch.nk)
     # two tiles for each rank, or one where memory would not hold the others
     while tiles > _MANY and side < _MAX_SIDE and (4 if tiles < _TOO_MANY else 2) * side * branch.rate <= local:
         side, tiles = 2 * side, tiles / 4
-    if side == branch.tile[0]:
-        return branch
-    return _Coarse(**{field.name: getattr(branch, field.name) for field in fields(Branch)}, side=side)
+    return branch if side == branch.tile[0] else replace(branch, sides=(side, side))

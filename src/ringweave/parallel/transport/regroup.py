@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ...errors import RingError, UnsupportedError, message
-from ..arguments import integer, seconds
-from .watch import bounded
+from ...errors import RingError, ShapeError, UnsupportedError, message
+from ...patterns.numbers import seconds, whole
+from .rendezvous import bounded
 
 # parts of the time allowed: to wait for ranks that may yet come, then to connect
 _COMING, _CONNECTING = 0.5, 0.3
@@ -52,9 +52,9 @@ def regroup(
         UnsupportedError: No store, and no default group that has one.
         RingError: The store is lost, this rank came too late, or a survivor was lost meanwhile.
     """
-    size, within = integer("size", size, 1), seconds("within", within)
-    rank = integer("rank", rank, 0, size - 1)
-    gone = {integer("lost", other, 0, size - 1) for other in lost}
+    size, within = whole("size", size, 1, error=ShapeError), seconds("within", within)
+    rank = whole("rank", rank, 0, size - 1, error=ShapeError)
+    gone = {whole("lost", other, 0, size - 1, error=ShapeError) for other in lost}
     begun = time.monotonic()
 
     def left() -> float:

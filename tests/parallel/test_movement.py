@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ringweave as rw
 from ringweave.parallel.planning import movement as module
 from ringweave.parallel.planning.demand import Demand
-from ringweave.parallel.planning.movement import Moves, cover, edges
+from ringweave.parallel.planning.movement import Moves, edges, movement
 from ringweave.parallel.planning.placement import Placement, contiguous, striped
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
@@ -91,13 +91,13 @@ def tables(draw: st.DrawFn) -> tuple[torch.Tensor, Placement]:
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2)])
 @settings(max_examples=150, deadline=None)
 @given(case=tables(), of_key=st.integers(1, 12), of_query=st.integers(1, 12))
-def test_cover_is_valid_and_minimal(
+def test_movement_is_valid_and_minimal(
     heads: tuple[int, int], case: tuple[torch.Tensor, Placement], of_key: int, of_query: int
 ) -> None:
     pytest.importorskip("scipy")
     mask, placement = case
     demand = demand_of(rw.BlockTable(mask, TILE), placement, heads)
-    moves = cover(demand, of_key, of_query, NO_CAP)
+    moves = movement(demand, of_key, of_query, NO_CAP)
     check_computed_once(demand, moves)
     assert bytes_of(demand, moves, of_key, of_query) == least(demand, of_key, of_query)
 
@@ -113,7 +113,7 @@ def test_a_flow_decides_where_no_rule_does(monkeypatch: pytest.MonkeyPatch) -> N
     calls = []
     cut = module._cut
     monkeypatch.setattr(module, "_cut", lambda *given: calls.append(given) or cut(*given))
-    moves = cover(demand, 5, 4, NO_CAP)
+    moves = movement(demand, 5, 4, NO_CAP)
     assert len(calls) == 1
     check_computed_once(demand, moves)
     assert bytes_of(demand, moves, 5, 4) == least(demand, 5, 4) == 16
@@ -125,7 +125,7 @@ def test_without_scipy_such_pairs_move_keys(monkeypatch: pytest.MonkeyPatch) -> 
         mask[i, list(keys)] = True
     demand = demand_of(rw.BlockTable(mask, TILE), contiguous(8 * TILE, 2, TILE))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (move,) = cover(demand, 5, 4, NO_CAP)
+    (move,) = movement(demand, 5, 4, NO_CAP)
     assert not move.queries.any()
     check_computed_once(demand, (move,))
 
@@ -137,7 +137,7 @@ def test_delegated_work_stays_under_the_cap(
 ) -> None:
     mask, placement = case
     demand = demand_of(rw.BlockTable(mask, TILE), placement, (4, 2))
-    moves = cover(demand, of_key, of_query, cap)
+    moves = movement(demand, of_key, of_query, cap)
     check_computed_once(demand, moves)
     before = demand.work()
     after = before.copy()
@@ -150,14 +150,14 @@ def test_delegated_work_stays_under_the_cap(
         np.subtract.at(after, demand.owner[row[sent]], work[sent])
     assert after.sum() == pytest.approx(before.sum())
     assert (after[took] <= cap * before.mean() + 1e-9).all()
-    keys_only = tuple(Moves(move.keys, np.zeros_like(move.queries)) for move in cover(demand, of_key, of_query, 0.0))
+    keys_only = tuple(Moves(move.keys, np.zeros_like(move.queries)) for move in movement(demand, of_key, of_query, 0.0))
     least_bytes, most = least(demand, of_key, of_query), bytes_of(demand, keys_only, of_key, of_query)
     assert least_bytes <= bytes_of(demand, moves, of_key, of_query) <= most
 
 
 def test_a_cap_that_nothing_fits_moves_keys_only() -> None:
     demand = demand_of(rw.longformer(TILE, 1), contiguous(64 * 128, 4, 128))
-    (free,), (tight,) = cover(demand, 2, 3, NO_CAP), cover(demand, 2, 3, 0.1)
+    (free,), (tight,) = movement(demand, 2, 3, NO_CAP), movement(demand, 2, 3, 0.1)
     assert free.queries.any()
     assert not tight.queries.any()
     check_computed_once(demand, (tight,))
@@ -165,7 +165,7 @@ def test_a_cap_that_nothing_fits_moves_keys_only() -> None:
 
 def test_global_rows_go_out_and_windows_stay() -> None:
     demand = demand_of(rw.longformer(256, 1), contiguous(512 * 128, 8, 128))
-    (move,) = cover(demand, 65536, 98816)
+    (move,) = movement(demand, 65536, 98816)
     assert np.argwhere(move.queries).tolist() == [[rank, 0] for rank in range(1, 8)]
     # each rank the first tile, and two tiles of each neighbour
     assert (move.keys.sum(1) - 64).tolist() == [2] + [2 + 2 + 1] * 6 + [2 + 1]
@@ -179,7 +179,7 @@ def test_dense_and_local_patterns_are_proven_without_a_flow(pattern: Pattern, mo
 
     monkeypatch.setattr(module, "_solve", refuse)
     demand = demand_of(pattern, contiguous(128 * 128, 8, 128))
-    (move,) = cover(demand, 65536, 98816)
+    (move,) = movement(demand, 65536, 98816)
     assert not move.queries.any()
     check_computed_once(demand, (move,))
 
@@ -193,7 +193,7 @@ def test_heads_of_one_key_head_are_covered_together() -> None:
     row, _, work = edges(demand, kind)
     assert work.sum() == demand.work().sum()
     assert work[row == 0].tolist() == [2.0, 2.0] + [1.0] * 62
-    moves = cover(demand, 65536, 98816)
+    moves = movement(demand, 65536, 98816)
     assert moves[0].queries[1:, 0].all()
     check_computed_once(demand, moves)
 
@@ -201,6 +201,6 @@ def test_heads_of_one_key_head_are_covered_together() -> None:
 def test_tiles_cut_between_ranks_move_keys_only() -> None:
     demand = demand_of(rw.longformer(256, 1), striped(64 * 128, 8, 64))
     assert demand.runs_per_tile == 2
-    (move,) = cover(demand, 65536, 98816)
+    (move,) = movement(demand, 65536, 98816)
     assert not move.queries.any()
     np.testing.assert_array_equal(move.keys, demand.needs[0])

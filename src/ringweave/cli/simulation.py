@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import textwrap
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from ..bench.plots import BLUE, GREEN, ORANGE, PURPLE, STYLE
 from ..errors import UnsupportedError, message
 from ..parallel.planning.cost import Estimate, Machine
 from ..parallel.planning.simulate import Row, simulate
 from ..patterns import parse
 from ..units import nbytes
 from . import terminal
-from .ring_plot import plot
-from .show import PatternText
+from .terminal import PatternText
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -43,16 +45,8 @@ def simulated(
     pair = re.fullmatch(r"(\d+):(\d+)", heads)
     if pair is None:
         raise typer.BadParameter(f"{heads!r} is not like 32:8", param_hint="'--heads'")
-    machine = Machine(flops, bandwidth, latency)
-    rows = simulate(
-        relation,
-        length,
-        _range(gpus),
-        heads=(int(pair[1]), int(pair[2])),
-        head_dim=head_dim,
-        itemsize=itemsize,
-        machine=machine,
-    )
+    sizes: dict[str, Any] = {"heads": (int(pair[1]), int(pair[2])), "head_dim": head_dim, "itemsize": itemsize}
+    rows = simulate(relation, length, _range(gpus), **sizes, machine=Machine(flops, bandwidth, latency))
     console = terminal.out()
     if as_json:
         console.print(json.dumps([_facts(row) for row in rows], indent=2), markup=False, soft_wrap=True)
@@ -73,6 +67,15 @@ def simulated(
             console.print(f"wrote {out}", markup=False, soft_wrap=True)
 
 
+_SUFFIXES = (".svg", ".png")
+# colour, marker, line: to be told apart without colours too, and where curves lie on each other
+_LOOKS = {
+    "ringweave": (BLUE, "o", "-"),
+    "full ring": (ORANGE, "s", "-"),
+    "all-gather": (GREEN, "^", (0, (4, 2))),
+    "Ulysses": (PURPLE, "D", (0, (1, 1.5))),
+}
+_STYLE = STYLE | {"font.size": 9}
 _LEGEND = """
 received    in one forward step, by the GPU that receives most
 work        of the busiest GPU over the mean
@@ -93,7 +96,7 @@ def _table(rows: list[Row]) -> Table:
         table.add_column(name, justify="left" if name.endswith("placement") else "right", no_wrap=True)
     for row in rows:
         own = row.ringweave
-        ring = row.peers["full ring"]
+        ring = row.other_systems["full ring"]
         table.add_row(
             str(row.ranks),
             own.name,
@@ -101,7 +104,7 @@ def _table(rows: list[Row]) -> Table:
             nbytes(ring.bytes_worst) if ring else "-",
             _work(own.imbalance),
             str(own.stages),
-            *(_share(each) for each in (own, *row.peers.values())),
+            *(_share(each) for each in row.systems.values()),
         )
     return table
 
@@ -120,11 +123,8 @@ def _work(imbalance: float) -> str:
 
 
 def _facts(row: Row) -> dict[str, Any]:
-    return {
-        "gpus": row.ranks,
-        "ringweave": _numbers(row.ringweave),
-        **{name: None if each is None else _numbers(each) for name, each in row.peers.items()},
-    }
+    systems = {name: None if each is None else _numbers(each) for name, each in row.systems.items()}
+    return {"gpus": row.ranks, **systems}
 
 
 def _numbers(estimate: Estimate) -> dict[str, Any]:
@@ -134,10 +134,10 @@ def _numbers(estimate: Estimate) -> dict[str, Any]:
 
 
 def _size(text: str, hint: str) -> int:
-    found = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
-    if found is None or int(found[1]) < 1:
+    size = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
+    if size is None or int(size[1]) < 1:
         raise typer.BadParameter(f"{text!r} is not a number such as 65536, 64K or 1M", param_hint=hint)
-    return int(found[1]) * _UNITS[found[2]]
+    return int(size[1]) * _UNITS[size[2]]
 
 
 def _range(text: str) -> list[int]:
@@ -147,8 +147,54 @@ def _range(text: str) -> list[int]:
     number, stop = _size(first, "'--gpus'"), _size(last, "'--gpus'")
     if number > stop:
         raise typer.BadParameter(f"{text!r} has nothing in it", param_hint="'--gpus'")
-    found = []
-    while number <= stop:
-        found.append(number)
-        number *= 2
-    return found
+    return [number << power for power in range((stop // number).bit_length())]
+
+
+# ---- the picture -----------------------------------------------------------------------------------------------------
+
+
+def plot(rows: Sequence[Row], path: str, *, title: str) -> None:
+    """Draw efficiency and received bytes over the number of GPUs, four systems, into an .svg or .png file."""
+    if not path.lower().endswith(_SUFFIXES):
+        raise UnsupportedError(message("--plot", repr(path), "a name that ends in .svg or .png", "Rename it."))
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter
+    except ModuleNotFoundError:
+        raise UnsupportedError(
+            message("--plot", repr(path), "matplotlib", "Install it: pip install 'ringweave[plot]'.")
+        ) from None
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(8.4, 3.9), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)
+        figure.suptitle("\n".join(textwrap.wrap(title, 96, max_lines=2)), fontsize=10, weight="bold", parse_math=False)
+        share, received = figure.subplots(1, 2)
+        for name, (colour, marker, line) in _LOOKS.items():
+            points = [(row.ranks, each) for row in rows if (each := row.systems[name]) is not None]
+            if not points:
+                continue
+            gpus = [number for number, _ in points]
+            label = name if len(points) == len(rows) else f"{name} (to {max(gpus)} GPUs)"
+            look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line, "label": label}
+            look |= {"linewidth": 1.6, "markersize": 4.5, "clip_on": False, "zorder": 4 if name == "ringweave" else 3}
+            share.plot(gpus, [100 * each.efficiency for _, each in points], **look)
+            received.plot(gpus, [each.bytes_worst for _, each in points], **look)
+        for axes in (share, received):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks([row.ranks for row in rows], [str(row.ranks) for row in rows], rotation=45)
+            axes.minorticks_off()
+            axes.set_xlabel("GPUs")
+            axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+            axes.set_axisbelow(True)
+        share.set_ylim(0, 104)
+        share.set_title("Modelled efficiency: computing over step time, %", fontsize=9)
+        # zero bytes, which a placement may need, lie on the axis
+        received.set_yscale("symlog", base=2, linthresh=2**20)
+        received.set_ylim(0, 2 * received.get_ylim()[1])
+        received.yaxis.set_major_formatter(FuncFormatter(lambda value, _: nbytes(value)))
+        received.set_title("Received by the GPU that receives most, a step", fontsize=9)
+        handles, labels = received.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        figure.savefig(path, metadata={"Date": None} if path.lower().endswith(".svg") else None)

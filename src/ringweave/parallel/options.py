@@ -1,0 +1,39 @@
+"""What a context may be asked for, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ShapeError
+from ..patterns.numbers import number, one_of, seconds, whole
+from .execution.wire import FORMATS
+from .planning.placement import NAMED, Placement
+
+SCHEDULES = ("auto", "gather", "ring")
+
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """How a context places tokens and moves them; attributes as of :class:`ContextParallel`.
+
+    Raises:
+        ShapeError: A number that is none or out of bounds.
+        UnsupportedError: An unknown schedule, placement or wire.
+    """
+
+    schedule: str = "auto"
+    placement: str | Placement = "auto"
+    wire: str = "native"
+    tolerance: float | None = None
+    deadline: float = 30.0
+    retries: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("schedule", self.schedule, SCHEDULES)
+        if not isinstance(self.placement, Placement):
+            one_of("placement", self.placement, ("auto", *NAMED), "'auto', a Placement or ")
+        one_of("wire", self.wire, FORMATS)
+        tolerance = None if self.tolerance is None else number("tolerance", self.tolerance, 0, error=ShapeError)
+        object.__setattr__(self, "tolerance", tolerance)
+        object.__setattr__(self, "deadline", seconds("deadline", self.deadline))
+        object.__setattr__(self, "retries", whole("retries", self.retries, 0, error=ShapeError))

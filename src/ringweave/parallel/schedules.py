@@ -1,0 +1,131 @@
+"""What a rank does for each pattern under one placement: gather or ring, planned once and cached by value."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ..patterns import Pattern
+from ..patterns.function import changed, store_of
+from ..plan import branches
+from ..recent import Recent
+from ..units import count, nbytes, percent
+from .execution.agreement import Opaque, Value
+from .execution.schedule import Schedule, gather, ring
+from .planning.cost import Load, Machine, estimate
+from .planning.demand import Demand
+from .planning.movement import Moves, movement
+from .planning.placement import Placement
+from .planning.workload import Widths
+
+# auto goes around the ring where a rank would receive more than this many shards of keys ...
+_MOST_SHARDS = 2
+# ... or where the ring, in which queries may move instead, receives less than this part
+_WORTH_IT = 0.5
+# with the bytes of the tables that their keys name, and about so many of their own
+_MAX_SCHEDULES, _MAX_BYTES, _SCHEDULE_BYTES = 64, 256 * 2**20, 2**16
+
+
+class Schedules:
+    """What one rank does for patterns under one placement; ``per_node`` ranks are a node where there are two levels."""
+
+    def __init__(
+        self, placement: Placement, heads: tuple[int, int], rank: int, schedule: str, per_node: int | None = None
+    ):
+        self.placement, self.heads, self.rank = placement, heads, rank
+        self.schedule, self.per_node = schedule, per_node
+        self._made: Recent[Schedule] = Recent(_MAX_BYTES, _MAX_SCHEDULES)
+
+    def of(self, pattern: Pattern, batch: int = 1) -> Schedule:
+        """Plan what the rank does for a pattern, or find it planned."""
+        made_of = pattern.key()
+        key, kept = (made_of.value, batch), store_of(pattern.spec, self._made)
+        made = kept.get(key)
+        if made is not None:
+            return made
+        demands = self.demands(pattern, batch)
+        said: dict[str, Value] = {"pattern": Opaque(_digest(map(_words_of, demands)), repr(pattern))}
+        if self.schedule_of(pattern) == "ring":
+            moves = [_moves(demand) for demand in demands]
+            bits = ((np.packbits(kind.keys), np.packbits(kind.queries)) for branch in moves for kind in branch)
+            said |= {"schedule": "ring", "moves": Opaque(_digest(bits), "its own")}
+            made = ring(demands, moves, self.placement, self.rank, self.heads, said)
+        else:
+            said["schedule"] = "gather"
+            made = gather(demands, self.placement, self.rank, self.heads, said, self.per_node)
+        if kept is not self._made and not pattern.key().same(made_of):
+            raise changed("what was changed while it was planned")
+        kept.put(key, made, _SCHEDULE_BYTES, made_of.tables)
+        return made
+
+    def demands(self, pattern: Pattern, batch: int = 1) -> list[Demand]:
+        """Find what the ranks need of each other for a pattern, per branch."""
+        tokens = self.placement.tokens
+        split = branches(pattern, tokens, tokens, heads=self.heads[0], batch=batch)
+        return [Demand.of(branch, self.placement, self.heads[0] // self.heads[1]) for branch in split]
+
+    def schedule_of(self, pattern: Pattern) -> str:
+        """Say how a pattern is computed: ``"gather"`` or ``"ring"``."""
+        if self.schedule != "auto":
+            return self.schedule
+        demands = self.demands(pattern, pattern.extents()[0] or 1)
+        if self.placement.ranks == 1 or self.per_node is not None or not demands:
+            return "gather"
+        widths = Widths()
+        received = Load.of(demands, widths, queries=False).received.max()
+        shard = self.placement.local * self.heads[1] * demands[0].branch.batch * widths.bytes_of_key
+        if received > _MOST_SHARDS * shard:
+            return "ring"
+        return "ring" if Load.of(demands, widths).received.max() < _WORTH_IT * received else "gather"
+
+    def explain(self, patterns: Iterable[Pattern], widths: Widths) -> str:
+        """Say where tokens lie, what moves for each pattern, and what it costs by the model."""
+        place, machine = self.placement, Machine()
+        lines = [
+            f"{place.tokens:,} tokens on {count(place.ranks, 'rank')}: {place.name} placement, "
+            f"{place.local:,} tokens each"
+        ]
+        whole = self.heads[1] * (place.ranks - 1) * place.local * widths.bytes_of_key
+        loads = []
+        for pattern in patterns:
+            schedule = self.schedule_of(pattern)
+            load = Load.of(self.demands(pattern, pattern.extents()[0] or 1), widths, queries=schedule == "ring")
+            loads.append(load)
+            cost = estimate(place.name, [load], machine)
+            lines += [
+                f"{pattern!r}: {schedule}",
+                f"  bytes      {nbytes(int(load.received.max()))} to the busiest rank, forward"
+                + (f"; a full ring moves {nbytes(whole)}" if whole else ""),
+                f"  balance    {cost.imbalance:.3f} (most work over mean)",
+                f"  stages     {cost.stages}",
+                f"  model      {percent(cost.efficiency)} of the time computing, "
+                f"at {machine.flops / 1e12:.0f} TFLOP/s and {machine.bandwidth / 1e9:.0f} GB/s a rank",
+            ]
+        if len(loads) > 1:
+            lines.append(f"together: balance {estimate(place.name, loads, machine).imbalance:.3f}")
+        return "\n".join(lines)
+
+
+def _moves(demand: Demand) -> tuple[Moves, ...]:
+    # the same whatever the channels of a call: forward, backward and all calls move alike
+    widths = Widths()
+    return movement(demand, widths.bytes_of_key * demand.tile, widths.bytes_of_query * demand.tile)
+
+
+def _words_of(demand: Demand) -> list[np.ndarray]:
+    """What is computed of a branch: contents, not names."""
+    plan, view = demand.plan, demand.branch
+    sizes = (view.heads, view.rate, view.q_first, view.k_first, view.nq, view.nk)
+    text = f"{sizes}{(view.q_offset, view.batch, plan.q_tile, plan.kv_tile)}"
+    tensors = (plan.row_ptr, plan.col, plan.bits, plan.masks, plan.group)
+    return [np.frombuffer(text.encode(), np.uint8), *(x.contiguous().numpy() for x in tensors)]
+
+
+def _digest(content: Iterable[Sequence[np.ndarray]]) -> int:
+    """63 bits that differ where anything differs."""
+    digest = hashlib.blake2b(digest_size=8)
+    for array in (array for arrays in content for array in arrays):
+        digest.update(array.data)
+    return int.from_bytes(digest.digest(), "little") >> 1
