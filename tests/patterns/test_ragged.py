@@ -23,7 +23,7 @@ HEADS = 4
 #: what is made for one length, whose documents all have it
 OF_ONE_LENGTH = {
     "documents", "causal_documents", "documents_by_ids", "documents_in_pieces", "within_documents", "keys", "within_keys",
-    "natten",
+    "natten", "image",
 }  # fmt: skip
 TABLES = {"table", "table_per_head", "bigbird", "variable"}
 
