@@ -55,6 +55,10 @@ SECONDS ?= 60
 fuzz: $(VENV)/.dev
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
+# the seed in the name, so that it goes with other targets
+fuzz-%: $(VENV)/.dev
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $*
+
 mutations: $(VENV)/.dev
 	$(BIN)/python scripts/mutations.py
 

@@ -62,7 +62,7 @@ inline TileMask column_mask(const Problem &pb, int32_t bits, int rows, int keys,
 // K for dS K without the broken keys that no query of the tile may attend: 0 * NaN must not reach a query.
 template <class Op>
 inline const float *usable_keys(const Problem &pb, const Lanes &lanes, const TileMask &mask, const BackwardMemory &m) {
-  uint8_t drop[256];
+  uint8_t drop[kMostTile];
   bool any = false;
   for (int k = 0; k < lanes.rows; ++k) {
     uint32_t seen = 0;

@@ -24,8 +24,8 @@ struct DropoutMemory {
   }
 };
 
-// The words of W counters that differ in the query and the head. Lanes of 64 bits, even and odd ones apart: of each, the
-// lower half counts and the upper one is left as it comes.
+// The words of W counters that differ in the query and the head. Lanes of 64 bits, even and odd ones apart: of each,
+// the lower half counts and the upper one is left as it comes.
 RW_INLINE void philox(uint32_t keys, U queries, U heads, uint32_t batch, uint64_t seed, U (&words)[4]) {
   L c0[2], c1[2], c2[2], c3[2];
   for (int i = 0; i < 2; ++i) {

@@ -30,7 +30,8 @@ void check_threads(int threads) {
 int head_dim(const char *name, const Array &a) {
   if (a.ndim() != 4) refuse(name, "wanted 4 dimensions (batch, head, token, channel), got " + std::to_string(a.ndim()));
   const int64_t d = (int64_t)a.shape(3);
-  if (d < 8 || d > 256 || d % 8) refuse(name, "wanted a head dimension of 8, 16, ... 256, got " + std::to_string(d));
+  if (d < 8 || d > kMostChannels || d % 8)
+    refuse(name, "wanted a head dimension of 8, 16, ... 512, got " + std::to_string(d));
   return (int)d;
 }
 
@@ -107,7 +108,8 @@ typedef std::optional<Array> Maybe;
 Term term_of(const Problem &pb, const std::string &kind, float value, const Maybe &table) {
   Term t;
   if (kind == "softcap") {
-    if (!(value > 0) || !std::isfinite(value)) refuse("terms", "wanted a softcap above 0, got " + std::to_string(value));
+    if (!(value > 0) || !std::isfinite(value) || !std::isfinite(1 / value))
+      refuse("terms", "wanted a softcap above 0, got " + std::to_string(value));
     t.cap = value;
     return t;
   }

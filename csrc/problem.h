@@ -8,7 +8,7 @@ namespace ringweave {
 
 enum Dtype { F32 = 0, BF16 = 1, F16 = 2 };
 
-constexpr int kMostTile = 256, kMostChannels = 256;
+constexpr int kMostTile = 256, kMostChannels = 512;
 
 static inline int bytes_of(Dtype t) { return t == F32 ? 4 : 2; }
 

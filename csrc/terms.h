@@ -1,9 +1,9 @@
 // Score terms on the pairs of one tile, and the gradients of their tables.
 //
-// Pairs lie as a kernel has its scores, in rows of lanes: keys by queries (of several heads) in forward; queries by keys
-// of one head in backward and where queries are few. What depends on a pair's distance is one value for a diagonal of
-// the tile wherever both sides are evenly spaced, and a row of lanes is then one load; elsewhere, and for a bias, the
-// values are laid out first.
+// Pairs lie as a kernel has its scores, in rows of lanes: keys by queries (of several heads) in forward; queries by
+// keys of one head in backward and where queries are few. What depends on a pair's distance is one value for a diagonal
+// of the tile wherever both sides are evenly spaced, and a row of lanes is then one load; elsewhere, and for a bias,
+// the values are laid out first.
 #pragma once
 #include "lanes.h"
 #include "memory.h"
@@ -129,7 +129,7 @@ struct Pairs {
       tables |= scoring.terms[i].grad != nullptr;
     }
     for (int r = 0; tables && r < n; ++r)
-      for (int l = lanes - lane; l < width; ++l) dt[r * width + l] = 0;
+      for (int l = filled(lane, width); l < width; ++l) dt[r * width + l] = 0;
     for (int i = scoring.count; i-- > 0;) {
       const Term &t = scoring.terms[i];
       if (t.kind == Term::softcap) {
@@ -152,6 +152,8 @@ struct Pairs {
 
  private:
   int sign() const { return keys_across ? 1 : -1; }
+  // How many lanes of a panel are keys: the last panel may have none.
+  int filled(int lane, int width) const { return (int)larger(0, smaller(width, lanes - lane)); }
   // key - query
   int32_t distance(int row, int lane) const { return sign() * (m.lane_at[lane] - m.row_at[row]); }
 
@@ -243,8 +245,8 @@ struct Pairs {
   void add_biases(int begin, int end, float *s, int r0, int n, int lane, int width) const {
     alignas(64) float one[4][kMostTile];
     for (int r = 0; keys_across && r < n; ++r) {
-      const int some = (int)smaller(width, lanes - lane);
-      memset(one[0], 0, 4 * (size_t)width);
+      const int some = filled(lane, width);
+      memset(one[0] + some, 0, 4 * (size_t)(width - some));
       bias_row(begin, end, head, row_first + r0 + r, lane_first + lane, some, one[0]);
       for (int l = 0; l < width; l += W) store(s + r * width + l, load(s + r * width + l) + load(one[0] + l));
     }
@@ -252,9 +254,10 @@ struct Pairs {
     for (int l = 0; l < width; l += 4) {
       for (int i = 0; i < 4; ++i) {
         const int at = lane + l + i;
-        memset(one[i], 0, sizeof one[i]);
         if (at < heads * lanes)
           bias_row(begin, end, head + at / lanes, lane_first + at % lanes, row_first + r0, n, one[i]);
+        else
+          memset(one[i], 0, sizeof one[i]);
       }
       for (int r = 0; r < n; r += 4)
         turn4((char *)(one[0] + r), (char *)(one[1] + r), (char *)(one[2] + r), (char *)(one[3] + r),
@@ -263,41 +266,42 @@ struct Pairs {
     for (int i = 0; i < n * width; i += W) store(s + i, load(s + i) + load(m.biases + i));
   }
 
-  // Adds a run's biases of a query and n keys.
+  // The sum of a run's biases of a query and n keys.
   void bias_row(int begin, int end, int64_t h, int64_t query, int64_t key, int n, float *to) const {
     const int32_t *columns = scoring.columns + key;
+    float other[kMostTile], *some = to;
     for (int i = begin; i < end; ++i) {
       const Term &t = scoring.terms[i];
       if (t.kind != Term::bias) continue;
       const char *row = row_at(t.table, batch, h, scoring.rows[query]);
-      float some[kMostTile];
       int x = 0;
       if (adjacent && t.column == bytes_of(t.table.dtype)) {
         x = n / 8 * 8;
         widen(some, row + columns[0] * t.column, t.table.dtype, x);
       }
       for (; x < n; ++x) some[x] = element(row + columns[x] * t.column, t.table.dtype);
-      for (x = 0; x < n; ++x) to[x] += some[x];
+      for (x = 0; some != to && x < n; ++x) to[x] += some[x];
+      some = other;
     }
   }
 
   void bias_gradient(const Term &t, const float *dt, int r0, int n, int lane, int width) const {
     const int32_t *columns = scoring.columns + lane_first + lane;
-    const int some = (int)smaller(width, lanes - lane);
+    const int some = filled(lane, width);
     for (int r = 0; r < n; ++r, dt += width) {
       const int64_t row =
           batch * t.grad_batch + head * t.grad_head + scoring.rows[row_first + r0 + r] * t.grad_row;
-      for (int l = 0; l < some; ++l) {
-        if (t.sums)
-          add_to(t, row + columns[l], dt[l], 1 / scoring.quantum);
-        else
-          t.grad[row + columns[l]] = dt[l];
-      }
+      if (t.own && adjacent)
+        memcpy(t.grad + row + columns[0], dt, 4 * (size_t)some);
+      else if (t.own)
+        for (int l = 0; l < some; ++l) t.grad[row + columns[l]] = dt[l];
+      else
+        for (int l = 0; l < some; ++l) add_to(t, row + columns[l], dt[l], 1 / scoring.quantum);
     }
   }
 
   void distance_gradient(const Term &t, float *sums, const float *dt, int r0, int n, int lane, int width) const {
-    const int some = (int)smaller(width, lanes - lane);
+    const int some = filled(lane, width);
     for (int r = 0; r < n; ++r, dt += width) {
       if (even) {
         float *to = sums + (rows - 1 - r0 - r) + lane;

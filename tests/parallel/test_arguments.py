@@ -104,7 +104,7 @@ CASES: list[tuple[str, Callable[..., object], list[Any]]] = [
     ("block", lambda block: placed(block=block), [*INTS, 0]),
     ("views", lambda views: placed(views=views), [*INTS, 0, 3]),
     ("views", lambda owner: placed(owner=np.array(owner), views=2), [[0, 1, 0, 1]]),
-    ("owner", lambda owner: placed(owner=owner), [None, [], [0.0, 1.0, 0.0, 1.0], [[0, 1]], [0, 0, 1], [0, 2, 0, 2], [-1, 1] * 2, [0, 1]]),
+    ("owner", lambda owner: placed(owner=owner), [None, [], [0.0, 1.0, 0.0, 1.0], [[0, 1]], [0, 0, 1], [0, 2, 0, 2], [-1, 1] * 2, [0, 1], [0, 0, 1, 2**32 + 1]]),
     ("pattern", lambda patterns: simulated(patterns=patterns), [None, [], "Causal()"]),
     ("tokens", lambda tokens: simulated(tokens=tokens), [*INTS, 0]),
     ("ranks", lambda ranks: simulated(ranks=ranks), [[], "8", 8, None, [0], [8, 1.5], [True], [1000]]),

@@ -333,9 +333,14 @@ def test_trace(tmp_path: Path) -> None:
         x = torch.randn(1, 1, ctx.local, 8)
         with ctx.trace() as found:
             rw.attention(x, x, x, WINDOW, context=ctx)
+            with ctx.trace() as inside:
+                rw.attention(x, x, x, WINDOW, context=ctx)
+            rw.attention(x, x, x, WINDOW, context=ctx)
         with ctx.trace() as again:
             pass
         assert not again.events
+        assert (len(inside.events), 2 * len(inside.events)) == (len(found.events) // 2, len(found.events))
+        del found.events[len(inside.events) :]
         return found
 
     traces = run(2, job)
@@ -375,6 +380,12 @@ def test_caches() -> None:
     first, second = (rw.random_blocks(512, 0.5, seed=seed) for seed in (0, 1))
     assert ctx.schedules.of(first) is ctx.schedules.of(first)
     assert ctx.schedules.of(first) is not ctx.schedules.of(second)
+
+
+def test_a_handle_that_is_rebuilt_keeps_its_tag() -> None:
+    handle = ContextParallel(None, WINDOW, 256, heads=(1, 1)).tagged("layer 3")
+    assert torch.equal(handle.rebuild(None)._tag, handle._tag)
+    assert handle._tag.any()
 
 
 def test_transforms_of_functions_are_refused() -> None:

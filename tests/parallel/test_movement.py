@@ -119,12 +119,18 @@ def test_a_flow_decides_where_no_rule_does(monkeypatch: pytest.MonkeyPatch) -> N
     assert bytes_of(demand, moves, 5, 4) == least(demand, 5, 4) == 16
 
 
-def test_without_scipy_such_pairs_move_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("where", "name", "value"), [(importlib.util, "find_spec", lambda name: None), (module, "_MAX_FLOW", 16)]
+)
+def test_where_no_flow_is_solved_such_pairs_move_keys(
+    monkeypatch: pytest.MonkeyPatch, where: object, name: str, value: object
+) -> None:
+    """Without scipy, or where 32 bits do not hold the flow."""
     mask = torch.zeros(8, 8, dtype=torch.bool)
     for i, keys in enumerate([(4, 5, 6), (5, 6, 7), (6, 7, 4), (7, 4, 5)]):
         mask[i, list(keys)] = True
     demand = demand_of(rw.BlockTable(mask, TILE), contiguous(8 * TILE, 2, TILE))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(where, name, value)
     (move,) = movement(demand, 5, 4, NO_CAP)
     assert not move.queries.any()
     check_computed_once(demand, (move,))

@@ -302,7 +302,8 @@ def test_errors(make: object, text: str) -> None:
         (lambda g: g.flatten(torch.zeros(8, 8), -3), "dim: got -3; wanted at least -2"),
         (lambda g: g.flatten(torch.zeros(8, 8), 0.0), "dim: got 0.0; wanted an int"),
         (lambda g: g.flatten([[1]], 0), "x: got list; wanted a dense tensor"),
-        (lambda g: g.flatten(torch.eye(8).to_sparse(), 0), "x: got a tensor of torch.sparse_coo; wanted a dense tensor"),
+        (lambda g: g.flatten(torch.eye(8).to_sparse(), 0), "x: got a torch.sparse_coo tensor; wanted a dense tensor"),
+        (lambda g: g.flatten(torch.nested.nested_tensor([torch.zeros(8, 8)], layout=torch.jagged), 0), "x: got a nested tensor; wanted a dense tensor"),
         (lambda g: g.flatten(torch.zeros(()), 0), "x: got a tensor without axes"),
         (lambda g: g.unflatten(torch.zeros(3, 65), 1), r"x: got \(3, 65\), axis 1; wanted 64 tokens there"),
     ],
@@ -415,6 +416,12 @@ def test_tiles_compute_few_pairs(shape: tuple[int, ...], window: int, most: floa
 def test_windows_of_a_box_are_full_tiles() -> None:
     plan = rw.GridWindows(rw.Grid((32, 32), (4, 8)), (4, 8)).plan(1024)
     assert (plan.nnz, plan.q_tile, plan.masks.shape[0]) == (32, 32, 0)
+
+
+def test_tiles_of_many_pieces() -> None:
+    """Of more than are compared with those of other tiles."""
+    pattern = rw.GridNeighborhood(rw.Grid((150, 2), (2, 1)), (7, 2), causal=(True, False))
+    assert torch.equal(pattern.plan(300, tile=128).to_dense(), pattern.to_dense(300))
 
 
 def test_masks_and_planning_do_not_grow_with_the_grid() -> None:

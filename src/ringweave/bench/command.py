@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Annotated, Literal
@@ -48,6 +49,8 @@ def bench(
     if show_list:
         _print_list(console)
         return
+    if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
+        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda", param_hint="--device")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise typer.BadParameter("this torch finds no CUDA device", param_hint="--device")
     if threads is not None:

@@ -325,7 +325,7 @@ def environment(device: str = "cpu") -> Environment:
         threads=torch.get_num_threads(),
         load=round(load()[0], 2) if load else None,
         memory=_memory(),
-        accelerator=torch.cuda.get_device_name() if torch.device(device).type == "cuda" else None,
+        accelerator=torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else None,
         driver=_driver() if torch.device(device).type == "cuda" else None,
         cuda=torch.version.cuda,
         triton=_version("triton"),

@@ -140,7 +140,7 @@ def sides(branch: Branch, device: str) -> list[tuple[int, int]]:
 
     A block table on a GPU keeps its grid: a plan of other tiles would have to wait for the table.
     """
-    if device != "cpu" and branch.pattern.block_side() is not None:
+    if device != "cpu" and branch.pattern.tables and branch.pattern.block_side() is not None:
         return []
     most = [max(16, 1 << (n - 1).bit_length()) for n in (branch.nq, branch.nk)]
     tiles = estimate_tiles(branch.pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset)

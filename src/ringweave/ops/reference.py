@@ -13,7 +13,7 @@ from torch import Tensor
 from ..plan import Branch
 from ..terms import Pairs
 from ..types import acc_dtype
-from .backend import EXTRAS, Backend, Case, Inputs, Upstream, per_key_head, per_query_head
+from .backend import EXTRAS, Backend, Case, Inputs, Upstream, per_query_head
 
 
 class _Dense(NamedTuple):
@@ -82,7 +82,8 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     dk = scale * (score_grads.mT @ queries)
     dv = (dense.weights * dense.kept).mT @ dout
 
-    return dq.to(dtype), per_key_head(dk, k.shape[1]).to(dtype), per_key_head(dv, k.shape[1]).to(dtype)
+    dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dtype) for x in (dk, dv))
+    return dq.to(dtype), dk, dv
 
 
 def _only_attended(v: Tensor, count: Tensor, heads: int) -> Tensor:

@@ -303,6 +303,7 @@ class ContextParallel:
         # a placement of its own is made for these ranks
         options = options | {"placement": "auto"} if isinstance(self.options.placement, Placement) else options
         again = ContextParallel(mesh, self.patterns, self.seq_len, heads=self.heads, **options)
+        again._tag = self._tag
         self.close()
         return again
 
@@ -349,13 +350,13 @@ class ContextParallel:
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Record when this rank computes, sends and receives; the yielded :class:`Trace` can be looked at."""
-        trace = Trace(self.rank)
+        """Record when this rank computes, sends and receives, in the yielded :class:`Trace`: the innermost one."""
+        trace, outer = Trace(self.rank), self.transport.trace
         self.transport.trace = trace.events
         try:
             yield trace
         finally:
-            self.transport.trace = None
+            self.transport.trace = outer
 
     def close(self) -> None:
         """Close the connections. A closed context computes nothing more."""

@@ -239,7 +239,13 @@ def _chosen(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _axis(x: object, dim: object) -> int:
     if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
-        got = f"a tensor of {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+        got = (
+            type(x).__name__
+            if not isinstance(x, Tensor)
+            else "a nested tensor"
+            if x.is_nested
+            else f"a {x.layout} tensor"
+        )
         raise ShapeError(message("x", got, "a dense tensor", "Convert it with to_dense or torch.as_tensor."))
     least, most = -x.ndim, max(x.ndim - 1, 0)
     number = whole("dim", dim, least, most, error=ShapeError, remedy=f"Pass an axis of the tensor, {least}..{most}.")

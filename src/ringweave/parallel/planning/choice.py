@@ -166,11 +166,11 @@ def affinity(workload: Workload, ranks: int, block: int, pieces: int, *, deal: b
         return None
     if sum(branch.plan("cpu").nnz for branch in workload.branches) > _MAX_TILES:
         return None
-    graph = _Graph.of(workload.branches, length, ranks * pieces)
-    if len(graph.unit) * ranks > _MAX_LOOKS:
+    chunks = _Chunks.of(workload.branches, length, ranks * pieces)
+    if len(chunks.unit) * ranks > _MAX_LOOKS:
         return None
-    owner = _deal(graph, ranks, pieces) if deal else np.arange(ranks * pieces) // pieces
-    _swap(graph, owner, ranks)
+    owner = _deal(chunks, ranks, pieces) if deal else np.arange(ranks * pieces) // pieces
+    _swap(chunks, owner, ranks)
     # ranks in the order of their first chunk: neighbours in the sequence are neighbours in a ring
     _, first = np.unique(owner, return_index=True)
     name = np.empty(ranks, np.int32)
@@ -180,7 +180,7 @@ def affinity(workload: Workload, ranks: int, block: int, pieces: int, *, deal: b
 
 
 @dataclass(frozen=True, eq=False)
-class _Graph:
+class _Chunks:
     """Chunks, their work, and the units of keys that each needs: ``unit[first[c] : first[c + 1]]``, ascending."""
 
     work: Int64
@@ -188,24 +188,24 @@ class _Graph:
     unit: Int64
 
     @staticmethod
-    def of(calls: Sequence[Branch], length: int, chunks: int) -> _Graph:
+    def of(calls: Sequence[Branch], length: int, count: int) -> _Chunks:
         """Gather what chunks of a length need over all branches."""
-        work = np.zeros(chunks, np.int64)
-        needs = [np.arange(chunks, dtype=np.int64) * (chunks + 1)]
+        work = np.zeros(count, np.int64)
+        needs = [np.arange(count, dtype=np.int64) * (count + 1)]
         for branch in calls:
             plan = branch.plan("cpu")
             together = length // branch.tile[0]
             uses = np.bincount(plan.group.numpy().reshape(-1), minlength=len(plan.row_ptr))
             rows = np.arange(plan.q_tiles) // together
             for use, pointer in zip(uses, plan.row_ptr.numpy().astype(np.int64), strict=True):
-                counts = np.diff(pointer)
-                np.add.at(work, rows, use * counts * branch.tile[0] ** 2)
+                tiles = np.diff(pointer)
+                np.add.at(work, rows, use * tiles * branch.tile[0] ** 2)
                 column = plan.col.numpy()[pointer[0] : pointer[-1]].astype(np.int64) // together
-                pair = np.repeat(rows, counts) * chunks + column
+                pair = np.repeat(rows, tiles) * count + column
                 # runs of one pair are long: most of them go before they are sorted
                 needs.append(np.unique(pair[np.flatnonzero(np.diff(pair, prepend=-1))]))
         pairs = np.unique(np.concatenate(needs))
-        return _Graph(work, np.searchsorted(pairs, np.arange(chunks + 1) * chunks), pairs % chunks)
+        return _Chunks(work, np.searchsorted(pairs, np.arange(count + 1) * count), pairs % count)
 
     def units(self, chunk: int | np.integer[Any]) -> Int64:
         """The units that a chunk needs."""
@@ -217,36 +217,36 @@ class _Graph:
         return np.repeat(np.arange(len(self.work)), np.diff(self.first))
 
 
-def _deal(graph: _Graph, ranks: int, pieces: int) -> Int64:
+def _deal(chunks: _Chunks, ranks: int, pieces: int) -> Int64:
     """(chunks,) ranks, ``pieces`` chunks for each."""
-    owner = np.empty(len(graph.work), np.int64)
+    owner = np.empty(len(chunks.work), np.int64)
     load = np.zeros(ranks, np.int64)
     free = np.full(ranks, pieces)
-    wanted = np.zeros((len(graph.work), ranks), np.int32)
-    limit = int(graph.work.sum()) * _ROOM // (256 * ranks)
+    wanted = np.zeros((len(chunks.work), ranks), np.int32)
+    limit = int(chunks.work.sum()) * _ROOM // (256 * ranks)
     far = 2**40
-    for c in np.argsort(-graph.work, kind="stable").tolist():
-        units = graph.units(c)
+    for c in np.argsort(-chunks.work, kind="stable").tolist():
+        units = chunks.units(c)
         missing = len(units) - wanted[units].sum(0)
         # least missing, of these the least loaded; where nothing fits the least loaded
-        key = np.where(load + graph.work[c] <= limit, missing, far)
+        key = np.where(load + chunks.work[c] <= limit, missing, far)
         key[free == 0] = 2 * far
         best = np.flatnonzero(key == key.min())
         r = int(best[np.argmin(load[best])])
         owner[c] = r
-        load[r] += graph.work[c]
+        load[r] += chunks.work[c]
         free[r] -= 1
         wanted[units, r] = 1
     return owner
 
 
-def _swap(graph: _Graph, owner: Int64, ranks: int) -> None:
+def _swap(chunks: _Chunks, owner: Int64, ranks: int) -> None:
     """Exchange chunks of the heaviest rank for lighter ones, those that add the least to receive first."""
-    chunk, work = graph.chunk, graph.work
+    chunk, work = chunks.chunk, chunks.work
     load = np.bincount(owner, weights=work, minlength=ranks).astype(np.int64)
     limit = int(work.sum()) * _ENOUGH // (256 * ranks)
     uses = np.zeros((len(work), ranks), np.int32)
-    np.add.at(uses, (graph.unit, owner[chunk]), 1)
+    np.add.at(uses, (chunks.unit, owner[chunk]), 1)
     for _ in range(min(_SWAPS * ranks, _MAX_SWAPS)):
         r = int(np.argmax(load))
         if load[r] <= limit:
@@ -259,14 +259,14 @@ def _swap(graph: _Graph, owner: Int64, ranks: int) -> None:
         if not useful.any():
             return
         # what both sides would have to receive in addition
-        here = np.bincount(chunk, weights=uses[graph.unit, r] == 0)
-        there = np.stack([(uses[graph.units(c)] == 0).sum(0) for c in mine])
+        here = np.bincount(chunk, weights=uses[chunks.unit, r] == 0)
+        there = np.stack([(uses[chunks.units(c)] == 0).sum(0) for c in mine])
         extra = np.where(useful & (after <= limit), here[None, :] + there[:, owner], np.inf)
         least = extra if np.isfinite(extra).any() else after
         i, j = divmod(int(np.argmin(least)), len(work))
         a, other = int(mine[i]), int(owner[j])
         for c, source, to in ((a, r, other), (j, other, r)):
-            units = graph.units(c)
+            units = chunks.units(c)
             uses[units, source] -= 1
             uses[units, to] += 1
             load[source] -= work[c]

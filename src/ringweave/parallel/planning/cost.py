@@ -167,5 +167,6 @@ def estimate(name: str, loads: Sequence[Load], machine: Machine) -> Estimate:
 
 def cost_of(workload: Workload, placement: Placement, machine: Machine) -> Estimate:
     """Estimate all calls of a workload under one placement."""
-    demands = [[Demand.of(branch, placement, workload.ratio) for branch in call] for call in workload.calls]
-    return estimate(placement.name, [Load.of(each, workload.widths) for each in demands], machine)
+    ratio, widths = workload.ratio, workload.widths
+    loads = [Load.of([Demand.of(branch, placement, ratio) for branch in call], widths) for call in workload.calls]
+    return estimate(placement.name, loads, machine)

@@ -53,9 +53,9 @@ class Placement:
         if owner.ndim != 1 or not np.issubdtype(owner.dtype, np.integer):
             raise ShapeError(message("owner", f"{owner.dtype} {owner.shape}", "ints (blocks,)", "A rank per block."))
         # a copy that cannot be written: nothing changes who holds what
-        owner = owner.astype(np.int32)
-        owner.setflags(write=False)
-        object.__setattr__(self, "owner", owner)
+        kept = owner.astype(np.int32)
+        kept.setflags(write=False)
+        object.__setattr__(self, "owner", kept)
         inside = len(owner) > 0 and bool((owner >= 0).all() and (owner < self.ranks).all())
         if not inside or len(np.unique(np.bincount(owner, minlength=self.ranks))) > 1:
             wanted = f"equally many blocks of each of {self.ranks} ranks"
