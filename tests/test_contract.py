@@ -185,6 +185,12 @@ def is_attention(arguments: dict[str, Any], answer: Any) -> None:
     torch.testing.assert_close(out, wanted)
 
 
+def is_packed(arguments: dict[str, Any], answer: Any) -> None:
+    whole = {name: arguments[name].transpose(0, 1)[None] for name in "qkv"}
+    pattern = arguments["pattern"].within(rw.Documents(cu_seqlens=arguments["cu_seqlens_q"]))
+    is_attention(arguments | whole | {"pattern": pattern, "q_offset": 0}, answer.transpose(0, 1)[None])
+
+
 def seeded(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -346,6 +352,13 @@ ROWS: dict[str, Row] = {
     "DistanceBias": Row(lambda: {"table": torch.ones(2, 5)}, is_term),
     "DistanceBias.from_buckets": Row(lambda: {"weight": torch.ones(16, 2), "max_distance": 9, "bidirectional": True}, is_term, of=rw.DistanceBias.from_buckets),
     "Bias": Row(lambda: {"table": torch.ones(1, 2, N, N)}, is_term),
+    "varlen_attention": Row(
+        lambda: {name: x[0].transpose(0, 1) for name, x in qkv().items()}
+        | {"cu_seqlens_q": [0, 20, N], "cu_seqlens_k": None, "pattern": OWN, "scale": None, "backend": "auto"} | SCORED,
+        is_packed,
+        of=seeded(rw.varlen_attention),
+        taken=dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), lambda v: False),
+    ),
     "longnet_attention": Row(lambda: qkv() | LISTS | {"detach_weights": False} | CALL, is_attention),
     "attention_weights": Row(lambda: {"q": qkv()["q"], "k": qkv()["k"], "pattern": OWN, "scale": None, "q_offset": 0}, is_weights),
     "merge": Row(lambda: {"outs": [torch.ones(2, 3), torch.zeros(2, 3)], "lses": [torch.ones(2), torch.zeros(2)]}, is_merged),

@@ -22,7 +22,7 @@ NAMES = [
     "TokenMask", "UnsupportedError", "attention", "attention_weights", "attention_with_lse", "bench", "bigbird",
     "dilated_blocks", "explain", "from_block_mask", "from_mask_mod", "local_global", "longformer",
     "longnet_attention", "merge", "natten_1d", "nn", "parallel", "plan", "random_blocks", "sparse_transformer_fixed",
-    "variable",
+    "variable", "varlen_attention",
 ]  # fmt: skip
 
 SIGNATURES = {

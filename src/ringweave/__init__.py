@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import PatternError, RingError, RingweaveError, ShapeError, UnsupportedError
 from .explain import explain
-from .functional import attention, attention_with_lse, longnet_attention
+from .functional import attention, attention_with_lse, longnet_attention, varlen_attention
 from .merge import merge
 from .patterns import (
     BlockTable,
@@ -115,6 +115,7 @@ __all__ = [
     "random_blocks",
     "sparse_transformer_fixed",
     "variable",
+    "varlen_attention",
 ]
 
 

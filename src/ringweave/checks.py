@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
+# terms that are made of positions
+_OF_DISTANCE = frozenset({"ALiBi", "DistanceBias"})
 # room above float32's range for a factor log2(e)
 _LARGEST_SCALE = 1e38
 
@@ -105,6 +107,10 @@ def check_call(
     if extras and context is not None:
         got = f"{', '.join(sorted(extras))} with a context"
         raise UnsupportedError(message("terms", got, "none with a context", "Leave them out, or use one device."))
+    if extras & _OF_DISTANCE and isinstance(pattern, Pattern) and "cu_seqlens_q=" in pattern.spec:
+        # places on two axes, whose difference is no distance
+        got = f"{', '.join(sorted(extras & _OF_DISTANCE))} where queries and keys are packed apart"
+        raise UnsupportedError(message("terms", got, "one packing for both", "Pad the queries, or add a Bias."))
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else _scale(scale)
     q_offset = _offset(q_offset)
     if not isinstance(backend, str):

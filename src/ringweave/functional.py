@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from .checks import check_call, check_sinks
+from .errors import ShapeError, message, shown
 from .merge import merge, with_sinks
 from .ops.backend import Inputs
 from .ops.registered import attend
-from .patterns import Full, LongNet, Pattern
+from .patterns import Causal, Documents, Full, LongNet, Pattern
 from .patterns.numbers import flag
 from .terms import Term
 from .types import AttentionOutput
@@ -136,6 +137,70 @@ def attention_with_lse(
     return with_sinks(result.out, result.lse, sink_logits)
 
 
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | Sequence[int],
+    cu_seqlens_k: Tensor | Sequence[int] | None = None,
+    pattern: Pattern = Causal(),  # noqa: B008  (immutable)
+    *,
+    scale: float | None = None,
+    terms: Term | Sequence[Term] | None = (),
+    sink_logits: Tensor | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Compute attention of sequences that lie end to end on one axis, without padding; none attends another.
+
+    The pattern is counted from each sequence's own first key. Where a sequence has fewer queries than keys they are its
+    last tokens, as in a step over caches.
+
+    Args:
+        q: Queries of all sequences, (tokens, Hq, D).
+        k: Keys, (tokens, Hkv, D).
+        v: Values, (tokens, Hkv, Dv).
+        cu_seqlens_q: Cumulative bounds of the sequences' queries, (sequences + 1,): 0, ..., tokens.
+        cu_seqlens_k: Those of their keys, where they are others.
+        pattern: A relation; causal by default.
+        scale: Factor of the scores; 1 / sqrt(D) by default.
+        terms: As of :func:`ringweave.attention`; those of distances need queries and keys with the same bounds.
+        sink_logits: (Hq,): learned logits.
+        dropout: Share of the weights that are dropped.
+        backend: ``"auto"``, or one by name.
+    Returns:
+        Output, (tokens, Hq, Dv), dtype of q.
+    Raises:
+        ShapeError: Shapes, dtypes or devices do not fit.
+        PatternError: Bounds that are none, or a pattern that cannot be counted from a sequence's start.
+        UnsupportedError: The named backend cannot run the case.
+    Example:
+        >>> packed = torch.randn(96, 4, 32)
+        >>> rw.varlen_attention(packed, packed, packed, [0, 60, 96], pattern=rw.SlidingWindow(16)).shape
+        torch.Size([96, 4, 32])
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            raise ShapeError(message(name, shown(x), "(tokens, heads, dim)", "Pack the sequences end to end."))
+    if cu_seqlens_k is None:
+        documents = Documents(cu_seqlens=cu_seqlens_q)
+    else:
+        documents = Documents(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = attention(
+        q,
+        k,
+        v,
+        pattern.within(documents) if isinstance(pattern, Pattern) else pattern,
+        scale=scale,
+        terms=terms,
+        sink_logits=sink_logits,
+        dropout=dropout,
+        backend=backend,
+    )
+    return out[0].transpose(0, 1)
+
+
 def longnet_attention(
     q: Tensor,
     k: Tensor,
@@ -216,4 +281,4 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
-__all__ = ["attention", "attention_with_lse", "longnet_attention"]
+__all__ = ["attention", "attention_with_lse", "longnet_attention", "varlen_attention"]
