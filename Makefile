@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Waiting threads sleep instead of spinning: on a shared machine spinning ones take the cores from those at work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test check sanitize fuzz format docs clean help
+.PHONY: demo test check sanitize fuzz mutations format docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make check   lint, types, layers, docstrings"
 	@echo "make sanitize  the native kernel's tests under AddressSanitizer and UBSan"
 	@echo "make fuzz    random calls against the definition for SECONDS (60), of a SEED (a new one)"
+	@echo "make mutations  the library broken in one line, many times: whether its tests notice"
 	@echo "make docs    build the documentation into site/"
 
 $(BIN)/python:
@@ -53,6 +54,13 @@ sanitize: $(VENV)/.dev
 SECONDS ?= 60
 fuzz: $(VENV)/.dev
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+# the seed in the name, so that it goes with other targets
+fuzz-%: $(VENV)/.dev
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $*
+
+mutations: $(VENV)/.dev
+	$(BIN)/python scripts/mutations.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

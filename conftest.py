@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests import progress
 
 import ringweave as rw
 
@@ -26,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory(prefix="ringweave-cache-")
     os.environ["RINGWEAVE_CACHE"] = folder.name
     config.add_cleanup(folder.cleanup)
+    progress.register(config)
 
 
 # Two processes that share the tests take whole files: the longest first, since what is left for the end runs alone.

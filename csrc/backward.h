@@ -62,7 +62,7 @@ inline TileMask column_mask(const Problem &pb, int32_t bits, int rows, int keys,
 // K for dS K without the broken keys that no query of the tile may attend: 0 * NaN must not reach a query.
 template <class Op>
 inline const float *usable_keys(const Problem &pb, const Lanes &lanes, const TileMask &mask, const BackwardMemory &m) {
-  uint8_t drop[256];
+  uint8_t drop[kMostTile];
   bool any = false;
   for (int k = 0; k < lanes.rows; ++k) {
     uint32_t seen = 0;
@@ -77,13 +77,16 @@ inline const float *usable_keys(const Problem &pb, const Lanes &lanes, const Til
 }
 
 // The list of a column is that of each query head of the K/V head, one after the other: their entries in the window.
-template <class Op>
+template <class Op, bool Scored>
 inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece, const Turns &turns, char *block,
                            float *partial) {
   const Plan &plan = pb.plan;
   const Lanes lanes = key_lanes(pb, u, piece.tile);
   const BackwardMemory m(pb, lanes.count, block);
-  const Scale scale(pb.scale);
+  const Scale scale(pb);
+  const float size = scale.before * scale.size;
+  Pairs pairs(pb, m.terms, u.batch, true);
+  if (Scored) pairs.set_lanes(lanes.first, lanes.rows, lanes.count);
   float *dk = partial ? partial : m.dx, *dv = dk + (size_t)lanes.count * pb.d;
   begin_keys(pb, lanes, partial ? Visit() : piece.visit, turns, dk);
   bool any_bad = false;
@@ -105,6 +108,12 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
       const int64_t i = plan.row[e], first = i * plan.q_tile;
       const int rows = (int)smaller(plan.q_tile, pb.nq - first);
       const Lanes queries{u.batch, h, first, 1, rows, rows};
+      if constexpr (Scored) {
+        pairs.head = h;
+        pairs.set_rows(first, rows);
+        if (pb.scoring.drop)
+          pairs.kept = kept_keys(pb, {u.batch, h, first, 1, rows, pad_lanes(rows)}, lanes.first, lanes.rows, m.dropout);
+      }
       Streamed t;
       t.rows = rows, t.key_count = lanes.rows;
       t.mask = column_mask<Op>(pb, plan.bits_t[e], rows, lanes.rows, m);
@@ -130,12 +139,13 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
       for (int lane = 0; lane < lanes.count; lane += panel_width(lane, lanes.count)) {
         const int n = panel_width(lane, lanes.count) / W;
         if (kWide == 4 && n == 4)
-          backward_panel<Op, kWide>(pb, m, scale.size, lane, t, done, turn, dk, dv);
+          backward_panel<Op, kWide, Scored>(pb, m, size, lane, t, done, turn, dk, dv, pairs);
         else if (n == 2)
-          backward_panel<Op, 2>(pb, m, scale.size, lane, t, done, turn, dk, dv);
+          backward_panel<Op, 2, Scored>(pb, m, size, lane, t, done, turn, dk, dv, pairs);
         else
-          backward_panel<Op, 1>(pb, m, scale.size, lane, t, done, turn, dk, dv);
+          backward_panel<Op, 1, Scored>(pb, m, size, lane, t, done, turn, dk, dv, pairs);
       }
+      if (Scored) pairs.end_rows();
       if (turn + 1 == turns.total[g * plan.q_tiles + i]) write_query_tile(pb, u.batch, h, first, rows, t.dq, m.rows);
       __atomic_store_n(done, turn + 1, __ATOMIC_RELEASE);
     }

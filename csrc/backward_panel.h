@@ -7,13 +7,16 @@
 namespace ringweave {
 namespace {
 
-constexpr int kBackwardRows = 64;  // rows of P and dS at a time
+constexpr int kBackwardRows = kPanelRows;  // rows of P and dS at a time
 
 struct BackwardMemory {
   float *x, *y, *dx, *p, *p_pair, *ds, *ds_rows, *low, *delta, *keys, *clean_keys;  // x, y: K and V across lanes
+  float *dt;                                                                        // dS, where terms change it
   char *a, *b, *a_columns, *b_columns, *rows;
   uint32_t *mask;
   uint8_t *dead, *bad;
+  TermMemory terms;
+  DropoutMemory dropout;
   size_t bytes;
   BackwardMemory(const Problem &pb, int lanes, char *block) {
     Carve m{block};
@@ -35,6 +38,9 @@ struct BackwardMemory {
     mask = m.take<uint32_t>((size_t)q * pb.plan.words);
     dead = m.take<uint8_t>(larger(q, k));
     bad = m.take<uint8_t>(k);
+    dt = m.take<float>(pb.scoring.any() ? panel : 0);
+    terms = TermMemory(pb, m, lanes, true);
+    dropout = DropoutMemory(pb, m, q);
     bytes = (size_t)(m.at - block);
   }
 };
@@ -121,10 +127,46 @@ inline void await(const int32_t *done, int32_t turn) {
     if (spin > 200) sched_yield();
 }
 
-// One query tile against one panel of keys.
+// Rows of a panel in turn, two at a time but for a last single one, as f(row, x) has them.
+template <int N, class F>
+RW_INLINE void each_rows(const float *from, int n, F f) {
+  auto some = [&](auto rows, int r) __attribute__((always_inline)) {
+    constexpr int M = decltype(rows)::value;
+    V x[M][N];
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) x[i][j] = load(from + ((r + i) * N + j) * W);
+    f(r, x);
+  };
+  int r = 0;
+  for (; r + 2 <= n; r += 2) some(Int<2>(), r);
+  if (r < n) some(Int<1>(), r);
+}
+
+// P of a panel of products, over them, and beside it in pairs what dropout keeps of it.
 template <class Op, int N>
+RW_INLINE void weights(const Pairs &pairs, const BackwardMemory &m, int r0, int n, int lane, const TileMask &mask,
+                       const Kept &kept) {
+  pairs.apply(m.p, r0, n, lane, N * W);
+  const float *low = m.low + r0;
+  each_rows<N>(m.p, n, [&](int r, auto &x) __attribute__((always_inline)) {
+    constexpr int M = sizeof x / sizeof x[0];
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) {
+        V e = exp2(min(V{}, (x[i][j] - splat(low[r + i])) * splat(kLog2e)));
+        if (mask.rows) e = select(mask_at(mask.rows + (ptrdiff_t)(r0 + r + i) * mask.words, lane + j * W), e, V{});
+        store(m.p + ((r + i) * N + j) * W, e);
+        x[i][j] = kept(e, r + i, j);
+      }
+    if (Op::depth == 2) keep(m.p_pair, r, x, Op());
+  });
+}
+
+// One query tile against one panel of keys. Scored: with terms or dropout.
+template <class Op, int N, bool Scored>
 inline void backward_panel(const Problem &pb, const BackwardMemory &m, float size, int lane, const Streamed &t,
-                           const int32_t *done, int32_t turn, float *dk, float *dv) {
+                           const int32_t *done, int32_t turn, float *dk, float *dv, const Pairs &pairs) {
   const float *x = m.x + (ptrdiff_t)lane * (pb.d / Op::depth), *y = m.y + (ptrdiff_t)lane * (pb.dv_dim / Op::depth);
   float *p = m.p, *p_pair = m.p_pair, *ds = m.ds, *ds_rows = m.ds_rows;
   const TileMask mask = t.mask;
@@ -142,6 +184,13 @@ inline void backward_panel(const Problem &pb, const BackwardMemory &m, float siz
         [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
           constexpr int M = decltype(block)::value;
           const uint32_t *bits = mask.rows ? mask.rows + (ptrdiff_t)(r0 + r) * mask.words : nullptr;
+          if constexpr (Scored) {
+#pragma GCC unroll 16
+            for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+              for (int j = 0; j < N; ++j) store(p + ((r + i) * N + j) * W, acc[i][j] * sizes);
+            return;
+          }
 #pragma GCC unroll 16
           for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
@@ -154,6 +203,10 @@ inline void backward_panel(const Problem &pb, const BackwardMemory &m, float siz
             }
           if (Op::depth == 2) keep(p_pair, r, acc, Op());
         });
+    const TileMask &drop = pairs.kept;
+    const Kept kept{drop.rows ? drop.rows + (ptrdiff_t)r0 * drop.words : nullptr, drop.words, lane};
+    if constexpr (Scored) weights<Op, N>(pairs, m, r0, n, lane, mask, kept);
+    const V kept_factor = splat(pb.scoring.kept_factor());
     sweep<Op, true, N>(t.b.data + r0 * t.b.ld, t.b.ld, n, pb.dv_dim / Op::depth, y, zero,
                        [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
                          constexpr int M = decltype(block)::value;
@@ -162,13 +215,30 @@ inline void backward_panel(const Problem &pb, const BackwardMemory &m, float siz
                          for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
                            for (int j = 0; j < N; ++j) {
-                             V e = load(p + ((r + i) * N + j) * W) * (acc[i][j] - splat(delta[r + i]));
+                             float *weight = p + ((r + i) * N + j) * W;
+                             V e = load(weight), slope = acc[i][j];
+                             if constexpr (Scored) {
+                               store(weight, kept(e, r + i, j));  // as dV wants it
+                               slope = kept(slope * kept_factor, r + i, j);
+                             }
+                             e *= slope - splat(delta[r + i]);
                              if (bits) e = select(mask_at(bits + i * mask.words, lane + j * W), e, V{});
                              acc[i][j] = e;
                            }
-                         keep(ds, r, acc, Op());
-                         keep_rows(ds_rows, r, acc, Op());
+                         if constexpr (Scored) {
+                           keep(m.dt, r, acc, Single());
+                         } else {
+                           keep(ds, r, acc, Op());
+                           keep_rows(ds_rows, r, acc, Op());
+                         }
                        });
+    if constexpr (Scored) {
+      pairs.chain(m.dt, r0, n, lane, N * W);
+      each_rows<N>(m.dt, n, [&](int r, auto &x) __attribute__((always_inline)) {
+        keep(ds, r, x, Op());
+        keep_rows(ds_rows, r, x, Op());
+      });
+    }
     add_product<Op, N>(t.b_columns, r0, pb.dv_dim, n, Op::depth == 2 ? p_pair : p, dv + (ptrdiff_t)lane * pb.dv_dim);
     add_product<Op, N>(t.a_columns, r0, pb.d, n, ds, dk + (ptrdiff_t)lane * pb.d);
 

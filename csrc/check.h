@@ -61,7 +61,13 @@ inline void same_dtype(const char *name, Dtype got, Dtype wanted) {
   if (got != wanted) refuse(name, "wanted the dtype of q");
 }
 
-// A contiguous int32 array of the plan; -1 in the shape means any size.
+inline void check_compact(const char *name, const Array &a) {
+  int64_t expected = 1;
+  for (size_t j = a.ndim(); j-- > 0; expected *= (int64_t)a.shape(j))
+    if (a.shape(j) > 1 && a.stride(j) != expected && a.size() > 0) refuse(name, "wanted a contiguous array");
+}
+
+// A contiguous int32 array; -1 in the shape means any size.
 inline const int32_t *ints(const char *name, const Array &a, std::initializer_list<int64_t> shape) {
   const nb::dlpack::dtype t = a.dtype();
   if (t.lanes != 1 || t.code != (uint8_t)nb::dlpack::dtype_code::Int || t.bits != 32) refuse(name, "wanted int32");
@@ -74,10 +80,15 @@ inline const int32_t *ints(const char *name, const Array &a, std::initializer_li
                        std::to_string(n));
     ++i;
   }
-  int64_t expected = 1;
-  for (size_t j = a.ndim(); j-- > 0; expected *= (int64_t)a.shape(j))
-    if (a.shape(j) > 1 && a.stride(j) != expected && a.size() > 0) refuse(name, "wanted a contiguous array");
+  check_compact(name, a);
   return (const int32_t *)a.data();
+}
+
+// Whether the values ascend, so that none is there twice.
+inline bool ascends(const int32_t *x, int64_t n) {
+  bool falls = false;
+  for (int64_t i = 1; i < n; ++i) falls |= x[i] <= x[i - 1];
+  return !falls;
 }
 
 // Every element in [low, high).

@@ -58,16 +58,17 @@ RW_INLINE const char *row_as(const char *from, Dtype type, int width, float *mem
 
 struct Few {
   // aligned: a vector of theirs that lies across two cache lines costs a tenth of a step
-  alignas(64) float q[kFew * 256], out[kFew * 256], s[kFew * 256];
+  alignas(64) float q[kFew * kMostChannels], out[kFew * kMostChannels], s[kFew * kMostTile];
   float top[kFew], sum[kFew];
   int count, d, dv;  // d, dv: padded to whole vectors
 };
 
-// Scores of one tile.
-template <int T>
+// Products of one tile: scores, where there are no terms.
+template <int T, bool Scored>
 inline void few_scores(const Problem &pb, const Unit &u, Few &f, int64_t first, int keys, const TileMask &mask,
                        const Ahead &ahead) {
-  alignas(64) float memory[256];
+  const float before = Scale(pb).before;
+  alignas(64) float memory[kMostChannels];
   const char *k = row_at(pb.k, u.batch, u.kv_head, first);
   for (int r = 0; r < keys; ++r, k += pb.k.token) {
     ahead.fetch(r, r + 1);
@@ -77,23 +78,37 @@ inline void few_scores(const Problem &pb, const Unit &u, Few &f, int64_t first, 
       V a = V{}, b = V{};
       int c = 0;
       for (; c + 2 * W <= f.d; c += 2 * W) {
-        a += load_as<T>(row, c) * load(f.q + l * 256 + c);
-        b += load_as<T>(row, c + W) * load(f.q + l * 256 + c + W);
+        a += load_as<T>(row, c) * load(f.q + l * kMostChannels + c);
+        b += load_as<T>(row, c + W) * load(f.q + l * kMostChannels + c + W);
       }
-      if (c < f.d) a += load_as<T>(row, c) * load(f.q + l * 256 + c);
+      if (c < f.d) a += load_as<T>(row, c) * load(f.q + l * kMostChannels + c);
       float score = -kInf;
       if (allowed >> l & 1) {
         score = sum_lanes(a + b);
         if (score == -kInf) mark_below(pb);
+        if (Scored) score *= before;
       }
-      f.s[l * 256 + r] = score;
+      f.s[l * kMostTile + r] = score;
     }
+  }
+}
+
+// What the terms make of them, where they are allowed.
+inline void few_terms(Pairs &pairs, Few &f, const Lanes &lanes, int keys, const TileMask &mask) {
+  for (int l = 0; l < f.count; ++l) {
+    float *s = f.s + l * kMostTile;
+    for (int r = keys; r % W; ++r) s[r] = 0;
+    pairs.head = lanes.head + l / lanes.rows;
+    pairs.set_rows(lanes.first + l % lanes.rows, 1);
+    pairs.apply(s, 0, 1, 0, (keys + W - 1) / W * W);
+    for (int r = 0; mask.rows && r < keys; ++r)
+      if (!(mask.rows[(ptrdiff_t)r * mask.words] >> l & 1)) s[r] = -kInf;
   }
 }
 
 // Softmax of one row of scores, in place; returns what its sums so far shrink by.
 inline float few_softmax(Few &f, int l, int keys, float c) {
-  float *s = f.s + l * 256;
+  float *s = f.s + l * kMostTile;
   for (int r = keys; r % W; ++r) s[r] = -kInf;
   V tops = splat(-kInf);
   for (int r = 0; r < keys; r += W) tops = max(load(s + r), tops);
@@ -116,43 +131,48 @@ template <int T>
 inline void few_values(const Problem &pb, const Unit &u, Few &f, int64_t first, int keys, Dead dead,
                        const float *shrink, const Ahead &ahead) {
   constexpr int rows = 8;  // of V at a time: their products are added while `out` is in registers
-  alignas(64) float memory[rows * 256];
+  alignas(64) float memory[rows * kMostChannels];
   for (int l = 0; l < f.count; ++l)
-    for (int c = 0; c < f.dv; c += W) store(f.out + l * 256 + c, load(f.out + l * 256 + c) * splat(shrink[l]));
+    for (int c = 0; c < f.dv; c += W) {
+      float *out = f.out + l * kMostChannels + c;
+      store(out, load(out) * splat(shrink[l]));
+    }
   for (int r0 = 0; r0 < keys; r0 += rows) {
     const char *row[rows];
     int kept[rows], n = 0;
     ahead.fetch(r0, r0 + rows);
     for (int r = r0; r < r0 + rows && r < keys; ++r)
       if (!dead || !dead[r]) {
-        row[n] = row_as<T>(row_at(pb.v, u.batch, u.kv_head, first + r), pb.v.dtype, pb.dv_dim, memory + n * 256);
+        const char *from = row_at(pb.v, u.batch, u.kv_head, first + r);
+        row[n] = row_as<T>(from, pb.v.dtype, pb.dv_dim, memory + n * kMostChannels);
         kept[n++] = r;
       }
     for (int l = 0; l < f.count; ++l) {
-      const float *p = f.s + l * 256;
+      const float *p = f.s + l * kMostTile;
       for (int c = 0; c < f.dv; c += W) {
         V acc{};  // as add_block: the products are summed from 0
         for (int i = 0; i < n; ++i) acc += splat(p[kept[i]]) * load_as<T>(row[i], c);
-        store(f.out + l * 256 + c, load(f.out + l * 256 + c) + acc);
+        store(f.out + l * kMostChannels + c, load(f.out + l * kMostChannels + c) + acc);
       }
     }
   }
 }
 
 // AddEntries. Not inlined: its loops of a few instructions would spill to what surrounds them.
-template <int T>
+template <int T, bool Scored>
 __attribute__((noinline)) void few_entries(const Problem &pb, const Unit &u, const Lanes &lanes, const ForwardMemory &m,
                                            const Running &state, int64_t begin, int64_t end, int64_t last) {
   const Plan &plan = pb.plan;
-  const Scale scale(pb.scale);
+  const Scale scale(pb);
+  Pairs pairs(pb, m.terms, u.batch, true);
   Few f;
   f.count = lanes.heads * lanes.rows, f.d = (pb.d + W - 1) / W * W, f.dv = (pb.dv_dim + W - 1) / W * W;
   for (int l = 0; l < f.count; ++l) {
-    float *q = f.q + l * 256;
+    float *q = f.q + l * kMostChannels;
     widen(q, lane_row(pb.q, lanes, l), pb.q.dtype, pb.d);
     for (int c = pb.d; c % W; ++c) q[c] = 0;
     for (int c = 0; scale.sign <= 0 && c < pb.d; ++c) q[c] *= (float)scale.sign;
-    memset(f.out + l * 256, 0, 1024);
+    memset(f.out + l * kMostChannels, 0, 4 * kMostChannels);
     f.top[l] = -kInf, f.sum[l] = 0;
   }
   for (int64_t e = begin; e < end; ++e) {
@@ -169,29 +189,41 @@ __attribute__((noinline)) void few_entries(const Problem &pb, const Unit &u, con
       const int64_t then = (int64_t)plan.col[e + 1] * plan.kv_tile;
       next = Ahead(pb.k, u.batch, u.kv_head, then, (int)smaller(plan.kv_tile, pb.nk - then), pb.d);
     }
-    few_scores<T>(pb, u, f, first, keys, mask, values);
+    few_scores<T, Scored>(pb, u, f, first, keys, mask, values);
+    if (Scored && pb.scoring.count) {
+      pairs.set_lanes(first, keys, pad_lanes(keys));
+      few_terms(pairs, f, lanes, keys, mask);
+    }
     float shrink[kFew];
     for (int l = 0; l < f.count; ++l) shrink[l] = few_softmax(f, l, keys, scale.c);
+    if (Scored && pb.scoring.drop) {
+      const TileMask kept = kept_pairs(pb, lanes, first, keys, m.dropout);
+      for (int l = 0; l < f.count; ++l)
+        for (int r = 0; r < keys; ++r)
+          if (!(kept.rows[(ptrdiff_t)r * kept.words] >> l & 1)) f.s[l * kMostTile + r] = 0;
+    }
     few_values<T>(pb, u, f, first, keys, mask.dead, shrink, next);
   }
   const int pw = panel_width(0, lanes.count);  // a few lanes lie in the first panel
   for (int l = 0; l < f.count; ++l) {
     state.top[l] = f.top[l], state.sum[l] = f.sum[l];
-    for (int c = 0; c < pb.dv_dim; ++c) state.out[(ptrdiff_t)c * pw + l] = f.out[l * 256 + c];
+    for (int c = 0; c < pb.dv_dim; ++c) state.out[(ptrdiff_t)c * pw + l] = f.out[l * kMostChannels + c];
   }
 }
 
-template <class Op>
+template <class Op, bool Scored>
 inline void forward_piece(const Problem &pb, const Unit &u, const Piece &piece, char *block, const Partials &partials) {
   const Lanes lanes = query_lanes(pb, u, piece.tile);
   const ForwardMemory m(pb, lanes.count, block);
-  auto entries = many_entries<Op>;
+  auto entries = many_entries<Op, Scored>;
   if (tile_queries(pb, piece.tile) <= few_rows<Op>) {
     // more rows share the widening of K and V
     const bool widened = pb.q.dtype == F32 || lanes.heads * lanes.rows > 2 || pb.d % W || pb.dv_dim % W;
-    entries = widened ? few_entries<F32> : pb.q.dtype == BF16 ? few_entries<BF16> : few_entries<F16>;
+    entries = widened                ? few_entries<F32, Scored>
+              : pb.q.dtype == BF16 ? few_entries<BF16, Scored>
+                                   : few_entries<F16, Scored>;
   } else if (piece.begin < piece.end) {
-    pack<Op>(pb.q, lanes, pb.d, Scale(pb.scale).sign, m.q, m.rows);
+    pack<Op>(pb.q, lanes, pb.d, Scale(pb).sign, m.q, m.rows);
   }
   const Running result = sum_blocks(pb, u, piece, lanes, m, partials, entries);
   if (piece.slot < 0) forward_finish(pb, lanes, m, result);

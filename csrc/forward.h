@@ -4,23 +4,25 @@
 // and that row maxima and sums are plain vector operations.
 #pragma once
 #include "contract.h"
-#include "memory.h"
+#include "dropout.h"
+#include "terms.h"
 
 namespace ringweave {
 namespace {
 
-constexpr int kForwardKeys = 64;  // keys between two updates of the running maximum: S^T of a panel stays in L1
+constexpr int kForwardKeys = kPanelRows;  // keys between two updates of the running maximum: S^T of a panel stays in L1
 constexpr float kLog2e = 1.44269504088896340736f;
 
 // A score is size * s, with size > 0, which keeps -inf a masked one: the sign of the scale, or 0, goes to the packed
 // side. Differences are taken of s and then multiplied by c = size * log2(e): a fused c s - c top would be off by the
-// rounding of c top, which is more than any exponent where scores are large.
+// rounding of c top, which is more than any exponent where scores are large. With terms, s is a product times `before`
+// and then what they make of it.
 struct Scale {
-  float size, c;
+  float before = 1, size = 1, c;
   int sign;
-  explicit Scale(float scale) {
-    sign = scale == 0 ? 0 : scale < 0 ? -1 : 1;
-    size = sign ? fabsf(scale) : 1;
+  explicit Scale(const Problem &pb) {
+    sign = pb.scale == 0 ? 0 : pb.scale < 0 ? -1 : 1;
+    (pb.scoring.count ? before : size) = sign ? fabsf(pb.scale) : 1;
     c = size * kLog2e;
   }
 };
@@ -59,6 +61,8 @@ struct ForwardMemory {
   char *k, *v, *rows;
   uint32_t *mask;
   uint8_t *dead;
+  TermMemory terms;
+  DropoutMemory dropout;
   size_t bytes;
   ForwardMemory(const Problem &pb, int lanes, char *block) {
     Carve m{block};
@@ -73,6 +77,8 @@ struct ForwardMemory {
     rows = m.take<char>((size_t)width * 16);
     mask = m.take<uint32_t>((size_t)keys * ((lanes + 31) / 32));
     dead = m.take<uint8_t>(keys);
+    terms = TermMemory(pb, m, lanes, false);
+    dropout = DropoutMemory(pb, m, lanes);
     bytes = (size_t)(m.at - block);
   }
 };
@@ -83,21 +89,33 @@ inline Lanes query_lanes(const Problem &pb, const Unit &u, int tile) {
   return {u.batch, u.head, first, u.heads, rows, pad_lanes((int64_t)u.heads * rows)};
 }
 
-// P of one chunk, over S in place; returns what it adds to the sum.
-template <int N>
-RW_INLINE void exponentials(float *s, int keys, float c, const V (&low)[N], V (&sum)[N], Single) {
+// The weights of one panel that dropout keeps.
+struct Every {
+  RW_INLINE V operator()(V p, int, int) const { return p; }
+};
+struct Kept {
+  const uint32_t *bits;  // of the first row; null: all
+  int words, lane;
+  RW_INLINE V operator()(V p, int r, int j) const {
+    return bits ? select(mask_at(bits + (ptrdiff_t)r * words, lane + j * W), p, V{}) : p;
+  }
+};
+
+// P of one chunk, over S in place, as far as it is kept; returns what all of it adds to the sum.
+template <int N, class Keep>
+RW_INLINE void exponentials(float *s, int keys, float c, const V (&low)[N], V (&sum)[N], Keep kept, Single) {
   const V cv = splat(c);
   for (int r = 0; r < keys; ++r)
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j) {
       V p = exp2((load(s + (r * N + j) * W) - low[j]) * cv);
       sum[j] += p;
-      store(s + (r * N + j) * W, p);
+      store(s + (r * N + j) * W, kept(p, r, j));
     }
 }
 #if defined(__AVX512BF16__)
-template <int N>
-RW_INLINE void exponentials(float *s, int keys, float c, const V (&low)[N], V (&sum)[N], Pair) {
+template <int N, class Keep>
+RW_INLINE void exponentials(float *s, int keys, float c, const V (&low)[N], V (&sum)[N], Keep kept, Pair) {
   const V cv = splat(c);
   for (int r = 0; r < keys; r += 2)
 #pragma GCC unroll 8
@@ -105,15 +123,33 @@ RW_INLINE void exponentials(float *s, int keys, float c, const V (&low)[N], V (&
       V p = exp2((load(s + (r * N + j) * W) - low[j]) * cv);
       V o = r + 1 < keys ? exp2((load(s + ((r + 1) * N + j) * W) - low[j]) * cv) : V{};
       sum[j] += p + o;
-      store(s + (r / 2 * N + j) * W, pair(p, o));
+      store(s + (r / 2 * N + j) * W, pair(kept(p, r, j), r + 1 < keys ? kept(o, r + 1, j) : o));
     }
 }
 #endif
 
-// One key tile against one panel of lanes.
-template <class Op, int N>
-inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Running &state, float c, int lane, Tile k,
-                          Tile v, int keys, const TileMask &mask, const Ahead &ahead) {
+// What the terms make of a panel of products, in place, where they are allowed; and the largest of each lane.
+template <int N>
+RW_INLINE void score(const Pairs &pairs, float *s, int k0, int n, int lane, const TileMask &mask, V (&top)[N]) {
+  pairs.apply(s, k0, n, lane, N * W);
+  for (int r = 0; r < n; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) {
+      float *at = s + (r * N + j) * W;
+      V x = load(at);
+      if (mask.rows) {
+        x = select(mask_at(mask.rows + (ptrdiff_t)(k0 + r) * mask.words, lane + j * W), x, splat(-kInf));
+        store(at, x);
+      }
+      top[j] = max(x, top[j]);
+    }
+}
+
+// One key tile against one panel of lanes. Scored: with terms or dropout.
+template <class Op, int N, bool Scored>
+inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Running &state, const Scale &scale, int lane,
+                          Tile k, Tile v, int keys, const TileMask &mask, const Ahead &ahead, const Pairs &pairs) {
+  const float c = scale.c;
   const float *q = m.q + (ptrdiff_t)lane * (pb.d / Op::depth);
   float *out = state.out + (ptrdiff_t)lane * pb.dv_dim, *s = m.s;
   for (int k0 = 0; k0 < keys; k0 += kForwardKeys) {
@@ -136,7 +172,7 @@ inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Runni
               for (int j = 0; j < N; ++j) {
                 const Mask allowed = mask_at(bits, lane + j * W);
                 bottom[j] = min(select(allowed, acc[i][j], splat(kInf)), bottom[j]);
-                acc[i][j] = select(allowed, acc[i][j], splat(-kInf));
+                if (!Scored) acc[i][j] = select(allowed, acc[i][j], splat(-kInf));
               }
           } else {
 #pragma GCC unroll 16
@@ -148,10 +184,11 @@ inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Runni
           for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
             for (int j = 0; j < N; ++j) {
-              top[j] = max(acc[i][j], top[j]);
-              store(s + ((r + i) * N + j) * W, acc[i][j]);
+              if (!Scored) top[j] = max(acc[i][j], top[j]);
+              store(s + ((r + i) * N + j) * W, Scored ? acc[i][j] * splat(scale.before) : acc[i][j]);
             }
         });
+    if constexpr (Scored) score(pairs, s, k0, n, lane, mask, top);
 
     V low[N], sum[N], shrink[N], least = bottom[0];
     for (int j = 0; j < N; ++j) {
@@ -164,7 +201,13 @@ inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Runni
       store(state.top + lane + j * W, now);
     }
     if (any_equal(least, -kInf)) mark_below(pb);
-    exponentials(s, n, c, low, sum, Op());
+    if constexpr (Scored) {
+      const TileMask &kept = pairs.kept;
+      const Kept keep{kept.rows ? kept.rows + (ptrdiff_t)k0 * kept.words : nullptr, kept.words, lane};
+      exponentials(s, n, c, low, sum, keep, Op());
+    } else {
+      exponentials(s, n, c, low, sum, Every(), Op());
+    }
     for (int j = 0; j < N; ++j) store(state.sum + lane + j * W, load(state.sum + lane + j * W) * shrink[j] + sum[j]);
 
     const char *values = v.data + (ptrdiff_t)(k0 / Op::depth) * v.ld;
@@ -186,8 +229,8 @@ inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Runni
 
 // Divide and write. A row's lse is its top, rounded as backward rounds its scores, and the logarithm of its sum.
 inline void forward_finish(const Problem &pb, const Lanes &lanes, const ForwardMemory &m, const Running &state) {
-  const float size = Scale(pb.scale).size;
-  for (int i = 0; i < lanes.count; ++i) m.factor[i] = state.sum[i] == 0 ? 0.f : 1.f / state.sum[i];
+  const float size = Scale(pb).size, kept = pb.scoring.kept_factor();
+  for (int i = 0; i < lanes.count; ++i) m.factor[i] = state.sum[i] == 0 ? 0.f : kept / state.sum[i];
   unpack(pb.out, lanes, pb.dv_dim, state.out, m.factor, m.rows);
   for (int i = 0; i < lanes.count; ++i) {
     char *to = const_cast<char *>(lane_row(pb.lse, lanes, i));
@@ -228,20 +271,25 @@ inline Running sum_blocks(const Problem &pb, const Unit &u, const Piece &piece, 
     state.reset(lanes.count, pb.dv_dim);
     const int64_t begin = block_begin(length, blocks, i), end = block_begin(length, blocks, i + 1);
     add(pb, u, lanes, m, state, start + begin, start + end, start + piece.end);
-    if (whole && blocks > 1) join_state(total, state, lanes.count, pb.dv_dim, Scale(pb.scale).c);
+    if (whole && blocks > 1) join_state(total, state, lanes.count, pb.dv_dim, Scale(pb).c);
   } while (block_begin(length, blocks, ++i) < piece.end);
   return blocks > 1 ? total : state;
 }
 
 // AddEntries, for queries that are packed.
-template <class Op>
+template <class Op, bool Scored>
 inline void many_entries(const Problem &pb, const Unit &u, const Lanes &lanes, const ForwardMemory &m,
                          const Running &state, int64_t begin, int64_t end, int64_t last) {
   const Plan &plan = pb.plan;
-  const Scale scale(pb.scale);
+  const Scale scale(pb);
+  Pairs pairs(pb, m.terms, u.batch, false);
+  pairs.head = lanes.head, pairs.heads = lanes.heads;
+  if (Scored) pairs.set_lanes(lanes.first, lanes.rows, lanes.count);
   for (int64_t e = begin; e < end; ++e) {
     const int64_t first = (int64_t)plan.col[e] * plan.kv_tile;
     const int keys = (int)smaller(plan.kv_tile, pb.nk - first);
+    if (Scored) pairs.set_rows(first, keys);
+    if (Scored && pb.scoring.drop) pairs.kept = kept_pairs(pb, lanes, first, keys, m.dropout);
     TileMask mask;
     if (plan.bits[e] >= 0)
       mask = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words,
@@ -256,11 +304,11 @@ inline void many_entries(const Problem &pb, const Unit &u, const Lanes &lanes, c
     for (int lane = 0; lane < lanes.count; lane += panel_width(lane, lanes.count)) {
       const int n = panel_width(lane, lanes.count) / W;
       if (kWide == 4 && n == 4)
-        forward_panel<Op, kWide>(pb, m, state, scale.c, lane, k, v, keys, mask, lane ? Ahead() : next);
+        forward_panel<Op, kWide, Scored>(pb, m, state, scale, lane, k, v, keys, mask, lane ? Ahead() : next, pairs);
       else if (n == 2)
-        forward_panel<Op, 2>(pb, m, state, scale.c, lane, k, v, keys, mask, lane ? Ahead() : next);
+        forward_panel<Op, 2, Scored>(pb, m, state, scale, lane, k, v, keys, mask, lane ? Ahead() : next, pairs);
       else
-        forward_panel<Op, 1>(pb, m, state, scale.c, lane, k, v, keys, mask, lane ? Ahead() : next);
+        forward_panel<Op, 1, Scored>(pb, m, state, scale, lane, k, v, keys, mask, lane ? Ahead() : next, pairs);
     }
   }
 }
@@ -274,7 +322,7 @@ inline void forward_join(const Problem &pb, const Unit &u, const Join &join, cha
   state.reset(lanes.count, pb.dv_dim);
   for (int i = 0; i < join.slots; ++i) {
     const Running part(const_cast<float *>(partials) + (size_t)(join.slot + i) * stride, lanes.count, pb.dv_dim);
-    join_state(state, part, lanes.count, pb.dv_dim, Scale(pb.scale).c);
+    join_state(state, part, lanes.count, pb.dv_dim, Scale(pb).c);
   }
   forward_finish(pb, lanes, m, state);
 }

@@ -12,10 +12,12 @@ namespace {
 
 // Pairs of bfloat16 where the machine multiplies them; else everything is widened to float32.
 #if defined(__AVX512BF16__)
-#define RW_CALL(f, ...) (pb.q.dtype == BF16 ? f<Pair>(__VA_ARGS__) : f<Single>(__VA_ARGS__))
+#define RW_CALL_(f, scored, ...) (pb.q.dtype == BF16 ? f<Pair, scored>(__VA_ARGS__) : f<Single, scored>(__VA_ARGS__))
 #else
-#define RW_CALL(f, ...) f<Single>(__VA_ARGS__)
+#define RW_CALL_(f, scored, ...) f<Single, scored>(__VA_ARGS__)
 #endif
+// With terms or dropout, or as if there were no such thing.
+#define RW_CALL(f, ...) (pb.scoring.any() ? RW_CALL_(f, true, __VA_ARGS__) : RW_CALL_(f, false, __VA_ARGS__))
 
 size_t forward_bytes(const Problem &pb, int lanes) { return ForwardMemory(pb, lanes, nullptr).bytes; }
 size_t backward_bytes(const Problem &pb, int lanes) { return BackwardMemory(pb, lanes, nullptr).bytes; }
@@ -29,7 +31,7 @@ void run_backward(const Problem &pb, const Unit &u, const Piece &p, const Turns 
 
 // delta = rowsum(dout * out) - dlse
 void run_delta(const Problem &pb, int64_t b, int64_t h, int64_t first, int64_t last) {
-  float x[256 + W] = {}, y[256 + W] = {};
+  float x[kMostChannels + W] = {}, y[kMostChannels + W] = {};
   for (int64_t n = first; n < last; ++n) {
     widen(x, row_at(pb.dout, b, h, n), pb.dout.dtype, pb.dv_dim);
     widen(y, row_at(pb.out, b, h, n), pb.out.dtype, pb.dv_dim);
@@ -40,6 +42,19 @@ void run_delta(const Problem &pb, int64_t b, int64_t h, int64_t first, int64_t l
     if (pb.dlse.data) sum -= load1(row_at(pb.dlse, b, h, n));
     memcpy(row_at(pb.delta, b, h, n), &sum, 4);
   }
+}
+
+// The largest squared length of a row, of those that are finite.
+double longest(const View &t, int width, int64_t b, int64_t h, int64_t first, int64_t last) {
+  float x[kMostChannels];
+  double most = 0;
+  for (int64_t n = first; n < last; ++n) {
+    widen(x, row_at(t, b, h, n), t.dtype, width);
+    double sum = 0;
+    for (int c = 0; c < width; ++c) sum += (double)x[c] * x[c];
+    if (sum > most && sum < (double)kInf) most = sum;
+  }
+  return most;
 }
 
 template <class Op>
@@ -80,6 +95,7 @@ const Kernel RW_JOIN(kernel_, RINGWEAVE_VARIANT) = {RW_TEXT(RINGWEAVE_VARIANT),
                                                     run_backward,
                                                     backward_join,
                                                     run_delta,
+                                                    longest,
                                                     fma_loop};
 
 }  // namespace ringweave

@@ -1,6 +1,7 @@
 // The extension module ringweave._cpu.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
@@ -29,7 +30,8 @@ void check_threads(int threads) {
 int head_dim(const char *name, const Array &a) {
   if (a.ndim() != 4) refuse(name, "wanted 4 dimensions (batch, head, token, channel), got " + std::to_string(a.ndim()));
   const int64_t d = (int64_t)a.shape(3);
-  if (d < 8 || d > 256 || d % 8) refuse(name, "wanted a head dimension of 8, 16, ... 256, got " + std::to_string(d));
+  if (d < 8 || d > kMostChannels || d % 8)
+    refuse(name, "wanted a head dimension of 8, 16, ... 512, got " + std::to_string(d));
   return (int)d;
 }
 
@@ -61,9 +63,9 @@ View floats(const char *name, const Array &a, const Problem &pb, bool written) {
 }
 
 void tiles(Problem &pb, int q_tile, int kv_tile) {
-  if (q_tile < 16 || q_tile > 256 || q_tile % 16)
+  if (q_tile < 16 || q_tile > kMostTile || q_tile % 16)
     refuse("q_tile", "wanted 16, 32, ... 256, got " + std::to_string(q_tile));
-  if (kv_tile < 16 || kv_tile > 256 || kv_tile % 16)
+  if (kv_tile < 16 || kv_tile > kMostTile || kv_tile % 16)
     refuse("kv_tile", "wanted 16, 32, ... 256, got " + std::to_string(kv_tile));
   Plan &p = pb.plan;
   p.q_tile = q_tile, p.kv_tile = kv_tile, p.words = (kv_tile + 31) / 32;
@@ -98,9 +100,127 @@ void columns_of_plan(Problem &pb, const Array &col_ptr, const Array &row, const 
   check_range("bits_t", p.bits_t, nnz, -1, masks);
 }
 
+// (kind, value, table)
+typedef std::vector<std::tuple<std::string, float, std::optional<Array>>> Terms;
+typedef std::optional<Array> Maybe;
+
+// A table of a term as a view; strides of a size of 1 are 0.
+Term term_of(const Problem &pb, const std::string &kind, float value, const Maybe &table) {
+  Term t;
+  if (kind == "softcap") {
+    if (!(value > 0) || !std::isfinite(value) || !std::isfinite(1 / value))
+      refuse("terms", "wanted a softcap above 0, got " + std::to_string(value));
+    t.cap = value;
+    return t;
+  }
+  t.kind = kind == "alibi" ? Term::alibi : kind == "distance" ? Term::distance : Term::bias;
+  if (t.kind == Term::bias && kind != "bias")
+    refuse("terms", "wanted \"softcap\", \"alibi\", \"distance\" or \"bias\", got \"" + kind + "\"");
+  if (!table) refuse(kind, "wanted a table");
+  const Array &a = *table;
+  t.table.data = (char *)a.data(), t.table.dtype = dtype_of(kind.c_str(), a);
+  const int64_t size = bytes_of(t.table.dtype);
+  auto stride = [&](size_t dim) { return a.shape(dim) == 1 ? 0 : a.stride(dim) * size; };
+  if (t.kind != Term::bias && t.table.dtype != F32) refuse(kind, "wanted float32");
+  if (t.kind == Term::alibi) {
+    check_shape("alibi", a, {pb.q_heads});
+    t.table.head = stride(0);
+  } else if (t.kind == Term::distance) {
+    const int64_t n = a.ndim() == 2 ? (int64_t)a.shape(1) : 0;
+    check_shape("distance", a, {pb.q_heads, n | 1});
+    if (n > 1 && a.stride(1) != 1) refuse(kind, "wanted stride 1 in the last dimension");
+    t.table.head = stride(0), t.reach = n / 2;
+  } else {
+    if (a.ndim() != 4) refuse(kind, "wanted 4 dimensions (batch, head, query, key), got " + std::to_string(a.ndim()));
+    check_shape("bias", a, {a.shape(0) == 1 ? 1 : pb.batch, a.shape(1) == 1 ? 1 : pb.q_heads, (int64_t)a.shape(2),
+                            (int64_t)a.shape(3)});
+    t.table.batch = stride(0), t.table.head = stride(1), t.table.token = stride(2), t.column = stride(3);
+  }
+  return t;
+}
+
+// Where a table's gradient goes.
+void gradient_of(Term &t, const Problem &pb, const Array &table, const Array &grad) {
+  const char *name = "table_grads";
+  if (t.kind == Term::distance)
+    check_shape(name, grad, {pb.q_heads, 2 * t.reach + 1});
+  else
+    check_shape(name, grad, {(int64_t)table.shape(0), (int64_t)table.shape(1), (int64_t)table.shape(2),
+                             (int64_t)table.shape(3)});
+  if (dtype_of(name, grad) != F32) refuse(name, "wanted float32");
+  check_compact(name, grad);
+  t.grad = (float *)grad.data(), t.elements = (int64_t)grad.size();
+  if (t.kind == Term::distance) {
+    t.grad_head = 2 * t.reach + 1;
+    return;
+  }
+  t.grad_batch = table.shape(0) == 1 ? 0 : grad.stride(0), t.grad_head = table.shape(1) == 1 ? 0 : grad.stride(1);
+  t.grad_row = (int64_t)table.shape(3);
+  t.own = (int64_t)table.shape(0) == pb.batch && (int64_t)table.shape(1) == pb.q_heads &&
+          ascends(pb.scoring.rows, pb.nq) && ascends(pb.scoring.columns, pb.nk);
+}
+
+// Positions that a distance of any two fits in 32 bits.
+void check_positions(const char *name, const int32_t *x, int64_t n, const int32_t *offset, int64_t offsets) {
+  constexpr int64_t most = 1 << 29;
+  check_range(name, x, n, -most, most);
+  if (offset) check_range((name[0] == 'r' ? "q_offset" : "k_offset"), offset, offsets, -most, most);
+}
+
+// Terms and dropout as Python has them.
+struct ScoringArgs {
+  const Terms &terms;
+  const Maybe &rows, &columns, &q_offset, &k_offset, &heads;
+  int64_t drop, seed;
+};
+
+void scoring(Problem &pb, const ScoringArgs &args, std::vector<Term> &found,
+             const std::vector<Maybe> &table_grads = {}) {
+  Scoring &s = pb.scoring;
+  if (args.drop < 0 || args.drop > 65535) refuse("drop", "wanted 0 to 65535, got " + std::to_string(args.drop));
+  s.drop = (uint32_t)args.drop, s.seed = (uint64_t)args.seed;
+  bool placed = s.drop > 0;
+  for (const auto &[kind, value, table] : args.terms) {
+    found.push_back(term_of(pb, kind, value, table));
+    placed |= found.back().kind != Term::softcap;
+  }
+  s.terms = found.data(), s.count = (int)found.size();
+  if (!table_grads.empty() && table_grads.size() != found.size())
+    refuse("table_grads", "wanted one for each term, or none");
+  if (!placed) return;
+  auto wanted = [&](const char *name, const Maybe &a, int64_t n) {
+    if (!a) refuse(name, "wanted with alibi, distance, bias and dropout");
+    return ints(name, *a, {n});
+  };
+  auto offset = [&](const char *name, const Maybe &a, int64_t &step) -> const int32_t * {
+    if (!a) return nullptr;
+    step = a->ndim() == 1 && a->shape(0) == 1 ? 0 : 1;
+    return ints(name, *a, {step ? pb.batch : 1});
+  };
+  s.rows = wanted("rows", args.rows, pb.nq), s.columns = wanted("columns", args.columns, pb.nk);
+  s.q_offset = offset("q_offset", args.q_offset, s.q_offset_step);
+  s.k_offset = offset("k_offset", args.k_offset, s.k_offset_step);
+  if (s.drop) s.heads = wanted("heads", args.heads, pb.q_heads);
+  check_positions("rows", s.rows, pb.nq, s.q_offset, s.q_offset_step ? pb.batch : 1);
+  check_positions("columns", s.columns, pb.nk, s.k_offset, s.k_offset_step ? pb.batch : 1);
+  for (size_t i = 0; i < found.size(); ++i) {
+    const Maybe &table = std::get<2>(args.terms[i]);
+    if (found[i].kind == Term::bias) {
+      check_range("rows", s.rows, pb.nq, 0, (int64_t)table->shape(2));
+      check_range("columns", s.columns, pb.nk, 0, (int64_t)table->shape(3));
+    }
+    if (table_grads.empty() || !table_grads[i]) continue;
+    if (found[i].kind == Term::softcap || found[i].kind == Term::alibi)
+      refuse("table_grads", "a term of kind \"" + std::get<0>(args.terms[i]) + "\" has none");
+    gradient_of(found[i], pb, *table, *table_grads[i]);
+  }
+}
+
 bool bind_forward(const Array &q, const Array &k, const Array &v, const Array &out, const Array &lse,
                   const Array &row_ptr, const Array &col, const Array &bits, const Array &masks, const Array &group,
-                  int q_tile, int kv_tile, float scale, int threads, const std::string &variant) {
+                  int q_tile, int kv_tile, float scale, int threads, const std::string &variant, const Terms &terms,
+                  const Maybe &rows, const Maybe &columns, const Maybe &q_offset, const Maybe &k_offset,
+                  const Maybe &heads, int64_t drop, int64_t seed) {
   const Kernel &kernel = pick(variant);
   check_threads(threads);
   Problem pb = inputs(q, k, v, scale);
@@ -109,6 +229,8 @@ bool bind_forward(const Array &q, const Array &k, const Array &v, const Array &o
   pb.lse = floats("lse", lse, pb, true);
   tiles(pb, q_tile, kv_tile);
   rows_of_plan(pb, row_ptr, col, bits, masks, group);
+  std::vector<Term> found;
+  scoring(pb, {terms, rows, columns, q_offset, k_offset, heads, drop, seed}, found);
   int32_t below = 0;
   pb.below = &below;
   nb::gil_scoped_release release;
@@ -126,7 +248,9 @@ void bind_backward(const Array &dout, const Array &q, const Array &k, const Arra
                    const Array &delta, const Array &dq, const Array &dk, const Array &dv, const Array &row_ptr,
                    const Array &col, const Array &bits, const Array &col_ptr, const Array &row, const Array &bits_t,
                    const Array &masks, const Array &group, int q_tile, int kv_tile, float scale, int threads,
-                   const std::string &variant) {
+                   const std::string &variant, const Terms &terms, const Maybe &rows, const Maybe &columns,
+                   const Maybe &q_offset, const Maybe &k_offset, const Maybe &heads, int64_t drop, int64_t seed,
+                   const std::vector<Maybe> &table_grads) {
   const Kernel &kernel = pick(variant);
   check_threads(threads);
   Problem pb = inputs(q, k, v, scale);
@@ -140,6 +264,8 @@ void bind_backward(const Array &dout, const Array &q, const Array &k, const Arra
   tiles(pb, q_tile, kv_tile);
   rows_of_plan(pb, row_ptr, col, bits, masks, group);
   columns_of_plan(pb, col_ptr, row, bits_t, (int64_t)masks.shape(0));
+  std::vector<Term> found;
+  scoring(pb, {terms, rows, columns, q_offset, k_offset, heads, drop, seed}, found, table_grads);
   nb::gil_scoped_release release;
   backward(pb, kernel, threads);
 }
@@ -184,11 +310,15 @@ NB_MODULE(_cpu, m) {
   m.doc() = "Block-sparse attention kernels for CPUs.";
   m.def("variants", &variants, "Instruction-set builds that this machine can run, best first.");
   m.def("forward", &bind_forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a,
-        "group"_a, "q_tile"_a, "kv_tile"_a, "scale"_a, "threads"_a, "variant"_a = "",
+        "group"_a, "q_tile"_a, "kv_tile"_a, "scale"_a, "threads"_a, "variant"_a = "", "terms"_a = Terms(),
+        "rows"_a = nb::none(), "columns"_a = nb::none(), "q_offset"_a = nb::none(), "k_offset"_a = nb::none(),
+        "heads"_a = nb::none(), "drop"_a = 0, "seed"_a = 0,
         "Whether an allowed score is -inf: a sum that overflowed, or an infinite input.");
   m.def("backward", &bind_backward, "dout"_a, "q"_a, "k"_a, "v"_a, "lse"_a, "delta"_a, "dq"_a, "dk"_a, "dv"_a,
         "row_ptr"_a, "col"_a, "bits"_a, "col_ptr"_a, "row"_a, "bits_t"_a, "masks"_a, "group"_a, "q_tile"_a, "kv_tile"_a,
-        "scale"_a, "threads"_a, "variant"_a = "");
+        "scale"_a, "threads"_a, "variant"_a = "", "terms"_a = Terms(), "rows"_a = nb::none(), "columns"_a = nb::none(),
+        "q_offset"_a = nb::none(), "k_offset"_a = nb::none(), "heads"_a = nb::none(), "drop"_a = 0, "seed"_a = 0,
+        "table_grads"_a = std::vector<Maybe>());
   m.def("delta", &bind_delta, "dout"_a, "out"_a, "dlse"_a.none(), "delta"_a, "threads"_a, "variant"_a = "",
         "delta = rowsum(dout * out) - dlse, what backward wants; dlse may be None.");
   m.def("fma_peak", &bind_fma_peak, "dtype"_a, "threads"_a, "seconds"_a, "variant"_a = "",

@@ -8,6 +8,8 @@ namespace ringweave {
 
 enum Dtype { F32 = 0, BF16 = 1, F16 = 2 };
 
+constexpr int kMostTile = 256, kMostChannels = 512;
+
 static inline int bytes_of(Dtype t) { return t == F32 ? 4 : 2; }
 
 // A (batch, head, token, channel) tensor; strides in bytes, channels adjacent.
@@ -25,10 +27,44 @@ struct Plan {
   int64_t q_tiles = 0, k_tiles = 0, groups = 0;
 };
 
+// One term of a score. Strides of the table in bytes, those of a size of 1 being 0: alibi (head), distance (head, its
+// columns adjacent), bias (batch, head, token: its rows, and `column`).
+struct Term {
+  enum Kind { softcap, alibi, distance, bias } kind = softcap;
+  float cap = 0;
+  View table;
+  int64_t column = 0, reach = 0;  // reach: of distances, a table has 2 reach + 1 of them
+  // The table's gradient, compact, strides in elements. Where each pair has an element of its own, it is stored there;
+  // else pairs add to `sums`, multiples of Scoring::quantum, and mark what is not a number in `broken`.
+  float *grad = nullptr;
+  int64_t grad_batch = 0, grad_head = 0, grad_row = 0, elements = 0;
+  bool own = false;
+  int64_t *sums = nullptr;
+  uint8_t *broken = nullptr;
+};
+
+// What happens to a score between the product and the softmax, and to its weight after it. Query i of batch b has the
+// position rows[i] + q_offset[b], and keys have theirs alike; the offsets may be null.
+struct Scoring {
+  Term *terms = nullptr;
+  int count = 0;
+  const int32_t *rows = nullptr, *columns = nullptr, *q_offset = nullptr, *k_offset = nullptr, *heads = nullptr;
+  int64_t q_offset_step = 0, k_offset_step = 0;  // 0: one offset for all
+  uint32_t drop = 0;                             // weights are dropped where 16 random bits are less
+  uint64_t seed = 0;
+  double quantum = 0;
+
+  bool any() const { return count || drop; }
+  float kept_factor() const { return 65536.f / (float)(65536 - drop); }
+  int32_t query_at(int64_t b, int64_t i) const { return rows[i] + (q_offset ? q_offset[b * q_offset_step] : 0); }
+  int32_t key_at(int64_t b, int64_t j) const { return columns[j] + (k_offset ? k_offset[b * k_offset_step] : 0); }
+};
+
 struct Problem {
   View q, k, v, out, dout, dq, dk, dv;
   View lse, delta, dlse;  // (batch, head, token), float32; dlse.data may be null
   Plan plan;
+  Scoring scoring;
   int64_t batch = 0, q_heads = 0, kv_heads = 0, nq = 0, nk = 0;
   int d = 0, dv_dim = 0;
   float scale = 1;
@@ -83,6 +119,8 @@ struct Kernel {
                         size_t stride);
   // delta of query rows [first, last) of one head
   void (*delta)(const Problem &, int64_t batch, int64_t head, int64_t first, int64_t last);
+  // the largest squared length of those rows of a tensor that are finite
+  double (*longest)(const View &, int width, int64_t batch, int64_t head, int64_t first, int64_t last);
   int64_t (*fma_loop)(Dtype, int64_t rounds);  // returns the FLOP done
 };
 

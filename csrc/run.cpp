@@ -1,6 +1,7 @@
 #include "run.h"
 
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -32,6 +33,72 @@ int thread_index() {
 #endif
 }
 
+// The largest length of the rows of a tensor that are finite.
+double longest(const View &t, int width, int64_t batch, int64_t heads, int64_t n, const Kernel &kernel, int threads) {
+  constexpr int64_t rows = 512;  // of a task
+  const int64_t parts = (n + rows - 1) / rows;
+  double most = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(max : most)
+  for (int64_t i = 0; i < batch * heads * parts; ++i) {
+    const int64_t first = i % parts * rows, head = i / parts;
+    most = std::fmax(most, kernel.longest(t, width, head / heads, head % heads, first, smaller(first + rows, n)));
+  }
+  return std::sqrt(most);
+}
+
+// What the tables' gradients are summed in: whole numbers, whose sum no order of adding changes. The weights of a query
+// sum to 1, so a bound of one pair's gradient bounds all sums, and the quantum is that bound over 2^61.
+class TableSums {
+ public:
+  TableSums(const Problem &pb, const Kernel &kernel, int threads) : scoring(pb.scoring), threads(threads) {
+    size_t bytes = 0;
+    each([&](Term &t) {
+      each_element(t, [&](int64_t i) { t.grad[i] = 0; });
+      if (!t.own) bytes += 9 * (size_t)t.elements + 64;
+    });
+    if (!bytes) return;
+    memory = block<char>(bytes);
+    char *at = memory.get();
+    each([&](Term &t) {
+      if (t.own) return;
+      t.sums = (int64_t *)(void *)at, t.broken = (uint8_t *)at + 8 * t.elements;
+      at += (9 * t.elements + 63) / 64 * 64;
+      each_element(t, [&](int64_t i) { t.sums[i] = 0, t.broken[i] = 0; });
+    });
+    auto length = [&](const View &t, int width, int64_t heads, int64_t n) {
+      return longest(t, width, pb.batch, heads, n, kernel, threads);
+    };
+    const double bound = length(pb.dout, pb.dv_dim, pb.q_heads, pb.nq) * length(pb.v, pb.dv_dim, pb.kv_heads, pb.nk) *
+                             scoring.kept_factor() +
+                         length(pb.delta, 1, pb.q_heads, pb.nq);
+    int exponent = 0;
+    std::frexp(bound * (double)(pb.batch * pb.q_heads * pb.nq), &exponent);
+    quantum = std::ldexp(1.0, exponent - 61);
+  }
+  void write() const {
+    each([&](Term &t) {
+      if (t.own) return;
+      each_element(t, [&](int64_t i) { t.grad[i] = t.broken[i] ? NAN : (float)((double)t.sums[i] * quantum); });
+    });
+  }
+  double quantum = 1;
+
+ private:
+  template <class F>
+  void each(F f) const {
+    for (int i = 0; i < scoring.count; ++i)
+      if (scoring.terms[i].grad) f(scoring.terms[i]);
+  }
+  template <class F>
+  void each_element(const Term &t, F f) const {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < t.elements; ++i) f(i);
+  }
+  const Scoring &scoring;
+  const int threads;
+  std::unique_ptr<char, Free> memory;
+};
+
 size_t padded(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }  // threads keep off each other's pages
 
 }  // namespace
@@ -57,7 +124,10 @@ void forward(const Problem &pb, const Kernel &kernel, int threads) {
   }
 }
 
-void backward(const Problem &pb, const Kernel &kernel, int threads) {
+void backward(const Problem &given, const Kernel &kernel, int threads) {
+  const TableSums tables(given, kernel, threads);
+  Problem pb = given;
+  pb.scoring.quantum = tables.quantum;
   const Plan &plan = pb.plan;
   const Work work = column_work(pb);
   const size_t stride = (size_t)work.lanes * (pb.d + pb.dv_dim), bytes = padded(kernel.backward_bytes(pb, work.lanes));
@@ -96,6 +166,7 @@ void backward(const Problem &pb, const Kernel &kernel, int threads) {
                     (size_t)pb.d * bytes_of(dq.dtype));
     }
   }
+  tables.write();
 }
 
 void delta(const Problem &pb, const Kernel &kernel, int threads) {

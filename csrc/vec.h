@@ -25,6 +25,8 @@ constexpr int W = 4;
 
 typedef float V __attribute__((vector_size(4 * W)));
 typedef int32_t I __attribute__((vector_size(4 * W)));
+typedef uint32_t U __attribute__((vector_size(4 * W)));
+typedef uint64_t L __attribute__((vector_size(4 * W)));
 typedef float VU __attribute__((vector_size(4 * W), aligned(1), may_alias));
 typedef int32_t I4 __attribute__((vector_size(16)));
 typedef int32_t I4U __attribute__((vector_size(16), aligned(1), may_alias));
@@ -71,6 +73,46 @@ RW_INLINE V min(V a, V b) {
   return (V)_mm256_min_ps((__m256)a, (__m256)b);
 #else
   return a < b ? a : b;
+#endif
+}
+
+// The floats at p + index[lane].
+RW_INLINE V gather(const float *p, const int32_t *index) {
+#if defined(__AVX512F__)
+  return (V)_mm512_i32gather_ps(_mm512_loadu_si512(index), p, 4);
+#elif defined(__AVX2__)
+  return (V)_mm256_i32gather_ps(p, _mm256_loadu_si256((const __m256i *)index), 4);
+#else
+  V x;
+  for (int i = 0; i < W; ++i) x[i] = p[index[i]];
+  return x;
+#endif
+}
+
+// The product of the lower halves of 64-bit lanes.
+RW_INLINE L low_product(L a, L b) {
+#if defined(__AVX512F__)
+  return (L)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (L)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#else
+  return (a & 0xffffffffu) * (b & 0xffffffffu);
+#endif
+}
+
+// Bit by lane: whether x is not less.
+RW_INLINE uint32_t at_least(U x, uint32_t y) {
+#if defined(__AVX512F__)
+  return _mm512_cmpge_epu32_mask((__m512i)x, _mm512_set1_epi32((int32_t)y));
+#else
+  const I same = (I)(x >= y);
+#if defined(__AVX2__)
+  return (uint32_t)_mm256_movemask_ps((__m256)same);
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < W; ++i) bits |= (uint32_t)(same[i] & 1) << i;
+  return bits;
+#endif
 #endif
 }
 
@@ -152,6 +194,20 @@ RW_INLINE V exp2(V x) {
 #endif
   return exp2_fraction(x - n) * (V)((e + 127) << 23);
 #endif
+}
+
+// tanh: relative error 3e-7, exact near 0; NaN at NaN (minimax, Eigen's coefficients).
+RW_INLINE V tanh(V x) {
+  x = max(splat(-8.5f), min(splat(8.5f), x));
+  const V y = x * x;
+  V p = splat(1.394553628e-8f), q = splat(8.015776984e-7f);
+  p = p * y + splat(2.102733560e-5f);
+  q = q * y + splat(3.326951409e-4f);
+  p = p * y + splat(3.520756727e-3f);
+  q = q * y + splat(2.597254514e-2f);
+  p = p * y + splat(1.340216100e-1f);
+  q = q * y + splat(4.673548340e-1f);
+  return x * (p * y + splat(1.f)) / (q * y + splat(1.f));
 }
 
 // How a contraction multiplies: one float a lane, or a pair of bfloat16 a lane.

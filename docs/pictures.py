@@ -77,6 +77,10 @@ GALLERY = {
         entry("Neighborhood(7, 2, tokens=64)", 64),
         entry("LongNet([16, 64], [1, 4], causal=True)", 64, heads=4),
     ],
+    "On a grid": [
+        entry("GridNeighborhood(Grid((32, 32)), 7)"),
+        entry("GridWindows(Grid((32, 32)), 8, shift=4)"),
+    ],
     "By table, function or head": [
         Entry(
             "BlockTable",

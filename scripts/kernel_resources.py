@@ -21,10 +21,10 @@ from pathlib import Path
 
 import triton
 from kernel_shapes import NARROW, STREAMED, TARGETS, WIDE, Shape, blocks_of, shapes
-from ringweave.ops.triton.blocks import Blocks, Packing, padded
 from triton.compiler import ASTSource
 
 from ringweave.ops.triton import kernels
+from ringweave.ops.triton.launch_config import LaunchConfig, Packing, padded
 
 TABLE = Path(__file__).parents[1] / "docs" / "benchmarks" / "kernel-resources.md"
 KERNELS = ("forward", "join", "delta", "backward_q", "backward_kv")
@@ -87,7 +87,7 @@ def compile_kernel(
     target = TARGETS[name]
     function = getattr(kernels, kernel)
     tile, height = shape.tile, (shape.queries or shape.tile[0]) * shape.tiles
-    blocks, packing = Blocks(64, 64, 4, 1), Packing(1, 64, 2)
+    blocks, packing = LaunchConfig(64, 64, 4, 1), Packing(1, 64, 2)
     if kernel in STREAMED:
         blocks = blocks_of(kernel, dim, value_dim, 4 if dtype == "fp32" else 2, shape, name)
         blocks = dataclasses.replace(blocks, warps=4 if shape.specialised else blocks.warps)

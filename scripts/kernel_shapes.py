@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from ringweave.ops.triton.blocks import Blocks, Device, choose
 from triton.backends.compiler import GPUTarget
+
+from ringweave.ops.triton.launch_config import Device, LaunchConfig, choose
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def shapes(kernel: str, dim: int, name: str) -> list[Shape]:
     return found + [SPECIALISED] * (kernel == "forward" and name == "sm_90")
 
 
-def blocks_of(kernel: str, dim: int, value_dim: int, itemsize: int, shape: Shape, name: str) -> Blocks:
+def blocks_of(kernel: str, dim: int, value_dim: int, itemsize: int, shape: Shape, name: str) -> LaunchConfig:
     """What the backend would choose."""
     rows = (shape.queries or shape.tile[0]) * shape.heads * shape.tiles
     tile = (shape.tile[0] if kernel == "backward_kv" else max(16, rows), shape.tile[1])

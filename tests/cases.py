@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -23,6 +24,12 @@ def _documents(n: int) -> Pattern:
     while sum(lengths) < n:
         lengths.append(min(1 + 37 * len(lengths), n - sum(lengths)))
     return rw.Documents(lengths)
+
+
+def _image(n: int) -> rw.Grid:
+    """As square as its tokens allow, in boxes that divide nothing."""
+    height = max(h for h in range(1, math.isqrt(n) + 1) if n % h == 0)
+    return rw.Grid((height, n // height), (3, 7))
 
 
 #: name -> pattern for a length; every one may be used with four heads and any batch
@@ -55,6 +62,7 @@ PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "local_global": lambda n: rw.local_global(20, 37),
     "dilated_blocks": lambda n: rw.dilated_blocks(3, [1, 4, 16]),
     "natten": lambda n: rw.natten_1d(9, 3, tokens=n),
+    "image": lambda n: rw.GridNeighborhood(_image(n), [min(3, side) for side in _image(n).shape], causal=(False, True)),
     "tree": lambda n: (rw.Causal() | rw.Strided(5)) & ~rw.Segments(70) | ~(rw.SlidingWindow(99) | rw.Sinks(4)),
 }
 

@@ -7,6 +7,7 @@ value and right by the dense relation. A new public name, method or argument fai
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import resource
@@ -23,6 +24,7 @@ import torch
 
 import ringweave as rw
 from ringweave.errors import RingweaveError
+from ringweave.terms import Term, terms_of, written
 
 N = 48
 SECONDS = 3.0  # of the processor, for one call
@@ -75,8 +77,9 @@ CLASSES_ELSEWHERE = {"ContextParallel"}
 RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 #: Methods by which patterns answer plans: internal, called with arrays.
 PROTOCOL = {
-    "allows", "key_ranges", "excluded_ranges", "tile_keys", "extents", "select", "check", "grid", "residue_rate",
+    "allows", "key_ranges", "excluded_ranges", "tile_keys", "extents", "select", "check", "block_side", "allowed_pairs", "residue_rate",
     "restride", "either", "value", "views", "of", "numbered", "key", "write", "parts_within",
+    "apply", "gradient", "total",
 }  # fmt: skip
 
 
@@ -173,9 +176,30 @@ def is_attention(arguments: dict[str, Any], answer: Any) -> None:
     if pattern is None:
         names = ("segments", "rates", "causal", "offset", "heads")
         pattern = rw.LongNet(**{name: arguments[name] for name in names})
-    options = {name: arguments[name] for name in ("scale", "q_offset")}
+    names = ("scale", "q_offset", "terms", "sink_logits", "dropout")
+    options = {name: arguments[name] for name in names if name in arguments}
+    if isinstance(options.get("sink_logits"), list):
+        options["sink_logits"] = torch.tensor(options["sink_logits"])
+    torch.manual_seed(0)
     wanted = rw.attention(*(arguments[name] for name in "qkv"), pattern, backend="reference", **options)
     torch.testing.assert_close(out, wanted)
+
+
+def seeded(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        torch.manual_seed(0)
+        return function(*args, **options)
+
+    return call
+
+
+def is_term(arguments: dict[str, Any], answer: Any) -> None:
+    assert isinstance(answer, Term)
+    again = terms_of(*written([answer]))
+    assert type(again[0]) is type(answer)
+    for one, other in zip(again[0].tables, answer.tables, strict=True):
+        assert one.is_meta or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def is_weights(arguments: dict[str, Any], answer: Any) -> None:
@@ -224,6 +248,7 @@ def qkv() -> dict[str, Any]:
 SIZES = {"nq": N, "nk": N, "heads": 2, "batch": 1, "q_offset": 0}
 OWN = rw.SlidingWindow(9, 2) & ~rw.Segments(20) | rw.Sinks([3])
 CALL = {"scale": None, "q_offset": 0, "backend": "auto", "context": None}
+SCORED = {"terms": [rw.Softcap(2.0)], "sink_logits": torch.tensor([0.5, -1.0]), "dropout": 0.0}
 LISTS = {"segments": [16, 32], "rates": [1, 2], "causal": True, "offset": 1, "heads": "shared"}
 ASKED = {
     "kv_heads": 1, "head_dim": 16, "value_dim": 8, "dtype": torch.float32, "device": "cpu", "backend": "auto",
@@ -245,6 +270,25 @@ def is_table(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+GRID = rw.Grid((6, 8), (2, 4))
+
+
+def is_grid(arguments: dict[str, Any], answer: Any) -> None:
+    assert answer == rw.Grid(answer.shape, answer.tile)
+    if answer.tokens <= 2**16:
+        assert answer.positions.shape == (answer.tokens, len(answer.shape))
+
+
+def is_flat(arguments: dict[str, Any], answer: Any) -> None:
+    first = arguments["dim"] % arguments["x"].ndim
+    places = arguments["x"].movedim((first, first + 1), (0, 1))[GRID.positions.unbind(1)]
+    assert torch.equal(answer, places.movedim(0, first))
+
+
+def is_grid_of(arguments: dict[str, Any], answer: Any) -> None:
+    assert torch.equal(GRID.flatten(answer, arguments["dim"] % arguments["x"].ndim), arguments["x"])
+
+
 ROWS: dict[str, Row] = {
     "Full": made(),
     "Causal": made(),
@@ -252,6 +296,11 @@ ROWS: dict[str, Row] = {
     "Segments": made(length=7),
     "Documents": Row(lambda: {"lengths": [20, N - 20], "cu_seqlens": None}, is_pattern, taken={"lengths": lambda v: True, "cu_seqlens": lambda v: v is None}),
     "Neighborhood": made(window=5, dilation=2, tokens=N),
+    "Grid": Row(lambda: {"shape": (6, 8), "tile": (2, 4)}, is_grid),
+    "Grid.flatten": Row(lambda: {"self": GRID, "x": torch.rand(2, 6, 8, 3), "dim": 1}, is_flat, of=rw.Grid.flatten, taken={"x": is_table}),
+    "Grid.unflatten": Row(lambda: {"self": GRID, "x": torch.rand(2, N, 3), "dim": 1}, is_grid_of, of=rw.Grid.unflatten, taken={"x": is_table}),
+    "GridNeighborhood": made(grid=GRID, window=(3, 4), dilation=(2, 1), causal=(False, True)),
+    "GridWindows": made(grid=GRID, size=(4, 3), shift=(2, 1)),
     "PrefixLM": made(n=5),
     "Sinks": made(tokens=[1, 5]),
     "Global": made(tokens=[1, 5]),
@@ -285,8 +334,14 @@ ROWS: dict[str, Row] = {
         is_pattern,
         taken={"density": lambda v: 0 < v <= 1},
     ),
-    "attention": Row(lambda: qkv() | {"pattern": OWN, "dropout": 0.0} | CALL, is_attention),
-    "attention_with_lse": Row(lambda: qkv() | {"pattern": OWN, "dropout": 0.0} | CALL, is_attention),
+    "attention": Row(lambda: qkv() | {"pattern": OWN} | SCORED | CALL, is_attention, of=seeded(rw.attention)),
+    "attention_with_lse": Row(lambda: qkv() | {"pattern": OWN} | SCORED | CALL, is_attention, of=seeded(rw.attention_with_lse)),
+    "Softcap": Row(lambda: {"cap": 2.0}, is_term),
+    "ALiBi": Row(lambda: {"slopes": torch.ones(2)}, is_term),
+    "ALiBi.of_heads": Row(lambda: {"heads": 2}, is_term, of=rw.ALiBi.of_heads),
+    "DistanceBias": Row(lambda: {"table": torch.ones(2, 5)}, is_term),
+    "DistanceBias.from_buckets": Row(lambda: {"weight": torch.ones(16, 2), "max_distance": 9, "bidirectional": True}, is_term, of=rw.DistanceBias.from_buckets),
+    "Bias": Row(lambda: {"table": torch.ones(1, 2, N, N)}, is_term),
     "longnet_attention": Row(lambda: qkv() | LISTS | {"detach_weights": False} | CALL, is_attention),
     "attention_weights": Row(lambda: {"q": qkv()["q"], "k": qkv()["k"], "pattern": OWN, "scale": None, "q_offset": 0}, is_weights),
     "merge": Row(lambda: {"outs": [torch.ones(2, 3), torch.zeros(2, 3)], "lses": [torch.ones(2), torch.zeros(2)]}, is_merged),

@@ -66,7 +66,7 @@ def test_every_pattern_and_preset_is_in_the_gallery() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     # what is under these modules; conversions of others' masks are in interop.md
     kinds = [n for n in rw.__all__ if getattr(getattr(rw, n), "__module__", "").startswith("ringweave.patterns")]
-    for name in set(kinds) - {"Pattern", "from_mask_mod"}:
+    for name in set(kinds) - {"Pattern", "from_mask_mod", "Grid"}:
         assert f"### {name}\n" in page, name
         assert f"`{name}" in readme, name
 

@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ringweave.bench.launched import run, started
-from ringweave.bench.trainer import command, example
+from ringweave.bench.launched import command, example, run, started
 
 STEPS = 40
 SAVED = 35

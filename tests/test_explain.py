@@ -53,6 +53,7 @@ def test_tiles_are_those_of_the_plan() -> None:
     whole = tiled.repeat_interleave(plan.q_tile, 0).repeat_interleave(plan.kv_tile, 1)[:2000, :2000]
     assert facts["pairs"]["computed"] == 3 * int(whole.sum())
     assert facts["pairs"]["computed_density"] == plan.computed_density == pytest.approx(float(whole.double().mean()))
+    assert facts["pairs"]["computed_over_allowed"] == pytest.approx(plan.computed_density / plan.density)
 
 
 def test_branches_of_one_rate_are_one_entry() -> None:

@@ -71,7 +71,6 @@ def test_types() -> None:
         (lambda: rw.attention(q.to_sparse(), k, v), ShapeError, "q: got a torch.sparse_coo tensor; wanted a dense one"),
         (lambda: rw.attention(q, k, v, scale=float("inf")), ShapeError, "scale: got inf"),
         (lambda: rw.attention(q, k, v, q_offset=-1), ShapeError, "q_offset: got -1; wanted an int of at least 0"),
-        (lambda: rw.attention(q, k, v, dropout=0.1), UnsupportedError, "dropout: got 0.1; wanted 0. Attention"),
         (lambda: rw.attention(q, k, v, backend="fast"), UnsupportedError, "backend: got 'fast'; wanted one of auto"),
         (lambda: rw.attention(q, k, v, rw.SlidingWindow(3), backend="sdpa"), UnsupportedError, "N x N memory"),
         (lambda: rw.attention(q, k, v[..., :4], backend="sdpa"), UnsupportedError, "got D = 8, Dv = 4"),
@@ -310,7 +309,7 @@ def test_the_first_call_imports_no_compiler() -> None:
 def test_opcheck(name: str, dtype: torch.dtype) -> None:
     pattern = (PATTERNS | MIXTURES)[name](150)
     leaves = Inputs.random(150, heads=4, kv_heads=2, dtype=dtype).leaves()
-    torch.library.opcheck(attention_op, (*leaves, pattern.tables, pattern.spec, 0.25, 0, "auto"))
+    torch.library.opcheck(attention_op, (*leaves, pattern.tables, pattern.spec, 0.25, 0, "auto", "", 0, []))
 
 
 @pytest.mark.parametrize("backend", ["auto", "gather", "reference"])

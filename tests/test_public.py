@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import operator
 import os
 import re
 import subprocess
@@ -12,20 +13,27 @@ import sys
 import pytest
 
 import ringweave as rw
+from ringweave import nn
 
 NAMES = [
-    "AttentionOutput", "BlockPlan", "BlockTable", "BlockWeights", "Causal", "ContextParallel", "Dilated", "Documents", "Full",
-    "Global", "LongNet", "Neighborhood", "Pattern", "PatternError", "PerHead", "Periodic", "PlanCache",
-    "PrefixLM", "RingError", "RingweaveError", "Segments", "ShapeError", "Sinks", "SlidingWindow", "Strided",
+    "ALiBi", "AttentionOutput", "Bias", "BlockPlan", "BlockTable", "BlockWeights", "Causal", "ContextParallel", "Dilated", "DistanceBias", "Documents",
+    "Full", "Global", "Grid", "GridNeighborhood", "GridWindows", "LongNet", "Neighborhood", "Pattern", "PatternError", "PerHead", "Periodic", "PlanCache",
+    "PrefixLM", "RingError", "RingweaveError", "Segments", "ShapeError", "Sinks", "SlidingWindow", "Softcap", "Strided",
     "TokenMask", "UnsupportedError", "attention", "attention_weights", "attention_with_lse", "bench", "bigbird",
     "dilated_blocks", "explain", "from_block_mask", "from_mask_mod", "local_global", "longformer",
-    "longnet_attention", "merge", "natten_1d", "parallel", "plan", "random_blocks", "sparse_transformer_fixed",
+    "longnet_attention", "merge", "natten_1d", "nn", "parallel", "plan", "random_blocks", "sparse_transformer_fixed",
     "variable",
 ]  # fmt: skip
 
 SIGNATURES = {
-    "attention": "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, backend='auto', context=None, dropout=0.0)",
-    "attention_with_lse": "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, backend='auto', context=None, dropout=0.0)",
+    "attention": (
+        "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, backend='auto', context=None, terms=(), sink_logits=None, "
+        "dropout=0.0)"
+    ),
+    "attention_with_lse": (
+        "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, backend='auto', context=None, terms=(), sink_logits=None, "
+        "dropout=0.0)"
+    ),
     "attention_weights": "(q, k, pattern, *, scale=None, q_offset=0)",
     "longnet_attention": (
         "(q, k, v, *, segments, rates, causal=False, offset='interleaved', heads='shared', detach_weights=False, "
@@ -37,7 +45,7 @@ SIGNATURES = {
 
 
 def documented() -> list[str]:
-    return [name for name in rw.__all__ if callable(getattr(rw, name))]
+    return [name for name in rw.__all__ if callable(getattr(rw, name))] + [f"nn.{name}" for name in nn.__all__]
 
 
 def test_names() -> None:
@@ -58,7 +66,7 @@ def test_signatures(name: str) -> None:
 @pytest.mark.parametrize("name", documented())
 def test_docstrings(name: str) -> None:
     """One sentence first; every parameter described, none that is not there; an example for what users call."""
-    thing = getattr(rw, name)
+    thing = operator.attrgetter(name)(rw)
     text = inspect.getdoc(thing)
     assert text
     assert text.splitlines()[0].endswith(".")
@@ -68,6 +76,7 @@ def test_docstrings(name: str) -> None:
     found = dict(zip(sections[1::2], sections[2::2], strict=True))
     listed = re.findall(r"^    (\w+):", found.get("Args", found.get("Attributes", "")), flags=re.M)
     parameters = [p for p in inspect.signature(thing).parameters if p != "self"]
+    listed += re.findall(r"^    \*\*(\w+):", found.get("Args", ""), flags=re.M)
     if name not in ("Pattern", "BlockPlan"):
         assert listed == parameters
     if not hasattr(thing, "_fields") and not name.startswith(("BlockPlan", "BlockWeights")):

@@ -255,7 +255,7 @@ def test_a_fork_that_would_hang_raises() -> None:
     program = """
     import os, signal, torch, ringweave as rw
     torch.set_num_threads(2)
-    q = torch.randn(1, 2, 256, 16)
+    q = torch.randn(1, 2, 16, 4096).mT  # to be copied first, by threads
     call = lambda: rw.attention(q, q, q, rw.Causal())
     want = call()
     if not os.fork():

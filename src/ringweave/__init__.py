@@ -22,6 +22,9 @@ from .patterns import (
     Documents,
     Full,
     Global,
+    Grid,
+    GridNeighborhood,
+    GridWindows,
     LongNet,
     Neighborhood,
     Pattern,
@@ -44,27 +47,34 @@ from .patterns import (
     variable,
 )
 from .plan import BlockPlan, PlanCache, from_block_mask, plan
+from .terms import ALiBi, Bias, DistanceBias, Softcap
 from .types import AttentionOutput
 from .weights import BlockWeights, attention_weights
 
 if TYPE_CHECKING:
-    from . import bench, parallel
+    from . import bench, nn, parallel
     from .parallel import ContextParallel
 
 __version__ = "0.1.0"
 
 
 __all__ = [
+    "ALiBi",
     "AttentionOutput",
+    "Bias",
     "BlockPlan",
     "BlockTable",
     "BlockWeights",
     "Causal",
     "ContextParallel",
     "Dilated",
+    "DistanceBias",
     "Documents",
     "Full",
     "Global",
+    "Grid",
+    "GridNeighborhood",
+    "GridWindows",
     "LongNet",
     "Neighborhood",
     "Pattern",
@@ -79,6 +89,7 @@ __all__ = [
     "ShapeError",
     "Sinks",
     "SlidingWindow",
+    "Softcap",
     "Strided",
     "TokenMask",
     "UnsupportedError",
@@ -96,6 +107,7 @@ __all__ = [
     "longnet_attention",
     "merge",
     "natten_1d",
+    "nn",
     "parallel",
     "plan",
     "random_blocks",
@@ -106,7 +118,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # these load when asked for: importing ringweave stays quick
-    if name in ("bench", "parallel"):
+    if name in ("bench", "nn", "parallel"):
         return importlib.import_module(f"ringweave.{name}")
     if name == "ContextParallel":
         return importlib.import_module("ringweave.parallel").ContextParallel

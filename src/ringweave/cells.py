@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from .errors import ShapeError
 from .patterns import Causal, Full, LongNet, Pattern
-from .patterns.base import fitting, refuse
+from .patterns.fit import fitting, refuse
 from .patterns.numbers import whole
 from .patterns.tiles import EMPTY, FULL, Int64, Tiles, mix
 from .plan import causality
@@ -45,7 +45,7 @@ class Panel:
 
     @property
     def caption(self) -> str:
-        """Such as ``head 0``, ``heads 0-3`` or ``heads 0, 4, 8, ...``."""
+        """Name the heads, such as ``head 0``, ``heads 0-3`` or ``heads 0, 4, 8, ...``."""
         first, last = self.heads[0], self.heads[-1]
         if first == last:
             return f"head {first}"
@@ -125,7 +125,7 @@ def picture(pattern: Pattern, tokens: int, *, heads: int = 1, cells: int = CELLS
 def _planned(
     pattern: Pattern, alike: Collection[tuple[Layer, ...]], tokens: int, heads: int, batch: int | None
 ) -> list[str]:
-    """Tiles and causality, where planning for them takes no longer than drawing."""
+    """Count tiles and causality, where planning for them takes no longer than drawing."""
     rows = np.arange(0, tokens, 128, dtype=np.int64)
     stops = np.minimum(rows + 128, tokens)
     # what planning would look at, tile by tile
@@ -154,7 +154,7 @@ class Layer(NamedTuple):
 
 
 def layers(pattern: Pattern, tokens: int, head: int, heads: int) -> tuple[Layer, ...]:
-    """What a head sees: the pattern itself, or the branches of a LongNet."""
+    """List what a head sees: the pattern itself, or the branches of a LongNet."""
     if not isinstance(pattern, LongNet):
         return (Layer(pattern.select(0, head), 1, 0),)
     split = branches(pattern, tokens, tokens, heads=heads)
@@ -162,7 +162,7 @@ def layers(pattern: Pattern, tokens: int, head: int, heads: int) -> tuple[Layer,
 
 
 def allowed_pairs(parts: tuple[Layer, ...], tokens: int, side: int) -> tuple[Shares, bool]:
-    """Allowed pairs per cell of ``side`` x ``side`` tokens, and whether they are exact.
+    """Count allowed pairs per cell of ``side`` x ``side`` tokens, and tell whether they are exact.
 
     Args:
         parts: What a head sees; a pair counts once per layer that allows it.
@@ -195,21 +195,21 @@ class _Counter:
         self.random = torch.Generator("cpu").manual_seed(0)
 
     def pairs(self, tiles: Tiles) -> Shares:
-        """Allowed pairs of each tile; an estimate where ``exact`` turns False."""
+        """Count allowed pairs of each tile; an estimate where ``exact`` turns False."""
         height, width = tiles.q_hi - tiles.q_lo, tiles.k_hi - tiles.k_lo
         result = np.zeros(len(height))
-        found = np.flatnonzero((height > 0) & (width > 0))
-        found = found[self._reached(_take(tiles, found))]
-        if not found.size:
+        cells = np.flatnonzero((height > 0) & (width > 0))
+        cells = cells[self._reached(_take(tiles, cells))]
+        if not cells.size:
             return result
-        keys = self.pattern.tile_keys(_take(tiles, found))
-        result[found] = np.where(keys == FULL, height[found] * width[found], 0.0)
-        found = found[open_ := (keys != FULL) & (keys != EMPTY)]
-        if found.size:
+        keys = self.pattern.tile_keys(_take(tiles, cells))
+        result[cells] = np.where(keys == FULL, height[cells] * width[cells], 0.0)
+        cells = cells[open_ := (keys != FULL) & (keys != EMPTY)]
+        if cells.size:
             # tiles of one class and size hold the same mask
-            label = mix(keys[open_], height[found], width[found])
+            label = mix(keys[open_], height[cells], width[cells])
             _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
-            result[found] = self._open(_take(tiles, found[first]))[inverse.reshape(-1)]
+            result[cells] = self._open(_take(tiles, cells[first]))[inverse.reshape(-1)]
         return result
 
     def _reached(self, tiles: Tiles) -> NDArray[np.bool_]:

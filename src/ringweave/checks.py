@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -9,12 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .dropout import threshold_of
 from .errors import ShapeError, UnsupportedError, message, shown
 from .ops.backend import Case, Inputs
 from .ops.dispatch import names, program
 from .patterns import Pattern, check_extents
-from .patterns.base import refuse
+from .patterns.fit import refuse
 from .patterns.numbers import whole
+from .terms import Term, as_terms
 
 if TYPE_CHECKING:
     from .parallel import ContextParallel
@@ -86,14 +89,22 @@ def check_call(
     scale: float | None,
     q_offset: int,
     backend: str,
-    dropout: float,
+    dropout: float = 0.0,
+    terms: object = (),
     context: ContextParallel | None = None,
-) -> tuple[float, int]:
-    """Raise a typed error unless the call can run; the scale and the offset to use."""
+) -> tuple[float, int, tuple[Term, ...], float]:
+    """Raise a typed error unless the call can run; the scale, the offset, the terms and the dropout to use."""
     check_tensors(q, k, v)
     if not isinstance(pattern, Pattern):
         refuse(pattern)
-    _check_dropout(dropout)
+    dropout = checked_dropout(dropout)
+    terms = () if terms is None else as_terms(terms)
+    for term in terms:
+        term.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
+    extras = frozenset([type(term).__name__ for term in terms] + ["dropout"] * bool(dropout))
+    if extras and context is not None:
+        got = f"{', '.join(sorted(extras))} with a context"
+        raise UnsupportedError(message("terms", got, "none with a context", "Leave them out, or use one device."))
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else _scale(scale)
     q_offset = _offset(q_offset)
     if not isinstance(backend, str):
@@ -103,10 +114,24 @@ def check_call(
         raise UnsupportedError(message("context", got, "a ContextParallel or None", "Make one of the mesh."))
     if not torch.compiler.is_compiling():
         if context is None:
-            _check_runnable(Inputs(q, k, v, scale), pattern, q_offset, backend)
+            tables = [table for term in terms for table in term.tables]
+            needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *tables))
+            case = dataclasses.replace(Case.of(Inputs(q, k, v, scale), needs_grad), extras=extras)
+            _check_runnable(case, pattern, q_offset, backend)
         else:
             context.check(q, k, pattern, q_offset, backend)
-    return scale, q_offset
+    return scale, q_offset, terms, dropout
+
+
+def check_sinks(sink_logits: Tensor, q: Tensor) -> None:
+    """Raise ShapeError unless there is a logit for each query head of q."""
+    fits = isinstance(sink_logits, Tensor) and sink_logits.is_floating_point() and sink_logits.ndim == 1
+    if not fits or sink_logits.shape[0] != q.shape[1]:
+        wanted = f"a floating tensor ({q.shape[1]},): one for each query head"
+        raise ShapeError(message("sink_logits", shown(sink_logits), wanted, "Pass the learned logits."))
+    if sink_logits.device != q.device:
+        remedy = "Move them with .to(q.device)."
+        raise ShapeError(message("sink_logits.device", sink_logits.device, f"{q.device}, as q", remedy))
 
 
 def _offset(q_offset: int) -> int:
@@ -135,20 +160,17 @@ def _scale(scale: float) -> float:
     return scale if isinstance(scale, (float, torch.SymFloat)) else float(scale)
 
 
-def _check_dropout(dropout: float) -> None:
+def checked_dropout(dropout: float) -> float:
+    """The share of weights to drop, as a float; ShapeError for what is none."""
     number = isinstance(dropout, _NUMBERS) and not isinstance(dropout, bool)
     if not number or not 0 <= dropout < 1:
         raise ShapeError(message("dropout", shown(dropout), "a number of at least 0 and below 1", "Leave it out."))
-    if dropout:
-        raise UnsupportedError(
-            message("dropout", dropout, "0", "Attention dropout is not supported: apply dropout to the output instead.")
-        )
+    threshold_of(float(dropout))
+    return float(dropout)
 
 
-def _check_runnable(inputs: Inputs, pattern: Pattern, q_offset: int, backend: str) -> None:
+def _check_runnable(case: Case, pattern: Pattern, q_offset: int, backend: str) -> None:
     # needs planning, which a trace leaves to the operator; there the same errors come when it runs
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3])
-    case = Case.of(inputs, needs_grad)
     check_extents(pattern, case.batch, case.heads)
     pattern.check(case.nq, case.nk, q_offset)
     if backend != "auto":  # which takes every case

@@ -6,8 +6,9 @@ own buffers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
@@ -17,52 +18,13 @@ from .ops import dispatch
 from .ops.backend import Backend, Case
 from .ops.triton.launch_config import measured as measured_blocks
 from .patterns import Pattern
-from .patterns.base import fitting
+from .patterns.fit import fitting
 from .patterns.numbers import flag, named_device, whole
-from .plan import BlockPlan, Branch, branches, causality
+from .plan import BlockPlan, Branch, Causality, branches, causality
+from .types import acc_dtype
 from .units import count, flops, nbytes, percent
 
 _BACKWARD = 2.5  # five matrix products against two
-
-
-@overload
-def explain(
-    pattern: Pattern,
-    nq: int,
-    nk: int | None = None,
-    *,
-    heads: int = 1,
-    kv_heads: int | None = None,
-    head_dim: int = 64,
-    value_dim: int | None = None,
-    batch: int = 1,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    q_offset: int = 0,
-    backend: str = "auto",
-    needs_grad: bool = True,
-    as_dict: Literal[False] = False,
-) -> str: ...
-
-
-@overload
-def explain(
-    pattern: Pattern,
-    nq: int,
-    nk: int | None = None,
-    *,
-    heads: int = 1,
-    kv_heads: int | None = None,
-    head_dim: int = 64,
-    value_dim: int | None = None,
-    batch: int = 1,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    q_offset: int = 0,
-    backend: str = "auto",
-    needs_grad: bool = True,
-    as_dict: Literal[True],
-) -> dict[str, Any]: ...
 
 
 def explain(
@@ -81,7 +43,7 @@ def explain(
     backend: str = "auto",
     needs_grad: bool = True,
     as_dict: bool = False,
-) -> str | dict[str, Any]:
+) -> Any:
     """Say what an attention call would compute: pairs, tiles, branches, backends and why, memory, operations.
 
     Args:
@@ -125,55 +87,8 @@ def explain(
         raise UnsupportedError(message("backend", shown(backend), wanted, "Use 'auto'."))
     kind = named_device(device).type
     case = Case(batch, heads, kv_heads, nq, nk, head_dim, value_dim, dtype, kind, needs_grad)
-    steps = dispatch.program(pattern, case, q_offset, backend)
-    if steps and not steps[0][1].branched:
-        # it takes the pattern whole and computes every pair; the branches still say how sparse the pattern is
-        split = branches(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
-        work = [_Work.of(branch, steps[0][1]) for branch in split]
-    else:
-        work = [_Work.of(branch, chosen) for branch, chosen in steps]
-    everything = batch * heads * nq * nk
-    allowed = sum(each.allowed for each in work)
-    dense = any(not chosen.branched for _, chosen in steps)
-    computed = everything if dense else sum(each.computed for each in work)
-    future = causality(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
-    of_pair = 2 * (head_dim + value_dim)
-    facts: dict[str, Any] = {
-        "pattern": repr(pattern),
-        "sizes": {
-            "batch": batch, "heads": heads, "kv_heads": kv_heads, "nq": nq, "nk": nk, "head_dim": head_dim,
-            "value_dim": value_dim, "dtype": str(dtype).removeprefix("torch."), "device": kind, "q_offset": q_offset,
-            "needs_grad": needs_grad,
-        },
-        "pairs": {
-            "allowed": allowed, "computed": computed, "all": everything, "density": allowed / everything,
-            "computed_density": computed / everything,
-        },
-        "causality": {
-            "causal": future.is_causal, "future_pairs": future.pairs,
-            "first": None if future.first is None else future.first._asdict(), "text": str(future),
-        },
-        "tiles": {
-            "computed": 0 if dense else sum(each.tiles for each in work),
-            "full": 0 if dense else sum(each.full for each in work),
-        },
-        "branches": _branches(work),
-        "backend": {
-            "asked": backend, "chosen": _chosen(steps), "others": _others(steps, case, backend),
-            "measured": sum(backend == "auto" and dispatch.measured(case, branch) is not None for branch, _ in steps),
-            "tiles": sorted({branch.sides for branch, _ in steps if branch.sides is not None}),
-            "blocks": measured_blocks(case) if any(chosen.name == "triton" for _, chosen in steps) else [],
-        },
-        "memory": _memory(case, work),
-        "flops": {
-            "forward": of_pair * computed,
-            "backward": round(_BACKWARD * of_pair * computed),
-            "dense_forward": of_pair * everything,
-            "dense_backward": round(_BACKWARD * of_pair * everything),
-            "dense_over_this": everything / computed if computed else None,
-        },
-    }  # fmt: skip
-    return facts if as_dict else as_text(facts)
+    made = Explanation.of(pattern, case, q_offset, backend)
+    return made.as_dict() if as_dict else str(made)
 
 
 def _size(name: str, value: int) -> int:
@@ -181,7 +96,7 @@ def _size(name: str, value: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Work:
+class BranchWork:
     """What one branch computes, over batch and heads."""
 
     branch: Branch
@@ -193,52 +108,174 @@ class _Work:
     plan: BlockPlan | None
 
     @staticmethod
-    def of(branch: Branch, backend: Backend) -> _Work:
+    def of(branch: Branch, backend: Backend) -> BranchWork:
+        """Count the pairs and tiles of a branch."""
         if not backend.planned and branch.structure != "sparse":
             # dense kernels take no plan, and a causal one skips what is above the diagonal
-            return _Work(branch, backend, branch.pairs(), branch.pairs(), 0, 0, None)
+            return BranchWork(branch, backend, branch.pairs(), branch.pairs(), 0, 0, None)
         plan = branch.plan()
         # how many batch elements and heads compute each tile
         uses = torch.bincount(plan.group.reshape(-1).long(), minlength=plan.row_ptr.shape[0])
         uses = uses.repeat_interleave((plan.row_ptr[:, -1] - plan.row_ptr[:, 0]).long())
         full = int(uses[plan.bits < 0].sum())
-        return _Work(branch, backend, plan.pairs(), plan.computed_pairs(), plan.tiles, full, plan)
+        return BranchWork(branch, backend, plan.pairs(), plan.computed_pairs(), plan.tiles, full, plan)
 
 
-def _branches(work: list[_Work]) -> list[dict[str, Any]]:
-    """Views of one rate, relation and backend differ in offset alone: one entry for all of them."""
-    alike: dict[tuple[int, str, str], list[_Work]] = {}
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would compute: its text is for people, its dict for programs.
+
+    Attributes:
+        pattern: A relation or a LongNet.
+        case: Sizes and types of the call.
+        q_offset: Position of the first query.
+        asked: The backend that was asked for.
+        steps: The branches that are computed, each with its backend.
+        work: What they compute; of a backend that takes the pattern whole, what branches would.
+        future: Which pairs see the future.
+    """
+
+    pattern: Pattern
+    case: Case
+    q_offset: int
+    asked: str
+    steps: tuple[tuple[Branch, Backend], ...]
+    work: tuple[BranchWork, ...]
+    future: Causality
+
+    @staticmethod
+    def of(pattern: Pattern, case: Case, q_offset: int, backend: str) -> Explanation:
+        """Plan a call, and count what it would compute."""
+        size = {"heads": case.heads, "batch": case.batch, "q_offset": q_offset}
+        steps = counted = tuple(dispatch.program(pattern, case, q_offset, backend))
+        if steps and not steps[0][1].branched:
+            # it takes the pattern whole and computes every pair; the branches still say how sparse the pattern is
+            counted = tuple((branch, steps[0][1]) for branch in branches(pattern, case.nq, case.nk, **size))
+        work = tuple(BranchWork.of(*each) for each in counted)
+        future = causality(pattern, case.nq, case.nk, **size)
+        return Explanation(pattern, case, q_offset, backend, steps, work, future)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Say it in plain values, which ``json.dumps`` takes."""
+        case, work, future, names = self.case, self.work, self.future, {chosen.name for _, chosen in self.steps}
+        everything = case.batch * case.heads * case.nq * case.nk
+        allowed = sum(each.allowed for each in work)
+        dense = any(not chosen.branched for _, chosen in self.steps)
+        computed = everything if dense else sum(each.computed for each in work)
+        of_pair = 2 * (case.head_dim + case.value_dim)
+        measured = [branch for branch, _ in self.steps if self.asked == "auto" and dispatch.measured(case, branch)]
+        return {
+            "pattern": repr(self.pattern),
+            "sizes": {
+                "batch": case.batch, "heads": case.heads, "kv_heads": case.kv_heads, "nq": case.nq, "nk": case.nk,
+                "head_dim": case.head_dim, "value_dim": case.value_dim, "dtype": str(case.dtype).removeprefix("torch."),
+                "device": case.device, "q_offset": self.q_offset, "needs_grad": case.needs_grad,
+            },
+            "pairs": {
+                "allowed": allowed, "computed": computed, "all": everything, "density": allowed / everything,
+                "computed_density": computed / everything,
+                "computed_over_allowed": computed / allowed if allowed else None,
+            },
+            "causality": {
+                "causal": future.is_causal, "future_pairs": future.pairs,
+                "first": None if future.first is None else future.first._asdict(), "text": str(future),
+            },
+            "tiles": {
+                "computed": 0 if dense else sum(each.tiles for each in work),
+                "full": 0 if dense else sum(each.full for each in work),
+            },
+            "branches": _branches(work),
+            "backend": {
+                "asked": self.asked,
+                "chosen": [{"backend": name, "branches": number} for number, name in dispatch.describe(self.steps)],
+                "others": _others(self.steps, case, self.asked),
+                "measured": len(measured),
+                "tiles": sorted({branch.sides for branch, _ in self.steps if branch.sides is not None}),
+                "blocks": measured_blocks(case) if "triton" in names else [],
+            },
+            "memory": _memory(case, work),
+            "flops": {
+                "forward": of_pair * computed,
+                "backward": round(_BACKWARD * of_pair * computed),
+                "dense_forward": of_pair * everything,
+                "dense_backward": round(_BACKWARD * of_pair * everything),
+                "dense_over_this": everything / computed if computed else None,
+            },
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        """Say it in aligned lines."""
+        facts = self.as_dict()
+        backend = facts["backend"]
+        case, pairs, tiles, memory, work = self.case, *(facts[name] for name in ("pairs", "tiles", "memory", "flops"))
+        heads = count(case.heads, "head")
+        if case.kv_heads != case.heads:
+            heads += f" over {count(case.kv_heads, 'key head')}"
+        dims = f"D {case.head_dim}" + (f", Dv {case.value_dim}" if case.value_dim != case.head_dim else "")
+        offset = f" from position {self.q_offset}" if self.q_offset else ""
+        how = count(tiles["computed"], "tile") if tiles["computed"] else "dense kernels"
+        grad = ", with gradients" if case.needs_grad else ""
+        over = f", {pairs['computed_over_allowed']:.3g} times the allowed" if pairs["allowed"] else ""
+        part = f"computed density {percent(pairs['computed_density'])}{over}"
+        lines = [
+            ("pattern", facts["pattern"]),
+            ("call", f"{case.nq} queries{offset} x {case.nk} keys, batch {case.batch}, {heads}, {dims}"),
+            ("", f"{facts['sizes']['dtype']} on {case.device}{grad}"),
+            ("allowed", f"{pairs['allowed']} of {pairs['all']} pairs, density {percent(pairs['density'])}"),
+            ("computed", f"{pairs['computed']} pairs in {how}, {part}"),
+            ("causality", facts["causality"]["text"]),
+        ]
+        for entry in facts["branches"]:
+            lines += [("branch", entry["pattern"]), *(("", text) for text in _branch_text(entry))]
+        chosen = ", ".join(f"{each['backend']} x {each['branches']}" for each in backend["chosen"])
+        lines.append(("backend", f"{chosen} (asked for {backend['asked']})"))
+        if backend["measured"]:
+            number = sum(each["branches"] for each in backend["chosen"])
+            part = "" if backend["measured"] == number else f", for {backend['measured']} of {number}"
+            lines.append(("", f"chosen by what ringweave tune measured on this machine{part}"))
+        for q, k in backend["tiles"]:
+            lines.append(("", f"measured here: tiles of {q} x {k}"))
+        lines += [("", f"measured here: {each}") for each in backend["blocks"]]
+        for name, reasons in backend["others"].items():
+            lines += [("", f"not {name}: {reason}") for reason in reasons]
+        held = ", ".join(f"{name} {nbytes(memory[name])}" for name in ("q", "k", "v", "out", "lse"))
+        lines += [
+            ("memory", f"plan {nbytes(memory['plan'])}, backend's own at most about {nbytes(memory['scratch'])}"),
+            ("", f"activations {nbytes(memory['activations'])}: {held}"),
+        ]
+        if case.needs_grad:
+            lines.append(("", f"gradients {nbytes(memory['gradients'])}"))
+        lines.append(("forward", f"{flops(work['forward'])}, dense {flops(work['dense_forward'])}"))
+        if case.needs_grad:
+            lines.append(("backward", f"{flops(work['backward'])}, dense {flops(work['dense_backward'])}"))
+        if work["dense_over_this"] is not None:
+            lines.append(("ratio", f"dense computes {work['dense_over_this']:.3g} times as many pairs"))
+        return "\n".join(f"{name:<9} {text}" for name, text in lines)
+
+
+def _branches(work: Sequence[BranchWork]) -> list[dict[str, Any]]:
+    """Describe views by rate, relation and backend: they differ in offset alone, and are one entry."""
+    alike: dict[tuple[int, str, str], list[BranchWork]] = {}
     for each in work:
         alike.setdefault((each.branch.rate, repr(each.branch.pattern), each.backend.name), []).append(each)
     entries = []
     for (rate, pattern, backend), members in alike.items():
         plans = [each.plan for each in members if each.plan is not None]
-        entries.append(
-            {
-                "rate": rate,
-                "pattern": pattern,
-                "backend": backend,
-                "views": len(members),
-                "heads": sorted({head for each in members for head in range(*each.branch.heads)}),
-                "queries": sorted({each.branch.nq for each in members}),
-                "keys": sorted({each.branch.nk for each in members}),
-                "tiles": sum(each.tiles for each in members),
-                "full": sum(each.full for each in members),
-                "partial": sum(each.tiles - each.full for each in members),
-                "tile": [list(sides) for sides in sorted({(plan.q_tile, plan.kv_tile) for plan in plans})],
-                "masks": max((plan.masks.shape[0] for plan in plans), default=0),
-                "groups": max((plan.row_ptr.shape[0] for plan in plans), default=0),
-            }
-        )
+        entries.append({
+            "rate": rate, "pattern": pattern, "backend": backend, "views": len(members),
+            "heads": sorted({head for each in members for head in range(*each.branch.heads)}),
+            "queries": sorted({each.branch.nq for each in members}),
+            "keys": sorted({each.branch.nk for each in members}), "tiles": sum(each.tiles for each in members),
+            "full": sum(each.full for each in members), "partial": sum(each.tiles - each.full for each in members),
+            "tile": [list(sides) for sides in sorted({(plan.q_tile, plan.kv_tile) for plan in plans})],
+            "masks": max((plan.masks.shape[0] for plan in plans), default=0),
+            "groups": max((plan.row_ptr.shape[0] for plan in plans), default=0),
+        })  # fmt: skip
     return entries
 
 
-def _chosen(steps: list[tuple[Branch, Backend]]) -> list[dict[str, Any]]:
-    return [{"backend": name, "branches": number} for number, name in dispatch.describe(steps)]
-
-
-def _others(steps: list[tuple[Branch, Backend]], case: Case, asked: str) -> dict[str, list[str]]:
-    """Why the backends that were not taken for some branch were not."""
+def _others(steps: Sequence[tuple[Branch, Backend]], case: Case, asked: str) -> dict[str, list[str]]:
+    """Say why the backends that were not taken for some branch were not."""
     reasons: dict[str, list[str]] = {}
     for branch, chosen in steps:
         refused = {backend.name: reason for backend, reason in dispatch.candidates(case, branch)}
@@ -258,72 +295,22 @@ def _others(steps: list[tuple[Branch, Backend]], case: Case, asked: str) -> dict
     return reasons
 
 
-def _memory(case: Case, work: list[_Work]) -> dict[str, int]:
-    """Bytes of the plans, of the call's tensors, and a bound on the backends' own buffers."""
+def _memory(case: Case, work: Sequence[BranchWork]) -> dict[str, int]:
+    """Count bytes of the plans, of the call's tensors, and a bound on the backends' own buffers."""
     size = case.dtype.itemsize
     q = case.batch * case.heads * case.nq * case.head_dim * size
     out = case.batch * case.heads * case.nq * case.value_dim * size
     k, v = (case.batch * case.kv_heads * case.nk * dim * size for dim in (case.head_dim, case.value_dim))
-    lse = case.batch * case.heads * case.nq * (8 if case.dtype == torch.float64 else 4)
+    lse = case.batch * case.heads * case.nq * acc_dtype(case.dtype).itemsize
     # views of one length share a plan
     plans = {id(each.plan): each.plan for each in work if each.plan is not None}
     return {
         "plan": sum(plan.nbytes for plan in plans.values()),
-        "q": q,
-        "k": k,
-        "v": v,
-        "out": out,
-        "lse": lse,
+        "q": q, "k": k, "v": v, "out": out, "lse": lse,
         "activations": q + k + v + out + lse,
         "gradients": q + k + v + out if case.needs_grad else 0,
         "scratch": max((each.backend.scratch(case, each.branch) for each in work), default=0),
-    }
-
-
-def as_text(facts: dict[str, Any]) -> str:
-    """The facts of :func:`explain` as aligned lines."""
-    sizes, pairs, tiles, memory, work = (facts[name] for name in ("sizes", "pairs", "tiles", "memory", "flops"))
-    heads = count(sizes["heads"], "head")
-    if sizes["kv_heads"] != sizes["heads"]:
-        heads += f" over {count(sizes['kv_heads'], 'key head')}"
-    dims = f"D {sizes['head_dim']}" + (f", Dv {sizes['value_dim']}" if sizes["value_dim"] != sizes["head_dim"] else "")
-    offset = f" from position {sizes['q_offset']}" if sizes["q_offset"] else ""
-    how = count(tiles["computed"], "tile") if tiles["computed"] else "dense kernels"
-    grad = ", with gradients" if sizes["needs_grad"] else ""
-    lines = [
-        ("pattern", facts["pattern"]),
-        ("call", f"{sizes['nq']} queries{offset} x {sizes['nk']} keys, batch {sizes['batch']}, {heads}, {dims}"),
-        ("", f"{sizes['dtype']} on {sizes['device']}{grad}"),
-        ("allowed", f"{pairs['allowed']} of {pairs['all']} pairs, density {percent(pairs['density'])}"),
-        ("computed", f"{pairs['computed']} pairs in {how}, computed density {percent(pairs['computed_density'])}"),
-        ("causality", facts["causality"]["text"]),
-    ]
-    for entry in facts["branches"]:
-        lines += [("branch", entry["pattern"]), *(("", text) for text in _branch_text(entry))]
-    chosen = ", ".join(f"{each['backend']} x {each['branches']}" for each in facts["backend"]["chosen"])
-    lines.append(("backend", f"{chosen} (asked for {facts['backend']['asked']})"))
-    if facts["backend"]["measured"]:
-        number = sum(each["branches"] for each in facts["backend"]["chosen"])
-        part = "" if facts["backend"]["measured"] == number else f", for {facts['backend']['measured']} of {number}"
-        lines.append(("", f"chosen by what ringweave tune measured on this machine{part}"))
-    for q, k in facts["backend"]["tiles"]:
-        lines.append(("", f"measured here: tiles of {q} x {k}"))
-    lines += [("", f"measured here: {each}") for each in facts["backend"]["blocks"]]
-    for name, reasons in facts["backend"]["others"].items():
-        lines += [("", f"not {name}: {reason}") for reason in reasons]
-    held = ", ".join(f"{name} {nbytes(memory[name])}" for name in ("q", "k", "v", "out", "lse"))
-    lines += [
-        ("memory", f"plan {nbytes(memory['plan'])}, backend's own at most about {nbytes(memory['scratch'])}"),
-        ("", f"activations {nbytes(memory['activations'])}: {held}"),
-    ]
-    if sizes["needs_grad"]:
-        lines.append(("", f"gradients {nbytes(memory['gradients'])}"))
-    lines.append(("forward", f"{flops(work['forward'])}, dense {flops(work['dense_forward'])}"))
-    if sizes["needs_grad"]:
-        lines.append(("backward", f"{flops(work['backward'])}, dense {flops(work['dense_backward'])}"))
-    if work["dense_over_this"] is not None:
-        lines.append(("ratio", f"dense computes {work['dense_over_this']:.3g} times as many pairs"))
-    return "\n".join(f"{name:<9} {text}" for name, text in lines)
+    }  # fmt: skip
 
 
 def _branch_text(entry: dict[str, Any]) -> list[str]:

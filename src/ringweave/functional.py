@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .checks import check_call
-from .merge import merge
+from .checks import check_call, check_sinks
+from .merge import merge, with_sinks
+from .ops.backend import Inputs
 from .ops.registered import attend
 from .patterns import Full, LongNet, Pattern
 from .patterns.numbers import flag
+from .terms import Term
 from .types import AttentionOutput
 
 if TYPE_CHECKING:
@@ -29,9 +31,11 @@ def attention(
     q_offset: int = 0,
     backend: str = "auto",
     context: ContextParallel | None = None,
+    terms: Term | Sequence[Term] | None = (),
+    sink_logits: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Exact attention over the pairs that a pattern allows, differentiable in q, k and v.
+    """Compute exact attention over the pairs that a pattern allows, differentiable in q, k and v.
 
     ``out[i] = sum_j softmax_j(scale * <q[i], k[j]>) v[j]`` over the allowed j; a row that attends nothing gives 0. Cost
     and memory grow with the pattern's non-empty tiles.
@@ -45,13 +49,16 @@ def attention(
         q_offset: Position of the first query; Nk - Nq for a decode step over a cache.
         backend: ``"auto"``, or one by name; see :func:`ringweave.explain`.
         context: Ranks that share the sequence; q, k and v are then this rank's shards, and so is the output.
-        dropout: Must be 0: attention dropout is not supported.
+        terms: What is added to or made of the scaled scores, in order: Softcap, ALiBi, DistanceBias, Bias.
+        sink_logits: (Hq,): one learned logit a head that joins the denominator and has no value.
+        dropout: Share of the weights that are dropped after the softmax, the others grow by 1 / (1 - dropout), rounded
+            to a multiple of 2 ** -16. Drawn from torch's default generator, one seed a call; pass it in training only.
     Returns:
         Output, (B, Hq, Nq, Dv), dtype of q.
     Raises:
         ShapeError: Shapes, dtypes or devices do not fit; the message names the argument.
         PatternError: The pattern is made for other lengths, heads or batch.
-        UnsupportedError: The named backend cannot run the case, or dropout is asked for.
+        UnsupportedError: The named backend cannot run the case.
         RingError: With a context: a rank is lost, or ranks call differently.
     Example:
         >>> rw.attention(q, k, v, (rw.SlidingWindow(64) | rw.Sinks(4)) & rw.Causal()).shape
@@ -61,7 +68,17 @@ def attention(
         Dao et al. (2022), FlashAttention, section 3 (tiling and recomputation); here over non-empty tiles only.
     """
     return attention_with_lse(
-        q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, context=context, dropout=dropout
+        q,
+        k,
+        v,
+        pattern,
+        scale=scale,
+        q_offset=q_offset,
+        backend=backend,
+        context=context,
+        terms=terms,
+        sink_logits=sink_logits,
+        dropout=dropout,
     ).out
 
 
@@ -75,9 +92,11 @@ def attention_with_lse(
     q_offset: int = 0,
     backend: str = "auto",
     context: ContextParallel | None = None,
+    terms: Term | Sequence[Term] | None = (),
+    sink_logits: Tensor | None = None,
     dropout: float = 0.0,
 ) -> AttentionOutput:
-    """Attention with each row's log-sum-exp, which makes partial results mergeable; both are differentiable.
+    """Compute attention and each row's log-sum-exp, which makes partial results mergeable; both are differentiable.
 
     ``lse[i] = log sum_j exp(scale * <q[i], k[j]>)`` over the allowed j, -inf where there are none.
 
@@ -90,7 +109,9 @@ def attention_with_lse(
         q_offset: Position of the first query.
         backend: ``"auto"``, or one by name.
         context: Ranks that share the sequence.
-        dropout: Must be 0.
+        terms: What is added to or made of the scaled scores, in order.
+        sink_logits: (Hq,): learned logits; lse includes them.
+        dropout: Share of the weights that are dropped; lse is as without.
     Returns:
         ``AttentionOutput(out, lse)``: (B, Hq, Nq, Dv) in q's dtype and (B, Hq, Nq) in float32 (float64 for float64).
     Raises:
@@ -99,16 +120,20 @@ def attention_with_lse(
         UnsupportedError: The named backend cannot run the case.
     Example:
         >>> out, lse = rw.attention_with_lse(q, k, v, rw.Causal())
-        >>> sink = torch.zeros(4, 1)  # a learned sink per head needs no kernel
-        >>> with_sink = out * torch.sigmoid(lse - sink)[..., None]
+        >>> torch.testing.assert_close(lse[..., 0], (q[:, :, 0] * k[:, :, 0]).sum(-1) / 32**0.5)
     """
     q, k, v = _autocast(q, k, v)
-    scale, q_offset = check_call(
-        q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, context=context, dropout=dropout
+    scale, q_offset, terms, dropout = check_call(
+        q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, context=context, terms=terms, dropout=dropout
     )
     if context is not None:
-        return AttentionOutput(*context.attend(q, k, v, pattern, scale, backend))
-    return AttentionOutput(*attend(q, k, v, pattern, scale, q_offset, backend))
+        result = AttentionOutput(*context.attend(q, k, v, pattern, scale, backend))
+    else:
+        result = AttentionOutput(*attend(Inputs(q, k, v, scale), pattern, q_offset, backend, terms, dropout))
+    if sink_logits is None:
+        return result
+    check_sinks(sink_logits, q)
+    return with_sinks(result.out, result.lse, sink_logits)
 
 
 def longnet_attention(
@@ -127,7 +152,7 @@ def longnet_attention(
     backend: str = "auto",
     context: ContextParallel | None = None,
 ) -> Tensor:
-    """LongNet's dilated attention: a mixture of dilated branches, merged by their log-sum-exp.
+    """Compute LongNet's dilated attention: a mixture of dilated branches, merged by their log-sum-exp.
 
     ``out = sum_b exp(lse_b - LSE) out_b``. A key that two branches see counts twice; for a union in which it counts
     once, use :class:`ringweave.Dilated` with ``|``. Branches run over strided views, nothing is padded or dropped.
@@ -181,7 +206,7 @@ def longnet_attention(
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Inputs in autocast's dtype where it is on, as for PyTorch's own attention."""
+    """Cast inputs to autocast's dtype where it is on, as for PyTorch's own attention."""
     if not all(isinstance(x, Tensor) for x in tensors):
         return list(tensors)
     device = tensors[0].device.type

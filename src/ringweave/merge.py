@@ -73,8 +73,25 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
     return AttentionOutput(joined.to(outs[0].dtype), lse)
 
 
+def with_sinks(out: Tensor, lse: Tensor, logits: Tensor) -> AttentionOutput:
+    """(out, lse) with a logit of each head, (Hq,), in the denominator; it has no value. Differentiable in all three.
+
+    ``lse' = logaddexp(lse, logit)``, ``out' = out exp(lse - lse')``.
+    """
+    logits = logits.to(lse.dtype)[:, None]
+    # by hand: torch.logaddexp has a NaN gradient where both are -inf
+    top = torch.maximum(lse, logits).detach()
+    top = torch.where(torch.isneginf(top), 0.0, top)
+    own = torch.exp(lse - top)
+    total = own + torch.exp(logits - top)
+    alive = total != 0
+    safe = torch.where(alive, total, 1.0)
+    joined = (out * (own / safe)[..., None]).to(out.dtype)
+    return AttentionOutput(joined, torch.where(alive, top + torch.log(safe), -torch.inf))
+
+
 def _tensors(name: str, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The parts, where they are a list of floating-point tensors."""
+    """Check that the parts are a list of floating-point tensors."""
     if not isinstance(parts, (list, tuple)):
         raise ShapeError(message(name, shown(parts), "a list of tensors", "Pass the parts in a list."))
     for part in parts:

@@ -26,7 +26,7 @@ _MONO = "ui-monospace, SFMono-Regular, Menlo, 'DejaVu Sans Mono', Consolas, mono
 
 
 def plot(pattern: Pattern, tokens: int, *, heads: int = 1, path: str | Path | None = None) -> str:
-    """A pattern's picture as SVG text: queries downwards, keys to the right, the darker the more pairs are allowed.
+    """Draw a pattern as SVG text: queries downwards, keys to the right, the darker the more pairs are allowed.
 
     Args:
         pattern: A relation or a LongNet.
@@ -59,7 +59,7 @@ def plot(pattern: Pattern, tokens: int, *, heads: int = 1, path: str | Path | No
 def block_art(
     pattern: Pattern, tokens: int, width: int, *, head: int = 0, heads: int = 1, shades: str = SHADES
 ) -> list[str]:
-    """A head's cells as rows of text, two characters a cell, so that they look square in a terminal.
+    """Draw a head's cells as rows of text, two characters a cell, so that they look square in a terminal.
 
     Args:
         pattern: A relation or a LongNet.
@@ -79,7 +79,7 @@ def block_art(
 
 
 def art_rows(panel: Panel, shades: str = SHADES) -> list[str]:
-    """A panel as rows of text; see :func:`block_art`."""
+    """Draw a panel as rows of text; see :func:`block_art`."""
     levels = np.where(panel.shares > 0, np.searchsorted([0.0, 0.25, 0.75, 1.0], panel.shares, side="right"), 0)
     return ["".join(2 * shades[level] for level in row) for row in levels]
 
@@ -88,7 +88,7 @@ _LEGEND = ((0.0, "none"), (0.01, "1 %"), (0.1, "10 %"), (0.5, "50 %"), (1.0, "al
 
 
 def fill(share: float) -> str:
-    """The colour of a cell: white for nothing, else by the root of the share, so that thin bands show."""
+    """Colour a cell: white for nothing, else by the root of the share, so that thin bands show."""
     level = round(_LEVELS * math.sqrt(min(share, 1.0)))
     if share <= 0:
         return _CARD
@@ -97,8 +97,8 @@ def fill(share: float) -> str:
 
 
 def _paths(shares: Shares, length: float) -> Iterator[tuple[str, str]]:
-    """(colour, path data) in cell units up to ``length``, runs of one colour in a row as one rectangle."""
-    found: dict[str, list[str]] = {}
+    """Draw (colour, path data) in cell units up to ``length``, runs of one colour in a row as one rectangle."""
+    paths: dict[str, list[str]] = {}
     for y, row in enumerate(shares):
         colours = [fill(float(share)) for share in row]
         x = 0
@@ -108,9 +108,9 @@ def _paths(shares: Shares, length: float) -> Iterator[tuple[str, str]]:
                 end += 1
             if colours[x] != _CARD:
                 high, wide = min(y + 1, length) - y, min(end, length) - x
-                found.setdefault(colours[x], []).append(f"M{x} {y}h{wide:.5g}v{high:.5g}h{-wide:.5g}z")
+                paths.setdefault(colours[x], []).append(f"M{x} {y}h{wide:.5g}v{high:.5g}h{-wide:.5g}z")
             x = end
-    return ((colour, "".join(parts)) for colour, parts in found.items())
+    return ((colour, "".join(parts)) for colour, parts in paths.items())
 
 
 def _svg(drawn: Picture) -> str:

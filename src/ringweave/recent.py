@@ -57,7 +57,7 @@ class Recent(Generic[V]):
         _every.add(self)
 
     def get(self, key: Hashable) -> V | None:
-        """What was put under a key; None where it has gone."""
+        """Look up what was put under a key; None where it has gone."""
         with self._lock:
             self._drop_fallen()
             entry = self._entries.get(key)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .checks import check_call
 from .errors import PatternError, message
+from .ops.backend import tiled
 from .patterns import LongNet, Pattern
 from .plan import BlockPlan, plan, unpack_masks
 from .types import acc_dtype
@@ -30,7 +31,7 @@ class BlockWeights:
     first: Tensor
 
     def to_dense(self) -> Tensor:
-        """The dense matrix (B, Hq, Nq, Nk), for small sizes."""
+        """Spread them to the dense matrix (B, Hq, Nq, Nk), for small sizes."""
         p = self.plan
         batch, heads = p.group.shape
         rows = p.tile_rows()
@@ -47,7 +48,7 @@ class BlockWeights:
 def attention_weights(
     q: Tensor, k: Tensor, pattern: Pattern, *, scale: float | None = None, q_offset: int = 0
 ) -> BlockWeights:
-    """The attention probabilities, as (plan, tile values): for inspection, at a cost of 4 bytes per pair of a tile.
+    """Compute the probabilities, as (plan, tile values): for inspection, at a cost of 4 bytes per pair of a tile.
 
     ``weights[i, j] = exp(scale * <q[i], k[j]> - lse[i])`` over the allowed pairs, 0 elsewhere. Differentiable.
 
@@ -66,7 +67,7 @@ def attention_weights(
         >>> weights = rw.attention_weights(q, k, rw.Causal())
         >>> torch.testing.assert_close(weights.to_dense().sum(-1), torch.ones(1, 4, 256))
     """
-    scale, q_offset = check_call(q, k, k, pattern, scale=scale, q_offset=q_offset, backend="gather", dropout=0.0)
+    scale, q_offset, *_ = check_call(q, k, k, pattern, scale=scale, q_offset=q_offset, backend="gather")
     if isinstance(pattern, LongNet):
         raise PatternError(
             message("pattern", repr(pattern), "a relation", "Ask for the weights of one branch's relation.")
@@ -78,8 +79,8 @@ def attention_weights(
     whole = torch.ones(1, p.q_tile, p.kv_tile, dtype=torch.bool, device=q.device)
     bank = torch.cat([unpack_masks(p.masks, p.kv_tile), whole])
     bound = torch.arange(p.kv_tiles * p.kv_tile, device=q.device).view(p.kv_tiles, 1, p.kv_tile) < p.nk
-    q_tiles = _tiled(q.to(acc) * scale, p.q_tiles, p.q_tile)
-    k_tiles = _tiled(k.to(acc), p.kv_tiles, p.kv_tile)
+    q_tiles = tiled(q.to(acc) * scale, p.q_tile)
+    k_tiles = tiled(k.to(acc), p.kv_tile)
     values: list[Tensor] = []
     first = torch.zeros(batch, heads, dtype=torch.int64, device="cpu")
     count = 0
@@ -104,8 +105,3 @@ def attention_weights(
 def _entries(p: BlockPlan, b: int, h: int) -> Tensor:
     group = int(p.group[b, h])
     return torch.arange(int(p.row_ptr[group, 0]), int(p.row_ptr[group, -1]), device=p.device)
-
-
-def _tiled(x: Tensor, tiles: int, tile: int) -> Tensor:
-    padded: Tensor = torch.nn.functional.pad(x, (0, 0, 0, tiles * tile - x.shape[2])).unflatten(2, (tiles, tile))
-    return padded

@@ -13,8 +13,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from ringweave.bench import demo as module
-from ringweave.bench import trainer
+from ringweave.bench import command as module
+from ringweave.bench import launched
 from ringweave.bench.command import register
 from ringweave.bench.demo import DemoResult
 from ringweave.bench.demo_report import error_text, milliseconds, render
@@ -124,9 +124,9 @@ def test_losses_that_differ_are_wrong(run: tuple[DemoResult, str, Any]) -> None:
 def test_without_a_checkout_the_section_says_so(
     run: tuple[DemoResult, str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer.ringweave, "__file__", "/usr/lib/python3/site-packages/ringweave/__init__.py")
-    assert trainer.example() is None
-    reason = trainer.around(tokens=64, window=8, steps=1, threads=1, limit=60)
+    monkeypatch.setattr(launched.ringweave, "__file__", "/usr/lib/python3/site-packages/ringweave/__init__.py")
+    assert launched.example() is None
+    reason = launched.around(tokens=64, window=8, steps=1, threads=1, limit=60)
     assert isinstance(reason, str)
     without = dataclasses.replace(run[0], around=reason)
     assert without.correct
@@ -138,9 +138,9 @@ def test_without_a_checkout_the_section_says_so(
 
 def test_a_trainer_that_fails_or_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    monkeypatch.setattr(trainer, "example", lambda: script)
+    monkeypatch.setattr(launched, "example", lambda: script)
     script.write_text("raise ValueError('no text')")
-    reason = trainer.around(tokens=64, window=8, steps=1, threads=1, limit=60)
+    reason = launched.around(tokens=64, window=8, steps=1, threads=1, limit=60)
     assert reason == "one process: exit status 1 (ValueError: no text)"
     # torchrun's workers have sessions of their own: they must be ended too
     script.write_text(
@@ -153,7 +153,7 @@ def test_a_trainer_that_fails_or_takes_too_long_is_told(monkeypatch: pytest.Monk
     )
     limit = 10.0
     while not (tmp_path / "1").exists():
-        reason = trainer.around(tokens=64, window=8, steps=1, threads=1, limit=limit)
+        reason = launched.around(tokens=64, window=8, steps=1, threads=1, limit=limit)
         assert reason == "2 processes: not done in time"
         limit *= 2
     assert not [p for p in psutil.process_iter() if str(script) in _words(p)]

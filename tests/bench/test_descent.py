@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from ringweave.bench.descent import STEP, candidates, descend
-from ringweave.ops.triton.launch_config import Asked, Blocks, Device, choose
-from ringweave.ops.tuning_key import KernelKind
+from ringweave.ops.triton.launch_config import Asked, Device, LaunchConfig, choose
+from ringweave.ops.tuning_key import KernelKey
 
 HOPPER, AMPERE = Device("hopper", 227 * 1024), Device("ampere", 99 * 1024)
 FIELDS = ["m", "n", "warps", "stages", "resident", "described", "specialised"]
@@ -18,18 +18,20 @@ FIELDS = ["m", "n", "warps", "stages", "resident", "described", "specialised"]
 def asked(
     kernel: str = "forward", dim: int = 128, tile: tuple[int, int] = (128, 128), device: Device = HOPPER, size: int = 2
 ) -> Asked:
-    kind = KernelKind(kernel, "here", "bfloat16" if size == 2 else "float32", (dim, dim), tile, False)
+    kind = KernelKey(kernel, "here", "bfloat16" if size == 2 else "float32", (dim, dim), tile, False)
     return Asked(kind, size, device, choose(kernel, dim, dim, size, tile, device))
 
 
 class Clock:
     """Seconds by a function of blocks; those that a rule names have a reason instead."""
 
-    def __init__(self, seconds: Callable[[Blocks], float], broken: Callable[[Blocks], bool] = lambda blocks: False):
+    def __init__(
+        self, seconds: Callable[[LaunchConfig], float], broken: Callable[[LaunchConfig], bool] = lambda blocks: False
+    ):
         self.seconds, self.broken = seconds, broken
-        self.turns: list[list[Blocks]] = []
+        self.turns: list[list[LaunchConfig]] = []
 
-    def __call__(self, blocks: Sequence[Blocks]) -> dict[Blocks, float | str]:
+    def __call__(self, blocks: Sequence[LaunchConfig]) -> dict[LaunchConfig, float | str]:
         self.turns.append(list(blocks))
         return {each: "it does not compile" if self.broken(each) else self.seconds(each) for each in blocks}
 
@@ -71,7 +73,7 @@ def test_what_is_specialised_is_left_with_what_it_needs() -> None:
 def test_the_least_is_found_field_by_field() -> None:
     of = asked(dim=64)
 
-    def seconds(blocks: Blocks) -> float:
+    def seconds(blocks: LaunchConfig) -> float:
         return 1 + abs(blocks.n - 64) / 64 + abs(blocks.stages - 3) / 3 + (blocks.resident != 1) + blocks.described
 
     clock = Clock(seconds)

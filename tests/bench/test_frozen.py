@@ -105,6 +105,7 @@ def test_lines_of_record_are_such_lines(path: Path) -> None:
         (["bench", "speed"], "case: got 'speed'; wanted one of attention, kernels, planning"),
         (["bench", "ring", "--device", "cuda"], "this torch finds no CUDA device"),
         (["bench", "attention", "--dtype", "int8"], "int8"),
+        (["bench", "attention", "--device", "tpu"], "'tpu' is neither cpu nor cuda"),
     ],
 )
 def test_what_cannot_run_ends_with_two(words: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:

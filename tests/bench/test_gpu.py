@@ -19,7 +19,7 @@ from ringweave.bench.compare import Comparison
 from ringweave.bench.measure import Call, Peak, Ratio, Timing
 from ringweave.bench.peers import Built, Peer
 from ringweave.bench.problem import Drawn, Problem
-from ringweave.bench.targets import targets
+from ringweave.bench.record import targets
 from ringweave.errors import UnsupportedError
 
 # the package hides the module behind its function

@@ -13,7 +13,7 @@ from ringweave.bench import CaseResult, Options, Outcome, Target, run_case
 from ringweave.bench.cases.kernels import TARGETS, USUAL, asked, fma_peak, overheads, whole_grid
 from ringweave.bench.command import register
 from ringweave.bench.measure import Ratio, Timing
-from ringweave.bench.targets import targets
+from ringweave.bench.record import targets
 from ringweave.ops import cpu, dispatch
 
 app = typer.Typer()

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ringweave.bench.measure import Timing, _sampled_peak, interleaved, peak_memory, ratio
 from ringweave.bench.record import environment, write_lines
@@ -68,3 +71,29 @@ def test_json_lines_are_appended(tmp_path: Path) -> None:
     assert first == {"seconds": [1.0, 2.0]}
     assert second["where"]["threads"] >= 1
     assert second["where"]["torch"]
+
+
+def test_another_gpu_than_the_current_one_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events and the allocator's figures are the current GPU's: of work on another they would say nothing, quickly."""
+    current, seen = ["cuda:0"], []
+
+    @contextmanager
+    def device(name: str) -> Iterator[None]:
+        current.append(name)
+        yield
+        current.pop()
+
+    def timer(call: Callable[[], object], times: int) -> float:
+        call()
+        return 1.0
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for name, figure in (
+        ("synchronize", None), ("reset_peak_memory_stats", None), ("memory_allocated", 3), ("max_memory_allocated", 7),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda figure=figure: seen.append(current[-1]) or figure)
+    interleaved({"call": lambda: seen.append(current[-1])}, rounds=2, device="cuda:1", timer=timer)
+    assert peak_memory(lambda: seen.append(current[-1]), device="cuda:1").nbytes == 4
+    assert len(seen) == 3 + 2 + 5
+    assert set(seen) == {"cuda:1"}
+    assert current == ["cuda:0"]

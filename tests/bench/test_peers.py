@@ -8,9 +8,8 @@ import torch
 
 import ringweave as rw
 from ringweave.bench.compare import compare
-from ringweave.bench.gather_scatter import gather_scatter
 from ringweave.bench.oracle import Oracle, sample_rows
-from ringweave.bench.peers import PEERS, Built, Peer, peers, taking_part
+from ringweave.bench.peers import PEERS, Built, Peer, gather_scatter, peers, taking_part
 from ringweave.bench.problem import Drawn, Inputs, Problem
 from ringweave.errors import ShapeError, UnsupportedError
 

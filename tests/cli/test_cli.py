@@ -21,12 +21,11 @@ from typer.testing import CliRunner, Result
 
 from ringweave.bench.descent import Descent, Tuned
 from ringweave.cli import main
-from ringweave.cli.app import app
+from ringweave.cli.app import _blocks, app
 from ringweave.cli.doctor import diagnose
-from ringweave.cli.tune import _blocks
 from ringweave.ops import cpu, tuning
-from ringweave.ops.triton.launch_config import Blocks
-from ringweave.ops.tuning_key import KernelKind
+from ringweave.ops.triton.launch_config import LaunchConfig
+from ringweave.ops.tuning_key import KernelKey
 from ringweave.parallel.planning.simulate import simulate
 
 PATTERN = "(SlidingWindow(1024) | Sinks(64)) & Causal()"
@@ -286,8 +285,12 @@ def test_tune_stores_what_explain_then_shows(tmp_path: Path, monkeypatch: pytest
 
 
 def test_tune_has_a_line_for_each_choice_of_blocks(capsys: pytest.CaptureFixture[str]) -> None:
-    usual, best, broken = Blocks(128, 64, 8, 2), Blocks(128, 32, 4, 3, described=True), Blocks(64, 64, 8, 2)
-    kind = KernelKind("forward", "here", "bfloat16", (64, 64), (128, 128), False)
+    usual, best, broken = (
+        LaunchConfig(128, 64, 8, 2),
+        LaunchConfig(128, 32, 4, 3, described=True),
+        LaunchConfig(64, 64, 8, 2),
+    )
+    kind = KernelKey("forward", "here", "bfloat16", (64, 64), (128, 128), False)
     descent = Descent(usual, best, {usual: 0.002, best: 0.001}, {broken: "OutOfResources: shared memory"})
     Console(width=140).print(_blocks(Tuned(kind, descent, 2.0, best)))
     title, head, first, second, third = (line.split() for line in capsys.readouterr().out.splitlines())
@@ -301,7 +304,7 @@ def test_tune_has_a_line_for_each_choice_of_blocks(capsys: pytest.CaptureFixture
 def test_doctor_says_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGWEAVE_CACHE", str(tmp_path))
     fields = {"m": 64, "n": 64, "warps": 4, "stages": 2, "resident": 0, "described": False, "specialised": False}
-    kernel = KernelKind("backward_q", "here", "bfloat16", (64, 64), (128, 128), False)._asdict() | {"blocks": fields}
+    kernel = KernelKey("backward_q", "here", "bfloat16", (64, 64), (128, 128), False)._asdict() | {"blocks": fields}
     answers = [
         {"kind": name, "density": 3, "backend": "cpu", "tile": tile}
         for name, tile in (("a", [32, 32]), ("b", [32, 32]), ("c", [64, 128]), ("d", None))

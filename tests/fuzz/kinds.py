@@ -9,6 +9,15 @@ from typing import Any
 import numpy as np
 
 from .functions import block_mask_source, draw_block_mask, draw_function, function_allows, function_source
+from .grids import (
+    draw_neighborhood,
+    draw_windows,
+    fits,
+    neighborhood_allows,
+    neighborhood_source,
+    windows_allow,
+    windows_source,
+)
 from .sizes import At, Bools, Kind, Sizes, chosen, listing, near, past, tokens, width
 from .tables import (
     SIDES,
@@ -134,6 +143,8 @@ KINDS: dict[str, Kind] = {
         draw_neighbours, lambda s, n, d: f"rw.Neighborhood({n}, {d}, tokens={s.nk})", neighbours, square
     ),
     "natten_1d": Kind(draw_neighbours, lambda s, n, d: f"rw.natten_1d({n}, {d}, tokens={s.nk})", neighbours, square),
+    "GridNeighborhood": Kind(draw_neighborhood, neighborhood_source, neighborhood_allows, fits),
+    "GridWindows": Kind(draw_windows, windows_source, windows_allow, fits),
     "BlockTable": Kind(draw_table, table_source, table_allows),
     "BlockTable of indices": Kind(draw_listed, listed_source, listed_allows),
     "function": Kind(draw_function, function_source, function_allows),

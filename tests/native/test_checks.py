@@ -49,7 +49,7 @@ CHANGES: list[tuple[str, str, Callable[[Tensor], object]]] = [
     ("k", "k", lambda x: x.mT.contiguous().mT),
     ("v", "v", lambda x: x[:, :, :50]),
     ("v", "v", lambda x: x.half()),
-    ("v", "v", lambda x: x.repeat(1, 1, 1, 11)),
+    ("v", "v", lambda x: x.repeat(1, 1, 1, 22)),
     ("out", "out", lambda x: x[:, :, :, :16]),
     ("out", "out", lambda x: x.half()),
     ("out", "out", lambda x: x[:, :, :1].expand(2, 4, 100, 24)),

@@ -20,7 +20,9 @@ every_dtype = pytest.mark.parametrize("dtype", list(DTYPES))
 
 @every_variant
 @every_dtype
-@pytest.mark.parametrize("dims", [(8, 8), (64, 64), (72, 24), (128, 128), (40, 256), (256, 16)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(8, 8), (64, 64), (72, 24), (128, 128), (40, 256), (256, 16), (320, 512), (512, 8)], ids=str
+)
 def test_head_dims(dims: tuple[int, int], dtype: str, variant: str) -> None:
     shared_case(130, 200, (64, 32), dtype=dtype, dims=dims).check(variant)
 
@@ -83,7 +85,16 @@ def test_scores_of_several_hundred(variant: str) -> None:
 @every_dtype
 @pytest.mark.parametrize(
     ("nq", "heads", "dims"),
-    [(1, 2, (64, 64)), (1, 4, (64, 32)), (2, 4, (24, 40)), (3, 2, (128, 64)), (4, 2, (32, 32)), (5, 2, (32, 32))],
+    [
+        (1, 2, (64, 64)),
+        (1, 4, (64, 32)),
+        (2, 4, (24, 40)),
+        (3, 2, (128, 64)),
+        (4, 2, (32, 32)),
+        (5, 2, (32, 32)),
+        (1, 2, (512, 320)),
+        (2, 4, (328, 512)),
+    ],
     ids=str,
 )
 def test_few_rows(nq: int, heads: int, dims: tuple[int, int], dtype: str, variant: str) -> None:
@@ -266,7 +277,7 @@ def test_gradients_in_float32() -> None:
 
 @every_variant
 @every_dtype
-@pytest.mark.parametrize("dim", [8, 72, 256])
+@pytest.mark.parametrize("dim", [8, 72, 256, 512])
 def test_delta(dim: int, dtype: str, variant: str) -> None:
     out, dout = (torch.randn(2, 3, 1100, dim).to(DTYPES[dtype])[:, :, ::2] for _ in range(2))
     for dlse in (None, torch.randn(2, 3, 550)):

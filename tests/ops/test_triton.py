@@ -6,6 +6,7 @@ off, and what stands in for a driver cannot be unloaded.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ import ringweave as rw
 from ringweave.ops import dispatch, triton
 from ringweave.ops.backend import Case
 from ringweave.ops.triton import pairing, schedule
-from ringweave.ops.triton.launch_config import Blocks, Device, choose
+from ringweave.ops.triton.launch_config import Device, LaunchConfig, choose
 from ringweave.plan import Branch, branches, plan, unpack_masks
 from ringweave.plan.from_pattern import build
 
@@ -36,6 +37,21 @@ needs_triton = pytest.mark.skipif(
 
 def release(package: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version(package).split(".")[:2])
+
+
+@pytest.fixture
+def compiled(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Where compiled kernels lie: those of unchanged sources are there from the last run, and no others."""
+    cache = getattr(request.config, "cache", None)
+    if cache is None:
+        return tmp_path
+    sources = sorted((ROOT / "src" / "ringweave" / "ops" / "triton").rglob("*.py"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    folder = Path(cache.mkdir("triton"))
+    for other in folder.iterdir():
+        if other.name != digest:
+            shutil.rmtree(other)
+    return folder / digest
 
 
 def in_a_process(command: list[str], cache: Path, **environment: str) -> str:
@@ -57,26 +73,26 @@ def test_conformance_in_the_interpreter(tmp_path: Path) -> None:
 
 
 @needs_triton
-def test_compiled_for_real_devices(tmp_path: Path) -> None:
+def test_compiled_for_real_devices(compiled: Path) -> None:
     """No spills, matrix instructions on every device, and the resources that the committed table says."""
     command = ["scripts/kernel_resources.py", "--check", "--tile", "128", "--tile", "16"]
-    said = in_a_process(command, tmp_path, TRITON_INTERPRET="0")
+    said = in_a_process(command, compiled, TRITON_INTERPRET="0")
     assert len(said.splitlines()) == 7 * 2 * 4 + 17
 
 
 @needs_triton
-def test_every_specialisation_compiles(tmp_path: Path) -> None:
-    said = in_a_process(["scripts/kernel_resources.py", "--variants"], tmp_path, TRITON_INTERPRET="0")
+def test_every_specialisation_compiles(compiled: Path) -> None:
+    said = in_a_process(["scripts/kernel_resources.py", "--variants"], compiled, TRITON_INTERPRET="0")
     assert len(said.splitlines()) == 20
 
 
 @needs_triton
-def test_launches_without_a_gpu(tmp_path: Path) -> None:
+def test_launches_without_a_gpu(compiled: Path) -> None:
     """The way of a call to the driver, which Triton builds a module of its own for."""
     if not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
         pytest.skip("needs a C compiler")
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all", "tests/ops/launched.py"]
-    in_a_process(command, tmp_path, TRITON_INTERPRET="0")
+    in_a_process(command, compiled, TRITON_INTERPRET="0")
 
 
 def case(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Case:
@@ -223,7 +239,7 @@ def test_shares_of_long_lists_cover_them_once(units: int, monkeypatch: pytest.Mo
 def test_blocks_fit_the_device_and_the_tile() -> None:
     hopper, small = Device.of_cuda(9, 227 * 1024), Device.of_cuda(12, 99 * 1024)
     assert small.generation == "ampere"
-    assert choose("forward", 128, 128, 2, (128, 128), hopper) == Blocks(128, 128, 8, 2, described=True)
+    assert choose("forward", 128, 128, 2, (128, 128), hopper) == LaunchConfig(128, 128, 8, 2, described=True)
     for kernel in ("forward", "backward_q", "backward_kv"):
         for dim in (16, 64, 80, 128, 256):
             for itemsize in (2, 4):

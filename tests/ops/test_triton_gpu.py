@@ -10,7 +10,7 @@ import torch
 
 import ringweave as rw
 from ringweave.ops import triton
-from ringweave.ops.triton.launch_config import Blocks
+from ringweave.ops.triton.launch_config import LaunchConfig
 from ringweave.patterns import Pattern
 
 from ..on_gpu import DEVICE, EVERYTHING
@@ -168,7 +168,7 @@ def test_warps_that_load(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     choose = launch.choose
 
-    def specialised(kernel: str, *case: Any) -> Blocks:
+    def specialised(kernel: str, *case: Any) -> LaunchConfig:
         blocks = choose(kernel, *case)
         return dataclasses.replace(blocks, warps=4, specialised=True) if kernel == "forward" else blocks
 

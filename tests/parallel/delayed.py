@@ -1,38 +1,67 @@
-"""A transport whose messages take time to arrive, without taking the caller's: overlap shows in the order of events."""
+"""A communicator whose messages take time to arrive, without taking the caller's: overlap shows in the order of events."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from ringweave.parallel.transport.transport import Pending, Transport
+from torch import Tensor
+
+from ringweave.parallel.transport.protocol import Communicator, Pending
 
 
-class Delayed(Transport):
-    """A transport over a slow wire: what is posted arrives ``latency`` + bytes / ``bandwidth`` later.
+class Late:
+    """Messages that are there at a time at the earliest."""
+
+    def __init__(self, pending: Pending, carrier: Delayed, seconds: float) -> None:
+        self.pending, self.carrier = pending, carrier
+        self.until: float | None = time.perf_counter() + seconds
+        carrier.flown += seconds
+
+    def wait(self) -> None:
+        """Wait for them, then for what is left of the delay."""
+        self.pending.wait()
+        if self.until is not None:
+            left, self.until = max(self.until - time.perf_counter(), 0.0), None
+            self.carrier.slept += left
+            time.sleep(left)
+
+
+class Delayed:
+    """A communicator over a slow wire: what is posted arrives ``latency`` + bytes / ``bandwidth`` later.
 
     Only wait() blocks, and only for what is left of that time. Agreements are not delayed.
 
     Args:
-        group: As of Transport.
+        carrier: Carries the messages.
         latency: Seconds for any message.
         bandwidth: Bytes received per second, by all messages of one call together.
-        **options: As of Transport.
     """
 
-    def __init__(self, group: Any, *, latency: float, bandwidth: float = float("inf"), **options: Any) -> None:
-        super().__init__(group, **options)
-        self.latency, self.bandwidth = latency, bandwidth
+    def __init__(self, carrier: Communicator, *, latency: float, bandwidth: float = float("inf")) -> None:
+        self.carrier, self.latency, self.bandwidth = carrier, latency, bandwidth
         #: seconds that messages took by their delay, and of those the ones that wait() had to make up
         self.flown = self.slept = 0.0
 
-    def arrived(self, pending: Pending) -> None:
-        """Wait for what is left of the delay."""
-        if pending.metadata:
-            return
-        nbytes = sum(tensor.nbytes for _, tensor in pending.receives)
-        left = pending.posted + self.latency + nbytes / self.bandwidth - time.perf_counter()
-        self.flown += self.latency + nbytes / self.bandwidth
-        if left > 0:
-            self.slept += left
-            time.sleep(left)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.carrier, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # who records a trace sets it
+        setattr(self.carrier, name, value) if name == "trace" else super().__setattr__(name, value)
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        *,
+        what: str,
+        stage: int | None = None,
+    ) -> Pending:
+        """Start messages, late."""
+        pending = self.carrier.exchange(sends, receives, what=what, stage=stage)
+        nbytes = [tensor.nbytes for _, tensor in (*sends, *receives)]
+        if not sum(nbytes):
+            return pending
+        return Late(pending, self, self.latency + sum(nbytes[len(sends) :]) / self.bandwidth)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 import ringweave as rw
 from ringweave import RingError
-from ringweave.parallel.transport.connection import Connection
+from ringweave.parallel.transport.links import Connection
 from ringweave.parallel.transport.regroup import regroup
 from ringweave.parallel.transport.transport import Transport
 
-from .jobs_transport import numbers
+from .jobs_transport import exchange_parts, numbers
 from .processes import rendezvous
 
 READY = "ready"
@@ -45,7 +45,7 @@ def communicate(carrier: Transport, how: str, peers: list[int]) -> None:
     else:
         splits = [1000 if peer in peers else 0 for peer in range(size)]
         received, sent = torch.zeros(sum(splits), dtype=torch.uint8), torch.zeros(sum(splits), dtype=torch.uint8)
-        carrier.all_to_all(received, splits, sent, splits, what="tiles").wait()
+        exchange_parts(carrier, received, splits, sent, splits, "tiles").wait()
 
 
 def wait_for_the_dead(how: str, victim: int, deadline: float, chain: bool = False) -> Seen | None:
@@ -73,6 +73,22 @@ def wait_for_the_dead(how: str, victim: int, deadline: float, chain: bool = Fals
             rendezvous().add(READY, 1)
             peers = ranks if not chain else [0, victim] if carrier.rank == 0 else [0]
             communicate(carrier, how, peers)
+    except RingError as error:
+        at = time.time()
+        carrier.close()
+        return Seen(error, at, [thread.name for thread in threading.enumerate()])
+    raise AssertionError("no error")
+
+
+def wait_for_the_busy(seconds: float) -> Seen:
+    """Rank 2 waits for rank 3, who waits to be killed; rank 1 waits for rank 0, who computes for some seconds."""
+    carrier = Transport(dist.group.WORLD, deadline=30.0)
+    carrier.agree(HEADER, what="plan")
+    communicate(carrier, "exchange", list(range(carrier.size)))
+    rendezvous().add(READY, 1)
+    time.sleep({0: seconds, 3: 60.0}.get(carrier.rank, 0.0))
+    try:
+        communicate(carrier, "exchange", {0: [1], 1: [0], 2: [3]}[carrier.rank])
     except RingError as error:
         at = time.time()
         carrier.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import signal
 import time
@@ -13,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringweave as rw
 from ringweave.errors import RingError
-from ringweave.parallel import ContextParallel
-from ringweave.parallel.execution.local_attention import Part
+from ringweave.ops import dispatch
+from ringweave.parallel import ContextParallel, Transport
+from ringweave.parallel.execution.local_attention import LocalAttention
 from ringweave.parallel.transport.regroup import regroup
 from ringweave.patterns import Pattern
 
@@ -44,7 +47,7 @@ def differing(name: str) -> tuple[str, tuple[Any, ...], int]:
 
 def overlapped(latency: float) -> tuple[float, float, list[int], list[float]]:
     """Seconds that messages flew and were waited for, stages computed, when each was posted and computed."""
-    transport = Delayed(dist.group.WORLD, latency=latency)
+    transport = Delayed(Transport(dist.group.WORLD), latency=latency)
     ctx = ContextParallel(transport, rw.Full(), 16384, heads=(2, 2), schedule="ring")
     q, k, v = (torch.randn(1, 2, ctx.local, 64) for _ in range(3))
     with ctx.trace() as trace:
@@ -104,7 +107,41 @@ def _die(where: str) -> None:
     if where == "between":
         at_once()
     # in the middle of a call: its messages have been posted, what it computes never comes
-    setattr(Part, where, at_once)
+    setattr(LocalAttention, where, at_once)
+
+
+def silent(schedule: str, where: str, victim: int, deadline: float) -> tuple[str, float]:
+    """The victim sleeps in its second kernel call, forward or backward: what the others say, and after how long."""
+    pattern = rw.Causal()
+    ctx = ContextParallel(
+        dist.group.WORLD, pattern, 700, heads=(1, 1), schedule=schedule, placement="zigzag", deadline=deadline
+    )
+    leaves = [torch.randn(1, 1, ctx.local, 8, requires_grad=True) for _ in range(3)]
+    known = dict(dispatch.BACKENDS)
+    calls = itertools.count(1)
+    try:
+        rw.attention(*leaves, pattern, context=ctx).sum().backward()
+        # all begin at one time
+        ctx.unshard(leaves[0].detach(), 2)
+        begin = time.monotonic()
+        if ctx.rank == victim:
+            for name, backend in known.items():
+                inner = getattr(backend, where)
+
+                def late(*args: Any, inner: Any = inner, **options: Any) -> Any:
+                    time.sleep(2.0 * (next(calls) == 1))
+                    return inner(*args, **options)
+
+                if inner is not None:
+                    dispatch.BACKENDS[name] = dataclasses.replace(backend, **{where: late})
+        for _ in range(2):
+            rw.attention(*leaves, pattern, context=ctx).sum().backward()
+    except RingError as error:
+        return str(error), time.monotonic() - begin
+    finally:
+        dispatch.BACKENDS.update(known)
+        ctx.close()
+    raise AssertionError("no error")
 
 
 class Left(NamedTuple):

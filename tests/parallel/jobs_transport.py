@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ringweave import ShapeError
-from ringweave.parallel.transport.transport import Event, Transport
+from ringweave.parallel.transport.protocol import Event, Pending
+from ringweave.parallel.transport.transport import Transport
 
 from .delayed import Delayed
 
@@ -31,6 +32,15 @@ def part(source: int, target: int) -> int:
     return 0 if (source + 2 * target) % 3 == 0 else 100 * source + 7 * target + 1
 
 
+def exchange_parts(
+    carrier: Transport, received: torch.Tensor, splits: list[int], sent: torch.Tensor, sent_splits: list[int], what: str
+) -> Pending:
+    """One message to and from each peer, all parts of two tensors."""
+    parts = [list(enumerate(x.split(sizes))) for x, sizes in ((sent, sent_splits), (received, splits))]
+    sends, receives = ([each for each in part if each[0] != carrier.rank] for part in parts)
+    return carrier.exchange(sends, receives, what=what)
+
+
 def all_to_all(rounds: int) -> dict[str, Any]:
     carrier = transport()
     rank, size = carrier.rank, carrier.size
@@ -40,7 +50,7 @@ def all_to_all(rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         received = torch.full((sum(splits),), 255, dtype=torch.uint8)
         sent = torch.cat([numbers(rank, peer, count) for peer, count in enumerate(sent_splits)])
-        carrier.all_to_all(received, splits, sent, sent_splits, what="tiles").wait()
+        exchange_parts(carrier, received, splits, sent, sent_splits, "tiles").wait()
         for peer, piece in enumerate(received.split(splits)):
             wanted = numbers(peer, rank, splits[peer]) if peer != rank else torch.full_like(piece, 255)
             assert torch.equal(piece, wanted)
@@ -110,7 +120,7 @@ def random_traffic(rounds: int) -> None:
             sent_splits = lengths[number][rank]
             received = torch.zeros(sum(splits), dtype=torch.uint8)
             sent = torch.cat([numbers(rank, peer, n) for peer, n in enumerate(sent_splits)])
-            pending = carrier.all_to_all(received, splits, sent, sent_splits, what=f"round {number}")
+            pending = exchange_parts(carrier, received, splits, sent, sent_splits, f"round {number}")
             under_way.append((pending, received, splits))
         for pending, received, splits in under_way:
             pending.wait()
@@ -123,8 +133,6 @@ def refusals() -> list[str]:
     carrier = transport()
     a = torch.zeros(6, dtype=torch.uint8)
     calls = [
-        lambda: carrier.all_to_all(a, [3, 4], a, [3, 3], what="x"),
-        lambda: carrier.all_to_all(a.float(), [3, 3], a, [3, 3], what="x"),
         lambda: carrier.exchange([(carrier.rank, a)], [], stage=0, what="x"),
         lambda: carrier.exchange([(1 - carrier.rank, a[::2])], [], stage=0, what="x"),
         lambda: carrier.agree(torch.zeros(3), what="x"),
@@ -162,7 +170,7 @@ def transport_once() -> None:
 
 def overlap() -> tuple[list[Any], float]:
     """A message that takes 0.2 s flies while 0.3 s are computed."""
-    carrier = Delayed(dist.group.WORLD, latency=0.1, bandwidth=1e4)
+    carrier = Delayed(Transport(dist.group.WORLD), latency=0.1, bandwidth=1e4)
     peer = 1 - carrier.rank
     carrier.agree(torch.zeros(1, dtype=torch.int64), what="plan")
     carrier.trace = []

@@ -91,22 +91,29 @@ def test_agreements_are_little() -> None:
 
 @pytest.mark.parametrize("name", list(PATTERNS_AND_MIXTURES))
 def test_a_node_receives_each_tile_once(name: str) -> None:
-    """G4: what crosses between 2 nodes of 4 ranks is the union of what the ranks of a node need, per node."""
+    """G4: what crosses between 2 nodes of 4 ranks is the union of what the ranks of a node need, per node.
+
+    Inside a node each rank receives what it needs and did not get across it: by the owner's place there.
+    """
     x = Inputs.random(1000, heads=4, kv_heads=2, dim=8)
     pattern = PATTERNS_AND_MIXTURES[name](1000)
     shares = spread(8, x, pattern, 4, schedule="gather", placement="zigzag")
     ctx = run(8, lambda t: ContextParallel(t, pattern, 1000, heads=(4, 2), placement="zigzag"))[0]
-    union = 0
+    union = inside = 0
     for demand in ctx.schedules.demands(pattern):
         run_tile = np.arange(len(demand.owner)) // demand.runs_per_tile
         for kind, need in zip(demand.kinds, demand.needs, strict=True):
             for node in (0, 1):
                 by_node = need[4 * node : 4 * node + 4].any(0)[run_tile] & (demand.owner // 4 != node)
                 union += int(demand.lengths[by_node].sum()) * len(kind.members)
+            for rank in range(8):
+                relayed = need[rank, run_tile] & (demand.owner % 4 != rank % 4)
+                inside += int(demand.lengths[relayed].sum()) * len(kind.members)
     received = moved(shares)
     across = received[:4, 4:].sum() + received[4:, :4].sum()
     # forward, and the gradients back: float32 both
     assert across == union * 2 * (8 + 8) * 4
+    assert received.sum() - across == inside * 2 * (8 + 8) * 4
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -79,6 +79,18 @@ def test_who_does_not_talk_to_the_dead_is_told_by_the_flag(pool: Pool) -> None:
         assert "rank 0 lost rank 3" in seen.error.cause
 
 
+def test_who_waits_for_the_busy_is_told_by_the_flag_alone(pool: Pool) -> None:
+    """Rank 1 waits for rank 0, who computes: no connection of the two is closed, and yet it hears of rank 3."""
+    pool.start(f"{JOBS}:wait_for_the_busy", 4.0)
+    ready(pool, 4)
+    killed = pool.kill(3)
+    found = survivors(pool, 3)
+    for seen in found:
+        assert seen.error.peer == 3
+        assert "rank 2 lost rank 3" in seen.error.cause
+    assert [seen.at - killed < 2.0 for seen in found] == [False, True, True]
+
+
 def test_who_waits_for_who_waits_is_not_blamed(pool: Pool) -> None:
     """Ranks 1 and 2 wait for rank 0, who waits for the stopped one: all deadlines pass at about the same time."""
     for _ in range(3):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringweave.parallel.transport.links import LinkError, Message, NcclLink
+from ringweave.parallel.transport.links import LinkError, NcclLink, Tagged
 
 
 class Work:
@@ -63,7 +63,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> NcclLink:
 
 
 def test_messages_start_together(link: NcclLink) -> None:
-    sends, receives = [Message(1, torch.zeros(5), 9), Message(2, torch.zeros(6), 9)], [Message(3, torch.zeros(7), 9)]
+    sends, receives = [Tagged(1, torch.zeros(5), 9), Tagged(2, torch.zeros(6), 9)], [Tagged(3, torch.zeros(7), 9)]
     ((peer, work),) = link.post(sends, receives)
     assert link._group.calls == ["start", ("recv", 3, 7), ("send", 1, 5), ("send", 2, 6), "end"]
     link.wait(peer, work, 5.0, lambda: False)
@@ -92,5 +92,5 @@ def test_a_wait_ends_when_the_link_is_cut(link: NcclLink) -> None:
 
 def test_an_error_of_nccl_is_told_in_one_line(link: NcclLink) -> None:
     with pytest.raises(LinkError) as caught:
-        link.post([], [Message(13, torch.zeros(1), 0)])
+        link.post([], [Tagged(13, torch.zeros(1), 0)])
     assert caught.value.cause == "NCCL error: unhandled"

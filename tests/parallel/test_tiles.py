@@ -36,7 +36,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for length in (N // 2, N):
             of = dataclasses.replace(branch, nq=length)
             entries += [
-                {"kind": kinds.kind(case, of), "density": density, "backend": name, "tile": [32, 64]}
+                {"kind": kinds.call_key(case, of), "density": density, "backend": name, "tile": [32, 64]}
                 for density in range(8)
             ]
     tuning.record(entries)
@@ -49,7 +49,7 @@ def test_a_rank_computes_the_tiles_of_length_and_pattern(measured: None) -> None
     placement = NAMED["contiguous"](N, 2, 128)
     (demand,) = Schedules(placement, (2, 1), 0, "gather").demands(PATTERN)
     assert (demand.plan.q_tile, demand.plan.kv_tile) == (128, 128)
-    for part in Schedules(placement, (2, 1), 0, "gather").of(PATTERN).parts:
+    for part in Schedules(placement, (2, 1), 0, "gather").of(PATTERN).stages[0].own.values():
         assert part.branch.tile == (128, 128)
 
 

@@ -72,7 +72,7 @@ def test_random_traffic(pool: Pool, size: int) -> None:
 
 def test_refusals(pool2: Pool) -> None:
     for texts in pool2.run(f"{JOBS}:refusals"):
-        assert [text.split(":")[0] for text in texts] == ["received", "received", "sends", "sends", "header"]
+        assert [text.split(":")[0] for text in texts] == ["sends", "sends", "header"]
         assert all("wanted" in text for text in texts)
 
 
@@ -98,10 +98,7 @@ def test_a_group_of_one_needs_no_process_group() -> None:
     transport = Transport(None)
     assert (transport.rank, transport.size) == (0, 1)
     assert transport.agree(torch.tensor([3, 4]), what="plan").tolist() == [[3, 4]]
-    buffer = torch.arange(5, dtype=torch.uint8)
-    transport.all_to_all(buffer, [5], buffer, [5], what="tiles").wait()
-    transport.exchange([], [], stage=0, what="kv").wait()
-    assert buffer.tolist() == [0, 1, 2, 3, 4]
+    transport.exchange([], [], what="kv").wait()
     assert (transport.counters.sent, transport.counters.messages, transport.counters.metadata) == ([0], 0, 0)
     assert not dist.is_initialized()
     assert threading.active_count() == before

@@ -11,7 +11,7 @@ from ringweave.parallel import ContextParallel
 from ringweave.parallel.execution import wire
 
 from ..oracle import Inputs
-from .spread import joined, spread
+from .spread import alone, joined, spread
 
 WINDOW = rw.SlidingWindow(200)
 
@@ -87,6 +87,35 @@ def test_what_is_not_finite_goes_as_it_is() -> None:
     shares = spread(2, x, rw.SlidingWindow(300, 300), wire="int8", tolerance=0.5)
     assert shares[0].wire.refused == 1
     assert shares[1].wire.refused == 0
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("tolerance", [0.5, None])
+def test_what_is_not_finite_is_never_a_number(name: str, tolerance: float | None) -> None:
+    """Also where the sample misses it, or nothing is measured: NaN in keys is NaN in rows, in a message of int8 too."""
+    x = Inputs.random(512, heads=1, dim=8)
+    both = rw.SlidingWindow(300, 300)
+    getattr(x, name)[:, :, 101] = torch.nan
+    getattr(x, name)[:, :, 103, 2] = torch.inf
+    shares = spread(2, x, both, wire="int8", tolerance=tolerance)
+    assert shares[0].wire.messages["int8"] == 1
+    mine, wanted = (out["out"].isfinite().all(-1) for out in (joined(shares, 512), alone(x, both)))
+    assert not (mine & ~wanted).any()
+
+
+def test_messages_of_odd_lengths_lie_side_by_side() -> None:
+    """The sequence's end in an encoded message, of any number of bytes, before messages that go as they are."""
+    x = Inputs.random(701, heads=1, dim=5)
+    # zigzag: the last but one rank holds the sequence's end, here of signs, which lose nothing
+    for tensor in (x.k, x.v):
+        for tokens in (slice(256, 384), slice(640, None)):
+            tensor[:, :, tokens] = tensor[:, :, tokens].sign()
+    exact = joined(spread(4, x, rw.Full(), placement="zigzag"), 701)
+    for schedule in ("gather", "ring"):
+        shares = spread(4, x, rw.Full(), schedule=schedule, placement="zigzag", wire="int8", tolerance=0.002)
+        assert [share.wire.refused > 0 for share in shares] == [True, True, False, True]
+        for name, want in exact.items():
+            torch.testing.assert_close(joined(shares, 701)[name], want, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("schedule", ["gather", "ring"])

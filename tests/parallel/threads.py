@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringweave.parallel.transport.counters import Event
-from ringweave.parallel.transport.transport import Transport
+from ringweave.parallel.transport.protocol import Counters, Event
 
 
 class Shared:
@@ -33,14 +33,28 @@ class Later:
         self.wait = finish
 
 
-class Threaded(Transport):
-    """A rank that is a thread. Messages must fit to the byte on both sides."""
+class Threaded:
+    """A communicator whose rank is a thread. Messages must fit to the byte on both sides."""
 
     def __init__(self, shared: Shared, rank: int, size: int):
-        super().__init__(None)
         self.shared, self.rank, self.size = shared, rank, size
-        self.counters = type(self.counters)(size)
+        self.deadline, self.retries, self.step = 30.0, 0, 0
+        self.counters = Counters(size)
+        self.trace: list[Event] | None = None
+        #: what was started, in order: words, bytes to peers, bytes from peers
+        self.started: list[str] = []
         self.posted = {(side, peer): 0 for side in ("to", "from") for peer in range(size)}
+        self.contexts = 0
+
+    def open(self) -> str:
+        self.contexts += 1
+        return str(self.contexts)
+
+    def using(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        pass
 
     def _next(self, side: str, peer: int) -> int:
         self.posted[side, peer] += 1
@@ -48,6 +62,7 @@ class Threaded(Transport):
 
     def agree(self, header: Tensor, *, what: str) -> Tensor:
         self.step += 1
+        self.started.append(what)
         self.shared.table[self.rank] = header.clone()
         self.shared.barrier.wait()
         every = torch.stack([self.shared.table[rank] for rank in range(self.size)])
@@ -55,16 +70,17 @@ class Threaded(Transport):
         self.counters.metadata += header.nbytes * (self.size - 1)
         return every
 
-    def all_to_all(
-        self, received: Tensor, received_splits: Sequence[int], sent: Tensor, sent_splits: Sequence[int], *, what: str
-    ) -> Any:
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        mine, theirs = sent.split(list(sent_splits)), received.split(list(received_splits))
-        return self.exchange([(p, mine[p]) for p in others], [(p, theirs[p]) for p in others], stage=0, what=what)
-
     def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], *, stage: int, what: str
-    ) -> Any:
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        *,
+        what: str,
+        stage: int | None = None,
+    ) -> Later:
+        parts = [[f"{peer}: {x.nbytes}" for peer, x in part if x.numel()] for part in (sends, receives)]
+        if any(parts):
+            self.started.append(f"{what}, to {', '.join(parts[0]) or 'none'}, from {', '.join(parts[1]) or 'none'}")
         for peer, data in sends:
             assert peer != self.rank
             if data.numel():

@@ -77,6 +77,14 @@ def test_plan_equals_dense_mask_of_a_long_sequence(name: str) -> None:
     assert pattern.density(4097, heads=4) == pytest.approx(dense.float().mean().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("name", list(PATTERNS))
+def test_plan_equals_dense_mask_wherever_the_diagonal_crosses_a_tile(name: str) -> None:
+    """Queries may begin anywhere: what a tile's corners say is right to the token."""
+    pattern = PATTERNS[name](90)
+    for q_offset in range(19):
+        spells_out(pattern, 66, 90, 4, 1, (16, 16), q_offset)
+
+
 @st.composite
 def leaves(draw: st.DrawFn, n: int) -> Pattern:
     small = st.integers(1, 2 * n)

@@ -33,6 +33,20 @@ def test_equal_patterns_share_a_plan() -> None:
     assert cache.get(rw.SlidingWindow(31) | rw.Sinks(2), 500, 500, tile=(64, 64)) is not plans[0]
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [{"nq": 90}, {"nk": 300}, {"heads": 3}, {"batch": 2}, {"q_offset": 7}, {"tile": (32, 64)}, {"device": "meta"}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_plans_of_other_sizes_are_other_plans(changed: dict[str, Any]) -> None:
+    cache = rw.PlanCache()
+    usual: dict[str, Any] = {"nq": 100, "nk": 200, "tile": (64, 64)}
+    for _ in range(2):
+        cache.get(rw.Causal(), **usual)
+        cache.get(rw.Causal(), **(usual | changed))
+    assert cache.statistics()[:4] == (2, 2, 0, 2)
+
+
 def test_a_changed_table_is_another_pattern() -> None:
     mask = torch.eye(4, dtype=torch.bool)
     before = rw.BlockTable(mask, 16)

@@ -22,7 +22,7 @@ import ringweave as rw
 from ringweave.patterns import Pattern
 from ringweave.plan import BlockPlan
 from ringweave.plan import from_table as tables
-from ringweave.plan.from_pattern import _planned_around, build
+from ringweave.plan.from_pattern import _table_context, build
 
 from ..patterns.test_table import listed
 
@@ -88,14 +88,14 @@ def test_lists_among_patterns(drawn: tuple[rw.BlockTable, Tensor], data: st.Data
     if data.draw(st.booleans()):
         rest = rw.PerHead([rest, *data.draw(st.permutations(list(INSIDE.values())))[: heads - 1]])
     other = INSIDE[data.draw(st.sampled_from(list(INSIDE)))]
-    around = _planned_around(rest.spec, other.spec, nq, nk, heads, batch, (SIDE, SIDE), table.blocks.shape[:-2], "cpu")
+    context = _table_context(rest.spec, other.spec, nq, nk, heads, batch, (SIDE, SIDE), table.blocks.shape[:-2], "cpu")
     combined = table & rest | ~table & other
     general = build(combined, nq, nk, heads=heads, batch=batch, tile=(SIDE, SIDE))
     there, inside, outside = (each.to_dense(nq, nk, heads, batch=batch) for each in (table, rest, other))
     dense = there & inside | ~there & outside
     assert torch.equal(general.to_dense(), dense)
     plans = [
-        tables.from_table(pattern, nq, nk, heads, batch, (SIDE, SIDE), "cpu", spare=spare, around=around)
+        tables.from_table(pattern, nq, nk, heads, batch, (SIDE, SIDE), "cpu", spare=spare, context=context)
         for pattern in (table, rw.BlockTable(mask, SIDE))
         for spare in (False, True)
     ]
@@ -109,13 +109,13 @@ def test_runs_of_codes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A causal pattern has a run of full tiles, one of the diagonal and one of nothing in a row."""
 
     def runs(tokens: int) -> int:
-        return len(_planned_around("Causal()", NOTHING, tokens, tokens, 4, 1, (SIDE, SIDE), (4,), "cpu").starts)
+        return len(_table_context("Causal()", NOTHING, tokens, tokens, 4, 1, (SIDE, SIDE), (4,), "cpu").starts)
 
     assert runs(128 * SIDE) <= 4 * 128
     # some rows of tiles at a time
-    whole = _planned_around.__wrapped__("SlidingWindow(90)", NOTHING, 999, 999, 1, 1, (SIDE, SIDE), (), "cpu")
+    whole = _table_context.__wrapped__("SlidingWindow(90)", NOTHING, 999, 999, 1, 1, (SIDE, SIDE), (), "cpu")
     monkeypatch.setattr(sys.modules[build.__module__], "_TILES_AT_ONCE", 1)
-    parts = _planned_around.__wrapped__("SlidingWindow(90)", NOTHING, 999, 999, 1, 1, (SIDE, SIDE), (), "cpu")
+    parts = _table_context.__wrapped__("SlidingWindow(90)", NOTHING, 999, 999, 1, 1, (SIDE, SIDE), (), "cpu")
     place = torch.arange(63 * 63)
     one, two = (each.at(torch.zeros_like(place), place, 63 * 63) for each in (whole, parts))
     # masks are numbered as they are found
@@ -186,12 +186,12 @@ def test_top_k_grows_with_what_was_chosen(spare: bool, inside: bool) -> None:
     places = heads * blocks * chosen
     with bounded(80 * places):
         table = rw.BlockTable(indices=indices, counts=counts, key_blocks=blocks, block_size=SIDE)
-        around = None
+        context = None
         if inside:
-            around = _planned_around.__wrapped__(
+            context = _table_context.__wrapped__(
                 "SlidingWindow(9999)", NOTHING, n, n, heads, 1, (SIDE, SIDE), (heads,), "cpu"
             )
-        plan = tables.from_table(table, n, n, heads, 1, (SIDE, SIDE), "cpu", spare=spare, around=around)
+        plan = tables.from_table(table, n, n, heads, 1, (SIDE, SIDE), "cpu", spare=spare, context=context)
         build(table & rw.Causal(), n, n, heads=heads, tile=(SIDE, SIDE))
     expected = places * (1 - (1 - 1 / blocks) ** chosen) * blocks / chosen
     if not inside:

@@ -18,7 +18,7 @@ from ringweave.ops.triton import schedule
 from ringweave.patterns.parse import rebuild
 from ringweave.plan import BlockPlan, Branch
 from ringweave.plan import from_table as tables
-from ringweave.plan.from_pattern import _planned_around, build
+from ringweave.plan.from_pattern import _table_context, build
 from ringweave.plan.table_context import split
 
 from ..on_gpu import captured
@@ -86,7 +86,7 @@ def test_kernels_read_through_the_offsets(monkeypatch: pytest.MonkeyPatch) -> No
     for which in ("col", "row", "bits", "bits_t"):
         getattr(spare, which)[spare.nnz :] = -(2**30)
     q, k, v = torch.randn(2, 4, N, 16), torch.randn(2, 2, N, 16), torch.randn(2, 2, N, 16)
-    branch = Branch(pattern, (0, 4, 1), 1, 0, 0, N, N, 0, 2)
+    branch = Branch.whole(pattern, N, N, heads=4, batch=2)
     monkeypatch.setattr(Branch, "plan", lambda self, device, tile=None: spare)
     inputs = Inputs(q, k, v, 0.25)
     out, lse = gather.forward(inputs, branch, torch.float32)
@@ -126,20 +126,20 @@ def test_a_table_among_patterns(name: str, of: str) -> None:
     assert parts is not None
     table, every, none = parts
     assert table == pattern
-    around = _planned_around(
+    context = _table_context(
         every.spec, none.spec, tokens, tokens, 4, 2, (SIDE, SIDE), pattern.blocks.shape[:-2], "cpu"
     )
 
     def planned_around(spare: bool) -> BlockPlan:
-        return tables.from_table(pattern, tokens, tokens, 4, 2, (SIDE, SIDE), "cpu", spare=spare, around=around)
+        return tables.from_table(pattern, tokens, tokens, 4, 2, (SIDE, SIDE), "cpu", spare=spare, context=context)
 
     exact = planned_around(False)
     with _NothingRead():
         spare = planned_around(True)
     assert (
         spare.places
-        == pattern.blocks.table.numel() // pattern.blocks.table[..., 0, 0].numel() * len(around.of_table)
-        + around.outside.numel()
+        == pattern.blocks.table.numel() // pattern.blocks.table[..., 0, 0].numel() * len(context.of_table)
+        + context.outside.numel()
     )
     for plan in (exact, spare):
         assert torch.equal(plan.to_dense(), general.to_dense())

@@ -1,21 +1,25 @@
-"""The commands ``ringweave bench`` and ``ringweave demo``."""
+"""The commands ``ringweave bench`` and ``ringweave demo``, and the tables that they print."""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
+import torch
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .record import Say
-
-_DTYPES = ("float32", "bfloat16", "float16")
+from .cases import CASES, run_case
+from .demo import DemoResult, run_demo
+from .demo_report import write_report
+from .peers import PEERS
+from .record import CaseResult, Environment, Options, Outcome, PlanCost, Record, Target, environment, plain, write_lines
 
 
 def register(app: typer.Typer) -> None:
@@ -30,7 +34,8 @@ def bench(
     tokens: Annotated[int | None, typer.Option(min=128, help="Sequence length instead of the case's own.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Heads instead of the case's own.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16. [default: float32; kernels: the first two]")
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="[default: float32; kernels: the first two]"),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch.")] = None,
@@ -40,19 +45,12 @@ def bench(
     show_list: Annotated[bool, typer.Option("--list", help="List the cases and peers.")] = False,
 ) -> None:
     """Measure attention side by side with its peers: time, ratio, memory; every peer is checked before it is timed."""
-    import torch
-    from rich.console import Console
-
-    from .cases import run_case
-    from .console import print_result, where_line
-    from .record import Options, Record, environment, plain, write_lines
-
     console = Console(highlight=False)
     if show_list:
         _print_list(console)
         return
-    if dtype is not None and dtype not in _DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(_DTYPES)}", param_hint="--dtype")
+    if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
+        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda", param_hint="--device")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise typer.BadParameter("this torch finds no CUDA device", param_hint="--device")
     if threads is not None:
@@ -69,8 +67,8 @@ def bench(
             # at once: a run that is killed keeps what it measured
             written += write_lines(out, [head | plain(record)])
 
-    with _spinner(console) as say:
-        result = run_case(case, options, say, keep)
+    with console.status("starting") as status:
+        result = run_case(case, options, lambda text: status.update(escape(text)), keep)
     wrong = print_result(console, result)
     if out is not None:
         console.print(f"{written} lines added to {out}")
@@ -84,14 +82,6 @@ def demo(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch.")] = None,
 ) -> None:
     """Run ringweave on real text, the running Python's standard library, and write a report with pictures."""
-    import torch
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-
-    from .console import escaped, print_summary
-    from .demo import run_demo
-    from .demo_report import write_report
-
     if threads is not None:
         torch.set_num_threads(threads)
     console = Console(highlight=False)
@@ -107,7 +97,7 @@ def demo(
             if part not in bars:
                 bars[part] = progress.add_task(part, total=1.0)
             shown = part if done >= 1 or not text else f"{part}: {text}"
-            progress.update(bars[part], completed=done, description=escaped(shown))
+            progress.update(bars[part], completed=done, description=escape(shown))
 
         result = run_demo(quick=quick, advance=advance)
         advance("Report", 0.0, "")
@@ -120,10 +110,6 @@ def demo(
 
 
 def _print_list(console: Console) -> None:
-    from .cases import CASES
-    from .console import new_table
-    from .peers import PEERS
-
     for title, rows in (
         ("Cases", [(case.name, case.summary) for case in CASES.values()]),
         ("Peers", [(peer.name, peer.summary) for peer in PEERS.values()]),
@@ -134,9 +120,155 @@ def _print_list(console: Console) -> None:
         console.print(table)
 
 
-@contextmanager
-def _spinner(console: Console) -> Iterator[Say]:
-    from .console import escaped
+_LEFT = ("peer", "pattern", "note", "what", "size", "tokens, direction", "")
+_WRAPPED = ("note", "what", "size")
 
-    with console.status("starting") as status:
-        yield lambda text: status.update(escaped(text))
+
+def print_result(console: Console, result: CaseResult) -> bool:
+    """Print a case's tables and conclusion, and tell whether any peer was wrong."""
+    outcomes = [record for record in result.records if isinstance(record, Outcome)]
+    _print_plans(console, [record for record in result.records if isinstance(record, PlanCost)])
+    (_print_grid if result.grid else _print_outcomes)(console, outcomes)
+    _print_targets(console, [record for record in result.records if isinstance(record, Target)])
+    console.print(result.conclusion)
+    wrong = [outcome for outcome in outcomes if outcome.wrong]
+    for outcome in wrong:
+        console.print(
+            f"[red]{outcome.peer} is wrong on {outcome.workload}, {outcome.direction}: {outcome.reason}[/red]"
+        )
+    return bool(wrong) or any(isinstance(r, Target) and r.reason and "wrong" in r.reason for r in result.records)
+
+
+def _print_plans(console: Console, plans: list[PlanCost]) -> None:
+    if not plans:
+        return
+    table = new_table("Cold plans", "pattern", "tokens", "tiles", "ms", "min", "max", "ns/tile", "B/tile")
+    for plan in plans:
+        times = (f"{s * 1e3:.2f}" for s in (plan.timing.median, plan.timing.min, plan.timing.max))
+        each = (f"{plan.nanoseconds_per_tile:.0f}", f"{plan.bytes_per_tile:.1f}")
+        table.add_row(plan.workload, f"{plan.tokens:,}", f"{plan.tiles:,}", *times, *each)
+    console.print(table)
+
+
+def _print_outcomes(console: Console, outcomes: list[Outcome]) -> None:
+    """Print a table for each problem and direction, with a line for each peer."""
+    groups: dict[tuple[str, int, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault((outcome.workload, outcome.tokens, outcome.direction), []).append(outcome)
+    for (workload, tokens, direction), members in groups.items():
+        first = members[0]
+        title = (
+            f"{workload}, {direction}: {tokens:,} tokens, {first.heads} heads, D = {first.head_dim}, {first.dtype}, "
+            f"density {first.density:.4f}"
+        )
+        table = new_table(title, "peer", "ms", "min", "max", "ratio", "GFLOP/s", "MiB", "note")
+        for outcome in members:
+            table.add_row(*_cells(outcome))
+        console.print(table)
+    if outcomes:
+        console.print(
+            "[dim]ms: median. ratio: the peer's median over the first peer's, same run. "
+            "GFLOP/s: on the pattern's allowed pairs. MiB: peak memory above what was there before, with results.[/dim]"
+        )
+
+
+def _cells(outcome: Outcome) -> list[str]:
+    if outcome.timing is None:
+        return [outcome.peer, "-", "", "", "", "", "", escape(outcome.reason or "")]
+    timing = outcome.timing
+    setup = outcome.setup_seconds or 0.0
+    note = outcome.how + (f"; {setup:.1f} s to prepare" if setup >= 0.5 else "")
+    return [
+        outcome.peer,
+        *(f"{seconds * 1e3:.1f}" for seconds in (timing.median, timing.min, timing.max)),
+        "-" if outcome.over_first is None else f"{outcome.over_first.medians:.2f}",
+        f"{outcome.gflops:.1f}",
+        "-" if outcome.peak is None else f"{outcome.peak.nbytes / 2**20:.0f}",
+        note,
+    ]
+
+
+def _print_grid(console: Console, outcomes: list[Outcome]) -> None:
+    """Print a table for each type and direction: sizes and densities are its lines, peers its columns."""
+    groups: dict[tuple[str, str], dict[tuple[int, ...], dict[str, Outcome]]] = {}
+    for each in outcomes:
+        key = (each.tokens, each.head_dim, each.heads, each.kv_heads, round(each.density * 10000))
+        groups.setdefault((each.dtype, each.direction), {}).setdefault(key, {})[each.peer] = each
+    for (dtype, direction), lines in groups.items():
+        names = list(dict.fromkeys(name for line in lines.values() for name in line if name != "ringweave"))
+        shown = [name.removeprefix("ringweave:") for name in names]
+        title = f"{dtype}, {direction}"
+        table = new_table(title, "tokens", "D", "heads", "density", "ms", "GFLOP/s", "of peak", *shown)
+        for (tokens, head_dim, heads, kv_heads, density), line in lines.items():
+            mine = line.get("ringweave")
+            timing, rate = (None, None) if mine is None else (mine.timing, mine.gflops)
+            grouped = f"{heads}" if heads == kv_heads else f"{heads}/{kv_heads}"
+            table.add_row(
+                f"{tokens:,}", f"{head_dim}", grouped, f"{density / 100:.0f}%",
+                "-" if timing is None else f"{timing.median * 1e3:.1f}",
+                "-" if rate is None else f"{rate:.0f}",
+                "-" if mine is None or mine.peak_share is None else f"{mine.peak_share:.0%}",
+                *(_ratio(line.get(name)) for name in names),
+            )  # fmt: skip
+        console.print(table)
+    console.print(
+        "[dim]ms, GFLOP/s (of computed tiles) and share of the FMA peak: ringweave's. Columns named after a peer: its "
+        "time over ringweave's, medians of one run. sdpa computes all pairs, the others those of the density.[/dim]"
+    )
+    for reason in sorted({f"{each.peer}, {each.direction}: {each.reason}" for each in outcomes if each.reason}):
+        console.print(f"[dim]{escape(reason)}[/dim]")
+
+
+def _ratio(outcome: Outcome | None) -> str:
+    return "-" if outcome is None or outcome.over_first is None else f"{outcome.over_first.medians:.2f} x"
+
+
+def _print_targets(console: Console, targets: list[Target]) -> None:
+    if not targets:
+        return
+    table = new_table("Targets", "what", "size", "measured", "target", "met")
+    for each in targets:
+        bound = "-" if each.bound is None else f"{'>=' if each.at_least else '<='} {each.spelled(each.bound)}"
+        met = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}[each.met]
+        if each.reason is not None and each.figure is None:
+            table.add_row(escape(each.what), each.size, "-", "", escape(each.reason))
+            continue
+        table.add_row(escape(each.what), each.size, escape(each.spelled(each.figure)), bound, met)
+    console.print(table)
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """Make a table with a bold title; numbers stand to the right, words to the left."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=column not in _WRAPPED)
+    return table
+
+
+def print_summary(console: Console, result: DemoResult) -> None:
+    """Print what a demonstration found."""
+    figures = Table.grid(padding=(0, 2))
+    for name, value in result.summary():
+        figures.add_row(f"[bold]{name}[/bold]", escape(value))
+    console.print(figures)
+    rows = result.speeds()
+    names = list(rows[0][1])
+    # eighty columns hold five of these
+    heads = [name.removeprefix("ringweave:") for name in names]
+    table = new_table("Median milliseconds, in brackets over ringweave's; both: forward and backward", "tokens", *heads)
+    for title, cells in rows:
+        table.add_row(title, *(cells.get(name, "") for name in names))
+    console.print(table)
+    for remark in result.remarks():
+        console.print(f"[dim]{escape(remark)}[/dim]")
+    console.print(where_line(result.environment))
+
+
+def where_line(where: Environment) -> str:
+    """Say in a line what the machine is, and whether others use it."""
+    busy = ""
+    if where.load is not None and where.load > 0.5 * where.cores:
+        load = f"load {where.load:.1f} on {where.cores} cores"
+        busy = f" [yellow]Others use this machine ({load}): figures are noisy.[/yellow]"
+    kernel = f", kernel {where.kernel}" if where.kernel else ""
+    return f"{where.accelerator or where.cpu}, {where.threads} threads, torch {where.torch}{kernel}.{busy}"

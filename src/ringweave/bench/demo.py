@@ -16,12 +16,12 @@ import ringweave as rw
 
 from .cases.attention import window_with_sinks
 from .compare import Comparison, Session, outcomes
+from .launched import SharedTraining, around
 from .oracle import Accuracy, Limit
 from .peers import chosen_backend, peers
 from .problem import BOTH, Inputs, Problem
 from .record import Environment, Outcome, environment
-from .text import Corpus, standard_library, text_inputs
-from .trainer import SharedTraining, Training, around, train
+from .text import Corpus, Training, standard_library, text_inputs, train
 
 #: (part, share done, what happens now)
 Advance = Callable[[str, float, str], None]

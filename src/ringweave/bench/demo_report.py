@@ -10,9 +10,9 @@ from pathlib import Path
 from ..errors import UnsupportedError, message
 from ..units import nbytes, percent
 from .demo import DemoResult
-from .plots import bars, inline, loss_curves, shared_sequence
+from .launched import LIMIT
+from .plots import MEAN, bars, inline, loss_curves, shared_sequence
 from .record import Outcome, plain
-from .trainer import LIMIT
 
 _FUNCTIONS = {"Causal()": "dense, causal", "Full()": "dense, not causal"}
 
@@ -52,6 +52,7 @@ def render(result: DemoResult) -> str:
         losses=loss_curves(result.training),
         shared="" if isinstance(result.around, str) else shared_sequence(result.around),
         loss_limit=LIMIT,
+        mean=MEAN,
         function=lambda outcome: _FUNCTIONS.get(outcome.computes, "the pattern"),
         ratio=ratio_text,
         groups=_grouped(outcomes),

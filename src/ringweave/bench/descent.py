@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..ops.triton.launch_config import Asked, Blocks
-from ..ops.tuning_key import KernelKind
+from ..ops.triton.launch_config import Asked, LaunchConfig
+from ..ops.tuning_key import KernelKey
 
 #: The best so far moves to blocks that take at most this part of its time.
 STEP = 0.98
 _HELD, _STREAMED, _WARPS, _STAGES, _RESIDENT = (64, 128), (32, 64, 128), (4, 8), (1, 2, 3, 4), (0, 1, 2)
 
 #: Blocks to their seconds, or to why there are none; the first is the best so far.
-Measure = Callable[[Sequence[Blocks]], Mapping[Blocks, float | str]]
+Measure = Callable[[Sequence[LaunchConfig]], Mapping[LaunchConfig, float | str]]
 
 
 @dataclass
@@ -32,10 +32,10 @@ class Descent:
         reasons: Why others were not measured.
     """
 
-    start: Blocks
-    best: Blocks
-    seconds: dict[Blocks, float] = field(default_factory=dict)
-    reasons: dict[Blocks, str] = field(default_factory=dict)
+    start: LaunchConfig
+    best: LaunchConfig
+    seconds: dict[LaunchConfig, float] = field(default_factory=dict)
+    reasons: dict[LaunchConfig, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,30 +43,30 @@ class Tuned:
     """What the search for one kernel found, and which blocks are taken.
 
     Attributes:
-        kind: The kernel and its tiles.
+        key: The kernel and its tiles.
         descent: What was found.
         gain: The seconds of the table's blocks over those of the best, of calls in turn.
         chosen: The best, or the table's where that is about as fast.
     """
 
-    kind: KernelKind
+    key: KernelKey
     descent: Descent
     gain: float
-    chosen: Blocks
+    chosen: LaunchConfig
 
     def entry(self, of: str, date: str) -> dict[str, Any]:
         """Write it as it is stored."""
         return {
-            **self.kind._asdict(), "blocks": dataclasses.asdict(self.chosen), "gain": self.gain, "of": of, "date": date,
+            **self.key._asdict(), "blocks": dataclasses.asdict(self.chosen), "gain": self.gain, "of": of, "date": date,
         }  # fmt: skip
 
 
-def candidates(best: Blocks, asked: Asked) -> Iterator[tuple[str, list[Blocks]]]:
+def candidates(best: LaunchConfig, asked: Asked) -> Iterator[tuple[str, list[LaunchConfig]]]:
     """List, field by field, the blocks that differ from the best in it and that the kernel can take, near values first.
 
     Warps of their own for loads come with the 4 warps and the descriptors that they need.
     """
-    held, streamed = ("n", "m") if asked.kind.kernel == "backward_kv" else ("m", "n")
+    held, streamed = ("n", "m") if asked.key.kernel == "backward_kv" else ("m", "n")
     for name, values in (
         (held, _HELD), (streamed, _STREAMED), ("warps", _WARPS), ("stages", _STAGES), ("resident", _RESIDENT),
         ("described", (False, True)), ("specialised", (False, True)),
@@ -82,7 +82,7 @@ def candidates(best: Blocks, asked: Asked) -> Iterator[tuple[str, list[Blocks]]]
         yield name, [blocks for blocks in found if asked.misfit(blocks) is None]
 
 
-def descend(start: Blocks, asked: Asked, measure: Measure, left: Callable[[], bool]) -> Descent:
+def descend(start: LaunchConfig, asked: Asked, measure: Measure, left: Callable[[], bool]) -> Descent:
     """Descend by coordinates: try each field's values with the best so far, until no field moves it.
 
     Args:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +114,11 @@ def _passed(clock: Callable[[], float], call: Call, times: int) -> float:
     return seconds / times
 
 
+def _current(device: str) -> AbstractContextManager[object]:
+    """Make a GPU the current one: events, streams and the allocator's figures are of that."""
+    return torch.cuda.device(device) if torch.device(device).type == "cuda" else nullcontext()
+
+
 def _in_a_row(timer: Timer, call: Call) -> int:
     """How many calls to time at once: of short ones on a GPU several, so that its queue never runs dry."""
     return max(1, min(50, round(0.02 / max(timer(call, 2), 1e-6)))) if timer is by_events else 1
@@ -149,17 +155,18 @@ def interleaved(
         raise ShapeError(message("rounds, warmup", (rounds, warmup), "at least 1 and 0", "Time at least one round."))
     once = timer or (by_events if torch.device(device).type == "cuda" else by_clock)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(warmup):
-        for call in calls.values():
-            call()
-    times = {name: _in_a_row(once, call) for name, call in calls.items()}
-    gc.collect()
-    start = time.perf_counter()
-    for done in range(rounds):
-        if budget is not None and done and time.perf_counter() - start > budget:
-            break
-        for name, call in calls.items():
-            seconds[name].append(once(call, times[name]))
+    with _current(device):
+        for _ in range(warmup):
+            for call in calls.values():
+                call()
+        times = {name: _in_a_row(once, call) for name, call in calls.items()}
+        gc.collect()
+        start = time.perf_counter()
+        for done in range(rounds):
+            if budget is not None and done and time.perf_counter() - start > budget:
+                break
+            for name, call in calls.items():
+                seconds[name].append(once(call, times[name]))
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
 
 
@@ -187,18 +194,19 @@ def peak_memory(call: Call, *, device: str = "cpu", warm: bool = True) -> Peak:
         device: Where it allocates.
         warm: Run it once before, so that caches and thread pools do not count.
     """
-    if warm:
-        call()
-    gc.collect()
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        result = call()
-        torch.cuda.synchronize()
-        after = torch.cuda.max_memory_allocated()
-        del result
-        return Peak(max(after - before, 0), "cuda allocator")
+    with _current(device):
+        if warm:
+            call()
+        gc.collect()
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            result = call()
+            torch.cuda.synchronize()
+            after = torch.cuda.max_memory_allocated()
+            del result
+            return Peak(max(after - before, 0), "cuda allocator")
     _trim_heap()
     if _reset_high_water():
         before = _status_bytes("VmRSS")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,15 @@ from ..errors import UnsupportedError, message
 from ..units import nbytes
 
 if TYPE_CHECKING:
+    from .launched import SharedTraining
     from .record import Outcome
-    from .trainer import SharedTraining, Training
+    from .text import Training
 
 # stands for the page's own text colour, put in after drawing
 _INK = "#010203"
 BLUE, PALE_BLUE, ORANGE, GREEN, PURPLE, GREY = "#2f81f7", "#8db9f0", "#e08a1e", "#3fa45b", "#a371f7", "#888888"
+#: Losses of so many steps have one mean: each step reads another text.
+MEAN = 5
 #: What every chart looks like.
 STYLE: dict[Any, Any] = {"svg.hashsalt": "ringweave", "axes.spines.top": False, "axes.spines.right": False}
 _COLOURS = {
@@ -65,6 +69,7 @@ def bars(
         axes.tick_params(axis="y", length=0)
         axes.set_xlim(0, longest * 1.42)
         axes.locator_params(axis="x", nbins=6)
+        axes.xaxis.set_major_formatter(lambda number, _: f"{number:,.4g}" if number < 1e3 else f"{number:,.0f}")
         axes.spines["left"].set_visible(False)
         axes.set_ylim(at - 0.8, -0.6)
         axes.set_xlabel(axis)
@@ -72,16 +77,21 @@ def bars(
 
 
 def loss_curves(training: dict[str, Training]) -> str:
-    """Draw losses over steps, and over the seconds that each model's own steps took."""
+    """Draw losses over steps, and over the seconds that each model's own steps took: pale, and means of a few dark."""
     pyplot = _pyplot()
     with pyplot.rc_context(_PAGE):
         figure, (steps, seconds) = pyplot.subplots(1, 2, figsize=(5.2, 2.7), sharey=True)
         for number, (name, run) in enumerate(training.items()):
-            look: dict[str, Any] = {"color": _COLOURS.get(name, GREY), "label": name, "linewidth": 1.8}
+            colour = _COLOURS.get(name, GREY)
             # two curves that lie on each other are both to be seen
-            look["linestyle"] = "-" if number == 0 else (0, (4, 2))
-            steps.plot(range(1, len(run.losses) + 1), run.losses, **look)
-            seconds.plot(list(itertools.accumulate(run.seconds)), run.losses, **look)
+            dark: dict[str, Any] = {"label": name, "linewidth": 1.8, "linestyle": "-" if number == 0 else (0, (4, 2))}
+            means = [statistics.mean(run.losses[max(0, end - MEAN) : end]) for end in range(1, len(run.losses) + 1)]
+            for axes, places in (
+                (steps, range(1, len(run.losses) + 1)),
+                (seconds, list(itertools.accumulate(run.seconds))),
+            ):
+                axes.plot(places, run.losses, color=colour, linewidth=0.8, alpha=0.4)
+                axes.plot(places, means, color=colour, **dark)
         steps.set_xlabel("step")
         seconds.set_xlabel("seconds of its own steps")
         steps.set_ylabel("loss, nats per byte")

@@ -1,4 +1,4 @@
-"""What a case is asked and what it gives: options, records of what was measured, the machine, JSON lines."""
+"""What a case is asked and what it gives: options, records of what was measured, targets, the machine, JSON lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -189,6 +189,62 @@ class Target:
         return f"{value:.1%}" if self.unit == "%" else f"{value:.2f} {self.unit}"
 
 
+@dataclass(frozen=True)
+class Rule:
+    """Which outcomes have a target.
+
+    Attributes:
+        what: Words for the figure; ``{dtype}``, ``{direction}`` and ``{workload}`` are the outcome's.
+        of: Attributes that an outcome has, such as its peer, or what they are to be.
+        figure: What is looked at.
+        bound: What it is to be.
+        at_least: Whether that is the least or the most.
+        unit: The figure's unit, as in :class:`Target`.
+        tokens: The length at which the bound holds; None for any.
+    """
+
+    what: str
+    of: Mapping[str, object]
+    figure: Callable[[Outcome], float | None]
+    bound: float
+    at_least: bool = True
+    unit: str = "x"
+    tokens: int | None = None
+
+
+def targets(rules: Sequence[Rule], outcomes: Sequence[Outcome], density: str = ".1%") -> list[Target]:
+    """Set outcomes next to their targets, in their order.
+
+    Args:
+        rules: Which outcomes have one.
+        outcomes: What was measured.
+        density: How a density is written.
+    """
+    return [
+        Target(
+            rule.what.format(dtype=each.dtype, direction=each.direction, workload=each.workload),
+            f"{each.tokens:,} tokens, {each.heads} heads, D {each.head_dim}, density {each.density:{density}}",
+            rule.figure(each),
+            rule.bound if rule.tokens in (None, each.tokens) else None,
+            rule.at_least,
+            rule.unit,
+            each.reason,
+        )
+        for each in outcomes
+        for rule in rules
+        if all(_is(getattr(each, name), wanted) for name, wanted in rule.of.items())
+    ]
+
+
+def _is(value: object, wanted: object) -> bool:
+    return bool(wanted(value)) if callable(wanted) else value == wanted
+
+
+def over_first(outcome: Outcome) -> float | None:
+    """Tell how many times longer than the first peer it took."""
+    return None if outcome.over_first is None else outcome.over_first.medians
+
+
 Record: TypeAlias = Outcome | PlanCost | Target
 #: A case at work: it gives records as they come, and at its end a conclusion in words.
 Measuring: TypeAlias = Generator[Record, None, str]
@@ -269,7 +325,7 @@ def environment(device: str = "cpu") -> Environment:
         threads=torch.get_num_threads(),
         load=round(load()[0], 2) if load else None,
         memory=_memory(),
-        accelerator=torch.cuda.get_device_name() if torch.device(device).type == "cuda" else None,
+        accelerator=torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else None,
         driver=_driver() if torch.device(device).type == "cuda" else None,
         cuda=torch.version.cuda,
         triton=_version("triton"),

@@ -19,8 +19,8 @@ from torch import Tensor
 from ..ops.backend import Backend, Case, Upstream
 from ..ops.backend import Inputs as Operands
 from ..ops.dispatch import BACKENDS, PREFERENCE, refusal
-from ..ops.triton.launch_config import Asked, Blocks, overriding
-from ..ops.tuning_key import KernelKind
+from ..ops.triton.launch_config import Asked, LaunchConfig, overriding
+from ..ops.tuning_key import KernelKey
 from ..plan import Branch
 from ..plan.from_pattern import default_tile, estimate_tiles
 from .compare import Entry, Session, in_turn
@@ -57,7 +57,7 @@ class Candidate:
 
     backend: str
     tile: tuple[int, int] | None = None
-    blocks: tuple[tuple[KernelKind, Blocks], ...] = ()
+    blocks: tuple[tuple[KernelKey, LaunchConfig], ...] = ()
 
     def __str__(self) -> str:
         sides = "" if self.tile is None else f", tiles of {self.tile[0]} x {self.tile[1]}"
@@ -116,7 +116,7 @@ class Direct(Built):
 def whole(problem: Problem) -> Branch:
     """A problem as one branch in token order."""
     n = problem.tokens
-    return Branch(problem.pattern, (0, problem.heads, 1), 1, 0, 0, n, n, 0, problem.batch)
+    return Branch.whole(problem.pattern, n, n, heads=problem.heads, batch=problem.batch)
 
 
 def _forward(candidate: Candidate, branch: Branch, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,7 @@ def sides(branch: Branch, device: str) -> list[tuple[int, int]]:
 
     A block table on a GPU keeps its grid: a plan of other tiles would have to wait for the table.
     """
-    if device != "cpu" and branch.pattern.grid() is not None:
+    if device != "cpu" and branch.pattern.tables and branch.pattern.block_side() is not None:
         return []
     most = [max(16, 1 << (n - 1).bit_length()) for n in (branch.nq, branch.nk)]
     tiles = estimate_tiles(branch.pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset)
@@ -285,20 +285,20 @@ class Search:
                 if not isinstance(slow, str) and not isinstance(fast, str):
                     gain = slow / fast
                     chosen = descent.best if gain > CLOSE else asked.usual
-            self.kernels.append(Tuned(asked.kind, descent, gain, chosen))
+            self.kernels.append(Tuned(asked.key, descent, gain, chosen))
             if chosen != asked.usual:
-                best = dataclasses.replace(best, blocks=(*best.blocks, (asked.kind, chosen)))
+                best = dataclasses.replace(best, blocks=(*best.blocks, (asked.key, chosen)))
         usual = pick(self.timings)
         if best != start and usual is not None:
             self.compete([*dict.fromkeys((Candidate(usual.backend), usual, start, best))], None, _BLOCKS[1])
 
-    def measure(self, candidate: Candidate, asked: Asked, blocks: Sequence[Blocks]) -> dict[Blocks, float | str]:
+    def measure(
+        self, candidate: Candidate, asked: Asked, blocks: Sequence[LaunchConfig]
+    ) -> dict[LaunchConfig, float | str]:
         """Seconds of a candidate with other blocks for one kernel, or why there are none."""
-        tried = {
-            dataclasses.replace(candidate, blocks=(*candidate.blocks, (asked.kind, each))): each for each in blocks
-        }
+        tried = {dataclasses.replace(candidate, blocks=(*candidate.blocks, (asked.key, each))): each for each in blocks}
         timings = self.time(self.check(list(tried), until=None), _BLOCKS[1])
-        found: dict[Blocks, float | str] = {tried[each]: timing.median for each, timing in timings.items()}
+        found: dict[LaunchConfig, float | str] = {tried[each]: timing.median for each, timing in timings.items()}
         for each in tried:
             # they are the kernel's business
             reason = self.reasons.pop(each, None)
@@ -315,7 +315,7 @@ class Search:
         gradients = candidate.peer(None).build(self.problem, inputs).forward_backward(inputs)
         with overriding({}) as given:
             gradients()
-        of_columns = next(each for each in given.asked if each.kind.kernel == "backward_kv")
+        of_columns = next(each for each in given.asked if each.key.kernel == "backward_kv")
         return [_of_rows("backward_q", inputs, branch), of_columns]
 
 

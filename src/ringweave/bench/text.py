@@ -1,12 +1,14 @@
-"""Real text that is on every machine, and a small transformer over bytes: what the demo and the example train.
+"""Real text that is on every machine, a small transformer over bytes, and its training, for the demo and the example.
 
 The text is the running Python's standard library, bytes as tokens.
 """
 
 from __future__ import annotations
 
+import math
 import sysconfig
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 from ..errors import UnsupportedError, message
 from .problem import Attend, Inputs
 
+LAYERS = 2
+_WARMUP = 5
 _FOREIGN = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -153,3 +157,89 @@ class ByteModel(nn.Module):
         """Take the mean cross entropy, in nats, of every token given those before it."""
         logits = self(tokens[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@dataclass(frozen=True)
+class Training:
+    """What came of training one model.
+
+    Attributes:
+        losses: Nats per byte before each step.
+        seconds: What each step took.
+        tokens: Tokens of a step.
+        parameters: How many weights the model has.
+        held_out: Loss after training on text that was not trained on.
+    """
+
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    tokens: int
+    parameters: int
+    held_out: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """How many tokens the median step takes in a second, the first one left out."""
+        return self.tokens / float(torch.tensor(self.seconds[1:] or self.seconds).median())
+
+    @property
+    def bits_per_byte(self) -> float:
+        """How many bits a byte of held-out text takes."""
+        return self.held_out / math.log(2)
+
+
+def train(
+    attends: Mapping[str, Attend],
+    corpus: Corpus,
+    *,
+    context: int,
+    steps: int,
+    budget: float,
+    learning_rate: float = 3e-3,
+    seed: int = 0,
+    advance: Callable[[float, str], None] = lambda done, text: None,
+) -> dict[str, Training]:
+    """Train one model per attention from the same weights on the same excerpts, step by step in turn.
+
+    Args:
+        attends: Attention functions by name.
+        corpus: The text; its last ``context + 1`` tokens are held out.
+        context: Tokens in a step.
+        steps: How many each model takes.
+        budget: Seconds after which no further step starts; all models stop at the same step.
+        learning_rate: AdamW's, after a short warm-up.
+        seed: What weights and excerpts depend on.
+        advance: Told the share done and the losses.
+    Returns:
+        A training for each name.
+    """
+    corpus, held_out = corpus.split(context + 1)
+    models = {name: ByteModel([attend] * LAYERS, seed=seed) for name, attend in attends.items()}
+    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=learning_rate) for name, model in models.items()}
+    losses: dict[str, list[float]] = {name: [] for name in attends}
+    seconds: dict[str, list[float]] = {name: [] for name in attends}
+    generator = torch.Generator().manual_seed(seed)
+    begin = time.perf_counter()
+    for step in range(steps):
+        if step and time.perf_counter() - begin > budget:
+            break
+        tokens = corpus.batch(context, generator)
+        for name, model in models.items():
+            start = time.perf_counter()
+            for group in optimizers[name].param_groups:
+                group["lr"] = learning_rate * min(1.0, (step + 1) / _WARMUP)
+            loss = model.loss(tokens)
+            loss.backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+            losses[name].append(loss.item())
+            seconds[name].append(time.perf_counter() - start)
+        shown = ", ".join(f"{name} {values[-1]:.2f}" for name, values in losses.items())
+        advance((step + 1) / steps, f"step {step + 1} of {steps}, loss {shown}")
+    results = {}
+    for name, model in models.items():
+        with torch.no_grad():
+            final = model.loss(held_out).item()
+        count = sum(weight.numel() for weight in model.parameters())
+        results[name] = Training(tuple(losses[name]), tuple(seconds[name]), context, count, final)
+    return results

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..ops import tuning
-from ..ops import tuning_key as kinds
+from ..ops import tuning, tuning_key
 from ..plan import Branch, branches
 from .compare import FAILURES, Session
 from .descent import Tuned
@@ -117,7 +116,7 @@ def tune(
         first: Candidate | None = None
         for direction in directions:
             case = alone.case(direction == BOTH)
-            kind, density = kinds.kind(case, branch), kinds.density(branch)
+            kind, density = tuning_key.call_key(case, branch), tuning_key.density(branch)
             if kind is None:
                 continue
             if (kind, density) not in found:

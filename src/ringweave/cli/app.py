@@ -1,16 +1,35 @@
-"""The application: its commands, and how an error ends it."""
+"""The application: its commands, of which show, explain and tune are here, and how an error ends one."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import torch
 import typer
+from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 from .. import __version__
 from ..bench.command import register
+from ..cells import Panel, picture
 from ..errors import RingweaveError
-from . import doctor, explain, show, simulation, terminal, tune
+from ..explain import explain as explained
+from ..ops.dispatch import BACKENDS
+from ..patterns import parse
+from ..picture import ASCII_SHADES, SHADES, art_rows
+from . import doctor, simulation, terminal
+from .terminal import Heads, PatternText, Tokens
+
+if TYPE_CHECKING:
+    from ..bench.descent import Tuned
+    from ..bench.tune import Finding
+
+_GAP = 3
+_LEAST = 24  # characters below which panels go under each other rather than side by side
+_MOST = 64
 
 
 class Commands(TyperGroup):
@@ -51,9 +70,191 @@ def _options(
     pass
 
 
-app.command("show")(show.show)
-app.command("explain")(explain.explain)
+@app.command()
+def show(
+    pattern: PatternText,
+    tokens: Tokens,
+    heads: Heads = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="Write a picture here: .svg, or .png.")] = None,
+) -> None:
+    """Draw which keys each query attends."""
+    relation = parse(pattern)
+    console = terminal.out()
+    if out is not None:
+        relation.plot(tokens, heads=heads or 1, path=out)
+        console.print(f"wrote {out}", markup=False, soft_wrap=True)
+        return
+    shades = SHADES if terminal.unicode_ok(console) else ASCII_SHADES
+    margin = len(str(tokens)) + 2
+    number = len(picture(relation, tokens, heads=heads or 1, cells=1).panels)
+    columns = max(1, min(number, (console.width - margin) // (_LEAST + _GAP)))
+    width = min(_MOST, (console.width - margin) // columns - _GAP)
+    drawn = picture(relation, tokens, heads=heads or 1, cells=max(2, width // 2))
+    lines = [drawn.title, drawn.caption, ""]
+    for begin in range(0, len(drawn.panels), columns):
+        row = drawn.panels[begin : begin + columns]
+        lines += _row(row, tokens, margin, shades, headings=len(drawn.panels) > 1)
+        lines.append("")
+    lines.append(f"queries downwards, keys to the right; pairs of a cell: {_legend(shades)}")
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def _row(panels: tuple[Panel, ...], tokens: int, margin: int, shades: str, *, headings: bool) -> list[str]:
+    """Draw panels side by side, framed, with token numbers on the axes."""
+    arts = [art_rows(panel, shades) for panel in panels]
+    unicode = shades == SHADES
+    side, corners, flat = ("│", "┌┐└┘", "─") if unicode else ("|", "++++", "-")
+    width = len(arts[0][0])
+    gap = " " * (_GAP - 2)
+    lines = []
+    if headings:
+        lines.append(" " * margin + gap.join(panel.caption[:width].center(width + 2) for panel in panels))
+    scale = "0" + (str(tokens).rjust(width + 1) if width > len(str(tokens)) else "")
+    lines.append(" " * margin + gap.join(scale.ljust(width + 2) for _ in panels))
+    lines.append(" " * margin + gap.join(corners[0] + flat * width + corners[1] for _ in panels))
+    for i, rows in enumerate(zip(*arts, strict=True)):
+        label = "0" if i == 0 else str(tokens) if i == len(arts[0]) - 1 else ""
+        lines.append(label.rjust(margin - 1) + " " + gap.join(side + art + side for art in rows))
+    lines.append(" " * margin + gap.join(corners[2] + flat * width + corners[3] for _ in panels))
+    return [line.rstrip() for line in lines]
+
+
+def _legend(shades: str) -> str:
+    texts = ("none", "< 25 %", "< 75 %", "< 100 %", "all")
+    return "  ".join(f"{2 * shade} {text}" for shade, text in zip(shades[1:], texts[1:], strict=True))
+
+
+@app.command()
+def explain(
+    pattern: PatternText,
+    tokens: Tokens,
+    heads: Heads = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads. [default: as many as query heads]")] = None,
+    head_dim: Annotated[int, typer.Option(min=1, help="Dimension of a head.")] = 64,
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16", "float64"], typer.Option(help="Type of q, k and v.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="Where they would be: cpu, cuda, mps; it need not exist here.")] = "cpu",
+    backend: Annotated[str, typer.Option(help="'auto', or a backend by name.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Say what attention over a pattern would compute and cost; nothing is run."""
+    try:
+        torch.device(device)
+    except RuntimeError:
+        raise typer.BadParameter(f"{device!r} is no device of PyTorch", param_hint="'--device'") from None
+    relation = parse(pattern)
+    facts = explained(
+        relation,
+        tokens,
+        heads=heads or relation.extents()[1] or 1,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        batch=relation.extents()[0] or 1,
+        dtype=getattr(torch, dtype),
+        device=device,
+        backend=backend,
+        as_dict=as_json,
+    )
+    text = json.dumps(facts, indent=2) if as_json else facts
+    terminal.out().print(text, markup=False, soft_wrap=True)
+
+
 app.command("simulate")(simulation.simulated)
 app.command("doctor")(doctor.doctor)
-app.command("tune")(tune.tune)
+
+
+@app.command()
+def tune(
+    pattern: PatternText,
+    tokens: Tokens,
+    heads: Heads = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads. [default: as many as query heads]")] = None,
+    head_dim: Annotated[int, typer.Option(min=1, help="Dimension of a head.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Batch elements.")] = 1,
+    dtype: Annotated[Literal["float32", "float16", "bfloat16"], typer.Option(help="Type of q, k and v.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 7,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="For each branch and direction. [default: 20; on a GPU, which compiles, 120]"),
+    ] = None,
+    forward_only: Annotated[bool, typer.Option("--forward-only", help="Leave gradients out.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, and store nothing.")] = False,
+) -> None:
+    """Time what is right on these sizes, and store the fastest backend and tiles: backend="auto" takes them then."""
+    from ..bench.problem import DIRECTIONS, Problem
+    from ..bench.tune import store
+    from ..bench.tune import tune as measure
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise typer.BadParameter("this torch finds no CUDA device", param_hint="--device")
+    relation = parse(pattern)
+    console = terminal.out()
+    problem = Problem(
+        "tune", relation, tokens, heads or relation.extents()[1] or 1, head_dim, relation.extents()[0] or batch,
+        getattr(torch, dtype), device, kv_heads,
+    )  # fmt: skip
+    with console.status("starting") as status:
+        choices = measure(
+            problem,
+            directions=DIRECTIONS[: 1 if forward_only else 2],
+            rounds=rounds,
+            budget=(120.0 if device.startswith("cuda") else 20.0) if seconds is None else seconds,
+            say=lambda text: status.update(Text(text)),
+        )
+    for choice in choices:
+        console.print(_candidates(choice))
+        for tuned in choice.kernels:
+            console.print(_blocks(tuned))
+    if dry_run:
+        console.print("nothing stored")
+        return
+    path = store(choices)
+    said = "nothing to store: no backend could be timed" if path is None else f"stored in {path}"
+    console.print(said, markup=False, soft_wrap=True)
+
+
+def _candidates(choice: Finding) -> Table:
+    """Write a line for each candidate; fastest first, then what was not timed."""
+    title = f"{choice.problem.pattern!r}, {choice.problem.tokens} tokens, {choice.direction}"
+    table = _table(title, "backend", "tiles", "", "milliseconds")
+    chosen = choice.chosen
+    for each, timing in sorted(choice.timings.items(), key=lambda item: item[1].median):
+        tiles = _sides(each.step(choice.branch)[1].tile if BACKENDS[each.backend].tiled else None)
+        blocks = ", measured blocks" if each.blocks else ""
+        table.add_row(each.backend + blocks, tiles, "chosen" if each == chosen else "", f"{timing.median * 1e3:.3g}")
+    for each, reason in choice.reasons.items():
+        table.add_row(each.backend, _sides(each.tile), "", Text(f"not timed: {reason}"))
+    return table
+
+
+def _blocks(tuned: Tuned) -> Table:
+    """Write a line for each choice of blocks of one kernel; fastest first."""
+    key, descent = tuned.key, tuned.descent
+    title = f"triton, {key.kernel}, {key.tile[0]} x {key.tile[1]}, {'partial' if key.masked else 'full'} tiles"
+    names = [field.name for field in dataclasses.fields(descent.start)]
+    table = _table(title, *names, "", "milliseconds")
+    for each, seconds in sorted(descent.seconds.items(), key=lambda item: item[1]):
+        mark = "chosen" if each == tuned.chosen else "usual" if each == descent.start else ""
+        table.add_row(*_cells(dataclasses.astuple(each)), mark, f"{seconds * 1e3:.3g}")
+    for each, reason in descent.reasons.items():
+        table.add_row(*_cells(dataclasses.astuple(each)), "", Text(f"not timed: {reason}"))
+    return table
+
+
+def _sides(tile: tuple[int, int] | None) -> str:
+    return "" if tile is None else f"{tile[0]} x {tile[1]}"
+
+
+def _cells(values: tuple[int, ...]) -> list[str]:
+    return [("yes" if value else "") if isinstance(value, bool) else str(value) for value in values]
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(*columns, box=None, pad_edge=False, title_justify="left")
+    table.title = Text(title)
+    return table
+
+
 register(app)

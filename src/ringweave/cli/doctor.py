@@ -81,7 +81,7 @@ def _text(value: object) -> str:
 
 
 def diagnose() -> dict[str, dict[str, Any]]:
-    """The findings, as plain values by section.
+    """Find what is here, as plain values by section.
 
     Example:
         >>> from ringweave.cli.doctor import diagnose
@@ -110,7 +110,7 @@ def diagnose() -> dict[str, dict[str, Any]]:
 
 
 def _kernel() -> dict[str, str]:
-    """The instruction sets of the CPU kernel: in use, and all that this machine can run; or why it is absent."""
+    """Name the CPU kernel's instruction sets, in use and all that this machine can run; or why it is absent."""
     native = cpu.module()
     if native is None:
         return {"in use": _why_absent()}
@@ -122,20 +122,20 @@ def _kernel() -> dict[str, str]:
 
 
 def _store() -> dict[str, str | int]:
-    """Where ``ringweave tune`` keeps what it found, and how much: answers, those with tiles, kernels with blocks."""
+    """Say where ``ringweave tune`` keeps what it found, and how much: answers, some with tiles, kernels with blocks."""
     path = tuning.store()
     if path is None:
         return {"file": "none: platformdirs is not installed, and RINGWEAVE_CACHE names no folder"}
     tuning.refresh()
     answers = [answer for each in tuning.answers().values() for answer in each.values()]
-    found: dict[str, str | int] = {"file": str(path), "answers": len(answers)}
+    facts: dict[str, str | int] = {"file": str(path), "answers": len(answers)}
     tiles = Counter(answer.tile for answer in answers if answer.tile is not None)
     if tiles:
-        found["tiles"] = ", ".join(f"{q} x {k} ({count})" for (q, k), count in sorted(tiles.items()))
-    kernels = Counter(kind.kernel for kind in tuning.blocks())
+        facts["tiles"] = ", ".join(f"{q} x {k} ({count})" for (q, k), count in sorted(tiles.items()))
+    kernels = Counter(key.kernel for key in tuning.configs())
     if kernels:
-        found["blocks"] = ", ".join(f"{kernel} ({count})" for kernel, count in sorted(kernels.items()))
-    return found
+        facts["blocks"] = ", ".join(f"{kernel} ({count})" for kernel, count in sorted(kernels.items()))
+    return facts
 
 
 def _why_absent() -> str:
@@ -150,13 +150,13 @@ def _why_absent() -> str:
 
 
 def _devices() -> dict[str, str]:
-    found = {"cpu": f"{os.cpu_count()} processors"}
+    devices = {"cpu": f"{os.cpu_count()} processors"}
     if torch.cuda.is_available():
         cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        found["cuda"] = ", ".join(f"{card.name} ({nbytes(card.total_memory)})" for card in cards)
+        devices["cuda"] = ", ".join(f"{card.name} ({nbytes(card.total_memory)})" for card in cards)
     if torch.backends.mps.is_available():
-        found["mps"] = "available"
-    return found
+        devices["mps"] = "available"
+    return devices
 
 
 def _installed(package: str) -> str | None:
@@ -178,7 +178,7 @@ def _compiler(name: str) -> str | None:
 
 
 def _usable(name: str, device: str) -> str:
-    """``usable``, or what a backend refuses of a dense and of a sparse case on a device."""
+    """Say ``usable``, or what a backend refuses of a dense and of a sparse case on a device."""
     case = Case(1, 1, 1, 256, 256, 64, 64, torch.float32, device, needs_grad=True)
     refused = {}
     for kind, pattern in (("dense", Causal()), ("sparse", SlidingWindow(64))):

@@ -19,7 +19,7 @@ from ..parallel.planning.simulate import Row, simulate
 from ..patterns import parse
 from ..units import nbytes
 from . import terminal
-from .show import PatternText
+from .terminal import PatternText
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 

@@ -9,7 +9,67 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..dropout import Dropout
 from ..plan import Branch
+from ..terms import NAMES, Pairs, Term
+
+#: Everything beyond scale and mask.
+EXTRAS = frozenset({*NAMES, "dropout"})
+
+
+class Scoring(NamedTuple):
+    """What is done to scores and weights besides scale and mask, and where a view's queries and keys stand in the call.
+
+    Attributes:
+        terms: In their order.
+        dropout: None: no weight is dropped.
+        heads: (Hq,) int64, the call's heads that are the view's.
+        rows: (Nq,) int64, places in the call's q.
+        columns: (Nk,) int64, places in the call's k.
+        q_offset: Position of the call's first query.
+        totals: Per term what its table's gradient is added to; None: nothing.
+    """
+
+    terms: tuple[Term, ...]
+    dropout: Dropout | None
+    heads: Tensor
+    rows: Tensor
+    columns: Tensor
+    q_offset: int
+    totals: tuple[Tensor | None, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What a backend has to be able to do."""
+        dropped = {"dropout"} if self.dropout is not None else set()
+        return frozenset(type(term).__name__ for term in self.terms) | dropped
+
+    def pairs(self, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Pairs:
+        """Where pairs of the view stand; what lies past its end, in a last tile, goes on by ones."""
+
+        def place(index: Tensor, places: Tensor) -> Tensor:
+            inside = index.clamp(max=places.numel() - 1)
+            return places[inside] + (index - inside)
+
+        row, column = place(row, self.rows), place(column, self.columns)
+        return Pairs(batch, self.heads[head], row, column, row + self.q_offset, column)
+
+    def apply(self, t: Tensor, at: Pairs) -> list[Tensor]:
+        """The scores after each term. One that is not finite before stays so, whatever a term would make of it."""
+        states = []
+        state = t
+        for term in self.terms:
+            state = term.apply(state, at)
+            states.append(state)
+        if states:
+            states[-1] = torch.where(t.isfinite(), state, t)
+        return states
+
+    def gradient(self, states: list[Tensor], grad: Tensor, at: Pairs) -> Tensor:
+        """The gradient of scaled scores, of that of what the terms made of them."""
+        for term, state, total in zip(reversed(self.terms), reversed(states), reversed(self.totals), strict=True):
+            grad = term.gradient(state, grad, at, total)
+        return grad
 
 
 class Inputs(NamedTuple):
@@ -20,15 +80,17 @@ class Inputs(NamedTuple):
         k: Keys, (B, Hkv, Nk, D).
         v: Values, (B, Hkv, Nk, Dv).
         scale: Factor of the scores.
+        scoring: Terms and dropout, if any.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     scale: float
+    scoring: Scoring | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
-        """The same with each tensor changed."""
+        """Change each tensor alike."""
         return self._replace(q=change(self.q), k=change(self.k), v=change(self.v))
 
 
@@ -46,13 +108,17 @@ class Case:
     dtype: torch.dtype
     device: str
     needs_grad: bool = False
+    #: terms of the scores by name, and "dropout"
+    extras: frozenset[str] = frozenset()
 
     @staticmethod
     def of(inputs: Inputs, needs_grad: bool = False) -> Case:
-        """The case of a call's inputs."""
+        """Describe a call's inputs."""
         q, k, v = inputs[:3]
         batch, heads, nq, head_dim = q.shape
-        return Case(batch, heads, k.shape[1], nq, k.shape[2], head_dim, v.shape[3], q.dtype, q.device.type, needs_grad)
+        sizes = batch, heads, k.shape[1], nq, k.shape[2], head_dim, v.shape[3]
+        extras = frozenset[str]() if inputs.scoring is None else inputs.scoring.names
+        return Case(*sizes, q.dtype, q.device.type, needs_grad, extras)
 
 
 class Forward(Protocol):
@@ -92,7 +158,7 @@ class Backward(Protocol):
 class Delta(Protocol):
     """(dout, out, lse, dlse) to rowsum(dout * out) - dlse, of lse's dtype.
 
-    0 where lse is -inf: a row that attends nothing gives nothing, whatever its queries and slopes hold.
+    0 where lse is -inf: a row that attends nothing gives nothing, whatever its queries and gradients hold.
     """
 
     def __call__(self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
@@ -101,13 +167,33 @@ class Delta(Protocol):
 
 
 def readable(x: Tensor) -> Tensor:
-    """A tensor as kernels read it: neighbouring channels side by side, other strides of any kind; and detached."""
+    """Make a tensor one that kernels read: neighbouring channels side by side, other strides of any kind; detached."""
     x = x.detach()
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def per_query_head(x: Tensor, heads: int) -> Tensor:
+    """Repeat key heads for kernels that know no grouped queries."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def per_key_head(x: Tensor, kv_heads: int) -> Tensor:
+    """Sum gradients over the query heads of each key head."""
+    if x.shape[1] == kv_heads:
+        return x
+    grouped: Tensor = x.unflatten(1, (kv_heads, -1))
+    return grouped.sum(2)
+
+
+def tiled(x: Tensor, tile: int) -> Tensor:
+    """Cut (..., N, C) into (..., tiles, tile, C), padded with zeros."""
+    missing = -x.shape[-2] % tile
+    whole: Tensor = (torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(-2, (-1, tile))
+    return whole
+
+
 def with_sign(inputs: Inputs) -> tuple[Inputs, int]:
-    """Inputs with the scale's sign, or 0, in q and a scale above 0; and the sign, which the gradient of q takes too.
+    """Move the scale's sign, or 0, to q, and leave a scale above 0; the sign, which dq takes too, comes along.
 
     For kernels that find a row's largest score before they scale it, or scale what they have masked with -inf.
     """
@@ -121,7 +207,7 @@ _CHUNK = 2**20
 
 
 def delta_in_chunks(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """By PyTorch, some rows at a time: the widened product of whole tensors would be larger than the gradients."""
+    """Compute delta by PyTorch, some rows at a time: a whole widened product would be larger than the gradients."""
     delta = torch.empty_like(lse)
     rows = max(1, _CHUNK // (out[:, :, 0].numel()))
     for first in range(0, out.shape[2], rows):
@@ -139,7 +225,7 @@ DELTA_CHANNELS = 8
 def delta_as_channels(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dout, q, k, v, out) with further channels, for a dense kernel that computes rowsum(dout * out) itself.
+    """Add channels to (dout, q, k, v, out), for a dense kernel that computes rowsum(dout * out) itself.
 
     That leaves no way in for the gradient of lse. The channels give it: they are zero in q, k and v, one in dout, and
     in out, otherwise zero, they hold the pieces of delta: three, which is enough for a 16-bit type.
@@ -166,7 +252,8 @@ class Backend:
         branched: Whether it takes compiled branches; the reference takes the pattern as it is.
         planned: Whether it computes a plan's tiles; dense kernels need none.
         delta: Computes what backward takes as ``delta``.
-        tried: Whether auto takes it only after a trial on the GPU that is there (see trial.py).
+        checked: Whether auto takes it only after a check on the GPU that is there (see gpu_check.py).
+        extras: Terms of the scores that it computes, by name, and "dropout".
         tiled: Whether its tiles have the sides that a branch asks for; others have sides of their own, or no tiles.
     """
 
@@ -178,5 +265,6 @@ class Backend:
     branched: bool = True
     planned: bool = True
     delta: Delta = delta_in_chunks
-    tried: bool = False
+    checked: bool = False
     tiled: bool = False
+    extras: frozenset[str] = frozenset()

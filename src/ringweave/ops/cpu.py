@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, message
 from ..plan import BlockPlan, Branch
-from .backend import Backend, Case, Inputs, Upstream
-from .overflow import spoil
+from ..terms import ALiBi, Bias, DistanceBias, Softcap, Term
+from .backend import EXTRAS, Backend, Case, Inputs, Scoring, Upstream
+from .overflow import may_overflow, spoil
 
 #: Names a lower instruction set than the best of the machine, for tests and comparisons.
 VARIANT = "RINGWEAVE_CPU_VARIANT"
@@ -22,7 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @functools.cache
 def module() -> ModuleType | None:
-    """The extension module, or None where the package was built without a compiler."""
+    """Import the extension module; None where the package was built without a compiler."""
     try:
         return importlib.import_module("ringweave._cpu")
     except ImportError:
@@ -30,36 +31,39 @@ def module() -> ModuleType | None:
 
 
 def variant() -> str:
-    """The instruction set in use: the best of the machine, or the one that ``RINGWEAVE_CPU_VARIANT`` names.
+    """Name the instruction set in use: the best of the machine, or what ``RINGWEAVE_CPU_VARIANT`` names.
 
     Raises:
         UnsupportedError: The machine cannot run the named one, or there is no kernel.
     """
     native = module()
-    found = [] if native is None else native.variants()
+    variants = [] if native is None else native.variants()
     asked = os.environ.get(VARIANT, "")
-    if not found or (asked and asked not in found):
+    if not variants or (asked and asked not in variants):
         raise UnsupportedError(
-            message(VARIANT, repr(asked), f"one of {', '.join(found) or 'none: there is no kernel'}", "Unset it.")
+            message(VARIANT, repr(asked), f"one of {', '.join(variants) or 'none: there is no kernel'}", "Unset it.")
         )
-    return asked or str(found[0])
+    return asked or str(variants[0])
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One call of the kernel."""
+    """Call the kernel once."""
     native = module()
     assert native is not None
     plan = branch.plan("cpu")
     q, k, v = inputs[:3]
     out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device="cpu")
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
-    if native.forward(q, k, v, out, lse, *_rows(plan), *_rest(plan, inputs.scale)):
+    extras = _extras(inputs.scoring)
+    below = native.forward(q, k, v, out, lse, *_rows(plan), *_rest(plan, inputs.scale), **extras)
+    # a term may hide a score that is out of range, or make one that is not
+    if may_overflow(inputs) if extras else below:
         spoil(out, lse, inputs, branch)
     return out, lse
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """One call of the kernel: dK and dV by columns, dQ summed in a fixed order; the same bits on any thread count."""
+    """Call the kernel once: dK and dV by columns, dQ summed in a fixed order; the same bits on any thread count."""
     native = module()
     assert native is not None
     plan = branch.plan("cpu")
@@ -67,17 +71,86 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device="cpu") for x in (q, k, v))
     rows = (upstream.lse, upstream.delta.float())
     columns = (plan.col_ptr, plan.row, plan.bits_t)
-    native.backward(upstream.dout.to(q.dtype), q, k, v, *rows, dq, dk, dv, *_rows(plan), *columns, *_rest(plan, scale))
+    grads = _grads(inputs.scoring)
+    native.backward(
+        upstream.dout.to(q.dtype), q, k, v, *rows, dq, dk, dv, *_rows(plan), *columns, *_rest(plan, scale),
+        **_extras(inputs.scoring), table_grads=grads,
+    )  # fmt: skip
+    if inputs.scoring is not None:
+        _add(inputs.scoring, grads)
     return dq, dk, dv
 
 
+# what its 32-bit distances hold
+_FARTHEST = 2**29
+_KINDS = {Softcap: "softcap", ALiBi: "alibi", DistanceBias: "distance", Bias: "bias"}
+
+
+def _extras(scoring: Scoring | None) -> dict[str, object]:
+    """Terms and dropout as the kernel takes them."""
+    if scoring is None:
+        return {}
+    heads, dropout = scoring.heads, scoring.dropout
+
+    def term(one: Term) -> tuple[str, float, Tensor | None]:
+        return _KINDS[type(one)], one.cap if isinstance(one, Softcap) else 0.0, _table(one, heads)
+
+    return {
+        "terms": [term(one) for one in scoring.terms],
+        "rows": scoring.rows.int(),
+        "columns": scoring.columns.int(),
+        "q_offset": torch.tensor([scoring.q_offset], dtype=torch.int32, device="cpu"),
+        "heads": heads.int(),
+        "drop": 0 if dropout is None else dropout.threshold,
+        "seed": 0 if dropout is None else dropout.seed,
+    }
+
+
+def _heads_in(term: Term) -> int | None:
+    """The dimension of query heads in a term's table, if it has one."""
+    if isinstance(term, Bias):
+        return 1 if term.table.shape[1] > 1 else None
+    return 0
+
+
+def _table(term: Term, heads: Tensor) -> Tensor | None:
+    """A term's table of some query heads; only one of all pairs is taken in the types of the inputs, as it lies."""
+    if not term.tables:
+        return None
+    table, dim = term.tables[0], _heads_in(term)
+    if dim is not None and table.shape[dim] != heads.numel():
+        table = table.index_select(dim, heads)
+    if isinstance(term, Bias):
+        return table if table.dtype in _DTYPES else table.float()
+    return table.float().contiguous()
+
+
+def _grads(scoring: Scoring | None) -> list[Tensor | None]:
+    """Where the kernel writes the gradients of terms' tables."""
+    grads: list[Tensor | None] = []
+    for term, total in zip(scoring.terms, scoring.totals, strict=True) if scoring is not None else ():
+        table = None if total is None or scoring is None else _table(term, scoring.heads)
+        grads.append(None if table is None else torch.empty(table.shape, dtype=torch.float32, device="cpu"))
+    return grads
+
+
+def _add(scoring: Scoring, grads: list[Tensor | None]) -> None:
+    for term, total, grad in zip(scoring.terms, scoring.totals, grads, strict=True):
+        dim = _heads_in(term)
+        if total is None or grad is None:
+            continue
+        if dim is None or total.shape == grad.shape:
+            total.add_(grad)
+        else:
+            total.index_add_(dim, scoring.heads, grad.to(total.dtype))
+
+
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """In one pass over both tensors."""
+    """Compute delta in one pass over both tensors."""
     native = module()
     assert native is not None
     result = torch.empty(out.shape[:3], dtype=torch.float32, device="cpu")
-    slope = None if dlse is None else dlse.detach()
-    native.delta(dout, out, slope, result, torch.get_num_threads(), variant())
+    native.delta(dout, out, None if dlse is None else dlse.detach(), result, torch.get_num_threads(), variant())
     return result.masked_fill_(torch.isneginf(lse), 0.0)
 
 
@@ -90,13 +163,15 @@ def _rest(plan: BlockPlan, scale: float) -> tuple[object, ...]:
 
 
 def refusal(case: Case, branch: Branch) -> str | None:
-    """CPU tensors of up to 32 bits with head dimensions in steps of 8."""
+    """Refuse all but CPU tensors of up to 32 bits with head dimensions in steps of 8."""
     if case.device != "cpu":
         return f"it runs on CPU tensors, and these are on {case.device}"
     if module() is None:
         return "the native kernel is not there: ringweave was installed without a C++ compiler"
     if case.dtype not in _DTYPES:
         return f"it computes float32, bfloat16 and float16, and got {case.dtype}"
+    if case.extras and branch.rate * (branch.q_offset + branch.nq + branch.nk) > _FARTHEST:
+        return f"it takes terms and dropout at positions below {_FARTHEST}"
     for name, dim in (("D", case.head_dim), ("Dv", case.value_dim)):
         if dim % 8 or dim > 256:
             return f"it needs head dimensions of 8, 16, ... 256, and got {name} = {dim}"
@@ -104,7 +179,7 @@ def refusal(case: Case, branch: Branch) -> str | None:
 
 
 def scratch(case: Case, branch: Branch) -> int:
-    """Per thread a few tiles; backward, sums of dQ for a window, and what 16-bit dK and dV keep between windows."""
+    """Count a few tiles per thread; backward, sums of dQ for a window, and 16-bit dK and dV kept between windows."""
     lanes = 512
     forward_bytes = torch.get_num_threads() * 4 * lanes * (2 * case.head_dim + 2 * case.value_dim + 64)
     if not case.needs_grad:
@@ -121,4 +196,4 @@ def scratch(case: Case, branch: Branch) -> int:
     return forward_bytes + sums + kept
 
 
-BACKEND = Backend("cpu", forward, backward, refusal, scratch, delta=delta, tiled=True)
+BACKEND = Backend("cpu", forward, backward, refusal, scratch, delta=delta, tiled=True, extras=EXTRAS)

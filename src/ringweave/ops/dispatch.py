@@ -17,8 +17,7 @@ from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
 from ..types import acc_dtype
-from . import cpu, flash, flex, forks, gather, reference, sdpa, triton, tuning
-from . import gpu_check as trial
+from . import cpu, flash, flex, forks, gather, gpu_check, reference, sdpa, triton, tuning
 from .backend import Backend, Case, Inputs, Upstream, delta_in_chunks, readable
 from .head_views import Heads
 
@@ -35,12 +34,12 @@ _DENSE_TILES = 2**23
 
 
 def names() -> tuple[str, ...]:
-    """What ``backend=`` takes."""
+    """List what ``backend=`` takes."""
     return ("auto", *BACKENDS)
 
 
 def choose(name: str, case: Case, branch: Branch) -> Backend:
-    """The backend for one branch.
+    """Choose the backend for one branch.
 
     Raises:
         UnsupportedError: An unknown name, or a named backend that cannot run the branch, with the reason.
@@ -49,7 +48,7 @@ def choose(name: str, case: Case, branch: Branch) -> Backend:
 
 
 def step(name: str, case: Case, branch: Branch) -> tuple[Branch, Backend]:
-    """One branch with its backend, as :func:`choose`; auto may give it the tiles that were measured to suit both."""
+    """Choose one branch's backend, as :func:`choose`; auto may give it the tiles that were measured to suit both."""
     if name == "auto":
         usual = (backend for backend, reason in candidates(case, branch) if reason is None)
         return measured(case, branch) or (branch, next(usual))
@@ -65,8 +64,9 @@ def step(name: str, case: Case, branch: Branch) -> tuple[Branch, Backend]:
 
 
 def measured(case: Case, branch: Branch) -> tuple[Branch, Backend] | None:
-    """What ``ringweave tune`` found fastest for this kind of call here, if it did and that backend can run it."""
-    answer = tuning.lookup(case, branch)
+    """Look up what ``ringweave tune`` found fastest for this kind of call here, if that backend can run it."""
+    # what was measured was without terms
+    answer = None if case.extras else tuning.lookup(case, branch)
     backend = None if answer is None else BACKENDS.get(answer.backend)
     if answer is None or backend is None or not backend.branched or refusal(backend, case, branch) is not None:
         return None
@@ -77,7 +77,7 @@ def measured(case: Case, branch: Branch) -> tuple[Branch, Backend] | None:
 
 
 def candidates(case: Case, branch: Branch) -> Iterator[tuple[Backend, str | None]]:
-    """What auto considers where nothing was measured, in order, each with why it does not take it (None: it does)."""
+    """List what auto considers where nothing was measured, in order, with why it does not take it (None: it does)."""
     ordered = list(PREFERENCE)
     if branch.structure != "sparse" and branch.nq * branch.nk > _DENSE_TILES * 128**2:
         ordered.sort(key=lambda name: BACKENDS[name].planned)
@@ -86,37 +86,39 @@ def candidates(case: Case, branch: Branch) -> Iterator[tuple[Backend, str | None
 
 
 def refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
-    """Why a backend cannot run a branch of a case; None where it can."""
+    """Say why a backend cannot run a branch of a case; None where it can."""
     if case.needs_grad and backend.backward is None:
         return "it is forward-only, and an input requires gradients (detach the inputs, or use torch.no_grad)"
+    if not case.extras <= backend.extras:
+        return f"it computes no {' and no '.join(sorted(case.extras - backend.extras))}"
     return backend.refusal(case, branch)
 
 
 def _why_not(backend: Backend, case: Case, branch: Branch) -> str | None:
-    """Why auto does not take a backend by itself; None where it may."""
-    if backend.tried and not backend.planned and branch.structure == "sparse" and case.device != "cpu":
+    """Say why auto does not take a backend by itself; None where it may."""
+    if backend.checked and not backend.planned and branch.structure == "sparse" and case.device != "cpu":
         return "auto gives it sparse patterns only where ringweave tune found it fastest"
     reason = refusal(backend, case, branch)
-    if reason is not None or not backend.tried:
+    if reason is not None or not backend.checked:
         return reason
     # Triton's interpreter is for tests
-    return "on a CPU it is used only when named" if case.device == "cpu" else trial.reason(backend, case, branch)
+    return "on a CPU it is used only when named" if case.device == "cpu" else gpu_check.reason(backend, case, branch)
 
 
 def program(pattern: Pattern, case: Case, q_offset: int, backend: str) -> list[tuple[Branch, Backend]]:
-    """The branches of a call, each with its backend; auto may give them other tiles.
+    """Split a call into branches, each with its backend; auto may give them other tiles.
 
     A named backend keeps the tiles that length and pattern suggest: the bits of what was named depend on no store.
     """
     if backend in BACKENDS and not BACKENDS[backend].branched:
-        whole = Branch(pattern, (0, case.heads, 1), 1, 0, 0, case.nq, case.nk, q_offset, case.batch)
+        whole = Branch.whole(pattern, case.nq, case.nk, heads=case.heads, batch=case.batch, q_offset=q_offset)
         return [(whole, choose(backend, case, whole))]
     split = branches(pattern, case.nq, case.nk, heads=case.heads, batch=case.batch, q_offset=q_offset)
     return [step(backend, case, branch) for branch in split]
 
 
 def run_forward(inputs: Inputs, pattern: Pattern, q_offset: int, backend: str) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a pattern; out in q's dtype."""
+    """Compute (out, lse) of a pattern; out in q's dtype."""
     forks.check(inputs.q.device)
     inputs = inputs.map(readable)
     q, _, v = inputs[:3]
@@ -145,7 +147,7 @@ def run_backward(
     q_offset: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of a pattern, in the inputs' dtype."""
+    """Compute (dq, dk, dv) of a pattern, in the inputs' dtype."""
     forks.check(inputs.q.device)
     dout, inputs = readable(dout), inputs.map(readable)
     case = Case.of(inputs, needs_grad=True)
@@ -184,7 +186,11 @@ class _View:
         self.keys = slice(branch.k_first, None, branch.rate)
 
     def of(self, inputs: Inputs) -> Inputs:
-        return inputs._replace(q=self.of_q(inputs.q), k=self.of_k(inputs.k), v=self.of_k(inputs.v))
+        scoring = inputs.scoring
+        if scoring is not None:
+            heads, rows, columns = scoring.heads[self.heads.queries], scoring.rows, scoring.columns
+            scoring = scoring._replace(heads=heads, rows=rows[self.queries], columns=columns[self.keys])
+        return Inputs(self.of_q(inputs.q), self.of_k(inputs.k), self.of_k(inputs.v), inputs.scale, scoring)
 
     def of_q(self, x: Tensor) -> Tensor:
         return x[:, self.heads.queries, self.queries]
@@ -199,7 +205,7 @@ class _View:
 
 
 def describe(steps: Sequence[tuple[Branch, Backend]]) -> list[tuple[int, str]]:
-    """Backends by number of branches, for people: [(branches, backend), ...] in order of first use."""
+    """Count branches by backend, for people: [(branches, backend), ...] in order of first use."""
     counts: dict[str, int] = {}
     for _, backend in steps:
         counts[backend.name] = counts.get(backend.name, 0) + 1

@@ -21,7 +21,17 @@ import torch
 from torch import Tensor
 
 from ..plan import BlockPlan, Branch
-from .backend import DELTA_CHANNELS, Backend, Case, Inputs, Upstream, delta_as_channels, with_sign
+from .backend import (
+    DELTA_CHANNELS,
+    Backend,
+    Case,
+    Inputs,
+    Upstream,
+    delta_as_channels,
+    per_key_head,
+    per_query_head,
+    with_sign,
+)  # fmt: skip
 
 _HALVES = (torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
@@ -32,14 +42,14 @@ SPARSE_TILES = {9: (128, 128), 10: (256, 128)}
 
 
 def order(major: int, hip: bool) -> tuple[str, ...]:
-    """PyTorch's fused kernels for a device, best first, by its major compute capability."""
+    """List PyTorch's fused kernels for a device, best first, by its major compute capability."""
     if hip or major == 8:
         return ("flash", "efficient")
     return ("cudnn", "flash", "efficient") if major >= 9 else ("efficient",)
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
-    """The first kernel of the device's order that PyTorch says can run the inputs."""
+    """Give the first kernel of the device's order that PyTorch says can run the inputs."""
     from torch.backends.cuda import (
         SDPAParams,
         can_use_cudnn_attention,
@@ -58,7 +68,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
     for name in order(torch.cuda.get_device_capability(q.device)[0], torch.version.hip is not None):
         if name == "efficient":
             # it knows no grouped queries: keys are repeated for it
-            keys, values = (_per_query_head(x, q.shape[1]) for x in (k, v))
+            keys, values = (per_query_head(x, q.shape[1]) for x in (k, v))
             if able[name](SDPAParams(q, keys, values, None, 0.0, causal, False)):
                 return name
         elif square and able[name](SDPAParams(q, k, v, None, 0.0, causal, grouped)):
@@ -67,18 +77,14 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
     return "efficient"
 
 
-def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
 def dense_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, kernel: str) -> tuple[Tensor, Tensor]:
-    """(out, lse) of one of PyTorch's fused kernels; lse in float32, (B, Hq, Nq), whatever the kernel's own shape."""
+    """Compute (out, lse) by one of PyTorch's kernels; lse in float32, (B, Hq, Nq), whatever the kernel's own shape."""
     if kernel == "flash":
         out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
     elif kernel == "cudnn":
         out, lse = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
     else:
-        k, v = (_per_query_head(x, q.shape[1]) for x in (k, v))
+        k, v = (per_query_head(x, q.shape[1]) for x in (k, v))
         out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
     return out, lse.reshape(*q.shape[:2], -1)[:, :, : q.shape[2]]
 
@@ -86,7 +92,7 @@ def dense_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, k
 def dense_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, kernel: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of one of PyTorch's fused kernels; any of them takes the lse of any other."""
+    """Compute (dq, dk, dv) by one of PyTorch's fused kernels; any of them takes the lse of any other."""
     nq, nk = q.shape[2], k.shape[2]
     if kernel == "flash":
         # without dropout nothing reads it
@@ -103,17 +109,15 @@ def dense_backward(
         # rows that are not there weigh exp(-inf)
         lse = torch.nn.functional.pad(lse, (0, -nq % _LSE_ROWS), value=torch.inf)
     heads, kv_heads = q.shape[1], k.shape[1]
-    k, v = (_per_query_head(x, heads) for x in (k, v))
+    k, v = (per_query_head(x, heads) for x in (k, v))
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
         dout, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
     )
-    if kv_heads != heads:
-        dk, dv = (x.unflatten(1, (kv_heads, heads // kv_heads)).sum(2) for x in (dk, dv))
-    return dq, dk, dv
+    return dq, per_key_head(dk, kv_heads), per_key_head(dv, kv_heads)
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One fused kernel."""
+    """Call one fused kernel."""
     inputs, _ = with_sign(inputs)
     if branch.structure == "sparse":
         out, lse = _sparse_forward(inputs, branch)
@@ -125,25 +129,25 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernel's own backward; where delta is not rowsum(dout * out), it goes in beside it."""
+    """Call the kernel's own backward; where delta is not rowsum(dout * out), it goes in beside it."""
     inputs, sign = with_sign(inputs)
     q, k, v, scale = inputs[:4]
-    slopes = upstream.dout.to(q.dtype)
+    dout = upstream.dout.to(q.dtype)
     lse, delta, out, dim = upstream.lse.contiguous(), upstream.delta, upstream.out, q.shape[3]
     if branch.structure == "sparse":
-        grads = _sparse_backward(slopes, inputs, out, lse, delta, branch)
+        grads = _sparse_backward(dout, inputs, out, lse, delta, branch)
     else:
         causal = branch.structure == "causal"
         if out is None:
-            slopes, q, k, v, out = delta_as_channels(slopes, q, k, v, delta)
-        grads = dense_backward(slopes, q, k, v, out, lse, causal, scale, _kernel(q, k, v, causal))
+            dout, q, k, v, out = delta_as_channels(dout, q, k, v, delta)
+        grads = dense_backward(dout, q, k, v, out, lse, causal, scale, _kernel(q, k, v, causal))
     dq, dk, dv = (x[..., :dim].to(dtype).contiguous() for x in grads)
     return dq if sign > 0 else dq * sign, dk, dv
 
 
 @functools.cache
 def installed() -> bool:
-    """Whether flash-attn-4 is there; it is not imported."""
+    """Tell whether flash-attn-4 is there; it is not imported."""
     try:
         return importlib.util.find_spec("flash_attn.cute") is not None
     except ImportError:  # no flash_attn, or one of an older generation that does not load
@@ -152,23 +156,23 @@ def installed() -> bool:
 
 @functools.cache
 def _cute() -> ModuleType | str:
-    """flash-attn-4's interface, or why it cannot be used."""
+    """Import flash-attn-4's interface, or say why it cannot be used."""
     try:
-        found = importlib.import_module("flash_attn.cute.interface")
+        interface = importlib.import_module("flash_attn.cute.interface")
     except ImportError as error:
         return f"flash-attn-4 does not load ({error})"
     for name, wanted in (("flash_attn_func", "block_sparse_tensors"), ("_flash_attn_bwd", "dlse")):
-        function = getattr(found, name, None)
+        function = getattr(interface, name, None)
         if function is None or wanted not in inspect.signature(function).parameters:
             return f"this version of flash-attn-4 has no {name} with {wanted}: 4.0.0b36 does"
-    return found
+    return interface
 
 
 _lists: weakref.WeakKeyDictionary[BlockPlan, tuple[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def _blocks(plan: BlockPlan) -> tuple[Any, Any]:
-    """flash-attn-4's lists of a plan, by rows and by columns, made at first use and kept as long as the plan."""
+    """Make flash-attn-4's lists of a plan, by rows and by columns, at first use; they are kept as long as the plan."""
     if plan not in _lists:
         sparsity = importlib.import_module("flash_attn.cute.block_sparsity")
         _lists[plan] = tuple(
@@ -185,7 +189,7 @@ def _blocks(plan: BlockPlan) -> tuple[Any, Any]:
 
 
 def padded_lists(plan: BlockPlan, side: str) -> tuple[Tensor, Tensor]:
-    """A plan's lists as (counts, indices): (B, Hq, lines) and (B, Hq, lines, longest), int32, zeros past the counts."""
+    """Pad a plan's lists: counts (B, Hq, lines), indices (B, Hq, lines, longest), int32, zeros past the counts."""
     ptr, tiles = (plan.row_ptr, plan.col) if side == "rows" else (plan.col_ptr, plan.row)
     counts = ptr.diff(dim=1)
     place = torch.arange(max(1, int(counts.max())), device=plan.device)
@@ -211,10 +215,10 @@ def _sparse_backward(
     """It subtracts dlse from rowsum(dout * out): with no out there, -delta goes in as dlse."""
     q, k, v, scale = inputs[:4]
     _, columns = _blocks(_plan(branch, q.device))
-    slope = None if out is not None else -delta.contiguous()
+    dlse = None if out is not None else -delta.contiguous()
     by_token = [x.transpose(1, 2) for x in (q, k, v, torch.zeros_like(dout) if out is None else out, dout)]
     interface: Any = _cute()
-    grads = interface._flash_attn_bwd(*by_token, lse, scale, block_sparse_tensors=columns, dlse=slope)
+    grads = interface._flash_attn_bwd(*by_token, lse, scale, block_sparse_tensors=columns, dlse=dlse)
     return tuple(x.transpose(1, 2) for x in grads[:3])
 
 
@@ -223,7 +227,7 @@ def _plan(branch: Branch, device: torch.device | str) -> BlockPlan:
 
 
 def refusal(case: Case, branch: Branch) -> str | None:
-    """CUDA tensors with Dv == D in steps of 8; sparse ones as flash-attn-4 takes them."""
+    """Refuse all but CUDA tensors with Dv == D in steps of 8; sparse patterns but as flash-attn-4 takes them."""
     if case.device != "cuda":
         return f"it calls kernels for CUDA tensors, and these are on {case.device}"
     if case.dtype not in (*_HALVES, torch.float32):
@@ -251,12 +255,12 @@ def _sparse_refusal(case: Case, branch: Branch) -> str | None:
         return f"flash-attn-4 takes whole blocks of {tile[0]} x {tile[1]} tokens here"
     if branch.plan(f"cuda:{torch.cuda.current_device()}", tile=tile).masks.shape[0]:
         return f"the pattern has partial tiles of {tile[0]} x {tile[1]}, and flash-attn-4 gets full ones here"
-    found = _cute()
-    return found if isinstance(found, str) else None
+    interface = _cute()
+    return interface if isinstance(interface, str) else None
 
 
 def scratch(case: Case, branch: Branch) -> int:
-    """Backward of the kernels sums dQ in float32; where delta goes in as channels, the inputs once more."""
+    """Count dQ in float32, which the kernels sum; where delta goes in as channels, the inputs once more."""
     if not case.needs_grad:
         return 0
     size = case.dtype.itemsize
@@ -265,4 +269,4 @@ def scratch(case: Case, branch: Branch) -> int:
     return rows * width * 4 + 3 * rows * width * size + 4 * keys * width * size
 
 
-BACKEND = Backend("flash", forward, backward, refusal, scratch, planned=False, tried=True)
+BACKEND = Backend("flash", forward, backward, refusal, scratch, planned=False, checked=True)

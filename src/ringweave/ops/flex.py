@@ -32,7 +32,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Any, float, bool], tuple[Tensor, Tens
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float, grouped: bool) -> tuple[Tensor, Tensor]:
-    """What is compiled: (out, lse), lse in natural logarithms."""
+    """Compute (out, lse), lse in natural logarithms: what is compiled."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     out, further = flex_attention(
@@ -44,7 +44,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float, grou
 
 @functools.lru_cache(maxsize=_KINDS)
 def compiled(kind: tuple[object, ...]) -> Attend:
-    """The compiled function of a kind.
+    """Compile the function of a kind.
 
     The compiler keeps what it compiled with the code, and gives up beyond some variants of one: so every kind gets a
     copy of the code, and what is forgotten here is freed there.
@@ -58,16 +58,16 @@ _masks: weakref.WeakKeyDictionary[BlockPlan, Any] = weakref.WeakKeyDictionary()
 
 
 def _mask(branch: Branch, device: torch.device) -> Any:
-    """The branch as a BlockMask, kept as long as its plan."""
+    """Make the branch a BlockMask, which is kept as long as its plan."""
     plan = branch.plan(device, tile=_TILE)
-    found = _masks.get(plan)
-    if found is None:
-        found = _masks[plan] = plan.to_block_mask()
-    return found
+    mask = _masks.get(plan)
+    if mask is None:
+        mask = _masks[plan] = plan.to_block_mask()
+    return mask
 
 
 def _part(inputs: Inputs, branch: Branch) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a branch, as FlexAttention gives them."""
+    """Compute (out, lse) of a branch, as FlexAttention gives them."""
     q, k, v, scale = inputs[:4]
     grouped = q.shape[1] != k.shape[1]
     mask = _mask(branch, q.device)
@@ -78,18 +78,18 @@ def _part(inputs: Inputs, branch: Branch) -> tuple[Tensor, Tensor]:
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One call of FlexAttention; views are copied, so that strides do not multiply what is compiled."""
+    """Call FlexAttention once; views are copied, so that strides do not multiply what is compiled."""
     out, lse = _part(inputs.map(lambda x: x.detach().contiguous()), branch)
     empty = torch.isneginf(lse)
     return out.masked_fill(empty[..., None], 0.0).to(dtype).contiguous(), lse.float().contiguous()
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The forward once more, and its gradients by autograd.
+    """Compute the forward once more, and its gradients by autograd.
 
     With P the branch's own weights and w = exp(its lse - the whole lse), the whole's weights are w P, and the branch's
     share of the score gradients is w P (dP - delta). Autograd computes P (dout' v - rowsum(dout' * out) + dlse') from
-    slopes dout' = w dout and dlse' = rowsum(dout' * out) - w delta: the same.
+    dout' = w dout and dlse' = rowsum(dout' * out) - w delta: the same.
     """
     dout, lse, delta, _ = upstream
     with _autograd():
@@ -98,17 +98,17 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     with torch.no_grad():
         empty = torch.isneginf(part_lse) | torch.isneginf(lse)
         weight = (part_lse - lse).exp().masked_fill(empty, 0.0)
-        slopes = (dout.float() * weight[..., None]).masked_fill(empty[..., None], 0.0).to(inputs.q.dtype)
-        mean = (slopes.float() * part.float()).sum(-1)
-        lse_slopes = (mean - weight * delta).masked_fill(empty, 0.0)
+        part_dout = (dout.float() * weight[..., None]).masked_fill(empty[..., None], 0.0).to(inputs.q.dtype)
+        mean = (part_dout.float() * part.float()).sum(-1)
+        part_dlse = (mean - weight * delta).masked_fill(empty, 0.0)
     with _autograd():
-        dq, dk, dv = torch.autograd.grad((part, part_lse), leaves[:3], (slopes, lse_slopes.to(part_lse.dtype)))
+        dq, dk, dv = torch.autograd.grad((part, part_lse), leaves[:3], (part_dout, part_dlse.to(part_lse.dtype)))
     return dq.to(dtype).contiguous(), dk.to(dtype).contiguous(), dv.to(dtype).contiguous()
 
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Autograd inside an operator, which runs below it: the keys that were taken out are put back."""
+    """Allow autograd inside an operator, which runs below it: the keys that were taken out are put back."""
     core: Any = torch._C
     excluded = core._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
@@ -118,13 +118,13 @@ def _autograd() -> Iterator[None]:
 
 
 def _mask_bytes(case: Case, branch: Branch) -> int:
-    """Of a BlockMask: lists of partial and full tiles by rows and by columns, and the table that its mask reads."""
+    """Count a BlockMask's bytes: lists of partial and full tiles by rows and columns, and the table of its mask."""
     tiles = -(-branch.nq // _TILE) * -(-branch.nk // _TILE)
     return 5 * 4 * tiles * case.batch * branch.head_count
 
 
 def refusal(case: Case, branch: Branch) -> str | None:
-    """CUDA tensors of up to 32 bits with head dimensions from 16, of lengths whose tiles fit a dense table."""
+    """Refuse all but CUDA tensors of up to 32 bits, head dimensions from 16, and tiles that fit a dense table."""
     if case.device == "cpu":
         return "FlexAttention compiled for a CPU gives no lse and has no backward"
     if case.device != "cuda":
@@ -141,7 +141,7 @@ def refusal(case: Case, branch: Branch) -> str | None:
 
 
 def scratch(case: Case, branch: Branch) -> int:
-    """The BlockMask; views copied once; backward, the forward's results."""
+    """Count the BlockMask; views copied once; backward, the forward's results."""
     size = case.dtype.itemsize
     keys = case.batch * case.kv_heads * branch.nk * (case.head_dim + case.value_dim)
     rows = case.batch * branch.head_count * branch.nq

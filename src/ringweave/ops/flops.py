@@ -29,7 +29,7 @@ def _pairs(case: Case, tables: Sequence[Tensor], spec: str, q_offset: int, backe
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *call: Any, **_: Any) -> int:
-    tables, spec, scale, q_offset, backend = call
+    tables, spec, scale, q_offset, backend = call[:5]
     case = Case.of(Inputs(q, k, v, scale))
     return _FORWARD * (case.head_dim + case.value_dim) * _pairs(case, tables, spec, q_offset, backend)
 

@@ -9,15 +9,16 @@ Products are in float32 (float64 for float64 inputs) whatever the storage type.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..merge import merge_into
 from ..plan import BlockPlan, Branch, unpack_masks
+from ..terms import Pairs
 from ..types import acc_dtype
-from .backend import Backend, Case, Inputs, Upstream
+from .backend import EXTRAS, Backend, Case, Inputs, Upstream, tiled
 from .overflow import may_overflow, spoil
 
 # Bytes of scores computed at a time. Measured: on a CPU the batch should stay in the second-level cache and yet be
@@ -37,6 +38,16 @@ class _Batch:
     mask: Tensor  # (P, q_tile, kv_tile) bool
 
 
+@dataclass
+class _Scored:
+    """The scores of a batch, (R, q_tile, n * kv_tile), and what its terms and dropout are about."""
+
+    scores: Tensor  # -inf where not allowed
+    at: Pairs | None = None
+    states: list[Tensor] = field(default_factory=list)  # after each term, 0 where not allowed
+    kept: Tensor | None = None  # what dropout multiplies weights by
+
+
 class _Layout:
     """Tensors as tiles, and a plan's rows as batches over them."""
 
@@ -45,7 +56,7 @@ class _Layout:
         self.plan = plan
         self.batch, self.heads, self.nq, _ = q.shape
         self.kv_heads, self.nk = k.shape[1], k.shape[2]
-        self.acc = acc_dtype(q.dtype)
+        self.acc, self.scoring = acc_dtype(q.dtype), inputs.scoring
         self.q_tiles, self.k_tiles, self.v_tiles = self.queries(q), self.keys(k), self.keys(v)
         sides = (plan.q_tile, plan.kv_tile)
         self.limit = max(1, _BUDGET.get(q.device.type, _BUDGET_ELSEWHERE) // (sides[0] * sides[1] * 4))
@@ -56,12 +67,12 @@ class _Layout:
         self.bank = torch.cat([unpack_masks(plan.masks, plan.kv_tile), self.tail]) if fits else None
 
     def queries(self, x: Tensor) -> Tensor:
-        """(B, Hq, Nq, C) to (B * Hq * query tiles, q_tile, C), padded with zeros."""
-        return _tiled(x, self.plan.q_tile, self.plan.q_tiles)
+        """Tile (B, Hq, Nq, C) to (B * Hq * query tiles, q_tile, C), padded with zeros."""
+        return tiled(x, self.plan.q_tile).flatten(0, 2)
 
     def keys(self, x: Tensor) -> Tensor:
-        """(B, Hkv, Nk, C) to (B * Hkv * key tiles, kv_tile, C), padded with zeros."""
-        return _tiled(x, self.plan.kv_tile, self.plan.kv_tiles)
+        """Tile (B, Hkv, Nk, C) to (B * Hkv * key tiles, kv_tile, C), padded with zeros."""
+        return tiled(x, self.plan.kv_tile).flatten(0, 2)
 
     def _mask(self, code: Tensor) -> Tensor:
         if self.bank is not None:
@@ -70,7 +81,7 @@ class _Layout:
         return torch.where((code == self.plan.masks.shape[0])[:, None, None], self.tail, masks)
 
     def batches(self) -> Iterator[_Batch]:
-        """All tiles, each once; the pieces of one query tile come in ascending order of keys."""
+        """Batch all tiles, each once; the pieces of one query tile come in ascending order of keys."""
         plan = self.plan
         device = plan.device
         line = torch.arange(self.batch * self.heads * plan.q_tiles, device=device)
@@ -101,22 +112,41 @@ class _Layout:
         return _Batch(line, base + col, (rows, places), self._mask(code[rows, places]))
 
     def gathered(self, tiles: Tensor, batch: _Batch, only_attended: bool) -> Tensor:
-        """Key or value tiles side by side, (R, n * kv_tile, C); columns that no query of a tile may attend as zero."""
-        found = tiles[batch.key].to(self.acc)
+        """Gather key or value tiles, (R, n * kv_tile, C); columns that no query of a tile may attend as zero."""
+        gathered = tiles[batch.key].to(self.acc)
         if only_attended and batch.mask.shape[0]:
             dead = ~batch.mask.any(1)
             some = dead.any(1).nonzero()[:, 0]
             if some.numel():
                 rows, places = batch.where[0][some], batch.where[1][some]
-                found[rows, places] = found[rows, places].masked_fill(dead[some, :, None], 0.0)
-        return found.flatten(1, 2)
+                gathered[rows, places] = gathered[rows, places].masked_fill(dead[some, :, None], 0.0)
+        return gathered.flatten(1, 2)
 
-    def scores(self, queries: Tensor, keys: Tensor, batch: _Batch) -> Tensor:
-        """(R, q_tile, n * kv_tile), -inf where not allowed; selected, so a NaN in a masked key goes nowhere."""
-        return self.masked(torch.bmm(queries, keys.mT), batch, -torch.inf)
+    def scored(self, queries: Tensor, keys: Tensor, batch: _Batch) -> _Scored:
+        """The scores of a batch; selected where they are allowed, so that a NaN in a masked key goes nowhere."""
+        scores = torch.bmm(queries, keys.mT)
+        if self.scoring is None:
+            return _Scored(self.masked(scores, batch, -torch.inf))
+        at = self._pairs(batch)
+        states = self.scoring.apply(scores, at)
+        scores = states[-1].clone() if states else scores
+        for state in states:
+            self.masked(state, batch, 0.0)
+        dropout = self.scoring.dropout
+        kept = None if dropout is None else dropout.kept(at).to(self.acc).mul_(dropout.factor)
+        return _Scored(self.masked(scores, batch, -torch.inf), at, states, kept)
+
+    def _pairs(self, batch: _Batch) -> Pairs:
+        assert self.scoring is not None
+        plan, device = self.plan, self.plan.device
+        pair, tile = batch.line // plan.q_tiles, batch.line % plan.q_tiles
+        rows = tile[:, None] * plan.q_tile + torch.arange(plan.q_tile, device=device)
+        columns = (batch.key % plan.kv_tiles)[..., None] * plan.kv_tile + torch.arange(plan.kv_tile, device=device)
+        of_batch, head = (x[:, None, None] for x in (pair // self.heads, pair % self.heads))
+        return self.scoring.pairs(of_batch, head, rows[:, :, None], columns.flatten(1)[:, None])
 
     def masked(self, x: Tensor, batch: _Batch, value: float) -> Tensor:
-        """(R, q_tile, n * kv_tile) with a value where nothing is allowed, in place."""
+        """Fill (R, q_tile, n * kv_tile) with a value where nothing is allowed, in place."""
         if batch.mask.shape[0]:
             by_tile = x.unflatten(2, (-1, self.plan.kv_tile)).transpose(1, 2)
             by_tile[batch.where] = by_tile[batch.where].masked_fill(~batch.mask, value)
@@ -124,7 +154,7 @@ class _Layout:
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Attention over a plan, batch by batch of equally long rows."""
+    """Compute attention over a plan, batch by batch of equally long rows."""
     q, _, v, scale = inputs[:4]
     plan = branch.plan(q.device)
     layout = _Layout(inputs, plan)
@@ -133,11 +163,14 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
     pieced = int(plan.row_ptr.diff(dim=1).max()) > layout.limit
     for batch in layout.batches():
         queries = layout.q_tiles[batch.line].to(layout.acc).mul_(scale)
-        scores = layout.scores(queries, layout.gathered(layout.k_tiles, batch, False), batch)
+        scored = layout.scored(queries, layout.gathered(layout.k_tiles, batch, False), batch)
+        scores = scored.scores
         top = scores.amax(-1, keepdim=True)
         top.masked_fill_(torch.isneginf(top), 0.0)
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
+        if scored.kept is not None:
+            weights.mul_(scored.kept)
         part = torch.bmm(weights, layout.gathered(layout.v_tiles, batch, True))
         part.div_(total.masked_fill(total == 0, 1.0))
         part_lse = torch.where(torch.isposinf(top), top, top + total.log())[..., 0]
@@ -156,7 +189,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients over a plan: scores are recomputed, dK and dV are added per key tile."""
+    """Compute gradients over a plan: scores are recomputed, dK and dV are added per key tile."""
     dout, lse, delta, _ = upstream
     dead = torch.isneginf(lse)
     if bool(dead.any()):
@@ -167,26 +200,33 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     layout = _Layout(inputs, branch.plan(device))
     # a row of NaN: where it attends nothing, nothing of it
     broken = bool(lse.isnan().any())
-    out_slopes = layout.queries(dout)
+    dout_tiles = layout.queries(dout)
     row_lse, row_delta = (layout.queries(x[..., None].to(layout.acc)) for x in (lse, delta))
     dq = torch.zeros(layout.q_tiles.shape, dtype=layout.acc, device=device)
     dk = torch.zeros(layout.k_tiles.shape, dtype=layout.acc, device=device)
     dv = torch.zeros(layout.v_tiles.shape, dtype=layout.acc, device=device)
     for batch in layout.batches():
         queries = layout.q_tiles[batch.line].to(layout.acc).mul_(scale)
-        slopes = out_slopes[batch.line].to(layout.acc)
+        row_dout = dout_tiles[batch.line].to(layout.acc)
         keys = layout.gathered(layout.k_tiles, batch, True)
-        weights = layout.scores(queries, keys, batch).sub_(row_lse[batch.line]).exp_()
+        scored = layout.scored(queries, keys, batch)
+        weights = scored.scores.sub_(row_lse[batch.line]).exp_()
         if broken:
             layout.masked(weights, batch, 0.0)
         where = batch.key.reshape(-1)
-        dv.index_add_(0, where, torch.bmm(weights.mT, slopes).view(-1, *dv.shape[1:]))
-        score_slopes = torch.bmm(slopes, layout.gathered(layout.v_tiles, batch, True).mT)
-        score_slopes.sub_(row_delta[batch.line]).mul_(weights)
+        kept = weights if scored.kept is None else weights * scored.kept
+        dv.index_add_(0, where, torch.bmm(kept.mT, row_dout).view(-1, *dv.shape[1:]))
+        score_grads = torch.bmm(row_dout, layout.gathered(layout.v_tiles, batch, True).mT)
+        if scored.kept is not None:
+            score_grads.mul_(scored.kept)
+        score_grads.sub_(row_delta[batch.line]).mul_(weights)
         if broken:
-            layout.masked(score_slopes, batch, 0.0)
-        dq[batch.line] += torch.bmm(score_slopes, keys).mul_(scale)
-        dk.index_add_(0, where, torch.bmm(score_slopes.mT, queries).view(-1, *dk.shape[1:]))
+            layout.masked(score_grads, batch, 0.0)
+        if layout.scoring is not None:
+            assert scored.at is not None
+            score_grads = layout.scoring.gradient(scored.states, score_grads, scored.at)
+        dq[batch.line] += torch.bmm(score_grads, keys).mul_(scale)
+        dk.index_add_(0, where, torch.bmm(score_grads.mT, queries).view(-1, *dk.shape[1:]))
 
     def joined(tiles: Tensor, heads: int, length: int) -> Tensor:
         return tiles.view(layout.batch, heads, -1, tiles.shape[2])[:, :, :length].to(dtype).contiguous()
@@ -198,20 +238,13 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     )
 
 
-def _tiled(x: Tensor, tile: int, tiles: int) -> Tensor:
-    missing = tiles * tile - x.shape[2]
-    if missing:
-        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
-    return x.reshape(-1, tile, x.shape[3])
-
-
 def refusal(case: Case, branch: Branch) -> str | None:
     """The gather backend runs every case."""
     return None
 
 
 def scratch(case: Case, branch: Branch) -> int:
-    """Scores of a batch, the keys and values gathered beside them, and the outputs as tiles."""
+    """Count scores of a batch, the keys and values gathered beside them, and the outputs as tiles."""
     plan = branch.plan()
     size = acc_dtype(case.dtype).itemsize
     tiles = max(1, _BUDGET.get(case.device, _BUDGET_ELSEWHERE) // (plan.q_tile * plan.kv_tile * 4))
@@ -220,4 +253,4 @@ def scratch(case: Case, branch: Branch) -> int:
     return batch + lines * (case.value_dim + 1) * size
 
 
-BACKEND = Backend("gather", forward, backward, refusal, scratch, tiled=True)
+BACKEND = Backend("gather", forward, backward, refusal, scratch, tiled=True, extras=EXTRAS)

@@ -1,4 +1,4 @@
-"""A kernel's trial on the GPU that is here: auto takes a kernel for GPUs once it has computed a small case right on it.
+"""A kernel's check on the GPU that is here: auto takes a kernel for GPUs once it has computed a small case right on it.
 
 One source is compiled for GPUs of many generations, by compilers of many versions, and no test machine has them all.
 So the first time that auto would give a GPU kernel work of some type, head dimensions and structure, the kernel first
@@ -9,8 +9,8 @@ costs anyway. It is no proof of every size: tests are for that. A kernel that is
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,70 +33,61 @@ _PATTERNS: dict[str, Pattern] = {
 _log = logging.getLogger("ringweave")
 
 
-class Kind(NamedTuple):
-    """What a trial stands for."""
-
-    device: str
-    dtype: torch.dtype
-    head_dim: int
-    value_dim: int
-    structure: str
-    needs_grad: bool
-
-
-_verdicts: dict[tuple[str, Kind], str | None] = {}
+# by backend, what it computed, and its structure
+_verdicts: dict[tuple[str, Case, str], str | None] = {}
 
 
 def reason(backend: Backend, case: Case, branch: Branch) -> str | None:
-    """Why auto should not give a branch to a backend on the current GPU; None where its trial went well.
+    """Say why auto should not give a branch to a backend on the current GPU; None where its check went well.
 
-    None, too, where there is no GPU to try it on.
+    None, too, where there is no GPU to check it on.
     """
     if case.device != "cuda" or not torch.cuda.is_available():
         return None
     device = f"cuda:{torch.cuda.current_device()}"
-    kind = Kind(device, case.dtype, case.head_dim, case.value_dim, branch.structure, case.needs_grad)
-    if (backend.name, kind) not in _verdicts:
+    small = dataclasses.replace(case, batch=1, heads=_HEADS, kv_heads=_KV_HEADS, nq=_TOKENS, nk=_TOKENS, device=device)
+    key = (backend.name, small, branch.structure)
+    if key not in _verdicts:
         if torch.cuda.is_current_stream_capturing():
             return "it has not been tried on this GPU, and nothing can be while a graph is captured: call once before"
-        verdict = _verdicts[backend.name, kind] = attempt(backend, kind)
+        verdict = _verdicts[key] = check(backend, small, branch.structure)
         if verdict is not None:
             _log.warning("auto leaves out the backend %s on %s: %s", backend.name, device, verdict)
-    return _verdicts[backend.name, kind]
+    return _verdicts[key]
 
 
-def attempt(backend: Backend, kind: Kind) -> str | None:
-    """Compute a small case, and say what is wrong with it: None if nothing is."""
-    generator = torch.Generator(kind.device).manual_seed(0)
+def check(backend: Backend, case: Case, structure: str) -> str | None:
+    """Compute a small case of a structure, and say what is wrong with it: None if nothing is."""
+    generator = torch.Generator(case.device).manual_seed(0)
 
-    def drawn(heads: int, dim: int) -> Tensor:
-        x = torch.randn(1, heads, _TOKENS, dim, generator=generator, device=kind.device)
-        return x.to(kind.dtype)
+    def drawn(heads: int, tokens: int, dim: int) -> Tensor:
+        x = torch.randn(case.batch, heads, tokens, dim, generator=generator, device=case.device)
+        return x.to(case.dtype)
 
-    q, k = drawn(_HEADS, kind.head_dim), drawn(_KV_HEADS, kind.head_dim)
-    v, dout = drawn(_KV_HEADS, kind.value_dim), drawn(_HEADS, kind.value_dim)
-    branch = Branch(_PATTERNS[kind.structure], (0, _HEADS, 1), 1, 0, 0, _TOKENS, _TOKENS, 0, 1)
-    inputs = Inputs(q, k, v, kind.head_dim**-0.5)
-    out, lse = reference.forward(inputs, branch, kind.dtype)
+    q, k = drawn(case.heads, case.nq, case.head_dim), drawn(case.kv_heads, case.nk, case.head_dim)
+    v, dout = drawn(case.kv_heads, case.nk, case.value_dim), drawn(case.heads, case.nq, case.value_dim)
+    branch = Branch.whole(_PATTERNS[structure], case.nq, case.nk, heads=case.heads, batch=case.batch)
+    inputs = Inputs(q, k, v, case.head_dim**-0.5)
+    out, lse = reference.forward(inputs, branch, case.dtype)
 
     def results(of: Backend) -> dict[str, Tensor]:
-        if not kind.needs_grad:
-            return dict(zip(("out", "lse"), of.forward(inputs, branch, kind.dtype), strict=True))
+        if not case.needs_grad:
+            return dict(zip(("out", "lse"), of.forward(inputs, branch, case.dtype), strict=True))
         assert of.backward is not None
         upstream = Upstream(dout, lse, of.delta(dout, out, lse, None), out)
-        found = of.backward(upstream, inputs, branch, kind.dtype)
-        return dict(zip(("dq", "dk", "dv"), found, strict=True))
+        grads = of.backward(upstream, inputs, branch, case.dtype)
+        return dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
     exact = results(reference.BACKEND)
     try:
-        found = results(backend)
-        errors = {name: _error(found[name], exact[name]) for name in exact}
+        computed = results(backend)
+        errors = {name: _error(computed[name], exact[name]) for name in exact}
     except (RingweaveError, RuntimeError) as error:
         return f"tried on this GPU, it raises {in_a_line(error)}"
-    wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= _LIMITS[kind.dtype]]
+    wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= _LIMITS[case.dtype]]
     return f"tried on this GPU, it is wrong: {', '.join(wrong)} of its size" if wrong else None
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
+def _error(computed: Tensor, exact: Tensor) -> float:
     exact = exact.double()
-    return float((found.double() - exact).norm() / exact.norm())
+    return float((computed.double() - exact).norm() / exact.norm())

@@ -19,9 +19,9 @@ class Heads:
         repeat: For each query head its place among ``keys``, where key heads serve unequally many; else None.
     """
 
-    def __init__(self, branch: Branch, ratio: int, guests: bool = False):
-        # guests' queries come without the other heads
-        self.queries = slice(None) if guests else slice(*branch.heads)
+    def __init__(self, branch: Branch, ratio: int, remote: bool = False):
+        # remote queries come without the other heads
+        self.queries = slice(None) if remote else slice(*branch.heads)
         of_query = [head // ratio for head in range(*branch.heads)]
         distinct = sorted(set(of_query))
         step = distinct[1] - distinct[0] if len(distinct) > 1 else 1
@@ -32,7 +32,7 @@ class Heads:
         self.repeat = None if grouped else torch.tensor([distinct.index(head) for head in of_query], device="cpu")
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """The distinct key heads of (B, Hkv, ...)."""
+        """Take the distinct key heads of (B, Hkv, ...)."""
         return x[:, self.keys]
 
     def update(self, x: Tensor, change: Callable[[Tensor, Tensor], object], values: Tensor) -> None:
@@ -43,11 +43,11 @@ class Heads:
             x[:, self.keys] = some
 
     def for_kernel(self, x: Tensor) -> Tensor:
-        """Distinct key heads as a kernel takes them: once per query head where they do not group."""
+        """Repeat distinct key heads as a kernel takes them: once per query head where they do not group."""
         return x if self.repeat is None else x.index_select(1, self.repeat.to(x.device))
 
     def from_kernel(self, x: Tensor, distinct: int) -> Tensor:
-        """The inverse of ``for_kernel`` for gradients: summed over the query heads of each key head."""
+        """Undo ``for_kernel`` for gradients: they are summed over the query heads of each key head."""
         if self.repeat is None:
             return x
         total = x.new_zeros(x.shape[0], distinct, *x.shape[2:])

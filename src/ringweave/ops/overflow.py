@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ..plan import Branch, unpack_masks
 from ..types import acc_dtype
-from .backend import Inputs
+from .backend import Inputs, tiled
 
 # scores computed at a time
 _AT_ONCE = 2**22
 
 
 def may_overflow(inputs: Inputs) -> bool:
-    """Whether a score may be out of range, by the largest elements; True where one is not finite."""
+    """Tell whether a score may be out of range, by the largest elements; True where one is not finite."""
     q, k = inputs[:2]
     most = torch.finfo(acc_dtype(q.dtype)).max
     largest = (max(-float(low), float(high)) for low, high in (torch.aminmax(x) for x in (q, k)))
@@ -43,8 +43,8 @@ def spoil(out: Tensor, lse: Tensor, inputs: Inputs, branch: Branch) -> None:
     bank = torch.cat([unpack_masks(plan.masks, plan.kv_tile), whole])
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
-            queries, keys = _tiled(q[b, h].to(acc), plan.q_tile), _tiled(k[b, h // ratio].to(acc), plan.kv_tile)
-            real = _tiled(torch.ones(k.shape[2], 1, device=q.device), plan.kv_tile)[..., 0] > 0
+            queries, keys = tiled(q[b, h].to(acc), plan.q_tile), tiled(k[b, h // ratio].to(acc), plan.kv_tile)
+            real = tiled(torch.ones(k.shape[2], 1, device=q.device), plan.kv_tile)[..., 0] > 0
             top = torch.full(queries.shape[:2], -torch.inf, dtype=acc, device=q.device)
             finite_q, finite_k = (x.isfinite().all(-1) for x in (queries, keys))
             mine = (line // plan.q_tiles == plan.group[b, h]).nonzero()[:, 0]
@@ -59,8 +59,3 @@ def spoil(out: Tensor, lse: Tensor, inputs: Inputs, branch: Branch) -> None:
             broken = top.isnan() | top.isposinf()
             out[b, h].masked_fill_(broken[:, None], torch.nan).masked_fill_(top.isneginf()[:, None], 0.0)
             lse[b, h] = torch.where(broken | top.isneginf(), top.to(lse.dtype), lse[b, h])
-
-
-def _tiled(x: Tensor, tile: int) -> Tensor:
-    padded: Tensor = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % tile)).unflatten(0, (-1, tile))
-    return padded

@@ -5,68 +5,89 @@ Multiplicities rather than masks: a LongNet lets a key count several times, a re
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..plan import Branch
+from ..terms import Pairs
 from ..types import acc_dtype
-from .backend import Backend, Case, Inputs, Upstream
+from .backend import EXTRAS, Backend, Case, Inputs, Upstream, per_query_head
 
 
-def _scores(inputs: Inputs, branch: Branch) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled scores with -inf where nothing is allowed, multiplicities, and keys per query head."""
-    q, k = inputs[:2]
+class _Dense(NamedTuple):
+    """Everything of a call, densely."""
+
+    scores: Tensor  # scaled, after the terms, -inf where nothing is allowed
+    times: Tensor  # multiplicities
+    keys: Tensor  # per query head
+    at: Pairs | None  # where there are terms or dropout
+    states: list[Tensor]  # scores after each term
+    weights: Tensor
+    kept: Tensor  # weights after dropout, of weights: 0 or what they are multiplied by
+
+
+def _dense(inputs: Inputs, branch: Branch) -> _Dense:
+    q, k, _, scale, scoring = inputs
     batch, heads = q.shape[:2]
     count = branch.pattern.to_dense(q.shape[2], k.shape[2], heads, batch=batch, q_offset=branch.q_offset)
     count = count.to(q.device, torch.float64)
-    keys = k.double().repeat_interleave(heads // k.shape[1], 1)
-    scores = inputs.scale * (q.double() @ keys.mT)
+    keys = per_query_head(k.double(), heads)
+    scores = scale * (q.double() @ keys.mT)
     # what the type of the scores cannot hold; see overflow.py
     most = torch.finfo(acc_dtype(q.dtype)).max
     finite = q.isfinite().all(-1)[..., None] & keys.isfinite().all(-1)[..., None, :]
     scores = scores.masked_fill(scores > most, torch.inf).masked_fill((scores < -most) & finite, torch.nan)
-    return torch.where(count > 0, scores + count.log(), -torch.inf), count, keys
-
-
-def _weights(scores: Tensor) -> Tensor:
+    at, states, kept = None, [], torch.ones((), dtype=torch.float64, device=q.device)
+    if scoring is not None:
+        sides = (*q.shape[:3], k.shape[2])
+        index = [torch.arange(n, device=q.device).view(-1, *[1] * (3 - i)) for i, n in enumerate(sides)]
+        at = scoring.pairs(*index)
+        states = scoring.apply(scores, at)
+        scores = states[-1] if states else scores
+        states = [state.masked_fill(count == 0, 0.0) for state in states]
+        if scoring.dropout is not None:
+            kept = scoring.dropout.kept(at) * scoring.dropout.factor
+    scores = torch.where(count > 0, scores + count.log(), -torch.inf)
     # not exp(scores - lse): scores of 1e17 take up the logarithm of a sum
-    return torch.where(torch.isneginf(scores), 0.0, torch.softmax(scores, -1))
+    weights = torch.where(torch.isneginf(scores), 0.0, torch.softmax(scores, -1))
+    return _Dense(scores, count, keys, at, states, weights, kept)
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Attention by the formula of its definition."""
-    scores, count, _ = _scores(inputs, branch)
-    lse = torch.logsumexp(scores, -1)
-    weights = _weights(scores)
-    values = _only_attended(inputs.v, count, inputs.q.shape[1])
-    return (weights @ values).to(dtype), lse.to(acc_dtype(inputs.q.dtype))
+    """Compute attention by the formula of its definition."""
+    dense = _dense(inputs, branch)
+    lse = torch.logsumexp(dense.scores, -1)
+    values = _only_attended(inputs.v, dense.times, inputs.q.shape[1])
+    return ((dense.weights * dense.kept) @ values).to(dtype), lse.to(acc_dtype(inputs.q.dtype))
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by the formula; weights are recomputed in float64."""
-    q, k, v, scale = inputs[:4]
-    scores, count, keys = _scores(inputs, branch)
-    weights = _weights(scores)
+    """Compute gradients by the formula; weights are recomputed in float64."""
+    q, k, v, scale, scoring = inputs
+    dense = _dense(inputs, branch)
     heads = q.shape[1]
-    dead = torch.isneginf(scores).all(-1, keepdim=True)
-    grad_out, queries = (x.double().masked_fill(dead, 0.0) for x in (upstream.dout, q))
-    values = _only_attended(v, count, heads)
-    keys = keys.masked_fill((count.sum(-2) == 0)[..., None], 0.0)
-    slope = weights * (grad_out @ values.mT - upstream.delta.double()[..., None])
-    slope = slope.masked_fill(count == 0, 0.0)
-    dq = scale * (slope @ keys)
-    dk = scale * (slope.mT @ queries)
-    dv = weights.mT @ grad_out
+    dead = torch.isneginf(dense.scores).all(-1, keepdim=True)
+    dout, queries = (x.double().masked_fill(dead, 0.0) for x in (upstream.dout, q))
+    values = _only_attended(v, dense.times, heads)
+    keys = dense.keys.masked_fill((dense.times.sum(-2) == 0)[..., None], 0.0)
+    of_weights = (dout @ values.mT) * dense.kept
+    score_grads = dense.weights * (of_weights - upstream.delta.double()[..., None])
+    score_grads = score_grads.masked_fill((dense.times == 0) | dead, 0.0)
+    if scoring is not None:
+        assert dense.at is not None
+        score_grads = scoring.gradient(dense.states, score_grads, dense.at)
+    dq = scale * (score_grads @ keys)
+    dk = scale * (score_grads.mT @ queries)
+    dv = (dense.weights * dense.kept).mT @ dout
 
-    def per_kv_head(x: Tensor) -> Tensor:
-        grouped: Tensor = x.unflatten(1, (k.shape[1], heads // k.shape[1]))
-        return grouped.sum(2)
-
-    return dq.to(dtype), per_kv_head(dk).to(dtype), per_kv_head(dv).to(dtype)
+    dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dtype) for x in (dk, dv))
+    return dq.to(dtype), dk, dv
 
 
 def _only_attended(v: Tensor, count: Tensor, heads: int) -> Tensor:
-    values = v.double().repeat_interleave(heads // v.shape[1], 1)
+    values = per_query_head(v.double(), heads)
     return values.masked_fill((count.sum(-2) == 0)[..., None], 0.0)
 
 
@@ -76,8 +97,8 @@ def refusal(case: Case, branch: Branch) -> str | None:
 
 
 def scratch(case: Case, branch: Branch) -> int:
-    """Counts, scores, weights and their slopes, N x N in float64."""
+    """Count multiplicities, scores, weights and their gradients, N x N in float64."""
     return 4 * 8 * case.batch * case.heads * case.nq * case.nk
 
 
-BACKEND = Backend("reference", forward, backward, refusal, scratch, branched=False, planned=False)
+BACKEND = Backend("reference", forward, backward, refusal, scratch, branched=False, planned=False, extras=EXTRAS)

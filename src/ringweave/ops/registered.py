@@ -9,20 +9,22 @@ answer a forward-mode derivative with zero.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..dropout import Dropout, threshold_of
 from ..errors import UnsupportedError, message
 from ..patterns import Pattern
 from ..patterns.function import held
 from ..plan import pattern_of
+from ..terms import Term, terms_of, written
 from ..types import acc_dtype
 from . import flops
-from .backend import Inputs
+from .backend import Inputs, Scoring
 from .dispatch import run_backward, run_forward
 
 _library = torch.library.Library("ringweave", "DEF")
@@ -31,7 +33,7 @@ _library = torch.library.Library("ringweave", "DEF")
 def operator(kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Define ``ringweave::<name of the kernel>``; the kernel's annotations are its schema, the fake tells shapes."""
     name = kernel.__name__
-    _library.define(name + torch.library.infer_schema(kernel, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(name + _schema(kernel), tags=(torch.Tag.pt2_compliant_tag,))
     untraced = torch._disable_dynamo(kernel)
 
     def run(*args: Any) -> Any:
@@ -43,6 +45,20 @@ def operator(kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     return getattr(torch.ops.ringweave, name).default
 
 
+_SCHEMA = {
+    "Tensor": "Tensor", "Tensor | None": "Tensor?", "Sequence[Tensor]": "Tensor[]", "Sequence[bool]": "bool[]",
+    "list[Tensor]": "Tensor[]", "str": "str", "float": "float", "int": "SymInt", "bool": "bool",
+}  # fmt: skip
+
+
+def _schema(kernel: Callable[..., Any]) -> str:
+    """Write a kernel's annotations, which are text, as a schema: what ``infer_schema`` does, in no time."""
+    *arguments, (_, result) = kernel.__annotations__.items()
+    results = result.removeprefix("tuple[").removesuffix("]" if result.startswith("tuple[") else "").split(", ")
+    given = ", ".join(f"{_SCHEMA[kind]} {name}" for name, kind in arguments)
+    return f"({given}) -> ({', '.join(_SCHEMA[each] for each in results)})"
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -52,9 +68,16 @@ def attention(
     scale: float,
     q_offset: int,
     backend: str,
+    terms: str,
+    threshold: int,
+    extras: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the pattern that ``spec`` and ``tables`` spell."""
-    return run_forward(Inputs(q, k, v, scale), pattern_of(spec, tables), q_offset, backend)
+    """Compute (out, lse) of the pattern of ``spec`` and ``tables``, with the terms of ``terms`` and ``extras``.
+
+    With a threshold above 0 the last of ``extras`` is the seed of dropout.
+    """
+    scoring = _scoring(q, k, q_offset, terms, threshold, extras)
+    return run_forward(Inputs(q, k, v, scale, scoring), pattern_of(spec, tables), q_offset, backend)
 
 
 def attention_backward(
@@ -70,20 +93,57 @@ def attention_backward(
     scale: float,
     q_offset: int,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv)."""
-    pattern = pattern_of(spec, tables)
-    return run_backward(dout, dlse, Inputs(q, k, v, scale), out, lse, pattern, q_offset, backend)
+    terms: str,
+    threshold: int,
+    extras: Sequence[Tensor],
+    learns: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Compute (dq, dk, dv, those of ``extras``); nothing for one that ``learns`` says gets none."""
+    scoring = _scoring(q, k, q_offset, terms, threshold, extras, learns)
+    inputs, pattern = Inputs(q, k, v, scale, scoring), pattern_of(spec, tables)
+    grads = run_backward(dout, dlse, inputs, out, lse, pattern, q_offset, backend)
+    totals = () if scoring is None else (total for total in scoring.totals if total is not None)
+    return *grads, _by_extra(extras, learns, totals)
+
+
+def _scoring(
+    q: Tensor,
+    k: Tensor,
+    q_offset: int,
+    spec: str,
+    threshold: int,
+    extras: Sequence[Tensor],
+    learns: Sequence[bool] | None = None,
+) -> Scoring | None:
+    if not spec and not threshold:
+        return None
+    (batch, heads, nq, _), nk, device = q.shape, k.shape[2], q.device
+    flags: Iterator[bool] = iter([False] * len(extras) if learns is None else learns)
+    terms, totals = terms_of(spec, extras), list[Tensor | None]()
+    for term in terms:
+        term.check(batch, heads, nq, nk, device)
+        totals.append(term.total(acc_dtype(q.dtype)) if bool(term.tables) and next(flags) else None)
+    places = [torch.arange(n, device=device) for n in (heads, nq, nk)]
+    dropout = Dropout(threshold, int(extras[-1])) if threshold else None
+    return Scoring(terms, dropout, places[0], places[1], places[2], q_offset, tuple(totals))
+
+
+def _by_extra(extras: Sequence[Tensor], learns: Sequence[bool], grads: Iterable[Tensor]) -> list[Tensor]:
+    """Give a gradient for each extra tensor that learns, of its dtype; for the others an empty one."""
+    rest = iter(grads)
+    return [next(rest).to(x.dtype) if one else x.new_empty(0) for x, one in zip(extras, learns, strict=True)]
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=acc_dtype(q.dtype))
 
 
-def _fake_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+def _fake_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, ...]:
+    extras, learns = rest[-2:]
+    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return *grads, _by_extra(
+        extras, learns, (x.new_empty(x.shape) for x, one in zip(extras, learns, strict=True) if one)
+    )
 
 
 def differentiate(op: Any, setup: Callable[..., None] | None, backward: Callable[..., Any]) -> None:
@@ -117,49 +177,72 @@ def _refuse(got: str, remedy: str) -> NoReturn:
 
 
 def refuse_twice(ctx: Any, *_: Any) -> NoReturn:
-    """The gradient of a gradient."""
+    """Refuse the gradient of a gradient."""
     _refuse("a second derivative", "Call the formula on small dense tensors for one.")
 
 
 class _Backward(Differentiable):
-    forward = staticmethod(attention_backward_op)
     backward = staticmethod(refuse_twice)
 
     @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        """As the operator, the gradients of a list side by side."""
+        *grads, of_extras = attention_backward_op(*args)
+        return *grads, *of_extras
+
+    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing is kept: it has no derivative."""
+        """Keep nothing: it has no derivative."""
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, tables, ctx.spec, ctx.scale, ctx.q_offset, ctx.backend = inputs
+    q, k, v, tables, ctx.spec, *ctx.rest, extras = inputs
     # alive until backward has run
     ctx.held = held(ctx.spec, q)
     ctx.tables = len(tables)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, *tables)
+    ctx.save_for_backward(q, k, v, *output, *tables, *extras)
 
 
-def _gradients(call: Callable[..., Any], ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+def _gradients(
+    call: Callable[..., Any], ctx: Any, learns: list[bool], dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Any, ...]:
+    """(dq, dk, dv, then those of the extra tensors)."""
     if ctx.held is not None:
         ctx.held.check()
-    q, k, v, out, lse, *tables = ctx.saved_tensors
     if dout is None and dlse is None:
-        return None, None, None
+        return (None,) * (3 + len(learns))
+    q, k, v, out, lse, *tables = ctx.saved_tensors
+    tables, extras = tables[: ctx.tables], tables[ctx.tables :]
     dout = torch.zeros_like(out) if dout is None else dout
-    return call(dout, dlse, q, k, v, out, lse, tables, ctx.spec, ctx.scale, ctx.q_offset, ctx.backend)  # type: ignore[no-any-return]
+    *grads, of_extras = call(dout, dlse, q, k, v, out, lse, tables, ctx.spec, *ctx.rest, extras, learns)
+    return *grads, *(grad if one else None for grad, one in zip(of_extras, learns, strict=True))
 
 
 class _Attention(Differentiable):
-    forward = staticmethod(attention_op)
-    setup_context = staticmethod(_setup)
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        """As the operator; autograd sees no tensors in a list."""
+        return attention_op(*args[:10], list(args[10:]))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Keep what backward takes."""
+        _setup(ctx, (*inputs[:10], inputs[10:]), output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return *_gradients(_Backward.apply, ctx, *grads), *(None,) * 5
+        def call(*args: Any) -> tuple[Any, ...]:
+            found = _Backward.apply(*args)  # type: ignore[no-untyped-call]
+            return *found[:3], found[3:]
+
+        dq, dk, dv, *of_extras = _gradients(call, ctx, list(ctx.needs_input_grad[10:]), *grads)
+        return dq, dk, dv, *(None,) * 7, *of_extras
 
 
 def _backward_compiled(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    return *_gradients(attention_backward_op, ctx, *grads), [None] * ctx.tables, *(None,) * 4
+    dq, dk, dv, *of_extras = _gradients(attention_backward_op, ctx, list(ctx.needs_input_grad[10]), *grads)
+    return dq, dk, dv, [None] * ctx.tables, *(None,) * 6, of_extras
 
 
 differentiate(attention_op, _setup, _backward_compiled)
@@ -167,7 +250,7 @@ differentiate(attention_backward_op, None, refuse_twice)
 
 
 def _fold(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[list[Any], Callable[[Tensor], Tensor]]:
-    """Arguments with the mapped dimension folded into the batch, and the way back."""
+    """Fold the mapped dimension into the batch; the arguments, and the way back."""
     count = info.batch_size
 
     def folded(x: Any, dim: int | None) -> Any:
@@ -193,8 +276,13 @@ def _fold(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[list[Any], C
 def _vmapped(op: Any) -> Callable[..., Any]:
     def run(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         values, unfold = _fold(info, in_dims, *args)
-        found = op(*values)
-        return tuple(unfold(x) for x in found), (0,) * len(found)
+        if op is attention_backward_op and any(args[-1]):
+            # the sum over what is mapped, where one for each is asked for
+            got = "torch.vmap over a gradient of its table"
+            raise UnsupportedError(message("terms", got, "tables without gradients there", "Detach them, or loop."))
+        results = op(*values)
+        shape = [0 if isinstance(x, Tensor) else [None] * len(x) for x in results]
+        return tuple(unfold(x) if isinstance(x, Tensor) else x for x in results), tuple(shape)
 
     return run
 
@@ -204,15 +292,20 @@ torch.library.register_vmap("ringweave::attention_backward", _vmapped(attention_
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, q_offset: int, backend: str
+    inputs: Inputs, pattern: Pattern, q_offset: int, backend: str, terms: Sequence[Term] = (), dropout: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a checked call, with its derivatives."""
-    args = (q, k, v, pattern.tables, pattern.spec, scale, q_offset, backend)
+    """Compute (out, lse) of a checked call, with its derivatives."""
+    q, k, v, scale, _ = inputs
+    spec, extras = written(terms) if terms else ("", [])
+    threshold = threshold_of(dropout)
+    if threshold:
+        extras.append(torch.randint(-(2**63), 2**63 - 1, (), device="cpu"))
+    args = (q, k, v, pattern.tables, pattern.spec, scale, q_offset, backend, spec, threshold)
     if torch.compiler.is_compiling():
         refuse_forward_mode()
-        return attention_op(*args)  # type: ignore[no-any-return]
+        return attention_op(*args, extras)  # type: ignore[no-any-return]
     if "torch.utils.flop_counter" in sys.modules:
         flops.register()
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        return _Attention.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
-    return attention_op(*args)  # type: ignore[no-any-return]
+        return _Attention.apply(*args, *extras)  # type: ignore[no-any-return, no-untyped-call]
+    return attention_op(*args, extras)  # type: ignore[no-any-return]

@@ -7,15 +7,11 @@ from torch import Tensor
 
 from ..plan import Branch
 from ..types import acc_dtype
-from .backend import Backend, Case, Inputs, Upstream, delta_as_channels, with_sign
+from .backend import Backend, Case, Inputs, Upstream, delta_as_channels, per_key_head, per_query_head, with_sign
 from .overflow import may_overflow, spoil
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _rows_apart(x: Tensor) -> Tensor:
@@ -24,18 +20,18 @@ def _rows_apart(x: Tensor) -> Tensor:
 
 
 def _attended(inputs: Inputs, branch: Branch) -> Inputs:
-    """With the keys and values that some query may attend: a NaN in others must not be read."""
+    """Leave out keys and values that no query may attend: a NaN in them must not be read."""
     q, k, v = inputs[:3]
     count = q.shape[2] if branch.structure == "causal" else k.shape[2]
     return inputs._replace(k=k[:, :, :count], v=v[:, :, :count])
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Dense attention; key heads are repeated for grouped queries, as PyTorch does on a CPU."""
+    """Compute dense attention; key heads are repeated for grouped queries, as PyTorch does on a CPU."""
     attended = _attended(inputs, branch)
     q, k, v, scale = with_sign(attended)[0][:4]
     heads = q.shape[1]
-    tensors = map(_rows_apart, (q, _per_query_head(k, heads), _per_query_head(v, heads)))
+    tensors = map(_rows_apart, (q, per_query_head(k, heads), per_query_head(v, heads)))
     out, lse = _forward(*tensors, 0.0, branch.structure == "causal", scale=scale)
     out, lse = out.to(dtype).contiguous(), lse.contiguous()
     if may_overflow(attended):
@@ -44,24 +40,23 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of dense attention; delta goes in through further channels where the kernel's own is another."""
+    """Compute gradients of dense attention; delta goes in as channels where the kernel's own is another."""
     dout, lse, delta, out = upstream
     every_key = inputs.k.shape[2]
     inputs, sign = with_sign(_attended(inputs, branch))
     q, k, v, scale = inputs[:4]
-    heads, kv_heads = q.shape[1], k.shape[1]
-    keys, values = _per_query_head(k, heads), _per_query_head(v, heads)
-    slopes = dout.to(q.dtype)
-    queries = q
+    heads = q.shape[1]
+    keys, values = per_query_head(k, heads), per_query_head(v, heads)
+    dout, queries = dout.to(q.dtype), q
     if out is None:
-        slopes, queries, keys, values, out = delta_as_channels(slopes, q, keys, values, delta)
+        dout, queries, keys, values, out = delta_as_channels(dout, q, keys, values, delta)
     causal, broken = branch.structure == "causal", lse.isnan()
     some = bool(broken.any())
     if some:
         # left out of the product: in a block, NaN would go to keys that these rows do not attend
-        slopes, queries, out = (x.masked_fill(broken[..., None], 0.0) for x in (slopes, queries, out))
+        dout, queries, out = (x.masked_fill(broken[..., None], 0.0) for x in (dout, queries, out))
         lse = lse.masked_fill(broken, torch.inf)
-    tensors = map(_rows_apart, (slopes, queries, keys, values, out))
+    tensors = map(_rows_apart, (dout, queries, keys, values, out))
     dq, dk, dv = _backward(*tensors, lse.to(acc_dtype(q.dtype)), 0.0, causal, scale=scale)
     if some:
         last = torch.where(broken, torch.arange(q.shape[2], device=q.device) if causal else k.shape[2], -1).amax(2)
@@ -70,16 +65,16 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
             x.masked_fill(rows[..., None], torch.nan) for x, rows in ((dq, broken), (dk, reached), (dv, reached))
         )
 
-    def per_kv_head(x: Tensor) -> Tensor:
+    def of_keys(x: Tensor) -> Tensor:
         x = torch.nn.functional.pad(x[..., : q.shape[3]], (0, 0, 0, every_key - k.shape[2]))
-        return x if kv_heads == heads else x.unflatten(1, (kv_heads, heads // kv_heads)).sum(2)
+        return per_key_head(x, k.shape[1]).to(dtype)
 
     dq = dq[..., : q.shape[3]].to(dtype).contiguous()
-    return dq if sign > 0 else dq * sign, per_kv_head(dk).to(dtype), per_kv_head(dv).to(dtype)
+    return dq if sign > 0 else dq * sign, of_keys(dk), of_keys(dv)
 
 
 def refusal(case: Case, branch: Branch) -> str | None:
-    """Dense patterns on a CPU with equal head dimensions."""
+    """Refuse all but dense patterns on a CPU with equal head dimensions."""
     if branch.structure == "sparse":
         return "the pattern is neither full nor causal from position 0, and a dense mask would need N x N memory"
     if case.device != "cpu":
@@ -90,7 +85,7 @@ def refusal(case: Case, branch: Branch) -> str | None:
 
 
 def scratch(case: Case, branch: Branch) -> int:
-    """Key heads repeated for grouped queries; the kernel's own blocks are small."""
+    """Count key heads repeated for grouped queries; the kernel's own blocks are small."""
     if case.heads == case.kv_heads:
         return 0
     return case.batch * case.heads * case.nk * (case.head_dim + case.value_dim) * case.dtype.itemsize

@@ -1,9 +1,9 @@
 """What ``ringweave tune`` measured on this machine: which backend, on which tiles, is fastest for a kind of call.
 
-Kinds are ``kinds.py``'s. Beside the answers lie the blocks of GPU kernels, whose meaning is that of
-``triton/blocks.py``. All of it is one JSON file under the user's cache folder. It is read at the first choice that
-auto makes, never at import, and again when it has changed; a choice costs a look into a dict. Writing needs filelock,
-finding the folder platformdirs: the extra ``tune``.
+Answers are kept by the keys of ``tuning_key.py``; beside them lie GPU kernels' configurations, those of
+``triton/launch_config.py``. All of it is one JSON file under the user's cache folder. It is read at the first choice
+that auto makes, never at import, and again when it has changed; a choice costs a look into a dict. Writing needs
+filelock, finding the folder platformdirs: the extra ``tune``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from ..errors import UnsupportedError, message
 from ..plan import Branch
 from .backend import Case
-from .tuning_key import KernelKind, density, kind
+from .tuning_key import KernelKey, call_key, density
 
 #: Names the folder of the store; by default the user's cache folder, as platformdirs knows it.
 VARIABLE = "RINGWEAVE_CACHE"
@@ -35,7 +35,7 @@ _log = logging.getLogger("ringweave")
 
 
 def store() -> Path | None:
-    """The file; None where there is no folder for it: platformdirs is not installed, and no variable names one."""
+    """Name the file; None where there is no folder for it: no platformdirs is installed, and no variable names one."""
     return _file(os.environ.get(VARIABLE, ""))
 
 
@@ -63,13 +63,13 @@ Fields = tuple[tuple[str, int], ...]
 
 @dataclass
 class _Read:
-    """What was read: answers by kind without density, then by density; when, and of which state of the file."""
+    """What was read: answers by key without density, then by density; when, and of which state of the file."""
 
     path: Path | None = None
     state: tuple[int, int] | None = None
     checked: float = -math.inf
     answers: dict[str, dict[int, Answer]] = field(default_factory=dict)
-    blocks: dict[KernelKind, Fields] = field(default_factory=dict)
+    configs: dict[KernelKey, Fields] = field(default_factory=dict)
 
 
 _read = _Read()
@@ -81,13 +81,13 @@ def refresh() -> None:
 
 
 def answers() -> Mapping[str, Mapping[int, Answer]]:
-    """Answers by kind and density, from the file as it was at most a second ago."""
+    """Give answers by key and density, from the file as it was at most a second ago."""
     return _current().answers
 
 
-def blocks() -> Mapping[KernelKind, Fields]:
-    """Fields of blocks by kernel and tiles, from the file as it was at most a second ago."""
-    return _current().blocks
+def configs() -> Mapping[KernelKey, Fields]:
+    """Give fields of launch configurations by kernel and tiles, from the file as it was at most a second ago."""
+    return _current().configs
 
 
 def _current() -> _Read:
@@ -97,33 +97,33 @@ def _current() -> _Read:
         return _read
     state = _state(path)
     if path != _read.path or state != _read.state:
-        found = load(path) if path is not None and state is not None else _nothing()
+        stored = load(path) if path is not None and state is not None else _nothing()
         made = _Read(path, state, now)
-        for entry in found["entries"].values():
+        for entry in stored["entries"].values():
             tile = entry["tile"]
             made.answers.setdefault(entry["kind"], {})[entry["density"]] = Answer(
                 entry["backend"], None if tile is None else (tile[0], tile[1])
             )
-        for entry in found["blocks"].values():
-            made.blocks[_kernel_kind(entry)] = tuple(entry["blocks"].items())
+        for entry in stored["blocks"].values():
+            made.configs[_kernel_key(entry)] = tuple(entry["blocks"].items())
         _read = made
     _read.checked = now
     return _read
 
 
-def _kernel_kind(entry: Mapping[str, Any]) -> KernelKind:
+def _kernel_key(entry: Mapping[str, Any]) -> KernelKey:
     dims, tile = ((entry[name][0], entry[name][1]) for name in ("dims", "tile"))
-    return KernelKind(entry["kernel"], entry["where"], entry["dtype"], dims, tile, entry["masked"])
+    return KernelKey(entry["kernel"], entry["where"], entry["dtype"], dims, tile, entry["masked"])
 
 
 def _state(path: Path | None) -> tuple[int, int] | None:
     if path is None:
         return None
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
 Stored = dict[str, dict[str, dict[str, Any]]]
@@ -134,24 +134,24 @@ def _nothing() -> Stored:
 
 
 def load(path: Path) -> Stored:
-    """The file's ``entries`` and ``blocks``; none, and a warning in the log, where this version does not write such."""
+    """Read ``entries`` and ``blocks``; none, and a warning in the log, where this version does not write such."""
     try:
-        found = json.loads(path.read_text("utf-8"))
-        _check(found)
+        content = json.loads(path.read_text("utf-8"))
+        _check(content)
     except FileNotFoundError:
         return _nothing()
     except (OSError, ValueError) as error:
         _log.warning("the tuning store %s is ignored: %s", path, error)
         return _nothing()
-    return {part: found[part] for part in _PARTS}
+    return {part: content[part] for part in _PARTS}
 
 
-def _check(found: object) -> None:
-    """Raises ValueError where a file's content is not a store of this format."""
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+def _check(content: object) -> None:
+    """Raise ValueError where a file's content is not a store of this format."""
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"it is not of format {FORMAT}")
     for part, (types, right) in _PARTS.items():
-        entries = found.get(part)
+        entries = content.get(part)
         if not isinstance(entries, dict):
             raise ValueError(f"it holds no {part}")
         for entry in entries.values():
@@ -187,12 +187,12 @@ _PARTS: dict[str, tuple[dict[str, type], Callable[[dict[str, Any]], bool]]] = {
 }
 
 
-def record(found: list[dict[str, Any]], blocks: list[dict[str, Any]] | None = None) -> Path:
-    """Add to the store, in place of what it has of the same kinds.
+def record(answers: list[dict[str, Any]], configs: list[dict[str, Any]] | None = None) -> Path:
+    """Add to the store, in place of what it has of the same keys.
 
     Args:
-        found: Answers, each with kind, density, backend and tile (sides, or None for the branch's own).
-        blocks: Of kernels, each with the fields of a :class:`KernelKind` and ``blocks``, their fields and values.
+        answers: Each with kind, density, backend and tile (sides, or None for the branch's own).
+        configs: Of kernels, each with the fields of a :class:`KernelKey` and ``blocks``, their fields and values.
 
     Safe under concurrent processes: one at a time reads, adds and replaces the file, and readers see either the old
     one or the new one.
@@ -213,8 +213,8 @@ def record(found: list[dict[str, Any]], blocks: list[dict[str, Any]] | None = No
     path.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(path.with_suffix(".lock")):
         stored = load(path)
-        stored["entries"] |= {f"{entry['kind']}; density 2^-{entry['density']}": entry for entry in found}
-        stored["blocks"] |= {"; ".join(map(str, _kernel_kind(entry))): entry for entry in blocks or []}
+        stored["entries"] |= {f"{entry['kind']}; density 2^-{entry['density']}": entry for entry in answers}
+        stored["blocks"] |= {"; ".join(map(str, _kernel_key(entry))): entry for entry in configs or []}
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix="tuning-", suffix=".tmp")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -230,10 +230,10 @@ def record(found: list[dict[str, Any]], blocks: list[dict[str, Any]] | None = No
 
 
 def lookup(case: Case, branch: Branch) -> Answer | None:
-    """What was fastest for this kind of call; None where nothing was measured."""
+    """Look up what was fastest for this kind of call; None where nothing was measured."""
     known = answers()
     if not known:
         return None
-    name = kind(case, branch)
-    found = None if name is None else known.get(name)
-    return None if found is None else found.get(density(branch))
+    key = call_key(case, branch)
+    by_density = None if key is None else known.get(key)
+    return None if by_density is None else by_density.get(density(branch))

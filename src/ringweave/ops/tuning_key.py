@@ -1,7 +1,7 @@
-"""What calls are alike: those for which one measurement of ``ringweave tune`` stands.
+"""What calls are alike, and have one key: those for which one measurement of ``ringweave tune`` stands.
 
-A kind is the device by name, the versions of ringweave, torch and triton, the type, the head dimensions, the lengths
-and the density by powers of two, how the pattern is structured, and the direction.
+The key names the device, the versions of ringweave, torch and triton, the type, the head dimensions, the lengths and
+the density by powers of two, how the pattern is structured, and the direction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..recent import Recent
 from .backend import Case
 
 
-class KernelKind(NamedTuple):
+class KernelKey(NamedTuple):
     """A GPU kernel on one kind of tiles.
 
     Attributes:
@@ -45,12 +45,12 @@ class KernelKind(NamedTuple):
     masked: bool
 
 
-def kind(case: Case, branch: Branch) -> str | None:
-    """The kind of a call, but for its density; None where its device is not here."""
+def call_key(case: Case, branch: Branch) -> str | None:
+    """Spell the key of a call, but for its density; None where its device is not here."""
     here = where(case.device)
     if here is None:
         return None
-    grid = branch.pattern.grid() if branch.structure == "sparse" else None
+    grid = branch.pattern.block_side() if branch.structure == "sparse" else None
     structure = branch.structure if grid is None else f"{branch.structure} on a grid of {grid}"
     dtype = str(case.dtype).removeprefix("torch.")
     lengths = f"2^{branch.nq.bit_length() - 1} x 2^{branch.nk.bit_length() - 1} tokens"
@@ -59,7 +59,7 @@ def kind(case: Case, branch: Branch) -> str | None:
 
 
 def where(device: str) -> str | None:
-    """A device by name, and the versions; None where it is not here."""
+    """Name a device and the versions; None where it is not here."""
     if device == "cpu":
         return _named(f"{processor()}, {torch.get_num_threads()} threads")
     if device.startswith("cuda") and torch.cuda.is_available():
@@ -80,7 +80,7 @@ def _named(device: str) -> str:
 
 @functools.cache
 def processor() -> str:
-    """The processor's model."""
+    """Name the processor's model."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -94,7 +94,7 @@ _DENSITY_BYTES = 1024
 
 
 def density(branch: Branch) -> int:
-    """The share of tiles as the nearest power of 1/2: 0 all, 1 a half, and so on; from a sample, and kept.
+    """Estimate the share of tiles as a power of 1/2: 0 all, 1 a half, and so on; from a sample, and kept.
 
     Of block tables on a GPU nothing is read: the share that they may have at most.
     """
@@ -103,11 +103,11 @@ def density(branch: Branch) -> int:
     pattern = branch.pattern
     value, tables, _ = pattern.key()
     key = (value, branch.nq, branch.nk, branch.head_count, branch.q_offset)
-    found = _densities.get(key)
-    if found is None:
-        found = _power(_share(branch))
-        _densities.put(key, found, _DENSITY_BYTES, tables, holders(pattern.spec))
-    return found
+    power = _densities.get(key)
+    if power is None:
+        power = _power(_share(branch))
+        _densities.put(key, power, _DENSITY_BYTES, tables, holders(pattern.spec))
+    return power
 
 
 def _share(branch: Branch) -> float:

@@ -17,11 +17,10 @@ from ..ops.backend import Inputs
 from ..ops.dispatch import BACKENDS, names, run_forward
 from ..ops.registered import refuse_forward_mode
 from ..patterns import Pattern, check_extents
-from ..patterns.base import refuse
+from ..patterns.fit import refuse
 from ..patterns.numbers import one_of, whole
 from .execution import wire as wires
-from .execution.agreement import TAG_WORDS, Opaque, Value, text_words
-from .execution.call import Call
+from .execution.agreement import TAG_WORDS, Agreement, Opaque, Value, text_words
 from .execution.pending_table import PendingTable, rows_of
 from .execution.wire import WireStatistics
 from .operators import register, ring_attention_op
@@ -32,6 +31,7 @@ from .planning.workload import Widths, pair_of_heads, patterns_of
 from .schedules import Schedules
 from .trace import Trace
 from .transport.mesh import group_of
+from .transport.protocol import Communicator
 from .transport.transport import Transport
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class ContextParallel:
 
     def __init__(
         self,
-        mesh: DeviceMesh | ProcessGroup | Transport | None,
+        mesh: DeviceMesh | ProcessGroup | Communicator | None,
         pattern: Pattern | Sequence[Pattern],
         seq_len: int,
         *,
@@ -102,7 +102,7 @@ class ContextParallel:
         #: the context of which this is a handle with a tag
         self._whole: ContextParallel | None = None
         per_node = None
-        if not isinstance(mesh, Transport):
+        if not isinstance(mesh, Communicator):
             group, per_node = group_of(mesh)
             if per_node is not None and schedule == "ring":
                 got, wanted = "'ring' on a mesh of two dimensions", "'gather' or 'auto' there"
@@ -114,14 +114,12 @@ class ContextParallel:
         self.positions = torch.from_numpy(self.placement.positions(transport.rank))
         self._held = self.placement.held(transport.rank)
         self.schedules = Schedules(self.placement, self.heads, transport.rank, schedule, per_node)
-        transport.contexts += 1
-        name = str(transport.number) if transport.contexts == 1 else f"{transport.number}.{transport.contexts}"
         said: dict[str, Value] = {
-            "context": name, "seq_len": self.seq_len, "heads": str(self.heads), "nodes": per_node,
+            "context": transport.open(), "seq_len": self.seq_len, "heads": str(self.heads), "nodes": per_node,
             "placement": Opaque(self.placement.digest, self.placement.name), "wire": wire,
             "tolerance": options.tolerance, "deadline": transport.deadline, "retries": transport.retries,
         }  # fmt: skip
-        self.call = Call(transport, wires.code(wire), options.tolerance, said=said)
+        self.call = Agreement(transport, wires.Wire(wires.code(wire), options.tolerance), said=said)
         self._number = register(self)
         # a tensor and not text: what is compiled for one layer serves all, whatever their tags
         self._tag = torch.zeros(TAG_WORDS, dtype=torch.int64, device="cpu")
@@ -210,7 +208,8 @@ class ContextParallel:
         mine = x.detach().movedim(dim, 0).contiguous()
         shape, dtype = f"{tuple(x.shape)}, dim {dim}", str(x.dtype).removeprefix("torch.")
         with self.call.calling(self._tag, shape=shape, dtype=dtype) as call:
-            every = call.all_gather(mine)
+            every, pending = call.all_gather(mine, "shards")
+            pending.wait()
         whole = mine.new_empty(self.seq_len, *mine.shape[1:])
         for rank, part in enumerate(every):
             held = self.placement.held(rank)
@@ -347,7 +346,7 @@ class ContextParallel:
     @property
     def statistics(self) -> WireStatistics:
         """What encoding on the wire did."""
-        return self.call.statistics
+        return self.call.wire.statistics
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:

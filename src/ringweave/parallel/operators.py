@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, message
-from ..ops.backend import readable
+from ..ops.backend import Inputs, readable
 from ..ops.registered import differentiate, operator, refuse_twice
 from ..patterns.function import held
 from ..plan import pattern_of
 from ..types import acc_dtype
-from .execution.call import NAME_WORDS
+from .execution import executor
+from .execution.agreement import NAME_WORDS
 
 if TYPE_CHECKING:
     from .context import ContextParallel
@@ -84,7 +85,7 @@ def ring_attention(
     q, k, v = map(readable, (q, k, v))
     schedule = ctx.schedules.of(pattern, q.shape[0])
     with ctx.call.calling(tag, scale=scale, backend=backend, requires_grad=grads, **schedule.said) as call:
-        out, lse, received, forms = schedule.forward(call, q, k, v, scale, backend)
+        out, lse, received, forms = executor.forward(schedule, call, Inputs(q, k, v, scale), backend)
     kept = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
     forms = torch.cat([forms.flatten(), torch.tensor(call.name, dtype=torch.int64, device="cpu")])
     # a compiled graph relies on the shapes and strides that the fake operator tells
@@ -108,8 +109,8 @@ def ring_attention_backward(
     schedule = ctx.schedules.of(pattern, q.shape[0])
     with ctx.call.calling(tag=None, scale=scale, backend=backend, **schedule.said) as call:
         call = call.saying(call=number, tag=tuple(tag))
-        kept, forms = (of.received, of.relayed), forms.view(-1, ctx.size)
-        return schedule.backward(call, dout, dlse, q, k, v, of.out, of.lse, kept, forms, scale, backend)
+        computed = executor.Computed(of.out, of.lse, (of.received, of.relayed), forms.view(-1, ctx.size))
+        return executor.backward(schedule, call, Inputs(q, k, v, scale), computed, (dout, dlse), backend)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

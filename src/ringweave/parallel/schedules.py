@@ -13,8 +13,7 @@ from ..plan import branches
 from ..recent import Recent
 from ..units import count, nbytes, percent
 from .execution.agreement import Opaque, Value
-from .execution.gather import Gather
-from .execution.ring import Ring
+from .execution.schedule import Schedule, gather, ring
 from .planning.cost import Load, Machine, estimate
 from .planning.demand import Demand
 from .planning.movement import Moves, movement
@@ -37,9 +36,9 @@ class Schedules:
     ):
         self.placement, self.heads, self.rank = placement, heads, rank
         self.schedule, self.per_node = schedule, per_node
-        self._made: Recent[Gather | Ring] = Recent(_MAX_BYTES, _MAX_SCHEDULES)
+        self._made: Recent[Schedule] = Recent(_MAX_BYTES, _MAX_SCHEDULES)
 
-    def of(self, pattern: Pattern, batch: int = 1) -> Gather | Ring:
+    def of(self, pattern: Pattern, batch: int = 1) -> Schedule:
         """Plan what the rank does for a pattern, or find it planned."""
         made_of = pattern.key()
         key, kept = (made_of.value, batch), store_of(pattern.spec, self._made)
@@ -47,16 +46,15 @@ class Schedules:
         if made is not None:
             return made
         demands = self.demands(pattern, batch)
-        ratio = self.heads[0] // self.heads[1]
         said: dict[str, Value] = {"pattern": Opaque(_digest(map(_words_of, demands)), repr(pattern))}
         if self.schedule_of(pattern) == "ring":
             moves = [_moves(demand) for demand in demands]
             bits = ((np.packbits(kind.keys), np.packbits(kind.queries)) for branch in moves for kind in branch)
             said |= {"schedule": "ring", "moves": Opaque(_digest(bits), "its own")}
-            made = Ring.of(demands, moves, self.placement, self.rank, ratio, said)
+            made = ring(demands, moves, self.placement, self.rank, self.heads, said)
         else:
             said["schedule"] = "gather"
-            made = Gather.of(demands, self.placement, self.rank, ratio, said, self.per_node)
+            made = gather(demands, self.placement, self.rank, self.heads, said, self.per_node)
         if kept is not self._made and not pattern.key().same(made_of):
             raise changed("what was changed while it was planned")
         kept.put(key, made, _SCHEDULE_BYTES, made_of.tables)
@@ -89,7 +87,7 @@ class Schedules:
             f"{place.tokens:,} tokens on {count(place.ranks, 'rank')}: {place.name} placement, "
             f"{place.local:,} tokens each"
         ]
-        ring = self.heads[1] * (place.ranks - 1) * place.local * widths.bytes_of_key
+        whole = self.heads[1] * (place.ranks - 1) * place.local * widths.bytes_of_key
         loads = []
         for pattern in patterns:
             schedule = self.schedule_of(pattern)
@@ -99,7 +97,7 @@ class Schedules:
             lines += [
                 f"{pattern!r}: {schedule}",
                 f"  bytes      {nbytes(int(load.received.max()))} to the busiest rank, forward"
-                + (f"; a full ring moves {nbytes(ring)}" if ring else ""),
+                + (f"; a full ring moves {nbytes(whole)}" if whole else ""),
                 f"  balance    {cost.imbalance:.3f} (most work over mean)",
                 f"  stages     {cost.stages}",
                 f"  model      {percent(cost.efficiency)} of the time computing, "

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UnsupportedError, message
-from .transport.counters import Event
+from .transport.protocol import Event
 
 _KINDS = ("compute", "wait", "receive", "send")
 # rows of one kind

@@ -10,7 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import PatternError, message
-from .base import Pattern, nest, refuse
+from .base import Pattern
+from .fit import nest, refuse
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, intersect, mix
 
 
@@ -26,7 +27,7 @@ class Combined(Pattern):
         super().__post_init__()
 
     def appended(self, part: Pattern) -> Self:
-        """With one more part; what is known of the others is kept, so that long unions may grow one by one."""
+        """Append one more part; what is known of the others is kept, so that long unions may grow one by one."""
         new = object.__new__(type(self))
         object.__setattr__(new, "parts", (*self.parts, part))
         nest(new, max(self.depth, 1 + part.depth), self.leaves + part.leaves)
@@ -66,17 +67,17 @@ class Combined(Pattern):
         for part in self.parts:
             part.check(nq, nk, q_offset)
 
-    def grid(self) -> int | None:
-        return min((side for part in self.parts if (side := part.grid()) is not None), default=None)
+    def block_side(self) -> int | None:
+        return min((side for part in self.parts if (side := part.block_side()) is not None), default=None)
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
-        found: list[Pattern] = []
+        parts: list[Pattern] = []
         for part in self.parts:
             strided = part.restride(rate, offset)
             if strided is None:
                 return None
-            found.append(strided)
-        return join(type(self), *found)
+            parts.append(strided)
+        return join(type(self), *parts)
 
     def _pairwise(self, tiles: Tiles, winner: int, neutral: int) -> Int64:
         keys = self.parts[0].tile_keys(tiles)
@@ -168,8 +169,8 @@ class Not(Pattern):
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         self.part.check(nq, nk, q_offset)
 
-    def grid(self) -> int | None:
-        return self.part.grid()
+    def block_side(self) -> int | None:
+        return self.part.block_side()
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return ~self.part.allows(q, k)
@@ -193,7 +194,7 @@ class Not(Pattern):
 
 
 def leaves(pattern: Pattern) -> Iterator[Pattern]:
-    """What a pattern combines, by its operators."""
+    """List what a pattern combines, by its operators."""
     if isinstance(pattern, Combined):
         for part in pattern.parts:
             yield from leaves(part)
@@ -221,7 +222,7 @@ def _agree(name: str, a: int | None, b: int | None) -> int | None:
 
 
 def join(kind: type[Combined], *operands: Pattern) -> Pattern:
-    """Operands under an operator, without repeats and neutral elements, those that have one form together in it."""
+    """Join operands under an operator, without repeats and neutral elements; those with one form together become it."""
     parts: list[Pattern] = []
     for operand in operands:
         if not isinstance(operand, Pattern):
@@ -244,28 +245,28 @@ def join(kind: type[Combined], *operands: Pattern) -> Pattern:
             return first
         if alone:
             return first.appended(last)
-    found: list[Pattern] = []
+    kept: list[Pattern] = []
     by_text: dict[str, list[Pattern]] = {}
     for part in parts if kind is And else _together(parts):
         # few patterns of one text have tables to compare
         alike = by_text.setdefault(part.spec, [])
         if part.spec != neutral and not any(part is old or part == old for old in alike):
             alike.append(part)
-            found.append(part)
-    if not found:
+            kept.append(part)
+    if not kept:
         return parts[0]
-    return found[0] if len(found) == 1 else kind(tuple(found))
+    return kept[0] if len(kept) == 1 else kind(tuple(kept))
 
 
 def _together(parts: list[Pattern]) -> list[Pattern]:
-    """The parts of a union, those that have one form together in the place of the first of them."""
-    found: list[Pattern] = []
+    """Unite parts of a union that have one form together, in the place of the first of them."""
+    united: list[Pattern] = []
     place: dict[type[Pattern], int] = {}
     for part in parts:
-        first = place.setdefault(type(part), len(found))
-        together = found[first].either(part) if first < len(found) else None
+        first = place.setdefault(type(part), len(united))
+        together = united[first].either(part) if first < len(united) else None
         if together is None:
-            found.append(part)
+            united.append(part)
         else:
-            found[first] = together
-    return found
+            united[first] = together
+    return united

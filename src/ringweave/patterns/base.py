@@ -24,19 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, ShapeError, message
+from ..errors import PatternError, message
 from .key import Key, address_key
-from .numbers import check_sizes
 from .tiles import FULL, Int64, Ranges, Tiles
 
 if TYPE_CHECKING:
     from ..plan.block_plan import BlockPlan
     from ..plan.future import Causality
-
-# pairs of a dense relation: a byte each
-_DENSE = 2**32
-# operators within operators, and patterns under them
-_DEPTH, _LEAVES = 64, 2**12
 
 
 class Pattern(ABC):
@@ -82,78 +76,82 @@ class Pattern(ABC):
 
     @property
     def spec(self) -> str:
-        """The pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn."""
+        """Spell the pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn."""
         return self._text() if self._follows and not torch.compiler.is_compiling() else self._spec
 
     @abstractmethod
     def _text(self) -> str:
-        """What ``spec`` is to be."""
+        """Spell what ``spec`` is to be."""
 
     def parts_within(self) -> tuple[Pattern, ...]:
-        """The patterns that this one is made of; none where it stands for itself."""
+        """List the patterns that this one is made of; none where it stands for itself."""
         return ()
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
-        """Tensors that the pattern is made of (block tables, document bounds); private copies, never written."""
+        """List the tensors in the pattern (block tables, document bounds); private copies, never written."""
         return tuple(table for part in self.parts_within() for table in part.tables)
 
     @abstractmethod
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        """The relation on broadcast int64 position tensors of one batch and head: bool."""
+        """Evaluate the relation on broadcast int64 position tensors of one batch and head: bool."""
 
     @abstractmethod
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        """Key ranges that hold every key allowed to any query of [q_lo, q_hi); a superset, sorted or not."""
+        """Bound, by ranges, every key allowed to any query of [q_lo, q_hi); a superset, sorted or not."""
 
     @abstractmethod
     def tile_keys(self, tiles: Tiles) -> Int64:
-        """0 where a tile is empty, 1 where full, else a class number: same class, same extents, same mask."""
+        """Classify tiles: 0 empty, 1 full, else a class number: same class, same extents, same mask."""
 
     def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        """``key_ranges`` of the complement."""
+        """Give ``key_ranges`` of the complement."""
         return Ranges.of((0, nk), rows=len(q_lo))
 
     # ---- what a pattern may add --------------------------------------------------------------------------------------
 
     def extents(self) -> tuple[int | None, int | None]:
-        """(batch, heads) that the pattern is made for; None where it is the same for all."""
+        """Give (batch, heads) that the pattern is made for; None where it is the same for all."""
         return None, None
 
     def select(self, b: int, h: int) -> Pattern:
-        """The pattern of one batch element and head; itself where, and only where, it is the same for all."""
+        """Give the pattern of one batch element and head; itself where, and only where, it is the same for all."""
         return self
 
     def either(self, other: Pattern) -> Pattern | None:
-        """One pattern that allows what this and another of its type allow; None if it has no such form."""
+        """Give one pattern that allows what this and another of its type allow; None if it has no such form."""
         return None
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:  # noqa: B027  (most patterns fit any length)
         """Raise PatternError where the pattern is made for other lengths."""
 
-    def grid(self) -> int | None:
-        """Side of the blocks that the pattern is made of, if it is: tiles of that side are full or empty."""
+    def block_side(self) -> int | None:
+        """Tokens of the blocks that the pattern is made of, if it is: what the side of a tile should be."""
+        return None
+
+    def allowed_pairs(self, nq: int, nk: int, q_offset: int) -> int | None:
+        """Allowed pairs of one batch element and head, where a formula has them; None where tiles are counted."""
         return None
 
     def residue_rate(self) -> int:
-        """r > 1 where only keys congruent to the query modulo r are allowed: then a strided view is denser."""
+        """Give r > 1 where only keys congruent to the query modulo r are allowed: then a strided view is denser."""
         return 1
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
-        """The pattern among positions offset, offset + rate, ..., renumbered 0, 1, ...; None if it has no such form."""
+        """Restrict to positions offset, offset + rate, ..., renumbered 0, 1, ...; None if it has no such form."""
         return None
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
     def value(self) -> Hashable:
-        """The pattern as a key of a dict: text, and the tables' contents. For many patterns at once; costs a copy."""
+        """Make a key of a dict: text, and the tables' contents. For many patterns at once; costs a copy."""
         if parts := self.parts_within():
             return self.spec, tuple(part.value() for part in parts)
         arrays = (table.cpu().numpy() for table in self.tables)
         return self.spec, tuple((np.packbits(a) if a.dtype == np.bool_ else a).tobytes() for a in arrays)
 
     def key(self) -> Key:
-        """The pattern as a key of a cache: text, and the tables by address and version."""
+        """Make a key of a cache: text, and the tables by address and version."""
         if not self._follows:
             tables = self.tables
             return Key((self._spec, *map(address_key, tables)), tables)
@@ -212,10 +210,11 @@ class Pattern(ABC):
         return join(Or, self, other)
 
     def __rand__(self, other: object) -> NoReturn:
+        from .fit import refuse
+
         refuse(other, "operand")
 
-    def __ror__(self, other: object) -> NoReturn:
-        refuse(other, "operand")
+    __ror__ = __rand__
 
     def __invert__(self) -> Pattern:
         from .algebra import Not
@@ -225,7 +224,7 @@ class Pattern(ABC):
     # ---- views of the relation (the layers above do the work) --------------------------------------------------------
 
     def to_dense(self, nq: int, nk: int | None = None, heads: int = 1, *, batch: int = 1, q_offset: int = 0) -> Tensor:
-        """The relation as a bool tensor (batch, heads, nq, nk): the definition, for small sizes and tests.
+        """Evaluate the relation to a bool tensor (batch, heads, nq, nk): the definition, for small sizes and tests.
 
         Args:
             nq: Queries, at positions q_offset, q_offset + 1, ...
@@ -243,6 +242,8 @@ class Pattern(ABC):
             tensor([[[[ True, False],
                       [ True,  True]]]])
         """
+        from .fit import check_dense, fitting
+
         nq, nk, heads, batch, q_offset = fitting(self, nq, nk, heads, batch, q_offset)
         check_dense(nq, nk, heads, batch)
         q = torch.arange(q_offset, q_offset + nq, device="cpu")[:, None]
@@ -266,7 +267,7 @@ class Pattern(ABC):
         tile: int | tuple[int, int] | None = None,
         device: str | torch.device = "cpu",
     ) -> BlockPlan:
-        """The tiles that this pattern leaves non-empty; see :func:`ringweave.plan`.
+        """Plan the tiles that this pattern leaves non-empty; see :func:`ringweave.plan`.
 
         Example:
             >>> rw.SlidingWindow(128).plan(1024).nnz
@@ -277,7 +278,7 @@ class Pattern(ABC):
         return plan(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=device)
 
     def density(self, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0) -> float:
-        """Allowed pairs over all pairs, exactly, counted from the tiles (never N x N work).
+        """Divide allowed pairs by all pairs, exactly, counted from the tiles (never N x N work).
 
         Example:
             >>> rw.Causal().density(3)
@@ -288,7 +289,7 @@ class Pattern(ABC):
         return density(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
 
     def is_causal(self, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0) -> bool:
-        """Whether no query attends a key after its own position: exactly, counted from the tiles.
+        """Tell whether no query attends a key after its own position: exactly, counted from the tiles.
 
         Example:
             >>> (rw.SlidingWindow(192) & rw.Causal() | rw.Sinks(32)).is_causal(1024)  # the first queries see all sinks
@@ -301,7 +302,7 @@ class Pattern(ABC):
     def causality(
         self, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0
     ) -> Causality:
-        """How many pairs have a key after the query's position, and the first of them; its text says it in words.
+        """Count pairs with a key after the query's position, and find the first; its text says it in words.
 
         Example:
             >>> str(rw.Sinks(32).causality(1024))
@@ -312,7 +313,7 @@ class Pattern(ABC):
         return causality(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
 
     def plot(self, tokens: int = 1024, *, heads: int = 1, path: str | Path | None = None) -> str:
-        """A picture of the relation as SVG text; written to ``path`` (.svg, or .png with matplotlib) when given.
+        """Draw the relation as SVG text; written to ``path`` (.svg, or .png with matplotlib) when given.
 
         Example:
             >>> rw.Causal().plot(256).startswith("<svg")
@@ -361,7 +362,7 @@ class Derived(Pattern):
     @property
     @abstractmethod
     def definition(self) -> Pattern:
-        """What the name stands for."""
+        """Say what the name stands for."""
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self.definition.allows(q, k)
@@ -380,80 +381,3 @@ class Derived(Pattern):
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         return self.definition.restride(rate, offset)
-
-
-def nest(pattern: Pattern, depth: int, number: int) -> None:
-    """Say what a pattern combines; PatternError where that is more than reading and planning are made for."""
-    remedy = "Write chosen tokens as one Sinks([...]), and other unions as a BlockTable or from_mask_mod."
-    if depth > _DEPTH:
-        raise PatternError(message("pattern", f"operators nested {depth} deep", f"at most {_DEPTH}", remedy))
-    if number > _LEAVES:
-        raise PatternError(message("pattern", f"{number} patterns combined", f"at most {_LEAVES}", remedy))
-    object.__setattr__(pattern, "depth", depth)
-    object.__setattr__(pattern, "leaves", number)
-
-
-def refuse(value: object, name: str = "pattern") -> NoReturn:
-    """Raise PatternError for what is no pattern, with the way to make one of it."""
-    remedy = "Combine patterns with & | ~, or wrap a function in from_mask_mod."
-    if type(value).__name__ == "BlockMask":
-        remedy = "Take FlexAttention's masks through from_block_mask."
-    elif isinstance(value, str):
-        remedy = "Read text with ringweave.patterns.parse."
-    elif isinstance(value, Tensor):
-        remedy = "Make a BlockTable of a table of blocks."
-    elif isinstance(value, type) and issubclass(value, Pattern):
-        remedy = f"Call it: {value.__name__}(...)."
-    raise PatternError(message(name, type(value).__name__, "a ringweave pattern", remedy))
-
-
-def fitting(
-    pattern: Pattern, nq: int, nk: int | None, heads: int = 1, batch: int = 1, q_offset: int = 0
-) -> tuple[int, int, int, int, int]:
-    """(nq, nk, heads, batch, q_offset) as ints, nk being nq + q_offset by default, where they fit each other.
-
-    Raises:
-        PatternError: What is no pattern, or one that is made for other sizes.
-        ShapeError: A size that is no whole number, below 1 (q_offset: 0) or too large.
-    """
-    if not isinstance(pattern, Pattern):
-        refuse(pattern)
-    sizes = check_sizes(nq, nk, heads, batch, q_offset)
-    check_extents(pattern, sizes[3], sizes[2])
-    pattern.check(sizes[0], sizes[1], sizes[4])
-    return sizes
-
-
-def check_dense(nq: int, nk: int, heads: int, batch: int) -> None:
-    """Raise ShapeError where a dense relation would be too large."""
-    pairs = nq * nk * heads * batch
-    if pairs > _DENSE:
-        raise ShapeError(
-            message("to_dense", f"{pairs} pairs", f"at most {_DENSE}", "Ask for a plan, or for the density.")
-        )
-
-
-def check_extents(pattern: Pattern, batch: int, heads: int, *, read: bool = True) -> None:
-    """Raise PatternError where the pattern is made for another number of batch elements or heads.
-
-    Args:
-        pattern: A pattern.
-        batch: Batch elements.
-        heads: Query heads.
-        read: Whether its tables will be read, so that they have to hold values.
-    """
-    made_batch, made_heads = pattern.extents()
-    for name, made, got in (("batch", made_batch, batch), ("heads", made_heads, heads)):
-        if made is not None and made != got:
-            raise PatternError(
-                message(
-                    f"pattern {pattern!r}",
-                    f"a call with {name} = {got}",
-                    f"{name} = {made}, which the pattern is made for",
-                    f"Pass tensors with {made} query {name}, or build the pattern for {got}.",
-                )
-            )
-    if read and any(table.device.type == "meta" for table in pattern.tables):
-        raise PatternError(
-            message(f"pattern {pattern!r}", "a table on the meta device", "values", "Build it of a table with values.")
-        )

@@ -1,7 +1,7 @@
 """Which blocks of a table are set: a mask, or ascending lists of them, one for every row.
 
 Both answer alike, in time and memory that grow with what they hold: the lists with their places, a mask with itself,
-which is read once and in pieces. Lists never become a mask, unless :meth:`Blocks.mask` is asked for.
+which is read once and in pieces. Lists never become a mask, unless :meth:`BlockSet.mask` is asked for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Runs(NamedTuple):
     end: Int64
 
 
-class Blocks(ABC):
+class BlockSet(ABC):
     """Set blocks of one table, or of one for each head or batch element; never written.
 
     Attributes:
@@ -52,16 +52,16 @@ class Blocks(ABC):
 
     @property
     def most(self) -> int:
-        """At most so many blocks are set in a row, as far as known without reading the table."""
+        """Bound how many blocks are set in a row, as far as known without reading the table."""
         return self.table.shape[-1]
 
     def to(self, device: torch.device | str) -> Self:
-        """The same blocks with their table on a device."""
+        """Move the table to a device."""
         table = self.table.to(device)
         return self if table is self.table else type(self)(table, self.key_blocks)
 
     def one(self, b: int, h: int) -> Self:
-        """The table of a batch element and head; where there is one for all, a side of 1 or none, that one."""
+        """Take the table of a batch element and head; where there is one for all, a side of 1 or none, that one."""
         table = self.table
         if table.ndim == 2:
             return self
@@ -70,7 +70,7 @@ class Blocks(ABC):
         return type(self)(table[h if table.shape[0] > 1 else 0], self.key_blocks)
 
     def holds(self, row: Tensor, col: Tensor) -> Tensor:
-        """Whether blocks of one table are set, bool, for broadcast int64 indices; asked once for neighbours alike."""
+        """Tell which blocks of one table are set, bool, of broadcast int64 indices; asked once for neighbours alike."""
         sides = max(row.ndim, col.ndim)
         if not sides:
             # what FlexAttention's compiler asks
@@ -90,33 +90,33 @@ class Blocks(ABC):
             kept = first.nonzero()[:, 0]
             row, col = (x.index_select(side, kept) if x.shape[side] > 1 else x for x in (row, col))
             spread.append((side, first.cumsum(0) - 1))
-        found = self.held(row, col)
+        held = self.held(row, col)
         for side, place in spread:
-            found = found.index_select(side, place)
-        return found
+            held = held.index_select(side, place)
+        return held
 
     @abstractmethod
     def mask(self) -> Tensor:
-        """A new bool tensor of ``shape``."""
+        """Make a new bool tensor of ``shape``."""
 
     @abstractmethod
     def listed(self) -> Tensor:
-        """The set blocks of each row, int32 (..., blocks of queries, ``most``), ``key_blocks`` in the other places.
+        """List the set blocks of each row, int32 (..., blocks of queries, ``most``), ``key_blocks`` in other places.
 
         Ascending but for those; made without reading values back.
         """
 
     @abstractmethod
     def numbers(self) -> Tensor:
-        """The set blocks' places in a flat mask of ``shape``, int64, ascending; on a GPU this waits for it."""
+        """Number the set blocks by place in a flat mask of ``shape``, int64, ascending; on a GPU this waits for it."""
 
     @abstractmethod
     def runs(self, first: Int64, last: Int64) -> Runs:
-        """Runs of one table's blocks that are set in any row from first to last, both included, for each pair."""
+        """Find runs of one table's blocks that are set in any row from first to last, both included, for each pair."""
 
     @abstractmethod
     def held(self, row: Tensor, col: Tensor) -> Tensor:
-        """Whether blocks are set, each asked on its own and nothing read back; rows count through all tables."""
+        """Tell whether blocks are set, each asked on its own and nothing read back; rows count through all tables."""
 
     def _once(self, make: Any) -> Any:
         # kept with the table's version, as plans are
@@ -126,7 +126,7 @@ class Blocks(ABC):
         return self._made[1]
 
 
-class MaskBlocks(Blocks):
+class MaskBlocks(BlockSet):
     """Blocks set by a contiguous bool mask."""
 
     def mask(self) -> Tensor:
@@ -172,7 +172,7 @@ class MaskBlocks(Blocks):
         return copy
 
 
-class ListedBlocks(Blocks):
+class ListedBlocks(BlockSet):
     """Blocks set by an int32 list for every row: ascending, each once, ``key_blocks`` in the places after them."""
 
     def mask(self) -> Tensor:
@@ -219,14 +219,14 @@ class ListedBlocks(Blocks):
         return ordered[place] == wanted
 
     def _ordered(self) -> Tensor:
-        """Row and block in one number, ascending; a place without a block has the number past its row's last."""
+        """Put row and block in one number, ascending; a place without a block has the number past its row's last."""
         listed = self.table.reshape(math.prod(self.table.shape[:-1]), -1)
         row = torch.arange(len(listed), device=listed.device)[:, None]
         return (row * (self.key_blocks + 1) + listed).reshape(-1)
 
 
 def ascending(indices: Tensor, counts: Tensor, key_blocks: int) -> Tensor:
-    """Lists as of :class:`ListedBlocks` of those of ``indices`` that count and are in range; nothing is read back.
+    """List, as :class:`ListedBlocks` does, those of ``indices`` that count and are in range; nothing is read back.
 
     Args:
         indices: Integers (..., n), in any order, any number of times.

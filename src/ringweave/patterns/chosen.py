@@ -58,7 +58,7 @@ class Sinks(Pattern):
 
     @classmethod
     def _of(cls, tokens: int | tuple[int, ...]) -> Self:
-        """A pattern of positions that were checked."""
+        """Make a pattern of positions that were checked."""
         pattern = cls.__new__(cls)
         pattern.tokens = tokens
         pattern.__post_init__()
@@ -88,7 +88,7 @@ class Sinks(Pattern):
         return Ranges.of(*((min(a, nk), min(b, nk)) for a, b in self._runs()), rows=len(q_lo))
 
     def _subset(self, lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
-        """How many chosen tokens each tile side holds, and a number for which ones (relative to its start)."""
+        """Count chosen tokens of each tile side, and number which ones (relative to its start)."""
         if isinstance(self.tokens, int):
             count = np.clip(self.tokens - lo, 0, hi - lo)
             return count, count
@@ -121,7 +121,7 @@ def _positions(tokens: object) -> int | tuple[int, ...]:
 
 
 def _shortest(listed: list[int]) -> int | tuple[int, ...]:
-    """Ascending positions, or how many where they are the first ones."""
+    """Shorten ascending positions to how many, where they are the first ones."""
     return len(listed) if not listed or listed[-1] == len(listed) - 1 else tuple(listed)
 
 

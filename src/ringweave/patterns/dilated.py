@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError, message, shown
-from .base import Derived, Full, Pattern, check_dense, fitting
+from .base import Derived, Full, Pattern
+from .fit import check_dense, fitting
 from .local import Causal, Segments, SlidingWindow
 from .numbers import LONGEST, flag, integers, whole, whole_fields
 from .tiles import Int64, Ranges, Tiles, classes
@@ -207,7 +208,7 @@ class LongNet(Pattern):
         return f"LongNet({list(self.segments)}, {list(self.rates)}{rest})"
 
     def views(self, heads: int) -> list[tuple[View, Pattern]]:
-        """The branches for a number of query heads: a view of heads and positions, and the relation inside it.
+        """List the branches for a number of query heads: a view of heads and positions, and the relation inside it.
 
         Raises:
             PatternError: More branches than heads, when the heads are partitioned.
@@ -222,7 +223,7 @@ class LongNet(Pattern):
                     "Use heads='shared', or drop branches.",
                 )
             )
-        found: list[tuple[View, Pattern]] = []
+        views: list[tuple[View, Pattern]] = []
         last = 0
         for branch, (segment, rate) in enumerate(zip(self.segments, self.rates, strict=True)):
             first, last = last, last + heads // count + (branch < heads % count)
@@ -235,8 +236,8 @@ class LongNet(Pattern):
                 by_offset.setdefault(self._offset(head, rate, heads), []).append(head)
             for offset, members in sorted(by_offset.items()):
                 step = members[1] - members[0] if len(members) > 1 else 1
-                found.append((View((members[0], members[-1] + 1, step), rate, offset), inside))
-        return found
+                views.append((View((members[0], members[-1] + 1, step), rate, offset), inside))
+        return views
 
     def _offset(self, head: int, rate: int, heads: int) -> int:
         if isinstance(self.offset, int):
@@ -244,7 +245,7 @@ class LongNet(Pattern):
         return head % rate if self.offset == "interleaved" else head * rate // heads
 
     def to_dense(self, nq: int, nk: int | None = None, heads: int = 1, *, batch: int = 1, q_offset: int = 0) -> Tensor:
-        """How many branches let each query attend each key: int32 (batch, heads, nq, nk)."""
+        """Count the branches that let each query attend each key: int32 (batch, heads, nq, nk)."""
         nq, nk, heads, batch, q_offset = fitting(self, nq, nk, heads, batch, q_offset)
         check_dense(nq, nk, heads, batch)
         q = torch.arange(q_offset, q_offset + nq, device="cpu")[:, None]

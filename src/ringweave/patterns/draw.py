@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .block_sets import Blocks, ListedBlocks, MaskBlocks
+from .block_sets import BlockSet, ListedBlocks, MaskBlocks
 
 # from this share on a number is drawn for every block: at most eight for each that is set
 _DENSE = 1 / 8
 _AT_ONCE = 2**20
 
 
-def draw(lead: tuple[int, ...], side: int, total: int, *, seed: int, diagonal: bool) -> Blocks:
-    """``total`` random blocks of ``side`` x ``side``, evenly over the rows to one block.
+def draw(lead: tuple[int, ...], side: int, total: int, *, seed: int, diagonal: bool) -> BlockSet:
+    """Draw ``total`` random blocks of ``side`` x ``side``, evenly over the rows to one block.
 
     Any choice of as many blocks of a row is as likely as any other; lists where they are few, else a mask.
 
@@ -34,7 +34,7 @@ def draw(lead: tuple[int, ...], side: int, total: int, *, seed: int, diagonal: b
 
 
 def _longer(side: int, total: int, generator: torch.Generator) -> Tensor:
-    """The rows that have one block more than others."""
+    """Draw the rows that have one block more than others."""
     return torch.randperm(side, generator=generator, device="cpu")[: total % side]
 
 

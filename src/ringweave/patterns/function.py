@@ -44,27 +44,27 @@ class Holder:
         state: The values.
     """
 
-    def __init__(self, fn: MaskMod, named: tuple[Tensor, ...] | None, found: Reads):
+    def __init__(self, fn: MaskMod, named: tuple[Tensor, ...] | None, reads: Reads):
         self.number = next(_numbers)
-        self.fn, self.named, self.state = fn, named, found.state
+        self.fn, self.named, self.state = fn, named, reads.state
         # whose addresses are in the state
-        self._kept = found.kept
+        self._kept = reads.kept
         #: what refers to its patterns goes with it
         self.stores: weakref.WeakKeyDictionary[Recent[Any], Recent[Any]] = weakref.WeakKeyDictionary()
 
     def tables(self) -> tuple[Tensor, ...]:
-        """The tensors that the function reads.
+        """Read the tensors that the function reads.
 
         Raises:
             PatternError: It reads other values now than those that the number stands for.
         """
-        found = read(self.fn, self.named)
-        if found.state != self.state:
+        reads = read(self.fn, self.named)
+        if reads.state != self.state:
             raise changed("other values")
-        return found.tables
+        return reads.tables
 
     def key(self) -> Hashable:
-        """What its tensors are now."""
+        """Identify what its tensors are now."""
         return table_keys(self.tables())
 
 
@@ -84,31 +84,31 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _holder_of(fn: MaskMod, named: tuple[Tensor, ...] | None, found: Reads) -> Holder:
+def _holder_of(fn: MaskMod, named: tuple[Tensor, ...] | None, reads: Reads) -> Holder:
     with _lock:
-        holder = _by_state.get(found.state)
+        holder = _by_state.get(reads.state)
         if holder is None:
-            holder = Holder(fn, named, found)
-            _holders[holder.number] = _by_state[found.state] = holder
+            holder = Holder(fn, named, reads)
+            _holders[holder.number] = _by_state[reads.state] = holder
         return holder
 
 
 def holders(spec: str) -> list[Holder]:
-    """The functions that a text names, as far as they live."""
+    """List the functions that a text names, as far as they live."""
     if "TokenMask(" not in spec:
         return []
-    found = (_holders.get(int(number)) for number in re.findall(r"TokenMask\((\d+)", spec))
-    return [holder for holder in found if holder is not None]
+    known = (_holders.get(int(number)) for number in re.findall(r"TokenMask\((\d+)", spec))
+    return [holder for holder in known if holder is not None]
 
 
 def store_of(spec: str, common: Recent[V]) -> Recent[V]:
-    """Where to keep what refers to a pattern: with its function, where it has one, else in common."""
-    found = holders(spec)
-    return found[0].stores.setdefault(common, Recent(common.max_bytes, _KEPT)) if found else common
+    """Choose where to keep what refers to a pattern: with its function, where it has one, else in common."""
+    held = holders(spec)
+    return held[0].stores.setdefault(common, Recent(common.max_bytes, _KEPT)) if held else common
 
 
 def table_keys(tables: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    """What identifies tensors that others may write to, while they live."""
+    """Identify tensors that others may write to, while they live."""
     return tuple(content_key(table) or address_key(table) for table in tables)
 
 
@@ -130,7 +130,7 @@ class Held:
 
 
 def held(spec: str, q: Tensor) -> Held | None:
-    """The functions of a call; None where it has none, or is being traced."""
+    """Hold the functions of a call; None where it has none, or is being traced."""
     return Held(spec) if "TokenMask(" in spec and type(q) in (Tensor, torch.nn.Parameter) else None
 
 
@@ -163,12 +163,7 @@ class TokenMask(Pattern):
     """
 
     def __init__(
-        self,
-        fn: MaskMod,
-        *,
-        tables: Sequence[Tensor] | None = None,
-        batch: int | None = None,
-        head: int | None = None,
+        self, fn: MaskMod, *, tables: Sequence[Tensor] | None = None, batch: int | None = None, head: int | None = None
     ):
         if not callable(fn) or isinstance(fn, type):
             raise PatternError(message("fn", type(fn).__name__, "a function of (b, h, q, k)", "Pass a mask_mod."))
@@ -179,8 +174,8 @@ class TokenMask(Pattern):
         ):
             raise PatternError(message("tables", type(tables).__name__, "a list of tensors", "Pass tables=[...]."))
         named = None if tables is None else tuple(tables)
-        found = read(fn, named)
-        self._of(_holder_of(fn, named, found), found.tables, batch, head)
+        reads = read(fn, named)
+        self._of(_holder_of(fn, named, reads), reads.tables, batch, head)
         self._depends()
 
     def _of(self, holder: Holder, tables: tuple[Tensor, ...], batch: int | None, head: int | None) -> None:
@@ -192,7 +187,7 @@ class TokenMask(Pattern):
 
     @classmethod
     def numbered(cls, number: int, *tables: Tensor, batch: int | None = None, head: int | None = None) -> TokenMask:
-        """The pattern of a function that has a number, which reads just these tensors now."""
+        """Make the pattern of a function that has a number, which reads just these tensors now."""
         holder = _holders.get(number)
         if holder is None:
             raise PatternError(
@@ -211,12 +206,12 @@ class TokenMask(Pattern):
         return pattern
 
     def _text(self) -> str:
-        found = read(self.fn, self._named)
+        reads = read(self.fn, self._named)
         holder = self._seen
-        if found.state != holder.state:
-            holder = _holder_of(self.fn, self._named, found)
+        if reads.state != holder.state:
+            holder = _holder_of(self.fn, self._named, reads)
             object.__setattr__(self, "_seen", holder)
-        return f"TokenMask({holder.number}{', _' * len(found.tables)}{self._bound()})"
+        return f"TokenMask({holder.number}{', _' * len(reads.tables)}{self._bound()})"
 
     def _bound(self) -> str:
         chosen = (("batch", self._batch), ("head", self._head))
@@ -291,9 +286,9 @@ class TokenMask(Pattern):
         head = h if by_head and self._head is None else self._head
         if (batch, head) == (self._batch, self._head):
             return self
-        found = read(self.fn, self._named)
+        reads = read(self.fn, self._named)
         chosen = TokenMask.__new__(TokenMask)
-        chosen._of(_holder_of(self.fn, self._named, found), found.tables, batch, head)
+        chosen._of(_holder_of(self.fn, self._named, reads), reads.tables, batch, head)
         return chosen
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -316,14 +311,14 @@ def _make(fn: MaskMod, named: tuple[Tensor, ...] | None, batch: int | None, head
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are one, or of one value: a compiled graph may pass a copy."""
+    """Tell whether two tensors are one, or of one value: a compiled graph may pass a copy."""
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
     return (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()) or torch.equal(a, b)
 
 
 def changed(what: str) -> PatternError:
-    """The error of a function that reads other things than when it was last looked at."""
+    """Make the error of a function that reads other things than when it was last looked at."""
     return PatternError(
         message(
             "TokenMask",
@@ -335,7 +330,7 @@ def changed(what: str) -> PatternError:
 
 
 def from_mask_mod(fn: MaskMod, *, tables: Sequence[Tensor] | None = None) -> TokenMask:
-    """The pattern of a FlexAttention ``mask_mod``; see :class:`TokenMask`.
+    """Make a pattern of a FlexAttention ``mask_mod``; see :class:`TokenMask`.
 
     Args:
         fn: ``fn(b, h, q, k)`` on int64 index tensors, returning bool.

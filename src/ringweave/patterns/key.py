@@ -22,11 +22,11 @@ class Key(NamedTuple):
     versions: tuple[Hashable, ...] = ()
 
     def same(self, other: Key) -> bool:
-        """Whether nothing was changed between two looks at a pattern."""
+        """Tell whether nothing was changed between two looks at a pattern."""
         return self.value == other.value and self.versions == other.versions
 
 
 def address_key(table: Tensor) -> Hashable:
-    """What identifies a tensor while it lives: address, version, layout."""
+    """Identify a tensor while it lives: address, version, layout."""
     version = 0 if table.is_inference() else table._version
     return table.data_ptr(), version, tuple(table.shape), table.stride(), table.dtype, str(table.device)

@@ -184,7 +184,7 @@ class Documents(Pattern):
 
     @classmethod
     def _own(cls, bounds: Tensor) -> Documents:
-        """A pattern around a tensor that is already private."""
+        """Wrap a tensor that is already private."""
         pattern = cls.__new__(cls)
         pattern._bounds = bounds
         pattern.__post_init__()
@@ -245,7 +245,7 @@ class Documents(Pattern):
         return classes(empty, full, q_bounds, k_bounds, q_first - k_first)
 
     def _bounds_in(self, lo: Int64, first: Int64, last: Int64) -> Int64:
-        """A number for where document bounds lie in a tile side: the place of a single one, else the side itself."""
+        """Number where document bounds lie in a tile side: the place of a single one, else the side itself."""
         place = self._bounds_np[np.minimum(first + 1, len(self._bounds_np) - 1)] - lo
         return np.where(first == last, -1, np.where(last - first == 1, place, 2**20 + lo))
 
@@ -255,7 +255,7 @@ class Documents(Pattern):
 
 
 def _device(given: object) -> torch.device:
-    """A tensor's own, and the CPU for lists, whatever the default is."""
+    """Take a tensor's own device, and the CPU for lists, whatever the default is."""
     return given.device if isinstance(given, Tensor) else torch.device("cpu")
 
 

@@ -33,7 +33,7 @@ def whole(
     error: type[RingweaveError] = PatternError,
     remedy: str | None = None,
 ) -> int:
-    """A whole number of least..most as an int; numpy's are taken, tensors are not: reading one may wait for a GPU."""
+    """Check a whole number of least..most, as an int; numpy's are taken, no tensors: reading one may wait for a GPU."""
     if type(value) is not int:
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise error(message(name, shown(value), "an int", remedy or f"Pass a whole number, such as int({name})."))
@@ -52,7 +52,7 @@ def whole_fields(pattern: Pattern, **least: int) -> None:
 
 
 def flag(name: str, value: object, error: type[RingweaveError] = PatternError) -> bool:
-    """True or False, and nothing that only counts as one of them."""
+    """Check True or False, and nothing that only counts as one of them."""
     if not isinstance(value, (bool, np.bool_)):
         raise error(message(name, shown(value), "True or False", "Pass a bool."))
     return bool(value)
@@ -90,7 +90,7 @@ def one_of(name: str, value: object, names: Sequence[str], wanted: str = "") -> 
 
 
 def integers(name: str, value: object, least: int = -LONGEST) -> list[int]:
-    """Whole numbers as a new list: of a list, tuple, range or set, or of a 1-D array or tensor of integers.
+    """List whole numbers anew: of a list, tuple, range or set, or of a 1-D array or tensor of integers.
 
     Of a list nothing becomes an array: ``torch.compile`` would not know its values.
     """
@@ -115,7 +115,7 @@ def integers(name: str, value: object, least: int = -LONGEST) -> list[int]:
 def check_sizes(
     nq: int, nk: int | None, heads: int = 1, batch: int = 1, q_offset: int = 0
 ) -> tuple[int, int, int, int, int]:
-    """(nq, nk, heads, batch, q_offset) of a call as ints, nk being nq + q_offset by default.
+    """Check (nq, nk, heads, batch, q_offset) of a call, as ints, nk being nq + q_offset by default.
 
     Raises:
         ShapeError: One that is no whole number, below 1 (q_offset: 0) or too large.
@@ -135,7 +135,7 @@ def _size(name: str, value: object, least: int = 1) -> int:
 
 
 def named_device(device: object) -> torch.device:
-    """A device by name, which need not be here; ShapeError for what is no name of one."""
+    """Name a device, which need not be here; ShapeError for what is no name of one."""
     if isinstance(device, torch.device):
         return device
     if isinstance(device, str):
@@ -147,7 +147,7 @@ def named_device(device: object) -> torch.device:
 
 
 def check_device(device: object) -> torch.device:
-    """A device that is here and holds values.
+    """Check that a device is here and holds values.
 
     Raises:
         ShapeError: No device, or none of this machine.

@@ -13,9 +13,11 @@ from . import presets
 from .algebra import And, Or, join
 from .base import Full, Pattern
 from .block_sets import ListedBlocks, MaskBlocks
+from .boxes import Grid
 from .chosen import Global, Periodic, Sinks
 from .dilated import Dilated, LongNet, Strided
 from .function import TokenMask
+from .grids import GridNeighborhood, GridWindows
 from .local import Causal, Documents, Neighborhood, PrefixLM, Segments, SlidingWindow
 from .per_head import PerHead
 from .table import BlockTable
@@ -37,9 +39,11 @@ WRITABLE: dict[str, Callable[..., Pattern]] = {
     kind.__name__: kind
     for kind in (
         Full, Causal, SlidingWindow, Global, Sinks, Segments, Dilated, Strided, Documents, PrefixLM, PerHead, LongNet,
-        Neighborhood, Periodic,
+        Neighborhood, Periodic, GridNeighborhood, GridWindows,
     )
 } | PRESETS  # fmt: skip
+# what patterns are made of besides
+_NAMES: dict[str, Callable[..., object]] = {**WRITABLE, "Grid": Grid}
 
 
 _LONGEST = 2**20  # characters of a text from outside
@@ -80,11 +84,11 @@ def parse(text: str) -> Pattern:
         raise PatternError(
             message("text", f"{len(text)} characters", f"at most {_LONGEST}", "Build the pattern in Python.")
         )
-    return _Reader(text, WRITABLE, iter(())).read()
+    return _Reader(text, _NAMES, iter(())).read()
 
 
 def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
-    """The pattern of a ``spec`` and its ``tables``, as written by this process."""
+    """Build the pattern of a ``spec`` and its ``tables``, as written by this process."""
 
     def table(tensor: Tensor, block_size: int | tuple[int, int], key_blocks: int | None = None) -> Pattern:
         sides = (block_size, block_size) if isinstance(block_size, int) else block_size
@@ -95,19 +99,19 @@ def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
         return Documents._own(cu_seqlens)
 
     # around the same tensors: plans are cached by their address
-    names = WRITABLE | {"BlockTable": table, "Documents": documents, "TokenMask": TokenMask.numbered}
+    names = _NAMES | {"BlockTable": table, "Documents": documents, "TokenMask": TokenMask.numbered}
     return _Reader(spec, names, iter(tables)).read()
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
-    """Kind, token and where it ends; the last is the end, or something that is no token."""
+    """Split text into kind, token and where it ends; the last is the end, or something that is no token."""
     place, kind = 0, ""
     while kind not in ("end", "other"):
-        found = _TOKEN.match(text, place)
-        if found is None or found.lastgroup is None:
+        match = _TOKEN.match(text, place)
+        if match is None or match.lastgroup is None:
             kind, token = "other", text[place : place + 20].strip()
         else:
-            place, kind, token = found.end(), found.lastgroup, found[found.lastgroup]
+            place, kind, token = match.end(), match.lastgroup, match[match.lastgroup]
         yield kind, token, place
 
 
@@ -144,7 +148,7 @@ class _Open:
 class _Reader:
     """Reads tokens from left to right with a list of open brackets: no length and no depth of a text recurses."""
 
-    def __init__(self, text: str, names: dict[str, Callable[..., Pattern]], tables: Iterator[Tensor]):
+    def __init__(self, text: str, names: dict[str, Callable[..., object]], tables: Iterator[Tensor]):
         self.text, self.names, self.tables = text, names, tables
         self.tokens = iter(_kept(text) if len(text) <= _KEPT else _tokens(text))
         self.place = 0
@@ -169,7 +173,7 @@ class _Reader:
         return kind, token
 
     def _operand(self, kind: str, token: str) -> None:
-        """A token where a value has to begin."""
+        """Take a token where a value has to begin."""
         here = self.open[-1]
         if token in ("~", "-"):
             here.signs += token
@@ -192,8 +196,8 @@ class _Reader:
             raise self._error(f"{token!r} where a value is due")
 
     def _name(self, here: _Open, token: str) -> None:
-        found = _NEXT.match(self.text, self.place)
-        after = found[1] if found is not None else ""
+        match = _NEXT.match(self.text, self.place)
+        after = match[1] if match is not None else ""
         if after == "(":
             if token not in self.names:
                 raise self._error(f"the unknown name {shown(token)}")
@@ -215,7 +219,7 @@ class _Reader:
             raise self._error(f"the name {shown(token)} without arguments")
 
     def _after(self, kind: str, token: str) -> None:
-        """A token behind a value."""
+        """Take a token behind a value."""
         here = self.open[-1]
         if token in ("&", "|"):
             here.full = False
@@ -242,7 +246,7 @@ class _Reader:
             raise self._error(f"more than {_OPEN} brackets in each other")
 
     def _end(self, here: _Open) -> None:
-        """A comma, or the bracket's end: the value is an argument or a member."""
+        """Take a comma, or the bracket's end: the value is an argument or a member."""
         value = self._value(here)
         if here.word is not None:
             here.named[here.word] = value
@@ -270,7 +274,7 @@ class _Reader:
         self._put(made)
 
     def _put(self, value: object) -> None:
-        """A value stands; the signs before it apply."""
+        """Let a value stand; the signs before it apply."""
         here = self.open[-1]
         for sign in reversed(here.signs):
             if sign == "~":

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import PatternError, message, shown
-from .base import Pattern, nest
+from .base import Pattern
+from .fit import nest
 from .tiles import Int64, Ranges, Tiles
 
 
@@ -53,11 +54,11 @@ class PerHead(Pattern):
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         strided = [pattern.restride(rate, offset) for pattern in self.patterns]
-        found = [pattern for pattern in strided if pattern is not None]
-        return PerHead(found) if len(found) == len(strided) else None
+        patterns = [pattern for pattern in strided if pattern is not None]
+        return PerHead(patterns) if len(patterns) == len(strided) else None
 
-    def grid(self) -> int | None:
-        return min((side for p in self.patterns if (side := p.grid()) is not None), default=None)
+    def block_side(self) -> int | None:
+        return min((side for p in self.patterns if (side := p.block_side()) is not None), default=None)
 
     def residue_rate(self) -> int:
         rates = {pattern.residue_rate() for pattern in self.patterns}

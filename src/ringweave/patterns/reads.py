@@ -55,7 +55,7 @@ class Reads(NamedTuple):
 
 
 def read(fn: Callable[..., object], named: Sequence[Tensor] | None = None) -> Reads:
-    """What a function reads now.
+    """Look what a function reads now.
 
     Args:
         fn: A function, a partial of one, a bound method, or an object to call.
@@ -77,7 +77,7 @@ def read(fn: Callable[..., object], named: Sequence[Tensor] | None = None) -> Re
 
 
 def content_key(table: Tensor) -> Hashable | None:
-    """What a tensor holds, as a digest; None where it is large, and only torch writes to it: its version tells then."""
+    """Digest what a tensor holds; None where it is large, and only torch writes to it: its version tells then."""
     if table.device.type != "cpu" or (table.nbytes > SMALL and _ours(table)):
         return None
     # a copy: exposing the memory itself would fix its size for its owner
@@ -104,8 +104,8 @@ _codes: weakref.WeakKeyDictionary[types.CodeType, _Code] = weakref.WeakKeyDictio
 
 
 def _code(code: types.CodeType) -> _Code:
-    found = _codes.get(code)
-    if found is None:
+    analysed = _codes.get(code)
+    if analysed is None:
         read: dict[str, None] = {}
         names: set[str] = set()
         unseen: dict[str, None] = {}
@@ -120,8 +120,8 @@ def _code(code: types.CodeType) -> _Code:
                     unseen[f"the variable {step.argval}, which it changes"] = None
                 elif step.opname == "IMPORT_NAME" and str(step.argval).partition(".")[0] not in _CONSTANT:
                     unseen[f"the module {step.argval}, which it imports"] = None
-        found = _codes[code] = _Code(tuple(read), frozenset(names), tuple(unseen))
-    return found
+        analysed = _codes[code] = _Code(tuple(read), frozenset(names), tuple(unseen))
+    return analysed
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -257,11 +257,11 @@ class _Walk:
             return self.opaque(module, where)
         self.modules = True
         self.kept.append(module)
-        found = [name for name in sorted(self.names) if name in vars(module)]
-        return id(module), tuple((name, self.value(vars(module)[name], f"{where}.{name}")) for name in found)
+        named = [name for name in sorted(self.names) if name in vars(module)]
+        return id(module), tuple((name, self.value(vars(module)[name], f"{where}.{name}")) for name in named)
 
     def instance(self, x: Any, where: str) -> Hashable:
-        """An object by what it holds, and what its class does with that."""
+        """Identify an object by what it holds, and what its class does with that."""
         kinds = type(x).__mro__[:-1] if not isinstance(x, type) else ()
         # a library's objects keep state of their own; what is slotted, or looked up, is not listed
         if not kinds or any(_constant(kind.__module__) or vars(kind).keys() & _UNLISTED for kind in kinds):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import PatternError, message, shown
 from .base import Pattern
-from .block_sets import Blocks, ListedBlocks, MaskBlocks, ascending
+from .block_sets import BlockSet, ListedBlocks, MaskBlocks, ascending
 from .numbers import whole
 from .tiles import Int64, Ranges, Tiles, classes
 
@@ -63,12 +63,12 @@ class BlockTable(Pattern):
         if len(sides) != 2:
             raise PatternError(message("block_size", shown(sides), "one side or two", "Pass (queries, keys)."))
         self.block_size = whole("block_size", sides[0], 1), whole("block_size", sides[1], 1)
-        self.blocks: Blocks = _of_indices(indices, counts, key_blocks) if mask is None else _of_mask(mask)
+        self.blocks: BlockSet = _of_indices(indices, counts, key_blocks) if mask is None else _of_mask(mask)
         self.__post_init__()
 
     @classmethod
-    def of(cls, blocks: Blocks, block_size: tuple[int, int]) -> BlockTable:
-        """A pattern around blocks that are already private (a slice of another pattern's, or an op's argument)."""
+    def of(cls, blocks: BlockSet, block_size: tuple[int, int]) -> BlockTable:
+        """Wrap blocks that are already private (a slice of another pattern's, or an op's argument)."""
         pattern = cls.__new__(cls)
         pattern.block_size, pattern.blocks = block_size, blocks
         pattern.__post_init__()
@@ -85,7 +85,7 @@ class BlockTable(Pattern):
 
     @property
     def mask(self) -> Tensor:
-        """The table as a new bool tensor (..., blocks of queries, blocks of keys), however it is kept."""
+        """Write the table as a new bool tensor (..., blocks of queries, blocks of keys), however it is kept."""
         return self.blocks.mask()
 
     def __repr__(self) -> str:
@@ -115,7 +115,7 @@ class BlockTable(Pattern):
                 )
             )
 
-    def grid(self) -> int | None:
+    def block_side(self) -> int | None:
         return self.block_size[0] if self.block_size[0] == self.block_size[1] else None
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -163,14 +163,14 @@ class BlockTable(Pattern):
         return held
 
 
-def _of_mask(mask: Tensor) -> Blocks:
+def _of_mask(mask: Tensor) -> BlockSet:
     if not _is_table(mask, (torch.bool,)) or 0 in mask.shape:
         wanted = "a bool tensor (q, k), (heads, q, k) or (batch, heads, q, k)"
         raise PatternError(message("mask", _said(mask), wanted, "Convert it with .bool()."))
     return MaskBlocks(mask.detach().clone(memory_format=torch.contiguous_format), mask.shape[-1])
 
 
-def _of_indices(indices: Tensor | None, counts: Tensor | None, key_blocks: int | None) -> Blocks:
+def _of_indices(indices: Tensor | None, counts: Tensor | None, key_blocks: int | None) -> BlockSet:
     if not isinstance(indices, Tensor) or not _is_table(indices, _WHOLE) or 0 in indices.shape[:-1]:
         wanted = "an integer tensor (q, n), (heads, q, n) or (batch, heads, q, n)"
         raise PatternError(message("indices", _said(indices), wanted, "List the key blocks of each query block."))

@@ -35,12 +35,12 @@ class Ranges(NamedTuple):
         return Ranges(start, stop)
 
     def cost(self) -> int:
-        """Tokens covered: the size of the candidate list that this superset would give."""
+        """Count tokens covered: the size of the candidate list that this superset would give."""
         return int(np.maximum(self.stop - self.start, 0).sum())
 
 
 def mix(*parts: Int64) -> Int64:
-    """One class number >= 2 per element, equal exactly where all parts are equal (mixed radix, no hashing)."""
+    """Mix numbers to one class >= 2 per element, equal exactly where all parts are equal (mixed radix, no hashing)."""
     total = np.zeros(parts[0].shape, np.int64)
     size = 1
     for part in parts:
@@ -59,7 +59,7 @@ def mix(*parts: Int64) -> Int64:
 
 
 def classes(empty: NDArray[np.bool_], full: NDArray[np.bool_], *parts: Int64) -> Int64:
-    """Tile keys from the two decided cases and, for the rest, what the mask depends on."""
+    """Classify tiles by the two decided cases and, for the rest, what the mask depends on."""
     keys = np.where(full, FULL, EMPTY).astype(np.int64)
     partial = ~(empty | full)
     if partial.any():
@@ -68,7 +68,7 @@ def classes(empty: NDArray[np.bool_], full: NDArray[np.bool_], *parts: Int64) ->
 
 
 def intersect(a: Ranges, b: Ranges) -> Ranges:
-    """Ranges that hold what both hold; the smaller operand where there are too many pairs to look at."""
+    """Intersect ranges; the smaller operand where there are too many pairs to look at."""
     # every pair of ranges while that stays small; else the smaller superset is superset enough
     if a.start.shape[1] * b.start.shape[1] > 256:
         return a if a.cost() <= b.cost() else b

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..patterns import Pattern
-from ..patterns.base import fitting
+from ..patterns.fit import fitting
 from ..patterns.numbers import check_device
 from .block_plan import BlockPlan, pack_masks, unpack_masks
 from .branches import Branch, Sizes, branches, mixture, tile_sides
@@ -46,7 +46,7 @@ def plan(
     tile: int | tuple[int, int] | None = None,
     device: str | torch.device = "cpu",
 ) -> BlockPlan:
-    """The tiles that a pattern leaves non-empty, by rows and columns, with the masks of the partial ones; cached.
+    """Plan the tiles that a pattern leaves non-empty, by rows and columns, with the masks of partial ones; cached.
 
     Cost and memory grow with the non-empty tiles, never with N squared.
 
@@ -78,7 +78,7 @@ def plan(
 def density(
     pattern: Pattern, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0
 ) -> float:
-    """Allowed pairs over all pairs, counted exactly; for a LongNet a pair counts once per branch that allows it."""
+    """Divide allowed pairs by all pairs, counted exactly; in a LongNet a pair counts once per branch that allows it."""
     nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
     program = branches(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
     return sum(branch.pairs() for branch in program) / (batch * heads * nq * nk)

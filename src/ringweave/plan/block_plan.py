@@ -62,48 +62,48 @@ class BlockPlan:
 
     @property
     def q_tiles(self) -> int:
-        """Query tiles of one row set."""
+        """Count the query tiles of one row set."""
         return self.row_ptr.shape[1] - 1
 
     @property
     def kv_tiles(self) -> int:
-        """Key tiles of one row set."""
+        """Count the key tiles of one row set."""
         return self.col_ptr.shape[1] - 1
 
     @property
     def nnz(self) -> int:
-        """Non-empty tiles, summed over the distinct row sets; where they are not counted this waits for the device."""
+        """Count non-empty tiles over the distinct row sets; where they are not counted this waits for the device."""
         return self.places if self.counted else int(self.row_ptr[-1, -1])
 
     @property
     def places(self) -> int:
-        """Length of the lists: at least nnz; on a CPU, just that."""
+        """Give the length of the lists: at least nnz; on a CPU, just that."""
         return self.col.shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, places to spare included."""
+        """Count the bytes of all tensors, places to spare included."""
         return sum(t.numel() * t.element_size() for t in (getattr(self, name) for name in _TENSORS))
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Say where the tensors are."""
         return self.col.device
 
     @property
     def tiles(self) -> int:
-        """Non-empty tiles, summed over batch and heads: what a kernel computes."""
+        """Count non-empty tiles over batch and heads: what a kernel computes."""
         per_group = (self.row_ptr[:, -1] - self.row_ptr[:, 0]).long()
         return int(per_group[self.group.long()].sum())
 
     @functools.cached_property
     def density(self) -> float:
-        """Allowed pairs over all pairs, over batch and heads; counted once."""
+        """Divide allowed pairs by all pairs, over batch and heads; counted once."""
         return self.pairs() / self._all
 
     @functools.cached_property
     def computed_density(self) -> float:
-        """Pairs inside the non-empty tiles over all pairs: what a kernel computes; counted once."""
+        """Divide pairs inside the non-empty tiles by all pairs: what a kernel computes; counted once."""
         return self.computed_pairs() / self._all
 
     @property
@@ -111,18 +111,18 @@ class BlockPlan:
         return self.group.numel() * self.nq * self.nk
 
     def pairs(self) -> int:
-        """Allowed (query, key) pairs, summed over batch and heads."""
+        """Count allowed (query, key) pairs over batch and heads."""
         row, area, bits = self._areas()
         if self.masks.shape[0]:
             area = torch.where(bits < 0, area, set_bits(self.masks)[bits.clamp(min=0)])
         return self._summed(row, area)
 
     def computed_pairs(self) -> int:
-        """Pairs inside the non-empty tiles, summed over batch and heads."""
+        """Count pairs inside the non-empty tiles over batch and heads."""
         return self._summed(*self._areas()[:2])
 
     def _areas(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each tile its row, its pairs inside the lengths, and its bits."""
+        """Give of each tile its row, its pairs inside the lengths, and its bits."""
         row, col, bits = self.listed()
         height = (self.nq - row % self.q_tiles * self.q_tile).clamp(max=self.q_tile)
         return row, height * (self.nk - col * self.kv_tile).clamp(max=self.kv_tile), bits
@@ -133,17 +133,17 @@ class BlockPlan:
         return int(per_group[self.group.long()].sum())
 
     def listed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The tiles as (row, col, bits), int64 (nnz,) each; row counts g * query tiles + i over the row sets."""
+        """List the tiles as (row, col, bits), int64 (nnz,) each; row counts g * query tiles + i over the row sets."""
         counts = self.row_ptr.diff(dim=1).reshape(-1).long()
         row = torch.arange(counts.numel(), device=self.device).repeat_interleave(counts)
         return row, self.col[: row.numel()].long(), self.bits[: row.numel()].long()
 
     def tile_rows(self) -> Tensor:
-        """The query tile of each tile, int64 (nnz,)."""
+        """Number the query tile of each tile, int64 (nnz,)."""
         return self.listed()[0] % self.q_tiles
 
     def to(self, device: torch.device | str) -> BlockPlan:
-        """The plan with its tensors on a device; without places to spare where that is the CPU."""
+        """Move the tensors to a device; without places to spare where that is the CPU."""
         device = check_device(device)
         moved = {name: getattr(self, name).to(device) for name in _TENSORS}
         if device.type != "cpu" or self.counted:
@@ -154,7 +154,7 @@ class BlockPlan:
         return dataclasses.replace(self, **moved, counted=True)
 
     def to_dense(self) -> Tensor:
-        """The relation that the tiles spell out, bool (B, Hq, nq, nk); for tests and small sizes."""
+        """Spell the tiles out as a relation, bool (B, Hq, nq, nk); for tests and small sizes."""
         groups = self.row_ptr.shape[0]
         tiles = torch.zeros(
             groups, self.q_tiles, self.kv_tiles, self.q_tile, self.kv_tile, dtype=torch.bool, device="cpu"
@@ -167,7 +167,7 @@ class BlockPlan:
         return dense[:, : self.nq, : self.nk][self.group.long().cpu()]
 
     def to_block_mask(self) -> Any:
-        """The plan as FlexAttention's ``BlockMask``; its ``mask_mod`` reads the packed masks.
+        """Write the plan as FlexAttention's ``BlockMask``; its ``mask_mod`` reads the packed masks.
 
         Returns:
             ``torch.nn.attention.flex_attention.BlockMask`` on the plan's device, for q_offset 0 or a flex call whose
@@ -199,13 +199,13 @@ def pack_masks(dense: Tensor) -> Tensor:
 
 
 def unpack_masks(masks: Tensor, kv_tile: int) -> Tensor:
-    """The inverse of ``pack_masks``: bool (M, q_tile, kv_tile)."""
+    """Undo ``pack_masks``: bool (M, q_tile, kv_tile)."""
     bits = (masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device)) & 1
     return bits.flatten(-2)[..., :kv_tile].bool()
 
 
 def set_bits(masks: Tensor) -> Tensor:
-    """How many pairs each packed mask allows: int64 (M,), in the memory of the masks."""
+    """Count the pairs that each packed mask allows: int64 (M,), in the memory of the masks."""
     x = masks - ((masks >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F

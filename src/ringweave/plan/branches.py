@@ -9,7 +9,7 @@ tiles. ``LongNet`` is a list of such branches by definition, and there the branc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,8 +21,8 @@ from .block_plan import BlockPlan
 from .cache import plan_cache
 from .from_pattern import check_tile, default_tile, estimate_tiles
 
-# Sides of block tables that are worth their own tiles: smaller ones drown in overhead.
-_GRIDS = (32, 128)
+# Sides of blocks that are worth their own tiles: smaller ones drown in overhead.
+_BLOCK_SIDES = (32, 128)
 # Tiles of 128 x 128 whose computation costs as much as starting another branch and merging a row tile of it.
 _BRANCH_COST = 16
 _MERGE_COST = 0.25
@@ -56,33 +56,39 @@ class Branch:
     batch: int
     sides: tuple[int, int] | None = field(default=None, kw_only=True)
 
+    @staticmethod
+    def whole(pattern: Pattern, nq: int, nk: int, *, heads: int, batch: int = 1, q_offset: int = 0) -> Branch:
+        """Make the branch that is the whole call: all heads, in token order."""
+        return Branch(pattern, (0, heads, 1), 1, 0, 0, nq, nk, q_offset, batch)
+
     @property
     def head_count(self) -> int:
-        """Query heads of the branch."""
+        """Count the query heads of the branch."""
         return len(range(*self.heads))
 
     @property
     def structure(self) -> str:
-        """``"full"`` or ``"causal"`` (top-left) where a dense kernel computes just this relation, else ``"sparse"``."""
+        """Say ``"full"`` or ``"causal"`` (top-left) where a dense kernel computes this relation, else ``"sparse"``."""
         if self.pattern == Full():
             return "full"
         return "causal" if self.pattern == Causal() and self.q_offset == 0 else "sparse"
 
     @property
     def tile(self) -> tuple[int, int]:
-        """The sides (q_tile, kv_tile) of its plan."""
+        """Give the sides (q_tile, kv_tile) of its plan."""
         return tile_sides(self.sides, self.pattern, self.nq, self.nk)
 
     def pairs(self) -> int:
-        """Allowed pairs, over batch and heads; of a dense structure without a plan."""
+        """Allowed pairs, over batch and heads; without a plan where a formula has them."""
         if self.structure == "sparse":
-            return self.plan().pairs()
+            counted = self.pattern.allowed_pairs(self.nq, self.nk, self.q_offset)
+            return self.plan().pairs() if counted is None else counted * self.batch * self.head_count
         square = min(self.nq, self.nk)
         causal = square * (square + 1) // 2 + (self.nq - square) * self.nk
         return (causal if self.structure == "causal" else self.nq * self.nk) * self.batch * self.head_count
 
     def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
-        """The branch's plan, cached."""
+        """Plan the branch, cached."""
         return plan_cache.get(
             self.pattern,
             self.nq,
@@ -96,11 +102,11 @@ class Branch:
 
 
 def tile_sides(tile: int | tuple[int, int] | None, pattern: Pattern, nq: int, nk: int) -> tuple[int, int]:
-    """(q_tile, kv_tile) from a side, both sides or None; then a block table's own grid where kernels take it."""
+    """(q_tile, kv_tile) from a side, both sides or None; then the side of the pattern's own blocks, where it suits."""
     if tile is None:
-        grid = pattern.grid()
-        if grid is not None and _GRIDS[0] <= grid <= _GRIDS[1] and grid % 16 == 0:
-            return grid, grid
+        side = pattern.block_side()
+        if side is not None and _BLOCK_SIDES[0] <= side <= _BLOCK_SIDES[1] and side % 16 == 0:
+            return side, side
         return default_tile(nq), default_tile(nk)
     return check_tile(tile)
 
@@ -113,7 +119,7 @@ _BRANCH_BYTES = 2048
 def branches(
     pattern: Pattern, nq: int, nk: int, *, heads: int = 1, batch: int = 1, q_offset: int = 0
 ) -> tuple[Branch, ...]:
-    """The branches that compute a pattern, cached by value.
+    """Split a pattern into the branches that compute it, cached by value.
 
     Args:
         pattern: A relation or a LongNet.
@@ -126,7 +132,7 @@ def branches(
         At least one branch, unless no view of a LongNet holds a token.
     """
     parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
-    whole = Branch(pattern, (0, heads, 1), 1, 0, 0, nq, nk, q_offset, batch)
+    whole = Branch.whole(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
     if pattern.combinable and all(part.residue_rate() == 1 for part in parts):
         return (whole,)
     value, tables, _ = pattern.key()
@@ -170,17 +176,16 @@ def _branch(view: View, pattern: Pattern, size: Sizes) -> Branch | None:
 
 
 def mixture(pattern: LongNet, size: Sizes) -> list[Branch]:
-    """The branches of a LongNet: plain arithmetic, which ``torch.compile`` can trace."""
-    found = []
+    """List the branches of a LongNet: plain arithmetic, which ``torch.compile`` can trace."""
+    program = []
     for view, inside in pattern.views(size.heads):
         branch = _branch(view, inside, size)
         if branch is not None:
-            found.append(branch)
-    return found
+            program.append(branch)
+    return program
 
 
 def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
-    everything = View(whole.heads, 1, 0)
     parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
     # as many views as this cost more to start than they can save
     cost = _cost([whole])
@@ -193,9 +198,7 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
     for part in rest:
         seen = part if seen is None else seen | part
     if seen is not None:
-        base = _branch(everything, seen, size)
-        assert base is not None
-        program.append(base)
+        program.append(replace(whole, pattern=seen))
     for part in parts:
         rate = part.residue_rate()
         if rate == 1:
@@ -205,7 +208,7 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
             inside = new.restride(rate, offset)
             if inside is None:
                 return (whole,)
-            branch = _branch(View(everything.heads, rate, offset), inside, size)
+            branch = _branch(View(whole.heads, rate, offset), inside, size)
             if branch is None:
                 continue
             if not _fits(branch):
@@ -216,7 +219,7 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
 
 
 def _offsets(rate: int, size: Sizes) -> Sequence[int]:
-    """The offsets of a rate at which there are queries and keys; few for a decode step, whatever the rate."""
+    """List the offsets of a rate at which there are queries and keys; few for a decode step, whatever the rate."""
     first, end = size.q_offset % rate, min(rate, size.nk)
     if size.nq >= rate:
         return range(end)
@@ -226,7 +229,7 @@ def _offsets(rate: int, size: Sizes) -> Sequence[int]:
 
 
 def _fits(branch: Branch) -> bool:
-    """Whether a strided pattern is made for its view's lengths: a table's last block may hold no token of the view."""
+    """Tell whether a strided pattern is made for its view's lengths: a table's last block may hold no token of it."""
     try:
         branch.pattern.check(branch.nq, branch.nk, branch.q_offset)
     except PatternError:
@@ -235,7 +238,7 @@ def _fits(branch: Branch) -> bool:
 
 
 def _cost(program: list[Branch]) -> float:
-    """Modelled cost in tiles of 128 x 128: computed, plus what further branches cost to start and merge."""
+    """Model cost in tiles of 128 x 128: computed, plus what further branches cost to start and merge."""
     total = 0.0
     seen: dict[tuple[object, ...], float] = {}
     for branch in program:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..patterns import Pattern, rebuild
-from ..patterns.base import refuse
+from ..patterns.fit import refuse
 from ..patterns.function import changed, holders
 from ..patterns.numbers import check_sizes, named_device, whole
 from ..recent import Recent
@@ -65,22 +65,22 @@ class PlanCache:
         tile: tuple[int, int],
         device: str | torch.device = "cpu",
     ) -> BlockPlan:
-        """The plan of a pattern, from the cache or built; arguments as of :func:`ringweave.plan`."""
+        """Plan a pattern, or find its plan; arguments as of :func:`ringweave.plan`."""
         if not isinstance(pattern, Pattern):
             refuse(pattern)
         nq, nk, heads, batch, q_offset = check_sizes(nq, nk, heads, batch, q_offset)
         made_of, device, tile = pattern.key(), _place(device), check_tile(tile)
         key = (made_of.value, nq, nk, heads, batch, q_offset, tile, str(device))
         kept = self._steps if nq <= tile[0] else self._kept
-        found = kept.get(key)
-        if found is not None:
-            return found
+        plan = kept.get(key)
+        if plan is not None:
+            return plan
         # one thread builds a plan, the others of the same key wait for it
         making = kept.making(key)
         with making.lock:
-            found = kept.get(key)
-            if found is not None:
-                return found
+            plan = kept.get(key)
+            if plan is not None:
+                return plan
             plan = build(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=device)
             ties = holders(pattern.spec)
             if ties and not pattern.key().same(made_of):
@@ -89,7 +89,7 @@ class PlanCache:
         return plan
 
     def statistics(self) -> CacheStatistics:
-        """Hits, misses, evictions, and what is held now."""
+        """Count hits, misses, evictions, and what is held now."""
         both = self._kept, self._steps
         plans = sum(map(len, both))
         hits, misses, evictions, held = (
@@ -104,7 +104,7 @@ class PlanCache:
 
 
 def _place(device: str | torch.device) -> torch.device:
-    """A device with its number: "cuda" is the current one, and tensors there say which that is."""
+    """Number a device: "cuda" is the current one, and tensors there say which that is."""
     device = named_device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -117,7 +117,7 @@ _PARSED = 10
 
 
 def pattern_of(spec: str, tables: Sequence[Tensor]) -> Pattern:
-    """The pattern of a spec; those without tables and functions are kept, being text alone."""
+    """Read the pattern of a spec; those without tables and functions are kept, being text alone."""
     if tables or "TokenMask(" in spec:
         return rebuild(spec, tables)
     pattern = _patterns.get(spec)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,33 +20,23 @@ from ..patterns.numbers import check_device
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
 from .block_plan import BlockPlan, pack_masks
 from .from_table import from_table
-from .radix import stable_order
-from .table_context import Around, Listed, runs_of, split
+from .lists import RowSet, assemble, limit
+from .table_context import Listed, TableContext, runs_of, split
 
 _EVALUATED_AT_ONCE = 2**24  # mask bits
 _TILES_AT_ONCE = 2**18
-_ALIGNED = 16  # elements: 64 bytes
 _TILES_SAMPLED = 2**22
 _MOST_IN_A_LINE = 2**24
 DEFAULT_TILE = 128
 
 
-@dataclass
-class _Rows:
-    """The non-empty tiles of one row set, in row order."""
-
-    row: NDArray[np.int64]
-    col: NDArray[np.int64]
-    bits: NDArray[np.int32]
-
-
 def default_tile(n: int) -> int:
-    """The tile side for a length: 128, or the least power of two >= 16 that holds a shorter sequence."""
+    """Give the tile side for a length: 128, or the least power of two >= 16 that holds a shorter sequence."""
     return min(DEFAULT_TILE, max(16, 1 << (n - 1).bit_length()))
 
 
 def check_tile(tile: object) -> tuple[int, int]:
-    """(q_tile, kv_tile) from a side or both.
+    """Check a side or both, as (q_tile, kv_tile).
 
     Raises:
         ShapeError: Sides that are no multiples of 16, or too large.
@@ -83,16 +72,16 @@ def build(
     if parts is not None and parts[0].tables[0].device.type != "cpu":
         table, every, none = parts
         lead = table.blocks.shape[:-2]
-        around = _planned_around(every.spec, none.spec, nq, nk, heads, batch, tile, lead, str(device))
-        return from_table(table, nq, nk, heads, batch, tile, device, around=around)
+        context = _table_context(every.spec, none.spec, nq, nk, heads, batch, tile, lead, str(device))
+        return from_table(table, nq, nk, heads, batch, tile, device, context=context)
     patterns, group = _distinct(pattern, heads, batch)
     store = _Masks(tile)
     sets = [_rows(each, nq, nk, q_offset, tile, store) for each in patterns]
-    return _assemble(sets, group, store.packed(), nq, nk, q_offset, tile, device)
+    return assemble(sets, group, store.packed(), nq, nk, q_offset, tile, device)
 
 
 def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[Pattern], torch.Tensor]:
-    """The patterns of all batch elements and heads, each once, and which of them each uses, (B, Hq) int32."""
+    """Find the patterns of all batch elements and heads, each once, and which of them each uses, (B, Hq) int32."""
     distinct: dict[Hashable, tuple[int, Pattern]] = {}
     known: dict[int, tuple[int, Pattern]] = {}
     group = np.zeros((batch, heads), np.int32)
@@ -101,16 +90,16 @@ def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[Pattern], 
     for b in range(batch):
         for h in range(heads):
             each = pattern.select(b, h)
-            found = known.get(id(each))
-            if found is None:
+            numbered = known.get(id(each))
+            if numbered is None:
                 # held with its number, so that no other has its address
-                found = known[id(each)] = (distinct.setdefault(each.value(), (len(distinct), each))[0], each)
-            group[b, h] = found[0]
+                numbered = known[id(each)] = (distinct.setdefault(each.value(), (len(distinct), each))[0], each)
+            group[b, h] = numbered[0]
     return [each for _, each in distinct.values()], torch.from_numpy(group)
 
 
 @functools.lru_cache(maxsize=16)
-def _planned_around(
+def _table_context(
     every: str,
     none: str,
     nq: int,
@@ -120,7 +109,7 @@ def _planned_around(
     tile: tuple[int, int],
     table: tuple[int, ...],
     device: str,
-) -> Around:
+) -> TableContext:
     q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
     step = max(1, _TILES_AT_ONCE // kv_tiles)
     store = _Masks(tile)
@@ -128,14 +117,14 @@ def _planned_around(
     def listed(each: Pattern) -> Iterator[Listed]:
         # some rows at a time: of tiles side by side runs are kept, few where the tiles are many
         for first in range(0, q_tiles, step):
-            found = _rows(each, nq, nk, 0, tile, store, slice(first, first + step))
-            yield (first + found.row) * kv_tiles + found.col, found.bits
+            tiles = _rows(each, nq, nk, 0, tile, store, slice(first, first + step))
+            yield (first + tiles.row) * kv_tiles + tiles.col, tiles.bits
 
     full, group = _distinct(rebuild(every, ()), heads, batch)
     inside = [[runs_of(*part) for part in listed(each)] for each in full]
     empty, other = _distinct(rebuild(none, ()), heads, batch)
     outside = [list(listed(each)) for each in empty]
-    return Around.of((inside, group), (outside, other), store.packed(), table, q_tiles * kv_tiles, device)
+    return TableContext.of((inside, group), (outside, other), store.packed(), table, q_tiles * kv_tiles, device)
 
 
 def _check(
@@ -165,7 +154,7 @@ def _check(
 
 def _rows(
     pattern: Pattern, nq: int, nk: int, q_offset: int, tile: tuple[int, int], store: _Masks, part: slice = slice(None)
-) -> _Rows:
+) -> RowSet:
     q_tile, kv_tile = tile
     lo = np.arange(0, nq, q_tile, dtype=np.int64)[part]
     q_lo, q_hi = lo + q_offset, np.minimum(lo + q_tile, nq) + q_offset
@@ -179,7 +168,7 @@ def _rows(
     bits = np.full(len(row), -1, np.int32)
     partial = keys != FULL
     if not partial.any():
-        return _Rows(row, col, bits)
+        return RowSet(row, col, bits)
     # clipped tiles at the ends hold other masks than whole ones of the same class
     clipped = (tiles.q_hi - tiles.q_lo != q_tile) * 2 + (tiles.k_hi - tiles.k_lo != kv_tile)
     label = keys[partial] * 4 + clipped[partial]
@@ -187,11 +176,11 @@ def _rows(
     sample = Tiles(*(side[partial][first] for side in tiles))
     bits[partial] = store.add(pattern, sample)[inverse.reshape(-1)]
     kept = bits != _Masks.EMPTY
-    return _Rows(row[kept], col[kept], bits[kept])
+    return RowSet(row[kept], col[kept], bits[kept])
 
 
 def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offset: int = 0, sample: int = 64) -> float:
-    """About how many tiles of the default sides all heads of one batch element have, from a sample of query tiles.
+    """Estimate how many tiles of the default sides all heads of one batch element have, from a sample of query tiles.
 
     Cost grows with the sampled rows alone, whatever the length; masks are not evaluated.
     """
@@ -200,23 +189,23 @@ def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offs
     sample = max(1, min(sample, _TILES_SAMPLED * kv_tile // nk))
     lo = np.unique(np.linspace(0, rows - 1, min(rows, sample)).round().astype(np.int64)) * q_tile
     q_lo, q_hi = lo + q_offset, np.minimum(lo + q_tile, nq) + q_offset
-    found: dict[Hashable, float] = {}
+    counts: dict[Hashable, float] = {}
     total = 0.0
     alike = pattern.select(0, 0) is pattern
     for head in range(1 if alike else heads):
         each = pattern.select(0, head)
         key = each.value()
-        if key not in found:
+        if key not in counts:
             row, col = _candidates(each.key_ranges(q_lo, q_hi, nk), kv_tile, -(-nk // kv_tile))
             k_lo = col * kv_tile
             keys = each.tile_keys(Tiles(q_lo[row], q_hi[row], k_lo, np.minimum(k_lo + kv_tile, nk)))
-            found[key] = float((keys != EMPTY).sum()) / len(lo) * rows
-        total += found[key]
+            counts[key] = float((keys != EMPTY).sum()) / len(lo) * rows
+        total += counts[key]
     return total * heads if alike else total
 
 
 def _candidates(ranges: Ranges, kv_tile: int, kv_tiles: int) -> tuple[Int64, Int64]:
-    """The tiles that the ranges touch, by row and ascending, each once."""
+    """List the tiles that the ranges touch, by row and ascending, each once."""
     start = np.maximum(ranges.start, 0) // kv_tile
     stop = np.minimum(-(-ranges.stop // kv_tile), kv_tiles)
     empty = (ranges.stop <= ranges.start) | (stop <= start)
@@ -232,7 +221,7 @@ def _candidates(ranges: Ranges, kv_tile: int, kv_tiles: int) -> tuple[Int64, Int
     flat = length.reshape(-1)
     ends = np.cumsum(flat)
     total = int(ends[-1])
-    _limit(total)
+    limit(total)
     col = np.arange(total) - np.repeat(ends - flat - start.reshape(-1), flat)
     row = np.repeat(np.arange(len(start)), length.sum(1))
     return row, col
@@ -277,69 +266,3 @@ class _Masks:
         if not self.rows:
             return torch.zeros(0, *self.words, dtype=torch.int32, device="cpu")
         return torch.from_numpy(np.stack(self.rows).reshape(-1, *self.words))
-
-
-def _assemble(
-    sets: list[_Rows],
-    group: torch.Tensor,
-    masks: torch.Tensor,
-    nq: int,
-    nk: int,
-    q_offset: int,
-    tile: tuple[int, int],
-    device: str | torch.device,
-) -> BlockPlan:
-    q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
-    row_ptr, col_ptr, row_t, bits_t = [], [], [], []
-    base = 0
-    for tiles in sets:
-        row_ptr.append(base + _offsets(tiles.row, q_tiles))
-        col_ptr.append(base + _offsets(tiles.col, kv_tiles))
-        by_column = stable_order(tiles.col, kv_tiles)
-        row_t.append(tiles.row[by_column])
-        bits_t.append(tiles.bits[by_column])
-        base += len(tiles.row)
-    _limit(base)
-    counts = np.concatenate([np.diff(ptr) for ptr in row_ptr])
-
-    arrays = {
-        "row_ptr": np.stack(row_ptr),
-        "col": np.concatenate([tiles.col for tiles in sets]),
-        "bits": np.concatenate([tiles.bits for tiles in sets]),
-        "col_ptr": np.stack(col_ptr),
-        "row": np.concatenate(row_t),
-        "bits_t": np.concatenate(bits_t),
-        "masks": masks.numpy(),
-        "group": group.numpy(),
-        "order": _launch_order(counts),
-    }
-    # in one piece: one copy to a device, and small plans take little more than their elements
-    sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays.values()]
-    whole = torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
-    for part, array in zip(whole.split(sizes), arrays.values(), strict=True):
-        np.copyto(part.numpy()[: array.size], array.reshape(-1), casting="unsafe")
-    parts = zip(arrays.items(), whole.to(device).split(sizes), strict=True)
-    return BlockPlan(
-        **{name: part[: array.size].view(array.shape) for (name, array), part in parts},
-        nq=nq,
-        nk=nk,
-        q_tile=tile[0],
-        kv_tile=tile[1],
-        q_offset=q_offset,
-    )
-
-
-def _limit(tiles: int) -> None:
-    # numbers of tiles are kept in 32 bits
-    if tiles >= 2**31:
-        raise PatternError(message("pattern", f"{tiles} tiles", "fewer than 2**31", "Use larger tiles or less."))
-
-
-def _offsets(index: Int64, size: int) -> Int64:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(index, minlength=size))])
-
-
-def _launch_order(counts: Int64) -> Int64:
-    # longest first by classes of half an octave: rows of about one length keep their neighbours, who share keys
-    rank = np.floor(2 * np.log2(np.maximum(counts, 1))).astype(np.int16)
-    return np.argsort(-rank, kind="stable")

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..patterns import BlockTable
-from ..patterns.block_sets import Blocks
+from ..patterns.block_sets import BlockSet
 from .block_plan import BlockPlan
-from .radix import stable_order
-from .table_context import EMPTY, Around
+from .lists import stable_order
+from .table_context import EMPTY, TableContext
 
 #: Places of a list beyond which a GPU plan is made exact, for one wait: four lists of them take a quarter of a GiB.
 MOST_PLACES = 2**24
@@ -34,9 +34,9 @@ def from_table(
     tile: tuple[int, int],
     device: str | torch.device,
     spare: bool | None = None,
-    around: Around | None = None,
+    context: TableContext | None = None,
 ) -> BlockPlan:
-    """The plan of a table whose blocks are the tiles.
+    """Plan a table whose blocks are the tiles.
 
     Args:
         pattern: The table.
@@ -47,15 +47,15 @@ def from_table(
         tile: Its block size.
         device: Where the plan goes; the table is copied there.
         spare: Whether the lists may have places to spare; by default on anything but a CPU, where they are few enough.
-        around: The pattern that the table is a part of.
+        context: The pattern that the table is a part of.
     """
     blocks = pattern.blocks.to(device)
     lead = blocks.shape[:-2]
-    sets = math.prod(lead) if around is None else len(around.of_table)
-    room = sets * blocks.shape[-2] * blocks.most + (0 if around is None else around.outside.numel())
+    sets = math.prod(lead) if context is None else len(context.of_table)
+    room = sets * blocks.shape[-2] * blocks.most + (0 if context is None else context.outside.numel())
     if spare is None:
         spare = blocks.table.device.type != "cpu" and room <= MOST_PLACES
-    row_ptr, col, bits, col_ptr, row, bits_t = (_with_room if spare else _exact)(blocks, sets, around)
+    row_ptr, col, bits, col_ptr, row, bits_t = (_with_room if spare else _exact)(blocks, sets, context)
     device = row_ptr.device
     group = torch.arange(sets, dtype=torch.int32, device=device)
     rank = (2 * row_ptr.diff(dim=1).reshape(-1).clamp(min=1).log2()).floor().to(torch.int16)
@@ -67,8 +67,8 @@ def from_table(
         col_ptr=col_ptr.int(),
         row=row.int(),
         bits_t=bits_t,
-        masks=no_masks if around is None else around.masks,
-        group=group.view(lead).expand(batch, heads).contiguous() if around is None else around.group,
+        masks=no_masks if context is None else context.masks,
+        group=group.view(lead).expand(batch, heads).contiguous() if context is None else context.group,
         order=torch.argsort(-rank, stable=True).int(),
         nq=nq,
         nk=nk,
@@ -78,21 +78,21 @@ def from_table(
     )
 
 
-def _exact(blocks: Blocks, sets: int, around: Around | None) -> tuple[Tensor, ...]:
-    """The lists of a plan, no longer than they are."""
+def _exact(blocks: BlockSet, sets: int, context: TableContext | None) -> tuple[Tensor, ...]:
+    """Make the lists of a plan, no longer than they are."""
     rows, width = blocks.shape[-2:]
     area = rows * width
     number = blocks.numbers()
     code: Tensor | None = None
-    if around is not None:
+    if context is not None:
         ends = torch.searchsorted(number, area * torch.arange(math.prod(blocks.shape[:-2]) + 1, device=number.device))
-        of_table = around.of_table.tolist()
+        of_table = context.of_table.tolist()
         parts = [number[ends[t] : ends[t + 1]] + (g - t) * area for g, t in enumerate(of_table)]
         number = torch.cat(parts)
-        code = around.at(number // area, number % area, area)
-        used, free = code != EMPTY, around.free(blocks)
-        number, order = torch.cat([number[used], around.outside[free]]).sort()
-        code = torch.cat([code[used], around.outside_codes[free]])[order]
+        code = context.at(number // area, number % area, area)
+        used, free = code != EMPTY, context.free(blocks)
+        number, order = torch.cat([number[used], context.outside[free]]).sort()
+        code = torch.cat([code[used], context.outside_codes[free]])[order]
     row_ptr = _starts(number, sets, rows, width)
     line = number // width
     col = (number - line * width).int()
@@ -111,34 +111,34 @@ def _exact(blocks: Blocks, sets: int, around: Around | None) -> tuple[Tensor, ..
 
 
 def _lines(sets: int, lines: int, device: torch.device) -> Tensor:
-    """(sets, lines + 1): the numbers of the lines of each set, and of the one after."""
+    """Number the lines of each set, and the one after: (sets, lines + 1)."""
     return torch.arange(sets, device=device)[:, None] * lines + torch.arange(lines + 1, device=device)
 
 
 def _starts(number: Tensor, sets: int, lines: int, width: int) -> Tensor:
-    """(sets, lines + 1): where each line of ``width`` numbers begins among ascending ones, and the last one's end."""
+    """Find where lines of ``width`` numbers begin among ascending ones, and the last one's end: (sets, lines + 1)."""
     return torch.searchsorted(number, (_lines(sets, lines, number.device) * width).to(number.dtype))
 
 
-def _with_room(blocks: Blocks, sets: int, around: Around | None) -> tuple[Tensor, ...]:
-    """The lists of a plan with a place for every block that could be set; no shape depends on what is."""
+def _with_room(blocks: BlockSet, sets: int, context: TableContext | None) -> tuple[Tensor, ...]:
+    """Make the lists of a plan with a place for every block that could be set; no shape depends on what is."""
     listed, (rows, width) = blocks.listed(), blocks.shape[-2:]
     area, device = rows * width, listed.device
     listed = listed.reshape(math.prod(blocks.shape[:-2]), rows, blocks.most)
     set_number = torch.arange(sets, device=device)[:, None, None]
-    if around is not None:
-        listed = listed[around.of_table]
+    if context is not None:
+        listed = listed[context.of_table]
     place = torch.arange(rows, device=device)[:, None] * width + listed
     code = torch.full((place.numel(),), -1, dtype=torch.int32, device=device)
-    if around is not None:
-        code = torch.where((listed < width).reshape(-1), around.at(set_number, place, area), EMPTY)
+    if context is not None:
+        code = torch.where((listed < width).reshape(-1), context.at(set_number, place, area), EMPTY)
     # what is not set has the number past the end
-    used = (listed < width).reshape(-1) if around is None else code != EMPTY
+    used = (listed < width).reshape(-1) if context is None else code != EMPTY
     number = torch.where(used, (set_number * area + place).reshape(-1), sets * area)
-    if around is not None and around.outside.numel():
-        number = torch.cat([number, torch.where(around.free(blocks), around.outside, sets * area)])
+    if context is not None and context.outside.numel():
+        number = torch.cat([number, torch.where(context.free(blocks), context.outside, sets * area)])
         number, order = number.sort(stable=True)
-        code = torch.cat([code, around.outside_codes])[order]
+        code = torch.cat([code, context.outside_codes])[order]
     else:
         # they ascend already: what is set moves up
         places = number.numel()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..patterns import Causal, Pattern
-from ..patterns.base import fitting
+from ..patterns.fit import fitting
 from .block_plan import BlockPlan, unpack_masks
 from .branches import Branch, branches
 from .from_pattern import build
@@ -45,7 +45,7 @@ class Causality(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Whether no pair sees the future."""
+        """Tell whether no pair sees the future."""
         return self.pairs == 0
 
     def __str__(self) -> str:
@@ -67,8 +67,8 @@ def causality(
     Of a relation only what ``pattern & ~Causal()`` leaves is planned: for a causal one that is the diagonal.
     """
     nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
-    found = [_of(branch) for branch in branches(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)]
-    pairs, first = sum(number for number, _ in found), min((each for _, each in found if each), default=None)
+    counts = [_of(branch) for branch in branches(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)]
+    pairs, first = sum(number for number, _ in counts), min((each for _, each in counts if each), default=None)
     return Causality(pairs, first, (batch > 1, heads > 1))
 
 
@@ -102,17 +102,17 @@ def _of(branch: Branch) -> tuple[int, Offender | None]:
     if not pairs:
         return 0, None
     of_set = [_first(plan, number) for number in range(plan.row_ptr.shape[0])]
-    found = [
+    offenders = [
         at(pair[0], pair[1], b, h)
         for b, row in enumerate(plan.group.tolist())
         for h, number in enumerate(row)
         if (pair := of_set[number]) is not None
     ]
-    return pairs, min(found)
+    return pairs, min(offenders)
 
 
 def _first(plan: BlockPlan, number: int) -> tuple[int, int] | None:
-    """The first query of a row set that attends a key, and the first of its keys, as indices."""
+    """Find the first query of a row set that attends a key, and the first of its keys, as indices."""
     filled = plan.row_ptr[number].diff().nonzero()
     if not len(filled):
         return None

@@ -52,7 +52,7 @@ def to_block_mask(plan: BlockPlan) -> Any:
 
 
 def from_block_mask(block_mask: Any) -> Pattern:
-    """The pattern of a FlexAttention ``BlockMask``: its full blocks, and its partial blocks under its ``mask_mod``.
+    """Make a pattern of a FlexAttention ``BlockMask``: full blocks, and partial blocks under its ``mask_mod``.
 
     Args:
         block_mask: From ``create_block_mask`` or ``BlockMask.from_kv_blocks``.

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from .block_plan import BlockPlan, pack_masks, unpack_masks
-from .from_pattern import _assemble, _Rows
+from .lists import RowSet, assemble
 
 
 def subplan(
@@ -18,7 +18,7 @@ def subplan(
     present: NDArray[np.bool_] | None = None,
     wanted: list[NDArray[np.bool_]] | None = None,
 ) -> BlockPlan:
-    """The tiles of some rows and columns, renumbered in their order.
+    """Take some rows and columns of a plan, renumbered in their order.
 
     The order of a row's tiles is kept, so a kernel adds them up as it would in the whole.
 
@@ -41,11 +41,11 @@ def subplan(
         taken = (row >= 0) & (col >= 0)
         if wanted is not None:
             taken &= wanted[group]
-        sets.append(_Rows(row[taken], col[taken], all_bits[entries][taken]))
+        sets.append(RowSet(row[taken], col[taken], all_bits[entries][taken]))
     masks = plan.masks
     if present is not None and not present.all():
         masks = _masked(sets, plan, _ended(present, columns, plan))
-    return _assemble(
+    return assemble(
         sets,
         plan.group,
         masks,
@@ -68,7 +68,7 @@ def _tokens(tiles: NDArray[np.int64], side: int, length: int) -> int:
 
 
 def _ended(present: NDArray[np.bool_], columns: NDArray[np.int64], plan: BlockPlan) -> NDArray[np.bool_]:
-    """Without what lies past the keys' end, where the last tile gets a mask: bits there are 0, in every plan."""
+    """Leave out what lies past the keys' end, where the last tile gets a mask: bits there are 0, in every plan."""
     if columns[-1] != plan.kv_tiles - 1 or present[-1].all():
         return present
     present = present.copy()
@@ -76,14 +76,14 @@ def _ended(present: NDArray[np.bool_], columns: NDArray[np.int64], plan: BlockPl
     return present
 
 
-def _masked(sets: list[_Rows], plan: BlockPlan, present: NDArray[np.bool_]) -> torch.Tensor:
+def _masked(sets: list[RowSet], plan: BlockPlan, present: NDArray[np.bool_]) -> torch.Tensor:
     """Put the absence of keys into the sets' masks; the masks to use."""
     shapes, kind = np.unique(present, axis=0, return_inverse=True)
     kind = kind.reshape(-1)
     whole: NDArray[np.bool_] = np.asarray(shapes.all(axis=1))
     # pairs (mask or full, shape) that occur
-    found = [np.stack([rows.bits.astype(np.int64) + 1, kind[rows.col]], 1)[~whole[kind[rows.col]]] for rows in sets]
-    pairs = np.unique(np.concatenate(found), axis=0)
+    occurring = [np.stack([rows.bits.astype(np.int64) + 1, kind[rows.col]], 1)[~whole[kind[rows.col]]] for rows in sets]
+    pairs = np.unique(np.concatenate(occurring), axis=0)
     if not len(pairs):
         return plan.masks
     base = torch.cat(

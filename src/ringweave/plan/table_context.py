@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..patterns import BlockTable, Full, Pattern
 from ..patterns.algebra import leaves, replace
-from ..patterns.block_sets import Blocks
+from ..patterns.block_sets import BlockSet
 from ..patterns.tiles import Int64
 
 EMPTY = -2
@@ -24,7 +24,7 @@ Runs = tuple[Int64, Int64, NDArray[np.int32]]
 
 
 def split(pattern: Pattern, tile: tuple[int, int]) -> tuple[BlockTable, Pattern, Pattern] | None:
-    """(table, the pattern with every block of it set, with none) of one table on the tile grid among patterns."""
+    """Split a pattern into its one table on the tile grid, itself with every block of that set, and with none."""
     tables = [leaf for leaf in leaves(pattern) if leaf.tables]
     if not tables or not all(_same(tables[0], leaf) for leaf in tables):
         return None
@@ -36,14 +36,14 @@ def split(pattern: Pattern, tile: tuple[int, int]) -> tuple[BlockTable, Pattern,
 
 
 def _same(a: Pattern, b: Pattern) -> bool:
-    """Whether two patterns are the same table; without a look at what it holds."""
+    """Tell whether two patterns are the same table; without a look at what it holds."""
     return a.spec == b.spec and all(
         one.data_ptr() == two.data_ptr() for one, two in zip(a.tables, b.tables, strict=True)
     )
 
 
 @dataclass(frozen=True)
-class Around:
+class TableContext:
     """The tiles of a pattern that has one table in it, where that is set and where it is not; all on one device.
 
     A combination of a table and of patterns without one is, at a tile, one of two: what it would be with every block
@@ -79,8 +79,8 @@ class Around:
         table: tuple[int, ...],
         area: int,
         device: str | torch.device,
-    ) -> Around:
-        """From the tiles with every block set and with none, and the leading sides of the table.
+    ) -> TableContext:
+        """Describe it by the tiles with every block set and with none, and the leading sides of the table.
 
         Args:
             inside: With every block set, the runs of each distinct pattern, in parts, and (B, Hq) int32 which pattern
@@ -106,22 +106,22 @@ class Around:
         of_inside = joint % len(inside[0])
         known = map(torch.from_numpy, (starts[order], codes[order], place, code))
         moved = (*known, masks, joint // len(inside[0]), of_inside, group.int())
-        return Around(*(x.to(device) for x in moved))
+        return TableContext(*(x.to(device) for x in moved))
 
     def at(self, set_number: Tensor, place: Tensor, area: int) -> Tensor:
-        """The codes of tiles with a set block, by joint row set and place in its ``area``; int32, of int64."""
+        """Look up codes of tiles with a set block, by joint row set and place in its ``area``; int32, of int64."""
         number = (self.of_codes[set_number] * area + place).reshape(-1)
         return self.codes[torch.searchsorted(self.starts, number, right=True) - 1]
 
-    def free(self, blocks: Blocks) -> Tensor:
-        """(E,) whether the table is not set at the tiles outside of it."""
+    def free(self, blocks: BlockSet) -> Tensor:
+        """Tell whether the table is not set at the tiles outside of it, (E,)."""
         rows, width = blocks.shape[-2:]
         line = self.outside // width
         return ~blocks.held(self.of_table[line // rows] * rows + line % rows, self.outside % width)
 
 
 def runs_of(place: Int64, code: NDArray[np.int32]) -> Runs:
-    """Tiles at ascending places, each with a code, as runs (begin, end, code) of neighbours with one code."""
+    """Join tiles at ascending places, each with a code, to runs (begin, end, code) of neighbours with one code."""
     ends = np.ones(len(place) + 1, np.bool_)
     ends[1:-1] = (place[1:] != place[:-1] + 1) | (code[1:] != code[:-1])
     first, last = np.flatnonzero(ends[:-1]), np.flatnonzero(ends[1:])

@@ -10,7 +10,7 @@ import torch
 
 from ...errors import UnsupportedError, message
 from ..record import CaseResult, Measuring, Options, Record, Say, silent
-from . import attention, gpu, ring, tuned
+from . import attention, gpu, ring
 from . import kernels as cpu
 
 
@@ -58,7 +58,7 @@ CASES: dict[str, BenchCase] = {
         BenchCase("memory", "peak memory of a window at 32K and 262K tokens", attention.memory),
         BenchCase("dilated", "LongNet's mixture and a dilated relation against dense attention", attention.dilated),
         BenchCase("crossover", "sparse against dense over densities from 5% to 100%", attention.crossover),
-        BenchCase("tune", "what ringweave tune gains over the usual choice, on four shapes", tuned.measure),
+        BenchCase("tune", "what ringweave tune gains over the usual choice, on four shapes", attention.tuned),
         BenchCase("ring", "context parallelism: speed on 2 processes, bytes, modelled efficiency", ring.measure),
     )
 }  # fmt: skip

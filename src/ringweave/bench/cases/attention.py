@@ -1,4 +1,4 @@
-"""The cases of a few patterns: ``attention``, ``planning``, ``memory``, ``dilated`` and ``crossover``."""
+"""The cases of a few patterns: ``attention``, ``planning``, ``memory``, ``dilated``, ``crossover`` and ``tune``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import torch
+
 import ringweave as rw
 
+from ...ops.dispatch import candidates
 from ...plan.from_pattern import build
 from ..compare import Comparison, outcomes
 from ..measure import interleaved
 from ..problem import DIRECTIONS, FORWARD, Drawn, Problem
 from ..record import Measuring, Options, Outcome, PlanCost, Say
+from ..search import Candidate, whole
+from ..tune import Finding, tune
 
 
 def window_with_sinks(window: int, sinks: int) -> rw.Pattern:
@@ -123,3 +128,51 @@ def planning(options: Options, say: Say) -> Measuring:
         f"{last.timing.median / first.timing.median:.1f} x the time, {last.nbytes / first.nbytes:.1f} x the bytes; "
         f"N squared would be {(last.tokens / first.tokens) ** 2:.0f} x."
     )
+
+
+def tuned(options: Options, say: Say) -> Measuring:
+    """Tune shapes, then check and time the choice and what auto takes where nothing is stored, in turn.
+
+    The figures are not those that the choice was made by. Nothing is stored.
+    """
+    tokens = options.tokens or (1024 if options.quick else 8192)
+    heads, rounds = (2, 3) if options.quick else (8, 7)
+    cpu = options.device == "cpu"
+    budget = 1.0 if options.quick else 15.0 if cpu else 60.0
+    said = ["Heuristic time over tuned time:"]
+    for name, relation in (
+        ("narrow window", rw.SlidingWindow(64)),
+        ("window + sinks", window_with_sinks(tokens // 8, 64)),
+        ("random 10%", Drawn(0.1)),
+        ("causal", rw.Causal()),
+    ):
+        problem = options.of(Problem(name, relation, tokens, heads, dtype=torch.float32 if cpu else torch.bfloat16))
+        before: Finding | None = None
+        for choice in tune(problem, rounds=options.rounds or rounds, budget=budget, say=say):
+            found = yield from outcomes(_again(choice, before, options.rounds or rounds), say)
+            said.append(f"{name}, {choice.direction}: {_said(found)}.")
+            before = choice
+    return " ".join(said)
+
+
+def _said(found: list[Outcome]) -> str:
+    ratio = found[1].over_first
+    if ratio is None:
+        return "not measured"
+    same = found[0].how == found[1].how
+    return "the heuristic stays" if same else f"{ratio.medians:.2f} x ({found[0].how})"
+
+
+def _again(choice: Finding, before: Finding | None, rounds: int) -> Comparison:
+    """Compare the choice with the heuristic, each behind its own forward."""
+    usual, chosen = _usual(choice, False), choice.chosen
+    own = choice.direction == FORWARD
+    tuned = (usual if chosen is None else chosen).peer(None if own or before is None else before.chosen, "tuned")
+    heuristic = _usual(choice, not own).peer(None if own else usual, "heuristic")
+    return Comparison([(choice.problem, [tuned, heuristic])], [choice.direction], rounds, memory=False)
+
+
+def _usual(choice: Finding, needs_grad: bool) -> Candidate:
+    """Find what auto takes of a branch where nothing is stored."""
+    usual = candidates(choice.problem.case(needs_grad), whole(choice.problem))
+    return Candidate(next(backend.name for backend, reason in usual if reason is None))

@@ -21,8 +21,7 @@ from ..compare import FAILURES, Comparison, outcomes
 from ..measure import interleaved
 from ..peers import VENDORS
 from ..problem import BACKWARD, BOTH, FORWARD, Drawn, Problem
-from ..record import Measuring, Options, Outcome, Say, Target
-from ..targets import Rule, over_first, targets
+from ..record import Measuring, Options, Outcome, Rule, Say, Target, over_first, targets
 
 OWN = "ringweave:triton"
 _ALL = (OWN, "flex", "ringweave:flash")

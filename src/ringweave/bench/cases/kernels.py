@@ -18,8 +18,7 @@ from ...ops import cpu
 from ..compare import Comparison, Entry, Session, in_turn, outcomes
 from ..peers import peers
 from ..problem import BOTH, FORWARD, Drawn, Inputs, Problem
-from ..record import Measuring, Options, Outcome, Say, Target
-from ..targets import Rule, over_first, targets
+from ..record import Measuring, Options, Outcome, Rule, Say, Target, over_first, targets
 
 _TILE = 128
 _DENSE_TOKENS = 16384

@@ -24,17 +24,17 @@ _UNITS = 132
 
 @functools.cache
 def installed() -> bool:
-    """Whether triton can be imported; it is not."""
+    """Tell whether triton can be imported; it is not."""
     return importlib.util.find_spec("triton") is not None
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels on the CPU: its own switch, set before they are loaded."""
+    """Tell whether Triton runs kernels on the CPU: its own switch, set before they are loaded."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One kernel; a second where long lists are split."""
+    """Launch one kernel; a second where long lists are split."""
     from . import launch
 
     with launch.explained():
@@ -42,7 +42,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Two kernels, and those that join split lists; without atomics: the same bits each time."""
+    """Launch two kernels, and those that join split lists; without atomics: the same bits each time."""
     from . import launch
 
     with launch.explained():
@@ -50,7 +50,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """One kernel."""
+    """Launch one kernel."""
     from . import launch
 
     with launch.explained():
@@ -58,7 +58,7 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
 
 
 def refusal(case: Case, branch: Branch) -> str | None:
-    """CUDA and ROCm tensors of up to 32 bits, head dimensions up to 256, tiles with sides that are powers of two."""
+    """Refuse all but CUDA and ROCm tensors of up to 32 bits, head dimensions up to 256, sides of powers of two."""
     if case.device != "cuda" and not (case.device == "cpu" and interpreted()):
         return f"it runs on CUDA and ROCm tensors, and these are on {case.device}"
     if not installed():
@@ -77,7 +77,7 @@ def refusal(case: Case, branch: Branch) -> str | None:
 
 
 def scratch(case: Case, branch: Branch) -> int:
-    """A queue entry per tile of queries or keys, masks once more, packed along queries; partial sums of long lists."""
+    """Count a queue entry per tile of queries or keys, masks packed along queries too, partial sums of long lists."""
     plan = branch.plan()
     tiles = case.batch * (branch.head_count * plan.q_tiles + case.kv_heads * plan.kv_tiles)
     ratio = branch.head_count // case.kv_heads if branch.head_count % case.kv_heads == 0 else 1
@@ -90,4 +90,4 @@ def scratch(case: Case, branch: Branch) -> int:
     return 4 * (tiles + 2 * plan.masks.numel() + partial + delta)
 
 
-BACKEND = Backend("triton", forward, backward, refusal, scratch, delta=delta, tried=True, tiled=True)
+BACKEND = Backend("triton", forward, backward, refusal, scratch, delta=delta, checked=True, tiled=True)

@@ -19,7 +19,7 @@ from ...plan import BlockPlan, Branch
 from ..backend import Inputs, Upstream
 from ..tuning_key import where
 from . import kernels, operands, schedule
-from .launch_config import Blocks, Device, Packing, choose, padded
+from .launch_config import Device, LaunchConfig, Packing, choose, padded
 from .pairing import Rows, paired, single
 
 _LOG2_E = math.log2(math.e)
@@ -32,7 +32,7 @@ _FEW = 16
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One launch; a second joins where lists are split."""
+    """Launch one kernel; a second joins where lists are split."""
     q, k, v, scale = inputs[:4]
     plan = branch.plan(q.device)
     batch, heads, nq, _ = q.shape
@@ -40,25 +40,25 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
     out = torch.empty(batch, heads, nq, dim, dtype=dtype, device=q.device)
     lse = torch.empty(batch, heads, nq, dtype=torch.float32, device=q.device)
     ratio = heads // k.shape[1]
-    lists, blocks, packing, queue = by_rows = cut("forward", q, k, v, plan)
+    lists, config, packing, queue = by_rows = cut("forward", q, k, v, plan)
     sides, plan = schedule.masks(plan), lists.plan
     few = nq <= _FEW
-    described = blocks.described and not few and not sides.dead_keys and operands.describable(k, v)
-    keys, values = (operands.described(x, blocks.n) if described else x for x in (k, v))
+    described = config.described and not few and not sides.dead_keys and operands.describable(k, v)
+    keys, values = (operands.described(x, config.n) if described else x for x in (k, v))
     specialised = (
-        blocks.specialised and described and packing.heads == 1 and not plan.masks.shape[0] and operands.describable(q)
+        config.specialised and described and packing.heads == 1 and not plan.masks.shape[0] and operands.describable(q)
     )
     if specialised:
         triton.set_allocator(operands.room)
-    sums, tops = _partial(queue, blocks.m * packing.parts, dim, out), _partial(queue, blocks.m * packing.parts, 1, lse)
+    sums, tops = _partial(queue, config.m * packing.parts, dim, out), _partial(queue, config.m * packing.parts, 1, lse)
     step, steps = operands.strides(q, k, v)
-    sizes = _sizes(q, v, plan, blocks, queue, few)
+    sizes = _sizes(q, v, plan, config, queue, few)
     with torch.cuda.device_of(q):
-        kernels.forward[_grid(queue, packing.parts, blocks, q.device)](
+        kernels.forward[_grid(queue, packing.parts, config, q.device)](
             q, keys, values, out, lse, sums, tops, queue.tasks, _shares(queue),
             plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, lists.live, *steps,
             queue.tasks.numel(), heads, ratio, nq, k.shape[2], plan.q_tiles, scale * _LOG2_E,
-            **sizes, **_of_rows(packing), TILES=lists.tiles, BLOCK_N=blocks.n,
+            **sizes, **_of_rows(packing), TILES=lists.tiles, BLOCK_N=config.n,
             FOLDED=scale > 0, WIDE=operands.wide(plan, q, k, v), STEP=step,
             RAGGED=sizes["MASKED"] or k.shape[2] % plan.kv_tile > 0, DESCRIBED=described, SPECIALISED=specialised,
         )  # fmt: skip
@@ -67,15 +67,15 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dout * out) - dlse, 0 where lse is -inf, in one launch."""
+    """Compute rowsum(dout * out) - dlse, 0 where lse is -inf, in one launch."""
     batch, heads, nq, dim = out.shape
     result = torch.empty(batch, heads, nq, dtype=torch.float32, device=out.device)
     lines = max(16, min(128, 8192 // padded(dim)))
-    slope = result if dlse is None else dlse
+    row_dlse = result if dlse is None else dlse
     step, steps = operands.strides(dout, out)
     with torch.cuda.device_of(out):
         kernels.delta[(batch * heads * triton.cdiv(nq, lines),)](
-            dout, out, lse, slope, result, *steps, *lse.stride(), *slope.stride(), heads, nq,
+            dout, out, lse, row_dlse, result, *steps, *lse.stride(), *row_dlse.stride(), heads, nq,
             DV=dim, PAD_DV=padded(dim), BLOCK_M=lines, STEP=step, SLOPED=dlse is not None, num_warps=4,
             **_OPTIONS,
         )  # fmt: skip
@@ -83,7 +83,7 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Two launches: dQ by rows, dK and dV by columns; each sum joined by one more where lists are split."""
+    """Launch two kernels: dQ by rows, dK and dV by columns; each sum is joined by one more where lists are split."""
     q, k, v, scale = inputs[:4]
     dout = upstream.dout.to(q.dtype)
     lse, delta = upstream.lse, upstream.delta
@@ -95,17 +95,17 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     wide = operands.wide(plan, q, k, v, dout)
     step, steps = operands.strides(q, k, v, dout)
     steps += [*lse.stride(), *delta.stride()]
-    lists, blocks, packing, queue = by_rows = cut("backward_q", q, k, v, plan)
+    lists, config, packing, queue = by_rows = cut("backward_q", q, k, v, plan)
     rows = lists.plan
-    described = blocks.described and not sides.dead_keys and operands.describable(k, v)
-    keys, values = (operands.described(x, blocks.n) if described else x for x in (k, v))
-    sums = _partial(queue, blocks.m * packing.parts, q.shape[3], dq)
+    described = config.described and not sides.dead_keys and operands.describable(k, v)
+    keys, values = (operands.described(x, config.n) if described else x for x in (k, v))
+    sums = _partial(queue, config.m * packing.parts, q.shape[3], dq)
     with torch.cuda.device_of(q):
-        kernels.backward_q[_grid(queue, packing.parts, blocks, q.device)](
+        kernels.backward_q[_grid(queue, packing.parts, config, q.device)](
             q, keys, values, dout, lse, delta, dq, sums, queue.tasks, _shares(queue),
             rows.group, rows.row_ptr, rows.col, rows.bits, rows.masks, lists.live, *steps,
             queue.tasks.numel(), heads, ratio, nq, nk, rows.q_tiles, scale,
-            **_sizes(q, v, rows, blocks, queue), **_of_rows(packing), TILES=lists.tiles, BLOCK_N=blocks.n, WIDE=wide,
+            **_sizes(q, v, rows, config, queue), **_of_rows(packing), TILES=lists.tiles, BLOCK_N=config.n, WIDE=wide,
             STEP=step, RAGGED=rows.masks.shape[0] > 0 or nk % plan.kv_tile > 0, DESCRIBED=described,
         )  # fmt: skip
         _join(queue, sums, dq, None, ratio, by_rows.span, packing)
@@ -114,18 +114,18 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     about = q.dtype, plan.masks.shape[0] > 0
     describable = not sides.dead_queries and operands.describable(q, dout)
     clear = describable and not about[1] and nq % plan.q_tile == 0
-    blocks = choose("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device, about, clear)
-    packing = Packing.of(blocks.n, plan.kv_tile, 1)
+    config = choose("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device, about, clear)
+    packing = Packing.of(config.n, plan.kv_tile, 1)
     queue = schedule.column_queue(plan, ratio, operands.head_bytes(q, dout) * ratio, device.units)
-    described = blocks.described and describable
-    queries, slopes = (operands.described(x, blocks.m) if described else x for x in (q, dout))
+    described = config.described and describable
+    queries, row_dout = (operands.described(x, config.m) if described else x for x in (q, dout))
     key_sums, value_sums = (_partial(queue, plan.kv_tile, x.shape[3], x) for x in (dk, dv))
     with torch.cuda.device_of(q):
-        kernels.backward_kv[_grid(queue, packing.parts, blocks, q.device)](
-            queries, k, v, slopes, lse, delta, dk, dv, key_sums, value_sums, queue.tasks, _shares(queue), plan.group,
+        kernels.backward_kv[_grid(queue, packing.parts, config, q.device)](
+            queries, k, v, row_dout, lse, delta, dk, dv, key_sums, value_sums, queue.tasks, _shares(queue), plan.group,
             plan.col_ptr, plan.row, plan.bits_t, sides.transposed, sides.live_queries, *steps,
             queue.tasks.numel(), heads, ratio, nq, nk, plan.kv_tiles, scale,
-            **_sizes(q, v, plan, blocks, queue), BLOCK_M=blocks.m, BLOCK_N=blocks.n, WIDE=wide, STEP=step,
+            **_sizes(q, v, plan, config, queue), BLOCK_M=config.m, BLOCK_N=config.n, WIDE=wide, STEP=step,
             SHARED=ratio > 1 and schedule.shared(plan, ratio),
             RAGGED=plan.masks.shape[0] > 0 or nq % plan.q_tile > 0, DESCRIBED=described,
         )  # fmt: skip
@@ -136,7 +136,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Triton's own errors are no RuntimeErrors; what fails to compile here is a case that cannot be run here."""
+    """Make Triton's own errors ours, since they are no RuntimeErrors: a case that cannot be run here."""
     try:
         yield
     except TritonError as error:
@@ -150,13 +150,13 @@ class Cut(NamedTuple):
     """How a kernel by rows is cut."""
 
     lists: Rows
-    blocks: Blocks
+    config: LaunchConfig
     packing: Packing
     queue: schedule.Queue
 
     @property
     def span(self) -> int:
-        """Queries of a row of tiles."""
+        """Count the queries of a row of tiles."""
         return self.lists.plan.q_tile * self.lists.tiles
 
 
@@ -168,24 +168,24 @@ def cut(kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Cut:
     height = min(plan.q_tile, _power(q.shape[2]))
     of = functools.partial(choose, kernel, q.shape[3], v.shape[3], q.element_size())
     about = q.dtype, plan.masks.shape[0] > 0
-    blocks, lists = of((max(16, height * members), plan.kv_tile), device, about), single(plan)
-    wide = of((2 * plan.q_tile, plan.kv_tile), device, about)
-    if members == 1 and blocks.m == plan.q_tile == 64 and wide.m == 128 and plan.q_tiles > 1:
+    config, lists = of((max(16, height * members), plan.kv_tile), device, about), single(plan)
+    double = of((2 * plan.q_tile, plan.kv_tile), device, about)
+    if members == 1 and config.m == plan.q_tile == 64 and double.m == 128 and plan.q_tiles > 1:
         pairs = paired(plan)
         if pairs is not None:
-            lists, blocks, height = pairs, wide, 128
-    packing = Packing.of(blocks.m, height, members)
+            lists, config, height = pairs, double, 128
+    packing = Packing.of(config.m, height, members)
     queue = schedule.row_queue(lists.plan, ratio, packing.heads, operands.head_bytes(k, v), device.units)
-    return Cut(lists, blocks, packing, queue)
+    return Cut(lists, config, packing, queue)
 
 
 def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _grid(queue: schedule.Queue, parts: int, blocks: Blocks, device: torch.device) -> tuple[int]:
+def _grid(queue: schedule.Queue, parts: int, config: LaunchConfig, device: torch.device) -> tuple[int]:
     programs = queue.tasks.numel() * parts
-    return (min(programs, blocks.resident * _device(device).units) if blocks.resident else programs,)
+    return (min(programs, config.resident * _device(device).units) if config.resident else programs,)
 
 
 def _shares(queue: schedule.Queue) -> Tensor:
@@ -193,7 +193,7 @@ def _shares(queue: schedule.Queue) -> Tensor:
 
 
 def _partial(queue: schedule.Queue, rows: int, dim: int, like: Tensor) -> Tensor:
-    """Room for partial results, float32 (slots * rows, dim); the result itself where there are none."""
+    """Make room for partial results, float32 (slots * rows, dim); the result itself where there are none."""
     return like.new_empty(queue.slots * rows, dim, dtype=torch.float32) if queue.slots else like
 
 
@@ -206,7 +206,7 @@ def _join(
     span: int,
     packing: Packing,
 ) -> None:
-    """Partial results to results, weighted by their lse where there are (partial, whole)."""
+    """Join partial results, weighted by their lse where there are (partial, whole)."""
     if queue.splits is None:
         return
     tokens, dim = result.shape[2:]
@@ -221,7 +221,7 @@ def _join(
 
 
 def _sizes(
-    q: Tensor, v: Tensor, plan: BlockPlan, blocks: Blocks, queue: schedule.Queue, few: bool = False
+    q: Tensor, v: Tensor, plan: BlockPlan, config: LaunchConfig, queue: schedule.Queue, few: bool = False
 ) -> dict[str, Any]:
     return {
         "D": q.shape[3],
@@ -233,11 +233,11 @@ def _sizes(
         # a window's end meets that of a tile once in a while: that is no reason to compile again between two tokens
         "MASKED": few or plan.masks.shape[0] > 0,
         "SPLIT": queue.shares is not None,
-        "RESIDENT": blocks.resident > 0,
-        "STAGES": blocks.stages,
+        "RESIDENT": config.resident > 0,
+        "STAGES": config.stages,
         "PRECISION": _PRECISION,
-        "num_warps": blocks.warps,
-        "num_stages": blocks.stages,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
         **_OPTIONS,
     }
 
@@ -257,7 +257,7 @@ def _device(device: torch.device) -> Device:
 
 
 def _of_driver() -> Device:
-    """The current device, by what Triton's own driver refuses kernels by."""
+    """Ask Triton's own driver for the current device: it refuses kernels by what it says."""
     active = triton.runtime.driver.active
     target = active.get_current_target()
     facts = active.utils.get_device_properties(active.get_current_device())

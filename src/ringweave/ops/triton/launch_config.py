@@ -1,6 +1,6 @@
-"""How a kernel cuts a plan's tiles into blocks, and with how many warps and stages.
+"""How a kernel is launched: the blocks that it cuts tiles into, its warps, its stages.
 
-Looked up by sizes, unless ``ringweave tune`` found others to be faster here: a call times nothing. A program holds one
+Looked up by sizes, unless ``ringweave tune`` found another to be faster here: a call times nothing. A program holds one
 side of the tiles, with its sums in registers, and streams the other through shared memory. The table's figures are the
 largest blocks that compile without spilling (docs/benchmarks/kernel-resources.md): on a GPU they are still unmeasured.
 """
@@ -14,13 +14,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import tuning
 from ..backend import Case
-from ..tuning_key import KernelKind, where
+from ..tuning_key import KernelKey, where
 
 _log = logging.getLogger("ringweave")
 
@@ -33,7 +33,7 @@ class Device:
         generation: ampere (and all with its instructions), hopper, blackwell or cdna.
         shared: Shared memory of one block of threads, in bytes.
         units: Multiprocessors.
-        name: It and the versions, by which measured blocks are kept; empty where there are none.
+        name: It and the versions, by which measured configurations are kept; empty where there are none.
     """
 
     generation: str
@@ -43,12 +43,12 @@ class Device:
 
     @staticmethod
     def of_cuda(major: int, shared: int, units: int = 132) -> Device:
-        """By compute capability; consumer Blackwell (12) has the instructions of ampere."""
+        """Describe a CUDA device; consumer Blackwell (12) has the instructions of ampere."""
         return Device({9: "hopper", 10: "blackwell", 11: "blackwell"}.get(major, "ampere"), shared, units)
 
 
 @dataclass(frozen=True)
-class Blocks:
+class LaunchConfig:
     """What one program computes at a time, and how many programs there are.
 
     Attributes:
@@ -81,7 +81,7 @@ class Packing:
 
     @staticmethod
     def of(held: int, height: int, members: int) -> Packing:
-        """Of ``held`` rows, where a tile has ``height`` and up to ``members`` heads share keys and lists."""
+        """Pack ``held`` rows, where a tile has ``height`` and up to ``members`` heads share keys and lists."""
         heads = min(members, max(1, held // height))
         rows = held // heads
         return Packing(heads, rows, max(1, height // rows))
@@ -111,14 +111,14 @@ _SINGLE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 
 
 def padded(dim: int) -> int:
-    """The power of two, at least 16, that holds a head dimension."""
+    """Give the power of two, at least 16, that holds a head dimension."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def usual(
     kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int, int], device: Device, clear: bool = False
-) -> Blocks:
-    """The table's blocks of ``forward``, ``backward_q`` or ``backward_kv`` for tiles of (queries, keys)."""
+) -> LaunchConfig:
+    """Look up the configuration of ``forward``, ``backward_q`` or ``backward_kv`` for tiles of (queries, keys)."""
     channels = max(padded(dim), padded(value_dim))
     table = _SINGLE[kernel] if itemsize == 4 else _HALF[kernel, device.generation]
     held, streamed, warps, stages = table[0 if channels <= 64 else 1 if channels == 128 else 2]
@@ -148,13 +148,13 @@ def usual(
     described = itemsize == 2 and device.generation in ("hopper", "blackwell")
     # the one kernel that has a register too few for descriptors
     tight = of_columns and device.generation == "hopper" and held * channels > 64 * 128 and not spacious
-    return Blocks(m, n, warps, stages, described=described and not tight)
+    return LaunchConfig(m, n, warps, stages, described=described and not tight)
 
 
 def _shared(
     kernel: str, held: int, streamed: int, stages: int, dim: int, value_dim: int, itemsize: int, device: Device
 ) -> int:
-    """Bytes of shared memory that a program's tiles need."""
+    """Count the bytes of shared memory that a program's tiles need."""
     both = (padded(dim) + padded(value_dim)) * itemsize
     # cdna keeps what a program holds in registers
     of_held = 0 if device.generation == "cdna" else padded(dim) * itemsize if kernel == "forward" else both
@@ -167,27 +167,27 @@ def _usable(device: Device) -> int:
 
 
 def misfit(
-    blocks: Blocks, kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int, int], device: Device
+    config: LaunchConfig, kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int, int], device: Device
 ) -> str | None:
-    """Why blocks do not suit a kernel, tiles or a device; None where they do."""
-    for name, block, side in (("m", blocks.m, tile[0]), ("n", blocks.n, tile[1])):
+    """Say why a configuration does not suit a kernel, tiles or a device; None where it does."""
+    for name, block, side in (("m", config.m, tile[0]), ("n", config.n, tile[1])):
         if block < 16 or block & (block - 1) or block > side:
             return f"{name} is {block}, which is no power of two from 16 to the tile's {side}"
     for name, value, known in (
-        ("warps", blocks.warps, (1, 2, 4, 8, 16)), ("stages", blocks.stages, range(1, 9)),
-        ("resident", blocks.resident, range(33)),
+        ("warps", config.warps, (1, 2, 4, 8, 16)), ("stages", config.stages, range(1, 9)),
+        ("resident", config.resident, range(33)),
     ):  # fmt: skip
         if value not in known:
             return f"{name} is {value}, which is none of {', '.join(map(str, known))}"
-    if blocks.described and (itemsize != 2 or device.generation not in ("hopper", "blackwell")):
+    if config.described and (itemsize != 2 or device.generation not in ("hopper", "blackwell")):
         return "descriptors are for 16-bit types on Hopper and Blackwell"
-    held, streamed = (blocks.n, blocks.m) if kernel == "backward_kv" else (blocks.m, blocks.n)
-    needed, usable = _shared(kernel, held, streamed, blocks.stages, dim, value_dim, itemsize, device), _usable(device)
-    if blocks.specialised:
-        if (kernel, blocks.m, blocks.warps, blocks.described) != ("forward", 128, 4, True) or blocks.stages < 2:
+    held, streamed = (config.n, config.m) if kernel == "backward_kv" else (config.m, config.n)
+    needed, usable = _shared(kernel, held, streamed, config.stages, dim, value_dim, itemsize, device), _usable(device)
+    if config.specialised:
+        if (kernel, config.m, config.warps, config.described) != ("forward", 128, 4, True) or config.stages < 2:
             return "warps of their own load described tiles of forward: 128 queries, 4 warps, 2 stages or more"
         # what they take beside the tiles, and nothing else is needed: counted in what Triton 3.7 compiles for sm_90
-        needed += blocks.m * (padded(value_dim) * itemsize + 128 * (blocks.stages - 1))
+        needed += config.m * (padded(value_dim) * itemsize + 128 * (config.stages - 1))
         usable = device.shared - 4096
     if needed > usable:
         return f"tiles need {needed} bytes of shared memory, and {usable} of {device.shared} are for them"
@@ -197,21 +197,21 @@ def misfit(
 class Asked(NamedTuple):
     """What a kernel asked for under :func:`overriding`, and the table's answer."""
 
-    kind: KernelKind
+    key: KernelKey
     itemsize: int
     device: Device
-    usual: Blocks
+    usual: LaunchConfig
 
-    def misfit(self, blocks: Blocks) -> str | None:
-        """Why blocks would not do; None where they would."""
-        return misfit(blocks, self.kind.kernel, *self.kind.dims, self.itemsize, self.kind.tile, self.device)
+    def misfit(self, config: LaunchConfig) -> str | None:
+        """Say why a configuration would not do; None where it would."""
+        return misfit(config, self.key.kernel, *self.key.dims, self.itemsize, self.key.tile, self.device)
 
 
 @dataclass
 class Overrides:
-    """Calls under :func:`overriding`: the blocks that they take, and what they asked for."""
+    """Calls under :func:`overriding`: the configurations that they take, and what they asked for."""
 
-    blocks: Mapping[KernelKind, Blocks]
+    configs: Mapping[KernelKey, LaunchConfig]
     asked: list[Asked] = field(default_factory=list)
 
 
@@ -219,13 +219,13 @@ _overrides: ContextVar[Overrides | None] = ContextVar("overrides", default=None)
 
 
 @contextlib.contextmanager
-def overriding(blocks: Mapping[KernelKind, Blocks]) -> Iterator[Overrides]:
-    """Within it, and this thread, kernels take these blocks and the table's for other kinds; nothing that is stored.
+def overriding(configs: Mapping[KernelKey, LaunchConfig]) -> Iterator[Overrides]:
+    """Let kernels, in this thread, take these configurations, the table's for other keys, and nothing stored.
 
-    Within another one the inner blocks count, and both are told what was asked for.
+    Within another one the inner ones count, and both are told what was asked for.
     """
     outer = _overrides.get()
-    given = Overrides(blocks) if outer is None else Overrides(blocks, outer.asked)
+    given = Overrides(configs) if outer is None else Overrides(configs, outer.asked)
     token = _overrides.set(given)
     try:
         yield given
@@ -242,8 +242,8 @@ def choose(
     device: Device,
     about: tuple[torch.dtype, bool] | None = None,
     clear: bool = False,
-) -> Blocks:
-    """The blocks that a kernel takes: as ``ringweave tune`` measured them here, else the table's.
+) -> LaunchConfig:
+    """Choose a kernel's configuration: as ``ringweave tune`` measured it here, else the table's.
 
     Args:
         kernel: ``forward``, ``backward_q`` or ``backward_kv``.
@@ -252,48 +252,49 @@ def choose(
         itemsize: Bytes of an element.
         tile: Queries and keys of what is cut.
         device: What they are for.
-        about: The inputs' type, and whether some tiles are partial: what else measured blocks are kept by. None for
+        about: The inputs' type, and whether some tiles are partial: what else measured ones are kept by. None for
             the table's.
         clear: Whether descriptors can load all tiles, and nothing is masked or cut.
     """
     said = usual(kernel, dim, value_dim, itemsize, tile, device, clear)
     given = _overrides.get()
-    stored = tuning.blocks() if given is None and device.name else {}
+    stored = tuning.configs() if given is None and device.name else {}
     if about is None or (given is None and not stored):
         return said
     name = str(about[0]).removeprefix("torch.")
-    kind = KernelKind(kernel, device.name, name, (padded(dim), padded(value_dim)), tile, about[1])
+    key = KernelKey(kernel, device.name, name, (padded(dim), padded(value_dim)), tile, about[1])
     if given is not None:
-        found = given.blocks.get(kind)
-        given.asked.append(Asked(kind, itemsize, device, said))
+        config = given.configs.get(key)
+        given.asked.append(Asked(key, itemsize, device, said))
     else:
-        fields = stored.get(kind)
-        found = None if fields is None else _of(fields, kind, itemsize, device)
-    return found or said
+        fields = stored.get(key)
+        config = None if fields is None else _of(fields, key, itemsize, device)
+    return config or said
 
 
 def measured(case: Case) -> list[str]:
-    """The blocks that are stored for kernels of a case's device, type and head dimensions, for people."""
+    """List the configurations stored for kernels of a case's device, type and head dimensions, for people."""
     dtype, dims = str(case.dtype).removeprefix("torch."), (padded(case.head_dim), padded(case.value_dim))
     here = where(case.device)
     said = []
-    for kind, fields in tuning.blocks().items():
-        if (kind.where, kind.dtype, kind.dims) == (here, dtype, dims):
-            tiles = f"{'partial' if kind.masked else 'full'} tiles of {kind.tile[0]} x {kind.tile[1]}"
-            said.append(f"{kind.kernel} on {tiles}: {', '.join(f'{name} {value}' for name, value in fields)}")
+    for key, fields in tuning.configs().items():
+        if (key.where, key.dtype, key.dims) == (here, dtype, dims):
+            tiles = f"{'partial' if key.masked else 'full'} tiles of {key.tile[0]} x {key.tile[1]}"
+            said.append(f"{key.kernel} on {tiles}: {', '.join(f'{name} {value}' for name, value in fields)}")
     return said
 
 
 @functools.lru_cache(maxsize=4096)
-def _of(fields: tuning.Fields, kind: KernelKind, itemsize: int, device: Device) -> Blocks | None:
-    """Blocks as they were stored; None, and once a line in the log, where they are none that this device can take."""
-    known = {each.name: each.type for each in dataclasses.fields(Blocks)}
+def _of(fields: tuning.Fields, key: KernelKey, itemsize: int, device: Device) -> LaunchConfig | None:
+    """Read a stored configuration; None, and once a line in the log, where this device cannot take it."""
+    known = {each.name: each.type for each in dataclasses.fields(LaunchConfig)}
     if {name for name, _ in fields} != set(known):
         reason: str | None = f"their fields are not {', '.join(known)}"
     else:
-        blocks = Blocks(**{name: bool(value) if known[name] == "bool" else int(value) for name, value in fields})  # type: ignore[arg-type]
-        reason = misfit(blocks, kind.kernel, *kind.dims, itemsize, kind.tile, device)
+        typed: dict[str, Any] = {name: bool(value) if known[name] == "bool" else int(value) for name, value in fields}
+        config = LaunchConfig(**typed)
+        reason = misfit(config, key.kernel, *key.dims, itemsize, key.tile, device)
         if reason is None:
-            return blocks
-    _log.warning("measured blocks of %s for tiles of %d x %d are ignored: %s", kind.kernel, *kind.tile, reason)
+            return config
+    _log.warning("measured blocks of %s for tiles of %d x %d are ignored: %s", key.kernel, *key.tile, reason)
     return None

@@ -14,7 +14,7 @@ _UNIT = 8
 
 
 def strides(*tensors: Tensor) -> tuple[int, list[int]]:
-    """What divides the strides over batch, heads and tokens (8 elements or 1), and these divided by it."""
+    """Find what divides the strides over batch, heads and tokens (8 elements or 1); it, and these divided by it."""
     # where a dimension has one element or none its stride says nothing: it may be anything
     steps = [step if side > 1 else 0 for x in tensors for step, side in zip(x.stride()[:3], x.shape, strict=False)]
     unit = _UNIT if all(step % _UNIT == 0 for step in steps) else 1
@@ -22,17 +22,17 @@ def strides(*tensors: Tensor) -> tuple[int, list[int]]:
 
 
 def wide(plan: BlockPlan, *tensors: Tensor) -> bool:
-    """Whether 32 bits are too few for addresses within a tile."""
+    """Tell whether 32 bits are too few for addresses within a tile."""
     return any(max(plan.q_tile, plan.kv_tile) * x.stride(2) >= 2**31 for x in tensors)
 
 
 def head_bytes(*tensors: Tensor) -> int:
-    """Bytes of one head of all the tensors."""
+    """Count the bytes of one head of all the tensors."""
     return sum(x.shape[2] * x.shape[3] * x.element_size() for x in tensors)
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether descriptors can say where tensors lie: from 16 bytes to 16 bytes, nothing broadcast, nothing empty."""
+    """Tell whether descriptors can describe tensors: from 16 bytes to 16 bytes, nothing broadcast, nothing empty."""
     return all(
         x.numel() > 0
         and x.data_ptr() % 16 == 0
@@ -43,10 +43,10 @@ def describable(*tensors: Tensor) -> bool:
 
 
 def described(x: Tensor, tokens: int) -> TensorDescriptor:
-    """Tiles of (tokens, channels) of (B, H, N, D)."""
+    """Describe tiles of (tokens, channels) of (B, H, N, D)."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, tokens, padded(x.shape[3])])
 
 
 def room(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Room for descriptors that a kernel makes."""
+    """Make room for descriptors that a kernel makes."""
     return torch.empty(size, device="cuda", dtype=torch.int8)

@@ -40,12 +40,12 @@ _pairs: weakref.WeakKeyDictionary[BlockPlan, Rows | None] = weakref.WeakKeyDicti
 
 
 def single(plan: BlockPlan) -> Rows:
-    """A plan's own rows."""
+    """Take a plan's own rows."""
     return Rows(plan, schedule.masks(plan).live_keys, 1)
 
 
 def paired(plan: BlockPlan) -> Rows | None:
-    """Rows of pairs, where these compute not many more tiles; decided and made once per plan, by a read of a device."""
+    """Pair rows where these compute not many more tiles; once per plan, by a read of a device."""
     if plan not in _pairs:
         # of a plan that the host has not counted, nothing is read: a union must be
         _pairs[plan] = _paired(plan) if plan.counted else None

@@ -39,18 +39,18 @@ class Masks:
 
     @staticmethod
     def of(plan: BlockPlan) -> Masks:
-        """From a plan's masks, some at a time: unpacked ones are large."""
+        """Make them of a plan's masks, some at a time: unpacked ones are large."""
         if not plan.masks.shape[0]:
             # kernels are told, and read none
             return Masks(plan.masks, plan.masks, plan.masks)
-        found: list[tuple[Tensor, ...]] = []
+        packed: list[tuple[Tensor, ...]] = []
         for part in plan.masks.split(_MASKS_AT_ONCE):
             dense = unpack_masks(part, plan.kv_tile)
             sides = (dense.mT, dense.any(1, keepdim=True), dense.any(2)[:, None])
             transposed, keys, queries = (pack_masks(side) for side in sides)
             living = (side[:, 0].int().cumprod(1).sum(1) for side in sides[1:])
-            found.append((transposed, keys[:, 0], queries[:, 0], *living))
-        parts = [torch.cat(part).contiguous() for part in zip(*found, strict=True)]
+            packed.append((transposed, keys[:, 0], queries[:, 0], *living))
+        parts = [torch.cat(part).contiguous() for part in zip(*packed, strict=True)]
         if not plan.counted:
             return Masks(parts[0], parts[1], parts[2], True, True)
         dead = (
@@ -62,7 +62,7 @@ class Masks:
 
 
 def _dead(living: Tensor, code: Tensor, index: Tensor, length: int, side: int) -> Tensor:
-    """Whether any partial tile has fewer leading live positions than positions inside the length."""
+    """Tell whether any partial tile has fewer leading live positions than positions inside the length."""
     return ((code >= 0) & (living[code.clamp(min=0).long()] < (length - index * side).clamp(max=side))).any()
 
 
@@ -89,15 +89,15 @@ _shared: weakref.WeakKeyDictionary[BlockPlan, dict[int, bool]] = weakref.WeakKey
 
 
 def masks(plan: BlockPlan) -> Masks:
-    """The masks of a plan, made at first use and kept as long as the plan."""
-    found = _masks.get(plan)
-    if found is None:
-        found = _masks[plan] = Masks.of(plan)
-    return found
+    """Make the masks of a plan at first use; they are kept as long as the plan."""
+    made = _masks.get(plan)
+    if made is None:
+        made = _masks[plan] = Masks.of(plan)
+    return made
 
 
 def shared(plan: BlockPlan, ratio: int) -> bool:
-    """Whether the ``ratio`` query heads of every key head use one set of rows; one read of a device for a plan.
+    """Tell whether the ``ratio`` query heads of every key head use one set of rows; one read of a device for a plan.
 
     Of a plan that the host has not counted nothing is read: then heads are taken to differ.
     """
@@ -114,7 +114,7 @@ def shared(plan: BlockPlan, ratio: int) -> bool:
 
 
 def row_queue(plan: BlockPlan, ratio: int, packed: int, head_bytes: int, units: int) -> Queue:
-    """Rows, longest first within heads that share the cache.
+    """Queue rows, longest first within heads that share the cache.
 
     Args:
         plan: Whose rows.
@@ -137,7 +137,7 @@ def row_queue(plan: BlockPlan, ratio: int, packed: int, head_bytes: int, units: 
 
 
 def column_queue(plan: BlockPlan, ratio: int, head_bytes: int, units: int) -> Queue:
-    """Columns of key heads; the longest, over all query heads of a key head, first."""
+    """Queue columns of key heads; the longest, over all query heads of a key head, first."""
 
     def of() -> Queue:
         counts = plan.col_ptr.diff(dim=1).long()[plan.group.long()].unflatten(1, (-1, ratio)).sum(2).flatten(0, 1)
@@ -160,13 +160,13 @@ def _sharing(head_bytes: int) -> int:
 
 
 def _sorted(rank: Tensor, sharing: int, ranks: int) -> Tensor:
-    """Places of (packs, tiles) in ascending rank, ``sharing`` packs after the other."""
+    """Sort places of (packs, tiles) by ascending rank, ``sharing`` packs after the other."""
     section = torch.arange(rank.shape[0], device=rank.device) // sharing
     return (section[:, None] * ranks + rank).reshape(-1).argsort(stable=True)
 
 
 def _cut(order: Tensor, counts: Tensor, plan: BlockPlan, most: int, least: int, units: int) -> Queue:
-    """The queue of tasks in ``order``; those longer than a unit's even share of all work, in halves of that or less.
+    """Queue tasks in ``order``; those longer than a unit's even share of all work, in halves of that or less.
 
     Sizes alone often say that no task can be so long; where they do not, lengths are read from the device, once a plan.
     Of a plan that the host has not counted, nothing is read, and nothing cut.

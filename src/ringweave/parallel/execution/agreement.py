@@ -1,4 +1,4 @@
-"""What the ranks tell each other before anything moves, and how a difference reads.
+"""What the ranks tell each other before anything moves, how a difference reads, and the call that they agreed on.
 
 Each rank sends a header, a row of int64 words for the fields below, and all raise the same difference: the first field,
 in this order, that is not the same everywhere. What comes first explains what comes later: where lengths differ, so do
@@ -12,14 +12,20 @@ import hashlib
 import re
 import struct
 import threading
+import time
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...errors import RingError
+from ..transport.protocol import Communicator, Event, Pending
+from .wire import NATIVE, Wire
+from .workspace import Workspace
 
 _CALLS = "Make a new context, and the same calls in the same order on all ranks."
 _MADE = "Make a new context, with the same arguments on all ranks."
@@ -70,45 +76,119 @@ _FIELDS = {
     "deadline": _Field(float, remedy=_MADE),
     "retries": _Field(int, remedy=_MADE),
 }
-#: Words of a header.
-WORDS = sum(field.words for field in _FIELDS.values())
+# of a header
+_WORDS = sum(field.words for field in _FIELDS.values())
+#: Words of a call's name.
+NAME_WORDS = 1 + TAG_WORDS
 _NONE = 2**63 - 1  # no text, no finite number
 _DIGEST = b"\xff"  # which no text in UTF-8 holds
 
 
-def header(said: Mapping[str, Value]) -> list[int]:
-    """The words of what one rank is about to do, by field; what is not said is none."""
-    return [word for name in _FIELDS for word in words(name, said)]
+@dataclass
+class Agreement:
+    """What the ranks agree on before each exchange of a context, and the means of what they then do.
 
-
-def words(name: str, said: Mapping[str, Value]) -> tuple[int, ...]:
-    """The words of one field."""
-    return _encode(said.get(name), _FIELDS[name])
-
-
-def compare(said: Mapping[str, Value], every: Tensor, rank: int, step: int) -> None:
-    """Raise unless all ranks have sent one header.
-
-    Args:
-        said: Of this rank.
-        every: (ranks, words), all ranks' headers.
-        rank: This rank.
-        step: For the error.
-    Raises:
-        RingError: On all ranks, for the first field that differs.
+    Attributes:
+        transport: Moves bytes.
+        wire: How keys and values travel.
+        space: Buffers.
+        said: What the ranks compare, by field of the header.
+        calls: How many were made: forward calls, tables and shards.
+        ended: The error that ended them.
     """
+
+    transport: Communicator
+    wire: Wire = field(default_factory=Wire)
+    space: Workspace = field(default_factory=Workspace)
+    said: Mapping[str, Value] = field(default_factory=dict)
+    calls: int = 0
+    ended: RingError | None = None
+
+    def saying(self, **said: Value) -> Agreement:
+        """Say more of the next exchange, which the ranks compare as well."""
+        return replace(self, said={**self.said, **said})
+
+    @contextmanager
+    def calling(self, tag: Tensor | None = None, **said: Value) -> Iterator[Agreement]:
+        """Enter a call, of one thread at a time, and none after one in which ranks differed: who knows what met next.
+
+        ``tag`` is a forward call's, empty for that of the calling thread; None for a backward call, which is no call of
+        its own but says its forward's. ``said`` is what the ranks compare besides.
+        """
+        with self.transport.using():
+            if tag is not None:
+                name = tuple(tag.tolist())
+                said |= {"tag": name if any(name) else text_words(caller(), TAG_WORDS), "call": self.calls}
+            if self.ended is not None:
+                raise self.ended.again()
+            try:
+                yield self.saying(**said)
+            except RingError as error:
+                # without the frames that it came through, which hold tensors
+                self.ended = error.again()
+                raise
+            # not before it is done: a rank that fails and tries again is one behind, and told so
+            self.calls += tag is not None
+
+    @property
+    def name(self) -> tuple[int, ...]:
+        """Name the call, for its backward: its number and tag, as words."""
+        return tuple(word for name in ("call", "tag") for word in _encode(self.said.get(name), _FIELDS[name]))
+
+    def agree(self, operation: str, forms: Sequence[int] = (), **said: Value) -> list[int]:
+        """Compare what the ranks are about to do, before anything is moved.
+
+        Args:
+            operation: Which one.
+            forms: The format of this rank's message to each peer; none: native.
+            **said: What the ranks compare besides.
+        Returns:
+            The format of each peer's message to this rank.
+        Raises:
+            RingError: On all ranks, for the first field that differs.
+        """
+        ranks, rank = self.transport.size, self.transport.rank
+        if ranks == 1:
+            return [NATIVE]
+        said = {**self.said, **said, "operation": operation}
+        header = [word for name, each in _FIELDS.items() for word in _encode(said.get(name), each)]
+        mine = torch.tensor([*header, *(forms or [NATIVE] * ranks)], dtype=torch.int64, device="cpu")
+        every = self.transport.agree(mine, what="agree")
+        _compare(said, every[:, :_WORDS], rank, self.transport.step)
+        came: list[int] = every[:, _WORDS + rank].tolist()
+        return came
+
+    def all_gather(self, x: Tensor, operation: str) -> tuple[list[Tensor], Pending]:
+        """Begin to give every rank's x, of one shape and type, to all; they are there when the messages are."""
+        rank = self.transport.rank
+        self.agree(operation)
+        every = [x if other == rank else torch.empty_like(x) for other in range(self.transport.size)]
+        others = [(other, part) for other, part in enumerate(every) if other != rank]
+        return every, self.transport.exchange([(other, x) for other, _ in others], others, what=operation, stage=0)
+
+    @contextmanager
+    def computing(self, what: str, stage: int) -> Iterator[None]:
+        """Record a kernel call in the trace."""
+        start = time.perf_counter()
+        yield
+        if self.transport.trace is not None:
+            self.transport.trace.append(Event("compute", what, stage, start, time.perf_counter(), 0))
+
+
+def _compare(said: Mapping[str, Value], every: Tensor, rank: int, step: int) -> None:
+    """Raise for the first field in which the ranks' headers, (ranks, words), differ."""
     same = (every == every[:1]).all(0).tolist()
     if all(same):
         return
     at = 0
-    for name, field in _FIELDS.items():
-        here = slice(at, at + field.words)
-        at += field.words
+    for name, kind in _FIELDS.items():
+        here = slice(at, at + kind.words)
+        at += kind.words
         if all(same[here]):
             continue
         told = every[:, here].tolist()
         peer = next(other for other, theirs in enumerate(told) if theirs != told[rank])
-        mine, theirs = _shown(said.get(name)), _decode(told[peer], field)
+        mine, theirs = _shown(said.get(name)), _decode(told[peer], kind)
         raise RingError(
             rank,
             peer,
@@ -116,7 +196,7 @@ def compare(said: Mapping[str, Value], every: Tensor, rank: int, step: int) -> N
             step,
             f"{name} {mine} here and {theirs} on rank {peer}",
             f"the same {name} on all ranks",
-            f"Nothing was moved. {field.remedy}",
+            f"Nothing was moved. {kind.remedy}",
         )
 
 
@@ -130,9 +210,9 @@ def text_words(text: str, count: int) -> tuple[int, ...]:
     return struct.unpack(f"<{count}q", raw)
 
 
-def words_text(found: Sequence[int]) -> str:
+def words_text(words: Sequence[int]) -> str:
     """The text that was made words, or its digest."""
-    raw = struct.pack(f"<{len(found)}q", *found)
+    raw = struct.pack(f"<{len(words)}q", *words)
     return f"#{raw[:4].hex()}" if raw.endswith(_DIGEST) else raw.rstrip(b"\0").decode("utf-8", "replace")
 
 
@@ -150,16 +230,16 @@ def _encode(value: Value, field: _Field) -> tuple[int, ...]:
     return (int(value),)
 
 
-def _decode(found: Sequence[int], field: _Field) -> str:
-    if found[0] == _NONE:
+def _decode(words: Sequence[int], field: _Field) -> str:
+    if words[0] == _NONE:
         return _shown(None)
     if field.kind is Opaque:
         return "another"
     if field.kind is str:
-        return _shown(tuple(found))
+        return _shown(tuple(words))
     if field.kind is float:
-        return _shown(struct.unpack("<d", struct.pack("<q", found[0]))[0])
-    return _shown(field.kind(found[0]))
+        return _shown(struct.unpack("<d", struct.pack("<q", words[0]))[0])
+    return _shown(field.kind(words[0]))
 
 
 def _shown(value: Value) -> str:

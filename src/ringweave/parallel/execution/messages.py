@@ -1,15 +1,30 @@
-"""Sections as bytes: what a message is on the wire."""
+"""The messages of a pass over a schedule's stages: sections of tensors as bytes, on their way there and back."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..planning.exchange import Message, Section
+from ...ops.backend import Inputs, Upstream
+from ..planning.exchange import SHARD, Hop, Message, Section
+from ..transport.protocol import Pending
 from . import wire
+from .agreement import Agreement
+from .local_attention import LocalAttention
+from .schedule import Schedule, Stage
+
+#: A section's tensors at its sender, by peer and section.
+Source = Callable[[int, Section], Sequence[Tensor]]
+# tensors that the first hop brought, to be relayed, or their gradients: by peer, branch and kind of key heads
+_Relayed = dict[tuple[int, int, int], list[Tensor]]
+# bytes of a head's keys from which on a message need not be packed
+_LARGE = 2**16
 
 
 @dataclass(frozen=True)
@@ -26,44 +41,355 @@ class Channels:
     dims: tuple[int, ...]
     dtype: torch.dtype
 
-    def nbytes(self, message: Message, form: int) -> int:
-        """Of a message in a format."""
+    @staticmethod
+    def of(*tensors: Tensor) -> Channels:
+        """Those of tensors (B, ..., C), of one type."""
+        return Channels(len(tensors[0]), tuple(x.shape[-1] for x in tensors), tensors[0].dtype)
+
+    def nbytes(self, message: Message, form: int = wire.NATIVE) -> int:
+        """Count the bytes of a message in a format."""
         return sum(wire.nbytes(form, section.rows, dim, self.dtype) for section in message for dim in self.dims)
 
-    def _places(self, message: Message, form: int) -> Iterator[tuple[Section, list[slice]]]:
+    def places(self, message: Message, form: int) -> Iterator[tuple[Section, list[slice]]]:
+        """Lay sections out in a message's bytes: a stretch for each of their tensors."""
         at = 0
         for section in message:
-            places = []
-            for dim in self.dims:
-                size = wire.nbytes(form, section.rows, dim, self.dtype)
-                places.append(slice(at, at + size))
-                at += size
-            yield section, places
+            sizes = (wire.nbytes(form, section.rows, dim, self.dtype) for dim in self.dims)
+            ends = list(itertools.accumulate(sizes, initial=at))
+            yield section, [slice(*pair) for pair in itertools.pairwise(ends)]
+            at = ends[-1]
 
-    def pack(self, message: Message, out: Tensor, form: int, source: Callable[[Section], Sequence[Tensor]]) -> None:
-        """Write a message into a flat uint8 tensor; ``source`` gives a section's tensors."""
-        for section, places in self._places(message, form):
-            for place, x in zip(places, source(section), strict=True):
-                wire.write(out[place], x, form)
 
-    def unpack(self, message: Message, data: Tensor, form: int) -> Iterator[tuple[Section, list[Tensor]]]:
-        """Sections and their tensors: (B, heads, tokens, C), or (members, tokens, C)."""
-        for section, places in self._places(message, form):
-            yield (
-                section,
-                [
-                    wire.read(data[place], section.shape(self.batch, dim), form, self.dtype)
-                    for place, dim in zip(places, self.dims, strict=True)
-                ],
-            )
+class Way(NamedTuple):
+    """What goes one way between two stages: what it is here, and what becomes of it there.
 
-    def by_peer(
-        self, messages: Sequence[Message], data: Tensor, forms: Sequence[int]
-    ) -> Iterator[tuple[int, Section, list[Tensor]]]:
-        """``unpack`` of all peers' messages, which lie one after the other."""
+    Attributes:
+        channels: What travels of each section.
+        source: Gives what goes.
+        apply: Takes what comes.
+    """
+
+    channels: Channels
+    source: Source
+    apply: Callable[[Section, Sequence[Tensor]], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Payload:
+    """What an exchange carries along a hop.
+
+    Attributes:
+        hop: The messages, by peer.
+        channels: What travels of each section.
+        source: Gives what is sent.
+        forms: Formats of the messages sent, by peer; none: native.
+        forms_in: Formats of those received.
+        packed: Whether all are packed; else large ones travel from where they lie.
+    """
+
+    hop: Hop
+    channels: Channels
+    source: Source
+    forms: Sequence[int] = ()
+    forms_in: Sequence[int] = ()
+    packed: bool = True
+
+    @property
+    def nbytes_in(self) -> int:
+        """Count the bytes that come."""
+        return sum(self.channels.nbytes(*each[1:]) for each in _messages(self.hop.receives, self.forms_in))
+
+    def sections(self, data: Tensor, branch: int | None = None) -> Iterator[tuple[int, Section, list[Tensor]]]:
+        """Read what has come: (peer, section, tensors), of one branch or of all.
+
+        Tensors are (B, heads, tokens, C), or (members, tokens, C).
+        """
+        channels = self.channels
+        for peer, message, form, part in self._parts(data):
+            for section, places in channels.places(message, form):
+                if branch is None or section.branch == branch:
+                    shapes = [section.shape(channels.batch, dim) for dim in channels.dims]
+                    pairs = zip(places, shapes, strict=True)
+                    yield peer, section, [wire.read(part[place], shape, form, channels.dtype) for place, shape in pairs]
+
+    def receive(self, data: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Say where messages come to lie in a flat uint8 tensor: (peer, bytes)."""
+        for peer, message, form, part in self._parts(data):
+            if self._is_packed(message, form):
+                yield peer, part
+                continue
+            (section,) = message
+            sizes = [section.count * dim * self.channels.dtype.itemsize for dim in self.channels.dims]
+            tensors = part.split([section.heads * size for size in sizes])
+            yield from ((peer, head) for x, size in zip(tensors, sizes, strict=True) for head in x.split(size))
+
+    def send(self, take: Callable[[int], Tensor], count: Callable[[int, int, int], None]) -> list[tuple[int, Tensor]]:
+        """Make the messages that are sent: (peer, tensor).
+
+        Args:
+            take: Gives a buffer of so many bytes, to pack messages in.
+            count: Is told of each message its format, its bytes, and those of the native format.
+        """
+        channels, sends = self.channels, list[tuple[int, Tensor]]()
+        messages = _messages(self.hop.sends, self.forms)
+        sizes = [channels.nbytes(message, form) * self._is_packed(message, form) for _, message, form in messages]
+        for (peer, message, form), out in zip(messages, take(sum(sizes)).split(sizes), strict=True):
+            count(form, channels.nbytes(message, form), channels.nbytes(message))
+            if not self._is_packed(message, form):
+                tensors = self.source(peer, message[0])
+                sends += [(peer, head.contiguous()) for x in tensors for element in x for head in element]
+                continue
+            for section, places in channels.places(message, form):
+                for place, x in zip(places, self.source(peer, section), strict=True):
+                    wire.write(out[place], x, form)
+            sends.append((peer, out))
+        return sends
+
+    def _parts(self, data: Tensor) -> Iterator[tuple[int, Message, int, Tensor]]:
+        """Cut what comes, one peer's after the other's."""
         at = 0
-        for peer, (message, form) in enumerate(zip(messages, forms, strict=True)):
-            size = self.nbytes(message, form)
-            for section, tensors in self.unpack(message, data[at : at + size], form):
-                yield peer, section, tensors
+        for peer, message, form in _messages(self.hop.receives, self.forms_in):
+            size = self.channels.nbytes(message, form)
+            yield peer, message, form, data[at : at + size]
             at += size
+
+    def _is_packed(self, message: Message, form: int) -> bool:
+        """Whether a message is packed, and does not travel from where it lies, head by head, in few large pieces.
+
+        Both sides see it alike. Not to pack saves the sender a copy that would be as large as a stage.
+        """
+        if self.packed or form != wire.NATIVE or len(message) != 1:
+            return True
+        (section,) = message
+        large = section.count * self.channels.dims[0] * self.channels.dtype.itemsize >= _LARGE
+        return section.members is not None or not section.adjacent or not large
+
+
+def _messages(messages: Sequence[Message], forms: Sequence[int]) -> list[tuple[int, Message, int]]:
+    """(peer, message, format) of those that there are."""
+    return [(peer, message, forms[peer] if forms else wire.NATIVE) for peer, message in enumerate(messages) if message]
+
+
+class KernelCall(NamedTuple):
+    """One kernel call of a stage.
+
+    Attributes:
+        number: Which branch.
+        attention: What is computed.
+        inputs: Queries, and full buffers of keys and values.
+        upstream: What its gradients are made of, in a backward pass.
+        remote: Whether the queries are another rank's.
+    """
+
+    number: int
+    attention: LocalAttention
+    inputs: Inputs
+    upstream: Upstream | None
+    remote: bool = False
+
+
+class Traffic:
+    """The messages of one pass: keys and remote queries that come, results that go back.
+
+    Args:
+        schedule: The stages.
+        agreement: The means.
+        inputs: The shard's.
+        upstream: Of a backward pass, what the shard's gradients are made of.
+        kept: Of a backward pass, what forward has kept: the bytes of each hop, and their formats.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        agreement: Agreement,
+        inputs: Inputs,
+        upstream: Upstream | None = None,
+        kept: tuple[Sequence[Tensor], Tensor] | None = None,
+    ):
+        self._schedule, self._agreement, self._inputs, self._upstream = schedule, agreement, inputs, upstream
+        self._channels = Channels.of(inputs.k, inputs.v)
+        # what queries take along that are computed elsewhere
+        self._along: list[tuple[Tensor, ...]] = [(inputs.q,)]
+        if upstream is not None:
+            self._along = [(inputs.q, upstream.dout), (upstream.lse[..., None], upstream.delta[..., None])]
+        # of keys, by hop, the formats by peer of what is sent and of what comes
+        self._forms: list[list[int]] = []
+        #: those of what comes
+        self.forms_in: list[list[int]] = []
+        #: the bytes of the present stage's keys, by hop
+        self.keys_in: list[Tensor] = []
+        self._queries_in: list[tuple[Payload, Tensor]] = []
+        self._stage = schedule.stages[0]
+        self._relayed: _Relayed = {}
+        self._going: Iterator[None] = iter(())
+        self._kept = kept is not None and schedule.keeps
+        if kept is not None and schedule.keeps:
+            self.keys_in, self.forms_in = list(kept[0][: len(self._stage.hops)]), kept[1].tolist()
+
+    def stages(self, operation: str) -> Iterator[Stage]:
+        """Agree, and give each stage once its messages are there and those of the next are under way."""
+        stages = self._schedule.stages
+        self._agree(operation, [stage.hops[0] for stage in stages if stage.hops and not self._kept])
+        coming = _started(self._come(stages[0]))
+        for stage, following in zip(stages, (*stages[1:], None), strict=True):
+            _finish(coming)
+            if following is not None:
+                coming = _started(self._come(following))
+            yield stage
+        _finish(self._going)
+
+    def calls(self) -> Iterator[KernelCall]:
+        """Give the present stage's kernel calls; the tensors of one are good until the next."""
+        stage, inputs, space = self._stage, self._inputs, self._agreement.space
+        for number, attention in stage.own.items():
+            yield KernelCall(number, attention, self._with_keys(number, attention), self._upstream)
+        for number, attention in stage.remote.items():
+            along = [x for payload, data in self._queries_in for _, _, x in payload.sections(data, number)]
+            upstream = None
+            if self._upstream is not None:
+                (_, dout), (lse, delta) = along
+                upstream = Upstream(dout, lse[..., 0], delta[..., 0])
+            with_keys = attention.buffers(inputs, space)._replace(q=along[0][0])
+            yield KernelCall(number, attention, with_keys, upstream, remote=True)
+
+    def send_back(self, queries: Way, keys: Way | None = None) -> None:
+        """Start a stage's results on their way back; those of the stage before have arrived by then."""
+        _finish(self._going)
+        self._going = _started(self._go_back(self._stage, queries, keys))
+
+    def _with_keys(self, number: int, attention: LocalAttention) -> Inputs:
+        """The inputs with a branch's keys and values; as a message brought them, if that is the kernel's order."""
+        arrived = [
+            (section, tensors)
+            for level, data in enumerate(self.keys_in)
+            for _, section, tensors in self._keys(self._stage, level).sections(data, number)
+        ]
+        if len(arrived) == 1 and arrived[0][0].fills(attention.branch.nk):
+            keys, values = arrived[0][1]
+            return self._inputs._replace(k=keys, v=values)
+        inputs = attention.buffers(self._inputs, self._agreement.space)
+        for section, (keys, values) in arrived:
+            section.put(inputs.k, keys)
+            section.put(inputs.v, values)
+        return inputs
+
+    def _come(self, stage: Stage) -> Iterator[None]:
+        """Receive a stage's keys, hop after hop, and its remote queries; yields while messages are under way."""
+        keys_in, queries_in = list(self.keys_in) if self._kept else [], list[tuple[Payload, Tensor]]()
+        for level in range(0 if self._kept else len(stage.hops)):
+            if level:
+                self._relay(stage, keys_in[0])
+            keys = self._keys(stage, level)
+            if self._schedule.keeps:
+                # as long as in the native format, whatever comes: its size must not depend on data
+                nbytes = sum(map(self._channels.nbytes, keys.hop.receives))
+                keys_in.append(self._inputs.k.new_empty(nbytes, dtype=torch.uint8))
+            else:
+                keys_in.append(self._room(f"keys of {stage.number % 2}", keys.nbytes_in))
+            for number, tensors in enumerate(self._along):
+                if stage.queries is None:
+                    break
+                payload = Payload(stage.queries, Channels.of(*tensors), partial(self._of_queries, tensors))
+                queries_in.append((payload, self._room(f"queries {number} of {stage.number % 2}", payload.nbytes_in)))
+            pending = self._post("keys", [(keys, keys_in[-1]), *queries_in], stage, level)
+            yield
+            pending.wait()
+        self._stage, self.keys_in, self._queries_in = stage, keys_in, queries_in
+
+    def _go_back(self, stage: Stage, queries: Way, keys: Way | None) -> Iterator[None]:
+        """Return a stage's results, the last hop's first; yields while messages are under way."""
+        what = "gradients" if self._schedule.keeps else "returns"
+        if keys is not None and len(stage.hops) > 1:
+            # what this rank relayed: its own gradients first, then those that come back, in the order of ranks
+            for peer, message, _ in _messages(stage.hops[0].receives, ()):
+                for section in message:
+                    tensors = [x.clone() for x in keys.source(peer, section)]
+                    self._relayed[peer, section.branch, section.kind] = tensors
+        for level in reversed(range(len(stage.hops) if keys or stage.queries else 0)):
+            ways = [] if keys is None else [(stage.hops[level], keys)]
+            if stage.queries:
+                ways.append((stage.queries, queries))
+            payloads = []
+            for number, (hop, way) in enumerate(ways):
+                source = self._of_relayed if level < len(stage.hops) - 1 else way.source
+                payload = Payload(Hop(hop.receives, hop.sends), way.channels, source)
+                payloads.append((payload, self._room(f"{what} {number}", payload.nbytes_in)))
+            pending = self._post(what, payloads, stage, level)
+            yield
+            pending.wait()
+            for (_, way), (payload, data) in zip(ways, payloads, strict=True):
+                for _, section, tensors in payload.sections(data):
+                    if section.source == SHARD:
+                        way.apply(section, tensors)
+                        continue
+                    for total, rows in zip(self._of_relayed(section.source, section), tensors, strict=True):
+                        section.add(total, rows)
+
+    def _post(self, what: str, payloads: Sequence[tuple[Payload, Tensor]], stage: Stage, level: int) -> Pending:
+        """Start the messages of some payloads together, each of which comes to lie in its tensor."""
+        sends: list[tuple[int, Tensor]] = []
+        receives: list[tuple[int, Tensor]] = []
+        for number, (payload, data) in enumerate(payloads):
+            receives += payload.receive(data)
+            sends += payload.send(partial(self._room, f"{what} sent {number}"), self._agreement.wire.statistics.count)
+        exchange = self._agreement.transport.exchange
+        if self._schedule.keeps:
+            return exchange(sends, receives, what=f"{what} {level}")
+        return exchange(sends, receives, what=what, stage=stage.number)
+
+    def _agree(self, operation: str, hops: Sequence[Hop]) -> None:
+        """Compare what the ranks do, and in which formats hops bring keys: one message to a peer in all of them."""
+        forms = [wire.NATIVE] * self._agreement.transport.size
+        for hop in hops:
+            for peer, message, _ in _messages(hop.sends, ()):
+                tensors = (x for section in message for x in self._of_keys(peer, section))
+                forms[peer] = self._agreement.wire.choose(tensors)
+        (d, dv), dtype = self._channels.dims, str(self._channels.dtype).removeprefix("torch.")
+        forms_in = self._agreement.agree(operation, forms, batch=self._channels.batch, D=d, Dv=dv, dtype=dtype)
+        if hops:
+            self._forms.append(forms)
+            self.forms_in.append(forms_in)
+
+    def _relay(self, stage: Stage, data: Tensor) -> None:
+        """Take what the first hop has brought, for the second, whose messages have formats of their own."""
+        for peer, section, tensors in self._keys(stage, 0).sections(data):
+            self._relayed[peer, section.branch, section.kind] = tensors
+        if self._agreement.wire.form == wire.NATIVE:
+            self._forms.append([])
+            self.forms_in.append([wire.NATIVE] * self._agreement.transport.size)
+        else:
+            self._agree("relay", stage.hops[1:])
+
+    def _keys(self, stage: Stage, level: int) -> Payload:
+        forms = () if self._kept else self._forms[level]
+        hop, packed = stage.hops[level], self._schedule.keeps
+        return Payload(hop, self._channels, self._of_keys, forms, self.forms_in[level], packed)
+
+    def _of_keys(self, peer: int, section: Section) -> Sequence[Tensor]:
+        """A section's keys and values: of the shard, or of what the first hop has brought."""
+        assert section.tokens is not None
+        if section.source != SHARD:
+            return [section.tokens.of(x) for x in self._of_relayed(section.source, section)]
+        heads = self._schedule.heads[section.branch]
+        return [section.of(section.tokens.of(heads.of_keys(x))) for x in (self._inputs.k, self._inputs.v)]
+
+    def _of_queries(self, tensors: Sequence[Tensor], peer: int, section: Section) -> Sequence[Tensor]:
+        assert section.tokens is not None
+        return [section.tokens.of(x[:, self._schedule.heads[section.branch].queries]) for x in tensors]
+
+    def _of_relayed(self, peer: int, section: Section) -> Sequence[Tensor]:
+        return self._relayed[peer, section.branch, section.kind]
+
+    def _room(self, name: str, nbytes: int) -> Tensor:
+        return self._agreement.space.take(name, (nbytes,), torch.uint8, self._inputs.k.device)
+
+
+def _started(steps: Iterator[None]) -> Iterator[None]:
+    next(steps, None)
+    return steps
+
+
+def _finish(steps: Iterator[None]) -> None:
+    for _ in steps:
+        pass

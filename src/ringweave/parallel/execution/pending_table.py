@@ -5,8 +5,6 @@ The rows travel while the present step is computed; ranks that are at different 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,10 +13,7 @@ from ...errors import ShapeError, message
 from ...patterns import BlockTable
 from ...patterns.numbers import whole
 from ..planning.placement import Placement
-from .call import Call
-
-if TYPE_CHECKING:
-    from ..transport.transport import Pending
+from .agreement import Agreement
 
 
 class PendingTable:
@@ -28,22 +23,14 @@ class PendingTable:
         version: Which one.
     """
 
-    def __init__(self, call: Call, placement: Placement, rows: Tensor, block_size: int, version: int):
+    def __init__(self, agreement: Agreement, placement: Placement, rows: Tensor, block_size: int, version: int):
         self.version, self.block_size = version, block_size
         self._placement = placement
-        self._transport = transport = call.transport
-        shape = rows.shape
-        padded = torch.nn.functional.pad(rows, (0, -shape[-1] % 8)).cpu()
+        self._transport = agreement.transport
+        padded = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 8)).cpu()
         mine = torch.from_numpy(np.packbits(padded.numpy(), axis=-1)).reshape(-1)
-        self._shape, self._device = shape, rows.device
-        # of one version and shape everywhere, before anything travels
-        call.agree("table")
-        self._data = [torch.empty_like(mine) for _ in range(transport.size)]
-        self._data[transport.rank] = mine
-        peers = [peer for peer in range(transport.size) if peer != transport.rank]
-        self._pending: Pending = transport.exchange(
-            [(peer, mine) for peer in peers], [(peer, self._data[peer]) for peer in peers], stage=0, what="table"
-        )
+        self._shape, self._device = rows.shape, rows.device
+        self._data, self._pending = agreement.all_gather(mine, "table")
 
     def result(self) -> BlockTable:
         """Wait for it.

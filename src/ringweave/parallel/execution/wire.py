@@ -6,6 +6,7 @@ more, the message goes as it is.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -44,19 +45,24 @@ def write(out: Tensor, x: Tensor, form: int) -> None:
         out[body.numel() :].copy_(scale.contiguous().view(-1).view(torch.uint8))
         return
     dtype = torch.bfloat16 if form == BF16 else x.dtype
-    out.view(dtype).view(x.shape).copy_(x)
+    if out.storage_offset() % dtype.itemsize:
+        # behind a message of an odd number of bytes
+        out.copy_(x.to(dtype).contiguous().view(-1).view(torch.uint8))
+    else:
+        out.view(dtype).view(x.shape).copy_(x)
 
 
 def read(data: Tensor, shape: tuple[int, ...], form: int, dtype: torch.dtype) -> Tensor:
-    """Decode a flat uint8 tensor; a view of it in the native format."""
+    """Decode a flat uint8 tensor; a view of it in the native format, where it is aligned."""
     if form == INT8:
         rows = data.numel() // (shape[-1] + _SCALE_BYTES)
         body = data[: rows * shape[-1]].view(torch.int8).view(shape)
         scale = data[rows * shape[-1] :].clone().view(torch.float32).view(*shape[:-1], 1)
         return (body.float() * scale).to(dtype)
-    if form == BF16:
-        return data.view(torch.bfloat16).view(shape).to(dtype)
-    return data.view(dtype).view(shape)
+    there = torch.bfloat16 if form == BF16 else dtype
+    if data.storage_offset() % there.itemsize:
+        data = data.clone()
+    return data.view(there).view(shape).to(dtype)
 
 
 def error(x: Tensor, form: int) -> float:
@@ -75,7 +81,8 @@ def error(x: Tensor, form: int) -> float:
 
 def _scale(x: Tensor) -> Tensor:
     top = x.float().abs().amax(-1, keepdim=True)
-    return torch.where(top > 0, top / 127.0, 1.0)
+    # what is not finite has a scale that is not: its token is NaN where it arrives, and no number
+    return torch.where(top == 0, 1.0, top / 127.0)
 
 
 @dataclass
@@ -96,7 +103,40 @@ class WireStatistics:
     worst_error: float = 0.0
     refused: int = 0
 
+    def count(self, form: int, sent: int, native: int) -> None:
+        """Count a message that is sent: its bytes, and what they would be in the native format."""
+        self.messages[FORMATS[form]] += 1
+        self.sent_bytes += sent
+        self.native_bytes += native
+
     @property
     def ratio(self) -> float:
         """Bytes sent over bytes as they are; 1 where nothing was sent."""
         return self.sent_bytes / self.native_bytes if self.native_bytes else 1.0
+
+
+@dataclass
+class Wire:
+    """How messages of keys and values are asked to travel, and how they did.
+
+    Attributes:
+        form: The format that is asked for.
+        tolerance: Largest relative error of an encoded message; None: encoded whatever the error.
+        statistics: What encoding did.
+    """
+
+    form: int = NATIVE
+    tolerance: float | None = None
+    statistics: WireStatistics = field(default_factory=WireStatistics)
+
+    def choose(self, tensors: Iterable[Tensor]) -> int:
+        """Choose a message's format: what is asked for, where it errs within the tolerance on each of its tensors."""
+        if self.form == NATIVE:
+            return NATIVE
+        errors = [error(x, self.form) for x in tensors]
+        # written so that NaN, in any of them, goes as it is
+        if self.tolerance is not None and not all(each <= self.tolerance for each in errors):
+            self.statistics.refused += 1
+            return NATIVE
+        self.statistics.worst_error = max(self.statistics.worst_error, *errors)
+        return self.form

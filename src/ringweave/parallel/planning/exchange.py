@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..execution.local_attention import Part
+from ..execution.local_attention import LocalAttention
 from ..execution.places import Tokens
 from .demand import Bools, Demand, run_places
 from .movement import Moves
@@ -67,6 +67,11 @@ class Section:
             return batch, self.heads // batch, self.count, channels
         return self.heads, self.count, channels
 
+    def fills(self, keys: int) -> bool:
+        """Receiver: whether its rows are all keys of the branch's buffer, in their order."""
+        whole = self.members is None and self.used is None
+        return whole and self.target is not None and self.target.span == (0, keys, 1)
+
     def _each(self, x: Tensor) -> list[Tensor]:
         """The members' (tokens, C) of (B, heads, tokens, C), as views."""
         assert self.members is not None
@@ -117,7 +122,7 @@ class Hop:
 
 def direct_hop(
     demands: list[Demand],
-    parts: list[Part | None],
+    parts: list[LocalAttention | None],
     rank: int,
     ranks: int,
     needs: list[tuple[Bools, ...]] | None = None,
@@ -129,7 +134,9 @@ def direct_hop(
     return _across(list(_kinds(demands, parts, needs)), rank, ranks, 1)
 
 
-def node_hops(demands: list[Demand], parts: list[Part | None], rank: int, ranks: int, per_node: int) -> tuple[Hop, Hop]:
+def node_hops(
+    demands: list[Demand], parts: list[LocalAttention | None], rank: int, ranks: int, per_node: int
+) -> tuple[Hop, Hop]:
     """Go across nodes, then inside: ranks [n * per_node, (n + 1) * per_node) are node n.
 
     A rank imports, from the rank of its own place on every other node, what any rank of its node needs from it; then
@@ -167,7 +174,7 @@ class _Keys:
 
     section: Section
     demand: Demand
-    part: Part | None
+    part: LocalAttention | None
     need: Bools
 
     @cached_property
@@ -204,7 +211,7 @@ def _inside_message(lengths: Int64, chosen: Bools) -> Int64:
 
 
 def _kinds(
-    demands: list[Demand], parts: list[Part | None], needs: Sequence[tuple[Bools, ...]] | None = None
+    demands: list[Demand], parts: list[LocalAttention | None], needs: Sequence[tuple[Bools, ...]] | None = None
 ) -> Iterator[_Keys]:
     for branch, (demand, part) in enumerate(zip(demands, parts, strict=True)):
         for kind, need in enumerate(demand.needs if needs is None else needs[branch]):

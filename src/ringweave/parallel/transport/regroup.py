@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ...errors import RingError, ShapeError, UnsupportedError, message
 from ...patterns.numbers import seconds, whole
-from .watch import bounded
+from .rendezvous import bounded
 
 # parts of the time allowed: to wait for ranks that may yet come, then to connect
 _COMING, _CONNECTING = 0.5, 0.3

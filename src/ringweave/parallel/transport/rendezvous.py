@@ -1,13 +1,16 @@
-"""Ranks find each other at a store: each leaves a word, and reads what the others left."""
+"""Ranks find each other at a store: each leaves a word, and reads what the others left, within bounded time."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class AbsentError(RuntimeError):
@@ -49,3 +52,31 @@ def meet(store: dist.Store, word: int, rank: int, size: int, seconds: float) -> 
             raise AbsentError([other for other in missing if not store.check([str(other)])])
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
+
+
+def bounded(function: Callable[[], T], seconds: float, given_up: Callable[[], bool]) -> T:
+    """Run a function that may block (a store, a rendezvous) on a thread of its own, for so long at most.
+
+    Raises:
+        TimeoutError: It did not return in time, or `given_up()` became true. The thread is left to its own timeouts.
+    """
+    done = threading.Event()
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except (RuntimeError, OSError) as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, name="ringweave-bounded", daemon=True).start()
+    until = time.monotonic() + seconds
+    while not done.wait(0.05):
+        if given_up() or time.monotonic() > until:
+            raise TimeoutError(f"no answer in {seconds:.1f} s")
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -6,7 +6,7 @@
     ...                                                     # compute, while they fly
     pending.wait()                                          # all is here, or RingError
 
-Nothing but this file and those beside it (connection, link, meeting, failure, survivors, mesh) calls torch.distributed.
+Nothing but this file and those beside it calls torch.distributed.
 """
 
 from __future__ import annotations
@@ -24,20 +24,44 @@ from torch import Tensor
 
 from ...errors import RingError, ShapeError, UnsupportedError, message
 from ...patterns.numbers import seconds, whole
-from .counters import Counters, Event
 from .mesh import check_group
-from .pending import Pending
-from .watch import FailedError, Failure, bounded
+from .protocol import Counters, Event, Pending
+from .rendezvous import bounded
+from .watch import FailedError, Failure
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from .connection import Connection
-
-__all__ = ["Counters", "Event", "Pending", "Transport"]
+    from .links import Connection, Work
 
 # how many transports were made over each group
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+class _Messages:
+    """Messages under way; keeps their tensors alive."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        what: str,
+        stage: int | None = None,
+        metadata: bool = False,
+    ) -> None:
+        self.sends, self.receives = ([each for each in part if each[1].numel()] for part in (sends, receives))
+        self.what, self.stage, self.metadata = what, stage, metadata
+        self.number = 0
+        self.works: list[Work] = []
+        self.posted = 0.0
+        self.done = not self.sends and not self.receives
+        self._transport = transport
+
+    def wait(self) -> None:
+        """Return when all have arrived, and what is sent is out of its tensors."""
+        if not self.done:
+            self._transport._finish(self)
 
 
 class Transport:
@@ -69,10 +93,8 @@ class Transport:
         if group is not None:
             check_group(group)
             _made[group] = _made.get(group, 0) + 1
-        #: which one of its group's, as they were made
-        self.number = 0 if group is None else _made[group]
-        #: how many contexts were made over it
-        self.contexts = 0
+        # which one of its group's, as they were made, and how many contexts were made over it
+        self._number, self._contexts = 0 if group is None else _made[group], 0
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         self.deadline, self.opening = seconds("deadline", deadline), seconds("opening", opening)
         self.retries = whole("retries", retries, 0, error=ShapeError)
@@ -83,22 +105,23 @@ class Transport:
         self._connection: Connection | None = None
         self._generation = 0
         # what is under way, or (with retries) may still be missed by some rank; numbered alike on all ranks
-        self._log: deque[Pending] = deque()
-        self._number = 0
+        self._log: deque[_Messages] = deque()
+        self._started = 0
         self._closed = False
         self._use = threading.RLock()
         self._misuse: Failure | None = None
 
+    def open(self) -> str:
+        """Name a context by the transport's number and its own."""
+        self._contexts += 1
+        return str(self._number) if self._contexts == 1 else f"{self._number}.{self._contexts}"
+
     @contextmanager
     def using(self) -> Iterator[None]:
-        """One call, of one thread.
+        """Enter a call; see :class:`Communicator`.
 
         Who waited for another thread's call to end would call in an order that no other rank knows; so nobody waits,
         except on a rank that is alone.
-
-        Raises:
-            RingError: Another thread is in a call; this and all later calls raise, on all ranks.
-            UnsupportedError: It is closed.
         """
         if not self._use.acquire(blocking=self.size == 1):
             raise self._misused().error(self.rank, None, self.step)
@@ -109,18 +132,7 @@ class Transport:
             self._use.release()
 
     def agree(self, header: Tensor, *, what: str) -> Tensor:
-        """Every rank's header; the caller compares.
-
-        Args:
-            header: int64 (k,), of the same k on all ranks.
-            what: Words for errors and the trace.
-
-        Returns:
-            int64 (size, k), by rank.
-
-        Raises:
-            RingError: A rank is lost or silent.
-        """
+        """Gather every rank's header; see :class:`Communicator`."""
         if header.dtype != torch.int64 or header.dim() != 1 or header.device.type != "cpu":
             got = f"{header.dtype} {tuple(header.shape)} on {header.device.type}"
             raise ShapeError(message("header", got, "int64 (k,) on the CPU", "Make it so."))
@@ -131,50 +143,19 @@ class Transport:
         others = [peer for peer in range(self.size) if peer != self.rank]
         sends = [(peer, table[self.rank].view(torch.uint8)) for peer in others]
         receives = [(peer, table[peer].view(torch.uint8)) for peer in others]
-        self._start(Pending(self, sends, receives, what=what, metadata=True)).wait()
+        self._start(_Messages(self, sends, receives, what, metadata=True)).wait()
         self._forget(int(table[:, 0].min()))
         return table[:, 1:]
-
-    def all_to_all(
-        self, received: Tensor, received_splits: Sequence[int], sent: Tensor, sent_splits: Sequence[int], *, what: str
-    ) -> Pending:
-        """Start one message to and from each peer; parts of zero bytes move nothing.
-
-        Args:
-            received: uint8 (sum of received_splits,), contiguous: the peers' parts in rank order.
-            received_splits: Bytes of each rank's part; this rank's own part is left as it is.
-            sent: uint8 (sum of sent_splits,), contiguous.
-            sent_splits: Bytes for each rank; this rank's own part goes nowhere.
-            what: Words for errors and the trace.
-
-        Raises:
-            ShapeError: A buffer does not fit its splits.
-            RingError: A rank is known to be lost.
-        """
-        sends = self._parts("sent", sent, sent_splits)
-        receives = self._parts("received", received, received_splits)
-        return self._start(Pending(self, sends, receives, what=what))
 
     def exchange(
         self,
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
         *,
-        stage: int,
         what: str,
+        stage: int | None = None,
     ) -> Pending:
-        """Start messages between pairs of ranks; several to one peer arrive in their order; empty ones move nothing.
-
-        Args:
-            sends: (peer, tensor), contiguous, any dtype; peer is another rank.
-            receives: (peer, tensor), of as many bytes as the peer sends.
-            stage: Stage of the ring, for errors and the trace.
-            what: Words for errors and the trace.
-
-        Raises:
-            ShapeError: A tensor is not contiguous, or a peer is this rank or none.
-            RingError: A rank is known to be lost.
-        """
+        """Start messages between pairs of ranks; see :class:`Communicator`."""
         for name, messages in (("sends", sends), ("receives", receives)):
             for peer, tensor in messages:
                 if not tensor.is_contiguous():
@@ -183,8 +164,7 @@ class Transport:
                     )
                 if peer == self.rank or not 0 <= peer < self.size:
                     raise ShapeError(message(name, f"peer {peer}", f"another rank below {self.size}", "Leave it out."))
-        present = [[(peer, tensor) for peer, tensor in part if tensor.numel()] for part in (sends, receives)]
-        return self._start(Pending(self, *present, what=what, stage=stage))
+        return self._start(_Messages(self, sends, receives, what, stage))
 
     def close(self) -> None:
         """Close the connections and end the thread. A closed transport carries nothing more."""
@@ -192,17 +172,6 @@ class Transport:
         if self._connection is not None:
             self._connection.close()
         self._log.clear()
-
-    def arrived(self, pending: Pending) -> None:
-        """Called when messages have arrived, before wait() returns: where tests slow a transport down."""
-
-    def _parts(self, name: str, buffer: Tensor, splits: Sequence[int]) -> list[tuple[int, Tensor]]:
-        fits = buffer.dtype == torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous()
-        if not fits or len(splits) != self.size or sum(splits) != buffer.numel():
-            got = f"{buffer.dtype} {tuple(buffer.shape)} for splits {list(splits)}"
-            raise ShapeError(message(name, got, f"contiguous uint8 of {self.size} splits' sum", "Pack it by rank."))
-        parts = zip(range(self.size), buffer.split(list(splits)), strict=True)
-        return [(peer, part) for peer, part in parts if peer != self.rank and part.numel()]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -220,7 +189,7 @@ class Transport:
         connection = self._connection
         return self._misuse if connection is None else connection.end(self._misuse)
 
-    def _start(self, pending: Pending) -> Pending:
+    def _start(self, pending: _Messages) -> _Messages:
         self._check_open()
         try:
             if self._connection is None and self.size > 1:
@@ -235,8 +204,8 @@ class Transport:
         if self.retries and not pending.metadata:
             # the caller may write into its tensors as soon as wait() returns, while another rank still misses them
             pending.sends = [(peer, tensor.clone()) for peer, tensor in pending.sends]
-        pending.number = self._number
-        self._number += 1
+        pending.number = self._started
+        self._started += 1
         self._log.append(pending)
         try:
             self._post(pending)
@@ -244,7 +213,7 @@ class Transport:
             self._recover(error.failure, pending)
         return pending
 
-    def _post(self, pending: Pending) -> None:
+    def _post(self, pending: _Messages) -> None:
         assert self._connection is not None
         receives = pending.receives
         if pending.done:
@@ -257,7 +226,7 @@ class Transport:
             for peer, tensor in pending.sends:
                 self.counters.sent[peer] += tensor.nbytes
 
-    def _await(self, pending: Pending) -> None:
+    def _await(self, pending: _Messages) -> None:
         while pending.works:
             assert self._connection is not None
             try:
@@ -266,17 +235,16 @@ class Transport:
             except FailedError as error:
                 self._recover(error.failure, pending)
 
-    def _finish(self, pending: Pending) -> None:
+    def _finish(self, pending: _Messages) -> None:
         began = time.perf_counter()
         self._await(pending)
-        self.arrived(pending)
         pending.done = True
         self._record(pending, began, time.perf_counter())
         if not self.retries:
             self._forget(self._reached())
 
     def _reached(self) -> int:
-        return next((entry.number for entry in self._log if not entry.done), self._number)
+        return next((entry.number for entry in self._log if not entry.done), self._started)
 
     def _forget(self, number: int) -> None:
         while self._log and self._log[0].done and self._log[0].number < number:
@@ -284,7 +252,7 @@ class Transport:
             self._await(self._log[0])
             self._log.popleft()
 
-    def _recover(self, failure: Failure, pending: Pending) -> None:
+    def _recover(self, failure: Failure, pending: _Messages) -> None:
         if not failure.transient or self._generation == self.retries:
             raise self._error(failure, pending)
         self._generation += 1
@@ -293,7 +261,7 @@ class Transport:
         except FailedError as error:
             raise self._error(error.failure, pending) from error
 
-    def _record(self, pending: Pending, began: float, ended: float) -> None:
+    def _record(self, pending: _Messages, began: float, ended: float) -> None:
         nbytes = 0
         for peer, tensor in pending.receives:
             nbytes += tensor.nbytes
@@ -328,7 +296,7 @@ class Transport:
         """Meet the others on fresh connections, and post again what any of them misses."""
         import torch.distributed as dist
 
-        from .connection import Connection
+        from .links import Connection
 
         if self._connection is not None:
             self._connection.close()
@@ -342,5 +310,5 @@ class Transport:
             if entry.number >= first:
                 self._post(entry)
 
-    def _error(self, failure: Failure, pending: Pending) -> RingError:
+    def _error(self, failure: Failure, pending: _Messages) -> RingError:
         return failure.error(self.rank, pending.stage, self.step)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import RingError
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 PERIOD = 0.2  # seconds between two looks at the flag: a survivor learns of a failure this late, and raises within 2 s
 _FLAG, _WAITS = "failed", "waits"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -161,31 +159,3 @@ class Watch:
             self.failure = failure
         self._known.set()
         self._cut()
-
-
-def bounded(function: Callable[[], T], seconds: float, given_up: Callable[[], bool]) -> T:
-    """Run a function that may block (a store, a rendezvous) on a thread of its own, for so long at most.
-
-    Raises:
-        TimeoutError: It did not return in time, or `given_up()` became true. The thread is left to its own timeouts.
-    """
-    done = threading.Event()
-    results: list[T] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except (RuntimeError, OSError) as error:
-            errors.append(error)
-        finally:
-            done.set()
-
-    threading.Thread(target=run, name="ringweave-bounded", daemon=True).start()
-    until = time.monotonic() + seconds
-    while not done.wait(0.05):
-        if given_up() or time.monotonic() > until:
-            raise TimeoutError(f"no answer in {seconds:.1f} s")
-    if errors:
-        raise errors[0]
-    return results[0]

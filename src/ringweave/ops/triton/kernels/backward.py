@@ -18,7 +18,7 @@ def delta(
     heads, nq,
     DV: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
-    """rowsum(dout * out) - dlse of BLOCK_M queries; 0 where lse is -inf."""
+    """Compute rowsum(dout * out) - dlse of BLOCK_M queries; 0 where lse is -inf."""
     g_b, g_h, g_n = strides(g_b, g_h, g_n, STEP, True)
     o_b, o_h, o_n = strides(o_b, o_h, o_n, STEP, True)
     blocks = tl.cdiv(nq, BLOCK_M)
@@ -28,11 +28,11 @@ def delta(
     mine = token < nq
     slopes = rows(dout + b * g_b + h * g_h, token * g_n, mine, DV, PAD_DV)
     outs = rows(out + b * o_b + h * o_h, token * o_n, mine, DV, PAD_DV)
-    found = tl.sum(slopes.to(tl.float32) * outs.to(tl.float32), 1)
+    delta_row = tl.sum(slopes.to(tl.float32) * outs.to(tl.float32), 1)
     if SLOPED:
-        found -= tl.load(dlse + b * s_b + h * s_h + token * s_n, mask=mine, other=0.0).to(tl.float32)
+        delta_row -= tl.load(dlse + b * s_b + h * s_h + token * s_n, mask=mine, other=0.0).to(tl.float32)
     row_lse = tl.load(lse + b * l_b + h * l_h + token * l_n, mask=mine, other=0.0)
-    tl.store(result + pair.to(tl.int64) * nq + token, tl.where(row_lse == float("-inf"), 0.0, found), mask=mine)
+    tl.store(result + pair.to(tl.int64) * nq + token, tl.where(row_lse == float("-inf"), 0.0, delta_row), mask=mine)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -46,7 +46,7 @@ def backward_q(
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
     STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of HEADS x ROWS queries; ``slope`` is delta."""
+    """Compute dQ of HEADS x ROWS queries; ``slope`` is delta."""
     BLOCK_M: tl.constexpr = HEADS * ROWS
     PARTS_N: tl.constexpr = KV_TILE // BLOCK_N
     WORDS: tl.constexpr = (KV_TILE + 31) // 32
@@ -122,7 +122,7 @@ def backward_kv(
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
     SHARED: tl.constexpr, STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of BLOCK_N keys, over all query heads of their key head; scores are transposed, keys by queries."""
+    """Compute dK and dV of BLOCK_N keys, over all query heads of their key head; scores are keys by queries."""
     PARTS: tl.constexpr = KV_TILE // BLOCK_N
     PARTS_M: tl.constexpr = Q_TILE // BLOCK_M
     WORDS: tl.constexpr = (Q_TILE + 31) // 32

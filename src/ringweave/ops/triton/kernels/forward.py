@@ -23,7 +23,7 @@ def forward(
     STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, SPECIALISED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of HEADS x ROWS queries; ``scale`` is in powers of two, folded where it is positive."""
+    """Compute out and lse of HEADS x ROWS queries; ``scale`` is in powers of two, folded where it is positive."""
     BLOCK_M: tl.constexpr = HEADS * ROWS
     PARTS_N: tl.constexpr = KV_TILE // BLOCK_N
     WORDS: tl.constexpr = (KV_TILE + 31) // 32
@@ -107,7 +107,7 @@ def join(
     DIM: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Partial results of split tasks, BLOCK rows at a time, added in the order of their shares; out by its lse."""
+    """Add partial results of split tasks, BLOCK rows at a time, in the order of their shares; out by its lse."""
     BLOCK_M: tl.constexpr = HEADS * ROWS
     BLOCKS: tl.constexpr = PARTS * BLOCK_M // BLOCK
     split = tl.program_id(0) // BLOCKS

@@ -20,7 +20,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def share_of(shares, item, begin, end, SPLIT: tl.constexpr):
-    """The part of a list that an item of the queue computes, and its slot among the partial results (-1: none)."""
+    """Find the part of a list that an item of the queue computes, and its slot among the partial results (-1: none)."""
     slot = -1
     if SPLIT:
         share, of, slot = tl.load(shares + 3 * item), tl.load(shares + 3 * item + 1), tl.load(shares + 3 * item + 2)
@@ -32,7 +32,7 @@ def share_of(shares, item, begin, end, SPLIT: tl.constexpr):
 
 @triton.jit
 def place(task, part, ratio, tiles, SPAN: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """A task's tile; its part's first head (among those of all batch elements) and token; heads there from it on."""
+    """Find a task's tile; its part's first head (among those of all batch elements) and token; heads from it on."""
     packs = (ratio + HEADS - 1) // HEADS
     pack, tile = task // tiles, task % tiles
     member = pack % packs * HEADS
@@ -41,7 +41,7 @@ def place(task, part, ratio, tiles, SPAN: tl.constexpr, HEADS: tl.constexpr, ROW
 
 @triton.jit
 def strides(b, h, n, STEP: tl.constexpr, WIDE: tl.constexpr):
-    """Strides in elements, of those in steps of STEP elements: so that the compiler knows what divides them."""
+    """Multiply strides in steps of STEP elements to elements: so the compiler knows what divides them."""
     if WIDE:
         n = n.to(tl.int64)
     return b.to(tl.int64) * STEP, h.to(tl.int64) * STEP, n * STEP
@@ -49,7 +49,7 @@ def strides(b, h, n, STEP: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def within(local, room, first, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Which rows of a program there are: of ``room`` heads, of tokens before the end."""
+    """Tell which rows of a program there are: of ``room`` heads, of tokens before the end."""
     inside = first + (local % ROWS if HEADS > 1 else local) < tokens
     if HEADS > 1:
         inside = inside & (local // ROWS < room)
@@ -58,7 +58,7 @@ def within(local, room, first, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def spread(local, head_step, step, HEADS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """Offsets of rows of a program: ROWS of one head, then of the next."""
+    """Spread the rows of a program: offsets of ROWS of one head, then of the next."""
     row = local % ROWS if HEADS > 1 else local
     if WIDE:
         row = row.to(tl.int64)
@@ -70,35 +70,35 @@ def spread(local, head_step, step, HEADS: tl.constexpr, ROWS: tl.constexpr, WIDE
 
 @triton.jit
 def word(words, at, code, index: tl.constexpr, shift, keep, MASKED: tl.constexpr, RAGGED: tl.constexpr):
-    """Mask word ``index`` of some rows from bit ``shift``, all ones for a full tile, cut at the end of the sequence."""
-    found = tl.full(at.shape, -1, tl.int32)
+    """Load mask word ``index`` of some rows from bit ``shift``, ones for a full tile, cut at the sequence's end."""
+    bits = tl.full(at.shape, -1, tl.int32)
     if MASKED:
-        found = tl.load(words + at + index, mask=code >= 0, other=-1) >> shift
+        bits = tl.load(words + at + index, mask=code >= 0, other=-1) >> shift
     if RAGGED:
         left = keep - 32 * index
-        found = found & tl.where(left >= 32, -1, (1 << tl.minimum(tl.maximum(left, 0), 31)) - 1)
-    return found
+        bits = bits & tl.where(left >= 32, -1, (1 << tl.minimum(tl.maximum(left, 0), 31)) - 1)
+    return bits
 
 
 @triton.jit
 def allowed(words, code, side, row, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr,
             MASKED: tl.constexpr, RAGGED: tl.constexpr):  # fmt: skip
-    """Which of (rows, SIZE) pairs may attend; ``row`` in a mask of ``side`` rows, columns from ``first`` on."""
+    """Tell which (rows, SIZE) pairs may attend; ``row`` in a mask of ``side`` rows, columns from ``first`` on."""
     lane = tl.arange(0, SIZE)[None, :]
     at = (tl.maximum(code, 0).to(tl.int64) * side + row) * WORDS + first // 32
     # blocks of 16 may begin in the middle of a word
-    found = word(words, at, code, 0, first % 32 if SIZE < 32 else 0, keep, MASKED, RAGGED)[:, None]
+    bits = word(words, at, code, 0, first % 32 if SIZE < 32 else 0, keep, MASKED, RAGGED)[:, None]
     if SIZE > 32:
-        found = tl.where(lane < 32, found, word(words, at, code, 1, 0, keep, MASKED, RAGGED)[:, None])
+        bits = tl.where(lane < 32, bits, word(words, at, code, 1, 0, keep, MASKED, RAGGED)[:, None])
     if SIZE > 64:
-        found = tl.where(lane < 64, found, word(words, at, code, 2, 0, keep, MASKED, RAGGED)[:, None])
-        found = tl.where(lane < 96, found, word(words, at, code, 3, 0, keep, MASKED, RAGGED)[:, None])
-    return ((found >> (lane % 32)) & 1) != 0
+        bits = tl.where(lane < 64, bits, word(words, at, code, 2, 0, keep, MASKED, RAGGED)[:, None])
+        bits = tl.where(lane < 96, bits, word(words, at, code, 3, 0, keep, MASKED, RAGGED)[:, None])
+    return ((bits >> (lane % 32)) & 1) != 0
 
 
 @triton.jit
 def alive(live, code, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Which positions of a tile are inside the length and take part in at least one allowed pair of it."""
+    """Tell which positions of a tile are inside the length and take part in at least one allowed pair of it."""
     lane = tl.arange(0, SIZE)
     inside = lane < keep
     if MASKED:
@@ -112,7 +112,7 @@ def alive(live, code, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr, MASK
 @triton.jit
 def tile(of, at, b, h, first, stride, inside, SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
          WIDE: tl.constexpr, DESCRIBED: tl.constexpr):  # fmt: skip
-    """(SIZE, PADDED) of a head's (tokens, DIM) matrix from row ``first`` on; 0 where not ``inside`` and past DIM.
+    """Load (SIZE, PADDED) of a head's (tokens, DIM) from row ``first`` on; 0 where not ``inside`` and past DIM.
 
     By the descriptor ``of`` if DESCRIBED: then 0 past the ends alone. Else from the address ``at``.
     """
@@ -131,7 +131,7 @@ def tile(of, at, b, h, first, stride, inside, SIZE: tl.constexpr, DIM: tl.conste
 
 @triton.jit
 def rows(base, at, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """(rows, PADDED) from the places ``at`` on; 0 where not ``inside`` and past DIM."""
+    """Load (rows, PADDED) from the places ``at`` on; 0 where not ``inside`` and past DIM."""
     channel = tl.arange(0, PADDED)[None, :]
     mask = inside[:, None]
     if DIM != PADDED:
@@ -141,6 +141,6 @@ def rows(base, at, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def store(base, at, values, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """The inverse of ``rows``, in the type of its storage."""
+    """Store what ``rows`` would load, in the type of its storage."""
     channel = tl.arange(0, PADDED)[None, :]
     tl.store(base + at[:, None] + channel, values.to(base.dtype.element_ty), mask=inside[:, None] & (channel < DIM))

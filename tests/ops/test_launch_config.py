@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.ops import tuning
-from ringweave.ops import tuning_key as kinds
+from ringweave.ops import tuning, tuning_key
 from ringweave.ops.backend import Case
 from ringweave.ops.triton import launch_config as module
-from ringweave.ops.triton.launch_config import Blocks, Device, choose, misfit, overriding
+from ringweave.ops.triton.launch_config import Device, LaunchConfig, choose, misfit, overriding
 
 from .test_triton import in_a_process, needs_triton
 
@@ -25,7 +24,7 @@ DEVICES = [
     Device("ampere", 99 * 1024), Device("ampere", 163 * 1024), HOPPER, Device("blackwell", 227 * 1024),
     Device("cdna", 64 * 1024),
 ]  # fmt: skip
-SMALL = Blocks(64, 32, 4, 3)
+SMALL = LaunchConfig(64, 32, 4, 3)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +38,7 @@ def entry(blocks: object, **changes: object) -> dict[str, object]:
     kind = {
         "kernel": "forward", "where": HERE, "dtype": "bfloat16", "dims": [64, 64], "tile": [128, 128], "masked": True,
     }  # fmt: skip
-    fields = dataclasses.asdict(blocks) if isinstance(blocks, Blocks) else blocks
+    fields = dataclasses.asdict(blocks) if isinstance(blocks, LaunchConfig) else blocks
     return kind | {"blocks": fields} | changes
 
 
@@ -50,7 +49,7 @@ def asked(
     masked: bool = True,
     tile: tuple[int, int] = (128, 128),
     device: Device = HOPPER,
-) -> Blocks:
+) -> LaunchConfig:
     return choose(kernel, dim, 64, dtype.itemsize, tile, device, (dtype, masked))
 
 
@@ -116,8 +115,8 @@ def test_what_was_measured_is_taken_for_the_same_kernel_and_tiles_alone() -> Non
 @pytest.mark.parametrize(
     ("blocks", "said"),
     [
-        (Blocks(256, 32, 4, 3), "m is 256"),
-        (Blocks(128, 128, 8, 7), "bytes of shared memory"),
+        (LaunchConfig(256, 32, 4, 3), "m is 256"),
+        (LaunchConfig(128, 128, 8, 7), "bytes of shared memory"),
         ({"m": 64, "n": 32}, "their fields are not m, n, warps, stages, resident, described, specialised"),
         (dataclasses.asdict(SMALL) | {"cluster": 2}, "their fields are not"),
     ],
@@ -138,13 +137,13 @@ def test_an_override_hides_the_store_and_hears_what_is_asked_for() -> None:
     with overriding({}) as given:
         assert asked() == USUAL
     (heard,) = given.asked
-    kind = kinds.KernelKind("forward", HERE, "bfloat16", (64, 64), (128, 128), True)
-    assert (heard.kind, heard.usual, heard.device) == (kind, USUAL, HOPPER)
-    other = Blocks(128, 32, 4, 1)
+    kind = tuning_key.KernelKey("forward", HERE, "bfloat16", (64, 64), (128, 128), True)
+    assert (heard.key, heard.usual, heard.device) == (kind, USUAL, HOPPER)
+    other = LaunchConfig(128, 32, 4, 1)
     with overriding({kind: SMALL}) as outer, overriding({kind: other}):
         assert asked() == other
         assert asked(masked=False) == USUAL
-    assert [each.kind.masked for each in outer.asked] == [True, False]
+    assert [each.key.masked for each in outer.asked] == [True, False]
     assert asked() == SMALL
 
 
@@ -161,7 +160,9 @@ def test_a_call_looks_at_the_file_once_a_second(monkeypatch: pytest.MonkeyPatch)
 def test_what_people_see_of_it() -> None:
     case = Case(1, 2, 2, 256, 256, 64, 64, torch.bfloat16, "cpu")
     assert module.measured(case) == []
-    tuning.record([], [entry(SMALL, where=kinds.where("cpu")), entry(SMALL, where=kinds.where("cpu"), dims=[128, 64])])
+    tuning.record(
+        [], [entry(SMALL, where=tuning_key.where("cpu")), entry(SMALL, where=tuning_key.where("cpu"), dims=[128, 64])]
+    )
     assert module.measured(case) == [
         "forward on partial tiles of 128 x 128: m 64, n 32, warps 4, stages 3, resident 0, described False, "
         "specialised False"
@@ -171,7 +172,7 @@ def test_what_people_see_of_it() -> None:
 @needs_triton
 def test_in_the_interpreter(tmp_path: Path) -> None:
     """An override is what a call runs with, its results are right, and the search ends where it was led."""
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all", "tests/ops/interpreted_blocks.py"]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all", "tests/ops/interpreted_configs.py"]
     in_a_process(command, tmp_path, TRITON_INTERPRET="1")
 
 
@@ -179,7 +180,7 @@ def test_explain_names_the_blocks_where_triton_is_chosen(monkeypatch: pytest.Mon
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     if rw.ops.triton.installed() is False:
         pytest.skip("triton is not installed")
-    tuning.record([], [entry(SMALL, where=kinds.where("cpu"), dtype="float16")])
+    tuning.record([], [entry(SMALL, where=tuning_key.where("cpu"), dtype="float16")])
     said = rw.explain(rw.SlidingWindow(9), 256, dtype=torch.float16, backend="triton")
     assert "measured here: forward on partial tiles of 128 x 128: m 64, n 32, warps 4" in said
     assert "measured here" not in rw.explain(rw.SlidingWindow(9), 256, dtype=torch.float16, backend="gather")

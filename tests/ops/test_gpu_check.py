@@ -10,16 +10,15 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.errors import UnsupportedError
-from ringweave.ops import cpu, dispatch, gather, triton
-from ringweave.ops import gpu_check as trial
+from ringweave.ops import cpu, dispatch, gather, gpu_check, triton
 from ringweave.ops.backend import Backend, Case, Inputs
 from ringweave.plan import Branch, branches
 
 STRUCTURES = ("full", "causal", "sparse")
 
 
-def kind(structure: str = "sparse", dtype: torch.dtype = torch.float32, needs_grad: bool = True) -> trial.Kind:
-    return trial.Kind("cpu", dtype, 32, 16, structure, needs_grad)
+def small(dtype: torch.dtype = torch.float32, needs_grad: bool = True, device: str = "cpu") -> Case:
+    return Case(1, 4, 2, 500, 500, 32, 16, dtype, device, needs_grad)
 
 
 def case(needs_grad: bool = False, head_dim: int = 64) -> Case:
@@ -36,7 +35,7 @@ def first(pattern: rw.Pattern) -> Branch:
 def test_what_is_right_passes(dtype: torch.dtype, structure: str, needs_grad: bool) -> None:
     tried = [gather.BACKEND] if cpu.module() is None else [gather.BACKEND, cpu.BACKEND]
     for backend in tried:
-        assert trial.attempt(backend, kind(structure, dtype, needs_grad)) is None
+        assert gpu_check.check(backend, small(dtype, needs_grad), structure) is None
 
 
 def test_each_structure_is_tried_as_what_it_is() -> None:
@@ -48,7 +47,7 @@ def test_each_structure_is_tried_as_what_it_is() -> None:
             raise RuntimeError
 
         backend = dataclasses.replace(gather.BACKEND, forward=forward)  # type: ignore[arg-type]
-        assert trial.attempt(backend, kind(structure, needs_grad=False)) is not None
+        assert gpu_check.check(backend, small(needs_grad=False), structure) is not None
         assert seen[0].structure == structure
     plan = seen[0].plan()
     assert {-1, 0} <= set(plan.bits.clamp(max=0).tolist())
@@ -68,11 +67,11 @@ def test_what_is_wrong_is_named(change: Callable[[Tensor], Tensor], said: str) -
         return dq, change(dk), dv
 
     wrong = dataclasses.replace(gather.BACKEND, backward=backward)
-    verdict = trial.attempt(wrong, kind())
+    verdict = gpu_check.check(wrong, small(), "sparse")
     assert verdict is not None
     assert said in verdict
     assert "dq" not in verdict
-    assert trial.attempt(wrong, kind(needs_grad=False)) is None
+    assert gpu_check.check(wrong, small(needs_grad=False), "sparse") is None
 
 
 def test_what_raises_is_quoted() -> None:
@@ -80,20 +79,21 @@ def test_what_raises_is_quoted() -> None:
         raise RuntimeError("no kernel image\nand more")
 
     broken = dataclasses.replace(gather.BACKEND, forward=forward)
-    assert trial.attempt(broken, kind(needs_grad=False)) == "tried on this GPU, it raises RuntimeError: no kernel image"
+    verdict = gpu_check.check(broken, small(needs_grad=False), "sparse")
+    assert verdict == "tried on this GPU, it raises RuntimeError: no kernel image"
 
 
 @pytest.fixture
-def attempts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, trial.Kind]]:
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Case, str]]:
     """What would be tried on a machine with a GPU where ``triton`` is wrong at D = 128."""
-    made: list[tuple[str, trial.Kind]] = []
+    made: list[tuple[str, Case, str]] = []
 
-    def attempt(backend: Backend, of: trial.Kind) -> str | None:
-        made.append((backend.name, of))
+    def check(backend: Backend, of: Case, structure: str) -> str | None:
+        made.append((backend.name, of, structure))
         return "it is wrong" if (backend.name, of.head_dim) == ("triton", 128) else None
 
-    monkeypatch.setattr(trial, "attempt", attempt)
-    monkeypatch.setattr(trial, "_verdicts", {})
+    monkeypatch.setattr(gpu_check, "check", check)
+    monkeypatch.setattr(gpu_check, "_verdicts", {})
     monkeypatch.setattr(triton, "installed", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -104,7 +104,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, trial.Kind]]:
 
 
 def test_auto_tries_a_gpu_kernel_once_for_each_kind(
-    attempts: list[tuple[str, trial.Kind]], caplog: pytest.LogCaptureFixture
+    checks: list[tuple[str, Case, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     window = first(rw.SlidingWindow(9))
     with caplog.at_level(logging.WARNING, "ringweave"):
@@ -112,28 +112,28 @@ def test_auto_tries_a_gpu_kernel_once_for_each_kind(
             assert dispatch.choose("auto", case(), window).name == "triton"
             assert dispatch.choose("auto", case(), first(rw.Causal())).name == "flash"
             assert dispatch.choose("auto", case(head_dim=128), window).name == "gather"
-    names = [(name, of.head_dim, of.structure) for name, of in attempts]
+    names = [(name, of.head_dim, structure) for name, of, structure in checks]
     assert names == [("triton", 64, "sparse"), ("flash", 64, "causal"), ("triton", 128, "sparse")]
-    assert {of.device for _, of in attempts} == {"cuda:0"}
+    assert {of.device for _, of, _ in checks} == {"cuda:0"}
     (record,) = caplog.records
     assert record.getMessage() == "auto leaves out the backend triton on cuda:0: it is wrong"
     # gradients are other kernels
     assert dispatch.choose("auto", case(needs_grad=True), window).name == "triton"
-    assert len(attempts) == 4
+    assert len(checks) == 4
 
 
-def test_a_named_backend_runs_without_a_trial(attempts: list[tuple[str, trial.Kind]]) -> None:
+def test_a_named_backend_runs_without_a_check(checks: list[tuple[str, Case, str]]) -> None:
     assert dispatch.choose("triton", case(head_dim=128), first(rw.SlidingWindow(9))).name == "triton"
-    assert not attempts
+    assert not checks
 
 
 def test_nothing_is_tried_while_a_graph_is_captured(
-    attempts: list[tuple[str, trial.Kind]], monkeypatch: pytest.MonkeyPatch
+    checks: list[tuple[str, Case, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     window = first(rw.SlidingWindow(9))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert dispatch.choose("auto", case(), window).name == "gather"
-    assert not attempts
+    assert not checks
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert dispatch.choose("auto", case(), window).name == "triton"
     # what is known stays known
@@ -141,7 +141,7 @@ def test_nothing_is_tried_while_a_graph_is_captured(
     assert dispatch.choose("auto", case(), window).name == "triton"
 
 
-def test_explain_says_what_a_trial_found(attempts: list[tuple[str, trial.Kind]]) -> None:
+def test_explain_says_what_a_check_found(checks: list[tuple[str, Case, str]]) -> None:
     call = {"dtype": torch.bfloat16, "device": "cuda", "as_dict": True, "needs_grad": False}
     facts = rw.explain(rw.SlidingWindow(9), 256, head_dim=128, **call)["backend"]  # type: ignore[call-overload]
     assert facts["chosen"] == [{"backend": "gather", "branches": 1}]
@@ -183,6 +183,6 @@ def test_what_triton_cannot_compile_is_an_error_of_ours(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_the_gpu_kernels_pass_on_the_device(dtype: torch.dtype, structure: str, needs_grad: bool) -> None:
-    of = trial.Kind("cuda", dtype, 64, 64, structure, needs_grad)
+    of = dataclasses.replace(small(dtype, needs_grad, "cuda"), head_dim=64, value_dim=64)
     tried = [triton.BACKEND] + [dispatch.BACKENDS["flash"]] * (structure != "sparse")
-    assert [trial.attempt(backend, of) for backend in tried] == [None] * len(tried)
+    assert [gpu_check.check(backend, of, structure) for backend in tried] == [None] * len(tried)

@@ -1,4 +1,4 @@
-"""Measured blocks in Triton's interpreter: run by test_blocks.py in a process that has TRITON_INTERPRET=1 set."""
+"""Measured blocks in Triton's interpreter: run by test_launch_config.py in a process that has TRITON_INTERPRET=1 set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringweave.bench.tune import store, tune
 from ringweave.ops import tuning
 from ringweave.ops.triton import kernels, launch
 from ringweave.ops.triton import launch_config as module
-from ringweave.ops.triton.launch_config import Blocks, overriding
+from ringweave.ops.triton.launch_config import LaunchConfig, overriding
 
 from ..oracle import Inputs
 from ..test_conformance import conforms
@@ -60,15 +60,19 @@ def test_measured_blocks_are_what_a_call_runs_with_and_it_is_right(
     launched: Mapping[str, Mapping[str, int]], poisoned: None
 ) -> None:
     x = Inputs.random(130, heads=2, kv_heads=1, dtype=torch.float16)
-    blocks = {"forward": Blocks(64, 16, 2, 3), "backward_q": Blocks(32, 64, 4, 1), "backward_kv": Blocks(64, 16, 4, 1)}
+    blocks = {
+        "forward": LaunchConfig(64, 16, 2, 3),
+        "backward_q": LaunchConfig(32, 64, 4, 1),
+        "backward_kv": LaunchConfig(64, 16, 4, 1),
+    }
     conforms(x, PATTERN, "triton")
     usual = {name: dict(constants) for name, constants in launched.items()}
     kinds = {}
     with overriding({}) as given:
         launch.cut("forward", x.q, x.k, x.v, PATTERN.plan(130, heads=2))
     for name in KERNELS:
-        tile = (128, 128) if name == "backward_kv" else given.asked[0].kind.tile
-        kinds[name] = given.asked[0].kind._replace(kernel=name, tile=tile)
+        tile = (128, 128) if name == "backward_kv" else given.asked[0].key.tile
+        kinds[name] = given.asked[0].key._replace(kernel=name, tile=tile)
     entries = [kinds[name]._asdict() | {"blocks": dataclasses.asdict(blocks[name])} for name in KERNELS]
     tuning.record([], entries)
     conforms(x, PATTERN, "triton")
@@ -85,12 +89,12 @@ def test_measured_blocks_are_what_a_call_runs_with_and_it_is_right(
 
 def test_blocks_of_half_a_word_know_which_keys_are_alive(poisoned: None) -> None:
     """Row 32's tile of keys 0 to 31 has keys that nobody there attends: a bit is one of the block's place in its word."""
-    for block in (Blocks(16, 16, 4, 1), Blocks(32, 16, 4, 2)):
+    for block in (LaunchConfig(16, 16, 4, 1), LaunchConfig(32, 16, 4, 2)):
         x = Inputs.random(40, heads=1, dtype=torch.float16)
         plan = PATTERN.plan(40, tile=32)
         with overriding({}) as given:
             launch.cut("forward", x.q, x.k, x.v, plan)
-        kind = given.asked[0].kind
+        kind = given.asked[0].key
         assert kind.tile == (32, 32)
         kinds = [kind._replace(kernel=kernel) for kernel in KERNELS]
         run = _search(True)
@@ -108,9 +112,11 @@ def test_of_another_type_they_are_not_taken(launched: Mapping[str, Mapping[str, 
     x = Inputs.random(40, heads=1)
     with overriding({}) as given:
         launch.cut("forward", x.q, x.k, x.v, PATTERN.plan(40))
-    kind = given.asked[0].kind
+    kind = given.asked[0].key
     assert kind.dtype == "float32"
-    tuning.record([], [kind._replace(dtype="float16")._asdict() | {"blocks": dataclasses.asdict(Blocks(16, 16, 2, 1))}])
+    tuning.record(
+        [], [kind._replace(dtype="float16")._asdict() | {"blocks": dataclasses.asdict(LaunchConfig(16, 16, 2, 1))}]
+    )
     conforms(x, PATTERN, "triton")
     assert launched["forward"]["num_warps"] != 2
 
@@ -134,7 +140,7 @@ def test_the_search_ends_where_the_clock_leads_it(needs_grad: bool, monkeypatch:
     own = Candidate("triton")
     run.compete([own, Candidate("gather")], None, 1.0)
     run.tune_blocks(own)
-    assert [each.kind.kernel for each in run.kernels] == (["backward_q", "backward_kv"] if needs_grad else ["forward"])
+    assert [each.key.kernel for each in run.kernels] == (["backward_q", "backward_kv"] if needs_grad else ["forward"])
     for each in run.kernels:
         found = each.descent
         assert (found.best.n, found.best.stages, found.best.warps) == (16, 1, 4)
@@ -153,8 +159,8 @@ def test_wrong_blocks_have_a_reason_and_no_seconds(monkeypatch: pytest.MonkeyPat
 
     def forward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = right(*arguments)  # type: ignore[arg-type]
-        wrong = module._overrides.get().blocks[asked.kind].stages == 3  # type: ignore[union-attr]
-        if module._overrides.get().blocks[asked.kind].stages == 4:  # type: ignore[union-attr]
+        wrong = module._overrides.get().configs[asked.key].stages == 3  # type: ignore[union-attr]
+        if module._overrides.get().configs[asked.key].stages == 4:  # type: ignore[union-attr]
             raise RuntimeError("PassManager::run failed")
         return (out * 1.1 if wrong else out), lse
 
@@ -185,11 +191,11 @@ def test_what_tune_stores_is_what_auto_then_runs(
     problem = Problem("test", PATTERN, 40, 1, 16, dtype=torch.float16)
     choices = tune(problem, rounds=1)
     assert [choice.chosen for choice in choices if choice.chosen is not None and choice.chosen.tile == (32, 32)]
-    assert [[each.kind.kernel for each in choice.kernels] for choice in choices] == [
+    assert [[each.key.kernel for each in choice.kernels] for choice in choices] == [
         ["forward"], ["backward_q", "backward_kv"]
     ]  # fmt: skip
     assert store(choices) == str(tuning.store())
-    assert {kind.kernel: dict(fields)["n"] for kind, fields in tuning.blocks().items()}["forward"] == 16
+    assert {kind.kernel: dict(fields)["n"] for kind, fields in tuning.configs().items()}["forward"] == 16
     x = Inputs.random(40, heads=1, dtype=torch.float16)
     assert "measured here: tiles of 32 x 32" in rw.explain(PATTERN, 40, head_dim=16, dtype=torch.float16)
     conforms(x, PATTERN, "auto")

@@ -1,0 +1,329 @@
+// Score terms on the pairs of one tile, and the gradients of their tables.
+//
+// Pairs lie as a kernel has its scores, in rows of lanes: keys by queries (of several heads) in forward; queries by
+// keys of one head in backward and where queries are few. What depends on a pair's distance is one value for a diagonal
+// of the tile wherever both sides are evenly spaced, and a row of lanes is then one load; elsewhere, and for a bias,
+// the values are laid out first.
+#pragma once
+#include "lanes.h"
+#include "memory.h"
+
+namespace ringweave {
+namespace {
+
+constexpr int kPanelRows = 64;  // most rows of a panel
+
+struct TermMemory {
+  int32_t *row_at, *lane_at, *index, *distances;  // index: of a lane, in the diagonals
+  float *diagonals, *values, *biases, *slopes = nullptr, *sums;  // slopes: null in forward
+  int span, panel;  // floats of one head's diagonals; of a panel
+  TermMemory() = default;
+  // backward: also the slopes of softcaps, and sums for what tables get
+  TermMemory(const Problem &pb, Carve &m, int lanes, bool backward) {
+    const Plan &plan = pb.plan;
+    const size_t count = pb.scoring.count, some = count > 0;
+    const size_t heads = backward ? 1 : larger(1, pb.q_heads / pb.kv_heads);
+    const size_t side = larger(lanes, larger(plan.q_tile, plan.kv_tile));
+    span = (int)smaller(plan.q_tile, pad_lanes(pb.nq)) + plan.kv_tile + 16;
+    panel = kPanelRows * kWide * W;
+    row_at = m.take<int32_t>(some * side), lane_at = m.take<int32_t>(some * side), index = m.take<int32_t>(some * side);
+    distances = m.take<int32_t>(some * span);
+    diagonals = m.take<float>(count * heads * span);
+    values = m.take<float>(some * panel), biases = m.take<float>(some * panel);
+    if (!backward) return;
+    slopes = m.take<float>(count * panel), sums = m.take<float>(count * span);
+  }
+};
+
+RW_INLINE float element(const char *p, Dtype type) {
+  if (type == F32) return load1(p);
+  uint16_t h;
+  memcpy(&h, p, 2);
+  return type == BF16 ? float_of((uint32_t)h << 16) : half_to_float(h);
+}
+
+// Adds to an element of a table's gradient, in any order with the same result.
+inline void add_to(const Term &t, int64_t at, float x, double per_quantum) {
+  if (!(fabsf(x) < kInf)) return __atomic_store_n(t.broken + at, 1, __ATOMIC_RELAXED);
+  // what weights that do not sum to 1 could pass is cut off
+  const double quanta = fmin(fmax(rint(x * per_quantum), -0x1p62), 0x1p62);
+  if (quanta != 0) __atomic_fetch_add(t.sums + at, (int64_t)quanta, __ATOMIC_RELAXED);
+}
+
+struct Pairs {
+  const Problem &pb;
+  const Scoring &scoring;
+  const TermMemory &m;
+  const int64_t batch;
+  const bool keys_across;  // lanes are keys
+  TileMask kept;           // which weights dropout keeps, if it is there
+  int head = 0, heads = 1;
+  int64_t row_first = 0, lane_first = 0;
+  int rows = 0, lanes = 0;  // lanes: of a head
+  bool even = false;        // both sides, with the same step
+  bool adjacent = false;    // the keys, in the columns of a bias
+
+  Pairs(const Problem &pb, const TermMemory &m, int64_t batch, bool keys_across)
+      : pb(pb), scoring(pb.scoring), m(m), batch(batch), keys_across(keys_across) {}
+
+  void set_lanes(int64_t first, int n, int count) {
+    if (!scoring.count || !scoring.rows) return;  // softcaps need no places
+    lane_first = first, lanes = n;
+    place(keys_across, first, n, m.lane_at);
+    for (int l = 0; l < count; ++l) {
+      const int s = (int)smaller(l / n, heads - 1);
+      m.index[l] = s * m.span + l - s * n;
+    }
+  }
+
+  // Rows come after lanes: the diagonals are laid.
+  void set_rows(int64_t first, int n) {
+    if (!scoring.count || !scoring.rows) return;
+    row_first = first, rows = n;
+    place(!keys_across, first, n, m.row_at);
+    int32_t of_lanes = 0, of_rows = 0;
+    even = spaced(m.lane_at, lanes, of_lanes) && spaced(m.row_at, rows, of_rows) &&
+           (of_lanes == of_rows || lanes == 1 || rows == 1);
+    const int32_t step = lanes == 1 ? of_rows : of_lanes;
+    adjacent = true;
+    const int32_t *columns = scoring.columns + (keys_across ? lane_first : row_first);
+    for (int i = 1; i < (keys_across ? lanes : rows); ++i) adjacent &= columns[i] - columns[i - 1] == 1;
+    if (!even) return;
+    for (int x = 0; x < rows + lanes - 1; ++x) m.distances[x] = distance(0, 0) + sign() * step * (x - (rows - 1));
+    float *to = m.diagonals;
+    each_run([&](int begin, int end, bool distances, bool) {
+      for (int s = 0; distances && s < heads; ++s, to += m.span) lay(begin, end, head + s, rows + lanes - 1, to);
+    });
+    if (m.slopes) memset(m.sums, 0, 4 * (size_t)scoring.count * m.span);
+  }
+
+  // Scores of rows [r0, r0 + n) and of lanes [lane, lane + width), a row after the other.
+  __attribute__((noinline)) void apply(float *s, int r0, int n, int lane, int width) const {
+    float *slopes = m.slopes;
+    const float *diagonals = m.diagonals;
+    int i = 0;
+    auto cap = [&](int end) {  // the softcaps before a run, or the end
+      for (; i < end && scoring.terms[i].kind == Term::softcap; ++i) {
+        softcap(s, n * width, scoring.terms[i].cap, slopes);
+        if (slopes) slopes += m.panel;
+      }
+    };
+    each_run([&](int begin, int end, bool distances, bool biases) {
+      cap(begin);
+      i = end;
+      if (distances) {
+        add_distances(begin, end, diagonals, s, r0, n, lane, width);
+        diagonals += (ptrdiff_t)heads * m.span;
+      }
+      if (biases) add_biases(begin, end, s, r0, n, lane, width);
+    });
+    cap(scoring.count);
+  }
+
+  // From the gradient of the last score to that of the first, in place; tables get theirs on the way. Keys lie across.
+  __attribute__((noinline)) void chain(float *dt, int r0, int n, int lane, int width) const {
+    const float *slopes = m.slopes;
+    bool tables = false;
+    for (int i = 0; i < scoring.count; ++i) {
+      slopes += scoring.terms[i].kind == Term::softcap ? m.panel : 0;
+      tables |= scoring.terms[i].grad != nullptr;
+    }
+    for (int r = 0; tables && r < n; ++r)
+      for (int l = filled(lane, width); l < width; ++l) dt[r * width + l] = 0;
+    for (int i = scoring.count; i-- > 0;) {
+      const Term &t = scoring.terms[i];
+      if (t.kind == Term::softcap) {
+        slopes -= m.panel;
+        for (int x = 0; x < n * width; x += W) store(dt + x, load(dt + x) * load(slopes + x));
+      } else if (t.grad && t.kind == Term::bias) {
+        bias_gradient(t, dt, r0, n, lane, width);
+      } else if (t.grad) {
+        distance_gradient(t, m.sums + (ptrdiff_t)i * m.span, dt, r0, n, lane, width);
+      }
+    }
+  }
+
+  // What tables of distances get from the whole tile.
+  void end_rows() const {
+    for (int i = 0; even && i < scoring.count; ++i)
+      if (scoring.terms[i].grad && scoring.terms[i].kind == Term::distance)
+        scatter(scoring.terms[i], m.sums + (ptrdiff_t)i * m.span, rows + lanes - 1);
+  }
+
+ private:
+  int sign() const { return keys_across ? 1 : -1; }
+  // How many lanes of a panel are keys: the last panel may have none.
+  int filled(int lane, int width) const { return (int)larger(0, smaller(width, lanes - lane)); }
+  // key - query
+  int32_t distance(int row, int lane) const { return sign() * (m.lane_at[lane] - m.row_at[row]); }
+
+  void place(bool keys, int64_t first, int n, int32_t *to) const {
+    for (int i = 0; i < n; ++i)
+      to[i] = keys ? scoring.key_at(batch, first + i) : scoring.query_at(batch, first + i);
+  }
+
+  static bool spaced(const int32_t *x, int n, int32_t &step) {
+    bool same = true;
+    step = n > 1 ? x[1] - x[0] : 0;
+    for (int i = 1; i < n; ++i) same &= x[i] - x[i - 1] == step;
+    return same;
+  }
+
+  // f(begin, end, whether there are distances, biases) of each run of terms that add.
+  template <class F>
+  RW_INLINE void each_run(F f) const {
+    const Term *t = scoring.terms;
+    for (int i = 0; i < scoring.count; ++i) {
+      const int begin = i;
+      bool distances = false, biases = false;
+      for (; i < scoring.count && t[i].kind != Term::softcap; ++i)
+        (t[i].kind == Term::bias ? biases : distances) = true;
+      if (i > begin) f(begin, i, distances, biases);
+    }
+  }
+
+  // The sum of a run's terms of distance, at n of m.distances.
+  void lay(int begin, int end, int h, int n, float *to) const {
+    memset(to, 0, 4 * (size_t)(n + 16));  // a load may pass the last lane
+    for (int i = begin; i < end; ++i) {
+      const Term &t = scoring.terms[i];
+      const char *table = t.table.data + h * t.table.head;
+      if (t.kind == Term::alibi) {
+        const float slope = load1(table);
+        for (int x = 0; x < n; ++x) to[x] -= slope * fabsf((float)m.distances[x]);
+      } else if (t.kind == Term::distance) {
+        for (int x = 0; x < n; ++x) to[x] += load1(table + 4 * place_of(t, m.distances[x]));
+      }
+    }
+  }
+
+  static RW_INLINE int64_t place_of(const Term &t, int64_t distance) {
+    return (distance < -t.reach ? -t.reach : distance > t.reach ? t.reach : distance) + t.reach;
+  }
+
+  // s = cap tanh(s / cap); slopes, where wanted, are those of this step, and 0 where s is not a number.
+  static void softcap(float *s, int n, float cap, float *slopes) {
+    const V caps = splat(cap), shrink = splat(1 / cap);
+    for (int i = 0; i < n; i += W) {
+      const V y = tanh(load(s + i) * shrink);
+      store(s + i, caps * y);
+      if (slopes) store(slopes + i, max(splat(1.f) - y * y, V{}));
+    }
+  }
+
+  void add_distances(int begin, int end, const float *diagonals, float *s, int r0, int n, int lane, int width) const {
+    if (!even) {
+      lay_pairs(begin, end, r0, n, lane, width);
+      for (int i = 0; i < n * width; i += W) store(s + i, load(s + i) + load(m.values + i));
+      return;
+    }
+    for (int l = 0; l < width; l += W) {
+      const int32_t *index = m.index + lane + l;
+      const bool whole = index[W - 1] - index[0] == W - 1;
+      const float *from = diagonals + (rows - 1 - r0);
+      for (int r = 0; r < n; ++r, --from) {
+        float *to = s + r * width + l;
+        store(to, load(to) + (whole ? load(from + index[0]) : gather(from, index)));
+      }
+    }
+  }
+
+  // Every pair of a panel by itself, where positions are not evenly spaced.
+  void lay_pairs(int begin, int end, int r0, int n, int lane, int width) const {
+    memset(m.values, 0, 4 * (size_t)n * width);
+    for (int r = 0; r < n; ++r)
+      for (int l = lane; l < lane + width && l < heads * lanes;) {
+        const int s = l / lanes, some = (int)smaller((s + 1) * lanes, lane + width) - l;
+        float one[kMostTile + 16];
+        for (int x = 0; x < some; ++x) m.distances[x] = distance(r0 + r, l - s * lanes + x);
+        lay(begin, end, head + s, some, one);
+        memcpy(m.values + r * width + (l - lane), one, 4 * (size_t)some);
+        l += some;
+      }
+  }
+
+  void add_biases(int begin, int end, float *s, int r0, int n, int lane, int width) const {
+    alignas(64) float one[4][kMostTile];
+    for (int r = 0; keys_across && r < n; ++r) {
+      const int some = filled(lane, width);
+      memset(one[0] + some, 0, 4 * (size_t)(width - some));
+      bias_row(begin, end, head, row_first + r0 + r, lane_first + lane, some, one[0]);
+      for (int l = 0; l < width; l += W) store(s + r * width + l, load(s + r * width + l) + load(one[0] + l));
+    }
+    if (keys_across) return;
+    for (int l = 0; l < width; l += 4) {
+      for (int i = 0; i < 4; ++i) {
+        const int at = lane + l + i;
+        if (at < heads * lanes)
+          bias_row(begin, end, head + at / lanes, lane_first + at % lanes, row_first + r0, n, one[i]);
+        else
+          memset(one[i], 0, sizeof one[i]);
+      }
+      for (int r = 0; r < n; r += 4)
+        turn4((char *)(one[0] + r), (char *)(one[1] + r), (char *)(one[2] + r), (char *)(one[3] + r),
+              (char *)(m.biases + r * width + l), 4 * (ptrdiff_t)width);
+    }
+    for (int i = 0; i < n * width; i += W) store(s + i, load(s + i) + load(m.biases + i));
+  }
+
+  // The sum of a run's biases of a query and n keys.
+  void bias_row(int begin, int end, int64_t h, int64_t query, int64_t key, int n, float *to) const {
+    const int32_t *columns = scoring.columns + key;
+    float other[kMostTile], *some = to;
+    for (int i = begin; i < end; ++i) {
+      const Term &t = scoring.terms[i];
+      if (t.kind != Term::bias) continue;
+      const char *row = row_at(t.table, batch, h, scoring.rows[query]);
+      int x = 0;
+      if (adjacent && t.column == bytes_of(t.table.dtype)) {
+        x = n / 8 * 8;
+        widen(some, row + columns[0] * t.column, t.table.dtype, x);
+      }
+      for (; x < n; ++x) some[x] = element(row + columns[x] * t.column, t.table.dtype);
+      for (x = 0; some != to && x < n; ++x) to[x] += some[x];
+      some = other;
+    }
+  }
+
+  void bias_gradient(const Term &t, const float *dt, int r0, int n, int lane, int width) const {
+    const int32_t *columns = scoring.columns + lane_first + lane;
+    const int some = filled(lane, width);
+    for (int r = 0; r < n; ++r, dt += width) {
+      const int64_t row =
+          batch * t.grad_batch + head * t.grad_head + scoring.rows[row_first + r0 + r] * t.grad_row;
+      if (t.own && adjacent)
+        memcpy(t.grad + row + columns[0], dt, 4 * (size_t)some);
+      else if (t.own)
+        for (int l = 0; l < some; ++l) t.grad[row + columns[l]] = dt[l];
+      else
+        for (int l = 0; l < some; ++l) add_to(t, row + columns[l], dt[l], 1 / scoring.quantum);
+    }
+  }
+
+  void distance_gradient(const Term &t, float *sums, const float *dt, int r0, int n, int lane, int width) const {
+    const int some = filled(lane, width);
+    for (int r = 0; r < n; ++r, dt += width) {
+      if (even) {
+        float *to = sums + (rows - 1 - r0 - r) + lane;
+        for (int l = 0; l < width; l += W) store(to + l, load(to + l) + load(dt + l));
+      } else {
+        for (int l = 0; l < some; ++l) m.distances[l] = distance(r0 + r, lane + l);
+        scatter(t, dt, some);
+      }
+    }
+  }
+
+  // Adds n values at m.distances to a table's gradient; neighbours in one place are summed first.
+  void scatter(const Term &t, const float *values, int n) const {
+    const int64_t table = head * t.grad_head;
+    for (int x = 0; x < n;) {
+      const int64_t at = place_of(t, m.distances[x]);
+      float sum = 0;
+      for (; x < n && place_of(t, m.distances[x]) == at; ++x) sum += values[x];
+      add_to(t, table + at, sum, 1 / scoring.quantum);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace ringweave

@@ -1,0 +1,217 @@
+"""The one executor of all schedules: start the next stage's messages, compute this stage, merge, wait.
+
+What comes and what goes back are two streams of messages beside the stages: a stage's keys fly while the stage before
+it is computed, its results while the stage after it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...merge import merge_into
+from ...ops.backend import Inputs, Upstream, delta_in_chunks
+from ...ops.head_views import Heads
+from ...types import acc_dtype
+from ..planning.exchange import Section
+from .agreement import Agreement
+from .local_attention import LocalAttention
+from .messages import Channels, Traffic, Way
+from .places import Tokens
+from .schedule import Schedule
+
+
+class Computed(NamedTuple):
+    """What forward makes of a shard.
+
+    Attributes:
+        out: (B, Hq, tokens, Dv).
+        lse: (B, Hq, tokens).
+        received: The bytes of each hop, where the schedule keeps them for backward.
+        forms: (hops, ranks) int64, the formats of their messages.
+    """
+
+    out: Tensor
+    lse: Tensor
+    received: Sequence[Tensor]
+    forms: Tensor
+
+
+def forward(schedule: Schedule, agreement: Agreement, inputs: Inputs, backend: str) -> Computed:
+    """Compute a shard's attention, exchange and all."""
+    q, v = inputs.q, inputs.v
+    acc = acc_dtype(q.dtype)
+    # of a shard that one kernel call computes there is nothing to merge
+    dtype = q.dtype if schedule.single else acc
+    results = Channels(q.shape[0], (v.shape[3], 1), acc)
+    traffic = Traffic(schedule, agreement, inputs)
+    total = _Output(inputs, acc, schedule.held)
+
+    def merge(section: Section, tensors: Sequence[Tensor]) -> None:
+        assert section.tokens is not None
+        total.merge(schedule.heads[section.branch], section.tokens, tensors[0], tensors[1][..., 0])
+
+    for stage in traffic.stages("forward"):
+        remote: dict[int, list[Tensor]] = {}
+        for call in traffic.calls():
+            with agreement.computing(f"branch {call.number}{', remote queries' * call.remote}", stage.number):
+                out, lse = call.attention.forward(call.inputs, dtype, backend)
+            if call.remote:
+                remote[call.number] = [out, lse[..., None]]
+            else:
+                total.add(call.attention, out, lse)
+        traffic.send_back(Way(results, partial(_of_branch, remote), merge))
+    kept = (traffic.keys_in, traffic.forms_in) if schedule.keeps else ([], [])
+    return Computed(*total.result(q.dtype), kept[0], torch.tensor(kept[1], dtype=torch.int64, device="cpu"))
+
+
+def backward(
+    schedule: Schedule,
+    agreement: Agreement,
+    inputs: Inputs,
+    computed: Computed,
+    grads: tuple[Tensor, Tensor | None],
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute (dq, dk, dv) of a shard, in the inputs' dtype, from the gradients of out and lse."""
+    q, k, v = inputs[:3]
+    dout, dlse = grads
+    # a row with an infinite score is NaN, its weights too
+    lse = computed.lse.masked_fill(torch.isposinf(computed.lse), torch.nan)
+    batch, dims, acc = q.shape[0], (k.shape[3], v.shape[3]), lse.dtype
+    first = next(iter(schedule.stages[0].own.values()), None)
+    delta_of = delta_in_chunks if first is None else first.chosen(inputs, backend, needs_grad=True).delta
+    upstream = Upstream(dout, lse, delta_of(dout, computed.out, lse, dlse))
+    of_keys, of_queries = Channels(batch, dims, acc), Channels(batch, dims[:1], acc)
+    traffic = Traffic(schedule, agreement, inputs, upstream, (computed.received, computed.forms))
+    dq, dk, dv = (_Sum(x, acc, schedule.held) for x in (q, k, v))
+
+    def add_keys(section: Section, grads: Sequence[Tensor]) -> None:
+        for total, grad in zip((dk, dv), grads, strict=True):
+            schedule.heads[section.branch].update(total.whole, section.add, grad)
+
+    def add_queries(section: Section, grads: Sequence[Tensor]) -> None:
+        section.add(dq.whole[:, schedule.heads[section.branch].queries], grads[0])
+
+    for stage in traffic.stages("backward"):
+        received: dict[int, list[Tensor]] = {}
+        remote: dict[int, list[Tensor]] = {}
+        for call in traffic.calls():
+            assert call.upstream is not None
+            with agreement.computing(f"branch {call.number}{', remote queries' * call.remote}", stage.number):
+                of_query, *of_key = call.attention.backward(call.inputs, call.upstream, backend)
+            if call.remote:
+                remote[call.number] = [of_query]
+            else:
+                received[call.number] = of_key
+                dq.add_queries(call.attention, of_query)
+            for total, grad in zip((dk, dv), of_key, strict=True):
+                total.add_keys(call.attention, grad)
+        traffic.send_back(
+            Way(of_queries, partial(_of_branch, remote), add_queries),
+            Way(of_keys, partial(_grads_of_keys, received, of_keys, lse), add_keys),
+        )
+    return dq.result(), dk.result(), dv.result()
+
+
+class _Output:
+    """The running (out, lse) of a shard; a kernel's result that is all of it, if it comes first, becomes it."""
+
+    def __init__(self, inputs: Inputs, dtype: torch.dtype, held: int):
+        self._inputs, self._dtype, self._held = inputs, dtype, held
+        self._running: tuple[Tensor, Tensor] | None = None
+
+    def add(self, attention: LocalAttention, out: Tensor, lse: Tensor) -> None:
+        """Merge a kernel's result."""
+        all_heads = lse.shape[1] == self._inputs.q.shape[1]
+        if self._running is None and all_heads and attention.queries.span == (0, self._held, 1):
+            self._running = out, lse
+        else:
+            self.merge(attention.heads, attention.queries, out, lse)
+
+    def merge(self, heads: Heads, queries: Tokens, out: Tensor, lse: Tensor) -> None:
+        """Merge the result of some queries."""
+        all_out, all_lse = (x[:, heads.queries] for x in self._whole())
+        column = all_lse[..., None]
+        some_out, some_lse = queries.of(all_out), queries.of(column)[..., 0]
+        merge_into(some_out, some_lse, out, lse)
+        if queries.span is None:
+            # copies were merged
+            queries.put(all_out, some_out)
+            queries.put(column, some_lse[..., None])
+
+    def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Give (out, lse), out in a type."""
+        out, lse = self._whole()
+        tokens = self._inputs.q.shape[2]
+        return _padded(out.to(dtype), tokens), _padded(lse, tokens, -torch.inf)
+
+    def _whole(self) -> tuple[Tensor, Tensor]:
+        if self._running is None:
+            q, v = self._inputs.q, self._inputs.v
+            out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=self._dtype)
+            self._running = out, q.new_full(q.shape[:3], -torch.inf, dtype=self._dtype)
+        return self._running
+
+
+class _Sum:
+    """A sum of gradients of a shard; what a kernel adds first, if it is all of it, becomes it."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype, held: int):
+        self._like, self._dtype, self._held = like, dtype, held
+        self._total: Tensor | None = None
+
+    @property
+    def whole(self) -> Tensor:
+        """What more is added to."""
+        if self._total is None:
+            self._total = torch.zeros(self._like.shape, dtype=self._dtype, device=self._like.device)
+        return self._total
+
+    def add_queries(self, attention: LocalAttention, grad: Tensor) -> None:
+        """Add the gradients of a kernel's queries."""
+        if not self._begins(attention.queries, grad):
+            attention.queries.add(self.whole[:, attention.heads.queries], grad)
+
+    def add_keys(self, attention: LocalAttention, grad: Tensor) -> None:
+        """Add, of the gradients of a kernel's keys, those that are the shard's."""
+        rows = grad if attention.own_at is None else attention.own_at.of(grad)
+        if not self._begins(attention.own, rows):
+            attention.heads.update(self.whole, attention.own.add, rows)
+
+    def result(self) -> Tensor:
+        """Give it in the type and length of the shard: padding has no gradient."""
+        total = self.whole.to(self._like.dtype)
+        return _padded(total, self._like.shape[2]).contiguous()
+
+    def _begins(self, places: Tokens, rows: Tensor) -> bool:
+        whole = places.span == (0, self._held, 1) and rows.shape[1] == self._like.shape[1]
+        if whole and self._total is None:
+            self._total = rows
+            return True
+        return False
+
+
+def _padded(x: Tensor, tokens: int, fill: float = 0.0) -> Tensor:
+    """Fill (B, H, held, ...) up to the tokens of a shard."""
+    if x.shape[2] == tokens:
+        return x
+    whole = x.new_full((*x.shape[:2], tokens, *x.shape[3:]), fill)
+    whole[:, :, : x.shape[2]] = x
+    return whole
+
+
+def _of_branch(results: Mapping[int, list[Tensor]], _peer: int, section: Section) -> list[Tensor]:
+    return results[section.branch]
+
+
+def _grads_of_keys(
+    grads: Mapping[int, list[Tensor]], channels: Channels, like: Tensor, _peer: int, section: Section
+) -> list[Tensor]:
+    """Take a section's rows out of the gradients of a branch's keys; where nothing was computed they are zero."""
+    both = grads.get(section.branch) or (None, None)
+    return [section.gradients(x, like, channels.batch, dim) for x, dim in zip(both, channels.dims, strict=True)]

@@ -1,0 +1,146 @@
+"""What one rank does for a pattern, stage by stage, as data.
+
+*Gather* has one stage: receive all that is needed, then compute once, in the order of the whole's key tiles. So the
+forward result has the bits of one device. Memory: the shard's keys and values, and those received, which are kept for
+backward. *Ring* has a stage per rank: stage s computes with what rank - s holds, while the messages of stage s + 1 are
+under way. Memory: the shard, and the messages of two stages; backward receives keys and values anew. Where moving a
+query and its result is cheaper than moving keys and values (see movement), the holder of the keys computes for the
+query's rank, and returns (out, lse), or dq. Partial results are merged in the order of stages, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...ops.head_views import Heads
+from ..planning.demand import Bools, Demand
+from ..planning.exchange import Hop, Message, direct_hop, node_hops, remote_queries
+from ..planning.movement import Moves
+from ..planning.placement import Placement
+from .agreement import Value
+from .local_attention import LocalAttention
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One stage of one rank.
+
+    Attributes:
+        number: Which; 0 has the rank's own keys.
+        own: By branch this rank's queries against the stage's keys.
+        hops: What brings those keys and values, one exchange after the other; their gradients go the same way back.
+        remote: By branch other ranks' queries against this rank's keys.
+        queries: What brings those queries, beside the first hop; their results go the same way back.
+    """
+
+    number: int
+    own: Mapping[int, LocalAttention]
+    hops: tuple[Hop, ...] = ()
+    remote: Mapping[int, LocalAttention] = field(default_factory=dict)
+    queries: Hop | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The stages of one rank.
+
+    Attributes:
+        stages: In order.
+        heads: By branch which heads it is.
+        said: What the ranks compare: the pattern's contents, and the schedule.
+        held: Tokens of the shard that are no padding.
+        keeps: Whether what forward received is kept for backward, which else receives it anew.
+        single: Whether one kernel call computes all queries of the shard, so that nothing is merged.
+    """
+
+    stages: tuple[Stage, ...]
+    heads: tuple[Heads, ...]
+    said: Mapping[str, Value]
+    held: int
+    keeps: bool
+    single: bool = False
+
+
+def gather(
+    demands: list[Demand],
+    placement: Placement,
+    rank: int,
+    heads: tuple[int, int],
+    said: Mapping[str, Value],
+    per_node: int | None = None,
+) -> Schedule:
+    """Make the schedule of one stage; ``per_node`` ranks make a node where there are two levels."""
+    ratio, held = heads[0] // heads[1], placement.held(rank)
+    own = [LocalAttention.of(demand, rank, ratio) for demand in demands]
+    hops: tuple[Hop, ...] = (direct_hop(demands, own, rank, placement.ranks),)
+    if per_node is not None:
+        hops = node_hops(demands, own, rank, placement.ranks, per_node)
+    first = own[0] if len(own) == 1 else None
+    whole = first is not None and first.queries.span == (0, held, 1) and first.branch.head_count == heads[0]
+    stage = Stage(0, _by_branch(own), hops)
+    return Schedule((stage,), _heads(demands, ratio), said, held, keeps=True, single=whole)
+
+
+def ring(
+    demands: list[Demand],
+    moves: list[tuple[Moves, ...]],
+    placement: Placement,
+    rank: int,
+    heads: tuple[int, int],
+    said: Mapping[str, Value],
+) -> Schedule:
+    """Make the schedule of a stage per rank, with what moves per branch and kind of key heads."""
+    ranks, ratio = placement.ranks, heads[0] // heads[1]
+    needs = [tuple(move.keys for move in branch) for branch in moves]
+    edges = [_own_edges(demand, branch) for demand, branch in zip(demands, moves, strict=True)]
+    stages = []
+    for number in range(ranks):
+        source, target = (rank - number) % ranks, (rank + number) % ranks
+        own = [
+            LocalAttention.of(demand, rank, ratio, needs=need, available=demand.owner == source, edges=edge)
+            for demand, need, edge in zip(demands, needs, edges, strict=True)
+        ]
+        if number == 0:
+            stages.append(Stage(0, _by_branch(own)))
+            continue
+        hop = direct_hop(demands, own, rank, ranks, needs)
+        hop = Hop(_only(hop.sends[target], target, ranks), _only(hop.receives[source], source, ranks))
+        remote = [
+            LocalAttention.of_remote(demand, rank, ratio, _remote_edges(demand, branch, source, rank))
+            for demand, branch in zip(demands, moves, strict=True)
+        ]
+        queries = Hop(
+            _only(remote_queries(demands, moves, rank, target), target, ranks),
+            _only(remote_queries(demands, moves, source, rank), source, ranks),
+        )
+        stages.append(Stage(number, _by_branch(own), (hop,), _by_branch(remote), queries))
+    return Schedule(tuple(stages), _heads(demands, ratio), said, placement.held(rank), keeps=False)
+
+
+def _by_branch(attentions: Sequence[LocalAttention | None]) -> dict[int, LocalAttention]:
+    return {number: attention for number, attention in enumerate(attentions) if attention is not None}
+
+
+def _heads(demands: list[Demand], ratio: int) -> tuple[Heads, ...]:
+    return tuple(Heads(demand.branch, ratio) for demand in demands)
+
+
+def _only(message: Message, peer: int, ranks: int) -> tuple[Message, ...]:
+    return tuple(message if other == peer else () for other in range(ranks))
+
+
+def _own_edges(demand: Demand, moves: tuple[Moves, ...]) -> list[Bools] | None:
+    """Per row set which entries are computed where their query is; None: all."""
+    if len(moves) != 1 or not moves[0].queries.any():
+        return None
+    owner = demand.owner
+    return [(owner[row] == owner[col]) | ~moves[0].queries[owner[col], row] for row, col in demand.entries]
+
+
+def _remote_edges(demand: Demand, moves: tuple[Moves, ...], source: int, rank: int) -> list[Bools] | None:
+    """Per row set which entries a rank computes for the queries of another, their source; None: none."""
+    if len(moves) != 1 or not moves[0].queries[rank].any():
+        return None
+    owner, taken = demand.owner, moves[0].queries[rank]
+    return [(owner[row] == source) & (owner[col] == rank) & taken[row] for row, col in demand.entries]

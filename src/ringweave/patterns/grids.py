@@ -1,0 +1,293 @@
+"""Patterns of what is near in an image or a video, on the order of a grid.
+
+Along an axis everything is an interval: a query attends the keys ``first(q) + j * dilation``, j = 0, 1, ... below
+``width``. A pattern is the product of its axes, and so are its bounds for a box of queries and the class of a pair of
+boxes: what two boxes allow depends on how far they lie apart, and near a border on where the queries' box lies.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import PatternError, message, shown
+from .base import Pattern
+from .boxes import Grid, Pieces, axes_text, coordinates, per_axis, token_runs
+from .numbers import flag
+from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, classes
+
+_SMALLEST, _LARGEST = 32, 128  # sides of tiles
+_COMPARED = 256  # pairs of boxes in a tile, beyond which it is like no other
+
+
+class _OnGrid(Pattern):
+    """A product over the axes of a grid, each with keys ``first(q) + j * dilation`` below ``first(q) + reach``."""
+
+    grid: Grid
+    dilation: tuple[int, ...]
+    reach: tuple[int, ...]
+
+    @abstractmethod
+    def _first(self, axis: int, q: Tensor) -> Tensor:
+        """The least coordinate that a query attends; it may lie before the axis."""
+
+    @abstractmethod
+    def _bound(self, axis: int, q: Int64) -> Int64:
+        """At most ``_first`` of any query from here on, and less than ``dilation`` below that of any up to here."""
+
+    @abstractmethod
+    def _all_pairs(self) -> int:
+        """All allowed pairs: the product of those along the axes."""
+
+    @abstractmethod
+    def _anchor(self, axis: int, first: Int64, last: Int64) -> Int64:
+        """What the relation of queries in [first, last] depends on, beside the keys' distance."""
+
+    def check(self, nq: int, nk: int, q_offset: int) -> None:
+        tokens = self.grid.tokens
+        if nk != tokens or q_offset + nq > nk:
+            raise PatternError(
+                message(
+                    type(self).__name__,
+                    f"a grid of {self.grid.shape}, {tokens} tokens, for {nk} keys and queries up to {q_offset + nq}",
+                    "as many keys, and every query among them",
+                    "Build the grid for these tokens, and lay them out by grid.flatten.",
+                )
+            )
+
+    def block_side(self) -> int:
+        # of as many tokens as a box, where kernels take such tiles
+        volume = math.prod(self.grid.tile)
+        return min(max(-(-volume // 16) * 16, _SMALLEST), _LARGEST)
+
+    def allowed_pairs(self, nq: int, nk: int, q_offset: int) -> int | None:
+        return self._all_pairs() if nq == nk == self.grid.tokens else None
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        allowed = torch.ones((), dtype=torch.bool, device=q.device)
+        for axis, (query, key) in enumerate(zip(coordinates(self.grid, q), coordinates(self.grid, k), strict=True)):
+            step = key - self._first(axis, query)
+            allowed = allowed & (step >= 0) & (step < self.reach[axis])
+            if self.dilation[axis] > 1:
+                allowed = allowed & (step % self.dilation[axis] == 0)
+        return allowed
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        pieces = Pieces.of(self.grid, q_lo, q_hi)
+        first, last = [], []
+        for axis, n in enumerate(self.grid.shape):
+            first.append(np.clip(self._bound(axis, pieces.first[:, axis]), 0, n))
+            last.append(np.clip(self._bound(axis, pieces.last[:, axis]) + self.reach[axis], first[-1], n) - 1)
+        piece, begin, end = token_runs(self.grid, first, last)
+        # as a padded list per range
+        line = np.repeat(np.arange(len(pieces.number)), pieces.number)[piece]
+        counts = np.bincount(line, minlength=len(pieces.number))
+        slot = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
+        padded = np.zeros((2, len(counts), int(counts.max(initial=1))), np.int64)
+        padded[0, line, slot], padded[1, line, slot] = begin, end
+        return Ranges(*padded[:, pieces.given])
+
+    def tile_keys(self, tiles: Tiles) -> Int64:
+        q, k = Pieces.of(self.grid, tiles.q_lo, tiles.q_hi), Pieces.of(self.grid, tiles.k_lo, tiles.k_hi)
+        # along each axis, of every piece of queries: bounds of the first key and of the last query's, and the anchor
+        reached = [
+            (self._bound(axis, low), self._bound(axis, high), self._anchor(axis, low, high))
+            for axis, (low, high) in enumerate(zip(q.first.T, q.last.T, strict=True))
+        ]
+        keys = np.zeros(len(q.given), np.int64)
+        # tiles of as many pieces at a time
+        number = q.number[q.given] << 31 | k.number[k.given]
+        used = 0
+        for each in np.unique(number):
+            here = np.flatnonzero(number == each)
+            mine, theirs = q.given[here], k.given[here]
+            q_pieces, k_pieces = range(each >> 31), range(each & (2**31 - 1))
+            if len(q_pieces) * len(k_pieces) > _COMPARED:
+                never = np.zeros(len(here), np.bool_)
+                found = classes(never, never, mine, theirs)
+            else:
+                pairs = [
+                    self._pair(reached, q, q.begin[mine] + i, k, k.begin[theirs] + j)
+                    for i in q_pieces
+                    for j in k_pieces
+                ]
+                empty, full = (np.logical_and.reduce([pair == kind for pair in pairs]) for kind in (EMPTY, FULL))
+                found = classes(empty, full, q.layout[mine], k.layout[theirs], *pairs)
+            keys[here] = np.where(found > FULL, found + used, found)
+            used = int(keys.max())
+        return keys
+
+    def _pair(
+        self, reached: list[tuple[Int64, Int64, Int64]], queries: Pieces, q: Int64, keys: Pieces, k: Int64
+    ) -> Int64:
+        """Tile keys of pairs of pieces, but for their layout."""
+        empty, full = np.zeros(len(q), np.bool_), np.ones(len(q), np.bool_)
+        parts = []
+        for axis, (reach, dilation) in enumerate(zip(self.reach, self.dilation, strict=True)):
+            before, after, anchor = (part[q] for part in reached[axis])
+            low, high, first = keys.first[k, axis], keys.last[k, axis], queries.first[q, axis]
+            empty |= (high < before) | (low >= after + reach)
+            if dilation > 1:
+                # no difference of coordinates is a multiple
+                empty |= (high - first) // dilation * dilation < low - queries.last[q, axis]
+                full[:] = False
+            else:
+                full &= (after <= low) & (before + reach > high)
+            parts += [anchor, low - first]
+        return classes(empty, full, *parts)
+
+
+class GridNeighborhood(_OnGrid):
+    """Neighbourhood attention on a grid: along each axis ``window`` keys around the query, shifted inwards at borders.
+
+    A query attends the product of its axes' windows: exactly as many keys, wherever it is. Along an axis its neighbours
+    are the coordinates ``q + j * dilation``. Of an odd window as many lie before the query as after it; of an even one
+    there is one more before it (``window // 2`` before, ``window // 2 - 1`` after), as in NATTEN. Where that reaches
+    over a border, the window is shifted until it lies inside, in the same residue class. Along a causal axis the window
+    ends at the query, ``q - (window - 1) * dilation`` to q, and is not shifted: near the beginning are fewer keys.
+
+    Args:
+        grid: The order of tokens.
+        window: Keys along each axis, the query's own among them; one number for all axes or one for each.
+        dilation: Tokens between neighbours; likewise.
+        causal: Whether an axis is causal (time, say); likewise.
+    Raises:
+        PatternError: A window or dilation below 1, or ``window * dilation`` larger than the axis; at use, other lengths
+            than the grid's tokens.
+    Example:
+        >>> pattern = rw.GridNeighborhood(rw.Grid((16, 16)), (5, 7))
+        >>> pattern.to_dense(256)[0, 0].sum(-1).unique()
+        tensor([35])
+
+    References:
+        Hassani, Walton, Li, Li, Shi (2023), Neighborhood attention transformer, section 3; Hassani, Shi (2022), Dilated
+        neighborhood attention transformer, section 3. Even windows and causal axes: NATTEN's reference mask.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        window: int | Sequence[int],
+        dilation: int | Sequence[int] = 1,
+        causal: bool | Sequence[bool] = False,
+    ):
+        self.grid = _grid(grid)
+        axes = len(grid.shape)
+        self.window, self.dilation = per_axis("window", window, axes, 1), per_axis("dilation", dilation, axes, 1)
+        if isinstance(causal, (list, tuple)):
+            self.causal = tuple(flag("causal", each) for each in causal)
+        else:
+            self.causal = (flag("causal", causal),) * axes
+        if len(self.causal) != axes:
+            wanted = f"one bool, or one for each of {axes} axes"
+            raise PatternError(message("causal", shown(self.causal), wanted, "Pass causal for the grid's axes."))
+        self.reach = tuple(w * d for w, d in zip(self.window, self.dilation, strict=True))
+        if any(reach > n for reach, n in zip(self.reach, grid.shape, strict=True)):
+            got = f"{self.window} times {self.dilation} on a grid of {grid.shape}"
+            remedy = "Lower one of them, or use a larger grid."
+            raise PatternError(message("window, dilation", got, "at most the grid's size along each axis", remedy))
+        self.__post_init__()
+
+    def _text(self) -> str:
+        dilated = f", dilation={axes_text(self.dilation)}" if max(self.dilation) > 1 else ""
+        causal = f", causal={axes_text(self.causal)}" if any(self.causal) else ""
+        return f"GridNeighborhood({self.grid.__repr__()}, {axes_text(self.window)}{dilated}{causal})"
+
+    def _first(self, axis: int, q: Tensor) -> Tensor:
+        n, window, rate = self.grid.shape[axis], self.window[axis], self.dilation[axis]
+        if self.causal[axis]:
+            return q - (window - 1) * rate
+        residue = q % rate
+        members = (n - residue + rate - 1) // rate
+        return torch.minimum((q // rate - window // 2).clamp(min=0), members - window) * rate + residue
+
+    def _bound(self, axis: int, q: Int64) -> Int64:
+        n, window, rate = self.grid.shape[axis], self.window[axis], self.dilation[axis]
+        if self.causal[axis]:
+            return q - (window - 1) * rate
+        return np.clip(q - window // 2 * rate, 0, n - self.reach[axis])
+
+    def _anchor(self, axis: int, first: Int64, last: Int64) -> Int64:
+        if self.causal[axis]:
+            return np.zeros_like(first)
+        before = self.window[axis] // 2 * self.dilation[axis]
+        inner = (first >= before) & (last - before <= self.grid.shape[axis] - self.reach[axis])
+        return np.where(inner, -1, first)
+
+    def residue_rate(self) -> int:
+        # strided views of one axis of tokens: there are none of several
+        return self.dilation[0] if len(self.dilation) == 1 else 1
+
+    def restride(self, rate: int, offset: int) -> Pattern | None:
+        if self.dilation != (rate,) or offset >= self.grid.tokens:
+            return None
+        return GridNeighborhood(Grid(-(-(self.grid.tokens - offset) // rate)), self.window, causal=self.causal)
+
+    def _all_pairs(self) -> int:
+        counts = zip(self.grid.shape, self.window, self.dilation, self.causal, strict=True)
+        return math.prod(n * w - (d * w * (w - 1) // 2 if causal else 0) for n, w, d, causal in counts)
+
+
+class GridWindows(_OnGrid):
+    """Windows of one size over a grid, as in Swin: attention stays inside a window. The last ones may be smaller.
+
+    Shifted windows begin at coordinate ``shift`` and not at 0, and what lies before is a window of its own. That is
+    what Swin computes by rolling the image by ``-shift`` and masking what the roll brings together; nothing is rolled
+    here.
+
+    Args:
+        grid: The order of tokens. With boxes of ``size`` (``Grid(shape, tile=size)``) unshifted windows are tiles.
+        size: Tokens of a window along each axis; one number for all axes or one for each.
+        shift: Where the first whole window begins, less than the size; likewise.
+    Raises:
+        PatternError: A size below 1, or a shift that is negative or not less than the size; at use, other lengths than
+            the grid's tokens.
+    Example:
+        >>> rw.GridWindows(rw.Grid((4, 4)), 2, shift=1).to_dense(16)[0, 0].sum(-1).unique()
+        tensor([1, 2, 4])
+
+    References:
+        Liu et al. (2021), Swin transformer, section 3.2.
+    """
+
+    def __init__(self, grid: Grid, size: int | Sequence[int], shift: int | Sequence[int] = 0):
+        self.grid = _grid(grid)
+        axes = len(grid.shape)
+        self.size, self.shift = per_axis("size", size, axes, 1), per_axis("shift", shift, axes, 0)
+        if any(shift >= size for shift, size in zip(self.shift, self.size, strict=True)):
+            got = f"{self.shift} for windows of {self.size}"
+            raise PatternError(message("shift", got, "less than the size", "Take the rest of the division by it."))
+        self.dilation, self.reach = (1,) * axes, self.size
+        self.__post_init__()
+
+    def _text(self) -> str:
+        shift = f", shift={axes_text(self.shift)}" if any(self.shift) else ""
+        return f"GridWindows({self.grid.__repr__()}, {axes_text(self.size)}{shift})"
+
+    def _first(self, axis: int, q: Tensor) -> Tensor:
+        return q - (q - self.shift[axis]) % self.size[axis]
+
+    def _bound(self, axis: int, q: Int64) -> Int64:
+        return q - self._anchor(axis, q, q)
+
+    def _anchor(self, axis: int, first: Int64, last: Int64) -> Int64:
+        return (first - self.shift[axis]) % self.size[axis]
+
+    def _all_pairs(self) -> int:
+        def along(n: int, size: int, shift: int) -> int:
+            before = min(shift, n)
+            windows, rest = divmod(n - before, size)
+            return before**2 + windows * size**2 + rest**2
+
+        return math.prod(map(along, self.grid.shape, self.size, self.shift))
+
+
+def _grid(grid: object) -> Grid:
+    if not isinstance(grid, Grid):
+        raise PatternError(message("grid", shown(grid), "a Grid", "Make one of the shape: Grid((height, width))."))
+    return grid

@@ -1,0 +1,521 @@
+"""Score terms and dropout of the kernel, against dense formulas in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ..oracle import NAMES, errors
+from .plans import COLUMNS, DTYPES, ROWS, SHAPE, VARIANTS, Case, _cpu, case, poison, random_masks
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+Term = tuple[str, float, Tensor | None]
+SEED = -(2**40) - 7
+
+
+def philox(counter: Sequence[np.ndarray], seed: int) -> list[np.ndarray]:
+    """Philox 4x32 with 10 rounds, spelled from the paper: four words for each counter."""
+    c = [np.asarray(x).astype(np.uint64) & 0xFFFFFFFF for x in counter]
+    k = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
+    for _ in range(10):
+        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        low, high = np.uint64(0xFFFFFFFF), np.uint64(32)
+        c = [(b >> high) ^ c[1] ^ np.uint64(k[0]), b & low, (a >> high) ^ c[3] ^ np.uint64(k[1]), a & low]
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return c
+
+
+@dataclass
+class Scored:
+    """A case with terms and dropout; ``places`` are the kernel's arguments of these names."""
+
+    plain: Case
+    terms: list[Term] = field(default_factory=list)
+    places: dict[str, Tensor] = field(default_factory=dict)
+    drop: int = 0
+
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """(B or 1, Nq), (B or 1, Nk)."""
+        places, zero = self.places, torch.zeros(1, dtype=torch.int32)
+        return (
+            places["rows"] + places.get("q_offset", zero)[:, None],
+            places["columns"] + places.get("k_offset", zero)[:, None],
+        )
+
+    def kept(self) -> Tensor:
+        """(B, Hq, Nq, Nk): which weights dropout keeps."""
+        x = self.plain.x
+        rows, columns = (p.expand(len(x.q), -1).long().numpy() for p in self.positions())
+        heads, batch = self.places["heads"].numpy(), np.arange(len(x.q))
+        counter = (
+            columns[:, None, None, :] >> 3,
+            rows[:, None, :, None],
+            heads[:, None, None],
+            batch[:, None, None, None],
+        )
+        words = np.stack(np.broadcast_arrays(*philox(np.broadcast_arrays(*counter), SEED)), -1)
+        half = np.broadcast_to(columns[:, None, None, :] & 7, words.shape[:-1])[..., None]
+        word = np.take_along_axis(words, half >> 1, -1)
+        return torch.from_numpy(
+            (np.where(half & 1, word >> np.uint64(16), word & np.uint64(0xFFFF)) >= self.drop)[..., 0]
+        )
+
+    def score(self, t: Tensor, tables: list[Tensor | None]) -> Tensor:
+        rows, columns = self.positions()
+        distance = (columns[:, None, :] - rows[:, :, None])[:, None]
+        for (kind, value, _), table in zip(self.terms, tables, strict=True):
+            if kind == "softcap":
+                t = value * torch.tanh(t / value)
+                continue
+            assert table is not None
+            if kind == "alibi":
+                t = t - table[:, None, None] * distance.abs()
+            elif kind == "distance":
+                reach = table.shape[1] // 2
+                index = (distance.clamp(-reach, reach) + reach).long().expand(-1, t.shape[1], -1, -1)
+                t = t + table[torch.arange(t.shape[1])[:, None, None], index]
+            else:
+                t = t + table[:, :, self.places["rows"].long()][..., self.places["columns"].long()]
+        return t
+
+    def dense(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """All results. In float32: as far as weights and their gradients are rounded to the inputs' dtype."""
+        x, scale = self.plain.x, self.plain.scale
+
+        def narrow(t: Tensor) -> Tensor:
+            return t if dtype == torch.float64 else t.to(x.q.dtype).to(t.dtype)
+
+        leaves = x.leaves(dtype)
+        tables = [None if t is None else t.detach().to(dtype).requires_grad_(t.requires_grad) for _, _, t in self.terms]
+        q, k, v = leaves
+        ratio = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
+        t = q @ k.mT * scale
+        t.register_hook(narrow)
+        allowed = self.plain.mask > 0
+        t = torch.where(allowed, self.score(t, tables), -torch.inf)
+        empty = (t == -torch.inf).all(-1)
+        lse = torch.where(empty, -torch.inf, torch.logsumexp(torch.where(empty[..., None], 0.0, t), -1))
+        alive = lse.masked_fill(empty, 0.0)
+        weights = torch.where(allowed & ~empty[..., None], torch.exp(t - alive[..., None]), 0.0)
+        if self.drop:
+            weights = weights * self.kept() * (65536 / (65536 - self.drop))
+        out = narrow(weights) @ v
+        if dtype != torch.float64:  # what backward takes from the stored result
+            delta = (x.dout.to(dtype) * narrow(out.detach())).sum(-1)
+            alive.register_hook(lambda _: x.dlse - delta)
+        learned = [t for t in tables if t is not None and t.requires_grad]
+        loss = (out * x.dout.to(dtype)).sum() + (alive * x.dlse.to(dtype)).sum()
+        found = torch.autograd.grad(loss, [*leaves, *learned])
+        return dict(
+            zip(
+                [*NAMES, *(f"table {i}" for i in range(len(learned)))],
+                [out.detach(), lse.detach(), *found],
+                strict=True,
+            )
+        )
+
+    def options(self) -> dict[str, object]:
+        detached = [(kind, value, None if table is None else table.detach()) for kind, value, table in self.terms]
+        return {"terms": detached, "drop": self.drop, "seed": SEED, **self.places}
+
+    def run(self, variant: str = "", threads: int = 2) -> dict[str, Tensor]:
+        x, plan = self.plain.x, self.plain.args(ROWS + SHAPE)
+        out, lse, delta = poison(*x.dout.shape, dtype=x.q.dtype), poison(*x.q.shape[:3]), poison(*x.q.shape[:3])
+        _cpu.forward(x.q, x.k, x.v, out, lse, *plan, self.plain.scale, threads, variant, **self.options())
+        _cpu.delta(x.dout, out, x.dlse, delta, threads, variant)
+        grads = [poison(*t.shape, dtype=t.dtype) for t in (x.q, x.k, x.v)]
+        tables = [poison(*t.shape) if t is not None and t.requires_grad else None for _, _, t in self.terms]
+        plan = self.plain.args(ROWS + COLUMNS + SHAPE)
+        _cpu.backward(
+            x.dout, x.q, x.k, x.v, lse, delta, *grads, *plan, self.plain.scale, threads, variant,
+            **self.options(), table_grads=tables,
+        )  # fmt: skip
+        found = {f"table {i}": t for i, t in enumerate(t for t in tables if t is not None)}
+        return dict(zip(NAMES, (out, lse, *grads), strict=True)) | found
+
+    def check(self, variant: str = "", threads: int = 2) -> dict[str, Tensor]:
+        """Runs and compares: at most twice the error of the same formula in float32, or of rounding."""
+        want, theirs = self.dense(torch.float64), self.dense(torch.float32)
+        got = self.run(variant, threads)
+        bound, found = errors(theirs, want), errors(got, want)
+        for name, error in found.items():
+            stored = self.plain.x.q.dtype if name in NAMES and name != "lse" else torch.float32
+            allowed = 2 * bound[name] + 2 * torch.finfo(stored).eps
+            assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+        return got
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 + seed))
+
+
+def learned(table: Tensor) -> Tensor:
+    return table.detach().requires_grad_()
+
+
+def places_of(plain: Case, *, spread: bool = False, offsets: bool = False, seed: int = 0) -> dict[str, Tensor]:
+    """Tokens one after the other, or rising at random."""
+    x, generator = plain.x, torch.Generator().manual_seed(seed)
+
+    def tokens(n: int) -> Tensor:
+        some = torch.randperm(3 * n, generator=generator)[:n].sort().values if spread else torch.arange(n)
+        return some.int()
+
+    places = {"rows": tokens(x.q.shape[2]), "columns": tokens(x.k.shape[2])}
+    places["heads"] = torch.arange(x.q.shape[1], dtype=torch.int32) * 3 + 1
+    if offsets:
+        places["q_offset"] = torch.arange(len(x.q), dtype=torch.int32) * 37 - 30
+        places["k_offset"] = torch.tensor([-13], dtype=torch.int32)
+    return places
+
+
+def terms_of(name: str, plain: Case, places: dict[str, Tensor]) -> tuple[list[Term], int]:
+    """Terms, named in order, and dropout's threshold."""
+    heads = plain.x.q.shape[1]
+    size = int(places["rows"].max()) + 1, int(places["columns"].max()) + 3
+    kinds: dict[str, Term] = {
+        "softcap": ("softcap", 1.3, None),
+        "alibi": ("alibi", 0.0, torch.logspace(-1, -3, heads)),
+        "distance": ("distance", 0.0, learned(draw(heads, 81))),
+        "bias": ("bias", 0.0, learned(draw(len(plain.x.q), heads, *size))),
+        "shared": ("bias", 0.0, learned(draw(1, 1, *size))),
+    }
+    names = name.split()
+    return [kinds[each] for each in names if each in kinds], 20000 if "dropout" in names else 0
+
+
+def scored(name: str, plain: Case, **options: bool) -> Scored:
+    places = places_of(plain, **options)
+    return Scored(plain, terms_of(name, plain, places)[0], places, terms_of(name, plain, places)[1])
+
+
+NAMED = [
+    "softcap",
+    "alibi",
+    "distance",
+    "bias",
+    "shared",
+    "dropout",
+    "softcap distance",
+    "distance softcap",
+    "alibi dropout",
+    "bias softcap",
+    "shared distance alibi bias softcap distance softcap shared dropout",
+]
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("name", NAMED)
+def test_terms(name: str, dtype: str, variant: str) -> None:
+    """Several heads on a list, batches, partial tiles, rows and columns that end within a tile."""
+    plain = case(150, 130, (64, 32), dtype=dtype, batch=2, heads=4, kv_heads=2, dims=(24, 40), groups=2, density=0.7)
+    first = scored(name, plain).check(variant, threads=1)
+    assert all(torch.equal(first[key], result) for key, result in scored(name, plain).run(variant).items())
+
+
+@every_variant
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(
+    ("nq", "heads", "dims"),
+    [(1, (2, 2), (64, 64)), (1, (4, 1), (24, 16)), (3, (6, 2), (32, 32)), (70, (5, 1), (16, 8))],
+    ids=str,
+)
+def test_few_and_odd_queries(nq: int, heads: tuple[int, int], dims: tuple[int, int], name: str, variant: str) -> None:
+    """Decoding, and lanes of one vector that belong to several heads."""
+    plain = case(nq, 333, (32, 48), heads=heads[0], kv_heads=heads[1], dims=dims, density=0.9)
+    scored(name, plain, offsets=True).check(variant)
+
+
+@every_variant
+@pytest.mark.parametrize("nq", [2, 150])
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("name", [*NAMED[1:6], NAMED[-1]])
+def test_uneven_tokens(name: str, offsets: bool, nq: int, variant: str) -> None:
+    plain = case(nq, 130, (32, 64), batch=2, heads=4, kv_heads=2, dims=(16, 16), density=0.8)
+    each = scored(name, plain, spread=True, offsets=offsets)
+    first = each.check(variant)
+    assert all(torch.equal(first[key], result) for key, result in each.run(variant, threads=1).items())
+
+
+@pytest.mark.parametrize("step", [(3, 3), (8, 8), (2, 5), (-1, 1)], ids=str)
+def test_even_tokens_that_are_apart(step: tuple[int, int]) -> None:
+    """Dilated views; steps that differ; descending positions."""
+    plain = case(100, 90, (32, 32), dims=(16, 16))
+    places = places_of(plain)
+    places["rows"] = places["rows"] * abs(step[0])
+    places["rows"] = places["rows"].flip(0).contiguous() if step[0] < 0 else places["rows"]
+    places["columns"] = places["columns"] * step[1]
+    for name in ("alibi distance bias dropout", "shared"):
+        Scored(plain, terms_of(name, plain, places)[0], places, 30000 if "dropout" in name else 0).check()
+
+
+@every_variant
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("nq", [1, 70])
+def test_scales(nq: int, scale: float, variant: str) -> None:
+    scored(NAMED[-1], case(nq, 90, (32, 32), scale=scale, density=0.9)).check(variant)
+
+
+MASKS = {
+    "causal": lambda i, j: j <= i,
+    "window": lambda i, j: (i - j).abs() < 20,
+}
+
+
+@pytest.mark.parametrize("name", [*NAMED[5:], "distance"])
+@pytest.mark.parametrize("mask", list(MASKS))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_patterns(dtype: str, mask: str, name: str) -> None:
+    n = 200
+    masks = MASKS[mask](torch.arange(n)[:, None], torch.arange(n))[None]
+    scored(name, case(n, n, (64, 64), dtype=dtype, dims=(64, 64), masks=masks)).check()
+
+
+@every_variant
+@pytest.mark.parametrize("nq", [2, 60])
+def test_an_infinite_bias_is_a_mask(nq: int, variant: str) -> None:
+    """Weight 0, no word of an overflow, and a row of nothing else is empty."""
+    plain = case(nq, 64, (32, 32), masks=torch.ones(1, nq, 64, dtype=torch.bool))
+    each = scored("bias", plain)
+    table = each.terms[0][2]
+    assert table is not None
+    with torch.no_grad():
+        table[:, :, :, 7:60:3] = -torch.inf
+        table[:, :, 0] = -torch.inf
+    out, lse = poison(*plain.x.dout.shape), poison(*plain.x.q.shape[:3])
+    x = plain.x
+    args = (x.q, x.k, x.v, out, lse, *plain.args(ROWS + SHAPE), plain.scale, 1, variant)
+    assert not _cpu.forward(*args, **each.options())
+    assert lse[:, :, 0].isneginf().all()
+    assert (out[:, :, 0] == 0).all()
+    allowed = (plain.mask > 0) & (table[..., :64].detach() > -torch.inf)
+    want = Scored(
+        replace(plain, mask=allowed.float()), [("bias", 0.0, table.detach().nan_to_num(neginf=0))], each.places
+    ).dense(torch.float64)
+    got = each.run(variant)
+    for name, result in want.items():
+        assert errors({name: got[name]}, {name: result})[name] < 1e-5, name
+    x.q[:, :, 1], x.k[:, :, 5] = -3e38, 3e38
+    assert _cpu.forward(*args, **each.options())
+
+
+@every_variant
+@pytest.mark.parametrize("nq", [3, 100])
+@pytest.mark.parametrize("name", [*NAMED[:6], NAMED[-1]])
+def test_nan_stays_where_nobody_looks(name: str, nq: int, variant: str) -> None:
+    mask = random_masks(1, nq, 120, 32, 32, density=0.9)
+    dead_q, dead_k = torch.arange(nq) % 7 == 2, torch.arange(120) % 9 == 5
+    mask[:, dead_q] = False
+    mask[:, :, dead_k] = False
+    each = scored(name, case(nq, 120, (32, 32), dims=(16, 24), masks=mask))
+    clean = each.run(variant)
+    x = each.plain.x
+    x.q[:, :, dead_q] = x.k[:, :, dead_k] = torch.nan
+    x.dout[:, :, dead_q] = x.v[:, :, dead_k] = torch.nan
+    x.dlse[:, :, dead_q] = torch.nan
+    for kind, _, table in each.terms:
+        if kind == "bias" and table is not None:
+            table.data[:, :, :nq][:, :, dead_q] = torch.nan
+            table.data[..., :120][..., dead_k] = torch.nan
+    dirty = each.run(variant)
+    assert all(torch.equal(clean[key], dirty[key]) for key in clean)
+
+
+@every_variant
+@pytest.mark.parametrize("name", ["distance softcap", "softcap bias", "shared"])
+def test_nan_reaches_its_readers(name: str, variant: str) -> None:
+    """A key that is not a number: of tables, exactly the elements of pairs whose query attends it."""
+    masks = torch.tril(torch.ones(1, 64, 64, dtype=torch.bool))
+    each = scored(name, case(64, 64, (32, 32), heads=1, kv_heads=1, masks=masks))
+    each.plain.x.k[:, :, 40] = torch.nan
+    got = each.run(variant)
+    assert torch.equal(got["lse"].isnan().flatten(), torch.arange(64) >= 40)
+    rows, columns = masks[0, 40:].nonzero().unbind(-1)
+    wanted = torch.zeros(got["table 0"].shape[-2:], dtype=torch.bool)
+    if "distance" in name:
+        wanted[0, (columns - rows - 40).clamp(-40, 40) + 40] = True
+    else:
+        wanted[rows + 40, columns] = True
+    assert torch.equal(got["table 0"].isnan(), wanted.view_as(got["table 0"]))
+
+
+@every_variant
+def test_the_cap_is_exact_near_zero_and_far(variant: str) -> None:
+    """A row of one key has its score as lse."""
+    n = 2048
+    masks = torch.eye(n, dtype=torch.bool)[None]
+    plain = case(n, n, (16, 16), heads=1, kv_heads=1, dims=(8, 8), masks=masks, scale=1.0)
+    plain.x.q.zero_()
+    plain.x.k.zero_()
+    plain.x.q[..., 0], plain.x.k[..., 0] = 1, torch.logspace(-30, 6, n) * (-1) ** torch.arange(n)
+    plain.x.k[0, 0, :2, 0] = torch.tensor([0.0, torch.inf])
+    for cap in (1.0, 30.0, 1e-3):
+        got = Scored(plain, [("softcap", cap, None)]).run(variant)["lse"].double().flatten()
+        want = cap * torch.tanh(plain.x.k[0, 0, :, 0].double() / cap)
+        assert ((got - want).abs() <= 4e-7 * want.abs()).all()
+
+
+def test_dropout_leaves_lse_and_what_it_scales() -> None:
+    plain = case(70, 90, (32, 32), dims=(16, 16))
+    lse = plain.forward()[1]
+    each = scored("dropout", plain)
+    for drop in (1, 20000, 65535):
+        each.drop = drop
+        got = each.check()
+        torch.testing.assert_close(got["lse"], lse, rtol=0, atol=1e-6)
+    share = 1 - each.kept().double().mean()
+    assert share > 0.999
+
+
+def test_dropouts_bits_are_fair() -> None:
+    each = scored("dropout", case(256, 256, (32, 32), heads=4, kv_heads=4, batch=2))
+    assert abs(float(1 - each.kept().double().mean()) - 20000 / 65536) < 0.003
+
+
+def test_philox_by_its_published_words() -> None:
+    """The known answers of Random123."""
+    full = [np.array([0xFFFFFFFF])] * 4
+    assert [int(w[0]) for w in philox([np.array([0])] * 4, 0)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert [int(w[0]) for w in philox(full, 2**64 - 1)] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "float16": lambda t: t.half(),
+        "bfloat16": lambda t: t.bfloat16(),
+        "transposed": lambda t: t.mT.contiguous().mT,
+        "every other": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+        "repeated": lambda t: t[:1, :1].expand_as(t),
+        "turned": lambda t: t.transpose(0, 2).contiguous().transpose(0, 2),
+    }.items(),
+    ids=lambda item: item[0],
+)
+@pytest.mark.parametrize("nq", [3, 70])
+def test_strides_of_a_bias(change: tuple[str, object], nq: int) -> None:
+    plain = case(nq, 90, (32, 32), batch=2, heads=4, kv_heads=2)
+    each = scored("bias softcap", plain)
+    table = each.terms[0][2]
+    assert table is not None
+    each.terms[0] = ("bias", 0.0, learned(change[1](table.detach())))  # type: ignore[operator]
+    each.check()
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (2, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize("nq", [3, 70])
+def test_a_bias_for_all(shape: tuple[int, int], nq: int) -> None:
+    plain = case(nq, 90, (32, 32), batch=2, heads=4, kv_heads=2)
+    each = scored("", plain)
+    each.terms = [("bias", 0.0, learned(draw(*shape, nq, 90)))]
+    assert torch.equal(each.check()["table 0"], each.run(threads=5)["table 0"])
+
+
+def test_strides_of_other_tables() -> None:
+    each = scored("", case(70, 90, (32, 32)))
+    each.terms = [("alibi", 0.0, torch.tensor(0.1).expand(2)), ("distance", 0.0, learned(draw(1, 1).expand(2, 1)))]
+    each.check()
+    each.terms = [("distance", 0.0, learned(draw(4, 50)[::2, 3:12]))]
+    each.check()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_windows_of_query_tiles(dtype: str) -> None:
+    """dV is kept from window to window, and only the last one knows of dropout's factor."""
+    plain = case(1300, 90, (64, 32), dtype=dtype, heads=16, kv_heads=1, dims=(256, 24), groups=2)
+    each = scored("distance dropout", plain)
+    first = each.check(threads=1)
+    assert all(torch.equal(first[key], result) for key, result in each.run(threads=3).items())
+
+
+def test_long_lists() -> None:
+    """Lists in blocks that several threads sum."""
+    masks = random_masks(1, 66, 1500, 16, 16, density=0.4)
+    masks[:, :16] = True
+    each = scored("alibi distance softcap dropout", case(66, 1500, (16, 16), heads=4, kv_heads=1, masks=masks))
+    first = each.check(threads=1)
+    assert all(torch.equal(first[key], result) for key, result in each.run(threads=3).items())
+
+
+def test_no_tiles_at_all() -> None:
+    each = scored(NAMED[-1], case(70, 50, (32, 32), masks=torch.zeros(1, 70, 50, dtype=torch.bool)))
+    got = each.run()
+    assert got.pop("lse").isneginf().all()
+    assert all((result == 0).all() for result in got.values())
+
+
+@every_variant
+def test_nothing_asked_changes_nothing(variant: str) -> None:
+    plain = case(130, 200, (64, 32), dims=(64, 64))
+    places = {"rows": None, "columns": None, "q_offset": None, "k_offset": None, "heads": None}
+    got = Scored(plain, [], places).run(variant)  # type: ignore[arg-type]
+    assert all(torch.equal(result, got[name]) for name, result in plain.run(variant).items())
+
+
+REFUSED: list[tuple[str, dict[str, object]]] = [
+    ("terms", {"terms": [("softcap", 0.0, None)]}),
+    ("terms", {"terms": [("softcap", float("nan"), None)]}),
+    ("terms", {"terms": [("softcap", 1e-39, None)]}),
+    ("terms", {"terms": [("sine", 1.0, None)]}),
+    ("alibi", {"terms": [("alibi", 0.0, None)]}),
+    ("alibi", {"terms": [("alibi", 0.0, draw(3))]}),
+    ("alibi", {"terms": [("alibi", 0.0, draw(2).half())]}),
+    ("distance", {"terms": [("distance", 0.0, draw(2, 4))]}),
+    ("distance", {"terms": [("distance", 0.0, draw(2, 0))]}),
+    ("distance", {"terms": [("distance", 0.0, draw(3, 5))]}),
+    ("distance", {"terms": [("distance", 0.0, draw(5, 2).mT)]}),
+    ("bias", {"terms": [("bias", 0.0, draw(70, 90))]}),
+    ("bias", {"terms": [("bias", 0.0, draw(2, 2, 70, 90))]}),
+    ("bias", {"terms": [("bias", 0.0, draw(1, 2, 70, 90).double())]}),
+    ("rows", {"terms": [("bias", 0.0, draw(1, 2, 69, 90))]}),
+    ("columns", {"terms": [("bias", 0.0, draw(1, 2, 70, 89))]}),
+    ("rows", {"rows": None}),
+    ("rows", {"rows": torch.arange(70)}),
+    ("rows", {"rows": torch.arange(69, dtype=torch.int32)}),
+    ("rows", {"rows": torch.full((70,), 2**30, dtype=torch.int32)}),
+    ("columns", {"columns": torch.arange(180, dtype=torch.int32)[::2]}),
+    ("q_offset", {"q_offset": torch.zeros(2, dtype=torch.int32)}),
+    ("q_offset", {"q_offset": torch.full((1,), -(2**31), dtype=torch.int32)}),
+    ("k_offset", {"k_offset": torch.zeros(1, 1, dtype=torch.int32)}),
+    ("k_offset", {"k_offset": torch.full((1,), 2**31 - 1, dtype=torch.int32)}),
+    ("heads", {"heads": None}),
+    ("heads", {"heads": torch.zeros(3, dtype=torch.int32)}),
+    ("drop", {"drop": 65536}),
+    ("drop", {"drop": -1}),
+    ("table_grads", {"table_grads": [None]}),
+    ("table_grads", {"table_grads": [None, torch.zeros(2, 9), None]}),
+    ("table_grads", {"table_grads": [torch.zeros(2, 9), None]}),
+    ("table_grads", {"table_grads": [None, torch.zeros(2, 10)]}),
+    ("table_grads", {"table_grads": [None, torch.zeros(2, 9, dtype=torch.double)]}),
+    ("table_grads", {"table_grads": [None, torch.zeros(2, 18)[:, ::2]]}),
+    ("table_grads", {"table_grads": [None, torch.zeros(1, 9).expand(2, 9)]}),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), REFUSED, ids=str)
+def test_refuses(name: str, change: dict[str, object]) -> None:
+    plain = case(70, 90, (32, 32))
+    x, rows = plain.x, torch.zeros(plain.x.q.shape[:3])
+    grads = [torch.empty_like(t) for t in (x.q, x.k, x.v)]
+    good = places_of(plain) | {"terms": [("alibi", 0.0, draw(2)), ("distance", 0.0, draw(2, 9))], "drop": 1}
+    last = (plain.scale, 1, "")
+
+    def call(options: dict[str, object]) -> None:
+        if "table_grads" not in options:
+            _cpu.forward(
+                x.q, x.k, x.v, torch.empty_like(x.dout), rows.clone(), *plain.args(ROWS + SHAPE), *last, **options
+            )
+        _cpu.backward(
+            x.dout, x.q, x.k, x.v, rows, rows, *grads, *plain.args(ROWS + COLUMNS + SHAPE), *last, **options
+        )  # fmt: skip
+
+    call(good)
+    call(good | {"table_grads": [None, torch.zeros(2, 9)]})
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        call(good | change)

@@ -1,0 +1,184 @@
+"""What a call carries and how its failures read, as data: how the ranks come to it may change, this may not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.parallel import ContextParallel, Transport
+
+from ..oracle import Inputs
+from .processes import Pool
+from .threads import run
+
+
+class Case(NamedTuple):
+    """A call on four ranks: tokens, query heads, key heads, channels; the context's options; ranks of a node."""
+
+    pattern: rw.Pattern
+    sizes: tuple[int, int, int, int]
+    options: dict[str, Any]
+    per_node: int | None = None
+    dtype: torch.dtype = torch.float32
+
+
+def gather(**options: Any) -> dict[str, Any]:
+    return {"schedule": "gather", "placement": "contiguous", **options}
+
+
+def ring(**options: Any) -> dict[str, Any]:
+    return {"schedule": "ring", "placement": "contiguous", **options}
+
+
+WINDOW, CAUSAL = rw.SlidingWindow(100), rw.Causal()
+BY_HEAD = rw.PerHead([CAUSAL, WINDOW, CAUSAL, WINDOW])
+SPARSE = rw.SlidingWindow(256) | rw.Global(128)
+CASES = {
+    "gather, window": Case(WINDOW, (700, 2, 2, 8), gather()),
+    "gather, causal, bf16": Case(CAUSAL, (700, 4, 2, 8), gather(placement="zigzag", wire="bf16")),
+    "gather, heads differ": Case(BY_HEAD, (700, 4, 4, 8), gather(placement="striped"), dtype=torch.bfloat16),
+    "gather, mixture": Case(rw.LongNet([128, 512], [1, 4]), (700, 4, 2, 8), gather(placement="striped")),
+    "nodes": Case(CAUSAL, (700, 2, 1, 8), gather(placement="striped"), 2),
+    "nodes, int8": Case(rw.Full(), (700, 2, 1, 8), gather(wire="int8"), 2),
+    "ring, causal": Case(CAUSAL, (700, 4, 2, 8), ring(placement="zigzag")),
+    "ring, queries move": Case(SPARSE, (4096, 2, 2, 8), ring(), dtype=torch.bfloat16),
+    "ring, head by head": Case(rw.SlidingWindow(600), (4096, 2, 2, 64), ring()),
+    "ring, int8": Case(rw.Full(), (700, 2, 1, 8), ring(wire="int8")),
+}
+# by rank: bytes to each peer forward, and messages; the same after backward; bytes of agreements
+Carried = list[tuple[list[int], int, list[int], int, int]]
+CARRIED: dict[str, Carried] = {
+    "gather, window": [
+        ([0, 24576, 0, 0], 1, [0, 32768, 0, 0], 2, 1584),
+        ([8192, 0, 16384, 0], 2, [32768, 0, 16384, 0], 3, 1584),
+        ([0, 0, 0, 24576], 1, [0, 16384, 0, 32768], 3, 1584),
+        ([0, 0, 8192, 0], 1, [0, 0, 32768, 0], 2, 1584),
+    ],
+    "gather, causal, bf16": [
+        ([0, 8192, 8192, 8192], 3, [0, 8192, 8192, 8192], 3, 1584),
+        ([0, 0, 8192, 8192], 2, [16384, 0, 8192, 8192], 3, 1584),
+        ([0, 0, 0, 8192], 1, [16384, 16384, 0, 40960], 4, 1584),
+        ([0, 0, 16384, 0], 1, [16384, 16384, 32768, 0], 4, 1584),
+    ],
+    "gather, heads differ": [
+        ([0, 24576, 24576, 16384], 3, [0, 73728, 57344, 49152], 6, 1584),
+        ([24576, 0, 24576, 16384], 3, [73728, 0, 57344, 49152], 6, 1584),
+        ([16384, 16384, 0, 16384], 3, [65536, 65536, 0, 49152], 6, 1584),
+        ([16384, 16384, 16384, 0], 3, [49152, 49152, 49152, 0], 6, 1584),
+    ],
+    "gather, mixture": [
+        ([0, 36864, 12288, 8192], 3, [0, 73728, 24320, 16384], 6, 1584),
+        ([36864, 0, 12288, 8192], 3, [73728, 0, 24320, 16384], 6, 1584),
+        ([12032, 12032, 0, 24576], 3, [24320, 24320, 0, 49152], 6, 1584),
+        ([8192, 8192, 24576, 0], 3, [16384, 16384, 49152, 0], 6, 1584),
+    ],
+    "nodes": [
+        ([0, 20480, 12288, 0], 2, [0, 40960, 20480, 0], 4, 1584),
+        ([20480, 0, 0, 12288], 2, [40960, 0, 0, 20480], 4, 1584),
+        ([8192, 0, 0, 16384], 2, [20480, 0, 0, 36864], 4, 1584),
+        ([0, 8192, 20480, 0], 2, [0, 20480, 36864, 0], 4, 1584),
+    ],
+    "nodes, int8": [
+        ([0, 9216, 4608, 0], 2, [0, 29440, 16896, 0], 4, 2376),
+        ([7584, 0, 0, 4608], 2, [32160, 0, 0, 12544], 4, 2376),
+        ([4608, 0, 0, 9216], 2, [16896, 0, 0, 29440], 4, 2376),
+        ([0, 2976, 7584, 0], 2, [0, 15264, 32160, 0], 4, 2376),
+    ],
+    "ring, causal": [
+        ([0, 16384, 16384, 16384], 3, [0, 32768, 32768, 32768], 6, 1584),
+        ([0, 0, 16384, 16384], 2, [16384, 0, 32768, 32768], 5, 1584),
+        ([0, 0, 0, 16384], 1, [16384, 16384, 0, 65536], 5, 1584),
+        ([0, 0, 32768, 0], 1, [16384, 16384, 81920, 0], 5, 1584),
+    ],
+    "ring, queries move": [
+        ([0, 28672, 12288, 12288], 6, [0, 63488, 30720, 30720], 15, 1584),
+        ([9216, 0, 16384, 0], 2, [66560, 0, 32768, 0], 5, 1584),
+        ([9216, 0, 0, 16384], 2, [33792, 32768, 0, 32768], 6, 1584),
+        ([9216, 0, 0, 0], 1, [33792, 0, 32768, 0], 4, 1584),
+    ],
+    "ring, head by head": [
+        ([0, 655360, 0, 0], 4, [0, 1310720, 0, 0], 8, 1584),
+        ([0, 0, 655360, 0], 4, [655360, 0, 1310720, 0], 9, 1584),
+        ([0, 0, 0, 655360], 4, [0, 655360, 0, 1310720], 9, 1584),
+        ([0, 0, 0, 0], 0, [0, 0, 655360, 0], 1, 1584),
+    ],
+    "ring, int8": [
+        ([0, 4608, 4608, 4608], 3, [0, 21504, 21504, 17152], 9, 1584),
+        ([4608, 0, 4608, 4608], 3, [21504, 0, 21504, 17152], 9, 1584),
+        ([4608, 4608, 0, 4608], 3, [21504, 21504, 0, 17152], 9, 1584),
+        ([2976, 2976, 2976, 0], 3, [18240, 18240, 18240, 0], 9, 1584),
+    ],
+}  # fmt: skip
+
+
+def carry(transport: Transport, case: Case) -> tuple[list[int], int, list[int], int, int]:
+    tokens, heads, kv_heads, dim = case.sizes
+    x = Inputs.random(tokens, heads=heads, kv_heads=kv_heads, dim=dim, dtype=case.dtype)
+    ctx = ContextParallel(transport, case.pattern, tokens, heads=(heads, kv_heads), **case.options)
+    ctx.schedules.per_node = case.per_node
+    out = rw.attention(*(ctx.shard(t, 2).requires_grad_() for t in (x.q, x.k, x.v)), case.pattern, context=ctx)
+    counters = transport.counters
+    forward = list(counters.sent), counters.messages
+    out.backward(ctx.shard(x.dout, 2))
+    return *forward, list(counters.sent), counters.messages, counters.metadata
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_what_is_carried(name: str) -> None:
+    assert run(4, carry, CASES[name]) == CARRIED[name]
+
+
+def order(transport: Transport, case: Case) -> list[str]:
+    carry(transport, case)
+    return transport.started  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_order_of_a_ring() -> None:
+    """Rank 1 of 4: keys of a stage are started before the one before it is computed; results follow the stage."""
+    assert run(4, order, CASES["ring, queries move"])[1] == [
+        "agree",
+        "keys, to 2: 16384, from 0: 24576, 0: 4096",
+        "returns, to 0: 9216, from none",
+        "agree",
+        "keys, to 2: 16384, from 0: 24576, 0: 8192, 0: 2048",
+        "returns, to 0: 49152, 0: 8192, from 2: 32768",
+    ]
+
+
+def test_the_order_of_two_hops() -> None:
+    assert run(4, order, CASES["nodes, int8"])[1] == [
+        "agree",
+        "keys 0, to 3: 4608, from 3: 2976",
+        "agree",
+        "keys 1, to 0: 7584, from 0: 9216",
+        "agree",
+        "gradients 1, to 0: 24576, from 0: 20224",
+        "gradients 0, to 3: 7936, from 3: 12288",
+    ]
+
+
+LOST = "The shard of rank 1 cannot be reached: regroup the survivors and shard again, or restart."
+# who falls silent in a kernel call has sent what that call needs no longer
+SILENT = {
+    ("gather", "forward"): "agree",
+    ("gather", "backward"): "gradients 0",
+    ("ring", "forward"): "(keys|returns)",
+    ("ring", "backward"): "(keys|returns)",
+}
+
+
+@pytest.mark.parametrize(("schedule", "where"), list(SILENT))
+def test_a_silent_rank(pool4: Pool, schedule: str, where: str) -> None:
+    """It sleeps in a kernel call: the others raise at the deadline of what they next want of it, in these words."""
+    results = pool4.run("tests.parallel.jobs_ring:silent", schedule, where, 1, 0.5)
+    pool4.reopen()
+    for rank in (0, 2, 3):
+        text, seconds = results[rank]
+        place = rf"rank {rank}, step \d" + r", stage [123]" * (schedule == "ring")
+        cause = rf"no answer of rank 1 to rank \d in time \({SILENT[schedule, where]}, 0.5 s\)"
+        assert re.fullmatch(rf"{place}: got {cause}; wanted an answer of every rank. {LOST}", text), text
+        assert 0.4 < seconds < 2.5
