@@ -64,6 +64,7 @@ GALLERY = {
         entry("SlidingWindow(192, 64)"),
         entry("Segments(256)"),
         entry("Documents([160, 480, 96, 288])"),
+        entry("Keys(832, 192)"),
         entry("PrefixLM(256)"),
     ],
     "By chosen tokens": [
@@ -121,6 +122,11 @@ ALGEBRA = [
         "(SlidingWindow(6, 6) | Dilated(3, 8)) & Causal()",
         lambda: (rw.SlidingWindow(6, 6) | rw.Dilated(3, 8)) & rw.Causal(),
         tokens=64,
+    ),
+    Entry(
+        "within_documents",
+        "((SlidingWindow(96) | Sinks(32)) & Causal()).within(Documents([160, 480, 96, 288]))",
+        lambda: ((rw.SlidingWindow(96) | rw.Sinks(32)) & rw.Causal()).within(rw.Documents([160, 480, 96, 288])),
     ),
     Entry("complement", "~(Causal() | Sinks(64))", lambda: ~(rw.Causal() | rw.Sinks(64))),
 ]

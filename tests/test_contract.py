@@ -78,7 +78,7 @@ RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 #: Methods by which patterns answer plans: internal, called with arrays.
 PROTOCOL = {
     "allows", "key_ranges", "excluded_ranges", "tile_keys", "extents", "select", "check", "block_side", "allowed_pairs", "residue_rate",
-    "restride", "either", "value", "views", "of", "numbered", "key", "write", "parts_within",
+    "restride", "spans", "fits", "numbers", "read", "readable", "own", "either", "value", "views", "of", "numbered", "key", "write", "parts_within",
     "apply", "gradient", "total",
 }  # fmt: skip
 
@@ -248,6 +248,7 @@ def qkv() -> dict[str, Any]:
 SIZES = {"nq": N, "nk": N, "heads": 2, "batch": 1, "q_offset": 0}
 OWN = rw.SlidingWindow(9, 2) & ~rw.Segments(20) | rw.Sinks([3])
 CALL = {"scale": None, "q_offset": 0, "backend": "auto", "context": None}
+NO_DOCUMENTS = {"cu_seqlens": None, "ids": None, "cu_seqlens_q": None, "cu_seqlens_k": None}
 SCORED = {"terms": [rw.Softcap(2.0)], "sink_logits": torch.tensor([0.5, -1.0]), "dropout": 0.0}
 LISTS = {"segments": [16, 32], "rates": [1, 2], "causal": True, "offset": 1, "heads": "shared"}
 ASKED = {
@@ -294,7 +295,10 @@ ROWS: dict[str, Row] = {
     "Causal": made(),
     "SlidingWindow": made(left=5, right=2),
     "Segments": made(length=7),
-    "Documents": Row(lambda: {"lengths": [20, N - 20], "cu_seqlens": None}, is_pattern, taken={"lengths": lambda v: True, "cu_seqlens": lambda v: v is None}),
+    "Documents": Row(lambda: {"lengths": [20, N - 20], **NO_DOCUMENTS}, is_pattern, taken={"lengths": lambda v: True, **dict.fromkeys(NO_DOCUMENTS, lambda v: v is None)}),
+    "Documents by ids": Row(lambda: {"lengths": None, **NO_DOCUMENTS, "ids": torch.arange(N) // 9}, is_pattern, of=rw.Documents, taken={name: (lambda v: True) if name == "ids" else lambda v: v is None for name in ("lengths", *NO_DOCUMENTS)}),
+    "Keys": made(stop=N, start=5),
+    "Pattern.within": Row(lambda: {"self": OWN, "bounds": rw.Keys(N, 5)}, is_pattern, of=rw.Pattern.within, taken={"bounds": lambda v: isinstance(v, rw.Documents)}),
     "Neighborhood": made(window=5, dilation=2, tokens=N),
     "Grid": Row(lambda: {"shape": (6, 8), "tile": (2, 4)}, is_grid),
     "Grid.flatten": Row(lambda: {"self": GRID, "x": torch.rand(2, 6, 8, 3), "dim": 1}, is_flat, of=rw.Grid.flatten, taken={"x": is_table}),
@@ -415,7 +419,7 @@ def plain(value: Any) -> Any:
     """A value as plain Python has it."""
     if isinstance(value, (np.integer, np.floating, np.bool_)):
         return value.item()
-    if isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 1:
+    if isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 1 and value.dtype != torch.bool:
         return value.tolist()
     return sorted(value) if isinstance(value, set) else list(value) if isinstance(value, (tuple, range)) else value
 

@@ -17,7 +17,7 @@ from ringweave import nn
 
 NAMES = [
     "ALiBi", "AttentionOutput", "Bias", "BlockPlan", "BlockTable", "BlockWeights", "Causal", "ContextParallel", "Dilated", "DistanceBias", "Documents",
-    "Full", "Global", "Grid", "GridNeighborhood", "GridWindows", "LongNet", "Neighborhood", "Pattern", "PatternError", "PerHead", "Periodic", "PlanCache",
+    "Full", "Global", "Grid", "GridNeighborhood", "GridWindows", "Keys", "LongNet", "Neighborhood", "Pattern", "PatternError", "PerHead", "Periodic", "PlanCache",
     "PrefixLM", "RingError", "RingweaveError", "Segments", "ShapeError", "Sinks", "SlidingWindow", "Softcap", "Strided",
     "TokenMask", "UnsupportedError", "attention", "attention_weights", "attention_with_lse", "bench", "bigbird",
     "dilated_blocks", "explain", "from_block_mask", "from_mask_mod", "local_global", "longformer",

@@ -198,7 +198,7 @@ class _Backward(Differentiable):
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, tables, ctx.spec, *ctx.rest, extras = inputs
     # alive until backward has run
-    ctx.held = held(ctx.spec, q)
+    ctx.held = held(ctx.spec, tables, q)
     ctx.tables = len(tables)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, *tables, *extras)

@@ -135,7 +135,7 @@ ring_attention_backward_op = operator(ring_attention_backward, _fake_backward)
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, tables, ctx.spec, ctx.scale, ctx.backend, ctx.context, _tag, _grads = inputs
     # alive until backward has run
-    ctx.holder, ctx.held = _contexts.get(ctx.context), held(ctx.spec, q)
+    ctx.holder, ctx.held = _contexts.get(ctx.context), held(ctx.spec, tables, q)
     ctx.tables = len(tables)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])

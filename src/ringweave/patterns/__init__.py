@@ -5,10 +5,12 @@ from .base import Full, Pattern
 from .boxes import Grid
 from .chosen import Global, Periodic, Sinks
 from .dilated import Dilated, LongNet, Strided, View
+from .documents import Documents
 from .fit import check_extents
 from .function import MaskMod, TokenMask, from_mask_mod
 from .grids import GridNeighborhood, GridWindows
-from .local import Causal, Documents, Neighborhood, PrefixLM, Segments, SlidingWindow
+from .keys import Keys
+from .local import Causal, Neighborhood, PrefixLM, Segments, SlidingWindow
 from .parse import parse, rebuild
 from .per_head import PerHead
 from .presets import (
@@ -22,6 +24,7 @@ from .presets import (
     variable,
 )
 from .table import BlockTable
+from .within import Within
 
 __all__ = [
     "And",
@@ -34,6 +37,7 @@ __all__ = [
     "Grid",
     "GridNeighborhood",
     "GridWindows",
+    "Keys",
     "LongNet",
     "MaskMod",
     "Neighborhood",
@@ -49,6 +53,7 @@ __all__ = [
     "Strided",
     "TokenMask",
     "View",
+    "Within",
     "bigbird",
     "check_extents",
     "dilated_blocks",

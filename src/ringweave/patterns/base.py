@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from ..plan.block_plan import BlockPlan
     from ..plan.future import Causality
 
+# what is known by what it holds, which others may come to change
+_FOLLOWING = ("TokenMask(", "Keys(", "Documents(", "Global(_")
+
 
 class Pattern(ABC):
     """Which (head, query, key) triples may attend: immutable, hashable, device-free.
@@ -56,7 +59,7 @@ class Pattern(ABC):
     # ---- what a pattern is -------------------------------------------------------------------------------------------
 
     _spec: str
-    # whether there is a function in it, which may come to read other values
+    # whether there is a function in it, which may come to read other values, or a tensor that others may write
     _follows: bool
     #: How deep its operators nest, and how many patterns they combine.
     depth: int = 0
@@ -71,7 +74,7 @@ class Pattern(ABC):
 
     def write(self, text: str) -> None:
         """Be the pattern of a text, which closes it to changes."""
-        object.__setattr__(self, "_follows", "TokenMask(" in text)
+        object.__setattr__(self, "_follows", any(name in text for name in _FOLLOWING))
         object.__setattr__(self, "_spec", text)
 
     @property
@@ -220,6 +223,25 @@ class Pattern(ABC):
         from .algebra import Not
 
         return Not(self)
+
+    def within(self, bounds: Pattern) -> Pattern:
+        """This pattern inside each document or row, counted from its first key, and nothing across.
+
+        Args:
+            bounds: ``Documents``, or ``Keys`` for rows that are padded.
+        Returns:
+            A pattern; see :class:`ringweave.patterns.within.Within`.
+        Raises:
+            PatternError: Bounds of another kind, a mixture, or a block table in this pattern.
+        Example:
+            >>> rw.Sinks(1).within(rw.Documents([2, 1])).to_dense(3)[0, 0].int()
+            tensor([[1, 0, 0],
+                    [1, 0, 0],
+                    [0, 0, 1]], dtype=torch.int32)
+        """
+        from .within import Within
+
+        return Within(self, bounds)
 
     # ---- views of the relation (the layers above do the work) --------------------------------------------------------
 

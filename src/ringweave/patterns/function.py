@@ -113,25 +113,31 @@ def table_keys(tables: Sequence[Tensor]) -> tuple[Hashable, ...]:
 
 
 class Held:
-    """The functions of a call, held until its backward pass, which must find them as they were.
+    """What a call's pattern follows, held until its backward pass, which must find it as it was.
 
     Args:
         spec: The call's pattern.
+        tables: Its tensors.
     """
 
-    def __init__(self, spec: str):
+    def __init__(self, spec: str, tables: Sequence[Tensor]):
         self._held = [(holder, holder.key()) for holder in holders(spec)]
+        self._tables = tuple(tables) if "Keys(" in spec else ()
+        self._read = table_keys(self._tables)
 
     def check(self) -> None:
-        """Raise PatternError where a function reads something else than it did."""
+        """Raise PatternError where something holds something else than it did."""
         for holder, key in self._held:
             if holder.key() != key:
                 raise changed("a tensor that was changed")
+        if table_keys(self._tables) != self._read:
+            raise changed("bounds that were changed", "Keys")
 
 
-def held(spec: str, q: Tensor) -> Held | None:
-    """Hold the functions of a call; None where it has none, or is being traced."""
-    return Held(spec) if "TokenMask(" in spec and type(q) in (Tensor, torch.nn.Parameter) else None
+def held(spec: str, tables: Sequence[Tensor], q: Tensor) -> Held | None:
+    """Hold what a call's pattern follows; None where it follows nothing, or is being traced."""
+    follows = "TokenMask(" in spec or "Keys(" in spec
+    return Held(spec, tables) if follows and type(q) in (Tensor, torch.nn.Parameter) else None
 
 
 class TokenMask(Pattern):
@@ -317,12 +323,12 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()) or torch.equal(a, b)
 
 
-def changed(what: str) -> PatternError:
-    """Make the error of a function that reads other things than when it was last looked at."""
+def changed(what: str, name: str = "TokenMask") -> PatternError:
+    """Make the error of a pattern that holds other things than when it was last looked at."""
     return PatternError(
         message(
-            "TokenMask",
-            f"a function that reads {what}",
+            name,
+            f"a function that reads {what}" if name == "TokenMask" else what,
             "what it read when the call, or the compiled code, was made",
             "Change it after backward; with torch.compile wrap the function again, or change a tensor in place.",
         )

@@ -1,18 +1,17 @@
-"""Patterns of nearness: causal, window, segments, packed documents, prefix."""
+"""Patterns of nearness: causal, window, segments, neighbourhood, prefix."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, message, shown
+from ..errors import PatternError, message
 from .base import Derived, Pattern
 from .chosen import Sinks
-from .numbers import LONGEST, integers, whole, whole_fields
+from .numbers import whole, whole_fields
 from .tiles import Int64, Ranges, Tiles, classes
 
 
@@ -141,122 +140,6 @@ class Segments(Pattern):
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         return Segments(self.length // rate) if self.length % rate == 0 else None
-
-
-class Documents(Pattern):
-    """Packed variable-length documents: a query attends the keys of its own document.
-
-    Args:
-        lengths: Tokens of each document, in order; their sum is the sequence length.
-        cu_seqlens: The same as cumulative bounds (0, ..., N), as varlen kernels take them; give one of the two.
-    Raises:
-        PatternError: A length below 1, bounds that do not start at 0 or do not rise, or a sum that is not N.
-    Example:
-        >>> rw.Documents([1, 2]).to_dense(3)[0, 0].int()
-        tensor([[1, 0, 0],
-                [0, 1, 1],
-                [0, 1, 1]], dtype=torch.int32)
-    """
-
-    def __init__(
-        self, lengths: Sequence[int] | Tensor | None = None, *, cu_seqlens: Sequence[int] | Tensor | None = None
-    ):
-        if (lengths is None) == (cu_seqlens is None):
-            given = "neither" if lengths is None else "both"
-            raise PatternError(message("lengths, cu_seqlens", given, "exactly one of the two", "Pass lengths=[...]."))
-        if cu_seqlens is None:
-            name, wanted, sizes = (
-                "lengths",
-                "documents of at least one token",
-                np.array(integers("lengths", lengths), np.int64),
-            )
-            bounds = np.concatenate([np.zeros(1, np.int64), sizes.cumsum()])
-        else:
-            name, wanted = "cu_seqlens", "bounds that rise from 0"
-            bounds = np.array(integers("cu_seqlens", cu_seqlens), np.int64)
-            sizes = np.diff(bounds)
-        if len(bounds) < 2 or bounds[0] != 0 or (sizes < 1).any():
-            got = (sizes if cu_seqlens is None else bounds).tolist()
-            raise PatternError(message(name, shown(got), wanted, "Drop empty documents."))
-        whole(f"the sum of {name}" if cu_seqlens is None else name, bounds[-1], 1, LONGEST)
-        self._bounds = torch.from_numpy(bounds)
-        self.__post_init__()
-
-    @classmethod
-    def _own(cls, bounds: Tensor) -> Documents:
-        """Wrap a tensor that is already private."""
-        pattern = cls.__new__(cls)
-        pattern._bounds = bounds
-        pattern.__post_init__()
-        return pattern
-
-    @property
-    def _bounds_np(self) -> Int64:
-        # the same memory, in a copy from another process too
-        bounds: Int64 = self._bounds.numpy()
-        return bounds
-
-    def _text(self) -> str:
-        return "Documents(cu_seqlens=_)"
-
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        return (self._bounds,)
-
-    def __repr__(self) -> str:
-        sizes = self._bounds.diff().tolist()
-        if len(sizes) <= 8:
-            return f"Documents({sizes})"
-        return f"Documents(<{len(sizes)} documents, {min(sizes)}-{max(sizes)} tokens>)"
-
-    def check(self, nq: int, nk: int, q_offset: int) -> None:
-        total = int(self._bounds_np[-1])
-        if total != nk or q_offset + nq > nk:
-            raise PatternError(
-                message(
-                    "Documents",
-                    f"documents of {total} tokens in all for {nk} keys and queries up to position {q_offset + nq}",
-                    "lengths that sum to the number of keys, and every query inside",
-                    "Add the padding as a last document, or correct the lengths.",
-                )
-            )
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        bounds = self._bounds.to(q.device)
-        return torch.searchsorted(bounds, q.contiguous(), right=True) == torch.searchsorted(
-            bounds, k.contiguous(), right=True
-        )
-
-    def _document(self, position: Int64) -> Int64:
-        return np.searchsorted(self._bounds_np, position, side="right") - 1
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        start = self._bounds_np[self._document(q_lo)]
-        return Ranges.of((start, self._bounds_np[self._document(q_hi - 1) + 1]), rows=len(q_lo))
-
-    def tile_keys(self, tiles: Tiles) -> Int64:
-        q_lo, q_hi, k_lo, k_hi = tiles
-        q_first, q_last = self._document(q_lo), self._document(q_hi - 1)
-        k_first, k_last = self._document(k_lo), self._document(k_hi - 1)
-        empty = (q_last < k_first) | (k_last < q_first)
-        full = (q_first == q_last) & (k_first == k_last) & (q_first == k_first)
-        # documents are consecutive: the bounds in both tiles and the distance of their first documents fix the mask
-        q_bounds, k_bounds = self._bounds_in(q_lo, q_first, q_last), self._bounds_in(k_lo, k_first, k_last)
-        return classes(empty, full, q_bounds, k_bounds, q_first - k_first)
-
-    def _bounds_in(self, lo: Int64, first: Int64, last: Int64) -> Int64:
-        """Number where document bounds lie in a tile side: the place of a single one, else the side itself."""
-        place = self._bounds_np[np.minimum(first + 1, len(self._bounds_np) - 1)] - lo
-        return np.where(first == last, -1, np.where(last - first == 1, place, 2**20 + lo))
-
-    def restride(self, rate: int, offset: int) -> Pattern | None:
-        bounds = torch.unique(-((offset - self._bounds) // rate))
-        return Documents(cu_seqlens=bounds) if len(bounds) > 1 and int(bounds[0]) == 0 else None
-
-
-def _device(given: object) -> torch.device:
-    """Take a tensor's own device, and the CPU for lists, whatever the default is."""
-    return given.device if isinstance(given, Tensor) else torch.device("cpu")
 
 
 class Neighborhood(Pattern):

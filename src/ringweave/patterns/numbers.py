@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 LONGEST = 2**31 - 1
 _LISTED = 2**24  # members of a list
 _GROUPS = 2**24  # batch elements times heads
-_WHOLE = (
+#: Types of whole numbers.
+INTEGERS = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
 
@@ -94,7 +95,7 @@ def integers(name: str, value: object, least: int = -LONGEST) -> list[int]:
 
     Of a list nothing becomes an array: ``torch.compile`` would not know its values.
     """
-    if isinstance(value, Tensor) and value.ndim == 1 and value.device.type != "meta" and value.dtype in _WHOLE:
+    if isinstance(value, Tensor) and value.ndim == 1 and value.device.type != "meta" and value.dtype in INTEGERS:
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
         for bound in (value.min(), value.max()) if value.size else ():

@@ -16,11 +16,14 @@ from .block_sets import ListedBlocks, MaskBlocks
 from .boxes import Grid
 from .chosen import Global, Periodic, Sinks
 from .dilated import Dilated, LongNet, Strided
+from .documents import Documents
 from .function import TokenMask
 from .grids import GridNeighborhood, GridWindows
-from .local import Causal, Documents, Neighborhood, PrefixLM, Segments, SlidingWindow
+from .keys import Keys
+from .local import Causal, Neighborhood, PrefixLM, Segments, SlidingWindow
 from .per_head import PerHead
 from .table import BlockTable
+from .within import Within
 
 PRESETS: dict[str, Callable[..., Pattern]] = {
     function.__name__: function
@@ -39,7 +42,7 @@ WRITABLE: dict[str, Callable[..., Pattern]] = {
     kind.__name__: kind
     for kind in (
         Full, Causal, SlidingWindow, Global, Sinks, Segments, Dilated, Strided, Documents, PrefixLM, PerHead, LongNet,
-        Neighborhood, Periodic, GridNeighborhood, GridWindows,
+        Neighborhood, Periodic, GridNeighborhood, GridWindows, Keys, Within,
     )
 } | PRESETS  # fmt: skip
 # what patterns are made of besides
@@ -95,12 +98,14 @@ def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
         blocks = MaskBlocks(tensor, tensor.shape[-1]) if key_blocks is None else ListedBlocks(tensor, key_blocks)
         return BlockTable.of(blocks, sides)
 
-    def documents(cu_seqlens: Tensor) -> Pattern:
-        return Documents._own(cu_seqlens)
-
     # around the same tensors: plans are cached by their address
-    names = _NAMES | {"BlockTable": table, "Documents": documents, "TokenMask": TokenMask.numbered}
-    return _Reader(spec, names, iter(tables)).read()
+    held: dict[str, Callable[..., object]] = {
+        "BlockTable": table,
+        "Documents": Documents.own,
+        "Global": Global.own,
+        "TokenMask": TokenMask.numbered,
+    }
+    return _Reader(spec, _NAMES | held, iter(tables)).read()
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str, int]]:

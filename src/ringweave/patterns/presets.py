@@ -17,8 +17,9 @@ from .algebra import Or, join
 from .base import Pattern
 from .chosen import Global, Periodic
 from .dilated import Dilated
+from .documents import Documents
 from .draw import draw
-from .local import Causal, Documents, Neighborhood, Segments, SlidingWindow
+from .local import Causal, Neighborhood, Segments, SlidingWindow
 from .numbers import flag, integers, number, whole
 from .table import BlockTable
 

@@ -83,8 +83,8 @@ class PlanCache:
                 return plan
             plan = build(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=device)
             ties = holders(pattern.spec)
-            if ties and not pattern.key().same(made_of):
-                raise changed("what was changed while it was planned")
+            if made_of.versions and not pattern.key().same(made_of):
+                raise changed("what was changed while it was planned", "TokenMask" if ties else "pattern")
             kept.put(key, plan, plan.nbytes + _PLAN_BYTES, made_of.tables, ties)
         return plan
 

@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from ..errors import PatternError, ShapeError, message, shown
 from ..patterns import BlockTable, Pattern, check_extents, rebuild
 from ..patterns.numbers import check_device
+from ..patterns.spans import Shared
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
-from .block_plan import BlockPlan, pack_masks
+from ..patterns.within import batched, by_head, check_bounds, elements
+from .block_plan import BlockPlan
 from .from_table import from_table
 from .lists import RowSet, assemble, limit
 from .table_context import Listed, TableContext, runs_of, split
@@ -28,6 +30,8 @@ _TILES_AT_ONCE = 2**18
 _TILES_SAMPLED = 2**22
 _MOST_IN_A_LINE = 2**24
 DEFAULT_TILE = 128
+#: A pattern, and where the batch elements that differ in it begin on its axis.
+_Alike = tuple[Pattern, Int64]
 
 
 def default_tile(n: int) -> int:
@@ -75,18 +79,40 @@ def build(
         context = _table_context(every.spec, none.spec, nq, nk, heads, batch, tile, lead, str(device))
         return from_table(table, nq, nk, heads, batch, tile, device, context=context)
     patterns, group = _distinct(pattern, heads, batch)
+    for each, _ in patterns:
+        check_bounds(each, nq, nk, q_offset)
     store = _Masks(tile)
-    sets = [_rows(each, nq, nk, q_offset, tile, store) for each in patterns]
+    sets = [_rows(each, starts, nq, nk, q_offset, tile, store) for each, starts in patterns]
     return assemble(sets, group, store.packed(), nq, nk, q_offset, tile, device)
 
 
-def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[Pattern], torch.Tensor]:
-    """Find the patterns of all batch elements and heads, each once, and which of them each uses, (B, Hq) int32."""
+def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[_Alike], torch.Tensor]:
+    """The row sets of all batch elements and heads, each once, and which of them each uses, (B, Hq) int32."""
+    group = np.zeros((batch, heads), np.int32)
+    found: list[_Alike] = []
+    known: dict[Hashable, Int64] = {}
+    count = 0
+    apart = heads > 1 and by_head(pattern)
+    for h in range(heads if apart else 1):
+        each = batched(pattern, h)
+        if each is None:
+            return _one_by_one(pattern, heads, batch)
+        value = each.value() if apart else None
+        if value not in known:
+            starts, like = elements(each, batch)
+            known[value] = count + like
+            count += len(starts)
+            # on the axis of all elements only where they differ
+            found.append((each.part if isinstance(each, Shared) else each, starts))
+        group[:, h:] = known[value][:, None]
+    return found, torch.from_numpy(group)
+
+
+def _one_by_one(pattern: Pattern, heads: int, batch: int) -> tuple[list[_Alike], torch.Tensor]:
+    """As :func:`_distinct`, of a pattern that answers for one batch element at a time."""
     distinct: dict[Hashable, tuple[int, Pattern]] = {}
     known: dict[int, tuple[int, Pattern]] = {}
     group = np.zeros((batch, heads), np.int32)
-    if pattern.select(0, 0) is pattern:
-        return [pattern], torch.from_numpy(group)
     for b in range(batch):
         for h in range(heads):
             each = pattern.select(b, h)
@@ -95,7 +121,7 @@ def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[Pattern], 
                 # held with its number, so that no other has its address
                 numbered = known[id(each)] = (distinct.setdefault(each.value(), (len(distinct), each))[0], each)
             group[b, h] = numbered[0]
-    return [each for _, each in distinct.values()], torch.from_numpy(group)
+    return [(each, np.zeros(1, np.int64)) for _, each in distinct.values()], torch.from_numpy(group)
 
 
 @functools.lru_cache(maxsize=16)
@@ -114,16 +140,16 @@ def _table_context(
     step = max(1, _TILES_AT_ONCE // kv_tiles)
     store = _Masks(tile)
 
-    def listed(each: Pattern) -> Iterator[Listed]:
+    def listed(each: Pattern, starts: Int64) -> Iterator[Listed]:
         # some rows at a time: of tiles side by side runs are kept, few where the tiles are many
         for first in range(0, q_tiles, step):
-            tiles = _rows(each, nq, nk, 0, tile, store, slice(first, first + step))
+            tiles = _rows(each, starts, nq, nk, 0, tile, store, slice(first, first + step))
             yield (first + tiles.row) * kv_tiles + tiles.col, tiles.bits
 
     full, group = _distinct(rebuild(every, ()), heads, batch)
-    inside = [[runs_of(*part) for part in listed(each)] for each in full]
+    inside = [[runs_of(*part) for part in listed(*each)] for each in full]
     empty, other = _distinct(rebuild(none, ()), heads, batch)
-    outside = [list(listed(each)) for each in empty]
+    outside = [list(listed(*each)) for each in empty]
     return TableContext.of((inside, group), (outside, other), store.packed(), table, q_tiles * kv_tiles, device)
 
 
@@ -153,14 +179,27 @@ def _check(
 
 
 def _rows(
-    pattern: Pattern, nq: int, nk: int, q_offset: int, tile: tuple[int, int], store: _Masks, part: slice = slice(None)
+    pattern: Pattern,
+    starts: Int64,
+    nq: int,
+    nk: int,
+    q_offset: int,
+    tile: tuple[int, int],
+    store: _Masks,
+    part: slice = slice(None),
 ) -> RowSet:
+    """The rows of batch elements that differ, of which each begins at one of ``starts`` on the pattern's axis."""
     q_tile, kv_tile = tile
     lo = np.arange(0, nq, q_tile, dtype=np.int64)[part]
-    q_lo, q_hi = lo + q_offset, np.minimum(lo + q_tile, nq) + q_offset
+    hi = np.minimum(lo + q_tile, nq)
+    q_lo, q_hi = ((starts[:, None] + side + q_offset).reshape(-1) for side in (lo, hi))
     row, col = _candidates(pattern.key_ranges(q_lo, q_hi, nk), kv_tile, -(-nk // kv_tile))
     k_lo = col * kv_tile
-    tiles = Tiles(q_lo[row], q_hi[row], k_lo, np.minimum(k_lo + kv_tile, nk))
+    k_hi = np.minimum(k_lo + kv_tile, nk)
+    if len(starts) > 1:
+        for side in (k_lo, k_hi):
+            side += starts[row // len(lo)]
+    tiles = Tiles(q_lo[row], q_hi[row], k_lo, k_hi)
     keys = pattern.tile_keys(tiles)
     used = keys != EMPTY
     if not used.all():
@@ -168,7 +207,7 @@ def _rows(
     bits = np.full(len(row), -1, np.int32)
     partial = keys != FULL
     if not partial.any():
-        return RowSet(row, col, bits)
+        return RowSet(row, col, bits, len(starts))
     # clipped tiles at the ends hold other masks than whole ones of the same class
     clipped = (tiles.q_hi - tiles.q_lo != q_tile) * 2 + (tiles.k_hi - tiles.k_lo != kv_tile)
     label = keys[partial] * 4 + clipped[partial]
@@ -176,7 +215,7 @@ def _rows(
     sample = Tiles(*(side[partial][first] for side in tiles))
     bits[partial] = store.add(pattern, sample)[inverse.reshape(-1)]
     kept = bits != _Masks.EMPTY
-    return RowSet(row[kept], col[kept], bits[kept])
+    return RowSet(row[kept], col[kept], bits[kept], len(starts))
 
 
 def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offset: int = 0, sample: int = 64) -> float:
@@ -236,33 +275,32 @@ class _Masks:
         self.tile = tile
         self.words = (tile[0], -(-tile[1] // 32))
         self.index: dict[bytes, int] = {}
-        self.rows: list[NDArray[np.int32]] = []
 
     def add(self, pattern: Pattern, sample: Tiles) -> NDArray[np.int32]:
         """Evaluate the pattern on tiles by token: a mask index each, or FULL or EMPTY."""
         q_tile, kv_tile = self.tile
         codes = np.empty(len(sample.q_lo), np.int32)
-        step = max(1, _EVALUATED_AT_ONCE // (q_tile * kv_tile))
+        # a decoding step has one query
+        high = int((sample.q_hi - sample.q_lo).max(initial=1))
+        rows, columns = (torch.arange(side, device="cpu") for side in (high, kv_tile))
+        step = max(1, _EVALUATED_AT_ONCE // (high * kv_tile))
         for begin in range(0, len(codes), step):
             q_lo, q_hi, k_lo, k_hi = (torch.from_numpy(side[begin : begin + step])[:, None, None] for side in sample)
-            q = q_lo + torch.arange(q_tile, device="cpu")[None, :, None]
-            k = k_lo + torch.arange(kv_tile, device="cpu")[None, None, :]
-            inside = (q < q_hi) & (k < k_hi)
+            q, k = q_lo + rows[:, None], k_lo + columns
             # positions past the ends are clamped: a function may index tables by them
-            allowed = pattern.allows(torch.minimum(q, q_hi - 1), torch.minimum(k, k_hi - 1)) & inside
-            full, empty = (allowed == inside).all((1, 2)).numpy(), ~allowed.any(2).any(1).numpy()
-            packed = pack_masks(allowed).numpy().reshape(len(full), -1)
-            for i, row in enumerate(packed):
-                if empty[i] or full[i]:
-                    codes[begin + i] = self.EMPTY if empty[i] else self.FULL
-                    continue
-                code = self.index.setdefault(row.tobytes(), len(self.rows))
-                if code == len(self.rows):
-                    self.rows.append(row.copy())
-                codes[begin + i] = code
+            allowed = pattern.allows(torch.minimum(q, q_hi - 1), torch.minimum(k, k_hi - 1))
+            inside = np.where(q < q_hi, np.packbits((k < k_hi).numpy(), axis=2, bitorder="little"), np.uint8(0))
+            bits = np.packbits(allowed.expand(len(q), high, kv_tile).numpy(), axis=2, bitorder="little") & inside
+            full, empty = np.all(bits == inside, axis=(1, 2)), np.all(bits == 0, axis=(1, 2))
+            part = codes[begin : begin + len(bits)]
+            part[full], part[empty] = self.FULL, self.EMPTY
+            padded = np.zeros((len(bits), q_tile, 4 * self.words[1]), np.uint8)
+            padded[:, :high, : kv_tile // 8] = bits
+            for i in np.flatnonzero(~(full | empty)).tolist():
+                part[i] = self.index.setdefault(padded[i].tobytes(), len(self.index))
         return codes
 
     def packed(self) -> torch.Tensor:
-        if not self.rows:
-            return torch.zeros(0, *self.words, dtype=torch.int32, device="cpu")
-        return torch.from_numpy(np.stack(self.rows).reshape(-1, *self.words))
+        # as they were added
+        words = np.frombuffer(bytearray().join(self.index), "<i4")
+        return torch.from_numpy(words.reshape(-1, *self.words))

@@ -17,11 +17,12 @@ _ALIGNED = 16  # elements: 64 bytes
 
 @dataclass
 class RowSet:
-    """The non-empty tiles of one row set, in row order."""
+    """The non-empty tiles of a row set, or of several side by side, in row order; rows count on through the sets."""
 
     row: NDArray[np.int64]
     col: NDArray[np.int64]
     bits: NDArray[np.int32]
+    sets: int = 1
 
 
 def stable_order(keys: Int64, bound: int) -> Int64:
@@ -44,28 +45,33 @@ def assemble(
 ) -> BlockPlan:
     """Make a plan of its row sets: the lists by columns, the launch order, and all of it in one piece of memory."""
     q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
-    row_ptr, col_ptr, row_t, bits_t = [], [], [], []
-    base = 0
-    for tiles in sets:
-        row_ptr.append(base + _offsets(tiles.row, q_tiles))
-        col_ptr.append(base + _offsets(tiles.col, kv_tiles))
-        by_column = stable_order(tiles.col, kv_tiles)
-        row_t.append(tiles.row[by_column])
-        bits_t.append(tiles.bits[by_column])
-        base += len(tiles.row)
-    limit(base)
-    counts = np.concatenate([np.diff(ptr) for ptr in row_ptr])
+    first = np.cumsum([0, *(each.sets for each in sets)])
+    count = int(first[-1])
+    limit(sum(len(each.row) for each in sets))
+    row, col, bits = (np.concatenate([getattr(each, name) for each in sets]) for name in ("row", "col", "bits"))
+    ends = np.cumsum([0, *(len(each.row) for each in sets)])
+    for before, begin, end in zip(first[1:], ends[1:], ends[2:], strict=False):
+        row[begin:end] += before * q_tiles
+    row_ptr = _offsets(row, count, q_tiles)
+    column = row // q_tiles
+    column *= kv_tiles
+    column += col
+    col_ptr = _offsets(column, count, kv_tiles)
+    by_column = stable_order(column, count * kv_tiles)
+    del column
+    row = row[by_column]
+    row %= q_tiles
 
     arrays = {
-        "row_ptr": np.stack(row_ptr),
-        "col": np.concatenate([tiles.col for tiles in sets]),
-        "bits": np.concatenate([tiles.bits for tiles in sets]),
-        "col_ptr": np.stack(col_ptr),
-        "row": np.concatenate(row_t),
-        "bits_t": np.concatenate(bits_t),
+        "row_ptr": row_ptr,
+        "col": col,
+        "bits": bits,
+        "col_ptr": col_ptr,
+        "row": row,
+        "bits_t": bits[by_column],
         "masks": masks.numpy(),
         "group": group.numpy(),
-        "order": _launch_order(counts),
+        "order": _launch_order(np.diff(row_ptr).reshape(-1)),
     }
     # in one piece: one copy to a device, and small plans take little more than their elements
     sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays.values()]
@@ -89,8 +95,11 @@ def limit(tiles: int) -> None:
         raise PatternError(message("pattern", f"{tiles} tiles", "fewer than 2**31", "Use larger tiles or less."))
 
 
-def _offsets(index: Int64, size: int) -> Int64:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(index, minlength=size))])
+def _offsets(line: Int64, sets: int, lines: int) -> Int64:
+    """(sets, lines + 1): where the elements of each line of each set begin, and of the last one end."""
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(line, minlength=sets * lines))])
+    of_sets: Int64 = ends[np.arange(sets)[:, None] * lines + np.arange(lines + 1)]
+    return of_sets
 
 
 def _launch_order(counts: Int64) -> Int64:

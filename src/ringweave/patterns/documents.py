@@ -1,0 +1,260 @@
+"""Documents that are packed side by side in one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import PatternError, message, shown
+from .base import Full, Pattern
+from .numbers import INTEGERS, LONGEST, integers, whole
+from .spans import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
+from .tiles import Int64, Ranges, Tiles, mix
+
+_LISTS = ("lengths", "cu_seqlens", "ids", "cu_seqlens_q", "cu_seqlens_k")
+
+
+class _Packed(NamedTuple):
+    """What the tensors of documents hold: their spans, None where one is in several pieces, and ids by token."""
+
+    spans: Spans | None
+    ids: Int64 | None
+
+
+class Documents(Bounds):
+    """Packed variable-length documents: a query attends the keys of its own document.
+
+    Give ``lengths``, ``cu_seqlens`` or ``ids``; or ``cu_seqlens_q`` with ``cu_seqlens_k``, where queries and keys are
+    packed apart. What it is made of is copied; tensors are read when a plan is made and not before, so it can be made
+    inside ``torch.compile``.
+
+    Args:
+        lengths: Tokens of each document, in order; their sum is the sequence length.
+        cu_seqlens: The same as cumulative bounds (0, ..., N), as varlen kernels take them.
+        ids: The document of each token, an integer tensor (N,), or (B, N) for batch elements that are packed
+            differently; a token of a negative one attends nothing and is attended by none.
+        cu_seqlens_q: Cumulative bounds of the documents' queries.
+        cu_seqlens_k: Those of their keys.
+    Raises:
+        PatternError: A length below 1, bounds that do not start at 0 or do not rise, or a sum that is not N; of
+            tensors at use.
+    Example:
+        >>> rw.Documents([1, 2]).to_dense(3)[0, 0].int()
+        tensor([[1, 0, 0],
+                [0, 1, 1],
+                [0, 1, 1]], dtype=torch.int32)
+        >>> rw.Documents(ids=torch.tensor([5, 7, 7, -1])).to_dense(4)[0, 0].int()
+        tensor([[1, 0, 0, 0],
+                [0, 1, 1, 0],
+                [0, 1, 1, 0],
+                [0, 0, 0, 0]], dtype=torch.int32)
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | Tensor | None = None,
+        *,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        ids: Sequence[int] | Tensor | None = None,
+        cu_seqlens_q: Sequence[int] | Tensor | None = None,
+        cu_seqlens_k: Sequence[int] | Tensor | None = None,
+    ):
+        given = {
+            name: value
+            for name, value in zip(_LISTS, (lengths, cu_seqlens, ids, cu_seqlens_q, cu_seqlens_k), strict=True)
+            if value is not None
+        }
+        if tuple(given) not in (*((name,) for name in _LISTS[:3]), _LISTS[3:]):
+            raise PatternError(
+                message(
+                    "lengths, cu_seqlens",
+                    " and ".join(given) or "neither",
+                    "exactly one of the two, or of ids and the pair cu_seqlens_q, cu_seqlens_k",
+                    "Pass lengths=[...].",
+                )
+            )
+        if ids is not None:
+            self._tables = {"ids": _ids(ids)}
+        elif lengths is not None:
+            self._tables = {"cu_seqlens": _summed(lengths)}
+        else:
+            self._tables = {name: _bounds(name, value, len(given) == 1) for name, value in given.items()}
+        self.__post_init__()
+
+    @classmethod
+    def own(cls, **tables: Tensor) -> Documents:
+        """A pattern around tensors that are already private."""
+        pattern = cls.__new__(cls)
+        pattern._tables = tables
+        pattern.__post_init__()
+        return pattern
+
+    def _text(self) -> str:
+        return f"Documents({', '.join(f'{name}=_' for name in self._tables)})"
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        return tuple(self._tables.values())
+
+    def __repr__(self) -> str:
+        bounds = self._tables.get("cu_seqlens")
+        if bounds is None:
+            sides = (f"{name}=<{' x '.join(map(str, table.shape))}>" for name, table in self._tables.items())
+            return f"Documents({', '.join(sides)})"
+        if bounds.device.type != "cpu":
+            return f"Documents(<{len(bounds) - 1} documents>)"
+        sizes = bounds.diff().tolist()
+        if len(sizes) <= 8:
+            return f"Documents({sizes})"
+        return f"Documents(<{len(sizes)} documents, {min(sizes)}-{max(sizes)} tokens>)"
+
+    def extents(self) -> tuple[int | None, int | None]:
+        ids = self._tables.get("ids")
+        return (ids.shape[0] if ids is not None and ids.ndim == 2 and len(ids) > 1 else None), None
+
+    def select(self, b: int, h: int) -> Pattern:
+        return self if self.extents()[0] is None else Documents.own(ids=self._tables["ids"][b])
+
+    def _make(self) -> _Packed:
+        if "ids" in self._tables:
+            return _of_ids(rows_of(self._tables["ids"], 2))
+        return _Packed(_of_bounds({name: rows_of(table, 1) for name, table in self._tables.items()}), None)
+
+    def numbers(self) -> Int64:
+        known: dict[bytes, int] = {}
+        return np.array([known.setdefault(row.tobytes(), len(known)) for row in self._now.ids])
+
+    def fits(self, nq: int, nk: int, q_offset: int) -> None:
+        packed: _Packed = self._now
+        if packed.ids is not None:
+            queries = keys = packed.ids.shape[1]
+        else:
+            assert packed.spans is not None
+            queries, keys = int(packed.spans.q_stop[-2]), int(packed.spans.k_stop[-2])
+        if keys == nk and q_offset + nq <= queries:
+            return
+        apart = f" and {queries} queries" if queries != keys else ""
+        raise PatternError(
+            message(
+                "Documents",
+                f"documents of {keys} tokens in all{apart} for {nk} keys and queries up to position {q_offset + nq}",
+                "lengths that sum to the number of keys, and every query inside",
+                "Add the padding as a last document, or correct the lengths.",
+            )
+        )
+
+    def spans(self) -> Spans:
+        spans: Spans | None = self._now.spans
+        if spans is None:
+            raise PatternError(
+                message("documents", "one in several pieces", "documents of tokens side by side", "Sort the tokens.")
+            )
+        queries, keys = spans.lengths()
+        longer = np.flatnonzero(queries > keys)
+        if len(longer):
+            got = f"document {longer[0]} of {queries[longer[0]]} queries and {keys[longer[0]]} keys"
+            wanted = "queries that are the last tokens of their documents"
+            raise PatternError(message("documents", got, wanted, "Combine the pattern with & instead of within."))
+        return spans
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        packed: _Packed = self._now
+        if packed.spans is not None:
+            return packed.spans.allows(q, k, Full())
+        assert packed.ids is not None
+        rows, n = packed.ids.shape
+        ids = torch.from_numpy(packed.ids).reshape(-1).to(q.device)
+        of_q, of_k = (ids[((x >> ELEMENT_BITS) * n if rows > 1 else 0) + (x & (ELEMENT - 1))] for x in (q, k))
+        return (of_q == of_k) & (of_q >= 0)
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        spans = self._now.spans
+        return Ranges.of((0, nk), rows=len(q_lo)) if spans is None else spans.key_ranges(q_lo, q_hi, nk, Full())
+
+    def tile_keys(self, tiles: Tiles) -> Int64:
+        spans: Spans | None = self._now.spans
+        return mix(tiles.q_lo, tiles.k_lo) if spans is None else spans.tile_keys(tiles, Full())
+
+    def restride(self, rate: int, offset: int) -> Pattern | None:
+        if "ids" in self._tables:
+            ids = self._tables["ids"][..., offset::rate]
+            return Documents.own(ids=ids.contiguous()) if ids.shape[-1] else None
+        if "cu_seqlens" not in self._tables:
+            return None
+        self._make()  # which refuses bounds that do not rise
+        bounds = torch.unique(-((offset - self._tables["cu_seqlens"]) // rate))
+        return Documents(cu_seqlens=bounds) if len(bounds) > 1 and int(bounds[0]) == 0 else None
+
+
+def _of_ids(ids: Int64) -> _Packed:
+    rows, n = ids.shape
+    edge = np.ones(ids.shape, np.bool_)
+    np.not_equal(ids[:, 1:], ids[:, :-1], out=edge[:, 1:])
+    place = np.flatnonzero(edge)
+    ends, label = np.append(place[1:], rows * n), ids.reshape(-1)[place]
+    real = label >= 0
+    place, ends, label = place[real], ends[real], label[real]
+    row = place // n
+    if len(np.unique(mix(row, label))) < len(label):
+        return _Packed(None, ids)
+    first, stop = row * (ELEMENT - n) + place, row * (ELEMENT - n) + ends
+    return _Packed(Spans.of(first, stop, first, first, stop, rows == 1), ids)
+
+
+def _of_bounds(bounds: dict[str, Int64]) -> Spans:
+    for name, each in bounds.items():
+        _check_rising(name, each, len(bounds) == 1)
+    q, k = next(iter(bounds.values())), list(bounds.values())[-1]
+    if len(q) != len(k):
+        got = f"{len(q) - 1} documents of queries and {len(k) - 1} of keys"
+        raise PatternError(message("cu_seqlens_q, cu_seqlens_k", got, "as many of both", "Pass bounds of one batch."))
+    # where there are fewer queries than keys they are the last ones
+    return Spans.of(q[:-1], q[1:], q[1:] - np.diff(k), k[:-1], k[1:], True)
+
+
+def _check_rising(name: str, bounds: Int64, filled: bool) -> None:
+    # sums beyond 64 bits have wrapped round, and their differences with them
+    outside = (bounds < 0) | (bounds > LONGEST)
+    if len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) < filled).any() or outside.any():
+        remedy = "Drop empty documents." if filled else "Begin with 0, and let no bound be less than the one before."
+        raise PatternError(message(name, shown(bounds.tolist()), "bounds that rise from 0", remedy))
+    whole(name, bounds[-1], 1, LONGEST)
+
+
+def _deferred(value: object) -> bool:
+    """Whether a list of numbers is a tensor, which is not read."""
+    return isinstance(value, Tensor) and value.ndim == 1 and value.dtype in INTEGERS and value.device.type != "meta"
+
+
+def _bounds(name: str, value: Sequence[int] | Tensor, filled: bool) -> Tensor:
+    if isinstance(value, Tensor) and _deferred(value):
+        return value.detach().to(torch.int64, copy=True)
+    bounds = np.array(integers(name, value), np.int64)
+    _check_rising(name, bounds, filled)
+    return torch.from_numpy(bounds)
+
+
+def _summed(lengths: Sequence[int] | Tensor) -> Tensor:
+    if isinstance(lengths, Tensor) and _deferred(lengths):
+        return torch.nn.functional.pad(lengths.detach().long().cumsum(0), (1, 0))
+    sizes = np.array(integers("lengths", lengths), np.int64)
+    if not len(sizes) or (sizes < 1).any():
+        got = shown(sizes.tolist())
+        raise PatternError(message("lengths", got, "documents of at least one token", "Drop empty documents."))
+    bounds = np.concatenate([np.zeros(1, np.int64), sizes.cumsum()])
+    whole("the sum of lengths", bounds[-1], 1, LONGEST)
+    return torch.from_numpy(bounds)
+
+
+def _ids(value: Sequence[int] | Tensor) -> Tensor:
+    if not isinstance(value, Tensor):
+        value = torch.tensor(integers("ids", value), dtype=torch.int64, device="cpu")
+    fits = value.ndim in (1, 2) and value.dtype in INTEGERS and value.layout == torch.strided
+    if not fits or not value.numel():
+        wanted = "an integer tensor (N,) or (B, N)"
+        raise PatternError(message("ids", shown(value), wanted, "Number the document of each token."))
+    return value.detach().to(torch.int64, copy=True)

@@ -1,0 +1,160 @@
+"""A pattern inside each document or row, and a pattern of a head on the positions of all batch elements."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from ..errors import PatternError, message
+from .algebra import Combined, Not
+from .base import Pattern
+from .documents import Documents
+from .fit import nest, refuse
+from .keys import Keys
+from .per_head import PerHead
+from .spans import ELEMENT, Bounds, Shared, bounds_in
+from .table import BlockTable
+from .tiles import Int64, Ranges, Tiles, mix
+
+
+class Within(Pattern):
+    """A pattern that begins anew with the first key of every document or row, and allows nothing across.
+
+    What ``pattern.within(bounds)`` makes. Where queries and keys are packed apart, a document's queries are its last
+    tokens. Planning grows with the tiles that are not empty.
+
+    Args:
+        pattern: A relation, counted from each document's first key.
+        bounds: ``Documents``, or ``Keys`` for rows that are padded.
+    Raises:
+        PatternError: What is no relation, or has a block table in it; bounds of another kind; at use, documents in
+            several pieces or with more queries than keys, or of a length that the pattern is not made for.
+    Example:
+        >>> rw.Sinks(1).within(rw.Documents([2, 2])).to_dense(4)[0, 0].int()
+        tensor([[1, 0, 0, 0],
+                [1, 0, 0, 0],
+                [0, 0, 1, 0],
+                [0, 0, 1, 0]], dtype=torch.int32)
+        >>> (rw.Sinks(1) & rw.Causal()).within(rw.Keys(4, start=2)).to_dense(4)[0, 0].int()
+        tensor([[0, 0, 0, 0],
+                [0, 0, 0, 0],
+                [0, 0, 1, 0],
+                [0, 0, 1, 0]], dtype=torch.int32)
+    """
+
+    def __init__(self, pattern: Pattern, bounds: Pattern):
+        if not isinstance(pattern, Pattern):
+            refuse(pattern)
+        if not isinstance(bounds, (Keys, Documents)):
+            got = repr(bounds) if isinstance(bounds, Pattern) else type(bounds).__name__
+            raise PatternError(message("bounds", got, "Documents or Keys", "Combine other patterns with &."))
+        if not pattern.combinable:
+            remedy = "A LongNet keeps tokens by their place in the whole sequence: use Dilated or Segments."
+            raise PatternError(message("pattern", repr(pattern), "a relation", remedy))
+        if _has_table(pattern):
+            remedy = "The blocks of a table are places of the whole sequence: build it so, and combine it with &."
+            raise PatternError(message("pattern", repr(pattern), "one without a block table", remedy))
+        self.pattern, self.bounds = pattern, bounds
+        nest(self, 1 + pattern.depth, pattern.leaves + 1)
+        self.__post_init__()
+
+    def _text(self) -> str:
+        return f"Within({self.pattern.spec}, {self.bounds.spec})"
+
+    def __repr__(self) -> str:
+        return f"Within({self.pattern!r}, {self.bounds!r})"
+
+    def parts_within(self) -> tuple[Pattern, ...]:
+        return self.pattern, self.bounds
+
+    def extents(self) -> tuple[int | None, int | None]:
+        return (self.pattern & self.bounds).extents()
+
+    def select(self, b: int, h: int) -> Pattern:
+        chosen, bounds = self.pattern.select(b, h), self.bounds.select(b, h)
+        if chosen is self.pattern and bounds is self.bounds:
+            return self
+        return Within(chosen, bounds)
+
+    def check(self, nq: int, nk: int, q_offset: int) -> None:
+        self.bounds.check(nq, nk, q_offset)
+        if self.bounds.readable():
+            self.fits()
+
+    def fits(self) -> None:
+        """Raise PatternError where the pattern is not made for the documents' lengths."""
+        lengths = self.bounds.spans().lengths()[1]
+        if lengths.any():
+            # what is made for one length is not made for two
+            for length in {int(lengths[lengths > 0].min()), int(lengths.max())}:
+                self.pattern.check(length, length, 0)
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.bounds.spans().allows(q, k, self.pattern)
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        return self.bounds.spans().key_ranges(q_lo, q_hi, nk, self.pattern)
+
+    def tile_keys(self, tiles: Tiles) -> Int64:
+        return self.bounds.spans().tile_keys(tiles, self.pattern)
+
+
+def _has_table(pattern: Pattern) -> bool:
+    return isinstance(pattern, BlockTable) or any(map(_has_table, pattern.parts_within()))
+
+
+def batched(pattern: Pattern, head: int) -> Pattern | None:
+    """The pattern of a head on the axis of all batch elements, with its bounds read; None if it has no such form."""
+    if not any(bounds_in(pattern)):
+        one = pattern.select(0, head)
+        apart = _function_in(pattern) and one.key().value != pattern.select(1, head).key().value
+        return None if apart or pattern.extents()[0] is not None else Shared(one)
+    if isinstance(pattern, Bounds):
+        return pattern.read()
+    if isinstance(pattern, PerHead):
+        return batched(pattern.patterns[head], head)
+    parts = [batched(part, head) for part in pattern.parts_within()]
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts):
+        return None
+    if isinstance(pattern, Combined):
+        return type(pattern)(tuple(found))
+    return Not(found[0]) if isinstance(pattern, Not) else Within(found[0], found[1])
+
+
+def check_bounds(pattern: Pattern, nq: int, nk: int, q_offset: int) -> None:
+    """Raise PatternError where bounds that were read are not those of these lengths."""
+    if isinstance(pattern, Bounds):
+        pattern.fits(nq, nk, q_offset)
+    elif isinstance(pattern, Within):
+        pattern.bounds.fits(nq, nk, q_offset)
+        pattern.fits()
+    else:
+        for part in pattern.parts_within():
+            check_bounds(part, nq, nk, q_offset)
+
+
+def by_head(pattern: Pattern) -> bool:
+    """Whether heads may have patterns of their own."""
+    if pattern.extents()[1] is not None:
+        return True
+    return _function_in(pattern) and pattern.select(0, 0).key().value != pattern.select(0, 1).key().value
+
+
+def _function_in(pattern: Pattern) -> bool:
+    # what functions do with an index shows in no extent
+    return "TokenMask(" in pattern.spec
+
+
+def elements(pattern: Pattern, batch: int) -> tuple[Int64, Int64]:
+    """Where the elements begin that differ, on the axis of all of them; and (B,) which of those each is like.
+
+    Args:
+        pattern: What :func:`batched` made.
+        batch: Batch elements.
+    """
+    numbers = [bounds.numbers() for bounds in bounds_in(pattern) if bounds.extents()[0] is not None]
+    if not numbers:
+        return np.zeros(1, np.int64), np.zeros(batch, np.int64)
+    _, first, like = np.unique(mix(*numbers), return_index=True, return_inverse=True)
+    return first * ELEMENT, like

@@ -1,0 +1,433 @@
+"""Batches whose elements differ: keys, documents and patterns within them, against their definitions pair by pair."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import time
+from collections.abc import Callable
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringweave as rw
+from ringweave.errors import PatternError
+from ringweave.patterns import Pattern, parse, rebuild
+from ringweave.plan.from_pattern import build
+
+from ..cases import PATTERNS
+
+HEADS = 4
+#: what is made for one length, whose documents all have it
+OF_ONE_LENGTH = {
+    "documents", "causal_documents", "documents_by_ids", "documents_in_pieces", "within_documents", "keys", "within_keys",
+    "natten", "image",
+}  # fmt: skip
+TABLES = {"table", "table_per_head", "bigbird", "variable"}
+
+
+def pairs(pattern: Pattern, nq: int, nk: int, b: int = 0, first: int = 0) -> Tensor:
+    """(heads, nq, nk): the pattern alone, of queries from a position on."""
+    q, k = torch.arange(first, first + nq)[:, None], torch.arange(nk)[None, :]
+    return torch.stack([pattern.select(b, h).allows(q, k).expand(nq, nk) for h in range(HEADS)])
+
+
+def side_by_side(pattern: Pattern, queries: list[int], keys: list[int], b: int = 0) -> Tensor:
+    """(heads, all queries, all keys): documents each alone, and nothing across."""
+    dense = torch.zeros(HEADS, sum(queries), sum(keys), dtype=torch.bool)
+    for i, j, nq, nk in zip(accumulate([0, *queries]), accumulate([0, *keys]), queries, keys, strict=False):
+        if nq and nk:
+            dense[:, i : i + nq, j : j + nk] = pairs(pattern, nq, nk, b, nk - nq)
+    return dense
+
+
+def spells_out(pattern: Pattern, dense: Tensor, q_offset: int = 0, tile: tuple[int, int] = (16, 32)) -> None:
+    """The pattern and its plan allow these pairs, and no tile is listed that allows none."""
+    batch, heads, nq, nk = dense.shape
+    assert torch.equal(pattern.to_dense(nq, nk, heads, batch=batch, q_offset=q_offset), dense)
+    plan = build(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile)
+    assert torch.equal(plan.to_dense(), dense)
+    padded = torch.nn.functional.pad(dense, (0, -nk % tile[1], 0, -nq % tile[0]))
+    assert plan.tiles == int(padded.unflatten(3, (-1, tile[1])).unflatten(2, (-1, tile[0])).any(5).any(3).sum())
+    assert rebuild(pattern.spec, pattern.tables) == pattern
+    if "TokenMask" not in pattern.spec:
+        assert pickle.loads(pickle.dumps(pattern)) == pattern
+
+
+# ---- the definitions -------------------------------------------------------------------------------------------------
+
+
+def keys_by_hand(stop: list[int], start: list[int], nq: int, nk: int) -> Tensor:
+    return torch.tensor([[[a <= k < b for k in range(nk)]] * nq for a, b in zip(start, stop, strict=True)])[:, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.int16])
+def test_keys_are_what_they_say(dtype: torch.dtype) -> None:
+    stop, start = [0, 40, 100, 33, 40], [0, 7, 0, 33, 7]
+    dense = keys_by_hand(stop, start, 100, 100)
+    keys = rw.Keys(torch.tensor(stop, dtype=dtype), torch.tensor(start))
+    causal = rw.Causal().to_dense(100)
+    for pattern, want in (
+        (keys, dense), (~keys, ~dense), (keys & rw.Causal(), dense & causal), (keys | rw.Causal(), dense | causal),
+        (~keys & rw.Causal(), ~dense & causal), (~(keys | rw.SlidingWindow(9)), ~(dense | rw.SlidingWindow(9).to_dense(100))),
+    ):  # fmt: skip
+        spells_out(pattern, want)
+        assert pattern.density(100, batch=5) == pytest.approx(float(want.double().mean()), abs=1e-12)
+    assert torch.equal(rw.Keys(stop, start).to_dense(100, batch=5), dense)
+    assert torch.equal(
+        rw.Keys(torch.tensor(stop, dtype=dtype)).to_dense(3, 100, batch=5), keys_by_hand(stop, [0] * 5, 3, 100)
+    )
+    strided = torch.tensor(stop).repeat_interleave(3)[::3]
+    assert torch.equal(rw.Keys(strided, start).to_dense(100, batch=5), dense)
+
+
+def test_keys_of_all_elements_alike() -> None:
+    for keys in (rw.Keys(40, 7), rw.Keys(torch.tensor([40]), 7), rw.Keys([40], [7])):
+        assert keys.extents() == (None, None)
+        assert keys.select(3, 1) is keys
+        spells_out(keys & rw.Causal(), keys_by_hand([40] * 3, [7] * 3, 64, 64) & rw.Causal().to_dense(64))
+        assert keys.plan(64, batch=3, heads=2).row_ptr.shape[0] == 1
+    assert rw.Keys(5) == parse("Keys(5)")
+    assert repr(rw.Keys(5, 2)) == "Keys(5, 2)"
+    assert repr(rw.Keys([5, 6], 2)) == "Keys(<2 bounds>, 2)"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ids_are_what_they_say(seed: int) -> None:
+    """Equal and not negative: side by side or in pieces, in any order, of one row or of each element."""
+    chance = random.Random(seed)
+    n, batch = chance.randint(1, 90), 3
+    rows = []
+    for _ in range(batch):
+        row: list[int] = []
+        while len(row) < n:
+            row += [chance.choice([-1, -7, 0, 5, 2**40, len(row)])] * chance.randint(1, 30)
+        rows.append(row[:n])
+    dense = torch.tensor([[[a == b >= 0 for b in row] for a in row] for row in rows])[:, None]
+    ids = torch.tensor(rows)
+    spells_out(rw.Documents(ids=ids), dense)
+    spells_out(rw.Documents(ids=ids) & ~rw.SlidingWindow(5), dense & ~rw.SlidingWindow(5).to_dense(n))
+    spells_out(rw.Documents(ids=ids[0]), dense[:1])
+    spells_out(~rw.Documents(ids=ids.T.contiguous().T), ~dense)
+
+
+def test_queries_and_keys_packed_apart() -> None:
+    queries, keys = [3, 0, 40, 1], [9, 5, 40, 30]
+    bounds = {
+        f"cu_seqlens_{name}": torch.tensor([0, *accumulate(x)], dtype=torch.int32)
+        for name, x in (("q", queries), ("k", keys))
+    }
+    documents = rw.Documents(**bounds)
+    spells_out(documents, side_by_side(rw.Full(), queries, keys)[None])
+    spells_out(rw.Causal().within(documents), side_by_side(rw.Causal(), queries, keys)[None])
+    listed = rw.Documents(**{name: x.tolist() for name, x in bounds.items()})
+    assert torch.equal(listed.to_dense(44, 84), documents.to_dense(44, 84))
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.01, 0.3, 1.0])
+def test_a_mask_of_global_tokens(chance: float) -> None:
+    mask = torch.rand(3, 300, generator=torch.Generator().manual_seed(0)) < chance
+    dense = (mask[:, :, None] | mask[:, None, :])[:, None]
+    spells_out(rw.Global(mask), dense)
+    spells_out(~rw.Global(mask) & rw.Causal(), ~dense & rw.Causal().to_dense(300))
+    spells_out(rw.Global(mask[1]) | rw.Keys([0, 300]), dense[1] | torch.tensor([False, True])[:, None, None, None])
+    spells_out((rw.Global(mask) | rw.SlidingWindow(9)) & rw.Keys([300, 5, 0]),
+               (dense | rw.SlidingWindow(9).to_dense(300)) & keys_by_hand([300, 5, 0], [0] * 3, 300, 300))  # fmt: skip
+    assert rw.Global(mask[0]).density(300) == pytest.approx(float(dense[0].double().mean()), abs=1e-12)
+    q, k, v = ones(3, 300)
+    want = (rw.Dilated(3, 64).to_dense(300) | dense) & rw.Causal().to_dense(300)
+    assert torch.equal(rw.attention(q, k, v, (rw.Dilated(3, 64) | rw.Global(mask)) & rw.Causal()) > 0, want)
+    before = rw.Global(mask)
+    mask ^= True
+    assert torch.equal(before.to_dense(300, batch=3), dense)
+
+
+# ---- within: the same rows wherever they are -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(set(PATTERNS) - TABLES))
+def test_a_row_is_the_same_alone_packed_and_padded(name: str) -> None:
+    """Pair by pair, and in what attention computes; in any place of a sequence, and of a batch."""
+    n, room = 70, 111
+    others = [n, n] if name in OF_ONE_LENGTH else [33, 129]
+    pattern = PATTERNS[name](n)
+    alone = pairs(pattern, n, n)
+    lengths = [others[0], n, others[1]]
+    packed = pattern.within(rw.Documents(lengths))
+    ids = torch.tensor([7] * others[0] + [-1] * 5 + [3] * n + [4] * others[1])
+    marked = pattern.within(rw.Documents(ids=torch.stack([ids, ids.roll(others[1])])))
+    padded = pattern.within(rw.Keys(torch.tensor([n, room, n + 20]), torch.tensor([0, room - n, 20])))
+    places = {
+        "packed": (packed, 0, others[0], sum(lengths)), "ids": (marked, 0, others[0] + 5, len(ids)),
+        "right": (padded, 0, 0, room), "left": (padded, 1, room - n, room), "middle": (padded, 2, 20, room),
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, HEADS, n, 16, generator=generator) for _ in range(3))
+    want = rw.attention(q, k, v, pattern)
+    for where, (whole, b, first, total) in places.items():
+        batch = whole.extents()[0] or 1
+        dense = whole.to_dense(total, heads=HEADS, batch=batch)[b]
+        inside = dense[:, first : first + n]
+        assert torch.equal(inside[:, :, first : first + n], alone), where
+        assert int(inside.sum()) == int(alone.sum()), where
+        # padding is not read; of other documents no number counts
+        rows = [
+            torch.full((batch, HEADS, total, 16), 100.0 if where in ("packed", "ids") else torch.nan) for _ in range(3)
+        ]
+        for row, x in zip(rows, (q, k, v), strict=True):
+            row[b, :, first : first + n] = x[0]
+        got = rw.attention(rows[0], rows[1], rows[2], whole)[b, :, first : first + n]
+        torch.testing.assert_close(got, want[0], atol=2e-6, rtol=1e-5, msg=where)
+    spells_out(packed, side_by_side(pattern, lengths, lengths)[None], tile=(32, 16))
+
+
+def _of_batch(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q + b >= k
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        rw.Sinks(4), rw.Sinks(4) & rw.Causal(), rw.Dilated(3, 4), ~rw.Causal(), rw.from_mask_mod(_of_batch),
+        rw.PerHead([rw.Causal(), rw.Strided(3), rw.Causal(), rw.from_mask_mod(_of_batch)]),
+    ],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("seed", range(3))
+def test_within_is_the_pattern_of_each_document(pattern: Pattern, seed: int) -> None:
+    chance = random.Random(seed)
+    lengths = [chance.randint(1, chance.choice([3, 150])) for _ in range(chance.randint(1, 9))]
+    dense = torch.stack([side_by_side(pattern, lengths, lengths, b) for b in range(2)])
+    within = pattern.within(rw.Documents(torch.tensor(lengths)))
+    spells_out(within, dense)
+    spells_out(~within, ~dense)
+    plain = torch.stack([pairs(pattern, len(dense[0, 0]), len(dense[0, 0]), b) for b in range(2)])
+    spells_out(within | pattern, dense | plain)
+    start = [chance.randint(0, 50), 0]
+    stop = [chance.randint(start[0], 90), 90]
+    rows = torch.zeros(2, HEADS, 90, 90, dtype=torch.bool)
+    for b, (a, e) in enumerate(zip(start, stop, strict=True)):
+        rows[b, :, a:, a:e] = pairs(pattern, 90 - a, e - a, b)
+    spells_out(pattern.within(rw.Keys(stop, start)), rows)
+    spells_out(pattern.within(rw.Keys(stop, start)), rows[:, :, 60:61], q_offset=60)
+
+
+# ---- what changes, and what it costs ---------------------------------------------------------------------------------
+
+
+def ones(batch: int, n: int) -> tuple[Tensor, ...]:
+    return (
+        torch.zeros(batch, 1, n, 8),
+        torch.zeros(batch, 1, n, 8),
+        torch.eye(n)[None, None].expand(batch, 1, n, n).contiguous(),
+    )
+
+
+def test_a_write_to_the_bounds_is_seen() -> None:
+    q, k, v = ones(2, 48)
+    stop = torch.tensor([5, 48])
+    pattern = rw.Causal() & rw.Keys(stop)
+    for write in (lambda: stop.add_(-1), lambda: stop.data.sub_(1), lambda: stop.numpy().__isub__(1)):
+        assert torch.equal(rw.attention(q, k, v, pattern) > 0, pattern.to_dense(48, batch=2))
+        before = pattern.plan(48, batch=2).to_dense()
+        write()
+        after = pattern.plan(48, batch=2).to_dense()
+        assert torch.equal(after, pattern.to_dense(48, batch=2))
+        assert not torch.equal(after, before)
+    copied = torch.tensor([20, 28])
+    documents = rw.Documents(copied)
+    copied[0] = 30
+    assert documents == rw.Documents([20, 28])
+
+
+@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x.data.add_(1)])
+def test_gradients_of_bounds_that_were_changed_are_refused(write: Callable[[Tensor], Tensor]) -> None:
+    q, k, v = (x.requires_grad_() for x in ones(2, 48))
+    stop = torch.tensor([5, 40])
+    out = rw.attention(q, k, v, rw.Causal() & rw.Keys(stop))
+    write(stop)
+    with pytest.raises(PatternError, match="Keys: got bounds that were changed; wanted what it read when the call"):
+        out.sum().backward()
+
+
+def test_tensors_without_values_are_not_read() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    makes: list[Callable[[Tensor], Pattern]] = [
+        lambda t: rw.Causal() & rw.Keys(t), lambda t: rw.Causal().within(rw.Keys(t)), lambda t: rw.Documents(t),
+        lambda t: rw.Causal().within(rw.Documents(ids=t.repeat_interleave(24))), lambda t: rw.Global(t.repeat_interleave(24) > 3),
+    ]  # fmt: skip
+    q = torch.randn(3, 2, 1, 48, 8)
+    for make in makes:
+        with FakeTensorMode():
+            x = torch.empty(2, 1, 48, 8)
+            assert rw.attention(x, x, x, make(torch.tensor([20, 28]))).shape == (2, 1, 48, 8)
+        with pytest.raises(rw.UnsupportedError, match="torch.vmap over the tables of a pattern"):
+            torch.vmap(lambda q, t, make=make: rw.attention(q, q, q, make(t)))(q, torch.tensor([[20, 28]] * 3))
+    with pytest.raises(PatternError, match="got a table on the meta device"):
+        rw.attention(q[0], q[0], q[0], rw.Keys(torch.empty(2, dtype=torch.int64, device="meta")))
+
+
+def test_equal_bounds_share_their_plan() -> None:
+    calls = (rw.Causal() & rw.Keys(torch.tensor([40, 7])) for _ in range(2))
+    first, second = (pattern.plan(64, batch=2) for pattern in calls)
+    assert first is second
+    stop = torch.arange(256) % 4 + 100
+    plan = (rw.Causal() & rw.Keys(stop)).plan(1, 128, heads=32, batch=256, q_offset=127)
+    assert plan.row_ptr.shape[0] == 4
+    assert torch.equal(plan.group, (torch.arange(256) % 4)[:, None].expand(256, 32).int())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_patterns_are_made_of_tensors_inside_compiled_functions(dynamic: bool) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    makes: list[Callable[[Tensor], Pattern]] = [
+        lambda t: rw.Causal() & rw.Keys(t[:2], t[2:4]),
+        lambda t: (rw.Causal() & rw.Sinks(4)).within(rw.Keys(t[:2], start=t[2:4])),
+        lambda t: rw.Causal().within(rw.Documents(ids=t[4:].view(2, 64))),
+        lambda t: rw.SlidingWindow(5).within(rw.Documents(lengths=t[:4])),
+        lambda t: rw.Documents(cu_seqlens=torch.nn.functional.pad(t[:4].cumsum(0), (1, 0))) & rw.Causal(),
+        lambda t: rw.Causal().within(rw.Documents(cu_seqlens_q=torch.stack([t[3] * 0, t[0] + t[1] + t[2] + t[3]]),
+                                                  cu_seqlens_k=torch.stack([t[3] * 0, t[0] + t[1] + t[2] + t[3]]))),
+    ]  # fmt: skip
+    for make in makes:
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        step = torch.compile(
+            lambda q, k, v, t, make=make: rw.attention(q * 1.0, k, v, make(t)),
+            fullgraph=True,
+            backend=counter,
+            dynamic=dynamic or None,
+        )
+        first = 0
+        for seed in range(4):
+            generator = torch.Generator().manual_seed(seed)
+            stop = torch.randint(20, 40, (2,), generator=generator)
+            left = 64 - int(stop.sum())
+            bounds = torch.cat([stop if left > 3 else stop * 0 + 30, torch.tensor([1, (left if left > 3 else 4) - 1])])
+            values = torch.cat([bounds, torch.randint(-1, 3, (2, 64), generator=generator).sort(1).values.reshape(-1)])
+            q, k, v = (torch.randn(2, 2, 64, 8, generator=generator).requires_grad_() for _ in range(3))
+            got = step(q, k, v, values)
+            want = rw.attention(q, k, v, make(values), backend="reference")
+            torch.testing.assert_close(got, want)
+            grads = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (got, want))
+            torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
+            first = counter.frame_count if seed == 0 else first
+        assert counter.frame_count == first
+
+
+def test_documents_of_another_number_recompile_once() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    step = torch.compile(
+        lambda q, cu: rw.attention(q, q, q, rw.Causal().within(rw.Documents(cu_seqlens=cu))),
+        fullgraph=True,
+        backend=counter,
+    )
+    q = torch.randn(1, 2, 64, 8)
+    for count in (2, 3, 5, 8, 13):
+        cu = torch.tensor([0, *sorted(random.Random(count).sample(range(1, 64), count - 1)), 64])
+        want = rw.attention(q, q, q, rw.Causal().within(rw.Documents(cu_seqlens=cu)), backend="reference")
+        torch.testing.assert_close(step(q, cu), want)
+    assert counter.frame_count <= 2
+
+
+def _seconds(make: Callable[[], object]) -> float:
+    """CPU time of this thread, the least of some: what other processes take from the machine is not planning."""
+    found = []
+    for _ in range(5):
+        start = time.thread_time()
+        make()
+        found.append(time.thread_time() - start)
+    return min(found)
+
+
+def test_planning_grows_with_what_bounds_cross() -> None:
+    """Not with batch times heads, nor with the square of the length; bounds of five times what was measured."""
+    generator = torch.Generator().manual_seed(0)
+    stop = torch.randint(1, 4097, (256,), generator=generator)
+    decode = rw.Causal() & rw.Keys(stop)
+    assert _seconds(lambda: build(decode, 1, 4096, heads=32, batch=256, q_offset=4095, tile=(16, 128))) < 0.010
+    stop, start = (
+        torch.randint(1024, 2049, (32,), generator=generator),
+        torch.randint(0, 1024, (32,), generator=generator),
+    )
+    padding = rw.Causal() & rw.Keys(stop, start)
+    assert _seconds(lambda: build(padding, 2048, 2048, heads=16, batch=32, tile=(128, 128))) < 0.050
+    n = 10**6
+    alike = ((rw.SlidingWindow(512) | rw.Sinks(4)) & rw.Causal()).within(rw.Documents([1000] * 1000))
+    assert _seconds(lambda: build(alike, n, n, tile=(128, 128))) < 0.250
+    short = torch.randint(10, 60, (30_000,), generator=generator)
+    n = int(short.sum())
+    assert _seconds(lambda: build(rw.Causal().within(rw.Documents(short)), n, n, tile=(128, 128))) < 5.0
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: rw.Keys(-1), "stop: got -1; wanted at least 0"),
+        (lambda: rw.Keys(2.0), "stop: got 2.0; wanted an int"),
+        (lambda: rw.Keys(torch.ones(2)), r"stop: got Tensor of torch.float32 \(2,\); wanted an int or an integer tensor \(B,\)"),
+        (lambda: rw.Keys(3, torch.tensor(3)), r"start: got Tensor of torch.int64 \(\); wanted an int or an integer tensor"),
+        (lambda: rw.Keys([]), r"stop: got \[\]; wanted a number for each batch element"),
+        (lambda: rw.Keys([1, 2], [1, 2, 3]), "stop, start: got 2 and 3 batch elements; wanted one number"),
+        (lambda: rw.Keys([1, 2]).plan(4, batch=3), "batch = 2, which the pattern is made for"),
+        (lambda: rw.Keys([1, 5]).plan(4, batch=2), "Keys: got start 0 and stop 5 in batch element 1; wanted 0 <= start <= stop <= 4"),
+        (lambda: rw.Keys(torch.tensor([3, 1]), 2).to_dense(4, batch=2), "got start 2 and stop 1 in batch element 1"),
+        (lambda: rw.Keys(torch.tensor([3, -1])).density(4, batch=2), "got start 0 and stop -1 in batch element 1"),
+        (lambda: rw.Keys(9).plan(4), "Keys: got start 0 and stop 9; wanted 0 <= start <= stop <= 4, the number of keys"),
+        (lambda: rw.Documents(ids=torch.ones(3)), r"ids: got Tensor of torch.float32 \(3,\); wanted an integer tensor \(N,\)"),
+        (lambda: rw.Documents(ids=[1, 0.5]), "ids: got 0.5; wanted an int"),
+        (lambda: rw.Documents([3], ids=torch.tensor([0, 0, 0])), "got lengths and ids; wanted exactly one of the two"),
+        (lambda: rw.Documents(cu_seqlens_q=[0, 3]), "got cu_seqlens_q; wanted exactly one of the two, or of ids and the pair"),
+        (lambda: rw.Documents(ids=torch.tensor([0, 0, 0])).plan(4), "documents of 3 tokens in all for 4 keys"),
+        (lambda: rw.Documents(ids=torch.zeros(2, 4).long()).plan(4, batch=3), "batch = 2, which the pattern is made for"),
+        (lambda: rw.Documents(torch.tensor([3, 0])).plan(3), r"cu_seqlens: got \[0, 3, 3\]; wanted bounds that rise from 0"),
+        (lambda: rw.Documents(torch.tensor([2**62] * 4 + [3])).plan(3), "cu_seqlens: got .*; wanted bounds that rise from 0"),
+        (lambda: rw.Documents(cu_seqlens=torch.tensor([1, 3])).plan(3), r"cu_seqlens: got \[1, 3\]; wanted bounds that rise"),
+        (lambda: rw.Documents(cu_seqlens_q=[0, 2, 1], cu_seqlens_k=[0, 1, 2]), "wanted bounds that rise from 0. Begin with 0"),
+        (lambda: rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 1, 2]).plan(3, 2), "got 1 documents of queries and 2 of keys"),
+        (lambda: rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 5]).plan(4, 5), "documents of 5 tokens in all and 3 queries for 5 keys"),
+        (lambda: rw.Sinks(1).within(rw.Causal()), r"bounds: got Causal\(\); wanted Documents or Keys. Combine other patterns with &"),
+        (lambda: rw.Sinks(1).within([3, 4]), "bounds: got list; wanted Documents or Keys"),
+        (lambda: rw.LongNet([8], [1]).within(rw.Keys(3)), "wanted a relation. A LongNet keeps tokens by their place"),
+        (lambda: (rw.Causal() & rw.BlockTable(torch.ones(2, 2).bool(), 16)).within(rw.Keys(3)), "wanted one without a block table. The blocks"),
+        (lambda: rw.bigbird(64, block_size=16).within(rw.Keys(3)), "wanted one without a block table"),
+        (lambda: rw.natten_1d(3, tokens=9).within(rw.Documents([9, 8])).plan(17), "Build it with tokens=8"),
+        (lambda: rw.Causal().within(rw.Documents(ids=torch.tensor([0, 1, 0]))).plan(3), "got one in several pieces; wanted documents of tokens side by side"),
+        (lambda: rw.Causal().within(rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 2])).plan(3, 2), "got document 0 of 3 queries and 2 keys; wanted queries that are the last"),
+        (lambda: rw.Global(torch.ones(2, 3, 4).bool()), r"tokens: got Tensor of torch.bool \(2, 3, 4\); wanted a bool tensor \(N,\) or"),
+        (lambda: rw.Global(torch.ones(2, 3).bool()).plan(4, batch=2), "Global: got a mask of 3 tokens for 4 keys"),
+        (lambda: rw.Global(torch.ones(2, 3).bool()).plan(3, batch=4), "batch = 2, which the pattern is made for"),
+        (lambda: rw.Sinks(1).within(rw.Global(torch.ones(3).bool())), "wanted Documents or Keys"),
+        (lambda: parse("Keys(_)"), "a table where none is given"),
+        (lambda: parse("Within(Causal(), Causal())"), "bounds: got Causal"),
+    ],
+)  # fmt: skip
+def test_errors(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(PatternError, match=text):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: rw.Causal() & rw.Keys(t),
+        lambda t: rw.Causal().within(rw.Documents(t)),
+        lambda t: rw.Dilated(64, 16) & rw.Documents(t),
+    ],
+)
+def test_what_a_compiled_function_is_given_is_checked(make: Callable[[Tensor], Pattern]) -> None:
+    torch._dynamo.reset()
+    q = torch.randn(2, 1, 64, 8)
+    step = torch.compile(lambda q, t: rw.attention(q, q, q, make(t)), fullgraph=True, backend="aot_eager")
+    with pytest.raises(PatternError, match="wanted 0 <= start <= stop <= 64|lengths that sum to the number of keys"):
+        step(q, torch.tensor([3, 65]))
