@@ -244,8 +244,8 @@ struct Pairs {
 
   void add_biases(int begin, int end, float *s, int r0, int n, int lane, int width) const {
     alignas(64) float one[4][kMostTile];
-    for (int r = 0; keys_across && r < n; ++r) {
-      const int some = filled(lane, width);
+    const int some = filled(lane, width);
+    for (int r = 0; keys_across && some && r < n; ++r) {
       memset(one[0] + some, 0, 4 * (size_t)(width - some));
       bias_row(begin, end, head, row_first + r0 + r, lane_first + lane, some, one[0]);
       for (int l = 0; l < width; l += W) store(s + r * width + l, load(s + r * width + l) + load(one[0] + l));
@@ -288,7 +288,7 @@ struct Pairs {
   void bias_gradient(const Term &t, const float *dt, int r0, int n, int lane, int width) const {
     const int32_t *columns = scoring.columns + lane_first + lane;
     const int some = filled(lane, width);
-    for (int r = 0; r < n; ++r, dt += width) {
+    for (int r = 0; some && r < n; ++r, dt += width) {
       const int64_t row =
           batch * t.grad_batch + head * t.grad_head + scoring.rows[row_first + r0 + r] * t.grad_row;
       if (t.own && adjacent)
