@@ -209,7 +209,7 @@ def test_within_is_the_pattern_of_each_document(pattern: Pattern, seed: int) -> 
     stop = [chance.randint(start[0], 90), 90]
     rows = torch.zeros(2, HEADS, 90, 90, dtype=torch.bool)
     for b, (a, e) in enumerate(zip(start, stop, strict=True)):
-        rows[b, :, a:, a:e] = pairs(pattern, 90 - a, e - a, b)
+        rows[b, :, a:e, a:e] = pairs(pattern, e - a, e - a, b)
     spells_out(pattern.within(rw.Keys(stop, start)), rows)
     spells_out(pattern.within(rw.Keys(stop, start)), rows[:, :, 60:61], q_offset=60)
 

@@ -93,11 +93,8 @@ class Keys(Bounds):
             )
 
     def spans(self) -> Spans:
-        start, stop = self._now
-        base = np.arange(len(start)) * ELEMENT
-        # queries have no end: those after the last key count on
-        last = base + ELEMENT // 2
-        return Spans.of(base + start, last, base + start, base + start, base + stop, self._rows == 1)
+        start, stop = (side + np.arange(len(side)) * ELEMENT for side in self._now)
+        return Spans.of(start, stop, start, start, stop, self._rows == 1)
 
     def _of(self, position: Int64) -> tuple[Int64, Int64]:
         """The bounds for positions on the axis of all batch elements."""

@@ -20,8 +20,9 @@ from .tiles import Int64, Ranges, Tiles, mix
 class Within(Pattern):
     """A pattern that begins anew with the first key of every document or row, and allows nothing across.
 
-    What ``pattern.within(bounds)`` makes. Where queries and keys are packed apart, a document's queries are its last
-    tokens. Planning grows with the tiles that are not empty.
+    What ``pattern.within(bounds)`` makes. A query outside of its row, or of all documents, attends nothing. Where
+    queries and keys are packed apart, a document's queries are its last tokens. Planning grows with the tiles that are
+    not empty.
 
     Args:
         pattern: A relation, counted from each document's first key.
