@@ -71,23 +71,23 @@ BREAKAGES = (
         "out.mul_((new / safe)[..., None])", ("tests/test_merge.py",),
     ),
     Breakage(
-        "the scale of a gradient", "ops/gather.py", "dq[batch.line] += torch.bmm(score_slopes, keys).mul_(scale)",
-        "dq[batch.line] += torch.bmm(score_slopes, keys)", GATHER,
+        "the scale of a gradient", "ops/gather.py", "dq[batch.line] += torch.bmm(score_grads, keys).mul_(scale)",
+        "dq[batch.line] += torch.bmm(score_grads, keys)", GATHER,
     ),
     Breakage(
         "the key head of a query head", "ops/gather.py", "pair % self.heads // (self.heads // self.kv_heads)",
         "pair % self.kv_heads", GATHER,
     ),
     Breakage(
-        "a term of the scores' gradient", "ops/gather.py", "score_slopes.sub_(row_delta[batch.line]).mul_(weights)",
-        "score_slopes.mul_(weights)", GATHER,
+        "a term of the scores' gradient", "ops/gather.py", "score_grads.sub_(row_delta[batch.line]).mul_(weights)",
+        "score_grads.mul_(weights)", GATHER,
     ),
     Breakage(
         "what an empty row takes part in", "ops/gather.py", "top.masked_fill_(torch.isneginf(top), 0.0)", "pass",
         GATHER,
     ),
     Breakage(
-        "the bytes of a query on its way back", "parallel/planning/cost.py", "return 4 * (self.value + 1)",
+        "the bytes of a query on its way back", "parallel/planning/workload.py", "return 4 * (self.value + 1)",
         "return 4 * self.value", (f"{PARALLEL}/test_cost.py", f"{PARALLEL}/test_exchange.py"),
     ),
     Breakage(
@@ -95,15 +95,16 @@ BREAKAGES = (
         "(np.maximum(local, receive) + remote).mean()", (f"{PARALLEL}/test_cost.py",),
     ),
     Breakage(
-        "what a node relays inside", "parallel/planning/exchange.py", "for origin in (node, *others):",
-        "for origin in (node,):", (f"{PARALLEL}/test_exchange.py",),
+        "what a node relays inside", "parallel/planning/exchange.py",
+        "origins = [node, *(other for other in range(ranks // per_node) if other != node)]", "origins = [node]",
+        (f"{PARALLEL}/test_exchange.py",),
     ),
     Breakage(
         "the mirror of a zigzag", "parallel/planning/placement.py", "np.minimum(part, 2 * ranks - 1 - part)",
         "part % ranks", (f"{PARALLEL}/test_placement.py",),
     ),
     Breakage(
-        "the deadline of a wait", "parallel/transport/connection.py", "until = time.monotonic() + self.deadline",
+        "the deadline of a wait", "parallel/transport/links.py", "until = time.monotonic() + self.deadline",
         "until = time.monotonic() + 60 * self.deadline", (f"{PARALLEL}/test_failure.py", "-k", "deadline"),
     ),
     Breakage(

@@ -202,7 +202,7 @@ def _compare(said: Mapping[str, Value], every: Tensor, rank: int, step: int) -> 
 
 @functools.lru_cache(1024)
 def text_words(text: str, count: int) -> tuple[int, ...]:
-    """Text as it is where it fits, else a digest of it."""
+    """Write text as words: as it is where it fits, else a digest of it."""
     raw, size = text.encode("utf-8", "surrogatepass"), 8 * count
     if len(raw) > size or b"\0" in raw:
         raw = hashlib.blake2b(raw, digest_size=size - 1).digest() + _DIGEST
@@ -211,7 +211,7 @@ def text_words(text: str, count: int) -> tuple[int, ...]:
 
 
 def words_text(words: Sequence[int]) -> str:
-    """The text that was made words, or its digest."""
+    """Read the text that was made words, or its digest."""
     raw = struct.pack(f"<{len(words)}q", *words)
     return f"#{raw[:4].hex()}" if raw.endswith(_DIGEST) else raw.rstrip(b"\0").decode("utf-8", "replace")
 
@@ -255,7 +255,7 @@ _callers: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDict
 
 
 def caller() -> str:
-    """What stands for the calling thread on all ranks alike: empty for the main thread, and for autograd's.
+    """Name the calling thread, on all ranks alike: empty for the main thread, and for autograd's.
 
     Threads without a name of their own are numbered among those of their kind that live, since a process counts all:
     one rank alone may have had another, to log with.
@@ -276,5 +276,5 @@ def _kind(thread: threading.Thread) -> str:
 
 
 def _number(thread: threading.Thread) -> bool:
-    """Whether its name is a number that the process gave it."""
+    """Tell whether its name is a number that the process gave it."""
     return re.match(r"Thread-\d+", thread.name) is not None

@@ -90,12 +90,12 @@ def backward(
     traffic = Traffic(schedule, agreement, inputs, upstream, (computed.received, computed.forms))
     dq, dk, dv = (_Sum(x, acc, schedule.held) for x in (q, k, v))
 
-    def add_keys(section: Section, grads: Sequence[Tensor]) -> None:
-        for total, grad in zip((dk, dv), grads, strict=True):
+    def add_keys(section: Section, rows: Sequence[Tensor]) -> None:
+        for total, grad in zip((dk, dv), rows, strict=True):
             schedule.heads[section.branch].update(total.whole, section.add, grad)
 
-    def add_queries(section: Section, grads: Sequence[Tensor]) -> None:
-        section.add(dq.whole[:, schedule.heads[section.branch].queries], grads[0])
+    def add_queries(section: Section, rows: Sequence[Tensor]) -> None:
+        section.add(dq.whole[:, schedule.heads[section.branch].queries], rows[0])
 
     for stage in traffic.stages("backward"):
         received: dict[int, list[Tensor]] = {}
@@ -167,7 +167,7 @@ class _Sum:
 
     @property
     def whole(self) -> Tensor:
-        """What more is added to."""
+        """Give what more is added to."""
         if self._total is None:
             self._total = torch.zeros(self._like.shape, dtype=self._dtype, device=self._like.device)
         return self._total

@@ -19,7 +19,7 @@ from .workspace import Workspace
 
 
 @dataclass(frozen=True, eq=False)
-class Cut(Branch):
+class LocalBranch(Branch):
     """Some rows and columns of a branch, under a plan of their own."""
 
     tiles: BlockPlan
@@ -158,12 +158,12 @@ class LocalAttention:
         return whole
 
     def _taken(self, inputs: Inputs) -> Inputs:
-        """What the kernel takes of (queries, buffers)."""
+        """Take (queries, buffers) as the kernel does."""
         k, v = self.heads.for_kernel(inputs.k), self.heads.for_kernel(inputs.v)
         return inputs._replace(q=self._take(inputs.q), k=k, v=v)
 
     def _take(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """What the kernel takes of (B, Hq, tokens, C); places that are none of its queries hold ``fill``."""
+        """Take the kernel's queries of (B, Hq, tokens, C); places that are none of these hold ``fill``."""
         mine = self.queries.of(x[:, self.heads.queries])
         if self.among is None:
             return mine
@@ -172,14 +172,14 @@ class LocalAttention:
         return whole
 
     def _given(self, x: Tensor) -> Tensor:
-        """The inverse: its queries, of the kernel's."""
+        """Give back these queries of the kernel's."""
         return x if self.among is None else self.among.of(x)
 
 
 def _keys(
     demand: Demand, own: Bools, rows: Int64, columns: Int64, available: Bools | None, edges: list[Bools] | None
 ) -> tuple[Branch, Tokens, Tokens | None, Int64, bool]:
-    """What a kernel computes of some rows and columns, and where its keys are: the fields from ``branch`` on."""
+    """Cut a kernel's branch out, and say where its keys are: the fields from ``branch`` on."""
     tiles = np.unique(_run_tile(demand)[own])
     shard = Tokens.at(demand.shard_places(own))
     # the shard's own tiles, evenly spaced there, where they are all that is needed: the kernel reads them there
@@ -204,7 +204,7 @@ def _places_of(chosen: Int64, count: int) -> Int64:
 
 
 def _attending(demand: Demand, rows: Int64, columns: Int64, edges: list[Bools] | None) -> Int64:
-    """Of some query tiles, those that attend one of some key tiles."""
+    """Choose, of some query tiles, those that attend one of some key tiles."""
     used = np.zeros(demand.plan.q_tiles, bool)
     there = np.zeros(demand.plan.kv_tiles, bool)
     there[columns] = True
@@ -215,7 +215,7 @@ def _attending(demand: Demand, rows: Int64, columns: Int64, edges: list[Bools] |
 
 
 def _hold_whole(demand: Demand, runs: Bools, tiles: Int64) -> bool:
-    """Whether all runs of some tiles are among some runs."""
+    """Tell whether all runs of some tiles are among some runs."""
     ends = np.minimum((tiles + 1) * demand.runs_per_tile, len(runs))
     before = np.concatenate([[0], np.cumsum(runs)])
     first = tiles * demand.runs_per_tile
@@ -223,12 +223,12 @@ def _hold_whole(demand: Demand, runs: Bools, tiles: Int64) -> bool:
 
 
 def _present(demand: Demand, available: Bools, columns: Int64) -> Bools:
-    """(columns, tile) which tokens of the key tiles are available; those past the end count as there."""
+    """Mark which tokens of the key tiles are available, (columns, tile); those past the end count as there."""
     tokens = np.ones(demand.plan.kv_tiles * demand.tile, bool)
     tokens[: len(available) * demand.run] = np.repeat(available, demand.run)
     tokens[demand.branch.nk :] = True
-    found: Bools = tokens.reshape(-1, demand.tile)[columns]
-    return found
+    by_tile: Bools = tokens.reshape(-1, demand.tile)
+    return by_tile[columns]
 
 
 def _cut(demand: Demand, rows: Int64, columns: Int64, present: Bools | None, edges: list[Bools] | None) -> Branch:
@@ -236,4 +236,4 @@ def _cut(demand: Demand, rows: Int64, columns: Int64, present: Bools | None, edg
     if len(rows) == plan.q_tiles and len(columns) == plan.kv_tiles and edges is None and present is None:
         return branch
     tiles = subplan(plan, rows, columns, present=present, wanted=edges)
-    return Cut(branch.pattern, branch.heads, 1, 0, 0, tiles.nq, tiles.nk, 0, branch.batch, tiles)
+    return LocalBranch(branch.pattern, branch.heads, 1, 0, 0, tiles.nq, tiles.nk, 0, branch.batch, tiles)

@@ -43,7 +43,7 @@ class Channels:
 
     @staticmethod
     def of(*tensors: Tensor) -> Channels:
-        """Those of tensors (B, ..., C), of one type."""
+        """Read them off tensors (B, ..., C) of one type."""
         return Channels(len(tensors[0]), tuple(x.shape[-1] for x in tensors), tensors[0].dtype)
 
     def nbytes(self, message: Message, form: int = wire.NATIVE) -> int:
@@ -154,7 +154,7 @@ class Payload:
             at += size
 
     def _is_packed(self, message: Message, form: int) -> bool:
-        """Whether a message is packed, and does not travel from where it lies, head by head, in few large pieces.
+        """Tell whether a message is packed, and does not travel from where it lies, head by head, in few large pieces.
 
         Both sides see it alike. Not to pack saves the sender a copy that would be as large as a stage.
         """
@@ -166,7 +166,7 @@ class Payload:
 
 
 def _messages(messages: Sequence[Message], forms: Sequence[int]) -> list[tuple[int, Message, int]]:
-    """(peer, message, format) of those that there are."""
+    """List (peer, message, format) of those that there are."""
     return [(peer, message, forms[peer] if forms else wire.NATIVE) for peer, message in enumerate(messages) if message]
 
 
@@ -259,7 +259,7 @@ class Traffic:
         self._going = _started(self._go_back(self._stage, queries, keys))
 
     def _with_keys(self, number: int, attention: LocalAttention) -> Inputs:
-        """The inputs with a branch's keys and values; as a message brought them, if that is the kernel's order."""
+        """Give the inputs a branch's keys and values; as a message brought them, if that is the kernel's order."""
         arrived = [
             (section, tensors)
             for level, data in enumerate(self.keys_in)
@@ -367,7 +367,7 @@ class Traffic:
         return Payload(hop, self._channels, self._of_keys, forms, self.forms_in[level], packed)
 
     def _of_keys(self, peer: int, section: Section) -> Sequence[Tensor]:
-        """A section's keys and values: of the shard, or of what the first hop has brought."""
+        """Give a section's keys and values: of the shard, or of what the first hop has brought."""
         assert section.tokens is not None
         if section.source != SHARD:
             return [section.tokens.of(x) for x in self._of_relayed(section.source, section)]

@@ -56,7 +56,7 @@ class PendingTable:
 
 
 def block_numbers(placement: Placement, rank: int, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The global blocks that a rank's shard is made of, in its order.
+    """Number the global blocks that a rank's shard is made of, in its order.
 
     Raises:
         ShapeError: Blocks that the placement cuts.
@@ -64,19 +64,13 @@ def block_numbers(placement: Placement, rank: int, block_size: int) -> np.ndarra
     positions = placement.positions(rank)
     if placement.views > 1 or placement.block % block_size:
         got = f"{block_size} with a {placement.name} placement of {placement.block} tokens"
-        raise ShapeError(
-            message(
-                "block_size",
-                got,
-                "a divisor of the placement's block, in token order",
-                "Ask for placement='contiguous'.",
-            )
-        )
+        wanted = "a divisor of the placement's block, in token order"
+        raise ShapeError(message("block_size", got, wanted, "Ask for placement='contiguous'."))
     return positions[::block_size] // block_size
 
 
 def rows_of(rows: Tensor, placement: Placement, rank: int, block_size: int) -> Tensor:
-    """The rows that a rank shares, checked; see :meth:`ContextParallel.share_table`."""
+    """Check the rows that a rank shares; see :meth:`ContextParallel.share_table`."""
     blocks = len(block_numbers(placement, rank, whole("block_size", block_size, 1, error=ShapeError)))
     keys = -(-placement.tokens // block_size)
     wanted = f"bool (..., {blocks}, {keys})"

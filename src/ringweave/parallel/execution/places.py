@@ -27,7 +27,7 @@ class Tokens:
 
     @staticmethod
     def at(places: Int64) -> Tokens:
-        """Of an array of places."""
+        """Make them of an array of places."""
         if len(places) == 0:
             return Tokens(0, (0, 0, 1), None)
         step = int(places[1] - places[0]) if len(places) > 1 else 1
@@ -38,11 +38,11 @@ class Tokens:
 
     @property
     def adjacent(self) -> bool:
-        """Whether they lie side by side."""
+        """Tell whether they lie side by side."""
         return self.span is not None and self.span[2] == 1
 
     def of(self, x: Tensor) -> Tensor:
-        """These tokens of (..., tokens, channels): a view of an even spacing, else a copy."""
+        """Take these tokens of (..., tokens, channels): a view of an even spacing, else a copy."""
         if self.span is not None:
             return x[..., slice(*self.span), :]
         assert self.index is not None

@@ -131,7 +131,7 @@ def _only(message: Message, peer: int, ranks: int) -> tuple[Message, ...]:
 
 
 def _own_edges(demand: Demand, moves: tuple[Moves, ...]) -> list[Bools] | None:
-    """Per row set which entries are computed where their query is; None: all."""
+    """Mark, per row set, the entries that are computed where their query is; None: all."""
     if len(moves) != 1 or not moves[0].queries.any():
         return None
     owner = demand.owner
@@ -139,7 +139,7 @@ def _own_edges(demand: Demand, moves: tuple[Moves, ...]) -> list[Bools] | None:
 
 
 def _remote_edges(demand: Demand, moves: tuple[Moves, ...], source: int, rank: int) -> list[Bools] | None:
-    """Per row set which entries a rank computes for the queries of another, their source; None: none."""
+    """Mark, per row set, the entries that a rank computes for the queries of their source; None: none."""
     if len(moves) != 1 or not moves[0].queries[rank].any():
         return None
     owner, taken = demand.owner, moves[0].queries[rank]

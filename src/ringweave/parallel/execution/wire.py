@@ -21,7 +21,7 @@ _SAMPLED = 64
 
 
 def code(wire: str) -> int:
-    """The number of a format.
+    """Give the number of a format.
 
     Raises:
         UnsupportedError: An unknown name.
@@ -30,7 +30,7 @@ def code(wire: str) -> int:
 
 
 def nbytes(form: int, rows: int, channels: int, dtype: torch.dtype) -> int:
-    """Bytes of rows of channels in a format."""
+    """Count the bytes of rows of channels in a format."""
     if form == INT8:
         return rows * (channels + _SCALE_BYTES)
     return rows * channels * (2 if form == BF16 else dtype.itemsize)
@@ -66,17 +66,15 @@ def read(data: Tensor, shape: tuple[int, ...], form: int, dtype: torch.dtype) ->
 
 
 def error(x: Tensor, form: int) -> float:
-    """Relative error (Euclidean norm) of a format on some rows of (..., tokens, channels), evenly chosen."""
+    """Measure a format's relative error (Euclidean norm) on some rows of (..., tokens, channels), evenly chosen."""
     rows = x[..., :: max(1, x.shape[-2] // _SAMPLED), :].float()
     if form == INT8:
         scale = _scale(rows)
         back = (rows / scale).round() * scale
     else:
         back = rows.to(torch.bfloat16).float()
-    size = float(rows.norm())
-    found = float((back - rows).norm())
-    # what is not finite has no scale: it goes as it is
-    return found / size if size else found
+    size, lost = float(rows.norm()), float((back - rows).norm())
+    return lost / size if size else lost
 
 
 def _scale(x: Tensor) -> Tensor:
@@ -111,7 +109,7 @@ class WireStatistics:
 
     @property
     def ratio(self) -> float:
-        """Bytes sent over bytes as they are; 1 where nothing was sent."""
+        """Divide bytes sent by bytes as they are; 1 where nothing was sent."""
         return self.sent_bytes / self.native_bytes if self.native_bytes else 1.0
 
 

@@ -29,7 +29,7 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held."""
+        """Count the bytes that are held."""
         return sum(buffer.numel() for buffer in self._buffers.values())
 
     def clear(self) -> None:

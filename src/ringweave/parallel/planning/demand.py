@@ -121,15 +121,11 @@ class Demand:
             listed.append((row, columns[pointer[0] : pointer[-1]].astype(np.int64)))
         return listed
 
-    def expanded(self, rows: Int64) -> tuple[Int64, Int64]:
-        """Name the ranks that hold a part of each of some query tiles: (index into ``rows``, rank)."""
-        which, part = self._parts(rows)
-        return which, self.holds[1][part]
-
-    def _parts(self, tiles: Int64) -> tuple[Int64, Int64]:
+    def _parts(self, tiles: Int64) -> tuple[Int64 | slice, Int64]:
         """Find the entries of ``holds`` of each of some tiles: (index into ``tiles``, index into ``holds``)."""
         if self.runs_per_tile == 1:
-            return np.arange(len(tiles)), tiles
+            # each has one, in its order
+            return slice(None), tiles
         first = np.searchsorted(self.holds[0], np.arange(self.plan.q_tiles + 1))
         count = np.diff(first)[tiles]
         which = np.repeat(np.arange(len(tiles)), count)
@@ -141,9 +137,9 @@ class Demand:
         by_group: dict[int, Bools] = {}
         for group in {group for kind in self.kinds for group in kind.groups}:
             row, col = self.entries[group]
-            which, rank = self.expanded(row)
+            which, part = self._parts(row)
             by_group[group] = np.zeros((self.placement.ranks, self.plan.kv_tiles), bool)
-            by_group[group][rank, col[which]] = True
+            by_group[group][self.holds[1][part], col[which]] = True
         return tuple(np.logical_or.reduce([by_group[group] for group in kind.groups]) for kind in self.kinds)
 
     def receipts(self, keys: tuple[Bools, ...]) -> tuple[Int64, Int64, Int64]:

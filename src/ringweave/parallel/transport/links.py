@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import ShapeError, message
+from .protocol import Tensors
 from .rendezvous import AbsentError, bounded, meet
 from .watch import FailedError, Failure, Waiting, Watch
 
@@ -76,7 +77,7 @@ class GlooLink:
         return works
 
     def wait(self, peer: int, work: Any, seconds: float, cut: Callable[[], bool]) -> None:
-        """Until a message is through. The wait ends early when another thread cuts the link."""
+        """Wait until a message is through, or another thread cuts the link."""
         try:
             work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
@@ -124,7 +125,7 @@ class NcclLink:
             raise LinkError(messages[0].peer, _first_line(error)) from error
 
     def wait(self, peer: int, work: Any, seconds: float, cut: Callable[[], bool]) -> None:
-        """Until the messages are through, by the stream that is current and by the host."""
+        """Wait until the messages are through, on the current stream and on the host."""
         until = time.perf_counter() + seconds
         pause = 2e-5
         try:
@@ -177,7 +178,7 @@ class Connection:
 
     @property
     def failure(self) -> Failure | None:
-        """The failure that ended it."""
+        """Tell the failure that ended it."""
         return self._watch.failure
 
     def end(self, failure: Failure) -> Failure:
@@ -206,19 +207,11 @@ class Connection:
             peer, cause = None, f"rank {rank} could not connect ({str(error).splitlines()[0][:200]})"
         raise FailedError(watch.report(Failure(rank, peer, cause)))
 
-    def post(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], *, kind: int, words: str
-    ) -> list[Work]:
-        """Start messages; each needs its wait().
-
-        Args:
-            sends: (peer, tensor).
-            receives: (peer, tensor).
-            kind: 0 or 1: messages of unequal kinds never meet.
-            words: What it is, for errors.
+    def post(self, sends: Tensors, receives: Tensors, *, kind: int, words: str) -> list[Work]:
+        """Start messages of a kind, 0 or 1, which never meet those of the other; each needs its wait().
 
         Raises:
-            FailedError: A rank is lost.
+            FailedError: A rank is lost, in what ``words`` say.
         """
         if self._watch.failure is not None:
             raise FailedError(self._watch.failure)
@@ -231,12 +224,7 @@ class Connection:
             raise self._failed(error, words) from error
 
     def wait(self, works: Sequence[Work], *, number: int, words: str) -> None:
-        """Until all messages are through.
-
-        Args:
-            works: Of post().
-            number: Number of the communication, the same on all ranks.
-            words: What it is, for errors.
+        """Wait until what post() started is through; ``number`` is the communication's, the same on all ranks.
 
         Raises:
             FailedError: A rank is lost, or silent for as long as the deadline.

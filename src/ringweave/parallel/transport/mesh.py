@@ -18,7 +18,7 @@ _SEEN = threading.Event()
 
 
 def group_of(mesh: DeviceMesh | ProcessGroup | None) -> tuple[ProcessGroup | None, int | None]:
-    """The group, and ranks per node where the mesh has two dimensions (nodes, ranks of a node).
+    """Find the group, and ranks per node where the mesh has two dimensions (nodes, ranks of a node).
 
     Raises:
         UnsupportedError: A mesh of more dimensions, or whose ranks are not in ascending order, or whose groups are
@@ -67,7 +67,7 @@ def check_group(group: object) -> None:
 
 
 def _was_destroyed() -> bool:
-    """Whether this process had a default group, and has none now, as far as torch lets it be seen."""
+    """Tell whether this process had a default group, and has none now, as far as torch lets it be seen."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or dist.is_initialized():
         return False

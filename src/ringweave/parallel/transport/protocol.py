@@ -8,6 +8,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+#: Messages: (peer, tensor).
+Tensors = Sequence[tuple[int, Tensor]]
+
 
 class Event(NamedTuple):
     """One line of a trace; times from time.perf_counter(), start to end."""
@@ -89,28 +92,14 @@ class Communicator(Protocol):
         ...
 
     def agree(self, header: Tensor, *, what: str) -> Tensor:
-        """Gather every rank's header; the caller compares.
-
-        Args:
-            header: int64 (k,), of the same k on all ranks.
-            what: Words for errors and the trace.
-
-        Returns:
-            int64 (size, k), by rank.
+        """Gather every rank's header, int64 (k,) of one k, by rank: (size, k); the caller compares.
 
         Raises:
-            RingError: A rank is lost or silent.
+            RingError: A rank is lost or silent, which ``what`` says in the error and in the trace.
         """
         ...
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Tensor]],
-        *,
-        what: str,
-        stage: int | None = None,
-    ) -> Pending:
+    def exchange(self, sends: Tensors, receives: Tensors, *, what: str, stage: int | None = None) -> Pending:
         """Start messages between pairs of ranks; several to one peer arrive in their order; empty ones move nothing.
 
         Args:

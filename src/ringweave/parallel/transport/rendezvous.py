@@ -22,7 +22,7 @@ class AbsentError(RuntimeError):
 
 
 def meet(store: dist.Store, word: int, rank: int, size: int, seconds: float) -> list[int]:
-    """Every rank's word, once all `size` ranks have come.
+    """Read every rank's word, once all `size` ranks have come.
 
     Args:
         store: Shared store, scoped to this meeting.

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from ...errors import RingError, ShapeError, UnsupportedError, message
 from ...patterns.numbers import seconds, whole
 from .mesh import check_group
-from .protocol import Counters, Event, Pending
+from .protocol import Counters, Event, Pending, Tensors
 from .rendezvous import bounded
 from .watch import FailedError, Failure
 
@@ -44,8 +44,8 @@ class _Messages:
     def __init__(
         self,
         transport: Transport,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Tensor]],
+        sends: Tensors,
+        receives: Tensors,
         what: str,
         stage: int | None = None,
         metadata: bool = False,
@@ -147,21 +147,13 @@ class Transport:
         self._forget(int(table[:, 0].min()))
         return table[:, 1:]
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Tensor]],
-        *,
-        what: str,
-        stage: int | None = None,
-    ) -> Pending:
+    def exchange(self, sends: Tensors, receives: Tensors, *, what: str, stage: int | None = None) -> Pending:
         """Start messages between pairs of ranks; see :class:`Communicator`."""
         for name, messages in (("sends", sends), ("receives", receives)):
             for peer, tensor in messages:
                 if not tensor.is_contiguous():
-                    raise ShapeError(
-                        message(name, f"strides {tensor.stride()}", "contiguous tensors", "Copy it first.")
-                    )
+                    got = f"strides {tensor.stride()}"
+                    raise ShapeError(message(name, got, "contiguous tensors", "Copy it first."))
                 if peer == self.rank or not 0 <= peer < self.size:
                     raise ShapeError(message(name, f"peer {peer}", f"another rank below {self.size}", "Leave it out."))
         return self._start(_Messages(self, sends, receives, what, stage))

@@ -31,16 +31,16 @@ class Failure:
     remedy: str = ""
 
     def error(self, rank: int, stage: int | None, step: int) -> RingError:
-        """What a rank raises."""
+        """Make what a rank raises."""
         return RingError(rank, self.peer, stage, step, self.cause, self.wanted, self.remedy)
 
     def text(self) -> str:
-        """As the flag holds it."""
+        """Write it as the flag holds it."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def parse(text: bytes) -> Failure:
-        """The failure that a flag holds."""
+        """Read the failure that a flag holds."""
         return Failure(**json.loads(text))
 
 
@@ -126,7 +126,7 @@ class Watch:
             return seen or Failure(self._rank, None, f"rank {self._rank} lost the rendezvous store ({text})")
 
     def _overdue(self) -> Failure | None:
-        """The wait's end, once its deadline has passed and every rank in the same state has had time to say so.
+        """End the wait, once its deadline has passed and every rank in the same state has had time to say so.
 
         Who is silent may itself wait for another: the last of such a chain is the one to name. Where the chain closes
         (a message was lost, whose sender waits on), the wait for the earliest message is no consequence of the others.
