@@ -149,7 +149,17 @@ def test_options_are_frozen() -> None:
 
 
 def test_names_are_frozen() -> None:
-    assert list(CASES) == ["attention", "kernels", "planning", "memory", "dilated", "crossover", "tune", "ring"]
+    assert list(CASES) == [
+        "attention",
+        "kernels",
+        "planning",
+        "memory",
+        "dilated",
+        "crossover",
+        "tune",
+        "terms",
+        "ring",
+    ]
     assert {"CASES", "CaseResult", "DemoResult", "Options", "Outcome", "Peer", "Target", "compare", "peers"} <= {
         *bench.__all__
     }

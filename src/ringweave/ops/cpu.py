@@ -173,8 +173,8 @@ def refusal(case: Case, branch: Branch) -> str | None:
     if case.extras and branch.rate * (branch.q_offset + branch.nq + branch.nk) > _FARTHEST:
         return f"it takes terms and dropout at positions below {_FARTHEST}"
     for name, dim in (("D", case.head_dim), ("Dv", case.value_dim)):
-        if dim % 8 or dim > 256:
-            return f"it needs head dimensions of 8, 16, ... 256, and got {name} = {dim}"
+        if dim % 8 or dim > 512:
+            return f"it needs head dimensions of 8, 16, ... 512, and got {name} = {dim}"
     return None
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ...errors import UnsupportedError, message
 from ..record import CaseResult, Measuring, Options, Record, Say, silent
-from . import attention, gpu, ring
+from . import attention, gpu, ring, scoring
 from . import kernels as cpu
 
 
@@ -59,6 +59,7 @@ CASES: dict[str, BenchCase] = {
         BenchCase("dilated", "LongNet's mixture and a dilated relation against dense attention", attention.dilated),
         BenchCase("crossover", "sparse against dense over densities from 5% to 100%", attention.crossover),
         BenchCase("tune", "what ringweave tune gains over the usual choice, on four shapes", attention.tuned),
+        BenchCase("terms", "score terms and dropout, over the same call without them", scoring.measure),
         BenchCase("ring", "context parallelism: speed on 2 processes, bytes, modelled efficiency", ring.measure),
     )
 }  # fmt: skip
