@@ -131,6 +131,15 @@ def test_sdpa(tokens: int, name: str, heads: tuple[int, int], dtype: str, poison
     conforms(x, EVERYTHING[name](tokens), "sdpa")
 
 
+@pytest.mark.parametrize("dims", [(320, 512), (512, 8), (264, 264)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("backend", SPARSE)
+def test_large_head_dims(backend: str, dtype: str, dims: tuple[int, int], poisoned: None) -> None:
+    sizes = {"heads": 4, "kv_heads": 2, "dim": dims[0], "value_dim": dims[1]}
+    conforms(Inputs.random(70, dtype=DTYPES[dtype], **sizes), EVERYTHING["sinks"](70), backend)
+    conforms(Inputs.random(1, 70, dtype=DTYPES[dtype], **sizes), rw.Causal(), backend, q_offset=69)
+
+
 @pytest.mark.parametrize("backend", ["reference", *SPARSE])
 @pytest.mark.parametrize("sizes", [(1, 300, 299), (16, 257, 241), (100, 130, 7), (200, 60, 0)])
 @pytest.mark.parametrize(

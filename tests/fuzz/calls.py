@@ -255,7 +255,7 @@ def _dims(r: Random, backend: str) -> tuple[int, int]:
         return (
             r.choice(ODD_DIMS)
             if choice < odd
-            else r.choice([128, 256, 264])
+            else r.choice([128, 256, 264, 512, 520])
             if choice < odd + large
             else r.choice(DIMS)
         )
