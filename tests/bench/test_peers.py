@@ -10,7 +10,7 @@ import ringweave as rw
 from ringweave.bench.compare import compare
 from ringweave.bench.oracle import Oracle, sample_rows
 from ringweave.bench.peers import PEERS, Built, Peer, gather_scatter, peers, taking_part
-from ringweave.bench.problem import Drawn, Inputs, Problem
+from ringweave.bench.problem import Drawn, Operands, Problem
 from ringweave.errors import ShapeError, UnsupportedError
 
 # the package hides the module behind its function
@@ -249,6 +249,6 @@ def test_peers_have_names_of_their_own(names: list[str]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inputs_that_are_strided_views(dtype: torch.dtype) -> None:
     problem = dataclasses.replace(_problem(WINDOW), dtype=dtype)
-    views = Inputs(*(x[:, :, ::2] for x in dataclasses.replace(problem, tokens=600).inputs()))
+    views = Operands(*(x[:, :, ::2] for x in dataclasses.replace(problem, tokens=600).inputs()))
     for each in compare(problem, peers("ringweave", "sdpa+mask"), inputs=views, rounds=1, memory=False):
         assert each.timing is not None, each.reason

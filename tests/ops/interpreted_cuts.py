@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.ops.triton import launch, operands, schedule
+from ringweave.ops.triton import launch, operands, queues
 from ringweave.ops.triton.launch_config import Packing
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
@@ -116,7 +116,7 @@ def test_split_tables(eager: None, poisoned: None) -> None:
     x = Inputs.random(150, heads=4, kv_heads=1, batch=2, dtype=torch.float16)
     (branch,) = branches(pattern, 150, 150, heads=4, batch=2)
     assert cut(x, pattern).queue.splits is not None
-    assert schedule.column_queue(branch.plan(), 4, 1, 8).splits is not None
+    assert queues.column_queue(branch.plan(), 4, 1, 8).splits is not None
     conforms(x, pattern, "triton")
 
 
@@ -170,6 +170,6 @@ def test_what_descriptors_cannot_say(monkeypatch: pytest.MonkeyPatch) -> None:
     rw.attention(x.q, x.k[:, :1].expand(-1, 2, -1, -1), x.v, rw.Causal(), backend="triton")
     rw.attention(x.q, torch.randn(1, 2, 70, 17).half()[..., :16], x.v, rw.Causal(), backend="triton")
     rw.attention(x.q, x.k, x.v, rw.Periodic(50, 10, 13), backend="triton")
-    facts = schedule.masks(branches(rw.Causal(), 70, 70, heads=2)[0].plan())
+    facts = queues.masks(branches(rw.Causal(), 70, 70, heads=2)[0].plan())
     assert not facts.dead_keys
     assert not facts.dead_queries

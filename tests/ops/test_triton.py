@@ -20,7 +20,7 @@ import torch
 import ringweave as rw
 from ringweave.ops import dispatch, triton
 from ringweave.ops.backend import Case
-from ringweave.ops.triton import pairing, schedule
+from ringweave.ops.triton import pairing, queues
 from ringweave.ops.triton.launch_config import Device, LaunchConfig, choose
 from ringweave.plan import Branch, branches, plan, unpack_masks
 from ringweave.plan.from_pattern import build
@@ -128,11 +128,11 @@ def test_cpu_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_masks_the_other_way(name: str) -> None:
     of = plan(PATTERNS[name](500), 500, heads=4, tile=(64, 32))
     dense = unpack_masks(of.masks, 32)
-    masks = schedule.masks(of)
+    masks = queues.masks(of)
     assert torch.equal(unpack_masks(masks.transposed, 64), dense.mT)
     assert torch.equal(unpack_masks(masks.live_keys[:, None], 32)[:, 0], dense.any(1))
     assert torch.equal(unpack_masks(masks.live_queries[:, None], 64)[:, 0], dense.any(2))
-    assert schedule.masks(of) is masks
+    assert queues.masks(of) is masks
 
 
 @pytest.mark.parametrize("name", ["causal", "sinks", "documents", "global", "table_per_head", "window", "segments"])
@@ -145,7 +145,7 @@ def test_which_plans_have_dead_positions_in_their_tiles(name: str, n: int) -> No
     inside = torch.arange(-(-n // 64) * 64) < n
     keys = (tiles.any(3) | ~inside[: tiles.shape[4] * 32].unflatten(0, (-1, 32))).all(-1)
     queries = (tiles.any(5) | ~inside.unflatten(0, (-1, 64))[:, :, None]).all(3)
-    masks = schedule.masks(of)
+    masks = queues.masks(of)
     assert masks.dead_keys == bool((used & ~keys).any())
     assert masks.dead_queries == bool((used & ~queries).any())
 
@@ -154,7 +154,7 @@ def test_masks_of_a_plan_that_the_host_has_not_counted_are_not_read() -> None:
     """On tensors that hold no values: to read one is an error."""
     table = rw.BlockTable(torch.empty(8, 8, dtype=torch.bool, device="meta"), 64) & rw.Causal()
     of = build(table, 512, 512, tile=(64, 64), device="meta")
-    masks = schedule.masks(of)
+    masks = queues.masks(of)
     assert masks.transposed.shape == of.masks.shape
     assert masks.dead_keys
     assert masks.dead_queries
@@ -198,17 +198,17 @@ def test_rows_of_pairs_only_where_lists_agree() -> None:
 
 def test_queues_hold_every_task_once_and_the_longest_first() -> None:
     of = plan(rw.PerHead([rw.Causal(), rw.SlidingWindow(9), rw.Causal(), rw.Full()]), 1000, heads=4, batch=2, tile=64)
-    rows = schedule.row_queue(of, ratio=2, packed=1, head_bytes=1, units=1).tasks
+    rows = queues.row_queue(of, ratio=2, packed=1, head_bytes=1, units=1).tasks
     assert rows.sort().values.tolist() == list(range(2 * 4 * of.q_tiles))
     counts = of.row_ptr.diff(dim=1)[of.group.long()].reshape(-1)
     # the plan's order is by classes of half an octave
     assert ((2 * counts[rows.long()].log2()).floor().diff() <= 0).all()
-    columns = schedule.column_queue(of, ratio=2, head_bytes=1, units=1).tasks
+    columns = queues.column_queue(of, ratio=2, head_bytes=1, units=1).tasks
     assert columns.sort().values.tolist() == list(range(2 * 2 * of.kv_tiles))
     work = of.col_ptr.diff(dim=1)[of.group.long()].unflatten(1, (2, 2)).sum(2).reshape(-1)
     assert (work[columns.long()].diff() <= 0).all()
     # heads whose keys do not fit the cache together come one after the other
-    apart = schedule.row_queue(of, ratio=2, packed=1, head_bytes=2**30, units=1).tasks
+    apart = queues.row_queue(of, ratio=2, packed=1, head_bytes=2**30, units=1).tasks
     assert (apart.div(2 * of.q_tiles, rounding_mode="floor").diff() >= 0).all()
 
 
@@ -217,7 +217,7 @@ def test_shares_of_long_lists_cover_them_once(units: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(schedule, "LEAST", 64)
     of = plan(rw.SlidingWindow(40) | rw.Global(1), 1000, heads=4, tile=(16, 32))
     counts = of.row_ptr.diff(dim=1)[of.group.long()].reshape(-1)
-    queue = schedule.row_queue(of, ratio=4, packed=1, head_bytes=1, units=units)
+    queue = queues.row_queue(of, ratio=4, packed=1, head_bytes=1, units=units)
     even = max(2, int(counts.sum()) // units)
     assert (queue.shares is None) == (int(counts.max()) <= even)
     if queue.shares is None or queue.splits is None:

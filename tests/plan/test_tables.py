@@ -14,7 +14,7 @@ import ringweave as rw
 from ringweave.errors import PatternError
 from ringweave.ops import flash, gather
 from ringweave.ops.backend import Inputs, Upstream
-from ringweave.ops.triton import schedule
+from ringweave.ops.triton import queues
 from ringweave.patterns.parse import rebuild
 from ringweave.plan import BlockPlan, Branch
 from ringweave.plan import from_table as tables
@@ -213,8 +213,8 @@ def test_nothing_is_read_back(name: str) -> None:
     pattern = TABLES[name]()
     with _NothingRead() as watched:
         plan = planned(pattern, True)
-        schedule.row_queue(plan, 2, 1, 2**14, 4)
-        schedule.column_queue(plan, 2, 2**14, 4)
+        queues.row_queue(plan, 2, 1, 2**14, 4)
+        queues.column_queue(plan, 2, 2**14, 4)
     assert "scatter_" in watched.called
     with pytest.raises(AssertionError, match="nonzero"), _NothingRead():
         pattern.mask.nonzero()
@@ -230,8 +230,8 @@ def test_tables_without_data() -> None:
     plan = build(pattern, N, N, heads=4, batch=2, tile=(SIDE, SIDE), device="meta")
     assert plan.places == 2 * 4 * BLOCKS * 3
     assert plan.col.device.type == "meta"
-    assert schedule.row_queue(plan, 2, 1, 2**14, 4).tasks.shape == (2 * 4 * BLOCKS,)
-    assert schedule.column_queue(plan, 2, 2**14, 4).tasks.shape == (2 * 2 * BLOCKS,)
+    assert queues.row_queue(plan, 2, 1, 2**14, 4).tasks.shape == (2 * 4 * BLOCKS,)
+    assert queues.column_queue(plan, 2, 2**14, 4).tasks.shape == (2 * 2 * BLOCKS,)
     mask = rw.BlockTable(torch.empty(BLOCKS, BLOCKS, dtype=torch.bool, device="meta"), SIDE)
     assert mask.spec == "BlockTable(_, 64)"
     assert build(mask, N, N, tile=(SIDE, SIDE), device="meta").places == BLOCKS**2
@@ -273,8 +273,8 @@ def test_planning_does_not_wait_on_a_gpu() -> None:
             rw.BlockTable(mask, SIDE) & rw.Causal(),
         ):
             plan = pattern.plan(N, heads=4, batch=2, device="cuda")
-            schedule.row_queue(plan, 2, 1, 2**14, 4)
-            schedule.column_queue(plan, 2, 2**14, 4)
+            queues.row_queue(plan, 2, 1, 2**14, 4)
+            queues.column_queue(plan, 2, 2**14, 4)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(plan.to_dense(), (table(0.4, 4) & rw.Causal()).to_dense(N, heads=4, batch=2) > 0)

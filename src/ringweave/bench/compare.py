@@ -15,7 +15,7 @@ from ..patterns import Pattern
 from .measure import Call, Timer, Timing, interleaved, peak_memory, ratio
 from .oracle import Oracle, sample_rows
 from .peers import Built, Peer, taking_part
-from .problem import BOTH, DIRECTIONS, FORWARD, Inputs, Problem
+from .problem import BOTH, DIRECTIONS, FORWARD, Operands, Problem
 from .record import Outcome, Say, silent
 
 #: Of peers whose kernel, compiler or memory may fail: the others are measured all the same.
@@ -115,7 +115,7 @@ class Session:
 
     def __init__(
         self,
-        inputs: Inputs,
+        inputs: Operands,
         say: Say = silent,
         *,
         rows: int = 48,
@@ -198,7 +198,7 @@ def in_turn(entries: Sequence[Entry], *, rounds: int, budget: float | None = Non
 
 
 def outcomes(
-    comparison: Comparison, say: Say = silent, *, inputs: Inputs | None = None, peak: float | None = None
+    comparison: Comparison, say: Say = silent, *, inputs: Operands | None = None, peak: float | None = None
 ) -> Generator[Outcome, None, list[Outcome]]:
     """Check, time and weigh what is to be compared.
 
@@ -251,7 +251,7 @@ def compare(
     problem: Problem,
     peers: Sequence[Peer],
     *,
-    inputs: Inputs | None = None,
+    inputs: Operands | None = None,
     directions: Sequence[str] = (FORWARD, BOTH),
     rounds: int = 5,
     budget: float | None = None,

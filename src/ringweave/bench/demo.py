@@ -19,7 +19,7 @@ from .compare import Comparison, Session, outcomes
 from .launched import SharedTraining, around
 from .oracle import Accuracy, Limit
 from .peers import chosen_backend, peers
-from .problem import BOTH, Inputs, Problem
+from .problem import BOTH, Operands, Problem
 from .record import Environment, Outcome, environment
 from .text import Corpus, Training, standard_library, text_inputs, train
 
@@ -270,7 +270,7 @@ def _speed(pattern: rw.Pattern, corpus: Corpus, sizes: DemoSizes, advance: Advan
     names = ("ringweave", "ringweave:gather", *sizes.peers)
     found: list[Outcome] = []
     for done, tokens in enumerate(sizes.lengths):
-        inputs: Inputs = text_inputs(corpus, tokens, heads=sizes.heads, head_dim=sizes.head_dim)
+        inputs: Operands = text_inputs(corpus, tokens, heads=sizes.heads, head_dim=sizes.head_dim)
         told = 0
 
         def say(text: str, done: int = done) -> None:

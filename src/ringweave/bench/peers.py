@@ -21,7 +21,7 @@ from ..errors import RingweaveError, UnsupportedError, message
 from ..ops.dispatch import BACKENDS, PREFERENCE, describe, program
 from ..patterns import BlockTable, LongNet, Pattern
 from ..plan import BlockPlan, branches, unpack_masks
-from .problem import BACKWARD, BOTH, FORWARD, Attend, Inputs, Problem
+from .problem import BACKWARD, BOTH, FORWARD, Attend, Operands, Problem
 
 _MASK_TOKENS = 16384
 _REFERENCE_TOKENS = 4096
@@ -44,7 +44,7 @@ class Built:
     how: str
     setup_seconds: float | None = None
 
-    def forward(self, inputs: Inputs) -> Callable[[], Tensor]:
+    def forward(self, inputs: Operands) -> Callable[[], Tensor]:
         """Make a callable without gradients."""
         q, k, v = (x.detach() for x in inputs[:3])
 
@@ -54,7 +54,7 @@ class Built:
 
         return call
 
-    def forward_backward(self, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
+    def forward_backward(self, inputs: Operands) -> Callable[[], tuple[Tensor, ...]]:
         """Make a callable that gives (out, dq, dk, dv)."""
         q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
 
@@ -64,13 +64,13 @@ class Built:
 
         return call
 
-    def backward(self, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
+    def backward(self, inputs: Operands) -> Callable[[], tuple[Tensor, ...]]:
         """Make a callable that gives (dq, dk, dv) of a graph that is kept."""
         q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
         out = self.attend(q, k, v)
         return lambda: torch.autograd.grad(out, (q, k, v), inputs.dout, retain_graph=True)
 
-    def call(self, inputs: Inputs, direction: str) -> Callable[[], object]:
+    def call(self, inputs: Operands, direction: str) -> Callable[[], object]:
         """Make the callable of a direction."""
         made = {FORWARD: self.forward, BACKWARD: self.backward, BOTH: self.forward_backward}
         return made[direction](inputs)
@@ -91,7 +91,7 @@ class Peer:
     name: str
     summary: str
     supports: Callable[[Problem, bool], str | None]
-    build: Callable[[Problem, Inputs], Built]
+    build: Callable[[Problem, Operands], Built]
     how: Callable[[Problem, bool], str] | None = None
 
 
@@ -154,7 +154,7 @@ def _ringweave(backend: str) -> Peer:
     def how(problem: Problem, backward: bool) -> str:
         return chosen_backend(problem, backward=backward, name=backend)
 
-    def build(problem: Problem, inputs: Inputs) -> Built:
+    def build(problem: Problem, inputs: Operands) -> Built:
         pattern = problem.pattern
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def _ringweave(backend: str) -> Peer:
     return Peer(name, f"ringweave.attention, {what}", supports, build, how)
 
 
-def _dense(problem: Problem, inputs: Inputs) -> Built:
+def _dense(problem: Problem, inputs: Operands) -> Built:
     function = problem.dense_pattern
     causal = function == rw.Causal()
     grouped = problem.key_heads != problem.heads
@@ -182,7 +182,7 @@ def _dense(problem: Problem, inputs: Inputs) -> Built:
     return Built(attend, function, "torch SDPA, is_causal=True" if causal else "torch SDPA, no mask")
 
 
-def _masked(problem: Problem, inputs: Inputs) -> Built:
+def _masked(problem: Problem, inputs: Operands) -> Built:
     start = time.perf_counter()
     grouped = problem.key_heads != problem.heads
     batch, heads = problem.pattern.extents()
@@ -203,7 +203,7 @@ def _masked_refusal(problem: Problem, backward: bool) -> str | None:
     return None
 
 
-def _flex(problem: Problem, inputs: Inputs) -> Built:
+def _flex(problem: Problem, inputs: Operands) -> Built:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     start = time.perf_counter()
@@ -330,7 +330,7 @@ def _cut(x: Tensor, tiles: int, side: int) -> Tensor:
     return x.reshape(-1, side, x.shape[3])
 
 
-def _gather_scatter(problem: Problem, inputs: Inputs) -> Built:
+def _gather_scatter(problem: Problem, inputs: Operands) -> Built:
     start = time.perf_counter()
     plan = problem.pattern.plan(problem.tokens, heads=problem.heads, batch=problem.batch, device=problem.device)
     seconds = time.perf_counter() - start
@@ -352,7 +352,7 @@ def _gather_scatter_refusal(problem: Problem, backward: bool) -> str | None:
 
 
 def _vendor(name: str, kernel: SDPBackend) -> Peer:
-    def build(problem: Problem, inputs: Inputs) -> Built:
+    def build(problem: Problem, inputs: Operands) -> Built:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(kernel):
                 return torch.nn.functional.scaled_dot_product_attention(q, k, v)

@@ -23,7 +23,7 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 _TILE = 128
 
 
-class Inputs(NamedTuple):
+class Operands(NamedTuple):
     """What attention takes, and the gradient of what it gives: (B, H, N, D) each, k and v with the key heads."""
 
     q: Tensor
@@ -107,14 +107,14 @@ class Problem:
         n, dim, kind = self.tokens, self.head_dim, torch.device(self.device).type
         return Case(self.batch, self.heads, self.key_heads, n, n, dim, dim, self.dtype, kind, needs_grad)
 
-    def inputs(self, seed: int = 0) -> Inputs:
+    def inputs(self, seed: int = 0) -> Operands:
         """Draw normal inputs, on the device, where a processor would take minutes; kernels are faster on zeros."""
         generator = torch.Generator(self.device).manual_seed(seed)
         # a CPU draws in float32 for every type
         dtype = torch.float32 if self.device == "cpu" else self.dtype
         q, kv = ((self.batch, heads, self.tokens, self.head_dim) for heads in (self.heads, self.key_heads))
         made = (torch.randn(size, generator=generator, device=self.device, dtype=dtype) for size in (q, kv, kv, q))
-        return Inputs(*(x.to(self.dtype) for x in made))
+        return Operands(*(x.to(self.dtype) for x in made))
 
     @functools.cached_property
     def density(self) -> float:

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.backend import Backend, Case, Upstream
-from ..ops.backend import Inputs as Operands
+from ..ops.backend import Backend, Case, Inputs, Upstream
 from ..ops.dispatch import BACKENDS, PREFERENCE, refusal
 from ..ops.triton.launch_config import Asked, LaunchConfig, overriding
 from ..ops.tuning_key import KernelKey
@@ -27,7 +26,7 @@ from .compare import Entry, Session, in_turn
 from .descent import Tuned, descend
 from .measure import Timing, ratio
 from .peers import Built, Peer
-from .problem import FORWARD, Inputs, Problem
+from .problem import FORWARD, Operands, Problem
 
 #: What auto would take anyway stays the choice where it is at most this much slower than the fastest.
 CLOSE = 1.05
@@ -97,7 +96,7 @@ class Candidate:
 class Direct(Built):
     """A candidate made ready: the backend's own functions, without operators or autograd."""
 
-    gradients: Callable[[Inputs], tuple[Tensor, ...]] | None = None
+    gradients: Callable[[Operands], tuple[Tensor, ...]] | None = None
 
     @staticmethod
     def of(candidate: Candidate, first: Candidate, problem: Problem) -> Direct:
@@ -107,10 +106,10 @@ class Direct(Built):
         gradients = functools.partial(_forward_backward, candidate, first, branch)
         return Direct(lambda q, k, v: attend(q, k, v)[0], problem.pattern, str(candidate), None, gradients)
 
-    def forward_backward(self, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
+    def forward_backward(self, inputs: Operands) -> Callable[[], tuple[Tensor, ...]]:
         """A callable that gives (out, dq, dk, dv)."""
         assert self.gradients is not None
-        return functools.partial(self.gradients, Inputs(*(x.detach() for x in inputs)))
+        return functools.partial(self.gradients, Operands(*(x.detach() for x in inputs)))
 
 
 def whole(problem: Problem) -> Branch:
@@ -122,17 +121,17 @@ def whole(problem: Problem) -> Branch:
 def _forward(candidate: Candidate, branch: Branch, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     backend, own = candidate.step(branch)
     with torch.no_grad(), overriding(dict(candidate.blocks)):
-        return backend.forward(Operands(q, k, v, 1 / math.sqrt(q.shape[3])), own, q.dtype)
+        return backend.forward(Inputs(q, k, v, 1 / math.sqrt(q.shape[3])), own, q.dtype)
 
 
-def _forward_backward(candidate: Candidate, first: Candidate, branch: Branch, inputs: Inputs) -> tuple[Tensor, ...]:
+def _forward_backward(candidate: Candidate, first: Candidate, branch: Branch, inputs: Operands) -> tuple[Tensor, ...]:
     q, k, v, dout = inputs
     out, lse = _forward(first, branch, q, k, v)
     backend, own = candidate.step(branch)
     assert backend.backward is not None
     with torch.no_grad(), overriding(dict(candidate.blocks)):
         upstream = Upstream(dout, lse, backend.delta(dout, out, lse, None), out)
-        return (out, *backend.backward(upstream, Operands(q, k, v, 1 / math.sqrt(q.shape[3])), own, q.dtype))
+        return (out, *backend.backward(upstream, Inputs(q, k, v, 1 / math.sqrt(q.shape[3])), own, q.dtype))
 
 
 def sides(branch: Branch, device: str) -> list[tuple[int, int]]:
@@ -319,7 +318,7 @@ class Search:
         return [_of_rows("backward_q", inputs, branch), of_columns]
 
 
-def _of_rows(kernel: str, inputs: Inputs, branch: Branch) -> Asked:
+def _of_rows(kernel: str, inputs: Operands, branch: Branch) -> Asked:
     """What a kernel by rows of tiles asks for: it asks twice, for one row and for two side by side, and takes one."""
     from ..ops.triton import launch
 

@@ -17,7 +17,7 @@ import ringweave as rw
 from ...ops import cpu
 from ..compare import Comparison, Entry, Session, in_turn, outcomes
 from ..peers import peers
-from ..problem import BOTH, FORWARD, Drawn, Inputs, Problem
+from ..problem import BOTH, FORWARD, Drawn, Operands, Problem
 from ..record import Measuring, Options, Outcome, Rule, Say, Target, over_first, targets
 
 _TILE = 128
@@ -216,10 +216,10 @@ def _strided(options: Options, dtype: torch.dtype, direction: str, say: Say) -> 
     density = min(1.0, max(0.1, 1.25 * _TILE / inside))
     problem = Problem(f"every {rate}th", Drawn(density), inside, heads, dtype=dtype, device=options.device)
     whole = dataclasses.replace(problem, tokens=tokens).inputs()
-    views = Inputs(*(x[:, :, ::rate] for x in whole))
+    views = Operands(*(x[:, :, ::rate] for x in whole))
     entries = [
         Session(inputs, say, ends=True).check(problem, peers("ringweave")[0], direction)
-        for inputs in (views, Inputs(*(x.contiguous() for x in views)))
+        for inputs in (views, Operands(*(x.contiguous() for x in views)))
     ]
     say(f"{tokens:,} tokens, {dtype}: every {rate}th in place, and contiguous")
     in_turn(entries, rounds=max(options.rounds or 3, 5), budget=20.0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...plan import Branch
 from ..backend import Backend, Case, Inputs, Upstream
-from . import schedule
+from . import queues
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_DIM = 256
@@ -81,10 +81,10 @@ def scratch(case: Case, branch: Branch) -> int:
     plan = branch.plan()
     tiles = case.batch * (branch.head_count * plan.q_tiles + case.kv_heads * plan.kv_tiles)
     ratio = branch.head_count // case.kv_heads if branch.head_count % case.kv_heads == 0 else 1
-    rows = schedule.row_queue(plan, ratio, 1, 1, _UNITS).slots * plan.q_tile
+    rows = queues.row_queue(plan, ratio, 1, 1, _UNITS).slots * plan.q_tile
     if not case.needs_grad:
         return 4 * (tiles + 2 * plan.masks.numel() + rows * (case.value_dim + 1))
-    columns = schedule.column_queue(plan, ratio, 1, _UNITS).slots * plan.kv_tile
+    columns = queues.column_queue(plan, ratio, 1, _UNITS).slots * plan.kv_tile
     partial = max(rows * max(case.value_dim + 1, case.head_dim), columns * (case.head_dim + case.value_dim))
     delta = case.batch * branch.head_count * branch.nq
     return 4 * (tiles + 2 * plan.masks.numel() + partial + delta)

@@ -18,7 +18,7 @@ from ...errors import UnsupportedError, message
 from ...plan import BlockPlan, Branch
 from ..backend import Inputs, Upstream
 from ..tuning_key import where
-from . import kernels, operands, schedule
+from . import kernels, operands, queues
 from .launch_config import Device, LaunchConfig, Packing, choose, padded
 from .pairing import Rows, paired, single
 
@@ -41,7 +41,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
     lse = torch.empty(batch, heads, nq, dtype=torch.float32, device=q.device)
     ratio = heads // k.shape[1]
     lists, config, packing, queue = by_rows = cut("forward", q, k, v, plan)
-    sides, plan = schedule.masks(plan), lists.plan
+    sides, plan = queues.masks(plan), lists.plan
     few = nq <= _FEW
     described = config.described and not few and not sides.dead_keys and operands.describable(k, v)
     keys, values = (operands.described(x, config.n) if described else x for x in (k, v))
@@ -91,7 +91,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     heads, nq, nk = q.shape[1], q.shape[2], k.shape[2]
     ratio = heads // k.shape[1]
-    sides = schedule.masks(plan)
+    sides = queues.masks(plan)
     wide = operands.wide(plan, q, k, v, dout)
     step, steps = operands.strides(q, k, v, dout)
     steps += [*lse.stride(), *delta.stride()]
@@ -116,7 +116,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     clear = describable and not about[1] and nq % plan.q_tile == 0
     config = choose("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device, about, clear)
     packing = Packing.of(config.n, plan.kv_tile, 1)
-    queue = schedule.column_queue(plan, ratio, operands.head_bytes(q, dout) * ratio, device.units)
+    queue = queues.column_queue(plan, ratio, operands.head_bytes(q, dout) * ratio, device.units)
     described = config.described and describable
     queries, row_dout = (operands.described(x, config.m) if described else x for x in (q, dout))
     key_sums, value_sums = (_partial(queue, plan.kv_tile, x.shape[3], x) for x in (dk, dv))
@@ -126,7 +126,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
             plan.col_ptr, plan.row, plan.bits_t, sides.transposed, sides.live_queries, *steps,
             queue.tasks.numel(), heads, ratio, nq, nk, plan.kv_tiles, scale,
             **_sizes(q, v, plan, config, queue), BLOCK_M=config.m, BLOCK_N=config.n, WIDE=wide, STEP=step,
-            SHARED=ratio > 1 and schedule.shared(plan, ratio),
+            SHARED=ratio > 1 and queues.shared(plan, ratio),
             RAGGED=plan.masks.shape[0] > 0 or nq % plan.q_tile > 0, DESCRIBED=described,
         )  # fmt: skip
         for part, whole in ((key_sums, dk), (value_sums, dv)):
@@ -152,7 +152,7 @@ class Cut(NamedTuple):
     lists: Rows
     config: LaunchConfig
     packing: Packing
-    queue: schedule.Queue
+    queue: queues.Queue
 
     @property
     def span(self) -> int:
@@ -164,7 +164,7 @@ def cut(kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Cut:
     """Query heads that share keys and lists fill what a tile leaves of a block, or else its neighbour does."""
     device = _device(q.device)
     ratio = q.shape[1] // k.shape[1]
-    members = _power(ratio) if schedule.shared(plan, ratio) else 1
+    members = _power(ratio) if queues.shared(plan, ratio) else 1
     height = min(plan.q_tile, _power(q.shape[2]))
     of = functools.partial(choose, kernel, q.shape[3], v.shape[3], q.element_size())
     about = q.dtype, plan.masks.shape[0] > 0
@@ -175,7 +175,7 @@ def cut(kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Cut:
         if pairs is not None:
             lists, config, height = pairs, double, 128
     packing = Packing.of(config.m, height, members)
-    queue = schedule.row_queue(lists.plan, ratio, packing.heads, operands.head_bytes(k, v), device.units)
+    queue = queues.row_queue(lists.plan, ratio, packing.heads, operands.head_bytes(k, v), device.units)
     return Cut(lists, config, packing, queue)
 
 
@@ -183,22 +183,22 @@ def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _grid(queue: schedule.Queue, parts: int, config: LaunchConfig, device: torch.device) -> tuple[int]:
+def _grid(queue: queues.Queue, parts: int, config: LaunchConfig, device: torch.device) -> tuple[int]:
     programs = queue.tasks.numel() * parts
     return (min(programs, config.resident * _device(device).units) if config.resident else programs,)
 
 
-def _shares(queue: schedule.Queue) -> Tensor:
+def _shares(queue: queues.Queue) -> Tensor:
     return queue.tasks if queue.shares is None else queue.shares
 
 
-def _partial(queue: schedule.Queue, rows: int, dim: int, like: Tensor) -> Tensor:
+def _partial(queue: queues.Queue, rows: int, dim: int, like: Tensor) -> Tensor:
     """Make room for partial results, float32 (slots * rows, dim); the result itself where there are none."""
     return like.new_empty(queue.slots * rows, dim, dtype=torch.float32) if queue.slots else like
 
 
 def _join(
-    queue: schedule.Queue,
+    queue: queues.Queue,
     sums: Tensor,
     result: Tensor,
     tops: tuple[Tensor, Tensor] | None,
@@ -221,7 +221,7 @@ def _join(
 
 
 def _sizes(
-    q: Tensor, v: Tensor, plan: BlockPlan, config: LaunchConfig, queue: schedule.Queue, few: bool = False
+    q: Tensor, v: Tensor, plan: BlockPlan, config: LaunchConfig, queue: queues.Queue, few: bool = False
 ) -> dict[str, Any]:
     return {
         "D": q.shape[3],

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...plan import BlockPlan
-from . import schedule
+from . import queues
 
 # computed tiles for each one of the plan up to which half as many reads are worth it
 _WASTE = 1.25
@@ -41,7 +41,7 @@ _pairs: weakref.WeakKeyDictionary[BlockPlan, Rows | None] = weakref.WeakKeyDicti
 
 def single(plan: BlockPlan) -> Rows:
     """Take a plan's own rows."""
-    return Rows(plan, schedule.masks(plan).live_keys, 1)
+    return Rows(plan, queues.masks(plan).live_keys, 1)
 
 
 def paired(plan: BlockPlan) -> Rows | None:
@@ -74,7 +74,7 @@ def _paired(plan: BlockPlan) -> Rows | None:
     ends = torch.searchsorted(entries, bounds)
     ptr = torch.arange(sets, device=plan.device)[:, None] * pairs + torch.arange(pairs + 1, device=plan.device)
     # without masks what should be live is the empty bank of masks
-    live = schedule.masks(plan).live_keys if absent else plan.masks[:, 0]
+    live = queues.masks(plan).live_keys if absent else plan.masks[:, 0]
     masks = plan.masks
     if absent or 2 * union > plan.nnz:
         masks, live = (torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in (masks, live))
