@@ -74,7 +74,7 @@ def test_neighbouring_tiles_of_64_share_a_program(masked: bool, poisoned: None) 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every list longer than an even share is cut, however short."""
-    monkeypatch.setattr(schedule, "LEAST", 1)
+    monkeypatch.setattr(queues, "LEAST", 1)
 
 
 @pytest.mark.parametrize(("nq", "heads", "kv_heads"), [(1, 8, 1), (1, 2, 2), (3, 6, 2), (16, 2, 2)])

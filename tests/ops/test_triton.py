@@ -214,7 +214,7 @@ def test_queues_hold_every_task_once_and_the_longest_first() -> None:
 
 @pytest.mark.parametrize("units", [2, 60, 300])
 def test_shares_of_long_lists_cover_them_once(units: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "LEAST", 64)
+    monkeypatch.setattr(queues, "LEAST", 64)
     of = plan(rw.SlidingWindow(40) | rw.Global(1), 1000, heads=4, tile=(16, 32))
     counts = of.row_ptr.diff(dim=1)[of.group.long()].reshape(-1)
     queue = queues.row_queue(of, ratio=4, packed=1, head_bytes=1, units=units)
