@@ -83,8 +83,11 @@ class Scored:
                 t = t + table[:, :, self.places["rows"].long()][..., self.places["columns"].long()]
         return t
 
-    def dense(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All results. In float32: as far as weights and their gradients are rounded to the inputs' dtype."""
+    def dense(self, dtype: torch.dtype, order: int = 0) -> dict[str, Tensor]:
+        """All results. In float32: as far as weights and their gradients are rounded to the inputs' dtype.
+
+        The order is that in which the channels of a score are added.
+        """
         x, scale = self.plain.x, self.plain.scale
 
         def narrow(t: Tensor) -> Tensor:
@@ -95,7 +98,8 @@ class Scored:
         q, k, v = leaves
         ratio = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
-        t = q @ k.mT * scale
+        channels = torch.arange(q.shape[3]).roll(order)
+        t = q[..., channels] @ k[..., channels].mT * scale
         t.register_hook(narrow)
         allowed = self.plain.mask > 0
         t = torch.where(allowed, self.score(t, tables), -torch.inf)
@@ -140,14 +144,20 @@ class Scored:
         return dict(zip(NAMES, (out, lse, *grads), strict=True)) | found
 
     def check(self, variant: str = "", threads: int = 2) -> dict[str, Tensor]:
-        """Runs and compares: at most twice the error of the same formula in float32, or of rounding."""
-        want, theirs = self.dense(torch.float64), self.dense(torch.float32)
-        got = self.run(variant, threads)
-        bound, found = errors(theirs, want), errors(got, want)
+        """Runs and compares: at most twice the error of the same formula in float32, or of rounding.
+
+        Where few pairs are added the formula's own error is chance: the largest of some orders of its sums counts.
+        """
+        want, got = self.dense(torch.float64), self.run(variant, threads)
+        found, allowed = errors(got, want), dict.fromkeys(want, 0.0)
+        for order in (0, 4, 8, 12):
+            for name, error in errors(self.dense(torch.float32, order), want).items():
+                stored = self.plain.x.q.dtype if name in NAMES and name != "lse" else torch.float32
+                allowed[name] = max(allowed[name], 2 * error + 2 * torch.finfo(stored).eps)
+            if all(error <= allowed[name] for name, error in found.items()):
+                break
         for name, error in found.items():
-            stored = self.plain.x.q.dtype if name in NAMES and name != "lse" else torch.float32
-            allowed = 2 * bound[name] + 2 * torch.finfo(stored).eps
-            assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+            assert error <= allowed[name], f"{name}: error {error:.2e}, allowed {allowed[name]:.2e}"
         return got
 
 
