@@ -78,8 +78,8 @@ def _check(problem: Problem, kinds: dict[str, dict[str, Any]]) -> None:
         results = []
         for backend in ("auto", "reference"):
             torch.manual_seed(0)
-            results.append(rw.attention(q, k, v, problem.pattern, backend=backend, **extras).float())
+            results.append(rw.attention(q, k, v, problem.pattern, backend=backend, **extras).detach().float())
         got, wanted = results
         error = float((got - wanted).norm() / wanted.norm())
-        if not error <= 4 * torch.finfo(problem.dtype).eps:
+        if not error <= 8 * torch.finfo(problem.dtype).eps:
             raise UnsupportedError(message(kind, f"an error of {error:.1e}", "the reference's result", "Report it."))
