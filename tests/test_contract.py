@@ -432,6 +432,8 @@ def plain(value: Any) -> Any:
     """A value as plain Python has it."""
     if isinstance(value, (np.integer, np.floating, np.bool_)):
         return value.item()
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        return value
     if isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 1 and value.dtype != torch.bool:
         return value.tolist()
     return sorted(value) if isinstance(value, set) else list(value) if isinstance(value, (tuple, range)) else value

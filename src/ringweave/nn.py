@@ -111,16 +111,18 @@ class MultiheadAttention(nn.Module):
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         kept = self.num_kv_heads * self.head_dim
         if (self.kdim, self.vdim) == (self.embed_dim, self.embed_dim):
-            self.in_proj_weight = nn.Parameter(torch.empty(self.embed_dim + 2 * kept, self.embed_dim, **place))
+            self.in_proj_weight = nn.Parameter(
+                torch.empty(self.embed_dim + 2 * kept, self.embed_dim, device=device, dtype=dtype)
+            )
             for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
                 self.register_parameter(name, None)
         else:
-            self.q_proj_weight = nn.Parameter(torch.empty(self.embed_dim, self.embed_dim, **place))
-            self.k_proj_weight = nn.Parameter(torch.empty(kept, self.kdim, **place))
-            self.v_proj_weight = nn.Parameter(torch.empty(kept, self.vdim, **place))
+            self.q_proj_weight = nn.Parameter(torch.empty(self.embed_dim, self.embed_dim, device=device, dtype=dtype))
+            self.k_proj_weight = nn.Parameter(torch.empty(kept, self.kdim, device=device, dtype=dtype))
+            self.v_proj_weight = nn.Parameter(torch.empty(kept, self.vdim, device=device, dtype=dtype))
             self.register_parameter("in_proj_weight", None)
         if flag("bias", bias, ShapeError):
-            self.in_proj_bias = nn.Parameter(torch.empty(self.embed_dim + 2 * kept, **place))
+            self.in_proj_bias = nn.Parameter(torch.empty(self.embed_dim + 2 * kept, device=device, dtype=dtype))
         else:
             self.register_parameter("in_proj_bias", None)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **place)
@@ -128,7 +130,7 @@ class MultiheadAttention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, **place) if normed else None
         self.k_norm = nn.RMSNorm(self.head_dim, **place) if normed else None
         if flag("sinks", sinks, ShapeError):
-            self.sink_logits = nn.Parameter(torch.zeros(self.num_heads, **place))
+            self.sink_logits = nn.Parameter(torch.zeros(self.num_heads, device=device, dtype=dtype))
         else:
             self.register_parameter("sink_logits", None)
         self.reset_parameters()

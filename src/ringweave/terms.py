@@ -160,7 +160,8 @@ class ALiBi(Term):
     def __post_init__(self) -> None:
         slopes = self.slopes
         if isinstance(slopes, (list, tuple)):
-            slopes = torch.tensor([number("slopes", slope, error=ShapeError) for slope in slopes], dtype=torch.float32)
+            numbers = [number("slopes", slope, error=ShapeError) for slope in slopes]
+            slopes = torch.tensor(numbers, dtype=torch.float32, device="cpu")
         slopes = _floating("slopes", slopes, 1, "a floating tensor (Hq,), or a list of numbers")
         if slopes.requires_grad:
             remedy = "Detach them, or use a DistanceBias, whose table learns."
@@ -181,7 +182,7 @@ class ALiBi(Term):
         power = 2 ** (heads.bit_length() - 1)
         slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
         between = [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
-        return ALiBi(torch.tensor(slopes + between, dtype=torch.float32))
+        return ALiBi(torch.tensor(slopes + between, dtype=torch.float32, device="cpu"))
 
     @property
     def tables(self) -> tuple[Tensor, ...]:

@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ringweave.parallel.transport.counters import Event
 
 import ringweave as rw
 from ringweave.errors import PatternError, RingError, ShapeError, UnsupportedError
 from ringweave.parallel import ContextParallel, Trace, Transport, export_chrome_trace
 from ringweave.parallel.planning.placement import NAMED
+from ringweave.parallel.transport.protocol import Event
 
 from ..cases import PATTERNS
 from ..oracle import Inputs

@@ -14,7 +14,7 @@ from ..oracle import Inputs
 from .jobs_ring import Survived
 from .processes import Pool, fresh
 from .spread import alone, joined
-from .test_schedules import as_exact_as_one_device
+from .test_schedules import OneDevice
 
 REPETITIONS = 20
 
@@ -60,7 +60,7 @@ def test_survivors_go_on(pool: Pool, schedule: str) -> None:
     for each in found:
         assert each.regrouped is not None
         assert each.regrouped <= 3.0
-    as_exact_as_one_device(x, rw.Causal(), joined([each.after for each in found], 700))
+    OneDevice.of(x, rw.Causal()).check(joined([each.after for each in found], 700))
 
 
 def test_ranks_are_lost_until_two_are_left(pool: Pool) -> None:
