@@ -16,7 +16,6 @@ from .checks import DTYPES
 from .errors import ShapeError, UnsupportedError, message, shown
 from .ops import dispatch
 from .ops.backend import Backend, Case
-from .ops.triton.launch_config import measured as measured_blocks
 from .patterns import Pattern
 from .patterns.fit import fitting
 from .patterns.numbers import flag, named_device, whole
@@ -191,7 +190,7 @@ class Explanation:
                 "others": _others(self.steps, case, self.asked),
                 "measured": len(measured),
                 "tiles": sorted({branch.sides for branch, _ in self.steps if branch.sides is not None}),
-                "blocks": measured_blocks(case) if "triton" in names else [],
+                "blocks": _configs(case) if "triton" in names else [],
             },
             "memory": _memory(case, work),
             "flops": {
@@ -272,6 +271,13 @@ def _branches(work: Sequence[BranchWork]) -> list[dict[str, Any]]:
             "groups": max((plan.row_ptr.shape[0] for plan in plans), default=0),
         })  # fmt: skip
     return entries
+
+
+def _configs(case: Case) -> list[str]:
+    # what this needs is not loaded for the other backends
+    from .ops.triton.launch_config import measured
+
+    return measured(case)
 
 
 def _others(steps: Sequence[tuple[Branch, Backend]], case: Case, asked: str) -> dict[str, list[str]]:

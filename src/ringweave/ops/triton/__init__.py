@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ...plan import Branch
 from ..backend import Backend, Case, Inputs, Upstream
-from . import queues
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_DIM = 256
@@ -78,6 +77,8 @@ def refusal(case: Case, branch: Branch) -> str | None:
 
 def scratch(case: Case, branch: Branch) -> int:
     """Count a queue entry per tile of queries or keys, masks packed along queries too, partial sums of long lists."""
+    from . import queues
+
     plan = branch.plan()
     tiles = case.batch * (branch.head_count * plan.q_tiles + case.kv_heads * plan.kv_tiles)
     ratio = branch.head_count // case.kv_heads if branch.head_count % case.kv_heads == 0 else 1
