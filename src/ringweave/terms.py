@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
@@ -41,7 +42,7 @@ class Pairs(NamedTuple):
     key: Tensor
 
 
-class Term:
+class Term(ABC):
     """What becomes of a score: one of the terms of this module."""
 
     @property
@@ -55,20 +56,22 @@ class Term:
         return None
 
     def total(self, acc: torch.dtype) -> Tensor:
-        """Zeros for the sum of its table's gradient."""
-        raise NotImplementedError
+        """Make zeros for the sum of its table's gradient."""
+        assert self.learned is not None
+        return torch.zeros_like(self.learned, dtype=acc, memory_format=torch.contiguous_format)
 
     @property
     def spec(self) -> str:
         """The text that :func:`terms_of` reads, ``_`` for the tensor."""
         return f"{type(self).__name__}(_)"
 
+    @abstractmethod
     def check(self, batch: int, heads: int, nq: int, nk: int, device: torch.device) -> None:
         """Raise ShapeError unless it fits a call."""
 
+    @abstractmethod
     def apply(self, t: Tensor, at: Pairs) -> Tensor:
-        """The scores after it."""
-        raise NotImplementedError
+        """Give the scores after it."""
 
     def gradient(self, after: Tensor, grad: Tensor, at: Pairs, total: Tensor | None) -> Tensor:
         """The gradient of the scores before it, of that after it; what the table gets is added to ``total``.
@@ -111,6 +114,9 @@ class Softcap(Term):
     def spec(self) -> str:
         """Its text."""
         return f"Softcap({self.cap!r})"
+
+    def check(self, batch: int, heads: int, nq: int, nk: int, device: torch.device) -> None:
+        """Fit every call."""
 
     def apply(self, t: Tensor, at: Pairs) -> Tensor:
         """Saturate the scores."""
@@ -269,8 +275,8 @@ class DistanceBias(Term):
         return self.table
 
     def total(self, acc: torch.dtype) -> Tensor:
-        """Zeros in float64: every pair of a head is added to few entries."""
-        return torch.zeros(self.table.shape, dtype=torch.float64, device=self.table.device)
+        """Make zeros in float64: every pair of a head is added to few entries."""
+        return super().total(torch.float64)
 
     def check(self, batch: int, heads: int, nq: int, nk: int, device: torch.device) -> None:
         """Raise ShapeError unless the table has the call's query heads and device."""
@@ -325,10 +331,6 @@ class Bias(Term):
     def learned(self) -> Tensor | None:
         """The table."""
         return self.table
-
-    def total(self, acc: torch.dtype) -> Tensor:
-        """Zeros in the accumulator's dtype."""
-        return torch.zeros(self.table.shape, dtype=acc, device=self.table.device)
 
     def check(self, batch: int, heads: int, nq: int, nk: int, device: torch.device) -> None:
         """Raise ShapeError unless the table has the call's sizes and device."""

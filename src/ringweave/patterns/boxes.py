@@ -100,7 +100,7 @@ class Grid:
 
     @property
     def tokens(self) -> int:
-        """All tokens."""
+        """Count all tokens."""
         return math.prod(self.shape)
 
     @property

@@ -200,7 +200,7 @@ class Bounds(Pattern):
     _made: Any = None
 
     def read(self) -> Self:
-        """The same pattern with what its tensors hold now."""
+        """Make the same pattern with what its tensors hold now."""
         known = object.__new__(type(self))
         known.__dict__.update(self.__dict__, _made=self._make())
         return known

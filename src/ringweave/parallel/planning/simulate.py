@@ -38,7 +38,7 @@ class Row:
 
     @property
     def systems(self) -> dict[str, Estimate | None]:
-        """All of them by name, ringweave first."""
+        """Give all of them by name, ringweave first."""
         return {"ringweave": self.ringweave, **self.other_systems}
 
 
