@@ -127,13 +127,14 @@ def attention_with_lse(
     scale, q_offset, terms, dropout = check_call(
         q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, context=context, terms=terms, dropout=dropout
     )
+    if sink_logits is not None:
+        check_sinks(sink_logits, q)
     if context is not None:
         result = AttentionOutput(*context.attend(q, k, v, pattern, scale, backend))
     else:
         result = AttentionOutput(*attend(Inputs(q, k, v, scale), pattern, q_offset, backend, terms, dropout))
     if sink_logits is None:
         return result
-    check_sinks(sink_logits, q)
     return with_sinks(result.out, result.lse, sink_logits)
 
 

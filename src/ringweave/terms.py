@@ -206,9 +206,26 @@ class ALiBi(Term):
         return t - self.slopes.to(t.device, t.dtype)[at.head] * (at.query - at.key).abs()
 
 
+@dataclass(frozen=True, eq=False)
+class _Learned(Term):
+    """A term with a table that may learn."""
+
+    table: Tensor
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """The table."""
+        return (self.table,)
+
+    @property
+    def learned(self) -> Tensor | None:
+        """The table."""
+        return self.table
+
+
 @final
 @dataclass(frozen=True, eq=False)
-class DistanceBias(Term):
+class DistanceBias(_Learned):
     """A bias by head and distance: ``t + table[h, clip(k - q, -R, R) + R]``.
 
     Args:
@@ -224,8 +241,6 @@ class DistanceBias(Term):
         Shaw, Uszkoreit, Vaswani (2018), Self-attention with relative position representations (clipped distances);
         Raffel et al. (2020), T5, section 2.1 (a scalar per head and bucket).
     """
-
-    table: Tensor
 
     def __post_init__(self) -> None:
         table = _floating("table", self.table, 2, "a floating tensor (Hq, 2 R + 1)")
@@ -264,16 +279,6 @@ class DistanceBias(Term):
         bucket = after + torch.where(steps < exact, steps, wide)
         return DistanceBias(weight[bucket].T)
 
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        """The table."""
-        return (self.table,)
-
-    @property
-    def learned(self) -> Tensor | None:
-        """The table."""
-        return self.table
-
     def total(self, acc: torch.dtype) -> Tensor:
         """Make zeros in float64: every pair of a head is added to few entries."""
         return super().total(torch.float64)
@@ -300,7 +305,7 @@ class DistanceBias(Term):
 
 @final
 @dataclass(frozen=True, eq=False)
-class Bias(Term):
+class Bias(_Learned):
     """The caller's own bias of each pair: ``t + table[b, h, i, j]``, read tile by tile.
 
     Only the pairs that the pattern allows are read. An entry of -inf leaves its pair without weight; to leave out
@@ -317,20 +322,8 @@ class Bias(Term):
         torch.Size([1, 4, 256, 32])
     """
 
-    table: Tensor
-
     def __post_init__(self) -> None:
         _floating("table", self.table, 4, "a floating tensor (B or 1, Hq or 1, Nq, Nk)")
-
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        """The table."""
-        return (self.table,)
-
-    @property
-    def learned(self) -> Tensor | None:
-        """The table."""
-        return self.table
 
     def check(self, batch: int, heads: int, nq: int, nk: int, device: torch.device) -> None:
         """Raise ShapeError unless the table has the call's sizes and device."""
