@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Waiting threads sleep instead of spinning: on a shared machine spinning ones take the cores from those at work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test check sanitize fuzz mutations format docs clean help
+.PHONY: demo test check sanitize fuzz soak mutations gate format docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -16,7 +16,9 @@ help:
 	@echo "make check   lint, types, layers, docstrings"
 	@echo "make sanitize  the native kernel's tests under AddressSanitizer and UBSan"
 	@echo "make fuzz    random calls against the definition for SECONDS (60), of a SEED (a new one)"
+	@echo "make soak    TABLES (10000) changed tables in threads and processes: no plan of another one"
 	@echo "make mutations  the library broken in one line, many times: whether its tests notice"
+	@echo "make gate    eight ratios of speed, held to those of benchmarks/baseline.json; five minutes at most"
 	@echo "make docs    build the documentation into site/"
 
 $(BIN)/python:
@@ -59,8 +61,15 @@ fuzz: $(VENV)/.dev
 fuzz-%: $(VENV)/.dev
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $*
 
+TABLES ?= 10000
+soak: $(VENV)/.dev
+	$(BIN)/python -m tests.adaptive.test_mutated_tables $(TABLES)
+
 mutations: $(VENV)/.dev
 	$(BIN)/python scripts/mutations.py
+
+gate: $(VENV)/.dev
+	$(BIN)/ringweave bench --gate benchmarks/baseline.json
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -32,9 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Two processes that share the tests take whole files: the longest first, since what is left for the end runs alone.
 LONGEST = [
-    "tests/ops/test_triton.py", "tests/test_conformance.py", "tests/test_examples.py", "tests/native/test_kernel.py",
-    "tests/parallel/test_failure.py", "tests/bench/test_cases.py", "tests/bench/test_demo.py",
-    "tests/bench/test_ring.py", "tests/test_docs.py",
+    "tests/ops/test_triton.py", "tests/ops/test_triton_compiled.py", "tests/test_examples.py",
+    "tests/parallel/test_compose.py", "tests/bench/test_demo.py", "tests/parallel/test_failure.py",
+    "tests/bench/test_cases.py", "tests/bench/test_ring.py", "tests/test_conformance.py", "tests/test_docs.py",
+    "tests/ops/test_launch_config.py", "tests/native/test_kernel.py", "tests/audit/test_model.py",
 ]  # fmt: skip
 
 

@@ -33,20 +33,24 @@ inline void check_shape(const char *name, const Array &a, std::initializer_list<
   refuse(name, "got shape " + got + "), wanted " + shape_text(shape));
 }
 
-inline Dtype dtype_of(const char *name, const Array &a) {
+// Of keys and values that are `stored` with scales 8 bits too; those of an E4M3 come as unsigned integers.
+inline Dtype dtype_of(const char *name, const Array &a, bool stored = false) {
   const nb::dlpack::dtype t = a.dtype();
   const bool one = t.lanes == 1;
   if (one && t.code == (uint8_t)nb::dlpack::dtype_code::Float && t.bits == 32) return F32;
   if (one && t.code == (uint8_t)nb::dlpack::dtype_code::Float && t.bits == 16) return F16;
   if (one && t.code == (uint8_t)nb::dlpack::dtype_code::Bfloat && t.bits == 16) return BF16;
-  refuse(name, "wanted float32, bfloat16 or float16");
+  if (stored && one && t.code == (uint8_t)nb::dlpack::dtype_code::Int && t.bits == 8) return I8;
+  if (stored && one && t.code == (uint8_t)nb::dlpack::dtype_code::UInt && t.bits == 8) return E4M3;
+  refuse(name, std::string("wanted float32, bfloat16 or float16") + (stored ? ", or 8 bits" : ""));
 }
 
 // A (batch, head, token[, channel]) tensor as a view.
-inline View view_of(const char *name, const Array &a, std::initializer_list<int64_t> shape, bool written) {
+inline View view_of(const char *name, const Array &a, std::initializer_list<int64_t> shape, bool written,
+                    bool stored = false) {
   check_shape(name, a, shape);
   View v;
-  v.dtype = dtype_of(name, a);
+  v.dtype = dtype_of(name, a, stored);
   if (shape.size() == 4 && a.stride(3) != 1)
     refuse(name, "wanted stride 1 in the last dimension, got " + std::to_string(a.stride(3)));
   for (size_t i = 0; written && i < a.ndim(); ++i)

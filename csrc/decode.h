@@ -8,8 +8,10 @@ namespace {
 
 // Queries of a tile, of all heads that share its keys; above, a vector of queries is full enough (measured).
 constexpr int kFew = 4;
-template <class Op>
-constexpr int few_rows = Op::depth == 2 ? 2 : kFew;
+inline bool has_few(const Problem &pb, int64_t tile) { return tile_queries(pb, tile) <= kFew; }
+
+// Rows and queries that are multiplied at a time: as many sums as registers hold.
+constexpr int kKeys = 4, kValues = 16, kBeside = W == 16 ? 4 : 2;
 
 RW_INLINE float sum_lanes(V v) {
 #if defined(__AVX512F__)
@@ -26,22 +28,69 @@ RW_INLINE float max_lanes(V v) {
   return top;
 }
 
-// W channels of a row that is stored as T.
+// The sums of the lanes of four vectors.
+RW_INLINE I4 sum_lanes(V a, V b, V c, V d) {
+#if defined(__AVX512F__)
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
+  const __m512 x = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  return (I4)_mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+#elif defined(__AVX2__)
+  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps((__m256)a, (__m256)b), _mm256_unpackhi_ps((__m256)a, (__m256)b));
+  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps((__m256)c, (__m256)d), _mm256_unpackhi_ps((__m256)c, (__m256)d));
+  const __m256 x = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+  return (I4)_mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+#else
+  const V ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  const V cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  return (I4)(__builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7));
+#endif
+}
+
+// W channels of a row that is stored as T, over unit<T>.
+template <int T>
+constexpr float unit = T == E4M3 ? 256.f : 1.f;
 template <int T>
 RW_INLINE V load_as(const char *row, int c) {
   if constexpr (T == F32) return load(row + 4 * c);
+  const char *at = row + (T == I8 || T == E4M3 ? c : 2 * c);
 #if defined(__AVX512F__)
-  const __m256i x = _mm256_loadu_si256((const __m256i *)(row + 2 * c));
+  if constexpr (T == I8) return (V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
+  if constexpr (T == E4M3) {  // as e4m3_to_float
+    const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)at));
+    const __m256i magnitude = _mm256_and_si256(_mm256_slli_epi16(x, 7), _mm256_set1_epi16(0x3f80));
+    const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x3f80));
+    const __m256i half = _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi16(x, 8), _mm256_set1_epi16((short)0x8000)),
+                                         _mm256_mask_mov_epi16(magnitude, nan, _mm256_set1_epi16(0x7e00)));
+    return (V)_mm512_cvtph_ps(half);
+  }
+  const __m256i x = _mm256_loadu_si256((const __m256i *)at);
   return T == BF16 ? (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16) : (V)_mm512_cvtph_ps(x);
 #elif defined(__AVX2__)
-  const __m128i x = _mm_loadu_si128((const __m128i *)(row + 2 * c));
+  if constexpr (T == I8) return (V)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
+  if constexpr (T == E4M3) {
+    const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)at));
+    const __m128i magnitude = _mm_and_si128(_mm_slli_epi16(x, 7), _mm_set1_epi16(0x3f80));
+    const __m128i nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x3f80));
+    const __m128i half = _mm_or_si128(_mm_and_si128(_mm_slli_epi16(x, 8), _mm_set1_epi16((short)0x8000)),
+                                      _mm_or_si128(magnitude, _mm_and_si128(nan, _mm_set1_epi16(0x7e00))));
+    return (V)_mm256_cvtph_ps(half);
+  }
+  const __m128i x = _mm_loadu_si128((const __m128i *)at);
   return T == BF16 ? (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16) : (V)_mm256_cvtph_ps(x);
 #else
   V v;
   for (int i = 0; i < W; ++i) {
     uint16_t h;
-    memcpy(&h, row + 2 * (c + i), 2);
-    v[i] = T == BF16 ? float_of((uint32_t)h << 16) : half_to_float(h);
+    if constexpr (T == I8) {
+      v[i] = (float)(int8_t)at[i];
+    } else if constexpr (T == E4M3) {
+      v[i] = e4m3_to_float((uint8_t)at[i]) / unit<T>;
+    } else {
+      memcpy(&h, at + 2 * i, 2);
+      v[i] = T == BF16 ? float_of((uint32_t)h << 16) : half_to_float(h);
+    }
   }
   return v;
 #endif
@@ -63,33 +112,86 @@ struct Few {
   int count, d, dv;  // d, dv: padded to whole vectors
 };
 
-// Products of one tile: scores, where there are no terms.
-template <int T, bool Scored>
-inline void few_scores(const Problem &pb, const Unit &u, Few &f, int64_t first, int keys, const TileMask &mask,
-                       const Ahead &ahead) {
-  const float before = Scale(pb).before;
-  alignas(64) float memory[kMostChannels];
-  const char *k = row_at(pb.k, u.batch, u.kv_head, first);
-  for (int r = 0; r < keys; ++r, k += pb.k.token) {
-    ahead.fetch(r, r + 1);
-    const char *row = row_as<T>(k, pb.k.dtype, pb.d, memory);
-    const uint32_t allowed = mask.rows ? mask.rows[(ptrdiff_t)r * mask.words] : ~0u;
-    for (int l = 0; l < f.count; ++l) {
-      V a = V{}, b = V{};
-      int c = 0;
-      for (; c + 2 * W <= f.d; c += 2 * W) {
-        a += load_as<T>(row, c) * load(f.q + l * kMostChannels + c);
-        b += load_as<T>(row, c + W) * load(f.q + l * kMostChannels + c + W);
+// What rows that are stored with scales are multiplied by.
+template <int T>
+inline void few_scales(const View &t, const Unit &u, int64_t first, int keys, float *to) {
+  for (int r = 0; r < keys; ++r) to[r] = scale_at(t, u.batch, u.kv_head, first + r) * unit<T>;
+}
+
+// Products of some keys that lie side by side with N queries.
+template <int T, int N>
+RW_INLINE void products(const View &t, int width, const char *k, int keys, int channels, const float *q, float *s,
+                        const Ahead &ahead) {
+  alignas(64) float memory[kKeys * kMostChannels];
+  for (int r = 0; r < keys; r += kKeys) {
+    ahead.fetch(r, r + kKeys);
+    const char *row[kKeys];
+    for (int i = 0; i < kKeys; ++i)  // behind the last that one again, for sums that nobody reads
+      row[i] = row_as<T>(k + smaller(r + i, keys - 1) * t.token, t.dtype, width, memory + i * kMostChannels);
+    V acc[N][kKeys];
+#pragma GCC unroll 4
+    for (int l = 0; l < N; ++l)
+#pragma GCC unroll 4
+      for (int i = 0; i < kKeys; ++i) acc[l][i] = V{};
+    for (int c = 0; c < channels; c += W) {
+      V x[kKeys];
+#pragma GCC unroll 4
+      for (int i = 0; i < kKeys; ++i) x[i] = load_as<T>(row[i], c);
+#pragma GCC unroll 4
+      for (int l = 0; l < N; ++l) {
+        const V y = load(q + l * kMostChannels + c);
+#pragma GCC unroll 4
+        for (int i = 0; i < kKeys; ++i) acc[l][i] += x[i] * y;
       }
-      if (c < f.d) a += load_as<T>(row, c) * load(f.q + l * kMostChannels + c);
-      float score = -kInf;
-      if (allowed >> l & 1) {
-        score = sum_lanes(a + b);
-        if (score == -kInf) mark_below(pb);
-        if (Scored) score *= before;
-      }
-      f.s[l * kMostTile + r] = score;
     }
+#pragma GCC unroll 4
+    for (int l = 0; l < N; ++l)
+      *(I4U *)(s + l * kMostTile + r) = sum_lanes(acc[l][0], acc[l][1], acc[l][2], acc[l][3]);
+  }
+}
+
+// Products of some keys that lie side by side.
+template <int T>
+__attribute__((noinline)) void few_products(const Problem &pb, Few &f, const char *k, int keys, float *s,
+                                            const Ahead &ahead) {
+  for (int l = 0; l < f.count; l += kBeside) {
+    const float *q = f.q + l * kMostChannels;
+    float *to = s + l * kMostTile;
+    const Ahead next = l ? Ahead() : ahead;
+    const int n = f.count - l;
+    if (kBeside == 4 && n > 2)
+      products<T, kBeside>(pb.k, pb.d, k, keys, f.d, q, to, next);
+    else if (n > 1)
+      products<T, 2>(pb.k, pb.d, k, keys, f.d, q, to, next);
+    else
+      products<T, 1>(pb.k, pb.d, k, keys, f.d, q, to, next);
+  }
+}
+
+// Scores, where there are no terms: products times what their keys are scaled by, where they are allowed.
+template <bool Scored>
+inline void few_scores(const Problem &pb, Few &f, int keys, const TileMask &mask, const float *scales) {
+  const V before = splat(Scale(pb).before);
+  for (int l = 0; l < f.count; ++l) {
+    float *s = f.s + l * kMostTile;
+    for (int r = keys; r % W; ++r) s[r] = 0;
+    V least = splat(kInf);
+    for (int r = 0; r < keys; r += W) {
+      V x = load(s + r);
+      if (scales) x *= load(scales + r);
+      if (Scored) x *= before;
+      least = min(x, least);
+      store(s + r, x);
+    }
+    if (!mask.rows) {
+      if (any_equal(least, -kInf)) mark_below(pb);
+      continue;
+    }
+    for (int r = 0; r < keys; ++r)
+      if (!(mask.rows[(ptrdiff_t)r * mask.words] >> l & 1))
+        s[r] = -kInf;
+      else if (s[r] == -kInf)
+        mark_below(pb);
   }
 }
 
@@ -127,33 +229,63 @@ inline float few_softmax(Few &f, int l, int keys, float c) {
   return shrink[0];
 }
 
-template <int T>
-inline void few_values(const Problem &pb, const Unit &u, Few &f, int64_t first, int keys, Dead dead,
-                       const float *shrink, const Ahead &ahead) {
-  constexpr int rows = 8;  // of V at a time: their products are added while `out` is in registers
-  alignas(64) float memory[rows * kMostChannels];
-  for (int l = 0; l < f.count; ++l)
-    for (int c = 0; c < f.dv; c += W) {
-      float *out = f.out + l * kMostChannels + c;
-      store(out, load(out) * splat(shrink[l]));
+// Adds n rows of values to the sums of N queries, weighted with p.
+template <int T, int N, int C>
+RW_INLINE void add_rows(const char *const *row, const int *kept, int n, int c, const float *p, float *out) {
+  V acc[N][C];  // as add_block: the products are summed from 0
+#pragma GCC unroll 4
+  for (int l = 0; l < N; ++l)
+#pragma GCC unroll 2
+    for (int j = 0; j < C; ++j) acc[l][j] = V{};
+  for (int i = 0; i < n; ++i) {
+    V x[C];
+#pragma GCC unroll 2
+    for (int j = 0; j < C; ++j) x[j] = load_as<T>(row[i], c + j * W);
+#pragma GCC unroll 4
+    for (int l = 0; l < N; ++l) {
+      const V weight = splat(p[l * kMostTile + kept[i]]);
+#pragma GCC unroll 2
+      for (int j = 0; j < C; ++j) acc[l][j] += weight * x[j];
     }
-  for (int r0 = 0; r0 < keys; r0 += rows) {
-    const char *row[rows];
-    int kept[rows], n = 0;
-    ahead.fetch(r0, r0 + rows);
-    for (int r = r0; r < r0 + rows && r < keys; ++r)
+  }
+#pragma GCC unroll 4
+  for (int l = 0; l < N; ++l)
+#pragma GCC unroll 2
+    for (int j = 0; j < C; ++j) {
+      float *to = out + l * kMostChannels + c + j * W;
+      store(to, load(to) + acc[l][j]);
+    }
+}
+template <int T, int N>
+RW_INLINE void add_rows(const char *const *row, const int *kept, int n, int channels, const float *p, float *out) {
+  int c = 0;
+  for (; c + 2 * W <= channels; c += 2 * W) add_rows<T, N, 2>(row, kept, n, c, p, out);
+  if (c < channels) add_rows<T, N, 1>(row, kept, n, c, p, out);
+}
+
+// Adds some values that lie side by side, weighted with s.
+template <int T>
+__attribute__((noinline)) void few_values(const Problem &pb, Few &f, const char *v, int keys, Dead dead, const float *s,
+                                          const Ahead &ahead) {
+  alignas(64) float memory[kValues * kMostChannels];
+  for (int r0 = 0; r0 < keys; r0 += kValues) {
+    const char *row[kValues];
+    int kept[kValues], n = 0;
+    ahead.fetch(r0, r0 + kValues);
+    for (int r = r0; r < r0 + kValues && r < keys; ++r)
       if (!dead || !dead[r]) {
-        const char *from = row_at(pb.v, u.batch, u.kv_head, first + r);
-        row[n] = row_as<T>(from, pb.v.dtype, pb.dv_dim, memory + n * kMostChannels);
+        row[n] = row_as<T>(v + r * pb.v.token, pb.v.dtype, pb.dv_dim, memory + n * kMostChannels);
         kept[n++] = r;
       }
-    for (int l = 0; l < f.count; ++l) {
-      const float *p = f.s + l * kMostTile;
-      for (int c = 0; c < f.dv; c += W) {
-        V acc{};  // as add_block: the products are summed from 0
-        for (int i = 0; i < n; ++i) acc += splat(p[kept[i]]) * load_as<T>(row[i], c);
-        store(f.out + l * kMostChannels + c, load(f.out + l * kMostChannels + c) + acc);
-      }
+    for (int l = 0; l < f.count; l += kBeside) {
+      const float *p = s + l * kMostTile;
+      float *out = f.out + l * kMostChannels;
+      if (kBeside == 4 && f.count - l > 2)
+        add_rows<T, kBeside>(row, kept, n, f.dv, p, out);
+      else if (f.count - l > 1)
+        add_rows<T, 2>(row, kept, n, f.dv, p, out);
+      else
+        add_rows<T, 1>(row, kept, n, f.dv, p, out);
     }
   }
 }
@@ -166,43 +298,65 @@ __attribute__((noinline)) void few_entries(const Problem &pb, const Unit &u, con
   const Scale scale(pb);
   Pairs pairs(pb, m.terms, u.batch, true);
   Few f;
+  alignas(64) float scales[kMostTile];
   f.count = lanes.heads * lanes.rows, f.d = (pb.d + W - 1) / W * W, f.dv = (pb.dv_dim + W - 1) / W * W;
+  memset(f.q, 0, sizeof f.q);  // of queries that fill up a block too, whose sums nobody reads
+  memset(f.s, 0, sizeof f.s);
+  memset(f.out, 0, sizeof f.out);
   for (int l = 0; l < f.count; ++l) {
     float *q = f.q + l * kMostChannels;
     widen(q, lane_row(pb.q, lanes, l), pb.q.dtype, pb.d);
-    for (int c = pb.d; c % W; ++c) q[c] = 0;
     for (int c = 0; scale.sign <= 0 && c < pb.d; ++c) q[c] *= (float)scale.sign;
-    memset(f.out + l * kMostChannels, 0, 4 * kMostChannels);
     f.top[l] = -kInf, f.sum[l] = 0;
   }
+  const int64_t nk = keys_of(pb, u.batch);
   for (int64_t e = begin; e < end; ++e) {
     const int64_t first = (int64_t)plan.col[e] * plan.kv_tile;
-    const int keys = (int)smaller(plan.kv_tile, pb.nk - first);
+    const int keys = (int)smaller(plan.kv_tile, nk - first);
+    if (keys <= 0) continue;  // of no page
     TileMask mask;
     if (plan.bits[e] >= 0)
       mask = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words,
                        lanes, keys, m.mask, m.dead);
     // Reading is all the work: the scores fetch this tile's values, the values the next tile's keys, half and half.
-    const Ahead values(pb.v, u.batch, u.kv_head, first, keys, pb.dv_dim);
-    Ahead next;
-    if (e + 1 < last) {
-      const int64_t then = (int64_t)plan.col[e + 1] * plan.kv_tile;
-      next = Ahead(pb.k, u.batch, u.kv_head, then, (int)smaller(plan.kv_tile, pb.nk - then), pb.d);
+    const int run = run_of(pb.k, keys);
+    for (int r = 0; r < keys; r += run) {
+      const int n = (int)smaller(run, keys - r);
+      const Ahead values(pb.v, u.batch, u.kv_head, first + r, n, pb.dv_dim);
+      few_products<T>(pb, f, token_at(pb.k, u.batch, u.kv_head, first + r), n, f.s + r, values);
     }
-    few_scores<T, Scored>(pb, u, f, first, keys, mask, values);
+    if (pb.k.scales) few_scales<T>(pb.k, u, first, keys, scales);
+    few_scores<Scored>(pb, f, keys, mask, pb.k.scales ? scales : nullptr);
     if (Scored && pb.scoring.count) {
       pairs.set_lanes(first, keys, pad_lanes(keys));
       few_terms(pairs, f, lanes, keys, mask);
     }
     float shrink[kFew];
-    for (int l = 0; l < f.count; ++l) shrink[l] = few_softmax(f, l, keys, scale.c);
+    for (int l = 0; l < f.count; ++l) {
+      shrink[l] = few_softmax(f, l, keys, scale.c);
+      for (int c = 0; c < f.dv; c += W) {
+        float *out = f.out + l * kMostChannels + c;
+        store(out, load(out) * splat(shrink[l]));
+      }
+    }
     if (Scored && pb.scoring.drop) {
       const TileMask kept = kept_pairs(pb, lanes, first, keys, m.dropout);
       for (int l = 0; l < f.count; ++l)
         for (int r = 0; r < keys; ++r)
           if (!(kept.rows[(ptrdiff_t)r * kept.words] >> l & 1)) f.s[l * kMostTile + r] = 0;
     }
-    few_values<T>(pb, u, f, first, keys, mask.dead, shrink, next);
+    if (pb.v.scales) {
+      few_scales<T>(pb.v, u, first, keys, scales);
+      for (int l = 0; l < f.count; ++l)
+        for (int r = 0; r < keys; ++r) f.s[l * kMostTile + r] *= scales[r];
+    }
+    const int64_t then = e + 1 < last ? (int64_t)plan.col[e + 1] * plan.kv_tile : nk;
+    for (int r = 0; r < keys; r += run) {
+      const int n = (int)smaller(run, keys - r);
+      Ahead next;
+      if (then + r < nk) next = Ahead(pb.k, u.batch, u.kv_head, then + r, (int)smaller(n, nk - then - r), pb.d);
+      few_values<T>(pb, f, token_at(pb.v, u.batch, u.kv_head, first + r), n, mask.from(r).dead, f.s + r, next);
+    }
   }
   const int pw = panel_width(0, lanes.count);  // a few lanes lie in the first panel
   for (int l = 0; l < f.count; ++l) {
@@ -211,20 +365,28 @@ __attribute__((noinline)) void few_entries(const Problem &pb, const Unit &u, con
   }
 }
 
+template <bool Scored>
+AddEntries *few_entries_of(const Problem &pb) {
+  // rows that do not fill whole vectors are widened into memory
+  if (pb.d % W || pb.dv_dim % W) return few_entries<F32, Scored>;
+  switch (pb.k.dtype) {
+    case BF16: return few_entries<BF16, Scored>;
+    case F16: return few_entries<F16, Scored>;
+    case I8: return few_entries<I8, Scored>;
+    case E4M3: return few_entries<E4M3, Scored>;
+    default: return few_entries<F32, Scored>;
+  }
+}
+
 template <class Op, bool Scored>
 inline void forward_piece(const Problem &pb, const Unit &u, const Piece &piece, char *block, const Partials &partials) {
   const Lanes lanes = query_lanes(pb, u, piece.tile);
   const ForwardMemory m(pb, lanes.count, block);
-  auto entries = many_entries<Op, Scored>;
-  if (tile_queries(pb, piece.tile) <= few_rows<Op>) {
-    // more rows share the widening of K and V
-    const bool widened = pb.q.dtype == F32 || lanes.heads * lanes.rows > 2 || pb.d % W || pb.dv_dim % W;
-    entries = widened                ? few_entries<F32, Scored>
-              : pb.q.dtype == BF16 ? few_entries<BF16, Scored>
-                                   : few_entries<F16, Scored>;
-  } else if (piece.begin < piece.end) {
+  AddEntries *entries = many_entries<Op, Scored>;
+  if constexpr (Op::depth == 1)  // a build with pairs leaves few queries to the one that it adds to
+    if (has_few(pb, piece.tile)) entries = few_entries_of<Scored>(pb);
+  if (piece.begin < piece.end && !(Op::depth == 1 && has_few(pb, piece.tile)))
     pack<Op>(pb.q, lanes, pb.d, Scale(pb).sign, m.q, m.rows);
-  }
   const Running result = sum_blocks(pb, u, piece, lanes, m, partials, entries);
   if (piece.slot < 0) forward_finish(pb, lanes, m, result);
 }

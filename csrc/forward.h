@@ -285,9 +285,11 @@ inline void many_entries(const Problem &pb, const Unit &u, const Lanes &lanes, c
   Pairs pairs(pb, m.terms, u.batch, false);
   pairs.head = lanes.head, pairs.heads = lanes.heads;
   if (Scored) pairs.set_lanes(lanes.first, lanes.rows, lanes.count);
+  const int64_t nk = keys_of(pb, u.batch);
   for (int64_t e = begin; e < end; ++e) {
     const int64_t first = (int64_t)plan.col[e] * plan.kv_tile;
-    const int keys = (int)smaller(plan.kv_tile, pb.nk - first);
+    const int keys = (int)smaller(plan.kv_tile, nk - first);
+    if (keys <= 0) continue;  // of no page
     if (Scored) pairs.set_rows(first, keys);
     if (Scored && pb.scoring.drop) pairs.kept = kept_pairs(pb, lanes, first, keys, m.dropout);
     TileMask mask;
@@ -297,7 +299,7 @@ inline void many_entries(const Problem &pb, const Unit &u, const Lanes &lanes, c
     Ahead next;
     if (e + 1 < last) {
       const int64_t then = (int64_t)plan.col[e + 1] * plan.kv_tile;
-      next = Ahead(pb.k, pb.v, u.batch, u.kv_head, then, (int)smaller(plan.kv_tile, pb.nk - then), pb.d, pb.dv_dim);
+      next = Ahead(pb.k, pb.v, u.batch, u.kv_head, then, (int)smaller(plan.kv_tile, nk - then), pb.d, pb.dv_dim);
     }
     const Tile k = tile_rows<Op>(pb.k, u.batch, u.kv_head, first, keys, pb.d, nullptr, m.k);
     const Tile v = tile_columns<Op>(pb.v, u.batch, u.kv_head, first, keys, pb.dv_dim, mask.dead, m.v);

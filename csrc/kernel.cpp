@@ -1,6 +1,7 @@
 // One instruction-set build of the kernels. Compiled several times; RINGWEAVE_VARIANT names the build.
 #include "backward.h"
 #include "decode.h"
+#include "mass.h"
 
 #define RW_TEXT_(x) #x
 #define RW_TEXT(x) RW_TEXT_(x)
@@ -8,24 +9,39 @@
 #define RW_JOIN(a, b) RW_JOIN_(a, b)
 
 namespace ringweave {
+// Pairs of bfloat16 where the machine multiplies them; else everything is widened to float32. A build with pairs has no
+// other loops of its own: what is not bfloat16, or of few queries, is for the build that it adds to.
+#if defined(__AVX512BF16__)
+extern const Kernel kernel_avx512;
+#define RW_OTHERS(others, call) if (others) return kernel_avx512.call
+#else
+#define RW_OTHERS(others, call)
+#endif
+
 namespace {
 
-// Pairs of bfloat16 where the machine multiplies them; else everything is widened to float32.
 #if defined(__AVX512BF16__)
-#define RW_CALL_(f, scored, ...) (pb.q.dtype == BF16 ? f<Pair, scored>(__VA_ARGS__) : f<Single, scored>(__VA_ARGS__))
+using Own = Pair;
 #else
-#define RW_CALL_(f, scored, ...) f<Single, scored>(__VA_ARGS__)
+using Own = Single;
 #endif
 // With terms or dropout, or as if there were no such thing.
-#define RW_CALL(f, ...) (pb.scoring.any() ? RW_CALL_(f, true, __VA_ARGS__) : RW_CALL_(f, false, __VA_ARGS__))
+#define RW_CALL(f, ...) (pb.scoring.any() ? f<Own, true>(__VA_ARGS__) : f<Own, false>(__VA_ARGS__))
 
 size_t forward_bytes(const Problem &pb, int lanes) { return ForwardMemory(pb, lanes, nullptr).bytes; }
+size_t mass_bytes(const Problem &pb, int lanes) { return MassMemory(pb, lanes, nullptr).bytes; }
 size_t backward_bytes(const Problem &pb, int lanes) { return BackwardMemory(pb, lanes, nullptr).bytes; }
 
 void run_forward(const Problem &pb, const Unit &u, const Piece &p, char *m, float *partials, size_t stride) {
+  RW_OTHERS(pb.k.dtype != BF16 || has_few(pb, p.tile), forward(pb, u, p, m, partials, stride));
   RW_CALL(forward_piece, pb, u, p, m, Partials{partials, stride});
 }
+void run_mass(const Problem &pb, const Unit &u, const Piece &p, const Mass &mass, char *m) {
+  RW_OTHERS(pb.q.dtype != BF16, mass(pb, u, p, mass, m));
+  mass_piece<Own>(pb, u, p, mass, m);
+}
 void run_backward(const Problem &pb, const Unit &u, const Piece &p, const Turns &turns, char *m, float *partial) {
+  RW_OTHERS(pb.q.dtype != BF16, backward(pb, u, p, turns, m, partial));
   RW_CALL(backward_piece, pb, u, p, turns, m, partial);
 }
 
@@ -77,11 +93,9 @@ int64_t fma_rounds(int64_t rounds) {
 }
 
 int64_t fma_loop(Dtype dtype, int64_t rounds) {
-#if defined(__AVX512BF16__)
-  if (dtype == BF16) return fma_rounds<Pair>(rounds);
-#endif
+  RW_OTHERS(dtype != BF16, fma_loop(dtype, rounds));
   (void)dtype;
-  return fma_rounds<Single>(rounds);
+  return fma_rounds<Own>(rounds);
 }
 
 }  // namespace
@@ -91,6 +105,8 @@ const Kernel RW_JOIN(kernel_, RINGWEAVE_VARIANT) = {RW_TEXT(RINGWEAVE_VARIANT),
                                                     forward_bytes,
                                                     run_forward,
                                                     forward_join,
+                                                    mass_bytes,
+                                                    run_mass,
                                                     backward_bytes,
                                                     run_backward,
                                                     backward_join,

@@ -108,6 +108,9 @@ struct TileMask {
   const uint32_t *rows = nullptr;  // null: everything is allowed
   int words = 0;
   const uint8_t *dead = nullptr;
+  TileMask from(int row) const {
+    return {rows ? rows + (ptrdiff_t)row * words : nullptr, words, dead ? dead + row : nullptr};
+  }
 };
 
 // Whether any of n rows of `words` words is empty; marks them.

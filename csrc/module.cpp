@@ -35,22 +35,48 @@ int head_dim(const char *name, const Array &a) {
   return (int)d;
 }
 
-// q, k, v, scale and sizes.
-Problem inputs(const Array &q, const Array &k, const Array &v, float scale) {
+typedef std::optional<Array> Maybe;
+
+// Tokens of a table's pages, each of `size`.
+Pages pages_of(const Array &table, const Array &lengths, int64_t batch, int64_t size, int64_t stored) {
+  Pages pages;
+  if (size < kLeastPage || size > kMostTile || size & (size - 1))
+    refuse("k", "wanted pages of 16, 32, ... 256 tokens, got " + std::to_string(size));
+  pages.numbers = ints("table", table, {batch, -1});
+  pages.lengths = ints("lengths", lengths, {batch});
+  pages.columns = (int64_t)table.shape(1);
+  for (pages.shift = 0; 1 << pages.shift < size;) ++pages.shift;
+  check_range("lengths", pages.lengths, batch, 0, pages.columns * size + 1);
+  for (int64_t b = 0; b < batch; ++b)
+    check_range("table", pages.numbers + b * pages.columns, (pages.lengths[b] + size - 1) / size, 0, stored);
+  return pages;
+}
+
+// q, k, v, scale and sizes. With a table k and v are pages; with scales they may be of 8 bits.
+Problem inputs(const Array &q, const Array &k, const Array &v, float scale, const Maybe &table = std::nullopt,
+               bool scaled = false) {
   Problem pb;
   pb.d = head_dim("q", q);
   head_dim("k", k);
   pb.dv_dim = head_dim("v", v);
   pb.batch = q.shape(0), pb.q_heads = q.shape(1), pb.nq = q.shape(2);
   pb.kv_heads = k.shape(1), pb.nk = k.shape(2);
+  const int64_t outer = table ? (int64_t)k.shape(0) : pb.batch, tokens = pb.nk;
+  if (table && table->ndim() != 2) refuse("table", "wanted 2 dimensions, got " + std::to_string(table->ndim()));
+  if (table) pb.nk *= (int64_t)table->shape(1);
   if (!pb.batch || !pb.q_heads || !pb.nq) refuse("q", "has no elements");
   if (!pb.kv_heads || !pb.nk) refuse("k", "has no elements");
   if (pb.q_heads % pb.kv_heads) refuse("k", "its number of heads must divide that of q");
   pb.q = view_of("q", q, {pb.batch, pb.q_heads, pb.nq, pb.d}, false);
-  pb.k = view_of("k", k, {pb.batch, pb.kv_heads, pb.nk, pb.d}, false);
-  pb.v = view_of("v", v, {pb.batch, pb.kv_heads, pb.nk, pb.dv_dim}, false);
-  same_dtype("k", pb.k.dtype, pb.q.dtype);
-  same_dtype("v", pb.v.dtype, pb.q.dtype);
+  pb.k = view_of("k", k, {outer, pb.kv_heads, tokens, pb.d}, false, scaled);
+  pb.v = view_of("v", v, {outer, pb.kv_heads, tokens, pb.dv_dim}, false, scaled);
+  if (scaled) {
+    if (pb.k.dtype != pb.v.dtype) refuse("v", "wanted the dtype of k");
+    if (bytes_of(pb.k.dtype) != 1) refuse("k", "wanted 8 bits with scales");
+  } else {
+    same_dtype("k", pb.k.dtype, pb.q.dtype);
+    same_dtype("v", pb.v.dtype, pb.q.dtype);
+  }
   if (!std::isfinite(scale)) refuse("scale", "is not finite");
   pb.scale = scale;
   return pb;
@@ -101,8 +127,7 @@ void columns_of_plan(Problem &pb, const Array &col_ptr, const Array &row, const 
 }
 
 // (kind, value, table)
-typedef std::vector<std::tuple<std::string, float, std::optional<Array>>> Terms;
-typedef std::optional<Array> Maybe;
+typedef std::vector<std::tuple<std::string, float, Maybe>> Terms;
 
 // A table of a term as a view; strides of a size of 1 are 0.
 Term term_of(const Problem &pb, const std::string &kind, float value, const Maybe &table) {
@@ -220,22 +245,66 @@ bool bind_forward(const Array &q, const Array &k, const Array &v, const Array &o
                   const Array &row_ptr, const Array &col, const Array &bits, const Array &masks, const Array &group,
                   int q_tile, int kv_tile, float scale, int threads, const std::string &variant, const Terms &terms,
                   const Maybe &rows, const Maybe &columns, const Maybe &q_offset, const Maybe &k_offset,
-                  const Maybe &heads, int64_t drop, int64_t seed) {
+                  const Maybe &heads, int64_t drop, int64_t seed, const Maybe &table, const Maybe &lengths,
+                  const Maybe &k_scale, const Maybe &v_scale) {
   const Kernel &kernel = pick(variant);
   check_threads(threads);
-  Problem pb = inputs(q, k, v, scale);
+  Problem pb = inputs(q, k, v, scale, table, k_scale && v_scale);
   pb.out = view_of("out", out, {pb.batch, pb.q_heads, pb.nq, pb.dv_dim}, true);
   if (pb.out.dtype != pb.q.dtype && pb.out.dtype != F32) refuse("out", "wanted the dtype of q, or float32");
   pb.lse = floats("lse", lse, pb, true);
   tiles(pb, q_tile, kv_tile);
   rows_of_plan(pb, row_ptr, col, bits, masks, group);
+  Pages pages;
+  if (table) {
+    if (!lengths) refuse("lengths", "wanted with a table");
+    if (kv_tile & (kv_tile - 1)) refuse("kv_tile", "wanted a power of two with a table, got " + std::to_string(kv_tile));
+    pages = pages_of(*table, *lengths, pb.batch, (int64_t)k.shape(2), (int64_t)k.shape(0));
+    pb.k.pages = pb.v.pages = &pages;
+  }
+  View scales[2];
+  if (k_scale && v_scale) {
+    auto scales_of = [&](const char *name, const Array &a, View &of, View &to) {
+      to = view_of(name, a, {(int64_t)k.shape(0), pb.kv_heads, (int64_t)k.shape(2)}, false);
+      if (to.dtype != F32) refuse(name, "wanted float32");
+      to.pages = of.pages, of.scales = &to;
+    };
+    scales_of("k_scale", *k_scale, pb.k, scales[0]);
+    scales_of("v_scale", *v_scale, pb.v, scales[1]);
+  }
   std::vector<Term> found;
   scoring(pb, {terms, rows, columns, q_offset, k_offset, heads, drop, seed}, found);
   int32_t below = 0;
   pb.below = &below;
   nb::gil_scoped_release release;
-  forward(pb, kernel, threads);
+  forward(pb, row_work(pb), kernel, threads);
   return below != 0;
+}
+
+void bind_tile_mass(const Array &q, const Array &k, const Array &lse, const Array &values, const Array &row_ptr,
+                    const Array &col, const Array &bits, const Array &masks, const Array &group, int q_tile,
+                    int kv_tile, float scale, int threads, const std::string &variant) {
+  const Kernel &kernel = pick(variant);
+  check_threads(threads);
+  Problem pb = inputs(q, k, k, scale);
+  pb.dv_dim = 0;  // there are no values
+  pb.lse = floats("lse", lse, pb, false);
+  tiles(pb, q_tile, kv_tile);
+  rows_of_plan(pb, row_ptr, col, bits, masks, group);
+  const Plan &plan = pb.plan;
+  std::vector<int64_t> first;
+  int64_t total = 0;
+  for (int64_t i = 0; i < pb.batch * pb.q_heads; ++i) {
+    const int32_t *ends = plan.row_ptr + plan.group[i] * (plan.q_tiles + 1);
+    first.push_back(total);
+    total += ends[plan.q_tiles] - ends[0];
+  }
+  const int width = values.ndim() == 2 && values.shape(1) == 1 ? 1 : q_tile;
+  check_shape("values", values, {total, width});
+  if (dtype_of("values", values) != F32) refuse("values", "wanted float32");
+  check_compact("values", values);
+  nb::gil_scoped_release release;
+  tile_mass(pb, {(float *)values.data(), first.data(), width}, kernel, threads);
 }
 
 View gradient(const char *name, const Array &a, std::initializer_list<int64_t> shape, Dtype input) {
@@ -267,7 +336,7 @@ void bind_backward(const Array &dout, const Array &q, const Array &k, const Arra
   std::vector<Term> found;
   scoring(pb, {terms, rows, columns, q_offset, k_offset, heads, drop, seed}, found, table_grads);
   nb::gil_scoped_release release;
-  backward(pb, kernel, threads);
+  backward(pb, column_work(pb), kernel, threads);
 }
 
 void bind_delta(const Array &dout, const Array &out, const std::optional<Array> &dlse, const Array &delta_, int threads,
@@ -285,6 +354,85 @@ void bind_delta(const Array &dout, const Array &out, const std::optional<Array> 
   delta(pb, kernel, threads);
 }
 
+// A call without terms whose sizes, types and plan were checked, and cut into work, when it was prepared. What is left
+// is where its tensors lie: whoever calls vouches for sizes and types, which are those of the tensors shown here.
+class Prepared {
+ public:
+  Prepared(const Array &q, const Array &k, const Array &v, const Array &row_ptr, const Array &col, const Array &bits,
+           const Array &masks, const Array &group, int q_tile, int kv_tile, float scale, const std::string &variant)
+      : kernel(pick(variant)), pb(inputs(q, k, v, scale)), plan{row_ptr, col, bits, masks, group} {
+    tiles(pb, q_tile, kv_tile);
+    rows_of_plan(pb, row_ptr, col, bits, masks, group);
+    compact(pb.out, pb.q_heads, pb.nq, pb.dv_dim), compact(pb.dq, pb.q_heads, pb.nq, pb.d);
+    compact(pb.dk, pb.kv_heads, pb.nk, pb.d), compact(pb.dv, pb.kv_heads, pb.nk, pb.dv_dim);
+    for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->dtype = F32, of_rows->token = 4;
+    for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->head = pb.nq * 4, of_rows->batch = pb.q_heads * pb.nq * 4;
+    pb.out.dtype = pb.dout.dtype = pb.dq.dtype = pb.dk.dtype = pb.dv.dtype = pb.q.dtype;
+    work = row_work(pb);
+  }
+  // Cuts it for backward, too.
+  void columns(const Array &col_ptr, const Array &row, const Array &bits_t) {
+    columns_of_plan(pb, col_ptr, row, bits_t, (int64_t)plan[3].shape(0));
+    plan.insert(plan.end(), {col_ptr, row, bits_t});
+    work = column_work(pb);
+  }
+  bool forward(uintptr_t q, const nb::tuple &qs, uintptr_t k, const nb::tuple &ks, uintptr_t v, const nb::tuple &vs,
+               uintptr_t out, uintptr_t lse, int64_t keys, int threads) const {
+    check_threads(threads);
+    // a plan of which no tile is partial serves all lengths that fill as many tiles
+    if (keys < 1 || (keys + pb.plan.kv_tile - 1) / pb.plan.kv_tile != pb.plan.k_tiles)
+      refuse("keys", "fill another number of tiles: " + std::to_string(keys));
+    Problem call = pb;
+    call.nk = keys;
+    place("q", call.q, q, qs), place("k", call.k, k, ks), place("v", call.v, v, vs);
+    call.out.data = (char *)out, call.lse.data = (char *)lse;
+    int32_t below = 0;
+    call.below = &below;
+    nb::gil_scoped_release release;
+    ringweave::forward(call, work, kernel, threads);
+    return below != 0;
+  }
+  // Out and lse as forward made them, dlse compact or null.
+  void backward(uintptr_t dout, const nb::tuple &douts, uintptr_t q, const nb::tuple &qs, uintptr_t k,
+                const nb::tuple &ks, uintptr_t v, const nb::tuple &vs, uintptr_t out, uintptr_t lse, uintptr_t dlse,
+                uintptr_t dq, uintptr_t dk, uintptr_t dv, int threads) const {
+    check_threads(threads);
+    if (!pb.plan.col_ptr) refuse("columns", "were not given");
+    Problem call = pb;
+    place("dout", call.dout, dout, douts);
+    place("q", call.q, q, qs), place("k", call.k, k, ks), place("v", call.v, v, vs);
+    call.out.data = (char *)out, call.dq.data = (char *)dq, call.dk.data = (char *)dk, call.dv.data = (char *)dv;
+    nb::gil_scoped_release release;
+    const int64_t rows = pb.batch * pb.q_heads * pb.nq;
+    std::vector<float> lses((const float *)lse, (const float *)lse + rows), deltas((size_t)rows);
+    call.delta.data = (char *)deltas.data(), call.lse.data = (char *)lses.data();
+    call.dlse = pb.lse, call.dlse.data = (char *)dlse;
+    delta(call, kernel, threads);
+    for (int64_t i = 0; i < rows; ++i) {
+      if (lses[i] == -INFINITY) deltas[i] = 0;  // attends nothing, gives nothing
+      if (lses[i] == INFINITY) lses[i] = NAN;   // an infinite score: its weights are NaN
+    }
+    ringweave::backward(call, work, kernel, threads);
+  }
+
+ private:
+  void compact(View &v, int64_t heads, int64_t tokens, int64_t width) const {
+    v.token = width * bytes_of(pb.q.dtype), v.head = tokens * v.token, v.batch = heads * v.head;
+  }
+  static void place(const char *name, View &v, uintptr_t data, const nb::tuple &strides) {
+    if (!data || strides.size() != 4 || nb::cast<int64_t>(strides[3]) != 1)
+      refuse(name, "wanted memory, and stride 1 in the last dimension");
+    const int64_t size = bytes_of(v.dtype);
+    v.data = (char *)data;
+    v.batch = nb::cast<int64_t>(strides[0]) * size, v.head = nb::cast<int64_t>(strides[1]) * size;
+    v.token = nb::cast<int64_t>(strides[2]) * size;
+  }
+  const Kernel &kernel;
+  Problem pb;
+  std::vector<Array> plan;  // held, for pb points into it
+  Work work;
+};
+
 double bind_fma_peak(const std::string &dtype, int threads, double seconds, const std::string &variant) {
   if (dtype != "float32" && dtype != "bfloat16")
     refuse("dtype", "wanted \"float32\" or \"bfloat16\", got \"" + dtype + "\"");
@@ -293,6 +441,15 @@ double bind_fma_peak(const std::string &dtype, int threads, double seconds, cons
   const Kernel &kernel = pick(variant);
   nb::gil_scoped_release release;
   return fma_peak(kernel, dtype == "bfloat16" ? BF16 : F32, threads, seconds);
+}
+
+uint64_t bind_read_all(const Array &words, int threads) {
+  const nb::dlpack::dtype t = words.dtype();
+  if (t.lanes != 1 || t.code != (uint8_t)nb::dlpack::dtype_code::Int || t.bits != 64) refuse("words", "wanted int64");
+  check_compact("words", words);
+  check_threads(threads);
+  nb::gil_scoped_release release;
+  return read_all((const uint64_t *)words.data(), (int64_t)words.size(), threads);
 }
 
 std::vector<std::string> variants() {
@@ -308,12 +465,17 @@ NB_MODULE(_cpu, m) {
   using namespace ringweave;
   using nb::literals::operator""_a;
   m.doc() = "Block-sparse attention kernels for CPUs.";
+  nb::set_leak_warnings(false);  // prepared calls are kept until the process ends
   m.def("variants", &variants, "Instruction-set builds that this machine can run, best first.");
   m.def("forward", &bind_forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a,
         "group"_a, "q_tile"_a, "kv_tile"_a, "scale"_a, "threads"_a, "variant"_a = "", "terms"_a = Terms(),
         "rows"_a = nb::none(), "columns"_a = nb::none(), "q_offset"_a = nb::none(), "k_offset"_a = nb::none(),
-        "heads"_a = nb::none(), "drop"_a = 0, "seed"_a = 0,
+        "heads"_a = nb::none(), "drop"_a = 0, "seed"_a = 0, "table"_a = nb::none(), "lengths"_a = nb::none(),
+        "k_scale"_a = nb::none(), "v_scale"_a = nb::none(),
         "Whether an allowed score is -inf: a sum that overflowed, or an infinite input.");
+  m.def("tile_mass", &bind_tile_mass, "q"_a, "k"_a, "lse"_a, "values"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a,
+        "group"_a, "q_tile"_a, "kv_tile"_a, "scale"_a, "threads"_a, "variant"_a = "",
+        "Sums of weights by tile, in the order of batch, head and list; in one column, or a column for each query.");
   m.def("backward", &bind_backward, "dout"_a, "q"_a, "k"_a, "v"_a, "lse"_a, "delta"_a, "dq"_a, "dk"_a, "dv"_a,
         "row_ptr"_a, "col"_a, "bits"_a, "col_ptr"_a, "row"_a, "bits_t"_a, "masks"_a, "group"_a, "q_tile"_a, "kv_tile"_a,
         "scale"_a, "threads"_a, "variant"_a = "", "terms"_a = Terms(), "rows"_a = nb::none(), "columns"_a = nb::none(),
@@ -321,6 +483,18 @@ NB_MODULE(_cpu, m) {
         "table_grads"_a = std::vector<Maybe>());
   m.def("delta", &bind_delta, "dout"_a, "out"_a, "dlse"_a.none(), "delta"_a, "threads"_a, "variant"_a = "",
         "delta = rowsum(dout * out) - dlse, what backward wants; dlse may be None.");
+  nb::class_<Prepared>(m, "Prepared", "A call that was checked: what is left is where its tensors lie, unchecked.")
+      .def(nb::init<const Array &, const Array &, const Array &, const Array &, const Array &, const Array &,
+                    const Array &, const Array &, int, int, float, const std::string &>(),
+           "q"_a, "k"_a, "v"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a, "group"_a, "q_tile"_a, "kv_tile"_a,
+           "scale"_a, "variant"_a)
+      .def("columns", &Prepared::columns, "col_ptr"_a, "row"_a, "bits_t"_a)
+      .def("forward", &Prepared::forward, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "out"_a,
+           "lse"_a, "keys"_a, "threads"_a)
+      .def("backward", &Prepared::backward, "dout"_a, "dout_strides"_a, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a,
+           "v"_a, "v_strides"_a, "out"_a, "lse"_a, "dlse"_a, "dq"_a, "dk"_a, "dv"_a, "threads"_a);
   m.def("fma_peak", &bind_fma_peak, "dtype"_a, "threads"_a, "seconds"_a, "variant"_a = "",
         "FLOP/s of a loop of multiply-adds: what the machine gives at best.");
+  m.def("read_all", &bind_read_all, "words"_a, "threads"_a,
+        "The sum of some words, read front to back: how fast memory can be read is how long it takes.");
 }

@@ -6,17 +6,30 @@
 
 namespace ringweave {
 
-enum Dtype { F32 = 0, BF16 = 1, F16 = 2 };
+// I8 and E4M3 (an 8-bit float) are of keys and values alone, which then have scales.
+enum Dtype { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, E4M3 = 4 };
 
-constexpr int kMostTile = 256, kMostChannels = 512;
+constexpr int kMostTile = 256, kMostChannels = 512, kLeastPage = 16;
 
-static inline int bytes_of(Dtype t) { return t == F32 ? 4 : 2; }
+static inline int bytes_of(Dtype t) { return t == F32 ? 4 : t == BF16 || t == F16 ? 2 : 1; }
 
-// A (batch, head, token, channel) tensor; strides in bytes, channels adjacent.
+// Keys and values in pages of 2^shift tokens: token t of batch element b lies in page numbers[b * columns + (t >> shift)],
+// and has lengths[b] before it and after it none.
+struct Pages {
+  const int32_t *numbers, *lengths;
+  int64_t columns;
+  int shift;
+};
+
+// A (batch, head, token, channel) tensor; strides in bytes, channels adjacent. With pages it is one of (page, head, token
+// of the page, channel), and `batch` leads from page to page. With scales, which are laid out alike, (batch, head, token)
+// of float32, a row is what is stored times its scale.
 struct View {
   char *data = nullptr;
   int64_t batch = 0, head = 0, token = 0;
   Dtype dtype = F32;
+  const Pages *pages = nullptr;
+  const View *scales = nullptr;
 };
 
 struct Plan {
@@ -107,12 +120,22 @@ struct Turns {
   int32_t unit, first, tiles;
 };
 
+// Where the sums of tiles go: those of a batch element and head begin at tile `first`, of `width` floats each, 1 or a
+// tile's queries.
+struct Mass {
+  float *values;
+  const int64_t *first;
+  int width;
+};
+
 // One instruction-set build. Each function works on one piece with memory of its own.
 struct Kernel {
   const char *name;
   size_t (*forward_bytes)(const Problem &, int lanes);
   void (*forward)(const Problem &, const Unit &, const Piece &, char *memory, float *partials, size_t stride);
   void (*forward_join)(const Problem &, const Unit &, const Join &, char *memory, const float *partials, size_t stride);
+  size_t (*mass_bytes)(const Problem &, int lanes);
+  void (*mass)(const Problem &, const Unit &, const Piece &, const Mass &, char *memory);
   size_t (*backward_bytes)(const Problem &, int lanes);
   void (*backward)(const Problem &, const Unit &, const Piece &, const Turns &, char *memory, float *partial);
   void (*backward_join)(const Problem &, const Unit &, const Join &, const Turns &, char *memory, const float *partials,
@@ -128,6 +151,8 @@ static inline void mark_below(const Problem &pb) { __atomic_store_n(pb.below, 1,
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+// Where the keys of a batch element end.
+static inline int64_t keys_of(const Problem &pb, int64_t b) { return pb.k.pages ? pb.k.pages->lengths[b] : pb.nk; }
 static inline int pad_lanes(int64_t n) { return (int)((n + 15) / 16 * 16); }
 
 // The queries of one tile, of all heads that share its keys. How a row's list is summed depends on this and on the list

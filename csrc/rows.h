@@ -39,10 +39,21 @@ RW_INLINE uint16_t float_to_bfloat(float x) {
   return (uint16_t)((u & 0x7fffffff) > 0x7f800000u ? (u >> 16) | 0x40 : rounded);
 }
 
-// n channels (a multiple of 8) to float32.
+// 1 sign, 4 exponent, 3 mantissa bits: a half of which the exponent counts from 8 lower; all bits set is NaN.
+RW_INLINE float e4m3_to_float(uint8_t x) {
+  const int magnitude = x & 0x7f;
+  const uint32_t half = (uint32_t)(x & 0x80) << 8 | (magnitude == 0x7f ? 0x7e00 : (uint32_t)magnitude << 7);
+  return half_to_float((uint16_t)half) * 256;
+}
+
+// n channels (a multiple of 8) to float32, without their scale.
 inline void widen(float *to, const char *from, Dtype type, int n) {
   if (type == F32) {
     memcpy(to, from, 4 * (size_t)n);
+    return;
+  }
+  if (type == I8 || type == E4M3) {
+    for (int i = 0; i < n; ++i) to[i] = type == I8 ? (float)(int8_t)from[i] : e4m3_to_float((uint8_t)from[i]);
     return;
   }
 #if defined(__AVX2__)
@@ -93,21 +104,31 @@ RW_INLINE void turn4(const char *r0, const char *r1, const char *r2, const char 
   *(I4U *)(to + 3 * ld) = __builtin_shufflevector(AB, CD, 2, 3, 6, 7);
 }
 
+// As row_at, of keys or values that may lie in pages.
+RW_INLINE const char *token_at(const View &v, int64_t b, int64_t h, int64_t n) {
+  if (!v.pages) return row_at(v, b, h, n);
+  const Pages &p = *v.pages;
+  return row_at(v, p.numbers[b * p.columns + (n >> p.shift)], h, n & ((1 << p.shift) - 1));
+}
+RW_INLINE float scale_at(const View &v, int64_t b, int64_t h, int64_t n) { return load1(token_at(*v.scales, b, h, n)); }
+// How many of a tile's n rows lie side by side: a tile begins where a page does, or lies in one.
+RW_INLINE int run_of(const View &v, int n) { return v.pages ? (int)smaller(n, 1 << v.pages->shift) : n; }
+
 // The rows of the next tile of two tensors, fetched into cache while this one is worked on: sparse lists jump about
-// in memory, so that no hardware prefetcher guesses them.
+// in memory, so that no hardware prefetcher guesses them. Of small pages those of the first.
 struct Ahead {
   const char *x = nullptr, *y = nullptr;
   ptrdiff_t x_step = 0, y_step = 0;
   int x_bytes = 0, y_bytes = 0, rows = 0;
   Ahead() {}
   Ahead(const View &tx, const View &ty, int64_t b, int64_t h, int64_t first, int n, int x_width, int y_width)
-      : x(row_at(tx, b, h, first)),
-        y(row_at(ty, b, h, first)),
+      : x(token_at(tx, b, h, first)),
+        y(token_at(ty, b, h, first)),
         x_step(tx.token),
         y_step(ty.token),
         x_bytes(x_width * bytes_of(tx.dtype)),
         y_bytes(y_width * bytes_of(ty.dtype)),
-        rows(n) {}
+        rows(run_of(tx, n)) {}
   Ahead(const View &t, int64_t b, int64_t h, int64_t first, int n, int width) : Ahead(t, t, b, h, first, n, width, 0) {}
   RW_INLINE void fetch(int from, int to) const {
     for (int r = from; r < to && r < rows; ++r) {
@@ -129,12 +150,14 @@ typedef const uint8_t *Dead;
 // Rows for a contraction over channels.
 template <class Op>
 inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n, int width, Dead dead, char *memory) {
-  const char *from = row_at(t, b, h, first);
+  const char *from = token_at(t, b, h, first);
+  const int run = run_of(t, n);
   const bool raw = Op::depth == 2 || t.dtype == F32;
   const ptrdiff_t size = (Op::depth == 2 ? 2 : 4) * (ptrdiff_t)width;
   // Compact rows are used in place; far-apart rows would crowd a few cache sets and TLB entries.
-  if (raw && !dead && t.token == size) return {from, size};
+  if (raw && !dead && t.token == size && run == n) return {from, size};
   for (int i = 0; i < n; ++i, from += t.token) {
+    if (run < n && i % run == 0) from = token_at(t, b, h, first + i);
     char *to = memory + i * size;
     if (dead && dead[i])
       memset(to, 0, (size_t)size);
@@ -142,6 +165,10 @@ inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n,
       memcpy(to, from, (size_t)size);
     else
       widen((float *)to, from, t.dtype, width);
+    if (t.scales && !(dead && dead[i])) {
+      const float scale = scale_at(t, b, h, first + i);
+      for (int c = 0; c < width; ++c) ((float *)to)[c] *= scale;
+    }
   }
   return {memory, size};
 }
@@ -152,8 +179,10 @@ inline Tile tile_columns(const View &t, int64_t b, int64_t h, int64_t first, int
                          char *memory) {
   if (Op::depth == 1) return tile_rows<Op>(t, b, h, first, n, width, dead, memory);
 #if defined(__AVX512BF16__)
-  const char *from = row_at(t, b, h, first);
+  const char *from = token_at(t, b, h, first);
+  const int run = run_of(t, n);
   for (int i = 0; i < n; i += 2, from += 2 * t.token) {
+    if (run < n && i % run == 0) from = token_at(t, b, h, first + i);
     const bool low = !(dead && dead[i]), high = i + 1 < n && !(dead && dead[i + 1]);
     char *to = memory + (ptrdiff_t)i * width * 2;
     for (int c = 0; c < width; c += 8) {

@@ -7,7 +7,6 @@
 #include <memory>
 #include <new>
 
-#include "schedule.h"
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
@@ -99,15 +98,22 @@ class TableSums {
   std::unique_ptr<char, Free> memory;
 };
 
+// Threads that have enough to do: to start one takes some microseconds. No bits depend on it.
+int worth(const Problem &pb, const Work &work, int64_t queries, int64_t keys, int threads) {
+  constexpr double least = 1 << 19;  // FLOP of a thread
+  const double flop = 2. * (double)work.tiles * (double)(queries * keys * (pb.d + pb.dv_dim));
+  const auto pieces = (double)work.pieces.size();
+  return (int)std::fmax(1, std::fmin(threads, std::fmin(pieces, flop / least)));
+}
+
 size_t padded(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }  // threads keep off each other's pages
 
 }  // namespace
 
-void forward(const Problem &pb, const Kernel &kernel, int threads) {
-  const Work work = row_work(pb);
+void forward(const Problem &pb, const Work &work, const Kernel &kernel, int threads) {
   const int64_t pieces = (int64_t)work.pieces.size(), joins = (int64_t)work.joins.size();
   const size_t stride = (size_t)work.lanes * (pb.dv_dim + 2), bytes = padded(kernel.forward_bytes(pb, work.lanes));
-  threads = (int)larger(1, smaller(threads, pieces));
+  threads = worth(pb, work, smaller(pb.plan.q_tile, pb.nq), pb.plan.kv_tile, threads);
   const auto memory = block<char>(bytes * threads);
   const auto partials = block<float>(4 * stride * work.slots);
 #pragma omp parallel num_threads(threads)
@@ -124,14 +130,26 @@ void forward(const Problem &pb, const Kernel &kernel, int threads) {
   }
 }
 
-void backward(const Problem &given, const Kernel &kernel, int threads) {
+void tile_mass(const Problem &pb, const Mass &mass, const Kernel &kernel, int threads) {
+  const Work work = row_work(pb);
+  const int64_t pieces = (int64_t)work.pieces.size();
+  const size_t bytes = padded(kernel.mass_bytes(pb, work.lanes));
+  threads = (int)larger(1, smaller(threads, pieces));
+  const auto memory = block<char>(bytes * threads);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+  for (int64_t i = 0; i < pieces; ++i) {
+    const Piece &p = work.pieces[i];
+    kernel.mass(pb, work.units[p.unit], p, mass, memory.get() + bytes * thread_index());
+  }
+}
+
+void backward(const Problem &given, const Work &work, const Kernel &kernel, int threads) {
   const TableSums tables(given, kernel, threads);
   Problem pb = given;
   pb.scoring.quantum = tables.quantum;
   const Plan &plan = pb.plan;
-  const Work work = column_work(pb);
   const size_t stride = (size_t)work.lanes * (pb.d + pb.dv_dim), bytes = padded(kernel.backward_bytes(pb, work.lanes));
-  threads = (int)larger(1, smaller(threads, (int64_t)work.pieces.size()));
+  threads = worth(pb, work, smaller(pb.plan.q_tile, pb.nq), smaller(pb.plan.kv_tile, pb.nk), threads);
   const auto memory = block<char>(bytes * threads);
   const auto partials = block<float>(4 * stride * work.slots);
   const auto sums = block<float>((size_t)(4 * work.sums * sum_floats(pb)));
@@ -195,6 +213,13 @@ double fma_peak(const Kernel &kernel, Dtype dtype, int threads, double seconds) 
     total += (double)flop / spent;
   }
   return total;
+}
+
+uint64_t read_all(const uint64_t *words, int64_t n, int threads) {
+  uint64_t sum = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += words[i];
+  return sum;
 }
 
 #if defined(RINGWEAVE_X86)

@@ -126,8 +126,8 @@ Work row_work(const Problem &pb) {
   auto ends = [&](const Unit &u) {
     return plan.row_ptr + (int64_t)plan.group[u.batch * pb.q_heads + u.head] * (plan.q_tiles + 1);
   };
-  int64_t total = 0;
-  for (const Unit &u : work.units) total += (int64_t)u.heads * (ends(u)[plan.q_tiles] - ends(u)[0]);
+  for (const Unit &u : work.units) work.tiles += (int64_t)u.heads * (ends(u)[plan.q_tiles] - ends(u)[0]);
+  const int64_t total = work.tiles;
   // use(unit, query tile, length, blocks, pieces) of every list; no piece of several blocks is much longer than a share
   auto each_list = [&](int64_t shares, auto use) {
     for (size_t i = 0; i < work.units.size(); ++i) {
@@ -204,6 +204,7 @@ Work column_work(const Problem &pb) {
       for (int32_t t : sequences[r])
         for (int64_t i = first; i < last; ++i) total += length(i, t, r);
       const int64_t most = share_of(total, kShares);
+      work.tiles += total;
       int32_t slot = 0;
       for (int32_t t : sequences[r])
         for (int64_t i = first; i < last; ++i) {

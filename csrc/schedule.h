@@ -22,6 +22,7 @@ struct Work {
   std::vector<Join> joins;
   std::vector<Window> windows;       // of columns only
   std::vector<int32_t> rank, total;  // of columns only: as Turns
+  int64_t tiles = 0;                 // of all pieces and heads
   int lanes = 0;                     // of the widest task
   int32_t slots = 0;                 // partial sums at a time
   int64_t sums = 0;                  // of dQ at a time

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import ringweave as rw
+from ringweave.audit.page import COLOURS
 from ringweave.parallel.planning.placement import contiguous, striped
 from ringweave.units import count, percent
 
@@ -368,7 +369,35 @@ def exchange() -> str:
     return card(420 + size + 40, top + size + 44, "What a window needs of other ranks, contiguous and striped", parts)
 
 
-DIAGRAMS = {"flow.svg": flow, "tiles.svg": tiles, "views.svg": views, "mixture.svg": mixture, "exchange.svg": exchange}
+def audited() -> str:
+    """What was found where masks are lost, over what was asked."""
+    size, step, top = 216, 256, 62
+    padded = rw.Keys(24, torch.tensor([8]))
+    finds = {
+        "packed documents": (rw.Causal(), rw.Causal().within(rw.Documents([8, 16]))),
+        "a window of 8": (rw.Causal(), rw.SlidingWindow(7)),
+        "a window, padded on the left": (rw.Causal(), rw.SlidingWindow(7) & padded),
+    }
+    parts = []
+    for n, (words, (found, asked)) in enumerate(finds.items()):
+        compared = rw.audit.compare(found.to_dense(24), asked)
+        cells: list[list[str | None]] = [
+            [
+                COLOURS["extra"] if extra else COLOURS["as promised"] if seen else None
+                for extra, seen in zip(*rows, strict=True)
+            ]
+            for rows in zip(compared.extra[0, 0].tolist(), compared.found[0, 0].tolist(), strict=True)
+        ]
+        parts.append(text(40 + n * step, 40, words, 'font-weight="600" font-size="14"'))
+        parts += grid(40 + n * step, top, size, cells)
+    parts += key(40, top + size + 14, [(COLOURS[name], name) for name in ("as promised", "extra")], 120)
+    return card(40 + 3 * step, top + size + 44, "Pairs that are attended, and those that nobody asked for", parts)
+
+
+DIAGRAMS = {
+    "flow.svg": flow, "tiles.svg": tiles, "views.svg": views, "mixture.svg": mixture, "exchange.svg": exchange,
+    "audited.svg": audited,
+}  # fmt: skip
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -18,17 +18,21 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import triton
-from kernel_shapes import NARROW, STREAMED, TARGETS, WIDE, Shape, blocks_of, shapes
+from kernel_shapes import NARROW, PLAIN, STREAMED, TARGETS, WIDE, Extras, Shape, blocks_of, shapes
 from triton.compiler import ASTSource
 
 from ringweave.ops.triton import kernels
-from ringweave.ops.triton.launch_config import LaunchConfig, Packing, padded
+from ringweave.ops.triton.kernels.extras import ALIBI, BIAS, DISTANCE, OWN, SOFTCAP, SUMMED
+from ringweave.ops.triton.launch_config import LaunchConfig, Packing, goes_past_masks, padded
 
 TABLE = Path(__file__).parents[1] / "docs" / "benchmarks" / "kernel-resources.md"
 KERNELS = ("forward", "join", "delta", "backward_q", "backward_kv")
 DIMS = (64, 128)
+# each kind of term, all that learn summed, and dropout
+EVERY = Extras(tuple(kind.value for kind in (SOFTCAP, ALIBI, DISTANCE, BIAS)), (0, 0, *(SUMMED.value,) * 2), True)
 # bytes of a thread that another compiler than the table's may spill: 3.6 spills 24 on sm_100, 3.9 56 there
 SPARE = 64
 
@@ -37,7 +41,7 @@ _POINTERS = {
     **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "result"), "*{}"),
     **dict.fromkeys(("lse", "slope", "dlse", "sums", "tops", "key_sums", "value_sums"), "*fp32"),
     **dict.fromkeys(("queue", "shares", "splits", "group", "row_ptr", "col", "bits", "masks", "live"), "*i32"),
-    **dict.fromkeys(("col_ptr", "row", "bits_t", "masks_t", "live_t"), "*i32"),
+    **dict.fromkeys(("col_ptr", "row", "bits_t", "masks_t", "live_t", "table", "lengths"), "*i32"),
 }
 
 
@@ -61,7 +65,25 @@ class Resources:
         return "| " + " | ".join(map(str, dataclasses.astuple(self)[:-1])) + " |"
 
 
-def compile_kernel(
+def compile_kernel(kernel: str, dim: int, name: str, shape: Shape = WIDE, **changes: Any) -> Resources:
+    """Compile one kernel as :func:`compiled` does, and say what it needs."""
+    target = TARGETS[name]
+    made, blocks = compiled(kernel, dim, name, shape, **changes)
+    label = f"{blocks.m} x {blocks.n}, {blocks.warps} warps, {blocks.stages} stages".replace("1 stages", "1 stage")
+    if kernel in ("delta", "join"):
+        label = "64 rows, 4 warps" if kernel == "delta" else "16 rows, 4 warps"
+    assembly = made.asm["amdgcn" if target.hip else "ptx"]
+    registers, stack = of_rocm(assembly) if target.hip else of_cubin(made.asm["cubin"])
+    # fewer than 64 rows are too few for the instructions of a warp group
+    many = target.hip or (blocks.n if kernel == "backward_kv" else blocks.m) >= 64
+    matrix = len(re.findall(target.matrix if many else r"mma\.sync", assembly))
+    about = "any" if kernel in ("delta", "join") else str(shape)
+    return Resources(
+        kernel, dim, name, about, label, registers, stack, made.metadata.shared, matrix, "setmaxnreg" in assembly
+    )
+
+
+def compiled(
     kernel: str,
     dim: int,
     name: str,
@@ -69,9 +91,10 @@ def compile_kernel(
     dtype: str = "bf16",
     value_dim: int | None = None,
     wide_out: bool = False,
+    extras: Extras = PLAIN,
     **changes: object,
-) -> Resources:
-    """Compile one kernel for one device as the backend would launch it.
+) -> tuple[Any, LaunchConfig]:
+    """Compile one kernel for one device as the backend would launch it, with the blocks of that.
 
     Args:
         kernel: One of ``KERNELS``.
@@ -81,6 +104,7 @@ def compile_kernel(
         dtype: Of the inputs.
         value_dim: Dv, where it is not D.
         wide_out: Whether results are float32, as for a branch of several.
+        extras: Terms and dropout.
         changes: Values of arguments that Triton then treats as constants, as it does with 1.
     """
     value_dim = dim if value_dim is None else value_dim
@@ -89,7 +113,7 @@ def compile_kernel(
     tile, height = shape.tile, (shape.queries or shape.tile[0]) * shape.tiles
     blocks, packing = LaunchConfig(64, 64, 4, 1), Packing(1, 64, 2)
     if kernel in STREAMED:
-        blocks = blocks_of(kernel, dim, value_dim, 4 if dtype == "fp32" else 2, shape, name)
+        blocks = blocks_of(kernel, dim, value_dim, 4 if dtype == "fp32" else 2, shape, name, extras.there)
         blocks = dataclasses.replace(blocks, warps=4 if shape.specialised else blocks.warps)
         packing = Packing.of(blocks.m, height, shape.heads)
     constants = {
@@ -102,6 +126,19 @@ def compile_kernel(
         "STEP": 8, "SHARED": shape.heads > 1, "RESIDENT": False, "STAGES": blocks.stages, "PRECISION": "ieee",
         "l_n": 1, "s_n": 1,
     }  # fmt: skip
+    constants |= {"TERMS": extras.terms, "LEARNS": extras.learns, "EXTRAS": extras.there, "HOLES": extras.holes}
+    branched = (
+        kernel in STREAMED
+        and not shape.specialised
+        and goes_past_masks(
+            kernel, blocks, padded(max(dim, value_dim)), TARGETS[name].device, shape.described, shape.heads > 1
+        )
+    )
+    constants["BRANCHED"] = branched
+    given = extras.signature(kernel == "backward_q")
+    constants |= dict.fromkeys((argument for argument, held in given.items() if held is None))
+    if "PAGE" not in changes:
+        constants |= {"PAGE": 0, **dict.fromkeys(("table", "lengths", "columns"))}
     # Triton compiles a 1 as a constant
     if shape.heads == 1:
         constants["ratio"] = 1
@@ -111,6 +148,9 @@ def compile_kernel(
     for index, argument in enumerate(names):
         if argument in constants:
             signature[argument] = "constexpr"
+        elif argument in given:
+            signature[argument] = given[argument]
+            continue
         elif shape.described and argument in STREAMED[kernel]:
             tokens = blocks.m if kernel == "backward_kv" else blocks.n
             channels = padded(value_dim if argument in ("v", "dout") else dim)
@@ -123,25 +163,13 @@ def compile_kernel(
             )
         else:
             signature[argument] = "fp32" if argument == "scale" else "i32"
-        if argument in _POINTERS:
+        if argument in _POINTERS and argument not in constants:
             divisible[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(
         function, signature, {(names.index(key),): value for key, value in constants.items() if key in names}, divisible
     )
     options = {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": True}
-    compiled = triton.compile(source, target=target.triton, options=options)
-    label = f"{blocks.m} x {blocks.n}, {blocks.warps} warps, {blocks.stages} stages".replace("1 stages", "1 stage")
-    if kernel in ("delta", "join"):
-        label = "64 rows, 4 warps" if kernel == "delta" else "16 rows, 4 warps"
-    assembly = compiled.asm["amdgcn" if target.hip else "ptx"]
-    registers, stack = of_rocm(assembly) if target.hip else of_cubin(compiled.asm["cubin"])
-    # fewer than 64 rows are too few for the instructions of a warp group
-    many = target.hip or (blocks.n if kernel == "backward_kv" else blocks.m) >= 64
-    matrix = len(re.findall(target.matrix if many else r"mma\.sync", assembly))
-    about = "any" if kernel in ("delta", "join") else str(shape)
-    return Resources(
-        kernel, dim, name, about, label, registers, stack, compiled.metadata.shared, matrix, "setmaxnreg" in assembly
-    )
+    return triton.compile(source, target=target.triton, options=options), blocks
 
 
 def of_cubin(cubin: bytes) -> tuple[int, int]:
@@ -191,10 +219,16 @@ def variants() -> Iterator[Resources]:
     for kernel in ("forward", "backward_q", "backward_kv"):
         yield compile_kernel(kernel, 64, "sm_90", NARROW, wide_out=True, MASKED=False, FOLDED=False, WIDE=True)
         yield compile_kernel(kernel, 24, "sm_90", Shape((32, 32), split=True), value_dim=40)
-        yield compile_kernel(kernel, 16, "sm_90", Shape((16, 128), heads=2), "fp16")
+        yield compile_kernel(kernel, 16, "sm_90", Shape((16, 128), heads=2), dtype="fp16")
         yield compile_kernel(kernel, 256, "sm_80", dtype="fp32")
         yield compile_kernel(kernel, 64, "sm_90", RESIDENT=True)
         yield compile_kernel(kernel, 80, "sm_90", Shape(described=True), MASKED=False, RAGGED=False)
+        yield compile_kernel(kernel, 512, "sm_90", Shape(described=True))
+        yield compile_kernel(kernel, 64, "sm_90", NARROW, extras=EVERY)
+    yield compile_kernel("backward_q", 64, "sm_90", NARROW, extras=Extras((BIAS.value,), (OWN.value,)))
+    # pages smaller and larger than a block
+    yield compile_kernel("forward", 128, "sm_90", NARROW, PAGE=16)
+    yield compile_kernel("forward", 128, "sm_90", Shape((16, 128), heads=4), PAGE=256)
     yield compile_kernel("delta", 24, "sm_90", dtype="fp32", SLOPED=False)
     yield compile_kernel("join", 24, "sm_90", dtype="fp16", WEIGHTED=False)
 

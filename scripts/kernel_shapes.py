@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from triton.backends.compiler import GPUTarget
 
+from ringweave.ops.triton.kernels.extras import ALIBI, BIAS, DISTANCE, SOFTCAP
 from ringweave.ops.triton.launch_config import Device, LaunchConfig, choose
 
 
@@ -76,20 +77,59 @@ TARGETS = {
 }
 
 
+@dataclass(frozen=True)
+class Extras:
+    """Terms, by the kinds of kernels.extras, those that learn, and dropout."""
+
+    terms: tuple[int, ...] | None = None
+    learns: tuple[int, ...] | None = None
+    drop: bool = False
+
+    @property
+    def there(self) -> bool:
+        return self.terms is not None or self.drop
+
+    @property
+    def holes(self) -> bool:
+        return any(kind in (DISTANCE.value, BIAS.value) for kind in self.terms or ())
+
+    def signature(self, sums: bool) -> dict[str, object]:
+        """The types of arguments; ``sums``: of the kernel that adds to tables' gradients."""
+        found: dict[str, object] = dict.fromkeys(("places", "tables", "numbers", "drop"))
+        if self.there:
+            found["places"] = ("*i64",) * 4
+        if self.drop:
+            found["drop"] = ("i32",) * 5 + ("fp32",)
+        if self.terms is not None:
+            numbers = {SOFTCAP.value: ("fp32",), ALIBI.value: (), DISTANCE.value: ("i32",), BIAS.value: ("i32",) * 7}
+            held = {SOFTCAP.value: (), ALIBI.value: ("*fp32",), DISTANCE.value: ("*fp32",), BIAS.value: ("*bf16",)}
+            found["numbers"] = tuple(numbers[kind] for kind in self.terms)
+            more = [("*i64", "*fp64" if kind == DISTANCE.value else "*fp32", "*fp32") * (sums and bool(way))
+                    for kind, way in zip(self.terms, self.learns or (0,) * len(self.terms), strict=True)]  # fmt: skip
+            found["tables"] = tuple((*held[kind], *rest) for kind, rest in zip(self.terms, more, strict=True))
+        return found
+
+
+PLAIN = Extras()
+
+
 def shapes(kernel: str, dim: int, name: str) -> list[Shape]:
     """What a kernel is compiled for on one device."""
     found = list(SHAPES[kernel])
     if kernel in STREAMED:
         # a few queries are computed by addresses on every device
         many = [shape for shape in found if shape.queries != 1]
-        described = [shape for shape in many if blocks_of(kernel, dim, dim, 2, shape, name).described]
-        found += [dataclasses.replace(shape, described=True) for shape in described]
+        many = [dataclasses.replace(shape, described=True) for shape in many]
+        found += [shape for shape in many if blocks_of(kernel, dim, dim, 2, shape, name).described]
     found += [CLEAR] * (kernel == "backward_kv" and dim == 128 and name == "sm_90")
     return found + [SPECIALISED] * (kernel == "forward" and name == "sm_90")
 
 
-def blocks_of(kernel: str, dim: int, value_dim: int, itemsize: int, shape: Shape, name: str) -> LaunchConfig:
+def blocks_of(
+    kernel: str, dim: int, value_dim: int, itemsize: int, shape: Shape, name: str, extras: bool = False
+) -> LaunchConfig:
     """What the backend would choose."""
     rows = (shape.queries or shape.tile[0]) * shape.heads * shape.tiles
     tile = (shape.tile[0] if kernel == "backward_kv" else max(16, rows), shape.tile[1])
-    return choose(kernel, dim, value_dim, itemsize, tile, TARGETS[name].device, None, shape.clear)
+    device, described = TARGETS[name].device, shape.described
+    return choose(kernel, dim, value_dim, itemsize, tile, device, None, shape.clear, extras, described)

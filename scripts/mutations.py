@@ -71,8 +71,8 @@ BREAKAGES = (
         "out.mul_((new / safe)[..., None])", ("tests/test_merge.py",),
     ),
     Breakage(
-        "the scale of a gradient", "ops/gather.py", "dq[batch.line] += torch.bmm(score_grads, keys).mul_(scale)",
-        "dq[batch.line] += torch.bmm(score_grads, keys)", GATHER,
+        "the scale of a gradient", "ops/gather.py", "dq[batch.line] += layout.product(score_grads, keys).mul_(scale)",
+        "dq[batch.line] += layout.product(score_grads, keys)", GATHER,
     ),
     Breakage(
         "the key head of a query head", "ops/gather.py", "pair % self.heads // (self.heads // self.kv_heads)",
@@ -95,7 +95,7 @@ BREAKAGES = (
         "(np.maximum(local, receive) + remote).mean()", (f"{PARALLEL}/test_cost.py",),
     ),
     Breakage(
-        "what a node relays inside", "parallel/planning/exchange.py",
+        "what a node relays inside", "parallel/execution/exchange.py",
         "origins = [node, *(other for other in range(ranks // per_node) if other != node)]", "origins = [node]",
         (f"{PARALLEL}/test_exchange.py",),
     ),

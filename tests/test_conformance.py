@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ringweave as rw
+from ringweave.audit import kit
 from ringweave.errors import UnsupportedError
 from ringweave.ops import cpu
 from ringweave.ops.dispatch import BACKENDS
@@ -150,18 +151,6 @@ def test_offset(name: str, sizes: tuple[int, int, int], backend: str) -> None:
     wanted(name, nq, nk, q_offset=q_offset, scale=0.3, heads=4, kv_heads=2).check(backend)
 
 
-@pytest.mark.parametrize("backend", RUNNABLE)
-def test_strides(backend: str) -> None:
-    """Views: heads last, every other token, a broadcast batch; results equal those of contiguous copies."""
-    base = torch.randn(2, 140, 4, 16)
-    q, k = base.transpose(1, 2), base.transpose(1, 2)[:, ::2]
-    v = torch.randn(1, 2, 280, 16).expand(2, -1, -1, -1)[:, :, ::2]
-    got = rw.attention_with_lse(q, k, v, rw.Causal(), backend=backend)
-    want = rw.attention_with_lse(*(x.contiguous() for x in (q, k, v)), rw.Causal(), backend=backend)
-    assert torch.equal(got.out, want.out)
-    assert torch.equal(got.lse, want.lse)
-
-
 def _layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
     """(B, H, N, D) with other strides; the last three hold other numbers than x."""
     flat = torch.randn(x[0].numel() + 3, dtype=x.dtype)
@@ -230,29 +219,32 @@ def test_gradcheck(name: str, backend: str) -> None:
     assert torch.autograd.gradcheck(call, tuple(x.leaves()), fast_mode=True)
 
 
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [*itertools.product(["reference", *SPARSE], PATTERNS), ("sdpa", "full"), ("sdpa", "causal")],
-)
-def test_row_sums_and_leaks(name: str, backend: str) -> None:
-    """V = 1 gives 1 wherever a row attends; no output depends on a key or value that its row may not attend."""
-    n = 97
-    pattern = PATTERNS[name](n)
-    # the native kernel computes float32 and steps of 8 channels
-    x = Inputs.random(n, heads=4, dtype=torch.float32 if backend == "cpu" else torch.float64, dim=8)
-    allowed = pattern.to_dense(n, heads=4)
-    out = rw.attention(x.q, x.k, torch.ones_like(x.v), pattern, backend=backend)
-    torch.testing.assert_close(out[..., 0], allowed.any(-1).to(out.dtype))
-    # one row at a time: its gradient must vanish on all keys and values that it may not attend
-    for row in (0, n // 3, n - 1):
-        leaves = x.leaves()
-        picked = rw.attention(*leaves, pattern, backend=backend)[:, :, row].square().sum()
-        _, dk, dv = torch.autograd.grad(picked, leaves)
-        hidden = ~allowed[:, :, row]
-        assert (dk[hidden] == 0).all()
-        assert (dv[hidden] == 0).all()
-        if allowed[:, :, row].any():
-            assert (dv[~hidden] != 0).any()
+def kernel(backend: str) -> kit.Kernel:
+    """A backend as the kit takes anyone's kernel."""
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, scale: float, q_offset: int
+    ) -> rw.AttentionResult:
+        return rw.attention_with_lse(q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend)
+
+    return kit.Kernel(attend, backend)
+
+
+@pytest.mark.parametrize("rule", list(kit.RULES))
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_the_kit(backend: str, rule: str) -> None:
+    """What anyone's kernel is held to."""
+    verdict = kit.judge(kernel(backend), rule, examples=10)
+    assert verdict.failure is None, verdict.failure
+    # sdpa refuses what is neither full nor causal
+    assert verdict.tried >= (1 if backend == "sdpa" else 10)
+
+
+@pytest.mark.parametrize("rule", ["row_sums", "leaks"])
+@pytest.mark.parametrize("backend", ["reference", *SPARSE])
+@pytest.mark.parametrize("name", list(PATTERNS))
+def test_row_sums_and_leaks(name: str, backend: str, rule: str) -> None:
+    kit.RULES[rule](kernel(backend), kit.Trial(PATTERNS[name](97), 97, 97, heads=4, kv_heads=4, dim=8))
 
 
 @pytest.mark.parametrize("backend", ["reference", *SPARSE])

@@ -24,6 +24,7 @@ import torch
 
 import ringweave as rw
 from ringweave.errors import RingweaveError
+from ringweave.patterns.shifted import placed
 from ringweave.terms import Term, terms_of, written
 
 N = 48
@@ -79,7 +80,7 @@ RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 PROTOCOL = {
     "allows", "key_ranges", "excluded_ranges", "tile_keys", "extents", "select", "check", "block_side", "allowed_pairs", "residue_rate",
     "restride", "spans", "fits", "numbers", "read", "readable", "own", "either", "value", "views", "of", "numbered", "key", "write", "parts_within",
-    "apply", "gradient", "total",
+    "apply", "gradient", "total", "bound",
 }  # fmt: skip
 
 
@@ -129,7 +130,9 @@ def is_pattern(arguments: dict[str, Any], answer: Any) -> None:
 
 def sizes_of(arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     sizes = {name: arguments[name] for name in ("nq", "nk", "heads", "batch", "q_offset")}
-    return arguments.get("pattern", arguments.get("self")), sizes
+    pattern = arguments.get("pattern", arguments.get("self"))
+    pattern, sizes["q_offset"] = placed(pattern, sizes["q_offset"], arguments.get("k_offset", 0), arguments["batch"])
+    return pattern, sizes
 
 
 def is_dense(arguments: dict[str, Any], answer: Any) -> None:
@@ -154,11 +157,18 @@ def is_density(arguments: dict[str, Any], answer: Any) -> None:
 
 def future_of(arguments: dict[str, Any]) -> torch.Tensor:
     pattern, sizes = sizes_of(arguments)
-    return pattern.to_dense(**sizes) * ~rw.Causal().to_dense(**sizes)
+    name = "pattern" if "pattern" in arguments else "self"
+    return pattern.to_dense(**sizes) * ~sizes_of(arguments | {name: rw.Causal()})[0].to_dense(**sizes)
 
 
 def is_causality(arguments: dict[str, Any], answer: Any) -> None:
     assert answer.pairs == int(future_of(arguments).sum())
+
+
+def is_shard(arguments: dict[str, Any], answer: Any) -> None:
+    count = 2 // arguments["ranks"]
+    wanted = arguments["self"].to_dense(N, heads=2)[:, arguments["rank"] * count :][:, :count]
+    assert torch.equal(answer.to_dense(N, heads=count), wanted)
 
 
 def is_explained(arguments: dict[str, Any], answer: Any) -> None:
@@ -170,13 +180,22 @@ def is_explained(arguments: dict[str, Any], answer: Any) -> None:
         assert f"allowed   {int(pattern.to_dense(**sizes).sum())} of" in answer
 
 
+def is_at_two_scales(arguments: dict[str, Any], answer: Any) -> None:
+    q, k, v = (arguments[name] for name in "qkv")
+    assert answer.shape == (*q.shape[:3], v.shape[3])
+    everything = rw.hierarchical_attention(**(arguments | {"top_k": 2**20}))
+    if arguments["causal"] is True and arguments["combine"] == "exact_cover":
+        options = {name: arguments[name] for name in ("scale", "q_offset")}
+        torch.testing.assert_close(everything, rw.attention(q, k, v, rw.Causal(), **options))
+
+
 def is_attention(arguments: dict[str, Any], answer: Any) -> None:
     out = answer.out if isinstance(answer, rw.AttentionOutput) else answer
     pattern = arguments.get("pattern")
     if pattern is None:
         names = ("segments", "rates", "causal", "offset", "heads")
         pattern = rw.LongNet(**{name: arguments[name] for name in names})
-    names = ("scale", "q_offset", "terms", "sink_logits", "dropout")
+    names = ("scale", "q_offset", "k_offset", "terms", "sink_logits", "dropout")
     options = {name: arguments[name] for name in names if name in arguments}
     if isinstance(options.get("sink_logits"), list):
         options["sink_logits"] = torch.tensor(options["sink_logits"])
@@ -210,7 +229,8 @@ def is_term(arguments: dict[str, Any], answer: Any) -> None:
 
 def is_weights(arguments: dict[str, Any], answer: Any) -> None:
     q, k = arguments["q"].double(), arguments["k"].double()
-    allowed = arguments["pattern"].to_dense(N, N, 2, q_offset=arguments["q_offset"])
+    pattern, q_offset = placed(arguments["pattern"], arguments["q_offset"], arguments["k_offset"], 1)
+    allowed = pattern.to_dense(N, N, 2, q_offset=q_offset)
     scale = 8**-0.5 if arguments["scale"] is None else float(arguments["scale"])
     scores = (scale * q @ k.mT).masked_fill(~allowed, -torch.inf)
     wanted = torch.softmax(scores, -1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
@@ -229,6 +249,45 @@ def is_svg(arguments: dict[str, Any], answer: Any) -> None:
 
 def is_moved(arguments: dict[str, Any], answer: Any) -> None:
     assert torch.equal(answer.to_dense(), arguments["self"].to_dense())
+
+
+def filled() -> rw.PagedCache:
+    """Two sequences of N tokens, and one without."""
+    cache = rw.PagedCache.empty(3, 2 * N, 2, 8, page=16)
+    given = qkv()
+    for b in range(2):
+        cache.append(given["k"], given["v"], rows=[b])
+    return cache
+
+
+def is_pages(arguments: dict[str, Any], answer: Any) -> None:
+    k = arguments["k"] if "k" in arguments else torch.zeros(1, arguments["heads"], arguments["page"], arguments["dim"])
+    assert answer.k.shape[1:] == k.shape[1:]
+    assert answer.free_pages <= len(answer.k)
+
+
+def is_appended(arguments: dict[str, Any], answer: Any) -> None:
+    rows = range(3) if arguments["rows"] is None else arguments["rows"]
+    cache = arguments["self"]
+    assert [int(cache.lengths[b]) for b in rows] == [(N if b < 2 else 0) + arguments["k"].shape[2] for b in rows]
+
+
+def is_forked(arguments: dict[str, Any], answer: Any) -> None:
+    sources, targets = (x if isinstance(x, list) else [x] for x in (arguments["source"], arguments["target"]))
+    for source, target in zip(sources, targets, strict=True):
+        length = (N if source < 2 else 0) if arguments["length"] is None else arguments["length"]
+        assert int(arguments["self"].lengths[target]) == length
+
+
+def is_freed(arguments: dict[str, Any], answer: Any) -> None:
+    rows = range(3) if arguments["rows"] is None else arguments["rows"]
+    assert not any(int(arguments["self"].lengths[b]) for b in rows)
+
+
+def is_paged(arguments: dict[str, Any], answer: Any) -> None:
+    q, k, v = (qkv()[name] for name in "qkv")
+    q = arguments["q"][:1]
+    is_attention(arguments | {"q": q, "k": k, "v": v, "q_offset": N - q.shape[2]}, answer[:1])
 
 
 def is_cache(arguments: dict[str, Any], answer: Any) -> None:
@@ -253,13 +312,13 @@ def qkv() -> dict[str, Any]:
 
 SIZES = {"nq": N, "nk": N, "heads": 2, "batch": 1, "q_offset": 0}
 OWN = rw.SlidingWindow(9, 2) & ~rw.Segments(20) | rw.Sinks([3])
-CALL = {"scale": None, "q_offset": 0, "backend": "auto", "context": None}
+CALL = {"scale": None, "q_offset": 0, "k_offset": 0, "backend": "auto", "context": None}
 NO_DOCUMENTS = {"cu_seqlens": None, "ids": None, "cu_seqlens_q": None, "cu_seqlens_k": None}
 SCORED = {"terms": [rw.Softcap(2.0)], "sink_logits": torch.tensor([0.5, -1.0]), "dropout": 0.0}
 LISTS = {"segments": [16, 32], "rates": [1, 2], "causal": True, "offset": 1, "heads": "shared"}
 ASKED = {
     "kv_heads": 1, "head_dim": 16, "value_dim": 8, "dtype": torch.float32, "device": "cpu", "backend": "auto",
-    "needs_grad": True, "as_dict": True,
+    "needs_grad": True, "as_dict": True, "terms": (), "dropout": 0.0,
 }  # fmt: skip
 
 
@@ -322,12 +381,12 @@ ROWS: dict[str, Row] = {
     "TokenMask": made(fn=lambda b, h, q, k: k <= q, tables=None, batch=None, head=None),
     "from_mask_mod": made(fn=lambda b, h, q, k: k <= q, tables=None),
     "BlockTable": Row(
-        lambda: {"mask": torch.eye(3).bool(), "block_size": 16, "indices": None, "counts": None, "key_blocks": None},
+        lambda: {"mask": torch.eye(3).bool(), "block_size": 16, "indices": None, "counts": None, "key_blocks": None, "heads": "kv"},
         is_pattern,
         taken={"block_size": lambda v: True},
     ),
     "BlockTable of indices": Row(
-        lambda: {"mask": None, "block_size": 16, "indices": torch.tensor([[0, 2], [1, 1], [2, 0]]), "counts": torch.tensor([2, 1, 0]), "key_blocks": 3},
+        lambda: {"mask": None, "block_size": 16, "indices": torch.tensor([[0, 2], [1, 1], [2, 0]]), "counts": torch.tensor([2, 1, 0]), "key_blocks": 3, "heads": "query"},
         is_pattern,
         of=rw.BlockTable,
         taken={"block_size": lambda v: True},
@@ -344,8 +403,8 @@ ROWS: dict[str, Row] = {
         is_pattern,
         taken={"density": lambda v: 0 < v <= 1},
     ),
-    "attention": Row(lambda: qkv() | {"pattern": OWN} | SCORED | CALL, is_attention, of=seeded(rw.attention)),
-    "attention_with_lse": Row(lambda: qkv() | {"pattern": OWN} | SCORED | CALL, is_attention, of=seeded(rw.attention_with_lse)),
+    "attention": Row(lambda: qkv() | {"pattern": OWN, "on_oom": "degrade", "precision": None} | SCORED | CALL, is_attention, of=seeded(rw.attention)),
+    "attention_with_lse": Row(lambda: qkv() | {"pattern": OWN, "on_oom": "degrade", "precision": None} | SCORED | CALL, is_attention, of=seeded(rw.attention_with_lse)),
     "Softcap": Row(lambda: {"cap": 2.0}, is_term),
     "ALiBi": Row(lambda: {"slopes": torch.ones(2)}, is_term),
     "ALiBi.of_heads": Row(lambda: {"heads": 2}, is_term, of=rw.ALiBi.of_heads),
@@ -359,11 +418,30 @@ ROWS: dict[str, Row] = {
         of=seeded(rw.varlen_attention),
         taken=dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), lambda v: False),
     ),
-    "longnet_attention": Row(lambda: qkv() | LISTS | {"detach_weights": False} | CALL, is_attention),
-    "attention_weights": Row(lambda: {"q": qkv()["q"], "k": qkv()["k"], "pattern": OWN, "scale": None, "q_offset": 0}, is_weights),
+    "PagedCache": Row(lambda: {"k": torch.zeros(4, 2, 16, 8), "v": torch.zeros(4, 2, 16, 8), "table": torch.zeros(2, 2).int(), "lengths": torch.tensor([5, 0]).int(), "scales": None}, is_pages),
+    "PagedCache.empty": Row(
+        lambda: {"batch": 2, "length": 50, "heads": 2, "dim": 8, "value_dim": 16, "page": 16, "pages": 5, "dtype": torch.float32, "device": "cpu", "precision": None},
+        is_pages,
+        of=rw.PagedCache.empty,
+    ),
+    "PagedCache.append": Row(lambda: {"self": filled(), "k": torch.ones(3, 2, 5, 8), "v": torch.ones(3, 2, 5, 8), "rows": [2, 0, 1]}, is_appended, of=rw.PagedCache.append),
+    "PagedCache.fork": Row(lambda: {"self": filled(), "source": 0, "target": 2, "length": 20}, is_forked, of=rw.PagedCache.fork),
+    "PagedCache.free": Row(lambda: {"self": filled(), "rows": [1]}, is_freed, of=rw.PagedCache.free),
+    "paged_attention": Row(
+        lambda: {"q": qkv()["q"][:, :, -3:].expand(3, -1, -1, -1), "cache": filled(), "pattern": OWN, "scale": None, "backend": "auto"}
+        | {name: SCORED[name] for name in ("terms", "sink_logits")},
+        is_paged,
+    ),
+    "hierarchical_attention": Row(
+        lambda: qkv() | {"pool": 8, "top_k": 2, "window": 1, "causal": True, "combine": "exact_cover", "gates": None, "scale": None, "q_offset": 0, "backend": "auto"},
+        is_at_two_scales,
+    ),
+    "longnet_attention": Row(lambda: qkv() | LISTS | {"detach_weights": False} | {name: x for name, x in CALL.items() if name != "k_offset"}, is_attention),
+    "attention_weights": Row(lambda: {"q": qkv()["q"], "k": qkv()["k"], "pattern": OWN, "scale": None, "q_offset": 0, "k_offset": 0}, is_weights),
+    "Precision": Row(lambda: {"compute": torch.bfloat16, "accumulate": torch.float32, "wire": "int8", "table": None, "kv": torch.int8}, nothing),
     "merge": Row(lambda: {"outs": [torch.ones(2, 3), torch.zeros(2, 3)], "lses": [torch.ones(2), torch.zeros(2)]}, is_merged),
     "plan": Row(lambda: {"pattern": OWN, **SIZES, "tile": (16, 32), "device": "cpu"}, is_plan, taken={"tile": lambda v: True}),
-    "explain": Row(lambda: {"pattern": OWN, **SIZES, **ASKED}, is_explained),
+    "explain": Row(lambda: {"pattern": OWN, **SIZES, "k_offset": 0, **ASKED}, is_explained),
     "from_block_mask": Row(lambda: {"block_mask": block_mask()}, is_causal_mask),
     "PlanCache": Row(lambda: {"max_bytes": 2**20}, is_cache, taken={"max_bytes": lambda v: isinstance(v, (int, np.integer)) and v >= 0}),
     "PlanCache.get": Row(lambda: {"self": rw.PlanCache(), "pattern": OWN, **SIZES, "tile": (16, 32), "device": "cpu"}, is_plan, of=rw.PlanCache.get, taken={"tile": lambda v: True}),
@@ -373,6 +451,7 @@ ROWS: dict[str, Row] = {
     "LongNet.to_dense": Row(lambda: {"self": rw.LongNet([16, 32], [1, 2]), **SIZES}, is_dense, of=rw.LongNet.to_dense),
     "Pattern.plan": Row(lambda: {"self": OWN, **SIZES, "tile": 16, "device": "cpu"}, is_plan, of=rw.Pattern.plan, taken={"tile": lambda v: True}),
     "Pattern.density": Row(lambda: {"self": OWN, **SIZES}, is_density, of=rw.Pattern.density),
+    "Pattern.shard": Row(lambda: {"self": rw.PerHead([rw.Causal(), OWN]), "rank": 1, "ranks": 2, "heads": 2}, is_shard, of=rw.Pattern.shard),
     "Pattern.is_causal": Row(lambda: {"self": OWN, **SIZES}, lambda a, x: None if x == (not future_of(a).any()) else pytest.fail("wrong"), of=rw.Pattern.is_causal),
     "Pattern.causality": Row(lambda: {"self": OWN, **SIZES}, is_causality, of=rw.Pattern.causality),
     "Pattern.plot": Row(lambda: {"self": OWN, "tokens": 32, "heads": 1, "path": None}, is_svg, of=rw.Pattern.plot, taken={"path": lambda v: isinstance(v, Path)}),

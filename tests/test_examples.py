@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import tempfile
 import time
@@ -127,3 +128,68 @@ def test_killed_workers_go_on_from_the_checkpoint(shared: list[dict[str, Any]], 
     assert [line["step"] for line in lines] == list(range(STEPS))
     assert losses(lines) == pytest.approx(losses(shared), rel=1e-6)
     assert not psutil.wait_procs(seen.values(), timeout=5)[1]
+
+
+def test_sparse_training_becomes_sparse_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Density goes from dense to what was asked for; from a checkpoint the same steps follow."""
+    script, out = Path(__file__).parents[1] / "examples" / "sparse_training.py", tmp_path / "metrics.jsonl"
+    options = ["--tokens", 128, "--width", 32, "--heads", 2, "--density", 0.3, "--steps", 12, "--every", 8]
+    options += ["--checkpoint", tmp_path / "lm.pt", "--out", out]
+    until = time.monotonic() + 250
+    run(command(script, 1, *options), threads=1, until=until)
+    # the last checkpoint is that of step 8
+    run(command(script, 1, *options), threads=1, until=until)
+    lines = metrics(out)
+    assert [line["step"] for line in lines] == [*range(12), *range(8, 12)]
+    whole, again = lines[:12], lines[12:]
+    density = [line["density"] for line in whole]
+    assert density[:3] == [1.0] * 3
+    assert density == sorted(density, reverse=True)
+    assert density[-1] == 0.3
+    assert losses(whole)[-1] < 0.97 * losses(whole)[0]
+    assert again == whole[8:]
+
+
+def hf_command(processes: int, folder: Path, restarts: int = 0, **options: object) -> list[str]:
+    script = Path(__file__).parents[1] / "examples" / "train_hf_cp.py"
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    return command(script, processes, "--tokens", 512, "--folder", folder, *words, restarts=restarts)
+
+
+def test_a_patched_llama(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script = Path(__file__).parents[1] / "examples" / "patch_llama.py"
+    monkeypatch.setattr("sys.argv", [str(script), "--tokens", "256", "--window", "16"])
+    runpy.run_path(str(script), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[::3]] == ["its own attention", "set in 2 layers"]
+    assert float(lines[2].rpartition(" ")[2]) < 1e-5
+
+
+def test_the_librarys_trainer_goes_on_when_a_process_is_killed(tmp_path: Path, log: Any) -> None:
+    """What two processes that share sequences learn, one killed on the way, is what one learns that has them alone."""
+    steps, until = 8, time.monotonic() + 200
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    said = {"model": "gpt_oss", "steps": steps, "every": 2}
+    run(hf_command(1, alone, **said), threads=1, until=until)
+    wanted = metrics(alone / "metrics.jsonl")
+    assert [line["step"] for line in wanted] == list(range(1, steps + 1))
+    killed = False
+    with started(hf_command(2, shared, restarts=2, **said), threads=1, log=log.fileno()) as process:
+        while process.poll() is None:
+            assert time.monotonic() < until
+            if not killed and (shared / "checkpoint-2").exists() and len(metrics(shared / "metrics.jsonl")) >= 3:
+                workers(process.pid)[1].kill()
+                killed = True
+            time.sleep(0.01)
+    log.seek(0)
+    printed = log.read().decode(errors="replace")
+    assert process.returncode == 0, printed
+    assert killed
+    assert "goes on from checkpoint-" in printed
+    # steps after the checkpoint were taken again
+    found = {line["step"]: line for line in metrics(shared / "metrics.jsonl")}
+    assert list(found) == list(range(1, steps + 1))
+    assert [found[line["step"]]["loss"] for line in wanted] == pytest.approx(losses(wanted), abs=1e-4)
+    # half of the tokens, keys and values of 2 heads of 16, two layers; of the window's layer only what is near
+    assert {line["gathered"] for line in found.values()} == {256 * 2 * 2 * 16 * 4 * 2}
+    assert all(0 < line["received"] < line["gathered"] for line in found.values())

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.explain import explain
+from ringweave.explanation import explain
+from ringweave.ops import cpu
 
 WINDOW = (rw.SlidingWindow(200) | rw.Sinks(4)) & rw.Causal()
 
@@ -108,6 +109,33 @@ def test_backends_and_why_not_the_others() -> None:
     assert facts["pairs"]["computed"] == 100 * 100
     with pytest.raises(rw.UnsupportedError, match="neither full nor causal"):
         explain(WINDOW, 1000, backend="sdpa")
+
+
+def test_terms_and_dropout_leave_who_computes_them() -> None:
+    """float64, as above: dense kernels know neither, and say so by name; what they would need counts as scratch."""
+    terms = [rw.Softcap(30.0), rw.DistanceBias(torch.zeros(4, 2**16 + 1, requires_grad=True))]
+    facts = explain(rw.Causal(), 1000, heads=4, dtype=torch.float64, terms=terms, dropout=0.1, as_dict=True)
+    assert facts["sizes"]["extras"] == ["DistanceBias", "Softcap", "dropout"]
+    assert facts["backend"]["chosen"] == [{"backend": "gather", "branches": 1}]
+    assert facts["backend"]["others"]["sdpa"] == ["it computes no DistanceBias and no Softcap and no dropout"]
+    text = explain(rw.Causal(), 1000, heads=4, terms=rw.Softcap(30.0))
+    assert "with Softcap\n" in text
+    assert "not sdpa: it computes no Softcap" in text
+    assert "with Softcap" not in explain(rw.Causal(), 1000)
+    with pytest.raises(rw.UnsupportedError, match="it computes no dropout"):
+        explain(rw.Causal(), 1000, dropout=0.1, backend="sdpa")
+    with pytest.raises(rw.ShapeError, match=r"table.shape\[0\]: got 4; wanted 8, the call's query heads"):
+        explain(rw.Causal(), 1000, heads=8, terms=terms)
+
+
+@pytest.mark.skipif(cpu.module() is None, reason="the native kernel is absent: there was no compiler")
+def test_scratch_counts_what_a_tables_gradient_is_summed_in() -> None:
+    held = []
+    for learns in (False, True):
+        terms = rw.DistanceBias(torch.zeros(4, 2**16 + 1, requires_grad=learns))
+        held.append(explain(rw.Causal(), 256, heads=4, backend="cpu", terms=terms, as_dict=True)["memory"]["scratch"])
+    # 64 bits for each entry, at the least
+    assert held[1] - held[0] >= 8 * 4 * 2**16
 
 
 def test_a_long_causal_call_is_explained_without_its_plan() -> None:

@@ -309,7 +309,7 @@ def test_the_first_call_imports_no_compiler() -> None:
 def test_opcheck(name: str, dtype: torch.dtype) -> None:
     pattern = (PATTERNS | MIXTURES)[name](150)
     leaves = Inputs.random(150, heads=4, kv_heads=2, dtype=dtype).leaves()
-    torch.library.opcheck(attention_op, (*leaves, pattern.tables, pattern.spec, 0.25, 0, "auto", "", 0, []))
+    torch.library.opcheck(attention_op, (*leaves, pattern.tables, pattern.spec, 0.25, 0, "auto", "", 0, True, []))
 
 
 @pytest.mark.parametrize("backend", ["auto", "gather", "reference"])

@@ -164,6 +164,16 @@ def test_fewer_key_heads_norms_rotation_and_sinks() -> None:
     torch.testing.assert_close(step, module(x, x, x)[0][:, -1:])
 
 
+def test_rows_of_a_batch_decode_at_positions_of_their_own() -> None:
+    module = rw.nn.MultiheadAttention(E, H, rotary_base=10000.0, pattern=rw.Causal(), batch_first=True)
+    x = torch.randn(2, N, E)
+    at = torch.tensor([5, N - 1])
+    new = x[torch.arange(2), at][:, None]
+    got = module(new, x, x, q_offset=at)[0]
+    for b, first in enumerate(at.tolist()):
+        torch.testing.assert_close(got[b], module(new[b : b + 1], x[b : b + 1], x[b : b + 1], q_offset=first)[0][0])
+
+
 def test_rotation_in_bfloat16_is_exact_far_out() -> None:
     module = rw.nn.MultiheadAttention(E, H, rotary_base=10000.0, batch_first=True).bfloat16()
     x = torch.randn(1, N, E).bfloat16()

@@ -9,43 +9,55 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import ringweave as rw
-from ringweave import nn
+from ringweave import adaptive, nn
 
+API = Path(__file__).with_name("api.txt")
 NAMES = [
-    "ALiBi", "AttentionOutput", "Bias", "BlockPlan", "BlockTable", "BlockWeights", "Causal", "ContextParallel", "Dilated", "DistanceBias", "Documents",
-    "Full", "Global", "Grid", "GridNeighborhood", "GridWindows", "Keys", "LongNet", "Neighborhood", "Pattern", "PatternError", "PerHead", "Periodic", "PlanCache",
-    "PrefixLM", "RingError", "RingweaveError", "Segments", "ShapeError", "Sinks", "SlidingWindow", "Softcap", "Strided",
-    "TokenMask", "UnsupportedError", "attention", "attention_weights", "attention_with_lse", "bench", "bigbird",
-    "dilated_blocks", "explain", "from_block_mask", "from_mask_mod", "local_global", "longformer",
-    "longnet_attention", "merge", "natten_1d", "nn", "parallel", "plan", "random_blocks", "sparse_transformer_fixed",
+    "ALiBi", "AttentionOutput", "Bias", "BlockPlan", "BlockTable", "BlockWeights", "Causal", "ContextParallel",
+    "Dilated", "DistanceBias", "Documents", "Full", "Global", "Grid", "GridNeighborhood", "GridWindows", "Keys",
+    "LongNet", "Neighborhood", "PageError", "PagedCache", "Pattern", "PatternError", "PerHead", "Periodic",
+    "PlanCache", "Precision", "PrefixLM", "RingError", "RingweaveError", "Segments", "ShapeError", "Sinks", "SlidingWindow",
+    "Softcap", "Strided", "TokenMask", "UnsupportedError", "adaptive", "attention", "attention_weights",
+    "attention_with_lse", "audit", "bench", "bigbird", "dilated_blocks", "explain", "from_block_mask",
+    "from_mask_mod", "hierarchical_attention", "local_global", "longformer", "longnet_attention",
+    "memory", "merge", "natten_1d", "nn", "paged_attention", "parallel", "plan", "random_blocks", "sparse_transformer_fixed",
     "variable", "varlen_attention",
 ]  # fmt: skip
 
 SIGNATURES = {
     "attention": (
-        "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, backend='auto', context=None, terms=(), sink_logits=None, "
-        "dropout=0.0)"
+        "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, k_offset=0, backend='auto', context=None, terms=(), sink_logits=None, "
+        "dropout=0.0, precision=None, on_oom='degrade')"
     ),
     "attention_with_lse": (
-        "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, backend='auto', context=None, terms=(), sink_logits=None, "
-        "dropout=0.0)"
+        "(q, k, v, pattern=Full(), *, scale=None, q_offset=0, k_offset=0, backend='auto', context=None, terms=(), sink_logits=None, "
+        "dropout=0.0, precision=None, on_oom='degrade')"
     ),
-    "attention_weights": "(q, k, pattern, *, scale=None, q_offset=0)",
+    "attention_weights": "(q, k, pattern, *, scale=None, q_offset=0, k_offset=0)",
     "longnet_attention": (
         "(q, k, v, *, segments, rates, causal=False, offset='interleaved', heads='shared', detach_weights=False, "
         "scale=None, q_offset=0, backend='auto', context=None)"
     ),
+    "hierarchical_attention": (
+        "(q, k, v, *, pool, top_k, window, causal=False, combine='exact_cover', gates=None, scale=None, q_offset=0, "
+        "backend='auto')"
+    ),
     "merge": "(outs, lses)",
+    "paged_attention": "(q, cache, pattern=Causal(), *, scale=None, terms=None, sink_logits=None, backend='auto')",
     "plan": "(pattern, nq, nk=None, *, heads=1, batch=1, q_offset=0, tile=None, device='cpu')",
 }
 
 
 def documented() -> list[str]:
-    return [name for name in rw.__all__ if callable(getattr(rw, name))] + [f"nn.{name}" for name in nn.__all__]
+    return [name for name in rw.__all__ if callable(getattr(rw, name))] + [
+        f"{module.__name__.rpartition('.')[2]}.{name}" for module in (adaptive, nn) for name in module.__all__
+    ]
 
 
 def test_names() -> None:
@@ -61,6 +73,47 @@ def test_signatures(name: str) -> None:
         return_annotation=inspect.Signature.empty,
     )
     assert str(plain) == SIGNATURES[name]
+
+
+def api() -> list[str]:
+    """Every public function and class, and the members that are described, with their parameters and defaults."""
+    lines = []
+    for name in documented():
+        thing = operator.attrgetter(name)(rw)
+        lines.append(name + _parameters(thing))
+        if inspect.isclass(thing):
+            for member in sorted(vars(thing)):
+                value = inspect.getattr_static(thing, member)
+                value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+                # others' are described where they are declared: a base class lists them
+                if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+                    if not value.__doc__:
+                        continue
+                    lines.append(f"    {member}{_parameters(value) if inspect.isfunction(value) else ''}")
+    return lines
+
+
+def _parameters(thing: object) -> str:
+    try:
+        signature = inspect.signature(thing)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return ""
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+
+
+def test_nothing_public_changed_unseen() -> None:
+    """python -m tests.test_public writes the file, and a change of it is for the changelog."""
+    assert api() == API.read_text("utf-8").splitlines()
+
+
+def test_the_version_stands_in_one_place() -> None:
+    root = API.parents[1]
+    written = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
+    assert "version" not in written["project"]
+    assert written["project"]["dynamic"] == ["version"]
+    source = root / written["tool"]["scikit-build"]["metadata"]["version"]["input"]
+    assert re.findall(r'^__version__ = "(.+)"$', source.read_text("utf-8"), flags=re.M) == [rw.__version__]
 
 
 @pytest.mark.parametrize("name", documented())
@@ -96,7 +149,36 @@ def test_import_pulls_in_nothing_optional() -> None:
     assert not [name for name in loaded if name.startswith(("ringweave.cli", "ringweave.bench"))]
 
 
+#: prints the CPU seconds of importing, over `import torch`, and of a yardstick round it
+IMPORT = """
+import dataclasses, gc, time, torch
+
+def yardstick():
+    start = time.process_time()
+    for _ in range(60):
+        dataclasses.make_dataclass("Record", list("abcdef"), frozen=True)
+    return time.process_time() - start
+
+gc.collect(), gc.freeze()  # or the collector walks through all of torch, in some runs
+before = yardstick()
+start = time.process_time()
+import ringweave
+print(time.process_time() - start, (before + yardstick()) / 2)
+"""
+#: what the yardstick takes where importing has its 50 ms: a shared core may be half as fast
+YARDSTICK = 0.034
+
+
 def test_import_is_quick() -> None:
-    """Over `import torch`, in CPU seconds of the process; the least of up to five runs."""
-    code = "import time, torch; t = time.process_time(); import ringweave; print(time.process_time() - t)"
-    assert any(float(_measure(code)) < 0.050 for _ in range(5))
+    """In CPU seconds of the process; the least of up to ten runs."""
+    found = []
+    for _ in range(10):
+        seconds, yardstick = map(float, _measure(IMPORT).split())
+        found.append(seconds * min(1.0, YARDSTICK / yardstick))
+        if found[-1] < 0.050:
+            return
+    raise AssertionError(f"seconds: {found}")
+
+
+if __name__ == "__main__":
+    API.write_text("\n".join(api()) + "\n", "utf-8")

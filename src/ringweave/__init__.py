@@ -11,8 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import PatternError, RingError, RingweaveError, ShapeError, UnsupportedError
-from .explain import explain
+from .errors import PageError, PatternError, RingError, RingweaveError, ShapeError, UnsupportedError
 from .functional import attention, attention_with_lse, longnet_attention, varlen_attention
 from .merge import merge
 from .patterns import (
@@ -47,14 +46,19 @@ from .patterns import (
     sparse_transformer_fixed,
     variable,
 )
-from .plan import BlockPlan, PlanCache, from_block_mask, plan
+from .plan import BlockPlan, PlanCache, plan
+from .precision import Precision
 from .terms import ALiBi, Bias, DistanceBias, Softcap
 from .types import AttentionOutput
-from .weights import BlockWeights, attention_weights
 
 if TYPE_CHECKING:
-    from . import bench, nn, parallel
+    from . import adaptive, audit, bench, memory, nn, parallel
+    from .explanation import explain
+    from .hierarchical import hierarchical_attention
+    from .pages import PagedCache, paged_attention
     from .parallel import ContextParallel
+    from .plan import from_block_mask
+    from .weights import BlockWeights, attention_weights
 
 __version__ = "0.1.0"
 
@@ -79,11 +83,14 @@ __all__ = [
     "Keys",
     "LongNet",
     "Neighborhood",
+    "PageError",
+    "PagedCache",
     "Pattern",
     "PatternError",
     "PerHead",
     "Periodic",
     "PlanCache",
+    "Precision",
     "PrefixLM",
     "RingError",
     "RingweaveError",
@@ -95,21 +102,26 @@ __all__ = [
     "Strided",
     "TokenMask",
     "UnsupportedError",
+    "adaptive",
     "attention",
     "attention_weights",
     "attention_with_lse",
+    "audit",
     "bench",
     "bigbird",
     "dilated_blocks",
     "explain",
     "from_block_mask",
     "from_mask_mod",
+    "hierarchical_attention",
     "local_global",
     "longformer",
     "longnet_attention",
+    "memory",
     "merge",
     "natten_1d",
     "nn",
+    "paged_attention",
     "parallel",
     "plan",
     "random_blocks",
@@ -119,12 +131,25 @@ __all__ = [
 ]
 
 
+# these load when asked for: importing ringweave stays quick
+_SUBMODULES = ("adaptive", "audit", "bench", "integrations", "memory", "nn", "parallel")
+_ELSEWHERE = {
+    "BlockWeights": "weights",
+    "ContextParallel": "parallel",
+    "PagedCache": "pages",
+    "attention_weights": "weights",
+    "explain": "explanation",
+    "from_block_mask": "plan.interop",
+    "hierarchical_attention": "hierarchical",
+    "paged_attention": "pages",
+}
+
+
 def __getattr__(name: str) -> Any:
-    # these load when asked for: importing ringweave stays quick
-    if name in ("bench", "nn", "parallel"):
+    if name in _SUBMODULES:
         return importlib.import_module(f"ringweave.{name}")
-    if name == "ContextParallel":
-        return importlib.import_module("ringweave.parallel").ContextParallel
+    if name in _ELSEWHERE:
+        return getattr(importlib.import_module(f"ringweave.{_ELSEWHERE[name]}"), name)
     raise AttributeError(f"module 'ringweave' has no attribute {name!r}; its names are listed by dir(ringweave)")
 
 

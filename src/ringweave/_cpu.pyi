@@ -20,6 +20,22 @@ def forward(
     threads: int,
     variant: str = "",
 ) -> bool: ...
+def tile_mass(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    values: Tensor,
+    row_ptr: Tensor,
+    col: Tensor,
+    bits: Tensor,
+    masks: Tensor,
+    group: Tensor,
+    q_tile: int,
+    kv_tile: int,
+    scale: float,
+    threads: int,
+    variant: str = "",
+) -> None: ...
 def backward(
     dout: Tensor,
     q: Tensor,
@@ -44,5 +60,29 @@ def backward(
     threads: int,
     variant: str = "",
 ) -> None: ...
+
+class Prepared:
+    """A call that was checked; its tensors come as addresses and strides, and are not."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        row_ptr: Tensor,
+        col: Tensor,
+        bits: Tensor,
+        masks: Tensor,
+        group: Tensor,
+        q_tile: int,
+        kv_tile: int,
+        scale: float,
+        variant: str,
+    ) -> None: ...
+    def columns(self, col_ptr: Tensor, row: Tensor, bits_t: Tensor) -> None: ...
+    def forward(self, *places: int | tuple[int, ...]) -> bool: ...
+    def backward(self, *places: int | tuple[int, ...]) -> None: ...
+
 def delta(dout: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor, threads: int, variant: str = "") -> None: ...
 def fma_peak(dtype: str, threads: int, seconds: float, variant: str = "") -> float: ...
+def read_all(words: Tensor, threads: int) -> int: ...

@@ -98,7 +98,7 @@ def picture(pattern: Pattern, tokens: int, *, heads: int = 1, cells: int = CELLS
         refuse(pattern)
     batch, made = pattern.extents()
     heads = made if made is not None and heads == 1 else heads
-    fitting(pattern, tokens, tokens, heads, batch or 1)
+    pattern = fitting(pattern, tokens, tokens, heads, batch or 1)[0]
     alike: dict[tuple[Layer, ...], list[int]] = {}
     for head in range(heads):
         alike.setdefault(layers(pattern, tokens, head, heads), []).append(head)

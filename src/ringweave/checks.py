@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,7 @@ from .ops.backend import Case, Inputs
 from .ops.dispatch import names, program
 from .patterns import Pattern, check_extents
 from .patterns.fit import refuse
-from .patterns.numbers import whole
+from .patterns.shifted import placed
 from .terms import Term, as_terms
 
 if TYPE_CHECKING:
@@ -89,44 +90,53 @@ def check_call(
     pattern: Pattern,
     *,
     scale: float | None,
-    q_offset: int,
+    q_offset: int | Tensor,
     backend: str,
+    k_offset: int | Tensor = 0,
     dropout: float = 0.0,
     terms: object = (),
     context: ContextParallel | None = None,
-) -> tuple[float, int, tuple[Term, ...], float]:
-    """Raise a typed error unless the call can run; the scale, the offset, the terms and the dropout to use."""
+) -> tuple[Pattern, float, int, tuple[Term, ...], float]:
+    """Raise a typed error unless the call can run; what to use: pattern, scale, q_offset, terms and dropout."""
     check_tensors(q, k, v)
     if not isinstance(pattern, Pattern):
         refuse(pattern)
+    pattern = pattern.bound(q.shape[1], k.shape[1])
+    given, (pattern, q_offset) = pattern, placed(pattern, q_offset, k_offset, q.shape[0])
+    if context is not None and pattern is not given:
+        got = "a tensor, or a k_offset, with a context"
+        raise UnsupportedError(message("q_offset, k_offset", got, "0 with a context", "Decode on one device."))
     dropout = checked_dropout(dropout)
-    terms = () if terms is None else as_terms(terms)
-    for term in terms:
-        term.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
-    extras = frozenset([type(term).__name__ for term in terms] + ["dropout"] * bool(dropout))
-    if extras and context is not None:
-        got = f"{', '.join(sorted(extras))} with a context"
-        raise UnsupportedError(message("terms", got, "none with a context", "Leave them out, or use one device."))
-    if extras & _OF_DISTANCE and isinstance(pattern, Pattern) and "cu_seqlens_q=" in pattern.spec:
-        # places on two axes, whose difference is no distance
-        got = f"{', '.join(sorted(extras & _OF_DISTANCE))} where queries and keys are packed apart"
-        raise UnsupportedError(message("terms", got, "one packing for both", "Pad the queries, or add a Bias."))
-    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else _scale(scale)
-    q_offset = _offset(q_offset)
-    if not isinstance(backend, str):
-        raise UnsupportedError(message("backend", shown(backend), f"one of {', '.join(names())}", "Use 'auto'."))
+    terms = as_terms(terms)
     if context is not None and not callable(getattr(context, "attend", None)):
         got = type(context).__name__
         raise UnsupportedError(message("context", got, "a ContextParallel or None", "Make one of the mesh."))
+    # of the whole sequence where ranks share it
+    nq, nk = (q.shape[2], k.shape[2]) if context is None else (context.seq_len, context.seq_len)
+    for term in terms:
+        term.check(q.shape[0], q.shape[1], nq, nk, q.device)
+    asked = extras(terms, dropout)
+    if asked & _OF_DISTANCE and "cu_seqlens_q=" in pattern.spec:
+        # places on two axes, whose difference is no distance
+        got = f"{', '.join(sorted(asked & _OF_DISTANCE))} where queries and keys are packed apart"
+        raise UnsupportedError(message("terms", got, "one packing for both", "Pad the queries, or add a Bias."))
+    scale = checked_scale(scale, q.shape[3])
+    if not isinstance(backend, str):
+        raise UnsupportedError(message("backend", shown(backend), f"one of {', '.join(names())}", "Use 'auto'."))
     if not torch.compiler.is_compiling():
         if context is None:
             tables = [table for term in terms for table in term.tables]
             needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *tables))
-            case = dataclasses.replace(Case.of(Inputs(q, k, v, scale), needs_grad), extras=extras)
+            case = dataclasses.replace(Case.of(Inputs(q, k, v, scale), needs_grad), extras=asked)
             _check_runnable(case, pattern, q_offset, backend)
         else:
-            context.check(q, k, pattern, q_offset, backend)
-    return scale, q_offset, terms, dropout
+            context.check(q, k, pattern, q_offset, backend, asked)
+    return pattern, scale, q_offset, terms, dropout
+
+
+def extras(terms: Sequence[Term], dropout: float) -> frozenset[str]:
+    """What a call asks for beyond scale and mask, by name."""
+    return frozenset([type(term).__name__ for term in terms] + ["dropout"] * bool(dropout))
 
 
 def check_sinks(sink_logits: Tensor, q: Tensor) -> None:
@@ -140,19 +150,10 @@ def check_sinks(sink_logits: Tensor, q: Tensor) -> None:
         raise ShapeError(message("sink_logits.device", sink_logits.device, f"{q.device}, as q", remedy))
 
 
-def _offset(q_offset: int) -> int:
-    remedy = "Pass Nk - Nq for a decode step."
-    if isinstance(q_offset, int) and q_offset < 0:
-        raise ShapeError(message("q_offset", shown(q_offset), "an int of at least 0", remedy))
-    # a number that a trace leaves open stays so
-    return (
-        q_offset
-        if isinstance(q_offset, torch.SymInt)
-        else whole("q_offset", q_offset, 0, error=ShapeError, remedy=remedy)
-    )
-
-
-def _scale(scale: float) -> float:
+def checked_scale(scale: float | None, dim: int) -> float:
+    """The factor of the scores, 1 / sqrt(dim) by default; ShapeError for what is none."""
+    if scale is None:
+        return 1.0 / math.sqrt(dim)
     if isinstance(scale, Tensor):
         # a number of it would be a constant to autograd, without a word
         remedy = "Multiply q by it and pass scale=1.0: its gradient comes that way."

@@ -22,6 +22,10 @@ class UnsupportedError(RingweaveError, RuntimeError):
     """The named backend, or this version, cannot run the case; the message says why."""
 
 
+class PageError(RingweaveError, RuntimeError):
+    """No page is free for what was to be appended; nothing was written."""
+
+
 class RingError(RingweaveError, RuntimeError):
     """No answer is right: a rank is lost or silent, and its shard with it, or the ranks do not do the same.
 
@@ -67,6 +71,18 @@ def in_a_line(error: Exception) -> str:
     """An error by its type and the beginning of what it says first."""
     said = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {said[:200]}"
+
+
+# how allocators say it that have no type for it
+_NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an allocator had no memory left: Python's, numpy's, torch's on any device, or C++'s."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    said = str(error).lower() if isinstance(error, RuntimeError) and not isinstance(error, RingweaveError) else ""
+    return any(each in said for each in _NO_MEMORY)
 
 
 def message(name: str, got: object, wanted: str, remedy: str) -> str:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .checks import check_call, check_sinks
-from .errors import ShapeError, message, shown
+from .checks import check_call, check_sinks, check_tensors
+from .errors import ShapeError, UnsupportedError, message, shown
 from .merge import merge, with_sinks
+from .ops import prepared, stored
 from .ops.backend import Inputs
+from .ops.recovery import check_on_oom, sparsified
 from .ops.registered import attend
 from .patterns import Causal, Documents, Full, LongNet, Pattern
 from .patterns.numbers import flag
-from .terms import Term
+from .precision import Precision, as_precision, store
+from .terms import Term, as_terms, rounded
 from .types import AttentionOutput
 
 if TYPE_CHECKING:
@@ -29,12 +33,15 @@ def attention(
     pattern: Pattern = Full(),  # noqa: B008  (immutable)
     *,
     scale: float | None = None,
-    q_offset: int = 0,
+    q_offset: int | Tensor = 0,
+    k_offset: int | Tensor = 0,
     backend: str = "auto",
     context: ContextParallel | None = None,
     terms: Term | Sequence[Term] | None = (),
     sink_logits: Tensor | None = None,
     dropout: float = 0.0,
+    precision: Precision | None = None,
+    on_oom: str = "degrade",
 ) -> Tensor:
     """Compute exact attention over the pairs that a pattern allows, differentiable in q, k and v.
 
@@ -47,13 +54,20 @@ def attention(
         v: Values, (B, Hkv, Nk, Dv).
         pattern: Which (head, query, key) triples may attend.
         scale: Factor of the scores; 1 / sqrt(D) by default.
-        q_offset: Position of the first query; Nk - Nq for a decode step over a cache.
+        q_offset: Position of the first query; Nk - Nq for a decode step over a cache. An int, or an integer tensor ()
+            or (B,), which is read when the plan is made: a changed value recompiles nothing.
+        k_offset: Position of the first key, alike: how many a cache has dropped. Positions are what patterns and terms
+            count by, so the bounds of ``Keys`` do not move with it.
         backend: ``"auto"``, or one by name; see :func:`ringweave.explain`.
         context: Ranks that share the sequence; q, k and v are then this rank's shards, and so is the output.
         terms: What is added to or made of the scaled scores, in order: Softcap, ALiBi, DistanceBias, Bias.
         sink_logits: (Hq,): one learned logit a head that joins the denominator and has no value.
         dropout: Share of the weights that are dropped after the softmax, the others grow by 1 / (1 - dropout), rounded
             to a multiple of 2 ** -16. Drawn from torch's default generator, one seed a call; pass it in training only.
+        precision: What is rounded to what, such as ``Precision(kv=torch.int8)``; None: nothing beyond the types given.
+        on_oom: When memory runs out: ``"degrade"`` computes the same in pieces, forward and backward, and logs what it
+            costs; ``"raise"`` raises; ``"sparsify"`` degrades, and then, with a warning, leaves out far keys, which is
+            another answer. With a context a rank raises, whatever is asked.
     Returns:
         Output, (B, Hq, Nq, Dv), dtype of q.
     Raises:
@@ -69,18 +83,9 @@ def attention(
         Dao et al. (2022), FlashAttention, section 3 (tiling and recomputation); here over non-empty tiles only.
     """
     return attention_with_lse(
-        q,
-        k,
-        v,
-        pattern,
-        scale=scale,
-        q_offset=q_offset,
-        backend=backend,
-        context=context,
-        terms=terms,
-        sink_logits=sink_logits,
-        dropout=dropout,
-    ).out
+        q, k, v, pattern, scale=scale, q_offset=q_offset, k_offset=k_offset, backend=backend, context=context,
+        terms=terms, sink_logits=sink_logits, dropout=dropout, precision=precision, on_oom=on_oom,
+    ).out  # fmt: skip
 
 
 def attention_with_lse(
@@ -90,12 +95,15 @@ def attention_with_lse(
     pattern: Pattern = Full(),  # noqa: B008  (immutable)
     *,
     scale: float | None = None,
-    q_offset: int = 0,
+    q_offset: int | Tensor = 0,
+    k_offset: int | Tensor = 0,
     backend: str = "auto",
     context: ContextParallel | None = None,
     terms: Term | Sequence[Term] | None = (),
     sink_logits: Tensor | None = None,
     dropout: float = 0.0,
+    precision: Precision | None = None,
+    on_oom: str = "degrade",
 ) -> AttentionOutput:
     """Compute attention and each row's log-sum-exp, which makes partial results mergeable; both are differentiable.
 
@@ -108,11 +116,14 @@ def attention_with_lse(
         pattern: Which (head, query, key) triples may attend.
         scale: Factor of the scores.
         q_offset: Position of the first query.
+        k_offset: Position of the first key.
         backend: ``"auto"``, or one by name.
         context: Ranks that share the sequence.
         terms: What is added to or made of the scaled scores, in order.
         sink_logits: (Hq,): learned logits; lse includes them.
         dropout: Share of the weights that are dropped; lse is as without.
+        precision: What is rounded to what.
+        on_oom: ``"degrade"``, ``"raise"`` or ``"sparsify"``.
     Returns:
         ``AttentionOutput(out, lse)``: (B, Hq, Nq, Dv) in q's dtype and (B, Hq, Nq) in float32 (float64 for float64).
     Raises:
@@ -123,19 +134,111 @@ def attention_with_lse(
         >>> out, lse = rw.attention_with_lse(q, k, v, rw.Causal())
         >>> torch.testing.assert_close(lse[..., 0], (q[:, :, 0] * k[:, :, 0]).sum(-1) / 32**0.5)
     """
+    key, call = None, None
+    if not torch.compiler.is_compiling() and _is_bare(
+        k_offset, context, terms, sink_logits, dropout, precision, on_oom
+    ):
+        key, call = prepared.find(q, k, v, pattern, scale, q_offset, backend)
+        found = None if call is None else call(q, k, v, on_oom == "degrade")
+        if found is not None:
+            return AttentionOutput(*found)
+    sharded = any(map(_is_sharded, (q, k, v)))
+    check_on_oom(on_oom, context, sharded)
+    if on_oom == "sparsify":
+        again = functools.partial(
+            attention_with_lse, q, k, v, scale=scale, q_offset=q_offset, k_offset=k_offset, backend=backend,
+            terms=terms, sink_logits=sink_logits, dropout=dropout, precision=precision,
+        )  # fmt: skip
+        return sparsified(again, pattern, k.shape[2] if isinstance(k, Tensor) and k.ndim == 4 else 0)
+    if sharded:
+        # loads torch.distributed
+        from .parallel.sharded import attend_sharded
+
+        return attend_sharded(
+            attention_with_lse,
+            q,
+            k,
+            v,
+            pattern,
+            terms=as_terms(terms),
+            sink_logits=sink_logits,
+            dropout=dropout,
+            scale=scale,
+            q_offset=q_offset,
+            k_offset=k_offset,
+            backend=backend,
+            context=context,
+            precision=precision,
+            on_oom=on_oom,
+        )
     q, k, v = _autocast(q, k, v)
-    scale, q_offset, terms, dropout = check_call(
-        q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, context=context, terms=terms, dropout=dropout
+    policy, dtype = as_precision(precision), None
+    if policy.compute is not None:
+        check_tensors(q, k, v)
+        dtype = q.dtype
+        q, k, v = (x.to(policy.compute) for x in (q, k, v))
+    pattern, scale, q_offset, terms, dropout = check_call(
+        q,
+        k,
+        v,
+        pattern,
+        scale=scale,
+        q_offset=q_offset,
+        k_offset=k_offset,
+        backend=backend,
+        context=context,
+        terms=terms,
+        dropout=dropout,
     )
     if sink_logits is not None:
         check_sinks(sink_logits, q)
-    if context is not None:
-        result = AttentionOutput(*context.attend(q, k, v, pattern, scale, backend))
+    if policy.table is not None:
+        terms = tuple(rounded(term, policy.table) for term in terms)
+    if context is not None and policy.wire not in ("native", context.options.wire):
+        got = f"{policy.wire!r} of a context whose wire is {context.options.wire!r}"
+        raise UnsupportedError(message("precision.wire", got, "that of the context", "Make it with this policy."))
+    if policy.kv is not None:
+        learned = [x for term in terms for x in term.tables] + [x for x in (sink_logits,) if x is not None]
+        result = _stored(
+            Inputs(q, k, v, scale), pattern, q_offset, backend, terms, dropout, context, policy.kv, learned
+        )
+    elif context is not None:
+        result = AttentionOutput(*context.attend(Inputs(q, k, v, scale), pattern, backend, terms, dropout))
     else:
-        result = AttentionOutput(*attend(Inputs(q, k, v, scale), pattern, q_offset, backend, terms, dropout))
-    if sink_logits is None:
-        return result
-    return with_sinks(result.out, result.lse, sink_logits)
+        degrade = on_oom != "raise"
+        if key is not None and call is None:
+            call = prepared.make(key, Inputs(q, k, v, scale), pattern, q_offset, backend)
+            found = None if call is None else call(q, k, v, degrade)
+            if found is not None:
+                return AttentionOutput(*found)
+        result = AttentionOutput(*attend(Inputs(q, k, v, scale), pattern, q_offset, backend, terms, dropout, degrade))
+    if sink_logits is not None:
+        result = with_sinks(result.out, result.lse, sink_logits)
+    return result if dtype is None else AttentionOutput(result.out.to(dtype), result.lse)
+
+
+def _stored(
+    inputs: Inputs,
+    pattern: Pattern,
+    q_offset: int,
+    backend: str,
+    terms: Sequence[Term],
+    dropout: float,
+    context: ContextParallel | None,
+    dtype: torch.dtype,
+    learned: Sequence[Tensor],
+) -> AttentionOutput:
+    """Round keys and values to 8 bits, and attend to what is stored."""
+    q, k, v, scale = inputs[:4]
+    for name, there in (("context", context is not None), ("dropout", bool(dropout))):
+        if there:
+            remedy = "Leave it out: what travels is the wire's, and storing is for inference."
+            raise UnsupportedError(message("precision.kv", f"{dtype} with {name}", f"no {name}", remedy))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *learned)):
+        stored.refuse_gradient("precision.kv")
+    (k, of_k), (v, of_v) = store(k, dtype), store(v, dtype)
+    found = stored.attend(q, k, v, pattern, scale, backend, terms, scales=(of_k, of_v), q_offset=q_offset)
+    return AttentionOutput(*found)
 
 
 def varlen_attention(
@@ -269,6 +372,31 @@ def longnet_attention(
         for segment, rate in zip(pattern.segments, pattern.rates, strict=True)
     ]
     return merge([part.out for part in parts], [part.lse.detach() for part in parts]).out
+
+
+def _is_bare(
+    k_offset: object,
+    context: object,
+    terms: object,
+    sink_logits: object,
+    dropout: object,
+    precision: object,
+    on_oom: object,
+) -> bool:
+    """Tell whether a call asks for nothing but a pattern, a scale, a position and a backend."""
+    return (
+        context is sink_logits is precision is None
+        and (terms is None or (type(terms) is tuple and not terms))
+        and (type(dropout) is float and dropout == 0.0)
+        and (type(k_offset) is int and k_offset == 0)
+        and type(on_oom) is str
+        and (on_oom == "degrade" or on_oom == "raise")
+    )
+
+
+def _is_sharded(x: object) -> bool:
+    """Tell whether something is a DTensor, without loading what makes them."""
+    return type(x) is not Tensor and hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

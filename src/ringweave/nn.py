@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from .checks import checked_dropout
 from .errors import ShapeError, UnsupportedError, message, shown
 from .functional import attention, longnet_attention
+from .hierarchical import COMBINATIONS, hierarchical_attention
 from .patterns import Causal, Full, LongNet, Pattern
 from .patterns.fit import refuse
-from .patterns.numbers import flag, number, whole
+from .patterns.numbers import flag, number, one_of, whole
+from .precision import NATIVE, Precision, as_precision
 from .terms import Bias, Term, as_terms
 from .weights import BlockWeights, attention_weights
 
@@ -47,6 +49,7 @@ class MultiheadAttention(nn.Module):
         terms: Score terms; those with parameters are the caller's to register.
         sinks: Whether a logit per head is learned, that joins the denominator and has no value.
         context: Ranks that share the sequence: inputs are this rank's shards, and rotation is by global positions.
+        precision: What attention rounds to what; projections have the types of the parameters.
         backend: As of :func:`ringweave.attention`.
     Raises:
         ShapeError: Sizes that do not divide, or are none.
@@ -85,6 +88,7 @@ class MultiheadAttention(nn.Module):
         terms: Term | Sequence[Term] | None = (),
         sinks: bool = False,
         context: ContextParallel | None = None,
+        precision: Precision | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -102,6 +106,7 @@ class MultiheadAttention(nn.Module):
         self.dropout = checked_dropout(dropout)
         self.batch_first = flag("batch_first", batch_first, ShapeError)
         self.pattern, self.context, self.backend = pattern, context, backend
+        self.precision = as_precision(precision)
         self.terms = () if terms is None else as_terms(terms)
         self.kdim = self.embed_dim if kdim is None else whole("kdim", kdim, 1, error=ShapeError)
         self.vdim = self.embed_dim if vdim is None else whole("vdim", vdim, 1, error=ShapeError)
@@ -161,7 +166,7 @@ class MultiheadAttention(nn.Module):
         is_causal: bool = False,
         *,
         positions: Tensor | None = None,
-        q_offset: int = 0,
+        q_offset: int | Tensor = 0,
     ) -> tuple[Tensor, BlockWeights | None]:
         """Attend.
 
@@ -170,7 +175,8 @@ class MultiheadAttention(nn.Module):
                 (tokens, embed_dim).
             key: As query, of kdim channels.
             value: As key, of vdim channels.
-            key_padding_mask: (batch, keys): True where a key is padding, or a float that is added to its scores.
+            key_padding_mask: (batch, keys): True where a key is padding, or a float that is added to its scores; with a
+                context of the whole sequence, as an ``attn_mask`` is.
             need_weights: Also return the attention weights of each head, of the tiles that the pattern leaves.
             attn_mask: A pattern, that holds besides the module's own; or a tensor (queries, keys) or (batch * heads,
                 queries, keys) as of torch's module: True where a pair may not attend, or a float that is added.
@@ -178,7 +184,8 @@ class MultiheadAttention(nn.Module):
             is_causal: Also leave out keys after the query; an ``attn_mask`` tensor is then taken for just that.
             positions: (tokens,) or (batch, tokens), by which queries and keys are rotated; by default 0, 1, ... for
                 keys, from ``q_offset`` on for queries, and with a context its global positions.
-            q_offset: Position of the first query; keys - queries for a decode step.
+            q_offset: Position of the first query; keys - queries for a decode step. An int, or an integer tensor () or
+                (batch,).
         Returns:
             (output, of query's shape; weights or None).
         Raises:
@@ -193,7 +200,7 @@ class MultiheadAttention(nn.Module):
         if self.rotary_base is not None:
             q, k = self._rotated(q, k, positions, q_offset)
         dropout = self.dropout if self.training else 0.0
-        out = self._attend(q, k, v, pattern, terms, dropout, q_offset)
+        out = self._attend(x[0], q, k, v, pattern, terms, dropout, q_offset)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if not batched:
             out = out[0]
@@ -204,7 +211,7 @@ class MultiheadAttention(nn.Module):
         if terms or dropout or self.sink_logits is not None or self.context is not None:
             wanted = "a pattern alone: no terms, sinks, tensors as masks, dropout or context"
             raise UnsupportedError(message("need_weights", True, wanted, "Ask for none."))
-        return out, attention_weights(q, k, pattern, q_offset=q_offset)
+        return out, self._weights(q, k, pattern, q_offset)
 
     def _batch_first(self, *inputs: Tensor) -> tuple[list[Tensor], bool]:
         for name, x, dim in zip(("query", "key", "value"), inputs, (self.embed_dim, self.kdim, self.vdim), strict=True):
@@ -244,6 +251,8 @@ class MultiheadAttention(nn.Module):
         """The pattern and the terms of a call."""
         pattern, terms = self.pattern, list(self.terms)
         batch, heads, nq, nk = *q.shape[:3], k.shape[2]
+        if self.context is not None:
+            nq = nk = self.context.seq_len
         if flag("is_causal", is_causal, ShapeError):
             pattern = pattern & Causal()
             attn_mask = None if isinstance(attn_mask, Tensor) else attn_mask
@@ -260,7 +269,7 @@ class MultiheadAttention(nn.Module):
             terms.append(Bias(_added("key_padding_mask", padding, shapes, q).expand(batch, 1, nq, nk)))
         return pattern, tuple(terms)
 
-    def _rotated(self, q: Tensor, k: Tensor, positions: Tensor | None, q_offset: int) -> tuple[Tensor, Tensor]:
+    def _rotated(self, q: Tensor, k: Tensor, positions: Tensor | None, q_offset: int | Tensor) -> tuple[Tensor, Tensor]:
         if positions is None and self.context is not None:
             positions = self.context.positions.to(q.device)
         if positions is not None:
@@ -271,7 +280,8 @@ class MultiheadAttention(nn.Module):
                     raise ShapeError(message("positions", shown(positions), wanted, "Rotate other cases yourself."))
         else:
             of_k = torch.arange(k.shape[2], device=k.device)
-            of_q = torch.arange(q.shape[2], device=q.device) + q_offset
+            first = q_offset[:, None] if isinstance(q_offset, Tensor) and q_offset.ndim else q_offset
+            of_q = torch.arange(q.shape[2], device=q.device) + first
         assert self.rotary_base is not None
         half = self.head_dim // 2
         # in float32 whatever the dtype: a bfloat16 position is off by many tokens
@@ -279,7 +289,15 @@ class MultiheadAttention(nn.Module):
         return _rotate(q, of_q, rates), _rotate(k, of_k, rates)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, terms: Sequence[Term], dropout: float, q_offset: int
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pattern: Pattern,
+        terms: Sequence[Term],
+        dropout: float,
+        q_offset: int | Tensor,
     ) -> Tensor:
         return attention(
             q,
@@ -291,8 +309,12 @@ class MultiheadAttention(nn.Module):
             sink_logits=self.sink_logits,
             dropout=dropout,
             context=self.context,
+            precision=self.precision,
             backend=self.backend,
         )
+
+    def _weights(self, q: Tensor, k: Tensor, pattern: Pattern, q_offset: int) -> BlockWeights:
+        return attention_weights(q, k, pattern, q_offset=q_offset)
 
     def extra_repr(self) -> str:
         """The pattern, and what is not torch's."""
@@ -346,12 +368,20 @@ class LongNetAttention(MultiheadAttention):
         self.detach_weights = flag("detach_weights", detach_weights, ShapeError)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, terms: Sequence[Term], dropout: float, q_offset: int
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pattern: Pattern,
+        terms: Sequence[Term],
+        dropout: float,
+        q_offset: int | Tensor,
     ) -> Tensor:
         if not self.detach_weights:
-            return super()._attend(q, k, v, pattern, terms, dropout, q_offset)
-        if terms or self.sink_logits is not None:
-            wanted = "neither terms nor sinks"
+            return super()._attend(x, q, k, v, pattern, terms, dropout, q_offset)
+        if terms or self.sink_logits is not None or self.precision != NATIVE:
+            wanted = "neither terms, sinks nor a precision"
             raise UnsupportedError(message("detach_weights", True, wanted, "Use the exact gradient with them."))
         assert isinstance(pattern, LongNet)
         return longnet_attention(
@@ -364,10 +394,98 @@ class LongNetAttention(MultiheadAttention):
             offset=pattern.offset,
             heads=pattern.heads,
             detach_weights=True,
-            q_offset=q_offset,
+            q_offset=q_offset,  # a tensor is refused there
             context=self.context,
             backend=self.backend,
         )
+
+
+class HierarchicalAttention(MultiheadAttention):
+    """Multi-head attention at two scales, near and chosen keys and the means of all others.
+
+    See :func:`ringweave.hierarchical_attention`. With ``combine="gates"`` a linear map of each query's input, then a
+    sigmoid, gives the factors of its means, chosen blocks and window, for each head.
+
+    Args:
+        embed_dim: Channels of the inputs and of the output.
+        num_heads: Query heads; divides embed_dim.
+        pool: Tokens of a block of keys, and of a tile of queries.
+        top_k: Blocks that each tile of queries chooses.
+        window: Tokens around a query that it attends one by one.
+        causal: Whether keys after the query are left out.
+        combine: ``"exact_cover"`` or ``"gates"``.
+        **options: As of :class:`MultiheadAttention`, but for what changes which pairs attend, and how.
+    Raises:
+        ShapeError: Sizes that are none.
+        UnsupportedError: Patterns, masks, terms, sinks, dropout, a context or weights.
+    Example:
+        >>> x = torch.randn(2, 128, 64)
+        >>> layer = rw.nn.HierarchicalAttention(64, 4, pool=16, top_k=2, window=16, causal=True, batch_first=True)
+        >>> layer(x, x, x)[0].shape
+        torch.Size([2, 128, 64])
+
+    References:
+        Yuan et al. (2025), Native sparse attention, section 3.2 (gates).
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        pool: int,
+        top_k: int,
+        window: int,
+        causal: bool = False,
+        combine: str = "exact_cover",
+        **options: Any,
+    ) -> None:
+        for name in {"pattern", "dropout", "terms", "sinks", "context", "precision"} & set(options):
+            raise UnsupportedError(message(name, shown(options[name]), "nothing", "Leave it out: both scales are all."))
+        self.causal = flag("causal", causal, ShapeError)
+        super().__init__(embed_dim, num_heads, pattern=Causal() if self.causal else Full(), **options)
+        self.pool = whole("pool", pool, 1, error=ShapeError)
+        self.top_k, self.window = (whole(n, x, 0, error=ShapeError) for n, x in (("top_k", top_k), ("window", window)))
+        self.combine = one_of("combine", combine, COMBINATIONS)
+        place: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
+        self.gate = nn.Linear(self.embed_dim, 3 * self.num_heads, **place) if self.combine == "gates" else None
+
+    def _attend(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pattern: Pattern,
+        terms: Sequence[Term],
+        dropout: float,
+        q_offset: int | Tensor,
+    ) -> Tensor:
+        if isinstance(q_offset, Tensor):
+            wanted = "an int: blocks are chosen for queries that stand alike in every batch element"
+            raise UnsupportedError(message("q_offset", "a tensor", wanted, "Pass an int."))
+        if terms or pattern != self.pattern:
+            wanted = "neither masks nor is_causal"
+            raise UnsupportedError(message("attn_mask", repr(pattern), wanted, "Pass causal=True to the module."))
+        gates = None
+        if self.gate is not None:
+            gates = torch.sigmoid(self.gate(x)).unflatten(-1, (self.num_heads, 3)).transpose(1, 2)
+        return hierarchical_attention(
+            q,
+            k,
+            v,
+            pool=self.pool,
+            top_k=self.top_k,
+            window=self.window,
+            causal=self.causal,
+            combine=self.combine,
+            gates=gates,
+            q_offset=q_offset,
+            backend=self.backend,
+        )
+
+    def _weights(self, q: Tensor, k: Tensor, pattern: Pattern, q_offset: int) -> BlockWeights:
+        raise UnsupportedError(message("need_weights", True, "False: means have no pairs", "Ask for none."))
 
 
 def _part(name: str, whole: int, of: str, parts: int) -> int:
@@ -396,4 +514,4 @@ def _rotate(x: Tensor, positions: Tensor, rates: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
-__all__ = ["LongNetAttention", "MultiheadAttention"]
+__all__ = ["HierarchicalAttention", "LongNetAttention", "MultiheadAttention"]

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -29,13 +28,13 @@ class _Making:
         self.lock = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
 class _Entry(Generic[V]):
-    value: V
-    # held so that an address in the key cannot be given to another table
-    tables: tuple[Tensor, ...]
-    nbytes: int
-    ties: tuple[_Tie, ...]
+    __slots__ = ("nbytes", "tables", "ties", "value")
+
+    def __init__(self, value: V, tables: tuple[Tensor, ...], nbytes: int, ties: tuple[_Tie, ...]):
+        self.value, self.nbytes, self.ties = value, nbytes, ties
+        # held so that an address in the key cannot be given to another table
+        self.tables = tables
 
 
 class Recent(Generic[V]):
@@ -54,7 +53,7 @@ class Recent(Generic[V]):
         self._making: weakref.WeakValueDictionary[Hashable, _Making] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self.hits = self.misses = self.evictions = self.nbytes = 0
-        _every.add(self)
+        enlist(self)
 
     def get(self, key: Hashable) -> V | None:
         """Look up what was put under a key; None where it has gone."""
@@ -105,6 +104,15 @@ class Recent(Generic[V]):
             self._entries.clear()
             self.hits = self.misses = self.evictions = self.nbytes = 0
 
+    def trim(self) -> int:
+        """Drop everything, and no counts; the bytes that were held."""
+        with self._lock:
+            dropped, entries = self.nbytes, self._entries
+            self._entries, self.nbytes = OrderedDict(), 0
+        # outside of the lock: what falls with a value may come here again
+        entries.clear()
+        return dropped
+
     def __len__(self) -> int:
         with self._lock:
             self._drop_fallen()
@@ -134,7 +142,18 @@ class Recent(Generic[V]):
             self.nbytes -= entry.nbytes
 
 
-_every: weakref.WeakSet[Recent[Any]] = weakref.WeakSet()
+# with trim() and renew()
+_every: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def enlist(store: object) -> None:
+    """Have a store, as long as it lives, trimmed by :func:`trim_all`, and renewed in forked processes."""
+    _every.add(store)
+
+
+def trim_all() -> int:
+    """Drop what every store holds and nobody uses; it is made again when it is asked for. The bytes that were held."""
+    return sum(each.trim() for each in list(_every))
 
 
 def _renew_all() -> None:

@@ -277,7 +277,8 @@ class DistanceBias(_Learned):
         share = torch.log(steps.clamp(min=1).float() / exact) / math.log(far / exact)
         wide = (exact + (share * (half - exact)).long()).clamp(max=half - 1)
         bucket = after + torch.where(steps < exact, steps, wide)
-        return DistanceBias(weight[bucket].T)
+        # many distances share a bucket, and what they give it may cancel: it is summed in float64, and rounded once
+        return DistanceBias(weight.double()[bucket].T)
 
     def total(self, acc: torch.dtype) -> Tensor:
         """Make zeros in float64: every pair of a head is added to few entries."""
@@ -362,17 +363,22 @@ _WRITTEN = re.compile(r"(\w+)\(([^)]*)\)")
 
 
 def as_terms(terms: object) -> tuple[Term, ...]:
-    """The terms of a call, of one or a sequence.
+    """The terms of a call, of one or a sequence; of None none.
 
     Raises:
         UnsupportedError: Something else.
     """
-    listed = tuple(terms) if isinstance(terms, (list, tuple)) else (terms,)
+    listed = tuple(terms) if isinstance(terms, (list, tuple)) else () if terms is None else (terms,)
     for term in listed:
         if not isinstance(term, Term):
             wanted = f"{', '.join(NAMES[:-1])} or {NAMES[-1]}"
             raise UnsupportedError(message("terms", shown(term), wanted, "Pass one, or a sequence of them."))
     return listed
+
+
+def rounded(term: Term, dtype: torch.dtype) -> Term:
+    """A term whose table of biases, if it has one, is read in another type; gradients reach the table."""
+    return term if term.learned is None else type(term)(term.learned.to(dtype))  # type: ignore[call-arg]
 
 
 def written(terms: Sequence[Term]) -> tuple[str, list[Tensor]]:

@@ -43,6 +43,16 @@ def flops(number: float) -> str:
     return _scaled(number, 1000, ("FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 
+def seconds(number: float) -> str:
+    """Time in decimal units.
+
+    Example:
+        >>> seconds(0.00123)
+        '1.23 ms'
+    """
+    return _scaled(number * 1e9, 1000, ("ns", "us", "ms", "s"))
+
+
 def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
     power = 0
     # 999.6 would read 1e+03 with three digits

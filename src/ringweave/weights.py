@@ -46,7 +46,13 @@ class BlockWeights:
 
 
 def attention_weights(
-    q: Tensor, k: Tensor, pattern: Pattern, *, scale: float | None = None, q_offset: int = 0
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern,
+    *,
+    scale: float | None = None,
+    q_offset: int | Tensor = 0,
+    k_offset: int | Tensor = 0,
 ) -> BlockWeights:
     """Compute the probabilities, as (plan, tile values): for inspection, at a cost of 4 bytes per pair of a tile.
 
@@ -57,7 +63,8 @@ def attention_weights(
         k: Keys, (B, Hkv, Nk, D).
         pattern: A relation.
         scale: Factor of the scores; 1 / sqrt(D) by default.
-        q_offset: Position of the first query.
+        q_offset: Position of the first query; an int, or an integer tensor () or (B,).
+        k_offset: Position of the first key, alike.
     Returns:
         The weights of the non-empty tiles.
     Raises:
@@ -67,7 +74,9 @@ def attention_weights(
         >>> weights = rw.attention_weights(q, k, rw.Causal())
         >>> torch.testing.assert_close(weights.to_dense().sum(-1), torch.ones(1, 4, 256))
     """
-    scale, q_offset, *_ = check_call(q, k, k, pattern, scale=scale, q_offset=q_offset, backend="gather")
+    pattern, scale, q_offset, *_ = check_call(
+        q, k, k, pattern, scale=scale, q_offset=q_offset, k_offset=k_offset, backend="gather"
+    )
     if isinstance(pattern, LongNet):
         raise PatternError(
             message("pattern", repr(pattern), "a relation", "Ask for the weights of one branch's relation.")

@@ -57,11 +57,11 @@ def silent(text: str) -> None: ...
 
 
 def test_the_sizes_are_those_of_the_targets() -> None:
-    problems = [each.entries[0][0] for each in gpu.PARTS]
+    problems = [each.entries[0][0] for each in gpu.PARTS.values()]
     by_name = {each.name: each for each in problems}
     drawn = {each.name: each.relation for each in problems if isinstance(each.relation, Drawn)}
-    assert len(drawn) == len(by_name)
-    stage = [each for each in gpu.PARTS if each.entries[0][0].name == "stage A"]
+    assert {*by_name} - {*drawn} == {"causal", "window", "documents", "sinks"}
+    stage = [each for each in gpu.PARTS.values() if each.entries[0][0].name == "stage A"]
     assert [each.entries[0][0].tokens for each in stage] == [16384, 32768, 65536]
     assert (drawn["stage A"].block_size, drawn["stage A"].density, by_name["stage A"].head_dim) == (128, 0.1, 128)
     assert all({"flex", "ringweave:flash"} < {*each.entries[0][1]} for each in stage)
@@ -73,12 +73,13 @@ def test_the_sizes_are_those_of_the_targets() -> None:
     assert (top.tokens, top.heads, drawn[top.name].block_size, drawn[top.name].chosen) == (109632, 7, 64, 64)
     million = by_name["a million tokens"]
     assert (million.tokens, million.heads, drawn[million.name].density) == (2**20, 16, 0.01)
-    assert [each.directions for each in gpu.PARTS if each.memory] == [("forward + backward",)]
+    assert [each.directions for each in gpu.PARTS.values() if each.memory] == [("forward + backward",)]
     assert {(each.dtype, each.device) for each in problems} == {(torch.bfloat16, "cuda")}
     # tiles of every part are whole: operations are those of tiles
-    for each in (*gpu.PARTS, *gpu.QUICK):
+    for each in (*gpu.PARTS.values(), *gpu.QUICK):
         problem = each.entries[0][0]
-        assert problem.tokens % problem.relation.block_size == 0  # type: ignore[union-attr]
+        if isinstance(problem.relation, Drawn):
+            assert problem.tokens % problem.relation.block_size == 0
 
 
 def test_the_patterns_have_the_density_asked_for() -> None:
@@ -226,7 +227,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_part_starts_once_the_time_is_used_up(steady: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "matmul_peak", lambda *of: 2e9)
-    monkeypatch.setattr(gpu, "PARTS", (part(PROBLEM, ("ringweave:gather",)), SMALL))
+    monkeypatch.setattr(gpu, "PARTS", {"one": part(PROBLEM, ("ringweave:gather",)), "two": SMALL})
     times = iter((0.0, 1.0, gpu.BUDGET + 1.0))
     result = run(Options(device="cpu", dtype=torch.float32, rounds=1), lambda: next(times))
     assert result.conclusion == ("Matrix product of float32: 0 TFLOP/s. No time was left for stage A at 512 tokens.")
@@ -240,6 +241,10 @@ def test_a_length_of_the_users() -> None:
     quick = asked(Options(quick=True, device="cuda"))
     assert [each.entries[0] for each in quick] == [each.entries[0] for each in gpu.QUICK]
     assert {each.rounds for each in quick} == {5}
+    (part_of_it,) = asked(Options(part="causal", device="cuda"))
+    assert part_of_it.entries[0][0].relation == rw.Causal()
+    with pytest.raises(UnsupportedError, match="part: got 'casual'; wanted one of 16K, 32K"):
+        asked(Options(part="casual", device="cuda"))
     (only,) = asked(Options(tokens=4096, heads=2, device="cuda"))
     problem = only.entries[0][0]
     assert (problem.tokens, problem.heads, problem.key_heads, problem.name) == (4096, 2, 2, "stage A")

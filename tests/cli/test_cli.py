@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from ringweave.bench.descent import Descent, Tuned
-from ringweave.cli import main
+from ringweave.cli import bits, main
 from ringweave.cli.app import _blocks, app
 from ringweave.cli.doctor import diagnose
 from ringweave.ops import cpu, tuning
@@ -40,7 +40,7 @@ def test_commands_and_options_are_frozen() -> None:
     found = {
         name: sorted(option for parameter in command.params for option in parameter.opts)
         for name, command in commands.items()
-        if name in ("show", "explain", "simulate", "doctor", "tune")
+        if name in ("show", "explain", "explore", "profile", "simulate", "doctor", "tune")
     }
     assert found == {
         "show": ["--heads", "--out", "--tokens", "-n", "-o", "pattern"],
@@ -48,11 +48,15 @@ def test_commands_and_options_are_frozen() -> None:
             "--backend", "--device", "--dtype", "--head-dim", "--heads", "--json", "--kv-heads", "--tokens", "-n",
             "pattern",
         ],
+        "explore": ["--browser", "--port"],
+        "profile": [
+            "--device", "--dtype", "--heads", "--out", "--quick", "--threads", "--tokens", "-o", "case",
+        ],
         "simulate": [
             "--bandwidth", "--flops", "--gpus", "--head-dim", "--heads", "--itemsize", "--json", "--latency", "--plot",
             "--tokens", "-n", "pattern",
         ],
-        "doctor": ["--json"],
+        "doctor": ["--bits", "--json"],
         "tune": [
             "--batch", "--device", "--dry-run", "--dtype", "--forward-only", "--head-dim", "--heads", "--kv-heads",
             "--rounds", "--seconds", "--tokens", "-n", "pattern",
@@ -114,6 +118,20 @@ def test_doctor_finds_this_python() -> None:
     text = run("doctor").stdout
     for word in ("torch", "backends", "compilers", "AVX" if findings["system"]["cpu"].startswith("AVX") else "cpu"):
         assert word in text
+
+
+def test_doctor_compares_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of threads, batch, tile-wide chunks and padding: the same bits of every row, in each type and grouping."""
+    pytest.importorskip("ringweave._cpu", exc_type=ImportError)
+    found = list(bits.compared((300, 2200)))
+    assert all(each.cases == 18 for each in found)
+    assert [each.way for each in found if each.promised and each.equal < each.cases] == []
+    # whoever makes one of these hold writes it down as promised
+    assert [each.way for each in found if not each.promised and each.equal == each.cases] == []
+    monkeypatch.setattr(bits, "compared", lambda: [bits.Bits("another function", 0, 9, True)])
+    result = run("doctor", "--bits")
+    assert result.exit_code == 1
+    assert "another function: depends on the case (0 of 9)" in result.stdout
 
 
 def test_doctor_names_the_kernels_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,10 @@ def one(options: argparse.Namespace) -> int:
                 smaller, shown = shrink(call, find)
             printed = text(smaller, shown, options.variant, options.fine)
             again = f"python -m tests.fuzz --backend {name} --seed {options.seed} --case {index}"
-            key = f"{shown.kind} {smaller.tree.kind} {smaller.layouts if shown.kind.startswith('value') else ''}"
+            terms = [term.kind for term in smaller.scoring.terms]
+            key = (
+                f"{shown.kind} {smaller.tree.kind} {smaller.layouts if shown.kind.startswith('value') else ''} {terms}"
+            )
             if key not in kinds:
                 print(f"FIND: {again}\n{printed}\n", flush=True)
             kinds.add(key)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from . import trees
-from .sizes import Sizes
+from . import scoring, trees
+from .layouts import LAYOUTS, SHARED
+from .scoring import Scoring
+from .sizes import First, Sizes
 from .trees import Tree
 
 LENGTHS = [1, 2, 3, 5, 7, 15, 16, 17, 20, 31, 32, 33, 40, 63, 64, 65, 100, 127, 128, 129, 200, 257]
@@ -45,76 +46,29 @@ class Call:
     #: whether keys, values and queries that take no part are NaN
     dead: bool
     seed: int
+    #: positions of each batch element's first query and key, where they are given by batch element
+    first: First | None = None
+    scoring: Scoring = Scoring()  # noqa: RUF009  (immutable)
+
+    @property
+    def nk(self) -> int:
+        """Keys that are passed: those from the first position on."""
+        return self.sizes.nk - (0 if self.first is None else max(self.first.k))
 
     @property
     def grads(self) -> list[str]:
         """The inputs whose gradients are asked for."""
-        return [] if self.how in ("no_grad", "inference_mode") else list(self.leaves)
+        return [] if self.how in ("no_grad", "inference_mode") else [*self.leaves, *self.scoring.learning]
 
     def shapes(self) -> list[tuple[int, int, int, int]]:
         """Of q, k, v and dout."""
         s = self.sizes
         return [
             (s.batch, s.heads, s.nq, self.dim),
-            (s.batch, self.kv_heads, s.nk, self.dim),
-            (s.batch, self.kv_heads, s.nk, self.value_dim),
+            (s.batch, self.kv_heads, self.nk, self.dim),
+            (s.batch, self.kv_heads, self.nk, self.value_dim),
             (s.batch, s.heads, s.nq, self.value_dim),
         ]
-
-
-def _own(view: Callable[..., str], order: str) -> Callable[..., str]:
-    """A tensor filled and then looked at otherwise; ``order`` says its sides."""
-
-    def text(b: int, h: int, n: int, c: int, dtype: str, fill: str) -> str:
-        sides = [{"b": b, "h": h, "n": n, "c": c, "1": 1, "w": n + c - 1}[side] for side in order]
-        return f"torch.empty({sides}, dtype=torch.{dtype}){fill}{view(b, h, n, c)}"
-
-    return text
-
-
-def _part(base: Callable[..., list[int]], index: str) -> Callable[..., str]:
-    """A part of a tensor that holds NaN elsewhere."""
-
-    def text(b: int, h: int, n: int, c: int, dtype: str, fill: str) -> str:
-        view = index.format(b=b, h=h, n=n, c=c, stop=n + 3)
-        return f"torch.full({base(b, h, n, c)}, torch.nan, dtype=torch.{dtype}){view}{fill}"
-
-    return text
-
-
-def _expand(b: int, h: int, n: int, c: int) -> str:
-    return f".expand({b}, {h}, {n}, {c})"
-
-
-LAYOUTS: dict[str, Callable[..., str]] = {
-    "contiguous": _own(lambda *_: "", "bhnc"),
-    "heads last": _own(lambda *_: ".transpose(1, 2)", "bnhc"),
-    "channels first": _own(lambda *_: ".mT", "bhcn"),
-    "heads first": _own(lambda *_: ".transpose(0, 1)", "hbnc"),
-    "tokens first": _own(lambda *_: ".permute(1, 2, 0, 3)", "nbhc"),
-    "reversed": _own(lambda *_: ".permute(3, 2, 1, 0)", "cnhb"),
-    "channels outside": _own(lambda *_: ".permute(1, 2, 3, 0)", "cbhn"),
-    "one channel": _own(_expand, "bhn1"),
-    "one token": _own(_expand, "bh1c"),
-    "one head": _own(_expand, "b1nc"),
-    "one batch": _own(_expand, "1hnc"),
-    "one number": _own(_expand, "1111"),
-    "overlapping": _own(lambda b, h, n, c: f".unfold(-1, {c}, 1)", "bhw"),
-    "flipped": _own(lambda *_: ".flip(2)", "bhnc"),
-    "every other token": _part(lambda b, h, n, c: [b, h, 2 * n, c], "[:, :, ::2]"),
-    "every third token": _part(lambda b, h, n, c: [b, h, 3 * n, c], "[:, :, 1::3]"),
-    "every other channel": _part(lambda b, h, n, c: [b, h, n, 2 * c], "[..., 1::2]"),
-    "every other head": _part(lambda b, h, n, c: [b, 2 * h, n, c], "[:, ::2]"),
-    "last channels": _part(lambda b, h, n, c: [b, h, n, c + 5], "[..., 5:]"),
-    "first channels": _part(lambda b, h, n, c: [b, h, n, c + 3], "[..., :{c}]"),
-    "inner tokens": _part(lambda b, h, n, c: [b, h, n + 7, c], "[:, :, 3:{stop}]"),
-    "packed": _part(lambda b, h, n, c: [b, n, 3, h, c], "[:, :, 1].transpose(1, 2)"),
-    "offset": _part(lambda b, h, n, c: [b * h * n * c + 3], "[3:].view({b}, {h}, {n}, {c})"),
-}
-
-
-#: views in which elements share memory
-SHARED = ("one channel", "one token", "one head", "one batch", "one number", "overlapping")
 
 
 def program(call: Call) -> tuple[list[str], list[str]]:
@@ -133,14 +87,18 @@ def program(call: Call) -> tuple[list[str], list[str]]:
             continue
         leaf = ".requires_grad_()" if name in call.leaves else ""
         inputs.append(f"{name} = {LAYOUTS[layout](*shape, call.dtype, fill)}{leaf}")
+    inputs += call.scoring.inputs(s, call.nk)
     if call.grads and call.loss != "out":
         wide = ", dtype=torch.float64" if call.dtype == "float64" else ""
         inputs.append(f"dlse = torch.randn({s.batch}, {s.heads}, {s.nq}{wide})")
     options = f"backend={call.backend!r}"
-    if s.q_offset:
+    if call.first is not None:
+        options += f", {call.first.options()}"
+    elif s.q_offset:
         options += f", q_offset={s.q_offset}"
     if call.scale is not None:
         options += f", scale={call.scale!r}"
+    options += call.scoring.options()
     longnet = call.how == "longnet_attention"
     pattern = "pattern"
     if longnet:
@@ -222,12 +180,22 @@ def draw(backend: str, seed: int, index: int) -> Call:
     layouts = tuple("contiguous" if plain or r.random() < 0.2 else r.choice(names) for _ in range(4))
     fills = tuple(r.choice(FILLS) if r.random() < 0.3 else ".normal_()" for _ in range(4))
     dead = how not in ("longnet_attention", "weights") and not set(layouts[:3]) & set(SHARED) and r.random() < 0.3
-    return Call(
+    first = None
+    ways = ("attention", "attention_with_lse", "no_grad", "inference_mode", "weights", "merge")
+    if how in ways and tree.kind != "LongNet" and backend != "sdpa" and r.random() < 0.2:
+        first, dead = _first(r, sizes), False
+    call = Call(
         backend, kv_heads, sizes, dim, value_dim, dtype, tree, layouts, fills, r.choice(SCALES),  # type: ignore[arg-type]
         leaves=r.choice(["qkv", "qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv", "qv", ""]),
         loss="out" if how in ("attention", "longnet_attention", "weights") else r.choice(["both", "both", "out", "lse"]),
-        how=how, detach_weights=detach, threads=r.choice([1] * 5 + [2]), poisoned=r.random() < 0.2, dead=dead, seed=r.randint(0, 10**6),
+        how=how, detach_weights=detach, threads=r.choice([1] * 5 + [2]), poisoned=r.random() < 0.2, dead=dead, seed=r.randint(0, 10**6), first=first,
     )  # fmt: skip
+    # numbers of its own, so that all else is as without
+    r = Random(f"scoring {backend} {seed} {index}")
+    if how in ("longnet_attention", "weights") or r.random() > (0.03 if backend == "sdpa" else 0.35):
+        return call
+    whole = how != "merge"
+    return replace(call, scoring=scoring.draw(r, sizes, dtype, sinks=whole, dropout=whole))
 
 
 def _sizes(r: Random, heads: int, how: str, slow: bool) -> Sizes:
@@ -244,6 +212,17 @@ def _sizes(r: Random, heads: int, how: str, slow: bool) -> Sizes:
             q_offset = r.choice([0, max(0, nk - nq), max(0, nk - nq), r.randint(0, nk), nk + 3])
         if batch * heads * nq * nk <= pairs:
             return Sizes(batch, heads, nq, nk, q_offset)
+
+
+def _first(r: Random, s: Sizes) -> First:
+    """First positions that a pattern for these sizes has room for, of which the largest are those of the sizes."""
+    cut = r.choice([0, r.randint(0, s.nk - 1)])
+    sides = []
+    for most in (s.q_offset, cut):
+        side = [most if r.random() < 0.4 else r.randint(0, most) for _ in range(s.batch)]
+        side[r.randrange(s.batch)] = most
+        sides.append(tuple([most] * s.batch if r.random() < 0.3 else side))
+    return First(sides[0], sides[1], r.choice(["each", "one", "int"]))
 
 
 def _dims(r: Random, backend: str) -> tuple[int, int]:

@@ -18,6 +18,17 @@ from .grids import (
     windows_allow,
     windows_source,
 )
+from .ragged import (
+    bounds_source,
+    draw_bounds,
+    draw_ids,
+    draw_marks,
+    exists,
+    ids_source,
+    is_marked,
+    marks_source,
+    same_id,
+)
 from .sizes import At, Bools, Kind, Sizes, chosen, listing, near, past, tokens, width
 from .tables import (
     SIDES,
@@ -64,13 +75,13 @@ def same_document(at: At, how: str, *sizes: int) -> Any:
 
 
 def neighbours(at: At, count: int, dilation: int) -> Bools:
-    allowed = np.zeros((at.q.size, at.k.size), np.bool_)
+    allowed = np.zeros((at.q.size, at.s.nk), np.bool_)
     for row, q in enumerate(at.q[:, 0]):
         members = list(range(int(q) % dilation, at.s.nk, dilation))
         place = members.index(int(q))
         first = min(max(place - count // 2, 0), max(len(members) - count, 0))
         allowed[row, members[first : first + count]] = True
-    return allowed
+    return allowed[:, at.k[0]]
 
 
 def plain(name: str) -> Callable[..., str]:
@@ -139,6 +150,9 @@ KINDS: dict[str, Kind] = {
     "PrefixLM": Kind(one_width(0), plain("PrefixLM"), lambda at, n: (at.k < n) | (at.k <= at.q)),
     "Periodic": Kind(draw_periodic, plain("Periodic"), lambda at, p, a, z: (at.k % p >= a) & (at.k % p < z)),
     "Documents": Kind(draw_documents, documents_source, same_document, square),
+    "Keys": Kind(draw_bounds, bounds_source, exists),
+    "ids": Kind(draw_ids, ids_source, same_id, square),
+    "marks": Kind(draw_marks, marks_source, is_marked, square),
     "Neighborhood": Kind(
         draw_neighbours, lambda s, n, d: f"rw.Neighborhood({n}, {d}, tokens={s.nk})", neighbours, square
     ),

@@ -32,6 +32,9 @@ def fails(call: Call) -> Find | None:
     """What is wrong with a call."""
     if not (trees.fits(call.tree, call.sizes) and call.sizes.heads % call.kv_heads == 0):
         return None
+    first, size = call.first, call.sizes
+    if first and (len(first.q) != size.batch or max(first.q) != size.q_offset or max(first.k) >= size.nk):
+        return None
     try:
         check(call)
     except Find as find:
@@ -65,6 +68,13 @@ def text(call: Call, find: Find, variant: str | None, fine: bool) -> str:
 
 
 def _smaller(call: Call) -> Iterator[Call]:
+    if call.first is not None:
+        yield replace(call, first=None)
+        for first in (call.first._replace(k=(0,) * len(call.first.k)), call.first._replace(how="each")):
+            if first != call.first:
+                yield replace(call, first=first)
+    for less in call.scoring.smaller():
+        yield replace(call, scoring=less)
     for tree in _trees(call.tree):
         yield replace(call, tree=tree)
     s = call.sizes

@@ -34,6 +34,25 @@ class Sizes:
         return self.stop <= self.nk
 
 
+class First(NamedTuple):
+    """Where the first query and the first key of each batch element stand; ``how`` they are passed."""
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    how: str
+
+    def options(self) -> str:
+        """As Python."""
+        sides = []
+        for name, side in (("q_offset", self.q), ("k_offset", self.k)):
+            alike = len(set(side)) == 1
+            value = f"torch.tensor({list(side)})"
+            if alike and self.how != "each":
+                value = str(side[0]) if self.how == "int" else f"torch.tensor({side[0]}, dtype=torch.int32)"
+            sides.append(f"{name}={value}")
+        return ", ".join(sides)
+
+
 class Kind(NamedTuple):
     """A leaf: its arguments, the Python that makes it, and its definition for one batch element and head."""
 

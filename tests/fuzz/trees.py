@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .kinds import KINDS
-from .sizes import At, Bools, Sizes
+from .ragged import ANYWHERE, places
+from .sizes import At, Bools, First, Sizes
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ def fits(tree: Tree, s: Sizes) -> bool:
         return False
     if tree.kind == "LongNet" and tree.args[4] == "partitioned" and len(tree.args[0]) > s.heads:
         return False
+    if tree.kind == "within" and (
+        (tree.args[0] == "ids" and not s.square)
+        or any(below.kind in KINDS and below.kind not in ANYWHERE for below in tree.walk())
+    ):
+        return False
     kind = KINDS.get(tree.kind)
     return (kind is None or kind.fits(s, *tree.args)) and all(fits(part, s) for part in tree.parts)
 
@@ -47,6 +53,9 @@ def source(tree: Tree, s: Sizes) -> str:
         return f"rw.PerHead([{', '.join(parts)}])"
     if tree.kind == "LongNet":
         return f"rw.LongNet({longnet_arguments(tree)})"
+    if tree.kind == "within":
+        bounds, *args = tree.args
+        return f"({parts[0]}).within({KINDS[bounds].source(s, *args)})"
     return KINDS[tree.kind].source(s, *tree.args)
 
 
@@ -55,8 +64,18 @@ def longnet_arguments(tree: Tree) -> str:
     return f"segments={list(segments)}, rates={list(rates)}, causal={causal}, offset={offset!r}, heads={heads!r}"
 
 
-def counts(tree: Tree, s: Sizes) -> NDArray[np.int64]:
-    """How often each query attends each key, by branch: (branches, B, Hq, nq, nk); one branch but for a LongNet."""
+def counts(tree: Tree, s: Sizes, first: First | None = None) -> NDArray[np.int64]:
+    """How often each query attends each key, by branch: (branches, B, Hq, nq, nk); one branch but for a LongNet.
+
+    Where batch elements have first positions of their own, of the keys from there on.
+    """
+    if first is not None:
+        n = s.nk - max(first.k)
+        rows = [
+            [_allowed(tree, At(s, b, h, np.arange(i, i + s.nq)[:, None], np.arange(j, j + n)[None])) for h in range(s.heads)]
+            for b, (i, j) in enumerate(zip(first.q, first.k, strict=True))
+        ]  # fmt: skip
+        return np.array(rows, np.int64)[None]
     q, k = np.arange(s.q_offset, s.stop)[:, None], np.arange(s.nk)[None]
     if tree.kind == "LongNet":
         return _mixture(tree, s, q, k)
@@ -71,7 +90,19 @@ def counts(tree: Tree, s: Sizes) -> NDArray[np.int64]:
 
 def _depends(tree: Tree) -> tuple[bool, bool]:
     varied = any(
-        below.kind in ("PerHead", "function", "BlockTable", "BlockTable of indices", "random_blocks", "from_block_mask")
+        below.kind
+        in (
+            "Keys",
+            "ids",
+            "marks",
+            "within",
+            "PerHead",
+            "function",
+            "BlockTable",
+            "BlockTable of indices",
+            "random_blocks",
+            "from_block_mask",
+        )
         for below in tree.walk()
     )
     return varied, varied
@@ -88,6 +119,12 @@ def _allowed(tree: Tree, at: At) -> Bools:
         for part in tree.parts[1:]:
             result = join(result, _allowed(part, at))
         return result
+    if tree.kind == "within":
+        found = np.zeros((at.q.size, at.k.size), np.bool_)
+        for begin, end in places(at, *tree.args):
+            inside = (at.q >= begin) & (at.q < end) & (at.k >= begin) & (at.k < end)
+            found |= inside & _allowed(tree.parts[0], At(at.s, at.b, at.h, at.q - begin, at.k - begin))
+        return found
     allowed = KINDS[tree.kind].allows(at, *tree.args)
     return np.broadcast_to(np.asarray(allowed, np.bool_), (at.q.size, at.k.size))
 
@@ -122,11 +159,29 @@ def draw(r: Random, s: Sizes, depth: int = 3) -> Tree:
     if depth and choice < 0.5:
         different = [draw(r, s, depth - 2 if depth > 1 else 0) for _ in range(min(s.heads, r.randint(1, 3)))]
         return Tree("PerHead", (), tuple(r.choice(different) for _ in range(s.heads)))
+    if choice > 0.9:
+        return _draw_within(r, s, depth)
     while True:
         kind = r.choice(RESIDUES if r.random() < 0.15 else list(KINDS))
         tree = Tree(kind, KINDS[kind].draw(r, s))
         if fits(tree, s):
             return tree
+
+
+def _draw_within(r: Random, s: Sizes, depth: int) -> Tree:
+    """A relation that is counted anew within bounds."""
+
+    def inner(depth: int) -> Tree:
+        if depth and r.random() < 0.5:
+            kind = r.choice(["&", "|", "~"])
+            return Tree(kind, (), tuple(inner(depth - 1) for _ in range(1 if kind == "~" else 2)))
+        kind = r.choice(ANYWHERE)
+        return Tree(kind, KINDS[kind].draw(r, s))
+
+    bounds = r.choice(["Keys", "ids"] if s.square else ["Keys"])
+    args = KINDS[bounds].draw(r, s)
+    args = args if bounds == "Keys" else (args[0], False, args[2])
+    return Tree("within", (bounds, *args), (inner(min(depth, 2)),))
 
 
 def draw_mixture(r: Random, s: Sizes) -> Tree:

@@ -8,17 +8,26 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..dropped import kept
 from ..oracle import NAMES, Inputs, torch_errors
 from .calls import Call
+from .scoring import STEPS, Term
 
 
 @dataclass
 class Truth:
-    """The definition's results for a call's tensors."""
+    """The definition's results for a call's tensors; those of its terms and sinks by name, and the seed of dropout."""
 
     call: Call
     x: Inputs
     counts: Tensor  # (branches, B, Hq, nq, nk)
+    tensors: dict[str, Tensor]
+    seed: int
+
+    @cached_property
+    def leaves(self) -> dict[str, Tensor]:
+        """All that gradients may be asked of."""
+        return {"q": self.x.q, "k": self.x.k, "v": self.x.v, **self.tensors}
 
     @cached_property
     def scale(self) -> float:
@@ -32,15 +41,70 @@ class Truth:
         return [self.x.q.double(), k, v, self.x.dout.double()]
 
     @cached_property
-    def scores(self) -> Tensor:
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """Of queries and keys, (B, nq) and (B, nk)."""
+        s, first = self.call.sizes, self.call.first
+        first_q, first_k = ([s.q_offset] * s.batch, [0] * s.batch) if first is None else (first.q, first.k)
+        q, k = (torch.tensor(side)[:, None] for side in (first_q, first_k))
+        return q + torch.arange(s.nq), k + torch.arange(self.call.nk)
+
+    def after(self, t: Tensor, tensors: dict[str, Tensor]) -> list[Tensor]:
+        """Scores after none, one, ... all of the terms."""
+        states = [t]
+        for i, term in enumerate(self.call.scoring.terms):
+            states.append(term.formula(states[-1], tensors.get(f"table{i}", t), *self.positions))
+        return states
+
+    @cached_property
+    def states(self) -> list[Tensor]:
         q, k, _, _ = self.wide
-        return q @ k.mT * self.scale
+        return self.after(q @ k.mT * self.scale, {name: x.double() for name, x in self.tensors.items()})
+
+    @property
+    def scores(self) -> Tensor:
+        return self.states[-1]
+
+    @cached_property
+    def sinks(self) -> Tensor:
+        """The logit of each row that has no value, (Hq, 1); -inf: none."""
+        heads = self.call.sizes.heads
+        return self.tensors.get("sinks", torch.full((heads,), -torch.inf)).double()[:, None]
+
+    @cached_property
+    def kept(self) -> Tensor:
+        """What dropout multiplies weights by, (B, Hq, nq, nk)."""
+        s, dropped = self.call.sizes, self.call.scoring.dropped
+        if not dropped:
+            return torch.ones(())
+        rows = zip(*(side.tolist() for side in self.positions), strict=True)
+        return torch.cat([kept(self.seed, dropped / STEPS, 1, s.heads, q, k, b) for b, (q, k) in enumerate(rows)])
+
+    @cached_property
+    def products(self) -> Tensor:
+        """Of every score, the sum of the absolute products that it is made of."""
+        q, k, _, _ = self.wide
+        return q.abs() @ k.abs().mT * abs(self.scale)
+
+    def units(self, most: float = 1.0) -> list[Tensor]:
+        """Units by which each score may be off, after none, one, ... all terms: of what is summed, and of the sum."""
+        found = [self.products * most]
+        pairs = zip(self.call.scoring.terms, self.states, self.states[1:], strict=False)
+        for term, before, after in pairs:
+            off = found[-1]
+            size = after.abs().masked_fill(after.isinf(), 0.0)
+            if term.kind == "Softcap":
+                # the steepest slope that is near
+                near = (before.abs() - 2 * off * self.exponent_unit).clamp(min=0).masked_fill(before.isinf(), torch.inf)
+                off = off * _slope(near, term.args[0])
+            else:
+                off = off + (after - before).nan_to_num(0.0, 0.0, 0.0).abs()
+            found.append(off + size)
+        return found
 
     @cached_property
     def size(self) -> float:
-        """The largest sum of absolute products that is a score."""
-        q, k, _, _ = self.wide
-        return float((q.abs() @ k.abs().mT).max()) * abs(self.scale)
+        """The most units by which a score may be off."""
+        return float(self.units()[-1].max())
 
     @cached_property
     def unit(self) -> float:
@@ -70,32 +134,53 @@ class Truth:
         """As large may the parts of a gradient be that cancel."""
         q, k, v, dout = (float(t.abs().max()) for t in self.wide)
         terms = self.counts[0, 0, 0].numel() * self.counts.shape[2] * self.call.value_dim
-        return terms * (dout * v + float(self.x.dlse.abs().max())) * (1 + abs(self.scale) * (q + k))
+        largest = terms * (dout * v + float(self.x.dlse.abs().max())) * (1 + abs(self.scale) * (q + k))
+        return largest * float(self.kept.max())
 
     @cached_property
     def results(self) -> dict[str, Tensor]:
         q, k, v, dout = self.wide
         branches = [self._softmax(counts) for counts in self.counts]
-        total = torch.stack([lse for _, lse in branches]).logsumexp(0)
-        lse = torch.where(self.counts.sum((0, -1)) > 0, total, -torch.inf)
-        shares = [torch.exp(part - torch.where(lse.isinf(), 0.0, lse)) for _, part in branches]
-        out = sum(share[..., None] * (p @ v) for share, (p, _) in zip(shares, branches, strict=True))
+        parts = [lse for _, lse in branches]
+        lse = torch.stack([*parts, self.sinks.expand_as(parts[0])]).logsumexp(0)
+        alive = torch.where(lse.isinf(), 0.0, lse)
+        shares = [torch.exp(part - alive) for part in parts]
+        out = sum(share[..., None] * ((p * self.kept) @ v) for share, (p, _) in zip(shares, branches, strict=True))
         if not self.call.grads:
             return {"out": out, "lse": lse}
-        dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
+        ds, dv = torch.zeros_like(self.scores), torch.zeros_like(v)
         for share, (p, _) in zip(shares, branches, strict=True):
             of = p @ v if self.call.detach_weights else out
             slope = self.x.dlse.double() - (dout * of).sum(-1)
             if self.call.detach_weights:
                 slope = -(dout * of).sum(-1)
             weights = p * share[..., None]
-            ds = weights * (dout @ v.mT + slope[..., None]) * self.scale
-            dq += ds @ k
-            dk += ds.mT @ q
-            dv += weights.mT @ dout
-        groups = (len(dq), self.call.kv_heads, -1)
-        dk, dv = (t.view(*groups, *t.shape[2:]).sum(2) for t in (dk, dv))
-        return dict(zip(NAMES, (out, lse, dq, dk, dv), strict=True))
+            ds += weights * (dout @ v.mT * self.kept + slope[..., None])
+            dv += (weights * self.kept).mT @ dout
+        ds, tables = self.chained(ds)
+        ds = ds * self.scale
+        groups = (len(q), self.call.kv_heads, -1)
+        dk, dv = (t.view(*groups, *t.shape[2:]).sum(2) for t in (ds.mT @ q, dv))
+        if "sinks" in self.tensors:
+            slope = self.x.dlse.double() - (dout * out).sum(-1)
+            tables["dsinks"] = (torch.exp(self.sinks - alive) * slope).sum((0, 2))
+        return {**dict(zip(NAMES, (out, lse, ds @ k, dk, dv), strict=True)), **tables}
+
+    def chained(self, ds: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradient of the scaled scores, of that of the last; and those of tables, by name."""
+        tables = {}
+        for i, term in reversed(list(enumerate(self.call.scoring.terms))):
+            if f"table{i}" in self.tensors:
+                tables[f"dtable{i}"] = self.of_table(i, term, ds)
+            if term.kind == "Softcap":
+                ds = ds * _slope(self.states[i], term.args[0])
+        return ds, tables
+
+    def of_table(self, i: int, term: Term, ds: Tensor) -> Tensor:
+        """Sum what pairs give to the entries of a table."""
+        table = self.tensors[f"table{i}"].double().requires_grad_()
+        after = term.formula(torch.zeros_like(ds), table, *self.positions)
+        return torch.autograd.grad(after, table, ds)[0]
 
     def _softmax(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         allowed = counts > 0
@@ -108,6 +193,10 @@ class Truth:
         return weights / torch.where(total > 0, total, 1.0), lse
 
 
+def _slope(t: Tensor, cap: float) -> Tensor:
+    return 1 - torch.tanh(t / cap) ** 2
+
+
 def rounding(truth: Truth) -> dict[str, float]:
     """What rounding alone may cost each result, relative to its size: a unit of every product that is summed.
 
@@ -117,30 +206,49 @@ def rounding(truth: Truth) -> dict[str, float]:
     call, want = truth.call, truth.results
     unit = truth.unit
     q, k, v, dout = (t.abs() for t in truth.wide)
-    scale = abs(truth.scale)
+    scale, finer = abs(truth.scale), truth.exponent_unit / unit
     # channels that are all alike are rounded alike, one after the other
-    products, long = q @ k.mT * (scale * (1 + call.dim / 16)), 1 + call.value_dim / 16
-    exponents = 1 + (products + truth.alive.abs()[..., None]) * (truth.exponent_unit / unit)
+    units, long = truth.units(1 + call.dim / 16), 1 + call.value_dim / 16
+    logits = truth.sinks.abs().masked_fill(truth.sinks.isinf(), 0.0)
+    exponents = 1 + (units[-1] + truth.alive.abs()[..., None] + logits[..., None]) * finer
     weights = truth.weights * exponents
-    out = weights @ v
+    out = (weights * truth.kept) @ v
     sizes = {"out": out, "lse": exponents.amax(-1)[want["lse"].isfinite()]}
     # tokens that are all alike are rounded alike too
     keys = 1 + (_alike(k) or _alike(v)) * k.shape[2] / 16
     for name in ("out", "lse"):
         sizes[name] *= keys
     if call.grads:
-        share = (dout @ v.mT + (dout * (truth.weights @ v)).sum(-1, keepdim=True)) * long
+        row = (dout * ((truth.weights * truth.kept) @ v)).sum(-1, keepdim=True)
+        share = (dout @ v.mT * truth.kept + row) * long
         share += truth.x.dlse.double().abs()[..., None]
         slopes = weights * share
         groups = (len(q), call.kv_heads, -1)
+        for i, term in reversed(list(enumerate(call.scoring.terms))):
+            if f"table{i}" in truth.tensors:
+                sizes[f"dtable{i}"] = truth.of_table(i, term, slopes)
+            if term.kind == "Softcap":
+                slopes = slopes * _slope(truth.states[i], term.args[0])
+                # 1 - y^2 is off by units of 1, and of y by as many as it is
+                y, off = truth.states[i + 1].abs() / term.args[0], units[i + 1] / term.args[0]
+                slopes += truth.weights * share * (2 + 2 * y * off) * finer
         sizes["dq"] = scale * (slopes @ k)
         sizes["dk"] = scale * (slopes.mT @ q)
-        sizes["dv"] = weights.mT @ dout
+        sizes["dv"] = (weights * truth.kept).mT @ dout
         for name in ("dk", "dv"):
             sizes[name] = sizes[name].view(*groups, *sizes[name].shape[2:]).sum(2)
             sizes[name] *= 1 + (_alike(q) or _alike(dout)) * q.shape[2] / 16
         sizes["dq"] *= keys
-    return {name: unit * float(x.norm()) for name, x in sizes.items()}
+        if "sinks" in truth.tensors:
+            shares = torch.exp(truth.sinks - truth.alive) * exponents.amax(-1)
+            sizes["dsinks"] = (shares * (row[..., 0] * long + truth.x.dlse.double().abs())).sum((0, 2))
+    found = {name: unit * float(x.norm()) for name, x in sizes.items()}
+    for name, x in truth.tensors.items():
+        if f"d{name}" in found:
+            # rounded to a type of its own, and where parts are merged each by itself
+            parts = sizes[f"d{name}"] if call.how == "merge" else want[f"d{name}"]
+            found[f"d{name}"] += float(torch.finfo(x.dtype).eps * parts.norm())
+    return found
 
 
 def _alike(x: Tensor) -> bool:
@@ -151,7 +259,40 @@ def torch_own(truth: Truth) -> dict[str, float]:
     if truth.call.detach_weights:
         return dict.fromkeys(NAMES, 0.0)
     try:
+        if truth.call.scoring:
+            return _formulas_own(truth)
         return torch_errors(truth.x, truth.counts.sum(0), truth.results, truth.scale)
     except AssertionError:
         # torch itself gives NaN or other empty rows
         return dict.fromkeys(NAMES, 0.0)
+
+
+def _formulas_own(truth: Truth) -> dict[str, float]:
+    """The formula's in torch, with scores and sums of float32, and weights of the inputs' type."""
+    x, acc = truth.x, torch.float64 if truth.call.dtype == "float64" else torch.float32
+    leaves = {name: t.clone().requires_grad_() for name, t in truth.leaves.items()}
+    q, k, v = (leaves[name].to(acc) for name in "qkv")
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = truth.after(q @ k.mT * truth.scale, leaves)[-1]
+    counts = truth.counts.sum(0)
+    scores = torch.where(counts > 0, scores + counts.clamp(min=1).log(), -torch.inf)
+    sinks = leaves["sinks"].to(acc) if "sinks" in leaves else truth.sinks[:, 0].to(acc)
+    rest = sinks[:, None, None].expand(*scores.shape[:3], 1)
+    empty = torch.isneginf(truth.results["lse"])
+    lse = torch.cat([torch.where(empty[..., None], 0.0, scores), rest], -1).logsumexp(-1)
+    weights = torch.where(counts > 0, torch.exp(scores - lse[..., None]), 0.0).masked_fill(empty[..., None], 0.0)
+    out = ((weights * truth.kept.to(acc)).to(x.q.dtype).to(acc) @ v).to(x.q.dtype)
+    lse = lse.masked_fill(empty, -torch.inf)
+    found = {"out": out.detach(), "lse": lse.detach()}
+    if truth.call.grads:
+        loss = (out * x.dout).sum(dtype=acc) + (lse.masked_fill(empty, 0.0) * x.dlse).sum()
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        found |= {f"d{name}": g for name, g in zip(leaves, grads, strict=True) if g is not None}
+    return {name: _error(t, truth.results[name]) for name, t in found.items()}
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    finite = want.isfinite()
+    size = float(want[finite].norm())
+    off = float((got.double() - want)[finite].norm())
+    return 0.0 if off != off or not size else off / size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,24 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ..dropped import philox
 from ..oracle import NAMES, errors
 from .plans import COLUMNS, DTYPES, ROWS, SHAPE, VARIANTS, Case, _cpu, case, poison, random_masks
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 Term = tuple[str, float, Tensor | None]
 SEED = -(2**40) - 7
-
-
-def philox(counter: Sequence[np.ndarray], seed: int) -> list[np.ndarray]:
-    """Philox 4x32 with 10 rounds, spelled from the paper: four words for each counter."""
-    c = [np.asarray(x).astype(np.uint64) & 0xFFFFFFFF for x in counter]
-    k = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
-    for _ in range(10):
-        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
-        low, high = np.uint64(0xFFFFFFFF), np.uint64(32)
-        c = [(b >> high) ^ c[1] ^ np.uint64(k[0]), b & low, (a >> high) ^ c[3] ^ np.uint64(k[1]), a & low]
-        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return c
 
 
 @dataclass

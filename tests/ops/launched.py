@@ -1,4 +1,4 @@
-"""Calls of the Triton backend on devices that run nothing: run by test_triton.py in a process of its own.
+"""Calls of the Triton backend on devices that run nothing: run by test_triton_compiled.py in a process of its own.
 
 What a GPU would be asked to do: what is compiled, for which arguments again, and what is launched. See stand_in.py.
 """
@@ -121,8 +121,10 @@ def decoding(*of: int) -> list[tuple[int, int]]:
         (Call(rw.Causal(), 0, heads=8, kv_heads=1, dim=40, gradients=False), decoding(9216, 9217, 9232, 20_001)),
         # a window whose end meets that of a tile, or does not
         (Call(rw.SlidingWindow(900) & rw.Causal(), 0, gradients=False), decoding(1024, 1028, 1029, 1030, 1152)),
+        # a table with a row of another length, and another seed
+        (Call(rw.Causal(), 0, terms="DistanceBias(_), Bias(_)", threshold=9, gradients=False), lengths(512, 513, 528)),
     ],
-    ids=["causal", "window", "one query", "one query, split", "one query, window"],
+    ids=["causal", "window", "one query", "one query, split", "one query, window", "terms"],
 )
 def test_another_length_compiles_nothing(call: Call, sizes: list[tuple[int, int]], device: Notes) -> None:
     made = []

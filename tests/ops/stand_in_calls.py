@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.ops.backend import Inputs, Upstream
+from ringweave.ops.backend import Inputs, Scoring, Upstream
+from ringweave.ops.registered import scoring_of
 from ringweave.ops.triton import launch
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
@@ -36,6 +37,8 @@ class Call:
     gradients: bool = True
     device: str = "cpu"
     view: Callable[[Tensor], Tensor] = lambda x: x
+    terms: str = ""  # a distance table (of 129 entries) and a bias of all pairs, as they learn
+    threshold: int = 0
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         nk, kv_heads, value_dim = self.nk or self.nq, self.kv_heads or self.heads, self.value_dim or self.dim
@@ -44,13 +47,29 @@ class Call:
         q, k, v = map(self.view, made)
         return q, k, v, torch.empty(*q.shape[:3], value_dim, dtype=self.dtype, device=self.device)
 
+    def scoring(self, q: Tensor, k: Tensor) -> Scoring | None:
+        if not self.terms and not self.threshold:
+            return None
+        n, extras = self.terms.count("_"), [torch.zeros(self.heads, 129), torch.zeros(1, 1, q.shape[2], k.shape[2])]
+        extras = [*extras[:n], torch.randint(-(2**63), 2**63 - 1, ())]
+        return scoring_of(
+            q,
+            (q.shape[2], k.shape[2]),
+            self.pattern,
+            self.q_offset,
+            self.terms,
+            self.threshold,
+            extras,
+            [True] * n + [False],
+        )
+
     def __call__(self) -> None:
         q, k, v, dout = self.tensors()
         (branch,) = branches(
             self.pattern, q.shape[2], k.shape[2], heads=self.heads, batch=self.batch, q_offset=self.q_offset
         )
         dtype = torch.float32 if self.part else self.dtype
-        inputs = Inputs(q, k, v, 0.125)
+        inputs = Inputs(q, k, v, 0.125, self.scoring(q, k))
         out, lse = launch.forward(inputs, branch, dtype)
         assert (out.dtype, out.shape, lse.shape) == (dtype, dout.shape, q.shape[:3])
         if self.gradients:
@@ -95,6 +114,8 @@ CALLS = {
     "addresses of two bytes": (Call(rw.Causal(), 512, view=lambda x: torch.empty(x.numel() + 1)[1:].to(x.dtype).view(x.shape)), ALL),
     "heads last": (Call(rw.Causal(), 512, batch=2, view=lambda x: x.mT.contiguous().mT), ALL),
     "broadcast keys": (Call(rw.Causal(), 512, batch=2, view=lambda x: x[:, :1].expand(x.shape)), ALL),
+    "D 512": (Call(rw.Causal(), 512, dim=512), ALL),
+    "terms": (Call(rw.Causal(), 512, heads=8, kv_heads=2, terms="Softcap(30.0), DistanceBias(_), Bias(_)", threshold=9), ALL),
     "long lists": (Call(rw.SlidingWindow(64) | rw.Global(1), 6000, heads=2, kv_heads=1), JOINED),
     "one query": (Call(rw.Causal(), 1, 5000, heads=8, kv_heads=1, q_offset=4999, gradients=False), ["forward", "join"]),
     "few queries": (Call(rw.Causal(), 5, 20_000, heads=6, kv_heads=2, dim=128, q_offset=19_995, gradients=False), ["forward", "join"]),

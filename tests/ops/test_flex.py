@@ -14,13 +14,16 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.errors import UnsupportedError
 from ringweave.ops import dispatch, flex
-from ringweave.ops.backend import Case
+from ringweave.ops.backend import Case, Scoring
 from ringweave.plan import branches
+from ringweave.terms import Term
 
 from .. import oracle
 from ..cases import MIXTURES, PATTERNS
 from ..oracle import Inputs
 from ..test_conformance import conforms
+from ..test_terms import check, inputs, make, ours
+from ..test_terms import dense as terms_of_formula
 
 #: every kind of plan: masks shared and per head, tables, rows that attend nothing, views
 NAMES = ["sinks", "per_head", "table_per_head", "future", "window_and_dilated", "longnet_causal"]
@@ -45,11 +48,23 @@ def listed(mask: Any, q: Tensor, k: Tensor) -> Tensor:
     return partial & allowed | full
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, grouped: bool) -> tuple[Tensor, Tensor]:
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, grouped: bool, scoring: Scoring | None
+) -> tuple[Tensor, Tensor]:
     """What FlexAttention computes, in float32, differentiable on a CPU; rows that attend nothing are left undefined."""
     assert grouped == (q.shape[1] != k.shape[1])
     assert all(x.is_contiguous() for x in (q, k, v))
-    out, lse = oracle.attention(q.float(), k.float(), v.float(), listed(mask, q, k), scale)
+    if scoring is None:
+        out, lse = oracle.attention(q.float(), k.float(), v.float(), listed(mask, q, k), scale)
+    else:
+        ratio = q.shape[1] // k.shape[1]
+        keys, values = (x.float().repeat_interleave(ratio, 1) for x in (k, v))
+        sides = (*q.shape[:3], k.shape[2])
+        index = [torch.arange(n).view(-1, *[1] * (3 - i)) for i, n in enumerate(sides)]
+        scores = scoring.apply(q.float() @ keys.mT * scale, scoring.pairs(*index))[-1]
+        scores = scores.masked_fill(~listed(mask, q, k), -torch.inf)
+        lse = torch.logsumexp(scores, -1)
+        out = torch.exp(scores - lse[..., None]) @ values
     return torch.where(torch.isneginf(lse)[..., None], torch.nan, out).to(q.dtype), lse
 
 
@@ -75,7 +90,9 @@ def test_offset(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_through_the_compiler_inside_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator runs below autograd, and the compiler's own tracing of gradients needs autograd."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, grouped: bool) -> tuple[Tensor, Tensor]:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, grouped: bool, scoring: object
+    ) -> tuple[Tensor, Tensor]:
         allowed = listed(mask, q, k)
         traced = torch.compile(oracle.attention, backend="aot_eager", fullgraph=True)
         out, lse = traced(q, k, v, allowed, scale)
@@ -111,6 +128,58 @@ def test_more_sizes_than_the_compiler_keeps_variants_of_one_function(traced: Non
             torch.testing.assert_close(got.lse, want[1])
     assert flex.compiled.cache_info().currsize == most + 2
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == most + 2
+
+
+def fixed(names: tuple[str, ...], n: int, dtype: torch.dtype) -> list[Term]:
+    """Terms whose tables do not learn."""
+    return [type(term)(term.table.detach()) if term.learned is not None else term for term in make(names, n, dtype)]  # type: ignore[attr-defined, call-arg]
+
+
+def agrees(got: dict[str, Tensor], x: Inputs, pattern: rw.Pattern, names: tuple[str, ...], terms: list[Term]) -> None:
+    def formula(kind: torch.dtype, order: int) -> dict[str, Tensor]:
+        found = terms_of_formula(x, pattern, names, terms, kind, order=order)
+        return {name: found[name] for name in got}
+
+    check(got, formula, x.q.dtype)
+
+
+@pytest.mark.parametrize(
+    ("names", "pattern", "dtype"),
+    [
+        (("softcap", "distance"), (rw.SlidingWindow(40) | rw.Sinks(3)) & rw.Causal(), torch.bfloat16),
+        (("alibi", "bias"), rw.SlidingWindow(20) | rw.Dilated(8, 16), torch.float32),
+        (
+            ("shared_bias", "softcap"),
+            rw.PerHead([rw.Causal(), rw.Full(), rw.SlidingWindow(9), rw.Causal()]),
+            torch.float32,
+        ),
+    ],
+    ids=str,
+)
+def test_terms(
+    names: tuple[str, ...], pattern: rw.Pattern, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, dense)
+    x, terms = inputs(150, dtype), fixed(names, 150, dtype)
+    agrees(ours(x, pattern, terms, "flex"), x, pattern, names, terms)
+
+
+@torch.no_grad()
+def test_terms_are_traced_as_a_score_mod(traced: None) -> None:
+    names, pattern = ("distance", "alibi", "softcap", "bias"), rw.SlidingWindow(40) & rw.Causal()
+    x, terms = inputs(70), fixed(("distance", "alibi", "softcap", "bias"), 70, torch.float32)
+    out, lse = rw.attention_with_lse(x.q, x.k, x.v, pattern, terms=terms, backend="flex")
+    with torch.enable_grad():
+        agrees({"out": out.double(), "lse": lse.double()}, x, pattern, names, terms)
+
+
+def test_what_a_table_learns_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, dense)
+    x = inputs(40)
+    terms = rw.DistanceBias(torch.zeros(4, 5, requires_grad=True))
+    out = rw.attention(x.q, x.k, x.v, terms=terms, backend="flex")
+    with pytest.raises(UnsupportedError, match="got 'flex', and the gradient of the table of DistanceBias; wanted"):
+        out.sum().backward()
 
 
 def case(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, dim: int = 64, n: int = 256) -> Case:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.errors import UnsupportedError
 from ringweave.ops import cpu, dispatch, gather, gpu_check, triton
-from ringweave.ops.backend import Backend, Case, Inputs
+from ringweave.ops.backend import EXTRAS, Backend, Case, Inputs, Upstream
 from ringweave.plan import Branch, branches
 
 STRUCTURES = ("full", "causal", "sparse")
@@ -36,6 +37,22 @@ def test_what_is_right_passes(dtype: torch.dtype, structure: str, needs_grad: bo
     tried = [gather.BACKEND] if cpu.module() is None else [gather.BACKEND, cpu.BACKEND]
     for backend in tried:
         assert gpu_check.check(backend, small(dtype, needs_grad), structure) is None
+
+
+def test_terms_and_dropout_are_tried_with_what_their_tables_get() -> None:
+    about = dataclasses.replace(small(), extras=EXTRAS)
+    assert gpu_check.check(gather.BACKEND, about, "sparse") is None
+
+    def backward(upstream: Upstream, inputs: Inputs, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        grads = gather.backward(upstream, inputs, *rest)
+        assert inputs.scoring is not None
+        table = inputs.scoring.totals[2]
+        assert table is not None
+        table.mul_(1.01)
+        return grads
+
+    wrong = dataclasses.replace(gather.BACKEND, backward=backward)
+    assert gpu_check.check(wrong, about, "sparse") == "tried on this GPU, it is wrong: table 0 by 0.01 of its size"
 
 
 def test_each_structure_is_tried_as_what_it_is() -> None:

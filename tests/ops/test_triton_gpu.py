@@ -16,6 +16,7 @@ from ringweave.patterns import Pattern
 from ..on_gpu import DEVICE, EVERYTHING
 from ..oracle import NAMES, Inputs
 from ..test_conformance import conforms, run
+from ..test_terms import make
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not triton.installed(), reason="triton is not installed")]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,11 +54,33 @@ def test_lengths_and_groups(tokens: int, name: str, heads: tuple[int, int], dtyp
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize(
     ("dim", "value_dim", "block"),
-    [(16, 16, 32), (64, 64, 64), (80, 128, 128), (128, 128, 64), (128, 128, 128), (256, 256, 128)],
+    [(16, 16, 32), (64, 64, 64), (80, 128, 128), (128, 128, 64), (128, 128, 128), (256, 256, 128), (512, 512, 64)],
 )
 def test_dims_and_tiles(dim: int, value_dim: int, block: int, dtype: str) -> None:
     x = Inputs.random(600, heads=4, kv_heads=2, dim=dim, value_dim=value_dim, dtype=DTYPES[dtype])
     agrees(x, rw.random_blocks(600, 0.4, block_size=block) & rw.Causal())
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize(
+    "names", [("softcap", "distance"), ("alibi", "bias"), ("shared_bias",), ("distance", "softcap")]
+)
+def test_terms_and_dropout(names: tuple[str, ...], dtype: str) -> None:
+    """As the CPU's gather, which test_terms.py holds against the formula; table gradients are the same bits each time."""
+    n, found = 300, []
+    x = Inputs.random(n, heads=4, kv_heads=2, batch=2, dim=64, dtype=DTYPES[dtype])
+    pattern = (rw.SlidingWindow(90) | rw.Sinks(3)) & rw.Causal()
+    for device, backend in (("cpu", "gather"), (DEVICE, "triton"), (DEVICE, "triton")):
+        leaves = [y.to(device).requires_grad_() for y in (x.q, x.k, x.v)]
+        terms = [type(term)(term.tables[0].detach().to(device).requires_grad_(term.learned is not None)) if term.tables
+                 else term for term in make(names, n, DTYPES[dtype])]  # type: ignore[call-arg]  # fmt: skip
+        leaves += [table for term in terms for table in term.tables if table.requires_grad]
+        torch.manual_seed(5)
+        out = rw.attention(*leaves[:3], pattern, terms=terms, dropout=0.2, backend=backend)
+        found.append([y.float().cpu() for y in (out, *torch.autograd.grad(out, leaves, x.dout.to(device)))])
+    for wanted, got, again in zip(*found, strict=True):
+        assert torch.equal(got, again)
+        assert float((got - wanted).norm() / wanted.norm()) <= 8 * torch.finfo(DTYPES[dtype]).eps
 
 
 @pytest.mark.parametrize("block", [64, 128])

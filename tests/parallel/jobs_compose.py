@@ -132,7 +132,7 @@ def whole_graph(compiler: str) -> float:
     """The whole model as one graph: the largest error of loss and gradients."""
     # compiled here, not by processes that outlive a worker that is killed
     torch._inductor.config.compile_threads = 1
-    # what other versions of the operators left on this machine's disk calls them with their arguments
+    # in every run, whatever others have left on this machine's disk
     torch._functorch.config.enable_autograd_cache = False
     torch.compiler.reset()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))

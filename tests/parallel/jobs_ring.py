@@ -189,3 +189,12 @@ def replicated(x: Inputs, victim: int) -> tuple[bool, bool]:
     except RingError:
         return exact, True
     return exact, False
+
+
+def scored(x: Inputs, pattern: rw.Pattern, schedule: str) -> list[Any]:
+    """Two calls with a term and dropout, of ranks whose generators are in different states."""
+    from .test_scored import made, share
+
+    torch.manual_seed(100 + dist.get_rank())
+    options = {"schedule": schedule, "placement": "zigzag", "dropout": 0.3}
+    return [share(dist.group.WORLD, x, pattern, made("distance"), options) for _ in range(2)]

@@ -60,7 +60,7 @@ def server() -> multiprocessing.context.ForkServerContext:
     """The fork server: a process that has imported torch and ringweave, and forks workers in milliseconds."""
     context = multiprocessing.get_context("forkserver")
     # torch loads its compiler at the first call of an operator, which would take a second of each worker
-    jobs = [f"{__package__}.jobs_{name}" for name in ("compose", "failure", "order", "ring", "transport")]
+    jobs = [f"{__package__}.jobs_{name}" for name in ("compose", "failure", "order", "ring", "sharded", "transport")]
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "ringweave", __name__, *jobs])
     with _STARTING:
         before = {name: os.environ.get(name) for name in _QUIET}

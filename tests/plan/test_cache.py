@@ -89,7 +89,7 @@ def test_bounded_by_bytes_least_recently_used_first() -> None:
     cache.get(second, 4096, 4096, tile=(128, 128))
     assert cache.statistics().hits == hits + 1
     cache.clear()
-    assert cache.statistics() == (0, 0, 0, 0, 0)
+    assert cache.statistics() == (0, 0, 0, 0, 0, 0)
 
 
 def test_a_plan_larger_than_the_bound_is_not_kept() -> None:
@@ -136,7 +136,8 @@ def test_hits_in_a_training_loop(name: str) -> None:
         rw.attention(q, q, q, pattern).sum().backward()
     after = plan_cache.statistics()
     hits, misses = after.hits - before.hits, after.misses - before.misses
-    assert hits / (hits + misses) >= 0.97
+    # small calls are kept whole, and ask for no plan
+    assert misses <= 0.03 * (hits + misses)
 
 
 def test_small_plans_are_bounded_in_number() -> None:
@@ -188,7 +189,10 @@ def test_the_current_gpu_is_one_place_with_and_without_its_number(monkeypatch: p
         made.append(str(device))
         return build(*arguments, **rest)
 
-    monkeypatch.setattr(importlib.import_module("ringweave.plan.cache"), "build", on_cpu)
+    module = importlib.import_module("ringweave.plan.cache")
+    monkeypatch.setattr(module, "build", on_cpu)
+    monkeypatch.setattr(module, "made", lambda plan, device: True)
+    monkeypatch.setattr(module, "used", lambda plan, device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     cache = rw.PlanCache()
     plans = [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -15,11 +16,26 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from . import campaign, gate
 from .cases import CASES, run_case
+from .cases.quality import spread
 from .demo import DemoResult, run_demo
 from .demo_report import write_report
 from .peers import PEERS
-from .record import CaseResult, Environment, Options, Outcome, PlanCost, Record, Target, environment, plain, write_lines
+from .record import (
+    CaseResult,
+    Environment,
+    Options,
+    Outcome,
+    PlanCost,
+    Published,
+    Record,
+    Score,
+    Target,
+    environment,
+    plain,
+    write_lines,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -41,13 +57,39 @@ def bench(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds instead of the case's own.")] = None,
     full: Annotated[bool, typer.Option("--full", help="The whole grid of sizes of kernels; hours.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Append the figures to this file as JSON lines.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Keep what is measured there, and go on from it (quality).")
+    ] = None,
+    part: Annotated[str | None, typer.Option(help="One part of kernels on a GPU.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Append the figures to this file as JSON lines; campaign: a folder.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder (campaign).")] = False,
+    seconds: Annotated[float, typer.Option(min=1, help="In which all ends (campaign).")] = 540.0,
     show_list: Annotated[bool, typer.Option("--list", help="List the cases and peers.")] = False,
+    gate_file: Annotated[
+        Path | None,
+        typer.Option("--gate", help="Hold eight ratios to those of this file; exit code 1 where one is slower."),
+    ] = None,
+    update: Annotated[bool, typer.Option("--update", help="With --gate: write what this processor has now.")] = False,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(hidden=True, help="With --gate: slow one of the ratios by 1.3, to see that it is caught."),
+    ] = None,
 ) -> None:
     """Measure attention side by side with its peers: time, ratio, memory; every peer is checked before it is timed."""
     console = Console(highlight=False)
     if show_list:
         _print_list(console)
+        return
+    if gate_file is not None:
+        if not _gate(console, gate_file, slow or [], update=update):
+            raise typer.Exit(1)
+        return
+    if update or slow:
+        raise typer.BadParameter("it needs --gate and a file", param_hint="--update" if update else "--slow")
+    if case == "campaign":
+        _campaign(console, device, out, resume, seconds)
         return
     if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
         raise typer.BadParameter(f"{device!r} is neither cpu nor cuda", param_hint="--device")
@@ -57,8 +99,11 @@ def bench(
         torch.set_num_threads(threads)
     where = environment(device)
     console.print(where_line(where))
-    options = Options(quick, tokens, heads, getattr(torch, dtype) if dtype else None, device, rounds, full)
-    head = {"case": case, "environment": plain(where), "options": plain(options)}
+    kind = getattr(torch, dtype) if dtype else None
+    options = Options(quick, tokens, heads, kind, device, rounds, full, None if folder is None else str(folder), part)
+    # where a folder lies is nobody's business
+    shown = dataclasses.replace(options, folder=None)
+    head = {"case": case, "environment": plain(where), "options": plain(shown)}
     written = 0
 
     def keep(record: Record) -> None:
@@ -74,6 +119,67 @@ def bench(
         console.print(f"{written} lines added to {out}")
     if wrong:
         raise typer.Exit(1)
+
+
+def _gate(console: Console, path: Path, slow: list[str], *, update: bool) -> bool:
+    """Hold the headline ratios to a file's, or write them, and tell whether all are as fast as they were."""
+    names = [each.name for each in gate.HEADLINES]
+    for name in slow:
+        if name not in names:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(names)}", param_hint="--slow")
+    where = gate.kind()
+    before = gate.baseline(path)
+    with console.status("starting") as status:
+
+        def say(text: str) -> None:
+            status.update(escape(text))
+
+        if update:
+            after = gate.update(path, say)
+        else:
+            verdicts = gate.run(before, say, slow=slow)
+    if update:
+        table = new_table(where, "", "what", "was", "is", "may grow by")
+        for each in gate.HEADLINES:
+            old, new = before.get(each.name), after[each.name]
+            was = "-" if old is None else f"{old.ratio:.3f}"
+            table.add_row(each.name, each.what, was, f"{new.ratio:.3f}", f"{new.tolerance - 1:.0%}")
+        console.print(table)
+        console.print(f"wrote {path}", soft_wrap=True)
+        return True
+    table = new_table(where, "", "what", "was", "is", "slower", "may be", "")
+    for found in verdicts:
+        held, slower = found.held, found.slower
+        told = ("-", "-", "-") if held is None or slower is None else (
+            f"{held.ratio:.3f}", f"{slower:.2f} x", f"{held.tolerance:.2f} x"
+        )  # fmt: skip
+        mark = "" if held is None else "[green]ok[/green]" if found.passed else "[red]slower[/red]"
+        table.add_row(found.headline.name, found.headline.what, told[0], f"{found.found:.3f}", *told[1:], mark)
+    console.print(table)
+    worse = [found.headline.name for found in verdicts if not found.passed]
+    if worse:
+        console.print(
+            f"[red]slower than they were: {', '.join(worse)}[/red]; where that is meant, --update writes them"
+        )
+    elif not before:
+        console.print(
+            f"{path} has nothing of this processor: nothing is held to anything; --update adds it", soft_wrap=True
+        )
+    return not worse
+
+
+def _campaign(console: Console, device: str, out: Path | None, resume: bool, seconds: float) -> None:
+    """Run every unit that measures a GPU, each in a process of its own, and say what came of it."""
+    if out is None:
+        raise typer.BadParameter("a campaign needs a folder", param_hint="--out")
+    todo = campaign.units(out.resolve(), device if device.startswith("cuda") else "cuda", Path.cwd())
+    ended = campaign.run(todo, out.resolve(), seconds=seconds, resume=resume, say=console.print)
+    table = new_table("Campaign", "unit", "result", "s")
+    for each in ended:
+        table.add_row(escape(each.unit), each.result, f"{each.seconds:.0f}")
+    console.print(table)
+    left = len(todo) - len(ended)
+    console.print(f"{left} units left: the same command with --resume runs them." if left else "All units ended.")
 
 
 def demo(
@@ -120,7 +226,7 @@ def _print_list(console: Console) -> None:
         console.print(table)
 
 
-_LEFT = ("peer", "pattern", "note", "what", "size", "tokens, direction", "")
+_LEFT = ("method", "peer", "pattern", "note", "what", "size", "tokens, direction", "")
 _WRAPPED = ("note", "what", "size")
 
 
@@ -129,7 +235,9 @@ def print_result(console: Console, result: CaseResult) -> bool:
     outcomes = [record for record in result.records if isinstance(record, Outcome)]
     _print_plans(console, [record for record in result.records if isinstance(record, PlanCost)])
     (_print_grid if result.grid else _print_outcomes)(console, outcomes)
+    _print_scores(console, [record for record in result.records if isinstance(record, Score)])
     _print_targets(console, [record for record in result.records if isinstance(record, Target)])
+    _print_published(console, [record for record in result.records if isinstance(record, Published)])
     console.print(result.conclusion)
     wrong = [outcome for outcome in outcomes if outcome.wrong]
     for outcome in wrong:
@@ -223,6 +331,19 @@ def _ratio(outcome: Outcome | None) -> str:
     return "-" if outcome is None or outcome.over_first is None else f"{outcome.over_first.medians:.2f} x"
 
 
+def _print_scores(console: Console, scores: list[Score]) -> None:
+    """Print a table for each part and length: a line for each method, with the spread over its seeds."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for line in spread(scores):
+        groups.setdefault((line["part"], line["tokens"]), []).append(line)
+    for (part, tokens), lines in groups.items():
+        table = new_table(f"{part}, {tokens:,} tokens", "method", "density", lines[0]["unit"], "least", "most", "seeds")
+        for line in lines:
+            figures = (f"{line[name]:.3f}" for name in ("mean", "least", "most"))
+            table.add_row(line["method"], f"{line['density']:.3f}", *figures, f"{line['seeds']}")
+        console.print(table)
+
+
 def _print_targets(console: Console, targets: list[Target]) -> None:
     if not targets:
         return
@@ -237,9 +358,19 @@ def _print_targets(console: Console, targets: list[Target]) -> None:
     console.print(table)
 
 
+def _print_published(console: Console, rows: list[Published]) -> None:
+    if not rows:
+        return
+    table = new_table("Published, and here", "what", "published", "here", "size", "note")
+    for each in rows:
+        ours = "-" if each.figure is None else f"{each.figure:.3g} {each.unit}"
+        table.add_row(escape(each.what), each.published, ours, escape(each.size), escape(each.note))
+    console.print(table)
+
+
 def new_table(title: str, *columns: str) -> Table:
-    """Make a table with a bold title; numbers stand to the right, words to the left."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    """Make a table with a bold title, if any; numbers stand to the right, words to the left."""
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=column not in _WRAPPED)
     return table

@@ -6,10 +6,8 @@ is given both of medians and paired within rounds, where drift cancels.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +18,7 @@ from pathlib import Path
 import torch
 
 from ..errors import ShapeError, message
+from ..memory.pressure import to_system
 
 Call = Callable[[], object]
 #: Seconds of a call, the mean of as many in a row as the number says.
@@ -207,7 +206,8 @@ def peak_memory(call: Call, *, device: str = "cpu", warm: bool = True) -> Peak:
             after = torch.cuda.max_memory_allocated()
             del result
             return Peak(max(after - before, 0), "cuda allocator")
-    _trim_heap()
+    # freed pages of the heap would hide what a callable takes
+    to_system()
     if _reset_high_water():
         before = _status_bytes("VmRSS")
         result = call()
@@ -215,15 +215,6 @@ def peak_memory(call: Call, *, device: str = "cpu", warm: bool = True) -> Peak:
         del result
         return Peak(max(after - before, 0), "peak resident set")
     return _sampled_peak(call)
-
-
-def _trim_heap() -> None:
-    """Give freed heap pages back to the system, where glibc can: they would hide what a callable takes."""
-    if not sys.platform.startswith("linux"):
-        return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _reset_high_water() -> bool:

@@ -14,7 +14,7 @@ from ..units import nbytes
 
 if TYPE_CHECKING:
     from .launched import SharedTraining
-    from .record import Outcome
+    from .record import Outcome, Score
     from .text import Training
 
 # stands for the page's own text colour, put in after drawing
@@ -73,6 +73,30 @@ def bars(
         axes.spines["left"].set_visible(False)
         axes.set_ylim(at - 0.8, -0.6)
         axes.set_xlabel(axis)
+        return _svg(figure, pyplot)
+
+
+def scores(found: Sequence[Score]) -> str:
+    """Draw a bar for each method of each part and length, with a line from its least to its most over seeds."""
+    pyplot = _pyplot()
+    groups: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for each in found:
+        groups.setdefault((each.part, each.tokens), {}).setdefault(each.method, []).append(each.value)
+    with pyplot.rc_context(_PAGE):
+        heights = [len(methods) for methods in groups.values()]
+        figure, rows = pyplot.subplots(
+            len(groups), 1, figsize=(5.2, 0.24 * sum(heights) + 0.8 * len(groups)), height_ratios=heights, squeeze=False
+        )
+        for axes, ((part, tokens), methods) in zip(rows[:, 0], groups.items(), strict=True):
+            for place, (method, values) in enumerate(methods.items()):
+                mean = statistics.mean(values)
+                axes.barh(place, mean, height=0.7, color=ORANGE if method == "dense" else BLUE)
+                axes.plot([min(values), max(values)], [place, place], color=_INK, linewidth=1.2)
+            axes.set_yticks(range(len(methods)), list(methods))
+            axes.tick_params(axis="y", length=0)
+            axes.invert_yaxis()
+            axes.set_title(f"{part}, {tokens:,} tokens", size=9, loc="left", weight="bold")
+        figure.tight_layout()
         return _svg(figure, pyplot)
 
 

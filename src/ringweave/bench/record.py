@@ -38,6 +38,8 @@ class Options:
         device: Where the inputs lie.
         rounds: Timed rounds.
         full: Take every size of a case that has a grid of them, for hours.
+        part: One part of a case that has parts with names; None: all.
+        folder: Where a case that takes long keeps what it has measured, and goes on from; None: nowhere.
     """
 
     quick: bool = False
@@ -47,6 +49,8 @@ class Options:
     device: str = "cpu"
     rounds: int | None = None
     full: bool = False
+    folder: str | None = None
+    part: str | None = None
 
     @property
     def sized(self) -> bool:
@@ -190,6 +194,59 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Score:
+    """How well one method does one thing, with one seed.
+
+    Attributes:
+        part: What is scored.
+        method: Who.
+        tokens: At which length.
+        seed: With which seed, or on which excerpt.
+        steps: After how many training steps.
+        unit: What the value is.
+        density: Share of the causal pairs that the method has.
+        value: The score.
+        curve: What led to it: losses, or recall over updates.
+    """
+
+    part: str
+    method: str
+    tokens: int
+    seed: int
+    steps: int
+    unit: str
+    density: float = 0.0
+    value: float = 0.0
+    curve: tuple[float, ...] = ()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What it is a score of."""
+        return self.part, self.method, self.tokens, self.seed, self.steps
+
+
+@dataclass(frozen=True)
+class Published:
+    """A figure that was published of another system, and ours of the same thing.
+
+    Attributes:
+        what: What the figure is, in words.
+        published: The figure as it was published.
+        size: At which size ours was taken.
+        figure: Ours; None where there is none, and ``note`` says why.
+        unit: Of ours.
+        note: What there is to say of either.
+    """
+
+    what: str
+    published: str
+    size: str
+    figure: float | None
+    unit: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Rule:
     """Which outcomes have a target.
 
@@ -245,7 +302,7 @@ def over_first(outcome: Outcome) -> float | None:
     return None if outcome.over_first is None else outcome.over_first.medians
 
 
-Record: TypeAlias = Outcome | PlanCost | Target
+Record: TypeAlias = Outcome | PlanCost | Published | Score | Target
 #: A case at work: it gives records as they come, and at its end a conclusion in words.
 Measuring: TypeAlias = Generator[Record, None, str]
 #: Told what happens next.

@@ -6,6 +6,7 @@ The text is the running Python's standard library, bytes as tokens.
 from __future__ import annotations
 
 import math
+import statistics
 import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -197,23 +198,28 @@ def train(
     budget: float,
     learning_rate: float = 3e-3,
     seed: int = 0,
+    excerpts: int = 1,
     advance: Callable[[float, str], None] = lambda done, text: None,
+    finish: Callable[[str, ByteModel], object] = lambda name, model: None,
 ) -> dict[str, Training]:
     """Train one model per attention from the same weights on the same excerpts, step by step in turn.
 
     Args:
         attends: Attention functions by name.
-        corpus: The text; its last ``context + 1`` tokens are held out.
+        corpus: The text; its last ``excerpts * context + 1`` tokens are held out.
         context: Tokens in a step.
         steps: How many each model takes.
         budget: Seconds after which no further step starts; all models stop at the same step.
         learning_rate: AdamW's, after a short warm-up.
         seed: What weights and excerpts depend on.
+        excerpts: How many contexts of held-out text the final loss is the mean of.
         advance: Told the share done and the losses.
+        finish: Given each trained model.
     Returns:
         A training for each name.
     """
-    corpus, held_out = corpus.split(context + 1)
+    corpus, held_out = corpus.split(excerpts * context + 1)
+    held_out = held_out[0].unfold(0, context + 1, context)
     models = {name: ByteModel([attend] * LAYERS, seed=seed) for name, attend in attends.items()}
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=learning_rate) for name, model in models.items()}
     losses: dict[str, list[float]] = {name: [] for name in attends}
@@ -239,7 +245,8 @@ def train(
     results = {}
     for name, model in models.items():
         with torch.no_grad():
-            final = model.loss(held_out).item()
+            final = statistics.mean(model.loss(excerpt[None]).item() for excerpt in held_out)
         count = sum(weight.numel() for weight in model.parameters())
         results[name] = Training(tuple(losses[name]), tuple(seconds[name]), context, count, final)
+        finish(name, model)
     return results

@@ -16,11 +16,12 @@ from .. import __version__
 from ..bench.command import register
 from ..cells import Panel, picture
 from ..errors import RingweaveError
-from ..explain import explain as explained
+from ..explanation import explain as explained
 from ..ops.dispatch import BACKENDS
 from ..patterns import parse
 from ..picture import ASCII_SHADES, SHADES, art_rows
-from . import doctor, simulation, terminal
+from . import auditing, doctor, profiling, simulation, terminal
+from .explorer import explore
 from .terminal import Heads, PatternText, Tokens
 
 if TYPE_CHECKING:
@@ -162,6 +163,9 @@ def explain(
 
 app.command("simulate")(simulation.simulated)
 app.command("doctor")(doctor.doctor)
+app.command("audit")(auditing.audit)
+app.command("explore")(explore)
+app.command("profile")(profiling.profile)
 
 
 @app.command()

@@ -19,14 +19,14 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .. import __version__
+from .. import __version__, memory
 from ..errors import RingweaveError
 from ..ops import cpu, dispatch, tuning
 from ..ops.backend import Case
 from ..patterns import Causal, SlidingWindow
 from ..plan import branches
 from ..units import nbytes
-from . import terminal
+from . import bits, terminal
 
 _OPTIONAL = (
     "numpy",
@@ -49,8 +49,14 @@ _VARIABLES = {
 }
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    same_bits: Annotated[bool, typer.Option("--bits", help="Compare ways of computing by their bits instead.")] = False,
+) -> None:
     """Check Python, PyTorch, devices, the native kernel, compilers, packages and backends."""
+    if same_bits:
+        _show_bits(as_json)
+        return
     findings = diagnose()
     console = terminal.out()
     if as_json:
@@ -66,6 +72,25 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
         if not entries:
             table.add_row("  none", "")
     console.print(table)
+
+
+def _show_bits(as_json: bool) -> None:
+    found, console = list(bits.compared()), terminal.out()
+    if as_json:
+        console.print(json.dumps([each._asdict() for each in found], indent=2), markup=False, soft_wrap=True)
+    else:
+        console.print("Forward bits on this CPU, next to one causal call of everything (torch.equal):")
+        for each in found:
+            verdict = "always equal" if each.equal == each.cases else "depends on the case"
+            console.print(f"  {each.way}: {verdict} ({each.equal} of {each.cases})", highlight=False)
+    if any(each.promised and each.equal < each.cases for each in found):
+        terminal.fail("bits differ where they are promised: please report this machine.")
+        raise typer.Exit(1)
+
+
+def _memory() -> str:
+    left = memory.pressure()
+    return f"{nbytes(left.free)} free of {nbytes(left.total)} ({left.limit})"
 
 
 def _processes(method: str | None) -> str:
@@ -97,6 +122,8 @@ def diagnose() -> dict[str, dict[str, Any]]:
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "cpu": torch.backends.cpu.get_cpu_capability(),
+            "memory": _memory(),
+            "numa": memory.numa.described(),
             "processes": _processes(multiprocessing.get_start_method(allow_none=True)),
         },
         "devices": devices,
@@ -111,7 +138,10 @@ def diagnose() -> dict[str, dict[str, Any]]:
 
 def _kernel() -> dict[str, str]:
     """Name the CPU kernel's instruction sets, in use and all that this machine can run; or why it is absent."""
-    native = cpu.module()
+    try:
+        native = cpu.module()
+    except RingweaveError as error:
+        return {"in use": str(error)}
     if native is None:
         return {"in use": _why_absent()}
     try:

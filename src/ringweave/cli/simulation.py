@@ -41,7 +41,7 @@ def simulated(
 ) -> None:
     """Model a forward step of attention over a pattern on many GPUs; nothing is run."""
     relation = parse(pattern)
-    length = _size(tokens, "'--tokens'")
+    length = size_of(tokens, "'--tokens'")
     pair = re.fullmatch(r"(\d+):(\d+)", heads)
     if pair is None:
         raise typer.BadParameter(f"{heads!r} is not like 32:8", param_hint="'--heads'")
@@ -133,7 +133,8 @@ def _numbers(estimate: Estimate) -> dict[str, Any]:
     return {**facts, "seconds": estimate.seconds, "efficiency": estimate.efficiency}
 
 
-def _size(text: str, hint: str) -> int:
+def size_of(text: str, hint: str) -> int:
+    """Read a length such as 65536, 64K or 1M; BadParameter where it is none."""
     size = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
     if size is None or int(size[1]) < 1:
         raise typer.BadParameter(f"{text!r} is not a number such as 65536, 64K or 1M", param_hint=hint)
@@ -143,8 +144,8 @@ def _size(text: str, hint: str) -> int:
 def _range(text: str) -> list[int]:
     first, dots, last = text.partition("..")
     if not dots:
-        return [_size(each, "'--gpus'") for each in text.split(",")]
-    number, stop = _size(first, "'--gpus'"), _size(last, "'--gpus'")
+        return [size_of(each, "'--gpus'") for each in text.split(",")]
+    number, stop = size_of(first, "'--gpus'"), size_of(last, "'--gpus'")
     if number > stop:
         raise typer.BadParameter(f"{text!r} has nothing in it", param_hint="'--gpus'")
     return [number << power for power in range((stop // number).bit_length())]

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ..dropout import Dropout
 from ..plan import Branch
+from ..precision import Scales, widened
 from ..terms import NAMES, Pairs, Term
+from ..types import acc_dtype
 
 #: Everything beyond scale and mask.
 EXTRAS = frozenset({*NAMES, "dropout"})
@@ -26,7 +28,7 @@ class Scoring(NamedTuple):
         heads: (Hq,) int64, the call's heads that are the view's.
         rows: (Nq,) int64, places in the call's q.
         columns: (Nk,) int64, places in the call's k.
-        q_offset: Position of the call's first query.
+        offsets: (B, 2) int64, the positions of each batch element's first query and first key.
         totals: Per term what its table's gradient is added to; None: nothing.
     """
 
@@ -35,8 +37,12 @@ class Scoring(NamedTuple):
     heads: Tensor
     rows: Tensor
     columns: Tensor
-    q_offset: int
+    offsets: Tensor
     totals: tuple[Tensor | None, ...]
+
+    def seeded(self, seed: int) -> Scoring:
+        """Change the seed of the dropout, and nothing else."""
+        return self if self.dropout is None else self._replace(dropout=self.dropout._replace(seed=seed))
 
     @property
     def names(self) -> frozenset[str]:
@@ -52,7 +58,8 @@ class Scoring(NamedTuple):
             return places[inside] + (index - inside)
 
         row, column = place(row, self.rows), place(column, self.columns)
-        return Pairs(batch, self.heads[head], row, column, row + self.q_offset, column)
+        first = self.offsets[batch]
+        return Pairs(batch, self.heads[head], row, column, row + first[..., 0], column + first[..., 1])
 
     def apply(self, t: Tensor, at: Pairs) -> list[Tensor]:
         """The scores after each term. One that is not finite before stays so, whatever a term would make of it."""
@@ -72,15 +79,43 @@ class Scoring(NamedTuple):
         return grad
 
 
+class Pages(NamedTuple):
+    """Where keys and values lie that are stored in pages: token t in page ``table[b, t // size]``, at ``t % size``.
+
+    Attributes:
+        table: Page numbers, (B, n) int32; those behind an element's last token mean nothing and are not used.
+        lengths: Tokens of each batch element, (B,) int32.
+        size: Tokens of a page: 16, 32, 64, 128 or 256.
+    """
+
+    table: Tensor
+    lengths: Tensor
+    size: int
+
+    @property
+    def capacity(self) -> int:
+        """Tokens for which a row of the table has room."""
+        return self.table.shape[1] * self.size
+
+    def gathered(self, x: Tensor, b: int, h: int) -> Tensor:
+        """Copy one head of one batch element out of its pages, (capacity, D); what lies behind its end is not its own.
+
+        For the definition, and for rare second looks: kernels read through the table.
+        """
+        return x[self.table[b].long().clamp(0, len(x) - 1), h].flatten(0, 1)
+
+
 class Inputs(NamedTuple):
     """What attention is computed of, from the operators down to a backend's view of a branch.
 
     Attributes:
         q: Queries, (B, Hq, Nq, D).
-        k: Keys, (B, Hkv, Nk, D).
-        v: Values, (B, Hkv, Nk, Dv).
+        k: Keys, (B, Hkv, Nk, D); with pages (pages, Hkv, size, D).
+        v: Values, (B, Hkv, Nk, Dv), or alike.
         scale: Factor of the scores.
         scoring: Terms and dropout, if any.
+        pages: Where keys and values lie, if they are stored in pages.
+        scales: Of keys and values that are stored in 8 bits; k and v are then codes, and those of q have its dtype.
     """
 
     q: Tensor
@@ -88,10 +123,29 @@ class Inputs(NamedTuple):
     v: Tensor
     scale: float
     scoring: Scoring | None = None
+    pages: Pages | None = None
+    scales: Scales | None = None
+
+    @property
+    def nk(self) -> int:
+        """Keys, or the most that a row of the table has room for."""
+        return self.k.shape[2] if self.pages is None else self.pages.capacity
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
         """Change each tensor alike."""
         return self._replace(q=change(self.q), k=change(self.k), v=change(self.v))
+
+    def of_keys(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        """Change keys and values alike, and their scales: something about batch elements, heads and tokens."""
+        scales = None if self.scales is None else Scales(*map(change, self.scales))
+        return self._replace(k=change(self.k), v=change(self.v), scales=scales)
+
+    def widened(self) -> Inputs:
+        """Give keys and values as numbers, in the type that is summed in, if they are stored in 8 bits."""
+        if self.scales is None:
+            return self
+        k, v = (widened(x, scale, acc_dtype(self.q.dtype)) for x, scale in zip(self[1:3], self.scales, strict=True))
+        return self._replace(k=k, v=v, scales=None)
 
 
 @dataclass(frozen=True)
@@ -110,15 +164,25 @@ class Case:
     needs_grad: bool = False
     #: terms of the scores by name, and "dropout"
     extras: frozenset[str] = frozenset()
+    #: elements of the terms' tables that get gradients
+    learned: int = 0
+    #: whether keys and values are stored in pages
+    paged: bool = False
+    #: what keys and values are stored in, where that is 8 bits and scales
+    stored: torch.dtype | None = None
 
     @staticmethod
     def of(inputs: Inputs, needs_grad: bool = False) -> Case:
         """Describe a call's inputs."""
         q, k, v = inputs[:3]
         batch, heads, nq, head_dim = q.shape
-        sizes = batch, heads, k.shape[1], nq, k.shape[2], head_dim, v.shape[3]
-        extras = frozenset[str]() if inputs.scoring is None else inputs.scoring.names
-        return Case(*sizes, q.dtype, q.device.type, needs_grad, extras)
+        sizes = batch, heads, k.shape[1], nq, inputs.nk, head_dim, v.shape[3]
+        paged = inputs.pages is not None
+        stored = None if inputs.scales is None else k.dtype
+        if inputs.scoring is None:
+            return Case(*sizes, q.dtype, q.device.type, needs_grad, paged=paged, stored=stored)
+        learned = sum(total.numel() for total in inputs.scoring.totals if total is not None)
+        return Case(*sizes, q.dtype, q.device.type, needs_grad, inputs.scoring.names, learned, paged, stored)
 
 
 class Forward(Protocol):
@@ -239,7 +303,7 @@ def delta_as_channels(
     return dout, q, k, v, out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Backend:
     """One way to compute a branch.
 
@@ -254,6 +318,8 @@ class Backend:
         delta: Computes what backward takes as ``delta``.
         checked: Whether auto takes it only after a check on the GPU that is there (see gpu_check.py).
         extras: Terms of the scores that it computes, by name, and "dropout".
+        paged: Whether it reads keys and values that are stored in pages, through their table.
+        stored: Whether it takes keys and values of 8 bits with scales.
         tiled: Whether its tiles have the sides that a branch asks for; others have sides of their own, or no tiles.
     """
 
@@ -268,3 +334,5 @@ class Backend:
     checked: bool = False
     tiled: bool = False
     extras: frozenset[str] = frozenset()
+    paged: bool = False
+    stored: bool = False

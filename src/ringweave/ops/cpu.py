@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import re
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,18 +18,61 @@ from ..terms import ALiBi, Bias, DistanceBias, Softcap, Term
 from .backend import EXTRAS, Backend, Case, Inputs, Scoring, Upstream
 from .overflow import may_overflow, spoil
 
+if TYPE_CHECKING:
+    from .._cpu import Prepared
+
 #: Names a lower instruction set than the best of the machine, for tests and comparisons.
 VARIANT = "RINGWEAVE_CPU_VARIANT"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+# what is passed to the extension's functions: by place, and by name
+_PLAN = "row_ptr col bits {columns}masks group q_tile kv_tile scale threads variant"
+_NAMED = "terms rows columns q_offset k_offset heads drop seed"
+_PARAMETERS = {
+    "forward": (f"q k v out lse {_PLAN.format(columns='')}", f"{_NAMED} table lengths k_scale v_scale"),
+    "backward": (
+        f"dout q k v lse delta dq dk dv {_PLAN.format(columns='col_ptr row bits_t ')}",
+        f"{_NAMED} table_grads",
+    ),
+    "delta": ("dout out dlse delta threads variant", ""),
+    "tile_mass": (f"q k lse values {_PLAN.format(columns='')}", ""),
+    "Prepared.forward": ("q q_strides k k_strides v v_strides out lse keys threads", ""),
+    "Prepared.backward": (
+        "dout dout_strides q q_strides k k_strides v v_strides out lse dlse dq dk dv threads",
+        "",
+    ),
+}
+
+
 @functools.cache
 def module() -> ModuleType | None:
-    """Import the extension module; None where the package was built without a compiler."""
+    """Import the extension module; None where the package was built without a compiler.
+
+    Raises:
+        UnsupportedError: It was built from other sources.
+    """
     try:
-        return importlib.import_module("ringweave._cpu")
+        native = importlib.import_module("ringweave._cpu")
     except ImportError:
         return None
+    check_interface(native)
+    return native
+
+
+def check_interface(native: ModuleType) -> None:
+    """Raise UnsupportedError unless the extension's functions take what this module passes: they say it themselves."""
+    for name, (by_place, by_name) in _PARAMETERS.items():
+        function: Any = native
+        for part in name.split("."):
+            function = getattr(function, part, None)
+        signature = "" if function is None else function.__nb_signature__[0][0]
+        found = re.findall(r"[(,] ?(\w+): ", signature)
+        wanted = by_place.split()
+        if found[: len(wanted)] != wanted or not {*by_name.split()} <= {*found}:
+            got = f"{name}({', '.join(found)}), of another version of ringweave"
+            remedy = "Install ringweave again; in a checkout, build the extension again."
+            raise UnsupportedError(message("ringweave._cpu", got, f"{name}({', '.join(wanted)}, ...)", remedy))
 
 
 def variant() -> str:
@@ -54,12 +99,29 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
     q, k, v = inputs[:3]
     out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device="cpu")
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
-    extras = _extras(inputs.scoring)
-    below = native.forward(q, k, v, out, lse, *_rows(plan), *_rest(plan, inputs.scale), **extras)
+    extras, pages = _extras(inputs.scoring), inputs.pages
+    stored = {} if pages is None else {"table": pages.table, "lengths": pages.lengths}
+    if inputs.scales is not None:
+        stored |= {"k_scale": inputs.scales.k, "v_scale": inputs.scales.v}
+        # floats of 8 bits are passed as bytes
+        k, v = (x if x.dtype == torch.int8 else x.view(torch.uint8) for x in (k, v))
+    below = native.forward(q, k, v, out, lse, *_rows(plan), *_rest(plan, inputs.scale), **extras, **stored)
     # a term may hide a score that is out of range, or make one that is not
-    if may_overflow(inputs) if extras else below:
+    if may_overflow(inputs, branch) if extras else below:
         spoil(out, lse, inputs, branch)
     return out, lse
+
+
+def prepared(inputs: Inputs, plan: BlockPlan, columns: bool = False) -> Prepared:
+    """Check a call like these inputs, of tensors without terms, and cut it into work, by columns for backward."""
+    native = module()
+    assert native is not None
+    sides = plan.q_tile, plan.kv_tile
+    q, k, v = (x.detach() for x in inputs[:3])
+    call = native.Prepared(q, k, v, *_rows(plan), plan.masks, plan.group, *sides, inputs.scale, variant())
+    if columns:
+        call.columns(plan.col_ptr, plan.row, plan.bits_t)
+    return call  # type: ignore[no-any-return]
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,6 +143,16 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     return dq, dk, dv
 
 
+def tile_mass(inputs: Inputs, lse: Tensor, plan: BlockPlan, first: Tensor, per_row: bool) -> Tensor:
+    """Sum the weights in each tile, (T,) or per row (T, q_tile); the kernel finds ``first`` by itself."""
+    native = module()
+    assert native is not None
+    q, k, _, scale = inputs[:4]
+    values = torch.empty(plan.tiles, plan.q_tile if per_row else 1, dtype=torch.float32, device="cpu")
+    native.tile_mass(q, k, lse.contiguous(), values, *_rows(plan), *_rest(plan, scale))
+    return values if per_row else values[:, 0]
+
+
 # what its 32-bit distances hold
 _FARTHEST = 2**29
 _KINDS = {Softcap: "softcap", ALiBi: "alibi", DistanceBias: "distance", Bias: "bias"}
@@ -91,6 +163,9 @@ def _extras(scoring: Scoring | None) -> dict[str, object]:
     if scoring is None:
         return {}
     heads, dropout = scoring.heads, scoring.dropout
+    if int(scoring.offsets.max()) > _FARTHEST:
+        got = f"a position of {int(scoring.offsets.max())} with terms or dropout"
+        raise UnsupportedError(message("offsets", got, f"at most {_FARTHEST}", "Use backend='gather'."))
 
     def term(one: Term) -> tuple[str, float, Tensor | None]:
         return _KINDS[type(one)], one.cap if isinstance(one, Softcap) else 0.0, _table(one, heads)
@@ -99,7 +174,8 @@ def _extras(scoring: Scoring | None) -> dict[str, object]:
         "terms": [term(one) for one in scoring.terms],
         "rows": scoring.rows.int(),
         "columns": scoring.columns.int(),
-        "q_offset": torch.tensor([scoring.q_offset], dtype=torch.int32, device="cpu"),
+        "q_offset": scoring.offsets[:, 0].int(),
+        "k_offset": scoring.offsets[:, 1].int(),
         "heads": heads.int(),
         "drop": 0 if dropout is None else dropout.threshold,
         "seed": 0 if dropout is None else dropout.seed,
@@ -193,7 +269,19 @@ def scratch(case: Case, branch: Branch) -> int:
     every_sum = case.batch * case.heads * case.nq * case.head_dim * 4
     sums = min(max(2**23, gradients // 64), every_sum)
     kept = case.nk * (case.head_dim + case.value_dim) if size == 2 and every_sum > sums else 0
-    return forward_bytes + sums + kept
+    # of a table a sum in whole numbers, where they broke, and the gradient that is made of both
+    return forward_bytes + sums + kept + (8 + 1 + 4) * case.learned
 
 
-BACKEND = Backend("cpu", forward, backward, refusal, scratch, delta=delta, tiled=True, extras=EXTRAS)
+BACKEND = Backend(
+    "cpu",
+    forward,
+    backward,
+    refusal,
+    scratch,
+    delta=delta,
+    tiled=True,
+    extras=EXTRAS,
+    paged=True,
+    stored=True,
+)

@@ -16,6 +16,7 @@ from ..errors import UnsupportedError, message, shown
 from ..merge import merge_into
 from ..patterns import Pattern
 from ..plan import Branch, branches
+from ..plan.from_pattern import default_tile
 from ..types import acc_dtype
 from . import cpu, flash, flex, forks, gather, gpu_check, reference, sdpa, triton, tuning
 from .backend import Backend, Case, Inputs, Upstream, delta_in_chunks, readable
@@ -65,8 +66,8 @@ def step(name: str, case: Case, branch: Branch) -> tuple[Branch, Backend]:
 
 def measured(case: Case, branch: Branch) -> tuple[Branch, Backend] | None:
     """Look up what ``ringweave tune`` found fastest for this kind of call here, if that backend can run it."""
-    # what was measured was without terms
-    answer = None if case.extras else tuning.lookup(case, branch)
+    # what was measured was without terms, pages and scales
+    answer = None if case.extras or case.paged or case.stored else tuning.lookup(case, branch)
     backend = None if answer is None else BACKENDS.get(answer.backend)
     if answer is None or backend is None or not backend.branched or refusal(backend, case, branch) is not None:
         return None
@@ -91,6 +92,10 @@ def refusal(backend: Backend, case: Case, branch: Branch) -> str | None:
         return "it is forward-only, and an input requires gradients (detach the inputs, or use torch.no_grad)"
     if not case.extras <= backend.extras:
         return f"it computes no {' and no '.join(sorted(case.extras - backend.extras))}"
+    if case.paged and not backend.paged:
+        return "it reads no pages"
+    if case.stored is not None and not backend.stored:
+        return f"it reads no keys and values in {case.stored}"
     return backend.refusal(case, branch)
 
 
@@ -113,6 +118,12 @@ def program(pattern: Pattern, case: Case, q_offset: int, backend: str) -> list[t
     if backend in BACKENDS and not BACKENDS[backend].branched:
         whole = Branch.whole(pattern, case.nq, case.nk, heads=case.heads, batch=case.batch, q_offset=q_offset)
         return [(whole, choose(backend, case, whole))]
+    if case.paged:
+        # a page is not cut into strided views, and lies in tiles or tiles in it: sides are powers of two
+        whole = Branch.whole(pattern, case.nq, case.nk, heads=case.heads, batch=case.batch, q_offset=q_offset)
+        if whole.tile[1] & (whole.tile[1] - 1):
+            whole = dataclasses.replace(whole, sides=(default_tile(case.nq), default_tile(case.nk)))
+        return [step(backend, case, whole)]
     split = branches(pattern, case.nq, case.nk, heads=case.heads, batch=case.batch, q_offset=q_offset)
     return [step(backend, case, branch) for branch in split]
 
@@ -124,7 +135,7 @@ def run_forward(inputs: Inputs, pattern: Pattern, q_offset: int, backend: str) -
     q, _, v = inputs[:3]
     case = Case.of(inputs)
     steps = program(pattern, case, q_offset, backend)
-    if len(steps) == 1 and _is_whole(steps[0][0], case):
+    if len(steps) == 1 and is_whole(steps[0][0], case):
         branch, chosen = steps[0]
         return chosen.forward(inputs, branch, q.dtype)
     acc = acc_dtype(q.dtype)
@@ -146,8 +157,9 @@ def run_backward(
     pattern: Pattern,
     q_offset: int,
     backend: str,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (dq, dk, dv) of a pattern, in the inputs' dtype."""
+    """Compute (dq, dk, dv) of a pattern, in a dtype, by default the inputs'."""
     forks.check(inputs.q.device)
     dout, inputs = readable(dout), inputs.map(readable)
     case = Case.of(inputs, needs_grad=True)
@@ -155,11 +167,11 @@ def run_backward(
     lse = lse.masked_fill(torch.isposinf(lse), torch.nan)
     steps = program(pattern, case, q_offset, backend)
     delta = (steps[0][1].delta if steps else delta_in_chunks)(dout, out, lse, dlse)
-    if len(steps) == 1 and _is_whole(steps[0][0], case):
+    if len(steps) == 1 and is_whole(steps[0][0], case):
         branch, chosen = steps[0]
         assert chosen.backward is not None
         whole = Upstream(dout, lse, delta, out if dlse is None else None)
-        return chosen.backward(whole, inputs, branch, case.dtype)
+        return chosen.backward(whole, inputs, branch, dtype or case.dtype)
     totals = [torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in inputs[:3]]
     for branch, chosen in steps:
         assert chosen.backward is not None
@@ -169,11 +181,12 @@ def run_backward(
         view.of_q(totals[0]).add_(dq)
         view.add_to_k(totals[1], dk)
         view.add_to_k(totals[2], dv)
-    dq, dk, dv = (total.to(case.dtype) for total in totals)
+    dq, dk, dv = (total.to(dtype or case.dtype) for total in totals)
     return dq, dk, dv
 
 
-def _is_whole(branch: Branch, case: Case) -> bool:
+def is_whole(branch: Branch, case: Case) -> bool:
+    """Whether a branch is the whole call: no view of it."""
     return branch.rate == 1 and branch.head_count == case.heads
 
 
@@ -190,7 +203,7 @@ class _View:
         if scoring is not None:
             heads, rows, columns = scoring.heads[self.heads.queries], scoring.rows, scoring.columns
             scoring = scoring._replace(heads=heads, rows=rows[self.queries], columns=columns[self.keys])
-        return Inputs(self.of_q(inputs.q), self.of_k(inputs.k), self.of_k(inputs.v), inputs.scale, scoring)
+        return inputs._replace(q=self.of_q(inputs.q), scoring=scoring).of_keys(self.of_k)
 
     def of_q(self, x: Tensor) -> Tensor:
         return x[:, self.heads.queries, self.queries]

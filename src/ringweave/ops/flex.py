@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError, message
 from ..plan import BlockPlan, Branch
-from .backend import Backend, Case, Inputs, Upstream
+from ..terms import NAMES, ALiBi, DistanceBias, Term, written
+from .backend import Backend, Case, Inputs, Scoring, Upstream
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # FlexAttention's own tile: smaller ones are not divided by the blocks that its kernels are compiled with
@@ -28,16 +30,23 @@ _TILE = 128
 _MASK_BYTES = 2**32
 _KINDS = 64
 
-Attend = Callable[[Tensor, Tensor, Tensor, Any, float, bool], tuple[Tensor, Tensor]]
+Attend = Callable[[Tensor, Tensor, Tensor, Any, float, bool, Scoring | None], tuple[Tensor, Tensor]]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float, grouped: bool) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float, grouped: bool, scoring: Scoring | None
+) -> tuple[Tensor, Tensor]:
     """Compute (out, lse), lse in natural logarithms: what is compiled."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert scoring is not None
+        return scoring.apply(score, scoring.pairs(b, h, i, j))[-1]
+
     out, further = flex_attention(
-        q, k, v, block_mask=block_mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True)
-    )
+        q, k, v, block_mask=block_mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True),
+        score_mod=None if scoring is None else score_mod,
+    )  # fmt: skip
     assert further.lse is not None
     return out, further.lse
 
@@ -68,13 +77,24 @@ def _mask(branch: Branch, device: torch.device) -> Any:
 
 def _part(inputs: Inputs, branch: Branch) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of a branch, as FlexAttention gives them."""
-    q, k, v, scale = inputs[:4]
+    q, k, v, scale, scoring = inputs[:5]
+    if scoring is not None:
+        scoring = scoring._replace(terms=tuple(_ready(term, q.device) for term in scoring.terms))
+    spec, tables = written(() if scoring is None else scoring.terms)
+    about = spec, *((x.shape, x.dtype, x.stride()) for x in tables)
     grouped = q.shape[1] != k.shape[1]
     mask = _mask(branch, q.device)
     plan = branch.plan(q.device, tile=_TILE)
     of_mask = (plan.row_ptr.shape[0], max(plan.masks.shape[0] - 1, 0).bit_length())
-    kind = (q.device, q.dtype, q.shape, k.shape, v.shape, scale, q.requires_grad, *of_mask)
-    return compiled(kind)(q, k, v, mask, scale, grouped)
+    kind = (q.device, q.dtype, q.shape, k.shape, v.shape, scale, q.requires_grad, *of_mask, about)
+    return compiled(kind)(q, k, v, mask, scale, grouped, scoring)
+
+
+def _ready(term: Term, device: torch.device) -> Term:
+    """Give a term whose table a score_mod can index: it may convert what it read, and not what it reads from."""
+    if isinstance(term, ALiBi):
+        return ALiBi(term.slopes.to(device, torch.float32))
+    return DistanceBias(term.table.float()) if isinstance(term, DistanceBias) else term
 
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -92,6 +112,11 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     dout' = w dout and dlse' = rowsum(dout' * out) - w delta: the same.
     """
     dout, lse, delta, _ = upstream
+    for term, total in zip(*(inputs.scoring.terms, inputs.scoring.totals) if inputs.scoring else ((), ()), strict=True):
+        if total is not None:
+            wanted = "a backend that computes it: 'triton' or 'gather'"
+            got = f"'flex', and the gradient of the table of {type(term).__name__}"
+            raise UnsupportedError(message("backend", got, wanted, "Detach the table, or name another."))
     with _autograd():
         leaves = inputs.map(lambda x: x.detach().contiguous().requires_grad_())
         part, part_lse = _part(leaves, branch)
@@ -150,4 +175,4 @@ def scratch(case: Case, branch: Branch) -> int:
     return _mask_bytes(case, branch) + copies + again
 
 
-BACKEND = Backend("flex", forward, backward, refusal, scratch)
+BACKEND = Backend("flex", forward, backward, refusal, scratch, extras=frozenset(NAMES))

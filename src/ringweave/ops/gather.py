@@ -28,17 +28,18 @@ _BUDGET_ELSEWHERE = 2**28
 _BANK_BYTES = 2**26
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Batch:
     """Some query tiles (lines) with equally many key tiles each, or a piece of them."""
 
     line: Tensor  # (R,) index into query tiles of all batches and heads
+    entry: Tensor  # (R, n) index into the plan's lists
     key: Tensor  # (R, n) index into key tiles of all batches and key heads
     where: tuple[Tensor, Tensor]  # the partial tiles: (P,) rows and (P,) places of `key`
     mask: Tensor  # (P, q_tile, kv_tile) bool
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Scored:
     """The scores of a batch, (R, q_tile, n * kv_tile), and what its terms and dropout are about."""
 
@@ -52,12 +53,18 @@ class _Layout:
     """Tensors as tiles, and a plan's rows as batches over them."""
 
     def __init__(self, inputs: Inputs, plan: BlockPlan):
+        # loaded when it is needed
+        from ..memory.workspace import scratch
+
+        self.space = scratch
         q, k, v = inputs[:3]
         self.plan = plan
         self.batch, self.heads, self.nq, _ = q.shape
-        self.kv_heads, self.nk = k.shape[1], k.shape[2]
+        self.kv_heads, self.nk, self.pages = k.shape[1], inputs.nk, inputs.pages
         self.acc, self.scoring = acc_dtype(q.dtype), inputs.scoring
-        self.q_tiles, self.k_tiles, self.v_tiles = self.queries(q), self.keys(k), self.keys(v)
+        self.elsewhere = q.device.type != "cpu"
+        self.q_tiles = self.queries(q)
+        self.k_tiles, self.v_tiles = (k, v) if self.pages is not None else (self.keys(k), self.keys(v))
         sides = (plan.q_tile, plan.kv_tile)
         self.limit = max(1, _BUDGET.get(q.device.type, _BUDGET_ELSEWHERE) // (sides[0] * sides[1] * 4))
         tail = torch.arange(plan.kv_tile, device=q.device) < self.nk - (plan.kv_tiles - 1) * plan.kv_tile
@@ -109,11 +116,19 @@ class _Layout:
             last = (col == self.plan.kv_tiles - 1) & (code < 0)
             code = torch.where(last, self.plan.masks.shape[0], code)
         rows, places = (code >= 0).nonzero(as_tuple=True)
-        return _Batch(line, base + col, (rows, places), self._mask(code[rows, places]))
+        return _Batch(line, entry, base + col, (rows, places), self._mask(code[rows, places]))
 
     def gathered(self, tiles: Tensor, batch: _Batch, only_attended: bool) -> Tensor:
         """Gather key or value tiles, (R, n * kv_tile, C); columns that no query of a tile may attend as zero."""
-        gathered = tiles[batch.key].to(self.acc)
+        if self.pages is not None:
+            gathered = self._of_pages(tiles, batch.key).to(self.acc)
+        elif self.elsewhere:
+            gathered = tiles[batch.key].to(self.acc)
+        else:
+            shape = batch.key.numel(), *tiles.shape[1:]
+            taken = torch.index_select(tiles, 0, batch.key.view(-1), out=self.space.take(shape, tiles.dtype))
+            wide = taken if tiles.dtype == self.acc else self.space.take(shape, self.acc).copy_(taken)
+            gathered = wide.unflatten(0, batch.key.shape)
         if only_attended and batch.mask.shape[0]:
             dead = ~batch.mask.any(1)
             some = dead.any(1).nonzero()[:, 0]
@@ -122,9 +137,20 @@ class _Layout:
                 gathered[rows, places] = gathered[rows, places].masked_fill(dead[some, :, None], 0.0)
         return gathered.flatten(1, 2)
 
+    def _of_pages(self, x: Tensor, key: Tensor) -> Tensor:
+        """Tiles (R, n, kv_tile, C) of keys or values in pages (pages, Hkv, size, C), by their numbers."""
+        assert self.pages is not None
+        table, lengths, size = self.pages
+        head, tile = key // self.plan.kv_tiles, key % self.plan.kv_tiles
+        of_batch, head = (head // self.kv_heads)[..., None], (head % self.kv_heads)[..., None]
+        # behind the last token is no page: the last token in its place, which nobody there may attend
+        token = tile[..., None] * self.plan.kv_tile + torch.arange(self.plan.kv_tile, device=x.device)
+        token = torch.minimum(token, lengths.long()[of_batch] - 1).clamp_(min=0)
+        return x[table[of_batch, token // size].long(), head, token % size]
+
     def scored(self, queries: Tensor, keys: Tensor, batch: _Batch) -> _Scored:
         """The scores of a batch; selected where they are allowed, so that a NaN in a masked key goes nowhere."""
-        scores = torch.bmm(queries, keys.mT)
+        scores = self.product(queries, keys.mT)
         if self.scoring is None:
             return _Scored(self.masked(scores, batch, -torch.inf))
         at = self._pairs(batch)
@@ -135,6 +161,12 @@ class _Layout:
         dropout = self.scoring.dropout
         kept = None if dropout is None else dropout.kept(at).to(self.acc).mul_(dropout.factor)
         return _Scored(self.masked(scores, batch, -torch.inf), at, states, kept)
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply batches of matrices into scratch; on a GPU torch's own allocator has it."""
+        if self.elsewhere:
+            return torch.bmm(a, b)
+        return torch.bmm(a, b, out=self.space.take((*a.shape[:2], b.shape[2]), a.dtype))
 
     def _pairs(self, batch: _Batch) -> Pairs:
         assert self.scoring is not None
@@ -155,6 +187,7 @@ class _Layout:
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute attention over a plan, batch by batch of equally long rows."""
+    inputs = inputs.widened()
     q, _, v, scale = inputs[:4]
     plan = branch.plan(q.device)
     layout = _Layout(inputs, plan)
@@ -171,7 +204,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
         total = weights.sum(-1, keepdim=True)
         if scored.kept is not None:
             weights.mul_(scored.kept)
-        part = torch.bmm(weights, layout.gathered(layout.v_tiles, batch, True))
+        part = layout.product(weights, layout.gathered(layout.v_tiles, batch, True))
         part.div_(total.masked_fill(total == 0, 1.0))
         part_lse = torch.where(torch.isposinf(top), top, top + total.log())[..., 0]
         if pieced:
@@ -183,9 +216,27 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
     shape = (layout.batch, layout.heads, -1)
     out = out.view(*shape, v.shape[3])[:, :, : layout.nq].to(dtype).contiguous()
     lse = lse.view(shape)[:, :, : layout.nq].contiguous()
-    if may_overflow(inputs):
+    if may_overflow(inputs, branch):
         spoil(out, lse, inputs, branch)
     return out, lse
+
+
+def tile_mass(inputs: Inputs, lse: Tensor, plan: BlockPlan, first: Tensor, per_row: bool) -> Tensor:
+    """Sum the weights in each tile, (T,) or per row (T, q_tile), where a head's tiles begin at ``first``."""
+    layout = _Layout(inputs, plan)
+    # a row that attends nothing has no weights, whatever it holds
+    lse = lse.masked_fill(torch.isneginf(lse), torch.inf)
+    missing = layout.q_tiles.shape[0] // (layout.batch * layout.heads) * plan.q_tile - layout.nq
+    rows = torch.nn.functional.pad(lse, (0, missing), value=torch.inf).reshape(-1, plan.q_tile)
+    values = rows.new_zeros(plan.tiles, plan.q_tile)
+    begins = first.reshape(-1) - plan.row_ptr[:, 0].long()[plan.group.reshape(-1).long()]
+    for batch in layout.batches():
+        queries = layout.q_tiles[batch.line].to(layout.acc).mul_(inputs.scale)
+        scores = layout.scored(queries, layout.gathered(layout.k_tiles, batch, False), batch).scores
+        weights = scores.sub_(rows[batch.line][..., None]).exp_()
+        place = begins[batch.line // plan.q_tiles][:, None] + batch.entry
+        values[place] = weights.unflatten(2, (-1, plan.kv_tile)).sum(3).transpose(1, 2)
+    return values if per_row else values.sum(1)
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,6 +252,8 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     # a row of NaN: where it attends nothing, nothing of it
     broken = bool(lse.isnan().any())
     dout_tiles = layout.queries(dout)
+    # rows past the last have no weights, however large a term makes their scores
+    lse = torch.nn.functional.pad(lse, (0, -layout.nq % layout.plan.q_tile), value=torch.inf)
     row_lse, row_delta = (layout.queries(x[..., None].to(layout.acc)) for x in (lse, delta))
     dq = torch.zeros(layout.q_tiles.shape, dtype=layout.acc, device=device)
     dk = torch.zeros(layout.k_tiles.shape, dtype=layout.acc, device=device)
@@ -215,8 +268,8 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
             layout.masked(weights, batch, 0.0)
         where = batch.key.reshape(-1)
         kept = weights if scored.kept is None else weights * scored.kept
-        dv.index_add_(0, where, torch.bmm(kept.mT, row_dout).view(-1, *dv.shape[1:]))
-        score_grads = torch.bmm(row_dout, layout.gathered(layout.v_tiles, batch, True).mT)
+        dv.index_add_(0, where, layout.product(kept.mT, row_dout).view(-1, *dv.shape[1:]))
+        score_grads = layout.product(row_dout, layout.gathered(layout.v_tiles, batch, True).mT)
         if scored.kept is not None:
             score_grads.mul_(scored.kept)
         score_grads.sub_(row_delta[batch.line]).mul_(weights)
@@ -225,8 +278,8 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
         if layout.scoring is not None:
             assert scored.at is not None
             score_grads = layout.scoring.gradient(scored.states, score_grads, scored.at)
-        dq[batch.line] += torch.bmm(score_grads, keys).mul_(scale)
-        dk.index_add_(0, where, torch.bmm(score_grads.mT, queries).view(-1, *dk.shape[1:]))
+        dq[batch.line] += layout.product(score_grads, keys).mul_(scale)
+        dk.index_add_(0, where, layout.product(score_grads.mT, queries).view(-1, *dk.shape[1:]))
 
     def joined(tiles: Tensor, heads: int, length: int) -> Tensor:
         return tiles.view(layout.batch, heads, -1, tiles.shape[2])[:, :, :length].to(dtype).contiguous()
@@ -253,4 +306,4 @@ def scratch(case: Case, branch: Branch) -> int:
     return batch + lines * (case.value_dim + 1) * size
 
 
-BACKEND = Backend("gather", forward, backward, refusal, scratch, tiled=True, extras=EXTRAS)
+BACKEND = Backend("gather", forward, backward, refusal, scratch, tiled=True, extras=EXTRAS, paged=True, stored=True)

@@ -15,21 +15,18 @@ import logging
 import torch
 from torch import Tensor
 
+from ..dropout import STEPS, Dropout
 from ..errors import RingweaveError, in_a_line
-from ..patterns import Causal, Full, Global, Pattern, SlidingWindow
+from ..patterns import BlockTable, Causal, Full, Global, Pattern, SlidingWindow
 from ..plan import Branch
+from ..terms import ALiBi, Bias, DistanceBias, Softcap
 from . import reference
-from .backend import Backend, Case, Inputs, Upstream
+from .backend import Backend, Case, Inputs, Scoring, Upstream
 
 # error over result, both as root mean squares: well above what rounding does, well below what a wrong kernel does
 _LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _TOKENS = 500  # the last tile of any size is cut short
 _HEADS, _KV_HEADS = 4, 2
-_PATTERNS: dict[str, Pattern] = {
-    "full": Full(),
-    "causal": Causal(),
-    "sparse": SlidingWindow(260, 20) | Global(3),  # full tiles, partial ones, and rows longer than others
-}
 _log = logging.getLogger("ringweave")
 
 
@@ -45,7 +42,9 @@ def reason(backend: Backend, case: Case, branch: Branch) -> str | None:
     if case.device != "cuda" or not torch.cuda.is_available():
         return None
     device = f"cuda:{torch.cuda.current_device()}"
-    small = dataclasses.replace(case, batch=1, heads=_HEADS, kv_heads=_KV_HEADS, nq=_TOKENS, nk=_TOKENS, device=device)
+    small = dataclasses.replace(
+        case, batch=1, heads=_HEADS, kv_heads=_KV_HEADS, nq=_TOKENS, nk=_TOKENS, device=device, paged=False
+    )
     key = (backend.name, small, branch.structure)
     if key not in _verdicts:
         if torch.cuda.is_current_stream_capturing():
@@ -57,7 +56,24 @@ def reason(backend: Backend, case: Case, branch: Branch) -> str | None:
 
 
 def check(backend: Backend, case: Case, structure: str) -> str | None:
-    """Compute a small case of a structure, and say what is wrong with it: None if nothing is."""
+    """Compute small cases of a structure, and say what is wrong with the first that is wrong: None if nothing is."""
+    verdicts = (_check(backend, case, pattern) for pattern in _patterns(structure))
+    return next((verdict for verdict in verdicts if verdict is not None), None)
+
+
+def _patterns(structure: str) -> tuple[Pattern, ...]:
+    """Make what is tried of a structure: each way in which tiles are loaded."""
+    if structure != "sparse":
+        return (Full() if structure == "full" else Causal(),)
+    blocks = torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0, 1]], device="cpu").bool()
+    return (
+        SlidingWindow(260, 20) | Global(3),  # full tiles, partial ones with keys that nobody attends, longer rows
+        SlidingWindow(260, 0),  # partial tiles without such keys, which descriptors can load
+        BlockTable(blocks, 128),  # none partial
+    )
+
+
+def _check(backend: Backend, case: Case, pattern: Pattern) -> str | None:
     generator = torch.Generator(case.device).manual_seed(0)
 
     def drawn(heads: int, tokens: int, dim: int) -> Tensor:
@@ -66,8 +82,8 @@ def check(backend: Backend, case: Case, structure: str) -> str | None:
 
     q, k = drawn(case.heads, case.nq, case.head_dim), drawn(case.kv_heads, case.nk, case.head_dim)
     v, dout = drawn(case.kv_heads, case.nk, case.value_dim), drawn(case.heads, case.nq, case.value_dim)
-    branch = Branch.whole(_PATTERNS[structure], case.nq, case.nk, heads=case.heads, batch=case.batch)
-    inputs = Inputs(q, k, v, case.head_dim**-0.5)
+    branch = Branch.whole(pattern, case.nq, case.nk, heads=case.heads, batch=case.batch)
+    inputs = Inputs(q, k, v, case.head_dim**-0.5, _scoring(case, generator))
     out, lse = reference.forward(inputs, branch, case.dtype)
 
     def results(of: Backend) -> dict[str, Tensor]:
@@ -78,14 +94,41 @@ def check(backend: Backend, case: Case, structure: str) -> str | None:
         grads = of.backward(upstream, inputs, branch, case.dtype)
         return dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
-    exact = results(reference.BACKEND)
+    def with_tables(of: Backend) -> dict[str, Tensor]:
+        """Results, and what the terms' tables got."""
+        learned = [] if inputs.scoring is None else [total for total in inputs.scoring.totals if total is not None]
+        for total in learned:
+            total.zero_()
+        found = results(of)
+        return found | {f"table {i}": total.clone() for i, total in enumerate(learned)}
+
+    exact = with_tables(reference.BACKEND)
     try:
-        computed = results(backend)
+        computed = with_tables(backend)
         errors = {name: _error(computed[name], exact[name]) for name in exact}
     except (RingweaveError, RuntimeError) as error:
         return f"tried on this GPU, it raises {in_a_line(error)}"
     wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= _LIMITS[case.dtype]]
     return f"tried on this GPU, it is wrong: {', '.join(wrong)} of its size" if wrong else None
+
+
+def _scoring(case: Case, generator: torch.Generator) -> Scoring | None:
+    """The terms of a case, and its dropout, with numbers of their own; tables learn where gradients are computed."""
+    if not case.extras:
+        return None
+    device, sides = case.device, (case.batch, case.heads, case.nq, case.nk)
+    slopes = torch.full((case.heads,), 2.0**-6, device=device)
+    distance = torch.randn(case.heads, 65, generator=generator, device=device)
+    bias = torch.randn(1, *sides[1:], generator=generator, device=device)
+    known = (Softcap(20.0), ALiBi(slopes), DistanceBias(distance), Bias(bias))
+    terms = tuple(term for term in known if type(term).__name__ in case.extras)
+    totals = tuple(
+        term.total(torch.float32) if case.needs_grad and term.learned is not None else None for term in terms
+    )
+    heads, rows, columns = (torch.arange(side, device=device) for side in sides[1:])
+    offsets = torch.zeros(case.batch, 2, dtype=torch.int64, device=device)
+    dropout = Dropout(STEPS // 8, 2**40 + 7) if "dropout" in case.extras else None
+    return Scoring(terms, dropout, heads, rows, columns, offsets, totals)
 
 
 def _error(computed: Tensor, exact: Tensor) -> float:

@@ -10,31 +10,57 @@ be: after a look at the largest elements, or at what the native kernel saw.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from ..plan import Branch, unpack_masks
+from ..precision import STORED, widened
 from ..types import acc_dtype
-from .backend import Inputs, tiled
+from .backend import Inputs, Pages, tiled
 
 # scores computed at a time
 _AT_ONCE = 2**22
+_PAGES_AT_ONCE = 64
 
 
-def may_overflow(inputs: Inputs) -> bool:
+def may_overflow(inputs: Inputs, branch: Branch) -> bool:
     """Tell whether a score may be out of range, by the largest elements; True where one is not finite."""
     q, k = inputs[:2]
     most = torch.finfo(acc_dtype(q.dtype)).max
-    largest = (max(-float(low), float(high)) for low, high in (torch.aminmax(x) for x in (q, k)))
-    bound = math.prod(largest) * max(abs(inputs.scale), 1.0) * q.shape[3]
+    factor = 1.0
+    if inputs.scales is not None:
+        # a row's scale is its largest element, over the largest code
+        k, factor = inputs.scales.k, STORED[k.dtype]
+    there = [k] if inputs.pages is None else _touched(k, inputs.pages, branch)
+    bound = _largest([q]) * _largest(there) * factor * max(abs(inputs.scale), 1.0) * q.shape[3]
     return not bound < most / 2
+
+
+def _largest(parts: Iterable[Tensor]) -> float:
+    sides = [torch.stack(torch.aminmax(part)).abs_().max() for part in parts]
+    return float(torch.stack(sides).max()) if sides else 0.0
+
+
+def _touched(k: Tensor, pages: Pages, branch: Branch) -> Iterator[Tensor]:
+    """The pages that tiles of the plan lie in, some at a time."""
+    plan = branch.plan(k.device)
+    line, col, _ = plan.listed()
+    tiles = torch.zeros(plan.row_ptr.shape[0], plan.kv_tiles, dtype=torch.bool, device=k.device)
+    tiles[line // plan.q_tiles, col] = True
+    parts, columns = max(1, pages.size // plan.kv_tile), pages.table.shape[1]
+    touched = tiles[plan.group.long()].any(1).repeat_interleave(max(1, plan.kv_tile // pages.size), 1)
+    touched = tiled(touched[..., None], parts).any(2)[:, :columns, 0]
+    used = touched & (torch.arange(columns, device=k.device) * pages.size < pages.lengths[:, None])
+    for some in pages.table[used].long().unique().split(_PAGES_AT_ONCE):
+        yield k[some]
 
 
 def spoil(out: Tensor, lse: Tensor, inputs: Inputs, branch: Branch) -> None:
     """Write what the rule says of rows whose largest score is NaN or infinite."""
-    q, k = inputs[:2]
+    q, k, pages = inputs.q, inputs.k, inputs.pages
+    stored = (k,) if inputs.scales is None else (k, inputs.scales.k)
     plan = branch.plan(q.device)
     ratio = q.shape[1] // k.shape[1]
     acc = acc_dtype(q.dtype)
@@ -43,8 +69,10 @@ def spoil(out: Tensor, lse: Tensor, inputs: Inputs, branch: Branch) -> None:
     bank = torch.cat([unpack_masks(plan.masks, plan.kv_tile), whole])
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
-            queries, keys = tiled(q[b, h].to(acc), plan.q_tile), tiled(k[b, h // ratio].to(acc), plan.kv_tile)
-            real = tiled(torch.ones(k.shape[2], 1, device=q.device), plan.kv_tile)[..., 0] > 0
+            own, *scale = (x[b, h // ratio] if pages is None else pages.gathered(x, b, h // ratio) for x in stored)
+            own = widened(own, scale[0]) if scale else own
+            queries, keys = tiled(q[b, h].to(acc), plan.q_tile), tiled(own.to(acc), plan.kv_tile)
+            real = tiled(torch.ones(len(own), 1, device=q.device), plan.kv_tile)[..., 0] > 0
             top = torch.full(queries.shape[:2], -torch.inf, dtype=acc, device=q.device)
             finite_q, finite_k = (x.isfinite().all(-1) for x in (queries, keys))
             mine = (line // plan.q_tiles == plan.group[b, h]).nonzero()[:, 0]

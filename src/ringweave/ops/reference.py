@@ -29,7 +29,7 @@ class _Dense(NamedTuple):
 
 
 def _dense(inputs: Inputs, branch: Branch) -> _Dense:
-    q, k, _, scale, scoring = inputs
+    q, k, _, scale, scoring, *_ = inputs
     batch, heads = q.shape[:2]
     count = branch.pattern.to_dense(q.shape[2], k.shape[2], heads, batch=batch, q_offset=branch.q_offset)
     count = count.to(q.device, torch.float64)
@@ -48,7 +48,7 @@ def _dense(inputs: Inputs, branch: Branch) -> _Dense:
         scores = states[-1] if states else scores
         states = [state.masked_fill(count == 0, 0.0) for state in states]
         if scoring.dropout is not None:
-            kept = scoring.dropout.kept(at) * scoring.dropout.factor
+            kept = scoring.dropout.kept(at).double() * scoring.dropout.factor
     scores = torch.where(count > 0, scores + count.log(), -torch.inf)
     # not exp(scores - lse): scores of 1e17 take up the logarithm of a sum
     weights = torch.where(torch.isneginf(scores), 0.0, torch.softmax(scores, -1))
@@ -57,15 +57,29 @@ def _dense(inputs: Inputs, branch: Branch) -> _Dense:
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute attention by the formula of its definition."""
+    inputs = _without_pages(inputs.widened())
     dense = _dense(inputs, branch)
     lse = torch.logsumexp(dense.scores, -1)
     values = _only_attended(inputs.v, dense.times, inputs.q.shape[1])
     return ((dense.weights * dense.kept) @ values).to(dtype), lse.to(acc_dtype(inputs.q.dtype))
 
 
+def _without_pages(inputs: Inputs) -> Inputs:
+    """Lay keys and values out side by side, if they are stored in pages."""
+    pages = inputs.pages
+    if pages is None:
+        return inputs
+    sides = len(pages.table), inputs.k.shape[1]
+    k, v = (
+        torch.stack([pages.gathered(x, b, h) for b in range(sides[0]) for h in range(sides[1])]).unflatten(0, sides)
+        for x in (inputs.k, inputs.v)
+    )
+    return inputs._replace(k=k, v=v, pages=None)
+
+
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients by the formula; weights are recomputed in float64."""
-    q, k, v, scale, scoring = inputs
+    q, k, v, scale, scoring, *_ = inputs
     dense = _dense(inputs, branch)
     heads = q.shape[1]
     dead = torch.isneginf(dense.scores).all(-1, keepdim=True)
@@ -101,4 +115,15 @@ def scratch(case: Case, branch: Branch) -> int:
     return 4 * 8 * case.batch * case.heads * case.nq * case.nk
 
 
-BACKEND = Backend("reference", forward, backward, refusal, scratch, branched=False, planned=False, extras=EXTRAS)
+BACKEND = Backend(
+    "reference",
+    forward,
+    backward,
+    refusal,
+    scratch,
+    branched=False,
+    planned=False,
+    extras=EXTRAS,
+    paged=True,
+    stored=True,
+)

@@ -8,6 +8,8 @@ answer a forward-mode derivative with zero.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -20,20 +22,32 @@ from ..dropout import Dropout, threshold_of
 from ..errors import UnsupportedError, message
 from ..patterns import Pattern
 from ..patterns.function import held
+from ..patterns.shifted import first_positions
 from ..plan import pattern_of
 from ..terms import Term, terms_of, written
 from ..types import acc_dtype
-from . import flops
+from . import flops, recovery
 from .backend import Inputs, Scoring
-from .dispatch import run_backward, run_forward
 
 _library = torch.library.Library("ringweave", "DEF")
+# register_fake asks inspect whose line calls it, which looks through all modules that are loaded (6 ms) unless it knows
+getattr(inspect, "modulesbyfile", {})[inspect.getabsfile(sys.modules[__name__])] = __name__
 
 
-def operator(kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define ``ringweave::<name of the kernel>``; the kernel's annotations are its schema, the fake tells shapes."""
-    name = kernel.__name__
-    _library.define(name + _schema(kernel), tags=(torch.Tag.pt2_compliant_tag,))
+def operators(*kernels: tuple[Callable[..., Any], Callable[..., Any]]) -> list[Any]:
+    """Define ``ringweave::<name of the kernel>`` for each: its annotations are its schema, the fake tells shapes.
+
+    They belong together, and their overload is named for all their schemas: a graph that another version has left in
+    PyTorch's cache on disk may call the first alike and the others otherwise, and must not be found.
+    """
+    schemas = [_schema(kernel) for kernel, _ in kernels]
+    overload = "of_" + hashlib.blake2b("".join(schemas).encode(), digest_size=4).hexdigest()
+    return [_operator(*each, schema, overload) for each, schema in zip(kernels, schemas, strict=True)]
+
+
+def _operator(kernel: Callable[..., Any], fake: Callable[..., Any], schema: str, overload: str) -> Any:
+    name = f"{kernel.__name__}.{overload}"
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     untraced = torch._disable_dynamo(kernel)
 
     def run(*args: Any) -> Any:
@@ -42,7 +56,7 @@ def operator(kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
 
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ringweave::{name}", fake, lib=_library)
-    return getattr(torch.ops.ringweave, name).default
+    return getattr(getattr(torch.ops.ringweave, kernel.__name__), overload)
 
 
 _SCHEMA = {
@@ -70,14 +84,16 @@ def attention(
     backend: str,
     terms: str,
     threshold: int,
+    degrade: bool,
     extras: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of the pattern of ``spec`` and ``tables``, with the terms of ``terms`` and ``extras``.
 
-    With a threshold above 0 the last of ``extras`` is the seed of dropout.
+    With a threshold above 0 the last of ``extras`` is the seed of dropout; ``degrade``: in pieces, if memory runs out.
     """
-    scoring = _scoring(q, k, q_offset, terms, threshold, extras)
-    return run_forward(Inputs(q, k, v, scale, scoring), pattern_of(spec, tables), q_offset, backend)
+    pattern = pattern_of(spec, tables)
+    scoring = scoring_of(q, (q.shape[2], k.shape[2]), pattern, q_offset, terms, threshold, extras)
+    return recovery.forward(Inputs(q, k, v, scale, scoring), pattern, q_offset, backend, degrade)
 
 
 def attention_backward(
@@ -95,29 +111,35 @@ def attention_backward(
     backend: str,
     terms: str,
     threshold: int,
+    degrade: bool,
     extras: Sequence[Tensor],
     learns: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Compute (dq, dk, dv, those of ``extras``); nothing for one that ``learns`` says gets none."""
-    scoring = _scoring(q, k, q_offset, terms, threshold, extras, learns)
-    inputs, pattern = Inputs(q, k, v, scale, scoring), pattern_of(spec, tables)
-    grads = run_backward(dout, dlse, inputs, out, lse, pattern, q_offset, backend)
-    totals = () if scoring is None else (total for total in scoring.totals if total is not None)
-    return *grads, _by_extra(extras, learns, totals)
+    pattern = pattern_of(spec, tables)
+    scoring = scoring_of(q, (q.shape[2], k.shape[2]), pattern, q_offset, terms, threshold, extras, learns)
+    inputs = Inputs(q, k, v, scale, scoring)
+    grads = recovery.backward(dout, dlse, inputs, out, lse, pattern, q_offset, backend, degrade)
+    return *grads, table_grads(extras, learns, scoring)
 
 
-def _scoring(
+def scoring_of(
     q: Tensor,
-    k: Tensor,
+    tokens: tuple[int, int],
+    pattern: Pattern,
     q_offset: int,
     spec: str,
     threshold: int,
     extras: Sequence[Tensor],
     learns: Sequence[bool] | None = None,
 ) -> Scoring | None:
+    """What an operator's arguments say of terms and dropout, over (queries, keys) tokens; None: nothing.
+
+    Tables that ``learns`` says get gradients get a sum of them, of zeros.
+    """
     if not spec and not threshold:
         return None
-    (batch, heads, nq, _), nk, device = q.shape, k.shape[2], q.device
+    (batch, heads), (nq, nk), device = q.shape[:2], tokens, q.device
     flags: Iterator[bool] = iter([False] * len(extras) if learns is None else learns)
     terms, totals = terms_of(spec, extras), list[Tensor | None]()
     for term in terms:
@@ -125,11 +147,22 @@ def _scoring(
         totals.append(term.total(acc_dtype(q.dtype)) if bool(term.tables) and next(flags) else None)
     places = [torch.arange(n, device=device) for n in (heads, nq, nk)]
     dropout = Dropout(threshold, int(extras[-1])) if threshold else None
-    return Scoring(terms, dropout, places[0], places[1], places[2], q_offset, tuple(totals))
+    first = first_positions(pattern, q_offset, batch, device)
+    return Scoring(terms, dropout, places[0], places[1], places[2], first, tuple(totals))
+
+
+def table_grads(extras: Sequence[Tensor], learns: Sequence[bool], scoring: Scoring | None) -> list[Tensor]:
+    """Give the sum for each extra tensor that learns, in its dtype; for the others an empty tensor."""
+    totals = () if scoring is None else scoring.totals
+    return _by_extra(extras, learns, (total for total in totals if total is not None))
+
+
+def fake_grads(extras: Sequence[Tensor], learns: Sequence[bool]) -> list[Tensor]:
+    """Give the same without values."""
+    return _by_extra(extras, learns, (x.new_empty(x.shape) for x, one in zip(extras, learns, strict=True) if one))
 
 
 def _by_extra(extras: Sequence[Tensor], learns: Sequence[bool], grads: Iterable[Tensor]) -> list[Tensor]:
-    """Give a gradient for each extra tensor that learns, of its dtype; for the others an empty one."""
     rest = iter(grads)
     return [next(rest).to(x.dtype) if one else x.new_empty(0) for x, one in zip(extras, learns, strict=True)]
 
@@ -141,9 +174,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _fake_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, ...]:
     extras, learns = rest[-2:]
     grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return *grads, _by_extra(
-        extras, learns, (x.new_empty(x.shape) for x, one in zip(extras, learns, strict=True) if one)
-    )
+    return *grads, fake_grads(extras, learns)
 
 
 def differentiate(op: Any, setup: Callable[..., None] | None, backward: Callable[..., Any]) -> None:
@@ -151,8 +182,7 @@ def differentiate(op: Any, setup: Callable[..., None] | None, backward: Callable
     torch.library.register_autograd(op.name(), backward, setup_context=setup, lib=_library)
 
 
-attention_op = operator(attention, _fake)
-attention_backward_op = operator(attention_backward, _fake_backward)
+attention_op, attention_backward_op = operators((attention, _fake), (attention_backward, _fake_backward))
 
 
 class Differentiable(torch.autograd.Function):
@@ -223,12 +253,12 @@ class _Attention(Differentiable):
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         """As the operator; autograd sees no tensors in a list."""
-        return attention_op(*args[:10], list(args[10:]))  # type: ignore[no-any-return]
+        return attention_op(*args[:11], list(args[11:]))  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """Keep what backward takes."""
-        _setup(ctx, (*inputs[:10], inputs[10:]), output)
+        _setup(ctx, (*inputs[:11], inputs[11:]), output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -236,13 +266,13 @@ class _Attention(Differentiable):
             found = _Backward.apply(*args)  # type: ignore[no-untyped-call]
             return *found[:3], found[3:]
 
-        dq, dk, dv, *of_extras = _gradients(call, ctx, list(ctx.needs_input_grad[10:]), *grads)
-        return dq, dk, dv, *(None,) * 7, *of_extras
+        dq, dk, dv, *of_extras = _gradients(call, ctx, list(ctx.needs_input_grad[11:]), *grads)
+        return dq, dk, dv, *(None,) * 8, *of_extras
 
 
 def _backward_compiled(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    dq, dk, dv, *of_extras = _gradients(attention_backward_op, ctx, list(ctx.needs_input_grad[10]), *grads)
-    return dq, dk, dv, [None] * ctx.tables, *(None,) * 6, of_extras
+    dq, dk, dv, *of_extras = _gradients(attention_backward_op, ctx, list(ctx.needs_input_grad[11]), *grads)
+    return dq, dk, dv, [None] * ctx.tables, *(None,) * 7, of_extras
 
 
 differentiate(attention_op, _setup, _backward_compiled)
@@ -287,20 +317,32 @@ def _vmapped(op: Any) -> Callable[..., Any]:
     return run
 
 
-torch.library.register_vmap("ringweave::attention", _vmapped(attention_op), lib=_library)
-torch.library.register_vmap("ringweave::attention_backward", _vmapped(attention_backward_op), lib=_library)
+for op in (attention_op, attention_backward_op):
+    torch.library.register_vmap(op, _vmapped(op), lib=_library)
 
 
-def attend(
-    inputs: Inputs, pattern: Pattern, q_offset: int, backend: str, terms: Sequence[Term] = (), dropout: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a checked call, with its derivatives."""
-    q, k, v, scale, _ = inputs
+def said(terms: Sequence[Term], dropout: float) -> tuple[str, int, list[Tensor]]:
+    """Terms and dropout as operators take them: text, a threshold, and tensors, a new seed the last of them."""
     spec, extras = written(terms) if terms else ("", [])
     threshold = threshold_of(dropout)
     if threshold:
         extras.append(torch.randint(-(2**63), 2**63 - 1, (), device="cpu"))
-    args = (q, k, v, pattern.tables, pattern.spec, scale, q_offset, backend, spec, threshold)
+    return spec, threshold, extras
+
+
+def attend(
+    inputs: Inputs,
+    pattern: Pattern,
+    q_offset: int,
+    backend: str,
+    terms: Sequence[Term] = (),
+    dropout: float = 0.0,
+    degrade: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) of a checked call, with its derivatives."""
+    q, k, v, scale = inputs[:4]
+    spec, threshold, extras = said(terms, dropout)
+    args = (q, k, v, pattern.tables, pattern.spec, scale, q_offset, backend, spec, threshold, degrade)
     if torch.compiler.is_compiling():
         refuse_forward_mode()
         return attention_op(*args, extras)  # type: ignore[no-any-return]

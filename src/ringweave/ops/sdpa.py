@@ -34,7 +34,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
     tensors = map(_rows_apart, (q, per_query_head(k, heads), per_query_head(v, heads)))
     out, lse = _forward(*tensors, 0.0, branch.structure == "causal", scale=scale)
     out, lse = out.to(dtype).contiguous(), lse.contiguous()
-    if may_overflow(attended):
+    if may_overflow(attended, branch):
         spoil(out, lse, inputs, branch)
     return out, lse
 

@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 Fields = tuple[tuple[str, int], ...]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Read:
     """What was read: answers by key without density, then by density; when, and of which state of the file."""
 
@@ -82,15 +82,16 @@ def refresh() -> None:
 
 def answers() -> Mapping[str, Mapping[int, Answer]]:
     """Give answers by key and density, from the file as it was at most a second ago."""
-    return _current().answers
+    return current().answers
 
 
 def configs() -> Mapping[KernelKey, Fields]:
     """Give fields of launch configurations by kernel and tiles, from the file as it was at most a second ago."""
-    return _current().configs
+    return current().configs
 
 
-def _current() -> _Read:
+def current() -> _Read:
+    """What is known now: another object once the file was read again."""
     global _read
     path, now = store(), time.monotonic()
     if path == _read.path and now - _read.checked < _CHECKED_EVERY:

@@ -15,10 +15,12 @@ from ..checks import check_tensors
 from ..errors import RingError, ShapeError, UnsupportedError, message
 from ..ops.backend import Inputs
 from ..ops.dispatch import BACKENDS, names, run_forward
-from ..ops.registered import refuse_forward_mode
+from ..ops.registered import refuse_forward_mode, said
 from ..patterns import Pattern, check_extents
 from ..patterns.fit import refuse
 from ..patterns.numbers import one_of, whole
+from ..precision import Precision, as_precision
+from ..terms import Term
 from .execution import wire as wires
 from .execution.agreement import TAG_WORDS, Agreement, Opaque, Value, text_words
 from .execution.pending_table import PendingTable, rows_of
@@ -56,11 +58,13 @@ class ContextParallel:
             by stage, computing while the next stage's keys arrive; least memory, and queries travel where that is
             cheaper. ``"auto"``: gather, unless a rank would hold more than three shards, or ring moves less than half.
         placement: ``"auto"`` (by modelled time of bytes and work), a name, or a Placement.
-        wire: What keys and values travel as: ``"native"``, ``"bf16"`` or ``"int8"`` (a scale per token).
+        wire: What keys and values travel as: ``"native"``, ``"bf16"`` or ``"int8"`` (a scale per token); None: as
+            ``precision`` says.
         tolerance: Largest relative error of an encoded message, measured on a sample before sending; above it the
             message goes as it is. None: no limit.
         deadline: Seconds that a wait may last.
         retries: How often a timed-out exchange is repeated on fresh connections.
+        precision: A policy, of which the wire is taken; calls are given the rest.
     Raises:
         ShapeError: No tokens, heads that do not divide, or a number that is none or out of bounds.
         PatternError: A pattern that is made for another length or other heads.
@@ -89,13 +93,15 @@ class ContextParallel:
         heads: tuple[int, int],
         schedule: str = "auto",
         placement: str | Placement = "auto",
-        wire: str = "native",
+        wire: str | None = None,
         tolerance: float | None = None,
         deadline: float = 30.0,
         retries: int = 0,
+        precision: Precision | None = None,
     ):
-        self.patterns = patterns_of(pattern)
         self.seq_len, self.heads = whole("seq_len", seq_len, 1, error=ShapeError), pair_of_heads(heads)
+        self.patterns = tuple(each.bound(*self.heads) for each in patterns_of(pattern))
+        wire = as_precision(precision).wire if wire is None else wire
         self.options = options = ContextOptions(schedule, placement, wire, tolerance, deadline, retries)
         for each in self.patterns:
             self._check_pattern(each)
@@ -219,20 +225,29 @@ class ContextParallel:
     # ---- attention ---------------------------------------------------------------------------------------------------
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, backend: str
+        self,
+        inputs: Inputs,
+        pattern: Pattern,
+        backend: str,
+        terms: Sequence[Term] = (),
+        dropout: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Compute (out, lse) of the shard, once ``rw.attention(..., context=)`` has checked its arguments."""
         refuse_forward_mode()
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             remedy = "Differentiate with torch.autograd, and fold a mapped dimension into the batch."
             raise UnsupportedError(message("context", "a torch.func transform", "a call without one", remedy))
-        grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        call = (scale, backend, self._number, self._tag, grads)
+        q, k, v, scale = inputs[:4]
+        spec, threshold, extras = said(terms, dropout)
+        grads = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *extras))
+        call = (scale, backend, self._number, spec, threshold, extras, self._tag, grads)
         out, lse, *_ = ring_attention_op(q, k, v, pattern.tables, pattern.spec, *call)
         return out, lse
 
-    def check(self, q: Tensor, k: Tensor, pattern: Pattern, q_offset: int, backend: str) -> None:
-        """Raise a typed error unless a call fits this context."""
+    def check(
+        self, q: Tensor, k: Tensor, pattern: Pattern, q_offset: int, backend: str, extras: frozenset[str] = frozenset()
+    ) -> None:
+        """Raise a typed error unless a call, with ``extras`` by name, fits this context."""
         if q_offset != 0:
             raise UnsupportedError(message("q_offset", q_offset, "0 with a context", "Decode on one device."))
         for name, x, heads in (("q", q, self.heads[0]), ("k", k, self.heads[1])):
@@ -245,6 +260,9 @@ class ContextParallel:
             if known is None or not (known.planned and known.branched):
                 able = [name for name in names()[1:] if BACKENDS[name].planned and BACKENDS[name].branched]
                 wanted = f"'auto' or one that computes a plan: {', '.join(able)}"
+                raise UnsupportedError(message("backend", repr(backend), wanted, "Use 'auto'."))
+            if not extras <= known.extras:
+                wanted = f"one that computes {', '.join(sorted(extras))}"
                 raise UnsupportedError(message("backend", repr(backend), wanted, "Use 'auto'."))
         self._check_pattern(pattern, q.shape[0])
 
@@ -282,7 +300,7 @@ class ContextParallel:
         self.check(shards[0], shards[1], pattern, 0, backend)
         scale = 1.0 / math.sqrt(q.shape[3])
         try:
-            out, _ = self.attend(*shards, pattern, scale, backend)
+            out, _ = self.attend(Inputs(*shards, scale), pattern, backend)
             return self.unshard(out, 2)
         except RingError as error:
             if fallback == "raise" or not error.lost:

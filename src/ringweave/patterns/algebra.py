@@ -57,6 +57,11 @@ class Combined(Pattern):
             batch, heads = _agree("batch", batch, b), _agree("heads", heads, h)
         return batch, heads
 
+    def bound(self, heads: int, kv_heads: int | None = None) -> Pattern:
+        parts = [part.bound(heads, kv_heads) for part in self.parts]
+        same = all(new is old for new, old in zip(parts, self.parts, strict=True))
+        return self if same else join(type(self), *parts)
+
     def select(self, b: int, h: int) -> Pattern:
         chosen = [part.select(b, h) for part in self.parts]
         if all(new is old for new, old in zip(chosen, self.parts, strict=True)):
@@ -78,6 +83,11 @@ class Combined(Pattern):
                 return None
             parts.append(strided)
         return join(type(self), *parts)
+
+    def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
+        parts = [part._shard(rank, ranks, heads) for part in self.parts]
+        same = all(new is old for new, old in zip(parts, self.parts, strict=True))
+        return self if same else join(type(self), *parts)
 
     def _pairwise(self, tiles: Tiles, winner: int, neutral: int) -> Int64:
         keys = self.parts[0].tile_keys(tiles)
@@ -162,9 +172,17 @@ class Not(Pattern):
     def extents(self) -> tuple[int | None, int | None]:
         return self.part.extents()
 
+    def bound(self, heads: int, kv_heads: int | None = None) -> Pattern:
+        part = self.part.bound(heads, kv_heads)
+        return self if part is self.part else ~part
+
     def select(self, b: int, h: int) -> Pattern:
         chosen = self.part.select(b, h)
         return self if chosen is self.part else ~chosen
+
+    def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
+        part = self.part._shard(rank, ranks, heads)
+        return self if part is self.part else ~part
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         self.part.check(nq, nk, q_offset)

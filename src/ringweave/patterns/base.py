@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..errors import PatternError, message
 from .key import Key, address_key
+from .numbers import whole
 from .tiles import FULL, Int64, Ranges, Tiles
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from ..plan.future import Causality
 
 # what is known by what it holds, which others may come to change
-_FOLLOWING = ("TokenMask(", "Keys(", "Documents(", "Global(_")
+_FOLLOWING = ("TokenMask(", "Keys(", "Documents(", "Global(_", "Offsets(")
 
 
 class Pattern(ABC):
@@ -82,6 +83,15 @@ class Pattern(ABC):
         """Spell the pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn."""
         return self._text() if self._follows and not torch.compiler.is_compiling() else self._spec
 
+    @property
+    def fixed(self) -> bool:
+        """Whether its text is all there is of it: no tensors, and nothing that others may change."""
+        known = self.__dict__.get("_fixed")
+        if known is None:
+            known = not self._follows and not self.tables
+            object.__setattr__(self, "_fixed", known)
+        return bool(known)
+
     @abstractmethod
     def _text(self) -> str:
         """Spell what ``spec`` is to be."""
@@ -116,6 +126,15 @@ class Pattern(ABC):
     def extents(self) -> tuple[int | None, int | None]:
         """Give (batch, heads) that the pattern is made for; None where it is the same for all."""
         return None, None
+
+    def bound(self, heads: int, kv_heads: int | None = None) -> Pattern:
+        """Give the pattern of a call with so many heads: tables per key head become those of its query heads.
+
+        Args:
+            heads: Query heads.
+            kv_heads: Key heads, where they are known.
+        """
+        return self
 
     def select(self, b: int, h: int) -> Pattern:
         """Give the pattern of one batch element and head; itself where, and only where, it is the same for all."""
@@ -178,7 +197,7 @@ class Pattern(ABC):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_spec", "_follows")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_spec", "_follows", "_fixed")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -243,6 +262,40 @@ class Pattern(ABC):
 
         return Within(self, bounds)
 
+    def shard(self, rank: int, ranks: int, heads: int | None = None) -> Pattern:
+        """Give the pattern of the heads of one rank, where heads are spread over ranks in order (tensor parallelism).
+
+        Args:
+            rank: Which rank.
+            ranks: How many; divides the heads.
+            heads: Query heads of all ranks: needed where a pattern says what a head does by its number.
+        Returns:
+            A pattern of ``heads / ranks`` heads; itself where all heads are alike.
+        Raises:
+            PatternError: Heads that the ranks do not divide, or that cannot be told apart from a rank's own.
+        Example:
+            >>> rw.PerHead([rw.Causal(), rw.Full(), rw.SlidingWindow(1), rw.Sinks(1)]).shard(1, 2)
+            PerHead([SlidingWindow(1), Sinks(1)])
+        """
+        ranks = whole("ranks", ranks, 1)
+        rank = whole("rank", rank, 0, ranks - 1)
+        heads = None if heads is None else whole("heads", heads, 1)
+        pattern = self if heads is None else self.bound(heads)
+        made = pattern.extents()[1]
+        if heads is not None and heads != (made or heads):
+            wanted = f"{made}, which {self!r} is made for"
+            raise PatternError(message("heads", heads, wanted, "Pass those of all ranks."))
+        made = heads or made
+        if made is not None and made % ranks:
+            raise PatternError(message("ranks", ranks, f"a divisor of the {made} query heads", "Take fewer ranks."))
+        return pattern._shard(rank, ranks, heads)
+
+    def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
+        if any(part._shard(rank, ranks, heads) is not part for part in self.parts_within()):
+            remedy = "Make it of the parts' shards."
+            raise PatternError(message("pattern", repr(self), "one whose heads can be taken apart", remedy))
+        return self
+
     # ---- views of the relation (the layers above do the work) --------------------------------------------------------
 
     def to_dense(self, nq: int, nk: int | None = None, heads: int = 1, *, batch: int = 1, q_offset: int = 0) -> Tensor:
@@ -266,16 +319,16 @@ class Pattern(ABC):
         """
         from .fit import check_dense, fitting
 
-        nq, nk, heads, batch, q_offset = fitting(self, nq, nk, heads, batch, q_offset)
+        pattern, nq, nk, heads, batch, q_offset = fitting(self, nq, nk, heads, batch, q_offset)
         check_dense(nq, nk, heads, batch)
         q = torch.arange(q_offset, q_offset + nq, device="cpu")[:, None]
         k = torch.arange(nk, device="cpu")[None, :]
         dense = torch.zeros(batch, heads, nq, nk, dtype=torch.bool, device="cpu")
-        if self.select(0, 0) is self:
-            return dense.copy_(self.allows(q, k))
+        if pattern.select(0, 0) is pattern:
+            return dense.copy_(pattern.allows(q, k))
         for b in range(batch):
             for h in range(heads):
-                dense[b, h] = self.select(b, h).allows(q, k)
+                dense[b, h] = pattern.select(b, h).allows(q, k)
         return dense
 
     def plan(

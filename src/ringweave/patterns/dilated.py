@@ -239,6 +239,17 @@ class LongNet(Pattern):
                 views.append((View((members[0], members[-1] + 1, step), rate, offset), inside))
         return views
 
+    def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
+        shared = self.heads == "shared"
+        every = shared and isinstance(self.offset, int)
+        # a rank's first head keeps the residue of the first of all
+        aligned = heads is not None and all(heads // ranks % rate == 0 for rate in self.rates)
+        if ranks == 1 or every or (shared and self.offset == "interleaved" and aligned):
+            return self
+        wanted = f"heads that do on {ranks} ranks what they do on one"
+        remedy = "Take an int as offset; or pass heads=, and spread so that each rate divides a rank's heads."
+        raise PatternError(message("pattern", repr(self), wanted, remedy))
+
     def _offset(self, head: int, rate: int, heads: int) -> int:
         if isinstance(self.offset, int):
             return self.offset % rate
@@ -246,7 +257,7 @@ class LongNet(Pattern):
 
     def to_dense(self, nq: int, nk: int | None = None, heads: int = 1, *, batch: int = 1, q_offset: int = 0) -> Tensor:
         """Count the branches that let each query attend each key: int32 (batch, heads, nq, nk)."""
-        nq, nk, heads, batch, q_offset = fitting(self, nq, nk, heads, batch, q_offset)
+        _, nq, nk, heads, batch, q_offset = fitting(self, nq, nk, heads, batch, q_offset)
         check_dense(nq, nk, heads, batch)
         q = torch.arange(q_offset, q_offset + nq, device="cpu")[:, None]
         k = torch.arange(nk, device="cpu")[None, :]

@@ -42,9 +42,15 @@ def refuse(value: object, name: str = "pattern") -> NoReturn:
 
 
 def fitting(
-    pattern: Pattern, nq: int, nk: int | None, heads: int = 1, batch: int = 1, q_offset: int = 0
-) -> tuple[int, int, int, int, int]:
-    """Fit (nq, nk, heads, batch, q_offset), as ints, to a pattern; nk is nq + q_offset by default.
+    pattern: Pattern,
+    nq: int,
+    nk: int | None,
+    heads: int = 1,
+    batch: int = 1,
+    q_offset: int = 0,
+    kv_heads: int | None = None,
+) -> tuple[Pattern, int, int, int, int, int]:
+    """The pattern of a call, and (nq, nk, heads, batch, q_offset), as ints; nk is nq + q_offset by default.
 
     Raises:
         PatternError: What is no pattern, or one that is made for other sizes.
@@ -53,9 +59,10 @@ def fitting(
     if not isinstance(pattern, Pattern):
         refuse(pattern)
     sizes = check_sizes(nq, nk, heads, batch, q_offset)
+    pattern = pattern.bound(sizes[2], kv_heads)
     check_extents(pattern, sizes[3], sizes[2])
     pattern.check(sizes[0], sizes[1], sizes[4])
-    return sizes
+    return pattern, *sizes
 
 
 def check_dense(nq: int, nk: int, heads: int, batch: int) -> None:

@@ -23,6 +23,7 @@ from ..recent import Recent
 from .base import Pattern
 from .key import Key, address_key
 from .numbers import whole
+from .per_head import PerHead
 from .reads import Reads, content_key, read
 from .tiles import Int64, Ranges, Tiles, mix
 
@@ -296,6 +297,20 @@ class TokenMask(Pattern):
         chosen = TokenMask.__new__(TokenMask)
         chosen._of(_holder_of(self.fn, self._named, reads), reads.tables, batch, head)
         return chosen
+
+    def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
+        if ranks == 1 or self._head is not None or not self._depends()[1]:
+            return self
+        if heads is None:
+            remedy = "Pass heads=, those of all ranks."
+            raise PatternError(message("heads", None, "a number, for a function that reads the head", remedy))
+        reads, count = read(self.fn, self._named), heads // ranks
+        holder, chosen = _holder_of(self.fn, self._named, reads), list[Pattern]()
+        for head in range(rank * count, (rank + 1) * count):
+            one = TokenMask.__new__(TokenMask)
+            one._of(holder, reads.tables, self._batch, head)
+            chosen.append(one)
+        return PerHead(chosen)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         b = torch.full((1, 1, 1, 1), self._batch or 0, device=q.device)

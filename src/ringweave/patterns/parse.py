@@ -22,6 +22,7 @@ from .grids import GridNeighborhood, GridWindows
 from .keys import Keys
 from .local import Causal, Neighborhood, PrefixLM, Segments, SlidingWindow
 from .per_head import PerHead
+from .shifted import Offsets, Shifted
 from .table import BlockTable
 from .within import Within
 
@@ -45,8 +46,8 @@ WRITABLE: dict[str, Callable[..., Pattern]] = {
         Neighborhood, Periodic, GridNeighborhood, GridWindows, Keys, Within,
     )
 } | PRESETS  # fmt: skip
-# what patterns are made of besides
-_NAMES: dict[str, Callable[..., object]] = {**WRITABLE, "Grid": Grid}
+#: Every name that a text may hold: patterns, and what they are made of besides.
+NAMES: dict[str, Callable[..., object]] = {**WRITABLE, "Grid": Grid}
 
 
 _LONGEST = 2**20  # characters of a text from outside
@@ -87,28 +88,32 @@ def parse(text: str) -> Pattern:
         raise PatternError(
             message("text", f"{len(text)} characters", f"at most {_LONGEST}", "Build the pattern in Python.")
         )
-    return _Reader(text, _NAMES, iter(())).read()
+    return _Reader(text, NAMES, iter(())).read()
 
 
 def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
     """Build the pattern of a ``spec`` and its ``tables``, as written by this process."""
 
-    def table(tensor: Tensor, block_size: int | tuple[int, int], key_blocks: int | None = None) -> Pattern:
+    def table(
+        tensor: Tensor, block_size: int | tuple[int, int], key_blocks: int | None = None, group: int | None = 1
+    ) -> Pattern:
         sides = (block_size, block_size) if isinstance(block_size, int) else block_size
         blocks = MaskBlocks(tensor, tensor.shape[-1]) if key_blocks is None else ListedBlocks(tensor, key_blocks)
-        return BlockTable.of(blocks, sides)
+        return BlockTable.of(blocks, sides, group or None)
 
     # around the same tensors: plans are cached by their address
     held: dict[str, Callable[..., object]] = {
         "BlockTable": table,
         "Documents": Documents.own,
         "Global": Global.own,
+        "Offsets": Offsets,
+        "Shifted": Shifted,
         "TokenMask": TokenMask.numbered,
     }
-    return _Reader(spec, _NAMES | held, iter(tables)).read()
+    return _Reader(spec, NAMES | held, iter(tables)).read()
 
 
-def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
+def split(text: str) -> Iterator[tuple[str, str, int]]:
     """Split text into kind, token and where it ends; the last is the end, or something that is no token."""
     place, kind = 0, ""
     while kind not in ("end", "other"):
@@ -123,7 +128,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
 @functools.lru_cache(maxsize=1024)
 def _kept(text: str) -> tuple[tuple[str, str, int], ...]:
     # a pattern with tables is read at every call
-    return tuple(_tokens(text))
+    return tuple(split(text))
 
 
 class _Open:
@@ -155,7 +160,7 @@ class _Reader:
 
     def __init__(self, text: str, names: dict[str, Callable[..., object]], tables: Iterator[Tensor]):
         self.text, self.names, self.tables = text, names, tables
-        self.tokens = iter(_kept(text) if len(text) <= _KEPT else _tokens(text))
+        self.tokens = iter(_kept(text) if len(text) <= _KEPT else split(text))
         self.place = 0
         self.open = [_Open("")]
 

@@ -45,8 +45,17 @@ class PerHead(Pattern):
     def extents(self) -> tuple[int | None, int | None]:
         return next((b for b, _ in (p.extents() for p in self.patterns) if b is not None), None), len(self.patterns)
 
+    def bound(self, heads: int, kv_heads: int | None = None) -> Pattern:
+        parts = [pattern.bound(heads, kv_heads) for pattern in self.patterns]
+        same = all(new is old for new, old in zip(parts, self.patterns, strict=True))
+        return self if same else PerHead(parts)
+
     def select(self, b: int, h: int) -> Pattern:
         return self.patterns[h].select(b, h)
+
+    def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
+        count = len(self.patterns) // ranks
+        return self if ranks == 1 else PerHead(self.patterns[rank * count : (rank + 1) * count])
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         for pattern in self.patterns:

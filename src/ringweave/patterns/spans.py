@@ -27,7 +27,7 @@ ELEMENT = 1 << ELEMENT_BITS
 _END = 2**62
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Spans:
     """Documents in their order, as ranges of queries and of keys on the axis of all batch elements.
 

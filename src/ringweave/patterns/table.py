@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -10,15 +12,17 @@ from torch import Tensor
 from ..errors import PatternError, message, shown
 from .base import Pattern
 from .block_sets import BlockSet, ListedBlocks, MaskBlocks, ascending
-from .numbers import whole
+from .numbers import one_of, whole
 from .tiles import Int64, Ranges, Tiles, classes
 
+P = TypeVar("P", Tensor, NDArray[np.int64])
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class BlockTable(Pattern):
     """The block of (query, key) is set in a table; per batch and per head if the table is.
 
+    A table with a single row of blocks is that of a decode step, of at most a block of queries at any position.
     The table is copied, so a pattern never changes: a new table is a new pattern, and no stale plan can be served.
     One made of indices keeps them, in ascending order, in four bytes each, and plans in time and memory that grow with
     their number: of 8,192 x 8,192 blocks (a million tokens) 82 in each row take 2.7 MB, a mask 67. Tables with the same
@@ -32,6 +36,8 @@ class BlockTable(Pattern):
             block, in any order, once or more; with ``counts``.
         counts: Integer tensor (..., blocks of queries): how many of ``indices`` count, from the first.
         key_blocks: Blocks of keys, needed with ``indices``.
+        heads: ``"query"``, or ``"kv"``: the table's heads are those of the keys, each for all query heads that share
+            its keys.
     Attributes:
         blocks: Which blocks are set.
     Raises:
@@ -54,6 +60,7 @@ class BlockTable(Pattern):
         indices: Tensor | None = None,
         counts: Tensor | None = None,
         key_blocks: int | None = None,
+        heads: str = "query",
     ):
         if (mask is None) == (indices is None):
             raise PatternError(message("mask, indices", "neither or both", "exactly one", "Pass mask= or indices=."))
@@ -64,20 +71,24 @@ class BlockTable(Pattern):
             raise PatternError(message("block_size", shown(sides), "one side or two", "Pass (queries, keys)."))
         self.block_size = whole("block_size", sides[0], 1), whole("block_size", sides[1], 1)
         self.blocks: BlockSet = _of_indices(indices, counts, key_blocks) if mask is None else _of_mask(mask)
+        # query heads for each of the table's; None until the call is known
+        several = one_of("heads", heads, ("query", "kv")) == "kv" and (1, *self.blocks.shape)[-3] > 1
+        self.group = None if several else 1
         self.__post_init__()
 
     @classmethod
-    def of(cls, blocks: BlockSet, block_size: tuple[int, int]) -> BlockTable:
+    def of(cls, blocks: BlockSet, block_size: tuple[int, int], group: int | None = 1) -> BlockTable:
         """Wrap blocks that are already private (a slice of another pattern's, or an op's argument)."""
         pattern = cls.__new__(cls)
-        pattern.block_size, pattern.blocks = block_size, blocks
+        pattern.block_size, pattern.blocks, pattern.group = block_size, blocks, group
         pattern.__post_init__()
         return pattern
 
     def _text(self) -> str:
         side = self.block_size
         listed = f", key_blocks={self.blocks.key_blocks}" if isinstance(self.blocks, ListedBlocks) else ""
-        return f"BlockTable(_, {side[0] if side[0] == side[1] else side}{listed})"
+        group = "" if self.group == 1 else f", group={self.group or 0}"
+        return f"BlockTable(_, {side[0] if side[0] == side[1] else side}{listed}{group})"
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
@@ -97,15 +108,42 @@ class BlockTable(Pattern):
     def extents(self) -> tuple[int | None, int | None]:
         # a side of 1 broadcasts
         batch, heads = (1, 1, *self.blocks.shape)[-4:-2]
-        return (batch if batch > 1 else None), (heads if heads > 1 else None)
+        return (batch if batch > 1 else None), (heads * (self.group or 1) if heads > 1 else None)
+
+    def bound(self, heads: int, kv_heads: int | None = None) -> Pattern:
+        if self.group is not None:
+            return self
+        made = self.blocks.shape[-3]
+        if heads % made or made != (kv_heads or made):
+            of_keys = "" if kv_heads is None else f" over {kv_heads} key heads"
+            wanted = "a table for each key head, which divide the query heads"
+            got = f"tables of {made} key heads for {heads} query heads{of_keys}"
+            raise PatternError(message("BlockTable", got, wanted, "Make it for the call."))
+        return BlockTable.of(self.blocks, self.block_size, heads // made)
 
     def select(self, b: int, h: int) -> Pattern:
-        one = self.blocks.one(b, h)
+        if self.group is None:
+            raise PatternError(message("BlockTable", "tables per key head", "a call's heads", "Take bound(heads)."))
+        one = self.blocks.one(b, h // self.group)
         return self if one is self.blocks else BlockTable.of(one, self.block_size)
+
+    def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
+        if self.extents()[1] is None or ranks == 1:
+            return self
+        count, rest = divmod(self.blocks.shape[-3], ranks)
+        if rest:
+            wanted = f"a multiple of {ranks}, so that each rank has tables of its own"
+            raise PatternError(
+                message("BlockTable", f"tables of {self.blocks.shape[-3]} heads", wanted, "Repeat them.")
+            )
+        some = self.blocks.some(slice(rank * count, (rank + 1) * count))
+        # a single one is that of all heads
+        return BlockTable.of(some, self.block_size, self.group if count > 1 else 1)
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         wanted = (-(-(q_offset + nq) // self.block_size[0]), -(-nk // self.block_size[1]))
-        if self.blocks.shape[-2:] != wanted:
+        step = nq <= self.block_size[0] and self.blocks.shape[-2:] == (1, wanted[1])
+        if self.blocks.shape[-2:] != wanted and not step:
             raise PatternError(
                 message(
                     "BlockTable",
@@ -119,11 +157,15 @@ class BlockTable(Pattern):
         return self.block_size[0] if self.block_size[0] == self.block_size[1] else None
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        return self.blocks.holds(q // self.block_size[0], k // self.block_size[1])
+        return self.blocks.holds(self._row(q), k // self.block_size[1])
+
+    def _row(self, q: P) -> P:
+        """The rows of blocks of positions; a single one is that of them all."""
+        return q // self.block_size[0] if self.blocks.shape[-2] > 1 else q * 0
 
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        size_q, size_k = self.block_size
-        line, begin, end = self.blocks.runs(q_lo // size_q, (q_hi - 1) // size_q)
+        size_k = self.block_size[1]
+        line, begin, end = self.blocks.runs(self._row(q_lo), self._row(q_hi - 1))
         # as a padded list per query tile
         counts = np.bincount(line, minlength=len(q_lo))
         slot = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -135,7 +177,7 @@ class BlockTable(Pattern):
 
     def tile_keys(self, tiles: Tiles) -> Int64:
         size_q, size_k = self.block_size
-        r0, r1 = tiles.q_lo // size_q, (tiles.q_hi - 1) // size_q
+        r0, r1 = self._row(tiles.q_lo), self._row(tiles.q_hi - 1)
         c0, c1 = tiles.k_lo // size_k, (tiles.k_hi - 1) // size_k
         high = int((r1 - r0).max(initial=0)) + 1
         wide = int((c1 - c0).max(initial=0)) + 1
@@ -156,7 +198,7 @@ class BlockTable(Pattern):
     def restride(self, rate: int, offset: int) -> Pattern | None:
         if any(side % rate for side in self.block_size):
             return None
-        return BlockTable.of(self.blocks, (self.block_size[0] // rate, self.block_size[1] // rate))
+        return BlockTable.of(self.blocks, (self.block_size[0] // rate, self.block_size[1] // rate), self.group)
 
     def _held(self, row: Int64, col: Int64) -> NDArray[np.bool_]:
         held: NDArray[np.bool_] = self.blocks.holds(torch.from_numpy(row), torch.from_numpy(col)).numpy()

@@ -12,6 +12,7 @@ from .documents import Documents
 from .fit import nest, refuse
 from .keys import Keys
 from .per_head import PerHead
+from .shifted import Offsets, Shifted
 from .spans import ELEMENT, Bounds, Shared, bounds_in
 from .table import BlockTable
 from .tiles import Int64, Ranges, Tiles, mix
@@ -77,6 +78,10 @@ class Within(Pattern):
             return self
         return Within(chosen, bounds)
 
+    def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
+        part = self.pattern._shard(rank, ranks, heads)
+        return self if part is self.pattern else Within(part, self.bounds)
+
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         self.bounds.check(nq, nk, q_offset)
         if self.bounds.readable():
@@ -120,6 +125,8 @@ def batched(pattern: Pattern, head: int) -> Pattern | None:
         return None
     if isinstance(pattern, Combined):
         return type(pattern)(tuple(found))
+    if isinstance(found[-1], Offsets):
+        return Shifted(found[0], found[-1])
     return Not(found[0]) if isinstance(pattern, Not) else Within(found[0], found[1])
 
 
@@ -130,6 +137,9 @@ def check_bounds(pattern: Pattern, nq: int, nk: int, q_offset: int) -> None:
     elif isinstance(pattern, Within):
         pattern.bounds.fits(nq, nk, q_offset)
         pattern.fits()
+    elif isinstance(pattern, Shifted):
+        pattern.fits(nq, nk, q_offset)
+        check_bounds(pattern.pattern, *pattern.extent(nq, nk, q_offset))
     else:
         for part in pattern.parts_within():
             check_bounds(part, nq, nk, q_offset)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from ..patterns import Pattern
@@ -10,9 +13,11 @@ from ..patterns.numbers import check_device
 from .block_plan import BlockPlan, pack_masks, unpack_masks
 from .branches import Branch, Sizes, branches, mixture, tile_sides
 from .cache import CacheStatistics, PlanCache, pattern_of, plan_cache
-from .future import Causality, causality
-from .interop import from_block_mask
 from .subplan import subplan
+
+if TYPE_CHECKING:
+    from .future import Causality, causality
+    from .interop import from_block_mask
 
 __all__ = [
     "BlockPlan",
@@ -33,6 +38,16 @@ __all__ = [
     "subplan",
     "unpack_masks",
 ]
+
+
+# these load when asked for: importing ringweave stays quick
+_ELSEWHERE = {"Causality": "future", "causality": "future", "from_block_mask": "interop"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ELSEWHERE:
+        return getattr(importlib.import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def plan(
@@ -69,7 +84,7 @@ def plan(
         >>> rw.plan((rw.SlidingWindow(1024) | rw.Sinks(64)) & rw.Causal(), 16384)
         BlockPlan(16384 x 16384 tokens, tiles 128 x 128, 1235 non-empty, 1 group(s), 4 masks, density 0.0643, cpu)
     """
-    nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
+    pattern, nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
     sides = tile_sides(tile, pattern, nq, nk)
     device = check_device(device)
     return plan_cache.get(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=sides, device=device)
@@ -79,6 +94,6 @@ def density(
     pattern: Pattern, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0
 ) -> float:
     """Divide allowed pairs by all pairs, counted exactly; in a LongNet a pair counts once per branch that allows it."""
-    nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
+    pattern, nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
     program = branches(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
     return sum(branch.pairs() for branch in program) / (batch * heads * nq * nk)

@@ -145,7 +145,7 @@ def branches(
     return program
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sizes:
     """The sizes of a call that branches depend on."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ from ..patterns.numbers import check_sizes, named_device, whole
 from ..recent import Recent
 from .block_plan import BlockPlan
 from .from_pattern import build, check_tile
+from .streams import made, used
+
+if TYPE_CHECKING:
+    from .store import PlanStore
 
 # what a plan takes beside its elements: nine tensors in one piece, and its place here; measured
 _PLAN_BYTES = 8 * 2**10
@@ -23,13 +28,23 @@ _MOST_PLANS, _MOST_STEPS = 1024, 256
 
 
 class CacheStatistics(NamedTuple):
-    """Counters of a plan cache since it was made or cleared."""
+    """Counters of a plan cache since it was made or cleared.
+
+    Attributes:
+        hits: Plans that were there.
+        misses: Those that had to be made, or read from disk.
+        evictions: Those that made room.
+        plans: How many there are.
+        nbytes: Their bytes, with their tables'.
+        loaded: Of the misses, those that were read from disk.
+    """
 
     hits: int
     misses: int
     evictions: int
     plans: int
     nbytes: int
+    loaded: int = 0
 
 
 class PlanCache:
@@ -52,6 +67,9 @@ class PlanCache:
         self.max_bytes = whole("max_bytes", max_bytes, 0, 2**63 - 1)
         self._kept: Recent[BlockPlan] = Recent(max_bytes - max_bytes // 8, _MOST_PLANS)
         self._steps: Recent[BlockPlan] = Recent(max_bytes // 8, _MOST_STEPS)
+        #: Where plans that took long to make are kept beyond this process, if anywhere; not those of decoding steps.
+        self.store: PlanStore | None = None
+        self._loaded = 0
 
     def get(
         self,
@@ -69,23 +87,42 @@ class PlanCache:
         if not isinstance(pattern, Pattern):
             refuse(pattern)
         nq, nk, heads, batch, q_offset = check_sizes(nq, nk, heads, batch, q_offset)
+        pattern = pattern.bound(heads)
         made_of, device, tile = pattern.key(), _place(device), check_tile(tile)
         key = (made_of.value, nq, nk, heads, batch, q_offset, tile, str(device))
         kept = self._steps if nq <= tile[0] else self._kept
         plan = kept.get(key)
         if plan is not None:
+            used(plan, device)
             return plan
         # one thread builds a plan, the others of the same key wait for it
         making = kept.making(key)
         with making.lock:
             plan = kept.get(key)
             if plan is not None:
+                used(plan, device)
                 return plan
-            plan = build(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=device)
+            plan = self._made(pattern, (nq, nk, heads, batch, q_offset, *tile), device, kept is self._kept)
             ties = holders(pattern.spec)
             if made_of.versions and not pattern.key().same(made_of):
                 raise changed("what was changed while it was planned", "TokenMask" if ties else "pattern")
-            kept.put(key, plan, plan.nbytes + _PLAN_BYTES, made_of.tables, ties)
+            if made(plan, device):
+                kept.put(key, plan, plan.nbytes + _PLAN_BYTES, made_of.tables, ties)
+        return plan
+
+    def _made(self, pattern: Pattern, sizes: tuple[int, ...], device: torch.device, lasting: bool) -> BlockPlan:
+        """Read a plan from disk, or build it and write it there if that took long."""
+        nq, nk, heads, batch, q_offset, *tile = sizes
+        store = self.store if lasting else None
+        name = None if store is None else store.name(pattern, sizes)
+        if store is not None and name is not None and (plan := store.load(name)) is not None:
+            self._loaded += 1
+            return plan.to(device)
+        begun = time.perf_counter()
+        sides = (tile[0], tile[1])
+        plan = build(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=sides, device=device)
+        if store is not None and name is not None and time.perf_counter() - begun > store.seconds:
+            store.save(name, plan)
         return plan
 
     def statistics(self) -> CacheStatistics:
@@ -95,12 +132,13 @@ class PlanCache:
         hits, misses, evictions, held = (
             sum(getattr(kept, name) for kept in both) for name in ("hits", "misses", "evictions", "nbytes")
         )
-        return CacheStatistics(hits, misses, evictions, plans, held)
+        return CacheStatistics(hits, misses, evictions, plans, held, self._loaded)
 
     def clear(self) -> None:
         """Drop all plans and counters."""
         self._kept.clear()
         self._steps.clear()
+        self._loaded = 0
 
 
 def _place(device: str | torch.device) -> torch.device:

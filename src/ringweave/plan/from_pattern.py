@@ -16,14 +16,16 @@ from numpy.typing import NDArray
 
 from ..errors import PatternError, ShapeError, message, shown
 from ..patterns import BlockTable, Pattern, check_extents, rebuild
+from ..patterns.block_sets import ListedBlocks
 from ..patterns.numbers import check_device
 from ..patterns.spans import Shared
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
 from ..patterns.within import batched, by_head, check_bounds, elements
 from .block_plan import BlockPlan
-from .from_table import from_table
+from .from_table import fine, from_fine_table, from_table
 from .lists import RowSet, assemble, limit
-from .table_context import Listed, TableContext, runs_of, split
+from .streams import waits
+from .table_context import Listed, TableContext, of_sets, runs_of, split
 
 _EVALUATED_AT_ONCE = 2**24  # mask bits
 _TILES_AT_ONCE = 2**18
@@ -70,14 +72,18 @@ def build(
 ) -> BlockPlan:
     """Plan a pattern, uncached; see :func:`ringweave.plan`."""
     _check(pattern, nq, nk, heads, batch, q_offset, tile, device)
-    if isinstance(pattern, BlockTable) and q_offset == 0 and pattern.block_size == tile:
-        return from_table(pattern, nq, nk, heads, batch, tile, device)
-    parts = split(pattern, tile) if q_offset == 0 else None
-    if parts is not None and parts[0].tables[0].device.type != "cpu":
+    parts = split(pattern, tile)
+    if parts is not None and q_offset and parts[0].blocks.shape[-2] > 1:
+        parts = None
+    if parts is not None and parts[0] is pattern:
+        return from_table(parts[0], nq, nk, heads, batch, tile, device, q_offset=q_offset)
+    if parts is not None and _by_context(parts[0], -(-nq // tile[0]) * -(-nk // tile[1])):
         table, every, none = parts
-        lead = table.blocks.shape[:-2]
-        context = _table_context(every.spec, none.spec, nq, nk, heads, batch, tile, lead, str(device))
-        return from_table(table, nq, nk, heads, batch, tile, device, context=context)
+        sizes = nq, nk, heads, batch, tile, table.blocks.shape[:-2], str(device)
+        context = _table_context(every.spec, none.spec, *sizes, table.group or 1, q_offset)
+        return from_table(table, nq, nk, heads, batch, tile, device, context=context, q_offset=q_offset)
+    if isinstance(pattern, BlockTable) and fine(pattern, tile) and (q_offset == 0 or pattern.blocks.shape[-2] == 1):
+        return from_fine_table(pattern, nq, nk, heads, batch, tile, device, q_offset)
     patterns, group = _distinct(pattern, heads, batch)
     for each, _ in patterns:
         check_bounds(each, nq, nk, q_offset)
@@ -135,7 +141,10 @@ def _table_context(
     tile: tuple[int, int],
     table: tuple[int, ...],
     device: str,
+    group: int = 1,
+    q_offset: int = 0,
 ) -> TableContext:
+    waits(device)
     q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
     step = max(1, _TILES_AT_ONCE // kv_tiles)
     store = _Masks(tile)
@@ -143,14 +152,23 @@ def _table_context(
     def listed(each: Pattern, starts: Int64) -> Iterator[Listed]:
         # some rows at a time: of tiles side by side runs are kept, few where the tiles are many
         for first in range(0, q_tiles, step):
-            tiles = _rows(each, starts, nq, nk, 0, tile, store, slice(first, first + step))
+            tiles = _rows(each, starts, nq, nk, q_offset, tile, store, slice(first, first + step))
             yield (first + tiles.row) * kv_tiles + tiles.col, tiles.bits
 
-    full, group = _distinct(rebuild(every, ()), heads, batch)
+    full, of_full = _distinct(rebuild(every, ()), heads, batch)
     inside = [[runs_of(*part) for part in listed(*each)] for each in full]
     empty, other = _distinct(rebuild(none, ()), heads, batch)
     outside = [list(listed(*each)) for each in empty]
-    return TableContext.of((inside, group), (outside, other), store.packed(), table, q_tiles * kv_tiles, device)
+    sets = of_sets(table, group, batch, heads, "cpu")
+    return TableContext.of((inside, of_full), (outside, other), store.packed(), sets, q_tiles * kv_tiles, device)
+
+
+def _by_context(table: BlockTable, tiles: int) -> bool:
+    """Whether what a table is combined with is planned for all tiles, and kept, for tables to come."""
+    if table.tables[0].device.type != "cpu":
+        return True
+    # where the host may look at a mask, its equal rows are found to be; and of many tiles only those that are set
+    return tiles <= _TILES_AT_ONCE and (isinstance(table.blocks, ListedBlocks) or table.blocks.shape[-2] == 1)
 
 
 def _check(

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from ..patterns import BlockTable
-from ..patterns.block_sets import BlockSet
+from ..patterns.block_sets import BlockSet, MaskBlocks
 from .block_plan import BlockPlan
 from .lists import stable_order
-from .table_context import EMPTY, TableContext
+from .table_context import EMPTY, TableContext, of_sets
 
 #: Places of a list beyond which a GPU plan is made exact, for one wait: four lists of them take a quarter of a GiB.
 MOST_PLACES = 2**24
+# of masks that are made for all tiles of a fine table
+_MOST_WORDS = 2**26
 
 
 def from_table(
@@ -35,6 +37,7 @@ def from_table(
     device: str | torch.device,
     spare: bool | None = None,
     context: TableContext | None = None,
+    q_offset: int = 0,
 ) -> BlockPlan:
     """Plan a table whose blocks are the tiles.
 
@@ -48,6 +51,7 @@ def from_table(
         device: Where the plan goes; the table is copied there.
         spare: Whether the lists may have places to spare; by default on anything but a CPU, where they are few enough.
         context: The pattern that the table is a part of.
+        q_offset: Position of the first query: 0, but for a table with a single row.
     """
     blocks = pattern.blocks.to(device)
     lead = blocks.shape[:-2]
@@ -57,7 +61,6 @@ def from_table(
         spare = blocks.table.device.type != "cpu" and room <= MOST_PLACES
     row_ptr, col, bits, col_ptr, row, bits_t = (_with_room if spare else _exact)(blocks, sets, context)
     device = row_ptr.device
-    group = torch.arange(sets, dtype=torch.int32, device=device)
     rank = (2 * row_ptr.diff(dim=1).reshape(-1).clamp(min=1).log2()).floor().to(torch.int16)
     no_masks = torch.zeros(0, tile[0], -(-tile[1] // 32), dtype=torch.int32, device=device)
     return BlockPlan(
@@ -68,18 +71,112 @@ def from_table(
         row=row.int(),
         bits_t=bits_t,
         masks=no_masks if context is None else context.masks,
-        group=group.view(lead).expand(batch, heads).contiguous() if context is None else context.group,
+        group=of_sets(lead, pattern.group or 1, batch, heads, device).int() if context is None else context.group,
         order=torch.argsort(-rank, stable=True).int(),
         nq=nq,
         nk=nk,
         q_tile=tile[0],
         kv_tile=tile[1],
+        q_offset=q_offset,
         counted=not spare,
     )
 
 
+def fine(pattern: BlockTable, tile: tuple[int, int]) -> bool:
+    """Whether a table's blocks fill the tiles, whole words of a mask each, and few enough to look at all of them."""
+    high, wide = pattern.block_size
+    # of larger blocks few masks differ, and it is worth to find which
+    fills = high <= 16 and tile[0] % high == 0 and tile[1] % wide == 0 and wide % 32 == 0
+    return fills and math.prod(pattern.blocks.shape) * high * wide // 32 <= _MOST_WORDS
+
+
+def from_fine_table(
+    pattern: BlockTable,
+    nq: int,
+    nk: int,
+    heads: int,
+    batch: int,
+    tile: tuple[int, int],
+    device: str | torch.device,
+    q_offset: int = 0,
+    spare: bool | None = None,
+) -> BlockPlan:
+    """Plan a table whose blocks are parts of the tiles, such as a list of key blocks for every token.
+
+    A tile's mask is made of its blocks. On a GPU every tile has one, so that nothing is read back.
+
+    Args:
+        pattern: A table that :func:`fine` takes; the others as of :func:`from_table`.
+    """
+    blocks, (side, across) = pattern.blocks.to(device), pattern.block_size
+    lead, rows, width = blocks.shape[:-2], *blocks.shape[-2:]
+    sets, q_tiles, kv_tiles = math.prod(lead), -(-nq // tile[0]), -(-nk // tile[1])
+    high, wide = tile[0] // side, tile[1] // across
+    mask = blocks.mask().view(sets, rows, width)
+    device = mask.device
+
+    def of_tiles(mask: Tensor, past: bool) -> Tensor:
+        sides = (0, kv_tiles * wide - width, 0, q_tiles * high - rows)
+        padded = torch.nn.functional.pad(mask, sides, value=past)
+        return padded.view(sets, q_tiles, high, kv_tiles, wide).transpose(2, 3)
+
+    held = of_tiles(mask, False)
+    used, full = held.flatten(3).any(3), of_tiles(mask, True).flatten(3).all(3)
+    place = torch.arange(full.numel(), device=device).view(full.shape)
+    number = place
+    if not (device.type != "cpu" if spare is None else spare):
+        partial = used & ~full
+        held, place = held[partial], place[partial]
+        number = (partial.view(-1).cumsum(0) - 1).view(full.shape)
+    words = held.reshape(-1, high, 1, wide, 1).expand(-1, -1, side, -1, across // 32)
+    words = words.reshape(-1, tile[0], tile[1] // 32).int().neg()
+    # past the ends nothing is allowed
+    row, col = (place.view(-1) // kv_tiles % q_tiles)[:, None], (place.view(-1) % kv_tiles)[:, None]
+    here = row * tile[0] + torch.arange(tile[0], device=device) < nq
+    left = (nk - col * tile[1] - torch.arange(0, tile[1], 32, device=device)).clamp(0, 32)
+    ends = torch.where(left == 32, -1, (torch.ones_like(left) << left) - 1).int()
+    context = TableContext(
+        starts=torch.arange(full.numel(), device=device),
+        codes=torch.where(full, -1, number).int().view(-1),
+        outside=torch.zeros(0, dtype=torch.int64, device=device),
+        outside_codes=torch.zeros(0, dtype=torch.int32, device=device),
+        masks=words & torch.where(here[:, :, None], ends[:, None], 0),
+        of_table=torch.arange(sets, device=device),
+        of_codes=torch.arange(sets, device=device),
+        group=of_sets(lead, pattern.group or 1, batch, heads, device).int(),
+    )
+    tiles = BlockTable.of(MaskBlocks(used.view(*lead, q_tiles, kv_tiles), kv_tiles), tile)
+    return from_table(tiles, nq, nk, heads, batch, tile, device, spare, context, q_offset)
+
+
+def _on_host(blocks: BlockSet, sets: int) -> tuple[Tensor, ...]:
+    """Make the lists of a table that is a plan by itself, on a CPU."""
+    rows, width = blocks.shape[-2:]
+    counts, col = blocks.lines()
+    ends = np.concatenate([np.zeros(1, np.int64), counts.cumsum()])
+    row_ptr = ends[np.arange(sets)[:, None] * rows + np.arange(rows + 1)]
+    row = np.repeat(np.tile(np.arange(rows, dtype=np.int32), sets), counts)
+    column = np.repeat(np.arange(sets) * width, row_ptr[:, -1] - row_ptr[:, 0])
+    column += col
+    below = np.concatenate([np.zeros(1, np.int64), np.bincount(column, minlength=sets * width).cumsum()])
+    col_ptr = below[np.arange(sets)[:, None] * width + np.arange(width + 1)]
+    if sets * width <= 2**16:
+        order = stable_order(column, sets * width)
+    else:
+        # one set at a time stays in a processor's cache
+        parts = [(int(each[0]), int(each[-1])) for each in row_ptr]
+        order = np.concatenate(
+            [lo + stable_order(column[lo:hi] - g * width, width) for g, (lo, hi) in enumerate(parts)]
+        )
+    bits = torch.full((len(col),), -1, dtype=torch.int32, device="cpu")
+    at_row, cols, at_column, rows_of = (torch.from_numpy(each) for each in (row_ptr, col, col_ptr, row[order]))
+    return at_row, cols, bits, at_column, rows_of, bits
+
+
 def _exact(blocks: BlockSet, sets: int, context: TableContext | None) -> tuple[Tensor, ...]:
     """Make the lists of a plan, no longer than they are."""
+    if context is None and blocks.table.device.type == "cpu":
+        return _on_host(blocks, sets)
     rows, width = blocks.shape[-2:]
     area = rows * width
     number = blocks.numbers()

@@ -9,6 +9,7 @@ import torch
 
 from ..patterns import Causal, Pattern
 from ..patterns.fit import fitting
+from ..patterns.shifted import Shifted, first_positions
 from .block_plan import BlockPlan, unpack_masks
 from .branches import Branch, branches
 from .from_pattern import build
@@ -66,20 +67,22 @@ def causality(
 
     Of a relation only what ``pattern & ~Causal()`` leaves is planned: for a causal one that is the diagonal.
     """
-    nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
+    pattern, nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
     counts = [_of(branch) for branch in branches(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)]
     pairs, first = sum(number for number, _ in counts), min((each for _, each in counts if each), default=None)
     return Causality(pairs, first, (batch > 1, heads > 1))
 
 
 def _of(branch: Branch) -> tuple[int, Offender | None]:
-    if branch.structure == "causal" or branch.q_offset + 1 >= branch.nk:
+    moved = branch.pattern if isinstance(branch.pattern, Shifted) else None
+    if branch.structure == "causal" or (moved is None and branch.q_offset + 1 >= branch.nk):
         return 0, None
     heads = range(*branch.heads)
+    first = first_positions(branch.pattern, branch.q_offset, branch.batch, torch.device("cpu")).tolist()
 
     def at(query: int, key: int, b: int, h: int) -> Offender:
         # a query's place in the view as its position, which is congruent to the view's keys
-        query += branch.q_offset
+        query, key = query + first[b][0], key + first[b][1]
         return Offender(branch.k_first + query * branch.rate, branch.k_first + key * branch.rate, b, heads[h])
 
     if branch.structure == "full":
@@ -87,7 +90,8 @@ def _of(branch: Branch) -> tuple[int, Offender | None]:
         last = min(branch.nq, branch.nk - 1 - branch.q_offset)
         each = last * (branch.nk - 1 - branch.q_offset) - last * (last - 1) // 2
         return each * branch.batch * branch.head_count, at(0, branch.q_offset + 1, 0, 0)
-    future = dataclasses.replace(branch, pattern=branch.pattern & ~Causal())
+    inside = (branch.pattern if moved is None else moved.pattern) & ~Causal()
+    future = dataclasses.replace(branch, pattern=inside if moved is None else Shifted(inside, moved.offsets))
     # asked for seldom: it takes no place from the plans of calls
     plan = build(
         future.pattern,

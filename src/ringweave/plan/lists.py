@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from ..errors import PatternError, message
 from ..patterns.tiles import Int64
 from .block_plan import BlockPlan
+from .streams import waits
 
 _ALIGNED = 16  # elements: 64 bytes
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class RowSet:
     """The non-empty tiles of a row set, or of several side by side, in row order; rows count on through the sets."""
 
@@ -44,6 +45,7 @@ def assemble(
     device: str | torch.device,
 ) -> BlockPlan:
     """Make a plan of its row sets: the lists by columns, the launch order, and all of it in one piece of memory."""
+    waits(device)
     q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
     first = np.cumsum([0, *(each.sets for each in sets)])
     count = int(first[-1])

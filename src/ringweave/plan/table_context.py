@@ -35,6 +35,17 @@ def split(pattern: Pattern, tile: tuple[int, int]) -> tuple[BlockTable, Pattern,
     return table, every, replace(pattern, lambda leaf: ~Full() if leaf.tables else leaf)
 
 
+def of_sets(lead: tuple[int, ...], group: int, batch: int, heads: int, device: str | torch.device) -> Tensor:
+    """Number the row sets of a table of leading sides (), (H,) or (B, H) for batch elements and heads: (B, Hq) int64.
+
+    Each of the table's heads is that of ``group`` query heads.
+    """
+    sets = torch.arange(math.prod(lead), device=device).view(lead)
+    if lead and group > 1:
+        sets = sets[..., None].expand(*lead, group).flatten(-2)
+    return sets.expand(batch, heads).contiguous()
+
+
 def _same(a: Pattern, b: Pattern) -> bool:
     """Tell whether two patterns are the same table; without a look at what it holds."""
     return a.spec == b.spec and all(
@@ -42,7 +53,7 @@ def _same(a: Pattern, b: Pattern) -> bool:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class TableContext:
     """The tiles of a pattern that has one table in it, where that is set and where it is not; all on one device.
 
@@ -76,18 +87,18 @@ class TableContext:
         inside: tuple[Sequence[Sequence[Runs]], Tensor],
         outside: tuple[Sequence[Sequence[Listed]], Tensor],
         masks: Tensor,
-        table: tuple[int, ...],
+        table: Tensor,
         area: int,
         device: str | torch.device,
     ) -> TableContext:
-        """Describe it by the tiles with every block set and with none, and the leading sides of the table.
+        """Describe it by the tiles with every block set and with none, and by which sets of the table are whose.
 
         Args:
             inside: With every block set, the runs of each distinct pattern, in parts, and (B, Hq) int32 which pattern
                 each uses.
             outside: The same with no block set, and all its tiles listed.
             masks: As a plan's.
-            table: (), (heads,) or (batch, heads).
+            table: (B, Hq), which row set of the table each uses.
             area: Tiles of a head.
             device: Where it goes.
         """
@@ -97,8 +108,7 @@ class TableContext:
         starts = np.concatenate([np.zeros(1, np.int64), end, begin])
         codes = np.concatenate([np.full(1 + len(end), EMPTY, np.int32), code])
         order = np.argsort(starts, kind="stable")
-        of_table = torch.arange(math.prod(table), device="cpu").reshape(table).expand(inside[1].shape)
-        number = (of_table * len(inside[0]) + inside[1]) * len(outside[0]) + outside[1]
+        number = (table * len(inside[0]) + inside[1]) * len(outside[0]) + outside[1]
         joint, group = number.unique(return_inverse=True)
         joint, of_outside = joint // len(outside[0]), (joint % len(outside[0])).tolist()
         tiles = [(n * area + place, code) for n, of in enumerate(of_outside) for place, code in outside[0][of]]

@@ -10,7 +10,7 @@ import torch
 
 from ...errors import UnsupportedError, message
 from ..record import CaseResult, Measuring, Options, Record, Say, silent
-from . import attention, gpu, ring, scoring
+from . import attention, decoding, gpu, memory, models, modules, quality, ring, scoring, seeds
 from . import kernels as cpu
 
 
@@ -55,11 +55,16 @@ CASES: dict[str, BenchCase] = {
         BenchCase(
             "planning", "cold plans from 16K to 1M tokens: time and bytes per non-empty tile", attention.planning
         ),
-        BenchCase("memory", "peak memory of a window at 32K and 262K tokens", attention.memory),
+        BenchCase("memory", "peak memory of a window at 32K and 262K tokens; scratch that is reused", memory.measure),
+        BenchCase("decode", "one query over a long cache: share of memory's speed, errors by policy", decoding.measure),
         BenchCase("dilated", "LongNet's mixture and a dilated relation against dense attention", attention.dilated),
         BenchCase("crossover", "sparse against dense over densities from 5% to 100%", attention.crossover),
         BenchCase("tune", "what ringweave tune gains over the usual choice, on four shapes", attention.tuned),
         BenchCase("terms", "score terms and dropout, over the same call without them", scoring.measure),
+        BenchCase("module", "nn.MultiheadAttention, over its projections and the functional call", modules.measure),
+        BenchCase("models", "transformers' models: ringweave next to sdpa and eager, time and memory", models.measure),
+        BenchCase("quality", "recall of attention, bits per byte, retrieval at a tenth of the pairs", quality.measure),
+        BenchCase("seeds", "the described system's published tables, row by row, next to ours", seeds.measure),
         BenchCase("ring", "context parallelism: speed on 2 processes, bytes, modelled efficiency", ring.measure),
     )
 }  # fmt: skip

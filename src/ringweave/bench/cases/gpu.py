@@ -17,6 +17,7 @@ import torch
 import ringweave as rw
 
 from ...errors import UnsupportedError, message
+from ...patterns import Pattern
 from ..compare import FAILURES, Comparison, outcomes
 from ..measure import interleaved
 from ..peers import VENDORS
@@ -45,26 +46,31 @@ def part(problem: Problem, names: Sequence[str] = _ALL, *, dense: bool = False, 
     return Comparison(entries, directions, 10, memory=whole, ends=True, failures=FAILURES)
 
 
-def _problem(name: str, drawn: Drawn, tokens: int, heads: int = 16, head_dim: int = 128) -> Problem:
-    return Problem(name, drawn, tokens, heads, head_dim, dtype=torch.bfloat16, device="cuda")
+def _problem(name: str, relation: Pattern | Drawn, tokens: int, heads: int = 16, head_dim: int = 128) -> Problem:
+    return Problem(name, relation, tokens, heads, head_dim, dtype=torch.bfloat16, device="cuda")
 
 
-def _densities(tokens: int, *densities: float) -> list[Comparison]:
-    return [part(_problem("densities", Drawn(density), tokens), (OWN,)) for density in densities]
-
-
-PARTS = (
-    part(_problem("stage A", Drawn(0.1), 16384), dense=True),
-    part(_problem("stage A", Drawn(0.1), 32768), dense=True),
-    part(_problem("stage A", Drawn(0.1), 65536)),
-    *_densities(32768, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01),
-    part(_problem("90% sparse", Drawn(0.1), 65536, 8, 64), dense=True),
-    part(_problem("64 x 64, top 64", Drawn(block_size=64, chosen=64), 109632, 7)),
-    part(_problem("a million tokens", Drawn(0.01), 2**20), (OWN,), whole=True),
-)
+#: By the names that ``ringweave bench kernels --part`` takes.
+PARTS = {
+    "16K": part(_problem("stage A", Drawn(0.1), 16384), dense=True),
+    "32K": part(_problem("stage A", Drawn(0.1), 32768), dense=True),
+    "65K": part(_problem("stage A", Drawn(0.1), 65536)),
+    "causal": part(_problem("causal", rw.Causal(), 16384)),
+    "window": part(_problem("window", rw.SlidingWindow(1023, 0), 65536)),
+    "documents": part(_problem("documents", rw.Documents([2731] * 24) & rw.Causal(), 24 * 2731)),
+    "sinks": part(_problem("sinks", (rw.SlidingWindow(1023, 0) | rw.Global(4)) & rw.Causal(), 65536)),
+    **{
+        f"density {density:.0%}": part(_problem("densities", Drawn(density), 32768), (OWN,))
+        for density in (0.5, 0.25, 0.1, 0.05, 0.02, 0.01)
+    },
+    "D 64": part(_problem("90% sparse", Drawn(0.1), 65536, 8, 64), dense=True),
+    "D 256": part(_problem("D 256", Drawn(0.1), 16384, 8, 256), (OWN, "flex")),
+    "64 x 64": part(_problem("64 x 64, top 64", Drawn(block_size=64, chosen=64), 109632, 7)),
+    "million": part(_problem("a million tokens", Drawn(0.01), 2**20), (OWN,), whole=True),
+}
 QUICK = (
     part(_problem("stage A", Drawn(0.1), 16384), (OWN, "ringweave:flash"), dense=True),
-    *_densities(16384, 0.5, 0.05),
+    *(part(_problem("densities", Drawn(density), 16384), (OWN,)) for density in (0.5, 0.05)),
     part(_problem("64 x 64, top 64", Drawn(block_size=64, chosen=64), 16384, 7), (OWN,)),
 )
 
@@ -106,6 +112,11 @@ def _at_most(name: str, tokens: int, bound: float) -> Rule:
 TARGETS = (
     *_stage(FORWARD, 480.0, 600.0),
     *_stage(BACKWARD, 320.0, 500.0),
+    *(
+        Rule("{workload}: FlexAttention's time over ringweave's", {"workload": name, "peer": "flex",
+             "direction": FORWARD}, over_first, 1.2)
+        for name in ("causal", "window")
+    ),
     _at_most("90% sparse", 65536, 3.0),
     _at_most("64 x 64, top 64", 109632, 4.0),
     Rule(
@@ -142,8 +153,15 @@ def matmul_peak(dtype: torch.dtype, device: str, side: int = 8192) -> float:
 
 
 def asked(options: Options) -> list[Comparison]:
-    """Choose what is measured: all, the quick ones, or stage A at a length of the user's."""
-    parts = QUICK if options.quick else PARTS
+    """Choose what is measured: all, one, the quick ones, or stage A at a length of the user's.
+
+    Raises:
+        UnsupportedError: No part of that name.
+    """
+    if options.part is not None and options.part not in PARTS:
+        raise UnsupportedError(message("part", repr(options.part), f"one of {', '.join(PARTS)}", "Name one of them."))
+    parts = list(PARTS.values()) if options.part is None else [PARTS[options.part]]
+    parts = list(QUICK) if options.quick else parts
     rounds = options.rounds or (5 if options.quick else 10)
     return [
         dataclasses.replace(

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ...plan import Branch
-from ..backend import Backend, Case, Inputs, Upstream
+from ..backend import EXTRAS, Backend, Case, Inputs, Upstream
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_DIM = 256
+_MAX_DIM = 512
 # multiprocessors of a large device, where the device is not asked
 _UNITS = 132
 
@@ -57,7 +57,7 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
 
 
 def refusal(case: Case, branch: Branch) -> str | None:
-    """Refuse all but CUDA and ROCm tensors of up to 32 bits, head dimensions up to 256, sides of powers of two."""
+    """Refuse all but CUDA and ROCm tensors of up to 32 bits, head dimensions up to 512, sides of powers of two."""
     if case.device != "cuda" and not (case.device == "cpu" and interpreted()):
         return f"it runs on CUDA and ROCm tensors, and these are on {case.device}"
     if not installed():
@@ -91,4 +91,6 @@ def scratch(case: Case, branch: Branch) -> int:
     return 4 * (tiles + 2 * plan.masks.numel() + partial + delta)
 
 
-BACKEND = Backend("triton", forward, backward, refusal, scratch, delta=delta, checked=True, tiled=True)
+BACKEND = Backend(
+    "triton", forward, backward, refusal, scratch, delta=delta, checked=True, tiled=True, extras=EXTRAS, paged=True
+)

@@ -16,10 +16,10 @@ from triton.errors import TritonError
 
 from ...errors import UnsupportedError, message
 from ...plan import BlockPlan, Branch
-from ..backend import Inputs, Upstream
+from ..backend import Inputs, Pages, Upstream
 from ..tuning_key import where
-from . import kernels, operands, queues
-from .launch_config import Device, LaunchConfig, Packing, choose, padded
+from . import kernels, operands, queues, term_operands
+from .launch_config import Device, LaunchConfig, Packing, choose, goes_past_masks, padded
 from .pairing import Rows, paired, single
 
 _LOG2_E = math.log2(math.e)
@@ -33,21 +33,25 @@ _FEW = 16
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Launch one kernel; a second joins where lists are split."""
-    q, k, v, scale = inputs[:4]
+    q, k, v, scale, scoring, pages, _ = inputs
     plan = branch.plan(q.device)
     batch, heads, nq, _ = q.shape
-    dim = v.shape[3]
+    nk, dim = inputs.nk, v.shape[3]
     out = torch.empty(batch, heads, nq, dim, dtype=dtype, device=q.device)
     lse = torch.empty(batch, heads, nq, dtype=torch.float32, device=q.device)
     ratio = heads // k.shape[1]
-    lists, config, packing, queue = by_rows = cut("forward", q, k, v, plan)
-    sides, plan = queues.masks(plan), lists.plan
     few = nq <= _FEW
-    described = config.described and not few and not sides.dead_keys and operands.describable(k, v)
+    describable = not few and pages is None and not queues.masks(plan).dead_keys and operands.describable(k, v)
+    lists, config, packing, queue = by_rows = cut("forward", q, k, v, plan, scoring is not None, describable)
+    plan, device, channels = lists.plan, _device(q.device), max(padded(q.shape[3]), padded(dim))
+    described = config.described and describable
     keys, values = (operands.described(x, config.n) if described else x for x in (k, v))
     specialised = (
-        config.specialised and described and packing.heads == 1 and not plan.masks.shape[0] and operands.describable(q)
+        (config.specialised and described and packing.heads == 1 and scoring is None)
+        and not plan.masks.shape[0]
+        and operands.describable(q)
     )
+    extras = term_operands.of(scoring, q.device)
     if specialised:
         triton.set_allocator(operands.room)
     sums, tops = _partial(queue, config.m * packing.parts, dim, out), _partial(queue, config.m * packing.parts, 1, lse)
@@ -57,10 +61,12 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
         kernels.forward[_grid(queue, packing.parts, config, q.device)](
             q, keys, values, out, lse, sums, tops, queue.tasks, _shares(queue),
             plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, lists.live, *steps,
-            queue.tasks.numel(), heads, ratio, nq, k.shape[2], plan.q_tiles, scale * _LOG2_E,
-            **sizes, **_of_rows(packing), TILES=lists.tiles, BLOCK_N=config.n,
-            FOLDED=scale > 0, WIDE=operands.wide(plan, q, k, v), STEP=step,
-            RAGGED=sizes["MASKED"] or k.shape[2] % plan.kv_tile > 0, DESCRIBED=described, SPECIALISED=specialised,
+            queue.tasks.numel(), heads, ratio, nq, nk, plan.q_tiles, scale * _LOG2_E if extras.terms is None else scale,
+            **sizes, **_of_rows(packing), **extras.arguments, **_stored(pages), TILES=lists.tiles, BLOCK_N=config.n,
+            FOLDED=scale > 0 and extras.terms is None, WIDE=operands.wide(plan, q, k, v), STEP=step,
+            RAGGED=sizes["MASKED"] or pages is not None or nk % plan.kv_tile > 0, DESCRIBED=described,
+            SPECIALISED=specialised,
+            BRANCHED=goes_past_masks("forward", config, channels, device, described) and not specialised,
         )  # fmt: skip
         _join(queue, sums, out, (tops, lse), ratio, by_rows.span, packing)
     return out, lse
@@ -83,51 +89,66 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
 
 
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch two kernels: dQ by rows, dK and dV by columns; each sum is joined by one more where lists are split."""
-    q, k, v, scale = inputs[:4]
+    """Launch two kernels: dQ by rows, dK and dV by columns; each sum is joined by one more where lists are split.
+
+    What terms' tables get is added to their totals by the first.
+    """
+    q, k, v, scale, scoring = inputs[:5]
     dout = upstream.dout.to(q.dtype)
     lse, delta = upstream.lse, upstream.delta
     plan = branch.plan(q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     heads, nq, nk = q.shape[1], q.shape[2], k.shape[2]
     ratio = heads // k.shape[1]
+    extras = term_operands.of(scoring, q.device)
     sides = queues.masks(plan)
     wide = operands.wide(plan, q, k, v, dout)
     step, steps = operands.strides(q, k, v, dout)
     steps += [*lse.stride(), *delta.stride()]
-    lists, config, packing, queue = by_rows = cut("backward_q", q, k, v, plan)
-    rows = lists.plan
-    described = config.described and not sides.dead_keys and operands.describable(k, v)
+    describable = not sides.dead_keys and operands.describable(k, v)
+    lists, config, packing, queue = by_rows = cut("backward_q", q, k, v, plan, scoring is not None, describable)
+    rows, device, channels = lists.plan, _device(q.device), max(padded(q.shape[3]), padded(v.shape[3]))
+    described = config.described and describable
     keys, values = (operands.described(x, config.n) if described else x for x in (k, v))
     sums = _partial(queue, config.m * packing.parts, q.shape[3], dq)
+    learned = None if scoring is None else term_operands.Sums.of(scoring, upstream, v)
+    given = extras.arguments if learned is None else learned.arguments(extras)
     with torch.cuda.device_of(q):
         kernels.backward_q[_grid(queue, packing.parts, config, q.device)](
             q, keys, values, dout, lse, delta, dq, sums, queue.tasks, _shares(queue),
             rows.group, rows.row_ptr, rows.col, rows.bits, rows.masks, lists.live, *steps,
             queue.tasks.numel(), heads, ratio, nq, nk, rows.q_tiles, scale,
-            **_sizes(q, v, rows, config, queue), **_of_rows(packing), TILES=lists.tiles, BLOCK_N=config.n, WIDE=wide,
-            STEP=step, RAGGED=rows.masks.shape[0] > 0 or nk % plan.kv_tile > 0, DESCRIBED=described,
+            **_sizes(q, v, rows, config, queue), **_of_rows(packing), **given, TILES=lists.tiles, BLOCK_N=config.n,
+            LEARNS=None if learned is None else learned.ways, HOLES=extras.holes, WIDE=wide, STEP=step,
+            RAGGED=rows.masks.shape[0] > 0 or nk % plan.kv_tile > 0, DESCRIBED=described,
+            BRANCHED=goes_past_masks("backward_q", config, channels, device, described),
         )  # fmt: skip
         _join(queue, sums, dq, None, ratio, by_rows.span, packing)
-    device = _device(q.device)
+    if learned is not None:
+        learned.finish()
     tile = (plan.q_tile, plan.kv_tile)
     about = q.dtype, plan.masks.shape[0] > 0
     describable = not sides.dead_queries and operands.describable(q, dout)
     clear = describable and not about[1] and nq % plan.q_tile == 0
-    config = choose("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device, about, clear)
+    config = choose(
+        "backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device, about, clear, extras.places is not None,
+        describable,
+    )  # fmt: skip
     packing = Packing.of(config.n, plan.kv_tile, 1)
     queue = queues.column_queue(plan, ratio, operands.head_bytes(q, dout) * ratio, device.units)
     described = config.described and describable
     queries, row_dout = (operands.described(x, config.m) if described else x for x in (q, dout))
+    shared = ratio > 1 and queues.shared(plan, ratio)
     key_sums, value_sums = (_partial(queue, plan.kv_tile, x.shape[3], x) for x in (dk, dv))
     with torch.cuda.device_of(q):
         kernels.backward_kv[_grid(queue, packing.parts, config, q.device)](
             queries, k, v, row_dout, lse, delta, dk, dv, key_sums, value_sums, queue.tasks, _shares(queue), plan.group,
             plan.col_ptr, plan.row, plan.bits_t, sides.transposed, sides.live_queries, *steps,
             queue.tasks.numel(), heads, ratio, nq, nk, plan.kv_tiles, scale,
-            **_sizes(q, v, plan, config, queue), BLOCK_M=config.m, BLOCK_N=config.n, WIDE=wide, STEP=step,
-            SHARED=ratio > 1 and queues.shared(plan, ratio),
-            RAGGED=plan.masks.shape[0] > 0 or nq % plan.q_tile > 0, DESCRIBED=described,
+            **_sizes(q, v, plan, config, queue), **extras.arguments, HOLES=extras.holes,
+            BLOCK_M=config.m, BLOCK_N=config.n, WIDE=wide, STEP=step,
+            SHARED=shared, RAGGED=plan.masks.shape[0] > 0 or nq % plan.q_tile > 0, DESCRIBED=described,
+            BRANCHED=goes_past_masks("backward_kv", config, channels, device, described, shared),
         )  # fmt: skip
         for part, whole in ((key_sums, dk), (value_sums, dv)):
             _join(queue, part, whole, None, 1, plan.kv_tile, packing)
@@ -160,7 +181,9 @@ class Cut(NamedTuple):
         return self.lists.plan.q_tile * self.lists.tiles
 
 
-def cut(kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Cut:
+def cut(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, extras: bool = False, describable: bool = True
+) -> Cut:
     """Query heads that share keys and lists fill what a tile leaves of a block, or else its neighbour does."""
     device = _device(q.device)
     ratio = q.shape[1] // k.shape[1]
@@ -168,8 +191,11 @@ def cut(kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Cut:
     height = min(plan.q_tile, _power(q.shape[2]))
     of = functools.partial(choose, kernel, q.shape[3], v.shape[3], q.element_size())
     about = q.dtype, plan.masks.shape[0] > 0
-    config, lists = of((max(16, height * members), plan.kv_tile), device, about), single(plan)
-    double = of((2 * plan.q_tile, plan.kv_tile), device, about)
+    config, lists = (
+        of((max(16, height * members), plan.kv_tile), device, about, False, extras, describable),
+        single(plan),
+    )
+    double = of((2 * plan.q_tile, plan.kv_tile), device, about, False, extras, describable)
     if members == 1 and config.m == plan.q_tile == 64 and double.m == 128 and plan.q_tiles > 1:
         pairs = paired(plan)
         if pairs is not None:
@@ -240,6 +266,15 @@ def _sizes(
         "num_stages": config.stages,
         **_OPTIONS,
     }
+
+
+def _stored(pages: Pages | None) -> dict[str, Any]:
+    """How the forward kernel finds keys that are stored in pages; nothing of it is compiled where they are not."""
+    if pages is None:
+        return {"table": None, "lengths": None, "columns": None, "PAGE": 0}
+    return {
+        "table": pages.table, "lengths": pages.lengths, "columns": pages.table.shape[1], "PAGE": pages.size,
+    }  # fmt: skip
 
 
 def _of_rows(packing: Packing) -> dict[str, int]:

@@ -94,11 +94,11 @@ _HALF: dict[tuple[str, str], tuple[tuple[int, int, int, int], ...]] = {
     ("forward", "blackwell"): ((128, 128, 8, 2), (128, 128, 8, 2), (64, 64, 8, 2)),
     ("forward", "cdna"): ((128, 64, 8, 1), (128, 64, 8, 1), (64, 32, 4, 1)),
     ("backward_q", "ampere"): ((128, 32, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
-    ("backward_q", "hopper"): ((128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 4, 1)),
+    ("backward_q", "hopper"): ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
     ("backward_q", "blackwell"): ((128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 4, 1)),
     ("backward_q", "cdna"): ((128, 64, 8, 1), (128, 32, 8, 1), (32, 32, 4, 1)),
     ("backward_kv", "ampere"): ((128, 32, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1)),
-    ("backward_kv", "hopper"): ((128, 64, 8, 2), (128, 32, 8, 2), (32, 32, 8, 1)),
+    ("backward_kv", "hopper"): ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
     ("backward_kv", "blackwell"): ((128, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
     ("backward_kv", "cdna"): ((128, 32, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
 }
@@ -108,6 +108,11 @@ _SINGLE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "backward_q": ((64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
     "backward_kv": ((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
 }
+# up to 512 channels, by bytes of an element: on all devices alike
+_WIDEST: dict[int, dict[str, tuple[int, int, int, int]]] = {
+    2: {"forward": (64, 32, 8, 1), "backward_q": (16, 32, 4, 1), "backward_kv": (32, 16, 8, 1)},
+    4: {"forward": (16, 16, 4, 1), "backward_q": (16, 16, 8, 1), "backward_kv": (16, 16, 8, 1)},
+}
 
 
 def padded(dim: int) -> int:
@@ -116,22 +121,44 @@ def padded(dim: int) -> int:
 
 
 def usual(
-    kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int, int], device: Device, clear: bool = False
+    kernel: str,
+    dim: int,
+    value_dim: int,
+    itemsize: int,
+    tile: tuple[int, int],
+    device: Device,
+    clear: bool = False,
+    extras: bool = False,
+    describable: bool = True,
 ) -> LaunchConfig:
     """Look up the configuration of ``forward``, ``backward_q`` or ``backward_kv`` for tiles of (queries, keys)."""
     channels = max(padded(dim), padded(value_dim))
     table = _SINGLE[kernel] if itemsize == 4 else _HALF[kernel, device.generation]
-    held, streamed, warps, stages = table[0 if channels <= 64 else 1 if channels == 128 else 2]
+    held, streamed, warps, stages = (
+        _WIDEST[itemsize][kernel] if channels > 256 else table[0 if channels <= 64 else 1 if channels == 128 else 2]
+    )
     of_columns = kernel == "backward_kv"
+    described = describable and itemsize == 2 and device.generation in ("hopper", "blackwell")
+    if kernel == "forward" and device.generation == "hopper" and not described and channels == 128 and itemsize == 2:
+        # addresses take the registers that 128 keys would need to go past masks
+        streamed = 64
+    if extras and itemsize == 2:
+        # terms and dropout hold registers for each pair
+        streamed = min(streamed, 32 if kernel == "forward" else 16)
+        if held > 64 and (kernel == "backward_q" or (kernel == "backward_kv" and channels >= 128)):
+            held, warps = 64, 8 if channels >= 128 else 4
     sides = (tile[1], tile[0]) if of_columns else tile
     if sides[0] < held:
-        held, warps = sides[0], min(warps, 8 if of_columns and sides[0] == 64 else 4)
+        held, warps = sides[0], min(warps, 8 if of_columns and (sides[0] == 64 or channels > 128) else 4)
         if kernel == "forward" and held < 64 and itemsize == 2 and device.generation != "cdna":
             # a few queries wait for memory: more loads under way, each of fewer registers
             streamed, stages = min(streamed, 64), 3
     # hopper's products of 32 columns wait for shared memory; where nothing is masked, registers are left for 64
     spacious = clear and of_columns and device.generation == "hopper" and channels == 128 and itemsize == 2
     streamed = min(64 if spacious else streamed, sides[1])
+    if clear and of_columns and device.generation == "hopper" and 128 < channels <= 256 and itemsize == 2:
+        # of one stage the compiler makes products of half the columns, and spills
+        stages = 2
     if kernel == "forward" and device.generation == "blackwell" and channels <= 64 and streamed <= 64:
         # of 8 warps the compiler makes two programs per multiprocessor, of half the registers each, and spills
         warps = 4
@@ -145,10 +172,31 @@ def usual(
         else:
             break
     m, n = (streamed, held) if of_columns else (held, streamed)
-    described = itemsize == 2 and device.generation in ("hopper", "blackwell")
-    # the one kernel that has a register too few for descriptors
-    tight = of_columns and device.generation == "hopper" and held * channels > 64 * 128 and not spacious
-    return LaunchConfig(m, n, warps, stages, described=described and not tight)
+    return LaunchConfig(m, n, warps, stages, described=described)
+
+
+def goes_past_masks(
+    kernel: str, config: LaunchConfig, channels: int, device: Device, described: bool, shared: bool = False
+) -> bool:
+    """Tell whether a loop goes past the masks of full tiles, nearly all there are: where that costs no spill.
+
+    Not of warps that load alone: they are not divided where a loop branches.
+
+    Args:
+        kernel: ``forward``, ``backward_q`` or ``backward_kv``.
+        config: Its blocks.
+        channels: The larger of D and Dv, padded.
+        device: What it is compiled for.
+        described: Whether descriptors load what is streamed.
+        shared: Whether a column's loop goes over several heads.
+    """
+    if channels > 256:
+        return False
+    if kernel == "forward":
+        return config.m >= 64 and (described or config.m * config.n * channels <= 2**20)
+    if device.generation == "cdna":
+        return kernel == "backward_kv" or channels <= 64
+    return not (shared and described and device.generation == "blackwell")
 
 
 def _shared(
@@ -242,6 +290,8 @@ def choose(
     device: Device,
     about: tuple[torch.dtype, bool] | None = None,
     clear: bool = False,
+    extras: bool = False,
+    describable: bool = True,
 ) -> LaunchConfig:
     """Choose a kernel's configuration: as ``ringweave tune`` measured it here, else the table's.
 
@@ -255,11 +305,13 @@ def choose(
         about: The inputs' type, and whether some tiles are partial: what else measured ones are kept by. None for
             the table's.
         clear: Whether descriptors can load all tiles, and nothing is masked or cut.
+        extras: Whether there are terms or dropout: what was measured was without.
+        describable: Whether descriptors can load what is streamed.
     """
-    said = usual(kernel, dim, value_dim, itemsize, tile, device, clear)
+    said = usual(kernel, dim, value_dim, itemsize, tile, device, clear, extras, describable)
     given = _overrides.get()
     stored = tuning.configs() if given is None and device.name else {}
-    if about is None or (given is None and not stored):
+    if about is None or extras or (given is None and not stored):
         return said
     name = str(about[0]).removeprefix("torch.")
     key = KernelKey(kernel, device.name, name, (padded(dim), padded(value_dim)), tile, about[1])

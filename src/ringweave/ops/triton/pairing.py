@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from ...plan import BlockPlan
+from ...plan.streams import made, used, waits
 from . import queues
 
 # computed tiles for each one of the plan up to which half as many reads are worth it
 _WASTE = 1.25
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Lists of key tiles by rows of ``tiles`` query tiles.
 
@@ -48,11 +49,18 @@ def paired(plan: BlockPlan) -> Rows | None:
     """Pair rows where these compute not many more tiles; once per plan, by a read of a device."""
     if plan not in _pairs:
         # of a plan that the host has not counted, nothing is read: a union must be
-        _pairs[plan] = _paired(plan) if plan.counted else None
-    return _pairs[plan]
+        rows = _paired(plan) if plan.counted else None
+        for thing in () if rows is None else (rows, rows.plan):
+            made(thing, plan.device)
+        _pairs[plan] = rows
+    rows = _pairs[plan]
+    for thing in () if rows is None else (rows, rows.plan):
+        used(thing, plan.device)
+    return rows
 
 
 def _paired(plan: BlockPlan) -> Rows | None:
+    waits(plan.device)
     sets, tiles = plan.row_ptr.shape[0], plan.q_tiles
     counts = plan.row_ptr.diff(dim=1).reshape(-1).long()
     row = torch.arange(sets * tiles, device=plan.device).repeat_interleave(counts, output_size=plan.nnz)
@@ -79,7 +87,7 @@ def _paired(plan: BlockPlan) -> Rows | None:
     if absent or 2 * union > plan.nnz:
         masks, live = (torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in (masks, live))
     rank = (2 * ends.diff().clamp(min=1).log2()).floor()
-    made = dataclasses.replace(
+    plan_of_pairs = dataclasses.replace(
         plan,
         row_ptr=ends[ptr].int(),
         col=(entries % plan.kv_tiles).int(),
@@ -87,4 +95,4 @@ def _paired(plan: BlockPlan) -> Rows | None:
         masks=masks,
         order=torch.argsort(-rank, stable=True).int(),
     )
-    return Rows(made, live, 2)
+    return Rows(plan_of_pairs, live, 2)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...plan import BlockPlan, pack_masks, unpack_masks
+from ...plan.streams import made, used, waits
 
 _MASKS_AT_ONCE = 1024
 # keys and values that are meant to stay in the second-level cache while programs share them
@@ -18,7 +19,7 @@ _CACHE_BYTES = 2**25
 LEAST = 2048
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Masks:
     """A plan's masks as columns need them, and which positions take part in any pair of a mask.
 
@@ -57,6 +58,7 @@ class Masks:
             _dead(parts[3], plan.bits, plan.col, plan.nk, plan.kv_tile),
             _dead(parts[4], plan.bits_t, plan.row, plan.nq, plan.q_tile),
         )
+        waits(plan.device)
         dead_keys, dead_queries = torch.stack(dead).tolist()
         return Masks(parts[0], parts[1], parts[2], dead_keys, dead_queries)
 
@@ -66,7 +68,7 @@ def _dead(living: Tensor, code: Tensor, index: Tensor, length: int, side: int) -
     return ((code >= 0) & (living[code.clamp(min=0).long()] < (length - index * side).clamp(max=side))).any()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Queue:
     """What programs take, in launch order: tasks, or shares of those whose lists are long.
 
@@ -90,10 +92,14 @@ _shared: weakref.WeakKeyDictionary[BlockPlan, dict[int, bool]] = weakref.WeakKey
 
 def masks(plan: BlockPlan) -> Masks:
     """Make the masks of a plan at first use; they are kept as long as the plan."""
-    made = _masks.get(plan)
-    if made is None:
-        made = _masks[plan] = Masks.of(plan)
-    return made
+    masks = _masks.get(plan)
+    if masks is None:
+        masks = Masks.of(plan)
+        if made(masks, plan.device):
+            _masks[plan] = masks
+    else:
+        used(masks, plan.device)
+    return masks
 
 
 def shared(plan: BlockPlan, ratio: int) -> bool:
@@ -108,6 +114,7 @@ def shared(plan: BlockPlan, ratio: int) -> bool:
         return False
     known = _shared.setdefault(plan, {})
     if ratio not in known:
+        waits(plan.device)
         by_key_head = heads.unflatten(1, (-1, ratio))
         known[ratio] = bool((by_key_head == by_key_head[..., :1]).all())
     return known[ratio]
@@ -150,9 +157,14 @@ def column_queue(plan: BlockPlan, ratio: int, head_bytes: int, units: int) -> Qu
 
 def _once(plan: BlockPlan, key: tuple[object, ...], of: Callable[[], Queue]) -> Queue:
     queues = _queues.setdefault(plan, {})
-    if key not in queues:
-        queues[key] = of()
-    return queues[key]
+    queue = queues.get(key)
+    if queue is None:
+        queue = of()
+        if made(queue, plan.device):
+            queues[key] = queue
+    else:
+        used(queue, plan.device)
+    return queue
 
 
 def _sharing(head_bytes: int) -> int:
@@ -177,6 +189,7 @@ def _cut(order: Tensor, counts: Tensor, plan: BlockPlan, most: int, least: int, 
     total = plan.nnz * (counts.shape[0] if plan.row_ptr.shape[0] == 1 else 1)
     if most <= max(1, least, total // units):
         return Queue(order.int())
+    waits(plan.device)
     counts = counts.reshape(-1)[order].long()
     even = (counts.sum() // units).clamp(min=max(1, least))
     shares = torch.where(counts > even, -(-counts // (even // 2).clamp(min=1)), 1)

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ...errors import RingError
 from ..transport.protocol import Communicator, Event, Pending
+from .named_buffers import NamedBuffers
 from .wire import NATIVE, Wire
-from .workspace import Workspace
 
 _CALLS = "Make a new context, and the same calls in the same order on all ranks."
 _MADE = "Make a new context, with the same arguments on all ranks."
@@ -70,7 +70,8 @@ _FIELDS = {
     "dtype": _Field(str),
     "requires_grad": _Field(bool),
     "scale": _Field(float),
-    "backend": _Field(str, 2),
+    "terms": _Field(Opaque),
+    "backend": _Field(str),
     "wire": _Field(str, remedy=_MADE),
     "tolerance": _Field(float, remedy=_MADE),
     "deadline": _Field(float, remedy=_MADE),
@@ -95,14 +96,16 @@ class Agreement:
         said: What the ranks compare, by field of the header.
         calls: How many were made: forward calls, tables and shards.
         ended: The error that ended them.
+        seed: Of a call's dropout: the rank's own, and once they have agreed that of rank 0.
     """
 
     transport: Communicator
     wire: Wire = field(default_factory=Wire)
-    space: Workspace = field(default_factory=Workspace)
+    space: NamedBuffers = field(default_factory=NamedBuffers)
     said: Mapping[str, Value] = field(default_factory=dict)
     calls: int = 0
     ended: RingError | None = None
+    seed: int = 0
 
     def saying(self, **said: Value) -> Agreement:
         """Say more of the next exchange, which the ranks compare as well."""
@@ -153,9 +156,13 @@ class Agreement:
         said = {**self.said, **said, "operation": operation}
         header = [word for name, each in _FIELDS.items() for word in _encode(said.get(name), each)]
         mine = torch.tensor([*header, *(forms or [NATIVE] * ranks)], dtype=torch.int64, device="cpu")
+        # a rank sends itself no message: the word for its format is free
+        mine[_WORDS + rank] = self.seed
         every = self.transport.agree(mine, what="agree")
         _compare(said, every[:, :_WORDS], rank, self.transport.step)
+        self.seed = int(every[0, _WORDS])
         came: list[int] = every[:, _WORDS + rank].tolist()
+        came[rank] = NATIVE
         return came
 
     def all_gather(self, x: Tensor, operation: str) -> tuple[list[Tensor], Pending]:

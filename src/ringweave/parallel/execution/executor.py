@@ -17,8 +17,8 @@ from ...merge import merge_into
 from ...ops.backend import Inputs, Upstream, delta_in_chunks
 from ...ops.head_views import Heads
 from ...types import acc_dtype
-from ..planning.exchange import Section
 from .agreement import Agreement
+from .exchange import Section
 from .local_attention import LocalAttention
 from .messages import Channels, Traffic, Way
 from .places import Tokens

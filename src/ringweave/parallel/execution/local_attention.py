@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.backend import Backend, Case, Inputs, Upstream
+from ...ops.backend import Backend, Case, Inputs, Scoring, Upstream
 from ...ops.dispatch import choose
 from ...ops.head_views import Heads
 from ...plan import BlockPlan, Branch, subplan
 from ..planning.demand import Bools, Demand
 from ..planning.placement import Int64
+from .named_buffers import NamedBuffers
 from .places import Tokens
-from .workspace import Workspace
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +44,36 @@ class LocalBranch(Branch):
 
 
 @dataclass(frozen=True, eq=False)
+class Excerpt:
+    """Which tokens of the sequence a kernel's queries and keys are.
+
+    Attributes:
+        view: The branch that is cut, over the whole sequence.
+        tile: Tokens of a side of its tiles.
+        rows: Its query tiles that are the kernel's.
+        columns: Its key tiles.
+    """
+
+    view: Branch
+    tile: int
+    rows: Int64
+    columns: Int64
+
+    def of(self, scoring: Scoring | None) -> Scoring | None:
+        """Say to terms and dropout of a whole sequence where the kernel's heads, queries and keys stand in it."""
+        if scoring is None:
+            return None
+        view, device = self.view, scoring.heads.device
+        rows = self._places(self.rows, view.q_first, view.nq).to(device)
+        columns = self._places(self.columns, view.k_first, view.nk).to(device)
+        return scoring._replace(heads=scoring.heads[slice(*view.heads)], rows=rows, columns=columns)
+
+    def _places(self, tiles: Int64, first: int, length: int) -> Tensor:
+        inside = (tiles[:, None] * self.tile + np.arange(self.tile)).reshape(-1)
+        return torch.from_numpy(first + self.view.rate * inside[inside < length])
+
+
+@dataclass(frozen=True, eq=False)
 class LocalAttention:
     """Queries and keys of one kernel call, as places in shards and buffers.
 
@@ -52,6 +82,7 @@ class LocalAttention:
         queries: Its queries in the shard; remote ones in what came of them.
         among: Where they lie among the kernel's queries; None: they are these, one after the other.
         branch: What the kernel computes.
+        cut: Where that stands in the sequence.
         own: The shard's keys that it computes with.
         own_at: Their places in the kernel's keys; None: they are these, and are read where they lie.
         tile_at: (key tiles of the whole,) where each lies among the kernel's keys, -1 for none.
@@ -62,6 +93,7 @@ class LocalAttention:
     queries: Tokens
     among: Tokens | None
     branch: Branch
+    cut: Excerpt
     own: Tokens
     own_at: Tokens | None
     tile_at: Int64
@@ -119,7 +151,7 @@ class LocalAttention:
         keys = _keys(demand, demand.owner == rank, rows, columns, None, edges)
         return LocalAttention(Heads(demand.branch, ratio, remote=True), Tokens.at(np.arange(keys[0].nq)), None, *keys)
 
-    def buffers(self, inputs: Inputs, space: Workspace) -> Inputs:
+    def buffers(self, inputs: Inputs, space: NamedBuffers) -> Inputs:
         """Put the shard's own keys and values among the kernel's: (B, distinct key heads, keys, C) each.
 
         The others are still to be put.
@@ -147,7 +179,7 @@ class LocalAttention:
         """Choose who computes it."""
         return choose(backend, Case.of(inputs, needs_grad), self.branch)
 
-    def _buffer(self, x: Tensor, space: Workspace, name: str) -> Tensor:
+    def _buffer(self, x: Tensor, space: NamedBuffers, name: str) -> Tensor:
         own = self.own.of(self.heads.of_keys(x))
         if self.own_at is None:
             return own
@@ -160,7 +192,7 @@ class LocalAttention:
     def _taken(self, inputs: Inputs) -> Inputs:
         """Take (queries, buffers) as the kernel does."""
         k, v = self.heads.for_kernel(inputs.k), self.heads.for_kernel(inputs.v)
-        return inputs._replace(q=self._take(inputs.q), k=k, v=v)
+        return inputs._replace(q=self._take(inputs.q), k=k, v=v, scoring=self.cut.of(inputs.scoring))
 
     def _take(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Take the kernel's queries of (B, Hq, tokens, C); places that are none of these hold ``fill``."""
@@ -178,19 +210,20 @@ class LocalAttention:
 
 def _keys(
     demand: Demand, own: Bools, rows: Int64, columns: Int64, available: Bools | None, edges: list[Bools] | None
-) -> tuple[Branch, Tokens, Tokens | None, Int64, bool]:
+) -> tuple[Branch, Excerpt, Tokens, Tokens | None, Int64, bool]:
     """Cut a kernel's branch out, and say where its keys are: the fields from ``branch`` on."""
     tiles = np.unique(_run_tile(demand)[own])
     shard = Tokens.at(demand.shard_places(own))
     # the shard's own tiles, evenly spaced there, where they are all that is needed: the kernel reads them there
     if shard.span is not None and np.isin(columns, tiles).all() and _hold_whole(demand, own, tiles):
-        return _cut(demand, rows, tiles, None, edges), shard, None, _places_of(tiles, demand.plan.kv_tiles), False
+        tile_at = _places_of(tiles, demand.plan.kv_tiles)
+        return *_cut(demand, rows, tiles, None, edges), shard, None, tile_at, False
     tile_at = _places_of(columns, demand.plan.kv_tiles)
     own = own & (tile_at[_run_tile(demand)] >= 0)
     shard, places = Tokens.at(demand.shard_places(own)), Tokens.at(demand.buffer_places(own, tile_at))
     present = None if available is None else _present(demand, available, columns)
     holes = present is not None and not present.all()
-    return _cut(demand, rows, columns, present if holes else None, edges), shard, places, tile_at, holes
+    return *_cut(demand, rows, columns, present if holes else None, edges), shard, places, tile_at, holes
 
 
 def _run_tile(demand: Demand) -> Int64:
@@ -231,9 +264,12 @@ def _present(demand: Demand, available: Bools, columns: Int64) -> Bools:
     return by_tile[columns]
 
 
-def _cut(demand: Demand, rows: Int64, columns: Int64, present: Bools | None, edges: list[Bools] | None) -> Branch:
+def _cut(
+    demand: Demand, rows: Int64, columns: Int64, present: Bools | None, edges: list[Bools] | None
+) -> tuple[Branch, Excerpt]:
     branch, plan = demand.branch, demand.plan
+    cut = Excerpt(branch, demand.tile, rows, columns)
     if len(rows) == plan.q_tiles and len(columns) == plan.kv_tiles and edges is None and present is None:
-        return branch
+        return branch, cut
     tiles = subplan(plan, rows, columns, present=present, wanted=edges)
-    return LocalBranch(branch.pattern, branch.heads, 1, 0, 0, tiles.nq, tiles.nk, 0, branch.batch, tiles)
+    return LocalBranch(branch.pattern, branch.heads, 1, 0, 0, tiles.nq, tiles.nk, 0, branch.batch, tiles), cut

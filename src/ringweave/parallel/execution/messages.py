@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ...ops.backend import Inputs, Upstream
-from ..planning.exchange import SHARD, Hop, Message, Section
 from ..transport.protocol import Pending
 from . import wire
 from .agreement import Agreement
+from .exchange import SHARD, Hop, Message, Section
 from .local_attention import LocalAttention
 from .schedule import Schedule, Stage
 
@@ -347,6 +347,8 @@ class Traffic:
                 forms[peer] = self._agreement.wire.choose(tensors)
         (d, dv), dtype = self._channels.dims, str(self._channels.dtype).removeprefix("torch.")
         forms_in = self._agreement.agree(operation, forms, batch=self._channels.batch, D=d, Dv=dv, dtype=dtype)
+        if self._inputs.scoring is not None:
+            self._inputs = self._inputs._replace(scoring=self._inputs.scoring.seeded(self._agreement.seed))
         if hops:
             self._forms.append(forms)
             self.forms_in.append(forms_in)

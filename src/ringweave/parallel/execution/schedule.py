@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from ...ops.head_views import Heads
 from ..planning.demand import Bools, Demand
-from ..planning.exchange import Hop, Message, direct_hop, node_hops, remote_queries
 from ..planning.movement import Moves
 from ..planning.placement import Placement
 from .agreement import Value
+from .exchange import Hop, Message, direct_hop, node_hops, remote_queries
 from .local_attention import LocalAttention
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ...patterns.numbers import one_of
+from ...precision import WIRES, scale_of
 
-FORMATS = ("native", "bf16", "int8")
+FORMATS = WIRES
 NATIVE, BF16, INT8 = range(3)
 _SCALE_BYTES = 4
 _SAMPLED = 64
@@ -78,9 +79,7 @@ def error(x: Tensor, form: int) -> float:
 
 
 def _scale(x: Tensor) -> Tensor:
-    top = x.float().abs().amax(-1, keepdim=True)
-    # what is not finite has a scale that is not: its token is NaN where it arrives, and no number
-    return torch.where(top == 0, 1.0, top / 127.0)
+    return scale_of(x, 127.0)[..., None]
 
 
 @dataclass

@@ -13,7 +13,7 @@ from ...plan.from_pattern import estimate_tiles
 from .choice import choose
 from .cost import Estimate, Machine
 from .other_systems import other_systems
-from .placement import block_for
+from .placement import Placement, block_for
 from .workload import Widths, Workload, pair_of_heads, patterns_of
 
 # tiles of one row set beyond which larger ones are counted, where ranks hold whole ones
@@ -30,11 +30,13 @@ class Row:
         ranks: How many.
         ringweave: The estimate of the placement that was chosen; its name is the placement's.
         other_systems: Those of other systems by name; None where one cannot run.
+        placement: The placement that was chosen.
     """
 
     ranks: int
     ringweave: Estimate
     other_systems: dict[str, Estimate | None]
+    placement: Placement
 
     @property
     def systems(self) -> dict[str, Estimate | None]:
@@ -93,7 +95,8 @@ def simulate(
         seen = replace(workload, calls=coarse)
         block = block_for(tokens, number, max((branch.tile[0] for branch in seen.branches), default=128))
         choice = choose(seen, number, block, machine)
-        rows.append(Row(number, choice.estimate, other_systems(seen, number, block, machine)))
+        others = other_systems(seen, number, block, machine)
+        rows.append(Row(number, choice.estimate, others, choice.placement))
     return rows
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .loads import LOG2_E, SIZES, alive, allowed, place, rows, share_of, spread, store, strides, tile, within
+from .extras import chained, kept, learned, query_heads, scored, standing
+from .loads import LOG2_E, SIZES, alive, held, partly, place, rows, share_of, spread, store, strides, tile, within
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -39,16 +40,22 @@ def delta(
 def backward_q(
     q, k, v, dout, lse, slope, dq, sums, queue, shares, group, row_ptr, col, bits, masks, live,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, l_b, l_h, l_n, s_b, s_h, s_n,
-    items, heads, ratio, nq, nk, tiles, scale,
+    items, heads, ratio, nq, nk, tiles, scale, places, tables, numbers, drop,
     D: tl.constexpr, DV: tl.constexpr, PAD_D: tl.constexpr, PAD_DV: tl.constexpr,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, TILES: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
     STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    TERMS: tl.constexpr, LEARNS: tl.constexpr, HOLES: tl.constexpr, EXTRAS: tl.constexpr, BRANCHED: tl.constexpr,
 ):  # fmt: skip
-    """Compute dQ of HEADS x ROWS queries; ``slope`` is delta."""
+    """Compute dQ of HEADS x ROWS queries, and what terms' tables get; ``slope`` is delta.
+
+    HOLES: a term may leave a row without weight.
+    """
     BLOCK_M: tl.constexpr = HEADS * ROWS
     PARTS_N: tl.constexpr = KV_TILE // BLOCK_N
+    # the pipeliner cannot move what is added to tables, and its registers are needed there
+    AHEAD: tl.constexpr = STAGES if LEARNS is None else 1
     WORDS: tl.constexpr = (KV_TILE + 31) // 32
     q_b, q_h, q_n = strides(q_b, q_h, q_n, STEP, WIDE)
     k_b, k_h, k_n = strides(k_b, k_h, k_n, STEP, WIDE)
@@ -77,31 +84,58 @@ def backward_q(
         kv_head = head // ratio
         keys_at = k if DESCRIBED else k + b * k_b + kv_head * k_h
         values_at = v if DESCRIBED else v + b * v_b + kv_head * v_h
+        if EXTRAS:
+            head_at = query_heads(places[0], head, local, mine, HEADS, ROWS)
+            of = (q_first + (local % ROWS if HEADS > 1 else local))[:, None]
+            row_at, query_at = standing(places[1], places[3], of, b, nq, 0)
 
         acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
-        for step in tl.range(begin * PARTS_N, end * PARTS_N, num_stages=STAGES):
+        for step in tl.range(begin * PARTS_N, end * PARTS_N, num_stages=AHEAD):
             entry, part_n = step // PARTS_N, (step % PARTS_N) * BLOCK_N
             first = tl.load(col + entry) * KV_TILE + part_n
             code = tl.load(bits + entry * TILES)
             keep = nk - first
             # keys that nobody here attends are summed over with weight 0: they must be finite
             used = alive(live, code, part_n, keep, WORDS, BLOCK_N, MASKED)
-            codes = code
+            codes, other = code, code
             if TILES > 1:
                 other = tl.load(bits + entry * TILES + 1)
                 used = used | alive(live, other, part_n, keep, WORDS, BLOCK_N, MASKED)
                 codes = tl.where(row < Q_TILE, code, other)
+            partial = partly(code, other, keep, BLOCK_N, TILES, MASKED)
             keys = tile(k, keys_at, b, kv_head, first, k_n, used, BLOCK_N, D, PAD_D, WIDE, DESCRIBED)
             inside = tl.arange(0, BLOCK_N) < keep
             values = tile(v, values_at, b, kv_head, first, v_n, inside, BLOCK_N, DV, PAD_DV, WIDE, DESCRIBED)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             value_slopes = tl.dot(slopes, tl.trans(values), input_precision=PRECISION)
-            weights = tl.math.exp2(scores * (scale * LOG2_E) - row_lse[:, None])
+            if EXTRAS:
+                column_at, key_at = standing(places[2], places[3], first + tl.arange(0, BLOCK_N)[None, :], b, nk, 1)
+                distance = key_at - query_at
+            if TERMS is None:
+                weights = tl.math.exp2(scores * (scale * LOG2_E) - row_lse[:, None])
+            else:
+                has = mine[:, None] & inside[None, :]
+                scores, caps = scored(
+                    scores * scale, b, head_at, row_at, column_at, distance, has, TERMS, tables, numbers
+                )
+                weights = tl.math.exp2(scores * LOG2_E - row_lse[:, None])
+            if drop is not None:
+                value_slopes = tl.where(kept(b, head_at, query_at, key_at, drop), value_slopes * drop[5], 0.0)
             score_slopes = weights * (value_slopes - row_slope[:, None])
-            if MASKED or RAGGED:
-                line = row % Q_TILE if TILES > 1 else row
-                may = allowed(masks, codes, Q_TILE, line, part_n, keep, WORDS, BLOCK_N, MASKED, RAGGED)
-                score_slopes = tl.where(may, score_slopes, 0.0)
+            line = row % Q_TILE if TILES > 1 else row
+            score_slopes = held(
+                score_slopes, 0.0, partial, masks, codes, Q_TILE, line, part_n, keep, WORDS, BLOCK_N,
+                MASKED, RAGGED, BRANCHED,
+            )  # fmt: skip
+            if HOLES:
+                score_slopes = tl.where((row_lse != float("-inf"))[:, None], score_slopes, 0.0)
+            if LEARNS is not None:
+                score_slopes = learned(
+                    tl.where(mine[:, None], score_slopes, 0.0), caps, b, head_at, row_at, column_at, distance,
+                    TERMS, LEARNS, tables, numbers,
+                )  # fmt: skip
+            elif TERMS is not None:
+                score_slopes = chained(score_slopes, caps, TERMS)
             acc = tl.dot(score_slopes.to(keys.dtype), keys, acc, input_precision=PRECISION)
         if SPLIT:
             sums_at = sums + (slot * PARTS + part).to(tl.int64) * (BLOCK_M * D)
@@ -116,11 +150,12 @@ def backward_kv(
     q, k, v, dout, lse, slope, dk, dv, key_sums, value_sums,
     queue, shares, group, col_ptr, row, bits_t, masks_t, live_t,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, l_b, l_h, l_n, s_b, s_h, s_n,
-    items, heads, ratio, nq, nk, tiles, scale,
+    items, heads, ratio, nq, nk, tiles, scale, places, tables, numbers, drop,
     D: tl.constexpr, DV: tl.constexpr, PAD_D: tl.constexpr, PAD_DV: tl.constexpr,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
     SHARED: tl.constexpr, STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    TERMS: tl.constexpr, HOLES: tl.constexpr, EXTRAS: tl.constexpr, BRANCHED: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of BLOCK_N keys, over all query heads of their key head; scores are keys by queries."""
     PARTS: tl.constexpr = KV_TILE // BLOCK_N
@@ -135,6 +170,7 @@ def backward_kv(
     for index in range(program, stop, tl.num_programs(0) if RESIDENT else 1):
         item, part = index // PARTS, index % PARTS
         local = tl.arange(0, BLOCK_N)
+        line = part * BLOCK_N + local
         at, pair, k_first, _ = place(tl.load(queue + item), part, 1, tiles, KV_TILE, 1, BLOCK_N)
         b, kv_head = (pair // (heads // ratio)).to(tl.int64), (pair % (heads // ratio)).to(tl.int64)
         mine = k_first + local < nk
@@ -142,6 +178,8 @@ def backward_kv(
         keys = rows(keys_at, spread(local, 0, k_n, 1, BLOCK_N, WIDE), mine, D, PAD_D)
         values_at = v + b * v_b + kv_head * v_h + k_first.to(tl.int64) * v_n
         values = rows(values_at, spread(local, 0, v_n, 1, BLOCK_N, WIDE), mine, DV, PAD_DV)
+        if EXTRAS:
+            column_at, key_at = standing(places[2], places[3], (k_first + local)[:, None], b, nk, 1)
         key_acc = tl.zeros([BLOCK_N, PAD_D], tl.float32)
         value_acc = tl.zeros([BLOCK_N, PAD_DV], tl.float32)
         slot = -1
@@ -165,22 +203,53 @@ def backward_kv(
                 keep = nq - first
                 of = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
                 # queries that attend nothing here are summed over with weight 0: they and their slopes must be finite
+                partial = partly(code, code, keep, BLOCK_M, 1, MASKED)
                 used = alive(live_t, code, part_m, keep, WORDS, BLOCK_M, MASKED)
                 queries = tile(q, queries_at, b, h, first, q_n, used, BLOCK_M, D, PAD_D, WIDE, DESCRIBED)
                 slopes = tile(dout, slopes_at, b, h, first, g_n, used, BLOCK_M, DV, PAD_DV, WIDE, DESCRIBED)
-                row_lse = tl.load(lse_at + of * l_n, mask=of < nq, other=0.0) * LOG2_E
-                row_slope = tl.load(slope_at + of * s_n, mask=of < nq, other=0.0)
+                if RAGGED:
+                    row_lse = tl.load(lse_at + of * l_n, mask=of < nq, other=0.0) * LOG2_E
+                    row_slope = tl.load(slope_at + of * s_n, mask=of < nq, other=0.0)
+                else:
+                    row_lse = tl.load(lse_at + of * l_n) * LOG2_E
+                    row_slope = tl.load(slope_at + of * s_n)
+                if HOLES:
+                    alive_rows = row_lse != float("-inf")
+                    queries = tl.where(alive_rows[:, None], queries, 0.0).to(queries.dtype)
+                    slopes = tl.where(alive_rows[:, None], slopes, 0.0).to(slopes.dtype)
                 scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-                weights = tl.math.exp2(scores * (scale * LOG2_E) - row_lse[None, :])
-                if MASKED or RAGGED:
-                    line = part * BLOCK_N + local
-                    may = allowed(masks_t, code, KV_TILE, line, part_m, keep, WORDS, BLOCK_M, MASKED, RAGGED)
-                    weights = tl.where(may, weights, 0.0)
-                value_acc = tl.dot(weights.to(slopes.dtype), slopes, value_acc, input_precision=PRECISION)
+                if EXTRAS:
+                    head_at = tl.load(places[0] + h)
+                    row_at, query_at = standing(places[1], places[3], of[None, :], b, nq, 0)
+                if TERMS is None:
+                    weights = tl.math.exp2(scores * (scale * LOG2_E) - row_lse[None, :])
+                else:
+                    distance, has = key_at - query_at, mine[:, None] & (of < nq)[None, :]
+                    scores, caps = scored(
+                        scores * scale, b, head_at, row_at, column_at, distance, has, TERMS, tables, numbers
+                    )
+                    weights = tl.math.exp2(scores * LOG2_E - row_lse[None, :])
+                if HOLES:
+                    weights = tl.where(alive_rows[None, :], weights, 0.0)
+                weights = held(
+                    weights, 0.0, partial, masks_t, code, KV_TILE, line, part_m, keep, WORDS, BLOCK_M,
+                    MASKED, RAGGED, BRANCHED,
+                )  # fmt: skip
+                after = weights
+                if drop is not None:
+                    stays = kept(b, head_at, query_at, key_at, drop)
+                    after = tl.where(stays, weights * drop[5], 0.0)
+                value_acc = tl.dot(after.to(slopes.dtype), slopes, value_acc, input_precision=PRECISION)
                 value_slopes = tl.dot(values, tl.trans(slopes), input_precision=PRECISION)
-                score_slopes = weights * (value_slopes - row_slope[None, :])
-                if MASKED or RAGGED:
-                    score_slopes = tl.where(may, score_slopes, 0.0)
+                if drop is not None:
+                    value_slopes = tl.where(stays, value_slopes * drop[5], 0.0)
+                # of a weight that is 0, times what may be infinite
+                score_slopes = held(
+                    weights * (value_slopes - row_slope[None, :]), 0.0, partial, masks_t, code, KV_TILE, line, part_m,
+                    keep, WORDS, BLOCK_M, MASKED, RAGGED, BRANCHED,
+                )  # fmt: skip
+                if TERMS is not None:
+                    score_slopes = chained(score_slopes, caps, TERMS)
                 key_acc = tl.dot(score_slopes.to(queries.dtype), queries, key_acc, input_precision=PRECISION)
         if SPLIT:
             line = (slot * PARTS + part).to(tl.int64) * BLOCK_N

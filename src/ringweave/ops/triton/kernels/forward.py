@@ -8,22 +8,45 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .loads import LN_2, LOG2_E, SIZES, alive, allowed, place, rows, share_of, spread, store, strides, tile, within
+from .extras import kept, query_heads, scored, standing
+from .loads import (
+    LN_2,
+    LOG2_E,
+    SIZES,
+    alive,
+    held,
+    of_head,
+    paged_tile,
+    partly,
+    place,
+    rows,
+    share_of,
+    spread,
+    store,
+    strides,
+    tile,
+    within,
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
 def forward(
     q, k, v, out, lse, sums, tops, queue, shares, group, row_ptr, col, bits, masks, live,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
-    items, heads, ratio, nq, nk, tiles, scale,
+    items, heads, ratio, nq, nk, tiles, scale, places, tables, numbers, drop, table, lengths, columns,
     D: tl.constexpr, DV: tl.constexpr, PAD_D: tl.constexpr, PAD_DV: tl.constexpr,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, TILES: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, FOLDED: tl.constexpr, WIDE: tl.constexpr,
     STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, SPECIALISED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TERMS: tl.constexpr, EXTRAS: tl.constexpr, PAGE: tl.constexpr,
+    BRANCHED: tl.constexpr,
 ):  # fmt: skip
-    """Compute out and lse of HEADS x ROWS queries; ``scale`` is in powers of two, folded where it is positive."""
+    """Compute out and lse of HEADS x ROWS queries; ``scale`` is in powers of two, folded where it is positive.
+
+    With terms it is neither. Where PAGE is not 0, keys and values lie in pages of so many tokens, found through
+    ``table``, of ``columns``: ``k_b`` and ``v_b`` then lead from page to page, and ``lengths`` say where keys end.
+    """
     BLOCK_M: tl.constexpr = HEADS * ROWS
     PARTS_N: tl.constexpr = KV_TILE // BLOCK_N
     WORDS: tl.constexpr = (KV_TILE + 31) // 32
@@ -44,14 +67,24 @@ def forward(
         mine = within(local, room, q_first, nq, HEADS, ROWS)
         queries_at = q + b * q_b + head * q_h + q_first.to(tl.int64) * q_n
         if SPECIALISED:
-            # warps of their own load by descriptors alone
-            held = tl.make_tensor_descriptor(queries_at, [nq - q_first, D], [q_n, 1], [BLOCK_M, PAD_D])
-            queries = held.load([0, 0])
+            # warps of their own load by descriptors alone; a part past the end has no size, and stores nothing
+            there = tl.minimum(q_first, nq - 1)
+            queries_at = q + b * q_b + head * q_h + there.to(tl.int64) * q_n
+            loader = tl.make_tensor_descriptor(queries_at, [nq - there, D], [q_n, 1], [BLOCK_M, PAD_D])
+            queries = loader.load([0, 0])
         else:
             queries = rows(queries_at, spread(local, q_h, q_n, HEADS, ROWS, WIDE), mine, D, PAD_D)
         kv_head = head // ratio
-        keys_at = k if DESCRIBED else k + b * k_b + kv_head * k_h
-        values_at = v if DESCRIBED else v + b * v_b + kv_head * v_h
+        keys_at = k if DESCRIBED else of_head(k, b, k_b, kv_head, k_h, PAGE)
+        values_at = v if DESCRIBED else of_head(v, b, v_b, kv_head, v_h, PAGE)
+        end_n = nk
+        if PAGE:
+            pages = table + b * columns
+            end_n = tl.load(lengths + b)
+        if EXTRAS:
+            head_at = query_heads(places[0], head, local, mine, HEADS, ROWS)
+            token = (q_first + (local % ROWS if HEADS > 1 else local))[:, None]
+            row_at, query_at = standing(places[1], places[3], token, b, nq, 0)
 
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -60,35 +93,53 @@ def forward(
             entry, part_n = step // PARTS_N, (step % PARTS_N) * BLOCK_N
             first = tl.load(col + entry) * KV_TILE + part_n
             code = tl.load(bits + entry * TILES)
-            keep = nk - first
-            codes = code
+            keep = end_n - first
+            codes, other = code, code
             if TILES > 1:
                 other = tl.load(bits + entry * TILES + 1)
                 codes = tl.where(row < Q_TILE, code, other)
+            partial = partly(code, other, keep, BLOCK_N, TILES, MASKED)
             inside = tl.arange(0, BLOCK_N) < keep
-            keys = tile(k, keys_at, b, kv_head, first, k_n, inside, BLOCK_N, D, PAD_D, WIDE, DESCRIBED)
+            if PAGE:
+                keys = paged_tile(keys_at, pages, first, keep, k_b, k_n, inside, BLOCK_N, D, PAD_D, PAGE)
+            else:
+                keys = tile(k, keys_at, b, kv_head, first, k_n, inside, BLOCK_N, D, PAD_D, WIDE, DESCRIBED)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             if not FOLDED:
                 scores *= scale
-            if MASKED or RAGGED:
-                line = row % Q_TILE if TILES > 1 else row
-                may = allowed(masks, codes, Q_TILE, line, part_n, keep, WORDS, BLOCK_N, MASKED, RAGGED)
-                scores = tl.where(may, scores, float("-inf"))
+            if EXTRAS:
+                column_at, key_at = standing(places[2], places[3], first + tl.arange(0, BLOCK_N)[None, :], b, nk, 1)
+            if TERMS is not None:
+                distance, has = key_at - query_at, mine[:, None] & inside[None, :]
+                scores = scored(scores, b, head_at, row_at, column_at, distance, has, TERMS, tables, numbers)[0]
+                scores *= LOG2_E
+            line = row % Q_TILE if TILES > 1 else row
+            scores = held(
+                scores, float("-inf"), partial, masks, codes, Q_TILE, line, part_n, keep, WORDS, BLOCK_N,
+                MASKED, RAGGED, BRANCHED,
+            )  # fmt: skip
             new_top = tl.maximum(top, tl.max(scores, 1) * factor)
             # a row that has met no key yet: exp2(-inf - 0), not exp2(-inf + inf)
             guard = tl.where(new_top == float("-inf"), 0.0, new_top)
             weights = tl.math.exp2(scores * factor - guard[:, None])
             decay = tl.math.exp2(top - guard)
             total = total * decay + tl.sum(weights, 1)
+            if drop is not None:
+                weights = tl.where(kept(b, head_at, query_at, key_at, drop), weights, 0.0)
             used = alive(live, code, part_n, keep, WORDS, BLOCK_N, MASKED)
             if TILES > 1:
                 used = used | alive(live, other, part_n, keep, WORDS, BLOCK_N, MASKED)
-            values = tile(v, values_at, b, kv_head, first, v_n, used, BLOCK_N, DV, PAD_DV, WIDE, DESCRIBED)
+            if PAGE:
+                values = paged_tile(values_at, pages, first, keep, v_b, v_n, used, BLOCK_N, DV, PAD_DV, PAGE)
+            else:
+                values = tile(v, values_at, b, kv_head, first, v_n, used, BLOCK_N, DV, PAD_DV, WIDE, DESCRIBED)
             acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
             top = new_top
 
         empty = total == 0.0
         total = tl.where(empty, 1.0, total)
+        if drop is not None:
+            acc *= drop[5]
         acc = acc / total[:, None]
         row_lse = tl.where(empty, float("-inf"), (top + tl.math.log2(total)) * LN_2)
         if SPLIT:

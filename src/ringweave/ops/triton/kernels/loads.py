@@ -11,7 +11,7 @@ import triton.language as tl
 # what changes from call to call, while a cache grows: no reason to compile again. Of strides, those of lse and delta
 # over tokens are left: they are 1 or the rate of a view
 SIZES = (
-    "items", "heads", "nq", "nk", "tokens", "tiles",
+    "items", "heads", "nq", "nk", "tokens", "tiles", "columns",
     *(f"{of}_{axis}" for of in "qkvgo" for axis in "bhn"), "l_b", "l_h", "s_b", "s_h",
 )  # fmt: skip
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -93,7 +93,32 @@ def allowed(words, code, side, row, first, keep, WORDS: tl.constexpr, SIZE: tl.c
     if SIZE > 64:
         bits = tl.where(lane < 64, bits, word(words, at, code, 2, 0, keep, MASKED, RAGGED)[:, None])
         bits = tl.where(lane < 96, bits, word(words, at, code, 3, 0, keep, MASKED, RAGGED)[:, None])
-    return ((bits >> (lane % 32)) & 1) != 0
+    # a thread holds columns that differ in bits 0, 3 and 4: it shifts by the others once for all of them
+    return (((bits >> (lane & 6)) >> (lane & 25)) & 1) != 0
+
+
+@triton.jit
+def partly(code, other, keep, SIZE: tl.constexpr, TILES: tl.constexpr, MASKED: tl.constexpr):
+    """Tell whether a tile has pairs that may not attend: it has a mask, or the sequence ends in it."""
+    found = keep < SIZE
+    if MASKED:
+        found = found | (code >= 0)
+        if TILES > 1:
+            found = found | (other >= 0)
+    return found
+
+
+@triton.jit
+def held(x, lacking, partial, words, code, side, row, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr,
+         MASKED: tl.constexpr, RAGGED: tl.constexpr, BRANCHED: tl.constexpr):  # fmt: skip
+    """Put ``lacking`` in place of pairs that may not attend; BRANCHED goes past full tiles, nearly all there are."""
+    if MASKED or RAGGED:
+        if BRANCHED:
+            if partial:
+                x = tl.where(allowed(words, code, side, row, first, keep, WORDS, SIZE, MASKED, RAGGED), x, lacking)
+        else:
+            x = tl.where(allowed(words, code, side, row, first, keep, WORDS, SIZE, MASKED, RAGGED), x, lacking)
+    return x
 
 
 @triton.jit
@@ -127,6 +152,25 @@ def tile(of, at, b, h, first, stride, inside, SIZE: tl.constexpr, DIM: tl.conste
         if DIM != PADDED:
             mask = mask & (channel < DIM)
         return tl.load(at + first.to(tl.int64) * stride + token[:, None] * stride + channel, mask=mask, other=0.0)
+
+
+@triton.jit
+def of_head(of, b, batch_step, h, head_step, PAGE: tl.constexpr):
+    """Find a head of a batch element; in pages, a head of the first page."""
+    return of + h * head_step if PAGE else of + b * batch_step + h * head_step
+
+
+@triton.jit
+def paged_tile(at, pages, first, keep, page_step, stride, inside, SIZE: tl.constexpr, DIM: tl.constexpr,
+               PADDED: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+    """As ``tile``, from ``pages``, the row of a table; of its numbers only those of tokens before the end are read."""
+    token = first + tl.arange(0, SIZE)
+    if PAGE % SIZE == 0:
+        number = tl.load(pages + first // PAGE, mask=keep > 0, other=0)
+    else:
+        number = tl.load(pages + token // PAGE, mask=tl.arange(0, SIZE) < keep, other=0)
+    lines = number.to(tl.int64) * page_step + (token % PAGE).to(tl.int64) * stride
+    return rows(at, lines, inside, DIM, PADDED)
 
 
 @triton.jit

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-class Workspace:
-    """Named flat buffers that grow to the largest use.
+class NamedBuffers:
+    """Flat buffers by name that grow to the largest use.
 
     A buffer is good until its name is taken again; a context runs one call at a time, so names are enough.
     """

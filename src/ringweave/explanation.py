@@ -7,19 +7,22 @@ own buffers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .checks import DTYPES
+from .checks import DTYPES, checked_dropout, extras
 from .errors import ShapeError, UnsupportedError, message, shown
 from .ops import dispatch
 from .ops.backend import Backend, Case
 from .patterns import Pattern
 from .patterns.fit import fitting
 from .patterns.numbers import flag, named_device, whole
+from .patterns.shifted import Shifted, first_positions, placed
 from .plan import BlockPlan, Branch, Causality, branches, causality
+from .terms import Term, as_terms
 from .types import acc_dtype
 from .units import count, flops, nbytes, percent
 
@@ -38,9 +41,12 @@ def explain(
     batch: int = 1,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    q_offset: int = 0,
+    q_offset: int | Tensor = 0,
+    k_offset: int | Tensor = 0,
     backend: str = "auto",
     needs_grad: bool = True,
+    terms: Term | Sequence[Term] | None = (),
+    dropout: float = 0.0,
     as_dict: bool = False,
 ) -> Any:
     """Say what an attention call would compute: pairs, tiles, branches, backends and why, memory, operations.
@@ -48,7 +54,7 @@ def explain(
     Args:
         pattern: A relation or a LongNet.
         nq: Queries.
-        nk: Keys; nq + q_offset by default.
+        nk: Keys; nq + q_offset by default, where that is an int and k_offset 0.
         heads: Query heads.
         kv_heads: Key heads; as many by default.
         head_dim: D of queries and keys.
@@ -56,9 +62,12 @@ def explain(
         batch: Batch elements.
         dtype: Of q, k and v.
         device: Where they would be; it need not exist here.
-        q_offset: Position of the first query.
+        q_offset: Position of the first query; an int, or an integer tensor () or (B,).
+        k_offset: Position of the first key, alike.
         backend: ``"auto"``, or one by name.
         needs_grad: Whether a gradient would be asked for.
+        terms: Of the scores, as of :func:`ringweave.attention`.
+        dropout: Share of the weights that would be dropped.
         as_dict: Return the numbers as a dict of plain values, which ``json.dumps`` takes.
     Returns:
         Aligned text, or the dict.
@@ -70,8 +79,13 @@ def explain(
         >>> explain(rw.SlidingWindow(128), 1024, as_dict=True)["tiles"]["computed"]
         15
     """
-    nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
-    kv_heads = heads if kv_heads is None else _size("kv_heads", kv_heads)
+    pattern, q_offset = placed(pattern, q_offset, k_offset, batch)
+    if nk is None and isinstance(pattern, Shifted):
+        raise ShapeError(message("nk", None, "the number of keys, with a tensor or a k_offset", "Pass nk."))
+    if kv_heads is not None:
+        kv_heads = _size("kv_heads", kv_heads)
+    pattern, nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset, kv_heads)
+    kv_heads = heads if kv_heads is None else kv_heads
     head_dim = _size("head_dim", head_dim)
     value_dim = head_dim if value_dim is None else _size("value_dim", value_dim)
     needs_grad, as_dict = flag("needs_grad", needs_grad, ShapeError), flag("as_dict", as_dict, ShapeError)
@@ -85,8 +99,12 @@ def explain(
         wanted = f"one of {', '.join(dispatch.names())}"
         raise UnsupportedError(message("backend", shown(backend), wanted, "Use 'auto'."))
     kind = named_device(device).type
-    case = Case(batch, heads, kv_heads, nq, nk, head_dim, value_dim, dtype, kind, needs_grad)
-    made = Explanation.of(pattern, case, q_offset, backend)
+    terms, dropout = as_terms(terms), checked_dropout(dropout)
+    for term in terms:
+        term.check(batch, heads, nq, nk, term.tables[0].device if term.tables else torch.device(kind))
+    learned = sum(table.numel() for term in terms if (table := term.learned) is not None and table.requires_grad)
+    case = Case(batch, heads, kv_heads, nq, nk, head_dim, value_dim, dtype, kind, needs_grad, extras(terms, dropout))
+    made = Explanation.of(pattern, replace(case, learned=learned if needs_grad else 0), q_offset, backend)
     return made.as_dict() if as_dict else str(made)
 
 
@@ -154,6 +172,13 @@ class Explanation:
         future = causality(pattern, case.nq, case.nk, **size)
         return Explanation(pattern, case, q_offset, backend, steps, work, future)
 
+    @property
+    def first(self) -> tuple[int | list[int], int | list[int]]:
+        """Positions of the first query and key: one, or one for each batch element where they differ."""
+        sides = first_positions(self.pattern, self.q_offset, self.case.batch, torch.device("cpu")).T.tolist()
+        q, k = (side[0] if len(set(side)) == 1 else side for side in sides)
+        return q, k
+
     def as_dict(self) -> dict[str, Any]:
         """Say it in plain values, which ``json.dumps`` takes."""
         case, work, future, names = self.case, self.work, self.future, {chosen.name for _, chosen in self.steps}
@@ -168,7 +193,8 @@ class Explanation:
             "sizes": {
                 "batch": case.batch, "heads": case.heads, "kv_heads": case.kv_heads, "nq": case.nq, "nk": case.nk,
                 "head_dim": case.head_dim, "value_dim": case.value_dim, "dtype": str(case.dtype).removeprefix("torch."),
-                "device": case.device, "q_offset": self.q_offset, "needs_grad": case.needs_grad,
+                "device": case.device, "q_offset": self.first[0], "k_offset": self.first[1],
+                "needs_grad": case.needs_grad, "extras": sorted(case.extras),
             },
             "pairs": {
                 "allowed": allowed, "computed": computed, "all": everything, "density": allowed / everything,
@@ -211,15 +237,16 @@ class Explanation:
         if case.kv_heads != case.heads:
             heads += f" over {count(case.kv_heads, 'key head')}"
         dims = f"D {case.head_dim}" + (f", Dv {case.value_dim}" if case.value_dim != case.head_dim else "")
-        offset = f" from position {self.q_offset}" if self.q_offset else ""
+        first = [f" from position {_listed(each)}" if each else "" for each in self.first]
         how = count(tiles["computed"], "tile") if tiles["computed"] else "dense kernels"
         grad = ", with gradients" if case.needs_grad else ""
         over = f", {pairs['computed_over_allowed']:.3g} times the allowed" if pairs["allowed"] else ""
         part = f"computed density {percent(pairs['computed_density'])}{over}"
         lines = [
             ("pattern", facts["pattern"]),
-            ("call", f"{case.nq} queries{offset} x {case.nk} keys, batch {case.batch}, {heads}, {dims}"),
+            ("call", f"{case.nq} queries{first[0]} x {case.nk} keys{first[1]}, batch {case.batch}, {heads}, {dims}"),
             ("", f"{facts['sizes']['dtype']} on {case.device}{grad}"),
+            *([("", f"with {', '.join(facts['sizes']['extras'])}")] if case.extras else []),
             ("allowed", f"{pairs['allowed']} of {pairs['all']} pairs, density {percent(pairs['density'])}"),
             ("computed", f"{pairs['computed']} pairs in {how}, {part}"),
             ("causality", facts["causality"]["text"]),
@@ -250,6 +277,10 @@ class Explanation:
         if work["dense_over_this"] is not None:
             lines.append(("ratio", f"dense computes {work['dense_over_this']:.3g} times as many pairs"))
         return "\n".join(f"{name:<9} {text}" for name, text in lines)
+
+
+def _listed(first: int | list[int]) -> str:
+    return str(first) if isinstance(first, int) else f"{min(first)} to {max(first)}"
 
 
 def _branches(work: Sequence[BranchWork]) -> list[dict[str, Any]]:

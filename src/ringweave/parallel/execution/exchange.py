@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..execution.local_attention import LocalAttention
-from ..execution.places import Tokens
-from .demand import Bools, Demand, run_places
-from .movement import Moves
-from .placement import Int64
+from ..planning.demand import Bools, Demand, run_places
+from ..planning.movement import Moves
+from ..planning.placement import Int64
+from .local_attention import LocalAttention
+from .places import Tokens
 
 SHARD = -1
 

@@ -1,0 +1,12 @@
+"""The option of ``pytest --pyargs ringweave.audit.kit --kernel module:function``; imports nothing of ringweave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def pytest_addoption(parser: Any) -> None:
+    """Add ``--kernel``."""
+    parser.getgroup("ringweave").addoption(
+        "--kernel", metavar="MODULE:FUNCTION", help="the attention kernel that ringweave.audit.kit checks"
+    )

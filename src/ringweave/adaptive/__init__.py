@@ -1,0 +1,28 @@
+"""Sparsity that follows the data: which blocks to attend, what attention they hold, and an indexer that learns both.
+
+>>> table = rw.adaptive.select(q, k, top_k=3, block_size=32)
+>>> out, lse = rw.attention_with_lse(q, k, v, table & rw.Causal())
+>>> rw.adaptive.tile_mass(q, k, lse, table & rw.Causal()).values.sum().round()
+tensor(1024.)
+"""
+
+from __future__ import annotations
+
+from .bounds import KeyBounds
+from .importance import ImportanceTracker
+from .indexer import BlockIndexer
+from .mass import TileMass, tile_mass
+from .pooling import block_means
+from .selection import select
+from .sparsity import SparsitySchedule
+
+__all__ = [
+    "BlockIndexer",
+    "ImportanceTracker",
+    "KeyBounds",
+    "SparsitySchedule",
+    "TileMass",
+    "block_means",
+    "select",
+    "tile_mass",
+]

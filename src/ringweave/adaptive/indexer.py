@@ -1,0 +1,288 @@
+"""A learned selector: narrow heads that score blocks, trained to foresee where attention lies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..checks import check_tensors
+from ..errors import ShapeError, message
+from ..patterns import BlockTable
+from ..patterns.numbers import one_of, whole
+from ..types import acc_dtype
+from .bounds import largest, least
+from .mass import TileMass
+from .pooling import block_means, by_block
+from .selection import HEADS, Grid, Score, amount_of, choose, chunk_rows, grid_of, products
+from .shards import stretches
+
+if TYPE_CHECKING:
+    from ..parallel import ContextParallel, PendingTable
+
+# distances in pools, by their logarithm: both sides, and the same pool
+_FAR = 16
+
+
+class BlockIndexer(nn.Module):
+    """Score blocks by a few narrow heads, choose the best, and learn from the attention that they really hold.
+
+    A block is a few pools of tokens; a pool of queries or keys is the mean, the least and the largest of its channels.
+    For a query pool i and a key pool j of a head
+
+        s[i, j] = gain scale <mean q[i], mean k[j]> + sum_m w_m(q[i]) ReLU(<q_m[i], k'[j]>) + bias[distance]
+
+    with narrow learned projections q_m and k', as a lightning indexer scores tokens; a block's score is the logarithm
+    of the sum of exp s over its pools. At first all but the first term is 0. Queries and keys are detached: the model
+    that they come from learns nothing of it.
+
+    Train it on ``loss(q, k, mass)``, first with the mass of dense attention, then with that of the tiles that it
+    chooses alone.
+
+    Args:
+        head_dim: Channels of queries and keys.
+        heads: Query heads.
+        kv_heads: Key heads; as many as query heads by default.
+        index_heads: Narrow heads of each query head.
+        index_dim: Their channels.
+        block_size: Tokens in a block's side.
+        pool: Tokens of a pool; divides the block.
+        device: Where the parameters are.
+        dtype: Their type.
+    Example:
+        >>> indexer = rw.adaptive.BlockIndexer(32, heads=4, block_size=32, pool=16)
+        >>> lse = rw.attention_with_lse(q, k, v, rw.Causal()).lse
+        >>> mass = rw.adaptive.tile_mass(q, k, lse, rw.Causal(), tile=32)
+        >>> indexer.loss(q, k, mass).backward()
+        >>> rw.attention(q, k, v, indexer(q, k, top_k=3) & rw.Causal()).shape
+        torch.Size([1, 4, 256, 32])
+
+    References:
+        DeepSeek-AI (2025), DeepSeek-V3.2, section 2.1 (of tokens; here of blocks, and of each head).
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        index_heads: int = 4,
+        index_dim: int = 16,
+        block_size: int = 128,
+        pool: int = 32,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.head_dim = whole("head_dim", head_dim, 1, error=ShapeError)
+        self.heads = whole("heads", heads, 1, error=ShapeError)
+        self.kv_heads = self.heads if kv_heads is None else whole("kv_heads", kv_heads, 1, error=ShapeError)
+        self.index_heads = whole("index_heads", index_heads, 1, error=ShapeError)
+        self.index_dim = whole("index_dim", index_dim, 1, error=ShapeError)
+        self.block_size = whole("block_size", block_size, 1, error=ShapeError)
+        self.pool = whole("pool", pool, 1, error=ShapeError)
+        if self.heads % self.kv_heads:
+            wanted = f"a divisor of the {self.heads} query heads"
+            raise ShapeError(message("kv_heads", self.kv_heads, wanted, "Repeat or drop key heads."))
+        if self.block_size % self.pool:
+            raise ShapeError(message("pool", self.pool, f"a divisor of block_size={self.block_size}", "Lower pool."))
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        wide, narrow = 3 * self.head_dim, self.index_heads * self.index_dim
+        self.query = parameter(self.heads, wide, narrow)
+        self.key = parameter(self.kv_heads, wide, self.index_dim)
+        self.weight = parameter(self.heads, wide + 1, self.index_heads)
+        self.gain = parameter(self.heads)
+        self.distance = parameter(self.heads, 2 * _FAR + 1)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the projections, and let nothing come of them yet."""
+        for projection in (self.query, self.key):
+            nn.init.normal_(projection, std=projection.shape[1] ** -0.5)
+        for zero in (self.weight, self.distance):
+            nn.init.zeros_(zero)
+        nn.init.ones_(self.gain)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        top_k: int | None = None,
+        mass: float | None = None,
+        density: float | None = None,
+        causal: bool = True,
+        local: int = 1,
+        sinks: int = 1,
+        heads: str = "query",
+        q_offset: int = 0,
+    ) -> BlockTable:
+        """Choose blocks, as :func:`ringweave.adaptive.select` does and with its arguments; no gradient.
+
+        Args:
+            q: Queries, (B, Hq, Nq, D).
+            k: Keys, (B, Hkv, Nk, D).
+            top_k: Blocks of a row.
+            mass: Share of the foreseen attention.
+            density: Share of the blocks that a row may attend.
+            causal: Whether blocks wholly in a row's future are left out.
+            local: Blocks that end with the row's own.
+            sinks: First blocks.
+            heads: ``"query"``, ``"kv"`` or ``"shared"``.
+            q_offset: Position of the first query; a multiple of the block where there are several rows.
+        """
+        one_of("heads", heads, HEADS)
+        grid = self._grid(q, k, q_offset, causal, local, sinks)
+        amount = amount_of("mean", top_k, mass, density, grid)
+        with torch.no_grad():
+            score = self._scorer(q, k, grid)
+            groups = {"query": 0, "kv": self.kv_heads, "shared": 1}[heads]
+            return choose(score, grid, amount, self._step(q, grid), groups, self.heads, False, q.device)
+
+    def share(self, context: ContextParallel, q: Tensor, k: Tensor, *, version: int, **options: Any) -> PendingTable:
+        """Choose blocks for this rank's queries, and begin to put all ranks' choices together: one table for all.
+
+        It travels while the present step is computed; ``result()`` of what is given waits for it. Parameters have to be
+        alike on all ranks, as DDP keeps them.
+
+        Args:
+            context: Ranks that share the sequence; its placement is cut at blocks, as ``"contiguous"`` and ``"zigzag"``
+                are.
+            q: This rank's queries, (B, Hq, local, D).
+            k: This rank's keys, (B, Hkv, local, D): all ranks get all keys, once.
+            version: Of the table; a number that grows with each.
+            options: As the indexer is called with, without q_offset.
+        Raises:
+            ShapeError: Blocks that the placement cuts.
+            RingError: Ranks share different versions or shapes.
+        """
+        every, side = context.unshard(k, 2), self.block_size
+        sizes = len(q), self.heads, context.local // side, -(-context.seq_len // side) + 1
+        rows = torch.zeros(sizes, dtype=torch.bool, device="cpu")
+        for begin, end, position in stretches(context, context.seq_len):
+            listed = self(q[:, :, begin:end], every, q_offset=position, **options).blocks.listed()
+            count = -(-(end - begin) // side)
+            listed = listed[:, :, -count:].cpu().long().repeat_interleave(self.heads // listed.shape[1], 1)
+            rows[:, :, begin // side : begin // side + count].scatter_(-1, listed, True)
+        return context.share_table(rows[..., :-1].contiguous(), side, version)
+
+    def loss(self, q: Tensor, k: Tensor, mass: TileMass, *, causal: bool = True, q_offset: int = 0) -> Tensor:
+        """Compute the KL divergence from attention's share of each tile to the foreseen one, over the tiles of a plan.
+
+        Rows of blocks are taken some at a time, and again in backward: memory is a chunk of scores.
+
+        Args:
+            q: Queries, (B, Hq, Nq, D).
+            k: Keys, (B, Hkv, Nk, D).
+            mass: What :func:`ringweave.adaptive.tile_mass` found, per tile or row, on tiles of ``block_size``: of all
+                tiles to warm up, of those that were chosen later. A row of tiles counts by what it holds in all.
+            causal: As for the tables that are to be made.
+            q_offset: As there.
+        Returns:
+            The mean over rows of blocks, nats; differentiable in the indexer's parameters alone.
+        Raises:
+            ShapeError: Tiles of another size, or of other tensors.
+        """
+        grid = self._grid(q, k, q_offset, causal, 0, 0)
+        p = mass.plan
+        sizes = (p.q_tile, p.kv_tile, p.nq, p.nk, *p.group.shape)
+        wanted = (self.block_size, self.block_size, grid.nq, grid.nk, q.shape[0], self.heads)
+        if sizes != wanted:
+            names = "(q_tile, kv_tile, nq, nk, batch, heads)"
+            remedy = "Pass tile= to tile_mass."
+            raise ShapeError(message("mass.plan", f"{names} = {sizes}", f"{wanted}", remedy))
+        pair, row, column = mass.tiles()
+        values = mass.by_tile().detach()
+        # tiles by row of blocks, all heads together
+        order = row.argsort(stable=True)
+        step = self._step(q, grid)
+        begins = range(0, grid.rows, step)
+        edges = torch.tensor([*begins, grid.rows], device=row.device)
+        ends = torch.searchsorted(row[order], edges).tolist()
+        score = self._scorer(q, k, grid)
+
+        def part(begin: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+            rows = range(begin, min(begin + step, grid.rows))
+            chosen = order[first:last]
+            columns = int(column[chosen].max()) + 1 if last > first else 1
+            scores = score(rows, columns).flatten(0, 1)
+            place = pair[chosen], row[chosen] - begin, column[chosen]
+            held = torch.zeros_like(scores).index_put(place, values[chosen].to(scores.dtype))
+            listed = torch.zeros_like(scores, dtype=torch.bool).index_put(place, torch.ones_like(chosen).bool())
+            all_of_row = held.sum(-1, keepdim=True)
+            some = all_of_row[..., 0] > 0
+            foreseen = scores.masked_fill(~listed, torch.finfo(scores.dtype).min).log_softmax(-1)
+            share = held / all_of_row.clamp(min=torch.finfo(scores.dtype).tiny)
+            divergence = torch.special.xlogy(share, share) - share * foreseen
+            return (divergence.sum(-1) * some).sum(), some.sum()
+
+        sums = [
+            checkpoint(part, begin, first, last, use_reentrant=False) if len(begins) > 1 else part(begin, first, last)
+            for begin, first, last in zip(begins, ends[:-1], ends[1:], strict=True)
+        ]
+        total, count = (torch.stack(each).sum() for each in zip(*sums, strict=True))
+        return total / count.clamp(min=1)
+
+    def extra_repr(self) -> str:
+        """Write the sizes."""
+        names = ("head_dim", "heads", "kv_heads", "index_heads", "index_dim", "block_size", "pool")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
+    def _grid(self, q: Tensor, k: Tensor, q_offset: int, causal: bool, local: int, sinks: int) -> Grid:
+        check_tensors(q, k, k)
+        if (q.shape[1], k.shape[1], q.shape[3]) != (self.heads, self.kv_heads, self.head_dim):
+            got = f"{q.shape[1]} and {k.shape[1]} heads of {q.shape[3]}"
+            wanted = f"{self.heads} and {self.kv_heads} of {self.head_dim}"
+            raise ShapeError(message("q, k", got, wanted, "Make an indexer for them."))
+        grid = grid_of(q, k, self.block_size, q_offset, causal, local, sinks)
+        if not grid.one_row and q_offset % self.block_size:
+            wanted = f"a multiple of block_size={self.block_size}, or queries of one block"
+            raise ShapeError(message("q_offset", q_offset, wanted, "Cut chunks at blocks."))
+        return grid
+
+    def _step(self, q: Tensor, grid: Grid) -> int:
+        pools = self.block_size // self.pool
+        return chunk_rows(q, pools * pools * grid.columns * self.index_heads)
+
+    def _scorer(self, q: Tensor, k: Tensor, grid: Grid) -> Score:
+        """Make what scores rows of blocks: (B, Hq, rows, columns)."""
+        q, k = q.detach(), k.detach()
+        pools, acc = self.block_size // self.pool, acc_dtype(self.query.dtype)
+        means = [block_means(x, self.pool).to(acc) for x in (q, k)]
+        q_parts, k_parts = (
+            torch.cat([mean, *(by_block(x, self.pool, bound).to(acc) for bound in (least, largest))], -1)
+            for mean, x in zip(means, (q, k), strict=True)
+        )
+        queries = torch.einsum("bhnc,hcd->bhnd", q_parts, self.query.to(acc)).unflatten(-1, (-1, self.index_dim))
+        keys = torch.einsum("bhnc,hcd->bhnd", k_parts, self.key.to(acc)) * self.index_dim**-0.5
+        one = nn.functional.pad(q_parts, (0, 1), value=1.0)
+        weight = torch.einsum("bhnc,hcm->bhnm", one, self.weight.to(acc))
+        plain = means[0] * (self.gain.to(acc) * self.head_dim**-0.5)[:, None, None]
+        shift = grid.q_offset // self.pool
+
+        def score(rows: range, columns: int) -> Tensor:
+            mine = slice(rows.start * pools, rows.stop * pools)
+            others = slice(0, columns * pools)
+            product = products(plain[:, :, mine], means[1][:, :, others])
+            relu = products(queries[:, :, mine].flatten(2, 3), keys[:, :, others]).relu()
+            relu = relu.unflatten(2, (-1, self.index_heads))
+            s = product + torch.einsum("bhnmk,bhnm->bhnk", relu, weight[:, :, mine])
+            row = torch.arange(mine.start, mine.start + s.shape[2], device=s.device)[:, None] + shift
+            apart = row - torch.arange(s.shape[3], device=s.device)
+            bucket = (apart.abs() + 1).log2().floor().long().clamp(max=_FAR) * apart.sign()
+            s = s + self.distance.to(acc)[:, bucket + _FAR]
+            if grid.causal:
+                s = s.masked_fill(apart < 0, -torch.inf)
+            # pools that a last block lacks
+            lacking = (0, -s.shape[3] % pools, 0, -s.shape[2] % pools)
+            s = nn.functional.pad(s, lacking, value=-torch.inf).unflatten(3, (-1, pools)).unflatten(2, (-1, pools))
+            by_tile: Tensor = s.logsumexp((3, 5))
+            return by_tile
+
+        return score

@@ -1,0 +1,153 @@
+"""How much attention every tile of a plan holds: exact, in one pass over the tiles, in memory that grows with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..checks import check_call
+from ..errors import PatternError, ShapeError, UnsupportedError, message, shown
+from ..ops import cpu, gather
+from ..ops.backend import Case, Inputs, Scoring, readable
+from ..patterns import LongNet, Pattern
+from ..patterns.numbers import one_of
+from ..patterns.shifted import first_positions
+from ..plan import BlockPlan, Branch, plan
+from ..terms import Term
+from ..types import acc_dtype
+
+_PER = ("tile", "row")
+_BACKENDS = ("auto", "cpu", "gather")
+
+
+@dataclass(frozen=True, eq=False)
+class TileMass:
+    """The attention that a plan's tiles hold.
+
+    Attributes:
+        plan: Which tiles.
+        values: (T,) per tile or (T, q_tile) per row, float32 (float64 for float64), for batch elements and heads in
+            turn (heads fastest), within each in the plan's row order; rows past the last query hold 0.
+        first: (B, Hq) int64, where the tiles of each batch element and head begin.
+    Example:
+        >>> lse = rw.attention_with_lse(q, k, v, rw.Causal()).lse
+        >>> mass = rw.adaptive.tile_mass(q, k, lse, rw.Causal())
+        >>> pair, row, column = mass.tiles()
+        >>> per_row = torch.zeros(4, mass.plan.q_tiles).index_put((pair, row), mass.values, accumulate=True)
+        >>> torch.testing.assert_close(per_row, torch.full((4, 2), 128.0))
+    """
+
+    plan: BlockPlan
+    values: Tensor
+    first: Tensor
+
+    def tiles(self) -> tuple[Tensor, Tensor, Tensor]:
+        """List, aligned with ``values``, int64 (T,) each: b * Hq + h, the query tile and the key tile."""
+        p = self.plan
+        group, counts = p.group.reshape(-1).long(), (p.row_ptr[:, -1] - p.row_ptr[:, 0]).long()
+        pair = torch.arange(group.numel(), device=p.device).repeat_interleave(counts[group])
+        place = torch.arange(pair.numel(), device=p.device) - self.first.reshape(-1)[pair]
+        entry = place + p.row_ptr[:, 0].long()[group[pair]]
+        return pair, p.tile_rows()[entry], p.col[entry].long()
+
+    def by_tile(self) -> Tensor:
+        """Sum over the queries of each tile, (T,); as they are where they are per tile."""
+        return self.values if self.values.ndim == 1 else self.values.sum(1)
+
+    def to_dense(self) -> Tensor:
+        """Spread them to (B, Hq, query tiles, key tiles), or per row to (B, Hq, Nq, key tiles), for small sizes."""
+        p = self.plan
+        batch, heads = p.group.shape
+        dense = self.values.new_zeros(batch * heads, p.q_tiles, p.kv_tiles, *self.values.shape[1:])
+        dense[self.tiles()] = self.values
+        dense = dense.view(batch, heads, *dense.shape[1:])
+        if self.values.ndim > 1:
+            dense = dense.transpose(3, 4).flatten(2, 3)[:, :, : p.nq]
+        return dense
+
+
+def tile_mass(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    pattern: Pattern,
+    *,
+    per: str = "tile",
+    scale: float | None = None,
+    q_offset: int | Tensor = 0,
+    k_offset: int | Tensor = 0,
+    terms: Term | Sequence[Term] | None = (),
+    tile: int | tuple[int, int] | None = None,
+    backend: str = "auto",
+) -> TileMass:
+    """Sum the attention weights in each non-empty tile of a pattern; no gradient.
+
+    ``mass[t] = sum_(i, j in t) exp(scale * <q[i], k[j]> - lse[i])`` over the allowed pairs. With the pattern's own lse
+    a row's tiles hold 1 in all; with that of a larger attention, the share of it that the pattern keeps: the recall.
+    One product a pair, no values; memory is one number a tile (per row: one a row of a tile).
+
+    Args:
+        q: Queries, (B, Hq, Nq, D).
+        k: Keys, (B, Hkv, Nk, D).
+        lse: (B, Hq, Nq), as of :func:`ringweave.attention_with_lse`; a row of -inf holds 0.
+        pattern: A relation.
+        per: ``"tile"``, or ``"row"``: of each query in each tile.
+        scale: Factor of the scores; 1 / sqrt(D) by default.
+        q_offset: Position of the first query; an int, or an integer tensor () or (B,).
+        k_offset: Position of the first key, alike.
+        terms: What was added to the scores: those that lse was made with.
+        tile: Side of a tile, or (queries, keys); multiples of 16. None: as of :func:`ringweave.plan`.
+        backend: ``"cpu"`` (the native kernel: CPU tensors of up to 32 bits, no terms), ``"gather"``, or the first of
+            them that can.
+    Returns:
+        The masses, with the plan whose tiles they are of.
+    Raises:
+        ShapeError: Shapes, dtypes or devices do not fit.
+        PatternError: The pattern does not fit the call, or is a LongNet.
+        UnsupportedError: The named backend cannot run the case.
+    Example:
+        >>> out, lse = rw.attention_with_lse(q, k, v, rw.Causal())
+        >>> kept = rw.adaptive.tile_mass(q, k, lse, rw.SlidingWindow(63) & rw.Causal(), per="row")
+        >>> recall = kept.to_dense().sum(-1)
+        >>> recall.shape, bool((recall[:, :, :64] > 0.999).all())
+        (torch.Size([1, 4, 256]), True)
+    """
+    one_of("per", per, _PER)
+    one_of("backend", backend, _BACKENDS)
+    pattern, scale, q_offset, terms, _ = check_call(
+        q, k, k, pattern, scale=scale, q_offset=q_offset, k_offset=k_offset, backend="gather", terms=terms
+    )
+    if isinstance(pattern, LongNet):
+        got = repr(pattern)
+        raise PatternError(message("pattern", got, "a relation", "Ask for the mass of one branch's relation."))
+    acc = acc_dtype(q.dtype)
+    if not isinstance(lse, Tensor) or lse.shape != q.shape[:3] or lse.dtype != acc or lse.device != q.device:
+        got = f"{lse.dtype} {tuple(lse.shape)} on {lse.device}" if isinstance(lse, Tensor) else shown(lse)
+        wanted = f"{acc} {tuple(q.shape[:3])} on {q.device}"
+        raise ShapeError(message("lse", got, wanted, "Pass the lse of attention_with_lse."))
+    batch, heads, nq, _ = q.shape
+    p = plan(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=q.device)
+    inputs = Inputs(readable(q), readable(k), readable(k), scale, _scoring(q, k, pattern, q_offset, terms))
+    reason = cpu.refusal(
+        Case.of(inputs), Branch.whole(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset)
+    )
+    if reason is None and terms:
+        reason = "it sums no masses of scores with terms"
+    if backend == "cpu" and reason is not None:
+        wanted = f"a case that it can run, but {reason}"
+        raise UnsupportedError(message("backend", "'cpu'", wanted, "Use backend='auto' or 'gather'."))
+    counts = (p.row_ptr[:, -1] - p.row_ptr[:, 0]).long()[p.group.long()]
+    first = (counts.reshape(-1).cumsum(0) - counts.reshape(-1)).view(batch, heads)
+    kernel = gather.tile_mass if reason is not None or backend == "gather" else cpu.tile_mass
+    return TileMass(p, kernel(inputs, lse.detach(), p, first, per == "row"), first)
+
+
+def _scoring(q: Tensor, k: Tensor, pattern: Pattern, q_offset: int, terms: tuple[Term, ...]) -> Scoring | None:
+    if not terms:
+        return None
+    places = [torch.arange(n, device=q.device) for n in (q.shape[1], q.shape[2], k.shape[2])]
+    first = first_positions(pattern, q_offset, q.shape[0], q.device)
+    return Scoring(terms, None, places[0], places[1], places[2], first, (None,) * len(terms))

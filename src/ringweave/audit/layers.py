@@ -1,0 +1,500 @@
+"""Every attention layer of a model as it is really called, against what its configuration promises.
+
+Calls are intercepted where models make them: transformers' attention interface, ``scaled_dot_product_attention``,
+``flex_attention``, ``multi_head_attention_forward`` and ringweave's own operator. Each is probed with its own mask and
+arguments, and then made as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..patterns import Causal, Documents, Full, Keys, Pattern, Segments, SlidingWindow
+from .support import Attended, attended
+from .verdict import Comparison, compare, named
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One attention call, as it was made.
+
+    Attributes:
+        name: The module that made it.
+        through: What it went through: transformers' name of the implementation, or a function's.
+        module: The module, where it is known.
+        found: What it attends.
+        bias: Whether it was given a bias beside its mask.
+        sinks: Whether the module has learned sinks.
+        causal: What the call says of causality itself, if anything.
+    """
+
+    name: str
+    through: str
+    module: nn.Module | None
+    found: Attended
+    bias: bool
+    sinks: bool
+    causal: bool | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer's verdict.
+
+    Attributes:
+        name: The module that made the call.
+        through: What the call went through.
+        comparison: Found against promised; None where nothing is promised.
+        found: What it attends.
+        named: The pattern that is, of its first batch element and head, where it has a name.
+    """
+
+    name: str
+    through: str
+    comparison: Comparison | None
+    found: Attended
+    named: Pattern | None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether it attends what is promised, as far as something is."""
+        return self.comparison is None or self.comparison.agrees
+
+    @property
+    def sentence(self) -> str:
+        """What was found, in words."""
+        if self.comparison is not None:
+            return self.comparison.sentence
+        return f"attends {self.named!r}" if self.named is not None else "attends pairs that have no name"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Give what can be written as JSON."""
+        sinks = self.found.sinks
+        return {
+            "layer": self.name,
+            "through": self.through,
+            "agrees": self.agrees,
+            "sentence": self.sentence,
+            "attends": None if self.named is None else repr(self.named),
+            "scale": self.found.scale,
+            "sinks": None if sinks is None or bool(sinks.isneginf().all()) else sinks.tolist(),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class ModelAudit:
+    """What a model's attention layers attend.
+
+    Attributes:
+        layers: In the order of their calls.
+        bypassed: By how much the model's output differs where nothing is intercepted: a fused path goes round a
+            module then; 0 where it does not.
+    """
+
+    layers: tuple[Layer, ...]
+    bypassed: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every layer attends what is promised, and no fused path gives something else."""
+        return bool(self.layers) and self.bypassed == 0 and all(layer.agrees for layer in self.layers)
+
+    def __str__(self) -> str:
+        lines = [f"{layer.name} ({layer.through}): {layer.sentence}" for layer in self.layers]
+        if not self.layers:
+            lines.append("no attention call was seen")
+        if self.bypassed:
+            lines.append(
+                f"a fused path goes round a module: without the audit the output differs by {self.bypassed:.2g}"
+            )
+        return "\n".join(lines)
+
+
+@contextmanager
+def intercepted(model: nn.Module | None = None) -> Iterator[list[Call]]:
+    """Probe every attention call that is made inside the block.
+
+    Args:
+        model: Names the modules that make the calls.
+    Returns:
+        The calls, as a list that grows.
+    Example:
+        >>> with rw.audit.intercepted() as calls:
+        ...     _ = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> rw.audit.compare(calls[0].found, rw.Causal()).agrees
+        True
+    """
+    watch = _Watch(model)
+    with watch.patched(), watch.followed(), _Mode(watch):
+        yield watch.calls
+
+
+def model(
+    model: nn.Module,
+    inputs: Mapping[str, Any] | tuple[Any, ...] | Tensor,
+    expect: Pattern | Mapping[str, Pattern] | Callable[[Call], Pattern | None] | None = None,
+    *,
+    q_offset: int = 0,
+) -> ModelAudit:
+    """Audit every attention layer of a model as it is called.
+
+    What a transformers model promises follows from its configuration: causality, each layer's window or chunk; and from
+    ``inputs``: padding, and documents packed by position ids. It is called twice, in evaluation mode.
+
+    Args:
+        model: Any module; made smaller is enough, memory grows with the square of the tokens.
+        inputs: Its arguments: by name, in order, or the only one.
+        expect: What its layers should attend, where no configuration says it: one pattern, patterns by module name, or
+            a function of a :class:`Call`.
+        q_offset: Position of the first query, in a step with a cache.
+    Returns:
+        A :class:`ModelAudit`; ``agrees`` says it in one word, ``str()`` line by line.
+    Example:
+        >>> encoder = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True).eval()
+        >>> print(rw.audit.model(encoder, torch.randn(2, 16, 32), expect=rw.Full()))
+        self_attn (multi_head_attention_forward): agrees with Full()
+    """
+    named_args: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {}
+    args = () if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple) else (inputs,)
+    training = model.training
+    model.eval()
+    try:
+        # a cache is written to by the first call, and would be found longer by the second
+        cached = named_args.get("past_key_values") is not None
+        with torch.no_grad():
+            plain = None if cached else _first(model(*args, **named_args))
+            with intercepted(model) as calls:
+                seen = _first(model(*args, **named_args))
+    finally:
+        model.train(training)
+    promises = _Promises(model, named_args, q_offset)
+    return ModelAudit(tuple(_layer(call, expect, promises) for call in calls), _apart(plain, seen))
+
+
+def _layer(call: Call, expect: Any, promises: _Promises) -> Layer:
+    pairs = call.found.pairs
+    nk = pairs.shape[3]
+    name = named(pairs[0, 0].cpu(), promises.q_offset)
+    if expect is None:
+        pattern, rows, k_offset = promises.of(call)
+    else:
+        rows, k_offset = None, 0
+        pattern = expect if isinstance(expect, Pattern) else None
+        if isinstance(expect, Mapping):
+            pattern = expect.get(call.name)
+        elif pattern is None and callable(expect):
+            pattern = expect(call)
+    if pattern is None:
+        return Layer(call.name, call.through, None, call.found, name)
+    offset = promises.q_offset if pairs.shape[2] <= nk + k_offset else 0
+    comparison = compare(
+        call.found, pattern, q_offset=offset, k_offset=k_offset, rows=rows, bias=call.bias, sinks=call.sinks
+    )
+    return Layer(call.name, call.through, comparison, call.found, name)
+
+
+def _first(found: Any) -> Tensor | None:
+    if isinstance(found, Tensor):
+        return found
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(getattr(found, name, None), Tensor):
+            return getattr(found, name)  # type: ignore[no-any-return]
+    return found[0] if isinstance(found, tuple) and isinstance(found[0], Tensor) else None
+
+
+def _apart(plain: Tensor | None, seen: Tensor | None) -> float:
+    if plain is None or seen is None or plain.shape != seen.shape:
+        return 0.0
+    apart = float((plain.double() - seen.double()).abs().nan_to_num(0.0).max())
+    size = float(plain.double().abs().nan_to_num(0.0).max())
+    return apart if apart > 1000 * torch.finfo(plain.dtype).eps * max(size, 1.0) else 0.0
+
+
+class _Watch:
+    """Who calls what, while it is on."""
+
+    def __init__(self, model: nn.Module | None):
+        self.model = model
+        self.calls: list[Call] = []
+        self.names = {} if model is None else {id(module): name for name, module in model.named_modules()}
+        self.stack: list[nn.Module] = []
+        self.probing = False
+
+    def record(
+        self,
+        fn: Callable[[Tensor, Tensor, Tensor], Any],
+        tensors: tuple[Tensor, Tensor, Tensor],
+        through: str,
+        module: nn.Module | None = None,
+        bias: bool = False,
+        causal: bool | None = None,
+    ) -> None:
+        if self.probing:
+            return
+        self.probing = True
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                found = attended(fn, *(x.detach() for x in tensors))
+        finally:
+            self.probing = False
+        module = module or (self.stack[-1] if self.stack else None)
+        name = self.names.get(id(module), "") if module is not None else ""
+        sinks = module is not None and isinstance(getattr(module, "sinks", None), Tensor)
+        self.calls.append(Call(name or f"call {len(self.calls)}", through, module, found, bias, sinks, causal))
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Know which module is running."""
+        handles = []
+        for module in self.model.modules() if self.model is not None else ():
+            handles.append(module.register_forward_pre_hook(lambda module, _: self.stack.append(module)))
+            handles.append(module.register_forward_hook(lambda *_: self.stack.pop() and None, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Put this in the way of what is no torch function: transformers' interface and flex_attention."""
+        undo: list[tuple[Any, str, Any]] = []
+        utils = sys.modules.get("transformers.modeling_utils")
+        if utils is not None:
+            interface = utils.AttentionInterface
+            original = interface.get_interface
+
+            @functools.wraps(original)
+            def get_interface(these: Any, implementation: str, default: Any) -> Any:
+                return self._wrapped(original(these, implementation, default), implementation or "eager")
+
+            undo.append((interface, "get_interface", original))
+            interface.get_interface = get_interface
+        flex = sys.modules.get("torch.nn.attention.flex_attention")
+        if flex is not None:
+            wrapper = self._flex(flex.flex_attention)
+            # models import the function by name; to look at every name of every module would take longer than a probe
+            referring = {id(each) for each in gc.get_referrers(flex.flex_attention) if isinstance(each, dict)}
+            for holder in list(sys.modules.values()):
+                if holder is not flex and id(getattr(holder, "__dict__", None)) in referring:
+                    names = [name for name, value in vars(holder).items() if value is flex.flex_attention]
+                    undo += [(holder, name, flex.flex_attention) for name in names]
+            undo.append((flex, "flex_attention", flex.flex_attention))
+            for holder, name, _ in undo[1 if utils is not None else 0 :]:
+                setattr(holder, name, wrapper)
+        try:
+            yield
+        finally:
+            for holder, name, value in undo:
+                setattr(holder, name, value)
+
+    def _wrapped(self, function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+            if not self.probing:
+
+                def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                    out: Tensor = function(module, q, k, v, *args, **options)[0]
+                    return out.transpose(1, 2)
+
+                # some models give it by name
+                mask = args[0] if args else options.get("attention_mask")
+                bias = options.get("position_bias") is not None or _is_bias(mask)
+                self.record(fn, (query, key, value), implementation, module, bias, options.get("is_causal"))
+            probing, self.probing = self.probing, True
+            try:
+                return function(module, query, key, value, *args, **options)
+            finally:
+                self.probing = probing
+
+        return call
+
+    def _flex(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+            def fn(q: Tensor, k: Tensor, v: Tensor) -> Any:
+                return function(q, k, v, *args, **options)
+
+            bias = (args[0] if args else options.get("score_mod")) is not None
+            self.record(fn, (query, key, value), "flex_attention", bias=bias)
+            probing, self.probing = self.probing, True
+            try:
+                return function(query, key, value, *args, **options)
+            finally:
+                self.probing = probing
+
+        return call
+
+
+def _is_bias(mask: Any) -> bool:
+    """Whether a dense mask adds finite numbers other than one that stands for minus infinity."""
+    if not isinstance(mask, Tensor) or not mask.is_floating_point():
+        return False
+    return bool(((mask != 0) & (mask > -1e3)).any())
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether it is ringweave's operator, which is named for its schema."""
+    if getattr(function, "namespace", "") != "ringweave":
+        return False
+    name = str(function.overloadpacket.__name__)
+    return name.startswith("attention") and "backward" not in name
+
+
+class _Mode(TorchFunctionMode):
+    """Sees torch functions, whatever name a model has for them."""
+
+    def __init__(self, watch: _Watch):
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.watch.probing:
+            return function(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            self._sdpa(function, args, kwargs)
+        elif name == "multi_head_attention_forward":
+            self._multi_head(function, args, kwargs)
+            probing, self.watch.probing = self.watch.probing, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.watch.probing = probing
+        elif _is_ours(function):
+            self.watch.record(lambda q, k, v: function(q, k, v, *args[3:], **kwargs)[0], args[:3], "ringweave")
+        return function(*args, **kwargs)
+
+    def _sdpa(self, function: Any, args: Any, kwargs: Any) -> None:
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        tensors = tuple(bound.pop(name) for name in names[:3])
+        bound["dropout_p"] = 0.0
+        if tensors[0].ndim == 4:
+            bias = _is_bias(bound.get("attn_mask"))
+            self.watch.record(
+                lambda q, k, v: function(q, k, v, **bound), tensors, "scaled_dot_product_attention", bias=bias
+            )
+
+    def _multi_head(self, function: Any, args: Any, kwargs: Any) -> None:
+        """As it is called, with projections that change nothing."""
+        import inspect
+
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        options = dict(bound.arguments)
+        query, key, value = (options.pop(name) for name in ("query", "key", "value"))
+        heads, width = options["num_heads"], options["embed_dim_to_check"]
+        if query.ndim != 3:
+            return
+        eye = torch.eye(width, dtype=query.dtype, device=query.device)
+        options |= dict.fromkeys(("in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "out_proj_bias"))
+        options |= dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj_weight"), eye)
+        options |= {"use_separate_proj_weight": True, "dropout_p": 0.0, "training": False}
+
+        def heads_first(x: Tensor) -> Tensor:
+            return torch.empty(x.shape[1], heads, x.shape[0], width // heads, dtype=query.dtype, device=query.device)
+
+        def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            flat = (x.permute(2, 0, 1, 3).flatten(2) for x in (q, k, v))
+            out: Tensor = function(*flat, **options)[0].unflatten(2, (heads, -1))
+            return out.permute(1, 2, 0, 3)
+
+        shapes = heads_first(query), heads_first(key), heads_first(value)
+        self.watch.record(fn, shapes, "multi_head_attention_forward", bias=_is_bias(options.get("attn_mask")))
+
+
+_CROSS = re.compile(r"cross|enc\w*_att|encdec").search
+_NOT_TEXT = re.compile("vision|image|video|audio|speech").match
+
+
+class _Promises:
+    """What a transformers configuration and the inputs promise of each layer."""
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], q_offset: int):
+        self.config = getattr(model, "config", None)
+        self.q_offset = q_offset
+        self.padding = inputs.get("attention_mask")
+        generates = getattr(model, "can_generate", None)
+        self.decodes = bool(generates and generates()) and not getattr(self.config, "is_encoder_decoder", False)
+        ids = inputs.get("position_ids")
+        self.documents = None
+        parts = {name: getattr(self.config, name, None) for name in getattr(self.config, "sub_configs", ())}
+        self.unread = {part.model_type for name, part in parts.items() if part is not None and _NOT_TEXT(name)}
+        if self.padding is None and isinstance(ids, Tensor) and ids.ndim == 2:
+            restarts = ids.diff(dim=1) != 1
+            if bool(restarts.any()):
+                self.documents = Documents(ids=nn.functional.pad(restarts.long().cumsum(1), (1, 0)))
+
+    def of(self, call: Call) -> tuple[Pattern | None, Tensor | None, int]:
+        """The pattern, the queries that count, and the position of the first key."""
+        module, (nq, nk) = call.module, call.found.pairs.shape[2:]
+        config: Any = getattr(module, "config", None) or self.config
+        if module is None or not hasattr(config, "model_type"):
+            return None, None, 0
+        total = self.q_offset + nq
+        usual = self.decodes and config.model_type not in self.unread
+        # a call that says no may have a mask that says yes
+        causal = bool(call.causal or getattr(module, "is_causal", usual))
+        # some decoders say only that they are one, of their attention to an encoder as well
+        causal |= bool(getattr(module, "is_decoder", False)) and nk >= total
+        # of an encoder's keys all may be attended, whatever the layer's kind
+        crosses = _CROSS(call.name.lower()) is not None
+        causal &= not crosses
+        k_offset = max(0, total - nk) if causal else 0
+        local = Full() if crosses else _local(config, module, causal)
+        pattern, rows = local, None
+        padding = self.padding
+        known = isinstance(padding, Tensor) and padding.ndim == 2 and padding.shape[1] in (total, nk)
+        # an image may be as many tokens as the text
+        known &= config.model_type not in self.unread
+        if isinstance(padding, Tensor) and known and not bool(padding.bool().all()):
+            keys = _keys(padding[:, : total if causal else nk].cpu())
+            pattern = local.within(keys) if isinstance(local, Segments) or "Segments" in local.spec else local & keys
+            if padding.shape[1] >= total and causal | (nq == nk):
+                rows = padding[:, total - nq : total].cpu() != 0
+        elif nk > total and causal:
+            pattern = local & Keys(total)
+        if self.documents is not None and nq == nk:
+            pattern = local.within(self.documents)
+        return pattern, rows, k_offset
+
+
+def _keys(padding: Tensor) -> Keys:
+    there = padding != 0
+    start = there.int().argmax(1)
+    stop = there.shape[1] - there.flip(1).int().argmax(1)
+    empty = ~there.any(1)
+    return Keys(stop.masked_fill(empty, 0), start.masked_fill(empty, 0))
+
+
+def _local(config: Any, module: nn.Module, causal: bool) -> Pattern:
+    """What a layer's kind allows, apart from padding."""
+    base: Pattern = Causal() if causal else Full()
+    index = getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[index] if kinds and index is not None and index < len(kinds) else None
+    window = getattr(config, "sliding_window", None)
+    if kind is None and window and getattr(config, "use_sliding_window", True) and not kinds:
+        kind = "sliding_attention"
+    if kind == "chunked_attention":
+        return Segments(int(config.attention_chunk_size)) & base
+    if kind == "sliding_attention" and window:
+        # causal: the last `window` tokens, the query's own among them; else so many to either side
+        return SlidingWindow(int(window) - 1) if causal else SlidingWindow(int(window), int(window))
+    return base
+
+
+__all__ = ["Call", "Layer", "ModelAudit", "intercepted", "model"]

@@ -1,0 +1,346 @@
+"""What a command audits: small models of a transformers type or configuration, and how they are called."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedError, message
+from .layers import ModelAudit, model
+
+IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "ringweave")
+#: Sizes of the small model, by the names that configurations give them; of those that it has.
+_SMALL = {
+    "hidden_size": 64, "d_model": 64, "n_embd": 64, "intermediate_size": 64, "d_ff": 64, "ffn_dim": 64, "head_dim": 16,
+    "d_kv": 16, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 128, "attention_chunk_size": 8,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_intermediate_size": 32, "image_size": 32,
+    "patch_size": 8, "embed_dim": 32, "num_mel_bins": 16, "vocab_size_per_layer_input": 128, "embedding_size": 64,
+    "hidden_size_per_layer_input": 16, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16, "v_head_dim": 16, "num_experts_per_tok": 2, "decoder_start_token_id": 1,
+    "max_source_positions": 12,
+}  # fmt: skip
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+_WINDOW = 8
+# what building or calling somebody's model may end in: a result, not an end
+_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError, AssertionError, OSError)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to audit.
+
+    Attributes:
+        name: As it was asked for.
+        build: Makes the model with an implementation of attention.
+        inputs: What it is called with, by name; made from its configuration where it is None.
+    """
+
+    name: str
+    build: Callable[[str | None], nn.Module]
+    inputs: Mapping[str, Any] | None = None
+
+
+def target(name: str, layers: int = 6) -> Target:
+    """Find what a command names.
+
+    Args:
+        name: A transformers model type ("mistral"), a folder or file of a configuration, a model's id (its
+            configuration is then downloaded if it is not there), ``module:function`` that makes a module, or a
+            file that ``torch.save`` wrote a module to.
+        layers: Layers of the small model, at most.
+    Returns:
+        The target; nothing is built yet.
+    Raises:
+        UnsupportedError: There is no such thing.
+    """
+    if ":" in name and not Path(name).exists():
+        module, _, function = name.partition(":")
+        try:
+            made = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise _unknown(name, str(error)) from None
+        return Target(name, lambda implementation: _made(made, implementation))
+    if name.endswith((".pt", ".pth")):
+        # a module is code: loading one runs it, as running a script does
+        return Target(name, lambda _: torch.load(name, weights_only=False))
+    transformers = library()
+    try:
+        if name in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
+            config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[name]()
+        else:
+            config = transformers.AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise _unknown(name, str(error).splitlines()[0]) from None
+    return Target(name, lambda implementation: small_model(config, implementation, layers))
+
+
+def _unknown(name: str, why: str) -> UnsupportedError:
+    wanted = "a transformers model type, configuration or id, module:function, or a saved module"
+    return UnsupportedError(message("target", repr(name), wanted, f"{why}."))
+
+
+def library() -> Any:
+    """Import transformers, which is an extra.
+
+    Raises:
+        UnsupportedError: It is not installed.
+    """
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError:
+        raise UnsupportedError(
+            message(
+                "transformers", "not installed", "transformers, whose models these are", "pip install ringweave[hf]."
+            )
+        ) from None
+
+
+def _made(function: Callable[..., Any], implementation: str | None) -> nn.Module:
+    takes = "implementation" in inspect.signature(function).parameters
+    found = function(implementation=implementation) if takes else function()
+    if not isinstance(found, nn.Module):
+        got = type(found).__name__
+        raise UnsupportedError(message("target", got, "a function that makes a torch.nn.Module", "Return the model."))
+    return found
+
+
+def shrink(config: Any, layers: int = 6) -> Any:
+    """Make a configuration small; kinds of layers, sharing of key heads and windows stay."""
+    for name, value in _SMALL.items():
+        if isinstance(getattr(config, name, None), int) and not isinstance(getattr(config, name), bool):
+            _set(config, name, value)
+    for name in _HEADS:
+        heads = getattr(config, name, None)
+        if isinstance(heads, int):
+            shared = getattr(config, "num_key_value_heads", None)
+            _set(config, name, 4)
+            if isinstance(shared, int):
+                _set(config, "num_key_value_heads", 4 if shared == heads else 1 if shared == 1 else 2)
+    for name in _LAYERS:
+        if isinstance(getattr(config, name, None), int):
+            _set(config, name, min(getattr(config, name), layers))
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = getattr(config, name, None)
+        if kinds:
+            _set(config, name, kinds[:layers])
+    for name in ("sliding_window", "local_attention"):
+        if getattr(config, name, None):
+            _set(config, name, _WINDOW)
+    if getattr(config, "depths", None):
+        _set(config, "depths", [2, 2])
+        _set(config, "num_heads", [2, 4])
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if getattr(config, name, None) is not None:
+            _set(config, name, 0 if name == "pad_token_id" else 1)
+    for part in ("text_config", "vision_config", "audio_config", "encoder", "decoder"):
+        inner = getattr(config, part, None)
+        if inner is not None and hasattr(inner, "model_type"):
+            shrink(inner, layers)
+    return config
+
+
+def _set(config: Any, name: str, value: Any) -> None:
+    try:
+        setattr(config, name, value)
+    except (AttributeError, TypeError, ValueError):
+        # some names are computed from others
+        return
+
+
+def small_model(config: Any, implementation: str | None, layers: int = 6) -> nn.Module:
+    """Build a small model with random weights."""
+    transformers = library()
+    if implementation == "ringweave":
+        try:
+            importlib.import_module("ringweave.integrations.transformers")
+        except ModuleNotFoundError:
+            wanted = "ringweave.integrations.transformers"
+            raise UnsupportedError(message("implementation", repr(implementation), wanted, "Install it.")) from None
+    config = shrink(type(config).from_dict(config.to_dict()), layers)
+    torch.manual_seed(0)
+    options = {} if implementation is None else {"attn_implementation": implementation}
+    for kind in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel"):
+        auto = getattr(transformers, kind)
+        if type(config) in auto._model_mapping:
+            built: nn.Module = auto.from_config(config, **options)
+            return built.eval()
+    raise _unknown(config.model_type, "no model of the library is made of this configuration")
+
+
+# ---- cases ----------------------------------------------------------------------------------------------------
+
+
+class _NotTaken(Exception):  # noqa: N818
+    """A case of calls that a model has none of."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """How a model is called: its configuration, tokens, what it is given if that is known, and what it can do."""
+
+    module: nn.Module
+    tokens: int
+    inputs: Mapping[str, Any] | None
+
+    @property
+    def config(self) -> Any:
+        return getattr(self.module, "config", None)
+
+    @property
+    def takes(self) -> set[str]:
+        return set(inspect.signature(self.module.forward).parameters)
+
+    def ids(self) -> dict[str, Any]:
+        if self.inputs is not None:
+            return dict(self.inputs)
+        generator = torch.Generator("cpu").manual_seed(0)
+        if "input_ids" not in self.takes and "pixel_values" in self.takes:
+            side = self.config.image_size
+            sides = (side, side) if isinstance(side, int) else tuple(side)
+            pixels = torch.randn(2, getattr(self.config, "num_channels", 3), *sides, generator=generator, device="cpu")
+            return {"pixel_values": pixels}
+        if "input_ids" not in self.takes:
+            raise UnsupportedError(
+                message(
+                    "target", "a model without input_ids", "one that takes token ids or pixels", "Call audit.model."
+                )
+            )
+        text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
+        ids = torch.randint(3, getattr(text, "vocab_size", 128), (2, self.tokens), generator=generator, device="cpu")
+        found: dict[str, Any] = {"input_ids": ids}
+        if getattr(self.config, "is_encoder_decoder", False):
+            found["decoder_input_ids"] = ids[:, : self.tokens // 2]
+        return found
+
+    @property
+    def generates(self) -> bool:
+        """Whether tokens come one after the other, over a cache."""
+        modules = list(self.module.modules())
+        causal = any(getattr(module, "is_causal", False) or getattr(module, "is_decoder", False) for module in modules)
+        causal &= "input_ids" in (self.takes if self.inputs is None else self.inputs)
+        return causal and "past_key_values" in self.takes and not getattr(self.config, "is_encoder_decoder", False)
+
+    def padded(self, left: bool) -> dict[str, Any]:
+        given = self.ids()
+        if "attention_mask" not in self.takes or "input_ids" not in given:
+            raise _NotTaken
+        there = torch.ones_like(given["input_ids"])
+        some = there.shape[1] // 3
+        there[-1, slice(None, some) if left else slice(-some, None)] = 0
+        return given | {"attention_mask": there}
+
+
+def _plain(shape: _Shape) -> ModelAudit:
+    return model(shape.module, shape.ids())
+
+
+def _left(shape: _Shape) -> ModelAudit:
+    return model(shape.module, shape.padded(left=True))
+
+
+def _right(shape: _Shape) -> ModelAudit:
+    return model(shape.module, shape.padded(left=False))
+
+
+def _packed(shape: _Shape) -> ModelAudit:
+    if not shape.generates or "position_ids" not in shape.takes:
+        raise _NotTaken
+    given = shape.ids()
+    tokens = given["input_ids"].shape[1]
+    places = torch.arange(tokens, device="cpu")
+    places = torch.where(places < tokens // 3, places, places - tokens // 3).expand_as(given["input_ids"])
+    return model(shape.module, given | {"position_ids": places, "use_cache": False})
+
+
+def _cached(shape: _Shape, static: bool = False) -> ModelAudit:
+    if not shape.generates:
+        raise _NotTaken
+    transformers = library()
+    config = shape.config.get_text_config()
+    ids, last = shape.ids()["input_ids"], 3
+    tokens = ids.shape[1]
+    if static:
+        cache = transformers.StaticCache(config=config, max_cache_len=tokens + 7)
+    else:
+        cache = transformers.DynamicCache(config=config)
+    with torch.no_grad():
+        shape.module(input_ids=ids[:, :-last], past_key_values=cache, use_cache=True)
+    step = {"input_ids": ids[:, -last:], "past_key_values": cache, "use_cache": True}
+    return model(shape.module, step, q_offset=tokens - last)
+
+
+def _static(shape: _Shape) -> ModelAudit:
+    return _cached(shape, static=True)
+
+
+CASES: dict[str, Callable[[_Shape], ModelAudit]] = {
+    "unpadded": _plain, "left": _left, "right": _right, "packed": _packed, "cached": _cached, "static": _static,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """One case of one implementation.
+
+    Attributes:
+        implementation: Of attention; empty where the model has but its own.
+        case: How it was called.
+        audit: What was found; None where it could not be.
+        reason: Why not: the case is not the model's, or an error.
+        failed: Whether it was an error.
+    """
+
+    implementation: str
+    case: str
+    audit: ModelAudit | None
+    reason: str = ""
+    failed: bool = False
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs, as far as there was something to look at."""
+        return not self.failed and (self.audit is None or self.audit.agrees)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Give what can be written as JSON."""
+        layers = [] if self.audit is None else [layer.as_dict() for layer in self.audit.layers]
+        bypassed = 0.0 if self.audit is None else self.audit.bypassed
+        return {
+            "implementation": self.implementation, "case": self.case, "agrees": self.agrees, "reason": self.reason,
+            "bypassed": bypassed, "layers": layers,
+        }  # fmt: skip
+
+
+def run(target: Target, implementations: tuple[str, ...], cases: tuple[str, ...], tokens: int = 24) -> Iterator[Result]:
+    """Audit a target in every implementation and case; what a model cannot do is said, and errors are results.
+
+    What is compiled runs as it is written: masks are the same, and each probe would be compiled anew.
+    """
+    for implementation in implementations or ("",):
+        try:
+            built = target.build(implementation or None)
+        except _ERRORS as error:
+            yield Result(implementation, "build", None, _said(error), failed=True)
+            continue
+        for case in cases:
+            try:
+                with torch.compiler.set_stance("force_eager"):
+                    audit = CASES[case](_Shape(built, tokens, target.inputs))
+                yield Result(implementation, case, audit)
+            except _NotTaken:
+                yield Result(implementation, case, None, "not a call that this model takes")
+            except _ERRORS as error:
+                yield Result(implementation, case, None, _said(error), failed=True)
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

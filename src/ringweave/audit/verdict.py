@@ -1,0 +1,454 @@
+"""What was attended against what was asked: which pairs differ, and which pattern that would be."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import torch
+from torch import Tensor
+
+from ..errors import PatternError, ShapeError, message, shown
+from ..patterns import Causal, Documents, Full, Keys, Pattern, Segments, Sinks, SlidingWindow, Strided, parse
+from ..patterns.algebra import And, Combined, Not, Or, join
+from ..patterns.within import Within
+from ..units import count
+from .support import Attended
+
+_OFFENDERS = 5
+_TILES = (8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Whether a callable attends what a pattern allows.
+
+    Attributes:
+        agrees: Whether pairs, how often each counts, sums of rows and key heads are as asked.
+        sentence: What was found, in words.
+        found: (B, Hq, Nq, Nk) bool.
+        promised: (B, Hq, Nq, Nk) bool.
+        offenders: The first pairs that differ: (batch element, head, query, key).
+        explanation: The pattern that was found instead, if it is one that has a name.
+    """
+
+    agrees: bool
+    sentence: str
+    found: Tensor
+    promised: Tensor
+    offenders: tuple[tuple[int, int, int, int], ...] = ()
+    explanation: Pattern | None = None
+
+    @property
+    def missing(self) -> Tensor:
+        """Pairs that are promised and not attended, (B, Hq, Nq, Nk) bool."""
+        return self.promised & ~self.found
+
+    @property
+    def extra(self) -> Tensor:
+        """Pairs that are attended and not promised, (B, Hq, Nq, Nk) bool."""
+        return self.found & ~self.promised
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def compare(
+    found: Attended | Tensor,
+    pattern: Pattern,
+    *,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    rows: Tensor | None = None,
+    bias: bool = False,
+    sinks: bool | None = False,
+) -> Comparison:
+    """Compare what is attended with a pattern.
+
+    Args:
+        found: What :func:`attended` gave, or pairs (B, Hq, Nq, Nk) bool.
+        pattern: What was asked for.
+        q_offset: Position of the first query.
+        k_offset: Position of the first key, for caches that dropped old ones.
+        rows: (B, Nq) bool: queries that count, where those of padding do not.
+        bias: Whether weights may differ where scores are equal, as under ALiBi; else that is a fault.
+        sinks: Whether learned sinks take part of the weights; None: either is right.
+    Returns:
+        A :class:`Comparison`.
+    Raises:
+        ShapeError: Pairs of another rank or dtype.
+        PatternError: The pattern is not made for these sizes.
+    Example:
+        >>> wrong = rw.audit.compare(rw.SlidingWindow(12).to_dense(64), rw.SlidingWindow(13))
+        >>> print(wrong)
+        this is SlidingWindow(12), asked was SlidingWindow(13); 51 pairs missing, the first is query 13, key 0
+    """
+    pairs = found.pairs if isinstance(found, Attended) else found
+    if not isinstance(pairs, Tensor) or pairs.ndim != 4 or pairs.dtype != torch.bool:
+        raise ShapeError(message("found", shown(pairs), "bool (B, Hq, Nq, Nk)", "Pass what attended() gave."))
+    pairs = pairs.cpu()
+    batch, heads, nq, nk = pairs.shape
+    counts = _dense(pattern, (batch, heads, nq, nk), q_offset, k_offset).long()
+    counted = torch.ones(batch, nq, dtype=torch.bool, device="cpu") if rows is None else rows.cpu()
+    promised = counts > 0
+    wrong = (pairs ^ promised) & counted[:, None, :, None]
+    remarks = list(_weights(found, counts, counted, bias, sinks)) if isinstance(found, Attended) else []
+    if not bool(wrong.any()):
+        sentence = "; ".join(remarks) if remarks else f"agrees with {pattern!r}"
+        return Comparison(not remarks, sentence, pairs, promised)
+    why, explanation = _Difference(pairs, promised, wrong, counted, pattern, q_offset, k_offset).explain()
+    first = [(b, h, q, k) for b, h, q, k in wrong.nonzero()[:_OFFENDERS].tolist()]
+    said = [*([why] if why else []), *_numbers(pairs, promised, wrong), *remarks]
+    return Comparison(False, "; ".join(said), pairs, promised, tuple(first), explanation)
+
+
+def _dense(pattern: Pattern, shape: tuple[int, int, int, int], q_offset: int, k_offset: int) -> Tensor:
+    """How often each pair counts (B, H, Nq, Nk); positions below 0 attend nothing."""
+    batch, heads, nq, nk = shape
+    skipped = max(0, -q_offset)
+    if skipped >= nq:
+        return torch.zeros(shape, dtype=torch.bool, device="cpu")
+    whole = pattern.to_dense(nq - skipped, k_offset + nk, heads, batch=batch, q_offset=max(0, q_offset))
+    return torch.nn.functional.pad(whole[..., k_offset:], (0, 0, skipped, 0))
+
+
+def _numbers(pairs: Tensor, promised: Tensor, wrong: Tensor) -> Iterator[str]:
+    batch, heads = pairs.shape[:2]
+    for name, these in (("missing", wrong & promised), ("extra", wrong & pairs)):
+        number = int(these.sum())
+        if number:
+            b, h, q, k = these.nonzero()[0].tolist()
+            place = [f"row {b}"] * (batch > 1) + [f"head {h}"] * (heads > 1) + [f"query {q}", f"key {k}"]
+            some = count(number, "pair")
+            yield f"{some} {name}, the first is {', '.join(place)}"
+
+
+def _weights(found: Attended, counts: Tensor, counted: Tensor, bias: bool, sinks: bool | None) -> Iterator[str]:
+    """Say what weights tell that pairs do not."""
+    if not found.steady:
+        yield "weights are others at each call: dropout is on"
+        return
+    heads, kv_heads = len(found.kv_head), int(found.kv_head.max()) + 1
+    alive = (found.sums.cpu() > 0) & counted[:, None]
+    sums = torch.where(alive, found.sums.cpu(), 1.0)
+    slack = found.noise * max(1.0, found.weights.shape[-1] ** 0.5)
+    if bool((sums > 1 + slack).any()):
+        worst = float(sums.max())
+        yield f"weights of a row sum to {worst:.3g}, not to 1: they are normalised in parts, and added"
+    elif bool((sums < 1 - slack).any()):
+        logits = found.sinks
+        if logits is None:
+            yield f"weights of a row sum to {float(sums.min()):.3g}, not to 1: some are dropped"
+        elif sinks is False:
+            some = ", ".join(f"{logit:.3g}" for logit in logits[:4].tolist())
+            yield f"learned sinks ({some}{', ...' if heads > 4 else ''}) take part of each row, and none was asked for"
+    elif sinks is True:
+        yield "learned sinks are missing: rows sum to 1 without them"
+    repeated = found.counts
+    if repeated is None:
+        if not bias:
+            yield "weights differ where scores are equal: a bias is at work, and none was asked for"
+    else:
+        # a row's own unit: what the least of its pairs counts
+        unit = torch.where(counts > 0, counts, 2**30).amin(-1, keepdim=True)
+        relative = torch.where(counts > 0, counts / unit, 0.0)
+        both = (counts > 0) & found.pairs.cpu() & counted[:, None, :, None]
+        other = both & ((repeated.cpu() - relative).abs() > 0.25)
+        if bool(other.any()):
+            b, h, q, k = other.nonzero()[0].tolist()
+            times, wanted = int(repeated[b, h, q, k]), float(relative[b, h, q, k])
+            yield f"key {k} counts {times} times for query {q} of head {h}, not {wanted:g}"
+    if kv_heads > 1 and heads % kv_heads == 0 and bool((found.kv_head >= 0).all()):
+        right = torch.arange(heads, device="cpu") // (heads // kv_heads)
+        swapped = (found.kv_head != right).nonzero().flatten().tolist()
+        if swapped:
+            head = swapped[0]
+            yield f"query head {head} reads key head {int(found.kv_head[head])}, not {int(right[head])}"
+    elements = found.element
+    crossing = (
+        ((elements != torch.arange(len(elements), device="cpu")) & (alive.flatten(1).any(1)))
+        .nonzero()
+        .flatten()
+        .tolist()
+    )
+    if crossing:
+        b = crossing[0]
+        source = int(elements[b])
+        yield f"row {b} reads values of {'several rows' if source < 0 else f'row {source}'}"
+
+
+class _Difference:
+    """What is attended where it differs from what was promised, and patterns held against it."""
+
+    def __init__(
+        self,
+        pairs: Tensor,
+        promised: Tensor,
+        wrong: Tensor,
+        counted: Tensor,
+        pattern: Pattern,
+        q_offset: int,
+        k_offset: int,
+    ):
+        self.pairs, self.promised, self.pattern = pairs, promised, pattern
+        self.q_offset, self.k_offset = q_offset, k_offset
+        self.counted = counted[:, None, :, None]
+        self.where = wrong.flatten(2).any(2)  # (B, Hq)
+
+    def fits(self, dense: Tensor) -> bool:
+        """Whether this is what is attended, in all rows and heads that differ."""
+        differs = (self.pairs ^ dense) & self.counted
+        return not bool(differs.flatten(2).any(2)[self.where].any())
+
+    def is_pattern(self, pattern: Pattern, step: int = 0) -> bool:
+        shape = tuple(self.pairs.shape)
+        try:
+            return self.fits(_dense(pattern, shape, self.q_offset + step, self.k_offset) > 0)  # type: ignore[arg-type]
+        except PatternError:
+            return False
+
+    def explain(self) -> tuple[str, Pattern | None]:
+        """A sentence, and the pattern that it names; an empty one where nothing fits."""
+        place = self._place()
+        for text, candidate in _without(self.pattern):
+            if self.is_pattern(candidate):
+                return f"{text}{place}", candidate
+        for candidate in _altered(self.pattern):
+            if self.is_pattern(candidate):
+                return f"this is {candidate!r}, asked was {self.pattern!r}{place}", candidate
+        said = self._moved()
+        if said:
+            return said + place, None
+        future, known = self._future(), self._named()
+        if known is not None:
+            text = f"this is {known!r}, asked was {self.pattern!r}{place}"
+            return f"{future}: {text}" if future else text, known
+        return future + place if future else "", None
+
+    def _place(self) -> str:
+        """In which rows and heads it differs, where not in all."""
+        said = []
+        rows = self.where.any(1).nonzero().flatten().tolist()
+        heads = self.where.any(0).nonzero().flatten().tolist()
+        if len(rows) < self.where.shape[0]:
+            said.append(_listed("row", rows))
+        if len(heads) < self.where.shape[1]:
+            said.append(_listed("head", heads))
+        return f", in {' and '.join(said)}" if said else ""
+
+    def _future(self) -> str:
+        nq, nk = self.pairs.shape[2:]
+        later = torch.arange(nk, device="cpu") + self.k_offset > torch.arange(nq, device="cpu")[:, None] + self.q_offset
+        if bool((self.promised & later).any()):
+            return ""
+        seen = (self.pairs & later & self.counted).any(-1).flatten(0, 1).any(0)
+        return f"future visible from token {int(seen.nonzero()[0]) + self.q_offset}" if bool(seen.any()) else ""
+
+    def _moved(self) -> str:
+        """Say so where it is the promise in another place: another row's, transposed, shifted or rounded to tiles."""
+        batch, heads, nq, nk = self.pairs.shape
+        for b in range(batch) if batch > 1 else ():
+            if self.fits(self.promised[b : b + 1].expand_as(self.pairs)):
+                return f"the mask of row {b} is taken for every row"
+        for h in range(heads) if heads > 1 else ():
+            if self.fits(self.promised[:, h : h + 1].expand_as(self.pairs)):
+                return f"the mask of head {h} is taken for every head"
+        if heads > 1:
+            order = [self._like(h) for h in range(heads)]
+            if all(place is not None for place in order):
+                return "heads have each other's masks: head 0 that of head " + str(order[0])
+        if nq == nk and self.fits(self.promised.mT):
+            return "queries and keys are exchanged: this is the transposed mask"
+        steps = sorted({*range(-8, 9), self.q_offset, -self.q_offset, nk - nq, nq - nk} - {0}, key=abs)
+        for step in steps:
+            if self.is_pattern(self.pattern, step):
+                way = "later" if step > 0 else "earlier"
+                return f"the mask is that of queries {abs(step)} positions {way}"
+        for side in _TILES:
+            small = side < min(nq, nk) or (nq == 1 and side < nk)
+            if small and self.fits(_in_tiles(self.promised, side, self.q_offset)):
+                return f"whole tiles of {side} x {side} are attended where a part of them was asked for"
+        return ""
+
+    def _like(self, head: int) -> int | None:
+        mine = self.pairs[:, head]
+        counted = self.counted[:, 0]
+        for other in range(self.pairs.shape[1]):
+            if not bool(((mine ^ self.promised[:, other]) & counted).any()):
+                return other
+        return None
+
+    def _named(self) -> Pattern | None:
+        """Name what all rows and heads that differ attend, if it is one pattern."""
+        kept = self.pairs[self.where]
+        counted = self.counted[:, 0].expand(-1, *self.pairs.shape[2:])[self.where.nonzero()[:, 0]]
+        if bool(((kept ^ kept[:1]) & counted & counted[:1]).any()):
+            return None
+        # rows of queries that do not count are any row's
+        best = int(counted[..., 0].sum(-1).argmax())
+        candidate = named(kept[best], self.q_offset - self.k_offset, counted[best, :, 0])
+        return candidate if candidate is not None and self.is_pattern(candidate) else None
+
+
+def _listed(name: str, numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return f"{name} {numbers[0]}"
+    if len(numbers) > 8:
+        return f"{len(numbers)} {name}s"
+    return f"{name}s {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def _in_tiles(promised: Tensor, side: int, q_offset: int) -> Tensor:
+    """Every pair of each tile that holds one."""
+    nq, nk = promised.shape[2:]
+    query, key = (torch.arange(nq, device="cpu") + q_offset) // side, torch.arange(nk, device="cpu") // side
+    shape = (*promised.shape[:2], int(query[-1]) + 1, int(key[-1]) + 1)
+    grid = torch.zeros(shape, dtype=torch.int64, device="cpu")
+    rows = torch.zeros(*shape[:3], nk, dtype=torch.int64, device="cpu").index_add_(2, query, promised.long())
+    grid.index_add_(3, key, rows)
+    return grid[:, :, query][..., key] > 0
+
+
+def _kind(leaf: Pattern) -> str:
+    """What it means that a part of a pattern is left out."""
+    if isinstance(leaf, Keys):
+        return "padding is ignored"
+    if isinstance(leaf, Documents):
+        return "packing is ignored: documents attend each other"
+    if isinstance(leaf, Causal):
+        return "the future is visible: causality is ignored"
+    return f"{leaf!r} is ignored"
+
+
+def _without(pattern: Pattern) -> Iterator[tuple[str, Pattern]]:
+    """A pattern with one operand left out, and what that means."""
+    if isinstance(pattern, Within):
+        yield f"{_kind(pattern.bounds)}, and positions are counted from the start of the row", pattern.pattern
+        yield "positions are counted from the start of the row", pattern.pattern & pattern.bounds
+    if not isinstance(pattern, Combined):
+        return
+    for n, part in enumerate(pattern.parts):
+        others = (*pattern.parts[:n], *pattern.parts[n + 1 :])
+        yield _kind(part), join(type(pattern), *others)
+        for text, smaller in _without(part):
+            yield text, join(type(pattern), *others, smaller)
+
+
+def _altered(pattern: Pattern) -> Iterator[Pattern]:
+    """A pattern with one number in it off by one, or off by more."""
+    for step in (-1, 1, -2, 2):
+        yield from _off_by(pattern, step)
+
+
+def _off_by(pattern: Pattern, step: int) -> Iterator[Pattern]:
+    if isinstance(pattern, Combined):
+        for n, part in enumerate(pattern.parts):
+            for other in _off_by(part, step):
+                yield join(type(pattern), *pattern.parts[:n], other, *pattern.parts[n + 1 :])
+    elif isinstance(pattern, Not):
+        yield from (~other for other in _off_by(pattern.part, step))
+    elif isinstance(pattern, Within):
+        yield from (other.within(pattern.bounds) for other in _off_by(pattern.pattern, step))
+    elif not pattern.tables:
+        text = pattern.spec
+        for number in re.finditer(r"\d+", text):
+            value = int(number[0]) + step
+            if value >= 0:
+                try:
+                    yield parse(f"{text[: number.start()]}{value}{text[number.end() :]}")
+                except PatternError:
+                    continue
+        if isinstance(pattern, SlidingWindow) and step == 1:
+            yield SlidingWindow(pattern.left, pattern.left)
+
+
+def named(pairs: Tensor, q_offset: int = 0, counted: Tensor | None = None) -> Pattern | None:
+    """Name a mask (Nq, Nk): bands, sinks, documents, chunks, strides and padding, as few of them as it takes.
+
+    Args:
+        pairs: Bool.
+        q_offset: Position of the first query.
+        counted: (Nq,) bool: queries that count; all by default.
+    Returns:
+        A pattern that is this mask; None where none of these is.
+    Example:
+        >>> rw.audit.named((rw.SlidingWindow(5) & rw.Causal() & rw.Segments(16)).to_dense(64)[0, 0])
+        SlidingWindow(5) & Segments(16)
+    """
+    nq, nk = pairs.shape
+    counted = torch.ones(nq, dtype=torch.bool, device="cpu") if counted is None else counted
+    shown_pairs = pairs & counted[:, None]
+    if not bool(shown_pairs.any()):
+        return ~Full() if bool(counted.any()) else None
+    keys = shown_pairs.any(0).nonzero().flatten()
+    bounds: list[Pattern] = []
+    if int(keys[0]) > 0 or int(keys[-1]) < nk - 1:
+        bounds.append(Keys(int(keys[-1]) + 1, int(keys[0])))
+    chunks: list[list[Pattern]] = [[]]
+    chunks += [[each] for each in _pieces(shown_pairs, q_offset)]
+    for sinks in range(9):
+        band = _band(shown_pairs[:, sinks:], q_offset - sinks)
+        if band is None:
+            break
+        window, causal, rate = band
+        bases = {whole.spec: whole for whole in (Causal() if causal else Full(), window)}.values()
+        for chunk in chunks:
+            for base, tail in product(bases, ([], bounds) if bounds else ([],)):
+                for thin in ([], [Strided(rate)]) if rate > 1 else ([],):
+                    local = [part for part in (base, *chunk, *thin) if not isinstance(part, Full)]
+                    inner = join(And, *local) if local else Full()
+                    if sinks:
+                        inner = join(Or, inner, Sinks(sinks))
+                        if causal:
+                            inner = join(And, inner, Causal())
+                    candidate = join(And, inner, *tail) if tail else inner
+                    try:
+                        dense = candidate.to_dense(nq, nk, q_offset=q_offset)[0, 0]
+                    except PatternError:
+                        continue
+                    if not bool(((dense ^ pairs) & counted[:, None]).any()):
+                        return candidate
+    return None
+
+
+def _band(pairs: Tensor, q_offset: int) -> tuple[Pattern, bool, int] | None:
+    """The least band that holds these pairs, whether it is causal, and a rate that all its distances divide by."""
+    nq, nk = pairs.shape
+    if not bool(pairs.any()):
+        return None
+    query, key = pairs.nonzero().unbind(1)
+    distance = query + q_offset - key
+    left, right = max(0, int(distance.max())), max(0, int(-distance.min()))
+    causal = right == 0
+    rate = math.gcd(*distance.unique().tolist())
+    # a band that the sides of the matrix end is none
+    ends_left, ends_right = left < nq - 1 + q_offset, right < nk - 1 - q_offset
+    if not ends_left and (causal or not ends_right):
+        return (Causal() if causal else Full()), causal, rate
+    return SlidingWindow(left, right), causal, rate
+
+
+def _pieces(pairs: Tensor, q_offset: int) -> Iterator[Pattern]:
+    """Chunks or documents that nothing crosses, if there are several."""
+    nq, nk = pairs.shape
+    if q_offset != 0 or nq != nk:
+        for length in range(2, nk):
+            yield Segments(length)
+        return
+    query, key = pairs.nonzero().unbind(1)
+    low, high = torch.minimum(query, key), torch.maximum(query, key)
+    # a cut before token n is crossed by pairs with low < n <= high
+    crossed = torch.zeros(nk + 1, dtype=torch.int64, device="cpu")
+    crossed.index_add_(0, low + 1, torch.ones_like(low))
+    crossed.index_add_(0, high + 1, -torch.ones_like(high))
+    cuts = [n for n in range(1, nk) if int(crossed[: n + 1].sum()) == 0]
+    if not cuts:
+        return
+    ends = [0, *cuts, nk]
+    lengths = [b - a for a, b in pairwise(ends)]
+    if len({*lengths[:-1]}) == 1 and lengths[-1] <= lengths[0]:
+        yield Segments(lengths[0])
+    yield Documents(lengths)

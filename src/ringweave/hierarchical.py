@@ -1,0 +1,237 @@
+"""Attention at two scales: blocks of keys by their means, those that matter most token by token, joined exactly."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
+
+from .adaptive.pooling import block_means
+from .checks import check_call
+from .errors import ShapeError, message, shown
+from .functional import attention, attention_with_lse
+from .merge import merge
+from .patterns import BlockTable, Causal, Full, SlidingWindow
+from .patterns.block_sets import ListedBlocks, ascending
+from .patterns.numbers import flag, one_of, whole
+from .types import AttentionOutput, acc_dtype
+
+COMBINATIONS = ("exact_cover", "gates")
+# scores of queries against pooled keys that exist at a time
+_AT_ONCE = 2**21
+
+
+def hierarchical_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pool: int,
+    top_k: int,
+    window: int,
+    causal: bool = False,
+    combine: str = "exact_cover",
+    gates: Tensor | None = None,
+    scale: float | None = None,
+    q_offset: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    """Compute attention at two scales: near and chosen keys token by token, all others through the means of blocks.
+
+    Keys and values are averaged in blocks of ``pool`` tokens. Each tile of ``pool`` queries attends some blocks token
+    by token: its own, those in its window, and the ``top_k`` others that its queries attend most by their means. With
+    ``"exact_cover"`` the means stand for the blocks that are left: a mean's score has the logarithm of its tokens
+    added, and both scales are joined by :func:`ringweave.merge`, so that the result is dense attention with the blocks
+    that were not chosen replaced by their means, and dense attention itself once all are chosen. With ``"gates"``
+    three attentions, each normalised by itself, are summed with given factors: over all means, over own and chosen
+    blocks, and over the window. Time is that of the chosen tiles and of Nk / pool keys for each query; of the scores
+    against means a piece is kept at a time, and made again in backward.
+
+    Args:
+        q: Queries, (B, Hq, Nq, D), float32, float16, bfloat16 or float64.
+        k: Keys, (B, Hkv, Nk, D).
+        v: Values, (B, Hkv, Nk, Dv).
+        pool: Tokens of a block of keys, and of a tile of queries.
+        top_k: Blocks that each tile of queries chooses, besides those of the window.
+        window: Tokens before a query, and after it unless causal, that it attends one by one; with ``"exact_cover"``
+            rounded up to blocks, for a whole tile.
+        causal: Whether keys after the query are left out; a mean is attended if its whole block is in the past.
+        combine: ``"exact_cover"`` or ``"gates"``.
+        gates: (B, Hq, Nq, 3) with ``"gates"``: factors of means, chosen blocks and window.
+        scale: Factor of the scores; 1 / sqrt(D) by default.
+        q_offset: Position of the first query; Nk - Nq for a decode step.
+        backend: What computes the chosen tiles; see :func:`ringweave.explain`.
+    Returns:
+        Output, (B, Hq, Nq, Dv), dtype of q. Differentiable in q, k, v and gates; the choice has no gradient.
+    Raises:
+        ShapeError: Shapes, dtypes or devices do not fit, gates without ``"gates"`` or the other way round.
+        UnsupportedError: An unknown combination, or a backend that cannot run the case.
+    Example:
+        >>> out = rw.hierarchical_attention(q, k, v, pool=32, top_k=2, window=32, causal=True)
+        >>> every = rw.hierarchical_attention(q, k, v, pool=32, top_k=8, window=32, causal=True)
+        >>> torch.testing.assert_close(every, rw.attention(q, k, v, rw.Causal()))
+
+    References:
+        Yuan et al. (2025), Native sparse attention, section 3.3 (``"gates"``); Zhu and Soricut (2021), H-Transformer-1D
+        (means that stand for their tokens). The logarithm of the count and the exact merge are not theirs.
+    """
+    causal = flag("causal", causal, ShapeError)
+    q_offset = whole("q_offset", q_offset, 0, error=ShapeError, remedy="Pass Nk - Nq for a decode step.")
+    _, scale, *_ = check_call(q, k, v, Full(), scale=scale, q_offset=q_offset, backend=backend)
+    pool = whole("pool", pool, 1, error=ShapeError)
+    top_k, window = (whole(name, x, 0, error=ShapeError) for name, x in (("top_k", top_k), ("window", window)))
+    gated = one_of("combine", combine, COMBINATIONS) == "gates"
+    _check_gates(gates, gated, q)
+    tiles = _Tiles(pool, q.shape[2], k.shape[2], q_offset, top_k, 0 if gated else -(-window // pool), causal)
+    coarse, table = _attend_means(q, k, v, tiles, scale, cover=not gated)
+    fine = attention_with_lse(
+        q, k, v, table & Causal() if causal else table, scale=scale, q_offset=q_offset, backend=backend
+    )
+    if gates is None:
+        return merge([fine.out, coarse.out.to(q.dtype)], [fine.lse, coarse.lse]).out
+    near = SlidingWindow(window, 0 if causal else window)
+    # keys may end before the window of late queries begins: a row that attends nothing gives 0
+    local = attention(q, k, v, near, scale=scale, q_offset=q_offset, backend=backend)
+    parts = zip((coarse.out, fine.out, local), gates.to(coarse.out.dtype).unbind(-1), strict=True)
+    return torch.stack([gate[..., None] * part for part, gate in parts]).sum(0).to(q.dtype)
+
+
+class _Tiles(NamedTuple):
+    """Which blocks a tile of queries may attend: numbers of tiles and blocks count from position 0.
+
+    Attributes:
+        pool: Tokens of a tile and of a block.
+        nq: Queries.
+        nk: Keys.
+        q_offset: Position of the first query.
+        top_k: Blocks that a tile chooses.
+        reach: Blocks before its own, and after it unless causal, that a tile attends in any case.
+        causal: Whether later keys are left out.
+    """
+
+    pool: int
+    nq: int
+    nk: int
+    q_offset: int
+    top_k: int
+    reach: int
+    causal: bool
+
+    @property
+    def blocks(self) -> int:
+        """Count the blocks of keys."""
+        return -(-self.nk // self.pool)
+
+    @property
+    def first(self) -> int:
+        """Number the first query's tile."""
+        return self.q_offset // self.pool
+
+    @property
+    def last(self) -> int:
+        """Number the last query's tile."""
+        return (self.q_offset + self.nq - 1) // self.pool
+
+    def rows(self, tile: int) -> int:
+        """Count the queries before a tile."""
+        return min(max(tile * self.pool - self.q_offset, 0), self.nq)
+
+    def near(self, tile: Tensor) -> tuple[Tensor, Tensor]:
+        """First and last block that tiles attend in any case; where keys have ended the last ones."""
+        low, high = tile - self.reach, tile if self.causal else tile + self.reach
+        return low.clamp(0, self.blocks - 1), high.clamp(max=self.blocks - 1)
+
+
+def _attend_means(
+    q: Tensor, k: Tensor, v: Tensor, tiles: _Tiles, scale: float, *, cover: bool
+) -> tuple[AttentionOutput, BlockTable]:
+    """Attention over the means, in the dtype of sums, and the blocks that its weights choose."""
+    acc, (batch, heads, *_), device = acc_dtype(q.dtype), q.shape, q.device
+    ratio = heads // k.shape[1]
+    tokens = (tiles.nk - torch.arange(tiles.blocks, device=device) * tiles.pool).clamp(max=tiles.pool).to(acc)
+    means = [block_means(x, tiles.pool).repeat_interleave(ratio, 1) for x in (k, v)]
+    step = max(1, _AT_ONCE // (batch * heads * tiles.pool * tiles.blocks))
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    chosen: list[Tensor] = []
+    for begin in range(tiles.first, tiles.last + 1, step):
+        end = min(begin + step, tiles.last + 1)
+        # blocks after the last tile of a piece are nobody's there
+        blocks = min(end, tiles.blocks) if tiles.causal else tiles.blocks
+        part = q[:, :, tiles.rows(begin) : tiles.rows(end)].to(acc) * scale
+        inputs = (part, means[0][:, :, :blocks], means[1][:, :, :blocks], tokens[:blocks].log())
+        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            # the scores of a piece are made again in backward: all pieces together are N x N / pool
+            found = checkpoint(
+                _attend_piece, *inputs, tiles, begin, end, cover, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            found = _attend_piece(*inputs, tiles, begin, end, cover)
+        for each, total in zip(found, (outs, lses, chosen), strict=True):
+            total.append(each)
+    listed = torch.cat([pad(x, (0, max(x.shape[-1] for x in chosen) - x.shape[-1]), value=-1) for x in chosen], 2)
+    tile = torch.arange(tiles.first, tiles.last + 1, device=device)
+    low, high = tiles.near(tile)
+    near = low[:, None] + torch.arange(2 * tiles.reach + 1, device=device)
+    near = torch.minimum(near, high[:, None]).expand(batch, heads, -1, -1)
+    listed = torch.cat([near, listed], -1)
+    listed = ascending(listed, torch.full(listed.shape[:-1], listed.shape[-1], device=device), tiles.blocks)
+    # a table begins at position 0
+    listed = pad(listed, (0, 0, tiles.first, 0), value=tiles.blocks)
+    table = BlockTable.of(ListedBlocks(listed, tiles.blocks), (tiles.pool, tiles.pool))
+    return AttentionOutput(torch.cat(outs, 2), torch.cat(lses, 2)), table
+
+
+def _attend_piece(
+    q: Tensor, k: Tensor, v: Tensor, logs: Tensor, tiles: _Tiles, begin: int, end: int, cover: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse) of the queries of tiles [begin, end) over means; the blocks they choose, (B, Hq, tiles, n), or -1."""
+    device = q.device
+    position = torch.arange(tiles.rows(begin), tiles.rows(end), device=device) + tiles.q_offset
+    block = torch.arange(k.shape[2], device=device)
+    row = position // tiles.pool - begin
+    tile = torch.arange(begin, end, device=device)
+    low, high = tiles.near(tile)
+    far = block < low[:, None]
+    if not tiles.causal:
+        far = far | (block > high[:, None])
+    scores = q @ k.mT + logs
+    with torch.no_grad():
+        weights = torch.softmax(torch.where(far[row], scores, -torch.inf), -1)
+        # a row without far blocks has no weights
+        weights = torch.where(far[row], weights, 0.0)
+        mass = weights.new_zeros(*q.shape[:2], len(tile), len(block)).index_add_(2, row, weights)
+        best = torch.where(far, mass, -1.0).topk(min(tiles.top_k, len(block)), -1)
+        chosen = torch.where(best.values < 0, -1, best.indices)
+        if cover:
+            # the place past the end takes what is none
+            free = pad(far, (0, 1)).expand(*q.shape[:2], -1, -1)
+            free = free.scatter(-1, torch.where(chosen < 0, len(block), chosen), False)[..., :-1]
+            allowed = free[:, :, row]
+        else:
+            ends = ((block + 1) * tiles.pool).clamp(max=tiles.nk)
+            allowed = ends <= position[:, None] + 1 if tiles.causal else torch.ones_like(far[row])
+    scores = torch.where(allowed, scores, -torch.inf)
+    # log-sum-exp by hand: torch.logsumexp has a NaN gradient where every score is -inf
+    top = scores.detach().amax(-1, keepdim=True)
+    weights = torch.exp(scores - torch.where(torch.isneginf(top), 0.0, top))
+    total = weights.sum(-1, keepdim=True)
+    safe = torch.where(total == 0, 1.0, total)
+    lse = torch.where(total == 0, -torch.inf, torch.where(torch.isneginf(top), 0.0, top) + safe.log())
+    return (weights / safe) @ v, lse[..., 0], chosen
+
+
+def _check_gates(gates: Tensor | None, gated: bool, q: Tensor) -> None:
+    if not gated and gates is None:
+        return
+    wanted = f"a floating tensor {(*q.shape[:3], 3)} on {q.device} with combine='gates', None otherwise"
+    if not gated or not isinstance(gates, Tensor) or not gates.is_floating_point():
+        raise ShapeError(message("gates", shown(gates), wanted, "Pass both or neither."))
+    if tuple(gates.shape) != (*q.shape[:3], 3) or gates.device != q.device:
+        raise ShapeError(message("gates", f"{tuple(gates.shape)} on {gates.device}", wanted, "Make one of each query."))
+
+
+__all__ = ["hierarchical_attention"]

@@ -1,0 +1,1 @@
+"""ringweave inside other libraries; each is imported only where it is used."""

@@ -1,0 +1,198 @@
+"""A cache of transformers whose keys and values lie in pages, and are attended there."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ...errors import ShapeError, UnsupportedError, message, shown
+from ...pages import SIZES, PagedCache
+from ...patterns.numbers import whole
+
+_REMEDY = "Use attn_implementation='ringweave', or past_key_values=DynamicCache() for this model."
+
+
+class ModelCache(Cache):
+    """Keys and values of a model's layers in pages: ``generate(..., past_key_values=ModelCache(length))``.
+
+    A step writes its token and attends the pages that the layer's pattern allows; nothing is moved or joined as
+    sequences grow, and beams share the pages of what they have in common. For the implementation ``"ringweave"``,
+    without gradients. Layers with windows keep what lies behind them, too.
+
+    Args:
+        length: Most tokens of a sequence, padding included.
+        page: Tokens of a page: 16, 32, 64, 128 or 256.
+    Raises:
+        ShapeError: A length below 1, or a page of another size.
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from ringweave.integrations.transformers import patch
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        ...                      num_attention_heads=4, num_key_value_heads=2)
+        >>> model = patch(LlamaForCausalLM(config)).eval()
+        >>> prompt = torch.arange(3, 11)[None]
+        >>> model.generate(prompt, past_key_values=ModelCache(64), max_new_tokens=4, min_new_tokens=4).shape
+        torch.Size([1, 12])
+    """
+
+    def __init__(self, length: int, page: int = 64):
+        length = whole("length", length, 1, error=ShapeError)
+        if page not in SIZES:
+            raise ShapeError(message("page", shown(page), "16, 32, 64, 128 or 256", "Choose one of these."))
+        self.length = -(-length // page) * page
+        make: Any = partial(PagedLayer, self.length, page)
+        super().__init__(layer_class_to_replicate=make)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Count all places, as of a static cache, so that masks are alike at each step; the first has position 0."""
+        return self.length, 0
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """The part of a :class:`ModelCache` that one layer writes.
+
+    Args:
+        length: Most tokens of a sequence.
+        page: Tokens of a page.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, length: int, page: int):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.length, self.page, self.seen = length, page, 0
+        self.pages: PagedCache | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make room for sequences of a shape.
+
+        Args:
+            key_states: (B, Hkv, any, D).
+            value_states: (B, Hkv, any, Dv).
+        """
+        batch, heads, _, dim = key_states.shape
+        self.batch_size = batch
+        self.pages = PagedCache.empty(
+            batch, self.length, heads, dim, value_dim=value_states.shape[3], page=self.page, dtype=key_states.dtype,
+            device=key_states.device,
+        )  # fmt: skip
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[PagedStates, PagedStates]:
+        """Write the next tokens.
+
+        Args:
+            key_states: (B, Hkv, tokens, D).
+            value_states: (B, Hkv, tokens, Dv).
+            args: What other caches need to know.
+            kwargs: The same.
+        Returns:
+            What stands for all keys, and for all values.
+        Raises:
+            ShapeError: More tokens than there is room for.
+        """
+        if self.pages is None:
+            self.lazy_initialization(key_states, value_states)
+        pages = self.pages
+        assert pages is not None
+        pages.append(key_states.detach(), value_states.detach())
+        self.seen += key_states.shape[2]
+        stand = partial(PagedStates, pages, length=self.length, seen=self.seen)
+        return stand(key_states), stand(value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Give all places, and the position of the first."""
+        return self.length, 0
+
+    def get_seq_length(self) -> int:
+        """Count the tokens that were written."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """Count the tokens that there is room for."""
+        return self.length
+
+    def reset(self) -> None:
+        """Give all pages back."""
+        if self.pages is not None:
+            self.pages.free()
+        self.seen = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let each sequence go on as another; they share pages.
+
+        Args:
+            beam_idx: (B,), which one.
+        """
+        if self.pages is not None:
+            self.pages.fork(beam_idx.tolist(), range(self.batch_size))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens.
+
+        Args:
+            tokens_to_remove: How many, as a negative number.
+        """
+        if tokens_to_remove < 0 and self.pages is not None:
+            self.seen += tokens_to_remove
+            every = range(self.batch_size)
+            self.pages.fork(every, every, self.seen)
+
+
+class PagedStates(Tensor):
+    """Keys or values in pages, with the shape that they would have as a tensor; a use of their numbers raises.
+
+    Args:
+        pages: Where they are.
+        new: (B, Hkv, tokens, D), the last ones.
+        length: Tokens that there is room for.
+        seen: How many there are.
+    """
+
+    pages: PagedCache
+    seen: int
+
+    def __new__(cls, pages: PagedCache, new: Tensor, length: int, seen: int) -> Self:
+        """Stand for the tokens of a cache."""
+        shape = (*new.shape[:2], length, new.shape[3])
+        made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=new.dtype, device=new.device)
+        made.pages, made.seen = pages, seen
+        return made
+
+    def __init__(self, pages: PagedCache, new: Tensor, length: int, seen: int):
+        pass
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PagedStates({tuple(self.shape)})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Give sizes and types; refuse the rest."""
+        name = getattr(func, "__name__", str(func))
+        getters = name == "__get__" and getattr(func, "__self__", None) in _KNOWN
+        if getters or func in (Tensor.size, Tensor.dim):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise _used(name)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        """Refuse what came another way."""
+        raise _used(str(func))
+
+
+def _used(name: str) -> UnsupportedError:
+    got = f"a use of keys in pages ({name})"
+    return UnsupportedError(message("past_key_values", got, "keys that go to attention as they are", _REMEDY))
+
+
+_KNOWN = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad, Tensor.is_cuda)

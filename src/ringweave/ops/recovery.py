@@ -1,0 +1,255 @@
+"""What a call does when memory runs out: the same function with less at once; with nothing left, the first error.
+
+The rungs, each tried when the one before it runs out of memory too: what is cached is given back, and the call is made
+again; pieces of some key heads and their query heads; pieces of some queries of one key head (not of a pattern that is
+made for all of them: a table with several rows of blocks). Scores are recomputed in
+backward on every rung, as always. A row sees the keys that it saw, in their order, so where pieces are whole tiles of
+the same sides the native kernel gives the same bits; gradients of keys are sums over pieces of queries, in float32.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import PatternError, ShapeError, UnsupportedError, is_out_of_memory, message, shown
+from ..patterns import Pattern, SlidingWindow
+from ..plan.from_pattern import DEFAULT_TILE
+from ..types import acc_dtype
+from .backend import Inputs
+from .dispatch import run_backward, run_forward
+
+R = TypeVar("R")
+
+ON_OOM = ("raise", "degrade", "sparsify")
+_FEWER = 4  # as few queries at once as on the rung before, a fourth
+_log = logging.getLogger("ringweave")
+_told: set[str] = set()
+
+
+class Rung(NamedTuple):
+    """How a call is cut.
+
+    Attributes:
+        groups: Into how many groups of key heads.
+        rows: How many queries a piece has at most.
+    """
+
+    groups: int
+    rows: int
+
+
+class Piece(NamedTuple):
+    """Some query heads and rows of a call, and the key heads that they read."""
+
+    heads: slice
+    kv_heads: slice
+    rows: slice
+
+
+def forward(inputs: Inputs, pattern: Pattern, q_offset: int, backend: str, degrade: bool) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) as :func:`run_forward`, in pieces where memory does not suffice for the whole."""
+
+    def whole() -> tuple[Tensor, Tensor]:
+        return run_forward(inputs, pattern, q_offset, backend)
+
+    def cut_up(cut: Rung) -> tuple[Tensor, Tensor]:
+        q, v = inputs.q, inputs.v
+        out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=acc_dtype(q.dtype))
+        for piece, some, part in _pieces(inputs, pattern, cut):
+            place = (slice(None), piece.heads, piece.rows)
+            out[place], lse[place] = run_forward(some, part, q_offset + piece.rows.start, backend)
+        return out, lse
+
+    return _climb("forward", inputs, pattern, degrade, whole, cut_up)
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    pattern: Pattern,
+    q_offset: int,
+    backend: str,
+    degrade: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute (dq, dk, dv) as :func:`run_backward`, in pieces where memory does not suffice for the whole."""
+
+    def fresh() -> None:
+        # what was added before memory ran out
+        for total in () if inputs.scoring is None else inputs.scoring.totals:
+            if total is not None:
+                total.zero_()
+
+    def whole() -> tuple[Tensor, Tensor, Tensor]:
+        fresh()
+        return run_backward(dout, dlse, inputs, out, lse, pattern, q_offset, backend)
+
+    def cut_up(cut: Rung) -> tuple[Tensor, Tensor, Tensor]:
+        fresh()
+        q, k, v = inputs[:3]
+        # sums over pieces are not rounded to 16 bits between them
+        summed = cut.rows < q.shape[2]
+        acc = acc_dtype(q.dtype) if summed else q.dtype
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        sums: tuple[Tensor, Tensor] | None = None
+        for piece, some, part in _pieces(inputs, pattern, cut):
+            place = (slice(None), piece.heads, piece.rows)
+            given = None if dlse is None else dlse[place]
+            of_q, of_k, of_v = run_backward(
+                dout[place], given, some, out[place], lse[place], part, q_offset + piece.rows.start, backend, acc
+            )
+            dq[place] = of_q
+            sums = (of_k, of_v) if piece.rows.start == 0 or sums is None else (sums[0].add_(of_k), sums[1].add_(of_v))
+            if piece.rows.stop == q.shape[2]:
+                dk[:, piece.kv_heads], dv[:, piece.kv_heads] = sums
+        return dq, dk, dv
+
+    return _climb("backward", inputs, pattern, degrade, whole, cut_up)
+
+
+def sparsified(call: Callable[[Pattern], R], pattern: Pattern, tokens: int) -> R:
+    """Make a call with ever fewer keys near each query, until there is memory for it; each step is warned of.
+
+    Args:
+        call: Computes a pattern.
+        pattern: The pattern that was asked for.
+        tokens: Positions that it spans.
+    """
+    asked, window, first = pattern, tokens, None
+    while True:
+        try:
+            return call(pattern)
+        except (MemoryError, RuntimeError) as error:
+            window //= 2
+            if not is_out_of_memory(error) or not asked.combinable or window < DEFAULT_TILE:
+                raise
+            first = error
+        first.__traceback__ = None
+        pattern = asked & SlidingWindow(window)
+        warnings.warn(
+            f"memory ran out, and on_oom='sparsify' changes the answer: each query attends only those keys of "
+            f"{asked!r} that are at most {window} positions away",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _climb(
+    direction: str,
+    inputs: Inputs,
+    pattern: Pattern,
+    degrade: bool,
+    whole: Callable[[], R],
+    cut_up: Callable[[Rung], R],
+) -> R:
+    """Try one rung after the other."""
+    try:
+        return whole()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        if not degrade:
+            error.add_note("ringweave: on_oom='degrade' computes the same in pieces that need less memory.")
+            raise
+        first = error
+    # its frames hold what was allocated
+    first.__traceback__ = None
+    for cut in _rungs(inputs, pattern):
+        if cut is None:
+            # loaded when it is needed
+            from ..memory import trim
+
+            trim()
+        _tell(direction, inputs, cut)
+        try:
+            return whole() if cut is None else cut_up(cut)
+        except (UnsupportedError, PatternError, ShapeError):
+            # a named backend, or the pattern, knows no such pieces
+            continue
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            error.__traceback__ = None
+    first.add_note(
+        "ringweave: memory also ran out after caches were given back, and in pieces of one key head and few queries. "
+        "Free memory, shorten the sequence or the batch, or, if another answer will do, pass on_oom='sparsify'."
+    )
+    raise first
+
+
+def _rungs(inputs: Inputs, pattern: Pattern) -> Iterator[Rung | None]:
+    """What is tried in order; None: the whole, once more."""
+    yield None
+    heads, groups, nq = inputs.k.shape[1], 1, inputs.q.shape[2]
+    while groups < heads:
+        groups *= next(n for n in range(2, heads + 1) if heads // groups % n == 0)
+        if not _apart(inputs, pattern, groups):
+            groups = 1
+            break
+        yield Rung(groups, nq)
+    rows = nq
+    # whole tiles; where keys lie in pages there are few queries
+    while rows > DEFAULT_TILE and inputs.pages is None:
+        rows = -(-rows // (_FEWER * DEFAULT_TILE)) * DEFAULT_TILE
+        yield Rung(groups, rows)
+
+
+def _apart(inputs: Inputs, pattern: Pattern, groups: int) -> bool:
+    """Tell whether a pattern's heads can be taken apart."""
+    try:
+        pattern.shard(0, groups, inputs.q.shape[1])
+    except PatternError:
+        return False
+    return True
+
+
+def _pieces(inputs: Inputs, pattern: Pattern, cut: Rung) -> Iterator[tuple[Piece, Inputs, Pattern]]:
+    """The pieces of a call with what they are computed of: all of a group's rows, one group after the other."""
+    nq, asked = inputs.q.shape[2], inputs.scoring
+    for group in range(cut.groups):
+        heads, kv_heads = (
+            slice(x.shape[1] * group // cut.groups, x.shape[1] * (group + 1) // cut.groups) for x in inputs[:2]
+        )
+        part = pattern if cut.groups == 1 else pattern.shard(group, cut.groups, inputs.q.shape[1])
+        for start in range(0, nq, cut.rows):
+            rows = slice(start, min(start + cut.rows, nq))
+            scoring = None if asked is None else asked._replace(heads=asked.heads[heads], rows=asked.rows[rows])
+            mine = itemgetter((slice(None), kv_heads))
+            some = inputs._replace(q=inputs.q[:, heads, rows], scoring=scoring).of_keys(mine)
+            yield Piece(heads, kv_heads, rows), some, part
+
+
+def _tell(direction: str, inputs: Inputs, cut: Rung | None) -> None:
+    """Log a rung, once."""
+    if cut is None:
+        what, cost = "after caches were given back", "plans are made again"
+    elif cut.rows == inputs.q.shape[2]:
+        what = "in pieces of key heads"
+        cost = f"{cut.groups} calls, as many plans, and one result more of a piece"
+    else:
+        what = "in pieces of queries"
+        pieces = cut.groups * -(-inputs.q.shape[2] // cut.rows)
+        cost = f"{pieces} calls that read all keys each" + ", gradients of keys in float32" * (direction == "backward")
+    if (said := f"{direction} {what}") not in _told:
+        _told.add(said)
+        _log.warning("memory ran out: attention goes on, %s (the same result; cost: %s)", said, cost)
+
+
+def check_on_oom(on_oom: object, context: object = None, sharded: bool = False) -> None:
+    """Raise UnsupportedError for what is no way to go on, and for one that ranks could not go together."""
+    if not isinstance(on_oom, str) or on_oom not in ON_OOM:
+        wanted = f"one of {', '.join(ON_OOM)}"
+        raise UnsupportedError(message("on_oom", shown(on_oom), wanted, "Use 'degrade': it changes no result."))
+    if on_oom == "sparsify" and (context is not None or sharded or torch.compiler.is_compiling()):
+        got = "'sparsify' where ranks share the call, or under torch.compile"
+        remedy = "Use 'degrade', or a sparser pattern from the start."
+        raise UnsupportedError(message("on_oom", got, "'raise' or 'degrade'", remedy))

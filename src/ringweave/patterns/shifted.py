@@ -1,0 +1,203 @@
+"""A call's first positions, where batch elements have their own or keys do not begin at 0."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import PatternError, ShapeError, message, shown
+from .base import Full, Pattern
+from .fit import nest, refuse
+from .numbers import INTEGERS, LONGEST, whole
+from .spans import ELEMENT_BITS, Bounds, rows_of
+from .tiles import Int64, Ranges, Tiles, mix
+
+_SIDES = ("q_offset", "k_offset")
+
+
+class Offsets(Bounds, Full):
+    """Where the first query and the first key of each batch element stand, as a pattern that allows all.
+
+    Args:
+        table: (B, 2), or (1, 2) for all alike; int64. It is held, and read when a plan is made.
+        batch: Those of all batch elements, where these are of one.
+    """
+
+    def __init__(self, table: Tensor, batch: Offsets | None = None):
+        self.table, self.batch = table, batch
+        self.__post_init__()
+
+    def _text(self) -> str:
+        return "Offsets(_)"
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        return (self.table,)
+
+    def extents(self) -> tuple[int | None, int | None]:
+        return (len(self.table) if len(self.table) > 1 else None), None
+
+    def select(self, b: int, h: int) -> Pattern:
+        return self if len(self.table) == 1 else Offsets(self.table[b : b + 1], self)
+
+    def _make(self) -> Int64:
+        return rows_of(self.table, 2)
+
+    def numbers(self) -> Int64:
+        return mix(*self._now.T)
+
+    def fits(self, nq: int, nk: int, q_offset: int) -> None:
+        for side, n, name in zip(self._now.T, (q_offset + nq, nk), _SIDES, strict=True):
+            wrong = (side < 0) | (side > LONGEST - n)
+            if wrong.any():
+                b = int(wrong.argmax())
+                got = f"{side[b]}" + (f" in batch element {b}" if len(side) > 1 else "")
+                wanted = f"0 to {LONGEST - n}"
+                raise ShapeError(message(name, got, wanted, "Positions count from 0: pad, or shift both sides."))
+
+    def most(self) -> tuple[int, int]:
+        """The largest offsets of queries and of keys, which what is made for a length has to hold."""
+        q, k = (self if self.batch is None else self.batch)._now.max(0).tolist()
+        return q, k
+
+    def added(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions of queries and keys, of their places on the axis of all batch elements."""
+        now = torch.from_numpy(self._now)
+        of_q, of_k = now.to(q.device).T
+        one = len(now) == 1
+        return q + (of_q if one else of_q[q >> ELEMENT_BITS]), k + (of_k if one else of_k[k >> ELEMENT_BITS])
+
+    def of(self, position: Int64) -> tuple[Int64, Int64]:
+        """The offsets of queries and of keys, for positions on the axis of all batch elements."""
+        now = self._now
+        q, k = now[position >> ELEMENT_BITS if len(now) > 1 else np.zeros_like(position)].T
+        return q, k
+
+
+class Shifted(Pattern):
+    """A pattern by places in a call's q and k, of one by positions: ``pattern.allows(q + first_q, k + first_k)``.
+
+    What ``q_offset`` and ``k_offset`` make of a call's pattern, unless they are an int and 0.
+
+    Args:
+        pattern: A relation by positions.
+        offsets: The first positions.
+    Raises:
+        PatternError: What is no relation.
+    """
+
+    def __init__(self, pattern: Pattern, offsets: Offsets):
+        if not pattern.combinable:
+            got = f"{pattern!r} with a tensor, or a k_offset"
+            remedy = "A LongNet keeps tokens by their place: pass an int q_offset and all keys."
+            raise PatternError(message("q_offset, k_offset", got, "a relation", remedy))
+        self.pattern, self.offsets = pattern, offsets
+        nest(self, 1 + pattern.depth, pattern.leaves + 1)
+        self.__post_init__()
+
+    def _text(self) -> str:
+        return f"Shifted({self.pattern.spec}, {self.offsets.spec})"
+
+    def __repr__(self) -> str:
+        return f"Shifted({self.pattern!r}, <{len(self.offsets.table)} offsets>)"
+
+    def parts_within(self) -> tuple[Pattern, ...]:
+        return self.pattern, self.offsets
+
+    def extents(self) -> tuple[int | None, int | None]:
+        return (self.pattern & self.offsets).extents()
+
+    def bound(self, heads: int, kv_heads: int | None = None) -> Pattern:
+        pattern = self.pattern.bound(heads, kv_heads)
+        return self if pattern is self.pattern else Shifted(pattern, self.offsets)
+
+    def select(self, b: int, h: int) -> Pattern:
+        chosen, offsets = self.pattern.select(b, h), self.offsets.select(b, h)
+        if chosen is self.pattern and offsets is self.offsets:
+            return self
+        assert isinstance(offsets, Offsets)
+        return Shifted(chosen, offsets)
+
+    def check(self, nq: int, nk: int, q_offset: int) -> None:
+        if self.offsets.readable():
+            self.fits(nq, nk, q_offset)
+
+    def fits(self, nq: int, nk: int, q_offset: int) -> None:
+        """Raise PatternError where the pattern is not made for the positions, ShapeError where those are none."""
+        self.offsets.fits(nq, nk, q_offset)
+        self.pattern.check(*self.extent(nq, nk, q_offset))
+
+    def extent(self, nq: int, nk: int, q_offset: int) -> tuple[int, int, int]:
+        """The sizes of the smallest call by positions that holds all batch elements."""
+        q, k = self.offsets.most()
+        return nq, nk + k, q_offset + q
+
+    def block_side(self) -> int | None:
+        return self.pattern.block_side()
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.pattern.allows(*self.offsets.added(q, k))
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        of_q, of_k = self.offsets.of(q_lo)
+        start, stop = self.pattern.key_ranges(q_lo + of_q, q_hi + of_q, nk + self.offsets.most()[1])
+        return Ranges(start - of_k[:, None], stop - of_k[:, None])
+
+    def tile_keys(self, tiles: Tiles) -> Int64:
+        of_q, of_k = self.offsets.of(tiles.q_lo)
+        return self.pattern.tile_keys(Tiles(tiles.q_lo + of_q, tiles.q_hi + of_q, tiles.k_lo + of_k, tiles.k_hi + of_k))
+
+
+def placed(pattern: Pattern, q_offset: int | Tensor, k_offset: int | Tensor, batch: int) -> tuple[Pattern, int]:
+    """The pattern of a call by what is left of its offsets, an int of the queries.
+
+    Args:
+        pattern: A pattern by positions.
+        q_offset: Position of the first query: an int, or an integer tensor () or (B,), which is not read.
+        k_offset: Position of the first key, alike.
+        batch: Batch elements.
+    Raises:
+        ShapeError: An offset of another kind, or one below 0.
+        PatternError: A LongNet with a tensor, or with a k_offset.
+    """
+    if not isinstance(pattern, Pattern):
+        refuse(pattern)
+    sides = [_offset(*each, batch) for each in zip(_SIDES, (q_offset, k_offset), strict=True)]
+    q, k = sides
+    if isinstance(q, int) and isinstance(k, int) and k == 0:
+        return pattern, q
+    # on a device where one of them is: nothing is waited for
+    devices = [side.device for side in sides if isinstance(side, Tensor)]
+    device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    rows = [
+        side.to(device, torch.int64).reshape(-1)
+        if isinstance(side, Tensor)
+        else torch.full((1,), side, dtype=torch.int64, device=device)
+        for side in sides
+    ]
+    return Shifted(pattern, Offsets(torch.stack(torch.broadcast_tensors(*rows), 1))), 0
+
+
+def first_positions(pattern: Pattern, q_offset: int, batch: int, device: torch.device) -> Tensor:
+    """The positions of the first query and key of each batch element, (B, 2) int64, of what :func:`placed` gave."""
+    first = torch.zeros(batch, 2, dtype=torch.int64, device=device)
+    if isinstance(pattern, Shifted):
+        return first + pattern.offsets.table.to(device)
+    first[:, 0] = q_offset
+    return first
+
+
+def _offset(name: str, value: int | Tensor, batch: int) -> int | Tensor:
+    """An offset as it is kept: an int, or an integer tensor, whose values stay unread."""
+    if isinstance(value, Tensor):
+        if value.dtype in INTEGERS and value.layout == torch.strided and value.shape in ((), (batch,)):
+            return value.detach()
+        wanted = f"an int, or an integer tensor () or ({shown(batch)},)"
+        remedy = f"Pass one for all, or one for each of the {shown(batch)} batch elements."
+        raise ShapeError(message(name, shown(value), wanted, remedy))
+    remedy = "Pass Nk - Nq for a decode step." if name == "q_offset" else "Pass how many keys were dropped."
+    if isinstance(value, int) and value < 0:
+        raise ShapeError(message(name, shown(value), "an int of at least 0", remedy))
+    # a number that a trace leaves open stays so
+    return value if isinstance(value, torch.SymInt) else whole(name, value, 0, error=ShapeError, remedy=remedy)

@@ -1,0 +1,248 @@
+"""The tracker: masses as dense attention has them, bounded exchanges, recall that rises, one table on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringweave as rw
+from ringweave.adaptive import ImportanceTracker, tile_mass
+from ringweave.parallel import ContextParallel
+from tests.parallel.threads import Threaded, run
+
+N, SIDE, HEADS = 768, 32, 4
+
+
+def topics(seed: int = 0, noise: float = 1.0, n: int = N) -> tuple[Tensor, Tensor, Tensor]:
+    """Stretches of keys with topics of their own; queries look for topics anywhere, other ones in each head."""
+    generator = torch.Generator().manual_seed(7)
+    stretches = -(-n // 48)
+    centres = 2 * torch.randn(1, HEADS // 2, stretches, 16, generator=generator)
+    wanted = torch.randint(0, stretches, (HEADS, stretches), generator=generator)
+    k = centres.repeat_interleave(48, 2)[:, :, :n]
+    q = centres.repeat_interleave(2, 1)[:, torch.arange(HEADS)[:, None], wanted].repeat_interleave(48, 2)[:, :, :n]
+    generator.manual_seed(seed)
+    q, k = (x + noise * torch.randn(x.shape, generator=generator) for x in (q, k))
+    return q, k, torch.randn(1, HEADS // 2, n, 16, generator=generator)
+
+
+def recall(tracker: ImportanceTracker, q: Tensor, k: Tensor, v: Tensor) -> float:
+    _, lse = rw.attention_with_lse(q, k, v, rw.Causal())
+    return float(tile_mass(q, k, lse, tracker.pattern).values.sum()) / lse.numel()
+
+
+def blocks(pattern: rw.Pattern) -> Tensor:
+    (table,) = [part for part in getattr(pattern, "parts", [pattern]) if isinstance(part, rw.BlockTable)]
+    return table.mask
+
+
+def step(tracker: ImportanceTracker, q: Tensor, k: Tensor, v: Tensor) -> None:
+    _, lse = rw.attention_with_lse(q, k, v, tracker.pattern)
+    tracker.update(q, k, lse)
+
+
+def test_masses_are_those_of_attention() -> None:
+    q, k, v = topics(n=700)
+    tracker = ImportanceTracker(700, heads=HEADS, density=0.3, block_size=SIDE, turnover=0.0)
+    before = blocks(tracker.pattern)
+    weights = rw.attention_weights(q, k, tracker.pattern).to_dense()
+    dense = torch.nn.functional.pad(weights, (0, 4, 0, 4)).unflatten(3, (-1, SIDE)).unflatten(2, (-1, SIDE)).sum((3, 5))
+    queries = torch.full((22,), 32.0)
+    queries[-1] = 700 - 21 * 32
+    step(tracker, q, k, v)
+    state = tracker.state_dict()
+    rows = torch.arange(22)[:, None].expand(22, state["indices"].shape[-1])
+    for head in range(HEADS):
+        listed = state["indices"][head].long()
+        real = listed < 22
+        want = (dense[0, head] / queries[:, None])[rows[real], listed[real]]
+        torch.testing.assert_close(state["mass"][head][real], want, rtol=1e-4, atol=1e-6)
+    # half of what comes is new
+    assert torch.equal(blocks(tracker.pattern), before)
+    tracker.decay = 0.5
+    step(tracker, *(x.roll(1, 1) for x in (q, k, v)))
+    assert not torch.allclose(tracker.state_dict()["mass"], state["mass"])
+
+
+def test_exchanges_are_bounded_and_density_stays() -> None:
+    tracker = ImportanceTracker(N, heads=HEADS, density=0.3, block_size=SIDE, turnover=0.25, local=2)
+    rows = N // SIDE
+    may = torch.arange(1, rows + 1)
+    counts = torch.maximum((0.3 * may - 1e-9).ceil().long(), torch.minimum(may, torch.tensor(3)))
+    assert torch.equal(blocks(tracker.pattern).sum(-1), counts.expand(HEADS, -1))
+    forced = torch.eye(rows, dtype=torch.bool)
+    forced |= forced.roll(-1, 1) & torch.ones(rows, rows, dtype=torch.bool).tril()
+    forced[:, 0] = True
+    changed = 0
+    for seed in range(8):
+        before = blocks(tracker.pattern)
+        step(tracker, *topics(seed))
+        after = blocks(tracker.pattern)
+        assert torch.equal(after.sum(-1), counts.expand(HEADS, -1))
+        assert not after.triu(1).any()
+        assert after[:, forced].all()
+        new = (after & ~before).sum(-1)
+        assert torch.equal(new, (before & ~after).sum(-1))
+        assert (new <= (0.25 * counts).ceil()).all()
+        changed += int(new.sum())
+    assert changed > 100
+
+
+def test_recall_rises_over_fifty_steps() -> None:
+    n, rows = 512, 512 // SIDE
+    q, k, v = topics(100, n=n)
+    tracker = ImportanceTracker(n, heads=HEADS, density=0.3, block_size=SIDE, sinks=0)
+    first, found = recall(tracker, q, k, v), []
+    for seed in range(50):
+        step(tracker, *topics(seed, n=n))
+        if seed % 10 == 9:
+            found.append(recall(tracker, q, k, v))
+    assert tracker.version == 50
+    # the most that a table of this density can hold, own blocks included
+    dense = rw.attention_weights(q, k, rw.Causal()).to_dense()[0].unflatten(2, (-1, SIDE)).unflatten(1, (-1, SIDE))
+    held, own = dense.sum((2, 4)), torch.eye(rows, dtype=torch.bool)
+    order = torch.where(own, torch.inf, held).argsort(-1, descending=True)
+    counts = blocks(tracker.pattern).sum(-1, keepdim=True)
+    best = torch.where(torch.arange(rows) < counts, held.gather(-1, order), 0.0)
+    most = float(best.sum()) / (HEADS * n)
+    assert found[-1] > 1.3 * first, (first, found, most)
+    assert found[-1] > 0.9 * most, (first, found, most)
+
+
+def test_a_table_in_use_does_not_change() -> None:
+    """An update comes between forward and backward: the gradient is that of the table that forward had."""
+    q, k, v = (x.requires_grad_() for x in topics())
+    tracker = ImportanceTracker(N, heads=HEADS, density=0.3, block_size=SIDE)
+    pattern, before = tracker.pattern, blocks(tracker.pattern)
+    out, lse = rw.attention_with_lse(q, k, v, pattern)
+    tracker.update(q, k, lse.detach())
+    assert not torch.equal(blocks(tracker.pattern), before)
+    assert torch.equal(blocks(pattern), before)
+    kept = rw.BlockTable(before, SIDE) & rw.Causal()
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    for got, want in zip(
+        grads, torch.autograd.grad(rw.attention(q, k, v, kept).square().sum(), (q, k, v)), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_what_looks_no_better_stays_out() -> None:
+    q, k, v = topics()
+    tracker = ImportanceTracker(N, heads=HEADS, density=0.2, block_size=SIDE, hysteresis=1e9)
+    before = blocks(tracker.pattern)
+    # some blocks look better, by less than that
+    step(tracker, 0.1 * q, k, v)
+    assert torch.equal(blocks(tracker.pattern), before)
+    assert tracker.version == 1
+    # and where all keys are alike nothing is exchanged back and forth
+    tracker = ImportanceTracker(N, heads=HEADS, density=0.2, block_size=SIDE)
+    for _ in range(3):
+        step(tracker, q, torch.ones_like(k), v)
+    assert torch.equal(blocks(tracker.pattern), before)
+
+
+def test_it_goes_on_where_it_was() -> None:
+    first, second = (ImportanceTracker(N, heads=HEADS, density=0.2, block_size=SIDE) for _ in range(2))
+    for seed in range(3):
+        step(first, *topics(seed))
+    second.load_state_dict(first.state_dict())
+    for seed in range(3, 6):
+        step(first, *topics(seed))
+        step(second, *topics(seed))
+    assert torch.equal(blocks(first.pattern), blocks(second.pattern))
+    assert (first.version, second.version) == (6, 6)
+    assert (
+        torch.equal(first.state_dict()["mass"], second.state_dict()["mass"]) or first.state_dict()["mass"].isnan().any()
+    )
+
+
+def test_not_causal() -> None:
+    q, k, v = topics(n=200)
+    tracker = ImportanceTracker(200, heads=HEADS, density=0.5, block_size=SIDE, causal=False, local=2)
+    for _ in range(3):
+        step(tracker, q, k, v)
+    table = tracker.pattern
+    assert isinstance(table, rw.BlockTable)
+    assert (table.mask.sum(-1) >= 4).all()
+    near = torch.eye(7, dtype=torch.bool)
+    assert table.mask[:, near | near.roll(1, 0).tril() | near.roll(1, 1).triu()].all()
+    assert table.mask.triu(2).any()
+
+
+def test_ranks_have_one_table_which_travels_while_they_compute() -> None:
+    steps = 3
+    alone = ImportanceTracker(N, heads=HEADS, density=0.2, block_size=SIDE)
+    tables = []
+    for seed in range(steps):
+        step(alone, *topics(seed))
+        tables.append(blocks(alone.pattern))
+
+    def job(transport: Threaded, placement: str) -> None:
+        ctx = ContextParallel(transport, rw.Causal(), N, heads=(HEADS, HEADS // 2), placement=placement)
+        tracker = ImportanceTracker(N, heads=HEADS, density=0.2, block_size=SIDE, context=ctx)
+        for seed, want in enumerate(tables):
+            q, k, v = (ctx.shard(x, 2) for x in topics(seed))
+            _, lse = rw.attention_with_lse(q, k, v, tracker.pattern, context=ctx)
+            tracker.update(q, k, lse)
+            # under way: its messages were posted, and none of its bytes has been waited for
+            assert transport.started[-1].startswith("table")
+            got = sum(transport.counters.received)
+            rw.attention(q, k, v, rw.SlidingWindow(8, 0), context=ctx)
+            tracker_bytes = sum(transport.counters.received) - got
+            begun = len(transport.started)
+            found = blocks(tracker.pattern)
+            assert len(transport.started) == begun
+            assert sum(transport.counters.received) > got + tracker_bytes
+            assert torch.equal(found[0] if found.ndim == 4 else found, want)
+            assert tracker.version == seed + 1
+
+    for placement in ("contiguous", "zigzag"):
+        run(2, job, placement)
+
+
+def test_ranks_at_different_versions_do_not_go_on() -> None:
+    def job(transport: Threaded) -> None:
+        ctx = ContextParallel(transport, rw.Causal(), 256, heads=(HEADS, HEADS // 2), placement="contiguous")
+        tracker = ImportanceTracker(256, heads=HEADS, density=0.5, block_size=SIDE, context=ctx)
+        q, k, v = (ctx.shard(x, 2) for x in topics(n=256))
+        _, lse = rw.attention_with_lse(q, k, v, tracker.pattern, context=ctx)
+        tracker.version = transport.rank
+        with pytest.raises(rw.RingError, match="version"):
+            tracker.update(q, k, lse)
+
+    run(2, job)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"density": 0}, "density: got 0"),
+        ({"density": 1.5}, "density: got 1.5; wanted at most 1"),
+        ({"decay": 1.0}, "decay: got 1.0"),
+        ({"block_size": 256}, "block_size: got 256; wanted at most 128"),
+        ({"block_size": 40}, "block_size: got 40; wanted a multiple of 16"),
+        ({"heads": 0}, "heads: got 0"),
+        ({"local": -1}, "local: got -1"),
+        ({"context": ContextParallel(None, rw.Causal(), 64, heads=(4, 4))}, "context: got 64 tokens, 4 heads"),
+    ],
+)
+def test_errors(changes: dict[str, Any], said: str) -> None:
+    options: dict[str, Any] = {"heads": 4, "density": 0.2, "block_size": SIDE} | changes
+    with pytest.raises(rw.RingweaveError, match=said):
+        ImportanceTracker(N, **options)
+
+
+def test_errors_of_use() -> None:
+    tracker = ImportanceTracker(N, heads=HEADS, density=0.2, block_size=SIDE)
+    q, k, _ = topics(n=256)
+    with pytest.raises(rw.ShapeError, match=r"q, k: got .* wanted \(B, 4, 768, D\)"):
+        tracker.update(q, k, q[..., 0])
+    with pytest.raises(rw.ShapeError, match="state: got"):
+        tracker.load_state_dict({"version": 1})
+    with pytest.raises(rw.ShapeError, match="indices: got"):
+        tracker.load_state_dict(ImportanceTracker(256, heads=HEADS, density=0.2, block_size=SIDE).state_dict())
+    assert list(itertools.chain(tracker.state_dict())) == ["indices", "mass", "version"]

@@ -1,0 +1,299 @@
+"""Tables that are found from queries and keys: against their definitions, spelled a second time and densely."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringweave as rw
+from ringweave.adaptive import KeyBounds, block_means, select
+
+from ..oracle import Inputs
+
+
+def blocks_of(n: int, side: int, first: int = 0) -> list[range]:
+    """Tokens of each block, the first of which stands at position ``first``."""
+    ends = sorted({0, n, *(p - first for p in range(0, first + n + side, side) if 0 < p - first < n)})
+    return [range(a, b) for a, b in itertools.pairwise(ends)]
+
+
+def scores(x: Inputs, method: str, rows: list[range], columns: list[range], causal: bool, q_offset: int) -> Tensor:
+    """The score of every block, (B, Hq, rows, columns), by loops over blocks; a mass for antidiagonal."""
+    q, k = x.q.double() * x.q.shape[3] ** -0.5, x.k.double().repeat_interleave(x.q.shape[1] // x.k.shape[1], 1)
+    result = q.new_zeros(*q.shape[:2], len(rows), len(columns))
+    for r, mine in enumerate(rows):
+        for c, others in enumerate(columns):
+            a, b = q[:, :, mine.start : mine.stop], k[:, :, others.start : others.stop]
+            if method == "mean":
+                result[:, :, r, c] = (a.mean(2) * b.mean(2)).sum(-1)
+            else:
+                result[:, :, r, c] = (
+                    torch.maximum(
+                        a[:, :, :, None] * b.amin(2)[:, :, None, None], a[:, :, :, None] * b.amax(2)[:, :, None, None]
+                    )
+                    .sum(-1)
+                    .amax((2, 3))
+                )
+    return result
+
+
+def may_and_must(
+    rows: list[range], columns: list[range], sides: tuple[int, int], causal: bool, local: int, sinks: int, q_offset: int
+) -> tuple[Tensor, Tensor]:
+    may, must = torch.zeros(2, len(rows), len(columns), dtype=torch.bool)
+    for r, mine in enumerate(rows):
+        first, last = (q_offset + mine.start) // sides[1], (q_offset + mine.stop - 1) // sides[1]
+        for c in range(len(columns)):
+            may[r, c] = not causal or c <= last
+            must[r, c] = c < sinks or first - local < c < last + local
+    return may, must & may
+
+
+CASES = {
+    "square": (256, 256, 32, True, 0),
+    "odd": (200, 200, 32, True, 0),
+    "not causal": (130, 170, 32, False, 0),
+    "sides": (200, 200, (64, 32), True, 0),
+    "tall": (200, 200, (16, 64), True, 0),
+    "chunk": (80, 208, 32, True, 128),
+    "cut chunk": (100, 200, 32, True, 100),
+    "token": (48, 48, (1, 16), True, 0),
+    "step": (1, 300, 32, True, 299),
+}
+
+
+@pytest.mark.parametrize("heads", ["query", "kv", "shared"])
+@pytest.mark.parametrize("method", ["mean", "bounds"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_best_blocks(name: str, method: str, heads: str) -> None:
+    nq, nk, block, causal, q_offset = CASES[name]
+    sides = block if isinstance(block, tuple) else (block, block)
+    x = Inputs.random(nq, nk, batch=2, heads=4, kv_heads=2, dim=16)
+    one = nq <= sides[0]
+    rows, columns = [range(nq)] if one else blocks_of(nq, sides[0], q_offset), blocks_of(nk, sides[1])
+    local, sinks = 2, 1
+    may, must = may_and_must(rows, columns, sides, causal, local, sinks, q_offset)
+    top_k = int(must.sum(-1).max()) + 2
+    table = select(
+        x.q, x.k, method=method, top_k=top_k, block_size=block, causal=causal, local=local, sinks=sinks, heads=heads,
+        q_offset=q_offset,
+    )  # fmt: skip
+    want = scores(x, method, rows, columns, causal, q_offset)
+    if heads != "query":
+        share = want.masked_fill(~may, -torch.inf).softmax(-1)
+        want = share.unflatten(1, (1 if heads == "shared" else 2, -1)).mean(2)
+    front = 0 if one else q_offset // sides[0]
+    mask = table.mask
+    assert not mask[..., :front, :].any()
+    mask = mask[..., front:, :]
+    assert mask.shape == want.shape
+    assert not (mask & ~may).any()
+    assert (mask | ~must).all()
+    assert torch.equal(mask.sum(-1), may.sum(-1).clamp(max=top_k).expand(mask.shape[:-1]))
+    # what was chosen freely is no worse than what was not
+    free = mask & ~must
+    worst = want.masked_fill(~free, torch.inf).amin(-1)
+    best = want.masked_fill(mask | ~may, -torch.inf).amax(-1)
+    assert (worst >= best - 1e-6).all()
+
+
+def test_antidiagonals() -> None:
+    """Their share of a softmax over sums along antidiagonals, by the sums spelled out."""
+    x = Inputs.random(256, heads=2, dim=8)
+    stride, side = 8, 32
+    s = (x.q.double() @ x.k.double().mT) * 8**-0.5
+    n = 256 // stride
+    sums = torch.zeros(1, 2, n, n, dtype=torch.float64)
+    for t in range(stride):
+        sums += s[:, :, stride - 1 - t :: stride, t::stride]
+    future = torch.ones(n, n, dtype=torch.bool).triu(1)
+    weights = (sums / stride).masked_fill(future, -torch.inf).softmax(-1)
+    want = weights.unflatten(2, (8, -1)).unflatten(4, (8, -1)).mean(3).sum(-1)
+    table = select(x.q, x.k, method="antidiagonal", top_k=3, block_size=side, stride=stride, local=0, sinks=0)
+    may = torch.ones(8, 8, dtype=torch.bool).tril()
+    top = want.masked_fill(~may, -1).topk(3, -1).indices
+    mask = torch.zeros_like(want, dtype=torch.bool).scatter(-1, top, True) & may
+    assert torch.equal(table.mask, mask)
+    # nothing changes where queries come in chunks
+    rest = select(
+        x.q[:, :, 96:], x.k, method="antidiagonal", top_k=3, block_size=side, stride=stride, local=0, sinks=0,
+        q_offset=96,
+    )  # fmt: skip
+    assert torch.equal(rest.mask[:, :, 3:], table.mask[:, :, 3:])
+
+
+def test_as_many_as_hold_a_mass() -> None:
+    x = Inputs.random(256, batch=2, heads=2, dim=16)
+    x.q.mul_(8)
+    share = scores(x, "mean", blocks_of(256, 32), blocks_of(256, 32), True, 0)
+    may = torch.ones(8, 8, dtype=torch.bool).tril()
+    share = share.masked_fill(~may, -torch.inf).softmax(-1)
+    ordered = share.sort(-1, descending=True)
+    counts = []
+    for mass in (0.5, 0.9):
+        table = select(x.q, x.k, method="top_p", mass=mass, block_size=32, local=0, sinks=0)
+        count = ((ordered.values.cumsum(-1) - ordered.values) < mass).sum(-1)
+        assert torch.equal(table.mask.sum(-1), count)
+        chosen = torch.arange(8) < count[..., None]
+        assert torch.equal(table.mask, torch.zeros_like(chosen).scatter(-1, ordered.indices, chosen))
+        counts.append(count)
+        bounded = select(x.q, x.k, method="top_p", mass=mass, top_k=2, block_size=32, local=0, sinks=0)
+        assert torch.equal(bounded.mask.sum(-1), count.clamp(max=2))
+        assert bounded.blocks.most == 2
+    assert (counts[1] >= counts[0]).all()
+    assert (counts[1] > counts[0]).any()
+    assert select(x.q, x.k, method="top_p", block_size=32, local=0, sinks=0).mask.sum() == counts[1].sum()
+
+
+def test_a_share_of_what_may_be() -> None:
+    x = Inputs.random(500, heads=2)
+    for density in (0.05, 0.3, 1.0):
+        table = select(x.q, x.k, density=density, block_size=16)
+        want = [max(math.ceil(density * n - 1e-9), min(n, 2)) for n in range(1, 33)]
+        assert torch.equal(table.mask.sum(-1), torch.tensor(want).expand(1, 2, 32))
+
+
+def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringweave.adaptive import selection as module
+
+    x = Inputs.random(512, heads=4, kv_heads=2, dim=16)
+    for method in ("mean", "top_p", "antidiagonal", "bounds"):
+        how = {"density": 0.3} if method != "top_p" else {"mass": 0.7}
+        whole = select(x.q, x.k, method=method, block_size=32, heads="kv", **how)
+        with monkeypatch.context() as small:
+            small.setattr(module, "_CHUNK", 1)
+            rows = select(x.q, x.k, method=method, block_size=32, heads="kv", **how)
+        assert torch.equal(whole.mask, rows.mask)
+
+
+def test_bounds_are_kept_as_a_cache_grows() -> None:
+    x = Inputs.random(1, 300, batch=2, heads=4, kv_heads=2, dim=16)
+    bounds = KeyBounds(x.k[:, :, :0], 32, capacity=320)
+    begin = 0
+    for n in (70, 1, 25, 1, 96, 107):
+        bounds.append(x.k[:, :, begin : begin + n])
+        begin += n
+        seen = x.k[:, :, :begin]
+        for kept, reduce in ((bounds.low, torch.amin), (bounds.high, torch.amax)):
+            want = torch.stack([reduce(part, 2) for part in seen.split(32, 2)], 2)
+            assert torch.equal(kept[:, :, : want.shape[2]], want)
+        given = select(x.q, seen, method="bounds", bounds=bounds, top_k=3, block_size=32, q_offset=begin - 1)
+        anew = select(x.q, seen, method="bounds", top_k=3, block_size=32, q_offset=begin - 1)
+        assert torch.equal(given.mask, anew.mask)
+    with pytest.raises(rw.ShapeError, match="k: got 321 tokens; wanted at most 320"):
+        bounds.append(torch.zeros(2, 2, 21, 16))
+    with pytest.raises(rw.ShapeError, match="Append every key once"):
+        select(x.q, x.k[:, :, :299], method="bounds", bounds=bounds, top_k=3, block_size=32, q_offset=298)
+
+
+def test_not_a_number_moves_no_forced_block() -> None:
+    x = Inputs.random(256, heads=1)
+    x.k[:, :, 64:96] = torch.nan
+    for method in ("mean", "top_p", "bounds", "antidiagonal"):
+        how = {} if method == "top_p" else {"top_k": 3}
+        mask = select(x.q, x.k, method=method, block_size=32, **how).mask[0, 0]
+        assert mask[:, 0].all()
+        assert mask.diagonal().all()
+        assert not mask.triu(1).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_types_and_strides(dtype: torch.dtype) -> None:
+    x = Inputs.random(200, batch=2, heads=2, dim=16, dtype=dtype)
+    for method in ("mean", "antidiagonal", "bounds"):
+        table = select(x.q, x.k, method=method, density=0.4, block_size=32)
+        moved = select(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x.q, x.k)), method=method,
+                       density=0.4, block_size=32)  # fmt: skip
+        assert torch.equal(table.mask, moved.mask)
+
+
+def test_compiled_in_one_graph() -> None:
+    """Selection and attention, one graph, the same table; and new values recompile nothing."""
+    x = Inputs.random(256, heads=4, kv_heads=2, dim=16)
+    compilations = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> object:
+        compilations.append(graph)
+        return graph
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outs = [
+            rw.attention(q, k, v, select(q, k, method=method, block_size=32, **how) & rw.Causal())
+            for method, how in (("mean", {"top_k": 3}), ("antidiagonal", {"density": 0.4}), ("top_p", {"mass": 0.8}))
+        ]
+        return torch.stack(outs)
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(x.q, x.k, x.v), step(x.q, x.k, x.v))
+    torch.testing.assert_close(compiled(-x.q, x.k, x.v), step(-x.q, x.k, x.v))
+    assert len(compilations) == 1
+
+
+def test_duplicate_empty_and_padded_rows_give_exact_gradients() -> None:
+    """Attention over a table by indices, however its rows are written, has the gradients of the mask."""
+    x = Inputs.random(128, heads=2, kv_heads=1, dim=16, dtype=torch.float64)
+    indices = torch.tensor([[0, 0, 3], [1, 1, 1], [3, 7, 7], [2, 0, 9]]).expand(1, 2, 4, 3).clone()
+    counts = torch.tensor([[2, 3, 1, 2], [0, 1, 0, 2]])[None]
+    indices[:, :, 2, 1:] = 3
+    indices[:, :, 3, 2] = 0
+    table = rw.BlockTable(indices=indices, counts=counts, key_blocks=4, block_size=32)
+    mask = torch.zeros(1, 2, 4, 4, dtype=torch.bool)
+    for h in range(2):
+        for r in range(4):
+            mask[0, h, r, indices[0, h, r, : counts[0, h, r]]] = True
+    grads = []
+    for pattern, backend in ((table, "gather"), (rw.BlockTable(mask, 32), "reference")):
+        q, k, v = x.leaves()
+        out, lse = rw.attention_with_lse(q, k, v, pattern, backend=backend)
+        held = lse.masked_fill(lse.isneginf(), 0)
+        ((out * x.dout).sum() + (held * x.dlse).sum()).backward()
+        grads.append([out, held, q.grad, k.grad, v.grad])
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ({}, rw.PatternError, "got none of them"),
+        ({"top_k": 3, "density": 0.5}, rw.PatternError, "top_k and density"),
+        ({"top_k": 1}, rw.PatternError, "at least 2: local=1 and sinks=1"),
+        ({"density": 1.5}, rw.PatternError, "density"),
+        ({"mass": 0.5, "method": "bounds"}, rw.PatternError, "which estimate none"),
+        ({"top_k": 3, "method": "best"}, rw.UnsupportedError, "method"),
+        ({"top_k": 3, "heads": "all"}, rw.UnsupportedError, "heads"),
+        ({"top_k": 3, "method": "antidiagonal", "stride": 12}, rw.PatternError, "stride: got 12"),
+    ],
+)
+def test_refusals(how: dict[str, object], error: type[Exception], text: str) -> None:
+    x = Inputs.random(128)
+    with pytest.raises(error, match=text):
+        select(x.q, x.k, block_size=32, **how)
+
+
+def test_block_means() -> None:
+    x = torch.randn(2, 100, 3, requires_grad=True)
+    got = block_means(x, 32, first=10)
+    want = torch.stack([x[:, a:b].mean(1) for a, b in ((0, 10), (10, 42), (42, 74), (74, 100))], 1)
+    torch.testing.assert_close(got, want)
+    got.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("heads", ["query", "kv"])
+def test_decoding_reads_what_was_chosen(heads: str) -> None:
+    """A step at any position, with a table of one row: the attention of the dense mask of its blocks."""
+    x = Inputs.random(1, 300, batch=2, heads=4, kv_heads=2, dim=16)
+    table = select(x.q, x.k, method="bounds", top_k=4, block_size=32, heads=heads, q_offset=299)
+    mask = table.mask.repeat_interleave(4 // table.mask.shape[1], 1)
+    assert torch.equal(mask.sum(-1), torch.full((2, 4, 1), 4))
+    allowed = mask.repeat_interleave(32, -1)[..., :300]
+    scores = (x.q.double() @ x.k.double().repeat_interleave(2, 1).mT) / 4
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    got = rw.attention(x.q, x.k, x.v, table & rw.Causal(), q_offset=299)
+    torch.testing.assert_close(got.double(), weights @ x.v.double().repeat_interleave(2, 1), rtol=1e-5, atol=1e-6)

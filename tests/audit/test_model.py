@@ -1,0 +1,229 @@
+"""Layers of models as they are called: torch's, ours and transformers', with masks lost on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from typer.testing import CliRunner
+
+import ringweave as rw
+from ringweave import audit
+from ringweave.audit import page, targets
+from ringweave.cli.app import app
+
+transformers = pytest.importorskip("transformers")
+
+
+class Block(nn.Module):
+    """A layer that calls torch's attention with a mask of its own."""
+
+    def __init__(self, pattern: rw.Pattern):
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+        self.pattern = pattern
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, self.pattern.to_dense(x.shape[1]))
+        return x + out.transpose(1, 2).flatten(2)
+
+
+def six(dropped: int | None = None) -> nn.Module:
+    window = rw.SlidingWindow(5)
+    return nn.Sequential(*(Block(rw.Causal() if n == dropped else window) for n in range(6)))
+
+
+def make() -> nn.Module:
+    """For the command."""
+    return six(4)
+
+
+def test_window_dropped_in_one_layer_of_six() -> None:
+    x = torch.randn(2, 20, 16)
+    assert audit.model(six(), x, expect=rw.SlidingWindow(5)).agrees
+    found = audit.model(six(4), x, expect=rw.SlidingWindow(5))
+    assert [layer.agrees for layer in found.layers] == [True] * 4 + [False, True]
+    assert found.layers[4].name == "4"
+    assert (
+        str(found)
+        .splitlines()[4]
+        .startswith("4 (scaled_dot_product_attention): this is Causal(), asked was SlidingWindow(5)")
+    )
+    by_name = {"4": rw.Causal()} | {str(n): rw.SlidingWindow(5) for n in (0, 1, 2, 3, 5)}
+    assert audit.model(six(4), x, expect=by_name).agrees
+
+
+def test_torch_modules() -> None:
+    encoder = nn.TransformerEncoderLayer(32, 4, batch_first=True)
+    x = torch.randn(2, 16, 32)
+    assert audit.model(encoder, x, expect=rw.Full()).agrees
+    padding = torch.arange(16) >= torch.tensor([[16], [9]])
+    found = audit.model(encoder, {"src": x, "src_key_padding_mask": padding}, expect=rw.Keys(torch.tensor([16, 9])))
+    assert found.agrees, str(found)
+    mask = nn.Transformer.generate_square_subsequent_mask(16)
+    assert audit.model(encoder, {"src": x, "src_mask": mask, "is_causal": True}, expect=rw.Causal()).agrees
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_and_ours() -> None:
+    q, k, v = (torch.randn(1, 2, 128, 16) for _ in range(3))
+    mask = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 20), 1, 1, 128, 128, device="cpu")
+    with audit.intercepted() as calls:
+        flex_attention(q, k, v, block_mask=mask)
+        rw.attention(q, k, v, rw.SlidingWindow(20))
+    assert [call.through for call in calls] == ["flex_attention", "ringweave"]
+    assert audit.compare(calls[0].found, rw.SlidingWindow(19)).agrees
+    assert "this is SlidingWindow(20)" in str(audit.compare(calls[1].found, rw.SlidingWindow(19)))
+
+
+class Bypassed(nn.MultiheadAttention):
+    """A subclass whose forward a fused path does not call."""
+
+    def forward(self, query: Tensor, *args: object, **options: object) -> tuple[Tensor, None]:  # type: ignore[override]
+        out = super().forward(query, *args, **options)[0]  # type: ignore[arg-type]
+        return 2 * out, None
+
+
+def test_a_fused_path_that_goes_round_a_module() -> None:
+    encoder = nn.TransformerEncoderLayer(32, 4, batch_first=True)
+    encoder.self_attn = Bypassed(32, 4, batch_first=True)
+    found = audit.model(encoder, torch.randn(2, 16, 32), expect=rw.Full())
+    assert not found.agrees
+    assert found.bypassed > 0.01
+    assert "a fused path goes round a module" in str(found)
+
+
+def results(name: str, implementation: str, *cases: str) -> list[targets.Result]:
+    return list(targets.run(targets.target(name, 2), (implementation,), cases or tuple(targets.CASES)))
+
+
+# afmoe names the mask that it passes, bigbird's decoder is causal without saying so
+@pytest.mark.parametrize(
+    "name", ["mistral", "gemma3_text", "llama4_text", "modernbert", "gpt_oss", "afmoe", "bigbird_pegasus"]
+)
+def test_transformers(name: str) -> None:
+    for result in results(name, "eager", "unpadded", "left", "right", "cached", "static"):
+        assert result.agrees, page.lines(result)
+        assert (result.audit is None) == (name == "modernbert" and result.case in ("cached", "static"))
+
+
+def test_what_a_configuration_promises() -> None:
+    (result,) = results("gemma3_text", "sdpa", "unpadded")
+    assert result.audit is not None
+    first = result.audit.layers[0]
+    assert first.comparison is not None
+    assert "SlidingWindow(7)" in first.sentence
+    (sinks,) = results("gpt_oss", "eager", "unpadded")
+    assert sinks.audit is not None
+    assert sinks.audit.layers[0].found.sinks is not None
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_mask_that_a_model_drops() -> None:
+    """Doge makes its mask of numbers only, and leaves out the one that flex_attention is given."""
+    (sound,) = results("doge", "eager", "unpadded")
+    assert sound.agrees, page.lines(sound)
+    (flex,) = results("doge", "flex_attention", "unpadded")
+    assert "future visible from token 0: this is Full(), asked was" in page.lines(flex)[0]
+
+
+def test_padding_of_a_text_is_none_of_an_image_with_as_many_tokens() -> None:
+    part = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.CLIPConfig(
+        text_config=part | {"vocab_size": 64}, vision_config=part | {"image_size": 32, "patch_size": 8}
+    )
+    padding = torch.ones(2, 17, dtype=torch.int64)
+    padding[1, 12:] = 0
+    inputs = {"input_ids": torch.full((2, 17), 5), "pixel_values": torch.randn(2, 3, 32, 32), "attention_mask": padding}
+    found = audit.model(transformers.CLIPModel(config), inputs)
+    assert [layer.found.pairs.shape[2:] for layer in found.layers] == [(17, 17), (17, 17)]
+    assert found.agrees, str(found)
+
+
+class Across(nn.Module):
+    """A layer of a decoder, whose kind is said, over an encoder's keys: all of them, whatever its kind."""
+
+    is_causal, layer_idx = True, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x[:, None]
+        return F.scaled_dot_product_attention(y[:, :, :5], y, y)[:, 0]
+
+
+def test_a_window_is_none_of_an_encoder() -> None:
+    model = nn.Sequential()
+    model.config = transformers.MistralConfig(sliding_window=3)
+    model.register_module("cross_attn", Across())
+    found = audit.model(model, torch.randn(1, 9, 16))
+    assert str(found) == "cross_attn (scaled_dot_product_attention): agrees with Full()"
+
+
+def test_inputs_of_ones_own() -> None:
+    target = targets.target("mistral", 1)
+    own = targets.Target("mistral", target.build, {"input_ids": torch.full((1, 9), 5)})
+    shapes = set()
+    for result in targets.run(own, ("eager",), ("unpadded", "packed", "cached")):
+        assert result.agrees
+        assert result.audit is not None
+        shapes.add(tuple(result.audit.layers[0].found.pairs.shape[2:]))
+    # the cache holds what a window leaves
+    assert shapes == {(9, 9), (3, 9)}
+
+
+def test_masks_lost_in_transformers() -> None:
+    """An attention function without a mask function: transformers then builds none, and padding is lost in silence."""
+    from transformers import AttentionInterface
+
+    def bare(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: object
+    ) -> tuple[Tensor, None]:
+        ratio = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None and q.shape[2] > 1)
+        return out.transpose(1, 2), None
+
+    AttentionInterface.register("bare", bare)
+    try:
+        found = {result.case: result for result in results("mistral", "bare", "unpadded", "left")}
+    finally:
+        del AttentionInterface._global_mapping["bare"]
+    assert "this is Causal(), asked was SlidingWindow(7)" in page.lines(found["unpadded"])[0]
+    said = page.lines(found["left"])[0]
+    assert "this is Causal(), asked was SlidingWindow(7)" in said or "padding is ignored" in said or "row 1" in said
+
+
+def test_the_command(tmp_path: Path) -> None:
+    run = CliRunner()
+    out = tmp_path / "report.html"
+    done = run.invoke(
+        app, ["audit", "mistral", "-i", "eager", "-c", "unpadded,left", "--layers", "2", "--out", str(out)]
+    )
+    assert done.exit_code == 0, done.output
+    assert "All 2 cases agree." in done.output
+    assert "<svg" not in out.read_text()
+    done = run.invoke(app, ["audit", "mistral", "-i", "eager", "-c", "packed", "--layers", "1", "--json"])
+    layers = json.loads(done.stdout)[0]["layers"]
+    assert layers[0]["agrees"]
+    assert layers[0]["scale"] == pytest.approx(0.25, rel=0.05)
+    done = run.invoke(app, ["audit", "no_such_model_type"])
+    assert done.exit_code == 2
+    assert "audit" in run.invoke(app, ["--help"]).output
+    done = run.invoke(app, ["audit", "--kernel", "tests.audit.test_kit:per_tile", "--examples", "20"])
+    assert done.exit_code == 1
+    assert "broken" in done.output
+
+
+def test_a_page_with_pictures(tmp_path: Path) -> None:
+    found = audit.model(six(4), torch.randn(1, 20, 16), expect=rw.SlidingWindow(5))
+    result = targets.Result("eager", "unpadded", found)
+    text = page.write_page("six", [result], 20, tmp_path / "a.html").read_text()
+    assert text.count("<svg") == 1
+    assert page.COLOURS["extra"] in text
+    assert "4: this is Causal(), asked was SlidingWindow(5)" in text

@@ -1,0 +1,21 @@
+"""The case seeds: every published row, with ours where this machine can."""
+
+from __future__ import annotations
+
+from ringweave.bench import Options, run_case
+from ringweave.bench.record import Published
+
+
+def test_rows() -> None:
+    rows = {}
+    for row in run_case("seeds", Options(quick=True, tokens=256, heads=1, rounds=1)).records:
+        assert isinstance(row, Published)
+        assert row.what not in rows
+        rows[row.what] = row
+    assert rows["4K tokens, 90% sparse: BlockSparse, optimised"].published == "28.23 ms"
+    assert "returned zeros" in rows["4K tokens around a ring"].note
+    assert rows["pattern cache: hits"].figure == 99
+    assert rows["kernel launches of a forward pass"].figure == 1
+    # what does not exist here has no figure, and says so; all else has one
+    assert [name for name, row in rows.items() if row.figure is None] == ["4K tokens, 90% sparse: torch.sparse"]
+    assert all(row.figure is None or row.figure > 0 for row in rows.values())

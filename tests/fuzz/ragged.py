@@ -1,0 +1,99 @@
+"""Bounds that differ between batch elements: which keys exist, documents by ids; and what is counted within them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sizes import At, Sizes
+
+
+def draw_bounds(r: Random, s: Sizes) -> tuple[Any, ...]:
+    return r.choice(["each", "each", "stop", "all"]), r.randint(0, 999)
+
+
+def bounds(s: Sizes, how: str, seed: int) -> tuple[list[int], list[int]]:
+    """(start, stop) of each batch element."""
+    r = Random(seed)
+    if how == "all":
+        start = r.randint(0, s.nk)
+        return [start] * s.batch, [r.randint(start, s.nk)] * s.batch
+    start = [0 if how == "stop" or r.random() < 0.3 else r.randint(0, s.nk) for _ in range(s.batch)]
+    return start, [s.nk if r.random() < 0.3 else r.randint(first, s.nk) for first in start]
+
+
+def bounds_source(s: Sizes, how: str, seed: int) -> str:
+    start, stop = bounds(s, how, seed)
+    if how == "all":
+        return f"rw.Keys({stop[0]}, {start[0]})"
+    return f"rw.Keys(torch.tensor({stop})" + (")" if how == "stop" else f", torch.tensor({start}, dtype=torch.int32))")
+
+
+def exists(at: At, how: str, seed: int) -> Any:
+    start, stop = bounds(at.s, how, seed)
+    return (at.k >= start[at.b]) & (at.k < stop[at.b])
+
+
+def draw_ids(r: Random, s: Sizes) -> tuple[Any, ...]:
+    return r.random() < 0.7, r.random() < 0.3, r.randint(0, 999)
+
+
+def ids(s: Sizes, per_batch: bool, pieces: bool, seed: int) -> NDArray[np.int64]:
+    """(B or 1, keys): runs of ids, some negative; a document may come in pieces."""
+    r = Random(seed)
+    rows = []
+    for _ in range(s.batch if per_batch else 1):
+        row: list[int] = []
+        while len(row) < s.nk:
+            number = r.choice([-1, -2, 5, 2**40]) if pieces else r.choice([-1, len(row)])
+            row += [number] * r.choice([1, 2, r.randint(1, s.nk), 16, 17])
+        rows.append(row[: s.nk])
+    return np.array(rows)
+
+
+def ids_source(s: Sizes, per_batch: bool, pieces: bool, seed: int) -> str:
+    rows = ids(s, per_batch, pieces, seed).tolist()
+    return f"rw.Documents(ids=torch.tensor({rows if per_batch else rows[0]}))"
+
+
+def same_id(at: At, per_batch: bool, pieces: bool, seed: int) -> Any:
+    row = ids(at.s, per_batch, pieces, seed)[at.b if per_batch else 0]
+    return (row[at.q] == row[at.k]) & (row[at.q] >= 0)
+
+
+def draw_marks(r: Random, s: Sizes) -> tuple[Any, ...]:
+    return r.random() < 0.7, r.choice([0.0, 0.05, 0.5]), r.randint(0, 999)
+
+
+def marks(s: Sizes, per_batch: bool, share: float, seed: int) -> NDArray[np.bool_]:
+    r = Random(seed)
+    return np.array([[r.random() < share for _ in range(s.nk)] for _ in range(s.batch if per_batch else 1)])
+
+
+def marks_source(s: Sizes, per_batch: bool, share: float, seed: int) -> str:
+    rows = marks(s, per_batch, share, seed).astype(int).tolist()
+    return f"rw.Global(torch.tensor({rows if per_batch else rows[0]}).bool())"
+
+
+def is_marked(at: At, per_batch: bool, share: float, seed: int) -> Any:
+    row = marks(at.s, per_batch, share, seed)[at.b if per_batch else 0]
+    return row[at.q] | row[at.k]
+
+
+#: what is made for no length, and so may begin anew anywhere
+ANYWHERE = ["Full", "Causal", "SlidingWindow", "Sinks", "Segments", "Strided", "Dilated", "PrefixLM", "Periodic"]
+
+
+def places(at: At, kind: str, *args: Any) -> list[tuple[int, int]]:
+    """The ranges of positions within which a pattern is counted anew, for a batch element."""
+    if kind == "Keys":
+        start, stop = bounds(at.s, *args)
+        return [(start[at.b], stop[at.b])]
+    per_batch, _, seed = args
+    row = ids(at.s, per_batch, False, seed)[at.b if per_batch else 0]
+    ends = [0, *(np.flatnonzero(row[1:] != row[:-1]) + 1).tolist(), at.s.nk]
+    return [(a, b) for a, b in pairwise(ends) if row[a] >= 0]

@@ -1,0 +1,193 @@
+"""Score terms, sinks and dropout of a call: what draws them, the Python that makes them, and their formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from random import Random
+
+import torch
+from torch import Tensor
+
+from .layouts import LAYOUTS
+from .sizes import Sizes
+
+STEPS = 2**16
+CAPS = [0.5, 1.5, 1.5, 8.0, 30.0, 50.0, 1e4]
+FILLS = [".normal_()"] * 6 + [".normal_(0, 9)", ".normal_(0, 0.01)", ".fill_(1)", ".zero_()"]
+#: of a bias or a logit: one of three leaves out
+HOLES = ".random_(0, 3).log_()"
+DTYPES = ["float32", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term, or the logits of sinks: "Softcap", "ALiBi", "DistanceBias", "buckets", "Bias" or "sinks".
+
+    ``args`` are its cap; its reach; how many buckets, their largest distance, whether they have two sides; whether a
+    bias has batch elements and heads of its own.
+    """
+
+    kind: str
+    args: tuple[float | bool, ...] = ()
+    dtype: str = "float32"
+    fill: str = ".normal_()"
+    layout: str = "contiguous"
+    learns: bool = False
+
+    def shape(self, s: Sizes, nk: int) -> tuple[int, ...]:
+        """Of its tensor, in a call with ``nk`` keys."""
+        if self.kind == "DistanceBias":
+            return s.heads, 2 * int(self.args[0]) + 1
+        if self.kind == "buckets":
+            return int(self.args[0]), s.heads
+        if self.kind == "Bias":
+            each_batch, each_head = self.args
+            return (s.batch if each_batch else 1), (s.heads if each_head else 1), s.nq, nk
+        return (s.heads,)
+
+    def made(self, s: Sizes, nk: int) -> str:
+        """The Python that makes its tensor."""
+        shape = self.shape(s, nk)
+        leaf = ".requires_grad_()" if self.learns else ""
+        if self.kind == "Bias":
+            return LAYOUTS[self.layout](*shape, self.dtype, self.fill) + leaf
+        return f"torch.empty({list(shape)}, dtype=torch.{self.dtype}){self.fill}{leaf}"
+
+    def source(self, name: str) -> str:
+        """The Python that makes the term of it."""
+        if self.kind == "Softcap":
+            return f"rw.Softcap({self.args[0]!r})"
+        if self.kind == "buckets":
+            _, far, both = self.args
+            return f"rw.DistanceBias.from_buckets({name}, max_distance={far}, bidirectional={both})"
+        return f"rw.{self.kind}({name})"
+
+    def formula(self, t: Tensor, table: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """What becomes of scores (B, Hq, nq, nk), of queries and keys at positions (B, nq) and (B, nk)."""
+        if self.kind == "Softcap":
+            return self.args[0] * torch.tanh(t / self.args[0])
+        if self.kind == "Bias":
+            return t + table
+        distance = k[:, None] - q[:, :, None]
+        if self.kind == "ALiBi":
+            return t - table[:, None, None] * distance.abs()[:, None]
+        if self.kind == "buckets":
+            return t + table[bucket(distance, *self.args)].movedim(3, 1)
+        reach = int(self.args[0])
+        return t + table[:, distance.clamp(-reach, reach) + reach].transpose(0, 1)
+
+
+def bucket(distance: Tensor, buckets: float, far: float, both: bool) -> Tensor:
+    """T5's bucket of a key at a distance after its query, as the model's own code computes it."""
+    found = torch.zeros_like(distance)
+    if both:
+        buckets //= 2
+        found, distance = (distance > 0) * int(buckets), distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = int(buckets) // 2
+    share = torch.log(distance.clamp(min=1).float() / exact) / math.log(far / exact) * (buckets - exact)
+    return found + torch.where(distance < exact, distance, (exact + share.long()).clamp(max=int(buckets) - 1))
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What a call does to scores and weights besides scale and mask; ``dropped`` of 2 ** 16 weights are dropped."""
+
+    terms: tuple[Term, ...] = ()
+    sinks: Term | None = None
+    dropped: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.terms or self.sinks or self.dropped)
+
+    @property
+    def tensors(self) -> dict[str, Term]:
+        """What has a tensor, by its name."""
+        named = {f"table{i}": term for i, term in enumerate(self.terms) if term.kind != "Softcap"}
+        return named | ({} if self.sinks is None else {"sinks": self.sinks})
+
+    @property
+    def learning(self) -> list[str]:
+        """The names of what gradients are asked for."""
+        return [name for name, term in self.tensors.items() if term.learns]
+
+    def inputs(self, s: Sizes, nk: int) -> list[str]:
+        """The lines that make the tensors."""
+        return [f"{name} = {term.made(s, nk)}" for name, term in self.tensors.items()]
+
+    def options(self) -> str:
+        """What a call is passed, as Python."""
+        sources = [term.source(f"table{i}") for i, term in enumerate(self.terms)]
+        text = f", terms={sources[0] if len(sources) == 1 else '[' + ', '.join(sources) + ']'}" if sources else ""
+        text += ", sink_logits=sinks" if self.sinks is not None else ""
+        return text + (f", dropout={self.dropped} / {STEPS}" if self.dropped else "")
+
+    def smaller(self) -> Iterator[Scoring]:
+        """The same with less of something."""
+        if self:
+            yield Scoring()
+        for i, term in enumerate(self.terms):
+            yield replace(self, terms=self.terms[:i] + self.terms[i + 1 :])
+            for less in _plainer(term):
+                yield replace(self, terms=(*self.terms[:i], less, *self.terms[i + 1 :]))
+        if self.sinks is not None:
+            yield replace(self, sinks=None)
+            for less in _plainer(self.sinks):
+                yield replace(self, sinks=less)
+        for dropped in (0, STEPS // 2):
+            if self.dropped not in (0, dropped):
+                yield replace(self, dropped=dropped)
+
+
+def _plainer(term: Term) -> Iterator[Term]:
+    for name, value in {"dtype": "float32", "fill": ".normal_()", "layout": "contiguous", "learns": False}.items():
+        if getattr(term, name) != value:
+            yield replace(term, **{name: value})  # type: ignore[arg-type]
+    plain: dict[str, list[tuple[float | bool, ...]]] = {
+        "Softcap": [(1.0,)],
+        "DistanceBias": [(0,), (1,), (int(term.args[0]) // 2 if term.args else 0,)],
+        "Bias": [(False, False), (False, *term.args[1:]), (*term.args[:1], False)],
+    }
+    for args in plain.get(term.kind, []):
+        if args != term.args and (term.kind != "DistanceBias" or args < term.args):
+            yield replace(term, args=args)
+    if term.kind == "buckets":
+        yield Term("DistanceBias", (int(term.args[1]),), term.dtype, term.fill, learns=term.learns)
+
+
+def draw(r: Random, s: Sizes, dtype: str, *, sinks: bool, dropout: bool) -> Scoring:
+    """Some of it; without sinks or dropout where a call cannot have them."""
+    wide = ["float64"] * (dtype == "float64")
+    while True:
+        terms = tuple(_term(r, s, r.choice(DTYPES + wide)) for _ in range(r.choice([0, 1, 1, 1, 2, 2])))
+        logits, dropped = None, 0
+        if sinks and r.random() < 0.4:
+            fill = HOLES if r.random() < 0.1 else r.choice([*FILLS, ".normal_(0, 30)"])
+            logits = Term("sinks", (), r.choice(DTYPES + wide), fill, learns=r.random() < 0.7)
+        if dropout and r.random() < 0.35:
+            dropped = r.choice([1, 6554, STEPS // 4, STEPS // 2, STEPS // 2, 60000, r.randint(1, 65000)])
+        if terms or logits or dropped:
+            return Scoring(terms, logits, dropped)
+
+
+def _term(r: Random, s: Sizes, dtype: str) -> Term:
+    kind = r.choice(["Softcap", "ALiBi", "DistanceBias", "DistanceBias", "buckets", "Bias", "Bias"])
+    fill, learns = r.choice(FILLS), r.random() < 0.7
+    if kind == "Softcap":
+        return Term(kind, (r.choice(CAPS),))
+    if kind == "ALiBi":
+        return Term(kind, (), dtype, r.choice([".uniform_()", ".uniform_()", ".uniform_(0, 0.1)", fill]))
+    if kind == "DistanceBias":
+        reach = r.choice([0, 1, 2, 5, r.randint(0, s.nk), r.randint(0, s.nk), s.stop + s.nk])
+        return Term(kind, (reach,), dtype, fill, learns=learns)
+    if kind == "buckets":
+        both, buckets = r.random() < 0.5, r.choice([4, 8, 16, 32])
+        exact = buckets // (4 if both else 2)
+        return Term(kind, (buckets, r.choice([exact + 1, 2 * exact, 20, 40, 128, 300]) if exact < 20 else 128, both),
+                    dtype, fill, learns=learns)  # fmt: skip
+    fill = HOLES if r.random() < 0.15 else fill
+    layout = "contiguous" if r.random() < 0.4 else r.choice(list(LAYOUTS))
+    return Term(kind, (r.random() < 0.5, r.random() < 0.5), dtype, fill, layout, learns)

@@ -1,0 +1,58 @@
+"""Models of transformers that are compiled: one graph for all lengths, and for all steps over a static cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+import transformers
+from torch._dynamo.utils import counters
+
+from .test_models import IDS, LEFT
+from .tiny import model_of
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama4_text"])
+def test_one_graph_of_a_padded_forward_for_all_lengths(name: str) -> None:
+    model = model_of(name, "ringweave").eval()
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    with torch.no_grad():
+        for n in (17, 20, 23):
+            # a slice of all that there is has other strides than a shorter one, and a graph of its own
+            ids, there = IDS[:, :n].contiguous(), LEFT[:, :n].contiguous()
+            inputs = {"input_ids": ids, "attention_mask": there, "use_cache": False}
+            torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits)
+            assert counter.frame_count == 1, n
+
+
+def test_gradients_through_one_graph() -> None:
+    model = model_of("mistral", "ringweave").train()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    grads = []
+    for call in (model, compiled):
+        model.zero_grad()
+        call(input_ids=IDS, attention_mask=LEFT, labels=IDS, use_cache=False).loss.backward()
+        grads.append([weight.grad.clone() for weight in model.parameters()])
+    for got, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_steps_over_a_static_cache_are_compiled_no_more_often_than_with_sdpa() -> None:
+    config = transformers.CompileConfig(fullgraph=True, backend="eager", mode=None, dynamic=None)
+    config._compile_all_devices = True
+    compiled = {"cache_implementation": "static", "compile_config": config}
+    outs, graphs = [], []
+    for attention in ("sdpa", "ringweave"):
+        torch._dynamo.reset()
+        counters.clear()
+        model = model_of("llama", attention).eval()
+        said: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, **compiled}
+        outs.append(model.generate(IDS[:, :11], attention_mask=LEFT[:, :11], **said))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert torch.equal(*outs)
+    assert graphs[1] == graphs[0] > 0

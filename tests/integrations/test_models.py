@@ -1,0 +1,268 @@
+"""Models of transformers compute with ringweave what they compute with their own attention."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import ringweave as rw
+from ringweave.integrations.transformers import (
+    PatternMask,
+    context_parallel,
+    interface,
+    patch,
+    pattern_mask,
+    set_pattern,
+)
+
+from .tiny import DECODERS, ENCODERS, model_of
+
+# their own sdpa leaves out the soft cap and the learned sinks
+EAGER = ("gemma2", "gpt_oss")
+N = 23
+
+generator = torch.Generator().manual_seed(5)
+IDS = torch.randint(3, 64, (2, N), generator=generator)
+RIGHT, LEFT, HOLES = (torch.ones_like(IDS) for _ in range(3))
+RIGHT[1, 17:] = LEFT[1, :6] = HOLES[1, 4:8] = 0
+PACKED = torch.cat([torch.arange(9), torch.arange(14)])[None].expand(2, -1)
+CASES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "right": {"attention_mask": RIGHT},
+    "left": {"attention_mask": LEFT},
+    "holes": {"attention_mask": HOLES},
+    "packed": {"position_ids": PACKED, "use_cache": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    transformers.logging.set_verbosity_error()
+
+
+def learned(model: Any, **inputs: Any) -> tuple[Tensor, list[Tensor | None]]:
+    """The logits of what is no padding, and all gradients."""
+    logits = model.train()(input_ids=IDS, **inputs).logits
+    real = inputs.get("attention_mask", torch.ones_like(IDS))[..., None]
+    (logits.logsumexp(-1, keepdim=True) * real).mean().backward()
+    return (logits * real).detach(), [weight.grad for weight in model.parameters()]
+
+
+@functools.cache
+def of_the_library(name: str, case: str) -> tuple[Tensor, list[Tensor | None]]:
+    return learned(model_of(name, "eager" if name in EAGER else "sdpa"), **CASES[case])
+
+
+def assert_alike(mine: tuple[Tensor, list[Tensor | None]], theirs: tuple[Tensor, list[Tensor | None]]) -> None:
+    torch.testing.assert_close(mine[0], theirs[0], atol=1e-4, rtol=0)
+    for got, wanted in zip(mine[1], theirs[1], strict=True):
+        assert (got is None) == (wanted is None)
+        if got is not None:
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_logits_and_gradients(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case == "packed" and name in ENCODERS:
+        pytest.skip("an encoder's masks know no packing")
+    calls = []
+    attend = interface.attention
+    monkeypatch.setattr(interface, "attention", lambda *args, **kw: calls.append(args[3]) or attend(*args, **kw))
+    assert_alike(learned(model_of(name, "ringweave"), **CASES[case]), of_the_library(name, case))
+    # and it was ringweave, whose masks hold nothing
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_gradient_checkpointing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    attend = interface.attention
+    monkeypatch.setattr(interface, "attention", lambda *args, **kw: calls.append(args[3]) or attend(*args, **kw))
+    model = model_of(name, "ringweave")
+    model.activation_checkpointing_enable()
+    assert_alike(learned(model, **CASES["left"]), of_the_library(name, "left"))
+    # each layer once more, with the same mask
+    assert len(calls) == 4
+    assert calls[2] == calls[1]
+    assert calls[3] == calls[0]
+
+
+def test_what_is_compared_tells_masks_apart() -> None:
+    whole, packed = (of_the_library("llama", case)[0] for case in ("whole", "packed"))
+    assert (whole - packed).abs().max() > 1e-3
+    near, far = of_the_library("mistral", "whole")[0], learned(model_of("llama", "sdpa"))[0]
+    assert (near - far).abs().max() > 1e-3
+
+
+def vision_and_speech() -> dict[str, tuple[Callable[[], Any], type[Any], dict[str, Any]]]:
+    t, images = transformers, torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    wide = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    speech = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    text = {"decoder_input_ids": IDS, "decoder_attention_mask": RIGHT}
+    return {
+        "t5": (
+            lambda: t.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0),
+            t.T5ForConditionalGeneration, {"input_ids": IDS, "attention_mask": RIGHT, **text},
+        ),
+        "swin": (
+            lambda: t.SwinConfig(
+                image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4,
+                drop_path_rate=0.0,
+            ),
+            t.SwinModel, {"pixel_values": images},
+        ),
+        "vit": (lambda: t.ViTConfig(image_size=32, patch_size=8, **wide), t.ViTModel, {"pixel_values": images}),
+        "whisper": (
+            lambda: t.WhisperConfig(
+                vocab_size=64, num_mel_bins=8, d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48, dropout=0.0,
+                max_source_positions=20, max_target_positions=40, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+                decoder_start_token_id=1, **speech,
+            ),
+            t.WhisperForConditionalGeneration,
+            {"input_features": torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(1)), **text},
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["t5", "swin", "vit", "whisper"])
+def test_biases_images_and_speech(name: str) -> None:
+    make, kind, inputs = vision_and_speech()[name]
+    results = []
+    for attention in ("sdpa", "ringweave"):
+        config = make()
+        config._attn_implementation = attention
+        torch.manual_seed(0)
+        model = kind(config).train()
+        out = model(**inputs)[0]
+        if "decoder_attention_mask" in inputs:
+            out = out * RIGHT[..., None]
+        out.square().mean().backward()
+        results.append((out.detach(), [weight.grad for weight in model.parameters()]))
+    assert_alike(results[1], results[0])
+
+
+GENERATION: dict[str, dict[str, Any]] = {
+    "dynamic": {},
+    "no cache": {"use_cache": False},
+    "beam": {"num_beams": 3},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "chunked prefill": {"prefill_chunk_size": 7},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *(("gemma3_text", mode) for mode in GENERATION),
+        *(("llama4_text", mode) for mode in ("dynamic", "static")),
+        ("gpt_oss", "dynamic"),
+    ],
+)
+def test_generation_token_for_token(name: str, mode: str) -> None:
+    prompt, mask = (IDS[1:, :11], LEFT[1:, :11]) if mode == "lookup" else (IDS[:, :11], LEFT[:, :11])
+    outs = [
+        model_of(name, attention)
+        .eval()
+        .generate(
+            prompt, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=None, **GENERATION[mode]
+        )
+        for attention in ("eager" if name in EAGER else "sdpa", "ringweave")
+    ]
+    assert torch.equal(*outs)
+
+
+def test_a_mask_holds_nothing_that_grows_with_the_square() -> None:
+    n = 2**20
+    mask = pattern_mask(1, n, n)
+    assert isinstance(mask, PatternMask)
+    assert mask.shape == (1, 1, n, n)
+    assert mask.contiguous() is mask
+    assert mask.pattern == rw.Causal()
+    assert not mask.pattern.tables
+
+
+def test_a_pattern_of_ones_own_counts_from_each_sequence() -> None:
+    pattern = rw.SlidingWindow(3) | rw.Sinks(2)
+    model = patch(model_of("llama", "eager").eval(), pattern)
+    alone = model(input_ids=IDS[1:, 6:]).logits
+    padded = model(input_ids=IDS, attention_mask=LEFT, position_ids=(LEFT.cumsum(-1) - 1).clamp(min=0)).logits
+    torch.testing.assert_close(padded[1:, 6:], alone)
+    packed = model(input_ids=torch.cat([IDS[:1, :6], IDS[1:, 6:]], 1), use_cache=False,
+                   position_ids=torch.cat([torch.arange(6), torch.arange(N - 6)])[None]).logits  # fmt: skip
+    torch.testing.assert_close(packed[:, 6:], alone)
+    set_pattern(model, None)
+    assert (model(input_ids=IDS[1:, 6:]).logits - alone).abs().max() > 1e-3
+    # a step over a cache attends the same as all at once
+    set_pattern(model, pattern, layers=[0])
+    whole = model(input_ids=IDS).logits
+    first = model(input_ids=IDS[:, :14], use_cache=True)
+    rest = model(input_ids=IDS[:, 14:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(rest, whole[:, 14:])
+
+
+def test_packing_that_a_model_does_not_tell_is_said_and_kept_apart_by_a_context(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gpt-oss, in 5.23: every implementation lets packed sequences attend each other."""
+    monkeypatch.setattr(interface, "_WARNED", set())
+    for name in ("mistral", "gpt_oss"):
+        model = model_of(name, "ringweave").train()
+        with caplog.at_level("WARNING", "ringweave"):
+            model(IDS, use_cache=False)
+            assert not caplog.messages
+            joined = model(IDS, position_ids=PACKED, use_cache=False).logits
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith(
+        "position_ids: got positions that restart, of which the mask of GptOssAttention"
+    )
+    context = context_parallel(model)
+    apart = context.unshard(model(**context.shard(IDS, position_ids=PACKED)).logits)
+    alone = torch.cat([model_of("gpt_oss", "eager")(part, use_cache=False).logits for part in IDS.split([9, 14], 1)], 1)
+    torch.testing.assert_close(apart, alone, atol=1e-4, rtol=0)
+    assert (joined - alone).abs().max() > 1e-3
+    assert len(caplog.messages) == 1
+
+
+def test_a_function_that_has_no_symbols_is_a_mask_mod() -> None:
+    def odd(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & ((q + k) % 3 != 1)
+
+    mask = pattern_mask(1, 9, 9, mask_function=odd)
+    at = torch.arange(9)
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert torch.equal(mask.pattern.to_dense(9)[0, 0], odd(zero, zero, at[:, None], at[None]))
+
+
+@pytest.mark.parametrize(
+    ("what", "inputs"),
+    [
+        ("output_attentions", {"output_attentions": True}),
+        ("head_mask: got weights scaled by head", {"head_mask": torch.ones(4)}),
+        ("attention mask: got one of", {"attention_mask": pattern_mask(1, 4, 4)}),
+        ("attention mask or bias: got Tensor", {"attention_mask": torch.ones(1, 1, 3, 3)}),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(what: str, inputs: dict[str, Any]) -> None:
+    x = torch.randn(1, 4, 5, 8)
+    with pytest.raises(rw.RingweaveError, match=what):
+        interface.attend(torch.nn.Identity(), x, x, x, **({"attention_mask": None} | inputs))
+
+
+def test_a_mask_whose_values_are_read_says_so() -> None:
+    mask = pattern_mask(1, 4, 4)
+    with pytest.raises(rw.UnsupportedError, match="attention mask: got arithmetic with it"):
+        mask + torch.zeros(4)
+    with pytest.raises(AttributeError, match="mask: got a use of .masked_fill"):
+        mask.masked_fill  # noqa: B018
+    with pytest.raises(rw.UnsupportedError, match="attn_implementation: got 'sdpa'"):
+        set_pattern(model_of("llama", "sdpa"), rw.Causal())
+    with pytest.raises(rw.PatternError, match="pattern: got"):
+        set_pattern(model_of("llama", "ringweave"), rw.LongNet([4], [2]))

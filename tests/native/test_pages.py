@@ -1,0 +1,106 @@
+"""Keys in pages, at the binding: the bits of keys side by side, and no table that leads out of memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from .plans import ROWS, SHAPE, VARIANTS, Case, _cpu, case, poison
+
+LENGTHS = (200, 77, 0)
+
+
+def stored(x: Tensor, page: int, spare: int = 2, gap: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys (B, H, N, D) in shuffled pages among poisoned ones, rows ``gap`` elements apart; and their table."""
+    batch, heads, nk, dim = x.shape
+    columns = -(-nk // page)
+    count = batch * columns + spare
+    table = torch.randperm(count, generator=torch.Generator().manual_seed(page))[: batch * columns].view(batch, -1)
+    room = poison(count, heads, page, dim + gap, dtype=x.dtype)[..., :dim]
+    whole = torch.nn.functional.pad(x, (0, 0, 0, columns * page - nk), value=torch.nan)
+    room[table] = whole.unflatten(2, (columns, page)).transpose(1, 2)
+    return room, table.int()
+
+
+def paged(each: Case, page: int, variant: str = "", gap: int = 0) -> tuple[Tensor, Tensor]:
+    """Forward over pages, of which only the lengths' tokens hold numbers."""
+    x, lengths = each.x, torch.tensor(LENGTHS, dtype=torch.int32)
+    keys, values = x.k.clone(), x.v.clone()
+    for b, n in enumerate(LENGTHS):
+        keys[b, :, n:] = values[b, :, n:] = torch.nan
+    k, table = stored(keys, page, gap=gap)
+    v, _ = stored(values, page)
+    for b, n in enumerate(LENGTHS):
+        table[b, -(-n // page) :] = -7  # no page, and not read
+    out, lse = poison(*x.dout.shape, dtype=x.q.dtype), poison(*x.q.shape[:3])
+    args = each.args(ROWS + SHAPE)
+    _cpu.forward(x.q, k, v, out, lse, *args, each.scale, 2, variant, table=table, lengths=lengths)
+    return out, lse
+
+
+def ragged_case(nq: int, tile: int, dtype: str, dims: tuple[int, int] = (24, 40), nk: int = 256) -> Case:
+    """Three batch elements that end at LENGTHS, of masks that allow nothing behind them."""
+    generator = torch.Generator().manual_seed(2)
+    masks = torch.rand(3, nq, nk, generator=generator) < 0.7
+    masks[:, :, 32:64] = False
+    masks[:, :, 64:128] = True
+    for b, n in enumerate(LENGTHS):
+        masks[b, :, n:] = False
+    each = case(nq, nk, (16 if nq <= 16 else 32, tile), dtype=dtype, batch=3, heads=4, dims=dims, masks=masks)
+    each.plan["group"] = torch.arange(3, dtype=torch.int32)[:, None].expand(3, 4).contiguous()
+    return each
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("nq", [1, 40])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_the_bits_of_keys_side_by_side(dtype: str, nq: int, variant: str) -> None:
+    """Of pages smaller than a tile, as large and larger; whatever lies elsewhere in the pool."""
+    for tile, page, gap in [(128, 16, 0), (64, 64, 0), (16, 32, 8), (32, 256, 0), (128, 32, 8)]:
+        each = ragged_case(nq, tile, dtype)
+        want = each.forward(variant)
+        got = paged(each, page, variant, gap)
+        for name, one, other in zip(("out", "lse"), got, want, strict=True):
+            assert torch.equal(one, other), (name, tile, page)
+        assert (got[0][2] == 0).all()
+
+
+def test_what_leads_out_of_memory_is_refused() -> None:
+    each = ragged_case(1, 32, "fp32")
+    x = each.x
+    k, table = stored(x.k, 32)
+    v, _ = stored(x.v, 32)
+    out, lse = poison(*x.dout.shape), poison(*x.q.shape[:3])
+    good = {"k": k, "v": v, "table": table, "lengths": torch.tensor(LENGTHS, dtype=torch.int32)}
+
+    def call(**changed: Tensor | None) -> None:
+        args = good | changed
+        rest = (*each.args(ROWS + SHAPE), each.scale, 1, "")
+        _cpu.forward(x.q, args["k"], args["v"], out, lse, *rest, table=args["table"], lengths=args["lengths"])
+
+    call()
+    for column, number in ((0, -1), (6, len(k)), (2, 2**31 - 1)):
+        wrong = table.clone()
+        wrong[0, column] = number
+        with pytest.raises(ValueError, match="table: has values"):
+            call(table=wrong)
+    for changed, said in [
+        ({"lengths": torch.tensor([257, 0, 0], dtype=torch.int32)}, "lengths: has values"),
+        ({"lengths": torch.tensor([-1, 0, 0], dtype=torch.int32)}, "lengths: has values"),
+        ({"lengths": torch.tensor(LENGTHS)}, "lengths: wanted int32"),
+        ({"lengths": good["lengths"][:2]}, "lengths: size of dimension 0"),
+        ({"lengths": None}, "lengths: wanted with a table"),
+        ({"table": table[:2]}, "table: size of dimension 0"),
+        ({"table": table.long()}, "table: wanted int32"),
+        ({"table": table[0]}, "table: wanted 2 dimensions"),
+        ({"table": table.mT.contiguous().mT}, "table: wanted a contiguous array"),
+        ({"k": k[:, :, :24], "v": v[:, :, :24], "table": table.repeat(1, 2)}, "k: wanted pages of 16"),
+        ({"v": v[1:]}, "v: got shape"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            call(**changed)
+    tall = ragged_case(1, 48, "fp32")
+    each.plan |= {name: tall.plan[name] for name in (*ROWS, *SHAPE)}
+    with pytest.raises(ValueError, match="kv_tile: wanted a power of two"):
+        call()

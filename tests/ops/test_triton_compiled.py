@@ -1,0 +1,70 @@
+"""The Triton kernels without a GPU: compiled for real devices, and launched on none.
+
+All run in processes of their own: compiling needs the interpreter off, and what stands in for a driver cannot be
+unloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from .test_triton import ROOT, in_a_process, needs_triton
+
+# two minutes of one core; shared machines take several times that
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture
+def compiled(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Where compiled kernels lie: those of unchanged sources are there from the last run, and no others."""
+    cache = getattr(request.config, "cache", None)
+    if cache is None:
+        return tmp_path
+    sources = sorted((ROOT / "src" / "ringweave" / "ops" / "triton").rglob("*.py"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    folder = Path(cache.mkdir("triton"))
+    for other in folder.iterdir():
+        if other.name != digest:
+            shutil.rmtree(other)
+    return folder / digest
+
+
+@needs_triton
+def test_compiled_for_real_devices(compiled: Path) -> None:
+    """No spills, matrix instructions on every device, and the resources that the committed table says."""
+    command = ["scripts/kernel_resources.py", "--check", "--tile", "128"]
+    said = in_a_process(command, compiled, TRITON_INTERPRET="0")
+    assert len(said.splitlines()) > 7 * 4
+
+
+@needs_triton
+def test_machine_code_of_loops(compiled: Path) -> None:
+    """What the committed table says of every loop for sm_90: instructions, spills, products that wait for each other."""
+    said = in_a_process(["scripts/machine_code.py", "--check", "--dim", "128"], compiled, TRITON_INTERPRET="0")
+    assert len(said.splitlines()) == 24
+
+
+@needs_triton
+def test_every_specialisation_compiles(compiled: Path) -> None:
+    said = in_a_process(["scripts/kernel_resources.py", "--variants"], compiled, TRITON_INTERPRET="0")
+    assert len(said.splitlines()) == 29
+
+
+@needs_triton
+def test_a_call_without_terms_is_compiled_as_if_there_were_none(compiled: Path) -> None:
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all", "tests/ops/without_extras.py"]
+    in_a_process(command, compiled, TRITON_INTERPRET="0")
+
+
+@needs_triton
+def test_launches_without_a_gpu(compiled: Path) -> None:
+    """The way of a call to the driver, which Triton builds a module of its own for."""
+    if not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
+        pytest.skip("needs a C compiler")
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all", "tests/ops/launched.py"]
+    in_a_process(command, compiled, TRITON_INTERPRET="0")

@@ -1,0 +1,116 @@
+"""Jobs of test_models: models of transformers whose sequences lie on several ranks, against one process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ringweave.errors import RingError
+from ringweave.integrations.transformers import context_parallel
+from tests.integrations.tiny import config_of, model_of
+
+TOKENS, BATCH = 203, 2
+
+
+def batch_of(case: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 64, (BATCH, TOKENS), generator=generator)
+    found = {"input_ids": ids, "labels": ids.masked_fill(ids == 7, -100)}
+    if case == "packed":
+        found["position_ids"] = torch.cat([torch.arange(70), torch.arange(TOKENS - 70)])[None]
+    if case == "padded":
+        mask = torch.ones_like(ids)
+        mask[1, :40] = 0
+        found |= {"attention_mask": mask, "labels": found["labels"].masked_fill(mask == 0, -100)}
+    return found
+
+
+def changes(name: str) -> dict[str, Any]:
+    near = {"attention_chunk_size": 24} if name == "llama4_text" else {"sliding_window": 24}
+    return {**near, "max_position_embeddings": 256}
+
+
+def learn(name: str, case: str, wrap: str, again: bool = False) -> dict[str, Any]:
+    """Loss and gradients of all ranks, over those of this process alone."""
+    batch = batch_of(case)
+    alone = model_of(name, "eager" if name == "gpt_oss" else "sdpa", config_of(name, **changes(name))).train()
+    # packed sequences one by one: gpt-oss gives the library's masks no positions, and attends across them
+    cuts = [0, 70, TOKENS] if case == "packed" else [0, TOKENS]
+    pieces = [
+        alone(
+            batch["input_ids"][:, begin:end], attention_mask=batch.get("attention_mask"), use_cache=False,
+            position_ids=torch.arange(end - begin)[None],
+        ).logits
+        for begin, end in itertools.pairwise(cuts)
+    ]  # fmt: skip
+    logits = torch.cat(pieces, 1)
+    targets = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    wanted.backward()
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    bare = model_of(name, "ringweave", config_of(name, **changes(name))).train()
+    if again:
+        bare.activation_checkpointing_enable()
+    if wrap == "fsdp":
+        for layer in bare.model.layers:
+            fully_shard(layer, mesh=mesh["cp"])
+        model: Any = fully_shard(bare, mesh=mesh["cp"])
+    else:
+        model = DistributedDataParallel(bare)
+    ctx = context_parallel(model, mesh["cp"])
+    shard = ctx.shard(**batch)
+    out = model(**shard)
+    loss = ctx.cross_entropy(out.logits, shard["shift_labels"])
+    loss.backward()
+    own = out.loss.detach().clone()
+    dist.all_reduce(own)
+    errors = {}
+    for (label, mine), theirs in zip(bare.named_parameters(), alone.parameters(), strict=True):
+        if theirs.grad is None:
+            continue
+        grad = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
+        errors[label] = ((grad - theirs.grad).norm() / theirs.grad.norm().clamp(min=1e-6)).item()
+    context = ctx.context(TOKENS)
+    counters = context.transport.counters
+    return {
+        "loss": (loss.item(), wanted.item()), "own": own.item() / dist.get_world_size(), "errors": errors,
+        "received": sum(counters.received), "placement": context.placement.name,
+        "logits": ((ctx.unshard(out.logits) - logits.detach()) * (targets != -100)[..., None]).abs().max().item(),
+    }  # fmt: skip
+
+
+def lose(victim: int) -> RingError | None:
+    """A rank is killed between two layers; what another is told."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = model_of("mistral", "ringweave", config_of("mistral", **changes("mistral"))).train()
+    ctx = context_parallel(model, mesh["cp"], deadline=20.0)
+    if dist.get_rank() == victim:
+        model.model.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    shard = ctx.shard(**batch_of("packed"))
+    try:
+        ctx.cross_entropy(model(**shard).logits, shard["shift_labels"]).backward()
+    except RingError as error:
+        return error
+    return None
+
+
+def refuse_differing() -> str:
+    """Ranks that shard batches of different lengths: a RingError, and no answer."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = model_of("llama", "ringweave").eval()
+    ctx = context_parallel(model, mesh["cp"], deadline=10.0)
+    n = 64 + 16 * dist.get_rank()
+    try:
+        model(**ctx.shard(torch.arange(n)[None] % 60))
+    except RingError as error:
+        return str(error)
+    return "no error"

@@ -1,0 +1,91 @@
+"""Jobs of test_sharded: DTensors on two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+import ringweave as rw
+
+PATTERNS = {
+    "window": rw.SlidingWindow(20),
+    "per head": rw.PerHead([rw.Causal(), rw.Full(), rw.SlidingWindow(3), rw.Sinks(2)]),
+    "table": rw.random_blocks(96, 0.5, block_size=32, heads=4),
+    "mixture": rw.LongNet([32], [2]),
+}
+
+
+def compared() -> dict[str, float]:
+    """Relative errors against one device, by case and result."""
+    mesh = init_device_mesh("cpu", (2,))
+    g = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g)
+
+    q, k, v, dout = draw(2, 4, 96, 8), draw(2, 2, 96, 8), draw(2, 2, 96, 8), draw(2, 4, 96, 8)
+    rest = [draw(4, 11), draw(2, 4, 96, 96), draw(4)]
+    errors: dict[str, float] = {}
+    cases = [(name, pattern, Shard(1)) for name, pattern in PATTERNS.items()]
+    cases += [("by batch", rw.Causal(), Shard(0)), ("each has all", rw.Causal(), Replicate())]
+    for name, pattern, placement in cases:
+        ours, theirs = (
+            results([q, k, v], rest, dout, pattern, spread) for spread in (_spread(mesh, placement), lambda x: x)
+        )
+        for number, (found, wanted) in enumerate(zip(ours, theirs, strict=True)):
+            if isinstance(found, DTensor):
+                assert number > 4 or found.placements == (placement,), (name, number, found.placements)
+                found = found.full_tensor()
+            errors[f"{name}, {number}"] = float((found - wanted).norm() / wanted.norm())
+    return errors
+
+
+def _spread(mesh: Any, placement: Placement) -> Callable[[Tensor], Tensor]:
+    def spread(x: Tensor) -> Tensor:
+        # tables and sinks lie on every rank
+        return distribute_tensor(x, mesh, [placement if x.shape[-1] == 8 and x.ndim == 4 else Replicate()])
+
+    return spread
+
+
+def results(
+    inputs: list[Tensor], rest: list[Tensor], dout: Tensor, pattern: rw.Pattern, spread: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Out, lse and gradients of everything."""
+    leaves = [spread(x).detach().requires_grad_() for x in (*inputs, *rest)]
+    q, k, v, table, bias, sinks = leaves
+    terms = [rw.DistanceBias(table), rw.Bias(bias), rw.ALiBi.of_heads(4), rw.Softcap(5.0)]
+    out, lse = rw.attention_with_lse(q, k, v, pattern, terms=terms, sink_logits=sinks)
+    loss = (out * spread(dout)).sum() + lse.sin().sum()
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def refused() -> list[str]:
+    """What is said of calls that cannot be."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def spread(placement: Placement, heads: int = 4) -> DTensor:
+        return distribute_tensor(torch.randn(2, heads, 64, 8), mesh, [placement])
+
+    heads, batch = spread(Shard(1)), spread(Shard(0))
+    calls: list[tuple[tuple[Tensor, ...], rw.Pattern, dict[str, Any]]] = [
+        ((spread(Shard(2)),) * 3, rw.Causal(), {}),
+        ((heads, spread(Replicate()), heads), rw.Causal(), {}),
+        ((heads, spread(Shard(1), 1), spread(Shard(1), 1)), rw.Causal(), {}),
+        ((heads,) * 3, rw.Causal(), {"dropout": 0.1}),
+        ((batch,) * 3, rw.Keys(torch.tensor([10, 20])), {}),
+        ((batch,) * 3, rw.from_mask_mod(lambda b, h, q, k: q > k + b), {}),
+        ((heads,) * 3, rw.LongNet([64], [8]), {}),
+    ]
+    texts = []
+    for (q, k, v), pattern, options in calls:
+        with pytest.raises(rw.RingweaveError) as error:
+            rw.attention(q, k, v, pattern, **options)
+        texts.append(str(error.value))
+    return texts

@@ -1,0 +1,50 @@
+"""Models of transformers on several ranks: loss, logits and gradients are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from .processes import Pool
+
+JOBS = "tests.parallel.jobs_models"
+BOUND = 1e-5
+
+
+def hold(pool: Pool, *options: object) -> None:
+    for result in pool.run(f"{JOBS}:learn", *options, timeout=240):
+        got, wanted = result["loss"]
+        assert got == pytest.approx(wanted, rel=BOUND)
+        # the model's own loss, of shift_labels and the number of items, averages to the same
+        assert result["own"] == pytest.approx(wanted, rel=BOUND)
+        assert result["logits"] < 1e-4
+        assert max(result["errors"].values()) < 5 * BOUND, result["errors"]
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("case", ["whole", "packed"])
+def test_two_ranks(pool2: Pool, name: str, case: str) -> None:
+    hold(pool2, name, case, "ddp")
+
+
+def test_padding_and_checkpointing(pool2: Pool) -> None:
+    hold(pool2, "gemma3_text", "padded", "ddp", True)
+    hold(pool2, "llama4_text", "padded", "ddp")
+
+
+def test_four_ranks_and_fsdp_with_checkpointing(pool4: Pool) -> None:
+    hold(pool4, "mistral", "packed", "fsdp", True)
+
+
+def test_ranks_that_differ_raise(pool2: Pool) -> None:
+    for said in pool2.run(f"{JOBS}:refuse_differing", timeout=120):
+        assert "seq_len" in said or "rank" in said, said
+        assert said != "no error"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_a_ring_error(pool2: Pool, victim: int) -> None:
+    pool2.start(f"{JOBS}:lose", victim)
+    outcomes = pool2.outcomes(60)
+    assert outcomes[victim].dead
+    assert outcomes[1 - victim].error is None, outcomes[1 - victim].trace
+    assert outcomes[1 - victim].value.peer == victim

@@ -1,0 +1,292 @@
+"""Terms, sinks and dropout on several ranks: positions are the sequence's, a table's gradient is the sum of the ranks'."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringweave as rw
+from ringweave.errors import RingError, ShapeError, UnsupportedError
+from ringweave.ops import registered
+from ringweave.parallel import ContextParallel, context
+from ringweave.terms import Term
+
+from ..oracle import NAMES, Inputs, errors, gradients
+from .processes import Pool
+from .spread import Share, joined
+from .threads import run
+
+TOKENS = 203
+
+
+def made(name: str, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> list[Term]:
+    """Terms of four query heads and two batch elements, the same at each call, their tables learning."""
+    g = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g).to(dtype).requires_grad_()
+
+    kinds = {
+        "softcap": lambda: [rw.Softcap(1.5)],
+        "alibi": lambda: [rw.ALiBi(torch.rand(4, generator=g))],
+        "distance": lambda: [rw.DistanceBias(draw(4, 2 * 70 + 1))],
+        "bias": lambda: [rw.Bias(draw(2, 4, tokens, tokens))],
+        "shared bias": lambda: [rw.Bias(draw(1, 1, tokens, tokens)), rw.Softcap(2.0)],
+        "all": lambda: [rw.ALiBi.of_heads(4), rw.DistanceBias(draw(4, 23)), rw.Bias(draw(1, 4, tokens, tokens))],
+    }
+    return kinds[name]()
+
+
+def share(mesh: Any, x: Inputs, pattern: rw.Pattern, terms: Sequence[Term], options: dict[str, Any]) -> Any:
+    """This rank's results, the gradients of tables and sinks among them."""
+    dropout, backend = options.get("dropout", 0.0), options.get("backend", "auto")
+    placed = {name: value for name, value in options.items() if name in ("schedule", "placement")}
+    ctx = ContextParallel(mesh, pattern, x.q.shape[2], heads=(x.q.shape[1], x.k.shape[1]), **placed)
+    ctx.schedules.per_node = options.get("per_node")
+    leaves = [ctx.shard(t, dim=2).requires_grad_() for t in (x.q, x.k, x.v)]
+    found, rest = results(
+        leaves, Inputs(*leaves, ctx.shard(x.dout, 2), ctx.shard(x.dlse, 2)), pattern, terms, dropout, backend, ctx
+    )
+    return Share(ctx.positions, found, [], [], 0, None), rest
+
+
+def results(
+    leaves: list[Tensor],
+    x: Inputs,
+    pattern: rw.Pattern,
+    terms: Sequence[Term],
+    dropout: float,
+    backend: str,
+    context: ContextParallel | None = None,
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """(the five results, gradients of tables and sinks)."""
+    sinks = torch.linspace(-1, 1, x.q.shape[1]).requires_grad_()
+    tables = [table.detach().requires_grad_(table.requires_grad) for term in terms for table in term.tables]
+    rest = iter(tables)
+    terms = [type(term)(next(rest)) if term.tables else term for term in terms]  # type: ignore[call-arg]
+    q, k, v = leaves
+    out, lse = rw.attention_with_lse(
+        q, k, v, pattern, terms=terms, dropout=dropout, sink_logits=sinks, backend=backend, context=context
+    )
+    learning = [*leaves, *(table for table in tables if table.requires_grad), sinks]
+    dq, dk, dv, *of_rest = gradients(out, lse, learning, x)
+    return dict(zip(NAMES, [out.detach(), lse.detach(), dq, dk, dv], strict=True)), of_rest
+
+
+def whole(x: Inputs, pattern: rw.Pattern, terms: Sequence[Term], dropout: float, backend: str) -> dict[str, Tensor]:
+    """On one device, tables' gradients among the results."""
+    found, rest = results(x.leaves(), x, pattern, terms, dropout, backend)
+    return found | {f"table {i}": grad for i, grad in enumerate(rest)}
+
+
+def together(shares: list[Any], tokens: int) -> dict[str, Tensor]:
+    found = joined_with_sinks([one for one, _ in shares], tokens)
+    sums = [torch.stack([x.double() for x in each]).sum(0) for each in zip(*(rest for _, rest in shares), strict=True)]
+    return found | {f"table {i}": grad for i, grad in enumerate(sums)}
+
+
+def joined_with_sinks(shares: list[Share], tokens: int) -> dict[str, Tensor]:
+    for one in shares:
+        # a row that attends nothing has the sink's logit
+        one.results["lse"][:, :, one.positions >= tokens] = -torch.inf
+    return joined(shares, tokens)
+
+
+def double(x: Inputs) -> Inputs:
+    return Inputs(*(t.double() for t in (x.q, x.k, x.v, x.dout, x.dlse)))
+
+
+WINDOW = rw.SlidingWindow(100)
+BY_HEAD = rw.PerHead([rw.Causal(), WINDOW, rw.Causal(), rw.Dilated(8, 4)])
+DILATED = rw.SlidingWindow(20) | rw.Dilated(30, 8)
+
+
+def by(schedule: str, placement: str, dropout: float = 0.0, **rest: Any) -> dict[str, Any]:
+    return {"schedule": schedule, "placement": placement, "dropout": dropout, **rest}
+
+
+# by name the pattern, the terms, and how the ranks go about it
+CASES = {
+    "window, distances": (WINDOW, "distance", by("gather", "zigzag", 0.2)),
+    "causal, everything": (rw.Causal(), "all", by("gather", "striped")),
+    "causal, nodes": (rw.Causal(), "all", by("gather", "striped", per_node=2)),
+    "heads differ": (BY_HEAD, "all", by("gather", "zigzag", 0.2)),
+    "mixture": (rw.LongNet([64, 256], [1, 4]), "alibi", by("gather", "residue")),
+    "mixture, a ring": (rw.LongNet([64, 256], [1, 4]), "distance", by("ring", "residue", 0.2)),
+    "dilated": (DILATED, "bias", by("ring", "striped")),
+    "ring": (rw.Causal(), "shared bias", by("ring", "zigzag")),
+    "ring, by gather": (rw.Causal(), "all", by("ring", "zigzag", 0.2, backend="gather")),
+    "ring, heads differ": (BY_HEAD, "bias", by("ring", "contiguous")),
+    "ring, a cap": (rw.Full(), "softcap", by("ring", "striped", 0.2)),
+}
+
+
+@pytest.fixture
+def _one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are threads, of one generator: whose seed rank 0 draws is chance."""
+
+    def fixed(terms: Sequence[Term], dropout: float) -> tuple[str, int, list[Tensor]]:
+        spec, threshold, extras = said(terms, dropout)
+        return spec, threshold, [*extras[:-1], torch.tensor(-(2**61) - 5)] if threshold else extras
+
+    said = registered.said
+    for module in (registered, context):
+        monkeypatch.setattr(module, "said", fixed)
+
+
+@pytest.mark.usefixtures("_one_seed", "poisoned")
+@pytest.mark.parametrize("name", list(CASES))
+def test_as_on_one_device(name: str) -> None:
+    """Twice one device's own error at most; the sum of the ranks' table gradients is one device's."""
+    pattern, kind, options = CASES[name]
+    x = Inputs.random(TOKENS, batch=2, heads=4, kv_heads=2, dim=8)
+    compare(x, pattern, made(kind), options, "reference")
+
+
+def compare(x: Inputs, pattern: rw.Pattern, terms: list[Term], options: dict[str, Any], exact: str) -> None:
+    tokens, dropout, backend = x.q.shape[2], options.get("dropout", 0.0), options.get("backend", "auto")
+    found = together(run(4, share, x, pattern, terms, options), tokens)
+    one, want = whole(x, pattern, terms, dropout, backend), whole(double(x), pattern, terms, dropout, exact)
+    of_one, of_many = errors(one, want), errors(found, want)
+    assert not {key: (error, of_one[key]) for key, error in of_many.items() if error > max(2 * of_one[key], 2e-6)}
+
+
+@pytest.mark.usefixtures("_one_seed")
+def test_queries_that_move() -> None:
+    """Rows of global tokens are computed where their keys are, and so are those pairs' parts of tables' gradients."""
+    x = Inputs.random(4096, heads=2, dim=8)
+    pattern = rw.SlidingWindow(64) | rw.Global(32)
+    g = torch.Generator().manual_seed(1)
+    terms = [rw.DistanceBias(torch.randn(2, 601, generator=g).requires_grad_()), rw.ALiBi.of_heads(2)]
+
+    def moves(mesh: Any) -> bool:
+        ctx = ContextParallel(mesh, pattern, 4096, heads=(2, 2), schedule="ring", placement="contiguous")
+        return any(stage.remote for stage in ctx.schedules.of(pattern).stages)
+
+    assert all(run(4, moves)[1:])
+    compare(x, pattern, terms, by("ring", "contiguous", 0.1), "gather")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_forward_bits(ranks: int) -> None:
+    """Gathered, a row has the bits of one device, terms and all."""
+    x = Inputs.random(700, batch=2, heads=4, kv_heads=2, dim=16, dtype=torch.bfloat16)
+    terms = [*made("distance"), rw.Softcap(3.0)]
+    found = together(run(ranks, share, x, rw.Causal(), terms, by("gather", "zigzag")), 700)
+    one = whole(x, rw.Causal(), terms, 0.0, "auto")
+    for name in ("out", "lse"):
+        assert torch.equal(found[name], one[name]), name
+
+
+def test_one_seed_for_all_processes(pool4: Pool) -> None:
+    """Ranks with other states of the generator drop the pairs that rank 0 would drop alone, at the second call too."""
+    x = Inputs.random(TOKENS, batch=2, heads=4, kv_heads=2, dim=8)
+    for schedule in ("gather", "ring"):
+        shares = pool4.run("tests.parallel.jobs_ring:scored", x, WINDOW, schedule)
+        torch.manual_seed(100)
+        for call in range(2):
+            found = together([each[call] for each in shares], TOKENS)
+            one = whole(x, WINDOW, made("distance"), 0.3, "auto")
+            assert max(errors(found, {name: value.double() for name, value in one.items()}).values()) < 1e-5
+
+
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "terms": ({"terms": rw.Softcap(2.0)}, {}, "terms Softcap(2.0) here and none on rank 1"),
+    "a number": ({"terms": rw.Softcap(2.0)}, {"terms": rw.Softcap(3.0)}, "terms Softcap(2.0) here and another"),
+    "shapes": (
+        {"terms": rw.DistanceBias(torch.zeros(2, 5))},
+        {"terms": rw.DistanceBias(torch.zeros(2, 7))},
+        "terms DistanceBias((2, 5)) here and another",
+    ),
+    "dropout": ({"dropout": 0.25}, {}, "terms dropout 0.25 here and none"),
+    "learning": (
+        {"terms": rw.DistanceBias(torch.zeros(2, 5, requires_grad=True))},
+        {"terms": rw.DistanceBias(torch.zeros(2, 5))},
+        "requires_grad True here and False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(DIFFERENT))
+def test_ranks_that_differ(name: str) -> None:
+    first, others, wanted = DIFFERENT[name]
+
+    def job(mesh: Any) -> str:
+        ctx = ContextParallel(mesh, WINDOW, 500, heads=(2, 2))
+        x = torch.randn(1, 2, ctx.local, 8)
+        with pytest.raises(RingError) as error:
+            rw.attention(x, x, x, WINDOW, context=ctx, **(others if mesh.rank else first))
+        assert sum(mesh.counters.sent) == 0
+        return str(error.value)
+
+    assert wanted in run(3, job)[0]
+
+
+def test_errors() -> None:
+    ctx = ContextParallel(None, WINDOW, 256, heads=(2, 2))
+    x = torch.randn(1, 2, 256, 8)
+    with pytest.raises(UnsupportedError, match=re.escape("backend: got 'flex'; wanted one that computes dropout")):
+        rw.attention(x, x, x, WINDOW, context=ctx, dropout=0.5, backend="flex")
+
+    def job(mesh: Any) -> None:
+        ctx = ContextParallel(mesh, WINDOW, 256, heads=(2, 2))
+        x = torch.randn(1, 2, 128, 8)
+        # of a rank's rows
+        with pytest.raises(ShapeError, match=re.escape("table.shape[2]: got 128; wanted 256, the call's queries")):
+            rw.attention(x, x, x, WINDOW, context=ctx, terms=rw.Bias(torch.zeros(1, 1, 128, 256)))
+
+    run(2, job)
+
+
+def test_compiled() -> None:
+    """One graph, traced without breaks; gradients of the table among its results."""
+    ctx = ContextParallel(None, WINDOW, 256, heads=(2, 2))
+    x, table = torch.randn(1, 2, 256, 8), torch.randn(2, 9, requires_grad=True)
+
+    def call(x: Tensor, table: Tensor) -> Tensor:
+        return rw.attention(x, x, x, WINDOW, context=ctx, terms=rw.DistanceBias(table), dropout=0.1)
+
+    found = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(3)
+        out = function(x, table)
+        found.append((out.detach(), *torch.autograd.grad(out.square().sum(), table)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.usefixtures("_one_seed")
+def test_the_module_and_its_parameters() -> None:
+    """Terms, dropout, a mask and padding around a ring; gradients of all parameters are the sum of the ranks'."""
+    x, mask = torch.randn(2, TOKENS, 32), torch.randn(TOKENS, TOKENS)
+    padding = torch.arange(TOKENS) >= torch.tensor([[TOKENS], [150]])
+
+    def step(mesh: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+        ctx = None if mesh is None else ContextParallel(mesh, WINDOW, TOKENS, heads=(4, 4), placement="zigzag")
+        layer = rw.nn.MultiheadAttention(
+            32, 4, dropout=0.2, batch_first=True, pattern=WINDOW, rotary_base=1000.0, sinks=True, context=ctx
+        )
+        bias = torch.nn.Parameter(torch.zeros(4, 65))
+        layer.terms = (rw.DistanceBias(bias),)
+        parameters = [*layer.parameters(), bias]
+        g = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for each in parameters:
+                each.copy_(torch.randn(each.shape, generator=g) / 4)
+        places = torch.arange(TOKENS) if ctx is None else ctx.positions
+        local = x if ctx is None else ctx.shard(x)
+        out, _ = layer(local, local, local, attn_mask=mask, key_padding_mask=padding)
+        real = places < TOKENS
+        grads = torch.autograd.grad(out[:, real].square().sum(), parameters)
+        return places[real], out[:, real].detach(), list(grads)
+
+    _, wanted, of_one = step(None)
+    ranks = run(3, step)
+    for places, out, _ in ranks:
+        torch.testing.assert_close(out, wanted[:, places])
+    for one, *shares in zip(of_one, *(grads for _, _, grads in ranks), strict=True):
+        torch.testing.assert_close(sum(shares), one, rtol=1e-4, atol=1e-4 * float(one.abs().max()))

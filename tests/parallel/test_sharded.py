@@ -1,0 +1,86 @@
+"""DTensors whose heads or batch elements lie on several ranks: results sharded alike, gradients too, nothing silent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ringweave as rw
+
+from ..cases import PATTERNS
+from .processes import Pool
+
+JOBS = "tests.parallel.jobs_sharded"
+
+
+def test_as_on_one_device(pool2: Pool) -> None:
+    """Out, lse and all gradients, those of tables and sinks too, by every sharding."""
+    for found in pool2.run(f"{JOBS}:compared", timeout=120):
+        assert found
+        assert max(found.values()) < 2e-6, found
+
+
+def test_refusals(pool2: Pool) -> None:
+    for texts in pool2.run(f"{JOBS}:refused", timeout=120):
+        assert "placements: got (Shard(dim=2),); wanted Replicate(), Shard(0) (batch) or Shard(1) (heads)" in texts[0]
+        assert "k placements: got (Replicate(),)" in texts[1]
+        assert "k heads: got 1; wanted a multiple of the 2 ranks" in texts[2]
+        assert "dropout: got 0.1; wanted 0 with sharded DTensors" in texts[3]
+        assert "wanted one for all batch elements where ranks share them" in texts[4]
+        assert "wanted one for all batch elements where ranks share them" in texts[5]
+        assert "LongNet([64], [8]): got" not in texts[6]
+        assert "wanted heads that do on 2 ranks what they do on one" in texts[6]
+
+
+@pytest.mark.parametrize("name", list(PATTERNS))
+def test_shards_of_patterns(name: str) -> None:
+    pattern = PATTERNS[name](100)
+    whole = pattern.to_dense(100, heads=4)
+    parts = [pattern.shard(rank, 2, 4).to_dense(100, heads=2) for rank in range(2)]
+    assert torch.equal(torch.cat(parts, 1), whole)
+    assert pattern.shard(0, 1) is pattern
+
+
+def test_shards_by_head() -> None:
+    def by_head(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (q + k) % (h + 2) == 0
+
+    table = rw.BlockTable(torch.rand(4, 4, 4) < 0.5, 32)
+    batched = rw.BlockTable(torch.rand(2, 4, 4, 4) < 0.5, 32)
+    each = rw.PerHead([rw.Causal(), rw.Full(), rw.SlidingWindow(3), rw.Sinks(2)])
+    function = rw.from_mask_mod(by_head)
+    grouped = rw.BlockTable(torch.rand(2, 4, 4) < 0.5, 32, heads="kv") & rw.Causal()
+    wide = rw.BlockTable(torch.rand(1, 4, 4, 4) < 0.5, 32, heads="kv")
+    for heads, pattern in ((4, grouped), (8, wide)):
+        parts = [pattern.shard(rank, 2, heads=heads).to_dense(128, heads=heads // 2) for rank in range(2)]
+        assert torch.equal(torch.cat(parts, 1), pattern.to_dense(128, heads=heads)), pattern
+    with pytest.raises(rw.PatternError, match="tables of 2 heads; wanted a multiple of 4"):
+        grouped.shard(0, 4, heads=4)
+    for pattern in (table, batched, each, ~table & rw.Causal() | each, function, each.within(rw.Documents([28, 100]))):
+        batch = pattern.extents()[0] or 1
+        whole = pattern.to_dense(128, heads=4, batch=batch)
+        parts = [pattern.shard(rank, 2, heads=4).to_dense(128, heads=2, batch=batch) for rank in range(2)]
+        assert torch.equal(torch.cat(parts, 1), whole), pattern
+    mixture = rw.LongNet([32, 64], [1, 2])
+    parts = [mixture.shard(rank, 2, heads=4).to_dense(128, heads=2) for rank in range(2)]
+    assert torch.equal(torch.cat(parts, 1), mixture.to_dense(128, heads=4))
+
+
+def test_shards_that_are_none() -> None:
+    each = rw.PerHead([rw.Causal(), rw.Full(), rw.Causal()])
+    with pytest.raises(rw.PatternError, match="ranks: got 2; wanted a divisor of the 3 query heads"):
+        each.shard(0, 2)
+    with pytest.raises(rw.PatternError, match="heads: got 4; wanted 3, which PerHead"):
+        each.shard(0, 2, heads=4)
+    with pytest.raises(rw.PatternError, match="rank: got 2"):
+        each.shard(2, 2)
+    with pytest.raises(rw.PatternError, match="heads: got None; wanted a number, for a function that reads the head"):
+        rw.from_mask_mod(lambda b, h, q, k: q > k + h).shard(0, 2)
+    for mixture in (
+        rw.LongNet([32], [4]),
+        rw.LongNet([32], [2], offset="grouped"),
+        rw.LongNet([8], [1], heads="partitioned"),
+    ):
+        with pytest.raises(rw.PatternError, match="wanted heads that do on 2 ranks what they do on one"):
+            mixture.shard(0, 2, heads=4)
+    assert rw.LongNet([32], [4], offset=1).shard(1, 2) == rw.LongNet([32], [4], offset=1)

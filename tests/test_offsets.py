@@ -1,0 +1,273 @@
+"""Offsets of queries and keys, for each batch element its own: patterns, terms and dropout by position, pair by pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringweave as rw
+from ringweave.patterns import Pattern, rebuild
+from ringweave.patterns.shifted import placed
+from ringweave.plan.from_pattern import build
+
+from .cases import PATTERNS
+from .dropped import kept, next_seed
+from .oracle import Inputs
+from .test_terms import ABLE, HEADS, KINDS, check, make
+
+BATCH = 3
+FIRST_Q, FIRST_K = torch.tensor([65, 12, 33]), torch.tensor([0, 4, 20])
+STREAMING = (rw.SlidingWindow(9) | rw.Sinks(22)) & rw.Causal()
+PATTERNS_OF_ROWS = {
+    "causal": rw.Causal(),
+    "streaming": STREAMING,
+    "padded": STREAMING & rw.Keys(torch.tensor([70, 17, 88])),
+    "within": STREAMING.within(rw.Keys(torch.tensor([70, 60, 60]), torch.tensor([3, 0, 25]))),
+    "documents": STREAMING.within(rw.Documents([40, 50])),
+    "ids": rw.Causal() & rw.Documents(ids=torch.arange(3 * 90).view(3, 90) // 37),
+    "per_head": rw.PerHead([rw.Causal(), rw.Strided(3), STREAMING, rw.Full()]),
+    "dilated": rw.SlidingWindow(3) | rw.Dilated(6, 8),
+    "table": rw.BlockTable(torch.rand(3, 4, 5, 6, generator=torch.Generator().manual_seed(0)) < 0.5, 16),
+    "function": rw.from_mask_mod(lambda b, h, q, k: (q + h + b) % 3 == k % 3) & rw.Causal(),
+    "global": rw.Global(torch.arange(3 * 90).view(3, 90) % 23 == 0),
+}
+
+
+def allowed(pattern: Pattern, nq: int, nk: int, first_q: Tensor, first_k: Tensor) -> Tensor:
+    """(B, heads, nq, nk), pair by pair."""
+    q, k = torch.arange(nq)[:, None], torch.arange(nk)[None, :]
+    return torch.stack([
+        torch.stack([pattern.select(b, h).allows(q + i, k + j).expand(nq, nk) for h in range(HEADS)])
+        for b, (i, j) in enumerate(zip(first_q.tolist(), first_k.tolist(), strict=True))
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PATTERNS_OF_ROWS)
+@pytest.mark.parametrize("nq", [1, 5])
+def test_positions_are_those_of_the_offsets(name: str, nq: int) -> None:
+    pattern, nk = PATTERNS_OF_ROWS[name], 70
+    dense = allowed(pattern, nq, nk, FIRST_Q, FIRST_K)
+    moved, left = placed(pattern, FIRST_Q, FIRST_K, BATCH)
+    assert left == 0
+    assert torch.equal(moved.to_dense(nq, nk, HEADS, batch=BATCH), dense)
+    plan = build(moved, nq, nk, heads=HEADS, batch=BATCH, tile=(16, 32))
+    assert torch.equal(plan.to_dense(), dense)
+    assert rebuild(moved.spec, moved.tables) == moved
+    x = Inputs.random(nq, nk, batch=BATCH, heads=HEADS, kv_heads=2)
+    facts = rw.explain(pattern, nq, nk, heads=HEADS, batch=BATCH, q_offset=FIRST_Q, k_offset=FIRST_K, as_dict=True)
+    assert facts["pairs"]["allowed"] == int(dense.sum())
+    later = (torch.arange(nk) + FIRST_K[:, None, None]) > (torch.arange(nq)[:, None] + FIRST_Q[:, None, None])
+    assert facts["causality"]["future_pairs"] == int((dense & later[:, None]).sum())
+    weights = rw.attention_weights(x.q, x.k, pattern, q_offset=FIRST_Q, k_offset=FIRST_K).to_dense()
+    assert torch.equal(weights > 0, dense)
+    for backend in ABLE:
+        ours = results(x, pattern, [], backend, FIRST_Q, FIRST_K)
+        check(ours, lambda kind, order: formula(x, dense, [], [], kind, order=order), torch.float32)
+
+
+@pytest.mark.parametrize("name", sorted(PATTERNS))
+def test_one_offset_is_that_of_every_row(name: str) -> None:
+    """An int, a tensor () and a tensor (B,) of it, and a cache cut at a key."""
+    n, cut = 97, 32
+    pattern = PATTERNS[name](n)
+    x = Inputs.random(9, n, batch=2, heads=HEADS)
+    offset = n - 9
+    want = rw.attention(x.q, x.k, x.v, pattern, q_offset=offset)
+    for other in (torch.tensor(offset), torch.tensor([offset] * 2, dtype=torch.int32)):
+        torch.testing.assert_close(rw.attention(x.q, x.k, x.v, pattern, q_offset=other), want)
+    # without the first keys, which nobody attends
+    kept_keys = pattern & rw.Keys(n, cut)
+    want = rw.attention(x.q, x.k, x.v, kept_keys, q_offset=offset)
+    tail = x.k[:, :, cut:], x.v[:, :, cut:]
+    for first in (cut, torch.tensor(cut), torch.tensor([cut, cut])):
+        torch.testing.assert_close(rw.attention(x.q, *tail, kept_keys, q_offset=offset, k_offset=first), want)
+
+
+def test_a_ragged_batch_decodes_as_its_rows_alone() -> None:
+    """Each step of each row over caches of other lengths, some of which have dropped keys, against the row's prefill."""
+    n, room, lengths, dropped = 40, 48, [7, 25, 16], [0, 9, 3]
+    x = Inputs.random(n, batch=BATCH, heads=HEADS, kv_heads=2)
+    pattern = rw.SlidingWindow(12) & rw.Causal()
+    whole = rw.attention(x.q, x.k, x.v, pattern)
+    cache_k, cache_v = (torch.full((BATCH, 2, room, 16), torch.nan) for _ in range(2))
+    for b, drop in enumerate(dropped):
+        cache_k[b, :, : n - drop], cache_v[b, :, : n - drop] = x.k[b, :, drop:], x.v[b, :, drop:]
+    first = torch.tensor(dropped)
+    for step in range(4):
+        at = torch.tensor(lengths) + step
+        new = torch.stack([x.q[b, :, i : i + 1] for b, i in enumerate(at.tolist())])
+        bounds = rw.Keys(at + 1)
+        # rows whose windows reach what was dropped are not the row's own
+        got = rw.attention(new, cache_k, cache_v, pattern & bounds, q_offset=at, k_offset=first)
+        for b, i in enumerate(at.tolist()):
+            if i - 12 >= dropped[b]:
+                torch.testing.assert_close(got[b, :, 0], whole[b, :, i])
+
+
+def formula(
+    x: Inputs,
+    dense: Tensor,
+    names: Sequence[str],
+    terms: Sequence[rw.terms.Term],
+    dtype: torch.dtype,
+    *,
+    keep: Tensor | None = None,
+    order: int = 0,
+) -> dict[str, Tensor]:
+    """The definition by batch element, in a dtype."""
+    q, k, v = x.leaves(dtype)
+    tables = [table.detach().to(dtype).requires_grad_() for term in terms for table in term.tables]
+    channels, group = torch.arange(q.shape[3]).roll(order), q.shape[1] // k.shape[1]
+    t = (q[..., channels] @ k.repeat_interleave(group, 1)[..., channels].mT) * q.shape[3] ** -0.5
+    rows = []
+    for b, row in enumerate(t):
+        rest = iter(tables)
+        at_q, at_k = torch.arange(q.shape[2]) + FIRST_Q[b], torch.arange(k.shape[2]) + FIRST_K[b]
+        for name, term in zip(names, terms, strict=True):
+            row = KINDS[name].formula(row, next(rest) if term.tables else row, at_q, at_k)
+        rows.append(row)
+    t = torch.stack(rows).masked_fill(~dense, -torch.inf)
+    dead = ~dense.any(-1)
+    lse = torch.logsumexp(t.masked_fill(dead[..., None], 0.0), -1)
+    weights = torch.exp(t - lse[..., None])
+    out = (weights if keep is None else weights * keep.to(dtype)) @ v.repeat_interleave(group, 1)
+    loss = (out * x.dout.to(dtype)).sum() + (lse * x.dlse.to(dtype)).masked_fill(dead, 0.0).sum()
+    grads = torch.autograd.grad(loss, [q, k, v, *tables])
+    named = {"out": out, "lse": lse.masked_fill(dead, -torch.inf), "dq": grads[0], "dk": grads[1], "dv": grads[2]}
+    named |= {f"table {i}": grad for i, grad in enumerate(grads[3:])}
+    return {name: value.detach().double() for name, value in named.items()}
+
+
+def results(
+    x: Inputs,
+    pattern: Pattern,
+    terms: Sequence[rw.terms.Term],
+    backend: str,
+    first_q: int | Tensor,
+    first_k: int | Tensor,
+    dropout: float = 0.0,
+) -> dict[str, Tensor]:
+    leaves, tables = x.leaves(), [table for term in terms for table in term.tables]
+    out, lse = rw.attention_with_lse(
+        *leaves, pattern, terms=terms, dropout=dropout, backend=backend, q_offset=first_q, k_offset=first_k
+    )
+    loss = (out * x.dout).sum() + (lse * x.dlse).masked_fill(torch.isneginf(lse), 0.0).sum()
+    learning = [table for table in tables if table.requires_grad]
+    grads = torch.autograd.grad(loss, [*leaves, *learning])
+    named = {"out": out, "lse": lse, "dq": grads[0], "dk": grads[1], "dv": grads[2]}
+    named |= {f"table {i}": grad for i, grad in enumerate(grads[3:])}
+    return {name: value.detach().double() for name, value in named.items()}
+
+
+@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("names", [("alibi",), ("softcap", "distance")], ids="-".join)
+@pytest.mark.parametrize("nq", [1, 24])
+def test_terms_count_positions(backend: str, names: tuple[str, ...], nq: int) -> None:
+    pattern, nk = PATTERNS_OF_ROWS["padded"], 70
+    x = Inputs.random(nq, nk, batch=BATCH, heads=HEADS, kv_heads=2, value_dim=24)
+    terms = make(names, nk, torch.float32)
+    dense = allowed(pattern, nq, nk, FIRST_Q, FIRST_K)
+    got = results(x, pattern, terms, backend, FIRST_Q, FIRST_K)
+    if "distance" in names:  # the only table that learns
+        got["table 0"] = got.pop("table 0")
+    check(got, lambda kind, order: formula(x, dense, names, terms, kind, order=order), torch.float32)
+
+
+@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("nq", [1, 24])
+def test_dropout_counts_positions(backend: str, nq: int) -> None:
+    pattern, nk = rw.Causal() & rw.Keys(torch.tensor([70, 17, 88])), 70
+    x = Inputs.random(nq, nk, batch=BATCH, heads=HEADS, kv_heads=2)
+    dense = allowed(pattern, nq, nk, FIRST_Q, FIRST_K)
+    torch.manual_seed(3)
+    seed = next_seed()
+    keep = torch.cat([
+        kept(seed, 0.3, 1, HEADS, range(i, i + nq), range(j, j + nk), b)
+        for b, (i, j) in enumerate(zip(FIRST_Q.tolist(), FIRST_K.tolist(), strict=True))
+    ])  # fmt: skip
+    got = results(x, pattern, [], backend, FIRST_Q, FIRST_K, dropout=0.3)
+    check(got, lambda kind, order: formula(x, dense, [], [], kind, keep=keep, order=order), torch.float32)
+
+
+def test_a_bias_counts_places() -> None:
+    x = Inputs.random(5, 70, batch=BATCH, heads=HEADS)
+    bias = torch.randn(BATCH, HEADS, 5, 70)
+    pattern = PATTERNS_OF_ROWS["padded"]
+    dense = allowed(pattern, 5, 70, FIRST_Q, FIRST_K)
+    for backend in ABLE:
+        got = rw.attention(
+            x.q, x.k, x.v, pattern, terms=rw.Bias(bias), q_offset=FIRST_Q, k_offset=FIRST_K, backend=backend
+        )
+        scores = ((x.q @ x.k.mT) / 4 + bias).masked_fill(~dense, -torch.inf)
+        torch.testing.assert_close(got, torch.softmax(scores, -1).nan_to_num(0.0) @ x.v)
+
+
+@pytest.mark.parametrize("kind", ["tensors", "ints"])
+def test_changing_offsets_recompile_nothing(kind: str) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    terms = [rw.DistanceBias(torch.randn(HEADS, 9))]
+    x = Inputs.random(1, 70, batch=BATCH, heads=HEADS)
+
+    def call(q: Tensor, first_q: int | Tensor, first_k: int | Tensor) -> Tensor:
+        return rw.attention(q * 1.0, x.k, x.v, STREAMING, q_offset=first_q, k_offset=first_k, terms=terms)
+
+    step = torch.compile(call, fullgraph=True, backend=counter)
+    for i in range(5):
+        first_q, first_k = (FIRST_Q + i, FIRST_K + 2 * i) if kind == "tensors" else (60 + i, 3 + 2 * i)
+        torch.testing.assert_close(step(x.q, first_q, first_k), call(x.q, first_q, first_k))
+    assert counter.frame_count <= (1 if kind == "tensors" else 2)
+
+
+def test_a_write_between_calls_is_seen_and_one_before_a_gradient_is_not() -> None:
+    x = Inputs.random(1, 70, heads=HEADS)
+    q = x.q.requires_grad_()
+    first = torch.tensor(40)
+    before = rw.attention(q, x.k, x.v, rw.Causal(), q_offset=first)
+    first.add_(20)
+    for out, offset in ((before, 40), (rw.attention(q, x.k, x.v, rw.Causal(), q_offset=first), 60)):
+        want = rw.attention(q, x.k, x.v, rw.Causal(), q_offset=offset)
+        torch.testing.assert_close(out, want)
+        grads = (torch.autograd.grad(each.square().sum(), q, retain_graph=True)[0] for each in (out, want))
+        torch.testing.assert_close(*grads)
+
+
+def test_equal_steps_share_their_plan() -> None:
+    def plan(first: Tensor) -> rw.BlockPlan:
+        return placed(rw.Causal(), first, 0, 4)[0].plan(1, 300, batch=4, heads=2)
+
+    first = plan(torch.tensor([256, 100, 256, 100]))
+    assert plan(torch.tensor([256, 100, 256, 100])) is first
+    assert first.row_ptr.shape[0] == 2
+
+
+def _call(pattern: Pattern = STREAMING, **options: object) -> Tensor:
+    x = Inputs.random(4, 8, batch=2, heads=HEADS)
+    return rw.attention(x.q, x.k, x.v, pattern, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda: _call(q_offset=-1), rw.ShapeError, "q_offset: got -1; wanted an int of at least 0"),
+        (lambda: _call(k_offset=-1), rw.ShapeError, "k_offset: got -1; wanted an int of at least 0"),
+        (lambda: _call(k_offset=1.5), rw.ShapeError, "k_offset: got 1.5; wanted an int"),
+        (lambda: _call(q_offset=torch.ones(2)), rw.ShapeError, r"q_offset: got Tensor of torch.float32 \(2,\); wanted an int, or an integer tensor \(\) or \(2,\)"),
+        (lambda: _call(q_offset=torch.ones(3).int()), rw.ShapeError, r"Tensor of torch.int32 \(3,\); wanted .* each of the 2 batch"),
+        (lambda: _call(q_offset=torch.tensor([0, -2])), rw.ShapeError, "q_offset: got -2 in batch element 1; wanted 0 to 2147483643"),
+        (lambda: _call(k_offset=torch.tensor(2**40)), rw.ShapeError, "k_offset: got 1099511627776; wanted 0 to 2147483639"),
+        (lambda: _call(rw.LongNet([8], [1]), q_offset=torch.tensor(3)), rw.PatternError, r"q_offset, k_offset: got LongNet\(\[8\], \[1\]\) with a tensor"),
+        (lambda: _call(rw.LongNet([8], [1]), k_offset=3), rw.PatternError, "q_offset, k_offset: got LongNet.* or a k_offset; wanted a relation"),
+        (lambda: _call(rw.Keys([9, 13]), k_offset=torch.tensor([0, 4])), rw.PatternError, "stop 13 in batch element 1; wanted 0 <= start <= stop <= 12"),
+        (lambda: _call(terms=rw.ALiBi([1.0] * 4), q_offset=2**30, k_offset=2**30, backend="cpu"), rw.UnsupportedError, "offsets: got a position of 1073741824 with terms"),
+        (lambda: rw.explain(rw.Causal(), 4, q_offset=torch.tensor(3)), rw.ShapeError, "nk: got None; wanted the number of keys"),
+    ],
+)  # fmt: skip
+def test_errors(call: Callable[[], object], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        call()
