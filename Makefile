@@ -7,12 +7,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Waiting threads sleep instead of spinning: on a shared machine spinning ones take the cores from those at work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test check sanitize fuzz soak mutations gate format docs clean help
+.PHONY: demo test test-all check sanitize fuzz soak mutations gate format docs clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    install into .venv and run the main job: report in ringweave-demo.html"
-	@echo "make test    install into .venv and run all tests"
+	@echo "make test    install into .venv and run the tests"
+	@echo "make test-all  every case of them: half as long again"
 	@echo "make check   lint, types, layers, docstrings"
 	@echo "make sanitize  the native kernel's tests under AddressSanitizer and UBSan"
 	@echo "make fuzz    random calls against the definition for SECONDS (60), of a SEED (a new one)"
@@ -42,6 +43,9 @@ demo: $(VENV)/.demo
 # two processes, each a file at a time: a file's tests share what is made once, and a page's examples go on from each other
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --long
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import tempfile
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests import progress
+from tests import progress, sampled
 
 import ringweave as rw
 
@@ -22,10 +23,17 @@ def example_names() -> dict[str, object]:
     return {"rw": rw, "torch": torch, "q": q, "k": k, "v": v}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--long``."""
+    parser.addoption("--long", action="store_true", help="every case of every test: `make test-all`")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """No test reads or writes the user's own tuning store, nor does a process that one starts."""
     folder = tempfile.TemporaryDirectory(prefix="ringweave-cache-")
     os.environ["RINGWEAVE_CACHE"] = folder.name
+    if config.getoption("--long"):
+        os.environ[sampled.LONG] = "1"
     config.add_cleanup(folder.cleanup)
     progress.register(config)
 
@@ -39,15 +47,28 @@ LONGEST = [
 ]  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need a GPU are skipped where there is none; what compilers there warn of is no failure."""
+    if not sampled.is_long():
+        out = [item for item in items if sampled.is_left_out(item)]
+        config.hook.pytest_deselected(items=out)
+        left_out = set(out)
+        items[:] = [item for item in items if item not in left_out]
     if "PYTEST_XDIST_WORKER" in os.environ:
         begin = {name: place - len(LONGEST) for place, name in enumerate(LONGEST)}
         items.sort(key=lambda item: begin.get(item.nodeid.partition("::")[0], 0))
     skipped = pytest.mark.skip(reason="needs a CUDA or ROCm device")
     for item in items:
+        if item.get_closest_marker("measures") is not None:
+            item.add_marker(pytest.mark.flaky(reruns=2))
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.filterwarnings("default") if torch.cuda.is_available() else skipped)
+
+
+def pytest_collection_finish() -> None:
+    """No collection walks through torch and all tests again: measured steps make hundreds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ implementation in each case. What differs is held against `JUDGED`, where a sent
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import re
@@ -206,6 +207,8 @@ def main() -> None:
     known = [json.loads(each) for each in log.read_text("utf-8").splitlines()] if log and log.exists() else []
     done = {each["name"]: each for each in known}
     names = arguments.names or list(models.users())
+    # a third of a model's time, once here rather than in each process
+    importlib.import_module("torch._inductor.compile_fx")
 
     def one(name: str) -> Seen:
         return apart(name) if time.monotonic() < end else {"name": name, "untried": LATE}

@@ -73,6 +73,7 @@ def test_two_processes_go_on_where_one_ended(shared: list[dict[str, Any]], folde
     assert losses(lines)[:STEPS] == pytest.approx(losses(shared), abs=1e-4)
 
 
+@pytest.mark.long
 def test_sequences_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     (tmp_path / "four").mkdir()

@@ -25,6 +25,7 @@ def grown(backend: str, pattern: rw.Pattern) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
 
 
+@pytest.mark.measures
 @pytest.mark.parametrize(
     ("backend", "pattern"),
     [

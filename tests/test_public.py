@@ -169,6 +169,7 @@ print(time.process_time() - start, (before + yardstick()) / 2)
 YARDSTICK = 0.034
 
 
+@pytest.mark.measures
 def test_import_is_quick() -> None:
     """In CPU seconds of the process; the least of up to ten runs."""
     found = []

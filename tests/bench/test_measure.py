@@ -56,6 +56,7 @@ def _sampled(call: Callable[[], object]) -> Peak:
     return _sampled_peak(call)
 
 
+@pytest.mark.measures
 @pytest.mark.parametrize("measure", [lambda call: peak_memory(call), _sampled], ids=["peak", "sampled"])
 def test_peak_memory_sees_what_is_freed_before_the_end(measure) -> None:  # type: ignore[no-untyped-def]
     def call() -> object:

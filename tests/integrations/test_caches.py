@@ -114,6 +114,7 @@ def test_a_quantised_cache(name: str) -> None:
     assert torch.equal(*outs)
 
 
+@pytest.mark.measures
 def test_steps_take_no_more_memory_as_they_go_on() -> None:
     path = Path(__file__).parents[2] / "scripts" / "decoding_soak.py"
     spec = importlib.util.spec_from_file_location("decoding_soak", path)

@@ -155,6 +155,7 @@ def _found_within(free: int, most: int) -> tuple[int, int, list[int]]:
     return found, rw.memory.fit_batch(step, 1, 5), tried
 
 
+@pytest.mark.measures
 @pytest.mark.skipif(not batch_size._peak_is_known(), reason="measures resident memory")
 @pytest.mark.parametrize("most", [1, 7, 40])
 def test_the_largest_batch_within_a_limit(most: int) -> None:
@@ -199,6 +200,7 @@ def _fits_under_a_limit() -> tuple[int, int]:
     return found, best
 
 
+@pytest.mark.measures
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 def test_a_real_step_under_a_real_limit() -> None:
     found, best = forked(_fits_under_a_limit)

@@ -231,6 +231,7 @@ def test_few_and_odd_queries(nq: int, heads: tuple[int, int], dims: tuple[int, i
     scored(name, plain, offsets=True).check(variant)
 
 
+@pytest.mark.sampled(2)
 @every_variant
 @pytest.mark.parametrize("nq", [2, 150])
 @pytest.mark.parametrize("offsets", [False, True])
@@ -423,6 +424,7 @@ def test_strides_of_other_tables() -> None:
     each.check()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_windows_of_query_tiles(dtype: str) -> None:
     """dV is kept from window to window, and only the last one knows of dropout's factor."""

@@ -23,6 +23,7 @@ from ..test_conformance import conforms, run
 EVERYTHING = PATTERNS | MIXTURES
 # where results are selected away, infinities meet; numpy, which the interpreter computes with, says so
 pytestmark = [
+    pytest.mark.sampled(2),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     # Triton before 3.7 with numpy before 2.4
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),

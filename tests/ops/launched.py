@@ -46,11 +46,13 @@ def device(stand_in: Cuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     stand_in.index = 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(CALLS))
 def test_hopper(name: str, device: Notes) -> None:
     check(*CALLS[name], device)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("index", [1, 2])
 @pytest.mark.parametrize("name", ["causal, D 64", "full, D 128, fp16", "one query"])
 def test_other_generations(name: str, index: int, device: Notes) -> None:
@@ -169,6 +171,7 @@ def test_descriptors_where_strides_permit(device: Notes) -> None:
     assert described(call, device) == dict.fromkeys(STREAMING, False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dim", [40, 64])
 def test_loads_of_16_bytes(dim: int, device: Notes) -> None:
     """Channels that 8 divides are enough, whatever the length: what is pipelined is loaded so, not in pairs of bytes."""

@@ -24,6 +24,7 @@ def hold(pool: Pool, *options: object) -> None:
     assert sum(result["received"] for result in results) > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "computed_again"])
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
@@ -36,7 +37,7 @@ def test_context_of_all_ranks(pool4: Pool, wrap: str) -> None:
     hold(pool4, 4, wrap, False, None, "ring")
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_whole_graph(pool2: Pool, compiler: str) -> None:
     assert max(pool2.run(f"{JOBS}:whole_graph", compiler, timeout=200)) < BOUND
 

@@ -213,6 +213,7 @@ def test_chunks_that_ranks_cannot_be_cut_into() -> None:
     assert np.bincount(found.owner).tolist() == [8] * 8
 
 
+@pytest.mark.measures
 def test_planning_takes_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """G11: 8,192 tiles on 64 ranks: plan, placement, demands."""
     pattern = GOALS["window"][0]

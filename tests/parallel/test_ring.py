@@ -60,6 +60,7 @@ def test_empty_stages_are_skipped() -> None:
         assert computed == 1 + (rank > 0)
 
 
+@pytest.mark.measures
 def test_communication_is_hidden(pool4: Pool) -> None:
     """G8: of messages that take less time than a stage's computation, at least 0.9 of the time is hidden by it."""
     for flown, slept, stages, order in pool4.run("tests.parallel.jobs_ring:overlapped", 0.05, timeout=120):

@@ -55,6 +55,7 @@ def one_device(name: str, tokens: int, **sizes: Any) -> OneDevice:
     return OneDevice.of(Inputs.random(tokens, heads=4, dim=8, **sizes), EVERYTHING[name](tokens))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", list(EVERYTHING))
 @pytest.mark.parametrize(
     ("schedule", "place"), [*(("gather", place) for place in GATHERED), *(("ring", place) for place in AROUND)]
@@ -68,6 +69,7 @@ def test_every_pattern(name: str, schedule: str, place: tuple[int, str, int | No
     one.check(joined(spread(ranks, one.x, one.pattern, per_node, **options), 333))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("tokens", [1, 17, 700])
 @pytest.mark.parametrize("name", ["sinks", "per_head", "longnet_causal", "global"])

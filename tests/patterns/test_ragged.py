@@ -347,6 +347,7 @@ def _seconds(make: Callable[[], object]) -> float:
     return min(found)
 
 
+@pytest.mark.measures
 def test_planning_grows_with_what_bounds_cross() -> None:
     """Not with batch times heads, nor with the square of the length; bounds of five times what was measured."""
     generator = torch.Generator().manual_seed(0)

@@ -68,6 +68,7 @@ def test_plan_equals_dense_mask(name: str, tokens: int) -> None:
             spells_out(PATTERNS[name](tokens), tokens, tokens, 4, 1, tile)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(PATTERNS))
 def test_plan_equals_dense_mask_of_a_long_sequence(name: str) -> None:
     pattern = PATTERNS[name](4097)
@@ -182,6 +183,7 @@ def test_equal_heads_share_their_rows() -> None:
     assert many.nnz == one.nnz + rw.SlidingWindow(9).plan(1000).nnz
 
 
+@pytest.mark.measures
 def test_many_tables_are_told_apart_quickly() -> None:
     """Equal rows of a table are found by value, not by comparing all pairs of heads."""
     mask = torch.rand(4, 64, 16, 16) < 0.5
@@ -236,6 +238,7 @@ def test_plan_is_a_pytree_and_pickles() -> None:
     assert plan.to("cpu").nnz == plan.nnz
 
 
+@pytest.mark.measures
 def test_planning_is_quick_and_small() -> None:
     pattern = (rw.SlidingWindow(1024) | rw.Sinks(64)) & rw.Causal()
     n = 2**20

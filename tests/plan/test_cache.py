@@ -155,6 +155,7 @@ def test_a_plan_is_one_piece_of_memory() -> None:
     assert all(x.data_ptr() % 64 == 0 for x in (plan.row_ptr, plan.col, plan.bits, plan.masks, plan.order))
 
 
+@pytest.mark.measures
 def test_decoding_is_flat_in_memory() -> None:
     resident = in_a_process(
         """

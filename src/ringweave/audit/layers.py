@@ -8,7 +8,6 @@ arguments, and then made as it was.
 from __future__ import annotations
 
 import functools
-import gc
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -284,12 +283,12 @@ class _Watch:
         flex = sys.modules.get("torch.nn.attention.flex_attention")
         if flex is not None:
             wrapper = self._flex(flex.flex_attention)
-            # models import the function by name; to look at every name of every module would take longer than a probe
-            referring = {id(each) for each in gc.get_referrers(flex.flex_attention) if isinstance(each, dict)}
+            # models import the function by name; the collector's referrers would be quick to ask for, but it forgets
+            # what a server froze
             for holder in list(sys.modules.values()):
-                if holder is not flex and id(getattr(holder, "__dict__", None)) in referring:
-                    names = [name for name, value in vars(holder).items() if value is flex.flex_attention]
-                    undo += [(holder, name, flex.flex_attention) for name in names]
+                if holder is not flex:
+                    names = list(getattr(holder, "__dict__", {}).items())
+                    undo += [(holder, name, value) for name, value in names if value is flex.flex_attention]
             undo.append((flex, "flex_attention", flex.flex_attention))
             for holder, name, _ in undo[1 if utils is not None else 0 :]:
                 setattr(holder, name, wrapper)

@@ -1,0 +1,28 @@
+"""Which cases every run has, and which only a long one: ``pytest --long``, `make test-all`."""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import pytest
+
+#: set where a run is long; tests that run tests hand it on
+LONG = "RINGWEAVE_LONG_TESTS"
+
+
+def is_long() -> bool:
+    """Whether every case of every test is to run."""
+    return LONG in os.environ
+
+
+def is_left_out(item: pytest.Item) -> bool:
+    """Whether a short run goes without a test: by its mark, or as a case of many of which one in n is enough."""
+    mark = item.get_closest_marker("sampled")
+    if item.get_closest_marker("long") is not None:
+        return True
+    if mark is None or not hasattr(item, "callspec"):
+        return False
+    # by name, so that it is the same sample in each run; cases that differ in `whole` alone share an oracle
+    places = {name: place for name, place in item.callspec.indices.items() if name != mark.kwargs.get("whole")}
+    return zlib.crc32(f"{item.name.partition('[')[0]} {sorted(places.items())}".encode()) % mark.args[0] != 0
