@@ -108,7 +108,7 @@ def test_the_units_are_commands_that_there_are(tmp_path: Path) -> None:
     # three commands of nine minutes hold what is measured first
     assert all(each.seconds <= 540 for each in found)
     said = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"}).output
-    assert all(option in said for option in ("--part", "--resume", "--seconds"))
+    assert all(option in said for option in ("--part", "--device", "--out"))
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,3 +121,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = CliRunner().invoke(app, [*command, "--resume"])
     assert again.output.count("done") == 1
     assert (tmp_path / "found" / LINES).stat().st_size > 0
+
+
+def test_a_campaign_needs_a_gpu_and_a_folder(tmp_path: Path) -> None:
+    for words, said in ((["--out", str(tmp_path), "--device", "cpu"], "'cpu' is no GPU"), ([], "'--out'")):
+        found = CliRunner().invoke(app, ["bench", "campaign", *words], env={"COLUMNS": "160", "NO_COLOR": "1"})
+        assert found.exit_code == 2
+        assert said in found.output
+    assert list(tmp_path.iterdir()) == []

@@ -143,13 +143,15 @@ def test_options_are_frozen() -> None:
     commands = typer.main.get_command(module.app).commands  # type: ignore[attr-defined]
     found = {
         name: sorted(option for parameter in commands[name].params for option in parameter.opts)
-        for name in ("bench", "demo")
+        for name in ("bench", "bench campaign", "bench --gate", "demo")
     }
     assert found == {
         "bench": [
-            "--device", "--dtype", "--folder", "--full", "--gate", "--heads", "--list", "--out", "--part", "--quick",
-            "--resume", "--rounds", "--seconds", "--slow", "--threads", "--tokens", "--update", "case",
+            "--device", "--dtype", "--folder", "--full", "--heads", "--list", "--out", "--part", "--quick", "--rounds",
+            "--threads", "--tokens", "case",
         ],
+        "bench campaign": ["--device", "--out", "--resume", "--seconds"],
+        "bench --gate": ["--slow", "--update", "file"],
         "demo": ["--out", "--quick", "--threads"],
     }  # fmt: skip
 

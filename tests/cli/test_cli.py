@@ -64,6 +64,19 @@ def test_commands_and_options_are_frozen() -> None:
     }  # fmt: skip
 
 
+def test_help_says_all_that_is_written() -> None:
+    """Markup in brackets, for one, is not text; and what is written fits a narrow terminal."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        words = name.split()
+        said = run(*words, "--help", columns=300).output
+        for parameter in command.params:
+            assert (parameter.help or "") in said, (name, parameter.opts)
+        lines = run(*words, "--help", columns=80).output.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert any(line.strip().startswith(f"Usage: ringweave {name} ") for line in lines), lines[:3]
+
+
 def test_show_draws_the_pattern() -> None:
     result = run("show", "Causal()", "--tokens", "4096")
     assert result.exit_code == 0, result.output

@@ -16,7 +16,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import campaign, gate
 from .cases import CASES, run_case
 from .cases.quality import spread
 from .demo import DemoResult, run_demo
@@ -51,7 +50,7 @@ def bench(
     heads: Annotated[int | None, typer.Option(min=1, help="Heads instead of the case's own.")] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="[default: float32; kernels: the first two]"),
+        typer.Option(help="Of q, k and v (default: float32; kernels: the first two)."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch.")] = None,
@@ -61,35 +60,16 @@ def bench(
         Path | None, typer.Option(help="Keep what is measured there, and go on from it (quality).")
     ] = None,
     part: Annotated[str | None, typer.Option(help="One part of kernels on a GPU.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Append the figures to this file as JSON lines; campaign: a folder.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder (campaign).")] = False,
-    seconds: Annotated[float, typer.Option(min=1, help="In which all ends (campaign).")] = 540.0,
+    out: Annotated[Path | None, typer.Option(help="Append the figures to this file as JSON lines.")] = None,
     show_list: Annotated[bool, typer.Option("--list", help="List the cases and peers.")] = False,
-    gate_file: Annotated[
-        Path | None,
-        typer.Option("--gate", help="Hold eight ratios to those of this file; exit code 1 where one is slower."),
-    ] = None,
-    update: Annotated[bool, typer.Option("--update", help="With --gate: write what this processor has now.")] = False,
-    slow: Annotated[
-        list[str] | None,
-        typer.Option(hidden=True, help="With --gate: slow one of the ratios by 1.3, to see that it is caught."),
-    ] = None,
 ) -> None:
-    """Measure attention side by side with its peers: time, ratio, memory; every peer is checked before it is timed."""
+    """Measure attention side by side with its peers: time, ratio, memory; every peer is checked before it is timed.
+
+    A borrowed GPU: ringweave bench campaign --help. Whether what was fast still is: ringweave bench --gate --help.
+    """
     console = Console(highlight=False)
     if show_list:
         _print_list(console)
-        return
-    if gate_file is not None:
-        if not _gate(console, gate_file, slow or [], update=update):
-            raise typer.Exit(1)
-        return
-    if update or slow:
-        raise typer.BadParameter("it needs --gate and a file", param_hint="--update" if update else "--slow")
-    if case == "campaign":
-        _campaign(console, device, out, resume, seconds)
         return
     if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
         raise typer.BadParameter(f"{device!r} is neither cpu nor cuda", param_hint="--device")
@@ -119,67 +99,6 @@ def bench(
         console.print(f"{written} lines added to {out}")
     if wrong:
         raise typer.Exit(1)
-
-
-def _gate(console: Console, path: Path, slow: list[str], *, update: bool) -> bool:
-    """Hold the headline ratios to a file's, or write them, and tell whether all are as fast as they were."""
-    names = [each.name for each in gate.HEADLINES]
-    for name in slow:
-        if name not in names:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(names)}", param_hint="--slow")
-    where = gate.kind()
-    before = gate.baseline(path)
-    with console.status("starting") as status:
-
-        def say(text: str) -> None:
-            status.update(escape(text))
-
-        if update:
-            after = gate.update(path, say)
-        else:
-            verdicts = gate.run(before, say, slow=slow)
-    if update:
-        table = new_table(where, "", "what", "was", "is", "may grow by")
-        for each in gate.HEADLINES:
-            old, new = before.get(each.name), after[each.name]
-            was = "-" if old is None else f"{old.ratio:.3f}"
-            table.add_row(each.name, each.what, was, f"{new.ratio:.3f}", f"{new.tolerance - 1:.0%}")
-        console.print(table)
-        console.print(f"wrote {path}", soft_wrap=True)
-        return True
-    table = new_table(where, "", "what", "was", "is", "slower", "may be", "")
-    for found in verdicts:
-        held, slower = found.held, found.slower
-        told = ("-", "-", "-") if held is None or slower is None else (
-            f"{held.ratio:.3f}", f"{slower:.2f} x", f"{held.tolerance:.2f} x"
-        )  # fmt: skip
-        mark = "" if held is None else "[green]ok[/green]" if found.passed else "[red]slower[/red]"
-        table.add_row(found.headline.name, found.headline.what, told[0], f"{found.found:.3f}", *told[1:], mark)
-    console.print(table)
-    worse = [found.headline.name for found in verdicts if not found.passed]
-    if worse:
-        console.print(
-            f"[red]slower than they were: {', '.join(worse)}[/red]; where that is meant, --update writes them"
-        )
-    elif not before:
-        console.print(
-            f"{path} has nothing of this processor: nothing is held to anything; --update adds it", soft_wrap=True
-        )
-    return not worse
-
-
-def _campaign(console: Console, device: str, out: Path | None, resume: bool, seconds: float) -> None:
-    """Run every unit that measures a GPU, each in a process of its own, and say what came of it."""
-    if out is None:
-        raise typer.BadParameter("a campaign needs a folder", param_hint="--out")
-    todo = campaign.units(out.resolve(), device if device.startswith("cuda") else "cuda", Path.cwd())
-    ended = campaign.run(todo, out.resolve(), seconds=seconds, resume=resume, say=console.print)
-    table = new_table("Campaign", "unit", "result", "s")
-    for each in ended:
-        table.add_row(escape(each.unit), each.result, f"{each.seconds:.0f}")
-    console.print(table)
-    left = len(todo) - len(ended)
-    console.print(f"{left} units left: the same command with --resume runs them." if left else "All units ended.")
 
 
 def demo(

@@ -20,7 +20,7 @@ from ..explanation import explain as explained
 from ..ops.dispatch import BACKENDS
 from ..patterns import parse
 from ..picture import ASCII_SHADES, SHADES, art_rows
-from . import auditing, doctor, profiling, simulation, terminal
+from . import auditing, campaigning, doctor, gating, profiling, simulation, terminal
 from .explorer import explore
 from .terminal import Heads, PatternText, Tokens
 
@@ -35,6 +35,12 @@ _MOST = 64
 
 class Commands(TyperGroup):
     """The commands; an error of ringweave's own ends any of them with one line and exit code 2, no traceback."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a command of two words, such as ``bench --gate``, before that of the first alone."""
+        second, *value = args[1].split("=", 1) if len(args) > 1 else [""]
+        name = f"{args[0]} {second}"
+        return super().resolve_command(ctx, [name, *value, *args[2:]] if name in self.commands else args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -130,7 +136,7 @@ def explain(
     pattern: PatternText,
     tokens: Tokens,
     heads: Heads = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads. [default: as many as query heads]")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads (default: as many as query heads).")] = None,
     head_dim: Annotated[int, typer.Option(min=1, help="Dimension of a head.")] = 64,
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16", "float64"], typer.Option(help="Type of q, k and v.")
@@ -173,7 +179,7 @@ def tune(
     pattern: PatternText,
     tokens: Tokens,
     heads: Heads = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads. [default: as many as query heads]")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads (default: as many as query heads).")] = None,
     head_dim: Annotated[int, typer.Option(min=1, help="Dimension of a head.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Batch elements.")] = 1,
     dtype: Annotated[Literal["float32", "float16", "bfloat16"], typer.Option(help="Type of q, k and v.")] = "float32",
@@ -181,7 +187,7 @@ def tune(
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 7,
     seconds: Annotated[
         float | None,
-        typer.Option(min=0.0, help="For each branch and direction. [default: 20; on a GPU, which compiles, 120]"),
+        typer.Option(min=0.0, help="For each branch and direction (default: 20; on a GPU, which compiles, 120)."),
     ] = None,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="Leave gradients out.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, and store nothing.")] = False,
@@ -262,3 +268,5 @@ def _table(title: str, *columns: str) -> Table:
 
 
 register(app)
+app.command("bench campaign")(campaigning.campaigned)
+app.command("bench --gate")(gating.gated)

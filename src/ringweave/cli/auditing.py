@@ -25,7 +25,7 @@ def audit(
         str | None, typer.Option("--implementation", "-i", help="Of attention, with commas: eager,sdpa,ringweave.")
     ] = None,
     case: Annotated[
-        str | None, typer.Option("--case", "-c", help="unpadded,left,right,packed,cached,static. [default: all]")
+        str | None, typer.Option("--case", "-c", help="unpadded,left,right,packed,cached,static (default: all).")
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", "-n", min=8, max=512, help="Sequence length.")] = 24,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the small model, at most.")] = 6,

@@ -13,7 +13,7 @@ PatternText = Annotated[
     typer.Argument(metavar="PATTERN", help="As in Python, such as '(SlidingWindow(1024) | Sinks(64)) & Causal()'."),
 ]
 Tokens = Annotated[int, typer.Option("--tokens", "-n", min=1, help="Sequence length.")]
-Heads = Annotated[int | None, typer.Option("--heads", min=1, help="Query heads. [default: those of the pattern, or 1]")]
+Heads = Annotated[int | None, typer.Option("--heads", min=1, help="Query heads (default: those of the pattern, or 1).")]
 
 
 def out() -> Console:
