@@ -220,6 +220,27 @@ def test_the_command(tmp_path: Path) -> None:
     assert "broken" in done.output
 
 
+class Hiding(torch.nn.Module):
+    """Hides some tokens by chance in evaluation too, as models for masked images do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = x[:, torch.rand(x.shape[1]).argsort()[:8]]
+        out: torch.Tensor = self.attention(kept, kept, kept)[0]
+        return out
+
+
+def test_chance_is_no_fused_path() -> None:
+    found = audit.model(Hiding(), torch.randn(1, 20, 16, generator=torch.Generator().manual_seed(0)), expect=rw.Full())
+    assert found.agrees, str(found)
+    model, before = Hiding(), torch.get_rng_state()
+    audit.model(model, torch.ones(1, 20, 16), expect=rw.Full())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_page_with_pictures(tmp_path: Path) -> None:
     found = audit.model(six(4), torch.randn(1, 20, 16), expect=rw.SlidingWindow(5))
     result = targets.Result("eager", "unpadded", found)

@@ -17,7 +17,8 @@ from ringweave.bench import command as module
 from ringweave.bench import launched
 from ringweave.bench.command import register
 from ringweave.bench.demo import DemoResult
-from ringweave.bench.demo_report import error_text, milliseconds, render
+from ringweave.bench.demo_report import render
+from ringweave.bench.report import error_text, milliseconds
 from ringweave.bench.text import ByteModel, standard_library, text_inputs
 from ringweave.ops import cpu
 from ringweave.units import nbytes

@@ -149,7 +149,8 @@ def model(
     """Audit every attention layer of a model as it is called.
 
     What a transformers model promises follows from its configuration: causality, each layer's window or chunk; and from
-    ``inputs``: padding, and documents packed by position ids. It is called twice, in evaluation mode.
+    ``inputs``: padding, and documents packed by position ids. It is called twice, in evaluation mode, from the same
+    state of torch's random numbers, which is as it was afterwards.
 
     Args:
         model: Any module; made smaller is enough, memory grows with the square of the tokens.
@@ -172,8 +173,10 @@ def model(
         # a cache is written to by the first call, and would be found longer by the second
         cached = named_args.get("past_key_values") is not None
         with torch.no_grad():
-            plain = None if cached else _first(model(*args, **named_args))
-            with intercepted(model) as calls:
+            # what draws numbers draws the same in both
+            with torch.random.fork_rng():
+                plain = None if cached else _first(model(*args, **named_args))
+            with torch.random.fork_rng(), intercepted(model) as calls:
                 seen = _first(model(*args, **named_args))
     finally:
         model.train(training)

@@ -35,11 +35,13 @@ from .record import (
     plain,
     write_lines,
 )
+from .report import read_lines, write_figures
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to an application."""
     app.command("bench")(bench)
+    app.command("bench page")(page)
     app.command("demo")(demo)
 
 
@@ -60,12 +62,15 @@ def bench(
         Path | None, typer.Option(help="Keep what is measured there, and go on from it (quality).")
     ] = None,
     part: Annotated[str | None, typer.Option(help="One part of kernels on a GPU.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Append the figures to this file as JSON lines.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Append the figures to this file as JSON lines; to .html, write a page.")
+    ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="List the cases and peers.")] = False,
 ) -> None:
     """Measure attention side by side with its peers: time, ratio, memory; every peer is checked before it is timed.
 
     A borrowed GPU: ringweave bench campaign --help. Whether what was fast still is: ringweave bench --gate --help.
+    A page of figures that were kept: ringweave bench page --help.
     """
     console = Console(highlight=False)
     if show_list:
@@ -84,21 +89,31 @@ def bench(
     # where a folder lies is nobody's business
     shown = dataclasses.replace(options, folder=None)
     head = {"case": case, "environment": plain(where), "options": plain(shown)}
-    written = 0
+    paged = out is not None and out.suffix.lower() in (".html", ".htm")
+    lines: list[dict[str, Any]] = []
 
     def keep(record: Record) -> None:
-        nonlocal written
-        if out is not None:
+        lines.append(head | plain(record))
+        if out is not None and not paged:
             # at once: a run that is killed keeps what it measured
-            written += write_lines(out, [head | plain(record)])
+            write_lines(out, lines[-1:])
 
     with console.status("starting") as status:
         result = run_case(case, options, lambda text: status.update(escape(text)), keep)
     wrong = print_result(console, result)
     if out is not None:
-        console.print(f"{written} lines added to {out}")
+        console.print(f"Page: {write_figures(lines, out)}" if paged else f"{len(lines)} lines added to {out}")
     if wrong:
         raise typer.Exit(1)
+
+
+def page(
+    files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="JSON lines of ringweave bench --out.")],
+    out: Annotated[Path, typer.Option(help="Where the page goes: one HTML file.")] = Path("figures.html"),
+) -> None:
+    """Make one page of figures that were kept: charts against length and density, a roofline, targets, tables."""
+    found = write_figures(read_lines(files), out)
+    Console(highlight=False).print(f"Page: {found.resolve()}", soft_wrap=True, markup=False)
 
 
 def demo(

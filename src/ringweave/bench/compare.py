@@ -85,19 +85,22 @@ class Entry:
         """Why it is not timed."""
         return self.outcome.reason
 
-    def weigh(self, first: Timing | None, peak: float | None = None) -> Outcome:
+    def weigh(self, first: Timing | None, peak: float | None = None, memory: float | None = None) -> Outcome:
         """Give the outcome, with what its time means.
 
         Args:
             first: What its time is compared with.
             peak: Operations per second that the device reaches.
+            memory: Bytes per second that it reads.
         """
         if self.timing is not None:
             rate = self.problem.flops(self.outcome.direction) / self.timing.median
+            moved = self.problem.nbytes(self.outcome.direction) / self.timing.median
             self.learn(
                 over_first=None if first is None else ratio(self.timing, first),
                 gflops=rate / 1e9,
                 peak_share=None if peak is None else rate / peak,
+                memory_share=None if memory is None else moved / memory,
             )
         return self.outcome
 
@@ -198,7 +201,12 @@ def in_turn(entries: Sequence[Entry], *, rounds: int, budget: float | None = Non
 
 
 def outcomes(
-    comparison: Comparison, say: Say = silent, *, inputs: Operands | None = None, peak: float | None = None
+    comparison: Comparison,
+    say: Say = silent,
+    *,
+    inputs: Operands | None = None,
+    peak: float | None = None,
+    memory: float | None = None,
 ) -> Generator[Outcome, None, list[Outcome]]:
     """Check, time and weigh what is to be compared.
 
@@ -207,6 +215,7 @@ def outcomes(
         say: Told what happens next.
         inputs: The inputs of all problems; random ones by default.
         peak: Operations per second that the device reaches.
+        memory: Bytes per second that it reads.
     Yields:
         An outcome for each direction, problem and peer, in that order, as soon as its direction is measured.
     Returns:
@@ -234,7 +243,7 @@ def outcomes(
             if comparison.memory and entry.call is not None:
                 say(f"{said}: memory of {entry.outcome.peer}")
                 entry.learn(peak=peak_memory(entry.call, device=entry.problem.device, warm=False))
-            found.append(entry.weigh(first.get(entry.problem, entries[0].timing), peak))
+            found.append(entry.weigh(first.get(entry.problem, entries[0].timing), peak, memory))
             yield found[-1]
     return found
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from importlib import resources
 from pathlib import Path
 
-from ..errors import UnsupportedError, message
-from ..units import nbytes, percent
+from ..units import nbytes
 from .demo import DemoResult
 from .launched import LIMIT
 from .plots import MEAN, bars, inline, loss_curves, shared_sequence
 from .record import Outcome, plain
+from .report import as_json, milliseconds, rendered
 
 _FUNCTIONS = {"Causal()": "dense, causal", "Full()": "dense, not causal"}
 
@@ -27,24 +25,10 @@ def write_report(result: DemoResult, path: str | Path) -> Path:
 
 def render(result: DemoResult) -> str:
     """Write out the report's text."""
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            message("jinja2", "not installed", "jinja2 for the report", "Install it: pip install 'ringweave[bench]'.")
-        ) from error
-
-    source = resources.files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {
-        "milliseconds": milliseconds,
-        "error": error_text,
-        "bytes": nbytes,
-        "percent": percent,
-        "count": lambda number: f"{number:,.0f}",
-    }
     outcomes = list(result.outcomes)
-    return environment.from_string(source).render(
+    return rendered(
+        "demo.html.j2",
+        title="ringweave on real text",
         r=result,
         picture=inline(result.pattern.picture),
         times=bars(outcomes, _milliseconds, _time_label, "milliseconds, median"),
@@ -56,19 +40,8 @@ def render(result: DemoResult) -> str:
         function=lambda outcome: _FUNCTIONS.get(outcome.computes, "the pattern"),
         ratio=ratio_text,
         groups=_grouped(outcomes),
-        # a script element ends at the first </
-        data=json.dumps(_figures(result)).replace("</", "<\\/"),
+        data=as_json(_figures(result)),
     )
-
-
-def milliseconds(seconds: float) -> str:
-    """Write seconds as milliseconds: ``12.3``, ``1,234``."""
-    return f"{seconds * 1e3:,.1f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
-
-
-def error_text(error: float) -> str:
-    """Write an error with two digits: ``3.6e-07``."""
-    return f"{error:.1e}"
 
 
 def ratio_text(outcome: Outcome) -> str:

@@ -6,7 +6,8 @@ import io
 import itertools
 import re
 import statistics
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError, message
@@ -32,6 +33,7 @@ _COLOURS = {
     "flex": GREEN,
     "sdpa+mask": PURPLE,
 }
+_OTHERS = (GREY, "#c24d6b", "#2aa198", "#8a6d3b")
 _PAGE = STYLE | {
     "font.size": 10,
     "axes.edgecolor": _INK,
@@ -98,6 +100,75 @@ def scores(found: Sequence[Score]) -> str:
             axes.set_title(f"{part}, {tokens:,} tokens", size=9, loc="left", weight="bold")
         figure.tight_layout()
         return _svg(figure, pyplot)
+
+
+def curves(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], x: str, y: str) -> str:
+    """Draw a curve for each peer in a panel for each title, on logarithmic axes.
+
+    Args:
+        panels: Points of each peer, by the panel's title.
+        x: What they are against.
+        y: What they are, with its unit.
+    """
+    pyplot, rows = _pyplot(), -(-len(panels) // 2)
+    with pyplot.rc_context(_PAGE):
+        figure, grid = pyplot.subplots(rows, 2, figsize=(7.0, 2.5 * rows), squeeze=False)
+        for axes, (title, peers) in zip(grid.flat, panels.items(), strict=False):
+            for peer, points in peers.items():
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=_colour(peer), label=peer)
+            axes.set_xscale("log", base=2 if x == "tokens" else 10)
+            axes.set_yscale("log")
+            axes.set_title(title, size=7.5, loc="left", weight="bold")
+            if x == "tokens":
+                axes.xaxis.set_major_formatter(
+                    lambda number, _: f"{number / 1024:g}K" if number >= 1024 else f"{number:g}"
+                )
+            else:
+                axes.xaxis.set_major_formatter(lambda number, _: f"{number:.3g}")
+                axes.xaxis.set_minor_formatter(lambda number, _: "")
+            axes.legend(fontsize=7)
+            axes.set_xlabel(x, size=8)
+            axes.set_ylabel(y, size=8)
+        for axes in list(grid.flat)[len(panels) :]:
+            axes.set_visible(False)
+        figure.tight_layout()
+        return _svg(figure, pyplot)
+
+
+def roofline(outcomes: Sequence[Outcome]) -> str:
+    """Draw where each outcome lies under what computing and memory permit: those that have a share of both."""
+    pyplot = _pyplot()
+    with pyplot.rc_context(_PAGE):
+        figure, axes = pyplot.subplots(figsize=(5.2, 3.2))
+        marks = {"forward": "o", "backward": "s", "forward + backward": "^"}
+        named: set[str] = set()
+        places = []
+        for each in outcomes:
+            assert each.peak_share is not None
+            assert each.memory_share is not None
+            places.append(each.peak_share / each.memory_share)
+            name = f"{each.peer}, {each.dtype}, {each.direction}"
+            axes.plot(
+                places[-1], each.peak_share, marker=marks[each.direction], markersize=4, linestyle="",
+                color=_colour(each.peer), markerfacecolor=_colour(each.peer) if each.dtype == "float32" else "none",
+                label=None if name in named else name,
+            )  # fmt: skip
+            named.add(name)
+        least, most = min(0.5, *places), max(2.0, *places)
+        axes.plot([least, 1.0, most], [least, 1.0, 1.0], color=_INK, linewidth=1.2)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("operations a byte, over those at which both peaks meet")
+        axes.set_ylabel("share of the peak")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda number, _: f"{number:g}")
+        figure.legend(fontsize=7, ncol=2, loc="upper center", bbox_to_anchor=(0.5, 0.0))
+        return _svg(figure, pyplot)
+
+
+def _colour(peer: str) -> str:
+    """A peer's colour: its own, or one of those that are left, the same each time."""
+    return _COLOURS.get(peer) or _OTHERS[zlib.crc32(peer.encode()) % len(_OTHERS)]
 
 
 def loss_curves(training: dict[str, Training]) -> str:

@@ -126,6 +126,14 @@ class Problem:
         products = {FORWARD: 2, BACKWARD: 5, BOTH: 7}[direction]
         return 2 * products * self.density * self.batch * self.heads * self.tokens**2 * self.head_dim
 
+    def nbytes(self, direction: str) -> int:
+        """Count the bytes of what has to be read and written: each tensor once, whatever the pattern leaves out."""
+        rows, keys = self.heads * self.tokens, self.key_heads * self.tokens
+        # q and out, k and v; backward reads these and dout, and writes three gradients
+        forward, backward = 2 * rows + 2 * keys, 4 * rows + 4 * keys
+        count = {FORWARD: forward, BACKWARD: backward, BOTH: forward + backward}[direction]
+        return count * self.batch * self.head_dim * self.dtype.itemsize
+
     @functools.cached_property
     def dense_pattern(self) -> Pattern:
         """The dense pattern that holds this one: causal where no query attends a later key, else full."""

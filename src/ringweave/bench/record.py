@@ -127,6 +127,8 @@ class Outcome:
         limit: What was taken as correct.
         setup_seconds: Seconds spent once, on planning or compilation.
         peak_share: ``gflops`` over the device's peak in the same run, where that was measured.
+        memory_share: Bytes of all tensors, each read or written once, over the time, next to the speed at which memory
+            is read in the same run, where that was measured.
         reason: Why there is no timing.
     """
 
@@ -149,6 +151,7 @@ class Outcome:
     limit: Limit | None = None
     setup_seconds: float | None = None
     peak_share: float | None = None
+    memory_share: float | None = None
     reason: str | None = None
 
     @property

@@ -16,6 +16,7 @@ import ringweave as rw
 
 from ...ops import cpu
 from ..compare import Comparison, Entry, Session, in_turn, outcomes
+from ..measure import interleaved
 from ..peers import peers
 from ..problem import BOTH, FORWARD, Drawn, Operands, Problem
 from ..record import Measuring, Options, Outcome, Rule, Say, Target, over_first, targets
@@ -97,15 +98,17 @@ def measure(options: Options, say: Say) -> Measuring:
     native = cpu.module() is not None
     dtypes = (options.dtype,) if options.dtype else (torch.float32, torch.bfloat16)
     peaks: dict[torch.dtype, float] = {}
+    memory = None
     records: list[Outcome] = []
     for size in QUICK if options.quick else whole_grid() if options.full else USUAL:
         for dtype in dtypes:
             if native:
                 peaks[dtype] = max(peaks.get(dtype, 0.0), fma_peak(dtype))
-            for each in outcomes(asked(size, options, dtype), say, peak=peaks.get(dtype)):
+                memory = max(memory or 0.0, memory_speed(options.quick))
+            for each in outcomes(asked(size, options, dtype), say, peak=peaks.get(dtype), memory=memory):
                 # others' kernels are not held to it
                 own = each.peer.startswith("ringweave")
-                records.append(each if own else dataclasses.replace(each, peak_share=None))
+                records.append(each if own else dataclasses.replace(each, peak_share=None, memory_share=None))
                 yield records[-1]
     if not native:
         why = "ringweave was installed without a C++ compiler"
@@ -113,7 +116,8 @@ def measure(options: Options, say: Say) -> Measuring:
     yield from targets(TARGETS, records, ".0%")
     yield from overheads(options, dtypes, say)
     said = ", ".join(f"{peak / 1e9:,.0f} GFLOP/s in {_name(dtype)}" for dtype, peak in peaks.items())
-    return f"Instruction set {cpu.variant()}; FMA peak of {torch.get_num_threads()} threads: {said}."
+    read = "" if memory is None else f"; memory is read at {memory / 1e9:.0f} GB/s"
+    return f"Instruction set {cpu.variant()}; FMA peak of {torch.get_num_threads()} threads: {said}{read}."
 
 
 def asked(size: Comparison, options: Options, dtype: torch.dtype) -> Comparison:
@@ -128,6 +132,14 @@ def asked(size: Comparison, options: Options, dtype: torch.dtype) -> Comparison:
         full = dataclasses.replace(options.of(problem), name="random 100%", relation=Drawn(1.0), dtype=dtype)
         entries.append((full, names))
     return dataclasses.replace(size, entries=entries, rounds=options.rounds or size.rounds)
+
+
+def memory_speed(quick: bool, samples: int = 5) -> float:
+    """Measure a loop that adds up an array larger than any cache, in bytes a second: the best of short samples."""
+    native, threads = cpu.module(), torch.get_num_threads()
+    assert native is not None
+    words = torch.zeros((2**22 if quick else 2**28) // 8, dtype=torch.int64)
+    return words.nbytes / interleaved({"memory": lambda: native.read_all(words, threads)}, rounds=samples)["memory"].min
 
 
 def fma_peak(dtype: torch.dtype, seconds: float = 0.02, samples: int = 10) -> float:

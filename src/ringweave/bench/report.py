@@ -1,0 +1,236 @@
+"""Figures as one HTML file, from records or from JSON lines: charts and tables, no scripts, in light and dark."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..errors import ShapeError, UnsupportedError, message
+from ..units import nbytes, percent
+from . import plots
+from .measure import Peak, Ratio, Timing
+from .record import Outcome, PlanCost, Published, Record, Score, Target, plain
+
+#: In lines, what tells each kind of record from the others.
+_KINDS: tuple[tuple[str, type[Any]], ...] = (
+    ("peer", Outcome), ("published", Published), ("bound", Target), ("method", Score), ("tiles", PlanCost),
+)  # fmt: skip
+_PARTS: dict[str, Callable[[Any], Any]] = {
+    "timing": lambda of: Timing(tuple(of["seconds"])),
+    "over_first": lambda of: Ratio(**of),
+    "peak": lambda of: Peak(**of),
+    "curve": tuple,
+}
+
+
+def rendered(template: str, **values: object) -> str:
+    """Write out a template of this package.
+
+    Raises:
+        UnsupportedError: There is no jinja2.
+    """
+    try:
+        from jinja2 import Environment, FunctionLoader, StrictUndefined
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            message("jinja2", "not installed", "jinja2 for the report", "Install it: pip install 'ringweave[bench]'.")
+        ) from error
+
+    folder = resources.files(__package__)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        loader=FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
+    )  # fmt: skip
+    environment.filters |= {
+        "milliseconds": milliseconds,
+        "error": error_text,
+        "bytes": nbytes,
+        "percent": percent,
+        "count": lambda number: f"{number:,.0f}",
+    }
+    return environment.get_template(template).render(**values)
+
+
+def as_json(value: object) -> str:
+    """Write JSON for a script element, which ends at the first ``</``."""
+    return json.dumps(value).replace("</", "<\\/")
+
+
+def milliseconds(seconds: float) -> str:
+    """Write seconds as milliseconds: ``12.3``, ``1,234``."""
+    return f"{seconds * 1e3:,.1f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
+
+
+def error_text(error: float) -> str:
+    """Write an error with two digits: ``3.6e-07``."""
+    return f"{error:.1e}"
+
+
+@dataclasses.dataclass(frozen=True)
+class CasePage:
+    """A case of a page.
+
+    Attributes:
+        case: Its name.
+        machines: Where its figures were taken, a line for each run.
+        records: What was measured; of two of the same thing the later.
+        charts: (caption, SVG) of each.
+    """
+
+    case: str
+    machines: tuple[str, ...]
+    records: tuple[Record, ...]
+    charts: tuple[tuple[str, str], ...]
+
+    @property
+    def problems(self) -> dict[str, list[Outcome]]:
+        """What came of every peer, by problem and direction."""
+        found: dict[str, list[Outcome]] = {}
+        for each in self.records:
+            if isinstance(each, Outcome):
+                heads = f"{each.heads}" if each.heads == each.kv_heads else f"{each.heads} over {each.kv_heads}"
+                name = (
+                    f"{each.workload}, {each.direction}: {each.tokens:,} tokens, {heads} heads, D {each.head_dim}, "
+                    f"{each.dtype}, density {each.density:.1%}"
+                )
+                found.setdefault(name, []).append(each)
+        return found
+
+    def of(self, kind: str) -> list[Record]:
+        """List the records of a kind, by the name of its class."""
+        return [each for each in self.records if type(each).__name__ == kind]
+
+
+def read_lines(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
+    """Read the lines of files; one that was cut short, by a run that was killed, is none.
+
+    Raises:
+        ShapeError: A file that is not there.
+    """
+    found = []
+    for path in map(Path, paths):
+        if not path.is_file():
+            raise ShapeError(message("lines", str(path), "files of JSON lines", "ringweave bench CASE --out FILE."))
+        for line in path.read_text("utf-8").splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+    return found
+
+
+def record_of(line: Mapping[str, Any]) -> Record | None:
+    """Read a line as the record that it was, without its errors; None for lines of other programs."""
+    for name, kind in _KINDS:
+        if name in line:
+            known = {field.name for field in dataclasses.fields(kind)} - {"accuracy", "limit"}
+            given = {key: value for key, value in line.items() if key in known}
+            made: Record = kind(
+                **{key: _PARTS[key](value) if key in _PARTS and value is not None else value
+                   for key, value in given.items()}
+            )  # fmt: skip
+            return made
+    return None
+
+
+def write_figures(lines: Iterable[Mapping[str, Any]], path: str | Path) -> Path:
+    """Write the page of lines, and give its path.
+
+    Args:
+        lines: As :func:`read_lines` gives them.
+        path: Where the page goes.
+    Raises:
+        ShapeError: No line is a record of a case.
+    """
+    cases: dict[str, dict[object, Record]] = {}
+    machines: dict[str, dict[str, None]] = {}
+    for line in lines:
+        record = record_of(line)
+        if record is not None and "environment" in line:
+            cases.setdefault(line["case"], {})[_same(record)] = record
+            machines.setdefault(line["case"], {})[_machine(line["environment"])] = None
+    if not cases:
+        raise ShapeError(message("lines", "none of a case", "lines of ringweave bench", "bench CASE --out FILE.jsonl."))
+    pages = [
+        CasePage(case, tuple(machines[case]), tuple(found.values()), tuple(_charts(list(found.values()))))
+        for case, found in cases.items()
+    ]
+    data = [{"case": page.case, "machines": page.machines, "records": plain(page.records)} for page in pages]
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(rendered("figures.html.j2", title="Figures of ringweave", cases=pages, data=as_json(data)), "utf-8")
+    return path
+
+
+def _same(record: Record) -> object:
+    """What two records of one thing have in common."""
+    results = {
+        "timing", "over_first", "gflops", "peak", "accuracy", "limit", "setup_seconds", "peak_share", "memory_share",
+        "reason", "figure", "value", "curve", "nbytes", "how", "density",
+    }  # fmt: skip
+    fields = ((field.name, getattr(record, field.name)) for field in dataclasses.fields(record))
+    density = round(record.density, 2) if isinstance(record, (Outcome, Score)) else 0
+    return type(record), density, tuple(each for each in fields if each[0] not in results)
+
+
+def _machine(where: Mapping[str, Any]) -> str:
+    load = "" if where.get("load") is None else f", load {where['load']}"
+    commit = f" ({where['commit']})" if where.get("commit") else ""
+    return (
+        f"{where.get('accelerator') or where['cpu']}, {where['threads']} threads{load}; torch {where['torch']}, "
+        f"ringweave {where['ringweave']}{commit}; {where['date'][:10]}"
+    )
+
+
+def _charts(records: list[Record]) -> Iterable[tuple[str, str]]:
+    outcomes = [each for each in records if isinstance(each, Outcome) and each.timing is not None]
+    time = {id(each): each.timing.median * 1e3 for each in outcomes if each.timing is not None}
+    peaks = {id(each): each.peak.nbytes / 2**20 for each in outcomes if each.peak is not None and each.peak.nbytes > 0}
+    of_length = ("workload", "direction", "dtype", "heads", "head_dim")
+    of_density = ("tokens", "direction", "dtype", "heads", "head_dim")
+    for caption, x, value, names, axis, least in (
+        ("Time against length", "tokens", time, of_length, "ms", 2),
+        # two patterns of one length have two densities as well
+        ("Time against density", "density", time, of_density, "ms", 3),
+        ("Memory at the peak against length", "tokens", peaks, of_length, "MiB", 2),
+    ):
+        panels = _panels(outcomes, x, value, names, least)
+        if panels:
+            yield caption, plots.curves(panels, x, axis)
+    placed = [each for each in outcomes if each.peak_share and each.memory_share]
+    if placed:
+        yield (
+            "Roofline: operations for each byte that has to be moved, 1 where computing takes as long as reading, and "
+            "the share of the processor's peak that is reached; both peaks are of the same run",
+            plots.roofline(placed),
+        )
+    scores = [each for each in records if isinstance(each, Score)]
+    if scores:
+        yield "Means, and lines from the least to the most over seeds", plots.scores(scores)
+
+
+def _panels(
+    outcomes: list[Outcome], x: str, value: Mapping[int, float], names: tuple[str, ...], least: int
+) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Curves of each peer, by what they have in common; of fewer points than the least, none."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for each in outcomes:
+        if id(each) in value:
+            title = ", ".join(_word(name, getattr(each, name)) for name in names)
+            found.setdefault(title, {}).setdefault(each.peer, []).append((getattr(each, x), value[id(each)]))
+    panels = {}
+    for title, peers in found.items():
+        curves = {peer: sorted(points) for peer, points in peers.items() if len({at for at, _ in points}) >= least}
+        # several problems at the same place say nothing about it
+        if curves and all(len({at for at, _ in points}) == len(points) for points in curves.values()):
+            panels[title] = curves
+    return panels
+
+
+def _word(name: str, value: object) -> str:
+    return {"tokens": f"{value:,} tokens" if isinstance(value, int) else "", "heads": f"{value} heads",
+            "head_dim": f"D {value}"}.get(name, str(value))  # fmt: skip
