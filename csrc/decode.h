@@ -1,5 +1,6 @@
-// Forward for a task of a few query rows, such as a decoding step: reading K and V is then all the work, and channels,
-// not queries, lie across the lanes. In float32 whatever the storage; the state it leaves is that of forward.h.
+// Forward for a task of a few query rows, such as a decoding step: reading K and V is then all the work. Keys, not
+// queries, lie across the lanes of products, for which K is turned in registers, and channels across those of sums.
+// Each number is the sum of the same products in the same order as in forward.h, so a row has the same bits.
 #pragma once
 #include "forward.h"
 
@@ -10,41 +11,62 @@ namespace {
 constexpr int kFew = 4;
 inline bool has_few(const Problem &pb, int64_t tile) { return tile_queries(pb, tile) <= kFew; }
 
-// Rows and queries that are multiplied at a time: as many sums as registers hold.
-constexpr int kKeys = 4, kValues = 16, kBeside = W == 16 ? 4 : 2;
+// Queries and vectors of channels that are summed at a time: as many sums as registers hold.
+constexpr int kBeside = W == 16 ? 4 : 2, kVectors = 4;
 
-RW_INLINE float sum_lanes(V v) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps((__m512)v);
-#else
-  float sum = v[0];
-  for (int i = 1; i < W; ++i) sum += v[i];
-  return sum;
-#endif
-}
+typedef float F4 __attribute__((vector_size(16)));
+
 RW_INLINE float max_lanes(V v) {
   float top = v[0];
   for (int i = 1; i < W; ++i) top = v[i] > top ? v[i] : top;
   return top;
 }
 
-// The sums of the lanes of four vectors.
-RW_INLINE I4 sum_lanes(V a, V b, V c, V d) {
+// A square of 4-byte elements, turned.
+RW_INLINE void turn(V (&x)[W]) {
+#if defined(__AVX2__)
+  V y[W];
+#pragma GCC unroll 8
+  for (int i = 0; i < W; i += 2) {
 #if defined(__AVX512F__)
-  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
-  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
-  const __m512 x = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-  const __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-  return (I4)_mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
-#elif defined(__AVX2__)
-  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps((__m256)a, (__m256)b), _mm256_unpackhi_ps((__m256)a, (__m256)b));
-  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps((__m256)c, (__m256)d), _mm256_unpackhi_ps((__m256)c, (__m256)d));
-  const __m256 x = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
-  return (I4)_mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y[i] = (V)_mm512_unpacklo_ps((__m512)x[i], (__m512)x[i + 1]);
+    y[i + 1] = (V)_mm512_unpackhi_ps((__m512)x[i], (__m512)x[i + 1]);
 #else
-  const V ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
-  const V cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
-  return (I4)(__builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7));
+    y[i] = (V)_mm256_unpacklo_ps((__m256)x[i], (__m256)x[i + 1]);
+    y[i + 1] = (V)_mm256_unpackhi_ps((__m256)x[i], (__m256)x[i + 1]);
+#endif
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < W; i += 4)  // x[i + k] then has columns k, k + 4, ... of four rows
+#pragma GCC unroll 2
+    for (int k = 0; k < 2; ++k) {
+#if defined(__AVX512F__)
+      x[i + 2 * k] = (V)_mm512_unpacklo_pd((__m512d)y[i + k], (__m512d)y[i + 2 + k]);
+      x[i + 2 * k + 1] = (V)_mm512_unpackhi_pd((__m512d)y[i + k], (__m512d)y[i + 2 + k]);
+#else
+      x[i + 2 * k] = (V)_mm256_unpacklo_pd((__m256d)y[i + k], (__m256d)y[i + 2 + k]);
+      x[i + 2 * k + 1] = (V)_mm256_unpackhi_pd((__m256d)y[i + k], (__m256d)y[i + 2 + k]);
+#endif
+    }
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; ++k) {
+#if defined(__AVX512F__)
+    const __m512 even = _mm512_shuffle_f32x4((__m512)x[k], (__m512)x[4 + k], 0x88);
+    const __m512 odd = _mm512_shuffle_f32x4((__m512)x[k], (__m512)x[4 + k], 0xdd);
+    const __m512 even2 = _mm512_shuffle_f32x4((__m512)x[8 + k], (__m512)x[12 + k], 0x88);
+    const __m512 odd2 = _mm512_shuffle_f32x4((__m512)x[8 + k], (__m512)x[12 + k], 0xdd);
+    x[k] = (V)_mm512_shuffle_f32x4(even, even2, 0x88), x[8 + k] = (V)_mm512_shuffle_f32x4(even, even2, 0xdd);
+    x[4 + k] = (V)_mm512_shuffle_f32x4(odd, odd2, 0x88), x[12 + k] = (V)_mm512_shuffle_f32x4(odd, odd2, 0xdd);
+#else
+    const __m256 low = (__m256)x[k], high = (__m256)x[4 + k];
+    x[k] = (V)_mm256_permute2f128_ps(low, high, 0x20), x[4 + k] = (V)_mm256_permute2f128_ps(low, high, 0x31);
+#endif
+  }
+#else
+  const V a = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5), b = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7);
+  const V c = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5), d = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
+  x[0] = __builtin_shufflevector(a, c, 0, 1, 4, 5), x[1] = __builtin_shufflevector(a, c, 2, 3, 6, 7);
+  x[2] = __builtin_shufflevector(b, d, 0, 1, 4, 5), x[3] = __builtin_shufflevector(b, d, 2, 3, 6, 7);
 #endif
 }
 
@@ -96,21 +118,126 @@ RW_INLINE V load_as(const char *row, int c) {
 #endif
 }
 
-// A row stored as T: in place where it is that and fills whole vectors; else (T is F32) copied, with zeros behind.
+// A row of keys as 4-byte words: floats, or two or four of what is stored; halves are widened as they are loaded.
 template <int T>
-RW_INLINE const char *row_as(const char *from, Dtype type, int width, float *memory) {
-  if (T != F32 || (type == F32 && width % W == 0)) return from;
-  widen(memory, from, type, width);
-  for (int c = width; c % W; ++c) memory[c] = 0;
-  return (const char *)memory;
+constexpr int in_word = T == BF16 ? 2 : T == I8 || T == E4M3 ? 4 : 1;
+template <int T>
+constexpr int word_bytes = T == F16 ? 2 : 4;
+
+// One of the channels of a word, over unit<T>.
+template <int T>
+RW_INLINE V channel(V word, int i) {
+  const U bits = (U)word;
+  if constexpr (T == BF16) return i ? (V)(bits & 0xffff0000u) : (V)(bits << 16);
+  if constexpr (T == I8) return __builtin_convertvector((I)(bits << (24 - 8 * i)) >> 24, V);
+  if constexpr (T == E4M3) {  // as a half, that is: an exponent of 5 bits
+    const U byte = bits >> (8 * i), magnitude = byte & 0x7f;
+    const V x = (V)(magnitude << 20) * splat(0x1p112f);
+    return (V)((U)(magnitude == 0x7f ? x - x / V{} : x) | (byte & 0x80) << 24);
+  }
+  return word;
 }
+
+// How the words of K are multiplied: one channel after the other, or, with pairs, as they are.
+template <class Op, int T>
+constexpr int parts = Op::depth == 2 ? 1 : in_word<T>;
+
+alignas(64) constexpr char kZeros[4 * kMostChannels] = {};
+
+// Rows of a panel, wherever they lie.
+struct Rows {
+  const char *row[kPanelRows];
+  int n = 0;
+  // Behind the last that one again, for products that nobody reads.
+  void set(const View &t, const Unit &u, int64_t first, int count) {
+    n = count;
+    for (int r = 0; !count && r < kPanelRows; ++r) row[r] = kZeros;
+    const int run = run_of(t, count);
+    for (int r = 0; r < count; r += run) {
+      const char *from = token_at(t, u.batch, u.kv_head, first + r);
+      for (int i = r; i < r + run && i < count; ++i) row[i] = from + (i - r) * t.token;
+    }
+    for (int r = count; count && r < kPanelRows; ++r) row[r] = row[count - 1];
+  }
+};
+
+// Rows that are needed next, fetched while others are worked on.
+struct Fetch {
+  const Rows *rows;
+  int bytes;
+  RW_INLINE void part(int r, ptrdiff_t at, int n) const {
+    for (int i = 0; i < n; i += 64)
+      if (at + i < bytes) __builtin_prefetch(rows->row[r] + at + i, 0, 2);
+  }
+  // What of wider rows is left.
+  void rest(int from) const {
+    for (int r = 0; from < bytes && r < rows->n; ++r) part(r, from, bytes - from);
+  }
+};
 
 struct Few {
   // aligned: a vector of theirs that lies across two cache lines costs a tenth of a step
-  alignas(64) float q[kFew * kMostChannels], out[kFew * kMostChannels], s[kFew * kMostTile];
-  float top[kFew], sum[kFew];
-  int count, d, dv;  // d, dv: padded to whole vectors
+  alignas(64) float s[kFew * kPanelRows], out[kFew * kMostChannels], total[kFew * kMostChannels];
+  alignas(64) uint16_t pairs[kFew * kPanelRows];  // weights, of a build with pairs
+  float top[kFew], sum[kFew], total_top[kFew], total_sum[kFew], shrink[kFew];
+  int count, d, dv;  // dv: padded to whole vectors
 };
+
+// Adds the products of a word of some keys with N queries.
+template <class Op, int T, int N>
+RW_INLINE void add_word(V word, const float *q, int pw, V (&acc)[N]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < parts<Op, T>; ++i, q += pw) {
+    const V x = Op::depth == 2 ? word : channel<T>(word, i);
+#pragma GCC unroll 4
+    for (int l = 0; l < N; ++l) acc[l] = Op::madd(x, splat(q[l]), acc[l]);
+  }
+}
+
+// Products of a panel of keys with N queries, each a sum over channels from the first to the last.
+template <class Op, int T, int N>
+RW_INLINE void products(Few &f, const Rows &k, const float *q, int pw, const Fetch &ahead) {
+  const int words = f.d / in_word<T>;
+  for (int w0 = 0; w0 < words; w0 += W, q += (ptrdiff_t)W * parts<Op, T> * pw)
+    for (int r = 0; r < k.n; r += W) {
+      V x[W], acc[N];
+      const ptrdiff_t at = (ptrdiff_t)w0 * word_bytes<T>;
+#pragma GCC unroll 4
+      for (int l = 0; l < N; ++l) acc[l] = w0 ? load(f.s + l * kPanelRows + r) : V{};
+      if (w0 + W <= words) {
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) x[i] = load_as<T == F16 ? F16 : F32>(k.row[r + i] + at, 0);
+        turn(x);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) add_word<Op, T>(x[i], q + (ptrdiff_t)i * parts<Op, T> * pw, pw, acc);
+      } else {
+        alignas(64) float turned[W * W];
+        for (int i = 0; i < W; ++i) {  // what is left of a row, and zeros
+          alignas(64) char end[4 * W] = {};
+          memcpy(end, k.row[r + i] + at, (size_t)(words - w0) * word_bytes<T>);
+          x[i] = load_as<T == F16 ? F16 : F32>(end, 0);
+        }
+        turn(x);
+        for (int i = 0; i < W; ++i) store(turned + i * W, x[i]);
+        for (int i = 0; i < words - w0; ++i)
+          add_word<Op, T>(load(turned + i * W), q + (ptrdiff_t)i * parts<Op, T> * pw, pw, acc);
+      }
+#pragma GCC unroll 4
+      for (int l = 0; l < N; ++l) store(f.s + l * kPanelRows + r, acc[l]);
+      for (int i = 0; at % 64 == 0 && i < W; ++i) ahead.part(r + i, at, 64);
+    }
+  ahead.rest((words * word_bytes<T> + 63) / 64 * 64);
+}
+template <class Op, int T>
+__attribute__((noinline)) void few_products(Few &f, const Rows &k, const float *q, int pw,
+                                            const Fetch &ahead) {
+  if (f.count > 2)
+    products<Op, T, 4>(f, k, q, pw, ahead);
+  else if (f.count == 2)
+    products<Op, T, 2>(f, k, q, pw, ahead);
+  else
+    products<Op, T, 1>(f, k, q, pw, ahead);
+}
 
 // What rows that are stored with scales are multiplied by.
 template <int T>
@@ -118,62 +245,12 @@ inline void few_scales(const View &t, const Unit &u, int64_t first, int keys, fl
   for (int r = 0; r < keys; ++r) to[r] = scale_at(t, u.batch, u.kv_head, first + r) * unit<T>;
 }
 
-// Products of some keys that lie side by side with N queries.
-template <int T, int N>
-RW_INLINE void products(const View &t, int width, const char *k, int keys, int channels, const float *q, float *s,
-                        const Ahead &ahead) {
-  alignas(64) float memory[kKeys * kMostChannels];
-  for (int r = 0; r < keys; r += kKeys) {
-    ahead.fetch(r, r + kKeys);
-    const char *row[kKeys];
-    for (int i = 0; i < kKeys; ++i)  // behind the last that one again, for sums that nobody reads
-      row[i] = row_as<T>(k + smaller(r + i, keys - 1) * t.token, t.dtype, width, memory + i * kMostChannels);
-    V acc[N][kKeys];
-#pragma GCC unroll 4
-    for (int l = 0; l < N; ++l)
-#pragma GCC unroll 4
-      for (int i = 0; i < kKeys; ++i) acc[l][i] = V{};
-    for (int c = 0; c < channels; c += W) {
-      V x[kKeys];
-#pragma GCC unroll 4
-      for (int i = 0; i < kKeys; ++i) x[i] = load_as<T>(row[i], c);
-#pragma GCC unroll 4
-      for (int l = 0; l < N; ++l) {
-        const V y = load(q + l * kMostChannels + c);
-#pragma GCC unroll 4
-        for (int i = 0; i < kKeys; ++i) acc[l][i] += x[i] * y;
-      }
-    }
-#pragma GCC unroll 4
-    for (int l = 0; l < N; ++l)
-      *(I4U *)(s + l * kMostTile + r) = sum_lanes(acc[l][0], acc[l][1], acc[l][2], acc[l][3]);
-  }
-}
-
-// Products of some keys that lie side by side.
-template <int T>
-__attribute__((noinline)) void few_products(const Problem &pb, Few &f, const char *k, int keys, float *s,
-                                            const Ahead &ahead) {
-  for (int l = 0; l < f.count; l += kBeside) {
-    const float *q = f.q + l * kMostChannels;
-    float *to = s + l * kMostTile;
-    const Ahead next = l ? Ahead() : ahead;
-    const int n = f.count - l;
-    if (kBeside == 4 && n > 2)
-      products<T, kBeside>(pb.k, pb.d, k, keys, f.d, q, to, next);
-    else if (n > 1)
-      products<T, 2>(pb.k, pb.d, k, keys, f.d, q, to, next);
-    else
-      products<T, 1>(pb.k, pb.d, k, keys, f.d, q, to, next);
-  }
-}
-
-// Scores, where there are no terms: products times what their keys are scaled by, where they are allowed.
+// Scores of a panel, where there are no terms: products times what their keys are scaled by, where they are allowed.
 template <bool Scored>
 inline void few_scores(const Problem &pb, Few &f, int keys, const TileMask &mask, const float *scales) {
   const V before = splat(Scale(pb).before);
   for (int l = 0; l < f.count; ++l) {
-    float *s = f.s + l * kMostTile;
+    float *s = f.s + l * kPanelRows;
     for (int r = keys; r % W; ++r) s[r] = 0;
     V least = splat(kInf);
     for (int r = 0; r < keys; r += W) {
@@ -195,121 +272,183 @@ inline void few_scores(const Problem &pb, Few &f, int keys, const TileMask &mask
   }
 }
 
-// What the terms make of them, where they are allowed.
-inline void few_terms(Pairs &pairs, Few &f, const Lanes &lanes, int keys, const TileMask &mask) {
+// What the terms make of the keys of a tile from k0 on, where they are allowed.
+inline void few_terms(Pairs &pairs, Few &f, const Lanes &lanes, int k0, int keys, const TileMask &mask) {
   for (int l = 0; l < f.count; ++l) {
-    float *s = f.s + l * kMostTile;
-    for (int r = keys; r % W; ++r) s[r] = 0;
+    float *s = f.s + l * kPanelRows;
     pairs.head = lanes.head + l / lanes.rows;
     pairs.set_rows(lanes.first + l % lanes.rows, 1);
-    pairs.apply(s, 0, 1, 0, (keys + W - 1) / W * W);
+    pairs.apply(s, 0, 1, k0, (keys + W - 1) / W * W);
     for (int r = 0; mask.rows && r < keys; ++r)
       if (!(mask.rows[(ptrdiff_t)r * mask.words] >> l & 1)) s[r] = -kInf;
   }
 }
 
-// Softmax of one row of scores, in place; returns what its sums so far shrink by.
-inline float few_softmax(Few &f, int l, int keys, float c) {
-  float *s = f.s + l * kMostTile;
-  for (int r = keys; r % W; ++r) s[r] = -kInf;
-  V tops = splat(-kInf);
-  for (int r = 0; r < keys; r += W) tops = max(load(s + r), tops);
-  float top = max_lanes(tops);
-  if (!(top > f.top[l])) top = f.top[l];
-  const V low = no_inf(splat(top));
-  const V shrink = exp2((splat(f.top[l]) - low) * splat(c));
-  V sum = V{};
-  for (int r = 0; r < keys; r += W) {
-    V p = exp2((load(s + r) - low) * splat(c));
-    store(s + r, p);
-    sum += p;
+// The sums of the rows of weights, from the first key to the last as `exponentials` adds them.
+template <class Op>
+RW_INLINE F4 sum_keys(const float *p, int keys) {
+  F4 sum = {};
+  for (int r = 0; r < keys; r += 4) {
+    const F4 a = (F4)*(const I4U *)(p + r), b = (F4)*(const I4U *)(p + kPanelRows + r);
+    const F4 c = (F4)*(const I4U *)(p + 2 * kPanelRows + r), d = (F4)*(const I4U *)(p + 3 * kPanelRows + r);
+    const F4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+    const F4 AB = __builtin_shufflevector(a, b, 2, 6, 3, 7), CD = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    const F4 k0 = __builtin_shufflevector(ab, cd, 0, 1, 4, 5), k1 = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    const F4 k2 = __builtin_shufflevector(AB, CD, 0, 1, 4, 5), k3 = __builtin_shufflevector(AB, CD, 2, 3, 6, 7);
+    if (Op::depth == 2) {
+      sum += k0 + k1;
+      sum += k2 + k3;
+    } else {
+      sum += k0;
+      sum += k1;
+      sum += k2;
+      sum += k3;
+    }
   }
-  f.top[l] = top;
-  f.sum[l] = f.sum[l] * shrink[0] + sum_lanes(sum);
-  return shrink[0];
+  return sum;
 }
 
-// Adds n rows of values to the sums of N queries, weighted with p.
-template <int T, int N, int C>
-RW_INLINE void add_rows(const char *const *row, const int *kept, int n, int c, const float *p, float *out) {
-  V acc[N][C];  // as add_block: the products are summed from 0
+// Softmax of the rows of scores of a panel, in place, and what their sums so far shrink by.
+template <class Op>
+inline void few_softmax(Few &f, int keys, float c) {
+  for (int l = 0; l < f.count; ++l) {
+    float *s = f.s + l * kPanelRows;
+    for (int r = keys; r % W; ++r) s[r] = -kInf;
+    V tops = splat(-kInf);
+    for (int r = 0; r < keys; r += W) tops = max(load(s + r), tops);
+    float top = max_lanes(tops);
+    if (!(top > f.top[l])) top = f.top[l];
+    const V low = no_inf(splat(top));
+    f.shrink[l] = exp2((splat(f.top[l]) - low) * splat(c))[0];
+    f.top[l] = top;
+    for (int r = 0; r < keys; r += W) store(s + r, exp2((load(s + r) - low) * splat(c)));
+  }
+  const F4 sum = sum_keys<Op>(f.s, keys);
+  for (int l = 0; l < f.count; ++l) f.sum[l] = f.sum[l] * f.shrink[l] + sum[l];
+}
+
+// Adds a panel's values from channel c on to the sums of N queries: C vectors of channels, or of pairs of rows.
+template <class Op, int T, int N, int C>
+RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int n, int l0, int c, float *out,
+                        const Fetch &ahead) {
+  constexpr int M = Op::depth * C, bytes = C * bytes_of((Dtype)T) * Op::depth * W;
+  V acc[N][M];
 #pragma GCC unroll 4
   for (int l = 0; l < N; ++l)
-#pragma GCC unroll 2
-    for (int j = 0; j < C; ++j) acc[l][j] = V{};
-  for (int i = 0; i < n; ++i) {
-    V x[C];
-#pragma GCC unroll 2
-    for (int j = 0; j < C; ++j) x[j] = load_as<T>(row[i], c + j * W);
+#pragma GCC unroll 8
+    for (int j = 0; j < M; ++j) acc[l][j] = V{};
+  for (int r = 0; r < n; r += Op::depth) {
+    V x[M];
+#if defined(__AVX512BF16__)
+    if constexpr (Op::depth == 2) {
+#pragma GCC unroll 4
+      for (int j = 0; j < C; ++j) {
+        const __m512i a = (__m512i)load(row[r] + at + 64 * j), b = (__m512i)load(row[r + 1] + at + 64 * j);
+        x[2 * j] = (V)_mm512_unpacklo_epi16(a, b), x[2 * j + 1] = (V)_mm512_unpackhi_epi16(a, b);
+      }
+    }
+#endif
+    if constexpr (Op::depth == 1) {
+#pragma GCC unroll 4
+      for (int j = 0; j < C; ++j) x[j] = load_as<T>(row[r] + at, j * W);
+    }
 #pragma GCC unroll 4
     for (int l = 0; l < N; ++l) {
-      const V weight = splat(p[l * kMostTile + kept[i]]);
-#pragma GCC unroll 2
-      for (int j = 0; j < C; ++j) acc[l][j] += weight * x[j];
+      const char *p = Op::depth == 2 ? (const char *)(f.pairs + (l0 + l) * kPanelRows + r)
+                                     : (const char *)(f.s + (l0 + l) * kPanelRows + r);
+      const V weight = splat_at(p);
+#pragma GCC unroll 8
+      for (int j = 0; j < M; ++j) acc[l][j] = Op::madd(x[j], weight, acc[l][j]);
     }
+#pragma GCC unroll 2
+    for (int i = 0; i < Op::depth; ++i) ahead.part(r + i, at, bytes);
   }
 #pragma GCC unroll 4
   for (int l = 0; l < N; ++l)
-#pragma GCC unroll 2
-    for (int j = 0; j < C; ++j) {
-      float *to = out + l * kMostChannels + c + j * W;
-      store(to, load(to) + acc[l][j]);
+#pragma GCC unroll 8
+    for (int j = 0; j < M; ++j) {
+      float *to = out + (l0 + l) * kMostChannels + c + j * W;
+      store(to, load(to) * splat(f.shrink[l0 + l]) + acc[l][j]);
     }
-}
-template <int T, int N>
-RW_INLINE void add_rows(const char *const *row, const int *kept, int n, int channels, const float *p, float *out) {
-  int c = 0;
-  for (; c + 2 * W <= channels; c += 2 * W) add_rows<T, N, 2>(row, kept, n, c, p, out);
-  if (c < channels) add_rows<T, N, 1>(row, kept, n, c, p, out);
 }
 
-// Adds some values that lie side by side, weighted with s.
-template <int T>
-__attribute__((noinline)) void few_values(const Problem &pb, Few &f, const char *v, int keys, Dead dead, const float *s,
-                                          const Ahead &ahead) {
-  alignas(64) float memory[kValues * kMostChannels];
-  for (int r0 = 0; r0 < keys; r0 += kValues) {
-    const char *row[kValues];
-    int kept[kValues], n = 0;
-    ahead.fetch(r0, r0 + kValues);
-    for (int r = r0; r < r0 + kValues && r < keys; ++r)
-      if (!dead || !dead[r]) {
-        row[n] = row_as<T>(v + r * pb.v.token, pb.v.dtype, pb.dv_dim, memory + n * kMostChannels);
-        kept[n++] = r;
-      }
-    for (int l = 0; l < f.count; l += kBeside) {
-      const float *p = s + l * kMostTile;
-      float *out = f.out + l * kMostChannels;
-      if (kBeside == 4 && f.count - l > 2)
-        add_rows<T, kBeside>(row, kept, n, f.dv, p, out);
-      else if (f.count - l > 1)
-        add_rows<T, 2>(row, kept, n, f.dv, p, out);
-      else
-        add_rows<T, 1>(row, kept, n, f.dv, p, out);
-    }
+template <class Op, int T, int N>
+RW_INLINE void add_rows(Few &f, const Rows &v, int l0, int dv, const Fetch &ahead) {
+  constexpr int channels = Op::depth * W, size = bytes_of((Dtype)T);
+  constexpr int most = kVectors / Op::depth;
+  int c = 0;
+  for (; c + most * channels <= dv; c += most * channels)
+    add_rows<Op, T, N, most>(f, v.row, (ptrdiff_t)c * size, v.n, l0, c, f.out, ahead);
+  if (most == 4 && c + 2 * channels <= dv) {
+    add_rows<Op, T, N, 2>(f, v.row, (ptrdiff_t)c * size, v.n, l0, c, f.out, ahead);
+    c += 2 * channels;
   }
+  for (; c + channels <= dv; c += channels)
+    add_rows<Op, T, N, 1>(f, v.row, (ptrdiff_t)c * size, v.n, l0, c, f.out, ahead);
+  if (c == dv) return;
+  alignas(64) char ends[kPanelRows * 64] = {};  // what is left of the rows, and zeros
+  const char *row[kPanelRows];
+  for (int r = 0; r < kPanelRows; ++r) row[r] = ends + r * 64;
+  for (int r = 0; r < v.n; ++r) memcpy(ends + r * 64, v.row[r] + (ptrdiff_t)c * size, (size_t)(dv - c) * size);
+  add_rows<Op, T, N, 1>(f, row, 0, v.n, l0, c, f.out, ahead);
+}
+
+// Adds a panel's values, weighted.
+template <class Op, int T>
+__attribute__((noinline)) void few_values(Few &f, const Rows &v, const Fetch &ahead) {
+  for (int l = 0; l < f.count; l += kBeside) {
+    const Fetch next{ahead.rows, l ? 0 : ahead.bytes};
+    if (kBeside == 4 && f.count - l > 2)
+      add_rows<Op, T, kBeside>(f, v, l, f.dv, next);
+    else if (f.count - l > 1)
+      add_rows<Op, T, 2>(f, v, l, f.dv, next);
+    else
+      add_rows<Op, T, 1>(f, v, l, f.dv, next);
+  }
+  ahead.rest(f.dv * bytes_of((Dtype)T));
+}
+
+// Joins the block of one query to its total, as join_state does.
+inline void few_join(Few &f, int l, float c) {
+  const V before = splat(f.total_top[l]), other = splat(f.top[l]), now = max(before, other), low = no_inf(now);
+  const V a = exp2((before - low) * splat(c)), b = exp2((other - low) * splat(c));
+  float *total = f.total + l * kMostChannels, *out = f.out + l * kMostChannels;
+  for (int at = 0; at < kMostChannels; at += W) {
+    store(total + at, joined(load(total + at), a, load(out + at), b));
+    store(out + at, V{});
+  }
+  f.total_top[l] = now[0], f.total_sum[l] = joined(splat(f.total_sum[l]), a, splat(f.sum[l]), b)[0];
+  f.top[l] = -kInf, f.sum[l] = 0;
 }
 
 // AddEntries. Not inlined: its loops of a few instructions would spill to what surrounds them.
-template <int T, bool Scored>
-__attribute__((noinline)) void few_entries(const Problem &pb, const Unit &u, const Lanes &lanes, const ForwardMemory &m,
-                                           const Running &state, int64_t begin, int64_t end, int64_t last) {
+template <class Op, int T, bool Scored>
+__attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, const Lanes &lanes, const ForwardMemory &m,
+                                              const Running &state, int64_t at, int64_t begin, int64_t end,
+                                              int64_t last) {
   const Plan &plan = pb.plan;
   const Scale scale(pb);
   Pairs pairs(pb, m.terms, u.batch, true);
   Few f;
-  alignas(64) float scales[kMostTile];
-  f.count = lanes.heads * lanes.rows, f.d = (pb.d + W - 1) / W * W, f.dv = (pb.dv_dim + W - 1) / W * W;
-  memset(f.q, 0, sizeof f.q);  // of queries that fill up a block too, whose sums nobody reads
-  memset(f.s, 0, sizeof f.s);
-  memset(f.out, 0, sizeof f.out);
-  for (int l = 0; l < f.count; ++l) {
-    float *q = f.q + l * kMostChannels;
-    widen(q, lane_row(pb.q, lanes, l), pb.q.dtype, pb.d);
-    for (int c = 0; scale.sign <= 0 && c < pb.d; ++c) q[c] *= (float)scale.sign;
-    f.top[l] = -kInf, f.sum[l] = 0;
-  }
+  alignas(64) float scales[kPanelRows];
+  f.count = lanes.heads * lanes.rows, f.d = pb.d, f.dv = pb.dv_dim;
+  memset((void *)&f.s, 0, sizeof f.s);  // of queries that fill up a block too, whose sums nobody reads
+  memset((void *)&f.out, 0, sizeof f.out);
+  memset((void *)&f.total, 0, sizeof f.total);
+  memset((void *)&f.pairs, 0, sizeof f.pairs);
+  for (int l = 0; l < kFew; ++l)
+    f.top[l] = f.total_top[l] = -kInf, f.sum[l] = f.total_sum[l] = 0, f.shrink[l] = 1;
+  const Blocks blocks(m, f.count, at, plan.kv_tile);
+  bool several = false;
+  const int pw = panel_width(0, lanes.count);  // a few lanes lie in the first panel
+  const int k_bytes = pb.d * bytes_of(pb.k.dtype), v_bytes = pb.dv_dim * bytes_of(pb.v.dtype);
   const int64_t nk = keys_of(pb, u.batch);
+  Rows keys_now, keys_next, v;
+  auto set_next = [&](int64_t first, int64_t stop) {
+    keys_next.set(pb.k, u, first, (int)larger(0, smaller(kPanelRows, stop - first)));
+  };
+  auto tile_end = [&](int64_t e) { return smaller(nk, (int64_t)(plan.col[e] + 1) * plan.kv_tile); };
+  if (begin < end) set_next((int64_t)plan.col[begin] * plan.kv_tile, tile_end(begin));
   for (int64_t e = begin; e < end; ++e) {
     const int64_t first = (int64_t)plan.col[e] * plan.kv_tile;
     const int keys = (int)smaller(plan.kv_tile, nk - first);
@@ -318,63 +457,77 @@ __attribute__((noinline)) void few_entries(const Problem &pb, const Unit &u, con
     if (plan.bits[e] >= 0)
       mask = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words,
                        lanes, keys, m.mask, m.dead);
-    // Reading is all the work: the scores fetch this tile's values, the values the next tile's keys, half and half.
-    const int run = run_of(pb.k, keys);
-    for (int r = 0; r < keys; r += run) {
-      const int n = (int)smaller(run, keys - r);
-      const Ahead values(pb.v, u.batch, u.kv_head, first + r, n, pb.dv_dim);
-      few_products<T>(pb, f, token_at(pb.k, u.batch, u.kv_head, first + r), n, f.s + r, values);
+    uint32_t full[1];
+    if (blocks.next(mask, keys, full)) {
+      several = true;
+      for (int l = 0; l < f.count; ++l)
+        if (full[0] >> l & 1) few_join(f, l, scale.c);
     }
-    if (pb.k.scales) few_scales<T>(pb.k, u, first, keys, scales);
-    few_scores<Scored>(pb, f, keys, mask, pb.k.scales ? scales : nullptr);
-    if (Scored && pb.scoring.count) {
-      pairs.set_lanes(first, keys, pad_lanes(keys));
-      few_terms(pairs, f, lanes, keys, mask);
-    }
-    float shrink[kFew];
-    for (int l = 0; l < f.count; ++l) {
-      shrink[l] = few_softmax(f, l, keys, scale.c);
-      for (int c = 0; c < f.dv; c += W) {
-        float *out = f.out + l * kMostChannels + c;
-        store(out, load(out) * splat(shrink[l]));
+    if (Scored && pb.scoring.count) pairs.set_lanes(first, keys, pad_lanes(keys));
+    TileMask kept;
+    if (Scored && pb.scoring.drop) kept = kept_pairs(pb, lanes, first, keys, m.dropout);
+    for (int k0 = 0; k0 < keys; k0 += kPanelRows) {
+      const int n = (int)smaller(kPanelRows, keys - k0);
+      const TileMask allowed = mask.from(k0);
+      keys_now = keys_next;
+      v.set(pb.v, u, first + k0, n);
+      for (int r = 0; allowed.dead && r < n; ++r)
+        if (allowed.dead[r]) v.row[r] = kZeros;
+      if (n % 2) v.row[n] = kZeros;
+      // Reading is all the work: the scores fetch this panel's values, the values the next panel's keys.
+      few_products<Op, T>(f, keys_now, m.q, pw, Fetch{&v, v_bytes});
+      if (pb.k.scales) few_scales<T>(pb.k, u, first + k0, n, scales);
+      few_scores<Scored>(pb, f, n, allowed, pb.k.scales ? scales : nullptr);
+      if (Scored && pb.scoring.count) few_terms(pairs, f, lanes, k0, n, allowed);
+      few_softmax<Op>(f, n, scale.c);
+      for (int l = 0; kept.rows && l < f.count; ++l)
+        for (int r = 0; r < n; ++r)
+          if (!(kept.rows[(ptrdiff_t)(k0 + r) * kept.words] >> l & 1)) f.s[l * kPanelRows + r] = 0;
+      if (pb.v.scales) {
+        few_scales<T>(pb.v, u, first + k0, n, scales);
+        for (int l = 0; l < f.count; ++l)
+          for (int r = 0; r < n; ++r) f.s[l * kPanelRows + r] *= scales[r];
       }
-    }
-    if (Scored && pb.scoring.drop) {
-      const TileMask kept = kept_pairs(pb, lanes, first, keys, m.dropout);
-      for (int l = 0; l < f.count; ++l)
-        for (int r = 0; r < keys; ++r)
-          if (!(kept.rows[(ptrdiff_t)r * kept.words] >> l & 1)) f.s[l * kMostTile + r] = 0;
-    }
-    if (pb.v.scales) {
-      few_scales<T>(pb.v, u, first, keys, scales);
-      for (int l = 0; l < f.count; ++l)
-        for (int r = 0; r < keys; ++r) f.s[l * kMostTile + r] *= scales[r];
-    }
-    const int64_t then = e + 1 < last ? (int64_t)plan.col[e + 1] * plan.kv_tile : nk;
-    for (int r = 0; r < keys; r += run) {
-      const int n = (int)smaller(run, keys - r);
-      Ahead next;
-      if (then + r < nk) next = Ahead(pb.k, u.batch, u.kv_head, then + r, (int)smaller(n, nk - then - r), pb.d);
-      few_values<T>(pb, f, token_at(pb.v, u.batch, u.kv_head, first + r), n, mask.from(r).dead, f.s + r, next);
+#if defined(__AVX512BF16__)
+      for (int l = 0; Op::depth == 2 && l < f.count; ++l)
+        for (int r = 0; r < n; r += W)
+          *(__m256bh *)(f.pairs + l * kPanelRows + r) = _mm512_cvtneps_pbh((__m512)load(f.s + l * kPanelRows + r));
+#endif
+      if (k0 + kPanelRows < keys)
+        set_next(first + k0 + kPanelRows, first + keys);
+      else if (e + 1 < last)
+        set_next((int64_t)plan.col[e + 1] * plan.kv_tile, tile_end(e + 1));
+      else
+        set_next(0, 0);
+      few_values<Op, T>(f, v, Fetch{&keys_next, k_bytes});
     }
   }
-  const int pw = panel_width(0, lanes.count);  // a few lanes lie in the first panel
   for (int l = 0; l < f.count; ++l) {
-    state.top[l] = f.top[l], state.sum[l] = f.sum[l];
-    for (int c = 0; c < pb.dv_dim; ++c) state.out[(ptrdiff_t)c * pw + l] = f.out[l * kMostChannels + c];
+    if (several) few_join(f, l, scale.c);
+    state.top[l] = several ? f.total_top[l] : f.top[l], state.sum[l] = several ? f.total_sum[l] : f.sum[l];
+    const float *out = (several ? f.total : f.out) + l * kMostChannels;
+    for (int c = 0; c < pb.dv_dim; ++c) {
+      // with pairs, as rows were put side by side
+      const int from = Op::depth == 2 ? c / 32 * 32 + c / 4 % 2 * 16 + c % 32 / 8 * 4 + c % 4 : c;
+      state.out[(ptrdiff_t)c * pw + l] = out[from];
+    }
   }
+  return state;
 }
 
-template <bool Scored>
+template <class Op, bool Scored>
 AddEntries *few_entries_of(const Problem &pb) {
-  // rows that do not fill whole vectors are widened into memory
-  if (pb.d % W || pb.dv_dim % W) return few_entries<F32, Scored>;
-  switch (pb.k.dtype) {
-    case BF16: return few_entries<BF16, Scored>;
-    case F16: return few_entries<F16, Scored>;
-    case I8: return few_entries<I8, Scored>;
-    case E4M3: return few_entries<E4M3, Scored>;
-    default: return few_entries<F32, Scored>;
+  if constexpr (Op::depth == 2) {
+    (void)pb;
+    return few_entries<Op, BF16, Scored>;
+  } else {
+    switch (pb.k.dtype) {
+      case BF16: return few_entries<Op, BF16, Scored>;
+      case F16: return few_entries<Op, F16, Scored>;
+      case I8: return few_entries<Op, I8, Scored>;
+      case E4M3: return few_entries<Op, E4M3, Scored>;
+      default: return few_entries<Op, F32, Scored>;
+    }
   }
 }
 
@@ -382,11 +535,8 @@ template <class Op, bool Scored>
 inline void forward_piece(const Problem &pb, const Unit &u, const Piece &piece, char *block, const Partials &partials) {
   const Lanes lanes = query_lanes(pb, u, piece.tile);
   const ForwardMemory m(pb, lanes.count, block);
-  AddEntries *entries = many_entries<Op, Scored>;
-  if constexpr (Op::depth == 1)  // a build with pairs leaves few queries to the one that it adds to
-    if (has_few(pb, piece.tile)) entries = few_entries_of<Scored>(pb);
-  if (piece.begin < piece.end && !(Op::depth == 1 && has_few(pb, piece.tile)))
-    pack<Op>(pb.q, lanes, pb.d, Scale(pb).sign, m.q, m.rows);
+  if (piece.begin < piece.end) pack<Op>(pb.q, lanes, pb.d, Scale(pb).sign, m.q, m.rows);
+  AddEntries *entries = has_few(pb, piece.tile) ? few_entries_of<Op, Scored>(pb) : many_entries<Op, Scored>;
   const Running result = sum_blocks(pb, u, piece, lanes, m, partials, entries);
   if (piece.slot < 0) forward_finish(pb, lanes, m, result);
 }

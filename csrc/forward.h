@@ -39,19 +39,29 @@ struct Running {
   }
 };
 
-// Adds a later block's state to a total. Called, never inlined: two inlined copies could round differently.
-__attribute__((noinline)) inline void join_state(Running total, Running part, int lanes, int dv, float c) {
+// A later block's sum, added to the total: how it rounds may not depend on what surrounds it.
+RW_INLINE V joined(V total, V a, V part, V b) { return total * a + rounded(part * b); }
+
+// Adds a later block's state to a total; with `full`, bits by lane, of these lanes alone, which are then reset.
+inline void join_state(Running total, Running part, int lanes, int dv, float c, const uint32_t *full = nullptr) {
   for (int p = 0; p < lanes; p += panel_width(p, lanes)) {
     const int pw = panel_width(p, lanes);
     for (int lane = p; lane < p + pw; lane += W) {
-      V before = load(total.top + lane), other = load(part.top + lane), now = max(before, other), low = no_inf(now);
+      const Mask these = full ? mask_at(full, lane) : mask_of(~0u);
+      V before = load(total.top + lane), other = select(these, load(part.top + lane), splat(-kInf));
+      V now = max(before, other), low = no_inf(now);
       V a = exp2((before - low) * splat(c)), b = exp2((other - low) * splat(c));
       store(total.top + lane, now);
-      store(total.sum + lane, load(total.sum + lane) * a + load(part.sum + lane) * b);
+      store(total.sum + lane, joined(load(total.sum + lane), a, load(part.sum + lane), b));
       for (int ch = 0; ch < dv; ++ch) {
         ptrdiff_t at = (ptrdiff_t)p * dv + (ptrdiff_t)ch * pw + (lane - p);
-        store(total.out + at, load(total.out + at) * a + load(part.out + at) * b);
+        const V out = load(part.out + at);
+        store(total.out + at, joined(load(total.out + at), a, out, b));
+        if (full) store(part.out + at, select(these, V{}, out));
       }
+      if (!full) continue;
+      store(part.top + lane, select(these, splat(-kInf), load(part.top + lane)));
+      store(part.sum + lane, select(these, V{}, load(part.sum + lane)));
     }
   }
 }
@@ -61,6 +71,7 @@ struct ForwardMemory {
   char *k, *v, *rows;
   uint32_t *mask;
   uint8_t *dead;
+  int32_t *attended, *ends;
   TermMemory terms;
   DropoutMemory dropout;
   size_t bytes;
@@ -77,9 +88,40 @@ struct ForwardMemory {
     rows = m.take<char>((size_t)width * 16);
     mask = m.take<uint32_t>((size_t)keys * ((lanes + 31) / 32));
     dead = m.take<uint8_t>(keys);
+    attended = m.take<int32_t>(lanes), ends = m.take<int32_t>(lanes);
     terms = TermMemory(pb, m, lanes, false);
     dropout = DropoutMemory(pb, m, lanes);
     bytes = (size_t)(m.at - block);
+  }
+};
+
+// By lane, how many tiles it has attended, and at how many its block ends.
+struct Blocks {
+  int32_t *attended, *end;
+  int lanes, kv_tile;
+  Blocks(const ForwardMemory &m, int lanes, int64_t at, int kv_tile)
+      : attended(m.attended), end(m.ends), lanes(lanes), kv_tile(kv_tile) {
+    for (int i = 0; i < lanes; ++i) attended[i] = (int32_t)at, end[i] = (int32_t)block_end(at, kv_tile);
+  }
+  // Counts a tile, of which each lane attends a key or none. Before one that begins another block of some lanes they are
+  // marked in `full`.
+  bool next(const TileMask &mask, int keys, uint32_t *full) const {
+    bool any = false;
+    for (int first = 0; first < lanes; first += 32) {
+      uint32_t some = mask.rows ? 0 : ~0u, ended = 0;
+      for (int r = 0; mask.rows && r < keys; ++r) some |= mask.rows[(ptrdiff_t)r * mask.words + first / 32];
+      const int n = (int)smaller(32, lanes - first);
+      for (int i = 0; i < n; ++i) {
+        const int32_t one = some >> i & 1;
+        ended |= (uint32_t)(one & (attended[first + i] == end[first + i])) << i;
+        attended[first + i] += one;
+      }
+      full[first / 32] = ended;
+      any |= ended != 0;
+    }
+    for (int i = 0; any && i < lanes; ++i)
+      if (full[i / 32] >> (i % 32) & 1) end[i] = (int32_t)block_end(end[i], kv_tile);
+    return any;
   }
 };
 
@@ -247,41 +289,39 @@ struct Partials {
   size_t stride;
 };
 
-// Adds the entries [begin, end) to a fresh state; those up to `last` come next.
-typedef void AddEntries(const Problem &, const Unit &, const Lanes &, const ForwardMemory &, const Running &state,
-                        int64_t begin, int64_t end, int64_t last);
+// Adds the entries [begin, end) to a fresh state, before which the rows attended `at` tiles; those up to `last` come
+// next. Returns where the joined sum of their blocks lies.
+typedef Running AddEntries(const Problem &, const Unit &, const Lanes &, const ForwardMemory &, const Running &state,
+                           int64_t at, int64_t begin, int64_t end, int64_t last);
 
-// The blocks of a piece: left in the piece's slots, or joined where one piece is all of them. Returns where the result
-// then lies.
+// The blocks of a piece, left in the piece's slots; or the joined sum of all of them, where one piece is the whole list.
 inline Running sum_blocks(const Problem &pb, const Unit &u, const Piece &piece, const Lanes &lanes,
                           const ForwardMemory &m, const Partials &partials, AddEntries *add) {
   const int64_t g = pb.plan.group[u.batch * pb.q_heads + u.head];
-  const int32_t *ends = pb.plan.row_ptr + g * (pb.plan.q_tiles + 1) + piece.tile;
-  const int64_t start = ends[0], length = ends[1] - ends[0];
-  const int64_t blocks = blocks_of(length, tile_queries(pb, piece.tile));
+  const int64_t start = pb.plan.row_ptr[g * (pb.plan.q_tiles + 1) + piece.tile], last = start + piece.end;
   const bool whole = piece.slot < 0;
-  const Running total(m.total, lanes.count, pb.dv_dim);
   Running state(m.state, lanes.count, pb.dv_dim);
-  if (whole && blocks > 1) total.reset(lanes.count, pb.dv_dim);
-  float *to = partials.first + (whole ? 0 : partials.stride * piece.slot);
-  int64_t i = 0;
-  while (block_begin(length, blocks, i) < piece.begin) ++i;
+  float *to = whole ? nullptr : partials.first + partials.stride * piece.slot;
+  int64_t at = piece.begin;
   do {
+    const int64_t end = whole ? piece.end : smaller(piece.end, block_end(at, pb.plan.kv_tile));
     if (!whole) state = Running(to, lanes.count, pb.dv_dim), to += partials.stride;
     state.reset(lanes.count, pb.dv_dim);
-    const int64_t begin = block_begin(length, blocks, i), end = block_begin(length, blocks, i + 1);
-    add(pb, u, lanes, m, state, start + begin, start + end, start + piece.end);
-    if (whole && blocks > 1) join_state(total, state, lanes.count, pb.dv_dim, Scale(pb).c);
-  } while (block_begin(length, blocks, ++i) < piece.end);
-  return blocks > 1 ? total : state;
+    state = add(pb, u, lanes, m, state, at, start + at, start + end, last);
+    at = end;
+  } while (at < piece.end);
+  return state;
 }
 
 // AddEntries, for queries that are packed.
 template <class Op, bool Scored>
-inline void many_entries(const Problem &pb, const Unit &u, const Lanes &lanes, const ForwardMemory &m,
-                         const Running &state, int64_t begin, int64_t end, int64_t last) {
+inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes, const ForwardMemory &m,
+                            const Running &state, int64_t at, int64_t begin, int64_t end, int64_t last) {
   const Plan &plan = pb.plan;
   const Scale scale(pb);
+  const Running total(m.total, lanes.count, pb.dv_dim);
+  const Blocks blocks(m, lanes.count, at, plan.kv_tile);
+  bool several = false;
   Pairs pairs(pb, m.terms, u.batch, false);
   pairs.head = lanes.head, pairs.heads = lanes.heads;
   if (Scored) pairs.set_lanes(lanes.first, lanes.rows, lanes.count);
@@ -296,6 +336,12 @@ inline void many_entries(const Problem &pb, const Unit &u, const Lanes &lanes, c
     if (plan.bits[e] >= 0)
       mask = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words,
                        lanes, keys, m.mask, m.dead);
+    uint32_t full[kMostLanes / 32];
+    if (blocks.next(mask, keys, full)) {
+      if (!several) total.reset(lanes.count, pb.dv_dim);
+      several = true;
+      join_state(total, state, lanes.count, pb.dv_dim, scale.c, full);
+    }
     Ahead next;
     if (e + 1 < last) {
       const int64_t then = (int64_t)plan.col[e + 1] * plan.kv_tile;
@@ -313,6 +359,8 @@ inline void many_entries(const Problem &pb, const Unit &u, const Lanes &lanes, c
         forward_panel<Op, 1, Scored>(pb, m, state, scale, lane, k, v, keys, mask, lane ? Ahead() : next, pairs);
     }
   }
+  if (several) join_state(total, state, lanes.count, pb.dv_dim, scale.c);
+  return several ? total : state;
 }
 
 // Join the blocks of one list, first to last, as sum_blocks does.

@@ -10,7 +10,7 @@
 
 namespace ringweave {
 // Pairs of bfloat16 where the machine multiplies them; else everything is widened to float32. A build with pairs has no
-// other loops of its own: what is not bfloat16, or of few queries, is for the build that it adds to.
+// other loops of its own: what is not bfloat16 is for the build that it adds to.
 #if defined(__AVX512BF16__)
 extern const Kernel kernel_avx512;
 #define RW_OTHERS(others, call) if (others) return kernel_avx512.call
@@ -33,7 +33,7 @@ size_t mass_bytes(const Problem &pb, int lanes) { return MassMemory(pb, lanes, n
 size_t backward_bytes(const Problem &pb, int lanes) { return BackwardMemory(pb, lanes, nullptr).bytes; }
 
 void run_forward(const Problem &pb, const Unit &u, const Piece &p, char *m, float *partials, size_t stride) {
-  RW_OTHERS(pb.k.dtype != BF16 || has_few(pb, p.tile), forward(pb, u, p, m, partials, stride));
+  RW_OTHERS(pb.k.dtype != BF16, forward(pb, u, p, m, partials, stride));
   RW_CALL(forward_piece, pb, u, p, m, Partials{partials, stride});
 }
 void run_mass(const Problem &pb, const Unit &u, const Piece &p, const Mass &mass, char *m) {

@@ -9,9 +9,9 @@ namespace ringweave {
 // I8 and E4M3 (an 8-bit float) are of keys and values alone, which then have scales.
 enum Dtype { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, E4M3 = 4 };
 
-constexpr int kMostTile = 256, kMostChannels = 512, kLeastPage = 16;
+constexpr int kMostTile = 256, kMostLanes = 512, kMostChannels = 512, kLeastPage = 16;
 
-static inline int bytes_of(Dtype t) { return t == F32 ? 4 : t == BF16 || t == F16 ? 2 : 1; }
+static constexpr int bytes_of(Dtype t) { return t == F32 ? 4 : t == BF16 || t == F16 ? 2 : 1; }
 
 // Keys and values in pages of 2^shift tokens: token t of batch element b lies in page numbers[b * columns + (t >> shift)],
 // and has lengths[b] before it and after it none.
@@ -97,7 +97,7 @@ struct Visit {
 };
 
 // Entries [begin, end) of the list of one tile. slot < 0: the whole list; else the partial sum to leave there, in
-// forward those of its blocks (see blocks_of) from there on.
+// forward those of its blocks (see block_end) from there on.
 struct Piece {
   int32_t unit, tile, begin, end, slot;
   Visit visit;
@@ -155,18 +155,20 @@ static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t keys_of(const Problem &pb, int64_t b) { return pb.k.pages ? pb.k.pages->lengths[b] : pb.nk; }
 static inline int pad_lanes(int64_t n) { return (int)((n + 15) / 16 * 16); }
 
-// The queries of one tile, of all heads that share its keys. How a row's list is summed depends on this and on the list
-// alone, never on what else is computed: whoever computes the row, among whichever others, gets the same bits.
+// The queries of one tile, of all heads that share its keys.
 static inline int64_t tile_queries(const Problem &pb, int64_t tile) {
   return smaller(pb.plan.q_tile, pb.nq - tile * pb.plan.q_tile) * (pb.q_heads / pb.kv_heads);
 }
 
-// A row's list is summed in this many blocks, each from nothing; their sums are joined first to last, be it by the one
-// thread that made them all, or from slots. Few queries may have more blocks: a block's sum is smaller.
-static inline int64_t blocks_of(int64_t length, int64_t queries) {
-  return length <= 16 ? 1 : smaller((length + 7) / 8, larger(8, smaller(32, 4096 / queries)));
+// A row is summed in blocks of the tiles that it attends, in ascending order, each from nothing; the blocks are joined
+// first to last, be it by the one thread that made them all, or from slots. Where the block ends that begins after `at`
+// such tiles: its length depends on nothing else, so whoever computes the row, among whichever others, gets the same
+// bits. A block is 2048 keys, and of long rows 1/32 of what comes before it.
+static inline int64_t block_end(int64_t at, int64_t kv_tile) {
+  int64_t length = larger(1, 2048 / kv_tile);
+  while (length * 32 <= at) length *= 2;
+  return at + length;
 }
-static inline int64_t block_begin(int64_t length, int64_t blocks, int64_t i) { return length * i / blocks; }
 
 // The dQ of one query tile, summed in float32.
 static inline int64_t sum_floats(const Problem &pb) { return (int64_t)pb.plan.q_tile * pad_lanes(pb.d); }

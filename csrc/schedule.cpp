@@ -9,25 +9,63 @@ constexpr int64_t kShares = 64;              // lists longer than this share of 
 constexpr int64_t kShortest = 4;             // ... unless they have this few tiles
 constexpr int64_t kSumBytes = 8 << 20;       // of dQ: malloc keeps it, and the last level of cache holds it
 constexpr int64_t kPartialBytes = 16 << 20;  // of forward's partial sums: where they would be more, fewer lists are cut
-constexpr int64_t kStateFloats = 65536, kMostLanes = 512;  // a task's state stays in a 1 MiB L2 beside a K and a V tile
+constexpr int64_t kStateFloats = 65536;  // a task's state stays in a 1 MiB L2 beside a K and a V tile
 
 int64_t share_of(int64_t work, int64_t shares) { return larger(kShortest, (work + shares - 1) / shares); }
 
-// One list of `length` entries in `parts` pieces of whole blocks; the blocks' sums go to `slot` and on.
-void add_list(Work &work, int32_t &slot, int32_t unit, int32_t tile, int64_t length, int64_t blocks, int64_t parts,
+// One list of `length` entries in at most `parts` pieces of whole blocks, which end at `ends_of`(); their sums go to
+// `slot` and on.
+template <class Ends>
+void add_list(Work &work, int32_t &slot, int32_t unit, int32_t tile, int64_t length, int64_t parts, Ends ends_of,
               Visit visit = {}) {
   if (parts <= 1) {
     work.pieces.push_back({unit, tile, 0, (int32_t)length, -1, visit});
     return;
   }
-  work.joins.push_back({unit, tile, slot, (int32_t)blocks, visit});
-  for (int64_t i = 0; i < parts; ++i) {
-    const int64_t first = blocks * i / parts, last = blocks * (i + 1) / parts;
-    const auto begin = (int32_t)block_begin(length, blocks, first), end = (int32_t)block_begin(length, blocks, last);
-    work.pieces.push_back({unit, tile, begin, end, slot + (int32_t)first, {}});
+  const std::vector<int64_t> ends = ends_of();
+  work.joins.push_back({unit, tile, slot, (int32_t)ends.size(), visit});
+  int64_t begin = 0, cut = 1;
+  int32_t first = slot;
+  for (int64_t end : ends) {
+    ++slot;
+    if (end < length * cut / parts) continue;
+    work.pieces.push_back({unit, tile, (int32_t)begin, (int32_t)end, first, {}});
+    begin = end, first = slot;
+    while (length * cut / parts <= end) ++cut;
   }
-  slot += (int32_t)blocks;
   work.slots = (int32_t)larger(work.slots, slot);
+}
+
+std::vector<int64_t> even_ends(int64_t length, int64_t parts) {
+  std::vector<int64_t> ends(parts);
+  for (int64_t i = 0; i < parts; ++i) ends[i] = length * (i + 1) / parts;
+  return ends;
+}
+
+// Where the blocks of a list end whose rows attend the first of its tiles, each as many as it attends at all.
+std::vector<int64_t> block_ends(int64_t length, int64_t kv_tile) {
+  std::vector<int64_t> ends;
+  for (int64_t at = 0; at < length; ends.push_back(at)) at = smaller(length, block_end(at, kv_tile));
+  return ends;
+}
+
+// Whether they do, so that blocks end at the same places of the list for all rows: a window's last rows leave out its
+// first tile, and count from another one.
+bool from_the_first(const Plan &plan, int64_t begin, int64_t end, int64_t rows) {
+  std::vector<uint8_t> ended(rows, 0);
+  bool any = false;
+  for (int64_t e = begin; e < end; ++e) {
+    if (plan.bits[e] < 0 && any) return false;
+    if (plan.bits[e] < 0) continue;
+    const int32_t *mask = plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words;
+    for (int64_t r = 0; r < rows; ++r, mask += plan.words) {
+      int32_t bits = 0;
+      for (int w = 0; w < plan.words; ++w) bits |= mask[w];
+      if (bits && ended[r]) return false;
+      if (!bits) any = ended[r] = 1;
+    }
+  }
+  return true;
 }
 
 void longest_first(Work &work) {
@@ -128,21 +166,23 @@ Work row_work(const Problem &pb) {
   };
   for (const Unit &u : work.units) work.tiles += (int64_t)u.heads * (ends(u)[plan.q_tiles] - ends(u)[0]);
   const int64_t total = work.tiles;
-  // use(unit, query tile, length, blocks, pieces) of every list; no piece of several blocks is much longer than a share
+  // use(unit, query tile, length, pieces) of every list; no piece of several blocks is much longer than a share
   auto each_list = [&](int64_t shares, auto use) {
     for (size_t i = 0; i < work.units.size(); ++i) {
       const Unit &u = work.units[i];
       const int64_t most = share_of((total + u.heads - 1) / u.heads, shares);
       for (int64_t t = 0; t < plan.q_tiles; ++t) {
-        const int64_t n = ends(u)[t + 1] - ends(u)[t], blocks = blocks_of(n, tile_queries(pb, t));
-        use((int32_t)i, (int32_t)t, n, blocks, smaller(blocks, (n + most - 1) / most));
+        const int64_t begin = ends(u)[t], n = ends(u)[t + 1] - begin;
+        const int64_t queries = smaller(plan.q_tile, pb.nq - t * plan.q_tile);
+        const bool one = n <= most || n <= block_end(0, plan.kv_tile) || !from_the_first(plan, begin, begin + n, queries);
+        use((int32_t)i, (int32_t)t, n, one ? 1 : (n + most - 1) / most);
       }
     }
   };
   auto partial_bytes = [&](int64_t shares) {
     int64_t slots = 0;
-    each_list(shares, [&](int32_t, int32_t, int64_t, int64_t blocks, int64_t parts) {
-      if (parts > 1) slots += blocks;
+    each_list(shares, [&](int32_t, int32_t, int64_t n, int64_t parts) {
+      if (parts > 1) slots += (int64_t)block_ends(n, plan.kv_tile).size();
     });
     return slots * work.lanes * pb.dv_dim * 4;
   };
@@ -150,8 +190,8 @@ Work row_work(const Problem &pb) {
   while (partial_bytes(shares) > kPartialBytes) shares /= 2;  // of one share, none is cut
   work.pieces.reserve(work.units.size() * plan.q_tiles);
   int32_t slot = 0;
-  each_list(shares, [&](int32_t unit, int32_t tile, int64_t length, int64_t blocks, int64_t parts) {
-    add_list(work, slot, unit, tile, length, blocks, parts);
+  each_list(shares, [&](int32_t unit, int32_t tile, int64_t n, int64_t parts) {
+    add_list(work, slot, unit, tile, n, parts, [&] { return block_ends(n, plan.kv_tile); });
   });
   longest_first(work);
   return work;
@@ -216,12 +256,12 @@ Work column_work(const Problem &pb) {
           if (visit.resume && !visit.keep) kept.freed.push_back(slots[at]);
           visit.slot = slots[at];
           const int64_t parts = (n + most - 1) / most;
-          add_list(work, slot, (int32_t)i, t, n, parts, parts, visit);
+          add_list(work, slot, (int32_t)i, t, n, parts, [&] { return even_ends(n, parts); }, visit);
         }
       if (r == 0)  // columns that nobody attends: their gradients are zero
         for (int64_t i = first; i < last; ++i)
           for (int64_t t = 0; t < plan.k_tiles; ++t)
-            if (!visits[(i - first) * plan.k_tiles + t]) add_list(work, slot, (int32_t)i, (int32_t)t, 0, 1, 1);
+            if (!visits[(i - first) * plan.k_tiles + t]) add_list(work, slot, (int32_t)i, (int32_t)t, 0, 1, [] { return std::vector<int64_t>(); });
       kept.end_window();
       window.pieces = (int64_t)work.pieces.size() - window.first_piece;
       window.joins = (int64_t)work.joins.size() - window.first_join;

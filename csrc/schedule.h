@@ -1,6 +1,6 @@
 // How a plan becomes pieces of work. Depends on the plan and the shapes only, never on the number of threads,
 // so that a result is bitwise the same on any number of them. Which rows' lists are cut depends on all of the work, and
-// changes no bits (see blocks_of).
+// changes no bits (see block_end).
 #pragma once
 #include <vector>
 

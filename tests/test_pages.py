@@ -78,14 +78,14 @@ def test_a_row_is_its_sequence_alone(name: str, backend: str) -> None:
             # keys side by side are read as residues there, which pages are not cut into
             if backend == "cpu" and name != "dilated":
                 assert torch.equal(got[b], want), (nq, page, dtype, b)
-            else:
+            elif backend != "cpu" or dtype != "bf16":  # which rounds weights: the next test holds it to the definition
                 torch.testing.assert_close(got[b], want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_within_twice_the_error_of_torch(dtype: str, backend: str) -> None:
-    for nq, pattern in [(1, WINDOW), (5, rw.Causal())]:
+    for nq, pattern in [(1, WINDOW), (5, rw.Causal()), (3, PATTERNS["dilated"])]:
         rows = [x for x in drawn(LENGTHS, nq, DTYPES[dtype]) if x.k.shape[2]]
         got = rw.paged_attention(queries(rows), cached(rows, 32), pattern, scale=0.3, backend=backend)
         for b, x in enumerate(rows):

@@ -134,14 +134,12 @@ def test_doctor_finds_this_python() -> None:
 
 
 def test_doctor_compares_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any number of threads, batch, tile-wide chunks and padding: the same bits of every row, in each type and grouping."""
+    """Any threads, batch, chunks, steps, pages and padding: the same bits of every row, in each type and grouping."""
     pytest.importorskip("ringweave._cpu", exc_type=ImportError)
     found = list(bits.compared((300, 2200)))
     assert all(each.cases == 18 for each in found)
-    assert [each.way for each in found if each.promised and each.equal < each.cases] == []
-    # whoever makes one of these hold writes it down as promised
-    assert [each.way for each in found if not each.promised and each.equal == each.cases] == []
-    monkeypatch.setattr(bits, "compared", lambda: [bits.Bits("another function", 0, 9, True)])
+    assert [each.way for each in found if each.equal < each.cases] == []
+    monkeypatch.setattr(bits, "compared", lambda: [bits.Bits("another function", 0, 9)])
     result = run("doctor", "--bits")
     assert result.exit_code == 1
     assert "another function: depends on the case (0 of 9)" in result.stdout

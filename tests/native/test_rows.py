@@ -90,17 +90,17 @@ def test_a_tile_alone(pattern: str, heads: tuple[int, int], dtype: str, dim: int
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_tile_alone_on_every_variant(variant: str, dtype: str, heads: tuple[int, int]) -> None:
-    """Lists of up to 48 tiles of 16, some of them cut beside the others; the last query tile has two queries."""
-    masks = random_masks(1, 66, 770, 16, 16, density=0.2)
+    """Lists of up to 33 tiles of 256, some of them cut beside the others; the last query tile has two queries."""
+    masks = random_masks(1, 66, 8300, 16, 256, density=0.2)
     masks[:, :16] = masks[:, 64:] = True
-    whole = case(66, 770, (16, 16), dtype=dtype, heads=heads[0], kv_heads=heads[1], dims=(32, 24), masks=masks)
+    whole = case(66, 8300, (16, 256), dtype=dtype, heads=heads[0], kv_heads=heads[1], dims=(16, 24), masks=masks)
     assert_rows_alone(whole, variant)
 
 
 def test_many_long_lists() -> None:
     """Those of twenty batches are not cut, where their partial sums would take 26 MB; that of one batch is."""
-    masks = torch.ones(1, 256, 640, dtype=torch.bool)
-    many = case(256, 640, (256, 16), batch=20, heads=1, kv_heads=1, dims=(16, 256), masks=masks)
+    masks = torch.ones(1, 256, 10000, dtype=torch.bool)
+    many = case(256, 10000, (256, 256), batch=20, heads=1, kv_heads=1, dims=(8, 256), masks=masks)
     x, results = many.x, many.forward()
     for b in range(0, 20, 6):
         q, k, v, dout = (t[b : b + 1] for t in (x.q, x.k, x.v, x.dout))

@@ -18,6 +18,7 @@ import ringweave as rw
 from ringweave.ops import prepared
 from ringweave.ops.backend import Inputs
 from ringweave.ops.registered import attend
+from ringweave.plan import plan_cache
 
 pytest.importorskip("ringweave._cpu", exc_type=ImportError)
 
@@ -196,6 +197,32 @@ def test_steps_of_decoding(pattern: rw.Pattern) -> None:
     wanted = attend(Inputs(q.abs() * 10, k, v, 0.25), pattern, 299, "auto")
     assert lse.isnan().any()
     torch.testing.assert_close((out, lse), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("left", [5, 100, 127, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_in_a_window(left: int, dtype: torch.dtype) -> None:
+    """A window that has begun in every place of a tile plans nothing any more, and has the bits of the whole cache."""
+    pattern = rw.SlidingWindow(left) & rw.Causal()
+    q, k, v = (torch.randn(1, heads, n, 16).to(dtype) for heads, n in ((4, 700), (2, 700), (2, 700)))
+    whole = rw.attention_with_lse(q, k, v, pattern, backend="cpu")
+    prepared._steps.clear()
+
+    def step(n: int) -> None:
+        got = rw.attention_with_lse(q[:, :, n - 1 : n], k[:, :, :n], v[:, :, :n], pattern, q_offset=n - 1)
+        assert all(torch.equal(each, of_all[:, :, n - 1 : n]) for each, of_all in zip(got, whole, strict=True))
+
+    for n in range(left + 130, left + 258):
+        step(n)
+    misses = plan_cache.statistics().misses
+    for n in range(left + 258, 700, 7):
+        step(n)
+    assert plan_cache.statistics().misses == misses
+    # before it has left anything behind, it attends all keys
+    kinds = len(prepared._steps)
+    for n in range(129, left + 1):
+        step(n)
+    assert len(prepared._steps) == kinds + (left > 128) * (-(-left // 128) - 1)
 
 
 def test_forgotten_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,16 +10,18 @@ autocast, which watch operators or change them. All other calls, and what is too
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import is_out_of_memory
-from ..patterns import Pattern
+from ..patterns import And, Causal, Full, Pattern, SlidingWindow, rebuild
 from ..plan import BlockPlan, Branch
 from ..plan.from_pattern import DEFAULT_TILE
 from ..recent import Recent
@@ -86,15 +88,25 @@ class Call:
         backend: As it was asked for.
         branch: The whole call.
         plan: The branch's.
+        last: Whether it is of the last keys of however many there are.
     """
 
-    def __init__(self, inputs: Inputs, pattern: Pattern, q_offset: int, backend: str, branch: Branch, plan: BlockPlan):
+    def __init__(
+        self,
+        inputs: Inputs,
+        pattern: Pattern,
+        q_offset: int,
+        backend: str,
+        branch: Branch,
+        plan: BlockPlan,
+        last: bool = False,
+    ):
         q, k, v, self.scale = inputs[:4]
         self.pattern, self.q_offset, self.backend = pattern, q_offset, backend
         self.shapes = q.shape, k.shape, v.shape
         self._lse = q.shape[:3]
         self._out = (*q.shape[:3], v.shape[3])
-        self._threads = torch.get_num_threads()
+        self._threads, self._last = torch.get_num_threads(), last
         self._branch = branch
         self._backward: Prepared | None = None
         self._forward = cpu.prepared(inputs, plan)
@@ -105,6 +117,9 @@ class Call:
         """(out, lse), differentiable; None where the operators have to do it: layouts to copy, or too little memory."""
         if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
             return None
+        if self._last and k.shape != self.shapes[1]:
+            behind = k.shape[2] - self.shapes[1][2]
+            k, v = k[:, :, behind:], v[:, :, behind:]
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             run = _Direct.apply
         else:
@@ -211,8 +226,8 @@ def _direct(call: Call, dout: Tensor, dlse: Tensor | None, *saved: Tensor) -> bo
 
 # False: one of this kind takes the operators
 _calls: Recent[Call | bool] = Recent(64 * 2**20, 2048)
-# decoding makes one a step, soon of no use
-_steps: Recent[Call | bool] = Recent(8 * 2**20, 128)
+# decoding makes one a step, soon of no use; or, in a window, as many as a tile has keys
+_steps: Recent[Call | bool] = Recent(32 * 2**20, 1024)
 
 
 def _store(q: Tensor) -> Recent[Call | bool]:
@@ -234,8 +249,8 @@ def find(
         return None, None
     threads, variant = torch.get_num_threads(), os.environ.get(cpu.VARIANT)
     rest = q.dtype, k.dtype, v.dtype, scale, backend, threads, variant
-    key = _step(q, k, v, pattern._spec, q_offset, backend) or (pattern._spec, q.shape, k.shape, v.shape, q_offset)
-    key = key, rest
+    step = _step(q, k, v, pattern._spec, q_offset)
+    key = (pattern._spec, q.shape, k.shape, v.shape, q_offset) if step is None else step.key, rest
     call = _store(q).get(key)
     if call is None:
         return key, None
@@ -244,9 +259,33 @@ def find(
     return key, call if call.read is tuning.current() else None
 
 
-def _step(q: Tensor, k: Tensor, v: Tensor, spec: str, q_offset: int, backend: str) -> Hashable | None:
-    """What is alike in steps of decoding that attend all keys: as many tiles, none of them partial; None of others."""
-    if spec not in ("Causal()", "Full()") or not (q.ndim == k.ndim == v.ndim == 4 and q.shape[2] == 1):
+@functools.lru_cache(1024)
+def _reach(spec: str) -> int | None:
+    """How many keys before itself a query attends at most, in a pattern that knows distances alone; None in others."""
+    if not spec.startswith(("Causal()", "Full()", "SlidingWindow(")):
+        return None
+    pattern = rebuild(spec, ())
+    parts = pattern.parts if type(pattern) is And else (pattern,)
+    if not all(type(part) in (Causal, Full, SlidingWindow) for part in parts):
+        return None
+    return min((part.left for part in parts if isinstance(part, SlidingWindow)), default=sys.maxsize)
+
+
+class _Step(NamedTuple):
+    """What is alike in steps of decoding; behind: keys that this one leaves out, None where all are attended."""
+
+    key: Hashable
+    behind: int | None
+
+
+def _step(q: Tensor, k: Tensor, v: Tensor, spec: str, q_offset: int) -> _Step | None:
+    """Find what kind of step a call is; None of others.
+
+    Where all keys are attended those of as many tiles are alike, none of which is partial. In a window, whose pattern
+    knows distances alone, it is those whose first key lies in the same place of its tile, less the tiles before it.
+    """
+    reach = _reach(spec)
+    if reach is None or not (q.ndim == k.ndim == v.ndim == 4 and q.shape[2] == 1):
         return None
     # shorter ones have smaller tiles; what was measured goes by lengths; gradients want one length
     nk = k.shape[2]
@@ -254,20 +293,29 @@ def _step(q: Tensor, k: Tensor, v: Tensor, spec: str, q_offset: int, backend: st
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
-    return q.shape, k.shape[:2], k.shape[3], v.shape[:2], v.shape[3], -(-nk // DEFAULT_TILE)
+    sizes = spec, q.shape, k.shape[:2], k.shape[3], v.shape[:2], v.shape[3]
+    if reach >= q_offset:
+        return _Step((*sizes, -(-nk // DEFAULT_TILE)), None)
+    behind = (q_offset - reach) // DEFAULT_TILE * DEFAULT_TILE
+    return _Step((*sizes, "last", nk - behind), behind)
 
 
 def make(key: Hashable, inputs: Inputs, pattern: Pattern, q_offset: int, backend: str) -> Call | None:
     """Keep a call that was checked by its key; None where it takes the operators."""
     # before anything is copied: a forked process has no threads to do that
     forks.check(inputs.q.device)
+    step = _step(*inputs[:3], pattern.spec, q_offset)
+    if step is not None and step.behind:
+        inputs = inputs._replace(k=inputs.k[:, :, step.behind :], v=inputs.v[:, :, step.behind :])
+        q_offset -= step.behind
     case = Case.of(inputs)
     found = _whole(pattern, case, q_offset, backend)
     if found is None:
         _store(inputs.q).put(key, False, _CALL_BYTES)
         return None
     branch, plan = found
-    call = Call(inputs.map(readable), pattern, q_offset, backend, branch, plan)
+    last = step is not None and step.behind is not None
+    call = Call(inputs.map(readable), pattern, q_offset, backend, branch, plan, last)
     rows = plan.q_tiles * case.batch * case.heads
     _store(inputs.q).put(key, call, _CALL_BYTES + plan.nbytes + _ROW_BYTES * rows + _TILE_BYTES * plan.places)
     return call

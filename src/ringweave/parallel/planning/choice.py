@@ -8,6 +8,7 @@ receive. Whole numbers and stable orders only, and nothing that is measured: all
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -211,10 +212,20 @@ class _Chunks:
         """The units that a chunk needs."""
         return self.unit[self.first[chunk] : self.first[chunk + 1]]
 
-    @property
+    @functools.cached_property
     def chunk(self) -> Int64:
         """The chunk of each entry of ``unit``."""
         return np.repeat(np.arange(len(self.work)), np.diff(self.first))
+
+    @functools.cached_property
+    def _by_unit(self) -> tuple[Int64, list[int]]:
+        order = np.argsort(self.unit, kind="stable")
+        return self.chunk[order], np.searchsorted(self.unit[order], np.arange(len(self.work) + 1)).tolist()
+
+    def users(self, units: Int64) -> Int64:
+        """The chunks that need one of some units, as often as they do."""
+        chunk, first = self._by_unit
+        return np.concatenate([chunk[first[u] : first[u + 1]] for u in units.tolist()]) if len(units) else units
 
 
 def _deal(chunks: _Chunks, ranks: int, pieces: int) -> Int64:
@@ -222,21 +233,24 @@ def _deal(chunks: _Chunks, ranks: int, pieces: int) -> Int64:
     owner = np.empty(len(chunks.work), np.int64)
     load = np.zeros(ranks, np.int64)
     free = np.full(ranks, pieces)
-    wanted = np.zeros((len(chunks.work), ranks), np.int32)
+    wanted = np.zeros((len(chunks.work), ranks), bool)
+    # by chunk and rank, how many of its units that has to receive
+    missing = np.repeat(np.diff(chunks.first)[:, None], ranks, axis=1)
     limit = int(chunks.work.sum()) * _ROOM // (256 * ranks)
     far = 2**40
     for c in np.argsort(-chunks.work, kind="stable").tolist():
-        units = chunks.units(c)
-        missing = len(units) - wanted[units].sum(0)
         # least missing, of these the least loaded; where nothing fits the least loaded
-        key = np.where(load + chunks.work[c] <= limit, missing, far)
+        key = np.where(load + chunks.work[c] <= limit, missing[c], far)
         key[free == 0] = 2 * far
         best = np.flatnonzero(key == key.min())
         r = int(best[np.argmin(load[best])])
         owner[c] = r
         load[r] += chunks.work[c]
         free[r] -= 1
-        wanted[units, r] = 1
+        units = chunks.units(c)
+        new = units[~wanted[units, r]]
+        wanted[new, r] = True
+        np.subtract.at(missing[:, r], chunks.users(new), 1)
     return owner
 
 
@@ -247,6 +261,8 @@ def _swap(chunks: _Chunks, owner: Int64, ranks: int) -> None:
     limit = int(work.sum()) * _ENOUGH // (256 * ranks)
     uses = np.zeros((len(work), ranks), np.int32)
     np.add.at(uses, (chunks.unit, owner[chunk]), 1)
+    # by chunk and rank, how many of its units that has to receive
+    missing = np.add.reduceat(uses[chunks.unit] == 0, chunks.first[:-1], dtype=np.int64)
     for _ in range(min(_SWAPS * ranks, _MAX_SWAPS)):
         r = int(np.argmax(load))
         if load[r] <= limit:
@@ -259,9 +275,7 @@ def _swap(chunks: _Chunks, owner: Int64, ranks: int) -> None:
         if not useful.any():
             return
         # what both sides would have to receive in addition
-        here = np.bincount(chunk, weights=uses[chunks.unit, r] == 0)
-        there = np.stack([(uses[chunks.units(c)] == 0).sum(0) for c in mine])
-        extra = np.where(useful & (after <= limit), here[None, :] + there[:, owner], np.inf)
+        extra = np.where(useful & (after <= limit), missing[:, r] + missing[mine][:, owner], np.inf)
         least = extra if np.isfinite(extra).any() else after
         i, j = divmod(int(np.argmin(least)), len(work))
         a, other = int(mine[i]), int(owner[j])
@@ -269,6 +283,8 @@ def _swap(chunks: _Chunks, owner: Int64, ranks: int) -> None:
             units = chunks.units(c)
             uses[units, source] -= 1
             uses[units, to] += 1
+            np.add.at(missing[:, source], chunks.users(units[uses[units, source] == 0]), 1)
+            np.subtract.at(missing[:, to], chunks.users(units[uses[units, to] == 1]), 1)
             load[source] -= work[c]
             load[to] += work[c]
             owner[c] = to
