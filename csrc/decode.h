@@ -11,7 +11,7 @@ constexpr int kFew = 4;
 inline bool has_few(const Problem &pb, int64_t tile) { return tile_queries(pb, tile) <= kFew; }
 
 // Rows and queries that are multiplied at a time: as many sums as registers hold.
-constexpr int kKeys = 4, kValues = 16, kBeside = W == 16 ? 4 : 2;
+constexpr int kKeys = 4, kValues = 16, kBeside = kRegisters == 32 ? 4 : 2;
 
 RW_INLINE float sum_lanes(V v) {
 #if defined(__AVX512F__)
@@ -79,6 +79,18 @@ RW_INLINE V load_as(const char *row, int c) {
   }
   const __m128i x = _mm_loadu_si128((const __m128i *)at);
   return T == BF16 ? (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16) : (V)_mm256_cvtph_ps(x);
+#elif defined(RINGWEAVE_NEON)
+  if constexpr (T == I8 || T == E4M3) {
+    uint32_t four;
+    memcpy(&four, at, 4);
+    const uint8x8_t x = vcreate_u8(four);
+    if constexpr (T == I8) return (V)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(x)))));
+    const uint16x4_t wide = vget_low_u16(vmovl_u8(x)), nan = vdup_n_u16(0x3f80);
+    const uint16x4_t magnitude = vand_u16(vshl_n_u16(wide, 7), nan), sign = vand_u16(vshl_n_u16(wide, 8), vdup_n_u16(0x8000));
+    const uint16x4_t half = vorr_u16(sign, vbsl_u16(vceq_u16(magnitude, nan), vdup_n_u16(0x7e00), magnitude));
+    return (V)vcvt_f32_f16(vreinterpret_f16_u16(half));
+  }
+  return load_half(at, (Dtype)T);
 #else
   V v;
   for (int i = 0; i < W; ++i) {
