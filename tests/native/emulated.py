@@ -1,8 +1,9 @@
 """The native kernel on a processor that is only emulated: ``ringweave._cpu`` as a program that is handed its calls.
 
-The module's own binding and kernels are compiled for aarch64 and run by qemu-user, a process for each thread that calls;
-``aarch64/nanobind/nanobind.h`` is the other side. As a plugin of pytest (``-p tests.native.emulated``) it stands in for
-the extension before the package looks for it, so that the suite runs on it as it is: ``make arm``.
+The module's own binding and kernels are compiled for aarch64 and run by qemu-user; ``aarch64/nanobind/nanobind.h`` is the
+other side. As a plugin of pytest it stands in for the extension before the package looks for it, so that the suite runs on
+it as it is. ``python -m tests.native.emulated FOLDER [pytest arguments]``, which is ``make arm``, builds the program into a
+folder and runs the kernel's tests on each processor.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 PROCESSORS = ("max", "cortex-a72")
 #: Which of them the plugin takes, and where the program lies.
 PROCESSOR, PROGRAM = "RINGWEAVE_TEST_PROCESSOR", "RINGWEAVE_TEST_PROGRAM"
+
+#: What runs on it: the kernel's tests, and those of the library that name it.
+SUITE = [
+    *(f"tests/native/test_{name}.py" for name in ("kernel", "terms", "pages", "rows", "checks", "variants")),
+    "tests/test_conformance.py", "tests/test_precision.py", "tests/test_pages.py", "-k", "native or cpu",
+]  # fmt: skip
 
 _TYPES = {  # as DLPack numbers them
     torch.int8: (0, 8), torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8),
@@ -162,18 +169,39 @@ def module(program: Program, like: ModuleType) -> ModuleType:
     return made
 
 
+_stand_in: list[Program] = []
+
+
 def pytest_configure() -> None:
     """Stand in for the extension, and let no call be prepared."""
-    from ringweave import _cpu
-
-    program = Program(Path(os.environ[PROGRAM]), os.environ[PROCESSOR])
-    sys.modules["ringweave._cpu"] = module(program, _cpu)
     import ringweave
+    from ringweave import _cpu
     from ringweave.ops import cpu, dispatch
 
-    ringweave._cpu = sys.modules["ringweave._cpu"]  # type: ignore[attr-defined]
+    _stand_in.append(Program(Path(os.environ[PROGRAM]), os.environ[PROCESSOR]))
+    ringweave._cpu = sys.modules["ringweave._cpu"] = module(_stand_in[0], _cpu)  # type: ignore[attr-defined]
     dispatch.BACKENDS["cpu"] = dataclasses.replace(cpu.BACKEND)
 
 
-def main() -> None:
-    """Build the program into a folder and run the suite on it: FOLDER PROCESSOR [pytest arguments]."""
+def pytest_unconfigure() -> None:
+    """End the program."""
+    _stand_in.pop().close()
+
+
+def main(folder: str, *arguments: str) -> int:
+    """Build, and run the tests; 0 where all pass."""
+    if absent := missing():
+        print(absent, file=sys.stderr)
+        return 2
+    program = build(ROOT / folder)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.native.emulated", "-p", "no:cacheprovider", *SUITE, *arguments]
+    codes = []
+    for processor in PROCESSORS:
+        print(f"{EMULATOR} -cpu {processor}", flush=True)
+        environment = os.environ | {PROGRAM: str(program), PROCESSOR: processor, "OMP_WAIT_POLICY": "passive"}
+        codes.append(subprocess.run(command, cwd=ROOT, env=environment).returncode)
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
