@@ -32,11 +32,17 @@ PROCESSORS = ("max", "cortex-a72")
 #: Which of them the plugin takes, and where the program lies.
 PROCESSOR, PROGRAM = "RINGWEAVE_TEST_PROCESSOR", "RINGWEAVE_TEST_PROGRAM"
 
-#: What runs on it: the kernel's tests, and those of the library that name it.
+#: What runs on it: the kernel's tests, and those of the library that name it. Not 4,000 tokens, nor threads that call at
+#: once, whose calls wait for each other here, nor what measures speed.
 SUITE = [
-    *(f"tests/native/test_{name}.py" for name in ("kernel", "terms", "pages", "rows", "checks", "variants")),
-    "tests/test_conformance.py", "tests/test_precision.py", "tests/test_pages.py", "-k", "native or cpu",
-]  # fmt: skip
+    *(f"tests/native/test_{name}.py" for name in ("kernel", "terms", "pages", "checks", "variants")),
+    "tests/native/test_rows.py::test_a_tile_alone_on_every_variant",
+    "tests/test_conformance.py",
+    "tests/test_precision.py",
+    "tests/test_pages.py",
+    "-k=native or cpu",
+    *(f"--deselect=tests/native/test_kernel.py::test_{name}" for name in ("several_python_threads", "variants")),
+]
 
 _TYPES = {  # as DLPack numbers them
     torch.int8: (0, 8), torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8),
@@ -105,9 +111,7 @@ class Program:
     def call(self, name: str, arguments: tuple[Any, ...]) -> object:
         """Call a function; what it writes to its tensors is written to them here."""
         tensors: list[tuple[Tensor, bytes]] = []
-        message = b"".join(
-            [struct.pack("<I", len(name)) + name.encode(), *_encoded(arguments, tensors)]
-        )
+        message = b"".join([struct.pack("<I", len(name)) + name.encode(), *_encoded(arguments, tensors)])
         with self._one:
             if self._process is None:
                 self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -194,7 +198,17 @@ def main(folder: str, *arguments: str) -> int:
         print(absent, file=sys.stderr)
         return 2
     program = build(ROOT / folder)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.native.emulated", "-p", "no:cacheprovider", *SUITE, *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.native.emulated",
+        "-p",
+        "no:cacheprovider",
+        *SUITE,
+        *arguments,
+    ]
     codes = []
     for processor in PROCESSORS:
         print(f"{EMULATOR} -cpu {processor}", flush=True)
