@@ -56,7 +56,7 @@ sanitize: $(VENV)/.dev
 
 # two processes; ARGS go to pytest
 arm: $(VENV)/.dev
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m tests.native.emulated build-arm -n 2 $(ARGS)
+	$(BIN)/python -m tests.native.emulated build-arm -n 2 $(ARGS)
 
 SECONDS ?= 60
 fuzz: $(VENV)/.dev

@@ -9,6 +9,7 @@ folder and runs the kernel's tests on each processor.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import os
 import re
@@ -50,10 +51,17 @@ _TYPES = {  # as DLPack numbers them
 }  # fmt: skip
 
 
+def _path() -> str:
+    """Where programs lie: the environment's own before the system's."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
 def missing() -> str | None:
     """What is not there and has to be installed."""
     packages = {COMPILER: "g++-aarch64-linux-gnu", EMULATOR: "qemu-user", "cmake": "cmake", "ninja": "ninja-build"}
-    wanted = [f"{name} (Debian: {package})" for name, package in packages.items() if shutil.which(name) is None]
+    wanted = [
+        f"{name} (Debian: {package})" for name, package in packages.items() if not shutil.which(name, path=_path())
+    ]
     return f"needs {', '.join(wanted)}" if wanted else None
 
 
@@ -62,6 +70,7 @@ def build(folder: Path, *options: str) -> Path:
     tools = [f"-DCMAKE_CXX_COMPILER={COMPILER}", "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"]
     # ninja cannot read what make hands to its jobs
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "CXXFLAGS")}
+    environment["PATH"] = _path()
     commands = [
         ["cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", "-DRINGWEAVE_PROGRAM=ON", *tools, *options],
         ["cmake", "--build", str(folder)],
@@ -116,8 +125,9 @@ class Program:
             if self._process is None:
                 self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             assert self._process.stdin is not None
-            self._process.stdin.write(message)
-            self._process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # one that ended has nothing to say either
+                self._process.stdin.write(message)
+                self._process.stdin.flush()
             kind, size = struct.unpack("<cI", self._read(5))
             text = self._read(size).decode()
             if kind == b"e":
@@ -134,16 +144,16 @@ class Program:
         assert self._process.stdout is not None
         read = self._process.stdout.read(size)
         if len(read) < size:
-            code = self._process.wait()
-            self._process = None
-            raise RuntimeError(f"the program ended with {code}")
+            raise RuntimeError(f"the program ended with {self.close()}")
         return read
 
-    def close(self) -> None:
-        """End it."""
-        if self._process is not None:
-            self._process.communicate()
-            self._process = None
+    def close(self) -> int | None:
+        """End it; its exit status."""
+        if self._process is None:
+            return None
+        self._process.communicate()
+        code, self._process = self._process.returncode, None
+        return code
 
 
 def module(program: Program, like: ModuleType) -> ModuleType:

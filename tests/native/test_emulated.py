@@ -86,3 +86,11 @@ def test_a_refusal_arrives(emulated: Running) -> None:
     with pytest.raises(ValueError, match="^threads: wanted 1 to 4096, got 0"):
         shared_case(5, 9, (16, 16)).forward(threads=0)
     shared_case(5, 9, (16, 16)).check()
+
+
+def test_a_program_that_ends_is_an_error(tmp_path: Path) -> None:
+    ended = Program(tmp_path / "nothing", "max")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the program ended with 1"):
+            ended.call("variants", (torch.zeros(2**18),))
+    assert ended.close() is None
