@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Waiting threads sleep instead of spinning: on a shared machine spinning ones take the cores from those at work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-all check sanitize fuzz soak mutations gate format docs clean help
+.PHONY: demo test test-all check sanitize arm fuzz soak mutations gate format docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make test-all  every case of them: half as long again"
 	@echo "make check   lint, types, layers, docstrings"
 	@echo "make sanitize  the native kernel's tests under AddressSanitizer and UBSan"
+	@echo "make arm     the native kernel's tests on aarch64, run by an emulator: half an hour"
 	@echo "make fuzz    random calls against the definition for SECONDS (60), of a SEED (a new one)"
 	@echo "make soak    TABLES (10000) changed tables in threads and processes: no plan of another one"
 	@echo "make mutations  the library broken in one line, many times: whether its tests notice"
@@ -57,6 +58,10 @@ check: $(VENV)/.dev
 sanitize: $(VENV)/.dev
 	PYTHON=$(BIN)/python scripts/sanitize.sh
 
+# two processes; ARGS go to pytest
+arm: $(VENV)/.dev
+	$(BIN)/python -m tests.native.emulated build-arm -n 2 $(ARGS)
+
 SECONDS ?= 60
 fuzz: $(VENV)/.dev
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
@@ -84,4 +89,4 @@ docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf build build-sanitize dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build build-sanitize build-arm dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -53,7 +53,7 @@ RW_INLINE void keep(float *to, int r, V (&x)[M][N], Single) {
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j) store(to + ((r + i) * N + j) * W, x[i][j]);
 }
-#if defined(__AVX512BF16__)
+#if defined(RW_PAIRS)
 template <int M, int N>
 RW_INLINE void keep(float *to, int r, V (&x)[M][N], Pair) {
 #pragma GCC unroll 16
@@ -76,16 +76,13 @@ RW_INLINE void add_product(Tile tile, int r0, int width, int rows, const float *
 // The same block narrowed row by row, as the broadcast side of dS K. Single precision reads `keep`'s copy.
 template <int M, int N>
 RW_INLINE void keep_rows(float *, int, V (&)[M][N], Single) {}
-#if defined(__AVX512BF16__)
+#if defined(RW_PAIRS)
 template <int M, int N>
 RW_INLINE void keep_rows(float *to, int r, V (&x)[M][N], Pair) {
 #pragma GCC unroll 16
   for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
-    for (int j = 0; j < N; ++j) {
-      __m256bh h = _mm512_cvtneps_pbh((__m512)x[i][j]);
-      memcpy((char *)to + ((r + i) * N + j) * W * 2, &h, 32);
-    }
+    for (int j = 0; j < N; ++j) store_narrow((char *)to + ((r + i) * N + j) * W * 2, x[i][j]);
 }
 #endif
 

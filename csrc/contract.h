@@ -33,7 +33,7 @@ RW_INLINE void contract(const char *a, ptrdiff_t ld, int depth, const float *b, 
 // Rows of a block, by panel width: what fits the registers beside one row of b.
 template <int N>
 struct Block {
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(RINGWEAVE_NEON)
   static constexpr int rows = N == 4 ? 6 : N == 2 ? 8 : 8;
 #elif defined(__AVX2__)
   static constexpr int rows = N == 2 ? 6 : 8;

@@ -12,7 +12,7 @@ constexpr int kFew = 4;
 inline bool has_few(const Problem &pb, int64_t tile) { return tile_queries(pb, tile) <= kFew; }
 
 // Queries and vectors of channels that are summed at a time: as many sums as registers hold.
-constexpr int kBeside = W == 16 ? 4 : 2, kVectors = 4;
+constexpr int kBeside = kRegisters == 32 ? 4 : 2, kVectors = 4;
 
 typedef float F4 __attribute__((vector_size(16)));
 
@@ -101,6 +101,18 @@ RW_INLINE V load_as(const char *row, int c) {
   }
   const __m128i x = _mm_loadu_si128((const __m128i *)at);
   return T == BF16 ? (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16) : (V)_mm256_cvtph_ps(x);
+#elif defined(RINGWEAVE_NEON)
+  if constexpr (T == I8 || T == E4M3) {
+    uint32_t four;
+    memcpy(&four, at, 4);
+    const uint8x8_t x = vcreate_u8(four);
+    if constexpr (T == I8) return (V)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(x)))));
+    const uint16x4_t wide = vget_low_u16(vmovl_u8(x)), nan = vdup_n_u16(0x3f80);
+    const uint16x4_t magnitude = vand_u16(vshl_n_u16(wide, 7), nan), sign = vand_u16(vshl_n_u16(wide, 8), vdup_n_u16(0x8000));
+    const uint16x4_t half = vorr_u16(sign, vbsl_u16(vceq_u16(magnitude, nan), vdup_n_u16(0x7e00), magnitude));
+    return (V)vcvt_f32_f16(vreinterpret_f16_u16(half));
+  }
+  return load_half(at, (Dtype)T);
 #else
   V v;
   for (int i = 0; i < W; ++i) {
@@ -327,6 +339,20 @@ inline void few_softmax(Few &f, int keys, float c) {
   for (int l = 0; l < f.count; ++l) f.sum[l] = f.sum[l] * f.shrink[l] + sum[l];
 }
 
+#if defined(RW_PAIRS)
+// Channels of two rows of bfloat16 as pairs: one half of them, or the other.
+RW_INLINE V beside(V a, V b, int half) {
+#if defined(__AVX512BF16__)
+  return (V)(half ? _mm512_unpackhi_epi16((__m512i)a, (__m512i)b) : _mm512_unpacklo_epi16((__m512i)a, (__m512i)b));
+#else
+  const uint16x8_t x = (uint16x8_t)a, y = (uint16x8_t)b;
+  return (V)(half ? vzip2q_u16(x, y) : vzip1q_u16(x, y));
+#endif
+}
+#endif
+// Where a channel of a row lies after that: 128 bits at a time are halved.
+RW_INLINE int besides(int c) { return c / (2 * W) * 2 * W + c / 4 % 2 * W + c % (2 * W) / 8 * 4 + c % 4; }
+
 // Adds a panel's values from channel c on to the sums of N queries: C vectors of channels, or of pairs of rows.
 template <class Op, int T, int N, int C>
 RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int n, int l0, int c, float *out,
@@ -339,12 +365,12 @@ RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int 
     for (int j = 0; j < M; ++j) acc[l][j] = V{};
   for (int r = 0; r < n; r += Op::depth) {
     V x[M];
-#if defined(__AVX512BF16__)
+#if defined(RW_PAIRS)
     if constexpr (Op::depth == 2) {
 #pragma GCC unroll 4
       for (int j = 0; j < C; ++j) {
-        const __m512i a = (__m512i)load(row[r] + at + 64 * j), b = (__m512i)load(row[r + 1] + at + 64 * j);
-        x[2 * j] = (V)_mm512_unpacklo_epi16(a, b), x[2 * j + 1] = (V)_mm512_unpackhi_epi16(a, b);
+        const V a = load(row[r] + at + 4 * W * j), b = load(row[r + 1] + at + 4 * W * j);
+        x[2 * j] = beside(a, b, 0), x[2 * j + 1] = beside(a, b, 1);
       }
     }
 #endif
@@ -488,10 +514,9 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
         for (int l = 0; l < f.count; ++l)
           for (int r = 0; r < n; ++r) f.s[l * kPanelRows + r] *= scales[r];
       }
-#if defined(__AVX512BF16__)
+#if defined(RW_PAIRS)
       for (int l = 0; Op::depth == 2 && l < f.count; ++l)
-        for (int r = 0; r < n; r += W)
-          *(__m256bh *)(f.pairs + l * kPanelRows + r) = _mm512_cvtneps_pbh((__m512)load(f.s + l * kPanelRows + r));
+        for (int r = 0; r < n; r += W) store_narrow(f.pairs + l * kPanelRows + r, load(f.s + l * kPanelRows + r));
 #endif
       if (k0 + kPanelRows < keys)
         set_next(first + k0 + kPanelRows, first + keys);
@@ -507,9 +532,7 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
     state.top[l] = several ? f.total_top[l] : f.top[l], state.sum[l] = several ? f.total_sum[l] : f.sum[l];
     const float *out = (several ? f.total : f.out) + l * kMostChannels;
     for (int c = 0; c < pb.dv_dim; ++c) {
-      // with pairs, as rows were put side by side
-      const int from = Op::depth == 2 ? c / 32 * 32 + c / 4 % 2 * 16 + c % 32 / 8 * 4 + c % 4 : c;
-      state.out[(ptrdiff_t)c * pw + l] = out[from];
+      state.out[(ptrdiff_t)c * pw + l] = out[Op::depth == 2 ? besides(c) : c];
     }
   }
   return state;

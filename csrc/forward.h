@@ -155,7 +155,7 @@ RW_INLINE void exponentials(float *s, int keys, float c, const V (&low)[N], V (&
       store(s + (r * N + j) * W, kept(p, r, j));
     }
 }
-#if defined(__AVX512BF16__)
+#if defined(RW_PAIRS)
 template <int N, class Keep>
 RW_INLINE void exponentials(float *s, int keys, float c, const V (&low)[N], V (&sum)[N], Keep kept, Pair) {
   const V cv = splat(c);

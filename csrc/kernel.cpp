@@ -11,16 +11,21 @@
 namespace ringweave {
 // Pairs of bfloat16 where the machine multiplies them; else everything is widened to float32. A build with pairs has no
 // other loops of its own: what is not bfloat16 is for the build that it adds to.
-#if defined(__AVX512BF16__)
-extern const Kernel kernel_avx512;
-#define RW_OTHERS(others, call) if (others) return kernel_avx512.call
+#if defined(RW_PAIRS)
+#if defined(RINGWEAVE_NEON)
+#define RW_ADDS_TO kernel_neon
+#else
+#define RW_ADDS_TO kernel_avx512
+#endif
+extern const Kernel RW_ADDS_TO;
+#define RW_OTHERS(others, call) if (others) return RW_ADDS_TO.call
 #else
 #define RW_OTHERS(others, call)
 #endif
 
 namespace {
 
-#if defined(__AVX512BF16__)
+#if defined(RW_PAIRS)
 using Own = Pair;
 #else
 using Own = Single;
@@ -75,7 +80,7 @@ double longest(const View &t, int width, int64_t b, int64_t h, int64_t first, in
 
 template <class Op>
 int64_t fma_rounds(int64_t rounds) {
-  constexpr int chains = W == 16 ? 24 : 12;
+  constexpr int chains = kRegisters == 32 ? 24 : 12;
   volatile float half = 0.5f;  // unknown to the compiler, so that the loop is multiplied out
   V acc[chains], a = splat(half), b = splat(half);
 #pragma GCC unroll 24

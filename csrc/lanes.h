@@ -8,11 +8,7 @@
 namespace ringweave {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kWide = 4;  // vectors in the widest panel
-#else
-constexpr int kWide = 2;
-#endif
+constexpr int kWide = kRegisters == 32 ? 4 : 2;  // vectors in the widest panel
 
 struct Lanes {
   int64_t batch, head, first;  // of the tensor whose rows they are

@@ -46,6 +46,14 @@ RW_INLINE float e4m3_to_float(uint8_t x) {
   return half_to_float((uint16_t)half) * 256;
 }
 
+#if defined(RINGWEAVE_NEON)
+// W channels of bfloat16 or float16, widened.
+RW_INLINE V load_half(const char *p, Dtype type) {
+  const uint16x4_t x = vld1_u16((const uint16_t *)p);
+  return type == BF16 ? (V)vshll_n_u16(x, 16) : (V)vcvt_f32_f16(vreinterpret_f16_u16(x));
+}
+#endif
+
 // n channels (a multiple of 8) to float32, without their scale.
 inline void widen(float *to, const char *from, Dtype type, int n) {
   if (type == F32) {
@@ -62,6 +70,8 @@ inline void widen(float *to, const char *from, Dtype type, int n) {
     __m256 y = type == BF16 ? _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)) : _mm256_cvtph_ps(x);
     _mm256_storeu_ps(to + i, y);
   }
+#elif defined(RINGWEAVE_NEON)
+  for (int i = 0; i < n; i += W) store(to + i, load_half(from + 2 * i, type));
 #else
   for (int i = 0; i < n; ++i) {
     uint16_t h;
@@ -80,6 +90,12 @@ inline void narrow(char *to, const float *from, Dtype type, int n) {
   if (type == F16) {
     for (int i = 0; i < n; i += 8)
       _mm_storeu_si128((__m128i *)(to + 2 * i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+    return;
+  }
+#elif defined(RINGWEAVE_NEON)
+  if (type == F16) {
+    for (int i = 0; i < n; i += W)
+      vst1_u16((uint16_t *)(to + 2 * i), vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)load(from + i))));
     return;
   }
 #endif
@@ -178,7 +194,6 @@ template <class Op>
 inline Tile tile_columns(const View &t, int64_t b, int64_t h, int64_t first, int n, int width, Dead dead,
                          char *memory) {
   if (Op::depth == 1) return tile_rows<Op>(t, b, h, first, n, width, dead, memory);
-#if defined(__AVX512BF16__)
   const char *from = token_at(t, b, h, first);
   const int run = run_of(t, n);
   for (int i = 0; i < n; i += 2, from += 2 * t.token) {
@@ -186,13 +201,11 @@ inline Tile tile_columns(const View &t, int64_t b, int64_t h, int64_t first, int
     const bool low = !(dead && dead[i]), high = i + 1 < n && !(dead && dead[i + 1]);
     char *to = memory + (ptrdiff_t)i * width * 2;
     for (int c = 0; c < width; c += 8) {
-      __m128i x = low ? _mm_loadu_si128((const __m128i *)(from + 2 * c)) : _mm_setzero_si128();
-      __m128i y = high ? _mm_loadu_si128((const __m128i *)(from + t.token + 2 * c)) : _mm_setzero_si128();
-      _mm_storeu_si128((__m128i *)(to + 4 * c), _mm_unpacklo_epi16(x, y));
-      _mm_storeu_si128((__m128i *)(to + 4 * c + 16), _mm_unpackhi_epi16(x, y));
+      const H8 x = low ? *(const H8 *)(from + 2 * c) : H8{}, y = high ? *(const H8 *)(from + t.token + 2 * c) : H8{};
+      *(H8 *)(to + 4 * c) = __builtin_shufflevector(x, y, 0, 8, 1, 9, 2, 10, 3, 11);
+      *(H8 *)(to + 4 * c + 16) = __builtin_shufflevector(x, y, 4, 12, 5, 13, 6, 14, 7, 15);
     }
   }
-#endif
   return {memory, 4 * (ptrdiff_t)width};
 }
 

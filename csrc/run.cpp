@@ -10,6 +10,11 @@
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
+#if defined(RINGWEAVE_ARM64) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(RINGWEAVE_ARM64) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 namespace ringweave {
 namespace {
@@ -225,6 +230,22 @@ uint64_t read_all(const uint64_t *words, int64_t n, int threads) {
 #if defined(RINGWEAVE_X86)
 extern const Kernel kernel_avx512bf16, kernel_avx512, kernel_avx2;
 #endif
+#if defined(RINGWEAVE_ARM64)
+extern const Kernel kernel_neonbf16, kernel_neon;
+
+// Whether the processor multiplies pairs of bfloat16; every one of 64 bits has the rest.
+static bool has_bf16() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP2) >> 14 & 1;  // HWCAP2_BF16, which older headers do not name
+#elif defined(__APPLE__)
+  int found = 0;
+  size_t size = sizeof found;
+  return !sysctlbyname("hw.optional.arm.FEAT_BF16", &found, &size, nullptr, 0) && found;
+#else
+  return false;
+#endif
+}
+#endif
 extern const Kernel kernel_generic;
 
 std::vector<const Kernel *> kernels() {
@@ -236,6 +257,9 @@ std::vector<const Kernel *> kernels() {
   if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&kernel_avx512bf16);
   if (avx512) found.push_back(&kernel_avx512);
   if (avx2) found.push_back(&kernel_avx2);
+#elif defined(RINGWEAVE_ARM64)
+  if (has_bf16()) found.push_back(&kernel_neonbf16);
+  found.push_back(&kernel_neon);
 #endif
   found.push_back(&kernel_generic);
   return found;

@@ -8,6 +8,13 @@
 #include <string.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(RINGWEAVE_NEON)
+#include <arm_neon.h>
+#endif
+
+// Whether the processor multiplies pairs of bfloat16.
+#if defined(__AVX512BF16__) || (defined(RINGWEAVE_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+#define RW_PAIRS
 #endif
 
 #define RW_INLINE inline __attribute__((always_inline))
@@ -23,12 +30,20 @@ constexpr int W = 8;
 constexpr int W = 4;
 #endif
 
+// Vector registers.
+#if defined(__AVX512F__) || defined(RINGWEAVE_NEON)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
+
 typedef float V __attribute__((vector_size(4 * W)));
 typedef int32_t I __attribute__((vector_size(4 * W)));
 typedef uint32_t U __attribute__((vector_size(4 * W)));
 typedef uint64_t L __attribute__((vector_size(4 * W)));
 typedef float VU __attribute__((vector_size(4 * W), aligned(1), may_alias));
 typedef int32_t I4 __attribute__((vector_size(16)));
+typedef uint16_t H8 __attribute__((vector_size(16), aligned(1), may_alias));
 typedef int32_t I4U __attribute__((vector_size(16), aligned(1), may_alias));
 
 constexpr float kInf = __builtin_inff();
@@ -95,6 +110,8 @@ RW_INLINE L low_product(L a, L b) {
   return (L)_mm512_mul_epu32((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
   return (L)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(RINGWEAVE_NEON)
+  return (L)vmull_u32(vmovn_u64((uint64x2_t)a), vmovn_u64((uint64x2_t)b));
 #else
   return (a & 0xffffffffu) * (b & 0xffffffffu);
 #endif
@@ -108,6 +125,8 @@ RW_INLINE uint32_t at_least(U x, uint32_t y) {
   const I same = (I)(x >= y);
 #if defined(__AVX2__)
   return (uint32_t)_mm256_movemask_ps((__m256)same);
+#elif defined(RINGWEAVE_NEON)
+  return vaddvq_u32((uint32x4_t)(same & I{1, 2, 4, 8}));
 #else
   uint32_t bits = 0;
   for (int i = 0; i < W; ++i) bits |= (uint32_t)(same[i] & 1) << i;
@@ -121,9 +140,13 @@ RW_INLINE bool any_equal(V x, float y) {
   return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(y), _CMP_EQ_OQ) != 0;
 #else
   I same = x == splat(y);
+#if defined(RINGWEAVE_NEON)
+  return vmaxvq_u32((uint32x4_t)same) != 0;
+#else
   int32_t any = 0;
   for (int i = 0; i < W; ++i) any |= same[i];
   return any != 0;
+#endif
 #endif
 }
 
@@ -187,6 +210,9 @@ RW_INLINE V exp2(V x) {
 #if defined(__AVX2__)
   V n = (V)_mm256_floor_ps((__m256)x);
   I e = (I)_mm256_cvtps_epi32((__m256)n);
+#elif defined(RINGWEAVE_NEON)
+  V n = (V)vrndmq_f32((float32x4_t)x);
+  I e = (I)vcvtq_s32_f32((float32x4_t)n);
 #else
   V n = (x + splat(12582912.f)) - splat(12582912.f);
   n = n > x ? n - splat(1.f) : n;
@@ -216,17 +242,37 @@ struct Single {
   static RW_INLINE V madd(V a, V b, V c) { return a * b + c; }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(RW_PAIRS)
 struct Pair {
   static constexpr int depth = 2;
-  static RW_INLINE V madd(V a, V b, V c) { return (V)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }
+  static RW_INLINE V madd(V a, V b, V c) {
+#if defined(__AVX512BF16__)
+    return (V)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#else
+    return (V)vbfdotq_f32((float32x4_t)c, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#endif
+  }
 };
 // (low, high) of each lane, narrowed to bfloat16 and placed side by side.
 RW_INLINE V pair(V low, V high) {
+#if defined(__AVX512BF16__)
   __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
                                    20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
   return (V)_mm512_permutexvar_epi16(order, both);
+#else
+  const bfloat16x8_t x = vcvtq_low_bf16_f32((float32x4_t)low), y = vcvtq_low_bf16_f32((float32x4_t)high);
+  return (V)vzip1q_u16((uint16x8_t)x, (uint16x8_t)y);
+#endif
+}
+// A vector, narrowed to bfloat16.
+RW_INLINE void store_narrow(void *to, V x) {
+#if defined(__AVX512BF16__)
+  const __m256bh h = _mm512_cvtneps_pbh((__m512)x);
+#else
+  const bfloat16x4_t h = vcvt_bf16_f32((float32x4_t)x);
+#endif
+  memcpy(to, &h, 2 * W);
 }
 #endif
 

@@ -1,0 +1,231 @@
+"""The native kernel on a processor that is only emulated: ``ringweave._cpu`` as a program that is handed its calls.
+
+The module's own binding and kernels are compiled for aarch64 and run by qemu-user; ``aarch64/nanobind/nanobind.h`` is the
+other side. As a plugin of pytest it stands in for the extension before the package looks for it, so that the suite runs on
+it as it is. ``python -m tests.native.emulated FOLDER [pytest arguments]``, which is ``make arm``, builds the program into a
+folder and runs the kernel's tests on each processor.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+#: One that multiplies pairs of bfloat16, and one of 2016 that has neither them nor arithmetic in float16.
+PROCESSORS = ("max", "cortex-a72")
+#: Which of them the plugin takes, and where the program lies.
+PROCESSOR, PROGRAM = "RINGWEAVE_TEST_PROCESSOR", "RINGWEAVE_TEST_PROGRAM"
+
+#: What runs on it: the kernel's tests, and those of the library that name it. Not 4,000 tokens, nor threads that call at
+#: once, whose calls wait for each other here, nor what measures speed.
+SUITE = [
+    *(f"tests/native/test_{name}.py" for name in ("kernel", "terms", "pages", "checks", "variants")),
+    "tests/native/test_rows.py::test_a_tile_alone_on_every_variant",
+    "tests/test_conformance.py",
+    "tests/test_precision.py",
+    "tests/test_pages.py",
+    "-k=native or cpu",
+    *(f"--deselect=tests/native/test_kernel.py::test_{name}" for name in ("several_python_threads", "variants")),
+]
+
+_TYPES = {  # as DLPack numbers them
+    torch.int8: (0, 8), torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8),
+    torch.float16: (2, 16), torch.float32: (2, 32), torch.float64: (2, 64), torch.bfloat16: (4, 16),
+}  # fmt: skip
+
+
+def _path() -> str:
+    """Where programs lie: the environment's own before the system's."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def missing() -> str | None:
+    """What is not there and has to be installed."""
+    packages = {COMPILER: "g++-aarch64-linux-gnu", EMULATOR: "qemu-user", "cmake": "cmake", "ninja": "ninja-build"}
+    wanted = [
+        f"{name} (Debian: {package})" for name, package in packages.items() if not shutil.which(name, path=_path())
+    ]
+    return f"needs {', '.join(wanted)}" if wanted else None
+
+
+def build(folder: Path, *options: str) -> Path:
+    """Compile the program; its path."""
+    tools = [f"-DCMAKE_CXX_COMPILER={COMPILER}", "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"]
+    # ninja cannot read what make hands to its jobs
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "CXXFLAGS")}
+    environment["PATH"] = _path()
+    commands = [
+        ["cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", "-DRINGWEAVE_PROGRAM=ON", *tools, *options],
+        ["cmake", "--build", str(folder)],
+    ]
+    for command in commands:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
+    return folder / "_cpu"
+
+
+def _span(x: Tensor) -> Tensor:
+    """The bytes from a tensor's first element to its last."""
+    elements = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return x.detach().as_strided((elements,), (1,)).view(torch.uint8)
+
+
+def _encoded(value: Any, tensors: list[tuple[Tensor, bytes]]) -> Iterator[bytes]:
+    if value is None:
+        yield b"n"
+    elif isinstance(value, Tensor):
+        memory = _span(value).numpy().tobytes()
+        tensors.append((value, memory))
+        sizes = (*value.shape, *value.stride())
+        yield struct.pack("<cBBB", b"t", *_TYPES[value.dtype], value.ndim)
+        yield struct.pack(f"<{len(sizes)}qQ", *sizes, len(memory)) + memory
+    elif isinstance(value, int):
+        yield struct.pack("<cq", b"i", value)
+    elif isinstance(value, float):
+        yield struct.pack("<cd", b"f", value)
+    elif isinstance(value, str):
+        yield struct.pack("<cI", b"s", len(value)) + value.encode()
+    else:
+        yield struct.pack("<cI", b"l", len(value))
+        for each in value:
+            yield from _encoded(each, tensors)
+
+
+class Program:
+    """The program, running: it takes one call after the other."""
+
+    def __init__(self, path: Path, processor: str):
+        self._command = [EMULATOR, "-cpu", processor, str(path)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._one = threading.Lock()
+
+    def call(self, name: str, arguments: tuple[Any, ...]) -> object:
+        """Call a function; what it writes to its tensors is written to them here."""
+        tensors: list[tuple[Tensor, bytes]] = []
+        message = b"".join([struct.pack("<I", len(name)) + name.encode(), *_encoded(arguments, tensors)])
+        with self._one:
+            if self._process is None:
+                self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # one that ended has nothing to say either
+                self._process.stdin.write(message)
+                self._process.stdin.flush()
+            kind, size = struct.unpack("<cI", self._read(5))
+            text = self._read(size).decode()
+            if kind == b"e":
+                raise ValueError(text)
+            found = [self._read(len(memory)) for _, memory in tensors]
+        for (tensor, before), after in zip(tensors, found, strict=True):
+            if before != after:
+                flat = torch.frombuffer(bytearray(after), dtype=tensor.dtype)
+                tensor.detach().copy_(flat.as_strided(tensor.shape, tensor.stride()))
+        return ast.literal_eval(text)
+
+    def _read(self, size: int) -> bytes:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        read = self._process.stdout.read(size)
+        if len(read) < size:
+            raise RuntimeError(f"the program ended with {self.close()}")
+        return read
+
+    def close(self) -> int | None:
+        """End it; its exit status."""
+        if self._process is None:
+            return None
+        self._process.communicate()
+        code, self._process = self._process.returncode, None
+        return code
+
+
+def module(program: Program, like: ModuleType) -> ModuleType:
+    """A module of the functions of the extension ``like``, which says how they are called."""
+    made = ModuleType("ringweave._cpu")
+    made.__file__ = like.__file__
+
+    def function(name: str, signature: Any) -> Callable[..., object]:
+        text, _, defaults = signature
+        names = re.findall(r"[(,] ?(\w+): ", text)
+        known = dict(zip(names[len(names) - len(defaults or ()) :], defaults or (), strict=True))
+
+        def called(*args: Any, **options: Any) -> object:
+            options = known | dict(zip(names, args, strict=False)) | options
+            if {*options} != {*names}:
+                raise TypeError(f"{name}(): incompatible function arguments")
+            return program.call(name, tuple(options[each] for each in names))
+
+        called.__nb_signature__ = ((text, None, defaults),)  # type: ignore[attr-defined]
+        return called
+
+    for name, one in vars(like).items():
+        if hasattr(one, "__nb_signature__") and not isinstance(one, type):
+            setattr(made, name, function(name, one.__nb_signature__[0]))
+    # prepared calls pass addresses, which mean nothing to another process
+    made.Prepared = like.Prepared  # type: ignore[attr-defined]
+    return made
+
+
+_stand_in: list[Program] = []
+
+
+def pytest_configure() -> None:
+    """Stand in for the extension, and let no call be prepared."""
+    import ringweave
+    from ringweave import _cpu
+    from ringweave.ops import cpu, dispatch
+
+    _stand_in.append(Program(Path(os.environ[PROGRAM]), os.environ[PROCESSOR]))
+    ringweave._cpu = sys.modules["ringweave._cpu"] = module(_stand_in[0], _cpu)  # type: ignore[attr-defined]
+    dispatch.BACKENDS["cpu"] = dataclasses.replace(cpu.BACKEND)
+
+
+def pytest_unconfigure() -> None:
+    """End the program."""
+    _stand_in.pop().close()
+
+
+def main(folder: str, *arguments: str) -> int:
+    """Build, and run the tests; 0 where all pass."""
+    if absent := missing():
+        print(absent, file=sys.stderr)
+        return 2
+    program = build(ROOT / folder)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.native.emulated",
+        "-p",
+        "no:cacheprovider",
+        *SUITE,
+        *arguments,
+    ]
+    codes = []
+    for processor in PROCESSORS:
+        print(f"{EMULATOR} -cpu {processor}", flush=True)
+        environment = os.environ | {PROGRAM: str(program), PROCESSOR: processor, "OMP_WAIT_POLICY": "passive"}
+        codes.append(subprocess.run(command, cwd=ROOT, env=environment).returncode)
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
