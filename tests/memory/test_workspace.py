@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 
 import pytest
 import torch
@@ -200,36 +199,6 @@ def test_mixed_allocations_are_bounded(count: int) -> None:
     # a floor of 1 MiB beside the 9 MiB of few
     assert sum(unused) / len(unused) <= (0.25 if count == 256 else 0.4)
     assert now.reused > 0.94 * now.taken
-
-
-def hammer(seconds: float, threads: int) -> None:
-    """Threads that write their own number and find it again."""
-    import time
-
-    space, wrong, until = Workspace(), [], time.monotonic() + seconds
-
-    def work(number: int) -> None:
-        draw = random.Random(number)
-        held: list[Tensor] = []
-        while time.monotonic() < until:
-            held.append(space.take((draw.choice((100, 1000, 3000)),), torch.int32).fill_(number))
-            if len(held) > 4 and not bool((held.pop(draw.randrange(5)) == number).all()):
-                wrong.append(number)
-
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
-    for each in workers:
-        each.start()
-    for each in workers:
-        each.join()
-    assert not wrong
-    now = space.statistics()
-    assert now.asked == 0
-    assert now.idle == now.held
-    assert now.reused > 0.9 * now.taken
-
-
-def test_threads() -> None:
-    hammer(1.0, 16)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

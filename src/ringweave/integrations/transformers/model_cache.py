@@ -27,7 +27,7 @@ class ModelCache(Cache):
     Args:
         length: Most tokens of a sequence, padding included.
         page: Tokens of a page: 16, 32, 64, 128 or 256.
-        precision: A policy, of whose ``kv`` all layers are stored in 8 bits: each token's row of a head is rounded once,
+        precision: A policy, of whose ``kv`` all layers are stored in 8 bits: each row of a head is rounded once,
             when it is written, and attended as it is stored.
     Raises:
         ShapeError: A length below 1, or a page of another size.
