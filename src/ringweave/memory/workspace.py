@@ -107,9 +107,9 @@ class Workspace:
         idle_seconds: After which an idle buffer goes, at the next use.
     Example:
         >>> space = rw.memory.Workspace()
-        >>> x = space.take((256, 64), torch.float32)
+        >>> x = space.take((2048, 64), torch.float32)
         >>> del x
-        >>> y, z = space.take((128, 64), torch.float32), space.take((128, 64), torch.float32)
+        >>> y, z = space.take((1024, 64), torch.float32), space.take((1024, 64), torch.float32)
         >>> space.statistics().taken, space.statistics().reused
         (3, 2)
     """
