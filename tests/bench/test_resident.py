@@ -6,7 +6,9 @@ import json
 import sys
 
 import pytest
+import torch
 
+import ringweave as rw
 from ringweave.bench import resident
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks the system what is resident")
@@ -21,6 +23,15 @@ def test_every_kind_runs(kind: str, capsys: pytest.CaptureFixture[str], monkeypa
         assert found["peak"] >= 8 * resident.HEADS * 1024 * resident.DIM
     else:
         assert len(found["held"]) == resident.PARTS
+
+
+def test_a_wrong_row_is_seen() -> None:
+    q, k, v = torch.randn(3, 1, 2, 700, resident.DIM).unbind()
+    out = rw.attention(q, k, v, resident._pattern(512))
+    resident._check(q, k, v, out)
+    out[:, 1, 699] *= 1.05
+    with pytest.raises(rw.RingweaveError, match="out: got row 699, off by"):
+        resident._check(q, k, v, out)
 
 
 def test_growth_is_seen_and_what_a_cache_holds_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

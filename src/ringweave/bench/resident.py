@@ -22,6 +22,7 @@ from torch import Tensor
 
 import ringweave as rw
 
+from ..errors import RingweaveError, message
 from ..memory.pressure import to_system
 from .launched import run
 from .measure import resident
@@ -141,6 +142,20 @@ def _mapped(tokens: int) -> None:
                 out[:, :, some] = rw.attention(q[:, :, some], k, v, _pattern(512), q_offset=first)
                 for array in maps:
                     _let_go(array)
+        _check(q, k, v, out)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    """Raise RingweaveError where one of some rows is not what float64 makes of it, to two units of bfloat16."""
+    tokens = q.shape[2]
+    for row in (0, tokens // 2, tokens - 1):
+        keys = _pattern(512).to_dense(1, tokens, q_offset=row).view(-1).nonzero()[:, 0]
+        some_k, some_v = (x[:, :, keys].double() for x in (k, v))
+        mine = slice(row, row + 1)
+        want = (q[:, :, mine].double() @ some_k.mT * DIM**-0.5).softmax(-1) @ some_v
+        lost = float((out[:, :, mine].double() - want).norm() / want.norm())
+        if not lost <= 2**-7:
+            raise RingweaveError(message("out", f"row {row}, off by {lost:.1%}", "what float64 gives", "Report it."))
 
 
 def _let_go(array: Any) -> None:
@@ -153,7 +168,9 @@ def _long(tokens: int) -> None:
     q, k, v = (torch.empty(1, HEADS, tokens, DIM, dtype=torch.bfloat16) for _ in range(3))
     for x in (q, k, v):
         x.normal_(generator=generator).requires_grad_()
-    rw.attention(q, k, v, _pattern(512)).backward(torch.ones_like(q))
+    out = rw.attention(q, k, v, _pattern(512))
+    out.backward(torch.ones_like(q))
+    _check(q.detach(), k.detach(), v.detach(), out.detach())
 
 
 def main(kind: str, size: int) -> None:
