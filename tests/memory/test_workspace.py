@@ -141,6 +141,10 @@ def test_a_failed_allocation_counts_nothing() -> None:
     with pytest.raises(RuntimeError):
         space.take((2**60,), torch.uint8)
     assert space.statistics() == (0, 0, 0, 0, 0, 0)
+    # nor is it what may be held from now on
+    for size in (4, 6):
+        space.take((size * 2**20,), torch.uint8)
+    assert space.statistics().held == 6 * 2**20
 
 
 def test_a_loop_of_calls_with_scratch_of_many_sizes_reuses_it() -> None:

@@ -180,6 +180,10 @@ class Workspace:
                 self._cut(block, size)
             else:
                 self._reused += 1
+            # only now: what memory did not hold is no measure of what is needed
+            self._peaks = max(self._peaks[0], self._busy), self._peaks[1]
+            most, least = self._turns[0]
+            self._turns[0] = max(most, self._busy), least
         weakref.finalize(lease, self._return, block, nbytes).atexit = False
         del lease
         tensor = tensor.view(dtype).view(shape)
@@ -239,9 +243,6 @@ class Workspace:
         self._taken += 1
         self._busy += size
         self._asked += nbytes
-        self._peaks = max(self._peaks[0], self._busy), self._peaks[1]
-        most, least = self._turns[0]
-        self._turns[0] = max(most, self._busy), least
 
     def _found(self, place: _Place, size: int) -> _Block | None:
         """Take the smallest idle block that is large enough, cut to the size."""
@@ -307,9 +308,9 @@ class Workspace:
     def _most(self) -> int:
         """What may be held in all."""
         if self._stays():
-            peak, slack = max(most for most, _ in self._turns), _SLACK
+            peak, slack = max(self._busy, *(most for most, _ in self._turns)), _SLACK
         else:
-            peak, slack = max(self._peaks), self._slack
+            peak, slack = max(self._busy, *self._peaks), self._slack
         return peak + max(peak // slack, _FLOOR)
 
     def _stays(self) -> bool:
