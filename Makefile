@@ -18,7 +18,7 @@ help:
 	@echo "make sanitize  the native kernel's tests under AddressSanitizer and UBSan"
 	@echo "make arm     the native kernel's tests on aarch64, run by an emulator: half an hour"
 	@echo "make fuzz    random calls against the definition for SECONDS (60), of a SEED (a new one)"
-	@echo "make soak    TABLES (10000) changed tables in threads and processes: no plan of another one"
+	@echo "make soak    TABLES (10000) changed tables in threads and processes, SECONDS (60) of 32 threads on memory: nothing of another one"
 	@echo "make mutations  the library broken in one line, many times: whether its tests notice"
 	@echo "make gate    eight ratios of speed, held to those of benchmarks/baseline.json; five minutes at most"
 	@echo "make docs    build the documentation into site/"
@@ -73,6 +73,7 @@ fuzz-%: $(VENV)/.dev
 TABLES ?= 10000
 soak: $(VENV)/.dev
 	$(BIN)/python -m tests.adaptive.test_mutated_tables $(TABLES)
+	$(BIN)/python -m tests.memory.test_threads $(SECONDS)
 
 mutations: $(VENV)/.dev
 	$(BIN)/python scripts/mutations.py

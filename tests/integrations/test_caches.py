@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, QuantizedLayer
+from transformers.cache_utils import Cache, DynamicLayer, QuantizedLayer
 
 import ringweave as rw
 from ringweave.integrations.transformers import ModelCache, interface, patch
+from ringweave.precision import STORED, store, widened
 
+from .. import oracle
 from .test_models import EAGER, IDS, LEFT
 from .tiny import config_of, model_of
 
@@ -79,6 +81,8 @@ def test_what_pages_cannot_do_is_said() -> None:
         ModelCache(0)
     with pytest.raises(rw.ShapeError, match="page: got 7"):
         ModelCache(8, page=7)
+    with pytest.raises(rw.UnsupportedError, match="precision: got str"):
+        ModelCache(8, precision="int8")  # type: ignore[arg-type]
     with torch.no_grad():
         with pytest.raises(rw.UnsupportedError, match="past_key_values: got a use of keys in pages"):
             model_of("llama", "sdpa").eval()(IDS, past_key_values=ModelCache(32))
@@ -112,6 +116,73 @@ def test_a_quantised_cache(name: str) -> None:
         for attention in ("sdpa", "ringweave")
     ]
     assert torch.equal(*outs)
+
+
+class Rounded(DynamicLayer):
+    """What a cache of 8 bits stands for, in float32."""
+
+    kv = torch.int8
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        key_states, value_states = (widened(*store(x, self.kv)) for x in (key_states, value_states))
+        return super().update(key_states, value_states, *args, **kwargs)
+
+
+class RoundedFloats(Rounded):
+    kv = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "kv"),
+    [
+        ("llama", "greedy", torch.float8_e4m3fn),
+        ("llama", "chunked prefill", torch.int8),
+        ("gpt_oss", "beam", torch.int8),
+    ],
+    ids=str,
+)
+def test_pages_in_8_bits_give_the_tokens_of_what_they_store(name: str, mode: str, kv: torch.dtype) -> None:
+    """Beams copy scales with their pages; a prompt in chunks rounds each token once."""
+    options: dict[str, Any] = {"greedy": {}, "beam": {"num_beams": 3}, "chunked prefill": {"prefill_chunk_size": 7}}[
+        mode
+    ]
+    kind = Rounded if kv == torch.int8 else RoundedFloats
+    model = model_of(name, "eager" if name in EAGER else "sdpa")
+    wanted = said(model, past_key_values=Cache(layers=[kind(), kind()]), **options)
+    cache = ModelCache(40, page=16, precision=rw.Precision(kv=kv))
+    assert torch.equal(said(model_of(name, "ringweave"), past_key_values=cache, **options), wanted)
+    assert {layer.pages.k.dtype for layer in cache.layers} == {kv}
+
+
+@pytest.mark.parametrize("kv", list(STORED), ids=str)
+def test_pages_in_8_bits_are_attended_as_they_are_stored(kv: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of a generation, held to float64 over what its pages stand for at that time."""
+    calls: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    def attend(q: Tensor, pages: rw.PagedCache, pattern: rw.Pattern, **kwargs: Any) -> Tensor:
+        out, nk = rw.paged_attention(q, pages, pattern, **kwargs), int(pages.lengths[0])
+        assert pages.scales is not None
+        k, v = (
+            widened(x, scale)[pages.table.long()].transpose(1, 2).flatten(2, 3)[:, :, :nk]
+            for x, scale in ((pages.k, pages.scales.k), (pages.v, pages.scales.v))
+        )
+        calls.append((q.clone(), k, v, out))
+        return out
+
+    monkeypatch.setattr(interface, "paged_attention", attend)
+    model = patch(model_of("llama", "eager"), rw.SlidingWindow(9) | rw.Sinks(2))
+    cache = ModelCache(40, page=16, precision=rw.Precision(kv=kv))
+    said(model, IDS[:, :11], torch.ones_like(IDS[:, :11]), past_key_values=cache)
+    assert len(calls) == 2 * 12
+    for q, k, v, out in calls:
+        nq, nk = q.shape[2], k.shape[2]
+        pattern = (rw.SlidingWindow(9) | rw.Sinks(2)) & rw.Causal()
+        counts = pattern.to_dense(nq, nk, q.shape[1], q_offset=nk - nq)
+        x = oracle.Inputs(q, k, v, out, torch.zeros(q.shape[:3]))
+        want = oracle.exact(x, counts)
+        found = oracle.errors({"out": out}, {"out": want["out"]})["out"]
+        floor = oracle.rounding(x, counts, {name: want[name] for name in ("out", "lse")})["out"]
+        assert found <= max(2 * oracle.torch_errors(x, counts, want)["out"], floor)
 
 
 @pytest.mark.measures

@@ -36,10 +36,37 @@ def test_live_keys(pattern: rw.Pattern, placement: str) -> None:
         shard = k.nbytes + v.nbytes
         # messages come in pieces: a stage is all that one peer sends
         stages = sorted((n for n in transport.counters.received), reverse=True)
-        return shard + ctx.call.space.nbytes, shard + sum(stages[:2])
+        return shard + ctx.call.space.statistics().held, shard + sum(stages[:2])
 
     for live, allowed in run(4, job):
         assert live <= 1.1 * allowed
+
+
+@pytest.mark.parametrize("schedule", ["ring", "gather"])
+def test_steps_allocate_no_new_buffers(schedule: str) -> None:
+    """Keys that come, what is sent, and buffers of a kernel that lie apart: all of it comes back, and serves again."""
+
+    def job(transport: Transport) -> tuple[int, int, int]:
+        pattern = rw.SlidingWindow(700) | rw.Sinks(40) | rw.Dilated(512, 4)
+        ctx = ContextParallel(transport, pattern, 2048, heads=(2, 2), schedule=schedule, placement="zigzag")
+        q, k, v = (torch.randn(1, 2, ctx.local, 16, requires_grad=True) for _ in range(3))
+
+        def step() -> None:
+            rw.attention(q, k, v, pattern, context=ctx).sum().backward()
+
+        for _ in range(3):
+            step()
+        before = ctx.call.space.statistics()
+        for _ in range(10):
+            step()
+        now = ctx.call.space.statistics()
+        ctx.close()
+        assert ctx.call.space.statistics().held == 0
+        return now.taken - before.taken, (now.taken - now.reused) - (before.taken - before.reused), now.asked
+
+    for taken, new, left in run(3, job):
+        assert taken >= 30
+        assert (new, left) == (0, 0)
 
 
 def test_empty_stages_are_skipped() -> None:

@@ -209,9 +209,9 @@ def peak_memory(call: Call, *, device: str = "cpu", warm: bool = True) -> Peak:
     # freed pages of the heap would hide what a callable takes
     to_system()
     if _reset_high_water():
-        before = _status_bytes("VmRSS")
+        before = resident()
         result = call()
-        after = _status_bytes("VmHWM")
+        after = resident("VmHWM")
         del result
         return Peak(max(after - before, 0), "peak resident set")
     return _sampled_peak(call)
@@ -221,12 +221,13 @@ def _reset_high_water() -> bool:
     """Whether the kernel let the high-water mark be reset, and it was."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
-        return _status_bytes("VmHWM") <= _status_bytes("VmRSS") + 2**21
+        return resident("VmHWM") <= resident() + 2**21
     except (OSError, KeyError):
         return False
 
 
-def _status_bytes(field: str) -> int:
+def resident(field: str = "VmRSS") -> int:
+    """Bytes of the process that lie in memory; ``"VmHWM"``: the most that did. Linux only."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024

@@ -379,7 +379,7 @@ class ContextParallel:
     def close(self) -> None:
         """Close the connections. A closed context computes nothing more."""
         self.transport.close()
-        self.call.space.clear()
+        self.call.space.trim()
 
     def __repr__(self) -> str:
         patterns = ", ".join(map(repr, self.patterns))

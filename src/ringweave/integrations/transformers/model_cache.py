@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...errors import ShapeError, UnsupportedError, message, shown
 from ...pages import SIZES, PagedCache
 from ...patterns.numbers import whole
+from ...precision import NATIVE, Precision, as_precision
 
 _REMEDY = "Use attn_implementation='ringweave', or past_key_values=DynamicCache() for this model."
 
@@ -26,8 +27,11 @@ class ModelCache(Cache):
     Args:
         length: Most tokens of a sequence, padding included.
         page: Tokens of a page: 16, 32, 64, 128 or 256.
+        precision: A policy, of whose ``kv`` all layers are stored in 8 bits: each row of a head is rounded once,
+            when it is written, and attended as it is stored.
     Raises:
         ShapeError: A length below 1, or a page of another size.
+        UnsupportedError: What is no policy.
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from ringweave.integrations.transformers import patch
@@ -37,14 +41,17 @@ class ModelCache(Cache):
         >>> prompt = torch.arange(3, 11)[None]
         >>> model.generate(prompt, past_key_values=ModelCache(64), max_new_tokens=4, min_new_tokens=4).shape
         torch.Size([1, 12])
+        >>> small = ModelCache(64, precision=rw.Precision(kv=torch.int8))
+        >>> model.generate(prompt, past_key_values=small, max_new_tokens=4, min_new_tokens=4).shape
+        torch.Size([1, 12])
     """
 
-    def __init__(self, length: int, page: int = 64):
+    def __init__(self, length: int, page: int = 64, *, precision: Precision | None = None):
         length = whole("length", length, 1, error=ShapeError)
         if page not in SIZES:
             raise ShapeError(message("page", shown(page), "16, 32, 64, 128 or 256", "Choose one of these."))
         self.length = -(-length // page) * page
-        make: Any = partial(PagedLayer, self.length, page)
+        make: Any = partial(PagedLayer, self.length, page, as_precision(precision))
         super().__init__(layer_class_to_replicate=make)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -58,14 +65,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     Args:
         length: Most tokens of a sequence.
         page: Tokens of a page.
+        precision: In what they are stored.
     """
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, length: int, page: int):
+    def __init__(self, length: int, page: int, precision: Precision = NATIVE):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.length, self.page, self.seen = length, page, 0
+        self.length, self.page, self.precision, self.seen = length, page, precision, 0
         self.pages: PagedCache | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -77,9 +85,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """
         batch, heads, _, dim = key_states.shape
         self.batch_size = batch
+        dtype = key_states.dtype if self.precision.kv is None else None
         self.pages = PagedCache.empty(
-            batch, self.length, heads, dim, value_dim=value_states.shape[3], page=self.page, dtype=key_states.dtype,
-            device=key_states.device,
+            batch, self.length, heads, dim, value_dim=value_states.shape[3], page=self.page, dtype=dtype,
+            device=key_states.device, precision=self.precision,
         )  # fmt: skip
         self.is_initialized = True
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ...errors import RingError
+from ...memory.workspace import Workspace
 from ..transport.protocol import Communicator, Event, Pending
-from .named_buffers import NamedBuffers
 from .wire import NATIVE, Wire
 
 _CALLS = "Make a new context, and the same calls in the same order on all ranks."
@@ -92,7 +92,7 @@ class Agreement:
     Attributes:
         transport: Moves bytes.
         wire: How keys and values travel.
-        space: Buffers.
+        space: Where buffers come from, the context's own.
         said: What the ranks compare, by field of the header.
         calls: How many were made: forward calls, tables and shards.
         ended: The error that ended them.
@@ -101,7 +101,7 @@ class Agreement:
 
     transport: Communicator
     wire: Wire = field(default_factory=Wire)
-    space: NamedBuffers = field(default_factory=NamedBuffers)
+    space: Workspace = field(default_factory=Workspace)
     said: Mapping[str, Value] = field(default_factory=dict)
     calls: int = 0
     ended: RingError | None = None

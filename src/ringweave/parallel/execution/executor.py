@@ -64,6 +64,8 @@ def forward(schedule: Schedule, agreement: Agreement, inputs: Inputs, backend: s
                 remote[call.number] = [out, lse[..., None]]
             else:
                 total.add(call.attention, out, lse)
+            # its buffers serve the next one
+            del call
         traffic.send_back(Way(results, partial(_of_branch, remote), merge))
     kept = (traffic.keys_in, traffic.forms_in) if schedule.keeps else ([], [])
     return Computed(*total.result(q.dtype), kept[0], torch.tensor(kept[1], dtype=torch.int64, device="cpu"))
@@ -111,6 +113,7 @@ def backward(
                 dq.add_queries(call.attention, of_query)
             for total, grad in zip((dk, dv), of_key, strict=True):
                 total.add_keys(call.attention, grad)
+            del call
         traffic.send_back(
             Way(of_queries, partial(_of_branch, remote), add_queries),
             Way(of_keys, partial(_grads_of_keys, received, of_keys, lse), add_keys),

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...memory.workspace import Workspace
 from ...ops.backend import Backend, Case, Inputs, Scoring, Upstream
 from ...ops.dispatch import choose
 from ...ops.head_views import Heads
 from ...plan import BlockPlan, Branch, subplan
 from ..planning.demand import Bools, Demand
 from ..planning.placement import Int64
-from .named_buffers import NamedBuffers
 from .places import Tokens
 
 
@@ -151,12 +151,12 @@ class LocalAttention:
         keys = _keys(demand, demand.owner == rank, rows, columns, None, edges)
         return LocalAttention(Heads(demand.branch, ratio, remote=True), Tokens.at(np.arange(keys[0].nq)), None, *keys)
 
-    def buffers(self, inputs: Inputs, space: NamedBuffers) -> Inputs:
+    def buffers(self, inputs: Inputs, space: Workspace) -> Inputs:
         """Put the shard's own keys and values among the kernel's: (B, distinct key heads, keys, C) each.
 
         The others are still to be put.
         """
-        return inputs._replace(k=self._buffer(inputs.k, space, "keys"), v=self._buffer(inputs.v, space, "values"))
+        return inputs._replace(k=self._buffer(inputs.k, space), v=self._buffer(inputs.v, space))
 
     def forward(self, inputs: Inputs, dtype: torch.dtype, backend: str) -> tuple[Tensor, Tensor]:
         """Compute (out, lse) of its queries; q as ``queries`` knows it, k and v full buffers."""
@@ -179,11 +179,11 @@ class LocalAttention:
         """Choose who computes it."""
         return choose(backend, Case.of(inputs, needs_grad), self.branch)
 
-    def _buffer(self, x: Tensor, space: NamedBuffers, name: str) -> Tensor:
+    def _buffer(self, x: Tensor, space: Workspace) -> Tensor:
         own = self.own.of(self.heads.of_keys(x))
         if self.own_at is None:
             return own
-        whole = space.take(name, (*own.shape[:2], self.branch.nk, x.shape[3]), x.dtype, x.device)
+        whole = space.take((*own.shape[:2], self.branch.nk, x.shape[3]), x.dtype, x.device)
         if self.holes:
             whole.zero_()
         self.own_at.put(whole, own)

@@ -238,9 +238,11 @@ class Traffic:
                 coming = _started(self._come(following))
             yield stage
         _finish(self._going)
+        # payloads know this object: without this their buffers would wait for the garbage collector
+        self._queries_in = []
 
     def calls(self) -> Iterator[KernelCall]:
-        """Give the present stage's kernel calls; the tensors of one are good until the next."""
+        """Give the present stage's kernel calls; who lets go of one before the next needs room for one at a time."""
         stage, inputs, space = self._stage, self._inputs, self._agreement.space
         for number, attention in stage.own.items():
             yield KernelCall(number, attention, self._with_keys(number, attention), self._upstream)
@@ -250,8 +252,10 @@ class Traffic:
             if self._upstream is not None:
                 (_, dout), (lse, delta) = along
                 upstream = Upstream(dout, lse[..., 0], delta[..., 0])
-            with_keys = attention.buffers(inputs, space)._replace(q=along[0][0])
-            yield KernelCall(number, attention, with_keys, upstream, remote=True)
+            # not bound here: its buffers go back before the next call's are taken
+            yield KernelCall(
+                number, attention, attention.buffers(inputs, space)._replace(q=along[0][0]), upstream, remote=True
+            )
 
     def send_back(self, queries: Way, keys: Way | None = None) -> None:
         """Start a stage's results on their way back; those of the stage before have arrived by then."""
@@ -286,12 +290,12 @@ class Traffic:
                 nbytes = sum(map(self._channels.nbytes, keys.hop.receives))
                 keys_in.append(self._inputs.k.new_empty(nbytes, dtype=torch.uint8))
             else:
-                keys_in.append(self._room(f"keys of {stage.number % 2}", keys.nbytes_in))
-            for number, tensors in enumerate(self._along):
+                keys_in.append(self._room(keys.nbytes_in))
+            for tensors in self._along:
                 if stage.queries is None:
                     break
                 payload = Payload(stage.queries, Channels.of(*tensors), partial(self._of_queries, tensors))
-                queries_in.append((payload, self._room(f"queries {number} of {stage.number % 2}", payload.nbytes_in)))
+                queries_in.append((payload, self._room(payload.nbytes_in)))
             pending = self._post("keys", [(keys, keys_in[-1]), *queries_in], stage, level)
             yield
             pending.wait()
@@ -311,10 +315,10 @@ class Traffic:
             if stage.queries:
                 ways.append((stage.queries, queries))
             payloads = []
-            for number, (hop, way) in enumerate(ways):
+            for hop, way in ways:
                 source = self._of_relayed if level < len(stage.hops) - 1 else way.source
                 payload = Payload(Hop(hop.receives, hop.sends), way.channels, source)
-                payloads.append((payload, self._room(f"{what} {number}", payload.nbytes_in)))
+                payloads.append((payload, self._room(payload.nbytes_in)))
             pending = self._post(what, payloads, stage, level)
             yield
             pending.wait()
@@ -330,9 +334,9 @@ class Traffic:
         """Start the messages of some payloads together, each of which comes to lie in its tensor."""
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
-        for number, (payload, data) in enumerate(payloads):
+        for payload, data in payloads:
             receives += payload.receive(data)
-            sends += payload.send(partial(self._room, f"{what} sent {number}"), self._agreement.wire.statistics.count)
+            sends += payload.send(self._room, self._agreement.wire.statistics.count)
         exchange = self._agreement.transport.exchange
         if self._schedule.keeps:
             return exchange(sends, receives, what=f"{what} {level}")
@@ -383,8 +387,8 @@ class Traffic:
     def _of_relayed(self, peer: int, section: Section) -> Sequence[Tensor]:
         return self._relayed[peer, section.branch, section.kind]
 
-    def _room(self, name: str, nbytes: int) -> Tensor:
-        return self._agreement.space.take(name, (nbytes,), torch.uint8, self._inputs.k.device)
+    def _room(self, nbytes: int) -> Tensor:
+        return self._agreement.space.take((nbytes,), torch.uint8, self._inputs.k.device)
 
 
 def _started(steps: Iterator[None]) -> Iterator[None]:
