@@ -75,7 +75,9 @@ def test_choices_have_the_density_asked_for() -> None:
     q, k, _, _ = quality.questions("needle", n, 0)
     blocks = torch.arange(1, n // 32 + 1)
     wanted = torch.maximum((blocks * density).ceil(), blocks.clamp(max=2))
-    tables = quality.static(n, density, 0) | {name: quality.chosen(name, q, k, density) for name in quality.SELECTORS}
+    tables = quality.static(n, density, 0) | {
+        name: quality.chosen(name, q, k, density) for name in (*quality.SELECTORS, "means of pools")
+    }
     for name, pattern in tables.items():
         if name == "bigbird":
             assert 0.3 * density < quality.share(pattern, n) < 1.5 * density

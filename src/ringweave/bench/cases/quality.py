@@ -29,6 +29,7 @@ from ..text import LAYERS, ByteModel, Corpus, standard_library, train
 
 SELECTORS = ("mean", "antidiagonal", "top_p", "bounds")
 _HEADS = 4
+_POOLS = "means of pools"
 _LOCAL_RANDOM = "local + random"
 _INDEXER_RATE = 1e-2
 # steps of an indexer that learns from a trained model, for each update of the tracker
@@ -171,6 +172,8 @@ def static(n: int, density: float, seed: int) -> dict[str, rw.Pattern]:
 def chosen(method: str, q: Tensor, k: Tensor, density: float) -> rw.Pattern:
     """What a selector chooses at a density; where it takes a mass, the one that comes nearest to it from below."""
     n, side = q.shape[2], side_of(q.shape[2])
+    if method == _POOLS:
+        return select(q, k, density=density, block_size=side, pool=side // 4) & rw.Causal()
     if method != "top_p":
         return select(q, k, method=method, density=density, block_size=side, stride=8) & rw.Causal()
     least, most = 0.0, 1.0
@@ -302,7 +305,7 @@ def recall(sizes: Sizes, corpus: Corpus, kept: Kept, say: Say) -> Iterator[Score
         if method == "best blocks":
             masses = (tile_mass(s.q, s.k, s.lse, rw.Causal(), tile=side) for s in seen(seed))
             return [ranked(mass.to_dense()[0], density, side) for mass in masses]
-        if method in SELECTORS:
+        if method in (*SELECTORS, _POOLS):
             return [chosen(method, s.q, s.k, density) for s in seen(seed)]
         return [static(n, density, seed)[method]] * LAYERS
 
@@ -317,7 +320,7 @@ def recall(sizes: Sizes, corpus: Corpus, kept: Kept, say: Say) -> Iterator[Score
         curves = {"tracker": lambda: tracked()[1], "indexer": lambda: indexed()[1]}
         return shares, value, curves[method]() if method in curves else ()
 
-    for method in ("local", _LOCAL_RANDOM, "bigbird", *SELECTORS, "tracker", "indexer", "best blocks"):
+    for method in ("local", _LOCAL_RANDOM, "bigbird", *SELECTORS, _POOLS, "tracker", "indexer", "best blocks"):
         for seed in range(sizes.seeds):
             for part in ("recall", _FAR_RECALL):
                 blank = Score(part, method, n, seed, steps, "share")
