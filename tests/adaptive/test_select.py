@@ -126,6 +126,65 @@ def test_antidiagonals() -> None:
     assert torch.equal(rest.mask[:, :, 3:], table.mask[:, :, 3:])
 
 
+def parts(tokens: range, first: int, size: int) -> list[range]:
+    """Parts of `size` tokens of a block that stands at position `first` + its tokens."""
+    places = range(first + tokens.start, first + tokens.stop)
+    return [range(a - first, b - first) for a, b in itertools.pairwise(sorted({
+        places.start, places.stop, *(p for p in places if p % size == 0)}))]  # fmt: skip
+
+
+def shares(x: Inputs, method: str, size: int, rows: list[range], columns: list[range], causal: bool, q_offset: int,
+           aligned: bool) -> Tensor:  # fmt: skip
+    """The share of each block of a softmax over parts of blocks of keys, the mean over parts of a row's queries."""
+    q, k = x.q.double() * x.q.shape[3] ** -0.5, x.k.double().repeat_interleave(x.q.shape[1] // x.k.shape[1], 1)
+    result = q.new_zeros(*q.shape[:2], len(rows), len(columns))
+    for r, mine in enumerate(rows):
+        of_row = parts(mine, q_offset if aligned else 0, size)
+        for part in of_row:
+            found, block = [], []
+            for c, others in enumerate(columns):
+                for keys in parts(others, 0, size):
+                    if causal and keys.start > q_offset + part.stop - 1:
+                        continue
+                    if method == "mean":
+                        product = q[:, :, part.start : part.stop].mean(2) * k[:, :, keys.start : keys.stop].mean(2)
+                    else:
+                        # places within the part: query p meets key size - 1 - p
+                        begin = (q_offset + part.start) % size if aligned else 0
+                        pairs = [(i, size - 1 - begin - i + part.start + keys.start) for i in part]
+                        pairs = [(i, j) for i, j in pairs if j in keys]
+                        product = sum((q[:, :, i] * k[:, :, j] for i, j in pairs), torch.zeros_like(q[:, :, 0])) / size
+                    found.append(product.sum(-1))
+                    block.append(c)
+            weights = torch.stack(found, -1).softmax(-1) / len(of_row)
+            result[:, :, r].index_add_(-1, torch.tensor(block), weights)
+    return result
+
+
+@pytest.mark.parametrize("method", ["mean", "antidiagonal"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "token"])
+def test_parts_of_blocks(name: str, method: str) -> None:
+    """Pools and antidiagonals, of blocks and of parts that are cut: by their shares, spelled out."""
+    nq, nk, block, causal, q_offset = CASES[name]
+    sides = block if isinstance(block, tuple) else (block, block)
+    x = Inputs.random(nq, nk, batch=2, heads=4, kv_heads=2, dim=8, dtype=torch.float64)
+    one = nq <= sides[0]
+    rows, columns = [range(nq)] if one else blocks_of(nq, sides[0], q_offset), blocks_of(nk, sides[1])
+    want = shares(x, method, 8, rows, columns, causal, q_offset, not one)
+    option = {"pool": 8} if method == "mean" else {"stride": 8}
+    front = 0 if one else q_offset // sides[0]
+    for heads, groups in (("query", 4), ("shared", 1)):
+        table = select(
+            x.q, x.k, method=method, top_k=3, block_size=block, causal=causal, local=0, sinks=0, heads=heads,
+            q_offset=q_offset, **option,
+        )  # fmt: skip
+        score = want.unflatten(1, (groups, -1)).mean(2)
+        may, _ = may_and_must(rows, columns, sides, causal, 0, 0, q_offset)
+        top = score.masked_fill(~may, -1).topk(3, -1).indices
+        mask = torch.zeros_like(score, dtype=torch.bool).scatter(-1, top, True) & may
+        assert torch.equal(table.mask[:, :, front:], mask)
+
+
 def test_as_many_as_hold_a_mass() -> None:
     x = Inputs.random(256, batch=2, heads=2, dim=16)
     x.q.mul_(8)
@@ -161,8 +220,8 @@ def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from ringweave.adaptive import selection as module
 
     x = Inputs.random(512, heads=4, kv_heads=2, dim=16)
-    for method in ("mean", "top_p", "antidiagonal", "bounds"):
-        how = {"density": 0.3} if method != "top_p" else {"mass": 0.7}
+    for method, pool in (("mean", None), ("mean", 8), ("top_p", 16), ("antidiagonal", None), ("bounds", None)):
+        how = {"density": 0.3, "pool": pool} if method != "top_p" else {"mass": 0.7, "pool": pool}
         whole = select(x.q, x.k, method=method, block_size=32, heads="kv", **how)
         with monkeypatch.context() as small:
             small.setattr(module, "_CHUNK", 1)
@@ -223,7 +282,11 @@ def test_compiled_in_one_graph() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = [
             rw.attention(q, k, v, select(q, k, method=method, block_size=32, **how) & rw.Causal())
-            for method, how in (("mean", {"top_k": 3}), ("antidiagonal", {"density": 0.4}), ("top_p", {"mass": 0.8}))
+            for method, how in (
+                ("mean", {"top_k": 3, "pool": 8}),
+                ("antidiagonal", {"density": 0.4}),
+                ("top_p", {"mass": 0.8}),
+            )
         ]
         return torch.stack(outs)
 
@@ -267,12 +330,43 @@ def test_duplicate_empty_and_padded_rows_give_exact_gradients() -> None:
         ({"top_k": 3, "method": "best"}, rw.UnsupportedError, "method"),
         ({"top_k": 3, "heads": "all"}, rw.UnsupportedError, "heads"),
         ({"top_k": 3, "method": "antidiagonal", "stride": 12}, rw.PatternError, "stride: got 12"),
+        ({"top_k": 3, "pool": 12}, rw.PatternError, "pool: got 12"),
+        ({"top_k": 3, "pool": 16, "method": "bounds"}, rw.PatternError, "pool: got 16"),
     ],
 )
 def test_refusals(how: dict[str, object], error: type[Exception], text: str) -> None:
     x = Inputs.random(128)
     with pytest.raises(error, match=text):
         select(x.q, x.k, block_size=32, **how)
+
+
+def test_a_mass_of_pools() -> None:
+    """With pools a row's blocks hold the mass of their softmax, and what is left out is less than the least of them."""
+    x = Inputs.random(256, heads=2, dim=16)
+    x.q.mul_(8)
+    share = shares(x, "mean", 8, blocks_of(256, 32), blocks_of(256, 32), True, 0, True)
+    table = select(x.q, x.k, method="top_p", mass=0.8, pool=8, block_size=32, local=0, sinks=0)
+    held = (share * table.mask).sum(-1)
+    least = share.masked_fill(~table.mask, torch.inf).amin(-1)
+    assert (held >= 0.8 - 1e-5).all()
+    assert (held - least < 0.8 + 1e-5).all()
+    assert (least >= share.masked_fill(table.mask, 0).amax(-1) - 1e-5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_means_of_16_bits_are_widened_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, whatever is widened at a time and however tokens lie."""
+    from ringweave.adaptive import pooling
+
+    x = torch.randn(2, 200, 3, 16).to(dtype).transpose(1, 2)
+    want = torch.stack([x[:, :, a:b].double().mean(2) for a, b in ((0, 8), (8, 40), (40, 72), (72, 104), (104, 136),
+                                                                   (136, 168), (168, 200))], 2)  # fmt: skip
+    for numbers in (1, 5000, 2**18):
+        monkeypatch.setattr(pooling, "_WIDENED", numbers)
+        got = block_means(x, 32, first=8)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    assert block_means(x[:0], 32).shape == (0, 3, 7, 16)
 
 
 def test_block_means() -> None:

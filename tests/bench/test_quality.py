@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ringweave as rw
+from ringweave.adaptive import select
 from ringweave.bench.cases import quality
 from ringweave.bench.record import Measuring, Options, Score, Target
 from ringweave.bench.text import standard_library
@@ -26,26 +27,47 @@ def records(measuring: Measuring, count: int | None = None) -> list[object]:
 def test_it_goes_on_where_it_was_and_draws_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "SELECTORS", ("mean", "top_p"))
     options = Options(quick=True, folder=str(tmp_path))
-    first = records(quality.measure(options, lambda text: None), 6)
+    first = records(quality.measure(options, lambda text: None), 7)
     said: list[str] = []
     whole = records(quality.measure(options, said.append))
-    assert whole[:6] == first
+    assert whole[:7] == first
     # nothing of what is there is measured again
     assert not any("local + random, excerpt" in text for text in said)
     scores = [each for each in whole if isinstance(each, Score)]
-    assert {each.part for each in scores} == {"recall", "bits per byte", "needle", "associative recall"}
+    assert {each.part for each in scores} == {
+        "recall", "recall beyond the window", "bits per byte", "needle", "associative recall",
+    }  # fmt: skip
     assert all(0 < each.density <= 1.01 for each in scores)
     by_name = {each.method: each for each in scores if each.part == "recall"}
     assert by_name["best blocks"].value >= max(by_name[name].value for name in ("local", "local + random", "mean"))
+    beyond = {each.method: each.value for each in scores if each.part == "recall beyond the window"}
+    assert beyond.keys() == by_name.keys()
+    assert all(0 <= share <= 1 for share in beyond.values())
+    assert beyond["mean"] > 0
+    assert len(by_name["indexer"].curve) == quality._INDEXER_STEPS * quality.QUICK.recall[2]
     assert len(by_name["tracker"].curve) == quality.QUICK.recall[2] + 1
     found = {each.method: each.value for each in scores if each.part == "needle"}
     assert found["dense"] == found["hierarchical"] == 1
     assert found["local + random"] < 1
-    assert len([each for each in whole if isinstance(each, Target)]) == 5
+    assert len([each for each in whole if isinstance(each, Target)]) == 7
     assert (tmp_path / "quality.svg").read_text().startswith("<svg")
     lines = quality.spread(scores)
     assert [line["seeds"] for line in lines] == [1] * len(lines)
     assert records(quality.measure(options, said.append)) == whole
+
+
+def test_weight_beyond_the_window_is_that_of_far_tiles() -> None:
+    """Of the dense weights: pairs of blocks that are two or more apart, the first block of keys left out."""
+    n, side = 256, 32
+    q, k, v, _ = quality.questions("associative recall", n, 0)
+    lse = rw.attention_with_lse(q, k, v, rw.Causal()).lse
+    blocks = torch.arange(n) // side
+    far = (blocks[:, None] - blocks >= 2) & (blocks > 0)
+    weights = (q.double() @ k.double().mT / 64**0.5 - lse.double()[..., None]).exp()
+    table = select(q, k, top_k=3, block_size=side) & rw.Causal()
+    for pattern in (rw.Causal(), table):
+        want = (weights * (far & pattern.to_dense(n, n, heads=4))).sum()
+        assert quality.Seen(q, k, lse).far(pattern, side) == pytest.approx(float(want), rel=1e-5)
 
 
 def test_choices_have_the_density_asked_for() -> None:
@@ -53,7 +75,9 @@ def test_choices_have_the_density_asked_for() -> None:
     q, k, _, _ = quality.questions("needle", n, 0)
     blocks = torch.arange(1, n // 32 + 1)
     wanted = torch.maximum((blocks * density).ceil(), blocks.clamp(max=2))
-    tables = quality.static(n, density, 0) | {name: quality.chosen(name, q, k, density) for name in quality.SELECTORS}
+    tables = quality.static(n, density, 0) | {
+        name: quality.chosen(name, q, k, density) for name in (*quality.SELECTORS, "means of pools")
+    }
     for name, pattern in tables.items():
         if name == "bigbird":
             assert 0.3 * density < quality.share(pattern, n) < 1.5 * density

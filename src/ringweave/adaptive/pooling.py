@@ -9,6 +9,9 @@ from torch import Tensor
 
 from ..types import acc_dtype
 
+# numbers that are widened at a time on a CPU
+_WIDENED = 2**18
+
 
 def by_block(x: Tensor, side: int, reduce: Callable[[Tensor], Tensor], first: int | None = None) -> Tensor:
     """Reduce blocks of tokens, (..., N, D) to (..., blocks, D), without a copy of the tokens.
@@ -46,4 +49,13 @@ def block_means(x: Tensor, block_size: int, *, first: int | None = None) -> Tens
         tensor([[2.],
                 [8.]])
     """
-    return by_block(x, block_size, lambda part: part.mean(-2, dtype=acc_dtype(x.dtype)), first)
+    acc = acc_dtype(x.dtype)
+    if acc == x.dtype or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return by_block(x, block_size, lambda part: part.mean(-2, dtype=acc), first)
+
+    def means(part: Tensor) -> Tensor:
+        # a CPU's mean widens all that it is given first: pages of memory that cost more than the mean
+        step = max(1, _WIDENED * part.shape[-3] // max(1, part.numel()))
+        return torch.cat([each.mean(-2, dtype=acc) for each in part.split(step, -3)], -2)
+
+    return by_block(x, block_size, means, first)

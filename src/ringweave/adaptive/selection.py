@@ -24,6 +24,7 @@ from .bounds import KeyBounds, largest, least
 from .pooling import block_means, by_block
 
 METHODS = ("mean", "antidiagonal", "top_p", "bounds")
+_POOLED = ("mean", "top_p")
 HEADS = ("query", "kv", "shared")
 # bytes of scores at a time: in a processor's cache, or a bounded part of a GPU's memory
 _CHUNK, _CHUNK_ELSEWHERE = 2**22, 2**28
@@ -75,6 +76,11 @@ class Grid:
     def first(self) -> int:
         """Count the queries of the first row."""
         return self.nq if self.one_row else min(self.nq, (self.front + 1) * self.sides[0] - self.q_offset)
+
+    @property
+    def cut(self) -> int:
+        """Count the tokens that the first row of blocks lacks before its first query."""
+        return 0 if self.one_row else self.q_offset - self.front * self.sides[0]
 
     def queries(self, rows: range) -> tuple[int, int]:
         """Give the queries [begin, end) of some rows."""
@@ -149,6 +155,7 @@ def select(
     q_offset: int = 0,
     scale: float | None = None,
     stride: int = 16,
+    pool: int | None = None,
     bounds: KeyBounds | None = None,
 ) -> BlockTable:
     """Choose the blocks of keys that each block of queries attends, by what queries and keys hold; no gradient.
@@ -156,9 +163,11 @@ def select(
     The table has no blocks in the future where causal, but says nothing of single tokens: attend
     ``select(...) & rw.Causal()``. Methods, each a score of a block of queries against one of keys:
 
-    - ``"mean"``: the product of their means (MoBA, which has a block of queries of 1).
+    - ``"mean"``: the product of their means (MoBA, which has a block of queries of 1). With a ``pool``, their share of
+      a softmax over the products of the pools' means (NSA sums such shares): finer, at 1 / (2 pool^2) of what dense
+      attention costs.
     - ``"antidiagonal"``: their share of a softmax over sums of scores along antidiagonals, ``stride`` tokens long
-      (XAttention): all tokens count, at 1 / (2 stride) of what dense attention costs.
+      (XAttention): at 1 / (2 stride) of what dense attention costs.
     - ``"top_p"``: as ``"mean"``, and of its softmax as many blocks as hold ``mass``, 0.9 by default (FlexPrefill).
     - ``"bounds"``: the largest score that any query could have with any key of the block, by the least and the largest
       of every channel (Quest): for decoding.
@@ -181,13 +190,14 @@ def select(
             row, wherever they stand.
         scale: Factor of the scores; 1 / sqrt(D) by default.
         stride: Tokens of an antidiagonal; divides both sides of a block.
+        pool: For ``"mean"`` and ``"top_p"``: tokens of a pool; divides both sides of a block. None: a block is one.
         bounds: Bounds of the keys, kept by the caller; then ``k`` is not read.
     Returns:
         The table, by indices: (B, Hq or 1, rows of blocks, places). Where several rows are asked for at a ``q_offset``,
         rows before it are empty.
     Raises:
-        PatternError: Not one of ``top_k``, ``mass`` and ``density``, or fewer than are forced; a stride that divides
-            no block.
+        PatternError: Not one of ``top_k``, ``mass`` and ``density``, or fewer than are forced; a stride or a pool that
+            divides no block.
         ShapeError: q and k do not fit each other, or bounds the keys.
     Example:
         >>> table = rw.adaptive.select(q, k, density=0.25, block_size=32)
@@ -196,7 +206,7 @@ def select(
 
     References:
         Lu et al. (2025), MoBA. Xu et al. (2025), XAttention. Lai et al. (2025), FlexPrefill; here of each row and not
-        of all together. Tang et al. (2024), Quest.
+        of all together. Tang et al. (2024), Quest. Yuan et al. (2025), NSA, section 3.3.2.
     """
     check_tensors(q, k, k)
     one_of("method", method, METHODS)
@@ -205,15 +215,18 @@ def select(
     grid = grid_of(q, k, block_size, q_offset, causal, local, sinks)
     amount = amount_of(method, top_k, mass, density, grid)
     scale = q.shape[3] ** -0.5 if scale is None else number("scale", scale)
+    if pool is not None and method not in _POOLED:
+        raise PatternError(message("pool", shown(pool), f"none with {method!r}", f"Use one of {_POOLED}."))
     with torch.no_grad():
         if method == "antidiagonal":
             score, width = _antidiagonals(q, k, grid, scale, stride)
         elif method == "bounds":
             score, width = _bounds(q, k, grid, scale, bounds)
         else:
-            score, width = pooled_scores(q, k, grid, scale)
+            score, width = _means(q, k, grid, scale, pool)
         groups = {"query": 0, "kv": k.shape[1], "shared": 1}[heads]
-        return choose(score, grid, amount, chunk_rows(q, width), groups, q.shape[1], method == "antidiagonal", q.device)
+        is_mass = method == "antidiagonal" or pool is not None
+        return choose(score, grid, amount, chunk_rows(q, width), groups, q.shape[1], is_mass, q.device)
 
 
 def choose(
@@ -344,16 +357,68 @@ def amount_of(method: str, top_k: object, mass: object, density: object, grid: G
 
 def products(q: Tensor, k: Tensor) -> Tensor:
     """Multiply rows of query heads with those of their key heads: (B, Hq, rows, columns)."""
-    product = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3) @ k.mT
+    q_rows = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    if k.device.type == "cpu" and k.dtype.itemsize == 2 and len(k) and not torch.compiler.is_compiling():
+        # of 16 bits a CPU's batched product copies all keys where some are left out; one head's lie side by side
+        pairs = zip(q_rows.flatten(0, 1), k.flatten(0, 1), strict=True)
+        product = torch.stack([each @ keys.mT for each, keys in pairs]).unflatten(0, k.shape[:2])
+    else:
+        product = q_rows @ k.mT
     by_head: Tensor = product.unflatten(2, (-1, q.shape[2])).flatten(1, 2)
     return by_head
 
 
-def pooled_scores(q: Tensor, k: Tensor, grid: Grid, scale: float) -> tuple[Score, int]:
-    """Score blocks by their means; and how many numbers a row takes."""
-    queries = block_means(q, grid.sides[0], first=grid.first) * scale
-    keys = block_means(k, grid.sides[1])
-    return lambda rows, columns: products(queries[:, :, rows.start : rows.stop], keys[:, :, :columns]), grid.columns
+def _means(q: Tensor, k: Tensor, grid: Grid, scale: float, pool: object) -> tuple[Score, int]:
+    """Score blocks by their means, or by their share of a softmax over pools' means; and count a row's numbers."""
+    if pool is None:
+        queries = block_means(q, grid.sides[0], first=grid.first) * scale
+        keys = block_means(k, grid.sides[1])
+        return lambda rows, columns: products(queries[:, :, rows.start : rows.stop], keys[:, :, :columns]), grid.columns
+    pool = part_of("pool", pool, grid)
+    front, per = grid.cut, grid.sides[0] // pool
+    queries = block_means(q, pool, first=min(grid.nq, pool - front % pool)) * scale
+    queries = _padded(queries, front // pool, grid.rows * per - front // pool - queries.shape[2])
+    keys = block_means(k, pool)
+    keys = _padded(keys, 0, -keys.shape[2] % (grid.sides[1] // pool))
+    return _shares(lambda rows: queries[:, :, rows.start * per : rows.stop * per], keys, grid, pool)
+
+
+def _shares(queries: Callable[[range], Tensor], keys: Tensor, grid: Grid, pool: int) -> tuple[Score, int]:
+    """Score blocks by the softmax over pools of keys, summed over a block's, averaged over the pools of its queries.
+
+    Args:
+        queries: Gives of some rows of blocks (B, Hq, pools, C), in whole blocks; scaled.
+        keys: (B, Hkv, pools, C), in whole blocks.
+        grid: Which blocks there are.
+        pool: Tokens of a pool.
+    """
+    mine, others = grid.sides[0] // pool, grid.sides[1] // pool
+    # positions of the first pool of a block of queries and of the queries themselves
+    start, begin = grid.q_offset - grid.cut, grid.q_offset
+    most = torch.finfo(keys.dtype).max
+
+    def score(rows: range, columns: int) -> Tensor:
+        product = products(queries(rows), keys[:, :, : columns * others])
+        # a product that is none, or infinite, is an ordinary one: only marks are infinite
+        product.nan_to_num_(nan=-most, posinf=most, neginf=-most)
+        first = start + torch.arange(rows.start * mine, rows.stop * mine, device=keys.device)[:, None] * pool
+        key = torch.arange(columns * others, device=keys.device) * pool
+        if grid.causal:
+            # of the columns that no row is before, nothing is in the future
+            past = min(max(0, (start + rows.start * grid.sides[0]) // pool), columns * others)
+            limit = (first + pool).clamp(max=begin + grid.nq)
+            product[..., past:].masked_fill_(key[past:] >= limit, -torch.inf)
+        if columns * grid.sides[1] > grid.nk:
+            product.masked_fill_(key >= grid.nk, -torch.inf)
+        weights = product.softmax(-1).unflatten(2, (-1, mine))
+        lacking = (first + pool <= begin) | (first >= begin + grid.nq)
+        held = mine - lacking.view(-1, mine, 1).sum(1)
+        if grid.cut or len(rows) * mine * pool + rows.start * grid.sides[0] > grid.cut + grid.nq:
+            weights = weights.masked_fill(lacking.view(-1, mine, 1), 0)
+        share: Tensor = (weights.sum(3) / held).unflatten(3, (-1, others)).sum(4)
+        return share
+
+    return score, mine * others * grid.columns
 
 
 def _bounds(q: Tensor, k: Tensor, grid: Grid, scale: float, bounds: KeyBounds | None) -> tuple[Score, int]:
@@ -383,33 +448,27 @@ def _padded(x: Tensor, before: int, after: int) -> Tensor:
 
 
 def _antidiagonals(q: Tensor, k: Tensor, grid: Grid, scale: float, stride: object) -> tuple[Score, int]:
-    stride = whole("stride", stride, 1)
-    if grid.sides[0] % stride or grid.sides[1] % stride:
-        raise PatternError(message("stride", stride, f"a divisor of {grid.sides}", "Pass a power of two below both."))
-    acc = acc_dtype(q.dtype)
+    stride = part_of("stride", stride, grid)
     # keys in token order and queries against it: what their rows of `stride` tokens multiply to is an antidiagonal
-    queries, keys = grid.sides[0] // stride, grid.sides[1] // stride
-    front = grid.sides[0] - grid.first if grid.rows > 1 else 0
-    k_rows = _padded(k, 0, -k.shape[2] % grid.sides[1]).unflatten(2, (-1, stride)).flatten(3)
-    shift = grid.q_offset if grid.one_row else grid.front * grid.sides[0]
+    keys = _padded(k, 0, -k.shape[2] % grid.sides[1]).unflatten(2, (-1, stride)).flatten(3)
 
-    def score(rows: range, columns: int) -> Tensor:
+    def queries(rows: range) -> Tensor:
         begin, end = grid.queries(rows)
-        head = front if rows.start == 0 else 0
+        head = grid.cut if rows.start == 0 else 0
         part = _padded(q[:, :, begin:end], head, len(rows) * grid.sides[0] - (end - begin) - head)
-        place = torch.arange(part.shape[2], device=q.device)
-        part = part.index_select(2, place - 2 * (place % stride) + (stride - 1))
-        q_rows = part.unflatten(2, (-1, stride)).flatten(3)
-        product = products(q_rows, k_rows[:, :, : columns * keys]).to(acc) * (scale / stride)
-        lacking = torch.arange(columns * keys, device=q.device) * stride >= k.shape[2]
-        if grid.causal:
-            # the last position of a row of queries
-            last = shift + rows.start * grid.sides[0] + torch.arange(1, q_rows.shape[2] + 1, device=q.device) * stride
-            future = torch.arange(columns * keys, device=q.device) * stride >= last[:, None]
-            lacking = lacking | future
-        product.masked_fill_(lacking, -torch.inf)
-        weights = _cleaned(product).softmax(-1)
-        share: Tensor = weights.unflatten(2, (-1, queries)).unflatten(4, (-1, keys)).sum(5)
-        return share.mean(3)
+        rows_of_tokens: Tensor = part.unflatten(2, (-1, stride)).flip(3).flatten(3) * (scale / stride)
+        return rows_of_tokens
 
-    return score, queries * keys * grid.columns
+    return _shares(queries, keys, grid, stride)
+
+
+def part_of(name: str, tokens: object, grid: Grid) -> int:
+    """Check how many tokens a part of a block has.
+
+    Raises:
+        PatternError: Not a divisor of both sides.
+    """
+    count = whole(name, tokens, 1)
+    if grid.sides[0] % count or grid.sides[1] % count:
+        raise PatternError(message(name, count, f"a divisor of {grid.sides}", "Pass a power of two below both."))
+    return count

@@ -29,8 +29,14 @@ from ..text import LAYERS, ByteModel, Corpus, standard_library, train
 
 SELECTORS = ("mean", "antidiagonal", "top_p", "bounds")
 _HEADS = 4
+_POOLS = "means of pools"
 _LOCAL_RANDOM = "local + random"
-_INDEXER_RATE = 3e-3
+_INDEXER_RATE = 1e-2
+# steps of an indexer that learns from a trained model, for each update of the tracker
+_INDEXER_STEPS = 4
+# blocks before a row's own that count as its window, which every choice has
+_NEAR = 2
+_FAR_RECALL = "recall beyond the window"
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,9 @@ def measure(options: Options, say: Say) -> Measuring:
     return (
         f"Of dense attention's weight, {sizes.density:.0%} of the pairs hold {_mean(found, 'recall', best):.1%} as "
         f"{best} chooses them, {_mean(found, 'recall', _LOCAL_RANDOM):.1%} local and random, "
-        f"{_mean(found, 'recall', 'best blocks'):.1%} at the most."
+        f"{_mean(found, 'recall', 'best blocks'):.1%} at the most; beyond the window "
+        f"{_mean(found, _FAR_RECALL, best):.1%}, {_mean(found, _FAR_RECALL, _LOCAL_RANDOM):.1%} and "
+        f"{_mean(found, _FAR_RECALL, 'best blocks'):.1%}."
     )
 
 
@@ -164,6 +172,8 @@ def static(n: int, density: float, seed: int) -> dict[str, rw.Pattern]:
 def chosen(method: str, q: Tensor, k: Tensor, density: float) -> rw.Pattern:
     """What a selector chooses at a density; where it takes a mass, the one that comes nearest to it from below."""
     n, side = q.shape[2], side_of(q.shape[2])
+    if method == _POOLS:
+        return select(q, k, density=density, block_size=side, pool=side // 4) & rw.Causal()
     if method != "top_p":
         return select(q, k, method=method, density=density, block_size=side, stride=8) & rw.Causal()
     least, most = 0.0, 1.0
@@ -180,7 +190,7 @@ def chosen(method: str, q: Tensor, k: Tensor, density: float) -> rw.Pattern:
 
 def indexer_of(q: Tensor, side: int) -> BlockIndexer:
     """Make an indexer of queries, (1, H, N, D), with as many key heads."""
-    return BlockIndexer(q.shape[3], heads=q.shape[1], block_size=side, pool=side // 2)
+    return BlockIndexer(q.shape[3], heads=q.shape[1], block_size=side, pool=side // 4)
 
 
 def learn(indexer: BlockIndexer, optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
@@ -194,7 +204,7 @@ def learn(indexer: BlockIndexer, optimizer: torch.optim.Optimizer, loss: Tensor)
 # ---- (a) how much of dense attention's weight ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Seen:
     """Queries and keys of a layer on an excerpt, and what dense attention weighs them by: (1, H, N, D), (1, H, N)."""
 
@@ -205,6 +215,12 @@ class Seen:
     def recall(self, pattern: rw.Pattern) -> float:
         """Share of the weight that a pattern's tiles hold."""
         return float(tile_mass(self.q, self.k, self.lse, pattern).values.double().sum()) / self.lse.numel()
+
+    def far(self, pattern: rw.Pattern, side: int) -> float:
+        """Weight of a pattern beyond the window: of blocks that are two apart or more, but for the first of keys."""
+        mass = tile_mass(self.q, self.k, self.lse, pattern, tile=side)
+        _, row, column = mass.tiles()
+        return float(mass.values.double()[(row - column >= _NEAR) & (column > 0)].sum())
 
 
 def look(model: ByteModel, tokens: Tensor) -> list[Seen]:
@@ -264,16 +280,22 @@ def recall(sizes: Sizes, corpus: Corpus, kept: Kept, say: Say) -> Iterator[Score
             indexers = [indexer_of(s.q, side) for s in seen(0)]
         optimizers = [torch.optim.Adam(indexer.parameters(), lr=_INDEXER_RATE) for indexer in indexers]
         generator, curve = torch.Generator().manual_seed(1), []
-        for step in range(updates):
-            say(f"recall: indexer, step {step} of {updates}")
+        for step in range(total := _INDEXER_STEPS * updates):
+            say(f"recall: indexer, step {step} of {total}")
             losses = []
             layers = look(model(), known.batch(n, generator)[:, :n])
             for layer, indexer, optimizer in zip(layers, indexers, optimizers, strict=True):
+                optimizer.param_groups[0]["lr"] = _INDEXER_RATE * (1 - step / total)
                 mass = tile_mass(layer.q, layer.k, layer.lse, rw.Causal(), tile=side)
                 losses.append(learn(indexer, optimizer, indexer.loss(layer.q, layer.k, mass)))
             curve.append(statistics.mean(losses))
         return indexers, curve
 
+    @functools.cache
+    def all_far(seed: int) -> list[float]:
+        return [s.far(rw.Causal(), side) for s in seen(seed)]
+
+    @functools.lru_cache(1)
     def patterns(method: str, seed: int) -> list[rw.Pattern]:
         if method == "indexer":
             each = zip(indexed()[0], seen(seed), strict=True)
@@ -283,22 +305,26 @@ def recall(sizes: Sizes, corpus: Corpus, kept: Kept, say: Say) -> Iterator[Score
         if method == "best blocks":
             masses = (tile_mass(s.q, s.k, s.lse, rw.Causal(), tile=side) for s in seen(seed))
             return [ranked(mass.to_dense()[0], density, side) for mass in masses]
-        if method in SELECTORS:
+        if method in (*SELECTORS, _POOLS):
             return [chosen(method, s.q, s.k, density) for s in seen(seed)]
         return [static(n, density, seed)[method]] * LAYERS
 
-    def made(method: str, seed: int) -> tuple[float, float, Sequence[float]]:
+    def made(method: str, seed: int, beyond: bool) -> tuple[float, float, Sequence[float]]:
         say(f"recall: {method}, excerpt {seed + 1} of {sizes.seeds}")
         each = patterns(method, seed)
         shares = statistics.mean(share(pattern, n) for pattern in each)
+        if beyond:
+            layers = zip(seen(seed), each, all_far(seed), strict=True)
+            return shares, statistics.mean(s.far(pattern, side) / whole for s, pattern, whole in layers), ()
         value = statistics.mean(s.recall(pattern) for s, pattern in zip(seen(seed), each, strict=True))
         curves = {"tracker": lambda: tracked()[1], "indexer": lambda: indexed()[1]}
         return shares, value, curves[method]() if method in curves else ()
 
-    for method in ("local", _LOCAL_RANDOM, "bigbird", *SELECTORS, "tracker", "indexer", "best blocks"):
+    for method in ("local", _LOCAL_RANDOM, "bigbird", *SELECTORS, _POOLS, "tracker", "indexer", "best blocks"):
         for seed in range(sizes.seeds):
-            blank = Score("recall", method, n, seed, steps, "share")
-            yield kept.or_made(blank, functools.partial(made, method, seed))
+            for part in ("recall", _FAR_RECALL):
+                blank = Score(part, method, n, seed, steps, "share")
+                yield kept.or_made(blank, functools.partial(made, method, seed, part == _FAR_RECALL))
 
 
 # ---- (b) bits per byte -----------------------------------------------------------------------------------------------
@@ -476,6 +502,8 @@ def _targets(scores: Sequence[Score], options: Options) -> Iterator[Target]:
     random = _mean(scores, "recall", _LOCAL_RANDOM)
     for method in SELECTORS:
         yield target(f"recall of {method} over local + random", _mean(scores, "recall", method) / random, 1.3, True)
+        beyond = _mean(scores, _FAR_RECALL, method) / _mean(scores, _FAR_RECALL, _LOCAL_RANDOM)
+        yield target(f"{_FAR_RECALL} of {method} over local + random", beyond, 1.3, True)
     curve = next(each.curve for each in scores if each.method == "tracker" and each.part == "recall")
     best = max(_mean(scores, "recall", method) for method in SELECTORS)
     yield target(
