@@ -142,7 +142,7 @@ def test_large_head_dims(backend: str, dtype: str, dims: tuple[int, int], poison
     conforms(Inputs.random(1, 70, dtype=DTYPES[dtype], **sizes), rw.Causal(), backend, q_offset=69)
 
 
-@pytest.mark.parametrize("backend", ["reference", *SPARSE])
+@pytest.mark.parametrize("backend", ["reference", *SPARSE, "torch_sparse"])
 @pytest.mark.parametrize("sizes", [(1, 300, 299), (16, 257, 241), (100, 130, 7), (200, 60, 0)])
 @pytest.mark.parametrize(
     "name", ["causal", "sinks", "window_and_dilated", "longnet_causal", "strided", "global", "prefix"]
@@ -206,7 +206,7 @@ def test_gradient_strides(backend: str) -> None:
     ("backend", "name"),
     [
         ("sdpa", "causal"),
-        *itertools.product(["reference", "gather"], ["sinks", "causal", "table", "dilated", "longnet"]),
+        *itertools.product(["reference", "gather", "torch_sparse"], ["sinks", "causal", "table", "dilated", "longnet"]),
     ],
 )
 def test_gradcheck(name: str, backend: str) -> None:
@@ -249,7 +249,7 @@ def test_row_sums_and_leaks(name: str, backend: str, rule: str) -> None:
     kit.RULES[rule](kernel(backend), kit.Trial(PATTERNS[name](97), 97, 97, heads=4, kv_heads=4, dim=8))
 
 
-@pytest.mark.parametrize("backend", ["reference", *SPARSE])
+@pytest.mark.parametrize("backend", ["reference", *SPARSE, "torch_sparse"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_unattended_nan(backend: str, bad: float) -> None:
     """NaN in keys and values that no one attends, and in queries that attend nothing, changes nothing, either way."""
@@ -277,7 +277,7 @@ def test_nan_after_the_last_query(backend: str) -> None:
         assert torch.equal(clean[name], dirty[name]), name
 
 
-@pytest.mark.parametrize("backend", ["reference", *SPARSE])
+@pytest.mark.parametrize("backend", ["reference", *SPARSE, "torch_sparse"])
 def test_masked_nan_key_does_not_reach_a_row_that_may_not_attend_it(backend: str) -> None:
     x = Inputs.random(64, heads=2)
     clean = rw.attention(x.q, x.k, x.v, rw.Causal(), backend=backend)
@@ -287,7 +287,7 @@ def test_masked_nan_key_does_not_reach_a_row_that_may_not_attend_it(backend: str
     assert dirty[:, :, 40:].isnan().all()
 
 
-@pytest.mark.parametrize("backend", ["reference", *SPARSE])
+@pytest.mark.parametrize("backend", ["reference", *SPARSE, "torch_sparse"])
 def test_empty_rows(backend: str) -> None:
     x = Inputs.random(70, heads=2)
     got = run(x, ~rw.Causal() & rw.SlidingWindow(0, 5), backend)

@@ -36,6 +36,7 @@ def grown(backend: str, pattern: rw.Pattern) -> int:
         ("gather", rw.Dilated(64, 16) | rw.SlidingWindow(128)),
         ("gather", rw.LongNet([1024, 16384], [1, 16])),
         ("sdpa", rw.Causal()),
+        ("torch_sparse", rw.SlidingWindow(512) | rw.Global(16)),
         ("auto", rw.SlidingWindow(512)),
     ],
     ids=str,
@@ -47,4 +48,4 @@ def test_peak_memory(backend: str, pattern: rw.Pattern) -> None:
 
 def test_every_backend_is_covered() -> None:
     # these need a GPU: tests/ops
-    assert set(BACKENDS) - {"reference", "triton", "flex", "flash"} <= {"gather", "sdpa", "cpu"}
+    assert set(BACKENDS) - {"reference", "triton", "flex", "flash"} <= {"gather", "sdpa", "cpu", "torch_sparse"}

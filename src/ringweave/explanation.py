@@ -324,7 +324,8 @@ def _others(steps: Sequence[tuple[Branch, Backend]], case: Case, asked: str) -> 
             if name == chosen.name:
                 continue
             if name not in dispatch.PREFERENCE:
-                reason = "used only when named" + (", or where measured to be fastest" if backend.branched else "")
+                tuned = backend.branched and not backend.experimental
+                reason = "used only when named" + (", or where measured to be fastest" if tuned else "")
             else:
                 reason = refused[name] or f"could run it; {chosen.name} {why}"
             if reason not in reasons.setdefault(name, []):

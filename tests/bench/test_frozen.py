@@ -161,6 +161,7 @@ def test_names_are_frozen() -> None:
         "attention",
         "kernels",
         "planning",
+        "backends",
         "memory",
         "decode",
         "dilated",

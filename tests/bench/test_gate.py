@@ -33,7 +33,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Iterator[float]]:
     given: dict[str, Iterator[float]] = {}
     fake = tuple(dataclasses.replace(each, pair=lambda say, name=each.name: (name, name)) for each in HEADLINES)
     monkeypatch.setattr(gate, "HEADLINES", fake)
-    monkeypatch.setattr(gate, "measured", lambda pair: next(given.get(pair[1], iter((1.0,)))))
+    monkeypatch.setattr(gate, "measured", lambda pair, **longer: next(given.get(pair[1], iter((1.0,)))))
     return given
 
 
@@ -68,12 +68,24 @@ def test_slowed_takes_as_much_longer() -> None:
 
 
 def test_what_was_noise_passes_and_what_stays_does_not(figures: dict[str, Iterator[float]]) -> None:
-    figures |= {"kernel": iter((1.3, 1.02)), "plan": iter((1.3, 1.25)), "call": iter((0.5,))}
+    figures |= {"kernel": iter((1.3, 1.02)), "plan": iter((1.3, 1.25, 1.4, 1.3)), "call": iter((0.5,))}
     found = verdicts({each.name: Held(1.0, 1.1) for each in HEADLINES if each.name != "dense"})
     assert (found["kernel"].passed, found["kernel"].found, found["kernel"].times) == (True, 1.02, 2)
     assert (found["plan"].passed, found["plan"].slower) == (False, 1.25)
+    assert found["plan"].times == 4
     assert found["call"].passed
+    assert [name for name, each in found.items() if each.stale] == ["call"]
     assert (found["dense"].passed, found["dense"].slower) == (True, None)
+
+
+def test_what_is_not_measured_again_is_not_decided(
+    figures: dict[str, Iterator[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that takes so long has others on it; no change is lost to them."""
+    monkeypatch.setattr(gate, "_WITHIN", -1.0)
+    figures["kernel"] = iter((1.3,))
+    found = verdicts({each.name: Held(1.0, 1.1) for each in HEADLINES})["kernel"]
+    assert (found.within, found.passed, found.times) == (False, True, 1)
 
 
 def test_a_baseline_is_the_median_and_its_tolerance_how_far_runs_lie(
@@ -104,12 +116,13 @@ def test_the_command_says_what_is_slower(figures: dict[str, Iterator[float]], tm
     assert "nothing of this processor" in unknown.output
     assert "wrote" in bench("--gate", str(path), "--update").output
     assert bench("--gate", str(path)).exit_code == 0
-    figures |= {"longnet": iter((1.3, 1.3))}
+    figures |= {"longnet": iter((1.3, 1.3, 1.4, 1.5)), "call": iter((0.5,))}
     found = bench("--gate", str(path))
     assert found.exit_code == 1
     assert "slower than it was: longnet (float32, LongNet: forward over dense SDPA's)" in found.output
     assert "kernel" not in found.output.split("slower than it was")[1]
     assert "1.30 x" in found.output
+    assert "a slowdown would pass: call; --update" in found.output
     assert kind() in found.output
 
 

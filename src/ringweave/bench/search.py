@@ -213,7 +213,8 @@ class Search:
 
     def run(self) -> None:
         """Try backends, then tiles of those near the fastest, then blocks of GPU kernels."""
-        backends = [Candidate(name) for name, backend in BACKENDS.items() if backend.branched]
+        known = [name for name, backend in BACKENDS.items() if backend.branched and not backend.experimental]
+        backends = [Candidate(name) for name in known]
         calls = self.check(backends, until=None)
         # some of them were compiled for longer than there are seconds
         self.began = time.monotonic()

@@ -69,7 +69,7 @@ def _print_verdicts(console: Console, verdicts: list[gate.Verdict]) -> None:
         held, slower = found.held, found.slower
         told = ("-", "-", "-", "") if held is None or slower is None else (
             f"{held.ratio:.3f}", f"{slower:.2f} x", f"{held.tolerance:.2f} x",
-            "[green]ok[/green]" if found.passed else "[red]slower[/red]",
+            "[green]ok[/green]" if found.within else "undecided" if found.passed else "[red]slower[/red]",
         )  # fmt: skip
         table.add_row(found.headline.name, told[0], f"{found.found:.3f}", *told[1:])
     console.print(table)
@@ -78,3 +78,6 @@ def _print_verdicts(console: Console, verdicts: list[gate.Verdict]) -> None:
         console.print(f"[red]slower than it was: {headline.name}[/red] ({headline.what})")
     if worse:
         console.print("Where that is meant, --update writes what is now.")
+    stale = [found.headline.name for found in verdicts if found.stale]
+    if stale:
+        console.print(f"so much faster than it was that a slowdown would pass: {', '.join(stale)}; --update holds that")

@@ -320,6 +320,7 @@ class Backend:
         extras: Terms of the scores that it computes, by name, and "dropout".
         paged: Whether it reads keys and values that are stored in pages, through their table.
         stored: Whether it takes keys and values of 8 bits with scales.
+        experimental: Whether it runs only when named: neither auto nor ``ringweave tune`` tries it.
         tiled: Whether its tiles have the sides that a branch asks for; others have sides of their own, or no tiles.
     """
 
@@ -336,3 +337,4 @@ class Backend:
     extras: frozenset[str] = frozenset()
     paged: bool = False
     stored: bool = False
+    experimental: bool = False

@@ -18,7 +18,7 @@ from ..patterns import Pattern
 from ..plan import Branch, branches
 from ..plan.from_pattern import default_tile
 from ..types import acc_dtype
-from . import cpu, flash, flex, forks, gather, gpu_check, reference, sdpa, triton, tuning
+from . import cpu, flash, flex, forks, gather, gpu_check, reference, sdpa, torch_sparse, triton, tuning
 from .backend import Backend, Case, Inputs, Upstream, delta_in_chunks, readable
 from .head_views import Heads
 
@@ -26,6 +26,7 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         reference.BACKEND, gather.BACKEND, sdpa.BACKEND, cpu.BACKEND, triton.BACKEND, flex.BACKEND, flash.BACKEND,
+        torch_sparse.BACKEND,
     )
 }  # fmt: skip
 # what auto considers, best first; the last one runs everything
@@ -69,7 +70,9 @@ def measured(case: Case, branch: Branch) -> tuple[Branch, Backend] | None:
     # what was measured was without terms, pages and scales
     answer = None if case.extras or case.paged or case.stored else tuning.lookup(case, branch)
     backend = None if answer is None else BACKENDS.get(answer.backend)
-    if answer is None or backend is None or not backend.branched or refusal(backend, case, branch) is not None:
+    if answer is None or backend is None or not backend.branched or backend.experimental:
+        return None
+    if refusal(backend, case, branch) is not None:
         return None
     if answer.tile is not None and backend.tiled:
         other = dataclasses.replace(branch, sides=answer.tile)

@@ -55,6 +55,7 @@ CASES: dict[str, BenchCase] = {
         BenchCase(
             "planning", "cold plans from 16K to 1M tokens: time and bytes per non-empty tile", attention.planning
         ),
+        BenchCase("backends", "every backend that runs here, torch's sparse matrices too", attention.backends),
         BenchCase("memory", "peaks of a window, to 4M tokens; scratch reused; what long runs hold", memory.measure),
         BenchCase("decode", "one query over a long cache: share of memory's speed, errors by policy", decoding.measure),
         BenchCase("dilated", "LongNet's mixture and a dilated relation against dense attention", attention.dilated),

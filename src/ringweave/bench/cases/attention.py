@@ -1,4 +1,4 @@
-"""The cases of a few patterns: ``attention``, ``planning``, ``memory``, ``dilated``, ``crossover`` and ``tune``."""
+"""Cases of a few patterns: ``attention``, ``backends``, ``planning``, ``dilated``, ``crossover`` and others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 import ringweave as rw
 
-from ...ops.dispatch import candidates
+from ...ops.dispatch import BACKENDS, candidates
 from ...plan.from_pattern import build
 from ..compare import Comparison, outcomes
 from ..measure import interleaved
+from ..peers import peers
 from ..problem import DIRECTIONS, FORWARD, Drawn, Problem
 from ..record import Measuring, Options, Outcome, PlanCost, Say
 from ..search import Candidate, whole
@@ -34,6 +35,17 @@ def attention(options: Options, say: Say) -> Measuring:
     for name, relation in (("window + sinks", window_with_sinks(tokens // 8, 64)), ("random 10%", Drawn(0.1))):
         entry = options.of(Problem(name, relation, tokens, heads)), ("ringweave", "ringweave:*", *others)
         records += yield from outcomes(Comparison([entry], rounds=options.rounds or rounds), say)
+    return _against_dense(records)
+
+
+def backends(options: Options, say: Say) -> Measuring:
+    """Compare every backend that this machine can run, those that are named only too, on a random table."""
+    tokens = options.tokens or (512 if options.quick else 4096)
+    problem = options.of(Problem("random 10%", Drawn(0.1, min(128, tokens // 16)), tokens, 2))
+    names = [f"ringweave:{name}" for name in BACKENDS]
+    able = [each.name for each in peers(*names) if each.supports(problem, True) is None]
+    entry = problem, ("ringweave", *able, "sdpa", "gather_scatter")
+    records = yield from outcomes(Comparison([entry], rounds=options.rounds or 3), say)
     return _against_dense(records)
 
 
