@@ -329,7 +329,7 @@ def limited(backend: str, on_oom: str, spare: int) -> tuple[str, float]:
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 def test_a_process_with_too_little_address_space_goes_on() -> None:
     # results take 4 x 8 MiB; gather's tiles and gradients in float32 as much again and more
-    spare = 64 * 2**20
+    spare = 48 * 2**20
     assert forked(limited, "gather", "raise", spare)[0] in ("RuntimeError", "MemoryError")
     became, off = forked(limited, "gather", "degrade", spare)
     assert became == "done"

@@ -226,12 +226,14 @@ def _direct(call: Call, dout: Tensor, dlse: Tensor | None, *saved: Tensor) -> bo
 
 # False: one of this kind takes the operators
 _calls: Recent[Call | bool] = Recent(64 * 2**20, 2048)
-# decoding makes one a step, soon of no use; or, in a window, as many as a tile has keys
+# kinds of decoding step: in a window as many as a tile has keys
 _steps: Recent[Call | bool] = Recent(32 * 2**20, 1024)
+# decoding of another pattern makes one a step, soon of no use
+_passing: Recent[Call | bool] = Recent(8 * 2**20, 128)
 
 
-def _store(q: Tensor) -> Recent[Call | bool]:
-    return _steps if q.ndim == 4 and q.shape[2] == 1 else _calls
+def _store(q: Tensor, step: _Step | None) -> Recent[Call | bool]:
+    return _steps if step is not None else _passing if q.ndim == 4 and q.shape[2] == 1 else _calls
 
 
 def find(
@@ -251,7 +253,7 @@ def find(
     rest = q.dtype, k.dtype, v.dtype, scale, backend, threads, variant
     step = _step(q, k, v, pattern._spec, q_offset)
     key = (pattern._spec, q.shape, k.shape, v.shape, q_offset) if step is None else step.key, rest
-    call = _store(q).get(key)
+    call = _store(q, step).get(key)
     if call is None:
         return key, None
     if isinstance(call, bool):
@@ -311,13 +313,13 @@ def make(key: Hashable, inputs: Inputs, pattern: Pattern, q_offset: int, backend
     case = Case.of(inputs)
     found = _whole(pattern, case, q_offset, backend)
     if found is None:
-        _store(inputs.q).put(key, False, _CALL_BYTES)
+        _store(inputs.q, step).put(key, False, _CALL_BYTES)
         return None
     branch, plan = found
     last = step is not None and step.behind is not None
     call = Call(inputs.map(readable), pattern, q_offset, backend, branch, plan, last)
     rows = plan.q_tiles * case.batch * case.heads
-    _store(inputs.q).put(key, call, _CALL_BYTES + plan.nbytes + _ROW_BYTES * rows + _TILE_BYTES * plan.places)
+    _store(inputs.q, step).put(key, call, _CALL_BYTES + plan.nbytes + _ROW_BYTES * rows + _TILE_BYTES * plan.places)
     return call
 
 
