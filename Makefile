@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Waiting threads sleep instead of spinning: on a shared machine spinning ones take the cores from those at work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-all check sanitize arm fuzz soak mutations gate format docs clean help
+.PHONY: demo test test-all check sanitize arm fuzz soak mutations gate bench format docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make soak    TABLES (10000) changed tables in threads and processes, SECONDS (60) of 32 threads on memory: nothing of another one"
 	@echo "make mutations  the library broken in one line, many times: whether its tests notice"
 	@echo "make gate    eight ratios of speed, held to those of benchmarks/baseline.json; five minutes at most"
+	@echo "make bench   every goal of the design notes that this machine can measure: target and value; ringweave-bench.html"
 	@echo "make docs    build the documentation into site/"
 
 $(BIN)/python:
@@ -80,6 +81,13 @@ mutations: $(VENV)/.dev
 
 gate: $(VENV)/.dev
 	$(BIN)/ringweave bench --gate benchmarks/baseline.json
+
+# cases with goals, at their own sizes
+GOALS := kernels planning terms decode
+bench: $(VENV)/.dev
+	rm -f ringweave-bench.jsonl
+	for case in $(GOALS); do $(BIN)/ringweave bench $$case --rounds 3 --out ringweave-bench.jsonl || exit 1; done
+	$(BIN)/ringweave bench page ringweave-bench.jsonl --out ringweave-bench.html
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

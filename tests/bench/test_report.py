@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from ringweave.bench.measure import Peak, Ratio, Timing
 from ringweave.bench.problem import FORWARD
 from ringweave.bench.record import Outcome, PlanCost, Published, Record, Score, Target, plain
-from ringweave.bench.report import read_lines, record_of, write_figures
+from ringweave.bench.report import case_pages, read_lines, record_of, write_figures
 from ringweave.cli.app import app
 from ringweave.errors import ShapeError
 
@@ -64,7 +64,7 @@ def test_a_page(tmp_path: Path) -> None:
     lines += [line(outcome(8192, "flex", 1.0, density)) for density in (0.2, 0.4, 0.6)]
     # of two of the same thing the later counts; a density that is drawn anew differs a little
     lines.append(line(outcome(4096, "sdpa", 0.125, 0.1001)))
-    text = write_figures(lines, tmp_path / "new" / "page.html").read_text("utf-8")
+    text = write_figures(case_pages(lines), tmp_path / "new" / "page.html").read_text("utf-8")
     assert "a &lt;b&gt; figure" in text
     assert "<script>" not in text
     assert "at least 70.0%" in text
@@ -83,7 +83,7 @@ def test_what_is_no_line(tmp_path: Path) -> None:
     file.write_text(json.dumps(line(RECORDS[0])) + '\n{"case": "kern')
     assert len(read_lines([file])) == 1
     with pytest.raises(ShapeError, match=r"lines: got none of a case; wanted lines of ringweave bench"):
-        write_figures([{"case": "x", "us": 3}], tmp_path / "page.html")
+        case_pages([{"case": "x", "us": 3}])
     with pytest.raises(ShapeError, match=r"lines: got .*missing.jsonl; wanted files of JSON lines"):
         read_lines([tmp_path / "missing.jsonl"])
 
@@ -94,8 +94,10 @@ def test_the_commands(tmp_path: Path) -> None:
     found = run.invoke(app, ["bench", "planning", "--quick", "--rounds", "1", "--tokens", "1024", "--out", str(out)])
     assert found.exit_code == 0, found.output
     assert "ns a tile" in out.read_text("utf-8")
-    found = run.invoke(app, ["bench", "page", *map(str, RESULTS), "--out", str(tmp_path / "all.html")])
+    words = ["bench", "page", *map(str, RESULTS), "--out", str(tmp_path / "all.html")]
+    found = run.invoke(app, words, env={"COLUMNS": "160"})
     assert found.exit_code == 0, found.output
+    assert "bfloat16: SDPA's time over ringweave's" in " ".join(found.output.split())
     text = (tmp_path / "all.html").read_text("utf-8")
     assert all(f'<h2 id="{case}">' in text for case in ("attention", "decode", "kernels", "planning", "ring"))
     found = run.invoke(app, ["bench", "page", str(tmp_path / "none.jsonl")])

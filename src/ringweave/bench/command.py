@@ -35,7 +35,7 @@ from .record import (
     plain,
     write_lines,
 )
-from .report import read_lines, write_figures
+from .report import case_pages, read_lines, write_figures
 
 
 def register(app: typer.Typer) -> None:
@@ -102,7 +102,9 @@ def bench(
         result = run_case(case, options, lambda text: status.update(escape(text)), keep)
     wrong = print_result(console, result)
     if out is not None:
-        console.print(f"Page: {write_figures(lines, out)}" if paged else f"{len(lines)} lines added to {out}")
+        console.print(
+            f"Page: {write_figures(case_pages(lines), out)}" if paged else f"{len(lines)} lines added to {out}"
+        )
     if wrong:
         raise typer.Exit(1)
 
@@ -111,9 +113,12 @@ def page(
     files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="JSON lines of ringweave bench --out.")],
     out: Annotated[Path, typer.Option(help="Where the page goes: one HTML file.")] = Path("figures.html"),
 ) -> None:
-    """Make one page of figures that were kept: charts against length and density, a roofline, targets, tables."""
-    found = write_figures(read_lines(files), out)
-    Console(highlight=False).print(f"Page: {found.resolve()}", soft_wrap=True, markup=False)
+    """Print every goal of figures that were kept, and make a page of them: charts, a roofline, goals, tables."""
+    console, pages = Console(highlight=False), case_pages(read_lines(files))
+    for each in pages:
+        goals = [record for record in each.records if isinstance(record, Target) and record.bound is not None]
+        _print_targets(console, goals, each.case)
+    console.print(f"Page: {write_figures(pages, out).resolve()}", soft_wrap=True, markup=False)
 
 
 def demo(
@@ -278,10 +283,10 @@ def _print_scores(console: Console, scores: list[Score]) -> None:
         console.print(table)
 
 
-def _print_targets(console: Console, targets: list[Target]) -> None:
+def _print_targets(console: Console, targets: list[Target], title: str = "Targets") -> None:
     if not targets:
         return
-    table = new_table("Targets", "what", "size", "measured", "target", "met")
+    table = new_table(title, "what", "size", "measured", "target", "met")
     for each in targets:
         bound = "-" if each.bound is None else f"{'>=' if each.at_least else '<='} {each.spelled(each.bound)}"
         met = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}[each.met]

@@ -137,12 +137,11 @@ def record_of(line: Mapping[str, Any]) -> Record | None:
     return None
 
 
-def write_figures(lines: Iterable[Mapping[str, Any]], path: str | Path) -> Path:
-    """Write the page of lines, and give its path.
+def case_pages(lines: Iterable[Mapping[str, Any]]) -> list[CasePage]:
+    """Sort lines by case.
 
     Args:
         lines: As :func:`read_lines` gives them.
-        path: Where the page goes.
     Raises:
         ShapeError: No line is a record of a case.
     """
@@ -155,10 +154,15 @@ def write_figures(lines: Iterable[Mapping[str, Any]], path: str | Path) -> Path:
             machines.setdefault(line["case"], {})[_machine(line["environment"])] = None
     if not cases:
         raise ShapeError(message("lines", "none of a case", "lines of ringweave bench", "bench CASE --out FILE.jsonl."))
-    pages = [
+    return [
         CasePage(case, tuple(machines[case]), tuple(found.values()), tuple(_charts(list(found.values()))))
         for case, found in cases.items()
     ]
+
+
+def write_figures(pages: Iterable[CasePage], path: str | Path) -> Path:
+    """Write the page of cases, and give its path."""
+    pages = list(pages)
     data = [{"case": page.case, "machines": page.machines, "records": plain(page.records)} for page in pages]
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

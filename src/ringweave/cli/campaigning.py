@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from ..bench import campaign
 from ..bench.command import new_table
-from ..bench.report import read_lines, write_figures
+from ..bench.report import case_pages, read_lines, write_figures
 from . import terminal
 
 
@@ -32,6 +32,6 @@ def campaigned(
     console.print(table)
     figures = read_lines([file for file in [out / campaign.FIGURES] if file.is_file()])
     if figures:
-        console.print(f"Page: {write_figures(figures, out / 'figures.html')}", soft_wrap=True, markup=False)
+        console.print(f"Page: {write_figures(case_pages(figures), out / 'figures.html')}", soft_wrap=True, markup=False)
     left = len(todo) - len(ended)
     console.print(f"{left} units left: the same command with --resume runs them." if left else "All units ended.")
