@@ -160,13 +160,18 @@ def case_pages(lines: Iterable[Mapping[str, Any]]) -> list[CasePage]:
     ]
 
 
-def write_figures(pages: Iterable[CasePage], path: str | Path) -> Path:
-    """Write the page of cases, and give its path."""
+def rendered_figures(pages: Iterable[CasePage]) -> str:
+    """Write out the page of cases."""
     pages = list(pages)
     data = [{"case": page.case, "machines": page.machines, "records": plain(page.records)} for page in pages]
+    return rendered("figures.html.j2", title="Figures of ringweave", cases=pages, data=as_json(data))
+
+
+def write_figures(pages: Iterable[CasePage], path: str | Path) -> Path:
+    """Write the page of cases, and give its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(rendered("figures.html.j2", title="Figures of ringweave", cases=pages, data=as_json(data)), "utf-8")
+    path.write_text(rendered_figures(pages), "utf-8")
     return path
 
 

@@ -1,12 +1,14 @@
-"""Adds the explorer's page to the site, with answers recorded while the site is built: a hook of mkdocs."""
+"""Adds pages that are made elsewhere: the explorer, with recorded answers, figures, DESIGN.md: a hook of mkdocs."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from ringweave.bench.report import case_pages, read_lines, rendered_figures
 from ringweave.cli.explorer.answer import Asked, answer
 from ringweave.cli.explorer.server import EXAMPLES, page
 
@@ -31,6 +33,13 @@ def recorded() -> dict[str, Any]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the page beside those that are written by hand."""
-    files.append(File.generated(config, "explorer-recorded.html", content=page(recorded())))
+    """Add them beside those that are written by hand."""
+    root = Path(config.config_file_path).parent
+    lines = read_lines(sorted((root / "benchmarks" / "results").glob("*.jsonl")))
+    for name, content in (
+        ("explorer-recorded.html", page(recorded())),
+        ("benchmarks/figures.html", rendered_figures(case_pages(lines))),
+        ("design.md", (root / "DESIGN.md").read_text("utf-8")),
+    ):
+        files.append(File.generated(config, name, content=content))
     return files
