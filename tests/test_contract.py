@@ -539,7 +539,6 @@ def is_taken(row: Row, argument: str, annotation: str, value: Any) -> bool:
 CASES = [(name, argument) for name in ROWS for argument in ROWS[name].arguments() if argument != "self"]
 
 
-@pytest.mark.measures
 @pytest.mark.parametrize(("name", "argument"), CASES, ids=lambda each: str(each).replace(" ", "_"))
 def test_a_hostile_argument_is_refused_or_answered_right(
     name: str, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

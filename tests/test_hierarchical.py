@@ -170,7 +170,6 @@ def test_no_future_reaches_a_row() -> None:
         assert x[:, :, :8].any()
 
 
-@pytest.mark.measures
 def test_memory_does_not_grow_with_all_pairs() -> None:
     """What autograd keeps grows with N: the scores of pieces are made again in backward."""
     kept: dict[int, int] = {}

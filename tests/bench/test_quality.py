@@ -53,6 +53,9 @@ def test_it_goes_on_where_it_was_and_draws_what_it_found(tmp_path: Path, monkeyp
     assert (tmp_path / "quality.svg").read_text().startswith("<svg")
     lines = quality.spread(scores)
     assert [line["seeds"] for line in lines] == [1] * len(lines)
+    # a run that was killed may leave half a line
+    with (tmp_path / "scores.jsonl").open("a") as file:
+        file.write('{"part": "recall", "meth')
     assert records(quality.measure(options, said.append)) == whole
 
 

@@ -75,7 +75,7 @@ def test_a_page(tmp_path: Path) -> None:
     (case,) = data
     (again,) = [each for each in case["records"] if each.get("tokens") == 4096 and each.get("peer") == "sdpa"]
     assert again["timing"]["seconds"] == [0.125]
-    assert case["machines"] == ["one, 2 threads, load 0.1; torch 2, ringweave 0 (abc); 2026-01-02"]
+    assert case["machines"] == ["one, 2 threads, torch 2, load 0.1; ringweave 0 (abc); 2026-01-02"]
 
 
 def test_what_is_no_line(tmp_path: Path) -> None:

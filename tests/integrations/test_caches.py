@@ -185,7 +185,6 @@ def test_pages_in_8_bits_are_attended_as_they_are_stored(kv: torch.dtype, monkey
         assert found <= max(2 * oracle.torch_errors(x, counts, want)["out"], floor)
 
 
-@pytest.mark.measures
 def test_steps_take_no_more_memory_as_they_go_on() -> None:
     path = Path(__file__).parents[2] / "scripts" / "decoding_soak.py"
     spec = importlib.util.spec_from_file_location("decoding_soak", path)

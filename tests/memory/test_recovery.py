@@ -289,7 +289,6 @@ def failures(count: int) -> tuple[int, int]:
     return after[0] - before[0], after[1] - before[1]
 
 
-@pytest.mark.measures
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_failures_leave_nothing() -> None:
     tensors, nbytes = forked(failures, SOAK)

@@ -140,7 +140,6 @@ def test_repetitions_are_bounded(pool: Pool) -> None:
         assert result["generation"] == 1
 
 
-@pytest.mark.measures
 @pytest.mark.parametrize("name_the_lost", [True, False])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_survivors_regroup(pool: Pool, victim: int, name_the_lost: bool) -> None:

@@ -171,7 +171,6 @@ SILENT = {
 }
 
 
-@pytest.mark.measures
 @pytest.mark.parametrize(("schedule", "where"), list(SILENT))
 def test_a_silent_rank(pool4: Pool, schedule: str, where: str) -> None:
     """It sleeps in a kernel call: the others raise at the deadline of what they next want of it, in these words."""

@@ -87,7 +87,6 @@ def test_larger_tiles_count_the_same_for_dense_patterns(monkeypatch: pytest.Monk
         assert a.ringweave.ideal == pytest.approx(b.ringweave.ideal, rel=0.01)
 
 
-@pytest.mark.measures
 @pytest.mark.parametrize("pattern", [MODEL["window"], rw.LongNet([4096, 65536], [1, 16], causal=True)], ids=repr)
 def test_thousands_of_ranks_take_seconds(pattern: Pattern) -> None:
     begin = time.process_time()

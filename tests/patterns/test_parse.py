@@ -40,7 +40,6 @@ def test_reads(text: str, pattern: rw.Pattern) -> None:
     assert parse(text) == pattern
 
 
-@pytest.mark.measures
 @pytest.mark.parametrize(
     "text",
     [
@@ -135,7 +134,6 @@ def test_reads_text_alone(text: object) -> None:
         parse(text)  # type: ignore[arg-type]
 
 
-@pytest.mark.measures
 @pytest.mark.parametrize("sign", [operator.or_, operator.and_])
 def test_hundreds_of_operands(sign: Callable[[rw.Pattern, rw.Pattern], rw.Pattern]) -> None:
     """Joined and read back in time that grows with them, and no call of a call of a call."""
@@ -149,7 +147,6 @@ def test_hundreds_of_operands(sign: Callable[[rw.Pattern, rw.Pattern], rw.Patter
     assert parse(heads.spec) == heads
 
 
-@pytest.mark.measures
 def test_unions_of_sinks_are_sinks() -> None:
     """What took 14.8 s and ended in a RecursionError for 600 of them."""
     pattern = functools.reduce(operator.or_, [rw.Sinks([4 * i]) for i in range(600)])

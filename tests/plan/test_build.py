@@ -183,7 +183,6 @@ def test_equal_heads_share_their_rows() -> None:
     assert many.nnz == one.nnz + rw.SlidingWindow(9).plan(1000).nnz
 
 
-@pytest.mark.measures
 def test_many_tables_are_told_apart_quickly() -> None:
     """Equal rows of a table are found by value, not by comparing all pairs of heads."""
     mask = torch.rand(4, 64, 16, 16) < 0.5

@@ -340,5 +340,4 @@ def where_line(where: Environment) -> str:
     if where.load is not None and where.load > 0.5 * where.cores:
         load = f"load {where.load:.1f} on {where.cores} cores"
         busy = f" [yellow]Others use this machine ({load}): figures are noisy.[/yellow]"
-    kernel = f", kernel {where.kernel}" if where.kernel else ""
-    return f"{where.accelerator or where.cpu}, {where.threads} threads, torch {where.torch}{kernel}.{busy}"
+    return f"{where.machine}.{busy}"

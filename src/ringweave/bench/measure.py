@@ -113,7 +113,7 @@ def _passed(clock: Callable[[], float], call: Call, times: int) -> float:
     return seconds / times
 
 
-def _current(device: str) -> AbstractContextManager[object]:
+def _on_device(device: str) -> AbstractContextManager[object]:
     """Make a GPU the current one: events, streams and the allocator's figures are of that."""
     return torch.cuda.device(device) if torch.device(device).type == "cuda" else nullcontext()
 
@@ -154,7 +154,7 @@ def interleaved(
         raise ShapeError(message("rounds, warmup", (rounds, warmup), "at least 1 and 0", "Time at least one round."))
     once = timer or (by_events if torch.device(device).type == "cuda" else by_clock)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    with _current(device):
+    with _on_device(device):
         for _ in range(warmup):
             for call in calls.values():
                 call()
@@ -193,7 +193,7 @@ def peak_memory(call: Call, *, device: str = "cpu", warm: bool = True) -> Peak:
         device: Where it allocates.
         warm: Run it once before, so that caches and thread pools do not count.
     """
-    with _current(device):
+    with _on_device(device):
         if warm:
             call()
         gc.collect()

@@ -373,6 +373,12 @@ class Environment:
     kernel: str | None
     commit: str | None
 
+    @property
+    def machine(self) -> str:
+        """What computes, in a few words."""
+        kernel = f", kernel {self.kernel}" if self.kernel else ""
+        return f"{self.accelerator or self.cpu}, {self.threads} threads, torch {self.torch}{kernel}"
+
 
 def environment(device: str = "cpu") -> Environment:
     """Record this process's surroundings."""

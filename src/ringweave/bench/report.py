@@ -13,7 +13,7 @@ from ..errors import ShapeError, UnsupportedError, message
 from ..units import nbytes, percent
 from . import plots
 from .measure import Peak, Ratio, Timing
-from .record import Outcome, PlanCost, Published, Record, Score, Target, plain
+from .record import Environment, Outcome, PlanCost, Published, Record, Score, Target, plain
 
 #: In lines, what tells each kind of record from the others.
 _KINDS: tuple[tuple[str, type[Any]], ...] = (
@@ -186,13 +186,13 @@ def _same(record: Record) -> object:
     return type(record), density, tuple(each for each in fields if each[0] not in results)
 
 
-def _machine(where: Mapping[str, Any]) -> str:
-    load = "" if where.get("load") is None else f", load {where['load']}"
-    commit = f" ({where['commit']})" if where.get("commit") else ""
-    return (
-        f"{where.get('accelerator') or where['cpu']}, {where['threads']} threads{load}; torch {where['torch']}, "
-        f"ringweave {where['ringweave']}{commit}; {where['date'][:10]}"
-    )
+def _machine(given: Mapping[str, Any]) -> str:
+    # older lines lack what was added since
+    known: dict[str, Any] = {field.name: given.get(field.name) for field in dataclasses.fields(Environment)}
+    where = Environment(**known)
+    load = "" if where.load is None else f", load {where.load}"
+    commit = f" ({where.commit})" if where.commit else ""
+    return f"{where.machine}{load}; ringweave {where.ringweave}{commit}; {where.date[:10]}"
 
 
 def _charts(records: list[Record]) -> Iterable[tuple[str, str]]:

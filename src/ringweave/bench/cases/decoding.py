@@ -19,8 +19,8 @@ from ...ops import cpu, stored
 from ...precision import STORED, store, widened
 from ..measure import interleaved, ratio
 from ..record import Measuring, Options, Say, Target
+from .kernels import reading
 
-_READ = 2**28  # bytes of the array: more than any cache
 _PAGE = 64
 # (query heads, key heads, D), tokens
 _SHAPES = (((32, 8, 128), 32768), ((32, 8, 128), 131072), ((8, 8, 128), 32768), ((32, 8, 64), 32768))
@@ -59,11 +59,9 @@ def _shares(heads: int, kv_heads: int, dim: int, tokens: int, options: Options) 
     q, k, v = (
         torch.randn(1, h, n, dim, generator=generator) for h, n in ((heads, 1), (kv_heads, tokens), (kv_heads, tokens))
     )
-    native, threads = cpu.module(), torch.get_num_threads()
-    assert native is not None
-    words = torch.zeros((2**22 if options.quick else _READ) // 8, dtype=torch.int64)
-    calls: dict[str, Callable[[], object]] = {"memory": lambda: native.read_all(words, threads)}
-    read = {"memory": words.nbytes}
+    calls: dict[str, Callable[[], object]] = {}
+    read: dict[str, int] = {}
+    calls["memory"], read["memory"] = reading(options.quick)
     for dtype in _TYPES:
         name = str(dtype).removeprefix("torch.")
         queries, caches = q.to(dtype) if dtype not in STORED else q.bfloat16(), _caches(k, v, dtype)

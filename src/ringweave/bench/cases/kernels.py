@@ -16,7 +16,7 @@ import ringweave as rw
 
 from ...ops import cpu
 from ..compare import Comparison, Entry, Session, in_turn, outcomes
-from ..measure import interleaved
+from ..measure import Call, interleaved
 from ..peers import peers
 from ..problem import BOTH, FORWARD, Drawn, Operands, Problem
 from ..record import Measuring, Options, Outcome, Rule, Say, Target, over_first, targets
@@ -134,12 +134,18 @@ def asked(size: Comparison, options: Options, dtype: torch.dtype) -> Comparison:
     return dataclasses.replace(size, entries=entries, rounds=options.rounds or size.rounds)
 
 
-def memory_speed(quick: bool, samples: int = 5) -> float:
-    """Measure a loop that adds up an array larger than any cache, in bytes a second: the best of short samples."""
+def reading(quick: bool) -> tuple[Call, int]:
+    """Make a loop that adds up an array larger than any cache on torch's threads, and tell the bytes that it reads."""
     native, threads = cpu.module(), torch.get_num_threads()
     assert native is not None
     words = torch.zeros((2**22 if quick else 2**28) // 8, dtype=torch.int64)
-    return words.nbytes / interleaved({"memory": lambda: native.read_all(words, threads)}, rounds=samples)["memory"].min
+    return lambda: native.read_all(words, threads), words.nbytes
+
+
+def memory_speed(quick: bool, samples: int = 5) -> float:
+    """Measure how many bytes of memory are read in a second: the best of short samples."""
+    call, nbytes = reading(quick)
+    return nbytes / interleaved({"memory": call}, rounds=samples)["memory"].min
 
 
 def fma_peak(dtype: torch.dtype, seconds: float = 0.02, samples: int = 10) -> float:

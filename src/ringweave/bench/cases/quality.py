@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from ...adaptive import BlockIndexer, ImportanceTracker, SparsitySchedule, selec
 from ...hierarchical import hierarchical_attention
 from ..problem import Attend
 from ..record import Measuring, Options, Say, Score, Target, write_lines
+from ..report import read_lines, record_of
 from ..text import LAYERS, ByteModel, Corpus, standard_library, train
 
 SELECTORS = ("mean", "antidiagonal", "top_p", "bounds")
@@ -104,9 +104,9 @@ class Kept:
         self.path = None if folder is None else Path(folder) / "scores.jsonl"
         self.scores: dict[tuple[object, ...], Score] = {}
         if self.path is not None and self.path.exists():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
-                fields = json.loads(line)
-                self.add(Score(**fields | {"curve": tuple(fields["curve"])}), write=False)
+            for score in map(record_of, read_lines([self.path])):
+                assert isinstance(score, Score)
+                self.add(score, write=False)
 
     def add(self, score: Score, write: bool = True) -> Score:
         """Keep a score."""
