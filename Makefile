@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Waiting threads sleep instead of spinning: on a shared machine spinning ones take the cores from those at work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-all check sanitize arm fuzz soak mutations gate bench format docs clean help
+.PHONY: demo test test-all check sanitize sanitized arm fuzz soak mutations gate bench wheels format docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make mutations  the library broken in one line, many times: whether its tests notice"
 	@echo "make gate    eight ratios of speed, held to those of benchmarks/baseline.json; five minutes at most"
 	@echo "make bench   every goal of the design notes that this machine can measure: target and value; ringweave-bench.html"
+	@echo "make wheels  what a release has, as far as this machine can, into dist/; tried in fresh environments"
 	@echo "make docs    build the documentation into site/"
 
 $(BIN)/python:
@@ -35,7 +36,12 @@ $(VENV)/.demo: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	$(PIP) --editable '.[all]'
 	touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
+# what builds the kernel: with it the sanitized one is compiled while the rest is being installed
+$(VENV)/.build: constraints.txt | $(BIN)/python
+	$(PIP) cmake ninja nanobind
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.build
 	$(PIP) --editable '.[all,dev]'
 	touch $@ $(VENV)/.demo
 
@@ -56,7 +62,10 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/test_public.py
 
-sanitize: $(VENV)/.dev
+sanitized: $(VENV)/.build
+	PYTHON=$(BIN)/python scripts/sanitize.sh --build
+
+sanitize: $(VENV)/.dev sanitized
 	PYTHON=$(BIN)/python scripts/sanitize.sh
 
 # two processes; ARGS go to pytest
@@ -87,7 +96,11 @@ GOALS := kernels planning terms decode
 bench: $(VENV)/.dev
 	rm -f ringweave-bench.jsonl
 	for case in $(GOALS); do $(BIN)/ringweave bench $$case --rounds 3 --out ringweave-bench.jsonl || exit 1; done
+	$(BIN)/ringweave bench module --out ringweave-bench.jsonl
 	$(BIN)/ringweave bench page ringweave-bench.jsonl --out ringweave-bench.html
+
+wheels: $(VENV)/.dev
+	PYTHON=$(BIN)/python scripts/wheels.sh
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

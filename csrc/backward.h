@@ -126,11 +126,16 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
       lows(m.low, rows);
       gather(pb.delta, queries, 0, m.delta);
       Dead dead = t.mask.dead;
-      t.a = tile_rows<Op>(pb.q, u.batch, h, first, rows, pb.d, dead, m.a);
-      t.b = tile_rows<Op>(pb.dout, u.batch, h, first, rows, pb.dv_dim, dead, m.b);
-      t.a_columns = Op::depth == 1 ? t.a : tile_columns<Op>(pb.q, u.batch, h, first, rows, pb.d, dead, m.a_columns);
-      t.b_columns =
-          Op::depth == 1 ? t.b : tile_columns<Op>(pb.dout, u.batch, h, first, rows, pb.dv_dim, dead, m.b_columns);
+      const Live live = live_rows<Op>(rows, dead);
+      const int64_t start = first + live.first;
+      const int count = live.count(), pair = live.first / Op::depth;
+      t.a = tile_rows<Op>(pb.q, u.batch, h, start, count, pb.d, dead, m.a).from(live.first);
+      t.b = tile_rows<Op>(pb.dout, u.batch, h, start, count, pb.dv_dim, dead, m.b).from(live.first);
+      t.a_columns = t.a, t.b_columns = t.b;
+      if (Op::depth == 2) {
+        t.a_columns = tile_columns<Op>(pb.q, u.batch, h, start, count, pb.d, dead, m.a_columns).from(pair);
+        t.b_columns = tile_columns<Op>(pb.dout, u.batch, h, start, count, pb.dv_dim, dead, m.b_columns).from(pair);
+      }
       const int64_t at =
           ((int64_t)(piece.unit - turns.unit) * u.heads + (h - u.head)) * turns.tiles + (i - turns.first);
       t.dq = turns.sums + at * sum_floats(pb);

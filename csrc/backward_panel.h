@@ -65,12 +65,12 @@ RW_INLINE void keep(float *to, int r, V (&x)[M][N], Pair) {
 #endif
 
 // out[channel][lane] += sum over rows of tile[row][channel] x[row][lane]
-template <class Op, int N>
+template <class Op, int N, int P>
 RW_INLINE void add_product(Tile tile, int r0, int width, int rows, const float *x, float *out) {
   sweep<Op, false, N>(
       tile.data + (ptrdiff_t)(r0 / Op::depth) * tile.ld, tile.ld, width, (rows + Op::depth - 1) / Op::depth, x,
       [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); },
-      [&](auto, int r, auto &acc) __attribute__((always_inline)) { add_block(out, r, acc); });
+      [&](auto, int r, auto &acc) __attribute__((always_inline)) { add_block<P>(out, r, acc); });
 }
 
 // The same block narrowed row by row, as the broadcast side of dS K. Single precision reads `keep`'s copy.
@@ -92,7 +92,7 @@ RW_INLINE void add_rows(const char *ds, ptrdiff_t ld, int rows, int depth, const
   sweep<Op, true, N>(
       ds, ld, rows, depth, keys,
       [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); },
-      [&](auto, int r, auto &acc) __attribute__((always_inline)) { add_block(out, r, acc); });
+      [&](auto, int r, auto &acc) __attribute__((always_inline)) { add_block<N>(out, r, acc); });
 }
 
 // Rows with channels across lanes, panel by panel of channels (padded to 16): the streamed side of dS K.
@@ -160,106 +160,142 @@ RW_INLINE void weights(const Pairs &pairs, const BackwardMemory &m, int r0, int 
   });
 }
 
-// One query tile against one panel of keys. Scored: with terms or dropout.
-template <class Op, int N, bool Scored>
-inline void backward_panel(const Problem &pb, const BackwardMemory &m, float size, int lane, const Streamed &t,
-                           const int32_t *done, int32_t turn, float *dk, float *dv, const Pairs &pairs) {
-  const float *x = m.x + (ptrdiff_t)lane * (pb.d / Op::depth), *y = m.y + (ptrdiff_t)lane * (pb.dv_dim / Op::depth);
+// Some rows of a query tile against N vectors of a panel of keys that is P wide, from its `part`th on. Scored: with terms
+// or dropout.
+template <class Op, int N, int P, bool Scored, class Turn>
+inline void backward_chunk(const Problem &pb, const BackwardMemory &m, float size, int panel, int part, Live live,
+                           const Streamed &t, const Ahead &ahead, Turn wait, float *dk, float *dv, const Pairs &pairs) {
+  const int r0 = live.first, n = live.count(), lane = panel + part * W;
+  const float *x = m.x + (ptrdiff_t)panel * (pb.d / Op::depth) + part * W,
+              *y = m.y + (ptrdiff_t)panel * (pb.dv_dim / Op::depth) + part * W;
   float *p = m.p, *p_pair = m.p_pair, *ds = m.ds, *ds_rows = m.ds_rows;
   const TileMask mask = t.mask;
   const V sizes = splat(size);
-  for (int r0 = 0; r0 < t.rows; r0 += kBackwardRows) {
-    const int n = (int)smaller(kBackwardRows, t.rows - r0);
-    const float *low = m.low + r0, *delta = m.delta + r0;
-    auto zero = [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); };
-    sweep<Op, true, N>(
-        t.a.data + r0 * t.a.ld, t.a.ld, n, pb.d / Op::depth, x,
-        [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-          if (lane == 0) t.ahead.fetch(r0 + r, r0 + r + decltype(block)::value);
-          clear(acc);
-        },
-        [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-          constexpr int M = decltype(block)::value;
-          const uint32_t *bits = mask.rows ? mask.rows + (ptrdiff_t)(r0 + r) * mask.words : nullptr;
-          if constexpr (Scored) {
-#pragma GCC unroll 16
-            for (int i = 0; i < M; ++i)
-#pragma GCC unroll 8
-              for (int j = 0; j < N; ++j) store(p + ((r + i) * N + j) * W, acc[i][j] * sizes);
-            return;
-          }
+  const float *low = m.low + r0, *delta = m.delta + r0;
+  auto zero = [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); };
+  sweep<Op, true, N, P>(
+      t.a.data + r0 * t.a.ld, t.a.ld, n, pb.d / Op::depth, x,
+      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+        ahead.fetch(r0 + r, r0 + r + decltype(block)::value);
+        clear(acc);
+      },
+      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+        constexpr int M = decltype(block)::value;
+        const uint32_t *bits = mask.rows ? mask.rows + (ptrdiff_t)(r0 + r) * mask.words : nullptr;
+        if constexpr (Scored) {
 #pragma GCC unroll 16
           for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
-            for (int j = 0; j < N; ++j) {
-              // at most 0 but for rounding, which is without bounds where scores are
-              V e = exp2(min(V{}, (rounded(acc[i][j] * sizes) - splat(low[r + i])) * splat(kLog2e)));
-              if (bits) e = select(mask_at(bits + i * mask.words, lane + j * W), e, V{});
-              acc[i][j] = e;
-              store(p + ((r + i) * N + j) * W, e);
-            }
-          if (Op::depth == 2) keep(p_pair, r, acc, Op());
-        });
-    const TileMask &drop = pairs.kept;
-    const Kept kept{drop.rows ? drop.rows + (ptrdiff_t)r0 * drop.words : nullptr, drop.words, lane};
-    if constexpr (Scored) weights<Op, N>(pairs, m, r0, n, lane, mask, kept);
-    const V kept_factor = splat(pb.scoring.kept_factor());
-    sweep<Op, true, N>(t.b.data + r0 * t.b.ld, t.b.ld, n, pb.dv_dim / Op::depth, y, zero,
-                       [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-                         constexpr int M = decltype(block)::value;
-                         const uint32_t *bits = mask.rows ? mask.rows + (ptrdiff_t)(r0 + r) * mask.words : nullptr;
+            for (int j = 0; j < N; ++j) store(p + ((r + i) * N + j) * W, acc[i][j] * sizes);
+          return;
+        }
 #pragma GCC unroll 16
-                         for (int i = 0; i < M; ++i)
+        for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
-                           for (int j = 0; j < N; ++j) {
-                             float *weight = p + ((r + i) * N + j) * W;
-                             V e = load(weight), slope = acc[i][j];
-                             if constexpr (Scored) {
-                               store(weight, kept(e, r + i, j));  // as dV wants it
-                               slope = kept(slope * kept_factor, r + i, j);
-                             }
-                             e *= slope - splat(delta[r + i]);
-                             if (bits) e = select(mask_at(bits + i * mask.words, lane + j * W), e, V{});
-                             acc[i][j] = e;
-                           }
-                         if constexpr (Scored) {
-                           keep(m.dt, r, acc, Single());
-                         } else {
-                           keep(ds, r, acc, Op());
-                           keep_rows(ds_rows, r, acc, Op());
-                         }
-                       });
-    if constexpr (Scored) {
-      pairs.chain(m.dt, r0, n, lane, N * W);
-      each_rows<N>(m.dt, n, [&](int r, auto &x) __attribute__((always_inline)) {
-        keep(ds, r, x, Op());
-        keep_rows(ds_rows, r, x, Op());
+          for (int j = 0; j < N; ++j) {
+            // at most 0 but for rounding, which is without bounds where scores are
+            V e = exp2(min(V{}, (rounded(acc[i][j] * sizes) - splat(low[r + i])) * splat(kLog2e)));
+            if (bits) e = select(mask_at(bits + i * mask.words, lane + j * W), e, V{});
+            acc[i][j] = e;
+            store(p + ((r + i) * N + j) * W, e);
+          }
+        if (Op::depth == 2) keep(p_pair, r, acc, Op());
       });
-    }
-    add_product<Op, N>(t.b_columns, r0, pb.dv_dim, n, Op::depth == 2 ? p_pair : p, dv + (ptrdiff_t)lane * pb.dv_dim);
-    add_product<Op, N>(t.a_columns, r0, pb.d, n, ds, dk + (ptrdiff_t)lane * pb.d);
-
-    if (lane == 0 && r0 == 0) {
-      await(done, turn);
-      if (turn == 0) memset(t.dq, 0, 4 * (size_t)pb.plan.q_tile * pad_lanes(pb.d));
-    }
-    const char *rows = (const char *)(Op::depth == 2 ? ds_rows : ds);
-    const ptrdiff_t ld = N * W * (Op::depth == 2 ? 2 : 4);
-    const int all = (t.key_count + Op::depth - 1) / Op::depth,
-              depth = (int)smaller(N * W / Op::depth, all - lane / Op::depth);
-    const int width = pad_lanes(pb.d);
-    for (int ch = 0; ch < width; ch += panel_width(ch, width)) {
-      const int pw = panel_width(ch, width);
-      const float *keys = t.keys + (ptrdiff_t)ch * all + (ptrdiff_t)(lane / Op::depth) * pw;
-      float *out = t.dq + (ptrdiff_t)ch * pb.plan.q_tile + (ptrdiff_t)r0 * pw;
-      if (kWide == 4 && pw == 4 * W)
-        add_rows<Op, kWide>(rows, ld, n, depth, keys, out);
-      else if (pw == 2 * W)
-        add_rows<Op, 2>(rows, ld, n, depth, keys, out);
-      else
-        add_rows<Op, 1>(rows, ld, n, depth, keys, out);
-    }
+  const TileMask &drop = pairs.kept;
+  const Kept kept{drop.rows ? drop.rows + (ptrdiff_t)r0 * drop.words : nullptr, drop.words, lane};
+  if constexpr (Scored) weights<Op, N>(pairs, m, r0, n, lane, mask, kept);
+  const V kept_factor = splat(pb.scoring.kept_factor());
+  sweep<Op, true, N, P>(t.b.data + r0 * t.b.ld, t.b.ld, n, pb.dv_dim / Op::depth, y, zero,
+                     [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+                       constexpr int M = decltype(block)::value;
+                       const uint32_t *bits = mask.rows ? mask.rows + (ptrdiff_t)(r0 + r) * mask.words : nullptr;
+#pragma GCC unroll 16
+                       for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+                         for (int j = 0; j < N; ++j) {
+                           float *weight = p + ((r + i) * N + j) * W;
+                           V e = load(weight), slope = acc[i][j];
+                           if constexpr (Scored) {
+                             store(weight, kept(e, r + i, j));  // as dV wants it
+                             slope = kept(slope * kept_factor, r + i, j);
+                           }
+                           e *= slope - splat(delta[r + i]);
+                           if (bits) e = select(mask_at(bits + i * mask.words, lane + j * W), e, V{});
+                           acc[i][j] = e;
+                         }
+                       if constexpr (Scored) {
+                         keep(m.dt, r, acc, Single());
+                       } else {
+                         keep(ds, r, acc, Op());
+                         keep_rows(ds_rows, r, acc, Op());
+                       }
+                     });
+  if constexpr (Scored) {
+    pairs.chain(m.dt, r0, n, lane, N * W);
+    each_rows<N>(m.dt, n, [&](int r, auto &x) __attribute__((always_inline)) {
+      keep(ds, r, x, Op());
+      keep_rows(ds_rows, r, x, Op());
+    });
   }
+  add_product<Op, N, P>(t.b_columns, r0, pb.dv_dim, n, Op::depth == 2 ? p_pair : p,
+                        dv + (ptrdiff_t)panel * pb.dv_dim + part * W);
+  add_product<Op, N, P>(t.a_columns, r0, pb.d, n, ds, dk + (ptrdiff_t)panel * pb.d + part * W);
+
+  wait();
+  const char *rows = (const char *)(Op::depth == 2 ? ds_rows : ds);
+  const ptrdiff_t ld = N * W * (Op::depth == 2 ? 2 : 4);
+  const int all = (t.key_count + Op::depth - 1) / Op::depth,
+            depth = (int)smaller(N * W / Op::depth, all - lane / Op::depth);
+  const int width = pad_lanes(pb.d);
+  for (int ch = 0; ch < width; ch += panel_width(ch, width)) {
+    const int pw = panel_width(ch, width);
+    const float *keys = t.keys + (ptrdiff_t)ch * all + (ptrdiff_t)(lane / Op::depth) * pw;
+    float *out = t.dq + (ptrdiff_t)ch * pb.plan.q_tile + (ptrdiff_t)r0 * pw;
+    if (kWide == 4 && pw == 4 * W)
+      add_rows<Op, kWide>(rows, ld, n, depth, keys, out);
+    else if (pw == 2 * W)
+      add_rows<Op, 2>(rows, ld, n, depth, keys, out);
+    else
+      add_rows<Op, 1>(rows, ld, n, depth, keys, out);
+  }
+}
+
+// One query tile against one panel of keys, as forward_panel: without what is masked at both ends, and in halves.
+template <class Op, int N, bool Scored>
+inline void backward_panel(const Problem &pb, const BackwardMemory &m, float size, int lane, const Streamed &t,
+                           const int32_t *done, int32_t turn, float *dk, float *dv, const Pairs &pairs) {
+  bool waits = lane == 0;
+  const auto wait = [&]() __attribute__((always_inline)) {
+    if (!waits) return;
+    waits = false;
+    await(done, turn);
+    if (turn == 0) memset(t.dq, 0, 4 * (size_t)pb.plan.q_tile * pad_lanes(pb.d));
+  };
+  const Ahead ahead = lane ? Ahead() : t.ahead;
+  for (int r0 = 0; r0 < t.rows; r0 += kBackwardRows) {
+    const int n = (int)smaller(kBackwardRows, t.rows - r0);
+    const Live all = live_rows<Op>(t.mask, r0, n, lane, N * W);
+    ahead.fetch(r0, all.first);
+    ahead.fetch(all.last, r0 + n);
+    if (all.count() == 0) continue;
+    if constexpr (N * W > 32) {
+      if (t.mask.rows) {
+        constexpr int half = N / 2;
+        const Live low = live_rows<Op>(t.mask, r0, n, lane, half * W);
+        const Live high = live_rows<Op>(t.mask, r0, n, lane + half * W, half * W);
+        if (apart(all, low, high)) {
+          ahead.fetch(all.first, all.last);
+          if (low.count())
+            backward_chunk<Op, half, N, Scored>(pb, m, size, lane, 0, low, t, Ahead(), wait, dk, dv, pairs);
+          if (high.count())
+            backward_chunk<Op, half, N, Scored>(pb, m, size, lane, half, high, t, Ahead(), wait, dk, dv, pairs);
+          continue;
+        }
+      }
+    }
+    backward_chunk<Op, N, N, Scored>(pb, m, size, lane, 0, all, t, ahead, wait, dk, dv, pairs);
+  }
+  wait();
 }
 
 }  // namespace

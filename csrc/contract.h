@@ -1,6 +1,7 @@
 // The register-blocked contraction that everything else is made of:
 //     acc[i][lane] += sum_k a(i, k) * b[k][lane]
-// a is a tile used as it lies in memory, one element broadcast at a time; b is a panel of lanes.
+// a is a tile used as it lies in memory, one element broadcast at a time; b is a panel of lanes, P vectors wide, of which
+// N take part.
 #pragma once
 #include "lanes.h"
 
@@ -13,7 +14,7 @@ struct Int {
 };
 
 // Rows: element (i, k) lies at a + i * ld + 4k. Otherwise at a + 4i + k * ld.
-template <class Op, bool Rows, int M, int N>
+template <class Op, bool Rows, int P, int M, int N>
 RW_INLINE void contract(const char *a, ptrdiff_t ld, int depth, const float *b, V (&acc)[M][N]) {
   for (int k = 0; k < depth; ++k) {
     V bk[N];
@@ -26,7 +27,7 @@ RW_INLINE void contract(const char *a, ptrdiff_t ld, int depth, const float *b, 
       for (int j = 0; j < N; ++j) acc[i][j] = Op::madd(ai, bk[j], acc[i][j]);
     }
     a += Rows ? 4 : ld;
-    b += N * W;
+    b += P * W;
   }
 }
 
@@ -44,17 +45,17 @@ struct Block {
 
 // Calls begin(block size, row, acc), contracts, calls end(block size, row, acc), over all rows.
 // The block size is even except for a last single row.
-template <class Op, bool Rows, int N, class Begin, class End>
+template <class Op, bool Rows, int N, int P = N, class Begin, class End>
 RW_INLINE void sweep(const char *a, ptrdiff_t ld, int rows, int depth, const float *b, Begin begin, End end) {
   const ptrdiff_t step = Rows ? ld : 4;
   int r = 0;
-#define RW_BLOCK(M)                                      \
-  {                                                      \
-    V acc[M][N];                                         \
-    begin(Int<M>(), r, acc);                             \
-    contract<Op, Rows>(a + r * step, ld, depth, b, acc); \
-    end(Int<M>(), r, acc);                               \
-    r += M;                                              \
+#define RW_BLOCK(M)                                         \
+  {                                                         \
+    V acc[M][N];                                            \
+    begin(Int<M>(), r, acc);                                \
+    contract<Op, Rows, P>(a + r * step, ld, depth, b, acc); \
+    end(Int<M>(), r, acc);                                  \
+    r += M;                                                 \
   }
   constexpr int full = Block<N>::rows;
   for (; r + full <= rows;) RW_BLOCK(full)
@@ -74,13 +75,13 @@ RW_INLINE void clear(V (&acc)[M][N]) {
 
 // out += a block of products, which were summed from 0: adding each product to the whole running sum
 // would lose a bit of it every time.
-template <int M, int N>
+template <int P, int M, int N>
 RW_INLINE void add_block(float *out, int r, const V (&acc)[M][N]) {
 #pragma GCC unroll 16
   for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j) {
-      float *to = out + ((r + i) * N + j) * W;
+      float *to = out + ((r + i) * P + j) * W;
       store(to, load(to) + acc[i][j]);
     }
 }

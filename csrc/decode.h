@@ -7,10 +7,6 @@
 namespace ringweave {
 namespace {
 
-// Queries of a tile, of all heads that share its keys; above, a vector of queries is full enough (measured).
-constexpr int kFew = 4;
-inline bool has_few(const Problem &pb, int64_t tile) { return tile_queries(pb, tile) <= kFew; }
-
 // Queries and vectors of channels that are summed at a time: as many sums as registers hold.
 constexpr int kBeside = kRegisters == 32 ? 4 : 2, kVectors = 4;
 
@@ -173,18 +169,20 @@ struct Rows {
   }
 };
 
-// Rows that are needed next, fetched while others are worked on.
+// Rows that are needed next, fetched while others are worked on: in the order in which they lie, for which the machine
+// fetches ahead by itself.
 struct Fetch {
   const Rows *rows;
   int bytes;
-  RW_INLINE void part(int r, ptrdiff_t at, int n) const {
-    for (int i = 0; i < n; i += 64)
-      if (at + i < bytes) __builtin_prefetch(rows->row[r] + at + i, 0, 2);
+  int row = 0, at = 0;
+  RW_INLINE void lines(int n) {
+    for (; n && row < rows->n; --n) {
+      __builtin_prefetch(rows->row[row] + at, 0, 2);
+      if ((at += 64) >= bytes) at = 0, ++row;
+    }
   }
-  // What of wider rows is left.
-  void rest(int from) const {
-    for (int r = 0; from < bytes && r < rows->n; ++r) part(r, from, bytes - from);
-  }
+  // What is left.
+  void rest() { lines(INT32_MAX); }
 };
 
 struct Few {
@@ -208,7 +206,7 @@ RW_INLINE void add_word(V word, const float *q, int pw, V (&acc)[N]) {
 
 // Products of a panel of keys with N queries, each a sum over channels from the first to the last.
 template <class Op, int T, int N>
-RW_INLINE void products(Few &f, const Rows &k, const float *q, int pw, const Fetch &ahead) {
+RW_INLINE void products(Few &f, const Rows &k, const float *q, int pw, Fetch &ahead) {
   const int words = f.d / in_word<T>;
   for (int w0 = 0; w0 < words; w0 += W, q += (ptrdiff_t)W * parts<Op, T> * pw)
     for (int r = 0; r < k.n; r += W) {
@@ -236,13 +234,12 @@ RW_INLINE void products(Few &f, const Rows &k, const float *q, int pw, const Fet
       }
 #pragma GCC unroll 4
       for (int l = 0; l < N; ++l) store(f.s + l * kPanelRows + r, acc[l]);
-      for (int i = 0; at % 64 == 0 && i < W; ++i) ahead.part(r + i, at, 64);
+      if (at % 64 == 0) ahead.lines(W);
     }
-  ahead.rest((words * word_bytes<T> + 63) / 64 * 64);
+  ahead.rest();
 }
 template <class Op, int T>
-__attribute__((noinline)) void few_products(Few &f, const Rows &k, const float *q, int pw,
-                                            const Fetch &ahead) {
+__attribute__((noinline)) void few_products(Few &f, const Rows &k, const float *q, int pw, Fetch &ahead) {
   if (f.count > 2)
     products<Op, T, 4>(f, k, q, pw, ahead);
   else if (f.count == 2)
@@ -356,7 +353,7 @@ RW_INLINE int besides(int c) { return c / (2 * W) * 2 * W + c / 4 % 2 * W + c % 
 // Adds a panel's values from channel c on to the sums of N queries: C vectors of channels, or of pairs of rows.
 template <class Op, int T, int N, int C>
 RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int n, int l0, int c, float *out,
-                        const Fetch &ahead) {
+                        Fetch &ahead) {
   constexpr int M = Op::depth * C, bytes = C * bytes_of((Dtype)T) * Op::depth * W;
   V acc[N][M];
 #pragma GCC unroll 4
@@ -386,8 +383,7 @@ RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int 
 #pragma GCC unroll 8
       for (int j = 0; j < M; ++j) acc[l][j] = Op::madd(x[j], weight, acc[l][j]);
     }
-#pragma GCC unroll 2
-    for (int i = 0; i < Op::depth; ++i) ahead.part(r + i, at, bytes);
+    ahead.lines(Op::depth * ((bytes + 63) / 64));
   }
 #pragma GCC unroll 4
   for (int l = 0; l < N; ++l)
@@ -399,7 +395,7 @@ RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int 
 }
 
 template <class Op, int T, int N>
-RW_INLINE void add_rows(Few &f, const Rows &v, int l0, int dv, const Fetch &ahead) {
+RW_INLINE void add_rows(Few &f, const Rows &v, int l0, int dv, Fetch &ahead) {
   constexpr int channels = Op::depth * W, size = bytes_of((Dtype)T);
   constexpr int most = kVectors / Op::depth;
   int c = 0;
@@ -421,17 +417,16 @@ RW_INLINE void add_rows(Few &f, const Rows &v, int l0, int dv, const Fetch &ahea
 
 // Adds a panel's values, weighted.
 template <class Op, int T>
-__attribute__((noinline)) void few_values(Few &f, const Rows &v, const Fetch &ahead) {
+__attribute__((noinline)) void few_values(Few &f, const Rows &v, Fetch &ahead) {
   for (int l = 0; l < f.count; l += kBeside) {
-    const Fetch next{ahead.rows, l ? 0 : ahead.bytes};
     if (kBeside == 4 && f.count - l > 2)
-      add_rows<Op, T, kBeside>(f, v, l, f.dv, next);
+      add_rows<Op, T, kBeside>(f, v, l, f.dv, ahead);
     else if (f.count - l > 1)
-      add_rows<Op, T, 2>(f, v, l, f.dv, next);
+      add_rows<Op, T, 2>(f, v, l, f.dv, ahead);
     else
-      add_rows<Op, T, 1>(f, v, l, f.dv, next);
+      add_rows<Op, T, 1>(f, v, l, f.dv, ahead);
   }
-  ahead.rest(f.dv * bytes_of((Dtype)T));
+  ahead.rest();
 }
 
 // Joins the block of one query to its total, as join_state does.
@@ -458,9 +453,11 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
   Few f;
   alignas(64) float scales[kPanelRows];
   f.count = lanes.heads * lanes.rows, f.d = pb.d, f.dv = pb.dv_dim;
-  memset((void *)&f.s, 0, sizeof f.s);  // of queries that fill up a block too, whose sums nobody reads
-  memset((void *)&f.out, 0, sizeof f.out);
-  memset((void *)&f.total, 0, sizeof f.total);
+  // of queries that fill up a block too, whose sums nobody reads; the sums over keys are of all kFew
+  const size_t sums = 4 * (size_t)kMostChannels * (f.count == 3 ? 4 : f.count);
+  memset((void *)&f.s, 0, sizeof f.s);
+  memset((void *)&f.out, 0, sums);
+  memset((void *)&f.total, 0, sums);
   memset((void *)&f.pairs, 0, sizeof f.pairs);
   for (int l = 0; l < kFew; ++l)
     f.top[l] = f.total_top[l] = -kInf, f.sum[l] = f.total_sum[l] = 0, f.shrink[l] = 1;
@@ -501,7 +498,8 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
         if (allowed.dead[r]) v.row[r] = kZeros;
       if (n % 2) v.row[n] = kZeros;
       // Reading is all the work: the scores fetch this panel's values, the values the next panel's keys.
-      few_products<Op, T>(f, keys_now, m.q, pw, Fetch{&v, v_bytes});
+      Fetch values{&v, v_bytes}, keys_ahead{&keys_next, k_bytes};
+      few_products<Op, T>(f, keys_now, m.q, pw, values);
       if (pb.k.scales) few_scales<T>(pb.k, u, first + k0, n, scales);
       few_scores<Scored>(pb, f, n, allowed, pb.k.scales ? scales : nullptr);
       if (Scored && pb.scoring.count) few_terms(pairs, f, lanes, k0, n, allowed);
@@ -524,7 +522,7 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
         set_next((int64_t)plan.col[e + 1] * plan.kv_tile, tile_end(e + 1));
       else
         set_next(0, 0);
-      few_values<Op, T>(f, v, Fetch{&keys_next, k_bytes});
+      few_values<Op, T>(f, v, keys_ahead);
     }
   }
   for (int l = 0; l < f.count; ++l) {

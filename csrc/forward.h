@@ -12,6 +12,10 @@ namespace {
 
 constexpr int kForwardKeys = kPanelRows;  // keys between two updates of the running maximum: S^T of a panel stays in L1
 constexpr float kLog2e = 1.44269504088896340736f;
+// Queries of a tile, of all heads that share its keys, up to which decode.h sums it; above, a vector of queries is full
+// enough (measured).
+constexpr int kFew = 4;
+inline bool has_few(const Problem &pb, int64_t tile) { return tile_queries(pb, tile) <= kFew; }
 
 // A score is size * s, with size > 0, which keeps -inf a masked one: the sign of the scale, or 0, goes to the packed
 // side. Differences are taken of s and then multiplied by c = size * log2(e): a fused c s - c top would be off by the
@@ -77,14 +81,15 @@ struct ForwardMemory {
   size_t bytes;
   ForwardMemory(const Problem &pb, int lanes, char *block) {
     Carve m{block};
-    const int width = (int)larger(pb.d, pb.dv_dim), keys = pb.plan.kv_tile;
+    // no tile has more queries than the first, and few copy no keys
+    const int width = (int)larger(pb.d, pb.dv_dim), keys = pb.plan.kv_tile, copied = has_few(pb, 0) ? 0 : keys;
     q = m.take<float>((size_t)lanes * pb.d);
     state = m.take<float>((size_t)lanes * (pb.dv_dim + 2));
     total = m.take<float>((size_t)lanes * (pb.dv_dim + 2));
-    s = m.take<float>((size_t)kForwardKeys * kWide * W);
+    s = m.take<float>(copied ? (size_t)kForwardKeys * kWide * W : 0);
     factor = m.take<float>(lanes);
-    k = m.take<char>((size_t)keys * pb.d * 4);
-    v = m.take<char>((size_t)keys * pb.dv_dim * 4);
+    k = m.take<char>((size_t)copied * pb.d * 4);
+    v = m.take<char>((size_t)copied * pb.dv_dim * 4);
     rows = m.take<char>((size_t)width * 16);
     mask = m.take<uint32_t>((size_t)keys * ((lanes + 31) / 32));
     dead = m.take<uint8_t>(keys);
@@ -187,85 +192,115 @@ RW_INLINE void score(const Pairs &pairs, float *s, int k0, int n, int lane, cons
     }
 }
 
-// One key tile against one panel of lanes. Scored: with terms or dropout.
-template <class Op, int N, bool Scored>
-inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Running &state, const Scale &scale, int lane,
-                          Tile k, Tile v, int keys, const TileMask &mask, const Ahead &ahead, const Pairs &pairs) {
+// Some keys of a tile against N vectors of a panel that is P wide, from its `part`th on: their update of the running
+// maximum. Scored: with terms or dropout.
+template <class Op, int N, int P, bool Scored>
+inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Running &state, const Scale &scale,
+                          int panel, int part, Tile k, Tile v, Live live, const TileMask &mask, const Ahead &ahead,
+                          const Pairs &pairs) {
   const float c = scale.c;
-  const float *q = m.q + (ptrdiff_t)lane * (pb.d / Op::depth);
-  float *out = state.out + (ptrdiff_t)lane * pb.dv_dim, *s = m.s;
-  for (int k0 = 0; k0 < keys; k0 += kForwardKeys) {
-    const int n = (int)smaller(kForwardKeys, keys - k0);
-    V top[N], bottom[N];
-    for (int j = 0; j < N; ++j) top[j] = splat(-kInf), bottom[j] = splat(kInf);
-    sweep<Op, true, N>(
-        k.data + k0 * k.ld, k.ld, n, pb.d / Op::depth, q,
-        [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-          ahead.fetch(k0 + r, k0 + r + decltype(block)::value);
-          clear(acc);
-        },
-        [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-          constexpr int M = decltype(block)::value;
-          if (mask.rows) {
-            const uint32_t *bits = mask.rows + (ptrdiff_t)(k0 + r) * mask.words;
+  const int k0 = live.first, n = live.count(), lane = panel + part * W;
+  const float *q = m.q + (ptrdiff_t)panel * (pb.d / Op::depth) + part * W;
+  float *out = state.out + (ptrdiff_t)panel * pb.dv_dim + part * W, *s = m.s;
+  V top[N], bottom[N];
+  for (int j = 0; j < N; ++j) top[j] = splat(-kInf), bottom[j] = splat(kInf);
+  sweep<Op, true, N, P>(
+      k.data + k0 * k.ld, k.ld, n, pb.d / Op::depth, q,
+      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+        ahead.fetch(k0 + r, k0 + r + decltype(block)::value);
+        clear(acc);
+      },
+      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+        constexpr int M = decltype(block)::value;
+        if (mask.rows) {
+          const uint32_t *bits = mask.rows + (ptrdiff_t)(k0 + r) * mask.words;
 #pragma GCC unroll 16
-            for (int i = 0; i < M; ++i, bits += mask.words)
+          for (int i = 0; i < M; ++i, bits += mask.words)
 #pragma GCC unroll 8
-              for (int j = 0; j < N; ++j) {
-                const Mask allowed = mask_at(bits, lane + j * W);
-                bottom[j] = min(select(allowed, acc[i][j], splat(kInf)), bottom[j]);
-                if (!Scored) acc[i][j] = select(allowed, acc[i][j], splat(-kInf));
-              }
-          } else {
-#pragma GCC unroll 16
-            for (int i = 0; i < M; ++i)
-#pragma GCC unroll 8
-              for (int j = 0; j < N; ++j) bottom[j] = min(acc[i][j], bottom[j]);
-          }
+            for (int j = 0; j < N; ++j) {
+              const Mask allowed = mask_at(bits, lane + j * W);
+              bottom[j] = min(select(allowed, acc[i][j], splat(kInf)), bottom[j]);
+              if (!Scored) acc[i][j] = select(allowed, acc[i][j], splat(-kInf));
+            }
+        } else {
 #pragma GCC unroll 16
           for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
-            for (int j = 0; j < N; ++j) {
-              if (!Scored) top[j] = max(acc[i][j], top[j]);
-              store(s + ((r + i) * N + j) * W, Scored ? acc[i][j] * splat(scale.before) : acc[i][j]);
-            }
-        });
-    if constexpr (Scored) score(pairs, s, k0, n, lane, mask, top);
-
-    V low[N], sum[N], shrink[N], least = bottom[0];
-    for (int j = 0; j < N; ++j) {
-      V before = load(state.top + lane + j * W);
-      V now = max(top[j], before);
-      least = min(bottom[j], least);
-      low[j] = no_inf(now);  // no key yet: every exponent is -inf, whatever is subtracted
-      shrink[j] = exp2((before - low[j]) * splat(c));
-      sum[j] = V{};
-      store(state.top + lane + j * W, now);
-    }
-    if (any_equal(least, -kInf)) mark_below(pb);
-    if constexpr (Scored) {
-      const TileMask &kept = pairs.kept;
-      const Kept keep{kept.rows ? kept.rows + (ptrdiff_t)k0 * kept.words : nullptr, kept.words, lane};
-      exponentials(s, n, c, low, sum, keep, Op());
-    } else {
-      exponentials(s, n, c, low, sum, Every(), Op());
-    }
-    for (int j = 0; j < N; ++j) store(state.sum + lane + j * W, load(state.sum + lane + j * W) * shrink[j] + sum[j]);
-
-    const char *values = v.data + (ptrdiff_t)(k0 / Op::depth) * v.ld;
-    sweep<Op, false, N>(
-        values, v.ld, pb.dv_dim, (n + Op::depth - 1) / Op::depth, s,
-        [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); },
-        [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-          // as add_block: the products were summed from 0
+            for (int j = 0; j < N; ++j) bottom[j] = min(acc[i][j], bottom[j]);
+        }
 #pragma GCC unroll 16
-          for (int i = 0; i < decltype(block)::value; ++i)
+        for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
-            for (int j = 0; j < N; ++j) {
-              float *to = out + ((r + i) * N + j) * W;
-              store(to, load(to) * shrink[j] + acc[i][j]);
-            }
-        });
+          for (int j = 0; j < N; ++j) {
+            if (!Scored) top[j] = max(acc[i][j], top[j]);
+            store(s + ((r + i) * N + j) * W, Scored ? acc[i][j] * splat(scale.before) : acc[i][j]);
+          }
+      });
+  if constexpr (Scored) score(pairs, s, k0, n, lane, mask, top);
+
+  V low[N], sum[N], shrink[N], least = bottom[0];
+  for (int j = 0; j < N; ++j) {
+    V before = load(state.top + lane + j * W);
+    V now = max(top[j], before);
+    least = min(bottom[j], least);
+    low[j] = no_inf(now);  // no key yet: every exponent is -inf, whatever is subtracted
+    shrink[j] = exp2((before - low[j]) * splat(c));
+    sum[j] = V{};
+    store(state.top + lane + j * W, now);
+  }
+  if (any_equal(least, -kInf)) mark_below(pb);
+  if constexpr (Scored) {
+    const TileMask &kept = pairs.kept;
+    const Kept keep{kept.rows ? kept.rows + (ptrdiff_t)k0 * kept.words : nullptr, kept.words, lane};
+    exponentials(s, n, c, low, sum, keep, Op());
+  } else {
+    exponentials(s, n, c, low, sum, Every(), Op());
+  }
+  for (int j = 0; j < N; ++j) store(state.sum + lane + j * W, load(state.sum + lane + j * W) * shrink[j] + sum[j]);
+
+  const char *values = v.data + (ptrdiff_t)(k0 / Op::depth) * v.ld;
+  sweep<Op, false, N>(
+      values, v.ld, pb.dv_dim, (n + Op::depth - 1) / Op::depth, s,
+      [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); },
+      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+        // as add_block: the products were summed from 0
+#pragma GCC unroll 16
+        for (int i = 0; i < decltype(block)::value; ++i)
+#pragma GCC unroll 8
+          for (int j = 0; j < N; ++j) {
+            float *to = out + ((r + i) * P + j) * W;
+            store(to, load(to) * shrink[j] + acc[i][j]);
+          }
+      });
+}
+
+// One key tile against one panel of lanes. Of a mask's rows those at both ends that no lane attends are passed over, and
+// where halves of the panel have other ones, by halves. No bit changes: what a lane does not attend adds 0 to it.
+template <class Op, int N, bool Scored>
+inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Running &state, const Scale &scale, int lane,
+                          Tile k, Tile v, int keys, const TileMask &mask, const Ahead &ahead, const Pairs &pairs) {
+  for (int k0 = 0; k0 < keys; k0 += kForwardKeys) {
+    const int n = (int)smaller(kForwardKeys, keys - k0);
+    const Live all = live_rows<Op>(mask, k0, n, lane, N * W);
+    ahead.fetch(k0, all.first);
+    ahead.fetch(all.last, k0 + n);
+    if (all.count() == 0) continue;
+    if constexpr (N * W > 32) {
+      if (mask.rows) {
+        constexpr int half = N / 2;
+        const Live low = live_rows<Op>(mask, k0, n, lane, half * W);
+        const Live high = live_rows<Op>(mask, k0, n, lane + half * W, half * W);
+        if (apart(all, low, high)) {
+          ahead.fetch(all.first, all.last);
+          if (low.count())
+            forward_chunk<Op, half, N, Scored>(pb, m, state, scale, lane, 0, k, v, low, mask, Ahead(), pairs);
+          if (high.count())
+            forward_chunk<Op, half, N, Scored>(pb, m, state, scale, lane, half, k, v, high, mask, Ahead(), pairs);
+          continue;
+        }
+      }
+    }
+    forward_chunk<Op, N, N, Scored>(pb, m, state, scale, lane, 0, k, v, all, mask, ahead, pairs);
   }
 }
 
@@ -347,8 +382,13 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
       const int64_t then = (int64_t)plan.col[e + 1] * plan.kv_tile;
       next = Ahead(pb.k, pb.v, u.batch, u.kv_head, then, (int)smaller(plan.kv_tile, nk - then), pb.d, pb.dv_dim);
     }
-    const Tile k = tile_rows<Op>(pb.k, u.batch, u.kv_head, first, keys, pb.d, nullptr, m.k);
-    const Tile v = tile_columns<Op>(pb.v, u.batch, u.kv_head, first, keys, pb.dv_dim, mask.dead, m.v);
+    Dead dead = mask.dead;
+    // pages begin where tiles do
+    const Live live = pb.k.pages ? Live{0, keys} : live_rows<Op>(keys, dead);
+    const int64_t start = first + live.first;
+    const Tile k = tile_rows<Op>(pb.k, u.batch, u.kv_head, start, live.count(), pb.d, nullptr, m.k).from(live.first);
+    const Tile v = tile_columns<Op>(pb.v, u.batch, u.kv_head, start, live.count(), pb.dv_dim, dead, m.v)
+                       .from(live.first / Op::depth);
     for (int lane = 0; lane < lanes.count; lane += panel_width(lane, lanes.count)) {
       const int n = panel_width(lane, lanes.count) / W;
       if (kWide == 4 && n == 4)

@@ -109,6 +109,49 @@ struct TileMask {
   }
 };
 
+// Of rows of a tile the first and the one past the last that a mask leaves to some lanes.
+struct Live {
+  int first, last;
+  int count() const { return last - first; }
+};
+
+// Of rows [r0, r0 + n), r0 even, those between empty ones at both ends; whole pairs of rows, where Op contracts those.
+template <class Op, class Empty>
+RW_INLINE Live between(int r0, int n, Empty empty) {
+  int first = r0, last = r0 + n;
+  while (first < last && empty(first)) ++first;
+  while (last > first && empty(last - 1)) --last;
+  if (first == last || Op::depth == 1) return {first, last};
+  return {first & ~1, (int)smaller((last + 1) & ~1, r0 + n)};
+}
+
+// Of a panel's lanes.
+template <class Op>
+inline Live live_rows(const TileMask &mask, int r0, int n, int lane, int width) {
+  if (!mask.rows) return {r0, r0 + n};
+  const uint32_t *rows = mask.rows + lane / 32;
+  const uint32_t bits = width < 32 ? ((1u << width) - 1) << (lane & 31) : ~0u;
+  const int words = (width + 31) / 32;
+  return between<Op>(r0, n, [&](int r) {
+    uint32_t some = 0;
+    for (int w = 0; w < words; ++w) some |= rows[(ptrdiff_t)r * mask.words + w];
+    return (some & bits) == 0;
+  });
+}
+
+// Of all lanes and a tile's n rows. `dead` then counts from the first of them, and is null where all of them are live.
+template <class Op>
+inline Live live_rows(int n, Dead &dead) {
+  if (!dead) return {0, n};
+  const Live live = between<Op>(0, n, [&](int r) { return dead[r] != 0; });
+  dead += live.first;
+  if (!memchr(dead, 1, live.count())) dead = nullptr;
+  return live;
+}
+
+// Whether two halves of a panel, each with its own rows, take less than the whole: they are slower by pair.
+inline bool apart(Live whole, Live low, Live high) { return 9 * (low.count() + high.count()) < 16 * whole.count(); }
+
 // Whether any of n rows of `words` words is empty; marks them.
 inline Dead find_dead(const uint32_t *rows, int n, int words, uint8_t *dead) {
   bool any = false;
@@ -123,6 +166,9 @@ inline Dead find_dead(const uint32_t *rows, int n, int words, uint8_t *dead) {
 
 // A 32x32 block of bits, turned in place (Hacker's Delight, 7-3, mirrored for least-bit-first words).
 inline void turn_bits(uint32_t *a) {
+  uint32_t any = 0, all = ~0u;
+  for (int k = 0; k < 32; ++k) any |= a[k], all &= a[k];
+  if (any == 0 || all == ~0u) return;
   uint32_t m = 0x0000ffff;
   for (int j = 16; j != 0; j >>= 1, m ^= m << j)
     for (int k = 0; k < 32; k = (k + j + 1) & ~j) {

@@ -376,16 +376,25 @@ class Prepared {
     plan.insert(plan.end(), {col_ptr, row, bits_t});
     work = column_work(pb);
   }
+  // lse may be null: nobody asked for it.
   bool forward(uintptr_t q, const nb::tuple &qs, uintptr_t k, const nb::tuple &ks, uintptr_t v, const nb::tuple &vs,
-               uintptr_t out, uintptr_t lse, int64_t keys, int threads) const {
+               uintptr_t out, uintptr_t lse, int64_t keys, int first, int threads) const {
     check_threads(threads);
-    // a plan of which no tile is partial serves all lengths that fill as many tiles
-    if (keys < 1 || (keys + pb.plan.kv_tile - 1) / pb.plan.kv_tile != pb.plan.k_tiles)
-      refuse("keys", "fill another number of tiles: " + std::to_string(keys));
+    // A plan of which no tile is partial serves all lengths that fill as many tiles. Of a longer cache the tiles from
+    // `first` on are those at its end.
+    const int64_t later = (keys + pb.plan.kv_tile - 1) / pb.plan.kv_tile - pb.plan.k_tiles;
+    if (keys < 1 || later < 0) refuse("keys", "fill fewer tiles: " + std::to_string(keys));
     Problem call = pb;
     call.nk = keys;
+    std::vector<int32_t> col;
+    if (later) {
+      col.assign(pb.plan.col, pb.plan.col + plan[1].shape(0));
+      for (int32_t &tile : col) tile += tile < first ? 0 : (int32_t)later;
+      call.plan.col = col.data(), call.plan.k_tiles += later;
+    }
     place("q", call.q, q, qs), place("k", call.k, k, ks), place("v", call.v, v, vs);
-    call.out.data = (char *)out, call.lse.data = (char *)lse;
+    std::vector<float> unasked(lse ? 0 : (size_t)(pb.batch * pb.q_heads * pb.nq));
+    call.out.data = (char *)out, call.lse.data = lse ? (char *)lse : (char *)unasked.data();
     int32_t below = 0;
     call.below = &below;
     nb::gil_scoped_release release;
@@ -490,7 +499,7 @@ NB_MODULE(_cpu, m) {
            "scale"_a, "variant"_a)
       .def("columns", &Prepared::columns, "col_ptr"_a, "row"_a, "bits_t"_a)
       .def("forward", &Prepared::forward, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "out"_a,
-           "lse"_a, "keys"_a, "threads"_a)
+           "lse"_a, "keys"_a, "first"_a, "threads"_a)
       .def("backward", &Prepared::backward, "dout"_a, "dout_strides"_a, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a,
            "v"_a, "v_strides"_a, "out"_a, "lse"_a, "dlse"_a, "dq"_a, "dk"_a, "dv"_a, "threads"_a);
   m.def("fma_peak", &bind_fma_peak, "dtype"_a, "threads"_a, "seconds"_a, "variant"_a = "",

@@ -158,6 +158,8 @@ struct Ahead {
 struct Tile {
   const char *data;
   ptrdiff_t ld;
+  // The tile of which this is the part from a row of its memory on.
+  Tile from(int row) const { return {data - row * ld, ld}; }
 };
 
 // Which rows of a tile nobody may touch (null: none); they count as zero so that a NaN in them stays there.

@@ -121,17 +121,25 @@ void forward(const Problem &pb, const Work &work, const Kernel &kernel, int thre
   threads = worth(pb, work, smaller(pb.plan.q_tile, pb.nq), pb.plan.kv_tile, threads);
   const auto memory = block<char>(bytes * threads);
   const auto partials = block<float>(4 * stride * work.slots);
+  auto sum = [&](int64_t i, char *mine) {
+    const Piece &p = work.pieces[i];
+    kernel.forward(pb, work.units[p.unit], p, mine, partials.get(), stride);
+  };
+  auto join = [&](int64_t i, char *mine) {
+    kernel.forward_join(pb, work.units[work.joins[i].unit], work.joins[i], mine, partials.get(), stride);
+  };
+  if (threads == 1) {  // a team of one costs half a microsecond
+    for (int64_t i = 0; i < pieces; ++i) sum(i, memory.get());
+    for (int64_t i = 0; i < joins; ++i) join(i, memory.get());
+    return;
+  }
 #pragma omp parallel num_threads(threads)
   {
     char *mine = memory.get() + bytes * thread_index();
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < pieces; ++i) {
-      const Piece &p = work.pieces[i];
-      kernel.forward(pb, work.units[p.unit], p, mine, partials.get(), stride);
-    }
+    for (int64_t i = 0; i < pieces; ++i) sum(i, mine);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < joins; ++i)
-      kernel.forward_join(pb, work.units[work.joins[i].unit], work.joins[i], mine, partials.get(), stride);
+    for (int64_t i = 0; i < joins; ++i) join(i, mine);
   }
 }
 

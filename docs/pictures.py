@@ -1,17 +1,19 @@
 """Draws the documentation's pictures and the gallery of docs/patterns.md from the patterns themselves.
 
-python docs/pictures.py            write docs/pictures/*.svg and the gallery
+And asks the backends what they can, for the table of docs/backends.md.
+
+python docs/pictures.py            write docs/pictures/*.svg, the gallery and the table
 python docs/pictures.py --check    write nothing; end with 1 where a committed file is stale
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -19,14 +21,17 @@ import torch
 
 import ringweave as rw
 from ringweave.audit.page import COLOURS
+from ringweave.ops.backend import EXTRAS, Case
+from ringweave.ops.dispatch import BACKENDS, refusal
 from ringweave.parallel.planning.placement import contiguous, striped
+from ringweave.plan import branches
 from ringweave.units import count, percent
 
 HERE = Path(__file__).parent
-BEGIN, END = "<!-- gallery: written by docs/pictures.py -->", "<!-- end of gallery -->"
+WRITTEN, END = "<!-- {}: written by docs/pictures.py -->", "<!-- end of {} -->"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Entry:
     """One picture of the gallery.
 
@@ -408,11 +413,45 @@ def files() -> dict[Path, str]:
     found = {HERE / "pictures" / name: draw() for name, draw in DIAGRAMS.items()}
     for each in [*(each for entries in GALLERY.values() for each in entries), *ALGEBRA]:
         found[HERE / "pictures" / each.file] = each.build().plot(each.tokens, heads=each.heads)
-    page = HERE / "patterns.md"
-    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    after = rest.split(END)[1]
-    found[page] = f"{before}{BEGIN}\n\n{gallery()}\n{END}{after}"
+    for name, what, body in (("patterns.md", "gallery", gallery()), ("backends.md", "what each can", abilities())):
+        page, begin, end = HERE / name, WRITTEN.format(what), END.format(what)
+        before, rest = page.read_text(encoding="utf-8").split(begin)
+        found[page] = f"{before}{begin}\n\n{body}\n{end}{rest.split(end)[1]}"
     return found
+
+
+# a call that every backend can run where it runs at all, and what is changed about it
+USUAL = Case(1, 8, 8, 4096, 4096, 64, 64, torch.float32, "cpu")
+CHANGES: dict[str, dict[str, object]] = {
+    "gradients": {"needs_grad": True},
+    "float64": {"dtype": torch.float64},
+    "float16, bfloat16": {"dtype": torch.bfloat16},
+    "grouped queries": {"kv_heads": 2},
+    "Dv other than D": {"value_dim": 96},
+    "D of 100": {"head_dim": 100, "value_dim": 100},
+    "D of 512": {"head_dim": 512, "value_dim": 512},
+    **{f"`{name}`": {"extras": frozenset({name})} for name in sorted(EXTRAS - {"dropout"})},
+    "gradients of a term's table": {"extras": frozenset({"DistanceBias"}), "learned": 8, "needs_grad": True},
+    "dropout": {"extras": frozenset({"dropout"})},
+    "keys in pages": {"paged": True},
+    "keys in 8 bits": {"stored": torch.int8},
+}
+
+
+def abilities() -> str:
+    """What each backend says to a call with one thing changed; GPUs' are asked about tensors of CUDA."""
+    length = USUAL.nq
+    (sparse,), (dense,) = (branches(each, length, length) for each in (rw.SlidingWindow(256), rw.Full()))
+    lines = ["| | " + " | ".join(f"`{name}`" for name in BACKENDS) + " |", "|---" * (1 + len(BACKENDS)) + "|"]
+    asked = {"a sparse pattern": (USUAL, sparse)}
+    asked |= {name: (dataclasses.replace(USUAL, **change), dense) for name, change in CHANGES.items()}  # type: ignore[arg-type]
+    for name, (case, branch) in asked.items():
+        said = []
+        for backend in BACKENDS.values():
+            device = "cuda" if refusal(backend, USUAL, dense) else "cpu"
+            said.append("" if refusal(backend, dataclasses.replace(case, device=device), branch) else "yes")
+        lines.append(f"| {name} | " + " | ".join(said) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:

@@ -42,6 +42,7 @@ _POINTERS = {
     **dict.fromkeys(("lse", "slope", "dlse", "sums", "tops", "key_sums", "value_sums"), "*fp32"),
     **dict.fromkeys(("queue", "shares", "splits", "group", "row_ptr", "col", "bits", "masks", "live"), "*i32"),
     **dict.fromkeys(("col_ptr", "row", "bits_t", "masks_t", "live_t", "table", "lengths"), "*i32"),
+    **dict.fromkeys(("k_scale", "v_scale"), "*fp32"),
 }
 
 
@@ -123,8 +124,8 @@ def compiled(
         "TILES": shape.tiles,
         "MASKED": not (shape.specialised or shape.clear), "RAGGED": not shape.clear, "FOLDED": True, "SLOPED": True,
         "WIDE": False, "WEIGHTED": True, "DESCRIBED": shape.described, "SPECIALISED": shape.specialised,
-        "STEP": 8, "SHARED": shape.heads > 1, "RESIDENT": False, "STAGES": blocks.stages, "PRECISION": "ieee",
-        "l_n": 1, "s_n": 1,
+        "STEP": 16 if shape.stored else 8, "SHARED": shape.heads > 1, "RESIDENT": False, "STAGES": blocks.stages,
+        "PRECISION": "ieee", "l_n": 1, "s_n": 1,
     }  # fmt: skip
     constants |= {"TERMS": extras.terms, "LEARNS": extras.learns, "EXTRAS": extras.there, "HOLES": extras.holes}
     branched = (
@@ -143,9 +144,12 @@ def compiled(
     if shape.heads == 1:
         constants["ratio"] = 1
     constants |= changes
+    if not shape.stored:
+        constants |= dict.fromkeys(("k_scale", "v_scale"))
     names = function.arg_names
     signature, divisible = {}, {}
     for index, argument in enumerate(names):
+        own = shape.stored if shape.stored and argument in ("k", "v") else dtype
         if argument in constants:
             signature[argument] = "constexpr"
         elif argument in given:
@@ -154,10 +158,10 @@ def compiled(
         elif shape.described and argument in STREAMED[kernel]:
             tokens = blocks.m if kernel == "backward_kv" else blocks.n
             channels = padded(value_dim if argument in ("v", "dout") else dim)
-            signature[argument] = f"tensordesc<{dtype}[1,1,{tokens},{channels}]>"
+            signature[argument] = f"tensordesc<{own}[1,1,{tokens},{channels}]>"
             continue
         elif argument in _POINTERS:
-            held = "fp32" if wide_out and argument in ("out", "dq", "dk", "dv") and kernel != "delta" else dtype
+            held = "fp32" if wide_out and argument in ("out", "dq", "dk", "dv") and kernel != "delta" else own
             signature[argument] = (
                 "*fp32" if (kernel, argument) == ("delta", "result") else _POINTERS[argument].format(held)
             )
@@ -229,6 +233,11 @@ def variants() -> Iterator[Resources]:
     # pages smaller and larger than a block
     yield compile_kernel("forward", 128, "sm_90", NARROW, PAGE=16)
     yield compile_kernel("forward", 128, "sm_90", Shape((16, 128), heads=4), PAGE=256)
+    # keys and values in 8 bits, in pages too, and of floats their bytes
+    yield compile_kernel("forward", 128, "sm_90", Shape((64, 64), stored="fp8e4nv"), PAGE=16)
+    yield compile_kernel("forward", 128, "sm_80", Shape(stored="u8"))
+    yield compile_kernel("forward", 64, "gfx942", Shape(stored="fp8e4nv"), dtype="fp16")
+    yield compile_kernel("forward", 64, "sm_90", Shape((32, 32), stored="i8"), dtype="fp32")
     yield compile_kernel("delta", 24, "sm_90", dtype="fp32", SLOPED=False)
     yield compile_kernel("join", 24, "sm_90", dtype="fp16", WEIGHTED=False)
 
@@ -244,7 +253,8 @@ def page(rows: Iterable[Resources]) -> str:
             "program computes at a time; *registers*: per thread, of 255 (sm) or 512 (gfx942); *stack*: bytes",
             "spilled per thread; *shared*: bytes per program; *matrix*: matrix instructions in the assembly",
             "(mma.sync on sm_80 and of fewer than 64 rows, wgmma on sm_90, tcgen05 on sm_100, mfma on gfx942).",
-            "*described*: tiles are loaded by tensor descriptors; *specialised*: by warps of their own.",
+            "*described*: tiles are loaded by tensor descriptors; *specialised*: by warps of their own;",
+            "*i8*, *fp8e4nv*: what keys and values are stored in.",
             "",
             "| kernel | D | device | tile | blocks | registers | stack | shared | matrix |",
             "|---|---|---|---|---|---|---|---|---|",

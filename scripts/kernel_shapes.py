@@ -23,6 +23,7 @@ class Shape:
     clear: bool = False
     described: bool = False
     specialised: bool = False
+    stored: str = ""  # what keys and values are stored in, where that is 8 bits: i8, fp8e4nv, or u8 for its bytes
 
     def __str__(self) -> str:
         said = [f"{self.tile[0]} x {self.tile[1]}"]
@@ -30,19 +31,14 @@ class Shape:
         said += [f"{self.queries} query"] * (self.queries == 1)
         said += [f"{self.tiles} tiles"] * (self.tiles > 1)
         said += ["split"] * self.split + ["no masks"] * self.clear
-        said += ["described"] * self.described + ["specialised"] * self.specialised
+        said += ["described"] * self.described + ["specialised"] * self.specialised + [self.stored] * bool(self.stored)
         return ", ".join(said)
 
 
 WIDE, NARROW = Shape(), Shape((64, 64))
+DECODING = Shape((16, 128), heads=8, queries=1, split=True)
 SHAPES = {
-    "forward": (
-        WIDE,
-        NARROW,
-        Shape((64, 64), heads=4),
-        Shape((64, 64), tiles=2),
-        Shape((16, 128), heads=8, queries=1, split=True),
-    ),
+    "forward": (WIDE, NARROW, Shape((64, 64), heads=4), Shape((64, 64), tiles=2), DECODING),
     "join": (WIDE,),
     "delta": (WIDE,),
     "backward_q": (WIDE, NARROW, Shape((64, 64), heads=4), Shape((64, 64), tiles=2)),
@@ -54,6 +50,8 @@ STREAMED = {"forward": ("k", "v"), "backward_q": ("k", "v"), "backward_kv": ("q"
 CLEAR = Shape(clear=True, described=True)
 # a knob that nothing sets yet
 SPECIALISED = Shape(described=True, specialised=True)
+# the types of 8 bits, as Triton names them
+STORED = ("i8", "fp8e4nv")
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,10 @@ def shapes(kernel: str, dim: int, name: str) -> list[Shape]:
         many = [dataclasses.replace(shape, described=True) for shape in many]
         found += [shape for shape in many if blocks_of(kernel, dim, dim, 2, shape, name).described]
     found += [CLEAR] * (kernel == "backward_kv" and dim == 128 and name == "sm_90")
-    return found + [SPECIALISED] * (kernel == "forward" and name == "sm_90")
+    if kernel == "forward" and name == "sm_90":
+        found += [SPECIALISED]
+        found += [dataclasses.replace(shape, stored=stored) for shape in (WIDE, DECODING) for stored in STORED]
+    return found
 
 
 def blocks_of(

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Builds the kernel with AddressSanitizer and UndefinedBehaviorSanitizer, apart from the installed one, and runs its
 # tests of small shapes on every instruction set of the machine. Any finding ends the run.
+#     scripts/sanitize.sh --build                only builds it
 #     scripts/sanitize.sh [pytest arguments]
 # Needs GCC (or a CXX with libasan.so and libubsan.so) and what the test of the build needs: cmake, ninja, nanobind.
 set -eu
@@ -16,7 +17,8 @@ tests="(tiles or grouped or strides or nan or few_rows or windows_of or delta or
 
 cmake -S . -B $build -G Ninja -DRINGWEAVE_SANITIZE=ON -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$python" \
   -Dnanobind_DIR="$("$python" -m nanobind --cmake_dir)" >/dev/null
-cmake --build $build >/dev/null
+cmake --build $build --parallel 2 >/dev/null
+[ "${1:-}" != --build ] || exit 0
 
 # Python itself leaks by design. Without preloading, ASan refuses to start inside a program that was built without it.
 ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \

@@ -80,7 +80,7 @@ RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 PROTOCOL = {
     "allows", "key_ranges", "excluded_ranges", "tile_keys", "extents", "select", "check", "block_side", "allowed_pairs", "residue_rate",
     "restride", "spans", "fits", "numbers", "read", "readable", "own", "either", "value", "views", "of", "numbered", "key", "write", "parts_within",
-    "apply", "gradient", "total", "bound",
+    "lookback", "apply", "gradient", "total", "bound",
 }  # fmt: skip
 
 

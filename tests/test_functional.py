@@ -100,6 +100,27 @@ def test_the_callers_tensors_stay_as_they_are() -> None:
     assert versions == [x._version for x in (q, k, v)]
 
 
+def test_patterns_and_terms_made_in_inference_mode_serve_training() -> None:
+    x = Inputs.random(40, heads=2, batch=2)
+    with torch.inference_mode():
+        pattern = rw.Keys(torch.tensor([40, 9])) & rw.Documents(ids=torch.arange(40) // 9)
+        terms = [rw.ALiBi.of_heads(2), rw.Bias(torch.randn(1, 1, 40, 40))]
+        wanted = rw.attention(x.q, x.k, x.v, pattern, terms=terms)
+    q = x.q.clone().requires_grad_()
+    out = rw.attention(q, x.k, x.v, pattern, terms=terms)
+    assert torch.equal(out, wanted)
+    out.sum().backward()
+    assert q.grad is not None
+    assert bool(q.grad.isfinite().all())
+
+
+def test_weights_under_autocast_are_float32_of_what_attention_takes() -> None:
+    x = Inputs.random(40)
+    with torch.autocast("cpu", torch.bfloat16):
+        values = rw.attention_weights(x.q, x.k, rw.Causal()).values
+    assert torch.equal(values, rw.attention_weights(x.q.bfloat16(), x.k.bfloat16(), rw.Causal()).values)
+
+
 def test_autocast() -> None:
     q, k, v = tensors((1, 2, 40, 8), (1, 2, 40, 8), (1, 2, 40, 8))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -209,10 +230,35 @@ def test_vmap_over_some_inputs_and_tables() -> None:
     table = rw.random_blocks(64, 0.5, block_size=16, heads=4)
     got = torch.vmap(lambda q: rw.attention(q, x.k, x.v, table))(torch.stack([x.q, x.q * 2]))
     torch.testing.assert_close(got[1], rw.attention(x.q * 2, x.k, x.v, table))
-    # one table for each batch element: vmap's dimension is more of them
-    by_element = rw.random_blocks(64, 0.5, block_size=16, heads=4, batch=3)
-    with pytest.raises(PatternError, match="a call with batch = 6; wanted batch = 3"):
-        torch.vmap(lambda q: rw.attention(q, x.k, x.v, by_element))(torch.stack([x.q, x.q]))
+
+
+def _vmapped(call, *inputs, **options) -> None:  # type: ignore[no-untyped-def]
+    """What torch.vmap gives is what a loop gives."""
+    wanted = torch.stack([call(*each) for each in zip(*inputs, strict=True)])
+    torch.testing.assert_close(torch.vmap(call, **options)(*inputs), wanted)
+
+
+def test_vmap_knows_batch_elements() -> None:
+    x = Inputs.random(48, heads=4, kv_heads=2, batch=2)
+    many, cache = torch.stack([x.q, x.q * 2, x.q - 1]), rw.PagedCache.empty(2, 64, 2, x.k.shape[3], page=16)
+    cache.append(x.k, x.v)
+    bias, seen = torch.randn(2, 4, 48, 48), torch.tensor([[20, 28], [3, 40], [48, 7]])
+    by_element = rw.TokenMask(lambda b, h, q, k: k <= q - 5 * b)
+    table = rw.random_blocks(48, 0.5, block_size=16, heads=4, batch=2)
+    offset = torch.tensor([0, 9])
+    _vmapped(lambda q: rw.attention(q, x.k, x.v, by_element), many)
+    _vmapped(lambda q: rw.attention(q, x.k, x.v, table), many)
+    _vmapped(lambda q: rw.attention(q, x.k, x.v, rw.Causal(), terms=rw.Bias(bias)), many)
+    _vmapped(lambda q: rw.attention(q[:, :, :5], x.k, x.v, rw.Causal(), q_offset=offset), many)
+    _vmapped(lambda q, stop: rw.attention(q, x.k, x.v, rw.Keys(stop)), many, seen)
+    _vmapped(lambda q, bias: rw.attention(q, x.k, x.v, terms=rw.Bias(bias)), many, torch.randn(3, 1, 4, 48, 48))
+    _vmapped(lambda q: rw.paged_attention(q[:, :, -2:], cache), many)
+    _vmapped(lambda q: rw.attention(q, x.k, x.v, precision=rw.Precision(kv=torch.int8)), many)
+    _vmapped(torch.func.grad(lambda q: rw.attention(q, x.k, x.v, by_element).square().sum()), many)
+    alike = many[:1].expand(2, -1, -1, -1, -1)
+    for randomness in ("same", "different"):
+        out = torch.vmap(lambda q: rw.attention(q, x.k, x.v, dropout=0.5), randomness=randomness)(alike)
+        assert torch.equal(out[0], out[1]) == (randomness == "same")
 
 
 def test_functional_call() -> None:
@@ -310,6 +356,15 @@ def test_opcheck(name: str, dtype: torch.dtype) -> None:
     pattern = (PATTERNS | MIXTURES)[name](150)
     leaves = Inputs.random(150, heads=4, kv_heads=2, dtype=dtype).leaves()
     torch.library.opcheck(attention_op, (*leaves, pattern.tables, pattern.spec, 0.25, 0, "auto", "", 0, True, []))
+
+
+def test_a_compiled_call_asks_for_no_device_with_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of torch 2.11 cannot: a graph would break there."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda device: pytest.fail(device))
+    x = Inputs.random(20)
+    step = torch.compile(lambda q: rw.attention(q, x.k, x.v, rw.Causal()), fullgraph=True, backend="eager")
+    torch.testing.assert_close(step(x.q), rw.attention(x.q, x.k, x.v, rw.Causal()))
 
 
 @pytest.mark.parametrize("backend", ["auto", "gather", "reference"])

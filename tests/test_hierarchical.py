@@ -189,6 +189,25 @@ def test_memory_does_not_grow_with_all_pairs() -> None:
     assert kept[4096] < 6 * kept[1024]
 
 
+def test_autocast_and_transforms() -> None:
+    q, k, v = torch.randn(3, 2, 2, 40, 16).unbind(0)
+    for options in ({}, {"combine": "gates", "gates": torch.rand(2, 2, 40, 3)}):
+
+        def call(q: Tensor, options: dict[str, Any] = options) -> Tensor:
+            return rw.hierarchical_attention(q, k, v, pool=8, top_k=1, window=8, causal=True, **options)
+
+        with torch.autocast("cpu", torch.bfloat16):
+            out = call(q)
+        low = [x.bfloat16() for x in (q, k, v)]
+        wanted = rw.hierarchical_attention(*low, pool=8, top_k=1, window=8, causal=True, **options)
+        assert torch.equal(out, wanted)
+        many = torch.stack([q, 2 * q])
+        torch.testing.assert_close(torch.vmap(call)(many), torch.stack([call(q), call(2 * q)]))
+        leaf = q.clone().requires_grad_()
+        call(leaf).square().sum().backward()
+        torch.testing.assert_close(torch.func.grad(lambda q: call(q).square().sum())(q), leaf.grad)
+
+
 def test_compiled() -> None:
     q, k, v = tensors(64, 64, torch.float32)
 

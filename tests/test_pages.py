@@ -122,6 +122,14 @@ def test_pages_in_which_nothing_is_allowed_are_not_touched(backend: str) -> None
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("backend", ["auto", "gather", "reference"])
+def test_a_call_that_touches_no_page(backend: str) -> None:
+    cache = rw.PagedCache.empty(2, 32, 1, 8, page=16)
+    cache.append(torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8), rows=[0])
+    out = rw.paged_attention(torch.randn(2, 1, 1, 8), cache, ~rw.SlidingWindow(4) & rw.Causal(), backend=backend)
+    assert torch.equal(out, torch.zeros(2, 1, 1, 8))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "terms",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.ops import cpu
+from ringweave.patterns import Pattern
 from ringweave.precision import STORED, store, widened
 
 from .oracle import Inputs, errors, exact, rounding, torch_errors
@@ -35,6 +37,23 @@ def kept(x: Inputs, dtype: torch.dtype) -> Inputs:
     """The numbers that are stored, in float32."""
     k, v = (widened(*store(side, dtype)) for side in (x.k, x.v))
     return Inputs(x.q.float(), k, v, x.dout.float(), x.dlse)
+
+
+def stored_conforms(
+    x: Inputs, pattern: Pattern, kv: torch.dtype, q_offset: int = 0, scale: float | None = None
+) -> None:
+    """Hold the Triton kernel to what PyTorch's own attention makes of the stored numbers, converted to the type of q."""
+    call: dict[str, Any] = {"q_offset": q_offset, "scale": scale}
+    got = rw.attention_with_lse(x.q, x.k, x.v, pattern, precision=rw.Precision(kv=kv), backend="triton", **call)
+    stored, sizes = kept(x, kv), (x.q.shape[2], x.k.shape[2], x.q.shape[1])
+    counts = pattern.to_dense(*sizes, batch=len(x.q), q_offset=q_offset).to(x.q.device)
+    every = exact(stored, counts, scale)
+    given = Inputs(x.q, stored.k.to(x.q.dtype), stored.v.to(x.q.dtype), x.dout, x.dlse)
+    theirs, want = torch_errors(given, counts, every, scale), {name: every[name] for name in ("out", "lse")}
+    found, floor = errors(got._asdict(), want), rounding(stored, counts, want, scale)
+    assert got.out.dtype == x.q.dtype
+    for name in want:
+        assert found[name] <= max(2 * theirs[name], floor[name]), (name, found[name], theirs[name])
 
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)

@@ -1,4 +1,4 @@
-"""The checks of a call, each said as name, got, wanted, remedy."""
+"""The checks of a call, each said as name, got, wanted, remedy; what autocast makes of its tensors."""
 
 from __future__ import annotations
 
@@ -81,6 +81,25 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ShapeError(
             message("k heads", k.shape[1], f"a divisor of the {q.shape[1]} query heads", "Repeat or drop key heads.")
         )
+
+
+# asked once: what torch 2.11 compiles cannot ask
+_AUTOCAST = frozenset(
+    device
+    for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", torch._C._get_privateuse1_backend_name())
+    if torch.amp.is_autocast_available(device)
+)
+
+
+def autocast(*tensors: Tensor) -> list[Tensor]:
+    """Cast inputs to autocast's dtype where it is on, as for PyTorch's own attention."""
+    if not all(isinstance(x, Tensor) for x in tensors):
+        return list(tensors)
+    device = tensors[0].device.type
+    if device not in _AUTOCAST or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
 def check_call(

@@ -81,8 +81,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an allocator had no memory left: Python's, numpy's, torch's on any device, or C++'s."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    said = str(error).lower() if isinstance(error, RuntimeError) and not isinstance(error, RingweaveError) else ""
-    return any(each in said for each in _NO_MEMORY)
+    return isinstance(error, RuntimeError) and not isinstance(error, RingweaveError) and says_no_memory(str(error))
+
+
+def says_no_memory(text: str) -> bool:
+    """Tell whether an error's text is an allocator's."""
+    return any(each in text.lower() for each in _NO_MEMORY)
 
 
 def message(name: str, got: object, wanted: str, remedy: str) -> str:

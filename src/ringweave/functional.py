@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .checks import check_call, check_sinks, check_tensors
+from .checks import autocast, check_call, check_sinks, check_tensors
 from .errors import ShapeError, UnsupportedError, message, shown
 from .merge import merge, with_sinks
 from .ops import prepared, stored
@@ -82,6 +82,13 @@ def attention(
     References:
         Dao et al. (2022), FlashAttention, section 3 (tiling and recomputation); here over non-empty tiles only.
     """
+    if not torch.compiler.is_compiling() and _is_bare(
+        k_offset, context, terms, sink_logits, dropout, precision, on_oom
+    ):
+        _, call = prepared.find(q, k, v, pattern, scale, q_offset, backend)
+        found = None if call is None else call(q, k, v, on_oom == "degrade", False)
+        if found is not None:
+            return found[0]
     return attention_with_lse(
         q, k, v, pattern, scale=scale, q_offset=q_offset, k_offset=k_offset, backend=backend, context=context,
         terms=terms, sink_logits=sink_logits, dropout=dropout, precision=precision, on_oom=on_oom,
@@ -171,7 +178,7 @@ def attention_with_lse(
             precision=precision,
             on_oom=on_oom,
         )
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     policy, dtype = as_precision(precision), None
     if policy.compute is not None:
         check_tensors(q, k, v)
@@ -397,17 +404,6 @@ def _is_bare(
 def _is_sharded(x: object) -> bool:
     """Tell whether something is a DTensor, without loading what makes them."""
     return type(x) is not Tensor and hasattr(x, "device_mesh") and hasattr(x, "placements")
-
-
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Cast inputs to autocast's dtype where it is on, as for PyTorch's own attention."""
-    if not all(isinstance(x, Tensor) for x in tensors):
-        return list(tensors)
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
 __all__ = ["attention", "attention_with_lse", "longnet_attention", "varlen_attention"]

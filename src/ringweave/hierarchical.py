@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from .adaptive.pooling import block_means
-from .checks import check_call
+from .checks import autocast, check_call
 from .errors import ShapeError, message, shown
 from .functional import attention, attention_with_lse
 from .merge import merge
@@ -80,13 +81,17 @@ def hierarchical_attention(
     """
     causal = flag("causal", causal, ShapeError)
     q_offset = whole("q_offset", q_offset, 0, error=ShapeError, remedy="Pass Nk - Nq for a decode step.")
+    q, k, v = autocast(q, k, v)
     _, scale, *_ = check_call(q, k, v, Full(), scale=scale, q_offset=q_offset, backend=backend)
     pool = whole("pool", pool, 1, error=ShapeError)
     top_k, window = (whole(name, x, 0, error=ShapeError) for name, x in (("top_k", top_k), ("window", window)))
     gated = one_of("combine", combine, COMBINATIONS) == "gates"
     _check_gates(gates, gated, q)
-    tiles = _Tiles(pool, q.shape[2], k.shape[2], q_offset, top_k, 0 if gated else -(-window // pool), causal)
-    coarse, table = _attend_means(q, k, v, tiles, scale, cover=not gated)
+    # tiles are counted out in a trace: with lengths left open it takes minutes, and holds for no other
+    nq, nk = operator.index(q.shape[2]), operator.index(k.shape[2])
+    tiles = _Tiles(pool, nq, nk, q_offset, top_k, 0 if gated else -(-window // pool), causal)
+    with torch.autocast(q.device.type, enabled=False):
+        coarse, table = _attend_means(q, k, v, tiles, scale, cover=not gated)
     fine = attention_with_lse(
         q, k, v, table & Causal() if causal else table, scale=scale, q_offset=q_offset, backend=backend
     )
@@ -153,6 +158,8 @@ def _attend_means(
     ratio = heads // k.shape[1]
     tokens = (tiles.nk - torch.arange(tiles.blocks, device=device) * tiles.pool).clamp(max=tiles.pool).to(acc)
     means = [block_means(x, tiles.pool).repeat_interleave(ratio, 1) for x in (k, v)]
+    # the scores of a piece are made again in backward: all pieces together are N x N / pool. torch.func cannot
+    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
     step = max(1, _AT_ONCE // (batch * heads * tiles.pool * tiles.blocks))
     outs: list[Tensor] = []
     lses: list[Tensor] = []
@@ -163,8 +170,7 @@ def _attend_means(
         blocks = min(end, tiles.blocks) if tiles.causal else tiles.blocks
         part = q[:, :, tiles.rows(begin) : tiles.rows(end)].to(acc) * scale
         inputs = (part, means[0][:, :, :blocks], means[1][:, :, :blocks], tokens[:blocks].log())
-        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-            # the scores of a piece are made again in backward: all pieces together are N x N / pool
+        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs) and not transformed:
             found = checkpoint(
                 _attend_piece, *inputs, tiles, begin, end, cover, use_reentrant=False, preserve_rng_state=False
             )

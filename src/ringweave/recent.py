@@ -58,7 +58,8 @@ class Recent(Generic[V]):
     def get(self, key: Hashable) -> V | None:
         """Look up what was put under a key; None where it has gone."""
         with self._lock:
-            self._drop_fallen()
+            if self._fallen:
+                self._drop_fallen()
             entry = self._entries.get(key)
             if entry is None:
                 return None

@@ -12,7 +12,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 import torch
@@ -103,17 +103,20 @@ class Softcap(Term):
     """
 
     cap: float
+    _spec: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         cap = number("cap", self.cap, error=ShapeError)
         if cap <= 0:
             raise ShapeError(message("cap", shown(self.cap), "a number above 0", "Leave the term out for no cap."))
         object.__setattr__(self, "cap", cap)
+        # written once, as a pattern's: a trace may leave a number open
+        object.__setattr__(self, "_spec", f"Softcap({cap!r})")
 
     @property
     def spec(self) -> str:
         """Its text."""
-        return f"Softcap({self.cap!r})"
+        return self._spec
 
     def check(self, batch: int, heads: int, nq: int, nk: int, device: torch.device) -> None:
         """Fit every call."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import check_call
+from .checks import autocast, check_call
 from .errors import PatternError, message
 from .ops.backend import tiled
 from .patterns import LongNet, Pattern
@@ -74,6 +74,7 @@ def attention_weights(
         >>> weights = rw.attention_weights(q, k, rw.Causal())
         >>> torch.testing.assert_close(weights.to_dense().sum(-1), torch.ones(1, 4, 256))
     """
+    q, k = autocast(q, k)
     pattern, scale, q_offset, *_ = check_call(
         q, k, k, pattern, scale=scale, q_offset=q_offset, k_offset=k_offset, backend="gather"
     )
@@ -81,6 +82,11 @@ def attention_weights(
         raise PatternError(
             message("pattern", repr(pattern), "a relation", "Ask for the weights of one branch's relation.")
         )
+    with torch.autocast(q.device.type, enabled=False):
+        return _weights(q, k, pattern, scale, q_offset)
+
+
+def _weights(q: Tensor, k: Tensor, pattern: Pattern, scale: float, q_offset: int) -> BlockWeights:
     batch, heads, nq, _ = q.shape
     p = plan(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset, device=q.device)
     acc = acc_dtype(q.dtype)

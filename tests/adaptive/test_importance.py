@@ -11,6 +11,8 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.adaptive import ImportanceTracker, tile_mass
+from ringweave.bench.cases.quality import look
+from ringweave.bench.text import ByteModel, standard_library, train
 from ringweave.parallel import ContextParallel
 from tests.parallel.threads import Threaded, run
 
@@ -78,7 +80,8 @@ def test_exchanges_are_bounded_and_density_stays() -> None:
     forced |= forced.roll(-1, 1) & torch.ones(rows, rows, dtype=torch.bool).tril()
     forced[:, 0] = True
     changed = 0
-    for seed in range(8):
+    # what is exchanged was on trial for an update before
+    for seed in range(10):
         before = blocks(tracker.pattern)
         step(tracker, *topics(seed))
         after = blocks(tracker.pattern)
@@ -113,10 +116,54 @@ def test_recall_rises_over_fifty_steps() -> None:
     assert found[-1] > 0.9 * most, (first, found, most)
 
 
+def test_recall_of_a_trained_model_rises_and_stays() -> None:
+    """Other text at each update: blocks that look good from their means, and are not, are tried and not taken."""
+    n, curve = 512, []
+    known, held_out = standard_library(2**20).split(n)
+    models: dict[str, ByteModel] = {}
+    dense = {"dense": lambda q, k, v: rw.attention(q, k, v, rw.Causal())}
+    train(dense, known, context=n, steps=60, budget=1e9, finish=models.__setitem__)
+    seen = look(models["dense"], held_out)
+    trackers = [ImportanceTracker(n, heads=HEADS, density=0.2, block_size=SIDE) for _ in seen]
+    generator = torch.Generator().manual_seed(0)
+    for update in range(51):
+        if update % 10 == 0:
+            held = [layer.recall(tracker.pattern) for layer, tracker in zip(seen, trackers, strict=True)]
+            curve.append(sum(held) / len(held))
+        layers = look(models["dense"], known.batch(n, generator)[:, :n])
+        for layer, tracker in zip(layers, trackers, strict=True):
+            step(tracker, layer.q, layer.k, layer.k)
+    assert curve[-1] > 1.05 * curve[0], curve
+    assert curve[-1] > 0.99 * max(curve), curve
+
+
+def test_what_is_on_trial_holds_what_it_would_if_it_were_active() -> None:
+    q, k, v = topics()
+    tracker = ImportanceTracker(N, heads=HEADS, density=0.2, block_size=SIDE, turnover=0.4, decay=0.5)
+    step(tracker, q, k, v)
+    trials, table = tracker.state_dict()["trials"], blocks(tracker.pattern)
+    on_trial = (trials < N // SIDE).nonzero().tolist()
+    assert len(on_trial) > 50
+    tracker._exchange = lambda rows: None  # type: ignore[method-assign]
+    step(tracker, q, k, v)
+    state = tracker.state_dict()
+    for head, row, place in on_trial[::10]:
+        block = int(trials[head, row, place])
+        assert not table[head, row, block]
+        both = table.clone()
+        both[head, row, block] = True
+        weights = rw.attention_weights(q, k, rw.BlockTable(both, SIDE) & rw.Causal()).to_dense()[0, head]
+        want = float(weights[row * SIDE : (row + 1) * SIDE, block * SIDE : (block + 1) * SIDE].sum()) / SIDE
+        where = state["trials"][head, row].tolist().index(block)
+        got = float(state["tried"][head, row, where] / state["weight"][head, row, where])
+        assert got == pytest.approx(want, rel=1e-4, abs=1e-6)
+
+
 def test_a_table_in_use_does_not_change() -> None:
     """An update comes between forward and backward: the gradient is that of the table that forward had."""
     q, k, v = (x.requires_grad_() for x in topics())
     tracker = ImportanceTracker(N, heads=HEADS, density=0.3, block_size=SIDE)
+    step(tracker, *(x.detach() for x in (q, k, v)))
     pattern, before = tracker.pattern, blocks(tracker.pattern)
     out, lse = rw.attention_with_lse(q, k, v, pattern)
     tracker.update(q, k, lse.detach())
@@ -245,4 +292,4 @@ def test_errors_of_use() -> None:
         tracker.load_state_dict({"version": 1})
     with pytest.raises(rw.ShapeError, match="indices: got"):
         tracker.load_state_dict(ImportanceTracker(256, heads=HEADS, density=0.2, block_size=SIDE).state_dict())
-    assert list(itertools.chain(tracker.state_dict())) == ["indices", "mass", "version"]
+    assert list(itertools.chain(tracker.state_dict())) == ["indices", "mass", "trials", "tried", "weight", "version"]

@@ -362,7 +362,7 @@ def test_means_of_16_bits_are_widened_in_parts(dtype: torch.dtype, monkeypatch: 
     want = torch.stack([x[:, :, a:b].double().mean(2) for a, b in ((0, 8), (8, 40), (40, 72), (72, 104), (104, 136),
                                                                    (136, 168), (168, 200))], 2)  # fmt: skip
     for numbers in (1, 5000, 2**18):
-        monkeypatch.setattr(pooling, "_WIDENED", numbers)
+        monkeypatch.setattr(pooling, "_AT_ONCE", numbers)
         got = block_means(x, 32, first=8)
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from ringweave.bench import campaign
+from ringweave.bench import campaign, campaign_units
 from ringweave.bench.campaign import LINES, Unit, read, run
+from ringweave.bench.record import Outcome, Target
+from ringweave.bench.report import case_pages, read_lines, write_figures
 from ringweave.cli.app import app
 from ringweave.errors import RingweaveError
+from ringweave.ops import triton
 
 
 def unit(name: str, code: str, seconds: float = 60.0) -> Unit:
@@ -104,11 +109,9 @@ def test_what_had_less_than_its_time_begins_anew(tmp_path: Path) -> None:
 def test_the_units_are_commands_that_there_are(tmp_path: Path) -> None:
     found = campaign.units(tmp_path, checkout=Path(__file__).parents[2])
     assert len({each.name for each in found}) == len(found)
-    assert {"doctor", "tests", "kernels: causal", "kernels: 64 x 64", "tune"} <= {each.name for each in found}
+    assert {"doctor", "tests", "part causal", "part 64 x 64", "table"} <= {each.name for each in found}
     # three commands of nine minutes hold what is measured first
     assert all(each.seconds <= 540 for each in found)
-    said = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"}).output
-    assert all(option in said for option in ("--part", "--device", "--out"))
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,3 +132,90 @@ def test_a_campaign_needs_a_gpu_and_a_folder(tmp_path: Path) -> None:
         assert found.exit_code == 2
         assert said in found.output
     assert list(tmp_path.iterdir()) == []
+
+
+def dry(folder: Path) -> dict[str, Unit]:
+    return {each.name: each for each in campaign.units(folder, checkout=Path(__file__).parents[2], dry=True)}
+
+
+# a kernel that takes its process down as it is launched
+CRASH = """
+import ctypes, sys
+from ringweave.bench import campaign_units
+from ringweave.ops.triton.compiling import Driver
+Driver.launcher_cls = lambda self, source, metadata: lambda *arguments: ctypes.string_at(0)
+sys.exit(campaign_units.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(not triton.installed(), reason="triton is not installed")
+def test_a_dry_campaign_crashes_is_killed_goes_on_and_ends_with_a_page(tmp_path: Path) -> None:
+    works = dry(tmp_path)["grid forward, D 64, clear"]
+    crash = Unit("crash", (sys.executable, "-c", CRASH, *works.command[3:]), 60.0)
+    begun: list[str] = []
+
+    def killed(said: str) -> None:
+        begun.append(said)
+        if len(begun) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run([crash, works], tmp_path, seconds=500, say=killed)
+    assert [(each.unit, each.result, each.code) for each in read(tmp_path)] == [("crash", "failed", -signal.SIGSEGV)]
+    ended = run([crash, works], tmp_path, seconds=500, resume=True)
+    assert [(each.unit, each.result) for each in ended] == [("crash", "failed"), (works.name, "done")], ended[-1].said
+    ((page,),) = [case_pages(read_lines([tmp_path / campaign_units.FIGURES]))]
+    (target,) = page.records
+    assert isinstance(target, Target)
+    assert target.reason == campaign_units.DRY
+    assert re.search(r" \d\d blocks$", target.size)
+    assert "forward, D 64, clear" in write_figures([page], tmp_path / "figures.html").read_text("utf-8")
+    # what was compiled is in the folder, for the next machine
+    assert list((tmp_path / "triton").rglob("*.cubin"))
+
+
+def test_every_unit_runs_dry(tmp_path: Path) -> None:
+    """But those that compile: the one above does."""
+    planned = dry(tmp_path)
+    assert {each.partition(",")[0].partition(" ")[0] for each in planned} == {
+        "doctor", "peaks", "ahead", "small", "bits", "tests", "part", "decode", "grid", "table", "tuned",
+    }  # fmt: skip
+    for name in campaign_units.UNITS:
+        called = next(each for each in planned if each.startswith(name))
+        assert name in planned[called].command
+        if name.partition(" ")[0] not in ("ahead", "grid"):
+            assert campaign_units.main(list(planned[called].command[planned[called].command.index(name) :])) == 0
+    records = [each for page in case_pages(read_lines([tmp_path / campaign_units.FIGURES])) for each in page.records]
+    said = {each.workload for each in records if isinstance(each, Outcome)}
+    assert {"stage A", "causal", "documents", "densities", "64 x 64, top 64", "a million tokens"} <= said
+    peers = {each.peer for each in records if isinstance(each, Outcome)}
+    assert peers == {
+        "ringweave:triton", "ringweave:triton:loaders", "ringweave:flash", "flex", "flex:tma", "sdpa:cudnn",
+        "sdpa:flash",
+    }  # fmt: skip
+    targets = [each for each in records if isinstance(each, Target)]
+    assert len([each for each in targets if each.size == "500 tokens"]) == 8
+    assert all(each.figure is None for each in targets if each.reason == campaign_units.DRY)
+
+
+def test_a_figure_that_cannot_be_had_costs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bits(job: campaign_units.Job) -> Iterator[Target]:
+        def broken() -> float:
+            raise RuntimeError("no kernel image\nand more")
+
+        yield job.figure("one", "", broken, "", 0.0)
+        yield job.figure("two", "", lambda: 0.0, "", 0.0)
+
+    monkeypatch.setitem(campaign_units.UNITS, "bits", bits)
+    assert campaign_units.main(["bits", "--folder", str(tmp_path), "--device", "cpu"]) == 1
+    (page,) = case_pages(read_lines([tmp_path / campaign_units.FIGURES]))
+    assert [(each.reason, each.met) for each in page.records if isinstance(each, Target)] == [
+        ("RuntimeError: no kernel image", None), (None, True),
+    ]  # fmt: skip
+
+
+def test_memory_checks_without_their_tool_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaign.shutil, "which", lambda name: None)
+    assert "small, without compute-sanitizer, which is not here" in dry(tmp_path)
+    monkeypatch.setattr(campaign.shutil, "which", lambda name: "/bin/true")
+    assert dry(tmp_path)["small, under compute-sanitizer"].command[0] == "compute-sanitizer"

@@ -152,7 +152,7 @@ def test_a_trainer_that_fails_or_takes_too_long_is_told(monkeypatch: pytest.Monk
         "line = {'loss': 1.0, 'tokens_per_second': 1.0, 'received': 0, 'full_ring': 0}\n"
         "pathlib.Path(sys.argv[sys.argv.index('--out') + 1]).write_text(json.dumps(line))\n"
     )
-    limit = 10.0
+    limit = 5.0
     while not (tmp_path / "1").exists():
         reason = launched.around(tokens=64, window=8, steps=1, threads=1, limit=limit)
         assert reason == "2 processes: not done in time"

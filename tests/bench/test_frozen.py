@@ -151,7 +151,7 @@ def test_options_are_frozen() -> None:
             "--device", "--dtype", "--folder", "--full", "--heads", "--list", "--out", "--part", "--quick", "--rounds",
             "--threads", "--tokens", "case",
         ],
-        "bench campaign": ["--device", "--out", "--resume", "--seconds"],
+        "bench campaign": ["--device", "--dry", "--out", "--resume", "--seconds"],
         "bench --gate": ["--slow", "--update", "file"],
         "demo": ["--out", "--quick", "--threads"],
     }  # fmt: skip
@@ -168,6 +168,7 @@ def test_names_are_frozen() -> None:
         "dilated",
         "crossover",
         "tune",
+        "tiles",
         "terms",
         "module",
         "models",

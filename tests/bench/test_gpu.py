@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ringweave.bench import CaseResult, Options, Outcome, Target
 from ringweave.bench.cases import gpu
 from ringweave.bench.cases.gpu import OWN, asked, linear, part
 from ringweave.bench.compare import Comparison
-from ringweave.bench.measure import Call, Peak, Ratio, Timing
+from ringweave.bench.measure import Call, Peak, Ratio, Timing, aside, replayed
 from ringweave.bench.peers import Built, Peer
 from ringweave.bench.problem import Drawn, Problem
 from ringweave.bench.record import targets
@@ -65,7 +66,7 @@ def test_the_sizes_are_those_of_the_targets() -> None:
     assert [each.entries[0][0].tokens for each in stage] == [16384, 32768, 65536]
     assert (drawn["stage A"].block_size, drawn["stage A"].density, by_name["stage A"].head_dim) == (128, 0.1, 128)
     assert all({"flex", "ringweave:flash"} < {*each.entries[0][1]} for each in stage)
-    series = [each.relation.density for each in problems if each.name == "densities"]  # type: ignore[union-attr]
+    series = [problem.relation.density for problem, _ in gpu.PARTS["densities"].entries]  # type: ignore[union-attr]
     assert (max(series), min(series)) == (0.5, 0.01)
     sparse = by_name["90% sparse"]
     assert (sparse.tokens, sparse.heads, sparse.head_dim, drawn["90% sparse"].density) == (65536, 8, 64, 0.1)
@@ -184,6 +185,56 @@ def test_rates_and_ratios_beside_their_targets() -> None:
     ]
     assert [each.met for each in found] == [True, False, False, None, None]
     assert found[0].spelled(500.0) == "500.00 TFLOP/s"
+
+
+def test_replays_are_timed_and_what_no_graph_can_hold_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            done.append("replay")
+
+    def timed(calls: Mapping[str, Call], **options: object) -> dict[str, Timing]:
+        for call in calls.values():
+            call()
+        return {name: Timing((1.0,)) for name in calls}
+
+    def reads() -> None:
+        done.append("reads")
+        if "reads" not in done[:-1]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(compare, "on_device", lambda device: nullcontext())
+    monkeypatch.setattr(compare, "interleaved", timed)
+    problem = Problem("small", rw.Full(), 128, device="cuda")
+    made = [compare.Entry.of(problem, name, "forward", how=name) for name in ("captured", "reads", "wrong", "captured")]
+    made[0].call = made[3].call = lambda: done.append("called")
+    made[1].call = reads
+    compare.in_turn(made, rounds=1)
+    assert done == ["called", "reads", "replay", "reads"]
+    assert [each.outcome.timing is not None for each in made] == [True, True, False, True]
+    why = "timed with its launches, not as a graph: RuntimeError: operation not permitted when stream is capturing"
+    assert [each.outcome.how for each in made] == ["captured", f"reads; {why}", "wrong", "captured"]
+    done.clear()
+    # by another timer, and on a CPU, calls are timed
+    compare.in_turn(made[:1], rounds=1, timer=lambda call, times: 1.0)
+    assert done == ["called"]
+
+
+@pytest.mark.gpu
+def test_backward_alone_is_captured_on_a_stream_of_its_own() -> None:
+    q, k, v, dout = (torch.randn(1, 2, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    with aside("cuda"):
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = rw.attention(*leaves, rw.Causal(), backend="triton")
+        found: list[tuple[Tensor, ...]] = []
+        replay = replayed(lambda: found.append(torch.autograd.grad(out, leaves, dout, retain_graph=True)))
+        replay()
+        want = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(found[0], want, strict=True))
 
 
 def test_time_per_tile_over_densities() -> None:

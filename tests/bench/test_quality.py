@@ -103,7 +103,7 @@ def test_every_key_that_is_looked_for_is_in_the_past() -> None:
 
 
 def test_trained_models_have_their_own_state() -> None:
-    sizes = dataclasses.replace(quality.QUICK, text=(128, 5))
+    sizes = dataclasses.replace(quality.QUICK, text=(128, 5, 2))
     kept = quality.Kept(None)
     scores = {each.method: each for each in quality.bits(sizes, standard_library(2**18), kept, lambda text: None)}
     assert scores["dense"].density == pytest.approx(1.0)

@@ -32,6 +32,7 @@ def test_the_interpreter_is_on() -> None:
     assert triton.interpreted()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [name for name in EVERYTHING if name != "table"])
 def test_every_pattern(name: str, poisoned: None) -> None:
     conforms(Inputs.random(61, heads=4, kv_heads=2), EVERYTHING[name](61), "triton")
@@ -47,7 +48,7 @@ def test_heads_and_dims(name: str, kv_heads: int, dtype: str, poisoned: None) ->
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("tokens", [1, 63, 257])
+@pytest.mark.parametrize("tokens", [1, 63, 129])
 def test_lengths(tokens: int, dtype: str, poisoned: None) -> None:
     heads = 1 if tokens > 100 else 2
     x = Inputs.random(tokens, heads=heads, batch=2 if tokens < 100 else 1, dtype=DTYPES[dtype])
@@ -193,7 +194,7 @@ def test_empty_rows() -> None:
     assert not any(result.isnan().any() for result in got.values())
 
 
-@pytest.mark.parametrize(("page", "nq", "dtype"), [(16, 1, "fp32"), (64, 5, "fp16"), (256, 40, "fp32")])
+@pytest.mark.parametrize(("page", "nq", "dtype"), [(16, 1, "fp32"), (64, 5, "fp16"), (256, 17, "fp32")])
 def test_pages(page: int, nq: int, dtype: str) -> None:
     """Each row as its sequence alone; poisoned pages elsewhere, and numbers of none behind the end, change nothing."""
     lengths = (300, 130) if page > 64 else (150, 70)

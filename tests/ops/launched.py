@@ -46,15 +46,15 @@ def device(stand_in: Cuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     stand_in.index = 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", list(CALLS))
 def test_hopper(name: str, device: Notes) -> None:
     check(*CALLS[name], device)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("index", [1, 2])
-@pytest.mark.parametrize("name", ["causal, D 64", "full, D 128, fp16", "one query"])
+@pytest.mark.parametrize("name", ["causal, D 64", "full, D 128, fp16", "one query", "fp8, one query"])
 def test_other_generations(name: str, index: int, device: Notes) -> None:
     device.index = index
     check(*CALLS[name], device)
@@ -121,12 +121,13 @@ def decoding(*of: int) -> list[tuple[int, int]]:
         (Call(rw.SlidingWindow(300) & rw.Causal(), 0, dim=40), lengths(1024, 1040, 1025, 1151, 1152)),
         (Call(rw.Causal(), 0, heads=8, kv_heads=2, gradients=False), decoding(1024, 1025, 1040, 1152, 1153)),
         (Call(rw.Causal(), 0, heads=8, kv_heads=1, dim=40, gradients=False), decoding(9216, 9217, 9232, 20_001)),
+        (Call(rw.Causal(), 0, kv_heads=2, stored=torch.int8, gradients=False), decoding(1024, 1025, 1040, 1153)),
         # a window whose end meets that of a tile, or does not
         (Call(rw.SlidingWindow(900) & rw.Causal(), 0, gradients=False), decoding(1024, 1028, 1029, 1030, 1152)),
         # a table with a row of another length, and another seed
         (Call(rw.Causal(), 0, terms="DistanceBias(_), Bias(_)", threshold=9, gradients=False), lengths(512, 513, 528)),
     ],
-    ids=["causal", "window", "one query", "one query, split", "one query, window", "terms"],
+    ids=["causal", "window", "one query", "one query, split", "one query, int8", "one query, window", "terms"],
 )
 def test_another_length_compiles_nothing(call: Call, sizes: list[tuple[int, int]], device: Notes) -> None:
     made = []

@@ -1,6 +1,6 @@
 /* A libcuda that runs nothing: what Triton's own launcher calls, with the driver's checks of a tensor map.
 
-A launch is handed to a function of the test (see stand_in.py); everything else answers as a device would. */
+A launch is handed to a function of the test (see stand_in.py), with its parameters; everything else answers as a device would. */
 
 #include <stdlib.h>
 #include <string.h>
@@ -9,9 +9,12 @@ A launch is handed to a function of the test (see stand_in.py); everything else 
 
 static int shared_optin[] = {232448, 166912, 232448};
 static int units[] = {132, 108, 148};
-static CUresult (*on_launch)(void *function, const unsigned *grid, unsigned threads, unsigned shared) = NULL;
+static CUresult (*on_launch)(void *function, const unsigned *grid, unsigned threads, unsigned shared,
+                             void **parameters) = NULL;
 
-void stand_in_tell(CUresult (*function)(void *, const unsigned *, unsigned, unsigned)) { on_launch = function; }
+void stand_in_tell(CUresult (*function)(void *, const unsigned *, unsigned, unsigned, void **)) {
+  on_launch = function;
+}
 
 CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int *version) { return *version = 13000, CUDA_SUCCESS; }
@@ -75,7 +78,20 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
   for (unsigned i = 0; i + 1 < rank; i++)
     if (strides[i] % 16 || strides[i] >= 1ull << 40)
       return CUDA_ERROR_INVALID_VALUE;
-  return memset(map, 0, sizeof(*map)), CUDA_SUCCESS;
+  /* as ptx_emulator.py reads it: the device's own layout is a secret */
+  unsigned char *to = memset(map, 0, sizeof(*map));
+  unsigned last = rank - 1, mode = swizzle;
+  memcpy(to, &address, 8);
+  for (unsigned i = 0; i < rank; i++) {
+    unsigned dim = dims[i];
+    memcpy(to + 8 + 4 * i, &dim, 4);
+    memcpy(to + 64 + 4 * i, &box[i], 4);
+  }
+  memcpy(to + 32, strides, 8 * last);
+  memcpy(to + 84, &size_of[type], 4);
+  memcpy(to + 88, &last, 4);
+  memcpy(to + 92, &mode, 4);
+  return CUDA_SUCCESS;
 }
 
 
@@ -83,5 +99,5 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   unsigned grid[] = {config->gridDimX, config->gridDimY, config->gridDimZ};
   if (grid[0] > 0x7fffffff || grid[1] > 65535 || grid[2] > 65535 || config->blockDimX > 1024)
     return CUDA_ERROR_INVALID_VALUE;
-  return on_launch(function, grid, config->blockDimX, config->sharedMemBytes);
+  return on_launch(function, grid, config->blockDimX, config->sharedMemBytes, parameters);
 }

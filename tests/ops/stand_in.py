@@ -87,7 +87,9 @@ class Cuda(Notes, driver.CudaDriver):  # type: ignore[misc]
         library = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
         triton.knobs.nvidia.libcuda_path = str(folder)
         unsigned = ctypes.c_uint
-        prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(unsigned), unsigned, unsigned)
+        prototype = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(unsigned), unsigned, unsigned, ctypes.POINTER(ctypes.c_void_p)
+        )
         # held: the library calls it
         self._noted = prototype(self._note)
         library.stand_in_tell(self._noted)
@@ -96,7 +98,9 @@ class Cuda(Notes, driver.CudaDriver):  # type: ignore[misc]
         self.get_current_stream = lambda device: 0
         self.get_device_capability = lambda device: _CAPABILITIES[device]
 
-    def _note(self, function: int, grid: ctypes.Array[ctypes.c_uint], threads: int, shared: int) -> int:
+    def _note(
+        self, function: int, grid: ctypes.Array[ctypes.c_uint], threads: int, shared: int, parameters: Any
+    ) -> int:
         self.launches.append(Launch(function, (grid[0], grid[1], grid[2]), threads, shared))
         return 0
 

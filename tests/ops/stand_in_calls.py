@@ -15,6 +15,7 @@ from ringweave.ops.registered import scoring_of
 from ringweave.ops.triton import launch
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
+from ringweave.precision import Scales
 
 from .stand_in import Launch, Notes
 
@@ -39,11 +40,16 @@ class Call:
     view: Callable[[Tensor], Tensor] = lambda x: x
     terms: str = ""  # a distance table (of 129 entries) and a bias of all pairs, as they learn
     threshold: int = 0
+    stored: torch.dtype | None = None  # of keys and values, where that is 8 bits
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         nk, kv_heads, value_dim = self.nk or self.nq, self.kv_heads or self.heads, self.value_dim or self.dim
         shapes = [(self.heads, self.nq, self.dim), (kv_heads, nk, self.dim), (kv_heads, nk, value_dim)]
-        made = (torch.empty(self.batch, *of, dtype=self.dtype, device=self.device) for of in shapes)
+        kept = self.stored or self.dtype
+        made = (
+            torch.empty(self.batch, *of, dtype=dtype, device=self.device)
+            for of, dtype in zip(shapes, (self.dtype, kept, kept), strict=True)
+        )
         q, k, v = map(self.view, made)
         return q, k, v, torch.empty(*q.shape[:3], value_dim, dtype=self.dtype, device=self.device)
 
@@ -69,7 +75,8 @@ class Call:
             self.pattern, q.shape[2], k.shape[2], heads=self.heads, batch=self.batch, q_offset=self.q_offset
         )
         dtype = torch.float32 if self.part else self.dtype
-        inputs = Inputs(q, k, v, 0.125, self.scoring(q, k))
+        scales = None if self.stored is None else Scales(*(torch.empty(k.shape[:3]) for _ in "kv"))
+        inputs = Inputs(q, k, v, 0.125, self.scoring(q, k), None, scales)
         out, lse = launch.forward(inputs, branch, dtype)
         assert (out.dtype, out.shape, lse.shape) == (dtype, dout.shape, q.shape[:3])
         if self.gradients:
@@ -118,5 +125,7 @@ CALLS = {
     "terms": (Call(rw.Causal(), 512, heads=8, kv_heads=2, terms="Softcap(30.0), DistanceBias(_), Bias(_)", threshold=9), ALL),
     "long lists": (Call(rw.SlidingWindow(64) | rw.Global(1), 6000, heads=2, kv_heads=1), JOINED),
     "one query": (Call(rw.Causal(), 1, 5000, heads=8, kv_heads=1, q_offset=4999, gradients=False), ["forward", "join"]),
+    "int8": (Call(rw.Causal(), 1024, dim=128, stored=torch.int8, gradients=False), ["forward"]),
+    "fp8, one query": (Call(rw.Causal(), 1, 5000, heads=8, kv_heads=1, q_offset=4999, stored=torch.float8_e4m3fn, gradients=False), ["forward", "join"]),
     "few queries": (Call(rw.Causal(), 5, 20_000, heads=6, kv_heads=2, dim=128, q_offset=19_995, gradients=False), ["forward", "join"]),
 }  # fmt: skip

@@ -15,7 +15,7 @@ import ringweave as rw
 from ringweave.errors import UnsupportedError
 from ringweave.ops import dispatch, flex
 from ringweave.ops.backend import Case, Scoring
-from ringweave.plan import branches
+from ringweave.plan import Branch, branches
 from ringweave.terms import Term
 
 from .. import oracle
@@ -70,7 +70,11 @@ def dense(
 
 def use(monkeypatch: pytest.MonkeyPatch, attend: flex.Attend) -> None:
     """Run the backend on a CPU, with another function in place of the compiled one."""
-    able = dataclasses.replace(flex.BACKEND, refusal=lambda case, branch: None)
+
+    def as_on_a_gpu(case: Case, branch: Branch) -> str | None:
+        return flex.refusal(dataclasses.replace(case, device="cuda"), branch)
+
+    able = dataclasses.replace(flex.BACKEND, refusal=as_on_a_gpu)
     monkeypatch.setitem(dispatch.BACKENDS, "flex", able)
     monkeypatch.setattr(flex, "compiled", lambda kind: attend)
 
@@ -107,7 +111,11 @@ def test_gradients_through_the_compiler_inside_an_operator(monkeypatch: pytest.M
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiled without a code generator: FlexAttention's own tracing, and its dense form, which gives lse on a CPU."""
     flex.compiled.cache_clear()
-    able = dataclasses.replace(flex.BACKEND, refusal=lambda case, branch: None)
+
+    def as_on_a_gpu(case: Case, branch: Branch) -> str | None:
+        return flex.refusal(dataclasses.replace(case, device="cuda"), branch)
+
+    able = dataclasses.replace(flex.BACKEND, refusal=as_on_a_gpu)
     monkeypatch.setitem(dispatch.BACKENDS, "flex", able)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     yield
@@ -178,7 +186,7 @@ def test_what_a_table_learns_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
     x = inputs(40)
     terms = rw.DistanceBias(torch.zeros(4, 5, requires_grad=True))
     out = rw.attention(x.q, x.k, x.v, terms=terms, backend="flex")
-    with pytest.raises(UnsupportedError, match="got 'flex', and the gradient of the table of DistanceBias; wanted"):
+    with pytest.raises(UnsupportedError, match="FlexAttention's gradients of terms' tables were never measured"):
         out.sum().backward()
 
 

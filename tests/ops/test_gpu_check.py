@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.errors import UnsupportedError
-from ringweave.ops import cpu, dispatch, gather, gpu_check, triton
+from ringweave.ops import cpu, dispatch, gather, gpu_check, gpu_trial, triton, tuning
 from ringweave.ops.backend import EXTRAS, Backend, Case, Inputs, Upstream
 from ringweave.plan import Branch, branches
+from ringweave.precision import STORED
 
 STRUCTURES = ("full", "causal", "sparse")
 
@@ -53,6 +55,20 @@ def test_terms_and_dropout_are_tried_with_what_their_tables_get() -> None:
 
     wrong = dataclasses.replace(gather.BACKEND, backward=backward)
     assert gpu_check.check(wrong, about, "sparse") == "tried on this GPU, it is wrong: table 0 by 0.01 of its size"
+
+
+@pytest.mark.parametrize("stored", list(STORED))
+def test_keys_and_values_of_8_bits_are_tried_as_they_are_stored(stored: torch.dtype) -> None:
+    about = dataclasses.replace(small(needs_grad=False), stored=stored)
+    assert gpu_check.check(gather.BACKEND, about, "sparse") is None
+
+    def forward(inputs: Inputs, *rest: Any) -> tuple[Tensor, Tensor]:
+        assert inputs.k.dtype == stored
+        assert inputs.scales is not None
+        return gather.forward(inputs._replace(scales=inputs.scales._replace(k=inputs.scales.v)), *rest)
+
+    wrong = dataclasses.replace(gather.BACKEND, forward=forward)
+    assert "it is wrong: out by" in str(gpu_check.check(wrong, about, "sparse"))
 
 
 def test_each_structure_is_tried_as_what_it_is() -> None:
@@ -101,7 +117,7 @@ def test_what_raises_is_quoted() -> None:
 
 
 @pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Case, str]]:
+def checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, Case, str]]:
     """What would be tried on a machine with a GPU where ``triton`` is wrong at D = 128."""
     made: list[tuple[str, Case, str]] = []
 
@@ -111,10 +127,13 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Case, str]]:
 
     monkeypatch.setattr(gpu_check, "check", check)
     monkeypatch.setattr(gpu_check, "_verdicts", {})
+    # no process of its own is begun: it would find no GPU
+    monkeypatch.setattr(gpu_trial, "_COMMAND", ("/nonexistent",))
+    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path))
     monkeypatch.setattr(triton, "installed", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made

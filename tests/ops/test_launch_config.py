@@ -172,7 +172,8 @@ def test_what_people_see_of_it() -> None:
 @needs_triton
 def test_in_the_interpreter(tmp_path: Path) -> None:
     """An override is what a call runs with, its results are right, and the search ends where it was led."""
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all", "tests/ops/interpreted_configs.py"]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.ops.patched_once", "--show-capture=all"]
+    command += ["tests/ops/interpreted_configs.py"]
     in_a_process(command, tmp_path, TRITON_INTERPRET="1")
 
 

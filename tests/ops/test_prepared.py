@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -11,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringweave as rw
-from ringweave.ops import prepared
+from ringweave.ops import cpu, dispatch, prepared
 from ringweave.ops.backend import Inputs
 from ringweave.ops.registered import attend
 from ringweave.plan import plan_cache
@@ -67,6 +72,83 @@ def test_bits_are_those_of_the_operators(dtype: torch.dtype, layout: str) -> Non
             for of in ({"out": out, "lse": lse}, {"out": wanted, "lse": wanted_lse})
         )
         assert all(map(torch.equal, got, right))
+
+
+@pytest.fixture
+def straight(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each call that went straight to the kernel, whether it wanted lse."""
+    calls: list[bool] = []
+    forward = prepared.Call.forward
+
+    def spy(self: prepared.Call, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> Any:
+        found = forward(self, q, k, v, with_lse)
+        calls.extend([with_lse] * (found is not None))
+        return found
+
+    monkeypatch.setattr(prepared.Call, "forward", spy)
+    return calls
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_without_lse_bits_are_the_same(dtype: torch.dtype, layout: str, straight: list[bool]) -> None:
+    q, k, v = (LAYOUTS[layout](x) for x in tensors(dtype))
+    wanted = attend(Inputs(q, k, v, 0.25), PATTERN, 5, "auto")[0]
+    for _ in range(2):
+        out = rw.attention(q, k, v, PATTERN, q_offset=5)
+        assert torch.equal(out, wanted)
+        assert out.is_contiguous()
+    assert straight[-1:] == [False] * (q.stride(3) == 1 and not q.is_neg())
+    # a score out of range, which takes lse to tell what becomes of it
+    q, k, v = tensors()
+    q[0, 0, 33, 0] = torch.inf
+    q[1, 1, 30], k[1, 0, 30] = 1e38, -1e38
+    wanted = attend(Inputs(q, k, v, 0.25), PATTERN, 5, "auto")[0]
+    assert wanted.isnan().any()
+    for _ in range(2):
+        torch.testing.assert_close(rw.attention(q, k, v, PATTERN, q_offset=5), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore::UserWarning")
+def test_who_watches_sees_operators(straight: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors()
+
+    def call(x: Tensor) -> Tensor:
+        return rw.attention(x, k, v, PATTERN)
+
+    wanted = direct(q, k, v, PATTERN).out
+
+    def seen() -> bool:
+        straight.clear()
+        torch.testing.assert_close(call(q), wanted, rtol=0.05, atol=0.05, check_dtype=False)
+        return not straight
+
+    for context in (contextlib.nullcontext(), torch.no_grad(), torch.inference_mode()):
+        with context:
+            seen()
+            assert not seen()
+    for context in (
+        _Seen(), _SeenFunctions(), torch.device("cpu"), torch.autocast("cpu", torch.bfloat16),
+        torch.profiler.profile(), forward_ad.dual_level(),
+    ):  # fmt: skip
+        with context:
+            assert seen(), context
+    for transformed in (
+        lambda x: torch.vmap(call)(x[None])[0],
+        lambda x: torch.func.vjp(call, x)[0],
+        lambda x: make_fx(call)(x)(x),
+        lambda x: make_fx(call, pre_dispatch=True)(x)(x),
+        lambda x: torch.jit.trace(call, (x,), check_trace=False)(x),
+    ):
+        straight.clear()
+        assert torch.equal(transformed(q), wanted)
+        assert not straight
+    with FakeTensorMode() as mode:
+        assert rw.attention(*map(mode.from_tensor, (q, k, v)), PATTERN).shape == wanted.shape
+    assert not straight
+    monkeypatch.setitem(dispatch.BACKENDS, "cpu", dataclasses.replace(cpu.BACKEND))
+    assert seen()
+    monkeypatch.undo()
 
 
 def test_what_attends_nothing_and_what_is_infinite() -> None:
@@ -191,8 +273,9 @@ def test_steps_of_decoding(pattern: rw.Pattern) -> None:
         now = k[:, :, :n], v[:, :, :n]
         wanted = attend(Inputs(q, *now, 0.25), pattern, n - 1, "auto")
         assert all(map(torch.equal, rw.attention_with_lse(q, *now, pattern, q_offset=n - 1), wanted))
-    # those of 127 and 128 keys are of smaller tiles, and pass as those of another pattern do
-    assert (len(prepared._steps), len(prepared._passing)) == ((0, 8) if pattern is PATTERN else (2, 2))
+        assert torch.equal(rw.attention(q, *now, pattern, q_offset=n - 1), wanted[0])
+    # those of 127 and 128 keys are of smaller tiles, and pass as those do whose window is in the tile of the sinks
+    assert (len(prepared._steps), len(prepared._passing)) == ((4, 4) if pattern is PATTERN else (2, 2))
     # a sum that overflows to -inf is looked at in this length, not in the first one's
     k[0, 0, 299], k[0, 1, 140] = -3e38, -3e38
     out, lse = rw.attention_with_lse(q.abs() * 10, k, v, pattern, q_offset=299)
@@ -213,6 +296,8 @@ def test_steps_in_a_window(left: int, dtype: torch.dtype) -> None:
     def step(n: int) -> None:
         got = rw.attention_with_lse(q[:, :, n - 1 : n], k[:, :, :n], v[:, :, :n], pattern, q_offset=n - 1)
         assert all(torch.equal(each, of_all[:, :, n - 1 : n]) for each, of_all in zip(got, whole, strict=True))
+        alone = rw.attention(q[:, :, n - 1 : n], k[:, :, :n], v[:, :, :n], pattern, q_offset=n - 1)
+        assert torch.equal(alone, whole.out[:, :, n - 1 : n])
 
     for n in range(left + 130, left + 258):
         step(n)

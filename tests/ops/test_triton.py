@@ -49,8 +49,8 @@ def test_conformance_in_the_interpreter(tmp_path: Path) -> None:
         pytest.skip("Triton's interpreter of before 3.7 does not know numpy 2.4")
     if release("triton") >= (3, 9):
         pytest.skip("Triton's interpreter of 3.9 makes integers of a mask of one value for many, and refuses them")
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all"]
-    command += [f"tests/ops/interpreted{part}.py" for part in ("", "_cuts", "_terms")]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.ops.patched_once", "--show-capture=all"]
+    command += [f"tests/ops/interpreted{part}.py" for part in ("", "_cuts", "_stored", "_terms")]
     in_a_process(command, tmp_path, TRITON_INTERPRET="1")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ..sampled import is_long
-from .test_triton import ROOT, in_a_process, needs_triton
+from .test_triton import ROOT, in_a_process, needs_triton, release
 
 # two minutes of one core; shared machines take several times that
 pytestmark = pytest.mark.timeout(900)
@@ -39,9 +39,9 @@ def compiled(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_compiled_for_real_devices(compiled: Path) -> None:
     """No spills, matrix instructions on every device, and the resources that the committed table says."""
     command = ["scripts/kernel_resources.py", "--check", "--tile", "128"]
-    some = [] if is_long() else ["--device", "sm_90", "--device", "gfx942"]
+    some = [] if is_long() else ["--device", "sm_90"]
     said = in_a_process([*command, *some], compiled, TRITON_INTERPRET="0")
-    assert len(said.splitlines()) > 7 * (len(some) // 2 or 4)
+    assert len(said.splitlines()) > 7 * (1 if some else 4)
 
 
 @needs_triton
@@ -54,7 +54,7 @@ def test_machine_code_of_loops(compiled: Path) -> None:
 @needs_triton
 def test_every_specialisation_compiles(compiled: Path) -> None:
     said = in_a_process(["scripts/kernel_resources.py", "--variants"], compiled, TRITON_INTERPRET="0")
-    assert len(said.splitlines()) == 29
+    assert len(said.splitlines()) == 33
 
 
 @needs_triton
@@ -64,9 +64,12 @@ def test_a_call_without_terms_is_compiled_as_if_there_were_none(compiled: Path) 
 
 
 @needs_triton
-def test_launches_without_a_gpu(compiled: Path) -> None:
-    """The way of a call to the driver, which Triton builds a module of its own for."""
+@pytest.mark.parametrize("what", ["launched", "emulated"])
+def test_launches_without_a_gpu(what: str, compiled: Path) -> None:
+    """The way of a call to the driver, which Triton builds a module of its own for; emulated: and what it computes."""
+    if what == "emulated" and release("triton") != (3, 7):
+        pytest.skip("the emulator knows the instructions that Triton 3.7 makes")
     if not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
         pytest.skip("needs a C compiler")
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all", "tests/ops/launched.py"]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all", f"tests/ops/{what}.py"]
     in_a_process(command, compiled, TRITON_INTERPRET="0")

@@ -16,6 +16,7 @@ from ringweave.patterns import Pattern
 from ..on_gpu import DEVICE, EVERYTHING
 from ..oracle import NAMES, Inputs
 from ..test_conformance import conforms, run
+from ..test_precision import KV, stored_conforms
 from ..test_terms import make
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not triton.installed(), reason="triton is not installed")]
@@ -81,6 +82,16 @@ def test_terms_and_dropout(names: tuple[str, ...], dtype: str) -> None:
     for wanted, got, again in zip(*found, strict=True):
         assert torch.equal(got, again)
         assert float((got - wanted).norm() / wanted.norm()) <= 8 * torch.finfo(DTYPES[dtype]).eps
+
+
+@pytest.mark.parametrize("kv", list(KV))
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize(("nq", "dim"), [(1, 128), (5, 64), (600, 128), (257, 24)])
+def test_keys_and_values_of_8_bits(nq: int, dim: int, dtype: str, kv: str) -> None:
+    x = Inputs.random(nq, 600, heads=8, kv_heads=2, dim=dim, dtype=DTYPES[dtype]).to(DEVICE)
+    for pattern in (rw.Causal(), (rw.SlidingWindow(90) | rw.Sinks(3)) & rw.Causal()):
+        poison()
+        stored_conforms(x, pattern, KV[kv], q_offset=600 - nq)
 
 
 @pytest.mark.parametrize("block", [64, 128])

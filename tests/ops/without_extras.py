@@ -1,4 +1,4 @@
-"""A call without terms and dropout is compiled as if the kernels knew of none: run by test_triton_compiled.py in a process.
+"""A call without terms, dropout and 8 bits is compiled as if the kernels knew of none: run by test_triton_compiled.py.
 
 The kernels' source is taken without every word about them, by its syntax tree, and both are lowered to Triton's
 intermediate representation, from which all that follows is one deterministic compiler. So nothing is frozen that
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import kernel_resources
 from kernel_shapes import Extras, Shape
 
-SWITCHES = {"EXTRAS", "TERMS", "LEARNS", "HOLES", "drop"}
+SWITCHES = {"EXTRAS", "TERMS", "LEARNS", "HOLES", "drop", "k_scale", "v_scale"}
 ARGUMENTS = SWITCHES | {"places", "tables", "numbers"}
 SHAPE = Shape((64, 64), heads=4, split=True)
 

@@ -57,6 +57,7 @@ def moved(shares: list[Share]) -> np.ndarray:
     return np.array([share.received for share in shares])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("placement", ["contiguous", "striped"])
 @pytest.mark.parametrize("name", list(PATTERNS_AND_MIXTURES))
 def test_received_bytes_are_the_least(name: str, placement: str) -> None:
@@ -89,6 +90,7 @@ def test_agreements_are_little() -> None:
         assert 0 < share.metadata <= 0.01 * max(sum(share.received), 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(PATTERNS_AND_MIXTURES))
 def test_a_node_receives_each_tile_once(name: str) -> None:
     """G4: what crosses between 2 nodes of 4 ranks is the union of what the ranks of a node need, per node.

@@ -15,11 +15,13 @@ import torch.distributed as dist
 
 import ringweave as rw
 
+from ..sampled import is_long
 from .jobs_failure import READY, Seen
 from .processes import Pool, environment, fresh, server
 
 JOBS = "tests.parallel.jobs_failure"
-REPETITIONS = 20
+# each rank twice
+REPETITIONS = 20 if is_long() else 8
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,7 @@ def test_infinite_scores(schedule: str) -> None:
 
 def test_queries_move_to_many_keys(poisoned: None) -> None:
     """Global rows: the ring lets the holders of keys compute for them; bytes fall, results stay."""
-    x = Inputs.random(4096, heads=2, dim=16)
+    x = Inputs.random(4096, heads=1, dim=16)
     pattern = rw.SlidingWindow(256) | rw.Global(128)
     around = spread(4, x, pattern, schedule="ring", placement="contiguous")
     gathered = spread(4, x, pattern, schedule="gather", placement="contiguous")

@@ -144,7 +144,7 @@ def test_small_plans_are_bounded_in_number() -> None:
     """Decoding makes a plan a step: what a small one takes is not its elements."""
     cache = rw.PlanCache()
     for step in range(600):
-        cache.get(rw.Causal(), 1, 500 + step, q_offset=499 + step, tile=(16, 128))
+        cache.get(rw.Strided(3), 1, 500 + step, q_offset=499 + step, tile=(16, 128))
     assert cache.statistics().plans == 256
     assert cache.statistics().evictions == 600 - 256
 
@@ -163,16 +163,16 @@ def test_decoding_is_flat_in_memory() -> None:
         def resident():
             gc.collect()
             return int(open("/proc/self/statm").read().split()[1]) * 4096
-        keys, q = torch.randn(2, 1, 2, 2500, 16), torch.randn(1, 2, 1, 16)
+        keys, q = torch.randn(2, 1, 2, 1500, 16), torch.randn(1, 2, 1, 16)
         pattern = rw.Causal() & rw.SlidingWindow(64) | rw.Sinks(4)
-        for n in range(500, 2300):
+        for n in range(500, 1400):
             rw.attention(q, *keys[..., :n, :], pattern, q_offset=n - 1)
-            if n == 1100:
+            if n == 800:
                 before = resident()
         print(resident() - before)
         """
     )
-    assert int(resident) < 2**21  # 1,200 steps; they took 60 MiB
+    assert int(resident) < 2**20  # 600 steps; twice as many took 60 MiB
 
 
 def test_tables_made_in_inference_mode() -> None:

@@ -1,4 +1,4 @@
-"""Which blocks matter, followed while training: what active ones hold is measured, what others would is estimated."""
+"""Which blocks matter, followed while training: what active ones hold is measured, and what a few others would."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ if TYPE_CHECKING:
 # estimates of rows against all blocks that exist at a time
 _AT_ONCE = 2**20
 _SIDES = (32, 128)
+_STATE = ("indices", "mass", "trials", "tried", "weight")
 
 
 class ImportanceTracker:
     """A table of blocks that follows attention: an update exchanges a few of the least attended blocks for better ones.
 
-    A block that is active has the mean of :func:`tile_mass` over the updates, weighed by ``decay`` a step. What an
-    inactive one would hold is estimated from the means of its queries and keys, on the scale of the active ones of its
-    row: ``exp(<mean q, mean k>)`` over the sum of that over the active blocks. Where the best inactive one is above the
-    least active one by ``hysteresis``, they change places, at most ``turnover`` of a row in an update: density stays as
-    it is. Memory is that of the active blocks.
+    A block that is active has the mean of :func:`tile_mass` over the updates, weighed by ``decay`` a step. Others,
+    ``turnover`` of a row, are on trial: what each would hold if it were active too is measured as well. One on trial
+    takes the place of the least active one where ``mean (1 - decay^updates)``, which one lucky update does not make, is
+    above that one's mean by ``hysteresis``, and leaves where its own mean is not. Those that follow are drawn: half of
+    them by ``exp(<mean q, mean k>)`` of their queries and keys, half evenly. Density stays as it is. Memory is that of
+    the active blocks.
 
     Args:
         tokens: Length of the sequences.
@@ -42,8 +44,8 @@ class ImportanceTracker:
         local: Blocks that are always active: a row's own, and local - 1 before it (not causal: also after).
         sinks: First blocks, which are always active.
         decay: Weight of what was measured before, from 0 to below 1.
-        turnover: Share of a row's active blocks that an update may exchange; at least one.
-        hysteresis: By which share an inactive block has to look better than the active one it replaces.
+        turnover: Share of a row's active blocks that are on trial, and may be exchanged; at least one. 0: none.
+        hysteresis: By which share a block has to hold more than the active one it replaces.
         context: Ranks that share the sequence: ``update`` takes shards, each rank measures its own rows, and all have
             one table. It travels while the present step is computed, and is waited for where ``pattern`` is next read.
     Attributes:
@@ -95,6 +97,11 @@ class ImportanceTracker:
         self._indices = self._nearest()
         # NaN where nothing is measured yet
         self._mass = torch.full(self._indices.shape, torch.nan, device="cpu")
+        # on trial, ascending: which, the sum of what they held by weight, and of the weights, 1 - decay^updates
+        places = self._indices.shape[-1]
+        places = min(max(1, math.ceil(self.turnover * places)) if self.turnover else 0, places)
+        self._trials = torch.full((heads, self._rows, places), self._rows, dtype=torch.int32, device="cpu")
+        self._tried, self._weight = (torch.zeros(self._trials.shape, device="cpu") for _ in range(2))
         self._pattern: Pattern | None = None
 
     @property
@@ -106,13 +113,12 @@ class ImportanceTracker:
             self._indices = blocks.listed().sort(-1).values[..., : self._indices.shape[-1]].contiguous()
             self._pending, self._pattern = None, None
         if self._pattern is None:
-            table = self._table(self._rows)
-            self._pattern = table & Causal() if self.causal else table
+            self._pattern = self._pattern_of(self._indices)
         return self._pattern
 
     @torch.no_grad()
     def update(self, q: Tensor, k: Tensor, lse: Tensor, *, scale: float | None = None) -> None:
-        """Measure what the active blocks hold, and exchange a few.
+        """Measure what the active blocks hold and what those on trial would, and exchange a few.
 
         Args:
             q: Queries, (B, heads, tokens, D), or with a context this rank's shard.
@@ -122,7 +128,7 @@ class ImportanceTracker:
         Raises:
             ShapeError: Tensors of other sizes.
         """
-        pattern = self.pattern
+        self.pattern  # noqa: B018  (waits for the table)
         local = self.tokens if self.context is None else self.context.local
         if q.ndim != 4 or tuple(q.shape[1:3]) != (self.heads, local) or k.shape[2] != local:
             wanted = f"(B, {self.heads}, {local}, D) and keys of as many tokens"
@@ -135,23 +141,23 @@ class ImportanceTracker:
         rows, means = [], []
         for stretch in stretches(self.context, self.tokens):
             mine = q[:, :, stretch.begin : stretch.end], lse[:, :, stretch.begin : stretch.end]
-            rows.append(self._measure(*mine, whole_k, pattern, stretch.position, scale))
+            rows.append(self._measure(*mine, whole_k, stretch.position, scale))
             means.append(block_means(mine[0], self.block_size))
-        # the present table is its pattern's, which a backward pass may still need
-        self._indices = self._indices.clone()
+        # the present tables are their patterns', which a backward pass may still need
+        self._indices, self._trials = self._indices.clone(), self._trials.clone()
         if rows:
             own, queries = torch.cat(rows), torch.cat(means, 2)
-            self._exchange(own, queries * scale, block_means(whole_k, self.block_size))
+            self._exchange(own)
+            self._try_others(own, queries * scale, block_means(whole_k, self.block_size))
         self.version += 1
         self._pattern = None
         if self.context is not None:
             self._share(own if rows else None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give table, masses and version; with a context the masses are those of this rank's rows."""
-        pattern = self.pattern
-        assert pattern is not None
-        return {"indices": self._indices.clone(), "mass": self._mass.clone(), "version": self.version}
+        """Give tables, masses and version; with a context the masses and the trials are those of this rank's rows."""
+        self.pattern  # noqa: B018  (waits for the table)
+        return {name: getattr(self, f"_{name}").clone() for name in _STATE} | {"version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a :meth:`state_dict`.
@@ -159,12 +165,15 @@ class ImportanceTracker:
         Raises:
             ShapeError: The state of a tracker of other sizes.
         """
-        if set(state) != {"indices", "mass", "version"}:
-            raise ShapeError(message("state", sorted(state), "indices, mass and version", "Pass what state_dict gave."))
-        for name, mine in (("indices", self._indices), ("mass", self._mass)):
+        if set(state) != {*_STATE, "version"}:
+            wanted = f"{', '.join(_STATE)} and version"
+            raise ShapeError(message("state", sorted(state), wanted, "Pass what state_dict gave."))
+        for name in _STATE:
+            mine = getattr(self, f"_{name}")
             if state[name].shape != mine.shape or state[name].dtype != mine.dtype:
                 raise ShapeError(message(name, shown(state[name]), shown(mine), "Make the tracker as that one was."))
-        self._indices, self._mass = state["indices"].clone(), state["mass"].clone()
+        for name in _STATE:
+            setattr(self, f"_{name}", state[name].clone())
         self.version = whole("version", state["version"], 0)
         self._pending, self._pattern = None, None
 
@@ -203,77 +212,113 @@ class ImportanceTracker:
         listed = torch.where(place < counts, listed, self._rows)
         return listed.int().expand(self.heads, -1, -1).contiguous()
 
-    def _table(self, rows: int) -> BlockTable:
-        """Make the table of the first rows."""
-        listed = self._indices[:, :rows].contiguous()
-        return BlockTable.of(ListedBlocks(listed, self._rows), (self.block_size, self.block_size))
+    def _pattern_of(self, listed: Tensor) -> Pattern:
+        """Make the pattern of lists of the first rows."""
+        table = BlockTable.of(ListedBlocks(listed.contiguous(), self._rows), (self.block_size, self.block_size))
+        return table & Causal() if self.causal else table
 
     # ---- masses ------------------------------------------------------------------------------------------------------
 
-    def _measure(self, q: Tensor, lse: Tensor, k: Tensor, pattern: Pattern, position: int, scale: float) -> Tensor:
-        """Blend in what the active blocks of some rows hold, of a query on average; the rows' numbers."""
-        first, rows = position // self.block_size, -(-q.shape[2] // self.block_size)
-        if position + q.shape[2] < self.tokens:
-            table = self._table(first + rows)
-            pattern = table & Causal() if self.causal else table
-        found = tile_mass(q, k, lse, pattern, scale=scale, q_offset=position)
-        pair, row, block = (x.cpu() for x in found.tiles())
-        row = row + first
-        # where a block is in its row's list, which ascends
-        listed = self._indices.long() + torch.arange(self.heads * self._rows, device="cpu").view(self.heads, -1, 1) * (
-            self._rows + 1
-        )
-        number = (pair % self.heads * self._rows + row) * (self._rows + 1) + block
-        place = torch.searchsorted(listed.reshape(-1), number)
-        total = torch.zeros(listed.numel(), dtype=torch.float64, device="cpu").index_add_(
-            0, place, found.values.cpu().double()
-        )
-        mine = torch.arange(first, first + rows, device="cpu")
-        queries = (self.tokens - mine * self.block_size).clamp(max=self.block_size)
-        new = (total.view(listed.shape)[:, mine] / (len(q) * queries[:, None])).float()
-        old = self._mass[:, mine]
+    def _measure(self, q: Tensor, lse: Tensor, k: Tensor, position: int, scale: float) -> Tensor:
+        """Blend in what the active blocks of some rows hold and what those on trial would; the rows' numbers."""
+        first = position // self.block_size
+        mine = torch.arange(first, first - (-q.shape[2] // self.block_size), device="cpu")
+        new, old = self._held(q, lse, k, mine, self._indices, scale), self._mass[:, mine]
         self._mass[:, mine] = torch.where(old.isnan(), new, self.decay * old + (1 - self.decay) * new)
+        some = self._trials[:, mine] < self._rows
+        if some.any():
+            new = self._held(q, lse, k, mine, self._trials, scale, beside=True)
+            for each, now in ((self._tried, new), (self._weight, some.float())):
+                each[:, mine] = self.decay * each[:, mine] + (1 - self.decay) * now
         return mine
 
-    def _exchange(self, rows: Tensor, q: Tensor, k: Tensor) -> None:
-        """Let rows of these numbers exchange blocks: by means of their queries, (B, heads, rows, D), and of keys."""
+    def _held(
+        self, q: Tensor, lse: Tensor, k: Tensor, mine: Tensor, every: Tensor, scale: float, beside: bool = False
+    ) -> Tensor:
+        """Measure what listed blocks of rows hold, of a query on average, (heads, rows, places).
+
+        With ``beside``, of each what it would hold if it were attended beside those that lse is of.
+        """
+        first, last = int(mine[0]), int(mine[-1]) + 1
+        pattern = self._pattern_of(every[:, :last])
+        per = "row" if beside else "tile"
+        found = tile_mass(q, k, lse, pattern, scale=scale, q_offset=first * self.block_size, per=per)
+        # of a weight x outside a softmax, x / (1 + x) inside
+        values = (1 / (1 + 1 / found.values)).sum(1) if beside else found.values
+        pair, row, block = (x.cpu() for x in found.tiles())
+        # where a block is in its row's list, which ascends
+        listed = every[:, mine].long()
+        numbers = listed + torch.arange(self.heads * len(mine), device="cpu").view(self.heads, -1, 1) * (self._rows + 1)
+        number = (pair % self.heads * len(mine) + row) * (self._rows + 1) + block
+        place = torch.searchsorted(numbers.reshape(-1), number)
+        total = torch.zeros(listed.numel(), dtype=torch.float64, device="cpu").index_add_(
+            0, place, values.cpu().double()
+        )
+        queries = (self.tokens - mine * self.block_size).clamp(max=self.block_size)
+        return (total.view(listed.shape) / (len(q) * queries[:, None])).float()
+
+    def _exchange(self, rows: Tensor) -> None:
+        """Let blocks on trial take places in rows of these numbers, and end the trials of those that will not."""
+        listed, mass = self._indices[:, rows].long(), self._mass[:, rows]
+        trials, tried, weight = self._trials[:, rows].long(), self._tried[:, rows], self._weight[:, rows]
+        places = trials.shape[-1]
+        may_go = torch.where(self._fixed(rows, listed), torch.inf, mass)
+        worst, best = may_go.topk(places, -1, largest=False), tried.topk(places, -1)
+        swap = best.values > (1 + self.hysteresis) * worst.values
+        block, mean = (x.gather(-1, best.indices) for x in (trials, tried / weight))
+        listed.scatter_(-1, worst.indices, torch.where(swap, block, listed.gather(-1, worst.indices)))
+        mass.scatter_(-1, worst.indices, torch.where(swap, mean, mass.gather(-1, worst.indices)))
+        order = listed.argsort(-1)
+        self._indices[:, rows] = listed.gather(-1, order).int()
+        self._mass[:, rows] = mass.gather(-1, order)
+        least = torch.where(self._fixed(rows, listed), torch.inf, mass).amin(-1, keepdim=True)
+        over = (tried <= (1 + self.hysteresis) * least * weight) | torch.zeros_like(swap).scatter_(
+            -1, best.indices, swap
+        )
+        self._trials[:, rows] = torch.where(over, self._rows, trials).int()
+        self._tried[:, rows], self._weight[:, rows] = (x.masked_fill(over, 0.0) for x in (tried, weight))
+
+    def _fixed(self, rows: Tensor, listed: Tensor) -> Tensor:
+        return self._forced(rows[:, None], listed) | (listed == self._rows)
+
+    def _try_others(self, rows: Tensor, q: Tensor, k: Tensor) -> None:
+        """Put others on trial where rows have room, by means of their queries, (B, heads, rows, D), and of keys."""
         tokens = (
             (self.tokens - torch.arange(self._rows, device="cpu") * self.block_size).clamp(max=self.block_size).to(q)
         )
         k = k.repeat_interleave(self.heads // k.shape[1], 1)
         step = max(1, _AT_ONCE // (len(q) * self.heads * self._rows))
-        _, counts = self._sizes()
+        # of all rows, so that it is the same whoever has them
+        drawn = torch.rand(self._trials.shape, generator=torch.Generator("cpu").manual_seed(self.version), device="cpu")
         for begin in range(0, len(rows), step):
             part = rows[begin : begin + step]
             scores = (q[:, :, begin : begin + step] @ k.mT + tokens.log()).float().cpu()
-            self._exchange_some(part, scores, counts[part])
+            self._draw(part, scores, drawn[:, part])
 
-    def _exchange_some(self, rows: Tensor, scores: Tensor, counts: Tensor) -> None:
-        listed, mass = self._indices[:, rows].long(), self._mass[:, rows]
-        real = listed < self._rows
-        # the place past the last block takes what is none
-        within = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
-        active = within.gather(-1, listed.expand(len(scores), -1, -1, -1)).logsumexp(-1, keepdim=True)
-        held = torch.where(real, mass, 0.0).sum(-1, keepdim=True)
-        estimate = held * torch.exp(scores - active).mean(0)
-        block = torch.arange(self._rows, device="cpu")
-        taken = torch.zeros(*listed.shape[:-1], self._rows + 1, dtype=torch.bool, device="cpu").scatter_(
-            -1, listed, True
-        )[..., :-1]
-        open_ = ~taken & (block < self._may(rows)[:, None])
-        fixed = self._forced(rows[:, None], listed) | ~real
-        most = max(1, math.ceil(self.turnover * listed.shape[-1])) if self.turnover else 0
-        most = min(most, listed.shape[-1], self._rows)
-        best = torch.where(open_, estimate, -1.0).topk(most, -1)
-        worst = torch.where(fixed, torch.inf, mass).topk(most, -1, largest=False)
-        allowed = torch.arange(most, device="cpu") < (counts * self.turnover - 1e-9).ceil().clamp(min=1)[:, None]
-        swap = allowed & (best.values > (1 + self.hysteresis) * worst.values)
-        listed.scatter_(-1, worst.indices, torch.where(swap, best.indices, listed.gather(-1, worst.indices)))
-        # what comes in is measured before it can go
-        mass.scatter_(-1, worst.indices, torch.where(swap, torch.nan, mass.gather(-1, worst.indices)))
-        order = listed.argsort(-1)
-        self._indices[:, rows] = listed.gather(-1, order).int()
-        self._mass[:, rows] = mass.gather(-1, order)
+    def _draw(self, rows: Tensor, scores: Tensor, drawn: Tensor) -> None:
+        listed, trials = self._indices[:, rows].long(), self._trials[:, rows].long()
+        taken = torch.zeros(*listed.shape[:-1], self._rows + 1, dtype=torch.bool, device="cpu")
+        taken = taken.scatter_(-1, torch.cat([listed, trials], -1), True)[..., :-1]
+        open_ = ~taken & (torch.arange(self._rows, device="cpu") < self._may(rows)[:, None])
+        foreseen = scores.masked_fill(~open_, torch.finfo(scores.dtype).min).softmax(-1).mean(0)
+        even = open_ / open_.sum(-1, keepdim=True).clamp(min=1)
+        reached = ((foreseen + even) * open_).cumsum(-1)
+        block = torch.searchsorted(reached, drawn * reached[..., -1:], right=True).clamp(max=self._rows - 1)
+        active = listed < self._rows
+        free = (active & ~self._fixed(rows, listed)).sum(-1, keepdim=True)
+        most = torch.minimum((active.sum(-1, keepdim=True) * self.turnover - 1e-9).ceil(), free)
+        place = torch.arange(trials.shape[-1], device="cpu")
+        new = (trials == self._rows) & open_.gather(-1, block) & (place < most)
+        order = torch.where(new, block, trials).sort(-1)
+        block, (tried, weight) = (
+            order.values,
+            (x[:, rows].gather(-1, order.indices) for x in (self._tried, self._weight)),
+        )
+        # drawn twice
+        block[..., 1:][block[..., 1:] == block[..., :-1]] = self._rows
+        order = block.sort(-1)
+        self._trials[:, rows] = order.values.int()
+        self._tried[:, rows], self._weight[:, rows] = (x.gather(-1, order.indices) for x in (tried, weight))
 
     def _share(self, rows: Tensor | None) -> None:
         """Send this rank's rows to all others."""

@@ -15,7 +15,7 @@ from ..patterns.numbers import one_of, whole
 from ..types import acc_dtype
 from .bounds import largest, least
 from .mass import TileMass
-from .pooling import block_means, by_block
+from .pooling import by_block, in_cache
 from .selection import HEADS, Grid, Score, amount_of, choose, chunk_rows, grid_of, products
 from .shards import stretches
 
@@ -248,41 +248,56 @@ class BlockIndexer(nn.Module):
 
     def _step(self, q: Tensor, grid: Grid) -> int:
         pools = self.block_size // self.pool
-        return chunk_rows(q, pools * pools * grid.columns * self.index_heads)
+        return chunk_rows(q, 2 * pools * pools * grid.columns)
 
     def _scorer(self, q: Tensor, k: Tensor, grid: Grid) -> Score:
         """Make what scores rows of blocks: (B, Hq, rows, columns)."""
         q, k = q.detach(), k.detach()
-        pools, acc = self.block_size // self.pool, acc_dtype(self.query.dtype)
-        means = [block_means(x, self.pool).to(acc) for x in (q, k)]
-        q_parts, k_parts = (
-            torch.cat([mean, *(by_block(x, self.pool, bound).to(acc) for bound in (least, largest))], -1)
-            for mean, x in zip(means, (q, k), strict=True)
+        pools, acc, dim = self.block_size // self.pool, acc_dtype(self.query.dtype), self.head_dim
+        q_parts, k_parts = (_parts(x, self.pool, acc) for x in (q, k))
+        plain = q_parts[..., :dim] * (self.gain.to(acc) * dim**-0.5)[:, None, None]
+        queries = (q_parts @ self.query.to(acc)).unflatten(-1, (-1, self.index_dim))
+        own = self.weight.to(acc)
+        weight = q_parts @ own[:, :-1] + own[:, -1:]
+        # by place within a block: what is joined then lies rows apart, not side by side
+        lacking = -k_parts.shape[2] % pools
+        means, keys = (
+            nn.functional.pad(x, (0, 0, 0, lacking)).unflatten(2, (-1, pools)).transpose(2, 3).contiguous()
+            for x in (k_parts[..., :dim], (k_parts @ self.key.to(acc)) * self.index_dim**-0.5)
         )
-        queries = torch.einsum("bhnc,hcd->bhnd", q_parts, self.query.to(acc)).unflatten(-1, (-1, self.index_dim))
-        keys = torch.einsum("bhnc,hcd->bhnd", k_parts, self.key.to(acc)) * self.index_dim**-0.5
-        one = nn.functional.pad(q_parts, (0, 1), value=1.0)
-        weight = torch.einsum("bhnc,hcm->bhnm", one, self.weight.to(acc))
-        plain = means[0] * (self.gain.to(acc) * self.head_dim**-0.5)[:, None, None]
         shift = grid.q_offset // self.pool
+        # of no weight, and finite: a tile of nothing else has a gradient, of 0
+        nothing = torch.finfo(acc).min / 2
 
         def score(rows: range, columns: int) -> Tensor:
             mine = slice(rows.start * pools, rows.stop * pools)
-            others = slice(0, columns * pools)
-            product = products(plain[:, :, mine], means[1][:, :, others])
-            relu = products(queries[:, :, mine].flatten(2, 3), keys[:, :, others]).relu()
-            relu = relu.unflatten(2, (-1, self.index_heads))
-            s = product + torch.einsum("bhnmk,bhnm->bhnk", relu, weight[:, :, mine])
-            row = torch.arange(mine.start, mine.start + s.shape[2], device=s.device)[:, None] + shift
-            apart = row - torch.arange(s.shape[3], device=s.device)
+            some_means, some_keys = (x[:, :, :, :columns].flatten(2, 3) for x in (means, keys))
+            s = products(plain[:, :, mine], some_means)
+            for head in range(self.index_heads):
+                relu = products(queries[:, :, mine, head], some_keys).relu_()
+                s.addcmul_(relu, weight[:, :, mine, head, None])
+            # a number for each distance, spread to pairs as a view
+            count = s.shape[2]
+            apart = torch.arange(mine.start + count - 1, mine.start - columns * pools, -1, device=s.device) + shift
             bucket = (apart.abs() + 1).log2().floor().long().clamp(max=_FAR) * apart.sign()
-            s = s + self.distance.to(acc)[:, bucket + _FAR]
+            bias = self.distance.to(acc)[:, bucket + _FAR]
             if grid.causal:
-                s = s.masked_fill(apart < 0, -torch.inf)
+                bias = bias.masked_fill(apart < 0, nothing)
+            sizes = self.heads, count, pools, columns
+            s = s.unflatten(3, (pools, columns)).add_(bias.as_strided(sizes, (len(apart), 1, 1, pools)).flip(1))
             # pools that a last block lacks
-            lacking = (0, -s.shape[3] % pools, 0, -s.shape[2] % pools)
-            s = nn.functional.pad(s, lacking, value=-torch.inf).unflatten(3, (-1, pools)).unflatten(2, (-1, pools))
-            by_tile: Tensor = s.logsumexp((3, 5))
+            if lacking and columns == grid.columns:
+                s[..., pools - lacking :, -1] = nothing
+            s = nn.functional.pad(s, (0, 0, 0, 0, 0, -count % pools), value=nothing)
+            by_tile: Tensor = s.unflatten(2, (-1, pools)).logsumexp((3, 4))
             return by_tile
 
         return score
+
+
+def _parts(x: Tensor, pool: int, acc: torch.dtype) -> Tensor:
+    """Give of each pool the mean, the least and the largest of its channels: (..., N, D) to (..., pools, 3 D)."""
+    reduce = in_cache(
+        lambda part: torch.cat([part.mean(-2, dtype=acc), least(part).to(acc), largest(part).to(acc)], -1)
+    )
+    return by_block(x, pool, reduce)

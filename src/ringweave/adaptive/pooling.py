@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..types import acc_dtype
 
-# numbers that are widened at a time on a CPU
-_WIDENED = 2**18
+# numbers that a CPU reduces at a time
+_AT_ONCE = 2**18
 
 
 def by_block(x: Tensor, side: int, reduce: Callable[[Tensor], Tensor], first: int | None = None) -> Tensor:
@@ -50,12 +50,20 @@ def block_means(x: Tensor, block_size: int, *, first: int | None = None) -> Tens
                 [8.]])
     """
     acc = acc_dtype(x.dtype)
-    if acc == x.dtype or x.device.type != "cpu" or torch.compiler.is_compiling():
-        return by_block(x, block_size, lambda part: part.mean(-2, dtype=acc), first)
 
     def means(part: Tensor) -> Tensor:
-        # a CPU's mean widens all that it is given first: pages of memory that cost more than the mean
-        step = max(1, _WIDENED * part.shape[-3] // max(1, part.numel()))
-        return torch.cat([each.mean(-2, dtype=acc) for each in part.split(step, -3)], -2)
+        return part.mean(-2, dtype=acc)
 
-    return by_block(x, block_size, means, first)
+    return by_block(x, block_size, means if acc == x.dtype else in_cache(means), first)
+
+
+def in_cache(reduce: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Let a CPU reduce some blocks at a time: what is widened, or read more than once, stays in its cache."""
+
+    def some(part: Tensor) -> Tensor:
+        if part.device.type != "cpu" or torch.compiler.is_compiling():
+            return reduce(part)
+        step = max(1, _AT_ONCE * part.shape[-3] // max(1, part.numel()))
+        return torch.cat([reduce(each) for each in part.split(step, -3)], -2)
+
+    return some

@@ -2,7 +2,8 @@
 
 A unit leaves one line in ``units.jsonl``, synced before the next begins, and what it said in a file beside it. A
 campaign that is killed goes on from its folder: units with a line are not run again, whatever came of them, so that a
-kernel which takes the device down costs one line.
+kernel which takes the device down costs one line. What is compiled and tuned is kept there as well: each command may
+find another machine.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import RingweaveError, message
-from .cases.gpu import PARTS
+from ..ops import tuning
+from .campaign_units import UNITS
 
-LINES, FIGURES = "units.jsonl", "figures.jsonl"
+LINES = "units.jsonl"
 #: Share of a unit's limit that has to be left for it to begin.
 _WORTH = 0.25
 
@@ -61,27 +63,36 @@ class Ended:
     said: str
 
 
-def units(folder: Path, device: str = "cuda", checkout: Path | None = None) -> list[Unit]:
+#: Seconds after which a unit is ended, by the first word of its name.
+_LIMITS = {"tests": 240.0, "ahead": 180.0, "small": 180.0, "part": 120.0, "grid": 120.0, "tuned": 120.0}
+
+
+def units(folder: Path, device: str = "cuda", checkout: Path | None = None, dry: bool = False) -> list[Unit]:
     """List what a campaign runs, what matters most first.
 
     Args:
         folder: Where figures go.
         device: What is measured.
         checkout: A working tree, whose tests for GPUs are run too.
+        dry: Whether everything but the device's work is done.
     """
     own = (sys.executable, "-m", "ringweave")
-    bench = (*own, "bench", "--device", device, "--out", str(folder / FIGURES))
+    options = ("--folder", str(folder), "--device", device, *(["--dry"] if dry else []))
     found = [Unit("doctor", (*own, "doctor"), 60.0)]
-    if checkout is not None and (checkout / "tests").is_dir():
-        tests = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(checkout / "tests"))
-        found.append(Unit("tests", tests, 480.0))
-        if shutil.which("compute-sanitizer"):
-            small = ("compute-sanitizer", "--error-exitcode", "9", *tests, "-k", "memcheck or odd or empty")
-            found.append(Unit("memcheck", small, 300.0))
-    found += [Unit(f"kernels: {name}", (*bench, "kernels", "--part", name), 180.0) for name in PARTS]
-    found.append(Unit("tune", (*bench, "tune"), 540.0))
-    # again, by what was found
-    return found + [Unit(f"tuned: {name}", (*bench, "kernels", "--part", name), 180.0) for name in list(PARTS)[:2]]
+    for name in UNITS:
+        command: tuple[str, ...] = (sys.executable, "-m", "ringweave.bench.campaign_units", name, *options)
+        called = name
+        if name == "tests":
+            if checkout is None or not (checkout / "tests").is_dir():
+                continue
+            command += ("--checkout", str(checkout))
+        if name == "small":
+            called = "small, without compute-sanitizer, which is not here"
+            if shutil.which("compute-sanitizer"):
+                called = "small, under compute-sanitizer"
+                command = ("compute-sanitizer", "--error-exitcode", "9", *command)
+        found.append(Unit(called, command, _LIMITS.get(name.split()[0], 60.0)))
+    return found
 
 
 def read(folder: Path) -> list[Ended]:
@@ -147,9 +158,11 @@ def _run(unit: Unit, folder: Path, limit: float) -> Ended:
     log = folder / ("".join(c if c.isalnum() else "-" for c in unit.name) + ".log")
     start, result = time.monotonic(), "done"
     with log.open("wb") as file:
+        kept = {"TRITON_CACHE_DIR": str(folder / "triton"), tuning.VARIABLE: str(folder / "cache")}
         process = subprocess.Popen(
-            unit.command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            unit.command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            env=os.environ | kept,
+        )  # fmt: skip
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:

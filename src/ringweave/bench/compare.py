@@ -10,9 +10,11 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..errors import ShapeError, UnsupportedError, in_a_line, message
 from ..patterns import Pattern
-from .measure import Call, Timer, Timing, interleaved, peak_memory, ratio
+from .measure import Call, Timer, Timing, interleaved, on_device, peak_memory, ratio, replayed
 from .oracle import Oracle, sample_rows
 from .peers import Built, Peer, taking_part
 from .problem import BOTH, DIRECTIONS, FORWARD, Operands, Problem
@@ -189,15 +191,39 @@ class Session:
 
 
 def in_turn(entries: Sequence[Entry], *, rounds: int, budget: float | None = None, timer: Timer | None = None) -> None:
-    """Time what is right, in turn; who is the same for several problems once. The check was the warm-up."""
+    """Time what is right, in turn; who is the same for several problems once. The check was the warm-up.
+
+    On a GPU replays of graphs are timed, and of what cannot be captured the calls themselves, which is said.
+    """
     calls = {str(id(entry.call)): entry.call for entry in entries if entry.call is not None}
     if not calls:
         return
     device = entries[0].problem.device
+    if timer is None and torch.device(device).type == "cuda":
+        calls |= _graphs(entries, device)
     timings = interleaved(calls, rounds=rounds, warmup=0, device=device, budget=budget, timer=timer)
     for entry in entries:
         if entry.call is not None:
             entry.learn(timing=timings[str(id(entry.call))])
+
+
+def _graphs(entries: Sequence[Entry], device: str) -> dict[str, Call]:
+    """Capture what is to be timed: replays, by call."""
+    made: dict[str, Call] = {}
+    refused: dict[str, str] = {}
+    with on_device(device):
+        for entry in entries:
+            name = str(id(entry.call))
+            if entry.call is None:
+                continue
+            if name not in made and name not in refused:
+                try:
+                    made[name] = replayed(entry.call)
+                except RuntimeError as error:
+                    refused[name] = in_a_line(error)
+            if name in refused:
+                entry.learn(how=f"{entry.outcome.how}; timed with its launches, not as a graph: {refused[name]}")
+    return made
 
 
 def outcomes(

@@ -10,8 +10,8 @@ import gc
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,6 +102,21 @@ def by_events(call: Call, times: int = 1) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / times
 
 
+def replayed(call: Call) -> Call:
+    """Capture a call in a CUDA graph and give its replay: events around a launch from Python would time the host.
+
+    It has been called before. It is captured on the current stream, which is not the default one: there autograd
+    launches what it launched forward.
+
+    Raises:
+        RuntimeError: It does what no graph can hold.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        call()
+    return graph.replay
+
+
 def _passed(clock: Callable[[], float], call: Call, times: int) -> float:
     result: object = None
     start = clock()
@@ -113,9 +128,21 @@ def _passed(clock: Callable[[], float], call: Call, times: int) -> float:
     return seconds / times
 
 
-def _on_device(device: str) -> AbstractContextManager[object]:
+def on_device(device: str) -> AbstractContextManager[object]:
     """Make a GPU the current one: events, streams and the allocator's figures are of that."""
     return torch.cuda.device(device) if torch.device(device).type == "cuda" else nullcontext()
+
+
+@contextmanager
+def aside(device: str) -> Iterator[None]:
+    """Work on a stream of its own on a GPU, as graphs are captured; its work is done at exit."""
+    # what asks for a GPU that is not there is refused in words, later
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        yield
+        return
+    with on_device(device), torch.cuda.stream(torch.cuda.Stream()):
+        yield
+        torch.cuda.synchronize()
 
 
 def _in_a_row(timer: Timer, call: Call) -> int:
@@ -154,7 +181,7 @@ def interleaved(
         raise ShapeError(message("rounds, warmup", (rounds, warmup), "at least 1 and 0", "Time at least one round."))
     once = timer or (by_events if torch.device(device).type == "cuda" else by_clock)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    with _on_device(device):
+    with on_device(device):
         for _ in range(warmup):
             for call in calls.values():
                 call()
@@ -193,7 +220,7 @@ def peak_memory(call: Call, *, device: str = "cpu", warm: bool = True) -> Peak:
         device: Where it allocates.
         warm: Run it once before, so that caches and thread pools do not count.
     """
-    with _on_device(device):
+    with on_device(device):
         if warm:
             call()
         gc.collect()

@@ -6,10 +6,12 @@ its time is what dense attention costs, and it is checked against the oracle of 
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -203,7 +205,7 @@ def _masked_refusal(problem: Problem, backward: bool) -> str | None:
     return None
 
 
-def _flex(problem: Problem, inputs: Operands) -> Built:
+def _flex(problem: Problem, inputs: Operands, **options: bool) -> Built:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     start = time.perf_counter()
@@ -235,13 +237,15 @@ def _flex(problem: Problem, inputs: Operands) -> Built:
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     grouped = problem.key_heads != problem.heads
+    kernel_options: Any = options or None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = compiled(q, k, v, block_mask=block_mask, enable_gqa=grouped)
+        out = compiled(q, k, v, block_mask=block_mask, enable_gqa=grouped, kernel_options=kernel_options)
         assert isinstance(out, Tensor)
         return out
 
-    built = Built(attend, pattern, "FlexAttention, torch.compile")
+    said = "".join(f", {name}" for name in options)
+    built = Built(attend, pattern, f"FlexAttention, torch.compile{said}")
     try:
         built.forward(inputs)()
         if torch.device(problem.device).type == "cuda":
@@ -378,8 +382,8 @@ PEERS: dict[str, Peer] = {
         ),
     )
 }
-#: Dense attention by one kernel of a GPU, for the cases that name them.
+#: Dense attention by one kernel of a GPU, and FlexAttention with its descriptors, for the cases that name them.
 VENDORS: dict[str, Peer] = {
     name: _vendor(name, kernel)
     for name, kernel in (("sdpa:cudnn", SDPBackend.CUDNN_ATTENTION), ("sdpa:flash", SDPBackend.FLASH_ATTENTION))
-}
+} | {"flex:tma": Peer("flex:tma", "FlexAttention with USE_TMA", _flex_refusal, functools.partial(_flex, USE_TMA=True))}

@@ -199,6 +199,7 @@ def train(
     learning_rate: float = 3e-3,
     seed: int = 0,
     excerpts: int = 1,
+    initial: ByteModel | None = None,
     advance: Callable[[float, str], None] = lambda done, text: None,
     finish: Callable[[str, ByteModel], object] = lambda name, model: None,
 ) -> dict[str, Training]:
@@ -213,6 +214,7 @@ def train(
         learning_rate: AdamW's, after a short warm-up.
         seed: What weights and excerpts depend on.
         excerpts: How many contexts of held-out text the final loss is the mean of.
+        initial: Whose weights to begin with; by default those of the seed.
         advance: Told the share done and the losses.
         finish: Given each trained model.
     Returns:
@@ -221,6 +223,9 @@ def train(
     corpus, held_out = corpus.split(excerpts * context + 1)
     held_out = held_out[0].unfold(0, context + 1, context)
     models = {name: ByteModel([attend] * LAYERS, seed=seed) for name, attend in attends.items()}
+    if initial is not None:
+        for model in models.values():
+            model.load_state_dict(initial.state_dict())
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=learning_rate) for name, model in models.items()}
     losses: dict[str, list[float]] = {name: [] for name in attends}
     seconds: dict[str, list[float]] = {name: [] for name in attends}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ..bench import campaign
+from ..bench import campaign, campaign_units
 from ..bench.command import new_table
 from ..bench.report import case_pages, read_lines, write_figures
 from . import terminal
@@ -19,18 +19,19 @@ def campaigned(
     device: Annotated[str, typer.Option(help="The GPU: cuda, or cuda:1.")] = "cuda",
     seconds: Annotated[float, typer.Option(min=1, help="In which all ends.")] = 540.0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from where the folder stands.")] = False,
+    dry: Annotated[bool, typer.Option("--dry", help="Do everything but the GPU's work, without one.")] = False,
 ) -> None:
     """Measure all that a borrowed GPU can be asked, each unit in a process of its own with a limit of its own."""
     if not device.startswith("cuda"):
         raise typer.BadParameter(f"{device!r} is no GPU", param_hint="--device")
     console = terminal.out()
-    todo = campaign.units(out.resolve(), device, Path.cwd())
+    todo = campaign.units(out.resolve(), device, Path.cwd(), dry)
     ended = campaign.run(todo, out.resolve(), seconds=seconds, resume=resume, say=console.print)
     table = new_table("Campaign", "unit", "result", "s")
     for each in ended:
         table.add_row(escape(each.unit), each.result, f"{each.seconds:.0f}")
     console.print(table)
-    figures = read_lines([file for file in [out / campaign.FIGURES] if file.is_file()])
+    figures = read_lines([file for file in [out / campaign_units.FIGURES] if file.is_file()])
     if figures:
         console.print(f"Page: {write_figures(case_pages(figures), out / 'figures.html')}", soft_wrap=True, markup=False)
     left = len(todo) - len(ended)

@@ -317,6 +317,8 @@ class Backend:
         planned: Whether it computes a plan's tiles; dense kernels need none.
         delta: Computes what backward takes as ``delta``.
         checked: Whether auto takes it only after a check on the GPU that is there (see gpu_check.py).
+        compiled: Whether that check is in a process of its own, once a machine: its kernels are compiled there, and may
+            crash.
         extras: Terms of the scores that it computes, by name, and "dropout".
         paged: Whether it reads keys and values that are stored in pages, through their table.
         stored: Whether it takes keys and values of 8 bits with scales.
@@ -333,6 +335,7 @@ class Backend:
     planned: bool = True
     delta: Delta = delta_in_chunks
     checked: bool = False
+    compiled: bool = False
     tiled: bool = False
     extras: frozenset[str] = frozenset()
     paged: bool = False

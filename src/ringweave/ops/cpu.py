@@ -37,7 +37,7 @@ _PARAMETERS = {
     ),
     "delta": ("dout out dlse delta threads variant", ""),
     "tile_mass": (f"q k lse values {_PLAN.format(columns='')}", ""),
-    "Prepared.forward": ("q q_strides k k_strides v v_strides out lse keys threads", ""),
+    "Prepared.forward": ("q q_strides k k_strides v v_strides out lse keys first threads", ""),
     "Prepared.backward": (
         "dout dout_strides q q_strides k k_strides v v_strides out lse dlse dq dk dv threads",
         "",

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError, message
 from ..plan import BlockPlan, Branch
 from ..terms import NAMES, ALiBi, DistanceBias, Term, written
 from .backend import Backend, Case, Inputs, Scoring, Upstream
@@ -112,11 +111,6 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     dout' = w dout and dlse' = rowsum(dout' * out) - w delta: the same.
     """
     dout, lse, delta, _ = upstream
-    for term, total in zip(*(inputs.scoring.terms, inputs.scoring.totals) if inputs.scoring else ((), ()), strict=True):
-        if total is not None:
-            wanted = "a backend that computes it: 'triton' or 'gather'"
-            got = f"'flex', and the gradient of the table of {type(term).__name__}"
-            raise UnsupportedError(message("backend", got, wanted, "Detach the table, or name another."))
     with _autograd():
         leaves = inputs.map(lambda x: x.detach().contiguous().requires_grad_())
         part, part_lse = _part(leaves, branch)
@@ -159,6 +153,8 @@ def refusal(case: Case, branch: Branch) -> str | None:
     for name, dim in (("D", case.head_dim), ("Dv", case.value_dim)):
         if not 16 <= dim <= 256:
             return f"it needs head dimensions of 16 to 256, and got {name} = {dim}"
+    if case.learned:
+        return "FlexAttention's gradients of terms' tables were never measured (detach the tables)"
     if _mask_bytes(case, branch) > _MASK_BYTES:
         needed = _mask_bytes(case, branch) / 2**30
         return f"a BlockMask has a place for every tile, empty or not, and this one would take {needed:.0f} GiB"

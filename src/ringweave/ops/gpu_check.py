@@ -3,13 +3,15 @@
 One source is compiled for GPUs of many generations, by compilers of many versions, and no test machine has them all.
 So the first time that auto would give a GPU kernel work of some type, head dimensions and structure, the kernel first
 computes a few hundred tokens of that kind, which are compared with the definition. One that does not compile, or is
-wrong, is left out for as long as the process lives, and the log says so. It costs what the kernel's first compilation
-costs anyway. It is no proof of every size: tests are for that. A kernel that is named runs without.
+wrong, is left out for as long as the process lives, and the log says so. Kernels that are compiled here are tried in a
+process of their own, and what was found is kept (gpu_trial.py); others in this one. It is no proof of every size: tests
+are for that. A kernel that is named runs without.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 
 import torch
@@ -19,8 +21,9 @@ from ..dropout import STEPS, Dropout
 from ..errors import RingweaveError, in_a_line
 from ..patterns import BlockTable, Causal, Full, Global, Pattern, SlidingWindow
 from ..plan import Branch
+from ..precision import Scales, store
 from ..terms import ALiBi, Bias, DistanceBias, Softcap
-from . import reference
+from . import gpu_trial, reference, tuning
 from .backend import Backend, Case, Inputs, Scoring, Upstream
 
 # error over result, both as root mean squares: well above what rounding does, well below what a wrong kernel does
@@ -30,8 +33,8 @@ _HEADS, _KV_HEADS = 4, 2
 _log = logging.getLogger("ringweave")
 
 
-# by backend, what it computed, and its structure
-_verdicts: dict[tuple[str, Case, str], str | None] = {}
+# by backend, what it computed, its structure, and what measured blocks there were
+_verdicts: dict[tuple[str, Case, str, object], str | None] = {}
 
 
 def reason(backend: Backend, case: Case, branch: Branch) -> str | None:
@@ -45,11 +48,20 @@ def reason(backend: Backend, case: Case, branch: Branch) -> str | None:
     small = dataclasses.replace(
         case, batch=1, heads=_HEADS, kv_heads=_KV_HEADS, nq=_TOKENS, nk=_TOKENS, device=device, paged=False
     )
-    key = (backend.name, small, branch.structure)
+    structure = branch.structure
+    key = (backend.name, small, structure, tuning.current() if backend.compiled else None)
     if key not in _verdicts:
-        if torch.cuda.is_current_stream_capturing():
+        known = gpu_trial.known(*gpu_trial.kept(backend.name, small, structure)) if backend.compiled else None
+        if known is None and torch.cuda.is_current_stream_capturing():
             return "it has not been tried on this GPU, and nothing can be while a graph is captured: call once before"
-        verdict = _verdicts[key] = check(backend, small, branch.structure)
+        if known is not None:
+            (verdict,) = known
+        elif backend.compiled:
+            here = functools.partial(check, backend, small, structure)
+            verdict = gpu_trial.tried(backend.name, small, structure, here)
+        else:
+            verdict = check(backend, small, structure)
+        _verdicts[key] = verdict
         if verdict is not None:
             _log.warning("auto leaves out the backend %s on %s: %s", backend.name, device, verdict)
     return _verdicts[key]
@@ -83,7 +95,11 @@ def _check(backend: Backend, case: Case, pattern: Pattern) -> str | None:
     q, k = drawn(case.heads, case.nq, case.head_dim), drawn(case.kv_heads, case.nk, case.head_dim)
     v, dout = drawn(case.kv_heads, case.nk, case.value_dim), drawn(case.heads, case.nq, case.value_dim)
     branch = Branch.whole(pattern, case.nq, case.nk, heads=case.heads, batch=case.batch)
-    inputs = Inputs(q, k, v, case.head_dim**-0.5, _scoring(case, generator))
+    scales = None
+    if case.stored is not None:
+        (k, of_k), (v, of_v) = store(k, case.stored), store(v, case.stored)
+        scales = Scales(of_k, of_v)
+    inputs = Inputs(q, k, v, case.head_dim**-0.5, _scoring(case, generator), None, scales)
     out, lse = reference.forward(inputs, branch, case.dtype)
 
     def results(of: Backend) -> dict[str, Tensor]:

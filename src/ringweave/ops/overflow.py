@@ -54,7 +54,9 @@ def _touched(k: Tensor, pages: Pages, branch: Branch) -> Iterator[Tensor]:
     touched = tiled(touched[..., None], parts).any(2)[:, :columns, 0]
     used = touched & (torch.arange(columns, device=k.device) * pages.size < pages.lengths[:, None])
     for some in pages.table[used].long().unique().split(_PAGES_AT_ONCE):
-        yield k[some]
+        # of no pages split makes one part
+        if len(some):
+            yield k[some]
 
 
 def spoil(out: Tensor, lse: Tensor, inputs: Inputs, branch: Branch) -> None:

@@ -11,17 +11,18 @@ autocast, which watch operators or change them. All other calls, and what is too
 from __future__ import annotations
 
 import functools
-import os
-import sys
+import math
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..environment import setting
 from ..errors import is_out_of_memory
-from ..patterns import And, Causal, Full, Pattern, SlidingWindow, rebuild
+from ..patterns import Or, Pattern, rebuild
+from ..patterns.base import Lookback
 from ..plan import BlockPlan, Branch
 from ..plan.from_pattern import DEFAULT_TILE
 from ..recent import Recent
@@ -48,32 +49,41 @@ def _key_set(*keys: Any) -> int:
     return int(found.raw_repr())
 
 
+_keys_of = _C._dispatch_keys
 # tensors as they are, and those of inference mode; a lazy negation, a wrapper or another device has other keys
 _PLAIN = frozenset({_key_set(_KEYS.AutocastCPU), _key_set(_KEYS.ADInplaceOrView, _KEYS.AutogradCPU, _KEYS.AutocastCPU)})
 
 
 def _plain(a: Tensor, b: Tensor, c: Tensor) -> bool:
     # a generator would take as long again
-    keys = _C._dispatch_keys
     return (
         type(a) is type(b) is type(c) is Tensor
-        and keys(a).raw_repr() in _PLAIN
-        and keys(b).raw_repr() in _PLAIN
-        and keys(c).raw_repr() in _PLAIN
+        and _keys_of(a).raw_repr() in _PLAIN
+        and _keys_of(b).raw_repr() in _PLAIN
+        and _keys_of(c).raw_repr() in _PLAIN
     )
+
+
+# what every thread includes, with and without inference mode: modes of dispatch, transforms and traces include more
+_USUAL = frozenset(
+    int((_C.DispatchKeySet(_KEYS.BackendSelect) | more).raw_repr())
+    for more in (_C.DispatchKeySet(_KEYS.ADInplaceOrView), _C.DispatchKeySet(_KEYS.BackendSelect))
+)
+_included, _functions, _transformed = (
+    _C._dispatch_tls_local_include_set, _C._len_torch_function_stack, _C._are_functorch_transforms_active,
+)  # fmt: skip
+_profiled, _autocast = _C._autograd._profiler_enabled, torch.is_autocast_enabled
 
 
 def _unwatched() -> bool:
     """Whether nothing would see that operators were gone round."""
     return not (
-        _C._len_torch_dispatch_stack()
-        or _C._len_torch_function_stack()
-        or _C._are_functorch_transforms_active()
+        _included().raw_repr() not in _USUAL
+        or _functions()
+        or _transformed()
         or forward_ad._current_level >= 0
-        or torch._ops._len_torch_dispatch_stack_pre_dispatch()
-        or _C._get_tracing_state() is not None
-        or _C._autograd._profiler_enabled()
-        or torch.is_autocast_enabled("cpu")
+        or _profiled()
+        or _autocast("cpu")
         or dispatch.BACKENDS["cpu"] is not cpu.BACKEND
     )
 
@@ -88,7 +98,7 @@ class Call:
         backend: As it was asked for.
         branch: The whole call.
         plan: The branch's.
-        last: Whether it is of the last keys of however many there are.
+        first: The first tile of keys that lies as many tiles later as a longer cache has more.
     """
 
     def __init__(
@@ -99,47 +109,54 @@ class Call:
         backend: str,
         branch: Branch,
         plan: BlockPlan,
-        last: bool = False,
+        first: int = 0,
     ):
         q, k, v, self.scale = inputs[:4]
         self.pattern, self.q_offset, self.backend = pattern, q_offset, backend
         self.shapes = q.shape, k.shape, v.shape
-        self._lse = q.shape[:3]
-        self._out = (*q.shape[:3], v.shape[3])
-        self._threads, self._last = torch.get_num_threads(), last
+        # sizes and strides
+        self._out, self._lse = _compact(*q.shape[:3], v.shape[3]), _compact(*q.shape[:3])
+        self._dtype = q.dtype
+        self._threads, self._first = torch.get_num_threads(), first
         self._branch = branch
         self._backward: Prepared | None = None
         self._forward = cpu.prepared(inputs, plan)
         #: What auto knew of measurements.
         self.read = tuning.current()
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, degrade: bool) -> tuple[Tensor, Tensor] | None:
-        """(out, lse), differentiable; None where the operators have to do it: layouts to copy, or too little memory."""
-        if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
-            return None
-        if self._last and k.shape != self.shapes[1]:
-            behind = k.shape[2] - self.shapes[1][2]
-            k, v = k[:, :, behind:], v[:, :, behind:]
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            run = _Direct.apply
-        else:
-            run = _without_gradient
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, degrade: bool, with_lse: bool = True
+    ) -> tuple[Tensor, Any] | None:
+        """(out, lse), differentiable; None where the operators have to do it: layouts to copy, or too little memory.
+
+        lse may be None where it is not asked for.
+        """
         try:
-            return run(q, k, v, self, degrade)  # type: ignore[no-any-return, no-untyped-call]
+            if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+                if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
+                    return None
+                return _Direct.apply(q, k, v, self, degrade)  # type: ignore[no-any-return, no-untyped-call]
+            return self.forward(q, k, v, with_lse)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """(out, lse); None where scores are out of range at another length than the first one's."""
-        forks.check(q.device)
-        out, lse = q.new_empty(self._out), q.new_empty(self._lse, dtype=torch.float32)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Any] | None:
+        """(out, lse); None for the operators: layouts to copy; infinite scores, without lse or at other lengths."""
+        of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
+        if of_q[3] != 1 or of_k[3] != 1 or of_v[3] != 1:
+            return None
+        if self._threads > 1:
+            forks.check(q.device)
+        # with strides it takes two thirds of the time
+        out = torch.empty_strided(*self._out, dtype=self._dtype, device="cpu")
+        lse = torch.empty_strided(*self._lse, dtype=torch.float32, device="cpu") if with_lse else None
         if self._forward.forward(
-            q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(), out.data_ptr(),
-            lse.data_ptr(), k.shape[2], self._threads,
+            q.data_ptr(), of_q, k.data_ptr(), of_k, v.data_ptr(), of_v, out.data_ptr(),
+            0 if lse is None else lse.data_ptr(), k.shape[2], self._first, self._threads,
         ):  # fmt: skip
-            if k.shape != self.shapes[1]:
+            if lse is None or k.shape != self.shapes[1]:
                 return None
             spoil(out, lse, Inputs(q, k, v, self.scale), self._branch)
         return out, lse
@@ -167,8 +184,9 @@ class Call:
         return dq, dk, dv
 
 
-def _without_gradient(q: Tensor, k: Tensor, v: Tensor, call: Call, degrade: bool) -> tuple[Tensor, Tensor] | None:
-    return call.forward(q, k, v)
+def _compact(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return shape, tuple(strides)
 
 
 class _Direct(torch.autograd.Function):
@@ -176,8 +194,8 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, degrade: bool) -> tuple[Tensor, Tensor]:
-        found = call.forward(q, k, v)
-        assert found is not None  # of the first one's length
+        found = call.forward(q, k, v, True)
+        assert found is not None  # of the first one's length, and of layouts that were looked at
         out, lse = found
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -232,10 +250,6 @@ _steps: Recent[Call | bool] = Recent(32 * 2**20, 1024)
 _passing: Recent[Call | bool] = Recent(8 * 2**20, 128)
 
 
-def _store(q: Tensor, step: _Step | None) -> Recent[Call | bool]:
-    return _steps if step is not None else _passing if q.ndim == 4 and q.shape[2] == 1 else _calls
-
-
 def find(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None, q_offset: int | Tensor, backend: str
 ) -> tuple[Hashable | None, Call | None]:
@@ -249,77 +263,78 @@ def find(
         or not (type(q_offset) is int and type(backend) is str and (scale is None or type(scale) is float))
     ):
         return None, None
-    threads, variant = torch.get_num_threads(), os.environ.get(cpu.VARIANT)
-    rest = q.dtype, k.dtype, v.dtype, scale, backend, threads, variant
-    step = _step(q, k, v, pattern._spec, q_offset)
-    key = (pattern._spec, q.shape, k.shape, v.shape, q_offset) if step is None else step.key, rest
-    call = _store(q, step).get(key)
+    read = tuning.current()
+    store, alike, _, _ = _kind(q, k, v, pattern._spec, q_offset, bool(read.answers))
+    key = alike, q.dtype, k.dtype, v.dtype, scale, backend, torch.get_num_threads(), setting(cpu.VARIANT)
+    call = store.get(key)
     if call is None:
         return key, None
     if isinstance(call, bool):
         return None, None
-    return key, call if call.read is tuning.current() else None
+    return key, call if call.read is read else None
 
 
 @functools.lru_cache(1024)
-def _reach(spec: str) -> int | None:
-    """How many keys before itself a query attends at most, in a pattern that knows distances alone; None in others."""
-    if not spec.startswith(("Causal()", "Full()", "SlidingWindow(")):
-        return None
+def _lookback(spec: str) -> Lookback | None:
     pattern = rebuild(spec, ())
-    parts = pattern.parts if type(pattern) is And else (pattern,)
-    if not all(type(part) in (Causal, Full, SlidingWindow) for part in parts):
-        return None
-    return min((part.left for part in parts if isinstance(part, SlidingWindow)), default=sys.maxsize)
+    # whether one is cut into strided views may depend on the length
+    parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
+    return pattern.lookback() if all(part.residue_rate() == 1 for part in parts) else None
 
 
-class _Step(NamedTuple):
-    """What is alike in steps of decoding; behind: keys that this one leaves out, None where all are attended."""
+def _kind(
+    q: Tensor, k: Tensor, v: Tensor, spec: str, q_offset: int, measured: bool
+) -> tuple[Recent[Call | bool], Hashable, int, int]:
+    """(store, key, first, behind): what calls have in common that share a preparation, and what this one passes over.
 
-    key: Hashable
-    behind: int | None
-
-
-def _step(q: Tensor, k: Tensor, v: Tensor, spec: str, q_offset: int) -> _Step | None:
-    """Find what kind of step a call is; None of others.
-
-    Where all keys are attended those of as many tiles are alike, none of which is partial. In a window, whose pattern
-    knows distances alone, it is those whose first key lies in the same place of its tile, less the tiles before it.
+    That is the ``behind`` keys from tile ``first`` on. Steps of decoding in which all keys are attended are alike where
+    those fill as many tiles, none of which is partial. Where distances say what is attended, it is those that end in
+    the same place of a tile, less the tiles that they pass over.
     """
-    reach = _reach(spec)
-    if reach is None or not (q.ndim == k.ndim == v.ndim == 4 and q.shape[2] == 1):
-        return None
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    if not (len(of_q) == len(of_k) == len(of_v) == 4 and of_q[2] == 1):
+        return _calls, (spec, of_q, of_k, of_v, q_offset), 0, 0
+    batch_k, heads_k, nk, d = of_k
+    batch_v, heads_v, nv, dv = of_v
+    passing = _passing, (spec, of_q, of_k, of_v, q_offset), 0, 0
     # shorter ones have smaller tiles; what was measured goes by lengths; gradients want one length
-    nk = k.shape[2]
-    if nk <= DEFAULT_TILE or v.shape[2] != nk or q_offset != nk - 1 or tuning.current().answers:
-        return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return None
-    sizes = spec, q.shape, k.shape[:2], k.shape[3], v.shape[:2], v.shape[3]
-    if reach >= q_offset:
-        return _Step((*sizes, -(-nk // DEFAULT_TILE)), None)
-    behind = (q_offset - reach) // DEFAULT_TILE * DEFAULT_TILE
-    return _Step((*sizes, "last", nk - behind), behind)
+    if (
+        nk <= DEFAULT_TILE
+        or not q_offset == nk - 1 == nv - 1
+        or measured
+        or (look := _lookback(spec)) is None
+        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    ):
+        return passing
+    sizes = spec, of_q, batch_k, heads_k, d, batch_v, heads_v, dv
+    if q_offset <= look.every:
+        return _steps, (*sizes, -(-nk // DEFAULT_TILE)), 0, 0
+    first = -(-look.first // DEFAULT_TILE)
+    # a whole tile is left, or tiles were smaller
+    behind = min((q_offset - look.back) // DEFAULT_TILE - first, (nk - 1) // DEFAULT_TILE - 1) * DEFAULT_TILE
+    if look.far or behind < 0:
+        return passing
+    return _steps, (*sizes, "last", nk - behind), first, behind
 
 
 def make(key: Hashable, inputs: Inputs, pattern: Pattern, q_offset: int, backend: str) -> Call | None:
     """Keep a call that was checked by its key; None where it takes the operators."""
     # before anything is copied: a forked process has no threads to do that
     forks.check(inputs.q.device)
-    step = _step(*inputs[:3], pattern.spec, q_offset)
-    if step is not None and step.behind:
-        inputs = inputs._replace(k=inputs.k[:, :, step.behind :], v=inputs.v[:, :, step.behind :])
-        q_offset -= step.behind
+    store, _, first, behind = _kind(*inputs[:3], pattern.spec, q_offset, bool(tuning.current().answers))
+    if behind:
+        # of these keys only the shape is looked at
+        inputs = inputs._replace(k=inputs.k[:, :, behind:], v=inputs.v[:, :, behind:])
+        q_offset -= behind
     case = Case.of(inputs)
     found = _whole(pattern, case, q_offset, backend)
     if found is None:
-        _store(inputs.q, step).put(key, False, _CALL_BYTES)
+        store.put(key, False, _CALL_BYTES)
         return None
     branch, plan = found
-    last = step is not None and step.behind is not None
-    call = Call(inputs.map(readable), pattern, q_offset, backend, branch, plan, last)
+    call = Call(inputs.map(readable), pattern, q_offset, backend, branch, plan, first)
     rows = plan.q_tiles * case.batch * case.heads
-    _store(inputs.q, step).put(key, call, _CALL_BYTES + plan.nbytes + _ROW_BYTES * rows + _TILE_BYTES * plan.places)
+    store.put(key, call, _CALL_BYTES + plan.nbytes + _ROW_BYTES * rows + _TILE_BYTES * plan.places)
     return call
 
 

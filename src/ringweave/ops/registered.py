@@ -231,7 +231,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     ctx.held = held(ctx.spec, tables, q)
     ctx.tables = len(tables)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, *tables, *extras)
+    # a pattern may be made in inference mode, for calls outside of it
+    kept = (x.clone() if x.is_inference() else x for x in (*tables, *extras))
+    ctx.save_for_backward(q, k, v, *output, *kept)
 
 
 def _gradients(
@@ -279,9 +281,35 @@ differentiate(attention_op, _setup, _backward_compiled)
 differentiate(attention_backward_op, None, refuse_twice)
 
 
-def _fold(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[list[Any], Callable[[Tensor], Tensor]]:
-    """Fold the mapped dimension into the batch; the arguments, and the way back."""
-    count = info.batch_size
+def vectorize(op: Any) -> None:
+    """Give an operator its rule under ``torch.vmap``."""
+
+    def run(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        # tables, seeds and functions may know batch elements, which folded ones would be others of
+        apart = any(x if isinstance(x, (list, tuple)) else isinstance(x, str) and "TokenMask(" in x for x in args)
+        results = (_one_by_one if apart else _folded)(op, info.batch_size, in_dims, args)
+        several = isinstance(results, tuple)
+        dims = tuple(0 if isinstance(x, Tensor) else [0] * len(x) for x in results)
+        return results, dims if several else 0
+
+    torch.library.register_vmap(op, run, lib=_library)
+
+
+def _one_by_one(op: Any, count: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+    def at(x: Any, dim: Any, i: int) -> Any:
+        if isinstance(x, (list, tuple)):
+            return [at(y, place, i) for y, place in zip(x, dim or [None] * len(x), strict=True)]
+        return x if dim is None else x.select(dim, i)
+
+    each = [op(*(at(x, dim, i) for x, dim in zip(args, in_dims, strict=True))) for i in range(count)]
+    return tuple(
+        torch.stack(x) if isinstance(x[0], Tensor) else [torch.stack(y) for y in zip(*x, strict=True)]
+        for x in zip(*each, strict=True)
+    )
+
+
+def _folded(op: Any, count: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+    """Take what is mapped for more batch elements."""
 
     def folded(x: Any, dim: int | None) -> Any:
         if not isinstance(x, Tensor):
@@ -289,36 +317,12 @@ def _fold(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[list[Any], C
         x = x.movedim(dim, 0) if dim is not None else x.expand(count, *x.shape)
         return x.flatten(0, 1)
 
-    values = []
-    for x, dim in zip(args, in_dims, strict=True):
-        if isinstance(x, (list, tuple)):
-            if any(place is not None for place in dim or ()):
-                got = "torch.vmap over the tables of a pattern"
-                raise UnsupportedError(
-                    message("pattern", got, "one pattern for all", "Give the table a batch dimension instead.")
-                )
-            values.append(x)
-        else:
-            values.append(folded(x, dim))
-    return values, lambda x: x.unflatten(0, (count, -1))
+    results = op(*(folded(x, dim) for x, dim in zip(args, in_dims, strict=True)))
+    return tuple(x.unflatten(0, (count, -1)) if isinstance(x, Tensor) else x for x in results)
 
 
-def _vmapped(op: Any) -> Callable[..., Any]:
-    def run(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        values, unfold = _fold(info, in_dims, *args)
-        if op is attention_backward_op and any(args[-1]):
-            # the sum over what is mapped, where one for each is asked for
-            got = "torch.vmap over a gradient of its table"
-            raise UnsupportedError(message("terms", got, "tables without gradients there", "Detach them, or loop."))
-        results = op(*values)
-        shape = [0 if isinstance(x, Tensor) else [None] * len(x) for x in results]
-        return tuple(unfold(x) if isinstance(x, Tensor) else x for x in results), tuple(shape)
-
-    return run
-
-
-for op in (attention_op, attention_backward_op):
-    torch.library.register_vmap(op, _vmapped(op), lib=_library)
+vectorize(attention_op)
+vectorize(attention_backward_op)
 
 
 def said(terms: Sequence[Term], dropout: float) -> tuple[str, int, list[Tensor]]:

@@ -23,7 +23,7 @@ from ..terms import Term, written
 from ..types import acc_dtype
 from . import recovery
 from .backend import Inputs, Pages
-from .registered import differentiate, operators, refuse_forward_mode, scoring_of
+from .registered import differentiate, operators, refuse_forward_mode, scoring_of, vectorize
 
 
 def check_pages(table: NDArray[np.int32], lengths: NDArray[np.int32], pages: int, size: int) -> None:
@@ -115,6 +115,7 @@ def refuse_gradient(what: str) -> NoReturn:
 
 (_op,) = operators((stored_attention, _fake))
 differentiate(_op, None, _refuse)
+vectorize(_op)
 
 
 def attend(

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..environment import setting
 from ..errors import UnsupportedError, message
 from ..plan import Branch
 from .backend import Case
@@ -36,7 +37,7 @@ _log = logging.getLogger("ringweave")
 
 def store() -> Path | None:
     """Name the file; None where there is no folder for it: no platformdirs is installed, and no variable names one."""
-    return _file(os.environ.get(VARIABLE, ""))
+    return _file(setting(VARIABLE))
 
 
 @functools.cache
@@ -65,6 +66,7 @@ Fields = tuple[tuple[str, int], ...]
 class _Read:
     """What was read: answers by key without density, then by density; when, and of which state of the file."""
 
+    named: str = ""
     path: Path | None = None
     state: tuple[int, int] | None = None
     checked: float = -math.inf
@@ -93,13 +95,14 @@ def configs() -> Mapping[KernelKey, Fields]:
 def current() -> _Read:
     """What is known now: another object once the file was read again."""
     global _read
-    path, now = store(), time.monotonic()
-    if path == _read.path and now - _read.checked < _CHECKED_EVERY:
+    named, now = setting(VARIABLE), time.monotonic()
+    if named == _read.named and now - _read.checked < _CHECKED_EVERY:
         return _read
+    path = store()
     state = _state(path)
     if path != _read.path or state != _read.state:
         stored = load(path) if path is not None and state is not None else _nothing()
-        made = _Read(path, state, now)
+        made = _Read(named, path, state, now)
         for entry in stored["entries"].values():
             tile = entry["tile"]
             made.answers.setdefault(entry["kind"], {})[entry["density"]] = Answer(
@@ -108,7 +111,7 @@ def current() -> _Read:
         for entry in stored["blocks"].values():
             made.configs[_kernel_key(entry)] = tuple(entry["blocks"].items())
         _read = made
-    _read.checked = now
+    _read.named, _read.checked = named, now
     return _read
 
 

@@ -80,12 +80,14 @@ def _named(device: str) -> str:
 
 @functools.cache
 def processor() -> str:
-    """Name the processor's model."""
+    """Name the processor's model; its numbers too: what rents it out may hide the rest of its name."""
     info = Path("/proc/cpuinfo")
     if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        lines = (line.partition(":") for line in info.read_text().split("\n\n")[0].splitlines())
+        said = {name.strip(): value.strip() for name, _, value in lines}
+        if "model name" in said:
+            numbers = (f"{name} {said[name]}" for name in ("cpu family", "model") if name in said)
+            return ", ".join((said["model name"], *numbers))
     return platform.processor() or platform.machine()
 
 

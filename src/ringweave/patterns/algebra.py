@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import PatternError, message
-from .base import Pattern
+from .base import Lookback, Pattern
 from .fit import nest, refuse
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, intersect, mix
 
@@ -128,6 +128,9 @@ class And(Combined):
     def residue_rate(self) -> int:
         return max(part.residue_rate() for part in self.parts)
 
+    def lookback(self) -> Lookback | None:
+        return lookback_of(self.parts, min, all)
+
     def __invert__(self) -> Pattern:
         return join(Or, *(~part for part in self.parts))
 
@@ -149,6 +152,9 @@ class Or(Combined):
 
     def tile_keys(self, tiles: Tiles) -> Int64:
         return self._pairwise(tiles, FULL, EMPTY)
+
+    def lookback(self) -> Lookback | None:
+        return lookback_of(self.parts, max, any)
 
     def __invert__(self) -> Pattern:
         return join(And, *(~part for part in self.parts))
@@ -207,8 +213,23 @@ class Not(Pattern):
         strided = self.part.restride(rate, offset)
         return None if strided is None else ~strided
 
+    def lookback(self) -> Lookback | None:
+        look = self.part.lookback()
+        return None if look is None else look._replace(every=-1, far=not look.far)
+
     def __invert__(self) -> Pattern:
         return self.part
+
+
+def lookback_of(
+    parts: Sequence[Pattern], every: Callable[[Iterable[int]], int], far: Callable[[Iterable[bool]], bool]
+) -> Lookback | None:
+    """How far what is made of some parts looks back; ``every`` and ``far`` say how those of theirs combine."""
+    known = [look for part in parts if (look := part.lookback()) is not None]
+    if len(known) < len(parts):
+        return None
+    first, back, every_of, far_of = zip(*known, strict=True)
+    return Lookback(max(first), max(back), every(every_of), far(far_of))
 
 
 def leaves(pattern: Pattern) -> Iterator[Pattern]:

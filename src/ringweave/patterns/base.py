@@ -14,11 +14,12 @@ underscore in place of each tensor of ``tables``. Text and tensors can cross ``t
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self
 
 import numpy as np
 import torch
@@ -35,6 +36,22 @@ if TYPE_CHECKING:
 
 # what is known by what it holds, which others may come to change
 _FOLLOWING = ("TokenMask(", "Keys(", "Documents(", "Global(_", "Offsets(")
+
+
+class Lookback(NamedTuple):
+    """How far back a query looks, where distances are all that a pattern asks for; every head's.
+
+    Attributes:
+        first: Queries from here on attend keys from here on by distance alone.
+        back: Beyond this distance keys are attended or not as ``far`` says, and those before ``first`` by their place.
+        every: Up to this distance before itself a query attends all keys; -1 where it may not attend itself.
+        far: See ``back``.
+    """
+
+    first: int
+    back: int
+    every: int
+    far: bool
 
 
 class Pattern(ABC):
@@ -149,6 +166,10 @@ class Pattern(ABC):
 
     def block_side(self) -> int | None:
         """Tokens of the blocks that the pattern is made of, if it is: what the side of a tile should be."""
+        return None
+
+    def lookback(self) -> Lookback | None:
+        """How far back a query looks, where distances say which keys it attends; None in other patterns."""
         return None
 
     def allowed_pairs(self, nq: int, nk: int, q_offset: int) -> int | None:
@@ -430,6 +451,9 @@ class Full(Pattern):
     def restride(self, rate: int, offset: int) -> Pattern:
         return self
 
+    def lookback(self) -> Lookback:
+        return Lookback(0, 0, sys.maxsize, True)
+
 
 class Derived(Pattern):
     """A named pattern that is defined by other patterns."""
@@ -456,3 +480,6 @@ class Derived(Pattern):
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         return self.definition.restride(rate, offset)
+
+    def lookback(self) -> Lookback | None:
+        return self.definition.lookback()

@@ -254,7 +254,8 @@ def ascending(indices: Tensor, counts: Tensor, key_blocks: int) -> Tensor:
     counting = torch.arange(places, device=indices.device) < counts[..., None]
     real = counting & (indices >= 0) & (indices < key_blocks)
     listed = torch.where(real, indices, key_blocks).int()
-    if type(listed) is Tensor and listed.device.type == "cpu" and not torch.compiler.is_compiling():
+    traced = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(listed)
+    if type(listed) is Tensor and listed.device.type == "cpu" and not traced:
         # a fifth of the time
         array = listed.numpy()
         array.sort(-1)
@@ -269,4 +270,4 @@ def ascending(indices: Tensor, counts: Tensor, key_blocks: int) -> Tensor:
     # the place past the end takes repeats
     place = torch.where(new, new.cumsum(-1) - 1, places)
     result = torch.full((*listed.shape[:-1], places + 1), key_blocks, dtype=torch.int32, device=indices.device)
-    return result.scatter_(-1, place, listed)[..., : min(places, key_blocks)].contiguous()
+    return result.scatter(-1, place, listed)[..., : min(places, key_blocks)].contiguous()

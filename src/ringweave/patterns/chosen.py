@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import PatternError, message, shown
-from .base import Pattern
+from .base import Lookback, Pattern
 from .numbers import integers, whole, whole_fields
 from .spans import ELEMENT, ELEMENT_BITS, Bounds
 from .tiles import Int64, Ranges, Tiles, classes
@@ -115,6 +115,9 @@ class Sinks(Pattern):
         if isinstance(self.tokens, int):
             return type(self)(max(0, -((offset - self.tokens) // rate)))
         return type(self)([(t - offset) // rate for t in self.tokens if t % rate == offset])
+
+    def lookback(self) -> Lookback | None:
+        return None if self.tables else Lookback(self._last + 1, 0, -1, False)
 
 
 def _positions(tokens: object) -> int | tuple[int, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError, message, shown
-from .base import Derived, Full, Pattern
+from .base import Derived, Full, Lookback, Pattern
 from .fit import check_dense, fitting
 from .local import Causal, Segments, SlidingWindow
 from .numbers import LONGEST, flag, integers, whole, whole_fields
@@ -113,6 +113,9 @@ class Dilated(Derived):
 
     def residue_rate(self) -> int:
         return self.rate
+
+    def lookback(self) -> Lookback:
+        return Lookback(0, self.window * self.rate, self.window if self.rate == 1 else 0, False)
 
 
 class View(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -233,7 +234,11 @@ def _deferred(value: object) -> bool:
 def _bounds(name: str, value: Sequence[int] | Tensor, filled: bool) -> Tensor:
     if isinstance(value, Tensor) and _deferred(value):
         return value.detach().to(torch.int64, copy=True)
-    bounds = np.array(integers(name, value), np.int64)
+    listed = integers(name, value)
+    if torch.compiler.is_compiling():
+        # of an array it would not know the values: the operator checks them
+        return torch.tensor(listed, dtype=torch.int64, device="cpu")
+    bounds = np.array(listed, np.int64)
     _check_rising(name, bounds, filled)
     return torch.from_numpy(bounds)
 
@@ -241,7 +246,10 @@ def _bounds(name: str, value: Sequence[int] | Tensor, filled: bool) -> Tensor:
 def _summed(lengths: Sequence[int] | Tensor) -> Tensor:
     if isinstance(lengths, Tensor) and _deferred(lengths):
         return torch.nn.functional.pad(lengths.detach().long().cumsum(0), (1, 0))
-    sizes = np.array(integers("lengths", lengths), np.int64)
+    listed = integers("lengths", lengths)
+    if torch.compiler.is_compiling():
+        return torch.tensor([0, *itertools.accumulate(listed)], dtype=torch.int64, device="cpu")
+    sizes = np.array(listed, np.int64)
     if not len(sizes) or (sizes < 1).any():
         got = shown(sizes.tolist())
         raise PatternError(message("lengths", got, "documents of at least one token", "Drop empty documents."))

@@ -123,7 +123,9 @@ class Held:
 
     def __init__(self, spec: str, tables: Sequence[Tensor]):
         self._held = [(holder, holder.key()) for holder in holders(spec)]
-        self._tables = tuple(tables) if "Keys(" in spec else ()
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+        # one that a transform stands in for has no contents, and nobody else's hands on it
+        self._tables = tuple(x for x in tables if not wrapped(x)) if "Keys(" in spec else ()
         self._read = table_keys(self._tables)
 
     def check(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError, message
-from .base import Derived, Pattern
+from .base import Derived, Lookback, Pattern
 from .chosen import Sinks
 from .numbers import whole, whole_fields
 from .tiles import Int64, Ranges, Tiles, classes
@@ -44,6 +45,9 @@ class Causal(Pattern):
 
     def restride(self, rate: int, offset: int) -> Pattern:
         return self
+
+    def lookback(self) -> Lookback:
+        return Lookback(0, 0, sys.maxsize, True)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -94,6 +98,9 @@ class SlidingWindow(Pattern):
 
     def restride(self, rate: int, offset: int) -> Pattern:
         return SlidingWindow(self.left // rate, self.right // rate)
+
+    def lookback(self) -> Lookback:
+        return Lookback(0, self.left, self.left, False)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -33,12 +34,18 @@ def whole(
     *,
     error: type[RingweaveError] = PatternError,
     remedy: str | None = None,
+    settled: bool = True,
 ) -> int:
-    """Check a whole number of least..most, as an int; numpy's are taken, no tensors: reading one may wait for a GPU."""
+    """Check a whole number of least..most, as an int; numpy's are taken, no tensors: reading one may wait for a GPU.
+
+    What a trace leaves open is settled, unless it is not to be: texts and shapes are made of it.
+    """
     if type(value) is not int:
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise error(message(name, shown(value), "an int", remedy or f"Pass a whole number, such as int({name})."))
         value = value.item() if isinstance(value, np.integer) else int.__int__(value)
+    if settled:
+        value = operator.index(value)
     if value < least:
         raise error(message(name, shown(value), f"at least {least}", remedy or f"Raise {name} to {least} or more."))
     if value > most:
@@ -70,12 +77,16 @@ def number(
     """A finite number of least..most as a float."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise error(message(name, shown(value), "a number", f"Pass a number, such as float({name})."))
-    if (isinstance(value, int) and value.bit_length() > 64) or not math.isfinite(value):
+    if isinstance(value, int) and value.bit_length() > 64:
+        raise error(message(name, shown(value), "a finite number", f"Correct {name}."))
+    # the same number, which a trace may not leave open
+    value = math.ldexp(value, 0)
+    if not math.isfinite(value):
         raise error(message(name, shown(value), "a finite number", f"Correct {name}."))
     if not least <= value <= most:
         wanted, remedy = (f"at least {least:g}", "Raise") if value < least else (f"at most {most:g}", "Lower")
         raise error(message(name, shown(value), wanted, f"{remedy} {name}."))
-    return float(value)
+    return value
 
 
 def seconds(name: str, value: object) -> float:

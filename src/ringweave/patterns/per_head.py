@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import PatternError, message, shown
-from .base import Pattern
+from .algebra import lookback_of
+from .base import Lookback, Pattern
 from .fit import nest
 from .tiles import Int64, Ranges, Tiles
 
@@ -68,6 +69,11 @@ class PerHead(Pattern):
 
     def block_side(self) -> int | None:
         return min((side for p in self.patterns if (side := p.block_side()) is not None), default=None)
+
+    def lookback(self) -> Lookback | None:
+        look = lookback_of(self.patterns, min, any)
+        # heads that differ in what lies far have none together
+        return look if look == lookback_of(self.patterns, min, all) else None
 
     def residue_rate(self) -> int:
         rates = {pattern.residue_rate() for pattern in self.patterns}

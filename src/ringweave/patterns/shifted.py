@@ -191,7 +191,8 @@ def first_positions(pattern: Pattern, q_offset: int, batch: int, device: torch.d
 def _offset(name: str, value: int | Tensor, batch: int) -> int | Tensor:
     """An offset as it is kept: an int, or an integer tensor, whose values stay unread."""
     if isinstance(value, Tensor):
-        if value.dtype in INTEGERS and value.layout == torch.strided and value.shape in ((), (batch,)):
+        fits = value.ndim == 0 or (value.ndim == 1 and value.shape[0] == batch)
+        if value.dtype in INTEGERS and value.layout == torch.strided and fits:
             return value.detach()
         wanted = f"an int, or an integer tensor () or ({shown(batch)},)"
         remedy = f"Pass one for all, or one for each of the {shown(batch)} batch elements."
@@ -199,5 +200,7 @@ def _offset(name: str, value: int | Tensor, batch: int) -> int | Tensor:
     remedy = "Pass Nk - Nq for a decode step." if name == "q_offset" else "Pass how many keys were dropped."
     if isinstance(value, int) and value < 0:
         raise ShapeError(message(name, shown(value), "an int of at least 0", remedy))
-    # a number that a trace leaves open stays so
-    return value if isinstance(value, torch.SymInt) else whole(name, value, 0, error=ShapeError, remedy=remedy)
+    # a number that a trace leaves open stays so: a step of decoding compiles nothing
+    if isinstance(value, torch.SymInt):
+        return value
+    return whole(name, value, 0, error=ShapeError, remedy=remedy, settled=False)

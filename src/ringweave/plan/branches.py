@@ -8,6 +8,7 @@ tiles. ``LongNet`` is a list of such branches by definition, and there the branc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -135,6 +136,14 @@ def branches(
     whole = Branch.whole(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
     if pattern.combinable and all(part.residue_rate() == 1 for part in parts):
         return (whole,)
+    look = pattern.lookback()
+    if look is not None and not look.far and nk > q_offset:
+        # split as the first queries are that stand alike to the offsets and have as much behind them
+        period = math.lcm(*(part.residue_rate() for part in parts))
+        later = (q_offset - look.first - look.back) // period * period
+        if later > 0:
+            earlier = branches(pattern, nq, nk - later, heads=heads, batch=batch, q_offset=q_offset - later)
+            return tuple(replace(b, nk=b.nk + later // b.rate, q_offset=b.q_offset + later // b.rate) for b in earlier)
     value, tables, _ = pattern.key()
     key, programs = (value, nq, nk, heads, batch, q_offset), store_of(pattern.spec, _programs)
     program = programs.get(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor
 from ..patterns import Pattern, rebuild
 from ..patterns.fit import refuse
 from ..patterns.function import changed, holders
+from ..patterns.key import Key
 from ..patterns.numbers import check_sizes, named_device, whole
 from ..recent import Recent
 from .block_plan import BlockPlan
@@ -66,7 +68,9 @@ class PlanCache:
     def __init__(self, max_bytes: int = 512 * 2**20):
         self.max_bytes = whole("max_bytes", max_bytes, 0, 2**63 - 1)
         self._kept: Recent[BlockPlan] = Recent(max_bytes - max_bytes // 8, _MOST_PLANS)
-        self._steps: Recent[BlockPlan] = Recent(max_bytes // 8, _MOST_STEPS)
+        self._steps: Recent[BlockPlan] = Recent(max_bytes // 16, _MOST_STEPS)
+        # those that steps are made of, as many kinds as a tile has keys
+        self._alikes: Recent[BlockPlan] = Recent(max_bytes // 16, _MOST_PLANS)
         #: Where plans that took long to make are kept beyond this process, if anywhere; not those of decoding steps.
         self.store: PlanStore | None = None
         self._loaded = 0
@@ -89,8 +93,13 @@ class PlanCache:
         nq, nk, heads, batch, q_offset = check_sizes(nq, nk, heads, batch, q_offset)
         pattern = pattern.bound(heads)
         made_of, device, tile = pattern.key(), _place(device), check_tile(tile)
-        key = (made_of.value, nq, nk, heads, batch, q_offset, tile, str(device))
         kept = self._steps if nq <= tile[0] else self._kept
+        return self._found(kept, pattern, made_of, (nq, nk, heads, batch, q_offset, *tile), device)
+
+    def _found(
+        self, kept: Recent[BlockPlan], pattern: Pattern, made_of: Key, sizes: tuple[int, ...], device: torch.device
+    ) -> BlockPlan:
+        key = (made_of.value, *sizes, str(device))
         plan = kept.get(key)
         if plan is not None:
             used(plan, device)
@@ -102,13 +111,37 @@ class PlanCache:
             if plan is not None:
                 used(plan, device)
                 return plan
-            plan = self._made(pattern, (nq, nk, heads, batch, q_offset, *tile), device, kept is self._kept)
+            if kept is self._steps:
+                plan = self._alike(pattern, made_of, sizes, device)
+            if plan is None:
+                plan = self._made(pattern, sizes, device, kept is self._kept)
             ties = holders(pattern.spec)
             if made_of.versions and not pattern.key().same(made_of):
                 raise changed("what was changed while it was planned", "TokenMask" if ties else "pattern")
             if made(plan, device):
                 kept.put(key, plan, plan.nbytes + _PLAN_BYTES, made_of.tables, ties)
         return plan
+
+    def _alike(self, pattern: Pattern, made_of: Key, sizes: tuple[int, ...], device: torch.device) -> BlockPlan | None:
+        """A step's plan from that of an earlier one, which asks for the same keys by distance; None of others."""
+        nq, nk, heads, batch, q_offset, q_tile, side = sizes
+        look = pattern.lookback()
+        if look is None or nk <= q_offset:
+            return None
+
+        def earlier(tokens: int) -> BlockPlan:
+            before = nq, nk - tokens, heads, batch, q_offset - tokens, q_tile, side
+            return self._found(self._alikes, pattern, made_of, before, device)
+
+        if nq == 1 and nk == q_offset + 1 and q_offset <= look.every:
+            # all keys are attended: the tiles are those of one key in the last
+            return dataclasses.replace(earlier(q_offset % side), nk=nk, q_offset=q_offset)
+        if look.far:
+            return None
+        first = -(-look.first // side)
+        behind = max(0, (q_offset - look.back) // side - first)
+        plan = earlier(behind * side)
+        return _later(plan, first, behind) if behind else plan
 
     def _made(self, pattern: Pattern, sizes: tuple[int, ...], device: torch.device, lasting: bool) -> BlockPlan:
         """Read a plan from disk, or build it and write it there if that took long."""
@@ -127,10 +160,10 @@ class PlanCache:
 
     def statistics(self) -> CacheStatistics:
         """Count hits, misses, evictions, and what is held now."""
-        both = self._kept, self._steps
-        plans = sum(map(len, both))
+        every = self._kept, self._steps, self._alikes
+        plans = sum(map(len, every))
         hits, misses, evictions, held = (
-            sum(getattr(kept, name) for kept in both) for name in ("hits", "misses", "evictions", "nbytes")
+            sum(getattr(kept, name) for kept in every) for name in ("hits", "misses", "evictions", "nbytes")
         )
         return CacheStatistics(hits, misses, evictions, plans, held, self._loaded)
 
@@ -138,7 +171,21 @@ class PlanCache:
         """Drop all plans and counters."""
         self._kept.clear()
         self._steps.clear()
+        self._alikes.clear()
         self._loaded = 0
+
+
+def _later(plan: BlockPlan, first: int, by: int) -> BlockPlan:
+    """The plan of as many queries ``by`` key tiles later, whose keys from tile ``first`` on lie as much later."""
+    ptr = plan.col_ptr
+    empty = ptr[:, first : first + 1].expand(-1, by)
+    return dataclasses.replace(
+        plan,
+        col=torch.where(plan.col < first, plan.col, plan.col + by),
+        col_ptr=torch.cat([ptr[:, :first], empty, ptr[:, first:]], 1),
+        nk=plan.nk + by * plan.kv_tile,
+        q_offset=plan.q_offset + by * plan.kv_tile,
+    )
 
 
 def _place(device: str | torch.device) -> torch.device:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import UnsupportedError, message
+from ..measure import aside
 from ..record import CaseResult, Measuring, Options, Record, Say, silent
-from . import attention, decoding, gpu, memory, models, modules, quality, ring, scoring, seeds
+from . import attention, decoding, gpu, memory, models, modules, quality, ring, scoring, seeds, sides
 from . import kernels as cpu
 
 
@@ -61,6 +62,7 @@ CASES: dict[str, BenchCase] = {
         BenchCase("dilated", "LongNet's mixture and a dilated relation against dense attention", attention.dilated),
         BenchCase("crossover", "sparse against dense over densities from 5% to 100%", attention.crossover),
         BenchCase("tune", "what ringweave tune gains over the usual choice, on four shapes", attention.tuned),
+        BenchCase("tiles", "sides of tiles, over windows, documents and others: whether they matter", sides.measure),
         BenchCase("terms", "score terms and dropout, over the same call without them", scoring.measure),
         BenchCase("module", "nn.MultiheadAttention, over its projections and the functional call", modules.measure),
         BenchCase("models", "transformers' models: ringweave next to sdpa and eager, time and memory", models.measure),
@@ -91,14 +93,15 @@ def run_case(
         raise UnsupportedError(message("case", repr(name), f"one of {', '.join(CASES)}", "See ringweave bench --list."))
     start = time.perf_counter()
     case, records = CASES[name], []
-    measuring = case.measure(options, say)
-    while True:
-        try:
-            record = next(measuring)
-        except StopIteration as end:
-            conclusion = end.value
-            break
-        records.append(record)
-        keep(record)
+    with aside(options.device):
+        measuring = case.measure(options, say)
+        while True:
+            try:
+                record = next(measuring)
+            except StopIteration as end:
+                conclusion = end.value
+                break
+            records.append(record)
+            keep(record)
     say(f"{name}: done in {time.perf_counter() - start:.0f} s")
     return CaseResult(name, tuple(records), conclusion, case.grid(options))

@@ -1,7 +1,8 @@
 """The case ``kernels`` on a GPU: the Triton kernels next to the vendors' kernels.
 
-Results are checked on sampled rows of two key heads. Kernels are timed in turn by CUDA events, short ones several times
-between two, so that the queue never runs dry. Backward is timed by itself, on a graph that is kept. The peak is a
+Results are checked on sampled rows of two key heads. Kernels are timed in turn as replays of CUDA graphs, short ones
+several times between two events: a launch from Python takes the host longer than many of them run. Backward is timed by
+itself, on autograd's graph that is kept. The peak is a
 square matrix product of the same type in the same run; the best until then counts. No comparison starts once the time
 is used up: the result says so.
 """
@@ -18,19 +19,46 @@ import ringweave as rw
 
 from ...errors import UnsupportedError, message
 from ...patterns import Pattern
-from ..compare import FAILURES, Comparison, outcomes
+from ..compare import FAILURES, Comparison, Session, outcomes
 from ..measure import interleaved
-from ..peers import VENDORS
-from ..problem import BACKWARD, BOTH, FORWARD, Drawn, Problem
+from ..peers import Built, Peer
+from ..problem import BACKWARD, BOTH, FORWARD, Drawn, Operands, Problem
 from ..record import Measuring, Options, Outcome, Rule, Say, Target, over_first, targets
+from ..search import Candidate, Direct, Search, whole
 
 OWN = "ringweave:triton"
-_ALL = (OWN, "flex", "ringweave:flash")
+_ALL = (OWN, "flex", "flex:tma", "ringweave:flash")
+_DENSE = ("sdpa:cudnn", "sdpa:flash")
 #: Seconds after which no further comparison starts: the last ones are large, and all end in ten minutes.
 BUDGET = 440.0
 
 
-def part(problem: Problem, names: Sequence[str] = _ALL, *, dense: bool = False, whole: bool = False) -> Comparison:
+def _with_loaders(problem: Problem, inputs: Operands) -> Built:
+    """Make the Triton kernel ready with warps of its own for loads.
+
+    Raises:
+        UnsupportedError: This device or these sizes have none.
+    """
+    branch, own = whole(problem), Candidate("triton")
+    (asked,) = Search(problem, Session(inputs), FORWARD).asked(own)
+    blocks = dataclasses.replace(asked.usual, warps=4, described=True, specialised=True)
+    why = "it has masks" if branch.plan(problem.device).masks.shape[0] else asked.misfit(blocks)
+    if why is not None:
+        raise UnsupportedError(message("peer", f"{OWN}:loaders", "whole tiles of 128 on Hopper", why))
+    return Direct.of(Candidate("triton", blocks=((asked.key, blocks),)), own, problem)
+
+
+def _forward_alone(problem: Problem, backward: bool) -> str | None:
+    return "its backward is the other one's" if backward else None
+
+
+#: The Triton kernel with warps of its own for loads.
+LOADERS = Peer(f"{OWN}:loaders", "warps of their own load tiles", _forward_alone, _with_loaders)
+
+
+def part(
+    problem: Problem, names: Sequence[str | Peer] = _ALL, *, dense: bool = False, whole: bool = False
+) -> Comparison:
     """Compare kernels on one problem.
 
     Args:
@@ -39,9 +67,9 @@ def part(problem: Problem, names: Sequence[str] = _ALL, *, dense: bool = False, 
         dense: Whether dense attention is timed beside it.
         whole: Forward and backward in one go, with peak memory, instead of each by itself.
     """
-    entries: list[tuple[Problem, Sequence[str]]] = [(problem, names)]
+    entries: list[tuple[Problem, Sequence[str | Peer]]] = [(problem, names)]
     if dense:
-        entries.append((dataclasses.replace(problem, name=f"{problem.name}, dense", relation=rw.Full()), [*VENDORS]))
+        entries.append((dataclasses.replace(problem, name=f"{problem.name}, dense", relation=rw.Full()), _DENSE))
     directions = (BOTH,) if whole else (FORWARD, BACKWARD)
     return Comparison(entries, directions, 10, memory=whole, ends=True, failures=FAILURES)
 
@@ -50,19 +78,24 @@ def _problem(name: str, relation: Pattern | Drawn, tokens: int, heads: int = 16,
     return Problem(name, relation, tokens, heads, head_dim, dtype=torch.bfloat16, device="cuda")
 
 
+def _series(densities: Sequence[float], tokens: int) -> Comparison:
+    """Compare densities of one length, in turn."""
+    first, *rest = (_problem("densities", Drawn(density), tokens) for density in densities)
+    of = part(first, (OWN,))
+    return dataclasses.replace(of, entries=[*of.entries, *((each, (OWN,)) for each in rest)])
+
+
+_TABLES = (*_ALL, LOADERS)
 #: By the names that ``ringweave bench kernels --part`` takes.
 PARTS = {
-    "16K": part(_problem("stage A", Drawn(0.1), 16384), dense=True),
-    "32K": part(_problem("stage A", Drawn(0.1), 32768), dense=True),
-    "65K": part(_problem("stage A", Drawn(0.1), 65536)),
+    "16K": part(_problem("stage A", Drawn(0.1), 16384), _TABLES, dense=True),
+    "32K": part(_problem("stage A", Drawn(0.1), 32768), _TABLES, dense=True),
+    "65K": part(_problem("stage A", Drawn(0.1), 65536), _TABLES),
     "causal": part(_problem("causal", rw.Causal(), 16384)),
     "window": part(_problem("window", rw.SlidingWindow(1023, 0), 65536)),
     "documents": part(_problem("documents", rw.Documents([2731] * 24) & rw.Causal(), 24 * 2731)),
     "sinks": part(_problem("sinks", (rw.SlidingWindow(1023, 0) | rw.Global(4)) & rw.Causal(), 65536)),
-    **{
-        f"density {density:.0%}": part(_problem("densities", Drawn(density), 32768), (OWN,))
-        for density in (0.5, 0.25, 0.1, 0.05, 0.02, 0.01)
-    },
+    "densities": _series((0.5, 0.25, 0.1, 0.05, 0.02, 0.01), 32768),
     "D 64": part(_problem("90% sparse", Drawn(0.1), 65536, 8, 64), dense=True),
     "D 256": part(_problem("D 256", Drawn(0.1), 16384, 8, 256), (OWN, "flex")),
     "64 x 64": part(_problem("64 x 64, top 64", Drawn(block_size=64, chosen=64), 109632, 7)),
@@ -70,7 +103,7 @@ PARTS = {
 }
 QUICK = (
     part(_problem("stage A", Drawn(0.1), 16384), (OWN, "ringweave:flash"), dense=True),
-    *(part(_problem("densities", Drawn(density), 16384), (OWN,)) for density in (0.5, 0.05)),
+    _series((0.5, 0.05), 16384),
     part(_problem("64 x 64, top 64", Drawn(block_size=64, chosen=64), 16384, 7), (OWN,)),
 )
 

@@ -36,6 +36,8 @@ _INDEXER_RATE = 1e-2
 _INDEXER_STEPS = 4
 # blocks before a row's own that count as its window, which every choice has
 _NEAR = 2
+# held-out contexts of which bits are the mean; and what makes the excerpts of later steps others than of earlier ones
+_EXCERPTS, _OTHER = 8, 1000
 _FAR_RECALL = "recall beyond the window"
 
 
@@ -45,21 +47,22 @@ class Sizes:
 
     Attributes:
         density: Share of the causal pairs that sparse methods have.
-        recall: Tokens, training steps and updates of the tracker, of the first part; its seeds are held-out excerpts.
-        text: Tokens and training steps of the second.
+        recall: Tokens, training steps and updates of the tracker, of the first part; its seeds are held-out excerpts. A
+            step is of a quarter of the tokens; those that follow, a twentieth as many, of all.
+        text: Tokens and training steps of the second, and dense steps before them, which all methods share.
         retrieval: Lengths of the third.
         seeds: How often everything is done.
     """
 
     density: float
     recall: tuple[int, int, int]
-    text: tuple[int, int]
+    text: tuple[int, int, int]
     retrieval: tuple[int, ...]
     seeds: int
 
 
-WHOLE = Sizes(0.1, (4096, 400, 50), (1024, 150), (4096, 8192, 16384), 3)
-QUICK = Sizes(0.25, (512, 3, 2), (256, 2), (512,), 1)
+WHOLE = Sizes(0.1, (4096, 1000, 50), (1024, 100, 400), (4096, 8192, 16384), 3)
+QUICK = Sizes(0.25, (512, 3, 2), (256, 2, 1), (512,), 1)
 
 
 def measure(options: Options, say: Say) -> Measuring:
@@ -67,7 +70,7 @@ def measure(options: Options, say: Say) -> Measuring:
     sizes = QUICK if options.quick else WHOLE
     if options.tokens:
         sizes = dataclasses.replace(
-            sizes, recall=(options.tokens, *sizes.recall[1:]), text=(options.tokens, sizes.text[1]),
+            sizes, recall=(options.tokens, *sizes.recall[1:]), text=(options.tokens, *sizes.text[1:]),
             retrieval=(options.tokens,),
         )  # fmt: skip
     kept = Kept(options.folder)
@@ -201,6 +204,16 @@ def learn(indexer: BlockIndexer, optimizer: torch.optim.Optimizer, loss: Tensor)
     return loss.item()
 
 
+def trained_densely(
+    corpus: Corpus, n: int, steps: int, *, initial: ByteModel | None = None, seed: int = 0
+) -> ByteModel:
+    """Train a model with dense attention on excerpts of n tokens, from a seed's weights or those of another."""
+    models: dict[str, ByteModel] = {}
+    dense: Mapping[str, Attend] = {"dense": lambda q, k, v: rw.attention(q, k, v, rw.Causal())}
+    train(dense, corpus, context=n, steps=steps, budget=1e9, seed=seed, initial=initial, finish=models.__setitem__)
+    return models["dense"]
+
+
 # ---- (a) how much of dense attention's weight ------------------------------------------------------------------------
 
 
@@ -250,11 +263,8 @@ def recall(sizes: Sizes, corpus: Corpus, kept: Kept, say: Say) -> Iterator[Score
 
     @functools.cache
     def model() -> ByteModel:
-        say(f"recall: training a dense model, {steps} steps of {n:,} tokens")
-        models: dict[str, ByteModel] = {}
-        dense: Mapping[str, Attend] = {"dense": lambda q, k, v: rw.attention(q, k, v, rw.Causal())}
-        train(dense, known, context=n, steps=steps, budget=1e9, finish=models.__setitem__)
-        return models["dense"]
+        say(f"recall: training a dense model, {steps} steps of {n // 4:,} tokens, {max(1, steps // 20)} of {n:,}")
+        return trained_densely(known, n, max(1, steps // 20), initial=trained_densely(known, n // 4, steps))
 
     @functools.cache
     def seen(seed: int) -> list[Seen]:
@@ -408,13 +418,21 @@ class Trained:
 
 
 def bits(sizes: Sizes, corpus: Corpus, kept: Kept, say: Say) -> Iterator[Score]:
-    """Train a model with each method, from the same weights on the same text, and weigh held-out text."""
-    n, steps = sizes.text
+    """Go on from a dense model with each method, on the same text, and weigh held-out text."""
+    n, steps, before = sizes.text
+
+    @functools.cache
+    def start(seed: int) -> ByteModel:
+        say(f"bits per byte: training a dense model, {before} steps, seed {seed + 1} of {sizes.seeds}")
+        return trained_densely(corpus.split(_EXCERPTS * n + 1)[0], n, before, seed=seed)
 
     def made(method: str, seed: int) -> tuple[float, float, Sequence[float]]:
         say(f"bits per byte: {method}, seed {seed + 1} of {sizes.seeds}, {steps} steps of {n:,} tokens")
         attend = Trained(method, n, sizes.density, steps, seed)
-        result = train({method: attend}, corpus, context=n, steps=steps, budget=1e9, seed=seed, excerpts=8)[method]
+        result = train(
+            {method: attend}, corpus, context=n, steps=steps, budget=1e9, seed=_OTHER + seed, excerpts=_EXCERPTS,
+            initial=start(seed),
+        )[method]  # fmt: skip
         return attend.density(), result.bits_per_byte, result.losses
 
     static_ones = ("local", _LOCAL_RANDOM, "bigbird", "LongNet")

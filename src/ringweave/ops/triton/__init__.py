@@ -92,5 +92,16 @@ def scratch(case: Case, branch: Branch) -> int:
 
 
 BACKEND = Backend(
-    "triton", forward, backward, refusal, scratch, delta=delta, checked=True, tiled=True, extras=EXTRAS, paged=True
+    "triton",
+    forward,
+    backward,
+    refusal,
+    scratch,
+    delta=delta,
+    checked=True,
+    compiled=True,
+    tiled=True,
+    extras=EXTRAS,
+    paged=True,
+    stored=True,
 )

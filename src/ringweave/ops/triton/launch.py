@@ -16,9 +16,10 @@ from triton.errors import TritonError
 
 from ...errors import UnsupportedError, message
 from ...plan import BlockPlan, Branch
+from ...precision import Scales
 from ..backend import Inputs, Pages, Upstream
 from ..tuning_key import where
-from . import kernels, operands, queues, term_operands
+from . import interpreted, kernels, operands, queues, term_operands
 from .launch_config import Device, LaunchConfig, Packing, choose, goes_past_masks, padded
 from .pairing import Rows, paired, single
 
@@ -33,17 +34,21 @@ _FEW = 16
 
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Launch one kernel; a second joins where lists are split."""
-    q, k, v, scale, scoring, pages, _ = inputs
-    plan = branch.plan(q.device)
+    q, k, v, scale, scoring, pages, scales = inputs
+    plan, device = branch.plan(q.device), _device(q.device)
+    if k.dtype == torch.float8_e4m3fn and device.generation == "ampere":
+        # its compiler has no such type: bytes are converted by the kernel
+        k, v = k.view(torch.uint8), v.view(torch.uint8)
     batch, heads, nq, _ = q.shape
     nk, dim = inputs.nk, v.shape[3]
     out = torch.empty(batch, heads, nq, dim, dtype=dtype, device=q.device)
     lse = torch.empty(batch, heads, nq, dtype=torch.float32, device=q.device)
     ratio = heads // k.shape[1]
     few = nq <= _FEW
-    describable = not few and pages is None and not queues.masks(plan).dead_keys and operands.describable(k, v)
+    as_they_are = pages is None and scales is None
+    describable = not few and as_they_are and not queues.masks(plan).dead_keys and operands.describable(k, v)
     lists, config, packing, queue = by_rows = cut("forward", q, k, v, plan, scoring is not None, describable)
-    plan, device, channels = lists.plan, _device(q.device), max(padded(q.shape[3]), padded(dim))
+    plan, channels = lists.plan, max(padded(q.shape[3]), padded(dim))
     described = config.described and describable
     keys, values = (operands.described(x, config.n) if described else x for x in (k, v))
     specialised = (
@@ -62,8 +67,8 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
             q, keys, values, out, lse, sums, tops, queue.tasks, _shares(queue),
             plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, lists.live, *steps,
             queue.tasks.numel(), heads, ratio, nq, nk, plan.q_tiles, scale * _LOG2_E if extras.terms is None else scale,
-            **sizes, **_of_rows(packing), **extras.arguments, **_stored(pages), TILES=lists.tiles, BLOCK_N=config.n,
-            FOLDED=scale > 0 and extras.terms is None, WIDE=operands.wide(plan, q, k, v), STEP=step,
+            **sizes, **_of_rows(packing), **extras.arguments, **_paged(pages), **_scaled(scales), TILES=lists.tiles,
+            BLOCK_N=config.n, FOLDED=scale > 0 and extras.terms is None, WIDE=operands.wide(plan, q, k, v), STEP=step,
             RAGGED=sizes["MASKED"] or pages is not None or nk % plan.kv_tile > 0, DESCRIBED=described,
             SPECIALISED=specialised,
             BRANCHED=goes_past_masks("forward", config, channels, device, described) and not specialised,
@@ -190,7 +195,8 @@ def cut(
     members = _power(ratio) if queues.shared(plan, ratio) else 1
     height = min(plan.q_tile, _power(q.shape[2]))
     of = functools.partial(choose, kernel, q.shape[3], v.shape[3], q.element_size())
-    about = q.dtype, plan.masks.shape[0] > 0
+    # what was measured was of keys and values as they are
+    about = (q.dtype, plan.masks.shape[0] > 0) if k.dtype == q.dtype else None
     config, lists = (
         of((max(16, height * members), plan.kv_tile), device, about, False, extras, describable),
         single(plan),
@@ -268,13 +274,19 @@ def _sizes(
     }
 
 
-def _stored(pages: Pages | None) -> dict[str, Any]:
+def _paged(pages: Pages | None) -> dict[str, Any]:
     """How the forward kernel finds keys that are stored in pages; nothing of it is compiled where they are not."""
     if pages is None:
         return {"table": None, "lengths": None, "columns": None, "PAGE": 0}
     return {
         "table": pages.table, "lengths": pages.lengths, "columns": pages.table.shape[1], "PAGE": pages.size,
     }  # fmt: skip
+
+
+def _scaled(scales: Scales | None) -> dict[str, Any]:
+    """What stored keys and values are multiplied by, side by side; nothing of it is compiled where they are not."""
+    k, v = (None, None) if scales is None else (x.contiguous() for x in scales)
+    return {"k_scale": k, "v_scale": v}
 
 
 def _of_rows(packing: Packing) -> dict[str, int]:
@@ -284,10 +296,11 @@ def _of_rows(packing: Packing) -> dict[str, int]:
 @functools.cache
 def _device(device: torch.device) -> Device:
     name = where(str(device)) or ""
-    if device.type != "cuda":
-        # the interpreter: any will do
+    if interpreted():
+        # any will do
         return Device("ampere", 99 * 1024, units=8, name=name)
-    with torch.cuda.device(device):
+    # tensors elsewhere are without data: what they would launch is compiled
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         return dataclasses.replace(_of_driver(), name=name)
 
 

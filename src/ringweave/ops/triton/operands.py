@@ -9,15 +9,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...plan import BlockPlan
 from .launch_config import padded
 
-# elements in 16 bytes of a 16-bit type: loads of as many at a time need strides that they divide
-_UNIT = 8
-
 
 def strides(*tensors: Tensor) -> tuple[int, list[int]]:
-    """Find what divides the strides over batch, heads and tokens (8 elements or 1); it, and these divided by it."""
+    """Find what divides the strides over batch, heads and tokens; it, and these divided by it.
+
+    16 elements where some have 8 bits, 8 or 1: loads of 16 bytes at a time need strides that as many elements divide.
+    """
     # where a dimension has one element or none its stride says nothing: it may be anything
     steps = [step if side > 1 else 0 for x in tensors for step, side in zip(x.stride()[:3], x.shape, strict=False)]
-    unit = _UNIT if all(step % _UNIT == 0 for step in steps) else 1
+    units = (16, 8) if any(x.element_size() == 1 for x in tensors) else (8,)
+    unit = next((unit for unit in units if all(step % unit == 0 for step in steps)), 1)
     return unit, [step // unit for step in steps]
 
 

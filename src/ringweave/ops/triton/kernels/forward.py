@@ -15,11 +15,13 @@ from .loads import (
     SIZES,
     alive,
     held,
+    of_codes,
     of_head,
     paged_tile,
     partly,
     place,
     rows,
+    scales,
     share_of,
     spread,
     store,
@@ -34,6 +36,7 @@ def forward(
     q, k, v, out, lse, sums, tops, queue, shares, group, row_ptr, col, bits, masks, live,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
     items, heads, ratio, nq, nk, tiles, scale, places, tables, numbers, drop, table, lengths, columns,
+    k_scale, v_scale,
     D: tl.constexpr, DV: tl.constexpr, PAD_D: tl.constexpr, PAD_DV: tl.constexpr,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, TILES: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -46,6 +49,7 @@ def forward(
 
     With terms it is neither. Where PAGE is not 0, keys and values lie in pages of so many tokens, found through
     ``table``, of ``columns``: ``k_b`` and ``v_b`` then lead from page to page, and ``lengths`` say where keys end.
+    With ``k_scale`` and ``v_scale`` they are stored in 8 bits: products are of what is stored, and scales join later.
     """
     BLOCK_M: tl.constexpr = HEADS * ROWS
     PARTS_N: tl.constexpr = KV_TILE // BLOCK_N
@@ -67,11 +71,10 @@ def forward(
         mine = within(local, room, q_first, nq, HEADS, ROWS)
         queries_at = q + b * q_b + head * q_h + q_first.to(tl.int64) * q_n
         if SPECIALISED:
-            # warps of their own load by descriptors alone; a part past the end has no size, and stores nothing
-            there = tl.minimum(q_first, nq - 1)
-            queries_at = q + b * q_b + head * q_h + there.to(tl.int64) * q_n
-            loader = tl.make_tensor_descriptor(queries_at, [nq - there, D], [q_n, 1], [BLOCK_M, PAD_D])
-            queries = loader.load([0, 0])
+            # warps of their own load by descriptors alone. Triton 3.7.1 gives half of the rows to other warps by adding
+            # 64 to the value that is their coordinate, wherever it is used: a value of its own, no 0 nor q_first
+            loader = tl.make_tensor_descriptor(q + b * q_b + head * q_h, [nq, D], [q_n, 1], [BLOCK_M, PAD_D])
+            queries = loader.load([tl.maximum(q_first, 0), 0])
         else:
             queries = rows(queries_at, spread(local, q_h, q_n, HEADS, ROWS, WIDE), mine, D, PAD_D)
         kv_head = head // ratio
@@ -104,7 +107,12 @@ def forward(
                 keys = paged_tile(keys_at, pages, first, keep, k_b, k_n, inside, BLOCK_N, D, PAD_D, PAGE)
             else:
                 keys = tile(k, keys_at, b, kv_head, first, k_n, inside, BLOCK_N, D, PAD_D, WIDE, DESCRIBED)
+            if k_scale is not None:
+                keys = of_codes(keys, queries.dtype)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            if k_scale is not None:
+                of = scales(k_scale, table, columns, b, kv_head, heads // ratio, nk, first, keep, inside, BLOCK_N, PAGE)
+                scores *= of[None, :]
             if not FOLDED:
                 scores *= scale
             if EXTRAS:
@@ -133,6 +141,14 @@ def forward(
                 values = paged_tile(values_at, pages, first, keep, v_b, v_n, used, BLOCK_N, DV, PAD_DV, PAGE)
             else:
                 values = tile(v, values_at, b, kv_head, first, v_n, used, BLOCK_N, DV, PAD_DV, WIDE, DESCRIBED)
+            if v_scale is not None:
+                of = scales(v_scale, table, columns, b, kv_head, heads // ratio, nk, first, keep, used, BLOCK_N, PAGE)
+                if queries.dtype == tl.float16:
+                    # of weights times scales its exponents hold too few
+                    values = (of_codes(values, tl.float32) * of[:, None]).to(tl.float16)
+                else:
+                    weights *= of[None, :]
+                    values = of_codes(values, queries.dtype)
             acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
             top = new_top
 

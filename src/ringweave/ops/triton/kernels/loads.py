@@ -165,12 +165,44 @@ def paged_tile(at, pages, first, keep, page_step, stride, inside, SIZE: tl.const
                PADDED: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
     """As ``tile``, from ``pages``, the row of a table; of its numbers only those of tokens before the end are read."""
     token = first + tl.arange(0, SIZE)
+    number = page_of(pages, first, keep, SIZE, PAGE)
+    lines = number * page_step + (token % PAGE).to(tl.int64) * stride
+    return rows(at, lines, inside, DIM, PADDED)
+
+
+@triton.jit
+def page_of(pages, first, keep, SIZE: tl.constexpr, PAGE: tl.constexpr):
+    """Look up the page of SIZE tokens from ``first`` on: one number, or one for each."""
     if PAGE % SIZE == 0:
         number = tl.load(pages + first // PAGE, mask=keep > 0, other=0)
     else:
+        token = first + tl.arange(0, SIZE)
         number = tl.load(pages + token // PAGE, mask=tl.arange(0, SIZE) < keep, other=0)
-    lines = number.to(tl.int64) * page_step + (token % PAGE).to(tl.int64) * stride
-    return rows(at, lines, inside, DIM, PADDED)
+    return number.to(tl.int64)
+
+
+@triton.jit
+def scales(of, table, columns, b, h, heads, tokens, first, keep, inside, SIZE: tl.constexpr, PAGE: tl.constexpr):
+    """Load what SIZE rows of key head ``h`` are multiplied by, stored in 8 bits: of (B, heads, tokens), or of pages."""
+    token = first + tl.arange(0, SIZE)
+    if PAGE:
+        page = page_of(table + b * columns, first, keep, SIZE, PAGE)
+        at = (page * heads + h) * PAGE + token % PAGE
+    else:
+        at = (b * heads + h) * tokens + token
+    return tl.load(of + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def of_codes(codes, dtype: tl.constexpr):
+    """Convert what is stored in 8 bits: exactly, to any type. Bytes are e4m3, where the compiler has no such type."""
+    if codes.dtype == tl.uint8:
+        # sign, exponent and fraction in their places; float16's exponents are 8 more
+        code = (codes.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -16512
+        half = code.to(tl.float16, bitcast=True) * 256.0
+        return tl.where((code & 16256) == 16256, float("nan"), half).to(dtype)
+    else:
+        return codes.to(dtype)
 
 
 @triton.jit
