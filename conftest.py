@@ -7,6 +7,7 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,17 @@ def pytest_collection_finish() -> None:
 def _seed(doctest_namespace: dict[str, object]) -> None:
     torch.manual_seed(0)
     doctest_namespace.update(example_names())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _as_many_threads() -> Iterator[None]:
+    """No file leaves another number of threads behind, here or for threads that begin later."""
+    before = torch.get_num_threads()
+    yield
+    with ThreadPoolExecutor(1) as begun:
+        after = torch.get_num_threads(), begun.submit(torch.get_num_threads).result()
+    torch.set_num_threads(before)
+    assert after == (before, before), "a test set another number of threads, and left it"
 
 
 @pytest.fixture

@@ -30,7 +30,6 @@ def call(
     mesh: Any, x: Inputs, pattern: Pattern, options: dict[str, Any], per_node: int | None = None, backend: str = "auto"
 ) -> Share:
     """Forward and backward of this rank's shard."""
-    torch.set_num_threads(1)
     heads = x.q.shape[1], x.k.shape[1]
     ctx = ContextParallel(mesh, pattern, x.q.shape[2], heads=heads, **options)
     if per_node is not None:

@@ -123,10 +123,15 @@ def run(size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
             shared.barrier.abort()
 
     threads = [threading.Thread(target=work, args=(rank,), name="rank") for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # of the process: a rank that sets its own leaves it to all threads that begin later
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch.set_num_threads(before)
     consequences = (threading.BrokenBarrierError, NothingCameError)
     for error in sorted(errors, key=lambda error: isinstance(error, consequences)):
         raise error

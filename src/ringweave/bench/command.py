@@ -117,7 +117,7 @@ def page(
     console, pages = Console(highlight=False), case_pages(read_lines(files))
     for each in pages:
         goals = [record for record in each.records if isinstance(record, Target) and record.bound is not None]
-        _print_targets(console, goals, each.case)
+        _print_targets(console, goals, escape("\n".join((each.case, *each.machines))))
     console.print(f"Page: {write_figures(pages, out).resolve()}", soft_wrap=True, markup=False)
 
 
