@@ -261,6 +261,18 @@ def test_keys_in_8_bits_and_in_another_type() -> None:
         assert made[0].sent < 300 * TOKEN * 0.6
 
 
+def test_key_heads_that_serve_unequally_many() -> None:
+    """Of six query heads a branch has three: two of one key head, one of another."""
+    x = random(200, heads=6, kv_heads=3)
+    pattern = rw.LongNet([40, 200], [1, 2], heads="partitioned")
+    want = results(x, pattern)
+    with streaming() as made:
+        got = results(x, pattern)
+    assert made[0].calls["compute_after"] > 2
+    for name in oracle.NAMES:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("learns", ["q", "k", "v", "kv"])
 def test_layouts_and_some_gradients(learns: str) -> None:
     """Transposed, with gaps, and one head's keys for all."""
@@ -353,13 +365,18 @@ def test_compiled() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return rw.attention(q, k, v, rw.Causal(), on_oom="stream").sin()
 
-    want = rw.attention(x.q, x.k, x.v, rw.Causal()).sin()
-    with streaming() as made:
-        leaves = x.leaves()
-        got = step(*leaves)
-        got.sum().backward()
-    assert len(made) == 2
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    found = []
+    for stream in (False, True):
+        with streaming() if stream else contextlib.nullcontext([]) as made:
+            leaves = x.leaves()
+            out = step(*leaves)
+            found.append([out, *torch.autograd.grad(out.sum(), leaves)])
+        assert len(made) == 2 * stream
+    for got, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    # the check of devices is traced too
+    q, k = torch.empty(1, HEADS, 150, DIM, device="meta"), torch.randn(1, KV_HEADS, 150, DIM)
+    assert step(q, k, k).device.type == "meta"
 
 
 # ---- what is allowed -------------------------------------------------------------------------------------------------
