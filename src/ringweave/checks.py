@@ -31,8 +31,8 @@ _OF_DISTANCE = frozenset({"ALiBi", "DistanceBias"})
 _LARGEST_SCALE = 1e38
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ShapeError unless q, k and v fit each other."""
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, hosted: bool = False) -> None:
+    """Raise ShapeError unless q, k and v fit each other; ``hosted``: k and v may be on the host, and q on a GPU."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ShapeError(message(name, type(x).__name__, "a tensor", "Pass torch tensors."))
@@ -59,10 +59,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ShapeError(message(f"{name}.dtype", x.dtype, f"{q.dtype}, as q", f"Convert with {name}.to(q.dtype)."))
-        if x.device != q.device:
-            raise ShapeError(
-                message(f"{name}.device", x.device, f"{q.device}, as q", f"Move it with {name}.to(q.device).")
-            )
+        if x.device != q.device and not (hosted and _on_host(q, k, v)):
+            remedy = f"Move it with {name}.to(q.device)."
+            if not hosted and _on_host(q, k, v):
+                remedy = f"{remedy[:-1]}, or leave k and v there and pass on_oom='stream' to attention()."
+            raise ShapeError(message(f"{name}.device", x.device, f"{q.device}, as q", remedy))
         if x.shape[0] != q.shape[0]:
             raise ShapeError(message(f"{name} batch", x.shape[0], f"{q.shape[0]}, as q", "Expand or slice the batch."))
     if k.shape[3] != q.shape[3]:
@@ -81,6 +82,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ShapeError(
             message("k heads", k.shape[1], f"a divisor of the {q.shape[1]} query heads", "Repeat or drop key heads.")
         )
+
+
+# where a copy beside the computing is known; tensors of meta have shapes alone
+_STREAMED = frozenset({"cuda", "meta"})
+
+
+def _on_host(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Tell whether keys and values are on the host, and queries on what they could be streamed to."""
+    return k.device.type == v.device.type == "cpu" and q.device.type in _STREAMED
 
 
 # asked once: what torch 2.11 compiles cannot ask
@@ -115,9 +125,10 @@ def check_call(
     dropout: float = 0.0,
     terms: object = (),
     context: ContextParallel | None = None,
+    hosted: bool = False,
 ) -> tuple[Pattern, float, int, tuple[Term, ...], float]:
     """Raise a typed error unless the call can run; what to use: pattern, scale, q_offset, terms and dropout."""
-    check_tensors(q, k, v)
+    check_tensors(q, k, v, hosted=hosted)
     if not isinstance(pattern, Pattern):
         refuse(pattern)
     pattern = pattern.bound(q.shape[1], k.shape[1])

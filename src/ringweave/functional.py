@@ -66,8 +66,9 @@ def attention(
             to a multiple of 2 ** -16. Drawn from torch's default generator, one seed a call; pass it in training only.
         precision: What is rounded to what, such as ``Precision(kv=torch.int8)``; None: nothing beyond the types given.
         on_oom: When memory runs out: ``"degrade"`` computes the same in pieces, forward and backward, and logs what it
-            costs; ``"raise"`` raises; ``"sparsify"`` degrades, and then, with a warning, leaves out far keys, which is
-            another answer. With a context a rank raises, whatever is asked.
+            costs; ``"stream"`` degrades, and k and v may be on the host while q is on a GPU: what is attended comes in
+            pieces, and their gradients are made on the host; ``"raise"`` raises; ``"sparsify"`` degrades, then, with a
+            warning, leaves out far keys, which is another answer. With a context a rank raises, whatever is asked.
     Returns:
         Output, (B, Hq, Nq, Dv), dtype of q.
     Raises:
@@ -130,7 +131,7 @@ def attention_with_lse(
         sink_logits: (Hq,): learned logits; lse includes them.
         dropout: Share of the weights that are dropped; lse is as without.
         precision: What is rounded to what.
-        on_oom: ``"degrade"``, ``"raise"`` or ``"sparsify"``.
+        on_oom: ``"degrade"``, ``"stream"``, ``"raise"`` or ``"sparsify"``.
     Returns:
         ``AttentionOutput(out, lse)``: (B, Hq, Nq, Dv) in q's dtype and (B, Hq, Nq) in float32 (float64 for float64).
     Raises:
@@ -179,9 +180,9 @@ def attention_with_lse(
             on_oom=on_oom,
         )
     q, k, v = autocast(q, k, v)
-    policy, dtype = as_precision(precision), None
+    policy, dtype, hosted = as_precision(precision), None, on_oom == "stream"
     if policy.compute is not None:
-        check_tensors(q, k, v)
+        check_tensors(q, k, v, hosted=hosted)
         dtype = q.dtype
         q, k, v = (x.to(policy.compute) for x in (q, k, v))
     pattern, scale, q_offset, terms, dropout = check_call(
@@ -196,6 +197,7 @@ def attention_with_lse(
         context=context,
         terms=terms,
         dropout=dropout,
+        hosted=hosted,
     )
     if sink_logits is not None:
         check_sinks(sink_logits, q)

@@ -247,7 +247,7 @@ def test_sparsify_is_another_answer_and_says_so() -> None:
 @pytest.mark.parametrize("on_oom", ["", "fall back", None, 3, [], torch.ones(2)], ids=repr)
 def test_ways_that_there_are_not(on_oom: Any) -> None:
     x = oracle.Inputs.random(32)
-    with pytest.raises(UnsupportedError, match="on_oom: got .*; wanted one of raise, degrade, sparsify"):
+    with pytest.raises(UnsupportedError, match="on_oom: got .*; wanted one of raise, degrade, stream, sparsify"):
         rw.attention(x.q, x.k, x.v, on_oom=on_oom)
 
 

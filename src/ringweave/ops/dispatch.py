@@ -145,7 +145,7 @@ def run_forward(inputs: Inputs, pattern: Pattern, q_offset: int, backend: str) -
     out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=acc)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=acc)
     for branch, chosen in steps:
-        view = _View(branch, case)
+        view = View(branch, case)
         part, part_lse = chosen.forward(view.of(inputs), branch, acc)
         merge_into(view.of_q(out), view.of_q(lse), part, part_lse)
     return out.to(q.dtype), lse
@@ -178,7 +178,7 @@ def run_backward(
     totals = [torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in inputs[:3]]
     for branch, chosen in steps:
         assert chosen.backward is not None
-        view = _View(branch, case)
+        view = View(branch, case)
         mine = Upstream(view.of_q(dout), view.of_q(lse), view.of_q(delta))
         dq, dk, dv = chosen.backward(mine, view.of(inputs), branch, lse.dtype)
         view.of_q(totals[0]).add_(dq)
@@ -193,8 +193,14 @@ def is_whole(branch: Branch, case: Case) -> bool:
     return branch.rate == 1 and branch.head_count == case.heads
 
 
-class _View:
-    """A branch's part of tensors laid out (B, heads, tokens, ...): strided views, no copies where heads allow it."""
+class View:
+    """A branch's part of tensors laid out (B, heads, tokens, ...): strided views, no copies where heads allow it.
+
+    Attributes:
+        heads: Its heads.
+        queries: Its queries.
+        keys: Its keys.
+    """
 
     def __init__(self, branch: Branch, case: Case):
         self.heads = Heads(branch, case.heads // case.kv_heads)
@@ -202,6 +208,7 @@ class _View:
         self.keys = slice(branch.k_first, None, branch.rate)
 
     def of(self, inputs: Inputs) -> Inputs:
+        """Its part of all."""
         scoring = inputs.scoring
         if scoring is not None:
             heads, rows, columns = scoring.heads[self.heads.queries], scoring.rows, scoring.columns
@@ -209,15 +216,17 @@ class _View:
         return inputs._replace(q=self.of_q(inputs.q), scoring=scoring).of_keys(self.of_k)
 
     def of_q(self, x: Tensor) -> Tensor:
+        """Its queries of (B, Hq, Nq, ...)."""
         return x[:, self.heads.queries, self.queries]
 
     def of_k(self, x: Tensor) -> Tensor:
+        """Its keys of (B, Hkv, Nk, C), as a kernel takes them."""
         return self.heads.for_kernel(self.heads.of_keys(x[:, :, self.keys]))
 
     def add_to_k(self, total: Tensor, part: Tensor) -> None:
+        """Add what a kernel gives to (B, Hkv, Nk, C)."""
         tokens = total[:, :, self.keys]
-        distinct = self.heads.of_keys(tokens).shape[1]
-        self.heads.update(tokens, Tensor.add_, self.heads.from_kernel(part, distinct))
+        self.heads.update(tokens, Tensor.add_, self.heads.from_kernel(part))
 
 
 def describe(steps: Sequence[tuple[Branch, Backend]]) -> list[tuple[int, str]]:

@@ -16,6 +16,7 @@ class Heads:
     Attributes:
         queries: The branch's query heads.
         keys: Its distinct key heads: a slice, so a view, where they are evenly spaced.
+        count: How many these are.
         repeat: For each query head its place among ``keys``, where key heads serve unequally many; else None.
     """
 
@@ -27,7 +28,8 @@ class Heads:
         step = distinct[1] - distinct[0] if len(distinct) > 1 else 1
         even = distinct == list(range(distinct[0], distinct[-1] + 1, step))
         self.keys: slice | list[int] = slice(distinct[0], distinct[-1] + 1, step) if even else distinct
-        share = len(of_query) // len(distinct)
+        self.count = len(distinct)
+        share = len(of_query) // self.count
         grouped = of_query == [head for head in distinct for _ in range(share)]
         self.repeat = None if grouped else torch.tensor([distinct.index(head) for head in of_query], device="cpu")
 
@@ -46,9 +48,9 @@ class Heads:
         """Repeat distinct key heads as a kernel takes them: once per query head where they do not group."""
         return x if self.repeat is None else x.index_select(1, self.repeat.to(x.device))
 
-    def from_kernel(self, x: Tensor, distinct: int) -> Tensor:
+    def from_kernel(self, x: Tensor) -> Tensor:
         """Undo ``for_kernel`` for gradients: they are summed over the query heads of each key head."""
         if self.repeat is None:
             return x
-        total = x.new_zeros(x.shape[0], distinct, *x.shape[2:])
+        total = x.new_zeros(x.shape[0], self.count, *x.shape[2:])
         return total.index_add_(1, self.repeat.to(x.device), x)

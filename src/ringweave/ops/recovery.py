@@ -2,7 +2,8 @@
 
 The rungs, each tried when the one before it runs out of memory too: what is cached is given back, and the call is made
 again; pieces of some key heads and their query heads; pieces of some queries of one key head (not of a pattern that is
-made for all of them: a table with several rows of blocks). Scores are recomputed in
+made for all of them: a table with several rows of blocks). On each rung keys and values that are on the host come in
+pieces (streamed.py), where that was asked for. Scores are recomputed in
 backward on every rung, as always. A row sees the keys that it saw, in their order, so where pieces are whole tiles of
 the same sides the native kernel gives the same bits; gradients of keys are sums over pieces of queries, in float32.
 """
@@ -22,12 +23,12 @@ from ..errors import PatternError, ShapeError, UnsupportedError, is_out_of_memor
 from ..patterns import Pattern, SlidingWindow
 from ..plan.from_pattern import DEFAULT_TILE
 from ..types import acc_dtype
+from . import dispatch, streamed
 from .backend import Inputs
-from .dispatch import run_backward, run_forward
 
 R = TypeVar("R")
 
-ON_OOM = ("raise", "degrade", "sparsify")
+ON_OOM = ("raise", "degrade", "stream", "sparsify")
 _FEWER = 4  # as few queries at once as on the rung before, a fourth
 _log = logging.getLogger("ringweave")
 _told: set[str] = set()
@@ -54,7 +55,11 @@ class Piece(NamedTuple):
 
 
 def forward(inputs: Inputs, pattern: Pattern, q_offset: int, backend: str, degrade: bool) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) as :func:`run_forward`, in pieces where memory does not suffice for the whole."""
+    """Compute (out, lse) as :func:`dispatch.run_forward`, in pieces where memory does not suffice for the whole."""
+    run_forward = dispatch.run_forward
+    if streamed.hosted(inputs):
+        _tell_of_host("forward", inputs)
+        run_forward = streamed.run_forward
 
     def whole() -> tuple[Tensor, Tensor]:
         return run_forward(inputs, pattern, q_offset, backend)
@@ -81,7 +86,11 @@ def backward(
     backend: str,
     degrade: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (dq, dk, dv) as :func:`run_backward`, in pieces where memory does not suffice for the whole."""
+    """Compute (dq, dk, dv) as :func:`dispatch.run_backward`, in pieces where memory does not suffice for the whole."""
+    run_backward = dispatch.run_backward
+    if streamed.hosted(inputs):
+        _tell_of_host("backward", inputs)
+        run_backward = streamed.run_backward
 
     def fresh() -> None:
         # what was added before memory ran out
@@ -239,9 +248,22 @@ def _tell(direction: str, inputs: Inputs, cut: Rung | None) -> None:
         what = "in pieces of queries"
         pieces = cut.groups * -(-inputs.q.shape[2] // cut.rows)
         cost = f"{pieces} calls that read all keys each" + ", gradients of keys in float32" * (direction == "backward")
-    if (said := f"{direction} {what}") not in _told:
-        _told.add(said)
-        _log.warning("memory ran out: attention goes on, %s (the same result; cost: %s)", said, cost)
+    _say("memory ran out: attention goes on", f"{direction} {what}", cost)
+
+
+def _tell_of_host(direction: str, inputs: Inputs) -> None:
+    """Log that keys and values come from the host, once."""
+    cost = "each key that a query attends is copied once"
+    if direction == "backward":
+        cost += " more, and its gradients back"
+    what = f"{direction} in pieces of {streamed.PIECE // 2**20} MiB of them on {inputs.q.device.type}"
+    _say("keys and values are on the host: attention computes", what, cost)
+
+
+def _say(why: str, what: str, cost: str) -> None:
+    if what not in _told:
+        _told.add(what)
+        _log.warning("%s, %s (the same result; cost: %s)", why, what, cost)
 
 
 def check_on_oom(on_oom: object, context: object = None, sharded: bool = False) -> None:
@@ -249,6 +271,10 @@ def check_on_oom(on_oom: object, context: object = None, sharded: bool = False) 
     if not isinstance(on_oom, str) or on_oom not in ON_OOM:
         wanted = f"one of {', '.join(ON_OOM)}"
         raise UnsupportedError(message("on_oom", shown(on_oom), wanted, "Use 'degrade': it changes no result."))
+    if on_oom == "stream" and (context is not None or sharded):
+        got = "'stream' where ranks share the call"
+        remedy = "Leave it out: ranks hold their shards on their devices."
+        raise UnsupportedError(message("on_oom", got, "'raise' or 'degrade'", remedy))
     if on_oom == "sparsify" and (context is not None or sharded or torch.compiler.is_compiling()):
         got = "'sparsify' where ranks share the call, or under torch.compile"
         remedy = "Use 'degrade', or a sparser pattern from the start."

@@ -1,13 +1,47 @@
-"""Some rows and columns of a plan as a plan of their own: what one rank computes of the whole."""
+"""Some rows and columns of a plan as a plan of their own: what one rank, or one piece of the keys, is of the whole."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from .block_plan import BlockPlan, pack_masks, unpack_masks
+from .branches import Branch
 from .lists import RowSet, assemble
+from .streams import made, used
+
+
+@dataclass(frozen=True, eq=False)
+class CutBranch(Branch):
+    """Some rows and columns of a branch, under a plan of their own."""
+
+    tiles: BlockPlan
+    _on: dict[str, BlockPlan] = field(default_factory=dict)
+
+    @property
+    def structure(self) -> str:
+        """Say that rows and columns are cut out: no dense kernel knows them."""
+        return "sparse"
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Keep the tile of the whole's plan."""
+        return self.tiles.q_tile, self.tiles.kv_tile
+
+    def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
+        """Give the plan of the cut, on a device."""
+        device = torch.device(device)
+        plan = self._on.get(str(device))
+        if plan is None:
+            plan = self.tiles.to(device)
+            if not made(plan, device):
+                return plan
+            self._on[str(device)] = plan
+        used(plan, device)
+        return plan
 
 
 def subplan(

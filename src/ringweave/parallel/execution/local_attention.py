@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,35 +12,10 @@ from ...memory.workspace import Workspace
 from ...ops.backend import Backend, Case, Inputs, Scoring, Upstream
 from ...ops.dispatch import choose
 from ...ops.head_views import Heads
-from ...plan import BlockPlan, Branch, subplan
+from ...plan import Branch, CutBranch, subplan
 from ..planning.demand import Bools, Demand
 from ..planning.placement import Int64
 from .places import Tokens
-
-
-@dataclass(frozen=True, eq=False)
-class LocalBranch(Branch):
-    """Some rows and columns of a branch, under a plan of their own."""
-
-    tiles: BlockPlan
-    _on: dict[str, BlockPlan] = field(default_factory=dict)
-
-    @property
-    def structure(self) -> str:
-        """Say that rows and columns are cut out: no dense kernel knows them."""
-        return "sparse"
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Keep the tile of the whole's plan."""
-        return self.tiles.q_tile, self.tiles.kv_tile
-
-    def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
-        """Give the plan of the cut, on a device."""
-        name = str(torch.device(device))
-        if name not in self._on:
-            self._on[name] = self.tiles.to(device)
-        return self._on[name]
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,14 +141,13 @@ class LocalAttention:
 
     def backward(self, inputs: Inputs, upstream: Upstream, backend: str) -> tuple[Tensor, Tensor, Tensor]:
         """Compute dq of its queries, and dk and dv of the buffers, in lse's dtype."""
-        distinct = inputs.k.shape[1]
         inputs = self._taken(inputs)
         chosen = self.chosen(inputs, backend, needs_grad=True)
         assert chosen.backward is not None
         lse, delta = self._take(upstream.lse[..., None], -torch.inf), self._take(upstream.delta[..., None])
         upstream = Upstream(self._take(upstream.dout), lse[..., 0], delta[..., 0])
         dq, dk, dv = chosen.backward(upstream, inputs, self.branch, lse.dtype)
-        return self._given(dq), self.heads.from_kernel(dk, distinct), self.heads.from_kernel(dv, distinct)
+        return self._given(dq), self.heads.from_kernel(dk), self.heads.from_kernel(dv)
 
     def chosen(self, inputs: Inputs, backend: str, needs_grad: bool = False) -> Backend:
         """Choose who computes it."""
@@ -272,4 +246,4 @@ def _cut(
     if len(rows) == plan.q_tiles and len(columns) == plan.kv_tiles and edges is None and present is None:
         return branch, cut
     tiles = subplan(plan, rows, columns, present=present, wanted=edges)
-    return LocalBranch(branch.pattern, branch.heads, 1, 0, 0, tiles.nq, tiles.nk, 0, branch.batch, tiles), cut
+    return CutBranch(branch.pattern, branch.heads, 1, 0, 0, tiles.nq, tiles.nk, 0, branch.batch, tiles), cut

@@ -1,0 +1,318 @@
+"""Attention of queries on a device to keys and values that stay on the host: these come in pieces of whole tiles.
+
+A piece is the next few key tiles that any query attends; the others never move. It is computed against the rows that
+attend it, under its own part of the plan, so every pattern can be cut and positions are those of the whole. Forward
+merges pieces by their log-sum-exp. Backward has the whole's: pieces come once more, dQ is summed on the device, and dK
+and dV of a piece go back, each once.
+
+Two slots of memory take turns: while a piece is computed the next one comes, and gradients of the one before return.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError, message
+from ..merge import merge_into
+from ..patterns import Pattern
+from ..patterns.tiles import Int64
+from ..plan import BlockPlan, Branch, CutBranch, branches, subplan
+from ..types import acc_dtype
+from .backend import Case, Inputs, Upstream, delta_in_chunks, readable
+from .copies import Copies
+from .dispatch import BACKENDS, View, choose
+
+#: Bytes of keys and values that are copied at a time; there are two such pieces, and of gradients as many.
+PIECE = 2**26
+# where a tensor may begin in a slot
+_ALIGN = 256
+
+
+def hosted(inputs: Inputs) -> bool:
+    """Tell whether keys and values are elsewhere than queries."""
+    return inputs.k.device != inputs.q.device
+
+
+def copies_of(inputs: Inputs) -> Copies:
+    """Begin to copy them."""
+    return Copies(inputs.q.device)
+
+
+class Stretch(NamedTuple):
+    """Some key tiles of a branch.
+
+    Attributes:
+        runs: Which keys of the view.
+        rows: The queries of the view that attend one of them, and what lies between.
+        branch: These rows and keys.
+    """
+
+    runs: tuple[slice, ...]
+    rows: slice
+    branch: Branch
+
+
+# by plan and tiles a piece; gone with the plan
+_cut: weakref.WeakKeyDictionary[BlockPlan, dict[int, list[Stretch]]] = weakref.WeakKeyDictionary()
+
+
+def stretches(branch: Branch, tiles: int) -> list[Stretch]:
+    """Cut the keys of a branch that queries attend, so many tiles at a time."""
+    if branch.structure != "sparse":
+        # what dense kernels know, of which nobody makes a plan, is cut into what they know
+        side = tiles * branch.tile[1]
+        return [_dense(branch, key, min(key + side, branch.nk)) for key in range(0, _attended(branch), side)]
+    plan = branch.plan("cpu")
+    known = _cut.setdefault(plan, {})
+    if tiles not in known:
+        row, col = plan.tile_rows().numpy(), plan.col.numpy()
+        columns = np.unique(col).astype(np.int64)
+        parts = [columns[first : first + tiles] for first in range(0, len(columns), tiles)]
+        number = np.searchsorted(columns, col) // tiles
+        first, last = np.full(len(parts), plan.q_tiles), np.zeros(len(parts), np.int64)
+        np.minimum.at(first, number, row)
+        np.maximum.at(last, number, row)
+        known[tiles] = [_stretch(branch, plan, *each) for each in zip(parts, first, last + 1, strict=True)]
+    return known[tiles]
+
+
+def _attended(branch: Branch) -> int:
+    return branch.nk if branch.structure == "full" else min(branch.nq, branch.nk)
+
+
+def _dense(branch: Branch, start: int, stop: int) -> Stretch:
+    # causal from the first key on is causal again
+    first = 0 if branch.structure == "full" else start
+    part = replace(branch, rate=1, q_first=0, k_first=0, nq=branch.nq - first, nk=stop - start)
+    return Stretch((slice(start, stop),), slice(first, branch.nq), part)
+
+
+def _stretch(branch: Branch, plan: BlockPlan, columns: Int64, first: np.int64, last: np.int64) -> Stretch:
+    runs = tuple(
+        slice(int(run[0]) * plan.kv_tile, min((int(run[-1]) + 1) * plan.kv_tile, plan.nk))
+        for run in np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1)
+    )
+    part, begin = subplan(plan, np.arange(first, last), columns), int(first) * plan.q_tile
+    # of the view's heads: views of others may share the plan
+    heads = (0, branch.head_count, 1)
+    cut = CutBranch(branch.pattern, heads, 1, 0, 0, part.nq, part.nk, 0, branch.batch, part)
+    return Stretch(runs, slice(begin, begin + part.nq), cut)
+
+
+class _Work(NamedTuple):
+    """A piece of a branch, and the branch's view."""
+
+    view: View
+    stretch: Stretch
+
+    def of_host(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """The piece's keys in (B, Hkv, Nk, ...) where they lie, run by run, and their places in the piece."""
+        tokens, end = x[:, :, self.view.keys], 0
+        for run in self.stretch.runs:
+            begin, end = end, end + run.stop - run.start
+            yield slice(begin, end), tokens[:, :, run]
+
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        """Of the piece's keys: distinct heads, each once."""
+        return x.shape[0], self.view.heads.count, self.stretch.branch.nk, *x.shape[3:]
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The piece's rows of (B, Hq, Nq, ...)."""
+        return self.view.of_q(x)[:, :, self.stretch.rows]
+
+    def inputs(self, inputs: Inputs, keys: Iterator[Tensor]) -> Inputs:
+        """What the kernel gets, of keys on the device."""
+        asked, view = inputs.scoring, self.view
+        if asked is not None:
+            columns = asked.columns[view.keys]
+            asked = asked._replace(
+                heads=asked.heads[view.heads.queries],
+                rows=asked.rows[view.queries][self.stretch.rows],
+                columns=torch.cat([columns[run] for run in self.stretch.runs]),
+            )
+        mine = inputs._replace(q=self.rows(inputs.q), scoring=asked)
+        return mine.of_keys(lambda _: view.heads.for_kernel(next(keys)))
+
+
+class _Slot:
+    """Memory of one piece on both sides, and the events that say whose it is."""
+
+    def __init__(self, copies: Copies, nbytes: int, returned: int = 0):
+        self.copies = copies
+        self.host, self.device = copies.on_host(nbytes), copies.on_device(nbytes)
+        # what had this memory may still be computed with
+        self.read = copies.computed()
+        self.sent: Any = None
+        self.back = copies.on_host(returned) if returned else None
+        #: A piece's gradients on their way to the host: the event of their arrival, and themselves.
+        self.returning: tuple[Any, _Work, list[Tensor]] | None = None
+
+    def send(self, work: _Work, tensors: Sequence[Tensor]) -> None:
+        """Begin to copy a piece of the host's tensors."""
+        if self.sent is not None:
+            self.copies.wait(self.sent)
+        shapes = [(work.shape(x), x.dtype) for x in tensors]
+        for x, staged in zip(tensors, _carved(self.host, shapes), strict=True):
+            for place, some in work.of_host(x):
+                staged[:, :, place] = work.view.heads.of_keys(some)
+        self.copies.copy_after(self.read)
+        used = _used(shapes)
+        self.sent = self.copies.copy(self.device[:used], self.host[:used])
+
+    def keys(self, work: _Work, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """The piece on the device, once it is there."""
+        self.copies.compute_after(self.sent)
+        return _carved(self.device, [(work.shape(x), x.dtype) for x in tensors])
+
+    def give_back(self, work: _Work, grads: Sequence[Tensor]) -> None:
+        """Begin to copy gradients of a piece to the host."""
+        assert self.back is not None
+        held = [grad.contiguous() for grad in grads]
+        self.copies.copy_after(self.copies.computed())
+        event, begin = None, 0
+        for grad in held:
+            event = self.copies.copy(self.back[begin : begin + grad.nbytes], grad.view(-1).view(torch.uint8))
+            begin = _aligned(begin + grad.nbytes)
+        # until they have arrived their memory is theirs
+        self.returning = event, work, held
+
+    def settle(self, totals: Sequence[Tensor]) -> None:
+        """Add what was given back to the host's gradients, once it is there."""
+        if self.returning is None:
+            return
+        assert self.back is not None
+        event, work, held = self.returning
+        self.copies.wait(event)
+        arrived = _carved(self.back, [(tuple(grad.shape), grad.dtype) for grad in held])
+        for total, grad in zip(totals, arrived, strict=True):
+            for place, some in work.of_host(total):
+                work.view.heads.update(some, Tensor.add_, grad[:, :, place])
+        self.returning = None
+
+
+def run_forward(inputs: Inputs, pattern: Pattern, q_offset: int, backend: str) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) of a pattern, as :func:`dispatch.run_forward`; keys and values are read piece by piece."""
+    inputs, works = _works(inputs, pattern, q_offset, backend)
+    q, v = inputs.q, inputs.v
+    acc = acc_dtype(q.dtype)
+    out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=acc)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=acc)
+    with copies_of(inputs) as copies:
+        for work, _, mine in _arriving(copies, _slots(copies, inputs, works), works, inputs):
+            branch = work.stretch.branch
+            part, part_lse = choose(backend, Case.of(mine), branch).forward(mine, branch, acc)
+            merge_into(work.rows(out), work.rows(lse), part, part_lse)
+    return out.to(q.dtype), lse
+
+
+def run_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    pattern: Pattern,
+    q_offset: int,
+    backend: str,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute (dq, dk, dv) of a pattern, as :func:`dispatch.run_backward`; dk and dv are made on the host."""
+    inputs, works = _works(inputs, pattern, q_offset, backend)
+    dout, case = readable(dout), Case.of(inputs, needs_grad=True)
+    # a row with an infinite score is NaN, its weights too
+    lse = lse.masked_fill(torch.isposinf(lse), torch.nan)
+    delta_of = choose(backend, case, works[0].stretch.branch).delta if works else delta_in_chunks
+    delta = delta_of(dout, out, lse, dlse)
+    dtype = dtype or case.dtype
+    # a key may be in several branches
+    sums = dtype if len({id(work.view) for work in works}) < 2 else lse.dtype
+    dq = torch.zeros(inputs.q.shape, dtype=lse.dtype, device=inputs.q.device)
+    totals = [torch.zeros(x.shape, dtype=sums, device=x.device) for x in (inputs.k, inputs.v)]
+    with copies_of(inputs) as copies:
+        slots = _slots(copies, inputs, works, sums)
+        for work, slot, mine in _arriving(copies, slots, works, inputs):
+            branch = work.stretch.branch
+            chosen = choose(backend, Case.of(mine, needs_grad=True), branch)
+            assert chosen.backward is not None
+            upstream = Upstream(work.rows(dout), work.rows(lse), work.rows(delta))
+            of_q, *of_keys = chosen.backward(upstream, mine, branch, lse.dtype)
+            work.rows(dq).add_(of_q)
+            slot.give_back(work, [work.view.heads.from_kernel(x).to(sums) for x in of_keys])
+            # while this piece is computed
+            for other in slots:
+                if other is not slot:
+                    other.settle(totals)
+        for slot in slots:
+            slot.settle(totals)
+    dk, dv = (total.to(dtype) for total in totals)
+    return dq.to(dtype), dk, dv
+
+
+def _works(inputs: Inputs, pattern: Pattern, q_offset: int, backend: str) -> tuple[Inputs, list[_Work]]:
+    """What is computed, in order; strides of keys and values are the staging's matter."""
+    if backend in BACKENDS and not BACKENDS[backend].branched:
+        # it would take a part's weights for those of the whole
+        wanted = "a backend that computes parts of a call"
+        raise UnsupportedError(message("backend", repr(backend), wanted, "Use backend='auto' or 'gather'."))
+    inputs = inputs._replace(q=readable(inputs.q)).of_keys(Tensor.detach)
+    case = Case.of(inputs)
+    works = []
+    for branch in branches(pattern, case.nq, case.nk, heads=case.heads, batch=case.batch, q_offset=q_offset):
+        view, side = View(branch, case), branch.tile[1]
+        token = sum(len(x) * view.heads.count * math.prod(x.shape[3:]) * x.itemsize for x in _tensors(inputs))
+        works += [_Work(view, each) for each in stretches(branch, max(1, PIECE // (token * side)))]
+    return inputs, works
+
+
+def _tensors(inputs: Inputs) -> list[Tensor]:
+    """What is on the host, in the order in which ``Inputs.of_keys`` asks for it."""
+    return [*(inputs.scales or ()), inputs.k, inputs.v]
+
+
+def _slots(copies: Copies, inputs: Inputs, works: Sequence[_Work], sums: torch.dtype | None = None) -> list[_Slot]:
+    """Memory for the largest piece, twice if there are two; with gradients of a type, for these too."""
+
+    def most(dtype: torch.dtype | None) -> int:
+        return max(_used([(work.shape(x), dtype or x.dtype) for x in _tensors(inputs)]) for work in works)
+
+    return [_Slot(copies, most(None), most(sums) if sums is not None else 0) for _ in works[:2]]
+
+
+def _arriving(
+    copies: Copies, slots: Sequence[_Slot], works: Sequence[_Work], inputs: Inputs
+) -> Iterator[tuple[_Work, _Slot, Inputs]]:
+    """Give each piece once it is on the device; the next one is on its way then."""
+    tensors, turns = _tensors(inputs), list(zip(works, itertools.cycle(slots), strict=False))
+    for work, slot in turns[:1]:
+        slot.send(work, tensors)
+    for number, (work, slot) in enumerate(turns):
+        for later, other in turns[number + 1 : number + 2]:
+            other.send(later, tensors)
+        yield work, slot, work.inputs(inputs, slot.keys(work, tensors))
+        slot.read = copies.computed()
+
+
+def _carved(memory: Tensor, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Iterator[Tensor]:
+    """Tensors that lie one after the other in bytes."""
+    begin = 0
+    for shape, dtype in shapes:
+        nbytes = math.prod(shape) * dtype.itemsize
+        yield memory[begin : begin + nbytes].view(dtype).view(shape)
+        begin = _aligned(begin + nbytes)
+
+
+def _used(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> int:
+    return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in shapes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
