@@ -255,3 +255,8 @@ def inline(svg: str) -> str:
     if "viewBox" in head:
         head = re.sub(r"\s(width|height)=\"[^\"]*\"", "", head)
     return head + end + rest
+
+
+def standing_alone(svg: str) -> str:
+    """Give inlined SVG the names of XML spaces back, which a file of its own must have."""
+    return svg.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"', 1)

@@ -84,7 +84,7 @@ def measure(options: Options, say: Say) -> Measuring:
         from .. import plots
 
         path = Path(options.folder) / "quality.svg"
-        path.write_text(plots.scores(found), encoding="utf-8")
+        path.write_text(plots.standing_alone(plots.scores(found)), encoding="utf-8")
     yield from _targets(found, options)
     best = max(SELECTORS, key=lambda name: _mean(found, "recall", name))
     return (
