@@ -149,7 +149,7 @@ def _attended(plan: BlockPlan) -> Tensor:
     # a code of -1 takes the last one: all
     live = torch.cat([live, live.new_full((1, live.shape[1]), -1)])
     bit = torch.arange(32, dtype=torch.int32, device=live.device)
-    starts = plan.col_ptr[:, :-1].flatten()
+    starts = plan.col_ptr[:, :-1].contiguous().flatten()
     counts = torch.zeros(sets * tiles, plan.kv_tile, dtype=torch.int32, device=live.device)
     entries = torch.arange(len(plan.row), dtype=torch.int32, device=live.device)
     for entry, code in zip(entries.split(_AT_ONCE), plan.bits_t.split(_AT_ONCE), strict=True):
