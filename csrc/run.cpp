@@ -37,17 +37,39 @@ int thread_index() {
 #endif
 }
 
-// The largest length of the rows of a tensor that are finite.
-double longest(const View &t, int width, int64_t batch, int64_t heads, int64_t n, const Kernel &kernel, int threads) {
+// The largest length of the rows of a tensor that are finite, and used(batch element, head, row).
+template <class Used>
+double longest(const View &t, int width, int64_t batch, int64_t heads, int64_t n, const Kernel &kernel, int threads,
+               const Used &used) {
   constexpr int64_t rows = 512;  // of a task
   const int64_t parts = (n + rows - 1) / rows;
   double most = 0;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(max : most)
   for (int64_t i = 0; i < batch * heads * parts; ++i) {
-    const int64_t first = i % parts * rows, head = i / parts;
-    most = std::fmax(most, kernel.longest(t, width, head / heads, head % heads, first, smaller(first + rows, n)));
+    const int64_t first = i % parts * rows, b = i / parts / heads, h = i / parts % heads, last = smaller(first + rows, n);
+    for (int64_t begin = first, end; begin < last; begin = end + 1) {
+      for (end = begin; end < last && used(b, h, end);) ++end;
+      if (begin < end) most = std::fmax(most, kernel.longest(t, width, b, h, begin, end));
+    }
   }
   return std::sqrt(most);
+}
+
+// Which keys any query may attend, as words like a mask's, by row set and tile.
+std::vector<uint32_t> attended(const Plan &plan, int64_t nq, int threads) {
+  std::vector<uint32_t> keys(plan.groups * plan.k_tiles * plan.words, 0);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t tile = 0; tile < plan.groups * plan.k_tiles; ++tile) {
+    uint32_t *mine = keys.data() + tile * plan.words;
+    const int32_t *list = plan.col_ptr + tile + tile / plan.k_tiles;  // each row set has one more, its end
+    for (int64_t e = list[0]; e < list[1]; ++e) {
+      const int32_t *mask = plan.masks + (ptrdiff_t)plan.bits_t[e] * plan.q_tile * plan.words;
+      const int64_t rows = smaller(plan.q_tile, nq - (int64_t)plan.row[e] * plan.q_tile);
+      for (int64_t i = 0; i < rows * plan.words; ++i)
+        mine[i % plan.words] |= plan.bits_t[e] < 0 ? ~0u : (uint32_t)mask[i];
+    }
+  }
+  return keys;
 }
 
 // What the tables' gradients are summed in: whole numbers, whose sum no order of adding changes. The weights of a query
@@ -69,12 +91,26 @@ class TableSums {
       at += (9 * t.elements + 63) / 64 * 64;
       each_element(t, [&](int64_t i) { t.sums[i] = 0, t.broken[i] = 0; });
     });
-    auto length = [&](const View &t, int width, int64_t heads, int64_t n) {
-      return longest(t, width, pb.batch, heads, n, kernel, threads);
+    // of pairs that there are: what lies in padding may be of any size
+    const Plan &plan = pb.plan;
+    const std::vector<uint32_t> keys = attended(plan, pb.nq, threads);
+    const int64_t ratio = pb.q_heads / pb.kv_heads;
+    auto key = [&](int64_t b, int64_t h, int64_t j) {
+      const int64_t tile = j / plan.kv_tile, place = j % plan.kv_tile;
+      const int32_t *group = plan.group + b * pb.q_heads + h * ratio;
+      for (int64_t i = 0; i < ratio; ++i)
+        if (keys[(group[i] * plan.k_tiles + tile) * plan.words + place / 32] >> place % 32 & 1) return true;
+      return false;
     };
-    const double bound = length(pb.dout, pb.dv_dim, pb.q_heads, pb.nq) * length(pb.v, pb.dv_dim, pb.kv_heads, pb.nk) *
-                             scoring.kept_factor() +
-                         length(pb.delta, 1, pb.q_heads, pb.nq);
+    auto query = [&](int64_t b, int64_t h, int64_t i) {
+      float lse;
+      std::memcpy(&lse, pb.lse.data + b * pb.lse.batch + h * pb.lse.head + i * pb.lse.token, 4);
+      return lse != -INFINITY;
+    };
+    const double of_dout = longest(pb.dout, pb.dv_dim, pb.batch, pb.q_heads, pb.nq, kernel, threads, query),
+                 of_v = longest(pb.v, pb.dv_dim, pb.batch, pb.kv_heads, pb.nk, kernel, threads, key),
+                 of_delta = longest(pb.delta, 1, pb.batch, pb.q_heads, pb.nq, kernel, threads, query);
+    const double bound = of_dout * of_v * scoring.kept_factor() + of_delta;
     int exponent = 0;
     std::frexp(bound * (double)(pb.batch * pb.q_heads * pb.nq), &exponent);
     quantum = std::ldexp(1.0, exponent - 61);

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import ringweave as rw
+
 from ..dropped import philox
 from ..oracle import NAMES, errors
 from .plans import COLUMNS, DTYPES, ROWS, SHAPE, VARIANTS, Case, _cpu, case, poison, random_masks
@@ -344,6 +346,24 @@ def test_nan_reaches_its_readers(name: str, variant: str) -> None:
     else:
         wanted[rows + 40, columns] = True
     assert torch.equal(got["table 0"].isnan(), wanted.view_as(got["table 0"]))
+
+
+def test_what_nobody_attends_does_not_coarsen_a_tables_gradient() -> None:
+    """It is summed in multiples of a bound over pairs: padding of any size, in keys of a head alone too, is no pair."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, heads, 200, 8, generator=generator) for heads in (4, 2, 2, 4))
+    short = rw.SlidingWindow(5) & rw.Keys(100)
+    # of the first key head keys from 100 on are nobody's, and queries from 150 on attend nothing
+    pattern = rw.PerHead([short, short & rw.Causal(), rw.Full(), rw.Causal()])
+
+    def grad() -> Tensor:
+        table = torch.zeros(4, 9, requires_grad=True)
+        out = rw.attention(q, k, v, pattern, terms=rw.DistanceBias(table), backend="cpu")
+        return torch.autograd.grad((out * dout).sum(), table)[0]
+
+    want = grad()
+    v[:, 0, 100:], dout[:, :2, 150:] = 1e30, -1e30
+    torch.testing.assert_close(grad(), want)
 
 
 @every_variant

@@ -66,6 +66,18 @@ def results(
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
 
 
+def dropped() -> tuple[bool, bool]:
+    """Whether dropout of DTensors that one rank has is that of their local tensors, and drops at all."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))["model"]
+    q = distribute_tensor(torch.randn(1, 2, 64, 8), mesh, [Shard(1)])
+    found = []
+    for x in (q, q.to_local()):
+        torch.manual_seed(3)
+        found.append(rw.attention(x, x, x, dropout=0.5))
+    out = found[0].to_local()  # type: ignore[attr-defined]
+    return torch.equal(out, found[1]), not torch.equal(out, rw.attention(*[q.to_local()] * 3))
+
+
 def refused() -> list[str]:
     """What is said of calls that cannot be."""
     mesh = init_device_mesh("cpu", (2,))
@@ -82,6 +94,11 @@ def refused() -> list[str]:
         ((batch,) * 3, rw.Keys(torch.tensor([10, 20])), {}),
         ((batch,) * 3, rw.from_mask_mod(lambda b, h, q, k: q > k + b), {}),
         ((heads,) * 3, rw.LongNet([64], [8]), {}),
+        ((spread(Replicate()),) * 3, rw.Causal(), {"dropout": 0.1}),
+        # what would fit a rank's own heads
+        ((spread(Shard(1), 6),) * 3, rw.Causal(), {"sink_logits": torch.zeros(3)}),
+        ((spread(Shard(1), 2),) * 3, rw.Causal(), {"terms": rw.ALiBi(torch.ones(1))}),
+        ((heads, heads, spread(Shard(1), 3)), rw.Causal(), {}),
     ]
     texts = []
     for (q, k, v), pattern, options in calls:

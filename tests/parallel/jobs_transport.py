@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ringweave import ShapeError
+from ringweave import ShapeError, UnsupportedError
 from ringweave.parallel.transport.protocol import Event, Pending
 from ringweave.parallel.transport.transport import Transport
 
@@ -161,6 +163,42 @@ def threads() -> tuple[list[str], int, int]:
         transport_once()
     gc.collect()
     return [thread.name for thread in threading.enumerate() if thread not in there], before, process.num_fds()
+
+
+def kept() -> list[bool]:
+    """Of two communications that came after one that nobody waits for: whether what was sent is still held."""
+    carrier = transport()
+    peer = 1 - carrier.rank
+    carrier.exchange([(peer, torch.zeros(8))], [(peer, torch.zeros(8))], what="nobody waits")
+    found = []
+    for _ in range(2):
+        sent = torch.ones(8)
+        alive = weakref.ref(sent)
+        pending = carrier.exchange([(peer, sent)], [(peer, torch.zeros(8))], what="waits")
+        pending.wait()
+        del sent, pending
+        found.append(alive() is not None)
+    carrier.close()
+    return found
+
+
+def forked() -> tuple[int, int]:
+    """What a child says of a connected transport, 7 for the typed error; and what its parent's next agreement has."""
+    carrier = transport()
+    header = torch.tensor([carrier.rank])
+    carrier.agree(header, what="before")
+    child = os.fork()
+    if not child:
+        try:
+            with carrier.using():
+                carrier.agree(header, what="inside")
+        except UnsupportedError:
+            os._exit(7)
+        os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    total = int(carrier.agree(header + 1, what="after").sum())
+    carrier.close()
+    return code, total
 
 
 def transport_once() -> None:

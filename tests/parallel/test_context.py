@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import math
+import pickle
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -412,3 +415,42 @@ def test_a_context_that_is_gone() -> None:
     del ctx
     # its results keep it alive
     assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
+
+
+def test_copies_are_handles() -> None:
+    """What copies a module (an average of weights, a stack of layers) shares its context; what pickles it is told."""
+    ctx = ContextParallel(None, WINDOW, 64, heads=(2, 2))
+    layer = rw.nn.MultiheadAttention(16, 2, pattern=WINDOW, context=ctx, batch_first=True)
+    again = copy.deepcopy(layer)
+    assert again.context is ctx
+    x = torch.randn(1, 64, 16)
+    assert torch.equal(again(x, x, x)[0], layer(x, x, x)[0])
+    handle = copy.copy(ContextParallel(None, WINDOW, 64, heads=(2, 2)))
+    gc.collect()
+    q = torch.randn(1, 2, 64, 8)
+    assert torch.equal(rw.attention(q, q, q, WINDOW, context=handle), rw.attention(q, q, q, WINDOW, context=ctx))
+    for thing in (ctx, layer):
+        with pytest.raises(UnsupportedError, match="context: got a pickle of it; wanted the process that made it"):
+            pickle.dumps(thing)
+
+
+def test_patterns_and_terms_of_inference_mode() -> None:
+    """They serve calls outside of it, as without a context."""
+    ctx = ContextParallel(None, WINDOW, 64, heads=(2, 2))
+    with torch.inference_mode():
+        pattern, term = rw.BlockTable(torch.ones(2, 1, 1, dtype=torch.bool), 64), rw.ALiBi.of_heads(2)
+    grads = []
+    for context in (ctx, None):
+        q = torch.arange(1024.0).sin().reshape(1, 2, 64, 8).requires_grad_()
+        rw.attention(q, q, q, pattern, terms=term, context=context).square().sum().backward()
+        grads.append(q.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_whole_tensors_under_tables_of_key_heads() -> None:
+    q, k = torch.randn(1, 4, 64, 8), torch.randn(1, 2, 64, 8)
+    pattern = rw.BlockTable(
+        torch.tensor([[[True, False], [True, True]], [[True, True], [False, True]]]), 32, heads="kv"
+    )
+    ctx = ContextParallel(None, pattern, 64, heads=(4, 2))
+    torch.testing.assert_close(ctx.replicated(q, k, k, pattern), rw.attention(q, k, k, pattern))

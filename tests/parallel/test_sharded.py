@@ -25,11 +25,19 @@ def test_refusals(pool2: Pool) -> None:
         assert "placements: got (Shard(dim=2),); wanted Replicate(), Shard(0) (batch) or Shard(1) (heads)" in texts[0]
         assert "k placements: got (Replicate(),)" in texts[1]
         assert "k heads: got 1; wanted a multiple of the 2 ranks" in texts[2]
-        assert "dropout: got 0.1; wanted 0 with sharded DTensors" in texts[3]
+        assert "dropout: got 0.1; wanted 0 with DTensors on several ranks" in texts[3]
         assert "wanted one for all batch elements where ranks share them" in texts[4]
         assert "wanted one for all batch elements where ranks share them" in texts[5]
         assert "LongNet([64], [8]): got" not in texts[6]
         assert "wanted heads that do on 2 ranks what they do on one" in texts[6]
+        assert "dropout: got 0.1; wanted 0 with DTensors on several ranks" in texts[7]
+        assert "wanted a floating tensor (6,): one for each query head" in texts[8]
+        assert "slopes" in texts[9]
+        assert "v heads: got 3; wanted 4, as k" in texts[10]
+
+
+def test_dropout_on_one_rank(pool2: Pool) -> None:
+    assert pool2.run(f"{JOBS}:dropped", timeout=120) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("name", list(PATTERNS))

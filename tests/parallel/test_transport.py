@@ -82,6 +82,16 @@ def test_nothing_is_left(pool2: Pool) -> None:
         assert after <= before
 
 
+def test_what_nobody_waits_for_holds_nothing_else(pool2: Pool) -> None:
+    """A table that is not asked for, a call that failed: what later calls sent does not stay in memory."""
+    assert pool2.run(f"{JOBS}:kept") == [[False, False]] * 2
+
+
+def test_a_fork_sends_nothing(pool2: Pool) -> None:
+    """Over the connections that it shares, other ranks would take its messages for its parent's."""
+    assert pool2.run(f"{JOBS}:forked") == [(7, 3)] * 2
+
+
 def test_a_delayed_message_flies_while_the_caller_computes(pool2: Pool) -> None:
     for trace, waited in pool2.run(f"{JOBS}:overlap"):
         (wait,) = [e for e in trace if (e.kind, e.stage) == ("wait", 1)]

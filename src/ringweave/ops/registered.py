@@ -231,9 +231,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     ctx.held = held(ctx.spec, tables, q)
     ctx.tables = len(tables)
     ctx.set_materialize_grads(False)
-    # a pattern may be made in inference mode, for calls outside of it
-    kept = (x.clone() if x.is_inference() else x for x in (*tables, *extras))
-    ctx.save_for_backward(q, k, v, *output, *kept)
+    ctx.save_for_backward(q, k, v, *output, *savable((*tables, *extras)))
+
+
+def savable(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Give what can be kept for backward: a pattern may be made in inference mode, for calls outside of it."""
+    return (x.clone() if x.is_inference() else x for x in tensors)
 
 
 def _gradients(

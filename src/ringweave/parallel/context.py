@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -153,9 +153,24 @@ class ContextParallel:
             raise UnsupportedError(message("tag", repr(tag), "text", "Name the call, such as 'layer 3'."))
         named = copy.copy(self)
         named._tag = torch.tensor(text_words(tag, TAG_WORDS), dtype=torch.int64, device="cpu")
-        # what the operator finds by its number must live
-        named._whole = self._whole or self
         return named
+
+    def __copy__(self) -> ContextParallel:
+        """Make another handle of this context."""
+        handle = object.__new__(type(self))
+        vars(handle).update(vars(self))
+        # what the operator finds by its number must live
+        handle._whole = self._whole or self
+        return handle
+
+    def __deepcopy__(self, memo: object) -> ContextParallel:
+        """Give itself: copies of a module share its connections, as its ranks do."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: connections are one process's."""
+        remedy = "Make it in the other process; of a module save state_dict()."
+        raise UnsupportedError(message("context", "a pickle of it", "the process that made it", remedy))
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
@@ -290,6 +305,7 @@ class ContextParallel:
         if not isinstance(pattern, Pattern):
             refuse(pattern)
         check_tensors(q, k, v)
+        pattern = pattern.bound(q.shape[1], k.shape[1])
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.shape[2] != self.seq_len:
                 raise ShapeError(message(f"{name} tokens", x.shape[2], f"{self.seq_len}", "Pass whole tensors."))

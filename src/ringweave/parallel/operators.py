@@ -14,7 +14,7 @@ from torch import Tensor
 from ..dropout import STEPS
 from ..errors import UnsupportedError, message
 from ..ops.backend import Inputs, readable
-from ..ops.registered import differentiate, fake_grads, operators, refuse_twice, scoring_of, table_grads
+from ..ops.registered import differentiate, fake_grads, operators, refuse_twice, savable, scoring_of, table_grads
 from ..patterns.function import held
 from ..plan import pattern_of
 from ..types import acc_dtype
@@ -174,7 +174,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.tables = len(tables)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(q, k, v, *output, *tables, *extras)
+    ctx.save_for_backward(q, k, v, *output, *savable((*tables, *extras)))
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:

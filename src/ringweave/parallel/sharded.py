@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..checks import check_sinks, check_tensors
 from ..errors import PatternError, ShapeError, UnsupportedError, message
 from ..patterns import Pattern
 from ..patterns.fit import refuse
@@ -39,9 +40,9 @@ def attend_sharded(
     """Compute (out, lse) of DTensors, sharded as q is, by ``attend`` on each rank's part.
 
     Raises:
-        ShapeError: Tensors that are sharded otherwise than q, or unevenly.
+        ShapeError: Tensors that do not fit each other, or are sharded otherwise than q, or unevenly.
         PatternError: A pattern that differs by what is sharded, and cannot be taken apart.
-        UnsupportedError: A sharding of tokens or channels, or dropout.
+        UnsupportedError: A sharding of tokens or channels, or dropout on several ranks.
     """
     from torch.distributed.tensor import DTensor
 
@@ -56,17 +57,26 @@ def attend_sharded(
             wanted = f"{inputs[0].placements} of one mesh, as q"
             remedy = f"Redistribute {name}: .redistribute(placements=q.placements)."
             raise ShapeError(message(f"{name} placements", f"{x.placements} of {x.device_mesh}", wanted, remedy))
+    check_tensors(q, k, v)
+    # of all heads: a rank's part of a table for fewer may fit by chance
+    context = rest.get("context")
+    nq, nk = (q.shape[2], k.shape[2]) if context is None else (context.seq_len, context.seq_len)
+    for term in terms:
+        term.check(q.shape[0], q.shape[1], nq, nk, q.device)
+    if sink_logits is not None:
+        check_sinks(sink_logits, q)
     pattern = pattern.bound(q.shape[1], k.shape[1])
     mesh, placements = inputs[0].device_mesh, inputs[0].placements
     parts = _Parts(mesh, placements)
-    for name, x in (("q", q), ("k", k)):
+    for name, x in (("q", q), ("k", k), ("v", v)):
         for dim, what in ((BATCH, "batch elements"), (HEADS, "heads")):
             if x.shape[dim] % parts.count(dim):
                 wanted = f"a multiple of the {parts.count(dim)} ranks that share them"
                 raise ShapeError(message(f"{name} {what}", x.shape[dim], wanted, "Take fewer ranks."))
-    if dropout and parts.ranks > 1:
+    if dropout and mesh.size() > 1:
+        # ranks that all have the whole would drop different pairs of it
         remedy = "Call it on local tensors, .to_local(), with a generator for each rank."
-        raise UnsupportedError(message("dropout", dropout, "0 with sharded DTensors", remedy))
+        raise UnsupportedError(message("dropout", dropout, "0 with DTensors on several ranks", remedy))
     if parts.count(BATCH) > 1 and (pattern.extents()[0] is not None or pattern.select(0, 0) != pattern.select(1, 0)):
         wanted = "one for all batch elements where ranks share them"
         remedy = "Call it on local tensors, .to_local(), with the pattern of this rank's elements."
@@ -80,6 +90,7 @@ def attend_sharded(
         pattern.shard(parts.rank(HEADS), parts.count(HEADS), q.shape[1]),
         terms=[parts.of_term(term) for term in terms],
         sink_logits=None if sink_logits is None else parts.of(sink_logits, {HEADS: 0}),
+        dropout=dropout,
         **rest,
     )
     whole = [DTensor.from_local(x, mesh, placements, run_check=False) for x in (out, lse)]
@@ -102,11 +113,6 @@ class _Parts:
                 remedy = "Share a sequence with a ContextParallel, channels not at all."
                 raise UnsupportedError(message("placements", str(placements), wanted, remedy))
             self._by[dim] = axis
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks share the call."""
-        return self.count(BATCH) * self.count(HEADS)
 
     def count(self, dim: int) -> int:
         """How many ranks share batch or heads."""
@@ -137,7 +143,6 @@ class _Parts:
             ]
             return x.redistribute(self.mesh, wanted).to_local(grad_placements=grads)
         for dim, place in shared.items():
-            size, rest = divmod(x.shape[place], self.count(dim))
-            if rest == 0:
-                x = x.narrow(place, self.rank(dim) * size, size)
+            size = x.shape[place] // self.count(dim)
+            x = x.narrow(place, self.rank(dim) * size, size)
         return x

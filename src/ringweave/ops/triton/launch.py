@@ -116,7 +116,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     described = config.described and describable
     keys, values = (operands.described(x, config.n) if described else x for x in (k, v))
     sums = _partial(queue, config.m * packing.parts, q.shape[3], dq)
-    learned = None if scoring is None else term_operands.Sums.of(scoring, upstream, v)
+    learned = None if scoring is None else term_operands.Sums.of(scoring, upstream, v, plan)
     given = extras.arguments if learned is None else learned.arguments(extras)
     with torch.cuda.device_of(q):
         kernels.backward_q[_grid(queue, packing.parts, config, q.device)](

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...plan import BlockPlan
 from ...terms import ALiBi, Bias, DistanceBias, Softcap, Term
 from ..backend import Scoring, Upstream
+from . import queues
 from .kernels.extras import ALIBI, BIAS, DISTANCE, OWN, SOFTCAP, SUMMED
 
 _KINDS = {Softcap: SOFTCAP.value, ALiBi: ALIBI.value, DistanceBias: DISTANCE.value, Bias: BIAS.value}
@@ -16,6 +18,8 @@ _KINDS = {Softcap: SOFTCAP.value, ALiBi: ALIBI.value, DistanceBias: DISTANCE.val
 _ALIKE = 16
 # bits of a sum of whole numbers, all pairs of which are at their bound
 _BITS = 61
+# tiles whose keys are looked at together
+_AT_ONCE = 2**16
 
 
 class Extras(NamedTuple):
@@ -90,7 +94,7 @@ class Sums:
     is written to the total, as NaN.
     """
 
-    def __init__(self, scoring: Scoring, upstream: Upstream, v: Tensor):
+    def __init__(self, scoring: Scoring, upstream: Upstream, v: Tensor, plan: BlockPlan):
         self.scoring = scoring
         pairs = list(zip(scoring.terms, scoring.totals, strict=True))
         self.ways = tuple(0 if total is None else self._way(term, total.shape, len(v)) for term, total in pairs)
@@ -100,14 +104,18 @@ class Sums:
         ]
         if SUMMED.value in self.ways:
             factor = 1.0 if scoring.dropout is None else scoring.dropout.factor
-            pair = _largest(upstream.dout) * _largest(v) * (v.shape[3] * factor) + _largest(upstream.delta[..., None])
+            # of pairs that there are: what lies in padding may be of any size
+            rows = ~torch.isneginf(upstream.lse)
+            keys = _attended(plan).unflatten(1, (v.shape[1], -1)).any(2)
+            pair = _largest(upstream.dout, rows) * _largest(v, keys) * (v.shape[3] * factor)
+            pair = pair + _largest(upstream.delta[..., None], rows)
             exponent = torch.frexp(pair * upstream.lse.numel()).exponent
             self.per_quantum = torch.exp2((_BITS - exponent).clamp(-126, 127).double()).float()
 
     @staticmethod
-    def of(scoring: Scoring, upstream: Upstream, v: Tensor) -> Sums | None:
+    def of(scoring: Scoring, upstream: Upstream, v: Tensor, plan: BlockPlan) -> Sums | None:
         """Make room, if any table learns."""
-        return Sums(scoring, upstream, v) if any(total is not None for total in scoring.totals) else None
+        return Sums(scoring, upstream, v, plan) if any(total is not None for total in scoring.totals) else None
 
     def _way(self, term: Term, shape: torch.Size, batch: int) -> int:
         sides = ((shape[0], batch), (shape[1], self.scoring.heads.numel()))
@@ -129,7 +137,25 @@ class Sums:
                 total.add_(sums.double().div_(self.per_quantum.double()))
 
 
-def _largest(x: Tensor) -> Tensor:
-    """The largest of what is finite, float64: a pair of what is not is not finite either."""
-    largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dim=-1).double().nan_to_num(0.0, 0.0, 0.0).amax()
-    return largest
+def _largest(x: Tensor, used: Tensor) -> Tensor:
+    """The largest of used rows that is finite, float64: a pair of what is not is not finite either."""
+    largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dim=-1).double().nan_to_num(0.0, 0.0, 0.0)
+    return largest.masked_fill(~used, 0.0).amax()
+
+
+def _attended(plan: BlockPlan) -> Tensor:
+    """Mark the keys that any query may attend, (B, Hq, keys); nothing is read back."""
+    live, sets, tiles = queues.masks(plan).live_keys.flatten(0, -2), plan.col_ptr.shape[0], plan.kv_tiles
+    # a code of -1 takes the last one: all
+    live = torch.cat([live, live.new_full((1, live.shape[1]), -1)])
+    bit = torch.arange(32, dtype=torch.int32, device=live.device)
+    starts = plan.col_ptr[:, :-1].contiguous().flatten()
+    counts = torch.zeros(sets * tiles, plan.kv_tile, dtype=torch.int32, device=live.device)
+    entries = torch.arange(len(plan.row), dtype=torch.int32, device=live.device)
+    for entry, code in zip(entries.split(_AT_ONCE), plan.bits_t.split(_AT_ONCE), strict=True):
+        there = entry < plan.col_ptr[-1, -1]
+        words = live[torch.where(there, code, -1).long()]
+        alive = ((words[..., None] >> bit) & 1).flatten(-2)[:, : plan.kv_tile] * there[:, None]
+        counts.index_add_(0, torch.searchsorted(starts, entry, right=True) - 1, alive)
+    by_set = counts.view(sets, -1)[:, : plan.nk] > 0
+    return by_set[plan.group.long()]

@@ -11,6 +11,7 @@ Nothing but this file and those beside it calls torch.distributed.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -109,6 +110,7 @@ class Transport:
         self._started = 0
         self._closed = False
         self._use = threading.RLock()
+        self._process = os.getpid()
         self._misuse: Failure | None = None
 
     def open(self) -> str:
@@ -168,6 +170,10 @@ class Transport:
     def _check_open(self) -> None:
         if self._closed:
             raise UnsupportedError(message("transport", "a call after close()", "an open transport", "Make another."))
+        if self.size > 1 and os.getpid() != self._process:
+            # its messages would go out among the other's, over the same connections
+            got, wanted = "a call of a forked process", "the process that made it"
+            raise UnsupportedError(message("transport", got, wanted, "Make groups and contexts after the fork."))
 
     def _misused(self) -> Failure:
         """End it for all ranks, as the second thread."""
@@ -233,7 +239,8 @@ class Transport:
         pending.done = True
         self._record(pending, began, time.perf_counter())
         if not self.retries:
-            self._forget(self._reached())
+            # whatever came before: messages of a call that failed, or of a table that nobody asks for, are never done
+            self._log = deque(entry for entry in self._log if entry is not pending)
 
     def _reached(self) -> int:
         return next((entry.number for entry in self._log if not entry.done), self._started)
