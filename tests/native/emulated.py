@@ -65,9 +65,11 @@ def missing() -> str | None:
     return f"needs {', '.join(wanted)}" if wanted else None
 
 
-def build(folder: Path, *options: str) -> Path:
+AARCH64 = f"-DCMAKE_CXX_COMPILER={COMPILER}", "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"
+
+
+def build(folder: Path, *options: str, tools: tuple[str, ...] = AARCH64) -> Path:
     """Compile the program; its path."""
-    tools = [f"-DCMAKE_CXX_COMPILER={COMPILER}", "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"]
     # ninja cannot read what make hands to its jobs
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "CXXFLAGS")}
     environment["PATH"] = _path()
@@ -110,10 +112,10 @@ def _encoded(value: Any, tensors: list[tuple[Tensor, bytes]]) -> Iterator[bytes]
 
 
 class Program:
-    """The program, running: it takes one call after the other."""
+    """The program, running, on the machine's own processor where none is named: it takes one call after the other."""
 
     def __init__(self, path: Path, processor: str):
-        self._command = [EMULATOR, "-cpu", processor, str(path)]
+        self._command = [*([EMULATOR, "-cpu", processor] if processor else []), str(path)]
         self._process: subprocess.Popen[bytes] | None = None
         self._one = threading.Lock()
 
