@@ -210,30 +210,30 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
     clear(acc);
   };
   const auto masked = [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-        constexpr int M = decltype(block)::value;
-        if (mask.rows) {
-          const uint32_t *bits = mask.rows + (ptrdiff_t)(k0 + r) * mask.words;
+    constexpr int M = decltype(block)::value;
+    if (mask.rows) {
+      const uint32_t *bits = mask.rows + (ptrdiff_t)(k0 + r) * mask.words;
 #pragma GCC unroll 16
-          for (int i = 0; i < M; ++i, bits += mask.words)
+      for (int i = 0; i < M; ++i, bits += mask.words)
 #pragma GCC unroll 8
-            for (int j = 0; j < N; ++j) {
-              const Mask allowed = mask_at(bits, lane + j * W);
-              bottom[j] = min(select(allowed, acc[i][j], splat(kInf)), bottom[j]);
-              if (!Scored) acc[i][j] = select(allowed, acc[i][j], splat(-kInf));
-            }
-        } else {
-#pragma GCC unroll 16
-          for (int i = 0; i < M; ++i)
-#pragma GCC unroll 8
-            for (int j = 0; j < N; ++j) bottom[j] = min(acc[i][j], bottom[j]);
+        for (int j = 0; j < N; ++j) {
+          const Mask allowed = mask_at(bits, lane + j * W);
+          bottom[j] = min(select(allowed, acc[i][j], splat(kInf)), bottom[j]);
+          if (!Scored) acc[i][j] = select(allowed, acc[i][j], splat(-kInf));
         }
+    } else {
 #pragma GCC unroll 16
-        for (int i = 0; i < M; ++i)
+      for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
-          for (int j = 0; j < N; ++j) {
-            if (!Scored) top[j] = max(acc[i][j], top[j]);
-            store(s + ((r + i) * N + j) * W, Scored ? acc[i][j] * splat(scale.before) : acc[i][j]);
-          }
+        for (int j = 0; j < N; ++j) bottom[j] = min(acc[i][j], bottom[j]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) {
+        if (!Scored) top[j] = max(acc[i][j], top[j]);
+        store(s + ((r + i) * N + j) * W, Scored ? acc[i][j] * splat(scale.before) : acc[i][j]);
+      }
   };
   const char *keys = k.data + k0 * k.ld;
 #if defined(RW_TILES)

@@ -55,8 +55,8 @@ void run_mass(const Problem &pb, const Unit &u, const Piece &p, const Mass &mass
 void run_backward(const Problem &pb, const Unit &u, const Piece &p, const Turns &turns, char *m, float *partial) {
   RW_ADDS_TO.backward(pb, u, p, turns, m, partial);
 }
-void backward_join(const Problem &pb, const Unit &u, const Join &join, const Turns &turns, char *m, const float *partials,
-                   size_t stride) {
+void backward_join(const Problem &pb, const Unit &u, const Join &join, const Turns &turns, char *m,
+                   const float *partials, size_t stride) {
   RW_ADDS_TO.backward_join(pb, u, join, turns, m, partials, stride);
 }
 #else

@@ -94,7 +94,10 @@ struct TileModel {
 };
 thread_local TileModel tiles;
 
-inline void begin_tiles(const TileShapes &shapes) { tiles.shapes = shapes, memset((void *)tiles.tile, 0, sizeof tiles.tile); }
+inline void begin_tiles(const TileShapes &shapes) {
+  tiles.shapes = shapes;
+  memset((void *)tiles.tile, 0, sizeof tiles.tile);
+}
 inline void end_tiles() { tiles.shapes = {}; }
 inline void must(bool valid) {
   if (!valid) __builtin_trap();
@@ -115,7 +118,8 @@ inline void tile_store(void *p, ptrdiff_t ld) {
   must(tiles.shapes.palette);
   for (int r = 0; r < tiles.shapes.rows[T]; ++r) memcpy((char *)p + r * ld, tiles.tile[T][r], tiles.shapes.bytes[T]);
 }
-__attribute__((noinline)) void model_multiply(char (*c)[64], const char (*a)[64], const char (*b)[64], int rows, int depth) {
+__attribute__((noinline)) void model_multiply(char (*c)[64], const char (*a)[64], const char (*b)[64], int rows,
+                                              int depth) {
   for (int m = 0; m < rows; ++m) {
     V even = V{}, odd = V{};
     for (int k = 0; k < depth; ++k) {
