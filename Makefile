@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Waiting threads sleep instead of spinning: on a shared machine spinning ones take the cores from those at work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-all check sanitize sanitized arm fuzz soak mutations gate bench wheels format docs clean help
+.PHONY: demo test test-all check sanitize sanitized arm amx fuzz soak mutations gate bench wheels format docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make check   lint, types, layers, docstrings"
 	@echo "make sanitize  the native kernel's tests under AddressSanitizer and UBSan"
 	@echo "make arm     the native kernel's tests on aarch64, run by an emulator: half an hour"
+	@echo "make amx     the native kernel's tests on a model of AMX, for processors without it"
 	@echo "make fuzz    random calls against the definition for SECONDS (60), of a SEED (a new one)"
 	@echo "make soak    TABLES (10000) changed tables in threads and processes, SECONDS (60) of 32 threads on memory: nothing of another one"
 	@echo "make mutations  the library broken in one line, many times: whether its tests notice"
@@ -70,7 +71,10 @@ sanitize: $(VENV)/.dev sanitized
 
 # two processes; ARGS go to pytest
 arm: $(VENV)/.dev
-	$(BIN)/python -m tests.native.emulated build-arm -n 2 $(ARGS)
+	$(BIN)/python -m tests.native.emulated arm build-arm -n 2 $(ARGS)
+
+amx: $(VENV)/.dev
+	$(BIN)/python -m tests.native.emulated amx build-amx -n 2 $(ARGS)
 
 SECONDS ?= 60
 fuzz: $(VENV)/.dev
@@ -112,4 +116,4 @@ docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf build build-sanitize build-arm dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build build-sanitize build-arm build-amx dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -195,12 +195,12 @@ struct Few {
 
 // Adds the products of a word of some keys with N queries.
 template <class Op, int T, int N>
-RW_INLINE void add_word(V word, const float *q, int pw, V (&acc)[N]) {
+RW_INLINE void add_word(V word, const float *q, int pw, Sum<Op> (&acc)[N]) {
 #pragma GCC unroll 4
   for (int i = 0; i < parts<Op, T>; ++i, q += pw) {
     const V x = Op::depth == 2 ? word : channel<T>(word, i);
 #pragma GCC unroll 4
-    for (int l = 0; l < N; ++l) acc[l] = Op::madd(x, splat(q[l]), acc[l]);
+    for (int l = 0; l < N; ++l) acc[l].add(x, splat(q[l]));
   }
 }
 
@@ -210,10 +210,11 @@ RW_INLINE void products(Few &f, const Rows &k, const float *q, int pw, Fetch &ah
   const int words = f.d / in_word<T>;
   for (int w0 = 0; w0 < words; w0 += W, q += (ptrdiff_t)W * parts<Op, T> * pw)
     for (int r = 0; r < k.n; r += W) {
-      V x[W], acc[N];
+      V x[W];
+      Sum<Op> acc[N];
       const ptrdiff_t at = (ptrdiff_t)w0 * word_bytes<T>;
 #pragma GCC unroll 4
-      for (int l = 0; l < N; ++l) acc[l] = w0 ? load(f.s + l * kPanelRows + r) : V{};
+      for (int l = 0; l < N; ++l) acc[l].begin(w0 ? load(f.s + l * kPanelRows + r) : V{});
       if (w0 + W <= words) {
 #pragma GCC unroll 16
         for (int i = 0; i < W; ++i) x[i] = load_as<T == F16 ? F16 : F32>(k.row[r + i] + at, 0);
@@ -233,7 +234,7 @@ RW_INLINE void products(Few &f, const Rows &k, const float *q, int pw, Fetch &ah
           add_word<Op, T>(load(turned + i * W), q + (ptrdiff_t)i * parts<Op, T> * pw, pw, acc);
       }
 #pragma GCC unroll 4
-      for (int l = 0; l < N; ++l) store(f.s + l * kPanelRows + r, acc[l]);
+      for (int l = 0; l < N; ++l) store(f.s + l * kPanelRows + r, acc[l].end());
       if (at % 64 == 0) ahead.lines(W);
     }
   ahead.rest();
@@ -355,13 +356,19 @@ template <class Op, int T, int N, int C>
 RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int n, int l0, int c, float *out,
                         Fetch &ahead) {
   constexpr int M = Op::depth * C, bytes = C * bytes_of((Dtype)T) * Op::depth * W;
-  V acc[N][M];
+  Sum<Op> acc[N][M];
 #pragma GCC unroll 4
   for (int l = 0; l < N; ++l)
 #pragma GCC unroll 8
-    for (int j = 0; j < M; ++j) acc[l][j] = V{};
+    for (int j = 0; j < M; ++j) acc[l][j].begin(V{});
   for (int r = 0; r < n; r += Op::depth) {
     V x[M];
+    if (is_tiled<Op> && r && r % Op::step == 0) {
+#pragma GCC unroll 4
+      for (int l = 0; l < N; ++l)
+#pragma GCC unroll 8
+        for (int j = 0; j < M; ++j) acc[l][j].fold();
+    }
 #if defined(RW_PAIRS)
     if constexpr (Op::depth == 2) {
 #pragma GCC unroll 4
@@ -381,7 +388,7 @@ RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int 
                                      : (const char *)(f.s + (l0 + l) * kPanelRows + r);
       const V weight = splat_at(p);
 #pragma GCC unroll 8
-      for (int j = 0; j < M; ++j) acc[l][j] = Op::madd(x[j], weight, acc[l][j]);
+      for (int j = 0; j < M; ++j) acc[l][j].add(x[j], weight);
     }
     ahead.lines(Op::depth * ((bytes + 63) / 64));
   }
@@ -390,14 +397,14 @@ RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int 
 #pragma GCC unroll 8
     for (int j = 0; j < M; ++j) {
       float *to = out + (l0 + l) * kMostChannels + c + j * W;
-      store(to, load(to) * splat(f.shrink[l0 + l]) + acc[l][j]);
+      store(to, load(to) * splat(f.shrink[l0 + l]) + acc[l][j].end());
     }
 }
 
 template <class Op, int T, int N>
 RW_INLINE void add_rows(Few &f, const Rows &v, int l0, int dv, Fetch &ahead) {
   constexpr int channels = Op::depth * W, size = bytes_of((Dtype)T);
-  constexpr int most = kVectors / Op::depth;
+  constexpr int most = is_tiled<Op> ? 1 : kVectors / Op::depth;  // of sums in three parts half as many
   int c = 0;
   for (; c + most * channels <= dv; c += most * channels)
     add_rows<Op, T, N, most>(f, v.row, (ptrdiff_t)c * size, v.n, l0, c, f.out, ahead);
@@ -557,8 +564,15 @@ inline void forward_piece(const Problem &pb, const Unit &u, const Piece &piece, 
   const Lanes lanes = query_lanes(pb, u, piece.tile);
   const ForwardMemory m(pb, lanes.count, block);
   if (piece.begin < piece.end) pack<Op>(pb.q, lanes, pb.d, Scale(pb).sign, m.q, m.rows);
-  AddEntries *entries = has_few(pb, piece.tile) ? few_entries_of<Op, Scored>(pb) : many_entries<Op, Scored>;
+  const bool few = has_few(pb, piece.tile);
+  AddEntries *entries = few ? few_entries_of<Op, Scored>(pb) : many_entries<Op, Scored>;
+#if defined(RW_TILES)
+  if (!few) begin_tiles(TileShapes(pb.d));
+#endif
   const Running result = sum_blocks(pb, u, piece, lanes, m, partials, entries);
+#if defined(RW_TILES)
+  if (!few) end_tiles();
+#endif
   if (piece.slot < 0) forward_finish(pb, lanes, m, result);
 }
 

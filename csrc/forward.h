@@ -3,9 +3,9 @@
 // Queries across lanes means that neither K nor V is ever transposed (each element of theirs is broadcast as it lies),
 // and that row maxima and sums are plain vector operations.
 #pragma once
-#include "contract.h"
 #include "dropout.h"
 #include "terms.h"
+#include "tiles.h"
 
 namespace ringweave {
 namespace {
@@ -72,7 +72,7 @@ inline void join_state(Running total, Running part, int lanes, int dv, float c, 
 
 struct ForwardMemory {
   float *q, *state, *total, *s, *factor;
-  char *k, *v, *rows;
+  char *k, *v, *turned, *rows;
   uint32_t *mask;
   uint8_t *dead;
   int32_t *attended, *ends;
@@ -90,6 +90,7 @@ struct ForwardMemory {
     factor = m.take<float>(lanes);
     k = m.take<char>((size_t)copied * pb.d * 4);
     v = m.take<char>((size_t)copied * pb.dv_dim * 4);
+    turned = m.take<char>(kTiles ? (size_t)(copied + 31) / 32 * 64 * pad_lanes(pb.dv_dim) : 0);
     rows = m.take<char>((size_t)width * 16);
     mask = m.take<uint32_t>((size_t)keys * ((lanes + 31) / 32));
     dead = m.take<uint8_t>(keys);
@@ -204,38 +205,45 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
   float *out = state.out + (ptrdiff_t)panel * pb.dv_dim + part * W, *s = m.s;
   V top[N], bottom[N];
   for (int j = 0; j < N; ++j) top[j] = splat(-kInf), bottom[j] = splat(kInf);
-  sweep<Op, true, N, P>(
-      k.data + k0 * k.ld, k.ld, n, pb.d / Op::depth, q,
-      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-        ahead.fetch(k0 + r, k0 + r + decltype(block)::value);
-        clear(acc);
-      },
-      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-        constexpr int M = decltype(block)::value;
-        if (mask.rows) {
-          const uint32_t *bits = mask.rows + (ptrdiff_t)(k0 + r) * mask.words;
+  const auto begin = [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+    ahead.fetch(k0 + r, k0 + r + decltype(block)::value);
+    clear(acc);
+  };
+  const auto masked = [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+    constexpr int M = decltype(block)::value;
+    if (mask.rows) {
+      const uint32_t *bits = mask.rows + (ptrdiff_t)(k0 + r) * mask.words;
 #pragma GCC unroll 16
-          for (int i = 0; i < M; ++i, bits += mask.words)
+      for (int i = 0; i < M; ++i, bits += mask.words)
 #pragma GCC unroll 8
-            for (int j = 0; j < N; ++j) {
-              const Mask allowed = mask_at(bits, lane + j * W);
-              bottom[j] = min(select(allowed, acc[i][j], splat(kInf)), bottom[j]);
-              if (!Scored) acc[i][j] = select(allowed, acc[i][j], splat(-kInf));
-            }
-        } else {
-#pragma GCC unroll 16
-          for (int i = 0; i < M; ++i)
-#pragma GCC unroll 8
-            for (int j = 0; j < N; ++j) bottom[j] = min(acc[i][j], bottom[j]);
+        for (int j = 0; j < N; ++j) {
+          const Mask allowed = mask_at(bits, lane + j * W);
+          bottom[j] = min(select(allowed, acc[i][j], splat(kInf)), bottom[j]);
+          if (!Scored) acc[i][j] = select(allowed, acc[i][j], splat(-kInf));
         }
+    } else {
 #pragma GCC unroll 16
-        for (int i = 0; i < M; ++i)
+      for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
-          for (int j = 0; j < N; ++j) {
-            if (!Scored) top[j] = max(acc[i][j], top[j]);
-            store(s + ((r + i) * N + j) * W, Scored ? acc[i][j] * splat(scale.before) : acc[i][j]);
-          }
-      });
+        for (int j = 0; j < N; ++j) bottom[j] = min(acc[i][j], bottom[j]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) {
+        if (!Scored) top[j] = max(acc[i][j], top[j]);
+        store(s + ((r + i) * N + j) * W, Scored ? acc[i][j] * splat(scale.before) : acc[i][j]);
+      }
+  };
+  const char *keys = k.data + k0 * k.ld;
+#if defined(RW_TILES)
+  if constexpr (is_tiled<Op>) {
+    ahead.fetch(k0, k0 + n);
+    tile_products<N, P>(keys, k.ld, n, pb.d, q, s);
+    each_row<N>(s, n, masked);
+  }
+#endif
+  if constexpr (!is_tiled<Op>) sweep<Op, true, N, P>(keys, k.ld, n, pb.d / Op::depth, q, begin, masked);
   if constexpr (Scored) score(pairs, s, k0, n, lane, mask, top);
 
   V low[N], sum[N], shrink[N], least = bottom[0];
@@ -258,20 +266,32 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
   }
   for (int j = 0; j < N; ++j) store(state.sum + lane + j * W, load(state.sum + lane + j * W) * shrink[j] + sum[j]);
 
-  const char *values = v.data + (ptrdiff_t)(k0 / Op::depth) * v.ld;
-  sweep<Op, false, N>(
-      values, v.ld, pb.dv_dim, (n + Op::depth - 1) / Op::depth, s,
-      [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); },
-      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-        // as add_block: the products were summed from 0
+  const auto add = [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+    // as add_block: the products were summed from 0
 #pragma GCC unroll 16
-        for (int i = 0; i < decltype(block)::value; ++i)
+    for (int i = 0; i < decltype(block)::value; ++i)
 #pragma GCC unroll 8
-          for (int j = 0; j < N; ++j) {
-            float *to = out + ((r + i) * P + j) * W;
-            store(to, load(to) * shrink[j] + acc[i][j]);
-          }
-      });
+      for (int j = 0; j < N; ++j) {
+        float *to = out + ((r + i) * P + j) * W;
+        store(to, load(to) * shrink[j] + acc[i][j]);
+      }
+  };
+  const char *values = v.data + (ptrdiff_t)(k0 / Op::step) * v.ld;
+#if defined(RW_TILES)
+  if constexpr (is_tiled<Op>) {
+    const int steps = tile_steps<N>(s, n);
+    for (int r = 0; r < pb.dv_dim; r += kTile) {
+      float *sums = s + 32 * N * W;  // behind the pairs of weights
+      tile_sums<N>(values + r * 64, v.ld, steps, s, sums);
+      each_row<N>(sums, (int)smaller(kTile, pb.dv_dim - r),
+                  [&](auto block, int i, auto &acc) __attribute__((always_inline)) { add(block, r + i, acc); });
+    }
+  }
+#endif
+  if constexpr (!is_tiled<Op>)
+    sweep<Op, false, N>(
+        values, v.ld, pb.dv_dim, (n + Op::depth - 1) / Op::depth, s,
+        [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); }, add);
 }
 
 // One key tile against one panel of lanes. Of a mask's rows those at both ends that no lane attends are passed over, and
@@ -387,8 +407,11 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
     const Live live = pb.k.pages ? Live{0, keys} : live_rows<Op>(keys, dead);
     const int64_t start = first + live.first;
     const Tile k = tile_rows<Op>(pb.k, u.batch, u.kv_head, start, live.count(), pb.d, nullptr, m.k).from(live.first);
-    const Tile v = tile_columns<Op>(pb.v, u.batch, u.kv_head, start, live.count(), pb.dv_dim, dead, m.v)
-                       .from(live.first / Op::depth);
+    Tile v = tile_columns<Op>(pb.v, u.batch, u.kv_head, start, live.count(), pb.dv_dim, dead, m.v);
+#if defined(RW_TILES)
+    if (is_tiled<Op>) v = turn_pairs(v, live.count(), pb.dv_dim, m.turned);
+#endif
+    v = v.from(live.first / Op::step);
     for (int lane = 0; lane < lanes.count; lane += panel_width(lane, lanes.count)) {
       const int n = panel_width(lane, lanes.count) / W;
       if (kWide == 4 && n == 4)

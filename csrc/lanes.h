@@ -115,14 +115,15 @@ struct Live {
   int count() const { return last - first; }
 };
 
-// Of rows [r0, r0 + n), r0 even, those between empty ones at both ends; whole pairs of rows, where Op contracts those.
+// Of rows [r0, r0 + n), r0 a multiple of Op's step, those between empty ones at both ends; whole steps of them.
 template <class Op, class Empty>
 RW_INLINE Live between(int r0, int n, Empty empty) {
   int first = r0, last = r0 + n;
   while (first < last && empty(first)) ++first;
   while (last > first && empty(last - 1)) --last;
-  if (first == last || Op::depth == 1) return {first, last};
-  return {first & ~1, (int)smaller((last + 1) & ~1, r0 + n)};
+  if (first == last) return {first, last};
+  constexpr int below = Op::step - 1;
+  return {first & ~below, (int)smaller((last + below) & ~below, r0 + n)};
 }
 
 // Of a panel's lanes.

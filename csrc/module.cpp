@@ -19,7 +19,10 @@ const std::vector<const Kernel *> &found() {
 
 const Kernel &pick(const std::string &variant) {
   for (const Kernel *k : found())
-    if (variant.empty() || variant == k->name) return *k;
+    if (variant.empty() || variant == k->name) {
+      if (const char *why = refusal(*k)) refuse("variant", "\"" + variant + "\" cannot be used: " + why);
+      return *k;
+    }
   refuse("variant", "this machine cannot run \"" + variant + "\"");
 }
 
@@ -475,7 +478,7 @@ NB_MODULE(_cpu, m) {
   using nb::literals::operator""_a;
   m.doc() = "Block-sparse attention kernels for CPUs.";
   nb::set_leak_warnings(false);  // prepared calls are kept until the process ends
-  m.def("variants", &variants, "Instruction-set builds that this machine can run, best first.");
+  m.def("variants", &variants, "Instruction-set builds that this machine can run, the best first.");
   m.def("forward", &bind_forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a,
         "group"_a, "q_tile"_a, "kv_tile"_a, "scale"_a, "threads"_a, "variant"_a = "", "terms"_a = Terms(),
         "rows"_a = nb::none(), "columns"_a = nb::none(), "q_offset"_a = nb::none(), "k_offset"_a = nb::none(),

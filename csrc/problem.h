@@ -145,6 +145,7 @@ struct Kernel {
   // the largest squared length of those rows of a tensor that are finite
   double (*longest)(const View &, int width, int64_t batch, int64_t head, int64_t first, int64_t last);
   int64_t (*fma_loop)(Dtype, int64_t rounds);  // returns the FLOP done
+  bool (*agrees)();  // whether its two ways of adding up have the same bits on this processor; null: it has one
 };
 
 static inline void mark_below(const Problem &pb) { __atomic_store_n(pb.below, 1, __ATOMIC_RELAXED); }

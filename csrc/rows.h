@@ -172,8 +172,9 @@ inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n,
   const int run = run_of(t, n);
   const bool raw = Op::depth == 2 || t.dtype == F32;
   const ptrdiff_t size = (Op::depth == 2 ? 2 : 4) * (ptrdiff_t)width;
-  // Compact rows are used in place; far-apart rows would crowd a few cache sets and TLB entries.
-  if (raw && !dead && t.token == size && run == n) return {from, size};
+  // Compact rows are used in place, if nothing reads behind the last; far-apart rows would crowd a few cache sets and
+  // TLB entries.
+  if (raw && !dead && t.token == size && run == n && n % Op::rows == 0) return {from, size};
   for (int i = 0; i < n; ++i, from += t.token) {
     if (run < n && i % run == 0) from = token_at(t, b, h, first + i);
     char *to = memory + i * size;

@@ -15,6 +15,11 @@
 #elif defined(RINGWEAVE_ARM64) && defined(__APPLE__)
 #include <sys/sysctl.h>
 #endif
+#if defined(RINGWEAVE_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace ringweave {
 namespace {
@@ -274,6 +279,27 @@ uint64_t read_all(const uint64_t *words, int64_t n, int threads) {
 #if defined(RINGWEAVE_X86)
 extern const Kernel kernel_avx512bf16, kernel_avx512, kernel_avx2;
 #endif
+#if defined(RINGWEAVE_AMX)
+extern const Kernel kernel_amx;
+
+// Whether the processor has tiles and multiplies bfloat16 by them, and the system keeps their state.
+static bool has_amx() {
+  uint32_t a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;  // OSXSAVE
+  asm volatile("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
+  return (a >> 17 & 3) == 3;
+}
+
+// Linux keeps 8 KiB more for each thread of a process that has asked for it: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
+static bool may_use_amx() {
+  static const bool may = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return may;
+}
+#endif
+#if defined(RINGWEAVE_AMX_MODEL)
+extern const Kernel kernel_amxmodel;
+#endif
 #if defined(RINGWEAVE_ARM64)
 extern const Kernel kernel_neonbf16, kernel_neon;
 
@@ -298,7 +324,14 @@ std::vector<const Kernel *> kernels() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&kernel_avx512bf16);
+  const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (pairs) found.push_back(&kernel_avx512bf16);
+#if defined(RINGWEAVE_AMX)
+  if (pairs && has_amx()) found.push_back(&kernel_amx);
+#endif
+#if defined(RINGWEAVE_AMX_MODEL)
+  if (pairs) found.push_back(&kernel_amxmodel);
+#endif
   if (avx512) found.push_back(&kernel_avx512);
   if (avx2) found.push_back(&kernel_avx2);
 #elif defined(RINGWEAVE_ARM64)
@@ -307,6 +340,14 @@ std::vector<const Kernel *> kernels() {
 #endif
   found.push_back(&kernel_generic);
   return found;
+}
+
+const char *refusal(const Kernel &kernel) {
+#if defined(RINGWEAVE_AMX)
+  if (&kernel == &kernel_amx && !may_use_amx()) return "the system does not let this process use tiles";
+#endif
+  if (kernel.agrees && !kernel.agrees()) return "this processor adds up otherwise than its manual says";
+  return nullptr;
 }
 
 }  // namespace ringweave

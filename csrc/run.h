@@ -14,7 +14,9 @@ void delta(const Problem &pb, const Kernel &kernel, int threads);
 double fma_peak(const Kernel &kernel, Dtype dtype, int threads, double seconds);
 uint64_t read_all(const uint64_t *words, int64_t n, int threads);
 
-// The builds that this machine can run, best first.
+// The builds that this machine can run: the best first, behind it those whose speed is not known.
 std::vector<const Kernel *> kernels();
+// Why one of them cannot be used after all, or null: for tiles the system's permission is asked when they are first used.
+const char *refusal(const Kernel &kernel);
 
 }  // namespace ringweave

@@ -239,12 +239,14 @@ RW_INLINE V tanh(V x) {
 // How a contraction multiplies: one float a lane, or a pair of bfloat16 a lane.
 struct Single {
   static constexpr int depth = 1;  // channels in a 4-byte element
+  static constexpr int step = 1;   // rows that a contraction over rows takes together
+  static constexpr int rows = 1;   // rows that one over channels reads together
   static RW_INLINE V madd(V a, V b, V c) { return a * b + c; }
 };
 
 #if defined(RW_PAIRS)
 struct Pair {
-  static constexpr int depth = 2;
+  static constexpr int depth = 2, step = 2, rows = 1;
   static RW_INLINE V madd(V a, V b, V c) {
 #if defined(__AVX512BF16__)
     return (V)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);

@@ -2,8 +2,9 @@
 
 The module's own binding and kernels are compiled for aarch64 and run by qemu-user; ``aarch64/nanobind/nanobind.h`` is the
 other side. As a plugin of pytest it stands in for the extension before the package looks for it, so that the suite runs on
-it as it is. ``python -m tests.native.emulated FOLDER [pytest arguments]``, which is ``make arm``, builds the program into a
-folder and runs the kernel's tests on each processor.
+it as it is. ``python -m tests.native.emulated arm FOLDER [pytest arguments]``, which is ``make arm``, builds the program into
+a folder and runs the kernel's tests on each processor; ``amx``, which is ``make amx``, builds it for this machine's own
+processor and runs the tests of the kernel that multiplies by tiles, on a model of them.
 """
 
 from __future__ import annotations
@@ -56,23 +57,41 @@ def _path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-def missing() -> str | None:
+def missing(target: str = "arm") -> str | None:
     """What is not there and has to be installed."""
-    packages = {COMPILER: "g++-aarch64-linux-gnu", EMULATOR: "qemu-user", "cmake": "cmake", "ninja": "ninja-build"}
+    packages = {"cmake": "cmake", "ninja": "ninja-build"}
+    packages |= {COMPILER: "g++-aarch64-linux-gnu", EMULATOR: "qemu-user"} if target == "arm" else {"c++": "g++"}
     wanted = [
         f"{name} (Debian: {package})" for name, package in packages.items() if not shutil.which(name, path=_path())
     ]
     return f"needs {', '.join(wanted)}" if wanted else None
 
 
-def build(folder: Path, *options: str) -> Path:
+#: What a target is compiled with.
+TOOLS = {
+    "arm": (f"-DCMAKE_CXX_COMPILER={COMPILER}", "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"),
+    "amx": ("-DRINGWEAVE_AMX_MODEL=ON",),
+}
+
+
+def build(target: str, folder: Path, *options: str) -> Path:
     """Compile the program; its path."""
-    tools = [f"-DCMAKE_CXX_COMPILER={COMPILER}", "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"]
     # ninja cannot read what make hands to its jobs
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "CXXFLAGS")}
     environment["PATH"] = _path()
     commands = [
-        ["cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", "-DRINGWEAVE_PROGRAM=ON", *tools, *options],
+        [
+            "cmake",
+            "-S",
+            str(ROOT),
+            "-B",
+            str(folder),
+            "-G",
+            "Ninja",
+            "-DRINGWEAVE_PROGRAM=ON",
+            *TOOLS[target],
+            *options,
+        ],
         ["cmake", "--build", str(folder)],
     ]
     for command in commands:
@@ -110,10 +129,10 @@ def _encoded(value: Any, tensors: list[tuple[Tensor, bytes]]) -> Iterator[bytes]
 
 
 class Program:
-    """The program, running: it takes one call after the other."""
+    """The program, running, on the machine's own processor where none is named: it takes one call after the other."""
 
     def __init__(self, path: Path, processor: str):
-        self._command = [EMULATOR, "-cpu", processor, str(path)]
+        self._command = [*([EMULATOR, "-cpu", processor] if processor else []), str(path)]
         self._process: subprocess.Popen[bytes] | None = None
         self._one = threading.Lock()
 
@@ -202,12 +221,12 @@ def pytest_unconfigure() -> None:
     _stand_in.pop().close()
 
 
-def main(folder: str, *arguments: str) -> int:
+def main(target: str, folder: str, *arguments: str) -> int:
     """Build, and run the tests; 0 where all pass."""
-    if absent := missing():
+    if absent := missing(target):
         print(absent, file=sys.stderr)
         return 2
-    program = build(ROOT / folder)
+    program = build(target, ROOT / folder)
     command = [
         sys.executable,
         "-m",
@@ -217,11 +236,12 @@ def main(folder: str, *arguments: str) -> int:
         "-p",
         "no:cacheprovider",
         *SUITE,
+        *([] if target == "arm" else ["tests/native/test_same_bits.py", "-k=amxmodel"]),
         *arguments,
     ]
     codes = []
-    for processor in PROCESSORS:
-        print(f"{EMULATOR} -cpu {processor}", flush=True)
+    for processor in PROCESSORS if target == "arm" else ("",):
+        print(f"{EMULATOR} -cpu {processor}" if processor else "a model of AMX", flush=True)
         environment = os.environ | {PROGRAM: str(program), PROCESSOR: processor, "OMP_WAIT_POLICY": "passive"}
         codes.append(subprocess.run(command, cwd=ROOT, env=environment).returncode)
     return max(codes)
