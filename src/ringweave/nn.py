@@ -215,6 +215,9 @@ class MultiheadAttention(nn.Module):
 
     def _batch_first(self, *inputs: Tensor) -> tuple[list[Tensor], bool]:
         for name, x, dim in zip(("query", "key", "value"), inputs, (self.embed_dim, self.kdim, self.vdim), strict=True):
+            if isinstance(x, Tensor) and x.is_nested:
+                remedy = "Make nn.TransformerEncoder with enable_nested_tensor=False."
+                raise UnsupportedError(message(name, "a nested tensor", "a padded one, with a mask", remedy))
             if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.ndim != inputs[0].ndim or x.shape[-1] != dim:
                 wanted = f"a tensor of as many dimensions as query, 2 or 3, the last of {dim}"
                 raise ShapeError(message(name, shown(x), wanted, "Pass tokens, batch and channels in torch's order."))

@@ -133,3 +133,21 @@ def test_refusals(change: dict[str, object], error: type[Exception], text: str) 
     arguments = {"q": x.q, "k": x.k, "lse": torch.zeros(1, 2, 64), "pattern": rw.Causal()} | change
     with pytest.raises(error, match=text):
         tile_mass(arguments.pop("q"), arguments.pop("k"), arguments.pop("lse"), arguments.pop("pattern"), **arguments)
+
+
+@pytest.mark.parametrize("transform", ["jvp", "grad", "vmap"])
+@pytest.mark.parametrize("backend", ["auto", "gather"])
+def test_a_transform_is_refused(transform: str, backend: str) -> None:
+    x = Inputs.random(64)
+    lse = rw.attention_with_lse(x.q, x.k, x.v, rw.Causal()).lse
+
+    def total(q: torch.Tensor) -> torch.Tensor:
+        return tile_mass(q, x.k, lse, rw.Causal(), backend=backend).values.sum()
+
+    calls = {
+        "jvp": lambda: torch.func.jvp(total, (x.q,), (x.q,)),
+        "grad": lambda: torch.func.grad(total)(x.q),
+        "vmap": lambda: torch.vmap(total)(x.q[None]),
+    }
+    with pytest.raises(rw.UnsupportedError, match=r"tile_mass: got tensors inside of a transform of torch\.func"):
+        calls[transform]()
