@@ -46,7 +46,8 @@ class MultiheadAttention(nn.Module):
         num_kv_heads: Key heads; divides num_heads. With fewer, the projections of keys and values are smaller.
         qk_norm: Whether each head's queries and keys are normalised (RMSNorm over their channels), before rotation.
         rotary_base: Base of rotary position embeddings, such as 10000.0; None: no rotation.
-        terms: Score terms; those with parameters are the caller's to register.
+        terms: Score terms; those with parameters are the caller's to register, and to keep: what ``functional_call`` or
+            ``load_state_dict(assign=True)`` puts in their place is not seen.
         sinks: Whether a logit per head is learned, that joins the denominator and has no value.
         context: Ranks that share the sequence: inputs are this rank's shards, and rotation is by global positions.
         precision: What attention rounds to what; projections have the types of the parameters.

@@ -214,7 +214,8 @@ def set_pattern(model: nn.Module, pattern: Pattern | None, layers: Sequence[int]
     """Give a model's attention layers a pattern: what they attend is then what the model allows *and* the pattern.
 
     So no layer attends padding, another packed sequence or the future, whatever the pattern says. Where sequences are
-    packed or padded on the left the pattern is counted from each one's own first token.
+    packed or padded on the left the pattern is counted from each one's own first token. It is of this process's model:
+    ``save_pretrained`` does not write it, and another ``set_attn_implementation`` knows nothing of it.
 
     Args:
         model: A model of transformers, with the implementation ``"ringweave"``.
