@@ -246,6 +246,7 @@ def test_compiles_without_breaks() -> None:
         (lambda m, x: m(x, x, x[..., :3]), rw.ShapeError, "value: got Tensor of torch.float32 (3, 40, 3); wanted a tensor of"),
         (lambda m, x: m(x, x, x, attn_mask=torch.ones(3, 3)), rw.ShapeError, "attn_mask: got Tensor of torch.float32 (3, 3)"),
         (lambda m, x: m(x, x, x, key_padding_mask=torch.ones(3, 3)), rw.ShapeError, "key_padding_mask: got Tensor of torch."),
+        (lambda m, x: m(*[torch.nested.nested_tensor([*x], layout=torch.jagged)] * 3), rw.UnsupportedError, "query: got a nested tensor"),
         (lambda m, x: rw.nn.LongNetAttention(32, 4, segments=[8], rates=[2], pattern=rw.Full()), rw.UnsupportedError, "pattern"),
         (lambda m, x: rw.nn.LongNetAttention(32, 4, segments=[8], rates=[3]), rw.PatternError, "rates"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -295,6 +297,17 @@ def test_a_shared_prefix_is_stored_once() -> None:
     cache.append(*new, rows=[2])
     cache.append(*new, rows=[0])
     assert cache.free_pages == 2
+
+
+def test_a_copy_is_another_cache() -> None:
+    rows = drawn([20, 30], 1)
+    cache = cached(rows)
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        other.append(*(torch.ones(2, KV_HEADS, 1, dim) for dim in (DIM, VALUE_DIM)))
+        assert other.lengths.tolist() == [21, 31]
+    assert cache.lengths.tolist() == [20, 30]
+    with pytest.raises(rw.UnsupportedError, match="cache: got a shallow copy"):
+        copy.copy(cache)
 
 
 def test_many_steps_hold_no_more() -> None:

@@ -635,3 +635,13 @@ def test_backends_name_what_they_compute() -> None:
     assert everything == {*ABLE, "triton"}
     assert {name for name, backend in BACKENDS.items() if backend.extras} == everything | {"flex"}
     assert EXTRAS - BACKENDS["flex"].extras == {"dropout"}
+
+
+def test_sinks_of_inference_mode() -> None:
+    q = torch.randn(1, 2, 32, 16, requires_grad=True)
+    with torch.inference_mode():
+        logits = torch.ones(2)
+    rw.attention(q, q, q, rw.Causal(), sink_logits=logits).sum().backward()
+    got, q.grad = q.grad, None
+    rw.attention(q, q, q, rw.Causal(), sink_logits=logits.clone()).sum().backward()
+    assert torch.equal(got, q.grad)

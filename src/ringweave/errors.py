@@ -74,7 +74,14 @@ def in_a_line(error: Exception) -> str:
 
 
 # how allocators say it that have no type for it
-_NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")
+_NO_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "status_alloc_failed",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

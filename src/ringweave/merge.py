@@ -80,7 +80,8 @@ def with_sinks(out: Tensor, lse: Tensor, logits: Tensor) -> AttentionOutput:
     """
     logits = logits.to(lse.dtype)[:, None]
     # by hand: torch.logaddexp has a NaN gradient where both are -inf
-    top = torch.maximum(lse, logits).detach()
+    # detached first: logits made in inference mode cannot be saved
+    top = torch.maximum(lse.detach(), logits.detach())
     top = torch.where(torch.isneginf(top), 0.0, top)
     own = torch.exp(lse - top)
     total = own + torch.exp(logits - top)

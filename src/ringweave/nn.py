@@ -46,7 +46,8 @@ class MultiheadAttention(nn.Module):
         num_kv_heads: Key heads; divides num_heads. With fewer, the projections of keys and values are smaller.
         qk_norm: Whether each head's queries and keys are normalised (RMSNorm over their channels), before rotation.
         rotary_base: Base of rotary position embeddings, such as 10000.0; None: no rotation.
-        terms: Score terms; those with parameters are the caller's to register.
+        terms: Score terms; those with parameters are the caller's to register, and to keep: what ``functional_call`` or
+            ``load_state_dict(assign=True)`` puts in their place is not seen.
         sinks: Whether a logit per head is learned, that joins the denominator and has no value.
         context: Ranks that share the sequence: inputs are this rank's shards, and rotation is by global positions.
         precision: What attention rounds to what; projections have the types of the parameters.
@@ -215,6 +216,9 @@ class MultiheadAttention(nn.Module):
 
     def _batch_first(self, *inputs: Tensor) -> tuple[list[Tensor], bool]:
         for name, x, dim in zip(("query", "key", "value"), inputs, (self.embed_dim, self.kdim, self.vdim), strict=True):
+            if isinstance(x, Tensor) and x.is_nested:
+                remedy = "Make nn.TransformerEncoder with enable_nested_tensor=False."
+                raise UnsupportedError(message(name, "a nested tensor", "a padded one, with a mask", remedy))
             if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.ndim != inputs[0].ndim or x.shape[-1] != dim:
                 wanted = f"a tensor of as many dimensions as query, 2 or 3, the last of {dim}"
                 raise ShapeError(message(name, shown(x), wanted, "Pass tokens, batch and channels in torch's order."))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -135,17 +136,29 @@ class PagedCache:
         place = check_device(device)
         scales = None
         try:
-            k, v = (
-                torch.zeros(count, sizes["heads"], page, sizes[of], dtype=stored or dtype, device=place)
-                for of in ("dim", "value_dim")
-            )
-            table = torch.zeros(batch, columns, dtype=torch.int32, device=place)
-            if stored is not None:
-                scales = Scales(*(torch.zeros(k.shape[:3], dtype=torch.float32, device=place) for _ in range(2)))
+            # written to later, in whatever mode
+            with torch.inference_mode(False):
+                k, v = (
+                    torch.zeros(count, sizes["heads"], page, sizes[of], dtype=stored or dtype, device=place)
+                    for of in ("dim", "value_dim")
+                )
+                table, lengths = (
+                    torch.zeros(shape, dtype=torch.int32, device=place) for shape in ((batch, columns), batch)
+                )
+                if stored is not None:
+                    scales = Scales(*(torch.zeros(k.shape[:3], dtype=torch.float32, device=place) for _ in range(2)))
         except RuntimeError as error:
             remedy = "Lower batch, length or pages."
             raise ShapeError(message("pages", f"{count} pages of {page}", "what memory holds", remedy)) from error
-        return cls(k, v, table, torch.zeros(batch, dtype=torch.int32, device=place), scales=scales)
+        return cls(k, v, table, lengths, scales=scales)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # on a CPU the book is kept in this cache's own tensors: a copy opens another
+        return self.__dict__ | {"_book": None}
+
+    def __copy__(self) -> NoReturn:
+        remedy = "Use copy.deepcopy, or fork() for sequences that go on from the same tokens."
+        raise UnsupportedError(message("cache", "a shallow copy", "one keeper of its pages", remedy))
 
     def __repr__(self) -> str:
         pages, heads, page, dim = self.k.shape

@@ -177,6 +177,20 @@ def test_a_table_in_use_does_not_change() -> None:
         torch.testing.assert_close(got, want)
 
 
+def test_a_step_without_numbers_is_forgotten() -> None:
+    tracker = ImportanceTracker(N, heads=HEADS, density=0.3, block_size=SIDE)
+    for seed in range(3):
+        step(tracker, *topics(seed))
+    before = tracker.state_dict()
+    q, k, v = topics(3)
+    step(tracker, q * torch.nan, k, v)
+    step(tracker, q, k, v)
+    after = tracker.state_dict()
+    assert before["weight"].any()
+    assert not after["mass"][before["mass"].isfinite()].isnan().any()
+    assert not after["tried"].isnan().any()
+
+
 def test_what_looks_no_better_stays_out() -> None:
     q, k, v = topics()
     tracker = ImportanceTracker(N, heads=HEADS, density=0.2, block_size=SIDE, hysteresis=1e9)

@@ -133,3 +133,20 @@ def test_refusals(change: dict[str, object], error: type[Exception], text: str) 
     arguments = {"q": x.q, "k": x.k, "lse": torch.zeros(1, 2, 64), "pattern": rw.Causal()} | change
     with pytest.raises(error, match=text):
         tile_mass(arguments.pop("q"), arguments.pop("k"), arguments.pop("lse"), arguments.pop("pattern"), **arguments)
+
+
+def test_transforms_see_no_derivative() -> None:
+    x = Inputs.random(64)
+    lse = rw.attention_with_lse(x.q, x.k, x.v, rw.Causal()).lse
+
+    def held(q: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+        return tile_mass(q, x.k, lse, rw.Causal(), backend=backend).values
+
+    values, tangents = torch.func.jvp(held, (x.q,), (x.q,))
+    torch.testing.assert_close(values, held(x.q))
+    assert not tangents.any()
+    assert not torch.func.grad(lambda q: held(q).sum())(x.q).any()
+    with pytest.raises(rw.UnsupportedError, match="backend: got 'cpu'"):
+        torch.func.grad(lambda q: held(q, "cpu").sum())(x.q)
+    with pytest.raises(rw.UnsupportedError, match=r"tile_mass: got tensors inside of torch\.vmap"):
+        torch.vmap(held)(x.q[None])

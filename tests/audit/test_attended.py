@@ -102,3 +102,12 @@ def test_leaks() -> None:
     assert str(future).endswith("of output 0 on input 1: the future is visible")
     across = audit.leaks(lambda x: layer(x) + x.mean(0), x, CAUSAL)
     assert "of output 0 of row 0 on row 1: batch elements see each other" in str(across)
+
+
+def test_leaks_are_found_in_whatever_mode() -> None:
+    x = torch.randn(1, 8, 4)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert not audit.leaks(lambda x: x + x.roll(-1, 1), x, CAUSAL).agrees
+    with pytest.raises(ShapeError, match="fn: got an output without a gradient"):
+        audit.leaks(lambda x: (x + x.roll(-1, 1)).detach(), x, CAUSAL)

@@ -248,3 +248,46 @@ def test_a_page_with_pictures(tmp_path: Path) -> None:
     assert text.count("<svg") == 1
     assert page.COLOURS["extra"] in text
     assert "4: this is Causal(), asked was SlidingWindow(5)" in text
+
+
+def test_parts_of_a_model_in_training_stay_in_their_modes() -> None:
+    encoder = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    encoder.dropout.eval()
+    modes = [module.training for module in encoder.modules()]
+    audit.model(encoder, torch.randn(2, 6, 16), expect=rw.Full())
+    assert [module.training for module in encoder.modules()] == modes
+
+
+def test_a_name_of_no_module_that_attends_is_no_agreement() -> None:
+    encoder = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    with pytest.raises(rw.ShapeError, match="expect: got attention; wanted modules that attend: self_attn"):
+        audit.model(encoder, torch.randn(2, 6, 16), expect={"attention": rw.Full()})
+
+
+@pytest.mark.parametrize("shape", [(9, 8), (4, 9, 8), (2, 3, 4, 9, 8)])
+def test_calls_of_any_rank_are_seen(shape: tuple[int, ...]) -> None:
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, torch.ones(9, 9, dtype=torch.bool).tril())
+
+    assert audit.model(Layer(), torch.randn(shape), expect=rw.Causal()).agrees
+    assert not audit.model(Layer(), torch.randn(shape), expect=rw.Full()).agrees
+
+
+def test_a_module_without_a_batch_is_seen() -> None:
+    x = torch.randn(9, 16)
+    attends = nn.MultiheadAttention(16, 2)
+    assert audit.model(attends, (x, x, x), expect=rw.Full()).agrees
+    assert not audit.model(attends, (x, x, x), expect=rw.Causal()).agrees
+
+
+def test_a_module_without_a_truth_is_named() -> None:
+    class Empty(nn.Module):
+        def __len__(self) -> int:
+            raise TypeError("as a compiled module says")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x)
+
+    found = audit.model(nn.Sequential(Empty(), nn.Identity()), torch.randn(1, 2, 6, 8), expect=rw.Full())
+    assert [layer.name for layer in found.layers] == ["0"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,43 @@ def test_a_pattern_counts_from_each_sequences_first_token_in_pages_too() -> None
     assert torch.equal(said(model, past_key_values=ModelCache(40, page=16)), said(model))
     patch(model, rw.SlidingWindow(3))
     assert not torch.equal(said(model, past_key_values=ModelCache(40, page=16)), said(model_of("llama", "sdpa")))
+
+
+def test_a_pattern_of_ones_own_stands_where_a_static_caches_query_does() -> None:
+    model = patch(model_of("llama", "eager"), rw.SlidingWindow(3) | rw.Sinks(2))
+    assert torch.equal(said(model, cache_implementation="static", disable_compile=True), said(model, use_cache=False))
+
+
+def test_copies_of_a_prompts_pages_go_on_by_themselves() -> None:
+    model, cache = model_of("llama", "ringweave").eval(), ModelCache(40, page=16)
+    # a cache of inference mode is written to outside of it
+    with torch.inference_mode():
+        model(IDS[:, :9], past_key_values=cache)
+    whole = torch.ones_like(IDS[:, :11])
+    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
+        wanted = said(model_of("llama", "sdpa"), mask=whole)
+        assert torch.equal(said(model, mask=whole, past_key_values=copied), wanted)
+
+
+def test_a_cache_that_was_reset_takes_another_batch() -> None:
+    model, cache = model_of("llama", "ringweave").eval(), ModelCache(32, page=16)
+    with torch.no_grad():
+        for ids in (IDS, IDS[:1], IDS.repeat(2, 1)):
+            torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+            cache.reset()
+
+
+def test_what_is_cropped_is_there() -> None:
+    model, cache = model_of("llama", "ringweave").eval(), ModelCache(32)
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+    for number in (5, -24):
+        with pytest.raises(rw.ShapeError, match=f"tokens_to_remove: got {number}; wanted a number from -23 to 0"):
+            cache.crop(number)
+        assert cache.get_seq_length() == 23
+    cache.crop(0)
+    cache.crop(-23)
+    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("mine", [False, True])

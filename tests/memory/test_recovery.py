@@ -176,6 +176,7 @@ SAID = [
     MemoryError(),
     RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: 5 bytes"),
     RuntimeError("std::bad_alloc"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
 ]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringweave.errors import ShapeError
 from ringweave.memory import Workspace, workspace
 
 KINDS = {
@@ -106,6 +107,15 @@ def test_under_a_mode_tensors_are_of_its_kind(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("poisoned")
 def test_contents_are_poisoned_as_those_of_empty() -> None:
     assert Workspace().take((8,), torch.float32).isnan().all()
+    for dtype in (torch.bool, torch.complex64, torch.uint8):
+        torch.testing.assert_close(Workspace().take((4,), dtype), torch.empty(4, dtype=dtype), equal_nan=True)
+
+
+def test_a_size_below_0_counts_nothing() -> None:
+    space = Workspace()
+    with pytest.raises(ShapeError, match="shape: got"):
+        space.take((-5, 3), torch.float32)
+    assert space.statistics().asked == space.statistics().taken == 0
 
 
 def test_idle_buffers_go_by_age_and_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,12 +224,15 @@ class ImportanceTracker:
         first = position // self.block_size
         mine = torch.arange(first, first - (-q.shape[2] // self.block_size), device="cpu")
         new, old = self._held(q, lse, k, mine, self._indices, scale), self._mass[:, mine]
+        # what a step without numbers says of a block is nothing
+        new = torch.where(new.isnan(), old, new)
         self._mass[:, mine] = torch.where(old.isnan(), new, self.decay * old + (1 - self.decay) * new)
         some = self._trials[:, mine] < self._rows
         if some.any():
             new = self._held(q, lse, k, mine, self._trials, scale, beside=True)
             for each, now in ((self._tried, new), (self._weight, some.float())):
-                each[:, mine] = self.decay * each[:, mine] + (1 - self.decay) * now
+                before = each[:, mine]
+                each[:, mine] = torch.where(new.isnan(), before, self.decay * before + (1 - self.decay) * now)
         return mine
 
     def _held(

@@ -107,7 +107,7 @@ def tile_mass(
     Raises:
         ShapeError: Shapes, dtypes or devices do not fit.
         PatternError: The pattern does not fit the call, or is a LongNet.
-        UnsupportedError: The named backend cannot run the case.
+        UnsupportedError: The named backend cannot run the case; torch.vmap.
     Example:
         >>> out, lse = rw.attention_with_lse(q, k, v, rw.Causal())
         >>> kept = rw.adaptive.tile_mass(q, k, lse, rw.SlidingWindow(63) & rw.Causal(), per="row")
@@ -128,6 +128,9 @@ def tile_mass(
         got = f"{lse.dtype} {tuple(lse.shape)} on {lse.device}" if isinstance(lse, Tensor) else shown(lse)
         wanted = f"{acc} {tuple(q.shape[:3])} on {q.device}"
         raise ShapeError(message("lse", got, wanted, "Pass the lse of attention_with_lse."))
+    if any(torch._C._functorch.is_batchedtensor(x) for x in (q, k, lse)):
+        wanted = "tensors with numbers of their own"
+        raise UnsupportedError(message("tile_mass", "tensors inside of torch.vmap", wanted, "Call it for each."))
     batch, heads, nq, _ = q.shape
     p = plan(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=q.device)
     inputs = Inputs(readable(q), readable(k), readable(k), scale, _scoring(q, k, pattern, q_offset, terms))
@@ -136,6 +139,8 @@ def tile_mass(
     )
     if reason is None and terms:
         reason = "it sums no masses of scores with terms"
+    if reason is None and any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in (q, k, lse)):
+        reason = "it reads no tensors of a transform of torch.func"
     if backend == "cpu" and reason is not None:
         wanted = f"a case that it can run, but {reason}"
         raise UnsupportedError(message("backend", "'cpu'", wanted, "Use backend='auto' or 'gather'."))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..errors import ShapeError, message
 from ..patterns import Causal, Documents, Full, Keys, Pattern, Segments, SlidingWindow
 from .support import Attended, attended
 from .verdict import Comparison, compare, named
@@ -160,6 +161,8 @@ def model(
         q_offset: Position of the first query, in a step with a cache.
     Returns:
         A :class:`ModelAudit`; ``agrees`` says it in one word, ``str()`` line by line.
+    Raises:
+        ShapeError: A name in ``expect`` of no module that attends.
     Example:
         >>> encoder = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True).eval()
         >>> print(rw.audit.model(encoder, torch.randn(2, 16, 32), expect=rw.Full()))
@@ -167,19 +170,28 @@ def model(
     """
     named_args: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {}
     args = () if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple) else (inputs,)
-    training = model.training
+    training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         # a cache is written to by the first call, and would be found longer by the second
         cached = named_args.get("past_key_values") is not None
-        with torch.no_grad():
+        # as it is written: masks are the same, and each probe would be compiled anew
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             # what draws numbers draws the same in both
             with torch.random.fork_rng():
                 plain = None if cached else _first(model(*args, **named_args))
             with torch.random.fork_rng(), intercepted(model) as calls:
                 seen = _first(model(*args, **named_args))
     finally:
-        model.train(training)
+        # parts may be frozen
+        for module, mode in training.items():
+            module.training = mode
+    unknown = sorted({*expect} - {call.name for call in calls}) if isinstance(expect, Mapping) else []
+    if unknown:
+        seen_names = ", ".join(sorted({call.name for call in calls})) or "none"
+        raise ShapeError(
+            message("expect", ", ".join(unknown), f"modules that attend: {seen_names}", "Correct the name.")
+        )
     promises = _Promises(model, named_args, q_offset)
     return ModelAudit(tuple(_layer(call, expect, promises) for call in calls), _apart(plain, seen))
 
@@ -250,7 +262,8 @@ class _Watch:
                 found = attended(fn, *(x.detach() for x in tensors))
         finally:
             self.probing = False
-        module = module or (self.stack[-1] if self.stack else None)
+        if module is None and self.stack:
+            module = self.stack[-1]
         name = self.names.get(id(module), "") if module is not None else ""
         sinks = module is not None and isinstance(getattr(module, "sinks", None), Tensor)
         self.calls.append(Call(name or f"call {len(self.calls)}", through, module, found, bias, sinks, causal))
@@ -259,9 +272,13 @@ class _Watch:
     def followed(self) -> Iterator[None]:
         """Know which module is running."""
         handles = []
+
+        def leave(*_: object) -> None:
+            self.stack.pop()
+
         for module in self.model.modules() if self.model is not None else ():
             handles.append(module.register_forward_pre_hook(lambda module, _: self.stack.append(module)))
-            handles.append(module.register_forward_hook(lambda *_: self.stack.pop() and None, always_call=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
         try:
             yield
         finally:
@@ -346,6 +363,11 @@ def _is_bias(mask: Any) -> bool:
     return bool(((mask != 0) & (mask > -1e3)).any())
 
 
+def _with_heads(x: Tensor) -> Tensor:
+    """(..., N, D) as (B, H, N, D): what lies before the heads is the batch, and one head is one."""
+    return x[:, None] if x.ndim == 3 else x[None, None] if x.ndim < 3 else x.flatten(0, -4)
+
+
 def _is_ours(function: Any) -> bool:
     """Whether it is ringweave's operator, which is named for its schema."""
     if getattr(function, "namespace", "") != "ringweave":
@@ -384,11 +406,14 @@ class _Mode(TorchFunctionMode):
         bound = dict(zip(names, args, strict=False)) | kwargs
         tensors = tuple(bound.pop(name) for name in names[:3])
         bound["dropout_p"] = 0.0
-        if tensors[0].ndim == 4:
-            bias = _is_bias(bound.get("attn_mask"))
-            self.watch.record(
-                lambda q, k, v: function(q, k, v, **bound), tensors, "scaled_dot_product_attention", bias=bias
-            )
+        bias = _is_bias(bound.get("attn_mask"))
+        shapes = [x.shape for x in tensors]
+
+        def fn(*four: Tensor) -> Tensor:
+            out: Tensor = function(*(x.reshape(shape) for x, shape in zip(four, shapes, strict=True)), **bound)
+            return _with_heads(out)
+
+        self.watch.record(fn, tuple(map(_with_heads, tensors)), "scaled_dot_product_attention", bias=bias)  # type: ignore[arg-type]
 
     def _multi_head(self, function: Any, args: Any, kwargs: Any) -> None:
         """As it is called, with projections that change nothing."""
@@ -399,8 +424,9 @@ class _Mode(TorchFunctionMode):
         options = dict(bound.arguments)
         query, key, value = (options.pop(name) for name in ("query", "key", "value"))
         heads, width = options["num_heads"], options["embed_dim_to_check"]
-        if query.ndim != 3:
-            return
+        batched = query.ndim == 3
+        if not batched:
+            query, key = query[:, None], key[:, None]
         eye = torch.eye(width, dtype=query.dtype, device=query.device)
         options |= dict.fromkeys(("in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "out_proj_bias"))
         options |= dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj_weight"), eye)
@@ -411,7 +437,8 @@ class _Mode(TorchFunctionMode):
 
         def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             flat = (x.permute(2, 0, 1, 3).flatten(2) for x in (q, k, v))
-            out: Tensor = function(*flat, **options)[0].unflatten(2, (heads, -1))
+            out: Tensor = function(*(x if batched else x[:, 0] for x in flat), **options)[0]
+            out = (out if batched else out[:, None]).unflatten(2, (heads, -1))
             return out.permute(1, 2, 0, 3)
 
         shapes = heads_first(query), heads_first(key), heads_first(value)

@@ -65,11 +65,23 @@ def leaks(
         >>> print(rw.audit.leaks(future, torch.randn(1, 8, 4), rw.Causal()))
         7 dependences leak, the first is of output 0 on input 1: the future is visible
     """
+    with torch.inference_mode(False), torch.enable_grad():
+        return _found(fn, inputs, promise, rows)
+
+
+def _found(
+    fn: Callable[..., Any],
+    inputs: Tensor | Mapping[str, Any],
+    promise: Pattern | Sequence[Pattern] | Tensor,
+    rows: Tensor | None,
+) -> Reach:
     x, call = _leaf(fn, inputs)
-    with torch.enable_grad():
-        out = _output(call(x))
+    out = _output(call(x))
     if out.ndim < 3 or out.shape[0] != x.shape[0]:
         raise ShapeError(message("fn", shown(out), f"out of ({x.shape[0]}, Nq, ...)", "Return one row for each token."))
+    if not out.requires_grad:
+        got = "an output without a gradient"
+        raise ShapeError(message("fn", got, "one that is differentiable in x", "Call it without no_grad or detach."))
     batch, nq, nk = x.shape[0], out.shape[1], x.shape[1]
     flat = out.reshape(batch, nq, -1)
     weights = torch.randn(flat.shape[-1], generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(flat)

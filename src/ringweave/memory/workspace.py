@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..errors import ShapeError, message, shown
 from ..patterns.numbers import named_device
 from ..recent import enlist
 from .pressure import pressure
@@ -145,9 +146,13 @@ class Workspace:
             dtype: Of any kind: buffers are bytes.
             device: Where; on a GPU for the current stream, and only there.
             pinned: Whether host memory is page-locked.
+        Raises:
+            ShapeError: A size below 0.
         """
         count = math.prod(shape)
         nbytes = count * dtype.itemsize
+        if min(shape, default=0) < 0:
+            raise ShapeError(message("shape", shown(tuple(shape)), "sizes of at least 0", "Correct it."))
         if nbytes == 0 or _get_current_dispatch_mode() is not None:
             # a mode makes tensors of its own kind, such as those without data
             return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
@@ -189,7 +194,8 @@ class Workspace:
         tensor = tensor.view(dtype).view(shape)
         if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
             # as torch.empty does
-            tensor.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
+            number = dtype.is_floating_point or dtype.is_complex
+            tensor.fill_(torch.nan if number else 1 if dtype == torch.bool else torch.iinfo(dtype).max)
         return tensor
 
     def trim(self, idle_seconds: float = 0.0) -> int:

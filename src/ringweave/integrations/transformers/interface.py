@@ -128,7 +128,7 @@ def _pattern(
     mask: PatternMask | Tensor | None,
     is_causal: bool | None,
     terms: list[Term],
-) -> tuple[Pattern, int]:
+) -> tuple[Pattern, int | Tensor]:
     """The pattern of a call and the place of its first query; a mask of numbers becomes a term."""
     nq, nk = query.shape[2], key.shape[2]
     own: Pattern | None = getattr(module, _ATTRIBUTE, None)
@@ -136,7 +136,9 @@ def _pattern(
         if mask.sizes[2:] != (nq, nk):
             wanted = f"({nq}, {nk}), the queries and keys of {type(module).__name__}"
             raise ShapeError(message("attention mask", f"one of {mask.sizes[2:]}", wanted, _OTHER))
-        return (mask.pattern if own is None else _with(mask, own)), mask.q_offset
+        if own is None:
+            return mask.pattern, mask.q_offset
+        return _with(mask, own), mask.q_offset if mask.row is None else mask.row
     if RUNNING.sharded is not None:
         got = f"no mask for {type(module).__name__}" if mask is None else shown(mask)
         raise UnsupportedError(
@@ -212,7 +214,8 @@ def set_pattern(model: nn.Module, pattern: Pattern | None, layers: Sequence[int]
     """Give a model's attention layers a pattern: what they attend is then what the model allows *and* the pattern.
 
     So no layer attends padding, another packed sequence or the future, whatever the pattern says. Where sequences are
-    packed or padded on the left the pattern is counted from each one's own first token.
+    packed or padded on the left the pattern is counted from each one's own first token. It is of this process's model:
+    ``save_pretrained`` does not write it, and another ``set_attn_implementation`` knows nothing of it.
 
     Args:
         model: A model of transformers, with the implementation ``"ringweave"``.

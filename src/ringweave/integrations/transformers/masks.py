@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -36,6 +37,7 @@ class PatternMask(BlockMask):
             from there.
         k_offset: Position of the first key.
         context: Ranks that share the sequence, of which the pattern then is, and the shape this rank's share.
+        row: Place of the only query, where that is a tensor: the pattern is bounds of keys, wherever it stands.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class PatternMask(BlockMask):
         rows: Documents | Keys | None = None,
         k_offset: int = 0,
         context: ContextParallel | None = None,
+        row: Tensor | None = None,
     ):
         self.pattern, self.sizes, self.q_offset = pattern, shape, q_offset
-        self.rows, self.k_offset, self.context = rows, k_offset, context
+        self.rows, self.k_offset, self.context, self.row = rows, k_offset, context, row
         # whether positions were looked at, for packing that the mask was not told of
         self.positions_seen = False
 
@@ -117,8 +120,8 @@ def _refuse_values(what: str) -> NoReturn:
     raise UnsupportedError(message("attention mask", what, "a mask that goes to attention as it is", _REMEDY))
 
 
-class _Running:
-    """What the model that runs now is sharded by; None: it has the whole sequence."""
+class _Running(threading.local):
+    """What the model that this thread runs now is sharded by; None: it has the whole sequence."""
 
     sharded: Any = None
 
@@ -196,7 +199,8 @@ def _made(place: Place, mask_function: Callable[..., Any] | None, attention_mask
         if known is not None:
             parts.append(known)
             rows = next((part for part in _leaves(known) if isinstance(part, Keys)), rows)
-    return PatternMask(joined(parts), (place.batch, 1, place.nq, place.nk), place.first, rows, place.kv_offset)
+    shape = place.batch, 1, place.nq, place.nk
+    return PatternMask(joined(parts), shape, place.first, rows, place.kv_offset, row=place.row)
 
 
 def _leaves(pattern: Pattern) -> tuple[Pattern, ...]:

@@ -107,7 +107,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Raises:
             ShapeError: More tokens than there is room for.
         """
-        if self.pages is None:
+        if self.pages is None or (self.seen == 0 and self.batch_size != len(key_states)):
+            # also after reset(), for another batch
             self.lazy_initialization(key_states, value_states)
         pages = self.pages
         assert pages is not None
@@ -147,12 +148,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Forget the last tokens.
 
         Args:
-            tokens_to_remove: How many, as a negative number.
+            tokens_to_remove: How many, as a negative number; 0: none.
+        Raises:
+            ShapeError: A positive number, or more tokens than there are.
         """
-        if tokens_to_remove < 0 and self.pages is not None:
-            self.seen += tokens_to_remove
+        if not -self.seen <= tokens_to_remove <= 0:
+            wanted = f"a number from {-self.seen} to 0"
+            raise ShapeError(message("tokens_to_remove", tokens_to_remove, wanted, "Say how many, below 0."))
+        if tokens_to_remove and self.pages is not None:
             every = range(self.batch_size)
-            self.pages.fork(every, every, self.seen)
+            self.pages.fork(every, every, self.seen + tokens_to_remove)
+            self.seen += tokens_to_remove
 
 
 class PagedStates(Tensor):
