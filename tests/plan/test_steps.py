@@ -212,31 +212,34 @@ def test_ragged_plans_are_those_planned_anew(name: str) -> None:
 
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("name", list(RAGGED))
-def test_ragged_steps_plan_nothing(
-    name: str, queries: int, built: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ragged_steps_plan_nothing(name: str, queries: int, built: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages and offsets of a batch of different lengths, 500 steps; each has the bits of a plan of its own."""
     pattern, first = RAGGED[name], torch.tensor([411, 300, 650])
-    q, k, v = torch.randn(3, 4, 1300, 16), torch.randn(3, 2, 1300, 16), torch.randn(3, 2, 1300, 16)
-    pages = rw.PagedCache.empty(3, 1300, 2, 16, page=16)
+    q, k, v = torch.randn(3, 4, 1312, 16), torch.randn(3, 2, 1312, 16), torch.randn(3, 2, 1312, 16)
+    pages = rw.PagedCache.empty(3, 1312, 2, 16, page=16)
     pages.append(k, v)
+
+    def planned(n: int) -> None:
+        held = placed(pattern, first + n - queries, 0, 3)[0] & rw.Keys(first + n)
+        plan_cache.get(held, queries, 1312, heads=4, batch=3, tile=(16, 128))
 
     def step(n: int) -> tuple[Tensor, Tensor]:
         lengths = first + n
         pages.lengths.copy_(lengths)
         here = torch.stack([each[:, at - queries : at] for each, at in zip(q, lengths.tolist(), strict=True)])
-        return rw.paged_attention(here, pages, pattern), rw.attention(
-            here, k, v, pattern & rw.Keys(lengths), q_offset=lengths - queries
-        )
+        side_by_side = rw.attention(here, k, v, pattern & rw.Keys(lengths), q_offset=lengths - queries)
+        return rw.paged_attention(here, pages, pattern), side_by_side
 
     for n in range(160):
-        step(n)
+        planned(n)
     warm = len(built)
     assert warm < 160
-    found = {n: step(n) for n in range(160, 640, 1 if queries == 1 else 3)}
+    for n in range(160, 660):
+        planned(n)
+    found = {n: step(n) for n in range(160, 660, 97)}
     assert len(built) == warm
     planned_anew(monkeypatch)
-    for n, got in [*found.items()][::40]:
+    for n, got in found.items():
         assert all(map(torch.equal, got, step(n)))
     assert len(built) > warm
 

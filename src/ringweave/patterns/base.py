@@ -46,8 +46,8 @@ class Lookback(NamedTuple):
         back: Beyond this distance keys are attended or not as ``far`` says, and those before ``first`` by their place.
         every: Up to this distance before itself a query attends all keys; -1 where it may not attend itself.
         far: See ``back``.
-        ahead: Beyond this distance after itself a query attends no key, but those before ``first``; ``sys.maxsize`` where
-            that is not known.
+        ahead: Beyond this distance after itself a query attends no key but those before ``first``; ``sys.maxsize``
+            where that is not known.
     """
 
     first: int

@@ -125,8 +125,8 @@ class PlanCache:
     def _stepped(self, pattern: Pattern, sizes: tuple[int, ...], device: torch.device) -> BlockPlan | None:
         """A step's plan, of rows that were planned before; None of others."""
         nq, nk, heads, batch, q_offset, *tile = sizes
-        # what has one tile, or begins with the keys, is no step
-        if nk <= tile[1] or (q_offset == 0 and pattern.fixed):
+        # what begins with the keys is no step, and in one tile nothing is passed over
+        if q_offset == 0 and (pattern.fixed or nk <= tile[1]):
             return None
         sides = (tile[0], tile[1])
         return gathered(pattern, nq, nk, heads, batch, q_offset, sides, device, self._rows)

@@ -51,13 +51,14 @@ def assemble(
     count = sum(each.sets for each in sets)
     row, col, bits = _side_by_side(sets, q_tiles)
     row_ptr = _offsets(row, count, q_tiles)
-    column = row // q_tiles if q_tiles > 1 else row
-    column = column * kv_tiles
+    column = row // q_tiles
+    column *= kv_tiles
     column += col
     col_ptr = _offsets(column, count, kv_tiles)
     if q_tiles > 1:
         by_column = stable_order(column, count * kv_tiles)
-        row = row[by_column] % q_tiles
+        row = row[by_column]
+        row %= q_tiles
         bits_t = bits[by_column]
     else:
         # one row of tiles lies in the order of columns
@@ -111,8 +112,10 @@ def limit(tiles: int) -> None:
 
 def _offsets(line: Int64, sets: int, lines: int) -> Int64:
     """(sets, lines + 1): where the elements of each line of each set begin, and of the last one end."""
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(line, minlength=sets * lines))])
-    of_sets: Int64 = ends[np.arange(sets)[:, None] * lines + np.arange(lines + 1)]
+    ends = np.cumsum(np.bincount(line, minlength=sets * lines))
+    of_sets = np.zeros((sets, lines + 1), np.int64)
+    of_sets[:, 1:] = ends.reshape(sets, lines)
+    of_sets[1:, 0] = of_sets[:-1, -1]
     return of_sets
 
 

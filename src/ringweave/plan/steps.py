@@ -236,11 +236,11 @@ def _elements(
 
 
 def _rows(kept: Recent[Rows], relation: Pattern, look: Lookback, nq: int, tile: tuple[int, int]) -> Rows:
-    new = Rows(relation, look, nq, tile)
-    known = kept.get(new.key)
-    if known is None:
-        kept.put(new.key, new, new.nbytes)
-    return known or new
+    rows = kept.get((relation.spec, nq, *tile))
+    if rows is None:
+        rows = Rows(relation, look, nq, tile)
+        kept.put(rows.key, rows, rows.nbytes)
+    return rows
 
 
 def _row_set(
