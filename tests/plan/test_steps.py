@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -210,8 +211,9 @@ def test_ragged_plans_are_those_planned_anew(name: str) -> None:
             same(gathered.get(pattern, nq, nk, **sizes), want)
 
 
-@pytest.mark.parametrize("queries", [1, 5])
-@pytest.mark.parametrize("name", list(RAGGED))
+@pytest.mark.parametrize(
+    ("name", "queries"), [*((name, 1) for name in RAGGED), ("sinks", 5), ("mixed", 5), ("causal", 16)]
+)
 def test_ragged_steps_plan_nothing(name: str, queries: int, built: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages and offsets of a batch of different lengths, 500 steps; each has the bits of a plan of its own."""
     pattern, first = RAGGED[name], torch.tensor([411, 300, 650])
@@ -291,5 +293,32 @@ def test_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         held = placed(pattern, lengths - 1, 0, 30)[0] & rw.Keys(lengths)
         same(gathered.get(held, 1, 1024, batch=30, tile=(16, 128)), build(held, 1, 1024, batch=30, tile=(16, 128)))
     rows = gathered._rows.get((pattern.spec, 1, 16, 128))
-    assert rows is None or len(rows.known) <= 30
+    assert rows is None or len(rows.planned.known) <= 30
     assert gathered.statistics().nbytes <= 2**20
+
+
+def test_rows_whose_planning_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered, pattern = cache.PlanCache(), PATTERNS["sinks"]
+
+    def interrupted(*_: object) -> int:
+        raise MemoryError
+
+    for n in range(400, 800, 37):
+        held, sizes = pattern & rw.Keys(n), {"q_offset": n - 1, "tile": (16, 128)}
+        with monkeypatch.context() as patch:
+            patch.setattr(steps.Rows, "_leading", interrupted)
+            with pytest.raises(MemoryError):
+                gathered.get(held, 1, 1024, **sizes)  # type: ignore[arg-type]
+        same(gathered.get(held, 1, 1024, **sizes), build(held, 1, 1024, **sizes))  # type: ignore[arg-type]
+
+
+def test_threads_plan_steps_together() -> None:
+    gathered, pattern = cache.PlanCache(), PATTERNS["sinks"]
+    want = {n: build(pattern & rw.Keys(n), 1, 1024, q_offset=n - 1, tile=(16, 128)) for n in range(400, 440)}
+
+    def work(seed: int) -> None:
+        for n in random.Random(seed).choices(list(want), k=60):
+            same(gathered.get(pattern & rw.Keys(n), 1, 1024, q_offset=n - 1, tile=(16, 128)), want[n])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))

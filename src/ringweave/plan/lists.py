@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ def assemble(
         row, bits_t = np.zeros_like(row), bits
     del column
 
-    arrays = {
+    arrays: dict[str, NDArray[Any]] = {
         "row_ptr": row_ptr,
         "col": col,
         "bits": bits,

@@ -25,7 +25,7 @@ from ..patterns.spans import rows_of
 from ..patterns.tiles import Int64
 from ..recent import Recent
 from .block_plan import BlockPlan
-from .from_pattern import build
+from .from_pattern import MOST_IN_A_LINE, build
 from .lists import RowSet, assemble
 from .streams import waits
 
@@ -54,6 +54,26 @@ class _Elements(NamedTuple):
     stop: Int64
 
 
+class _Planned(NamedTuple):
+    """Rows that were planned, end to end, never written again.
+
+    Attributes:
+        known: Number of a row by where it stands: (q, k, start, stop).
+        ptr: Where the tiles of each row begin, and of the last one end.
+        col: Key tiles.
+        bits: As of a plan.
+        masks: Distinct ones.
+        leading: Of a mask that is the first keys for every query, how many; else 0.
+    """
+
+    known: dict[tuple[int, ...], int]
+    ptr: Int64
+    col: Int64
+    bits: NDArray[np.int32]
+    masks: NDArray[np.int32]
+    leading: Int64
+
+
 class Rows:
     """Rows of tiles of one relation, by where they stand.
 
@@ -67,63 +87,64 @@ class Rows:
     def __init__(self, relation: Pattern, look: Lookback, nq: int, tile: tuple[int, int]):
         self.relation, self.look, self.nq, self.tile = relation, look, nq, tile
         self.key = relation.spec, nq, *tile
-        self.lock = threading.Lock()
-        self._forget()
-
-    def _forget(self) -> None:
-        self.known: dict[tuple[int, ...], int] = {}
-        self.ptr = np.zeros(1, np.int64)
-        self.col, self.bits = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        self.masks = np.zeros((0, self.tile[0], -(-self.tile[1] // 32)), np.int32)
-        # of a mask that is the first keys for every query, how many; else 0
-        self.leading = np.zeros(0, np.int64)
-        self._codes: dict[bytes, int] = {}
+        # one thread plans, the others wait
+        self._lock = threading.Lock()
+        none = np.zeros(0, np.int64)
+        masks = np.zeros((0, tile[0], -(-tile[1] // 32)), np.int32)
+        self._empty = self.planned = _Planned({}, np.zeros(1, np.int64), none, none.astype(np.int32), masks, none)
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes."""
-        return self.col.nbytes + self.bits.nbytes + 2 * self.masks.nbytes + _ROW_BYTES * len(self.known)
+        planned = self.planned
+        return sum(x.nbytes for x in planned[1:]) + _ROW_BYTES * (1 + len(planned.known))
 
-    def numbers(self, places: Sequence[tuple[int, ...]]) -> tuple[Int64, bool]:
-        """The rows that stand at (q, k, start, stop), planned where they are new, and whether some were."""
-        missing = [*dict.fromkeys(place for place in places if place not in self.known)]
-        if missing:
+    def at(self, places: Sequence[tuple[int, ...]]) -> tuple[_Planned, bool]:
+        """Rows with those that stand at (q, k, start, stop), and whether some of them were planned for it."""
+        with self._lock:
+            planned = self.planned
+            missing = [*dict.fromkeys(place for place in places if place not in planned.known)]
+            if not missing:
+                return planned, False
             missing += self._next(missing)
-            if len(missing) + len(self.known) > _MOST_ROWS:
-                self._forget()
-                missing = [*dict.fromkeys(places)]
-            self._plan(missing)
-        return np.array([self.known[place] for place in places], np.int64), bool(missing)
+            if len(missing) + len(planned.known) > _MOST_ROWS:
+                planned, missing = self._empty, [*dict.fromkeys(places)]
+            # at once: what is interrupted changes nothing
+            self.planned = self._grown(planned, missing)
+            return self.planned, True
 
     def _next(self, missing: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Where steps will stand that go on from one token to the next: to plan some at once takes no longer."""
         if len(missing) > _NEXT // 2:
             return []
-        going = [(q, k, start, stop) for q, k, start, stop in missing if (q - 1, k, start, stop - 1) in self.known]
+        known = self.planned.known
+        going = [(q, k, start, stop) for q, k, start, stop in missing if (q - 1, k, start, stop - 1) in known]
         found = ((q + i, k, start, stop + i) for q, k, start, stop in going for i in range(1, _NEXT))
-        return [*dict.fromkeys(place for place in found if place not in self.known and place not in missing)]
+        return [*dict.fromkeys(place for place in found if place not in known and place not in missing)]
 
-    def _plan(self, places: list[tuple[int, ...]]) -> None:
+    def _grown(self, planned: _Planned, places: list[tuple[int, ...]]) -> _Planned:
         q, k, start, stop = torch.tensor(places, device="cpu").T
         side = self.tile[1]
         nk = -(-max(int(stop.max()), self.look.first, 1) // side) * side
         pattern = Shifted(self.relation, Offsets(torch.stack([q, k], 1))) & Keys(stop.clone(), start.clone())
         plan = build(pattern, self.nq, nk, batch=len(places), tile=self.tile)
         masks = plan.masks.numpy()
-        new = [self._codes.setdefault(mask.tobytes(), len(self._codes)) for mask in masks]
-        fresh = [i for i, code in enumerate(new) if code >= len(self.masks)]
+        index = {mask.tobytes(): i for i, mask in enumerate(planned.masks)}
+        new = [index.setdefault(mask.tobytes(), len(index)) for mask in masks]
+        fresh = [i for i, code in enumerate(new) if code >= len(planned.masks)]
         # -1, of full tiles, stays what it is
         codes = np.array([*new, -1], np.int32)[plan.bits.numpy()]
-        sets = plan.group[:, 0].numpy()
-        begin, end = plan.row_ptr.numpy()[sets].astype(np.int64).T
-        index = _spread(begin, end - begin)
-        self.col = np.concatenate([self.col, plan.col.numpy()[index]])
-        self.bits = np.concatenate([self.bits, codes[index]])
-        self.ptr = np.concatenate([self.ptr, self.ptr[-1] + np.cumsum(end - begin)])
-        self.masks = np.concatenate([self.masks, masks[fresh]])
-        self.leading = np.concatenate([self.leading, [self._leading(masks[i]) for i in fresh]]).astype(np.int64)
-        for place in places:
-            self.known[place] = len(self.known)
+        begin, end = plan.row_ptr.numpy()[plan.group[:, 0].numpy()].astype(np.int64).T
+        tiles = _spread(begin, end - begin)
+        leading = np.array([self._leading(masks[i]) for i in fresh], np.int64)
+        return _Planned(
+            planned.known | {place: len(planned.known) + i for i, place in enumerate(places)},
+            np.concatenate([planned.ptr, planned.ptr[-1] + np.cumsum(end - begin)]),
+            np.concatenate([planned.col, plan.col.numpy()[tiles]]),
+            np.concatenate([planned.bits, codes[tiles]]),
+            np.concatenate([planned.masks, masks[fresh]]),
+            np.concatenate([planned.leading, leading]),
+        )
 
     def _leading(self, mask: NDArray[np.int32]) -> int:
         bits = np.unpackbits(mask[: self.nq].view(np.uint8), axis=1, bitorder="little")
@@ -141,7 +162,7 @@ def gathered(
         return None
     specs, offsets, by_place, by_position = taken
     kinds = _kinds(specs, heads)
-    if kinds is None:
+    if kinds is None or -(-nk // tile[1]) > MOST_IN_A_LINE:
         return None
     waits(device)
     elements = _elements(offsets, by_place, by_position, nq, nk, batch, q_offset)
@@ -220,9 +241,10 @@ def _elements(
         q, k = rows_of(offsets.table, 2).T
         q = q + q_offset
     start, stop = np.zeros(1, np.int64), np.full(1, nk, np.int64)
-    for keys, origin in (*((each, 0) for each in by_place), *((each, k) for each in by_position)):
-        low, high = keys.read()._now
-        if (low < 0).any() or (low > high).any() or (high > nk + np.max(origin)).any():
+    nowhere = np.zeros(1, np.int64)
+    for keys, origin in (*((each, nowhere) for each in by_place), *((each, k) for each in by_position)):
+        low, high = keys._now
+        if (low < 0).any() or (low > high).any() or (high > nk + origin.max()).any():
             return None
         if len({len(low), len(start), len(k), 1}) > 2:
             return None
@@ -251,11 +273,11 @@ def _row_set(
     at, over, filled, places = _stand(rows.look, elements, rows.nq, side)
     lines: dict[tuple[int, ...], int] = {}
     like = [lines.setdefault(line, len(lines)) for line in zip(*places, over, at, filled, strict=True)]
-    with rows.lock:
-        number, grown = rows.numbers([line[:4] for line in lines])
-        ptr, col, bits, masks, leading = rows.ptr, rows.col, rows.bits, rows.masks, rows.leading
+    planned, grown = rows.at([line[:4] for line in lines])
     if grown:
         kept.put(rows.key, rows, rows.nbytes)
+    _, ptr, col, bits, masks, leading = planned
+    number = np.array([planned.known[line[:4]] for line in lines], np.int64)
     over, at, filled = np.array([line[4:] for line in lines], np.int64).T
     begin, length = ptr[number], ptr[number + 1] - ptr[number]
     index = _spread(begin, length)
