@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -129,7 +130,7 @@ class And(Combined):
         return max(part.residue_rate() for part in self.parts)
 
     def lookback(self) -> Lookback | None:
-        return lookback_of(self.parts, min, all)
+        return lookback_of(self.parts, min, min, all)
 
     def __invert__(self) -> Pattern:
         return join(Or, *(~part for part in self.parts))
@@ -154,7 +155,7 @@ class Or(Combined):
         return self._pairwise(tiles, FULL, EMPTY)
 
     def lookback(self) -> Lookback | None:
-        return lookback_of(self.parts, max, any)
+        return lookback_of(self.parts, max, max, any)
 
     def __invert__(self) -> Pattern:
         return join(And, *(~part for part in self.parts))
@@ -215,21 +216,24 @@ class Not(Pattern):
 
     def lookback(self) -> Lookback | None:
         look = self.part.lookback()
-        return None if look is None else look._replace(every=-1, far=not look.far)
+        return None if look is None else look._replace(every=-1, far=not look.far, ahead=sys.maxsize)
 
     def __invert__(self) -> Pattern:
         return self.part
 
 
 def lookback_of(
-    parts: Sequence[Pattern], every: Callable[[Iterable[int]], int], far: Callable[[Iterable[bool]], bool]
+    parts: Sequence[Pattern],
+    every: Callable[[Iterable[int]], int],
+    ahead: Callable[[Iterable[int]], int],
+    far: Callable[[Iterable[bool]], bool],
 ) -> Lookback | None:
-    """How far what is made of some parts looks back; ``every`` and ``far`` say how those of theirs combine."""
+    """How far what is made of some parts looks back; the others say how those of theirs combine."""
     known = [look for part in parts if (look := part.lookback()) is not None]
     if len(known) < len(parts):
         return None
-    first, back, every_of, far_of = zip(*known, strict=True)
-    return Lookback(max(first), max(back), every(every_of), far(far_of))
+    first, back, every_of, far_of, ahead_of = zip(*known, strict=True)
+    return Lookback(max(first), max(back), every(every_of), far(far_of), ahead(ahead_of))
 
 
 def leaves(pattern: Pattern) -> Iterator[Pattern]:

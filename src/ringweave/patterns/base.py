@@ -46,12 +46,15 @@ class Lookback(NamedTuple):
         back: Beyond this distance keys are attended or not as ``far`` says, and those before ``first`` by their place.
         every: Up to this distance before itself a query attends all keys; -1 where it may not attend itself.
         far: See ``back``.
+        ahead: Beyond this distance after itself a query attends no key but those before ``first``; ``sys.maxsize``
+            where that is not known.
     """
 
     first: int
     back: int
     every: int
     far: bool
+    ahead: int
 
 
 class Pattern(ABC):
@@ -452,7 +455,7 @@ class Full(Pattern):
         return self
 
     def lookback(self) -> Lookback:
-        return Lookback(0, 0, sys.maxsize, True)
+        return Lookback(0, 0, sys.maxsize, True, sys.maxsize)
 
 
 class Derived(Pattern):

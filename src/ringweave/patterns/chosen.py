@@ -117,7 +117,7 @@ class Sinks(Pattern):
         return type(self)([(t - offset) // rate for t in self.tokens if t % rate == offset])
 
     def lookback(self) -> Lookback | None:
-        return None if self.tables else Lookback(self._last + 1, 0, -1, False)
+        return None if self.tables else Lookback(self._last + 1, 0, -1, False, 0)
 
 
 def _positions(tokens: object) -> int | tuple[int, ...]:

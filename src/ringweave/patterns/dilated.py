@@ -115,7 +115,8 @@ class Dilated(Derived):
         return self.rate
 
     def lookback(self) -> Lookback:
-        return Lookback(0, self.window * self.rate, self.window if self.rate == 1 else 0, False)
+        reach = self.window * self.rate
+        return Lookback(0, reach, self.window if self.rate == 1 else 0, False, reach)
 
 
 class View(NamedTuple):

@@ -47,7 +47,7 @@ class Causal(Pattern):
         return self
 
     def lookback(self) -> Lookback:
-        return Lookback(0, 0, sys.maxsize, True)
+        return Lookback(0, 0, sys.maxsize, True, 0)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -100,7 +100,7 @@ class SlidingWindow(Pattern):
         return SlidingWindow(self.left // rate, self.right // rate)
 
     def lookback(self) -> Lookback:
-        return Lookback(0, self.left, self.left, False)
+        return Lookback(0, self.left, self.left, False, self.right)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

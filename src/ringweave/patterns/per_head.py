@@ -71,9 +71,9 @@ class PerHead(Pattern):
         return min((side for p in self.patterns if (side := p.block_side()) is not None), default=None)
 
     def lookback(self) -> Lookback | None:
-        look = lookback_of(self.patterns, min, any)
+        look = lookback_of(self.patterns, min, max, any)
         # heads that differ in what lies far have none together
-        return look if look == lookback_of(self.patterns, min, all) else None
+        return look if look == lookback_of(self.patterns, min, max, all) else None
 
     def residue_rate(self) -> int:
         rates = {pattern.residue_rate() for pattern in self.patterns}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +17,7 @@ from ..patterns.numbers import check_sizes, named_device, whole
 from ..recent import Recent
 from .block_plan import BlockPlan
 from .from_pattern import build, check_tile
+from .steps import Rows, gathered
 from .streams import made, used
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # what a plan takes beside its elements: nine tensors in one piece, and its place here; measured
 _PLAN_BYTES = 8 * 2**10
 # decoding makes a plan of one row of tiles a step, quickly made again
-_MOST_PLANS, _MOST_STEPS = 1024, 256
+_MOST_PLANS, _MOST_STEPS, _MOST_RELATIONS = 1024, 256, 256
 
 
 class CacheStatistics(NamedTuple):
@@ -69,8 +69,8 @@ class PlanCache:
         self.max_bytes = whole("max_bytes", max_bytes, 0, 2**63 - 1)
         self._kept: Recent[BlockPlan] = Recent(max_bytes - max_bytes // 8, _MOST_PLANS)
         self._steps: Recent[BlockPlan] = Recent(max_bytes // 16, _MOST_STEPS)
-        # those that steps are made of, as many kinds as a tile has keys
-        self._alikes: Recent[BlockPlan] = Recent(max_bytes // 16, _MOST_PLANS)
+        # what steps are made of
+        self._rows: Recent[Rows] = Recent(max_bytes // 16, _MOST_RELATIONS)
         #: Where plans that took long to make are kept beyond this process, if anywhere; not those of decoding steps.
         self.store: PlanStore | None = None
         self._loaded = 0
@@ -112,7 +112,7 @@ class PlanCache:
                 used(plan, device)
                 return plan
             if kept is self._steps:
-                plan = self._alike(pattern, made_of, sizes, device)
+                plan = self._stepped(pattern, sizes, device)
             if plan is None:
                 plan = self._made(pattern, sizes, device, kept is self._kept)
             ties = holders(pattern.spec)
@@ -122,26 +122,14 @@ class PlanCache:
                 kept.put(key, plan, plan.nbytes + _PLAN_BYTES, made_of.tables, ties)
         return plan
 
-    def _alike(self, pattern: Pattern, made_of: Key, sizes: tuple[int, ...], device: torch.device) -> BlockPlan | None:
-        """A step's plan from that of an earlier one, which asks for the same keys by distance; None of others."""
-        nq, nk, heads, batch, q_offset, q_tile, side = sizes
-        look = pattern.lookback()
-        if look is None or nk <= q_offset:
+    def _stepped(self, pattern: Pattern, sizes: tuple[int, ...], device: torch.device) -> BlockPlan | None:
+        """A step's plan, of rows that were planned before; None of others."""
+        nq, nk, heads, batch, q_offset, *tile = sizes
+        # what begins with the keys is no step, and in one tile nothing is passed over
+        if q_offset == 0 and (pattern.fixed or nk <= tile[1]):
             return None
-
-        def earlier(tokens: int) -> BlockPlan:
-            before = nq, nk - tokens, heads, batch, q_offset - tokens, q_tile, side
-            return self._found(self._alikes, pattern, made_of, before, device)
-
-        if nq == 1 and nk == q_offset + 1 and q_offset <= look.every:
-            # all keys are attended: the tiles are those of one key in the last
-            return dataclasses.replace(earlier(q_offset % side), nk=nk, q_offset=q_offset)
-        if look.far:
-            return None
-        first = -(-look.first // side)
-        behind = max(0, (q_offset - look.back) // side - first)
-        plan = earlier(behind * side)
-        return _later(plan, first, behind) if behind else plan
+        sides = (tile[0], tile[1])
+        return gathered(pattern, nq, nk, heads, batch, q_offset, sides, device, self._rows)
 
     def _made(self, pattern: Pattern, sizes: tuple[int, ...], device: torch.device, lasting: bool) -> BlockPlan:
         """Read a plan from disk, or build it and write it there if that took long."""
@@ -160,32 +148,19 @@ class PlanCache:
 
     def statistics(self) -> CacheStatistics:
         """Count hits, misses, evictions, and what is held now."""
-        every = self._kept, self._steps, self._alikes
+        every = self._kept, self._steps
         plans = sum(map(len, every))
         hits, misses, evictions, held = (
             sum(getattr(kept, name) for kept in every) for name in ("hits", "misses", "evictions", "nbytes")
         )
-        return CacheStatistics(hits, misses, evictions, plans, held, self._loaded)
+        return CacheStatistics(hits, misses, evictions, plans, held + self._rows.nbytes, self._loaded)
 
     def clear(self) -> None:
         """Drop all plans and counters."""
         self._kept.clear()
         self._steps.clear()
-        self._alikes.clear()
+        self._rows.clear()
         self._loaded = 0
-
-
-def _later(plan: BlockPlan, first: int, by: int) -> BlockPlan:
-    """The plan of as many queries ``by`` key tiles later, whose keys from tile ``first`` on lie as much later."""
-    ptr = plan.col_ptr
-    empty = ptr[:, first : first + 1].expand(-1, by)
-    return dataclasses.replace(
-        plan,
-        col=torch.where(plan.col < first, plan.col, plan.col + by),
-        col_ptr=torch.cat([ptr[:, :first], empty, ptr[:, first:]], 1),
-        nk=plan.nk + by * plan.kv_tile,
-        q_offset=plan.q_offset + by * plan.kv_tile,
-    )
 
 
 def _place(device: str | torch.device) -> torch.device:

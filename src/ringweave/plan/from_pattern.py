@@ -30,7 +30,8 @@ from .table_context import Listed, TableContext, of_sets, runs_of, split
 _EVALUATED_AT_ONCE = 2**24  # mask bits
 _TILES_AT_ONCE = 2**18
 _TILES_SAMPLED = 2**22
-_MOST_IN_A_LINE = 2**24
+#: Tiles of a row, or of a column.
+MOST_IN_A_LINE = 2**24
 DEFAULT_TILE = 128
 #: A pattern, and where the batch elements that differ in it begin on its axis.
 _Alike = tuple[Pattern, Int64]
@@ -183,9 +184,9 @@ def _check(
 ) -> None:
     check_tile(tile)
     tiles = max(-(-nq // tile[0]), -(-nk // tile[1]))
-    if tiles > _MOST_IN_A_LINE:
+    if tiles > MOST_IN_A_LINE:
         got = f"{tiles} tiles in a line"
-        raise ShapeError(message("tile", got, f"at most {_MOST_IN_A_LINE}", "Use larger tiles, or shorter sequences."))
+        raise ShapeError(message("tile", got, f"at most {MOST_IN_A_LINE}", "Use larger tiles, or shorter sequences."))
     if not pattern.combinable:
         raise PatternError(
             message("pattern", repr(pattern), "a relation", "A LongNet has one plan per branch: see explain().")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,30 +48,31 @@ def assemble(
     """Make a plan of its row sets: the lists by columns, the launch order, and all of it in one piece of memory."""
     waits(device)
     q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
-    first = np.cumsum([0, *(each.sets for each in sets)])
-    count = int(first[-1])
     limit(sum(len(each.row) for each in sets))
-    row, col, bits = (np.concatenate([getattr(each, name) for each in sets]) for name in ("row", "col", "bits"))
-    ends = np.cumsum([0, *(len(each.row) for each in sets)])
-    for before, begin, end in zip(first[1:], ends[1:], ends[2:], strict=False):
-        row[begin:end] += before * q_tiles
+    count = sum(each.sets for each in sets)
+    row, col, bits = _side_by_side(sets, q_tiles)
     row_ptr = _offsets(row, count, q_tiles)
     column = row // q_tiles
     column *= kv_tiles
     column += col
     col_ptr = _offsets(column, count, kv_tiles)
-    by_column = stable_order(column, count * kv_tiles)
+    if q_tiles > 1:
+        by_column = stable_order(column, count * kv_tiles)
+        row = row[by_column]
+        row %= q_tiles
+        bits_t = bits[by_column]
+    else:
+        # one row of tiles lies in the order of columns
+        row, bits_t = np.zeros_like(row), bits
     del column
-    row = row[by_column]
-    row %= q_tiles
 
-    arrays = {
+    arrays: dict[str, NDArray[Any]] = {
         "row_ptr": row_ptr,
         "col": col,
         "bits": bits,
         "col_ptr": col_ptr,
         "row": row,
-        "bits_t": bits[by_column],
+        "bits_t": bits_t,
         "masks": masks.numpy(),
         "group": group.numpy(),
         "order": _launch_order(np.diff(row_ptr).reshape(-1)),
@@ -91,6 +93,18 @@ def assemble(
     )
 
 
+def _side_by_side(sets: list[RowSet], q_tiles: int) -> tuple[Int64, Int64, NDArray[np.int32]]:
+    """(row, col, bits) of all sets, whose rows count on."""
+    if len(sets) == 1:
+        return sets[0].row, sets[0].col, sets[0].bits
+    row, col, bits = (np.concatenate([getattr(each, name) for each in sets]) for name in ("row", "col", "bits"))
+    first = np.cumsum([0, *(each.sets for each in sets)])
+    ends = np.cumsum([0, *(len(each.row) for each in sets)])
+    for before, begin, end in zip(first[1:], ends[1:], ends[2:], strict=False):
+        row[begin:end] += before * q_tiles
+    return row, col, bits
+
+
 def limit(tiles: int) -> None:
     """Raise PatternError where numbers of tiles do not fit 32 bits."""
     if tiles >= 2**31:
@@ -99,8 +113,10 @@ def limit(tiles: int) -> None:
 
 def _offsets(line: Int64, sets: int, lines: int) -> Int64:
     """(sets, lines + 1): where the elements of each line of each set begin, and of the last one end."""
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(line, minlength=sets * lines))])
-    of_sets: Int64 = ends[np.arange(sets)[:, None] * lines + np.arange(lines + 1)]
+    ends = np.cumsum(np.bincount(line, minlength=sets * lines))
+    of_sets = np.zeros((sets, lines + 1), np.int64)
+    of_sets[:, 1:] = ends.reshape(sets, lines)
+    of_sets[1:, 0] = of_sets[:-1, -1]
     return of_sets
 
 

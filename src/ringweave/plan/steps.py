@@ -1,0 +1,347 @@
+"""Plans of decoding steps, put together of rows that were planned before.
+
+Where a relation goes by distance (``Pattern.lookback``), queries that stand alike in a tile attend the same tiles, less
+those that they pass over between the first keys and the last. So a row of tiles is planned once for each way to stand,
+and the plan of a batch, whose elements each stand at a place of their own, is gathered from such rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..patterns import And, Keys, Pattern, rebuild
+from ..patterns.algebra import join
+from ..patterns.base import Lookback
+from ..patterns.numbers import LONGEST
+from ..patterns.shifted import Offsets, Shifted
+from ..patterns.spans import rows_of
+from ..patterns.tiles import Int64
+from ..recent import Recent
+from .block_plan import BlockPlan
+from .from_pattern import MOST_IN_A_LINE, build
+from .lists import RowSet, assemble
+from .streams import waits
+
+# rows of tiles that are kept of one relation; a window has as many as it and a tile have keys, until it begins
+_MOST_ROWS = 2**13
+_ROW_BYTES = 512
+# of a decoding that goes on
+_NEXT = 16
+# what is farther ahead is not told apart
+_AHEAD = 2**40
+
+
+class _Elements(NamedTuple):
+    """Where batch elements stand, one for all where they are alike; by place among the keys that are there.
+
+    Attributes:
+        q: Position of the first query.
+        k: Position of the first key.
+        start: First key that exists.
+        stop: The one after the last.
+    """
+
+    q: Int64
+    k: Int64
+    start: Int64
+    stop: Int64
+
+
+class _Planned(NamedTuple):
+    """Rows that were planned, end to end, never written again.
+
+    Attributes:
+        known: Number of a row by where it stands: (q, k, start, stop).
+        ptr: Where the tiles of each row begin, and of the last one end.
+        col: Key tiles.
+        bits: As of a plan.
+        masks: Distinct ones.
+        leading: Of a mask that is the first keys for every query, how many; else 0.
+    """
+
+    known: dict[tuple[int, ...], int]
+    ptr: Int64
+    col: Int64
+    bits: NDArray[np.int32]
+    masks: NDArray[np.int32]
+    leading: Int64
+
+
+class Rows:
+    """Rows of tiles of one relation, by where they stand.
+
+    Args:
+        relation: One of a single head.
+        look: How far it looks back.
+        nq: Queries, in one row of tiles.
+        tile: Its sides.
+    """
+
+    def __init__(self, relation: Pattern, look: Lookback, nq: int, tile: tuple[int, int]):
+        self.relation, self.look, self.nq, self.tile = relation, look, nq, tile
+        self.key = relation.spec, nq, *tile
+        # one thread plans, the others wait
+        self._lock = threading.Lock()
+        none = np.zeros(0, np.int64)
+        masks = np.zeros((0, tile[0], -(-tile[1] // 32)), np.int32)
+        self._empty = self.planned = _Planned({}, np.zeros(1, np.int64), none, none.astype(np.int32), masks, none)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        planned = self.planned
+        return sum(x.nbytes for x in planned[1:]) + _ROW_BYTES * (1 + len(planned.known))
+
+    def at(self, places: Sequence[tuple[int, ...]]) -> tuple[_Planned, bool]:
+        """Rows with those that stand at (q, k, start, stop), and whether some of them were planned for it."""
+        with self._lock:
+            planned = self.planned
+            missing = [*dict.fromkeys(place for place in places if place not in planned.known)]
+            if not missing:
+                return planned, False
+            missing += self._next(missing)
+            if len(missing) + len(planned.known) > _MOST_ROWS:
+                planned, missing = self._empty, [*dict.fromkeys(places)]
+            # at once: what is interrupted changes nothing
+            self.planned = self._grown(planned, missing)
+            return self.planned, True
+
+    def _next(self, missing: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Where steps will stand that go on from one token to the next: to plan some at once takes no longer."""
+        if len(missing) > _NEXT // 2:
+            return []
+        known = self.planned.known
+        going = [(q, k, start, stop) for q, k, start, stop in missing if (q - 1, k, start, stop - 1) in known]
+        found = ((q + i, k, start, stop + i) for q, k, start, stop in going for i in range(1, _NEXT))
+        return [*dict.fromkeys(place for place in found if place not in known and place not in missing)]
+
+    def _grown(self, planned: _Planned, places: list[tuple[int, ...]]) -> _Planned:
+        q, k, start, stop = torch.tensor(places, device="cpu").T
+        side = self.tile[1]
+        nk = -(-max(int(stop.max()), self.look.first, 1) // side) * side
+        pattern = Shifted(self.relation, Offsets(torch.stack([q, k], 1))) & Keys(stop.clone(), start.clone())
+        plan = build(pattern, self.nq, nk, batch=len(places), tile=self.tile)
+        masks = plan.masks.numpy()
+        index = {mask.tobytes(): i for i, mask in enumerate(planned.masks)}
+        new = [index.setdefault(mask.tobytes(), len(index)) for mask in masks]
+        fresh = [i for i, code in enumerate(new) if code >= len(planned.masks)]
+        # -1, of full tiles, stays what it is
+        codes = np.array([*new, -1], np.int32)[plan.bits.numpy()]
+        begin, end = plan.row_ptr.numpy()[plan.group[:, 0].numpy()].astype(np.int64).T
+        tiles = _spread(begin, end - begin)
+        leading = np.array([self._leading(masks[i]) for i in fresh], np.int64)
+        return _Planned(
+            planned.known | {place: len(planned.known) + i for i, place in enumerate(places)},
+            np.concatenate([planned.ptr, planned.ptr[-1] + np.cumsum(end - begin)]),
+            np.concatenate([planned.col, plan.col.numpy()[tiles]]),
+            np.concatenate([planned.bits, codes[tiles]]),
+            np.concatenate([planned.masks, masks[fresh]]),
+            np.concatenate([planned.leading, leading]),
+        )
+
+    def _leading(self, mask: NDArray[np.int32]) -> int:
+        bits = np.unpackbits(mask[: self.nq].view(np.uint8), axis=1, bitorder="little")
+        count = int(bits[0].sum())
+        return count if bits[:, :count].all() and not bits[:, count:].any() else 0
+
+
+def gathered(
+    pattern: Pattern, nq: int, nk: int, heads: int, batch: int, q_offset: int, tile: tuple[int, int],
+    device: torch.device, kept: Recent[Rows],
+) -> BlockPlan | None:  # fmt: skip
+    """Plan one row of tiles as :func:`build` does, of rows that are kept; None of what does not go by distance."""
+    taken = _taken_apart(pattern)
+    if taken is None:
+        return None
+    specs, offsets, by_place, by_position = taken
+    kinds = _kinds(specs, heads)
+    if kinds is None or -(-nk // tile[1]) > MOST_IN_A_LINE:
+        return None
+    waits(device)
+    elements = _elements(offsets, by_place, by_position, nq, nk, batch, q_offset)
+    if elements is None:
+        return None
+    relations, of_head = kinds
+    sets, masks, group = list[RowSet](), list[NDArray[np.int32]](), np.empty((len(elements.q), heads), np.int32)
+    count = codes = 0
+    for number, (relation, look) in enumerate(relations):
+        relation.check(nq, nk + int(elements.k.max()), int(elements.q.max()))
+        row_set, of_set, like = _row_set(kept, _rows(kept, relation, look, nq, tile), elements, nk, codes)
+        group[:, of_head == number] = (count + like)[:, None]
+        sets.append(row_set)
+        masks.append(of_set)
+        count, codes = count + row_set.sets, codes + len(of_set)
+    packed = torch.from_numpy(masks[0] if len(masks) == 1 else np.concatenate(masks))
+    spread = torch.from_numpy(group).expand(batch, heads)
+    return assemble(sets, spread, packed, nq, nk, q_offset, tile, device)
+
+
+def _taken_apart(
+    pattern: Pattern,
+) -> tuple[tuple[str, ...], Offsets | None, list[Keys], list[Keys]] | None:
+    """The relations that a pattern joins, its offsets, and bounds by place and by position; None of other patterns."""
+    by_place, by_position, relations = list[Keys](), list[Keys](), list[str]()
+    offsets: Offsets | None = None
+    for part in pattern.parts if isinstance(pattern, And) else (pattern,):
+        if isinstance(part, Keys):
+            by_place.append(part)
+            continue
+        inside: Pattern = part
+        if isinstance(part, Shifted):
+            if offsets is not None or relations:
+                return None
+            inside, offsets = part.pattern, part.offsets
+        elif offsets is not None:
+            return None
+        for each in inside.parts if isinstance(inside, And) else (inside,):
+            if isinstance(each, Keys):
+                (by_place if offsets is None else by_position).append(each)
+            elif each.fixed:
+                relations.append(each.spec)
+            else:
+                return None
+    return tuple(relations), offsets, by_place, by_position
+
+
+@functools.lru_cache(256)
+def _kinds(specs: tuple[str, ...], heads: int) -> tuple[list[tuple[Pattern, Lookback]], Int64] | None:
+    """The different relations of heads, and which of them each has; None where one does not go by distance."""
+    parts = [rebuild(spec, ()) for spec in specs or ("Full()",)]
+    whole = join(And, *parts)
+    made = whole.extents()[1]
+    if made not in (None, heads):
+        return None
+    found: dict[str, tuple[int, Pattern]] = {}
+    of_head = np.zeros(heads, np.int64)
+    for h in range(1 if made is None else heads):
+        each = whole.select(0, h)
+        of_head[h] = found.setdefault(each.spec, (len(found), each))[0]
+    relations = []
+    for _, each in found.values():
+        look = each.lookback()
+        if look is None:
+            return None
+        relations.append((each, look))
+    return relations, of_head
+
+
+def _elements(
+    offsets: Offsets | None, by_place: list[Keys], by_position: list[Keys], nq: int, nk: int, batch: int, q_offset: int
+) -> _Elements | None:
+    """Where elements stand; None where bounds are not those of the call, which planning says."""
+    q, k = np.full(1, q_offset, np.int64), np.zeros(1, np.int64)
+    if offsets is not None:
+        q, k = rows_of(offsets.table, 2).T
+        q = q + q_offset
+    start, stop = np.zeros(1, np.int64), np.full(1, nk, np.int64)
+    nowhere = np.zeros(1, np.int64)
+    for keys, origin in (*((each, nowhere) for each in by_place), *((each, k) for each in by_position)):
+        low, high = keys._now
+        if (low < 0).any() or (low > high).any() or (high > nk + origin.max()).any():
+            return None
+        if len({len(low), len(start), len(k), 1}) > 2:
+            return None
+        start, stop = np.maximum(start, low - origin), np.minimum(stop, high - origin)
+    rows = max(len(q), len(start))
+    wrong = (q < 0).any() or (q > LONGEST - nq).any() or (k < 0).any() or (k > LONGEST - nk).any()
+    if wrong or rows not in (1, batch):
+        return None
+    q, k, start, stop = np.broadcast_arrays(q, k, start, np.maximum(stop, start))
+    return _Elements(q, k, start, stop)
+
+
+def _rows(kept: Recent[Rows], relation: Pattern, look: Lookback, nq: int, tile: tuple[int, int]) -> Rows:
+    rows = kept.get((relation.spec, nq, *tile))
+    if rows is None:
+        rows = Rows(relation, look, nq, tile)
+        kept.put(rows.key, rows, rows.nbytes)
+    return rows
+
+
+def _row_set(
+    kept: Recent[Rows], rows: Rows, elements: _Elements, nk: int, first_code: int
+) -> tuple[RowSet, NDArray[np.int32], Int64]:
+    """The different rows of a relation's elements, their masks, and which row each element has."""
+    side = rows.tile[1]
+    at, over, filled, places = _stand(rows.look, elements, rows.nq, side)
+    lines: dict[tuple[int, ...], int] = {}
+    like = [lines.setdefault(line, len(lines)) for line in zip(*places, over, at, filled, strict=True)]
+    planned, grown = rows.at([line[:4] for line in lines])
+    if grown:
+        kept.put(rows.key, rows, rows.nbytes)
+    _, ptr, col, bits, masks, leading = planned
+    number = np.array([planned.known[line[:4]] for line in lines], np.int64)
+    over, at, filled = np.array([line[4:] for line in lines], np.int64).T
+    begin, length = ptr[number], ptr[number + 1] - ptr[number]
+    index = _spread(begin, length)
+    line = np.repeat(np.arange(len(lines)), length)
+    col, bits = col[index], bits[index]
+    later = col >= at[line]
+    col = col + np.where(later, over[line], 0)
+    rest = nk % side
+    if rest and len(leading):
+        # all there is of the last tile
+        bits = np.where((col == nk // side) & (bits >= 0) & (leading[bits] == rest), -1, bits)
+    partial = bits >= 0
+    used, codes = np.unique(bits[partial], return_inverse=True)
+    bits[partial] = first_code + codes.reshape(-1)
+    if filled.any():
+        # full tiles in between
+        between = over * filled
+        place = np.arange(len(col)) + np.repeat(np.cumsum(between) - between, length) + later * between[line]
+        before = np.bincount(line[~later], minlength=len(lines))
+        length = length + between
+        line = np.repeat(np.arange(len(lines)), length)
+        every = np.arange(len(line)) + np.repeat(at - before - np.cumsum(length) + length, length)
+        every[place] = col
+        full = np.full(len(line), -1, np.int32)
+        full[place] = bits
+        col, bits = every, full
+    return RowSet(line, col, bits, len(lines)), masks[used], np.array(like, np.int32)
+
+
+def _stand(
+    look: Lookback, elements: _Elements, nq: int, side: int
+) -> tuple[list[int], list[int], list[bool], tuple[list[int], ...]]:
+    """How elements stand: from which tile on they pass over how many, whether those are full, and where they are then.
+
+    Where they are, (q, k, start, stop), is near the first keys, so that it is the same for many.
+    """
+    q, k, start, stop = elements
+    first, back, far = np.full(len(q), look.first), np.full(len(q), look.back), np.full(len(q), look.far)
+    if nq == 1 and look.every >= 0:
+        # all keys up to the query: by place, whatever the relation says of distances
+        near = (q <= look.every) & (stop + k == q + 1)
+        first, back, far = np.where(near, 0, first), np.where(near, 0, back), far | near
+        q, k = np.where(near, stop - 1, q), np.where(near, 0, k)
+    # without first keys only distances count
+    dropped = np.maximum(np.minimum(q, k) - first, 0)
+    q, k = q - dropped, k - dropped
+    # keys ahead that no query sees, and queries that are past all keys
+    settled = q >= first
+    seen = np.maximum(q + (nq + min(look.ahead, _AHEAD)), first) - k
+    stop = np.where(settled, np.minimum(stop, np.maximum(seen, start)), stop)
+    q = np.where(settled, np.minimum(q, np.maximum(stop + k, first) + back), q)
+    none = start >= stop
+    q, k, start, stop = (np.where(none, 0, x) for x in (q, k, start, stop))
+    # tiles in which all keys are farther than the relation looks back
+    at = -(-np.maximum(first - k, 0) // side)
+    edge = at * side
+    at = np.where(far, np.maximum(at, -(-start // side)), at)
+    over = np.where(none, 0, np.maximum((q - k - back) // side - at, 0))
+    q, stop = q - over * side, stop - over * side
+    start = np.where(far, start, np.maximum(start - over * side, np.minimum(start, edge)))
+    return at.tolist(), over.tolist(), (far & ~none).tolist(), tuple(x.tolist() for x in (q, k, start, stop))
+
+
+def _spread(begin: Int64, length: Int64) -> Int64:
+    """Indices of pieces, end to end."""
+    found: Int64 = np.arange(int(length.sum())) + np.repeat(begin - np.cumsum(length) + length, length)
+    return found
