@@ -283,6 +283,36 @@ def test_warps_that_load(dim: int, device: Emulated, monkeypatch: pytest.MonkeyP
     assert any("setmaxnreg" in kernel.asm["ptx"] for kernel in device.compiled().values())
 
 
+TABLE = rw.BlockTable(torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool), 128)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize(
+    ("pattern", "tokens", "dim", "heads"),
+    [(TABLE, 340, 64, 1), (rw.Causal(), 300, 64, 2), (rw.Causal(), 190, 128, 1)],
+    ids=["empty rows", "causal", "causal, D 128"],
+)
+def test_groups_that_take_turns(
+    pattern: rw.Pattern, tokens: int, dim: int, heads: int, late: bool, device: Emulated,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One loads, two multiply: items in turn, by two programs, of heads that share keys."""
+    chosen(monkeypatch, resident=1, pingpong=True)
+    of_driver = launch._of_driver
+    monkeypatch.setattr(launch, "_device", lambda device: dataclasses.replace(of_driver(), units=2))
+    # of the last four one loads, and the others have nothing to do
+    device.late, device.together = late, (4, 4, 1, 1, 1, 1)
+    x = Inputs.random(tokens, heads=heads, kv_heads=1, dim=dim, dtype=torch.bfloat16)
+    device.taken()
+    with torch.no_grad():
+        out, lse = rw.attention_with_lse(x.q, x.k, x.v, pattern, backend="triton")
+    (only,) = device.taken()
+    assert (device.compiled()[only.function].metadata.name, only.grid[0]) == ("pingpong", 2)
+    want = Wanted.of(x, pattern, 0, None, floored=True)
+    got = errors({"out": out, "lse": lse}, {name: want.results[name] for name in ("out", "lse")})
+    assert all(got[name] <= want.bounds[name] for name in got), got
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("nq", "heads", "kv_heads"), [(1, 8, 1), (5, 6, 2)])
 def test_few_queries_over_split_lists(nq: int, heads: int, kv_heads: int, device: Emulated) -> None:

@@ -60,6 +60,8 @@ class LaunchConfig:
             which the hardware hands out in order.
         described: Whether tiles are loaded by tensor descriptors, where strides and masks permit.
         specialised: Whether warps of their own load them; forward, where they are described and nothing is masked.
+        pingpong: Whether two groups of warps take turns to multiply what a warp of its own loads (in Gluon); forward on
+            Hopper, of 128 x 128. Calls that it cannot compute take the other kernel with the same blocks.
     """
 
     m: int
@@ -69,6 +71,7 @@ class LaunchConfig:
     resident: int = 0
     described: bool = False
     specialised: bool = False
+    pingpong: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,18 @@ def misfit(
         # what they take beside the tiles, and nothing else is needed: counted in what Triton 3.7 compiles for sm_90
         needed += config.m * (padded(value_dim) * itemsize + 128 * (config.stages - 1))
         usable = device.shared - 4096
+    if config.pingpong:
+        wanted = ("forward", "hopper", 128, 128, 8, 1, True, False)
+        if wanted != (
+            kernel, device.generation, config.m, config.n, config.warps, config.resident, config.described,
+            config.specialised,
+        ):  # fmt: skip
+            return "groups of warps take turns in forward on Hopper: 128 x 128 described, 8 warps, programs that stay"
+        if config.stages < 2 or not {padded(dim), padded(value_dim)} <= {64, 128}:
+            return "groups of warps take turns over 2 stages or more, and 64 or 128 channels"
+        # the next item's queries have room of their own; nothing but barriers is needed beside the tiles
+        needed += config.m * padded(dim) * itemsize
+        usable = device.shared - 1024
     if needed > usable:
         return f"tiles need {needed} bytes of shared memory, and {usable} of {device.shared} are for them"
     return None
