@@ -184,7 +184,9 @@ class Writer:
                 self.lines.append(f"    at = {self.read(operands(rest)[0], 'u32')}")
                 on = "np.ones(u.lanes, np.bool_)" if not masked else "M"
                 self.lines.append(f"    went = [(to, (at == index) & {on}) for index, to in enumerate({targets})]")
-                self.lines.append(f"    if (at[{on}] >= {len(targets)}).any(): raise PtxError('brx.idx past its targets')")
+                self.lines.append(
+                    f"    if (at[{on}] >= {len(targets)}).any(): raise PtxError('brx.idx past its targets')"
+                )
                 self.lines.append("    return tuple((to, lanes) for to, lanes in went if lanes.any())")
                 ended = True
                 continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import logging
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -247,6 +248,8 @@ def misfit(
             config.specialised,
         ):  # fmt: skip
             return "groups of warps take turns in forward on Hopper: 128 x 128 described, 8 warps, programs that stay"
+        if _compiler() < (3, 6):
+            return f"groups of warps take turns with Triton 3.6 or newer, and this is {'.'.join(map(str, _compiler()))}"
         if config.stages < 2 or not {padded(dim), padded(value_dim)} <= {64, 128}:
             return "groups of warps take turns over 2 stages or more, and 64 or 128 channels"
         # the next item's queries have room of their own; nothing but barriers is needed beside the tiles
@@ -255,6 +258,16 @@ def misfit(
     if needed > usable:
         return f"tiles need {needed} bytes of shared memory, and {usable} of {device.shared} are for them"
     return None
+
+
+@functools.cache
+def _compiler() -> tuple[int, ...]:
+    """Read Triton's release, without loading it; (0,) where there is none."""
+    try:
+        said = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return (0,)
+    return tuple(int(part) for part in said.split(".")[:2])
 
 
 class Asked(NamedTuple):

@@ -6,7 +6,6 @@ import functools
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...plan import BlockPlan
@@ -22,7 +21,7 @@ _records: weakref.WeakKeyDictionary[Queue, Records] = weakref.WeakKeyDictionary(
 
 def takes(config: LaunchConfig, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, packing: Packing, queue: Queue,
           scale: float) -> bool:  # fmt: skip
-    """Tell whether it computes a case whose keys and values descriptors load: whole tiles of 128, lists in one piece."""
+    """Tell whether it computes a case whose keys and values descriptors load: tiles of 128, lists in one piece."""
     return (
         config.pingpong
         and (plan.q_tile, plan.kv_tile) == (config.m, config.n)
@@ -40,7 +39,7 @@ def launch(
     config: LaunchConfig, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: BlockPlan, queue: Queue,
     scale: float, units: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Launch as many programs as there are multiprocessors, which take the queue in turn; ``scale`` in powers of two."""
+    """Launch a program for each multiprocessor, which take the queue in turn; ``scale`` is in powers of two."""
     heads, nq, nk = q.shape[1], q.shape[2], k.shape[2]
     items = queue.tasks.numel()
     kernels.pingpong[(min(items, units),)](

@@ -8,7 +8,7 @@ them, so that one's softmax runs beside the other's products.
 """
 
 # Triton reads these functions' source: it wants neither annotations nor the usual style of names
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-LOG2_E = gl.constexpr(1.4426950408889634)
+from .loads import SIZES
+
 LN_2 = gl.constexpr(0.6931471805599453)
 # int32 numbers of an item of the queue: pair, first query, begin and end of its list
 FIELDS = gl.constexpr(4)
@@ -39,13 +40,13 @@ def barriers(number: gl.constexpr, arrivals: gl.constexpr):
     return made
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES)
 def pingpong(
     q, k, v, out, lse, records, col, bits, masks, items, heads, ratio, nq, nk, scale,
     D: gl.constexpr, DV: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
     RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Compute out and lse of query tiles of 128; ``q``, ``k`` and ``v`` are descriptors, of half a tile and of tiles."""
+    """Compute out and lse of query tiles of 128; ``q``, ``k`` and ``v`` are descriptors, ``q`` of half a tile."""
     queries = gl.allocate_shared_memory(q.dtype, [2 * HELD, 1, 1, ROWS, D], q.layout)
     keys = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, KV_TILE, D], k.layout)
     values = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, KV_TILE, DV], v.layout)
@@ -56,7 +57,7 @@ def pingpong(
     tiles = (queries, keys, values)
     marks = (q_full, q_free, k_full, k_free, v_full, v_free, turn)
     lists = (records, col, bits, masks, items)
-    sizes = (heads, nq, nk, scale)
+    sizes = (nq, nk, scale)
     gl.warp_specialize(
         [
             (attend, (tiles, marks, lists, sizes, out, lse, 0, D, DV, KV_TILE, STAGES, MASKED, RAGGED)),
@@ -134,7 +135,7 @@ def attend(
     queries, keys, values = tiles
     q_full, q_free, k_full, k_free, v_full, v_free, turn = marks
     records, col, bits, masks, items = lists
-    heads, nq, nk, scale = sizes
+    nq, nk, scale = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
