@@ -42,6 +42,7 @@ def test_the_grid_is_all_that_fits(cell: Cell) -> None:
     assert len(set(blocks)) == len(blocks) >= 24
     assert all(of.misfit(each) is None for each in blocks)
     assert any(each.specialised for each in blocks) == (cell.kernel == "forward" and not cell.masked)
+    assert any(each.pingpong for each in blocks) == (cell.kernel == "forward")
     held = {each.n if cell.kernel == "backward_kv" else each.m for each in blocks}
     assert held == {64, 128}
 

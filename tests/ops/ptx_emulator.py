@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,7 +127,7 @@ class Program:
                 statement = statement[match.end() :]
             if statement:
                 made.source[-1].append(statement)
-                if re.match(r"(@!?[%\w]+ )?(bra|ret)\b", statement):
+                if re.match(r"(@!?[%\w]+ )?(bra|brx|ret)\b", statement):
                     made.source.append([])
         return made
 
@@ -175,6 +175,20 @@ class Writer:
                     self.lines.append(f"    if not stay.any(): return ({to.replace('go', 'M')})")
                     self.lines.append(f"    return ({to}{next_one})")
                     ended = True
+                continue
+            if opcode == ".branchtargets":
+                targets = [self.program.labels[each] for each in operands(rest)]
+                continue
+            if opcode == "brx.idx":
+                # its targets are named in the same block, just before
+                self.lines.append(f"    at = {self.read(operands(rest)[0], 'u32')}")
+                on = "np.ones(u.lanes, np.bool_)" if not masked else "M"
+                self.lines.append(f"    went = [(to, (at == index) & {on}) for index, to in enumerate({targets})]")
+                self.lines.append(
+                    f"    if (at[{on}] >= {len(targets)}).any(): raise PtxError('brx.idx past its targets')"
+                )
+                self.lines.append("    return tuple((to, lanes) for to, lanes in went if lanes.any())")
+                ended = True
                 continue
             self.mask = "M" if masked else "None"
             if on is not None:
@@ -475,7 +489,7 @@ def launch(
     parameters: list[int],
     memory: Memory,
     late: bool = False,
-    together: int = 4,
+    together: int | Sequence[int] = 4,
 ) -> None:
     """Run every program of a grid to its end, one after the other.
 
@@ -486,21 +500,23 @@ def launch(
         parameters: Where each parameter lies in this process.
         memory: Global memory.
         late: Whether what is asynchronous happens as late as it may, instead of at once.
-        together: Warps that take each step together.
+        together: Warps that take each step together; of several numbers each for as many of them, one after the other.
+            Warps that compute apart and meet others at barriers must not.
     """
     where = {name: at for (name, _), at in zip(program.parameters, parameters, strict=True)}
-    blocks = program.compiled(together * 32)
+    warps_of = [together] * (program.threads // 32 // together) if isinstance(together, int) else together
+    blocks = {many: program.compiled(many * 32) for many in set(warps_of)}
 
     with np.errstate(all="ignore"):
         for number in range(grid):
             cta = Cta(memory, shared, program.threads, late)
             special = {"ctaid.x": number, "ctaid.y": 0, "ctaid.z": 0, "nctaid.x": grid, "nctaid.y": 1, "nctaid.z": 1}
-            groups = np.arange(program.threads // 32).reshape(-1, together)
+            groups = np.split(np.arange(program.threads // 32), np.cumsum(warps_of)[:-1])
             running = []
             for warps in groups:
                 unit = Warps(cta, warps, special, len(program.registers))
                 unit.parameters = where
-                running.append(unit.run(blocks))
+                running.append(unit.run(blocks[len(warps)]))
             while running:
                 before, waits, left = cta.progress, [], []
                 for unit in running:

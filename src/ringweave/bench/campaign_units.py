@@ -249,6 +249,7 @@ def cell(of: grid.Cell, job: Job) -> Iterator[Target]:
     best = found.best
     said = f"{size}: {best.m} x {best.n}, {best.warps} warps, {best.stages} stages"
     said += ", programs that stay" * bool(best.resident) + ", warps that load" * best.specialised
+    said += ", groups of warps that take turns" * best.pingpong
     yield Target(what, said, found.gain, None, True)
 
 

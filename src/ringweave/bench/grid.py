@@ -129,6 +129,8 @@ def joint(asked: Asked) -> list[LaunchConfig]:
         found.append(plain)
         if asked.key.kernel == "forward" and not asked.key.masked:
             found.append(dataclasses.replace(plain, specialised=True))
+        if asked.key.kernel == "forward":
+            found.append(dataclasses.replace(plain, pingpong=True))
     return [blocks for blocks in dict.fromkeys(found) if blocks == asked.usual or asked.misfit(blocks) is None]
 
 

@@ -33,6 +33,21 @@ _DENSE = ("sdpa:cudnn", "sdpa:flash")
 BUDGET = 440.0
 
 
+def _with_turns(problem: Problem, inputs: Operands) -> Built:
+    """Make the Triton kernel ready whose groups of warps take turns.
+
+    Raises:
+        UnsupportedError: This device or these sizes have none.
+    """
+    own = Candidate("triton")
+    (asked,) = Search(problem, Session(inputs), FORWARD).asked(own)
+    blocks = dataclasses.replace(asked.usual, m=128, n=128, warps=8, resident=1, described=True, pingpong=True)
+    why = asked.misfit(blocks)
+    if why is not None:
+        raise UnsupportedError(message("peer", f"{OWN}:pingpong", "tiles of 128 on Hopper", why))
+    return Direct.of(Candidate("triton", blocks=((asked.key, blocks),)), own, problem)
+
+
 def _with_loaders(problem: Problem, inputs: Operands) -> Built:
     """Make the Triton kernel ready with warps of its own for loads.
 
@@ -54,6 +69,9 @@ def _forward_alone(problem: Problem, backward: bool) -> str | None:
 
 #: The Triton kernel with warps of its own for loads.
 LOADERS = Peer(f"{OWN}:loaders", "warps of their own load tiles", _forward_alone, _with_loaders)
+
+#: The Triton kernel in which one warp loads and two groups of warps take turns to multiply.
+PINGPONG = Peer(f"{OWN}:pingpong", "groups of warps take turns", _forward_alone, _with_turns)
 
 
 def part(
@@ -85,14 +103,15 @@ def _series(densities: Sequence[float], tokens: int) -> Comparison:
     return dataclasses.replace(of, entries=[*of.entries, *((each, (OWN,)) for each in rest)])
 
 
-_TABLES = (*_ALL, LOADERS)
+_TABLES = (*_ALL, LOADERS, PINGPONG)
+_CAUSAL = (*_ALL, PINGPONG)
 #: By the names that ``ringweave bench kernels --part`` takes.
 PARTS = {
     "16K": part(_problem("stage A", Drawn(0.1), 16384), _TABLES, dense=True),
     "32K": part(_problem("stage A", Drawn(0.1), 32768), _TABLES, dense=True),
     "65K": part(_problem("stage A", Drawn(0.1), 65536), _TABLES),
-    "causal": part(_problem("causal", rw.Causal(), 16384)),
-    "window": part(_problem("window", rw.SlidingWindow(1023, 0), 65536)),
+    "causal": part(_problem("causal", rw.Causal(), 16384), _CAUSAL),
+    "window": part(_problem("window", rw.SlidingWindow(1023, 0), 65536), _CAUSAL),
     "documents": part(_problem("documents", rw.Documents([2731] * 24) & rw.Causal(), 24 * 2731)),
     "sinks": part(_problem("sinks", (rw.SlidingWindow(1023, 0) | rw.Global(4)) & rw.Causal(), 65536)),
     "densities": _series((0.5, 0.25, 0.1, 0.05, 0.02, 0.01), 32768),

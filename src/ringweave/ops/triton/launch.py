@@ -19,7 +19,7 @@ from ...plan import BlockPlan, Branch
 from ...precision import Scales
 from ..backend import Inputs, Pages, Upstream
 from ..tuning_key import where
-from . import interpreted, kernels, operands, queues, term_operands
+from . import interpreted, kernels, launch_pingpong, operands, queues, term_operands
 from .launch_config import Device, LaunchConfig, Packing, choose, goes_past_masks, padded
 from .pairing import Rows, paired, single
 
@@ -56,6 +56,11 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
         and not plan.masks.shape[0]
         and operands.describable(q)
     )
+    if described and scoring is None and launch_pingpong.takes(config, q, k, v, plan, packing, queue, scale):
+        with torch.cuda.device_of(q):
+            units = _device(q.device).units
+            launch_pingpong.launch(config, q, k, v, out, lse, plan, queue, scale * _LOG2_E, units, _OPTIONS)
+        return out, lse
     extras = term_operands.of(scoring, q.device)
     if specialised:
         triton.set_allocator(operands.room)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import logging
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -60,6 +61,8 @@ class LaunchConfig:
             which the hardware hands out in order.
         described: Whether tiles are loaded by tensor descriptors, where strides and masks permit.
         specialised: Whether warps of their own load them; forward, where they are described and nothing is masked.
+        pingpong: Whether two groups of warps take turns to multiply what a warp of its own loads (in Gluon); forward on
+            Hopper, of 128 x 128. Calls that it cannot compute take the other kernel with the same blocks.
     """
 
     m: int
@@ -69,6 +72,7 @@ class LaunchConfig:
     resident: int = 0
     described: bool = False
     specialised: bool = False
+    pingpong: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,9 +241,33 @@ def misfit(
         # what they take beside the tiles, and nothing else is needed: counted in what Triton 3.7 compiles for sm_90
         needed += config.m * (padded(value_dim) * itemsize + 128 * (config.stages - 1))
         usable = device.shared - 4096
+    if config.pingpong:
+        wanted = ("forward", "hopper", 128, 128, 8, 1, True, False)
+        if wanted != (
+            kernel, device.generation, config.m, config.n, config.warps, config.resident, config.described,
+            config.specialised,
+        ):  # fmt: skip
+            return "groups of warps take turns in forward on Hopper: 128 x 128 described, 8 warps, programs that stay"
+        if _compiler() < (3, 6):
+            return f"groups of warps take turns with Triton 3.6 or newer, and this is {'.'.join(map(str, _compiler()))}"
+        if config.stages < 2 or not {padded(dim), padded(value_dim)} <= {64, 128}:
+            return "groups of warps take turns over 2 stages or more, and 64 or 128 channels"
+        # the next item's queries have room of their own; nothing but barriers is needed beside the tiles
+        needed += config.m * padded(dim) * itemsize
+        usable = device.shared - 1024
     if needed > usable:
         return f"tiles need {needed} bytes of shared memory, and {usable} of {device.shared} are for them"
     return None
+
+
+@functools.cache
+def _compiler() -> tuple[int, ...]:
+    """Read Triton's release, without loading it; (0,) where there is none."""
+    try:
+        said = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return (0,)
+    return tuple(int(part) for part in said.split(".")[:2])
 
 
 class Asked(NamedTuple):

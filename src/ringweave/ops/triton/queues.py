@@ -85,6 +85,25 @@ class Queue:
     slots: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class Records:
+    """All that a program reads of an item of a queue of rows, in one place.
+
+    Attributes:
+        numbers: (items, 4) int32: pair of batch element and head, first query, begin and end of its list.
+    """
+
+    numbers: Tensor
+
+    @staticmethod
+    def of(plan: BlockPlan, queue: Queue) -> Records:
+        """Look up the lists of tasks of one head each, that are in one piece."""
+        tasks = queue.tasks.long()
+        pair, tile = tasks // plan.q_tiles, tasks % plan.q_tiles
+        ends = plan.row_ptr[plan.group.reshape(-1).long()[pair], tile + torch.arange(2, device=plan.device)[:, None]]
+        return Records(torch.stack([pair, tile * plan.q_tile, *ends], 1).int())
+
+
 _queues: weakref.WeakKeyDictionary[BlockPlan, dict[tuple[object, ...], Queue]] = weakref.WeakKeyDictionary()
 _masks: weakref.WeakKeyDictionary[BlockPlan, Masks] = weakref.WeakKeyDictionary()
 _shared: weakref.WeakKeyDictionary[BlockPlan, dict[int, bool]] = weakref.WeakKeyDictionary()
