@@ -124,6 +124,7 @@ def compiled(
         "TILES": shape.tiles,
         "MASKED": not (shape.specialised or shape.clear), "RAGGED": not shape.clear, "FOLDED": True, "SLOPED": True,
         "WIDE": False, "WEIGHTED": True, "DESCRIBED": shape.described, "SPECIALISED": shape.specialised,
+        "DEAD": shape.dead,
         "STEP": 16 if shape.stored else 8, "SHARED": shape.heads > 1, "RESIDENT": False, "STAGES": blocks.stages,
         "PRECISION": "ieee", "l_n": 1, "s_n": 1,
     }  # fmt: skip
