@@ -48,8 +48,9 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
     as_they_are = pages is None and scales is None
     describable = not few and as_they_are and operands.describable(k, v)
     lists, config, packing, queue = by_rows = cut("forward", q, k, v, plan, scoring is not None, describable)
-    plan, channels = lists.plan, max(padded(q.shape[3]), padded(dim))
     described = config.described and describable
+    dead = described and queues.masks(plan).dead_keys
+    plan, channels = lists.plan, max(padded(q.shape[3]), padded(dim))
     keys, values = (operands.described(x, config.n) if described else x for x in (k, v))
     specialised = (
         (config.specialised and described and packing.heads == 1 and scoring is None)
@@ -72,7 +73,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
             RAGGED=sizes["MASKED"] or pages is not None or nk % plan.kv_tile > 0, DESCRIBED=described,
             SPECIALISED=specialised,
             BRANCHED=goes_past_masks("forward", config, channels, device, described) and not specialised,
-            DEAD=described and queues.masks(plan).dead_keys,
+            DEAD=dead,
         )  # fmt: skip
         _join(queue, sums, out, (tops, lse), ratio, by_rows.span, packing)
     return out, lse
