@@ -124,6 +124,7 @@ def compiled(
         "TILES": shape.tiles,
         "MASKED": not (shape.specialised or shape.clear), "RAGGED": not shape.clear, "FOLDED": True, "SLOPED": True,
         "WIDE": False, "WEIGHTED": True, "DESCRIBED": shape.described, "SPECIALISED": shape.specialised,
+        "DEAD": shape.dead,
         "STEP": 16 if shape.stored else 8, "SHARED": shape.heads > 1, "RESIDENT": False, "STAGES": blocks.stages,
         "PRECISION": "ieee", "l_n": 1, "s_n": 1,
     }  # fmt: skip
@@ -150,17 +151,23 @@ def compiled(
     signature, divisible = {}, {}
     for index, argument in enumerate(names):
         own = shape.stored if shape.stored and argument in ("k", "v") else dtype
+        # spelled as a call's, so that Triton's cache has one entry for both
         if argument in constants:
-            signature[argument] = "constexpr"
+            signature[argument], divisible[(index,)] = "constexpr", []
         elif argument in given:
             signature[argument] = given[argument]
             continue
         elif shape.described and argument in STREAMED[kernel]:
             tokens = blocks.m if kernel == "backward_kv" else blocks.n
             channels = padded(value_dim if argument in ("v", "dout") else dim)
-            signature[argument] = f"tensordesc<{own}[1,1,{tokens},{channels}]>"
+            signature[argument] = f"tensordesc<{own}[1, 1, {tokens}, {channels}]>"
             continue
         elif argument in _POINTERS:
+            if argument in ("sums", "key_sums", "value_sums") and not shape.split and kernel != "join":
+                # the result itself, where there are no partial ones
+                signature[argument] = "*fp32" if wide_out else f"*{dtype}"
+                divisible[(index,)] = [["tt.divisibility", 16]]
+                continue
             held = "fp32" if wide_out and argument in ("out", "dq", "dk", "dv") and kernel != "delta" else own
             signature[argument] = (
                 "*fp32" if (kernel, argument) == ("delta", "result") else _POINTERS[argument].format(held)

@@ -23,6 +23,7 @@ class Shape:
     clear: bool = False
     described: bool = False
     specialised: bool = False
+    dead: bool = False  # whether tiles may have keys that nobody attends
     stored: str = ""  # what keys and values are stored in, where that is 8 bits: i8, fp8e4nv, or u8 for its bytes
 
     def __str__(self) -> str:
@@ -31,7 +32,8 @@ class Shape:
         said += [f"{self.queries} query"] * (self.queries == 1)
         said += [f"{self.tiles} tiles"] * (self.tiles > 1)
         said += ["split"] * self.split + ["no masks"] * self.clear
-        said += ["described"] * self.described + ["specialised"] * self.specialised + [self.stored] * bool(self.stored)
+        said += ["described"] * self.described + ["dead keys"] * self.dead
+        said += ["specialised"] * self.specialised + [self.stored] * bool(self.stored)
         return ", ".join(said)
 
 

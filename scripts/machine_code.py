@@ -39,6 +39,7 @@ CASES: tuple[tuple[str, Shape, Extras], ...] = (
     ("no masks", CLEAR, Extras()),
     ("no masks, specialised", Shape(described=True, clear=True, specialised=True), Extras()),
     ("masks", MASKED, Extras()),
+    ("masks, dead keys", Shape(described=True, dead=True), Extras()),
     ("masks, by addresses", WIDE, Extras()),
     ("masks, tiles of 64", Shape((64, 64), described=True), Extras()),
     ("softcap", MASKED, Extras((SOFTCAP.value,))),
@@ -169,6 +170,8 @@ def rows(dims: list[int]) -> Iterator[tuple[str, list[str]]]:
         for kernel, products in (("forward", 2), ("backward_q", 3), ("backward_kv", 4)):
             for case, shape, extras in CASES:
                 if (shape.specialised and (kernel != "forward" or dim > 128)) or (dim != 128 and extras.there):
+                    continue
+                if shape.dead and kernel == "backward_kv":
                     continue
                 made, blocks = compiled(kernel, dim, "sm_90", shape, extras=extras)
                 yield _row(kernel, dim, case, f"{blocks.m} x {blocks.n}", made, products)

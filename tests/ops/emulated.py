@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -29,9 +30,11 @@ from ringweave.ops.triton import launch, operands
 from ringweave.ops.triton.launch_config import LaunchConfig
 
 from ..cases import MIXTURES, PATTERNS
+from ..dropped import kept, next_seed
 from ..oracle import NAMES, Inputs, errors
 from ..test_conformance import Wanted, run
-from .ptx_emulator import Memory, Program, PtxError
+from ..test_terms import HEADS, check, dense, make, ours
+from .ptx_emulator import Memory, Program, PtxError, whole
 from .ptx_emulator import launch as execute
 from .stand_in import Cuda
 
@@ -47,10 +50,11 @@ class Emulated(Cuda):
     Attributes:
         late: Whether what is asynchronous happens as late as it may.
         together: Warps that take each step together.
+        formal: Whether wgmma needs a proxy fence after cp.async.
         edit: What is done to a kernel's PTX before it runs.
     """
 
-    late, together = False, 4
+    late, together, formal = False, 4, False
     edit: Callable[[str], str] = staticmethod(str)
 
     def __init__(self, folder: Path):
@@ -93,7 +97,7 @@ class Emulated(Cuda):
                 self.programs[ptx] = Program.of(ptx)
             program = self.programs[ptx]
             where = [parameters[index] for index in range(len(program.parameters))]
-            execute(program, grid[0], shared, where, self.memory, self.late, self.together)
+            execute(program, grid[0], shared, where, self.memory, self.late, self.together, self.formal)
         except BaseException as error:  # noqa: BLE001 ctypes would drop it
             self.failure = error
         return 0
@@ -122,7 +126,7 @@ def device(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emul
         ),
     )
     yield emulated
-    emulated.late, emulated.together, emulated.edit = False, 4, str
+    emulated.late, emulated.together, emulated.formal, emulated.edit = False, 4, False, str
 
 
 BOTH = pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
@@ -234,6 +238,86 @@ def test_kernels(name: str, dim: int, dtype: torch.dtype, device: Emulated) -> N
     """Two tiles of 128, the second of two tokens."""
     x = Inputs.random(130, heads=4 if name == "table_per_head" else 1, dim=dim, dtype=dtype)
     assert agrees(x, EVERYTHING[name](130), device) == {"forward", "delta", "backward_q", "backward_kv"}
+
+
+@pytest.mark.parametrize("described", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("dim", [64, *(pytest.param(dim, marks=pytest.mark.long) for dim in (128, 256))])
+def test_keys_that_nobody_attends(dim: int, described: bool, device: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN there reaches nothing, by descriptors and by addresses."""
+    if not described:
+        monkeypatch.setattr(operands, "describable", lambda *_: False)
+    x = Inputs.random(130, heads=1, dim=dim, dtype=torch.bfloat16)
+    want = Wanted.of(x, ~rw.Periodic(1000, 20, 31) & rw.Causal(), 0, None, floored=True)
+    x.k[:, :, 20:31], x.v[:, :, 20:31] = torch.nan, torch.nan
+    device.late = True
+    device.taken()
+    want.check("triton")
+    made = device.compiled()
+    ptx = {(kernel := made[each.function]).metadata.name: kernel.asm["ptx"] for each in device.taken()}
+    for kernel in ("forward", "backward_q"):
+        assert ("cp.async.bulk.tensor" in ptx[kernel]) == described
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["causal", "sinks"])
+def test_proxy_fences(name: str, device: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that PTX's memory model asks for where descriptors load; by addresses Triton leaves it out for values."""
+    device.formal = True
+    x = Inputs.random(130, heads=1, dim=64, dtype=torch.bfloat16)
+    agrees(x, EVERYTHING[name](130), device)
+    monkeypatch.setattr(operands, "describable", lambda *_: False)
+    with pytest.raises(PtxError, match="without a proxy fence"):
+        rw.attention(x.q, x.k, x.v, EVERYTHING[name](130), backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("names", "n", "heads", "p", "dtype"),
+    [
+        (("softcap", "distance"), 23, 2, 0.25, torch.bfloat16),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (("alibi", "distance", "softcap"), 130, 2, 0.0, torch.float16),
+                (("shared_bias",), 70, 2, 0.0, torch.bfloat16),
+                ((), 40, 2, 0.5, torch.bfloat16),
+            )
+        ),
+    ],
+)
+def test_terms(names: tuple[str, ...], n: int, heads: int, p: float, dtype: torch.dtype, device: Emulated) -> None:
+    """Score terms, what their tables learn, and dropout."""
+    x = Inputs.random(n, heads=HEADS, kv_heads=heads, dim=16, dtype=dtype)
+    pattern = rw.SlidingWindow(9) & rw.Causal()
+    if n < 64:
+        pattern &= rw.BlockTable(torch.ones(-(-n // 16), -(-n // 16), dtype=torch.bool), 16)
+    terms = make(names, n, dtype)
+    torch.manual_seed(3)
+    keep = kept(next_seed(), p, 1, HEADS, range(n), range(n)) if p else None
+    device.late = True
+    got = ours(x, pattern, terms, "triton", dropout=p)
+    check(got, lambda kind, order: dense(x, pattern, names, terms, kind, keep=keep, order=order), dtype)
+
+
+@pytest.mark.long
+def test_dropout_of_wide_tiles(device: Emulated) -> None:
+    """In dK and dV Triton packs what wgmma takes after the fence that is to come after it; forward is right."""
+    x = Inputs.random(70, heads=2, dim=16, dtype=torch.bfloat16)
+    torch.manual_seed(3)
+    keep = kept(next_seed(), 0.5, 1, 2, range(70), range(70))
+    with torch.no_grad():
+        out = rw.attention(x.q, x.k, x.v, rw.Causal(), dropout=0.5, backend="triton")
+    want = dense(x, rw.Causal(), (), (), torch.float64, keep=keep)["out"]
+    assert (out - want).abs().max() <= 0.05 * want.abs().max()
+    with pytest.raises(PtxError, match="since the last wgmma.fence"):
+        ours(x, rw.Causal(), [], "triton", dropout=0.5)
+
+
+def test_whole_numbers() -> None:
+    """cvt.rzi and those of 8 bits, as PTX says."""
+    ends = [1.75, -1.75, 3e9, -3e9, 1e30, -1e30, float("nan")]
+    x = np.array(ends, np.float32)
+    assert whole(x, np.int32).tolist() == [1, -1, 2**31 - 1, -(2**31), 2**31 - 1, -(2**31), 0]
+    assert whole(x, np.int64).tolist() == [1, -1, 3 * 10**9, -3 * 10**9, 2**63 - 1, -(2**63), -(2**63)]
 
 
 @pytest.mark.long

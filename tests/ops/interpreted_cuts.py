@@ -19,6 +19,7 @@ from ringweave.plan import branches
 from ..cases import MIXTURES, PATTERNS
 from ..oracle import NAMES, Inputs
 from ..test_conformance import conforms, run
+from ..test_terms import ours
 
 EVERYTHING = PATTERNS | MIXTURES
 # where results are selected away, infinities meet; numpy, which the interpreter computes with, says so
@@ -162,15 +163,53 @@ def test_descriptors(name: str, monkeypatch: pytest.MonkeyPatch, poisoned: None)
         assert torch.equal(got[result], want[result]), result
 
 
+DEAD = ~rw.Periodic(1000, 20, 31)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("side", "terms"),
+    [
+        (64, None),
+        (16, "softcap"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(128, None), (16, None), (16, "learned")]),
+    ],
+)
+def test_described_tiles_with_keys_that_nobody_attends(
+    side: int, terms: str | None, monkeypatch: pytest.MonkeyPatch, poisoned: None
+) -> None:
+    """NaN in such keys and values changes no bit, of what terms' tables get neither; tiles of 64 are in pairs."""
+    n = 100 if side > 16 else 40
+    x = Inputs.random(n, heads=2, dim=16, dtype=torch.float16)
+    pattern = DEAD & rw.BlockTable(torch.ones(-(-n // side), -(-n // side), dtype=torch.bool), side)
+    assert cut(x, pattern).lists.tiles == (2 if side == 64 else 1)
+    given = {None: [], "softcap": [rw.Softcap(2.0)]}.get(
+        terms, [rw.DistanceBias(torch.randn(2, 9).requires_grad_()), rw.Softcap(2.0)]
+    )
+    want = ours(x, pattern, given, "triton")
+    x.k[:, :, 20:31], x.v[:, :, 20:31] = torch.nan, torch.nan
+    choose, described, made, asked = launch.choose, operands.described, set(), []
+
+    def chosen(kernel: str, *case: object) -> launch.LaunchConfig:
+        asked.append(kernel)
+        return dataclasses.replace(choose(kernel, *case), described=True)
+
+    monkeypatch.setattr(launch, "choose", chosen)
+    monkeypatch.setattr(operands, "described", lambda of, n: made.add(asked[-1]) or described(of, n))
+    got = ours(x, pattern, given, "triton")
+    assert made >= {"forward", "backward_q"}
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
 def test_what_descriptors_cannot_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broadcast tensors, odd strides, and tiles with keys that nobody attends are read by addresses."""
+    """Broadcast tensors and odd strides are read by addresses."""
     choose = launch.choose
     monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), described=True))
     monkeypatch.setattr(operands, "described", lambda *_: pytest.fail("described"))
     x = Inputs.random(70, heads=2, dtype=torch.float16)
     rw.attention(x.q, x.k[:, :1].expand(-1, 2, -1, -1), x.v, rw.Causal(), backend="triton")
     rw.attention(x.q, torch.randn(1, 2, 70, 17).half()[..., :16], x.v, rw.Causal(), backend="triton")
-    rw.attention(x.q, x.k, x.v, rw.Periodic(50, 10, 13), backend="triton")
     facts = queues.masks(branches(rw.Causal(), 70, 70, heads=2)[0].plan())
     assert not facts.dead_keys
     assert not facts.dead_queries

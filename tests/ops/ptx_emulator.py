@@ -53,6 +53,15 @@ def field_of(a: Array, low: int, n: int) -> Array:
     return a << a.dtype.type(bits - low - n) >> a.dtype.type(bits - n)
 
 
+def whole(x: Array, kind: Any) -> Array:
+    """The integer towards zero, the nearest there is; of NaN 0, and the least of 64 bits."""
+    limits = np.iinfo(kind)
+    least, most = F8(limits.min), F8(limits.max)
+    inside = np.where(np.isnan(x) | (x >= most) | (x < least), F4(0), x).astype(kind)
+    ends = np.where(x >= most, limits.max, np.where(x < least, limits.min, inside))
+    return np.where(np.isnan(x), kind(limits.min if limits.bits == 64 else 0), ends).astype(kind)
+
+
 def put(mask: Array, value: Array, before: Array | None) -> Array:
     return np.where(mask, value, value.dtype.type(0) if before is None else before)
 
@@ -457,7 +466,15 @@ class Writer:
     def convert(self, mods: list[str], to: list[str]) -> None:
         """cvt."""
         into, of = [each for each in mods if each[-1].isdigit()][-2:]
-        source = self.read(to[1], "b16" if of == "bf16" else of)
+        source = self.read(to[1], "b16" if of == "bf16" else of) if of[1:] != "8" else ""
+        wider = {"%rs": 16, "%rd": 64}.get(to[1][:3], 32)
+        if of[0] in "su" and wider > int(of[1:]):
+            # of a register with more bits the lowest count
+            source = f"{self.read(to[1], f'u{wider}')}.astype(np.{'u' * (of[0] == 'u')}int{of[1:]})"
+        if into[1:] == "8":
+            # no register is as small: extended
+            size = 16 if to[0].startswith("%rs") else 32
+            source, into = f"{source}.astype(np.{'u' * (into[0] == 'u')}int8)", f"{into[0]}{size}"
         if into.endswith("x2"):
             low = self.read(to[2], of)
             self.write(
@@ -467,6 +484,8 @@ class Writer:
             self.write(to[0], f"decoded(({source}).view(U2), '{of}')", "f32")
         elif into in ("bf16", "f16") and of == "f32":
             self.write(to[0], f"encoded({source}, '{into}')", "b16")
+        elif of == "f32" and into in ("s32", "s64") and "rzi" in mods:
+            self.write(to[0], f"whole({source}, {dtype(into)})", into)
         elif of[0] == "f" and into[0] != "f":
             raise KeyError(".".join(mods))
         else:
@@ -490,6 +509,7 @@ def launch(
     memory: Memory,
     late: bool = False,
     together: int | Sequence[int] = 4,
+    formal: bool = False,
 ) -> None:
     """Run every program of a grid to its end, one after the other.
 
@@ -502,6 +522,7 @@ def launch(
         late: Whether what is asynchronous happens as late as it may, instead of at once.
         together: Warps that take each step together; of several numbers each for as many of them, one after the other.
             Warps that compute apart and meet others at barriers must not.
+        formal: Whether wgmma needs a proxy fence after cp.async too, as PTX's memory model has it.
     """
     where = {name: at for (name, _), at in zip(program.parameters, parameters, strict=True)}
     warps_of = [together] * (program.threads // 32 // together) if isinstance(together, int) else together
@@ -509,7 +530,7 @@ def launch(
 
     with np.errstate(all="ignore"):
         for number in range(grid):
-            cta = Cta(memory, shared, program.threads, late)
+            cta = Cta(memory, shared, program.threads, late, formal)
             special = {"ctaid.x": number, "ctaid.y": 0, "ctaid.z": 0, "nctaid.x": grid, "nctaid.y": 1, "nctaid.z": 1}
             groups = np.split(np.arange(program.threads // 32), np.cumsum(warps_of)[:-1])
             running = []

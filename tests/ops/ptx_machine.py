@@ -313,8 +313,8 @@ class Barrier:
 class Cta:
     """One program: shared memory and barriers."""
 
-    def __init__(self, memory: Memory, shared: int, threads: int, late: bool):
-        self.memory, self.late, self.threads = memory, late, threads
+    def __init__(self, memory: Memory, shared: int, threads: int, late: bool, formal: bool):
+        self.memory, self.late, self.threads, self.formal = memory, late, threads, formal
         self.shared = Shared(shared, threads // 32)
         self.barriers: dict[int, Barrier] = {}
         self.meetings: dict[int, list[Any]] = {}
@@ -505,8 +505,7 @@ class Warps:
             for words, warp, land in self.copied.popleft():
                 land()
                 self.cta.shared.landing[words] -= 1
-                # formally wgmma needs a proxy fence here too; Triton leaves it out
-                self.cta.shared.writes(words, warp, asynchronous=True)
+                self.cta.shared.writes(words, warp, asynchronous=not self.cta.formal)
 
     # matrix products
 

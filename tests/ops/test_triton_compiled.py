@@ -7,6 +7,7 @@ unloaded.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -35,26 +36,38 @@ def compiled(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder / digest
 
 
+# some scripts, with arguments, in one process: to begin one takes seconds
+RUN = """
+import json, sys
+sys.path.insert(0, "scripts")
+import kernel_resources, machine_code
+failed = 0
+for name, *arguments in json.loads(sys.argv[1]):
+    sys.argv = [name, *arguments]
+    failed |= globals()[name].main()
+    print("done", flush=True)
+sys.exit(failed)
+"""
+
+
 @needs_triton
 def test_compiled_for_real_devices(compiled: Path) -> None:
-    """No spills, matrix instructions on every device, and the resources that the committed table says."""
-    command = ["scripts/kernel_resources.py", "--check", "--tile", "128"]
+    """No spills, matrix instructions on every device, and the resources that the committed table says.
+
+    Then what the other table says of every loop for sm_90: instructions, spills, products that wait for each other; and
+    that every specialisation compiles.
+    """
     some = [] if is_long() else ["--device", "sm_90"]
-    said = in_a_process([*command, *some], compiled, TRITON_INTERPRET="0")
-    assert len(said.splitlines()) > 7 * (1 if some else 4)
-
-
-@needs_triton
-def test_machine_code_of_loops(compiled: Path) -> None:
-    """What the committed table says of every loop for sm_90: instructions, spills, products that wait for each other."""
-    said = in_a_process(["scripts/machine_code.py", "--check", "--dim", "128"], compiled, TRITON_INTERPRET="0")
-    assert len(said.splitlines()) == 26
-
-
-@needs_triton
-def test_every_specialisation_compiles(compiled: Path) -> None:
-    said = in_a_process(["scripts/kernel_resources.py", "--variants"], compiled, TRITON_INTERPRET="0")
-    assert len(said.splitlines()) == 33
+    runs = [
+        ["kernel_resources", "--check", "--tile", "128", *some],
+        ["machine_code", "--check", "--dim", "128"],
+        ["kernel_resources", "--variants"],
+    ]
+    said = in_a_process(["-c", RUN, json.dumps(runs)], compiled, TRITON_INTERPRET="0")
+    resources, loops, variants, _ = (part.strip().splitlines() for part in said.split("done\n"))
+    assert len(resources) > 7 * (1 if some else 4)
+    assert len(loops) == 28
+    assert len(variants) == 33
 
 
 @needs_triton

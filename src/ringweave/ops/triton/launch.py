@@ -46,10 +46,11 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
     ratio = heads // k.shape[1]
     few = nq <= _FEW
     as_they_are = pages is None and scales is None
-    describable = not few and as_they_are and not queues.masks(plan).dead_keys and operands.describable(k, v)
+    describable = not few and as_they_are and operands.describable(k, v)
     lists, config, packing, queue = by_rows = cut("forward", q, k, v, plan, scoring is not None, describable)
-    plan, channels = lists.plan, max(padded(q.shape[3]), padded(dim))
     described = config.described and describable
+    dead = described and queues.masks(plan).dead_keys
+    plan, channels = lists.plan, max(padded(q.shape[3]), padded(dim))
     keys, values = (operands.described(x, config.n) if described else x for x in (k, v))
     specialised = (
         (config.specialised and described and packing.heads == 1 and scoring is None)
@@ -77,6 +78,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
             RAGGED=sizes["MASKED"] or pages is not None or nk % plan.kv_tile > 0, DESCRIBED=described,
             SPECIALISED=specialised,
             BRANCHED=goes_past_masks("forward", config, channels, device, described) and not specialised,
+            DEAD=dead,
         )  # fmt: skip
         _join(queue, sums, out, (tops, lse), ratio, by_rows.span, packing)
     return out, lse
@@ -115,7 +117,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     wide = operands.wide(plan, q, k, v, dout)
     step, steps = operands.strides(q, k, v, dout)
     steps += [*lse.stride(), *delta.stride()]
-    describable = not sides.dead_keys and operands.describable(k, v)
+    describable = operands.describable(k, v)
     lists, config, packing, queue = by_rows = cut("backward_q", q, k, v, plan, scoring is not None, describable)
     rows, device, channels = lists.plan, _device(q.device), max(padded(q.shape[3]), padded(v.shape[3]))
     described = config.described and describable
@@ -132,6 +134,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
             LEARNS=None if learned is None else learned.ways, HOLES=extras.holes, WIDE=wide, STEP=step,
             RAGGED=rows.masks.shape[0] > 0 or nk % plan.kv_tile > 0, DESCRIBED=described,
             BRANCHED=goes_past_masks("backward_q", config, channels, device, described),
+            DEAD=described and sides.dead_keys,
         )  # fmt: skip
         _join(queue, sums, dq, None, ratio, by_rows.span, packing)
     if learned is not None:

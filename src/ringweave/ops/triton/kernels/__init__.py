@@ -1,10 +1,11 @@
 """The Triton kernels: forward by rows; backward as delta, dQ by rows, dK and dV by columns; a join of partial results.
 
-One program computes (a part of) one tile of queries, or of keys, over its list of tiles, in one loop: a full tile is a
-partial one whose mask words are all ones, so that the loop has no branch. Ends of the sequence are cut out of the
-words too. Softmax is in powers of two with the scale folded in. The rows of a program are those of HEADS query heads
-that share a list and a key head. A long list is computed in shares; their partial sums are added in order by a kernel
-of its own. Every program writes its own results: no atomics, the same bits each time.
+One program computes (a part of) one tile of queries, or of keys, over its list of tiles, in one loop, which goes
+past the mask of a full tile by a branch; without the branch a full tile's mask words are all ones. Ends of the sequence
+are cut out of the words too. Softmax is in powers of two with the scale folded in. The rows of a program are those of
+HEADS query heads that share a list and a key head. A long list is computed in shares; their partial sums are added in
+order by a kernel of its own. Every program writes its own results: no atomics but those that add whole numbers to
+terms' tables, the same bits each time.
 
 Names: b, a batch element; a *task* is pack * tiles + tile, packs being the query heads (or key heads) of all batch
 elements, HEADS at a time; an *item* is a task, or a share of one; *code* is the plan's mask number of a tile, -1 for a

@@ -9,7 +9,23 @@ import triton
 import triton.language as tl
 
 from .extras import chained, kept, learned, query_heads, scored, standing
-from .loads import LOG2_E, SIZES, alive, held, partly, place, rows, share_of, spread, store, strides, tile, within
+from .loads import (
+    LOG2_E,
+    SIZES,
+    alive,
+    held,
+    living,
+    partly,
+    place,
+    rows,
+    share_of,
+    spread,
+    store,
+    strides,
+    tile,
+    within,
+    zeroed,
+)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -47,10 +63,11 @@ def backward_q(
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
     STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
     TERMS: tl.constexpr, LEARNS: tl.constexpr, HOLES: tl.constexpr, EXTRAS: tl.constexpr, BRANCHED: tl.constexpr,
+    DEAD: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ of HEADS x ROWS queries, and what terms' tables get; ``slope`` is delta.
 
-    HOLES: a term may leave a row without weight.
+    HOLES: a term may leave a row without weight. DEAD: descriptors load keys too that nobody attends in their tile.
     """
     BLOCK_M: tl.constexpr = HEADS * ROWS
     PARTS_N: tl.constexpr = KV_TILE // BLOCK_N
@@ -95,13 +112,12 @@ def backward_q(
             first = tl.load(col + entry) * KV_TILE + part_n
             code = tl.load(bits + entry * TILES)
             keep = nk - first
-            # keys that nobody here attends are summed over with weight 0: they must be finite
-            used = alive(live, code, part_n, keep, WORDS, BLOCK_N, MASKED)
             codes, other = code, code
             if TILES > 1:
                 other = tl.load(bits + entry * TILES + 1)
-                used = used | alive(live, other, part_n, keep, WORDS, BLOCK_N, MASKED)
                 codes = tl.where(row < Q_TILE, code, other)
+            # keys that nobody here attends are summed over with weight 0: they must be finite
+            used = living(live, code, other, part_n, keep, WORDS, BLOCK_N, TILES, MASKED)
             partial = partly(code, other, keep, BLOCK_N, TILES, MASKED)
             keys = tile(k, keys_at, b, kv_head, first, k_n, used, BLOCK_N, D, PAD_D, WIDE, DESCRIBED)
             inside = tl.arange(0, BLOCK_N) < keep
@@ -122,6 +138,9 @@ def backward_q(
             if drop is not None:
                 value_slopes = tl.where(kept(b, head_at, query_at, key_at, drop), value_slopes * drop[5], 0.0)
             score_slopes = weights * (value_slopes - row_slope[:, None])
+            if TERMS is not None and LEARNS is None:
+                # before the mask: a slope is none where a key is that a row may not attend
+                score_slopes = chained(score_slopes, caps, TERMS)
             line = row % Q_TILE if TILES > 1 else row
             score_slopes = held(
                 score_slopes, 0.0, partial, masks, codes, Q_TILE, line, part_n, keep, WORDS, BLOCK_N,
@@ -134,8 +153,8 @@ def backward_q(
                     tl.where(mine[:, None], score_slopes, 0.0), caps, b, head_at, row_at, column_at, distance,
                     TERMS, LEARNS, tables, numbers,
                 )  # fmt: skip
-            elif TERMS is not None:
-                score_slopes = chained(score_slopes, caps, TERMS)
+            if DEAD:
+                keys = zeroed(keys, partial, live, code, other, part_n, keep, WORDS, BLOCK_N, TILES, BRANCHED)
             acc = tl.dot(score_slopes.to(keys.dtype), keys, acc, input_precision=PRECISION)
         if SPLIT:
             sums_at = sums + (slot * PARTS + part).to(tl.int64) * (BLOCK_M * D)
@@ -243,13 +262,14 @@ def backward_kv(
                 value_slopes = tl.dot(values, tl.trans(slopes), input_precision=PRECISION)
                 if drop is not None:
                     value_slopes = tl.where(stays, value_slopes * drop[5], 0.0)
-                # of a weight that is 0, times what may be infinite
-                score_slopes = held(
-                    weights * (value_slopes - row_slope[None, :]), 0.0, partial, masks_t, code, KV_TILE, line, part_m,
-                    keep, WORDS, BLOCK_M, MASKED, RAGGED, BRANCHED,
-                )  # fmt: skip
+                score_slopes = weights * (value_slopes - row_slope[None, :])
                 if TERMS is not None:
                     score_slopes = chained(score_slopes, caps, TERMS)
+                # of a weight that is 0, times what may be infinite
+                score_slopes = held(
+                    score_slopes, 0.0, partial, masks_t, code, KV_TILE, line, part_m,
+                    keep, WORDS, BLOCK_M, MASKED, RAGGED, BRANCHED,
+                )  # fmt: skip
                 key_acc = tl.dot(score_slopes.to(queries.dtype), queries, key_acc, input_precision=PRECISION)
         if SPLIT:
             line = (slot * PARTS + part).to(tl.int64) * BLOCK_N

@@ -96,7 +96,8 @@ def learned(
     """As :func:`chained`; what tables get is added to theirs. Queries by keys; 0 where there is no pair."""
     for i in tl.static_range(len(TERMS) - 1, -1, -1):
         if TERMS[i] == SOFTCAP:
-            grad *= slopes[i]
+            # a slope may be none where there is no pair
+            grad = tl.where(grad == 0.0, 0.0, grad * slopes[i])
         if LEARNS[i]:
             if TERMS[i] == DISTANCE:
                 reach = numbers[i][0] >> 4

@@ -13,8 +13,8 @@ from .loads import (
     LN_2,
     LOG2_E,
     SIZES,
-    alive,
     held,
+    living,
     of_codes,
     of_head,
     paged_tile,
@@ -28,6 +28,7 @@ from .loads import (
     strides,
     tile,
     within,
+    zeroed,
 )  # fmt: skip
 
 
@@ -43,13 +44,14 @@ def forward(
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, FOLDED: tl.constexpr, WIDE: tl.constexpr,
     STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, SPECIALISED: tl.constexpr,
     PRECISION: tl.constexpr, TERMS: tl.constexpr, EXTRAS: tl.constexpr, PAGE: tl.constexpr,
-    BRANCHED: tl.constexpr,
+    BRANCHED: tl.constexpr, DEAD: tl.constexpr,
 ):  # fmt: skip
     """Compute out and lse of HEADS x ROWS queries; ``scale`` is in powers of two, folded where it is positive.
 
     With terms it is neither. Where PAGE is not 0, keys and values lie in pages of so many tokens, found through
     ``table``, of ``columns``: ``k_b`` and ``v_b`` then lead from page to page, and ``lengths`` say where keys end.
     With ``k_scale`` and ``v_scale`` they are stored in 8 bits: products are of what is stored, and scales join later.
+    DEAD: descriptors load values too of keys that nobody attends in their tile.
     """
     BLOCK_M: tl.constexpr = HEADS * ROWS
     PARTS_N: tl.constexpr = KV_TILE // BLOCK_N
@@ -134,13 +136,13 @@ def forward(
             total = total * decay + tl.sum(weights, 1)
             if drop is not None:
                 weights = tl.where(kept(b, head_at, query_at, key_at, drop), weights, 0.0)
-            used = alive(live, code, part_n, keep, WORDS, BLOCK_N, MASKED)
-            if TILES > 1:
-                used = used | alive(live, other, part_n, keep, WORDS, BLOCK_N, MASKED)
+            used = living(live, code, other, part_n, keep, WORDS, BLOCK_N, TILES, MASKED)
             if PAGE:
                 values = paged_tile(values_at, pages, first, keep, v_b, v_n, used, BLOCK_N, DV, PAD_DV, PAGE)
             else:
                 values = tile(v, values_at, b, kv_head, first, v_n, used, BLOCK_N, DV, PAD_DV, WIDE, DESCRIBED)
+            if DEAD:
+                values = zeroed(values, partial, live, code, other, part_n, keep, WORDS, BLOCK_N, TILES, BRANCHED)
             if v_scale is not None:
                 of = scales(v_scale, table, columns, b, kv_head, heads // ratio, nk, first, keep, used, BLOCK_N, PAGE)
                 if queries.dtype == tl.float16:

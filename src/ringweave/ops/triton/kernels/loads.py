@@ -135,6 +135,28 @@ def alive(live, code, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr, MASK
 
 
 @triton.jit
+def zeroed(x, partial, live, code, other, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr,
+           BRANCHED: tl.constexpr):  # fmt: skip
+    """Put 0 in rows of a described tile that are not ``alive``; BRANCHED as in ``held``, of which words are read."""
+    if BRANCHED:
+        if partial:
+            x = tl.where(living(live, code, other, first, keep, WORDS, SIZE, TILES, True)[:, None], x, 0.0).to(x.dtype)
+    else:
+        x = tl.where(living(live, code, other, first, keep, WORDS, SIZE, TILES, True)[:, None], x, 0.0).to(x.dtype)
+    return x
+
+
+@triton.jit
+def living(live, code, other, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr,
+           MASKED: tl.constexpr):  # fmt: skip
+    """As ``alive``, of a pair of tiles where TILES is 2."""
+    inside = alive(live, code, first, keep, WORDS, SIZE, MASKED)
+    if TILES > 1:
+        inside = inside | alive(live, other, first, keep, WORDS, SIZE, MASKED)
+    return inside
+
+
+@triton.jit
 def tile(of, at, b, h, first, stride, inside, SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
          WIDE: tl.constexpr, DESCRIBED: tl.constexpr):  # fmt: skip
     """Load (SIZE, PADDED) of a head's (tokens, DIM) from row ``first`` on; 0 where not ``inside`` and past DIM.
