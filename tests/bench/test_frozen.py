@@ -130,7 +130,7 @@ def test_what_is_wrong_ends_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
         out, lse = chosen(*arguments)
         return out * 1.01, lse
 
-    monkeypatch.setattr("ringweave.ops.recovery.run_forward", wrong)
+    monkeypatch.setattr("ringweave.ops.dispatch.run_forward", wrong)
     monkeypatch.setattr("ringweave.ops.prepared.find", lambda *call: (None, None))
     found = run("bench", "memory", "--quick", "--tokens", "256")
     assert found.exit_code == 1

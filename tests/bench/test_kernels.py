@@ -141,7 +141,7 @@ def test_a_wrong_result_has_no_overhead(monkeypatch: pytest.MonkeyPatch) -> None
         out, lse = right(*arguments)  # type: ignore[arg-type]
         return out * 1.1, lse
 
-    monkeypatch.setattr("ringweave.ops.recovery.run_forward", wrong)
+    monkeypatch.setattr("ringweave.ops.dispatch.run_forward", wrong)
     monkeypatch.setattr("ringweave.ops.prepared.find", lambda *call: (None, None))
     found = list(overheads(Options(quick=True, rounds=1, heads=1), [torch.bfloat16], lambda text: None))
     assert len(found) == 6
