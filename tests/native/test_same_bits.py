@@ -5,6 +5,7 @@ Ranks are held to one device's bits in ``parallel/test_schedules``.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 
@@ -26,13 +27,6 @@ PATTERNS = {
     "around": (rw.SlidingWindow(200, 150), 700),
 }
 Ways = Iterator[tuple[str, rw.AttentionOutput, slice]]
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern, q_offset: int = 0) -> rw.AttentionOutput:
@@ -74,6 +68,17 @@ def ways(q: Tensor, k: Tensor, v: Tensor, name: str, draw: random.Random) -> Way
     yield f"pages of {page}", rw.AttentionOutput(out, None), slice(n - count, n)  # type: ignore[arg-type]
 
 
+@contextlib.contextmanager
+def as_many_threads() -> Iterator[None]:
+    """Leave the number of threads as it was."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@as_many_threads()
 def assert_same_bits(name: str, dtype: torch.dtype, heads: tuple[int, int], dim: int, value_dim: int) -> None:
     pattern, n = PATTERNS[name]
     draw = random.Random(f"{name}{dtype}{heads}{dim}")
