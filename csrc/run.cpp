@@ -325,6 +325,9 @@ std::vector<const Kernel *> kernels() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+  // Golden Cove multiplies pairs of bfloat16 at half the speed of floats, so that it is faster to widen them
+  const bool slow_pairs = pairs && __builtin_cpu_is("intel") && !__builtin_cpu_is("cooperlake");
+  if (slow_pairs) found.push_back(&kernel_avx512);
   if (pairs) found.push_back(&kernel_avx512bf16);
 #if defined(RINGWEAVE_AMX)
   if (pairs && has_amx()) found.push_back(&kernel_amx);
@@ -332,7 +335,7 @@ std::vector<const Kernel *> kernels() {
 #if defined(RINGWEAVE_AMX_MODEL)
   if (pairs) found.push_back(&kernel_amxmodel);
 #endif
-  if (avx512) found.push_back(&kernel_avx512);
+  if (avx512 && !slow_pairs) found.push_back(&kernel_avx512);
   if (avx2) found.push_back(&kernel_avx2);
 #elif defined(RINGWEAVE_ARM64)
   if (has_bf16()) found.push_back(&kernel_neonbf16);

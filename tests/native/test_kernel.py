@@ -268,6 +268,15 @@ def test_variants() -> None:
     assert _cpu.fma_peak("bfloat16", 1, 0.01) > 1e8
 
 
+@pytest.mark.measures
+def test_the_first_variant_is_as_fast_as_any() -> None:
+    """Some processors multiply pairs of bfloat16 slower than floats."""
+    peaks = {
+        name: max(_cpu.fma_peak("bfloat16", 1, 0.02, name) for _ in range(5)) for name in VARIANTS if name != "amx"
+    }
+    assert peaks[VARIANTS[0]] > 0.8 * max(peaks.values()), peaks
+
+
 def test_gradients_in_float32() -> None:
     """What a program of several branches asks for: the same sums, not narrowed."""
     narrow = case(100, 90, (32, 32), dtype="bf16", dims=(32, 32))
