@@ -32,13 +32,19 @@ def recorded() -> dict[str, Any]:
     return found
 
 
+def figures(folder: Path) -> str:
+    """The page of the lines that are kept in a folder, which are of one processor."""
+    return rendered_figures(case_pages(read_lines(sorted(folder.glob("*.jsonl")))))
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add them beside those that are written by hand."""
     root = Path(config.config_file_path).parent
-    lines = read_lines(sorted((root / "benchmarks" / "results").glob("*.jsonl")))
+    results = root / "benchmarks" / "results"
     for name, content in (
         ("explorer-recorded.html", page(recorded())),
-        ("benchmarks/figures.html", rendered_figures(case_pages(lines))),
+        ("benchmarks/figures.html", figures(results)),
+        ("benchmarks/figures-intel.html", figures(results / "intel")),
         ("design.md", (root / "DESIGN.md").read_text("utf-8")),
     ):
         files.append(File.generated(config, name, content=content))
