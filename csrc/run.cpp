@@ -1,5 +1,6 @@
 #include "run.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
@@ -68,10 +69,13 @@ std::vector<uint32_t> attended(const Plan &plan, int64_t nq, int threads) {
     uint32_t *mine = keys.data() + tile * plan.words;
     const int32_t *list = plan.col_ptr + tile + tile / plan.k_tiles;  // each row set has one more, its end
     for (int64_t e = list[0]; e < list[1]; ++e) {
+      if (plan.bits_t[e] < 0) {
+        std::fill(mine, mine + plan.words, ~0u);
+        continue;
+      }
       const int32_t *mask = plan.masks + (ptrdiff_t)plan.bits_t[e] * plan.q_tile * plan.words;
       const int64_t rows = smaller(plan.q_tile, nq - (int64_t)plan.row[e] * plan.q_tile);
-      for (int64_t i = 0; i < rows * plan.words; ++i)
-        mine[i % plan.words] |= plan.bits_t[e] < 0 ? ~0u : (uint32_t)mask[i];
+      for (int64_t i = 0; i < rows * plan.words; ++i) mine[i % plan.words] |= (uint32_t)mask[i];
     }
   }
   return keys;

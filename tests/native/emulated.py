@@ -79,19 +79,9 @@ def build(target: str, folder: Path, *options: str) -> Path:
     # ninja cannot read what make hands to its jobs
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "CXXFLAGS")}
     environment["PATH"] = _path()
+    folders = "-S", str(ROOT), "-B", str(folder)
     commands = [
-        [
-            "cmake",
-            "-S",
-            str(ROOT),
-            "-B",
-            str(folder),
-            "-G",
-            "Ninja",
-            "-DRINGWEAVE_PROGRAM=ON",
-            *TOOLS[target],
-            *options,
-        ],
+        ["cmake", *folders, "-G", "Ninja", "-DRINGWEAVE_PROGRAM=ON", *TOOLS[target], *options],
         ["cmake", "--build", str(folder)],
     ]
     for command in commands:
