@@ -89,10 +89,6 @@ def _unwatched() -> bool:
     )
 
 
-def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-
-
 class Call:
     """A kind of call on the native kernel.
 
@@ -137,7 +133,7 @@ class Call:
         lse may be None where it is not asked for.
         """
         try:
-            if _needs_grad(q, k, v):
+            if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
                 if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
                     return None
                 return _Direct.apply(q, k, v, self, degrade)  # type: ignore[no-any-return, no-untyped-call]
@@ -266,7 +262,8 @@ def find(
     ):
         return None, None
     read = tuning.current()
-    grad = _needs_grad(q, k, v)
+    # in place, as in a call: between layers of a model a function of its own costs a microsecond
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     means = q.dtype, k.dtype, v.dtype, scale, backend, torch.get_num_threads(), setting(cpu.VARIANT)
     exact = q_offset, q.shape, k.shape, v.shape, grad, means
     last = _last.get(id(pattern))
@@ -332,9 +329,9 @@ def make(key: Hashable, inputs: Inputs, pattern: Pattern, q_offset: int, backend
     """Keep a call that was checked by its key; None where it takes the operators."""
     # before anything is copied: a forked process has no threads to do that
     forks.check(inputs.q.device)
-    store, _, first, behind = _kind(
-        *inputs[:3], pattern.spec, q_offset, _needs_grad(*inputs[:3]), bool(tuning.current().answers)
-    )
+    q, k, v = inputs[:3]
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    store, _, first, behind = _kind(q, k, v, pattern.spec, q_offset, grad, bool(tuning.current().answers))
     if behind:
         # of these keys only the shape is looked at
         inputs = inputs._replace(k=inputs.k[:, :, behind:], v=inputs.v[:, :, behind:])
