@@ -108,6 +108,7 @@ int64_t fma_rounds(int64_t rounds) {
 #pragma GCC unroll 24
   for (int i = 0; i < chains; ++i) acc[i] = splat(half);
   for (int64_t r = 0; r < rounds; ++r) {
+    a = rounded(a);  // else the product leaves the loop, and additions are timed
 #pragma GCC unroll 24
     for (int i = 0; i < chains; ++i) acc[i] = Op::madd(a, b, acc[i]);
   }
