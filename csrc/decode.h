@@ -453,7 +453,7 @@ inline void few_join(Few &f, int l, float c) {
 template <class Op, int T, bool Scored>
 __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, const Lanes &lanes, const ForwardMemory &m,
                                               const Running &state, int64_t at, int64_t begin, int64_t end,
-                                              int64_t last) {
+                                              int64_t last, const Next &) {
   const Plan &plan = pb.plan;
   const Scale scale(pb);
   Pairs pairs(pb, m.terms, u.batch, true);
@@ -560,7 +560,8 @@ AddEntries *few_entries_of(const Problem &pb) {
 }
 
 template <class Op, bool Scored>
-inline void forward_piece(const Problem &pb, const Unit &u, const Piece &piece, char *block, const Partials &partials) {
+inline void forward_piece(const Problem &pb, const Unit &u, const Piece &piece, const Next &next, char *block,
+                          const Partials &partials) {
   const Lanes lanes = query_lanes(pb, u, piece.tile);
   const ForwardMemory m(pb, lanes.count, block);
   if (piece.begin < piece.end) pack<Op>(pb.q, lanes, pb.d, Scale(pb).sign, m.q, m.rows);
@@ -569,7 +570,7 @@ inline void forward_piece(const Problem &pb, const Unit &u, const Piece &piece, 
 #if defined(RW_TILES)
   if (!few) begin_tiles(TileShapes(pb.d));
 #endif
-  const Running result = sum_blocks(pb, u, piece, lanes, m, partials, entries);
+  const Running result = sum_blocks(pb, u, piece, next, lanes, m, partials, entries);
 #if defined(RW_TILES)
   if (!few) end_tiles();
 #endif

@@ -91,7 +91,7 @@ struct ForwardMemory {
     k = m.take<char>((size_t)copied * pb.d * 4);
     v = m.take<char>((size_t)copied * pb.dv_dim * 4);
     turned = m.take<char>(kTiles ? (size_t)(copied + 31) / 32 * 64 * pad_lanes(pb.dv_dim) : 0);
-    rows = m.take<char>((size_t)width * 16);
+    rows = m.take<char>((size_t)width * 4 * W);
     mask = m.take<uint32_t>((size_t)keys * ((lanes + 31) / 32));
     dead = m.take<uint8_t>(keys);
     attended = m.take<int32_t>(lanes), ends = m.take<int32_t>(lanes);
@@ -347,13 +347,17 @@ struct Partials {
 // Adds the entries [begin, end) to a fresh state, before which the rows attended `at` tiles; those up to `last` come
 // next. Returns where the joined sum of their blocks lies.
 typedef Running AddEntries(const Problem &, const Unit &, const Lanes &, const ForwardMemory &, const Running &state,
-                           int64_t at, int64_t begin, int64_t end, int64_t last);
+                           int64_t at, int64_t begin, int64_t end, int64_t last, const Next &);
+
+inline int64_t first_entry(const Problem &pb, const Unit &u, int64_t tile) {
+  const int64_t g = pb.plan.group[u.batch * pb.q_heads + u.head];
+  return pb.plan.row_ptr[g * (pb.plan.q_tiles + 1) + tile];
+}
 
 // The blocks of a piece, left in the piece's slots; or the joined sum of all of them, where one piece is the whole list.
-inline Running sum_blocks(const Problem &pb, const Unit &u, const Piece &piece, const Lanes &lanes,
+inline Running sum_blocks(const Problem &pb, const Unit &u, const Piece &piece, const Next &next, const Lanes &lanes,
                           const ForwardMemory &m, const Partials &partials, AddEntries *add) {
-  const int64_t g = pb.plan.group[u.batch * pb.q_heads + u.head];
-  const int64_t start = pb.plan.row_ptr[g * (pb.plan.q_tiles + 1) + piece.tile], last = start + piece.end;
+  const int64_t start = first_entry(pb, u, piece.tile), last = start + piece.end;
   const bool whole = piece.slot < 0;
   Running state(m.state, lanes.count, pb.dv_dim);
   float *to = whole ? nullptr : partials.first + partials.stride * piece.slot;
@@ -362,16 +366,33 @@ inline Running sum_blocks(const Problem &pb, const Unit &u, const Piece &piece, 
     const int64_t end = whole ? piece.end : smaller(piece.end, block_end(at, pb.plan.kv_tile));
     if (!whole) state = Running(to, lanes.count, pb.dv_dim), to += partials.stride;
     state.reset(lanes.count, pb.dv_dim);
-    state = add(pb, u, lanes, m, state, at, start + at, start + end, last);
+    state = add(pb, u, lanes, m, state, at, start + at, start + end, last, next);
     at = end;
   } while (at < piece.end);
   return state;
 }
 
+inline Ahead keys_ahead(const Problem &pb, const Unit &u, int64_t entry) {
+  const int64_t first = (int64_t)pb.plan.col[entry] * pb.plan.kv_tile;
+  const int keys = (int)smaller(pb.plan.kv_tile, keys_of(pb, u.batch) - first);
+  return keys > 0 ? Ahead(pb.k, pb.v, u.batch, u.kv_head, first, keys, pb.d, pb.dv_dim) : Ahead();  // else of no page
+}
+
+// Of a task's head h the rows that its results go to, and of the next one the queries.
+inline Ahead rows_ahead(const Problem &pb, const Lanes &lanes, const Next &next, int h) {
+  Ahead rows(pb.out, lanes.batch, lanes.head + h, lanes.first, lanes.rows, pb.dv_dim);
+  if (!next.piece || h >= next.unit->heads) return rows;
+  const Lanes then = query_lanes(pb, *next.unit, next.piece->tile);
+  const Ahead queries(pb.q, then.batch, then.head + h, then.first, then.rows, pb.d);
+  rows.y = queries.x, rows.y_step = queries.x_step, rows.y_bytes = queries.x_bytes;
+  return rows;
+}
+
 // AddEntries, for queries that are packed.
 template <class Op, bool Scored>
 inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes, const ForwardMemory &m,
-                            const Running &state, int64_t at, int64_t begin, int64_t end, int64_t last) {
+                            const Running &state, int64_t at, int64_t begin, int64_t end, int64_t last,
+                            const Next &next) {
   const Plan &plan = pb.plan;
   const Scale scale(pb);
   const Running total(m.total, lanes.count, pb.dv_dim);
@@ -397,11 +418,13 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
       several = true;
       join_state(total, state, lanes.count, pb.dv_dim, scale.c, full);
     }
-    Ahead next;
-    if (e + 1 < last) {
-      const int64_t then = (int64_t)plan.col[e + 1] * plan.kv_tile;
-      next = Ahead(pb.k, pb.v, u.batch, u.kv_head, then, (int)smaller(plan.kv_tile, nk - then), pb.d, pb.dv_dim);
-    }
+    const auto ahead = [&](int lane) {
+      if (e + 1 < last) return lane ? Ahead() : keys_ahead(pb, u, e + 1);
+      const int h = (lane - 1) / (kWide * W);
+      if (lane) return h < lanes.heads ? rows_ahead(pb, lanes, next, h) : Ahead();
+      return next.piece ? keys_ahead(pb, *next.unit, first_entry(pb, *next.unit, next.piece->tile) + next.piece->begin)
+                        : Ahead();
+    };
     Dead dead = mask.dead;
     // pages begin where tiles do
     const Live live = pb.k.pages ? Live{0, keys} : live_rows<Op>(keys, dead);
@@ -415,11 +438,11 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
     for (int lane = 0; lane < lanes.count; lane += panel_width(lane, lanes.count)) {
       const int n = panel_width(lane, lanes.count) / W;
       if (kWide == 4 && n == 4)
-        forward_panel<Op, kWide, Scored>(pb, m, state, scale, lane, k, v, keys, mask, lane ? Ahead() : next, pairs);
+        forward_panel<Op, kWide, Scored>(pb, m, state, scale, lane, k, v, keys, mask, ahead(lane), pairs);
       else if (n == 2)
-        forward_panel<Op, 2, Scored>(pb, m, state, scale, lane, k, v, keys, mask, lane ? Ahead() : next, pairs);
+        forward_panel<Op, 2, Scored>(pb, m, state, scale, lane, k, v, keys, mask, ahead(lane), pairs);
       else
-        forward_panel<Op, 1, Scored>(pb, m, state, scale, lane, k, v, keys, mask, lane ? Ahead() : next, pairs);
+        forward_panel<Op, 1, Scored>(pb, m, state, scale, lane, k, v, keys, mask, ahead(lane), pairs);
     }
   }
   if (several) join_state(total, state, lanes.count, pb.dv_dim, scale.c);
