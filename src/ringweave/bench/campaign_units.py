@@ -259,7 +259,8 @@ def streamed(job: Job) -> Iterator[Target]:
 
         def call(name: str) -> list[Tensor]:
             leaves = found[name]
-            out = rw.attention(*leaves, window, on_oom="stream", backend="triton" if on_gpu else "auto")
+            backend = "triton" if on_gpu else "auto"
+            out = rw.attention(leaves[0], leaves[1], leaves[2], window, on_oom="stream", backend=backend)
             made = [out.detach(), *(torch.autograd.grad(out, leaves, q) if backward else ())]
             if on_gpu:
                 torch.cuda.synchronize()
