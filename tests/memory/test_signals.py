@@ -111,7 +111,7 @@ def timer(seconds: float) -> int:
 @pytest.mark.parametrize("job", ["every_line()", "timer(2.0)"])
 def test_attention_in_a_handler(job: str) -> None:
     code = f"from tests.memory import test_signals; print(test_signals.limited() or test_signals.{job})"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=360)
     assert found.returncode == 0, found.stderr
     assert int(found.stdout) > 20
 
@@ -119,4 +119,4 @@ def test_attention_in_a_handler(job: str) -> None:
 def limited() -> None:
     """Have a process that hangs say where, and end."""
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(120, exit=True)
+    faulthandler.dump_traceback_later(300, exit=True)
