@@ -287,16 +287,11 @@ class _Watch:
         """Know which module is running."""
         handles = []
 
-        def enter(module: nn.Module, _: object) -> None:
-            if threading.get_ident() == self._thread:
-                self.stack.append(module)
-
         def leave(*_: object) -> None:
-            if threading.get_ident() == self._thread:
-                self.stack.pop()
+            self.stack.pop()
 
         for module in self.model.modules() if self.model is not None else ():
-            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_pre_hook(lambda module, _: self.stack.append(module)))
             handles.append(module.register_forward_hook(leave, always_call=True))
         try:
             yield
@@ -401,7 +396,8 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.watch.passes:
+        # of this thread alone, and compiled with what it sees
+        if self.watch.probing:
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
         if function is torch.nn.functional.scaled_dot_product_attention:
