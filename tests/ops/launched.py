@@ -47,8 +47,14 @@ def device(stand_in: Cuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     stand_in.index = 0
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", list(CALLS))
+# each way through the launch; these are compiled once for both tests that have them
+PLAIN = ("causal, D 64", "pairs, masked", "long lists")
+SHORT = (*PLAIN, "a branch, fp16", "one query")
+
+
+@pytest.mark.parametrize(
+    "name", [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in CALLS if name not in SHORT)]
+)
 def test_hopper(name: str, device: Notes) -> None:
     check(*CALLS[name], device)
 
@@ -240,7 +246,7 @@ class Watched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["causal, D 64", "pairs, masked", "long lists"])
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_second_call_allocates_and_launches_and_nothing_else(name: str, device: Notes) -> None:
     """So it can be captured in a CUDA graph."""
     call, names = CALLS[name]
