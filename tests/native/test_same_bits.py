@@ -84,9 +84,7 @@ def paged(q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern, call: Call, page
     (count, heads, n, dim), more = k.shape, dict(call.more)
     precision = more.pop("precision", None)
     if precision is not None:
-        cache = rw.PagedCache.empty(
-            count, n, heads, dim, value_dim=v.shape[3], page=page, dtype=q.dtype, precision=precision
-        )
+        cache = rw.PagedCache.empty(count, n, heads, dim, value_dim=v.shape[3], page=page, precision=precision)
         cache.append(k, v)
     else:
         table = torch.arange(-(-n // page) * count, dtype=torch.int32).view(count, -1)
@@ -172,7 +170,7 @@ def test_same_bits_on_every_variant(variant: str, dtype: str, monkeypatch: pytes
     assert_same_bits("window", DTYPES[dtype], (3, 1), 24, 24)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("name", ["sinks", "around"])

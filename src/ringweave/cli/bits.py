@@ -104,7 +104,9 @@ def _part(x: _Whole, first: int, last: int) -> bool:
 def _pages(x: _Whole) -> bool:
     batch, heads, n, _ = x.k.shape
     added = dict(x.added)
-    cache = PagedCache.empty(batch, n, heads, _DIM, page=16, dtype=x.k.dtype, precision=added.pop("precision", None))
+    precision = added.pop("precision", None)
+    dtype = x.k.dtype if precision is None else None
+    cache = PagedCache.empty(batch, n, heads, _DIM, page=16, dtype=dtype, precision=precision)
     cache.append(x.k, x.v)
     return torch.equal(paged_attention(x.q[:, :, n // 2 :], cache, Causal(), **added), x.out[:, :, n // 2 :])
 
