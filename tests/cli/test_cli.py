@@ -137,7 +137,7 @@ def test_doctor_finds_this_python() -> None:
 def test_doctor_compares_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any threads, batch, chunks, steps, pages and padding: the same bits of every row, in each type and grouping."""
     pytest.importorskip("ringweave._cpu", exc_type=ImportError)
-    found = bits.compared((300, 2200))
+    found = bits.compared((300, 1300))
     assert {each.added: each.cases for each in found} == {"nothing": 18, "terms, sinks": 6, "dropout": 6, "8 bits": 6}
     assert [each for each in found if each.equal < each.cases] == []
     one = bits.Bits("another function", "nothing", 9, 9)
