@@ -71,7 +71,7 @@ inline void join_state(Running total, Running part, int lanes, int dv, float c, 
 }
 
 struct ForwardMemory {
-  float *q, *state, *total, *s, *factor;
+  float *q, *state, *total, *s, *factor, *k_scales = nullptr, *v_scales = nullptr;  // scales: null of what has none
   char *k, *v, *turned, *rows;
   uint32_t *mask;
   uint8_t *dead;
@@ -95,6 +95,7 @@ struct ForwardMemory {
     mask = m.take<uint32_t>((size_t)keys * ((lanes + 31) / 32));
     dead = m.take<uint8_t>(keys);
     attended = m.take<int32_t>(lanes), ends = m.take<int32_t>(lanes);
+    if (pb.k.scales) k_scales = m.take<float>(keys), v_scales = m.take<float>(keys);
     terms = TermMemory(pb, m, lanes, false);
     dropout = DropoutMemory(pb, m, lanes);
     bytes = (size_t)(m.at - block);
@@ -137,15 +138,17 @@ inline Lanes query_lanes(const Problem &pb, const Unit &u, int tile) {
   return {u.batch, u.head, first, u.heads, rows, pad_lanes((int64_t)u.heads * rows)};
 }
 
-// The weights of one panel that dropout keeps.
+// The weights of one panel that dropout keeps, times the scales of their values.
 struct Every {
   RW_INLINE V operator()(V p, int, int) const { return p; }
 };
 struct Kept {
   const uint32_t *bits;  // of the first row; null: all
   int words, lane;
+  const float *scales = nullptr;
   RW_INLINE V operator()(V p, int r, int j) const {
-    return bits ? select(mask_at(bits + (ptrdiff_t)r * words, lane + j * W), p, V{}) : p;
+    if (bits) p = select(mask_at(bits + (ptrdiff_t)r * words, lane + j * W), p, V{});
+    return scales ? p * splat(scales[r]) : p;
   }
 };
 
@@ -194,7 +197,7 @@ RW_INLINE void score(const Pairs &pairs, float *s, int k0, int n, int lane, cons
 }
 
 // Some keys of a tile against N vectors of a panel that is P wide, from its `part`th on: their update of the running
-// maximum. Scored: with terms or dropout.
+// maximum. Scored: with terms, dropout or scales, which multiply scores and weights, as where queries are few.
 template <class Op, int N, int P, bool Scored>
 inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Running &state, const Scale &scale,
                           int panel, int part, Tile k, Tile v, Live live, const TileMask &mask, const Ahead &ahead,
@@ -211,6 +214,12 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
   };
   const auto masked = [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
     constexpr int M = decltype(block)::value;
+    if (Scored && m.k_scales) {
+#pragma GCC unroll 16
+      for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; ++j) acc[i][j] *= splat(m.k_scales[k0 + r + i]);
+    }
     if (mask.rows) {
       const uint32_t *bits = mask.rows + (ptrdiff_t)(k0 + r) * mask.words;
 #pragma GCC unroll 16
@@ -259,7 +268,8 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
   if (any_equal(least, -kInf)) mark_below(pb);
   if constexpr (Scored) {
     const TileMask &kept = pairs.kept;
-    const Kept keep{kept.rows ? kept.rows + (ptrdiff_t)k0 * kept.words : nullptr, kept.words, lane};
+    const Kept keep{kept.rows ? kept.rows + (ptrdiff_t)k0 * kept.words : nullptr, kept.words, lane,
+                    m.v_scales ? m.v_scales + k0 : nullptr};
     exponentials(s, n, c, low, sum, keep, Op());
   } else {
     exponentials(s, n, c, low, sum, Every(), Op());
@@ -425,6 +435,10 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
       return next.piece ? keys_ahead(pb, *next.unit, first_entry(pb, *next.unit, next.piece->tile) + next.piece->begin)
                         : Ahead();
     };
+    if (Scored && pb.k.scales) {
+      row_scales(pb.k, u.batch, u.kv_head, first, keys, mask.dead, 1, m.k_scales);
+      row_scales(pb.v, u.batch, u.kv_head, first, keys, mask.dead, 1, m.v_scales);
+    }
     Dead dead = mask.dead;
     // pages begin where tiles do
     const Live live = pb.k.pages ? Live{0, keys} : live_rows<Op>(keys, dead);
