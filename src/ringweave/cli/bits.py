@@ -42,9 +42,9 @@ class Bits(NamedTuple):
 
 
 def _terms(heads: int) -> dict[str, Any]:
-    distances = torch.linspace(-1, 1, heads * 201).view(heads, 201).cos()
+    distances = torch.linspace(-1, 1, heads * 201, device="cpu").view(heads, 201).cos()
     terms = (ALiBi.of_heads(heads), Softcap(20.0), DistanceBias(distances))
-    return {"terms": terms, "sink_logits": torch.linspace(-1, 1, heads)}
+    return {"terms": terms, "sink_logits": torch.linspace(-1, 1, heads, device="cpu")}
 
 
 #: What calls may have besides, of a number of query heads.
@@ -93,7 +93,8 @@ def _chunks(side: int) -> Callable[[_Whole], bool]:
 
 
 def _steps(x: _Whole) -> bool:
-    return all(_part(x, at, at + 1) for at in (5, 130, x.q.shape[2] - 1))
+    last = x.q.shape[2] - 1
+    return all(_part(x, at, at + 1) for at in (min(5, last), min(130, last), last))
 
 
 def _part(x: _Whole, first: int, last: int) -> bool:
