@@ -249,7 +249,7 @@ bool bind_forward(const Array &q, const Array &k, const Array &v, const Array &o
                   int q_tile, int kv_tile, float scale, int threads, const std::string &variant, const Terms &terms,
                   const Maybe &rows, const Maybe &columns, const Maybe &q_offset, const Maybe &k_offset,
                   const Maybe &heads, int64_t drop, int64_t seed, const Maybe &table, const Maybe &lengths,
-                  const Maybe &k_scale, const Maybe &v_scale) {
+                  const Maybe &k_scale, const Maybe &v_scale, bool longest_first) {
   const Kernel &kernel = pick(variant);
   check_threads(threads);
   Problem pb = inputs(q, k, v, scale, table, k_scale && v_scale);
@@ -280,7 +280,7 @@ bool bind_forward(const Array &q, const Array &k, const Array &v, const Array &o
   int32_t below = 0;
   pb.below = &below;
   nb::gil_scoped_release release;
-  forward(pb, row_work(pb), kernel, threads);
+  forward(pb, row_work(pb, longest_first), kernel, threads);
   return below != 0;
 }
 
@@ -483,7 +483,7 @@ NB_MODULE(_cpu, m) {
         "group"_a, "q_tile"_a, "kv_tile"_a, "scale"_a, "threads"_a, "variant"_a = "", "terms"_a = Terms(),
         "rows"_a = nb::none(), "columns"_a = nb::none(), "q_offset"_a = nb::none(), "k_offset"_a = nb::none(),
         "heads"_a = nb::none(), "drop"_a = 0, "seed"_a = 0, "table"_a = nb::none(), "lengths"_a = nb::none(),
-        "k_scale"_a = nb::none(), "v_scale"_a = nb::none(),
+        "k_scale"_a = nb::none(), "v_scale"_a = nb::none(), "longest_first"_a = true,
         "Whether an allowed score is -inf: a sum that overflowed, or an infinite input.");
   m.def("tile_mass", &bind_tile_mass, "q"_a, "k"_a, "lse"_a, "values"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a,
         "group"_a, "q_tile"_a, "kv_tile"_a, "scale"_a, "threads"_a, "variant"_a = "",

@@ -147,7 +147,7 @@ struct Slots {
 
 }  // namespace
 
-Work row_work(const Problem &pb) {
+Work row_work(const Problem &pb, bool longest) {
   Work work;
   const Plan &plan = pb.plan;
   const int64_t rows = smaller(plan.q_tile, pb.nq), share = pb.q_heads / pb.kv_heads;
@@ -193,7 +193,7 @@ Work row_work(const Problem &pb) {
   each_list(shares, [&](int32_t unit, int32_t tile, int64_t n, int64_t parts) {
     add_list(work, slot, unit, tile, n, parts, [&] { return block_ends(n, plan.kv_tile); });
   });
-  longest_first(work);
+  if (longest) longest_first(work);
   return work;
 }
 

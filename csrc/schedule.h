@@ -29,8 +29,8 @@ struct Work {
   int32_t kept = 0;                  // slots of Turns::kept
 };
 
-// Longest first: a short piece at the end leaves no thread waiting.
-Work row_work(const Problem &pb);
+// Longest first: a short piece at the end leaves no thread waiting. Else in the order of the rows, to see what that costs.
+Work row_work(const Problem &pb, bool longest = true);
 // A piece waits for earlier ones only (see Turns), so the order of starting keeps it from waiting for ever.
 Work column_work(const Problem &pb);
 

@@ -169,6 +169,7 @@ def test_names_are_frozen() -> None:
         "crossover",
         "tune",
         "tiles",
+        "ordering",
         "terms",
         "module",
         "models",

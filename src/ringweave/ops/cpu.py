@@ -30,7 +30,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAN = "row_ptr col bits {columns}masks group q_tile kv_tile scale threads variant"
 _NAMED = "terms rows columns q_offset k_offset heads drop seed"
 _PARAMETERS = {
-    "forward": (f"q k v out lse {_PLAN.format(columns='')}", f"{_NAMED} table lengths k_scale v_scale"),
+    "forward": (f"q k v out lse {_PLAN.format(columns='')}", f"{_NAMED} table lengths k_scale v_scale longest_first"),
     "backward": (
         f"dout q k v lse delta dq dk dv {_PLAN.format(columns='col_ptr row bits_t ')}",
         f"{_NAMED} table_grads",
@@ -91,8 +91,8 @@ def variant() -> str:
     return asked or str(variants[0])
 
 
-def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Call the kernel once."""
+def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype, *, longest_first: bool = True) -> tuple[Tensor, Tensor]:
+    """Call the kernel once; rows start in their own order only to measure what the other is worth."""
     native = module()
     assert native is not None
     plan = branch.plan("cpu")
@@ -105,7 +105,9 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
         stored |= {"k_scale": inputs.scales.k, "v_scale": inputs.scales.v}
         # floats of 8 bits are passed as bytes
         k, v = (x if x.dtype == torch.int8 else x.view(torch.uint8) for x in (k, v))
-    below = native.forward(q, k, v, out, lse, *_rows(plan), *_rest(plan, inputs.scale), **extras, **stored)
+    below = native.forward(
+        q, k, v, out, lse, *_rows(plan), *_rest(plan, inputs.scale), **extras, **stored, longest_first=longest_first
+    )
     # a term may hide a score that is out of range, or make one that is not
     if may_overflow(inputs, branch) if extras else below:
         spoil(out, lse, inputs, branch)

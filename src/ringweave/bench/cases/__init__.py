@@ -63,6 +63,7 @@ CASES: dict[str, BenchCase] = {
         BenchCase("crossover", "sparse against dense over densities from 5% to 100%", attention.crossover),
         BenchCase("tune", "what ringweave tune gains over the usual choice, on four shapes", attention.tuned),
         BenchCase("tiles", "sides of tiles, over windows, documents and others: whether they matter", sides.measure),
+        BenchCase("ordering", "long rows first, as kernels start, against rows in their own order", attention.ordering),
         BenchCase("terms", "score terms and dropout, over the same call without them", scoring.measure),
         BenchCase("module", "nn.MultiheadAttention, over its projections and the functional call", modules.measure),
         BenchCase("models", "transformers' models: ringweave next to sdpa and eager, time and memory", models.measure),

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 import ringweave as rw
 
+from ...errors import UnsupportedError, message
+from ...ops import cpu
+from ...ops.backend import Inputs
 from ...ops.dispatch import BACKENDS, candidates
+from ...plan.branches import Branch
 from ...plan.from_pattern import build
+from ...plan.subplan import CutBranch
 from ..compare import Comparison, outcomes
 from ..measure import interleaved
 from ..peers import peers
@@ -144,6 +151,57 @@ def planning(options: Options, say: Say) -> Measuring:
     )
 
 
+def ordering(options: Options, say: Say) -> Measuring:
+    """Time a kernel that starts long rows first, as it does, in turn with one that starts rows in their own order."""
+    tokens = options.tokens or (1024 if options.quick else 8192)
+    lengths = [tokens // 2, *(tokens // 32 for _ in range(16))]
+    ratios: list[float] = []
+    for name, pattern in (
+        ("causal", rw.Causal()),
+        ("window + sinks", window_with_sinks(tokens // 8, 64)),
+        ("one long document of 17, the last", rw.Documents(lengths[::-1])),
+        ("global last tokens", rw.SlidingWindow(64, 64) | rw.Global([*range(tokens - 64, tokens)])),
+    ):
+        problem = options.of(Problem(name, pattern, tokens, 2 if options.quick else 8))
+        say(f"ordering {name}")
+        calls = _starts(problem)
+        if calls is None:
+            return f"No kernel of ringweave's runs on {options.device} here."
+        first, second = (call() for call in calls.values())
+        if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
+            raise UnsupportedError(message(name, "other bits in another order", "the same", "Report it."))
+        timings = interleaved(calls, rounds=options.rounds or (3 if options.quick else 15), device=options.device)
+        ratios.append(timings["rows in order"].median / timings["longest first"].median)
+        size = f"{problem.tokens:,} tokens, {problem.heads} heads, {torch.get_num_threads()} threads"
+        yield Target(f"{name}: rows in their own order over longest first", size, ratios[-1], None, True)
+    return f"Rows in their own order take {min(ratios):.2f} to {max(ratios):.2f} times as long; the bits are the same."
+
+
+def _starts(problem: Problem) -> dict[str, Callable[[], tuple[Tensor, Tensor]]] | None:
+    """A kernel's call, by how its rows start; None where there is no kernel."""
+    n, heads, dtype = problem.tokens, problem.heads, problem.dtype
+    branch = Branch.whole(problem.pattern, n, n, heads=heads)
+    q, k, v = problem.inputs()[:3]
+    inputs = Inputs(q, k, v, problem.head_dim**-0.5)
+    if problem.device == "cpu":
+        if cpu.module() is None:
+            return None
+        return {
+            "longest first": lambda: cpu.forward(inputs, branch, dtype),
+            "rows in order": lambda: cpu.forward(inputs, branch, dtype, longest_first=False),
+        }
+    kernel = BACKENDS["triton"]
+    if kernel.refusal(problem.case(False), branch) is not None:
+        return None
+    plan = branch.plan()
+    in_order = replace(plan, order=torch.arange(plan.order.numel(), dtype=plan.order.dtype))
+    cut = CutBranch(branch.pattern, branch.heads, 1, 0, 0, n, n, 0, 1, in_order)
+    return {
+        "longest first": lambda: kernel.forward(inputs, branch, dtype),
+        "rows in order": lambda: kernel.forward(inputs, cut, dtype),
+    }
+
+
 def tuned(options: Options, say: Say) -> Measuring:
     """Tune shapes, then check and time the choice and what auto takes where nothing is stored, in turn.
 
@@ -151,8 +209,8 @@ def tuned(options: Options, say: Say) -> Measuring:
     """
     tokens = options.tokens or (1024 if options.quick else 8192)
     heads, rounds = (2, 3) if options.quick else (8, 7)
-    cpu = options.device == "cpu"
-    budget = 1.0 if options.quick else 15.0 if cpu else 60.0
+    on_cpu = options.device == "cpu"
+    budget = 1.0 if options.quick else 15.0 if on_cpu else 60.0
     said = ["Heuristic time over tuned time:"]
     for name, relation in (
         ("narrow window", rw.SlidingWindow(64)),
@@ -160,7 +218,7 @@ def tuned(options: Options, say: Say) -> Measuring:
         ("random 10%", Drawn(0.1)),
         ("causal", rw.Causal()),
     ):
-        problem = options.of(Problem(name, relation, tokens, heads, dtype=torch.float32 if cpu else torch.bfloat16))
+        problem = options.of(Problem(name, relation, tokens, heads, dtype=torch.float32 if on_cpu else torch.bfloat16))
         before: Finding | None = None
         for choice in tune(problem, rounds=options.rounds or rounds, budget=budget, say=say):
             found = yield from outcomes(_again(choice, before, options.rounds or rounds), say)

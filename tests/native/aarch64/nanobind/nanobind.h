@@ -90,6 +90,7 @@ class Call {
 
   void read(int64_t &x) { expect('i'), x = raw<int64_t>(); }
   void read(int &x) { expect('i'), x = (int)raw<int64_t>(); }
+  void read(bool &x) { expect('i'), x = raw<int64_t>() != 0; }
   void read(std::string &x) { expect('s'), x = text(); }
   void read(float &x) {
     const char got = kind();
