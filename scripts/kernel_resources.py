@@ -40,8 +40,8 @@ SPARE = 64
 _POINTERS = {
     **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "result"), "*{}"),
     **dict.fromkeys(("lse", "slope", "dlse", "sums", "tops", "key_sums", "value_sums"), "*fp32"),
-    **dict.fromkeys(("queue", "shares", "splits", "group", "row_ptr", "col", "bits", "masks", "live"), "*i32"),
-    **dict.fromkeys(("col_ptr", "row", "bits_t", "masks_t", "live_t", "table", "lengths"), "*i32"),
+    **dict.fromkeys(("records", "splits", "col", "bits", "masks", "live"), "*i32"),
+    **dict.fromkeys(("row", "bits_t", "masks_t", "live_t", "table", "lengths"), "*i32"),
     **dict.fromkeys(("k_scale", "v_scale"), "*fp32"),
 }
 
