@@ -18,7 +18,7 @@ from .ops.recovery import check_on_oom, sparsified
 from .ops.registered import attend
 from .patterns import Causal, Documents, Full, LongNet, Pattern
 from .patterns.numbers import flag
-from .precision import Precision, as_precision, store
+from .precision import NATIVE, Precision, as_precision, store
 from .terms import Term, as_terms, rounded
 from .types import AttentionOutput
 
@@ -83,7 +83,7 @@ def attention(
     References:
         Dao et al. (2022), FlashAttention, section 3 (tiling and recomputation); here over non-empty tiles only.
     """
-    if not torch.compiler.is_compiling() and _is_bare(
+    if not torch.compiler.is_dynamo_compiling() and _is_bare(
         k_offset, context, terms, sink_logits, dropout, precision, on_oom
     ):
         _, call = prepared.find(q, k, v, pattern, scale, q_offset, backend)
@@ -143,7 +143,7 @@ def attention_with_lse(
         >>> torch.testing.assert_close(lse[..., 0], (q[:, :, 0] * k[:, :, 0]).sum(-1) / 32**0.5)
     """
     key, call = None, None
-    if not torch.compiler.is_compiling() and _is_bare(
+    if not torch.compiler.is_dynamo_compiling() and _is_bare(
         k_offset, context, terms, sink_logits, dropout, precision, on_oom
     ):
         key, call = prepared.find(q, k, v, pattern, scale, q_offset, backend)
@@ -394,8 +394,10 @@ def _is_bare(
 ) -> bool:
     """Tell whether a call asks for nothing but a pattern, a scale, a position and a backend."""
     return (
-        context is sink_logits is precision is None
-        and (terms is None or (type(terms) is tuple and not terms))
+        context is sink_logits is None
+        # what modules and integrations pass
+        and (precision is None or precision is NATIVE)
+        and (terms is None or (type(terms) in (tuple, list) and not terms))
         and (type(dropout) is float and dropout == 0.0)
         and (type(k_offset) is int and k_offset == 0)
         and type(on_oom) is str

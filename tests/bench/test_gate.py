@@ -61,6 +61,7 @@ def test_ratio_of_two_calls_is_the_median_of_rounds_in_turn() -> None:
     assert names[2:] == ["ours", "other"] * 9
 
 
+@pytest.mark.measures
 def test_slowed_takes_as_much_longer() -> None:
     found = [by_processor(slowed(spin, 1.3), 5) / by_processor(spin, 5) for _ in range(15)]
     assert 1.2 < sorted(found)[7] < 1.4
@@ -98,7 +99,7 @@ def test_a_baseline_is_the_median_and_its_tolerance_how_far_runs_lie(
     held = gate.update(path)
     assert held["kernel"] == Held(2.0, 1.12)
     # three times 7 %, but no more than what keeps the slowdown apart
-    assert held["plan"].tolerance == 1.15
+    assert held["plan"].tolerance == 1.14
     assert held["dense"] == Held(1.0, 1.1)
     assert gate.baseline(path) == held
     assert "another processor" in json.loads(path.read_text())
@@ -116,10 +117,14 @@ def test_the_command_says_what_is_slower(figures: dict[str, Iterator[float]], tm
     assert "nothing of this processor" in unknown.output
     assert "wrote" in bench("--gate", str(path), "--update").output
     assert bench("--gate", str(path)).exit_code == 0
+    part = tmp_path / "part.json"
+    part.write_text(json.dumps({kind(): {"kernel": {"ratio": 1.0, "tolerance": 1.1}}}))
+    said = " ".join(bench("--gate", str(part)).output.split())
+    assert "has nothing of this processor for gradients, bfloat16" in said
     figures |= {"longnet": iter((1.3, 1.3, 1.4, 1.5)), "call": iter((0.5,))}
     found = bench("--gate", str(path))
     assert found.exit_code == 1
-    assert "slower than it was: longnet (float32, LongNet: forward over dense SDPA's)" in found.output
+    assert "slower than it was: longnet (float32, LongNet: forward over SDPA's in each of its segments)" in found.output
     assert "kernel" not in found.output.split("slower than it was")[1]
     assert "1.30 x" in found.output
     assert "a slowdown would pass: call; --update" in found.output
@@ -151,11 +156,14 @@ def test_a_file_that_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_the_committed_baseline_has_every_ratio() -> None:
+    """Of one processor at least; another may lack those whose other call is new since it was here."""
     held = json.loads((ROOT / "benchmarks" / "baseline.json").read_text())
+    names = {each.name for each in HEADLINES}
+    assert names in [set(ratios) for ratios in held.values()]
     for ratios in held.values():
-        assert set(ratios) == {each.name for each in HEADLINES}
+        assert set(ratios) <= names
         # the slowdown lies outside
-        assert all(1.1 <= each["tolerance"] <= 1.15 for each in ratios.values())
+        assert all(1.1 <= each["tolerance"] <= 1.3**0.5 for each in ratios.values())
 
 
 def test_every_headline_is_checked_and_measured() -> None:

@@ -58,6 +58,28 @@ def test_every_committed_line_is_read() -> None:
         assert {name: got[name] for name in known if name in each} == {name: each[name] for name in known & each.keys()}
 
 
+def test_goals_are_counted_and_other_figures_stand_behind(tmp_path: Path) -> None:
+    targets = (
+        Target("one", "n", 0.5, 0.7, True, "%"), Target("two", "n", 0.8, 0.7, True, "%"),
+        Target("three", "n", None, 0.7, True, "%", "no such memory"), Target("four", "n", 0.1, None, True, "%"),
+    )  # fmt: skip
+    (page,) = case_pages(line(each) for each in targets)
+    assert ([each.what for each in page.goals], page.met) == (["one", "two", "three"], 1)
+    text = write_figures([page], tmp_path / "page.html").read_text("utf-8")
+    assert "kernels</a>: 1 of 3 goals met" in text
+    assert "no such memory" in text
+    assert "four" in text.split("1 figures without a goal")[1].split("</details>")[0]
+
+
+def test_groups_of_heads_have_charts_of_their_own() -> None:
+    """A grouped problem at one density hid all the curves over densities."""
+    lines = [line(outcome(8192, "ringweave", 1.0, density)) for density in (0.2, 0.4, 0.6)]
+    lines.append(line(dataclasses.replace(outcome(8192, "ringweave", 0.9, 0.4), kv_heads=4)))
+    (page,) = case_pages(lines)
+    assert [caption for caption, _ in page.charts] == ["Time against density"]
+    assert "4 over 2 heads" in " ".join(page.problems)
+
+
 def test_a_page(tmp_path: Path) -> None:
     lines = [line(each) for each in RECORDS]
     lines += [line(outcome(n, peer, n * 1e-4, share=0.5)) for n in (2048, 4096) for peer in ("ringweave", "sdpa")]
@@ -67,7 +89,7 @@ def test_a_page(tmp_path: Path) -> None:
     text = write_figures(case_pages(lines), tmp_path / "new" / "page.html").read_text("utf-8")
     assert "a &lt;b&gt; figure" in text
     assert "<script>" not in text
-    assert "at least 70.0%" in text
+    assert "&ge; 70.0%" in text
     for caption in ("Time against length", "Time against density", "Memory at the peak", "Roofline", "over seeds"):
         assert caption in text
     assert text.count("<svg") == 5

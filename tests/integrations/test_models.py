@@ -21,6 +21,7 @@ from ringweave.integrations.transformers import (
     pattern_mask,
     set_pattern,
 )
+from ringweave.ops import prepared
 
 from .tiny import DECODERS, ENCODERS, model_of
 
@@ -281,3 +282,18 @@ def test_a_mask_whose_values_are_read_says_so() -> None:
         set_pattern(model_of("llama", "sdpa"), rw.Causal())
     with pytest.raises(rw.PatternError, match="pattern: got"):
         set_pattern(model_of("llama", "ringweave"), rw.LongNet([4], [2]))
+
+
+@pytest.mark.parametrize("pattern", [None, rw.SlidingWindow(4) | rw.Sinks(1)])
+def test_steps_go_straight_to_the_kernel(pattern: rw.Pattern | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's step is no more than a call of its own: nothing that the interface passes sends it to the operators."""
+    pytest.importorskip("ringweave._cpu", exc_type=ImportError)
+    straight: list[int] = []
+    forward = prepared.Call.forward
+    monkeypatch.setattr(prepared.Call, "forward", lambda *call: straight.append(1) or forward(*call))
+    model = patch(model_of("llama", "sdpa"), pattern)
+    with torch.no_grad():
+        cache = model(torch.randint(3, 64, (1, 40)), use_cache=True).past_key_values
+        straight.clear()
+        model(IDS[:1, :1], past_key_values=cache)
+    assert len(straight) == model.config.num_hidden_layers

@@ -94,3 +94,19 @@ def test_a_program_that_ends_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="the program ended with 1"):
             ended.call("variants", (torch.zeros(2**18),))
     assert ended.close() is None
+
+
+def test_a_call_that_is_given_up(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer is not taken for the next one's."""
+    one = Program(program, PROCESSORS[0])
+    native = module(one, plans._cpu)
+
+    def stop(size: int) -> bytes:
+        raise TimeoutError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(one, "_read", stop)
+        with pytest.raises(TimeoutError):
+            native.fma_peak("float32", 1, 0.001)
+    assert native.variants() == VARIANTS[PROCESSORS[0]]
+    one.close()

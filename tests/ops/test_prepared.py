@@ -24,6 +24,7 @@ from ringweave.ops import cpu, dispatch, prepared
 from ringweave.ops.backend import Inputs
 from ringweave.ops.registered import attend
 from ringweave.plan import plan_cache
+from ringweave.precision import as_precision
 
 pytest.importorskip("ringweave._cpu", exc_type=ImportError)
 
@@ -149,6 +150,57 @@ def test_who_watches_sees_operators(straight: list[bool], monkeypatch: pytest.Mo
     monkeypatch.setitem(dispatch.BACKENDS, "cpu", dataclasses.replace(cpu.BACKEND))
     assert seen()
     monkeypatch.undo()
+
+
+def test_modules_go_straight(straight: list[bool]) -> None:
+    """What they pass where nothing was asked for is as good as nothing."""
+    q, k, v = tensors()
+    wanted = direct(q, k, v, PATTERN).out
+    for options in ({"terms": []}, {"terms": None}, {"precision": as_precision(None)}):
+        straight.clear()
+        assert torch.equal(rw.attention(q, k, v, PATTERN, **options), wanted)
+        assert straight == [False]
+    layer, x = rw.nn.MultiheadAttention(64, 4, batch_first=True, pattern=rw.Causal()).eval(), torch.randn(1, 40, 64)
+    with torch.no_grad():
+        wanted = layer(x, x, x)[0]  # makes it
+        straight.clear()
+        assert torch.equal(layer(x, x, x)[0], wanted)
+    assert straight == [False]
+
+
+def test_layers_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two alike calls is not looked up by its kind; it is once anything differs, or the store is empty."""
+    q, k, v = (torch.randn(1, heads, n, 16) for heads, n in ((4, 1), (2, 300), (2, 300)))
+    pattern, looked = rw.SlidingWindow(50) & rw.Causal(), list[int]()
+    kind = prepared._kind
+    monkeypatch.setattr(prepared, "_kind", lambda *call: looked.append(1) or kind(*call))
+
+    def looks(n: int = 300, grad: bool = False, **options: Any) -> int:
+        looked.clear()
+        x, now = q.clone().requires_grad_(grad), (k[:, :, :n], v[:, :, :n])
+        options = {"q_offset": n - 1} | options
+        out = rw.attention(x, *now, pattern, **options)
+        scale = options.get("scale", 0.25)
+        assert torch.equal(out, attend(Inputs(q, *now, scale), pattern, options["q_offset"], "auto")[0])
+        return len(looked)
+
+    looks()
+    assert looks() == 1  # after it was made
+    assert looks() == 0
+    for changed in ({"n": 299}, {"scale": 0.5}, {"q_offset": 310}, {"grad": True}, {"backend": "cpu"}):
+        # to make it, to find it, and no more
+        assert looks(**changed)
+        assert looks(**changed)
+        assert looks(**changed) == 0
+        assert looks()
+    monkeypatch.setenv("RINGWEAVE_CPU_VARIANT", "generic")
+    assert looks()
+    monkeypatch.delenv("RINGWEAVE_CPU_VARIANT")
+    looks()
+    assert looks() == 0
+    prepared._steps.clear()
+    # made anew: nothing else holds what was dropped
+    assert looks()
 
 
 def test_what_attends_nothing_and_what_is_infinite() -> None:

@@ -16,7 +16,7 @@ from ringweave.ops import prepared
 from ringweave.ops.backend import Inputs
 from ringweave.ops.registered import attend
 from ringweave.patterns.shifted import placed
-from ringweave.plan import cache, plan_cache, steps
+from ringweave.plan import cache, from_pattern, plan_cache, steps
 from ringweave.plan.from_pattern import build
 
 from ..cases import PATTERNS as CASES
@@ -45,8 +45,12 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.append(sizes.get("q_offset", 0))
         return build(*args, **sizes)
 
+    def counted_rows(*args: Any) -> Any:
+        made.append(0)
+        return from_pattern.rows_of_elements(*args)
+
     monkeypatch.setattr(cache, "build", counted)
-    monkeypatch.setattr(steps, "build", counted)
+    monkeypatch.setattr(steps, "rows_of_elements", counted_rows)
     for store in (plan_cache, prepared._steps, prepared._passing, prepared._calls):
         store.clear()
     return made
@@ -295,6 +299,20 @@ def test_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = gathered._rows.get((pattern.spec, 1, 16, 128))
     assert rows is None or len(rows.planned.known) <= 30
     assert gathered.statistics().nbytes <= 2**20
+
+
+@pytest.mark.parametrize("name", ["causal", "sinks"])
+def test_a_batch_that_goes_on_is_planned_ahead(name: str, built: list[int]) -> None:
+    """The first step of its elements, then the next 16 of most at once; a few come into another tile."""
+    pattern, gathered, lengths = PATTERNS.get(name, CAUSAL), cache.PlanCache(), torch.arange(300, 1000, 23)
+    for _ in range(17):
+        batch = len(lengths)
+        held = placed(pattern, lengths - 1, 0, batch)[0] & rw.Keys(lengths)
+        same(
+            gathered.get(held, 1, 1100, batch=batch, tile=(16, 128)), build(held, 1, 1100, batch=batch, tile=(16, 128))
+        )
+        lengths = lengths + 1
+    assert len(built) <= 4
 
 
 def test_rows_whose_planning_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,8 +116,8 @@ def page(
     """Print every goal of figures that were kept, and make a page of them: charts, a roofline, goals, tables."""
     console, pages = Console(highlight=False), case_pages(read_lines(files))
     for each in pages:
-        goals = [record for record in each.records if isinstance(record, Target) and record.bound is not None]
-        _print_targets(console, goals, escape("\n".join((each.case, *each.machines))))
+        _print_targets(console, each.goals, escape("\n".join((each.case, *each.machines))))
+    console.print(f"{sum(each.met for each in pages)} of {sum(len(each.goals) for each in pages)} goals are met.")
     console.print(f"Page: {write_figures(pages, out).resolve()}", soft_wrap=True, markup=False)
 
 

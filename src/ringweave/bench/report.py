@@ -92,13 +92,27 @@ class CasePage:
         found: dict[str, list[Outcome]] = {}
         for each in self.records:
             if isinstance(each, Outcome):
-                heads = f"{each.heads}" if each.heads == each.kv_heads else f"{each.heads} over {each.kv_heads}"
                 name = (
-                    f"{each.workload}, {each.direction}: {each.tokens:,} tokens, {heads} heads, D {each.head_dim}, "
+                    f"{each.workload}, {each.direction}: {each.tokens:,} tokens, {_heads(each)}, D {each.head_dim}, "
                     f"{each.dtype}, density {each.density:.1%}"
                 )
                 found.setdefault(name, []).append(each)
         return found
+
+    @property
+    def goals(self) -> list[Target]:
+        """The figures that something is asked of."""
+        return [each for each in self.records if isinstance(each, Target) and each.bound is not None]
+
+    @property
+    def met(self) -> int:
+        """How many goals are met."""
+        return sum(bool(each.met) for each in self.goals)
+
+    @property
+    def others(self) -> list[Target]:
+        """The figures that nothing is asked of."""
+        return [each for each in self.records if isinstance(each, Target) and each.bound is None]
 
     def of(self, kind: str) -> list[Record]:
         """List the records of a kind, by the name of its class."""
@@ -229,7 +243,7 @@ def _panels(
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for each in outcomes:
         if id(each) in value:
-            title = ", ".join(_word(name, getattr(each, name)) for name in names)
+            title = ", ".join(_word(name, each) for name in names)
             found.setdefault(title, {}).setdefault(each.peer, []).append((getattr(each, x), value[id(each)]))
     panels = {}
     for title, peers in found.items():
@@ -240,6 +254,10 @@ def _panels(
     return panels
 
 
-def _word(name: str, value: object) -> str:
-    return {"tokens": f"{value:,} tokens" if isinstance(value, int) else "", "heads": f"{value} heads",
-            "head_dim": f"D {value}"}.get(name, str(value))  # fmt: skip
+def _word(name: str, of: Outcome) -> str:
+    words = {"tokens": f"{of.tokens:,} tokens", "heads": _heads(of), "head_dim": f"D {of.head_dim}"}
+    return words.get(name) or str(getattr(of, name))
+
+
+def _heads(of: Outcome) -> str:
+    return f"{of.heads} heads" if of.heads == of.kv_heads else f"{of.heads} over {of.kv_heads} heads"

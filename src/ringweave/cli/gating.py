@@ -43,12 +43,10 @@ def gated(
         console.print(f"wrote {file}", markup=False, soft_wrap=True)
         return
     _print_verdicts(console, verdicts)
-    if not before:
-        console.print(
-            f"{file} has nothing of this processor: nothing is held to anything; --update adds it",
-            markup=False,
-            soft_wrap=True,
-        )
+    missing = [name for name in names if name not in before]
+    if missing:
+        lacking = f"nothing of this processor for {', '.join(missing)}" if before else "nothing of this processor"
+        console.print(f"{file} has {lacking}: that is held to nothing; --update adds it", markup=False, soft_wrap=True)
     if not all(found.passed for found in verdicts):
         raise typer.Exit(1)
 

@@ -197,6 +197,19 @@ def _check(
     pattern.check(nq, nk, q_offset)
 
 
+def rows_of_elements(
+    pattern: Pattern, nq: int, nk: int, batch: int, tile: tuple[int, int], masks: dict[bytes, int]
+) -> tuple[RowSet, Int64]:
+    """The rows of a pattern with bounds, of one head and unchecked, and which of them each batch element has.
+
+    Bits are numbers of ``masks``, to which new ones are added.
+    """
+    each = batched(pattern, 0)
+    assert each is not None
+    starts, like = elements(each, batch)
+    return _rows(each, starts, nq, nk, 0, tile, _Masks(tile, masks)), like
+
+
 def _rows(
     pattern: Pattern,
     starts: Int64,
@@ -290,10 +303,10 @@ class _Masks:
 
     FULL, EMPTY = -1, -2
 
-    def __init__(self, tile: tuple[int, int]):
+    def __init__(self, tile: tuple[int, int], index: dict[bytes, int] | None = None):
         self.tile = tile
         self.words = (tile[0], -(-tile[1] // 32))
-        self.index: dict[bytes, int] = {}
+        self.index = {} if index is None else index
 
     def add(self, pattern: Pattern, sample: Tiles) -> NDArray[np.int32]:
         """Evaluate the pattern on tiles by token: a mask index each, or FULL or EMPTY."""

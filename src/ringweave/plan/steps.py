@@ -25,15 +25,15 @@ from ..patterns.spans import rows_of
 from ..patterns.tiles import Int64
 from ..recent import Recent
 from .block_plan import BlockPlan
-from .from_pattern import MOST_IN_A_LINE, build
+from .from_pattern import MOST_IN_A_LINE, rows_of_elements
 from .lists import RowSet, assemble
 from .streams import waits
 
 # rows of tiles that are kept of one relation; a window has as many as it and a tile have keys, until it begins
 _MOST_ROWS = 2**13
 _ROW_BYTES = 512
-# of a decoding that goes on
-_NEXT = 16
+# steps of a decoding that goes on, and elements of a batch for which they are planned ahead
+_NEXT, _MOST_GOING = 16, 64
 # what is farther ahead is not told apart
 _AHEAD = 2**40
 
@@ -59,6 +59,7 @@ class _Planned(NamedTuple):
 
     Attributes:
         known: Number of a row by where it stands: (q, k, start, stop).
+        codes: Number of a mask by its bytes.
         ptr: Where the tiles of each row begin, and of the last one end.
         col: Key tiles.
         bits: As of a plan.
@@ -67,6 +68,7 @@ class _Planned(NamedTuple):
     """
 
     known: dict[tuple[int, ...], int]
+    codes: dict[bytes, int]
     ptr: Int64
     col: Int64
     bits: NDArray[np.int32]
@@ -91,13 +93,14 @@ class Rows:
         self._lock = threading.Lock()
         none = np.zeros(0, np.int64)
         masks = np.zeros((0, tile[0], -(-tile[1] // 32)), np.int32)
-        self._empty = self.planned = _Planned({}, np.zeros(1, np.int64), none, none.astype(np.int32), masks, none)
+        self._empty = self.planned = _Planned({}, {}, np.zeros(1, np.int64), none, none.astype(np.int32), masks, none)
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes."""
         planned = self.planned
-        return sum(x.nbytes for x in planned[1:]) + _ROW_BYTES * (1 + len(planned.known))
+        # masks are held as bytes, too
+        return sum(x.nbytes for x in planned[2:]) + planned.masks.nbytes + _ROW_BYTES * (1 + len(planned.known))
 
     def at(self, places: Sequence[tuple[int, ...]]) -> tuple[_Planned, bool]:
         """Rows with those that stand at (q, k, start, stop), and whether some of them were planned for it."""
@@ -114,8 +117,8 @@ class Rows:
             return self.planned, True
 
     def _next(self, missing: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Where steps will stand that go on from one token to the next: to plan some at once takes no longer."""
-        if len(missing) > _NEXT // 2:
+        """Where steps will stand that go on from one token to the next: to plan some at once takes little longer."""
+        if len(missing) > _MOST_GOING:
             return []
         known = self.planned.known
         going = [(q, k, start, stop) for q, k, start, stop in missing if (q - 1, k, start, stop - 1) in known]
@@ -127,29 +130,27 @@ class Rows:
         side = self.tile[1]
         nk = -(-max(int(stop.max()), self.look.first, 1) // side) * side
         pattern = Shifted(self.relation, Offsets(torch.stack([q, k], 1))) & Keys(stop.clone(), start.clone())
-        plan = build(pattern, self.nq, nk, batch=len(places), tile=self.tile)
-        masks = plan.masks.numpy()
-        index = {mask.tobytes(): i for i, mask in enumerate(planned.masks)}
-        new = [index.setdefault(mask.tobytes(), len(index)) for mask in masks]
-        fresh = [i for i, code in enumerate(new) if code >= len(planned.masks)]
-        # -1, of full tiles, stays what it is
-        codes = np.array([*new, -1], np.int32)[plan.bits.numpy()]
-        begin, end = plan.row_ptr.numpy()[plan.group[:, 0].numpy()].astype(np.int64).T
-        tiles = _spread(begin, end - begin)
-        leading = np.array([self._leading(masks[i]) for i in fresh], np.int64)
+        codes = dict(planned.codes)
+        rows, like = rows_of_elements(pattern, self.nq, nk, len(places), self.tile, codes)
+        ends = np.cumsum(np.bincount(rows.row, minlength=rows.sets))
+        length = np.diff(ends, prepend=0)[like]
+        tiles = _spread(ends[like] - length, length)
+        fresh = np.frombuffer(b"".join([*codes][len(planned.codes) :]), "<i4").reshape(-1, *planned.masks.shape[1:])
         return _Planned(
             planned.known | {place: len(planned.known) + i for i, place in enumerate(places)},
-            np.concatenate([planned.ptr, planned.ptr[-1] + np.cumsum(end - begin)]),
-            np.concatenate([planned.col, plan.col.numpy()[tiles]]),
-            np.concatenate([planned.bits, codes[tiles]]),
-            np.concatenate([planned.masks, masks[fresh]]),
-            np.concatenate([planned.leading, leading]),
+            codes,
+            np.concatenate([planned.ptr, planned.ptr[-1] + np.cumsum(length)]),
+            np.concatenate([planned.col, rows.col[tiles]]),
+            np.concatenate([planned.bits, rows.bits[tiles]]),
+            np.concatenate([planned.masks, fresh]),
+            np.concatenate([planned.leading, self._leading(fresh)]),
         )
 
-    def _leading(self, mask: NDArray[np.int32]) -> int:
-        bits = np.unpackbits(mask[: self.nq].view(np.uint8), axis=1, bitorder="little")
-        count = int(bits[0].sum())
-        return count if bits[:, :count].all() and not bits[:, count:].any() else 0
+    def _leading(self, masks: NDArray[np.int32]) -> Int64:
+        bits = np.unpackbits(masks[:, : self.nq].view(np.uint8), axis=2, bitorder="little").astype(bool)
+        count = bits[:, 0].sum(1)
+        first = np.arange(bits.shape[2]) < count[:, None]
+        return np.where((bits == first[:, None]).all((1, 2)), count, 0)
 
 
 def gathered(
@@ -276,7 +277,7 @@ def _row_set(
     planned, grown = rows.at([line[:4] for line in lines])
     if grown:
         kept.put(rows.key, rows, rows.nbytes)
-    _, ptr, col, bits, masks, leading = planned
+    _, _, ptr, col, bits, masks, leading = planned
     number = np.array([planned.known[line[:4]] for line in lines], np.int64)
     over, at, filled = np.array([line[4:] for line in lines], np.int64).T
     begin, length = ptr[number], ptr[number + 1] - ptr[number]

@@ -16,7 +16,7 @@ from ..compare import Comparison, outcomes
 from ..measure import interleaved
 from ..peers import peers
 from ..problem import DIRECTIONS, FORWARD, Drawn, Problem
-from ..record import Measuring, Options, Outcome, PlanCost, Say
+from ..record import Measuring, Options, Outcome, PlanCost, Say, Target
 from ..search import Candidate, whole
 from ..tune import Finding, tune
 
@@ -134,6 +134,8 @@ def planning(options: Options, say: Say) -> Measuring:
         cost = PlanCost(name, repr(pattern), tokens, plan.nnz, timing, plan.nbytes)
         linear += [cost] if problem in problems else []
         yield cost
+        if tokens == 2**20:
+            yield Target("cold plan of window + sinks", f"{tokens:,} tokens", timing.median * 1e3, 50.0, False, "ms")
     first, last = linear[0], linear[-1]
     return (
         f"From {first.tokens:,} to {last.tokens:,} tokens: {last.tiles / first.tiles:.1f} x the tiles, "
