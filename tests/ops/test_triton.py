@@ -192,6 +192,17 @@ def test_packed_heads_are_one_item_and_shared_lists_one_record() -> None:
     assert columns.shape == (2 * 2 * of.kv_tiles, 1, 6)
 
 
+def test_queues_of_no_keys_and_of_no_batch_are_empty() -> None:
+    keyless = build(rw.Full(), 64, 0, heads=2, tile=(32, 32))
+    idle = build(rw.Full(), 64, 64, heads=2, batch=0, tile=(32, 32))
+    assert queues.column_queue(keyless, ratio=1, head_bytes=1, units=1).items == 0
+    rows = queues.row_queue(keyless, ratio=1, packed=1, head_bytes=1, units=1).records
+    # programs of rows without keys write what is defined for them
+    assert sorted(rows[:, 0].tolist()) == [[0, head, tile, 0, 0, -1] for head in range(2) for tile in range(2)]
+    assert queues.row_queue(idle, ratio=1, packed=1, head_bytes=1, units=1).items == 0
+    assert queues.column_queue(idle, ratio=2, head_bytes=1, units=1).items == 0
+
+
 @pytest.mark.parametrize("units", [2, 60, 300])
 def test_shares_of_long_lists_cover_them_once(units: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queues, "LEAST", 64)

@@ -169,12 +169,13 @@ def column_queue(plan: BlockPlan, ratio: int, head_bytes: int, units: int) -> Qu
 
 def _heads(plan: BlockPlan, ratio: int) -> Tensor:
     """Number query heads over all batch elements, (B, key heads, ratio)."""
-    return torch.arange(plan.group.numel(), device=plan.device).view_as(plan.group).unflatten(1, (-1, ratio))
+    batch, heads = plan.group.shape
+    return torch.arange(batch * heads, device=plan.device).view(batch, heads // ratio, ratio)
 
 
 def _records(head: Tensor, heads: int, ptr: Tensor, sets: Tensor) -> Tensor:
     """Write records of whole lists, (packs * tiles, lists, 6): of each pack its first head of all and sets of lists."""
-    bounds = ptr.unfold(1, 2, 1)[sets].transpose(1, 2)
+    bounds = torch.stack([ptr[:, :-1], ptr[:, 1:]], 2)[sets].transpose(1, 2)
     records = bounds.new_full((*bounds.shape[:3], 6), -1)
     records[..., 0] = (head // heads)[:, None, None]
     records[..., 1] = (head % heads)[:, None, None]
