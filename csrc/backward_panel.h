@@ -34,7 +34,7 @@ struct BackwardMemory {
     b = m.take<char>((size_t)q * pb.dv_dim * 4);
     a_columns = m.take<char>((size_t)q * pb.d * 4);
     b_columns = m.take<char>((size_t)q * pb.dv_dim * 4);
-    rows = m.take<char>((size_t)width * 16);
+    rows = m.take<char>((size_t)width * 4 * W);
     mask = m.take<uint32_t>((size_t)q * pb.plan.words);
     dead = m.take<uint8_t>(larger(q, k));
     bad = m.take<uint8_t>(k);

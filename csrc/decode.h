@@ -249,12 +249,6 @@ __attribute__((noinline)) void few_products(Few &f, const Rows &k, const float *
     products<Op, T, 1>(f, k, q, pw, ahead);
 }
 
-// What rows that are stored with scales are multiplied by.
-template <int T>
-inline void few_scales(const View &t, const Unit &u, int64_t first, int keys, float *to) {
-  for (int r = 0; r < keys; ++r) to[r] = scale_at(t, u.batch, u.kv_head, first + r) * unit<T>;
-}
-
 // Scores of a panel, where there are no terms: products times what their keys are scaled by, where they are allowed.
 template <bool Scored>
 inline void few_scores(const Problem &pb, Few &f, int keys, const TileMask &mask, const float *scales) {
@@ -453,7 +447,7 @@ inline void few_join(Few &f, int l, float c) {
 template <class Op, int T, bool Scored>
 __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, const Lanes &lanes, const ForwardMemory &m,
                                               const Running &state, int64_t at, int64_t begin, int64_t end,
-                                              int64_t last) {
+                                              int64_t last, const Next &) {
   const Plan &plan = pb.plan;
   const Scale scale(pb);
   Pairs pairs(pb, m.terms, u.batch, true);
@@ -507,7 +501,7 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
       // Reading is all the work: the scores fetch this panel's values, the values the next panel's keys.
       Fetch values{&v, v_bytes}, keys_ahead{&keys_next, k_bytes};
       few_products<Op, T>(f, keys_now, m.q, pw, values);
-      if (pb.k.scales) few_scales<T>(pb.k, u, first + k0, n, scales);
+      if (pb.k.scales) row_scales(pb.k, u.batch, u.kv_head, first + k0, n, allowed.dead, unit<T>, scales);
       few_scores<Scored>(pb, f, n, allowed, pb.k.scales ? scales : nullptr);
       if (Scored && pb.scoring.count) few_terms(pairs, f, lanes, k0, n, allowed);
       few_softmax<Op>(f, n, scale.c);
@@ -515,7 +509,7 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
         for (int r = 0; r < n; ++r)
           if (!(kept.rows[(ptrdiff_t)(k0 + r) * kept.words] >> l & 1)) f.s[l * kPanelRows + r] = 0;
       if (pb.v.scales) {
-        few_scales<T>(pb.v, u, first + k0, n, scales);
+        row_scales(pb.v, u.batch, u.kv_head, first + k0, n, allowed.dead, unit<T>, scales);
         for (int l = 0; l < f.count; ++l)
           for (int r = 0; r < n; ++r) f.s[l * kPanelRows + r] *= scales[r];
       }
@@ -560,16 +554,18 @@ AddEntries *few_entries_of(const Problem &pb) {
 }
 
 template <class Op, bool Scored>
-inline void forward_piece(const Problem &pb, const Unit &u, const Piece &piece, char *block, const Partials &partials) {
+inline void forward_piece(const Problem &pb, const Unit &u, const Piece &piece, const Next &next, char *block,
+                          const Partials &partials) {
   const Lanes lanes = query_lanes(pb, u, piece.tile);
   const ForwardMemory m(pb, lanes.count, block);
   if (piece.begin < piece.end) pack<Op>(pb.q, lanes, pb.d, Scale(pb).sign, m.q, m.rows);
   const bool few = has_few(pb, piece.tile);
-  AddEntries *entries = few ? few_entries_of<Op, Scored>(pb) : many_entries<Op, Scored>;
+  AddEntries *many = pb.k.scales ? many_entries<Op, true> : many_entries<Op, Scored>;
+  AddEntries *entries = few ? few_entries_of<Op, Scored>(pb) : many;
 #if defined(RW_TILES)
   if (!few) begin_tiles(TileShapes(pb.d));
 #endif
-  const Running result = sum_blocks(pb, u, piece, lanes, m, partials, entries);
+  const Running result = sum_blocks(pb, u, piece, next, lanes, m, partials, entries);
 #if defined(RW_TILES)
   if (!few) end_tiles();
 #endif

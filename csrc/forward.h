@@ -71,7 +71,7 @@ inline void join_state(Running total, Running part, int lanes, int dv, float c, 
 }
 
 struct ForwardMemory {
-  float *q, *state, *total, *s, *factor;
+  float *q, *state, *total, *s, *factor, *k_scales = nullptr, *v_scales = nullptr;  // scales: null of what has none
   char *k, *v, *turned, *rows;
   uint32_t *mask;
   uint8_t *dead;
@@ -91,10 +91,11 @@ struct ForwardMemory {
     k = m.take<char>((size_t)copied * pb.d * 4);
     v = m.take<char>((size_t)copied * pb.dv_dim * 4);
     turned = m.take<char>(kTiles ? (size_t)(copied + 31) / 32 * 64 * pad_lanes(pb.dv_dim) : 0);
-    rows = m.take<char>((size_t)width * 16);
+    rows = m.take<char>((size_t)width * 4 * W);
     mask = m.take<uint32_t>((size_t)keys * ((lanes + 31) / 32));
     dead = m.take<uint8_t>(keys);
     attended = m.take<int32_t>(lanes), ends = m.take<int32_t>(lanes);
+    if (pb.k.scales) k_scales = m.take<float>(keys), v_scales = m.take<float>(keys);
     terms = TermMemory(pb, m, lanes, false);
     dropout = DropoutMemory(pb, m, lanes);
     bytes = (size_t)(m.at - block);
@@ -137,15 +138,17 @@ inline Lanes query_lanes(const Problem &pb, const Unit &u, int tile) {
   return {u.batch, u.head, first, u.heads, rows, pad_lanes((int64_t)u.heads * rows)};
 }
 
-// The weights of one panel that dropout keeps.
+// The weights of one panel that dropout keeps, times the scales of their values.
 struct Every {
   RW_INLINE V operator()(V p, int, int) const { return p; }
 };
 struct Kept {
   const uint32_t *bits;  // of the first row; null: all
   int words, lane;
+  const float *scales = nullptr;
   RW_INLINE V operator()(V p, int r, int j) const {
-    return bits ? select(mask_at(bits + (ptrdiff_t)r * words, lane + j * W), p, V{}) : p;
+    if (bits) p = select(mask_at(bits + (ptrdiff_t)r * words, lane + j * W), p, V{});
+    return scales ? p * splat(scales[r]) : p;
   }
 };
 
@@ -194,7 +197,7 @@ RW_INLINE void score(const Pairs &pairs, float *s, int k0, int n, int lane, cons
 }
 
 // Some keys of a tile against N vectors of a panel that is P wide, from its `part`th on: their update of the running
-// maximum. Scored: with terms or dropout.
+// maximum. Scored: with terms, dropout or scales, which multiply scores and weights, as where queries are few.
 template <class Op, int N, int P, bool Scored>
 inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Running &state, const Scale &scale,
                           int panel, int part, Tile k, Tile v, Live live, const TileMask &mask, const Ahead &ahead,
@@ -211,6 +214,12 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
   };
   const auto masked = [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
     constexpr int M = decltype(block)::value;
+    if (Scored && m.k_scales) {
+#pragma GCC unroll 16
+      for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; ++j) acc[i][j] *= splat(m.k_scales[k0 + r + i]);
+    }
     if (mask.rows) {
       const uint32_t *bits = mask.rows + (ptrdiff_t)(k0 + r) * mask.words;
 #pragma GCC unroll 16
@@ -259,7 +268,8 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
   if (any_equal(least, -kInf)) mark_below(pb);
   if constexpr (Scored) {
     const TileMask &kept = pairs.kept;
-    const Kept keep{kept.rows ? kept.rows + (ptrdiff_t)k0 * kept.words : nullptr, kept.words, lane};
+    const Kept keep{kept.rows ? kept.rows + (ptrdiff_t)k0 * kept.words : nullptr, kept.words, lane,
+                    m.v_scales ? m.v_scales + k0 : nullptr};
     exponentials(s, n, c, low, sum, keep, Op());
   } else {
     exponentials(s, n, c, low, sum, Every(), Op());
@@ -347,13 +357,17 @@ struct Partials {
 // Adds the entries [begin, end) to a fresh state, before which the rows attended `at` tiles; those up to `last` come
 // next. Returns where the joined sum of their blocks lies.
 typedef Running AddEntries(const Problem &, const Unit &, const Lanes &, const ForwardMemory &, const Running &state,
-                           int64_t at, int64_t begin, int64_t end, int64_t last);
+                           int64_t at, int64_t begin, int64_t end, int64_t last, const Next &);
+
+inline int64_t first_entry(const Problem &pb, const Unit &u, int64_t tile) {
+  const int64_t g = pb.plan.group[u.batch * pb.q_heads + u.head];
+  return pb.plan.row_ptr[g * (pb.plan.q_tiles + 1) + tile];
+}
 
 // The blocks of a piece, left in the piece's slots; or the joined sum of all of them, where one piece is the whole list.
-inline Running sum_blocks(const Problem &pb, const Unit &u, const Piece &piece, const Lanes &lanes,
+inline Running sum_blocks(const Problem &pb, const Unit &u, const Piece &piece, const Next &next, const Lanes &lanes,
                           const ForwardMemory &m, const Partials &partials, AddEntries *add) {
-  const int64_t g = pb.plan.group[u.batch * pb.q_heads + u.head];
-  const int64_t start = pb.plan.row_ptr[g * (pb.plan.q_tiles + 1) + piece.tile], last = start + piece.end;
+  const int64_t start = first_entry(pb, u, piece.tile), last = start + piece.end;
   const bool whole = piece.slot < 0;
   Running state(m.state, lanes.count, pb.dv_dim);
   float *to = whole ? nullptr : partials.first + partials.stride * piece.slot;
@@ -362,16 +376,33 @@ inline Running sum_blocks(const Problem &pb, const Unit &u, const Piece &piece, 
     const int64_t end = whole ? piece.end : smaller(piece.end, block_end(at, pb.plan.kv_tile));
     if (!whole) state = Running(to, lanes.count, pb.dv_dim), to += partials.stride;
     state.reset(lanes.count, pb.dv_dim);
-    state = add(pb, u, lanes, m, state, at, start + at, start + end, last);
+    state = add(pb, u, lanes, m, state, at, start + at, start + end, last, next);
     at = end;
   } while (at < piece.end);
   return state;
 }
 
+inline Ahead keys_ahead(const Problem &pb, const Unit &u, int64_t entry) {
+  const int64_t first = (int64_t)pb.plan.col[entry] * pb.plan.kv_tile;
+  const int keys = (int)smaller(pb.plan.kv_tile, keys_of(pb, u.batch) - first);
+  return keys > 0 ? Ahead(pb.k, pb.v, u.batch, u.kv_head, first, keys, pb.d, pb.dv_dim) : Ahead();  // else of no page
+}
+
+// Of a task's head h the rows that its results go to, and of the next one the queries.
+inline Ahead rows_ahead(const Problem &pb, const Lanes &lanes, const Next &next, int h) {
+  Ahead rows(pb.out, lanes.batch, lanes.head + h, lanes.first, lanes.rows, pb.dv_dim);
+  if (!next.piece || h >= next.unit->heads) return rows;
+  const Lanes then = query_lanes(pb, *next.unit, next.piece->tile);
+  const Ahead queries(pb.q, then.batch, then.head + h, then.first, then.rows, pb.d);
+  rows.y = queries.x, rows.y_step = queries.x_step, rows.y_bytes = queries.x_bytes;
+  return rows;
+}
+
 // AddEntries, for queries that are packed.
 template <class Op, bool Scored>
 inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes, const ForwardMemory &m,
-                            const Running &state, int64_t at, int64_t begin, int64_t end, int64_t last) {
+                            const Running &state, int64_t at, int64_t begin, int64_t end, int64_t last,
+                            const Next &next) {
   const Plan &plan = pb.plan;
   const Scale scale(pb);
   const Running total(m.total, lanes.count, pb.dv_dim);
@@ -397,10 +428,16 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
       several = true;
       join_state(total, state, lanes.count, pb.dv_dim, scale.c, full);
     }
-    Ahead next;
-    if (e + 1 < last) {
-      const int64_t then = (int64_t)plan.col[e + 1] * plan.kv_tile;
-      next = Ahead(pb.k, pb.v, u.batch, u.kv_head, then, (int)smaller(plan.kv_tile, nk - then), pb.d, pb.dv_dim);
+    const auto ahead = [&](int lane) {
+      if (e + 1 < last) return lane ? Ahead() : keys_ahead(pb, u, e + 1);
+      const int h = (lane - 1) / (kWide * W);
+      if (lane) return h < lanes.heads ? rows_ahead(pb, lanes, next, h) : Ahead();
+      return next.piece ? keys_ahead(pb, *next.unit, first_entry(pb, *next.unit, next.piece->tile) + next.piece->begin)
+                        : Ahead();
+    };
+    if (Scored && pb.k.scales) {
+      row_scales(pb.k, u.batch, u.kv_head, first, keys, mask.dead, 1, m.k_scales);
+      row_scales(pb.v, u.batch, u.kv_head, first, keys, mask.dead, 1, m.v_scales);
     }
     Dead dead = mask.dead;
     // pages begin where tiles do
@@ -415,11 +452,11 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
     for (int lane = 0; lane < lanes.count; lane += panel_width(lane, lanes.count)) {
       const int n = panel_width(lane, lanes.count) / W;
       if (kWide == 4 && n == 4)
-        forward_panel<Op, kWide, Scored>(pb, m, state, scale, lane, k, v, keys, mask, lane ? Ahead() : next, pairs);
+        forward_panel<Op, kWide, Scored>(pb, m, state, scale, lane, k, v, keys, mask, ahead(lane), pairs);
       else if (n == 2)
-        forward_panel<Op, 2, Scored>(pb, m, state, scale, lane, k, v, keys, mask, lane ? Ahead() : next, pairs);
+        forward_panel<Op, 2, Scored>(pb, m, state, scale, lane, k, v, keys, mask, ahead(lane), pairs);
       else
-        forward_panel<Op, 1, Scored>(pb, m, state, scale, lane, k, v, keys, mask, lane ? Ahead() : next, pairs);
+        forward_panel<Op, 1, Scored>(pb, m, state, scale, lane, k, v, keys, mask, ahead(lane), pairs);
     }
   }
   if (several) join_state(total, state, lanes.count, pb.dv_dim, scale.c);

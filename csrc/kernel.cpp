@@ -40,9 +40,10 @@ using Own = Single;
 #define RW_CALL(f, ...) (pb.scoring.any() ? f<Own, true>(__VA_ARGS__) : f<Own, false>(__VA_ARGS__))
 
 size_t forward_bytes(const Problem &pb, int lanes) { return ForwardMemory(pb, lanes, nullptr).bytes; }
-void run_forward(const Problem &pb, const Unit &u, const Piece &p, char *m, float *partials, size_t stride) {
-  RW_OTHERS(pb.k.dtype != BF16, forward(pb, u, p, m, partials, stride));
-  RW_CALL(forward_piece, pb, u, p, m, Partials{partials, stride});
+void run_forward(const Problem &pb, const Unit &u, const Piece &p, const Next &next, char *m, float *partials,
+                 size_t stride) {
+  RW_OTHERS(pb.k.dtype != BF16, forward(pb, u, p, next, m, partials, stride));
+  RW_CALL(forward_piece, pb, u, p, next, m, Partials{partials, stride});
 }
 
 #if defined(RW_TILES)
@@ -108,6 +109,7 @@ int64_t fma_rounds(int64_t rounds) {
 #pragma GCC unroll 24
   for (int i = 0; i < chains; ++i) acc[i] = splat(half);
   for (int64_t r = 0; r < rounds; ++r) {
+    a = rounded(a);  // else the product leaves the loop, and additions are timed
 #pragma GCC unroll 24
     for (int i = 0; i < chains; ++i) acc[i] = Op::madd(a, b, acc[i]);
   }

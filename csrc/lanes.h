@@ -21,8 +21,8 @@ RW_INLINE int panel_width(int lane, int count) {
 }
 
 RW_INLINE const char *lane_row(const View &t, const Lanes &lanes, int lane) {
-  int s = lane / lanes.rows;
-  return s < lanes.heads ? row_at(t, lanes.batch, lanes.head + s, lanes.first + lane % lanes.rows) : nullptr;
+  const int s = lane < lanes.rows ? 0 : lane / lanes.rows;  // a division takes long
+  return s < lanes.heads ? row_at(t, lanes.batch, lanes.head + s, lanes.first + lane - s * lanes.rows) : nullptr;
 }
 
 // Lay rows across lanes: to[channel][lane], elements of Op; padding lanes are 0.
@@ -34,23 +34,23 @@ inline void pack(const View &t, const Lanes &lanes, int width, int sign, float *
   for (int p = 0; p < lanes.count; p += panel_width(p, lanes.count)) {
     const int pw = panel_width(p, lanes.count);
     float *panel = to + (ptrdiff_t)p * elements;
-    for (int g = 0; g < pw; g += 4) {
-      const char *r[4];
-      for (int i = 0; i < 4; ++i) {
+    for (int g = 0; g < pw; g += W) {
+      const char *r[W];
+      for (int i = 0; i < W; ++i) {
         const char *from = lane_row(t, lanes, p + g + i);
         char *copy = memory + (ptrdiff_t)i * width * 4;
-        if (from && raw) {
-          r[i] = from;
-          continue;
-        }
-        r[i] = copy;
-        if (from)
+        r[i] = from && raw ? from : copy;
+        if (from && !raw)
           widen((float *)copy, from, t.dtype, width);
-        else
+        else if (!from)
           memset(copy, 0, 4 * (size_t)width);
       }
-      for (int c = 0; c < elements; c += 4)
-        turn4(r[0] + 4 * c, r[1] + 4 * c, r[2] + 4 * c, r[3] + 4 * c, (char *)(panel + (ptrdiff_t)c * pw + g), 4 * pw);
+      for (int c = 0; c < elements; c += 4) {
+        V x[4];
+        for (int i = 0; i < 4; ++i) x[i] = load_fourth(r + i, 4 * c);
+        turn_fourths(x);
+        for (int i = 0; i < 4; ++i) store(panel + (ptrdiff_t)(c + i) * pw + g, x[i]);
+      }
     }
   }
   if (sign > 0) return;
@@ -72,21 +72,24 @@ inline void pack(const View &t, const Lanes &lanes, int width, int sign, float *
 inline void unpack(const View &t, const Lanes &lanes, int width, const float *from, const float *factor, char *memory) {
   for (int p = 0; p < lanes.count; p += panel_width(p, lanes.count)) {
     const int pw = panel_width(p, lanes.count);
-    const char *panel = (const char *)(from + (ptrdiff_t)p * width);
-    for (int g = 0; g < pw; g += 4) {
-      if (!lane_row(t, lanes, p + g)) return;
+    const float *panel = from + (ptrdiff_t)p * width;
+    for (int g = 0; g < pw; g += W) {
+      char *rows[W], *to[W];
+      for (int i = 0; i < W; ++i) {
+        rows[i] = const_cast<char *>(lane_row(t, lanes, p + g + i));
+        to[i] = rows[i] && t.dtype == F32 ? rows[i] : memory + (ptrdiff_t)i * width * 4;
+      }
+      if (!rows[0]) return;
+      const V f = load(factor + p + g);
+      const V none = (V)(f == V{});
       for (int c = 0; c < width; c += 4) {
-        const char *at = panel + 4 * ((ptrdiff_t)c * pw + g);
-        turn4(at, at + 4 * pw, at + 8 * pw, at + 12 * pw, memory + 4 * c, 4 * (ptrdiff_t)width);
-      }
-      for (int i = 0; i < 4; ++i) {
-        char *to = const_cast<char *>(lane_row(t, lanes, p + g + i));
-        if (!to) break;
-        float *row = (float *)memory + (ptrdiff_t)i * width, f = factor[p + g + i];
+        V x[4];
         // A lane without keys is 0 even where its sums are not finite.
-        for (int c = 0; c < width; ++c) row[c] = f == 0 ? 0.f : row[c] * f;
-        narrow(to, row, t.dtype, width);
+        for (int i = 0; i < 4; ++i) x[i] = (V)((I)(load(panel + (ptrdiff_t)(c + i) * pw + g) * f) & ~(I)none);
+        turn_fourths(x);
+        for (int i = 0; i < 4; ++i) store_fourth(to + i, 4 * c, x[i]);
       }
+      for (int i = 0; i < W && rows[i] && t.dtype != F32; ++i) narrow(rows[i], (const float *)to[i], t.dtype, width);
     }
   }
 }

@@ -18,7 +18,7 @@ struct MassMemory {
     lse = m.take<float>(lanes);
     sum = m.take<float>(lanes);
     k = m.take<char>((size_t)keys * pb.d * 4);
-    rows = m.take<char>((size_t)pb.d * 16);
+    rows = m.take<char>((size_t)pb.d * 4 * W);
     mask = m.take<uint32_t>((size_t)keys * ((lanes + 31) / 32));
     dead = m.take<uint8_t>(keys);
     bytes = (size_t)(m.at - block);

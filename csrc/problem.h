@@ -103,6 +103,12 @@ struct Piece {
   Visit visit;
 };
 
+// The piece that a thread sums after this one, if it is known: what it reads first is fetched ahead.
+struct Next {
+  const Unit *unit = nullptr;
+  const Piece *piece = nullptr;
+};
+
 // Partial sums [slot, slot + slots) of one list, to be added in this order.
 struct Join {
   int32_t unit, tile, slot, slots;
@@ -132,7 +138,8 @@ struct Mass {
 struct Kernel {
   const char *name;
   size_t (*forward_bytes)(const Problem &, int lanes);
-  void (*forward)(const Problem &, const Unit &, const Piece &, char *memory, float *partials, size_t stride);
+  void (*forward)(const Problem &, const Unit &, const Piece &, const Next &, char *memory, float *partials,
+                  size_t stride);
   void (*forward_join)(const Problem &, const Unit &, const Join &, char *memory, const float *partials, size_t stride);
   size_t (*mass_bytes)(const Problem &, int lanes);
   void (*mass)(const Problem &, const Unit &, const Piece &, const Mass &, char *memory);

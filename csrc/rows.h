@@ -127,6 +127,11 @@ RW_INLINE const char *token_at(const View &v, int64_t b, int64_t h, int64_t n) {
   return row_at(v, p.numbers[b * p.columns + (n >> p.shift)], h, n & ((1 << p.shift) - 1));
 }
 RW_INLINE float scale_at(const View &v, int64_t b, int64_t h, int64_t n) { return load1(token_at(*v.scales, b, h, n)); }
+// What n rows that are stored with scales are multiplied by, times `unit`; 0 for those that nobody may touch.
+inline void row_scales(const View &t, int64_t b, int64_t h, int64_t first, int n, const uint8_t *dead, float unit,
+                       float *to) {
+  for (int r = 0; r < n; ++r) to[r] = dead && dead[r] ? 0.f : scale_at(t, b, h, first + r) * unit;
+}
 // How many of a tile's n rows lie side by side: a tile begins where a page does, or lies in one.
 RW_INLINE int run_of(const View &v, int n) { return v.pages ? (int)smaller(n, 1 << v.pages->shift) : n; }
 
@@ -165,7 +170,7 @@ struct Tile {
 // Which rows of a tile nobody may touch (null: none); they count as zero so that a NaN in them stays there.
 typedef const uint8_t *Dead;
 
-// Rows for a contraction over channels.
+// Rows for a contraction over channels, without their scales.
 template <class Op>
 inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n, int width, Dead dead, char *memory) {
   const char *from = token_at(t, b, h, first);
@@ -184,10 +189,6 @@ inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n,
       memcpy(to, from, (size_t)size);
     else
       widen((float *)to, from, t.dtype, width);
-    if (t.scales && !(dead && dead[i])) {
-      const float scale = scale_at(t, b, h, first + i);
-      for (int c = 0; c < width; ++c) ((float *)to)[c] *= scale;
-    }
   }
   return {memory, size};
 }

@@ -1,6 +1,7 @@
 #include "run.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
@@ -166,23 +167,32 @@ void forward(const Problem &pb, const Work &work, const Kernel &kernel, int thre
   threads = worth(pb, work, smaller(pb.plan.q_tile, pb.nq), pb.plan.kv_tile, threads);
   const auto memory = block<char>(bytes * threads);
   const auto partials = block<float>(4 * stride * work.slots);
-  auto sum = [&](int64_t i, char *mine) {
+  auto sum = [&](int64_t i, int64_t then, char *mine) {
     const Piece &p = work.pieces[i];
-    kernel.forward(pb, work.units[p.unit], p, mine, partials.get(), stride);
+    Next next;
+    if (then < pieces && work.pieces[then].begin < work.pieces[then].end)
+      next.piece = &work.pieces[then], next.unit = &work.units[next.piece->unit];
+    kernel.forward(pb, work.units[p.unit], p, next, mine, partials.get(), stride);
   };
   auto join = [&](int64_t i, char *mine) {
     kernel.forward_join(pb, work.units[work.joins[i].unit], work.joins[i], mine, partials.get(), stride);
   };
   if (threads == 1) {  // a team of one costs half a microsecond
-    for (int64_t i = 0; i < pieces; ++i) sum(i, memory.get());
+    for (int64_t i = 0; i < pieces; ++i) sum(i, i + 1, memory.get());
     for (int64_t i = 0; i < joins; ++i) join(i, memory.get());
     return;
   }
+  // A thread takes its next piece before it begins one, but not of the last, which another may come to sooner.
+  std::atomic<int64_t> taken{0};
+  const int64_t known = pieces - 2 * threads;
 #pragma omp parallel num_threads(threads)
   {
     char *mine = memory.get() + bytes * thread_index();
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < pieces; ++i) sum(i, mine);
+    for (int64_t i = taken++, then; i < pieces; i = then < pieces ? then : taken++) {
+      then = i < known ? taken++ : pieces;
+      sum(i, then, mine);
+    }
+#pragma omp barrier
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < joins; ++i) join(i, mine);
   }

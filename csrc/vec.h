@@ -236,6 +236,56 @@ RW_INLINE V tanh(V x) {
   return x * (p * y + splat(1.f)) / (q * y + splat(1.f));
 }
 
+// Four channels of W rows: W / 4 of them, four apart, in each of four vectors, or back.
+RW_INLINE V load_fourth(const char *const *row, ptrdiff_t at) {
+#if defined(__AVX512F__)
+  __m512 x = _mm512_castps128_ps512(_mm_loadu_ps((const float *)(row[0] + at)));
+  x = _mm512_insertf32x4(x, _mm_loadu_ps((const float *)(row[4] + at)), 1);
+  x = _mm512_insertf32x4(x, _mm_loadu_ps((const float *)(row[8] + at)), 2);
+  return (V)_mm512_insertf32x4(x, _mm_loadu_ps((const float *)(row[12] + at)), 3);
+#elif defined(__AVX2__)
+  __m256 x = _mm256_castps128_ps256(_mm_loadu_ps((const float *)(row[0] + at)));
+  return (V)_mm256_insertf128_ps(x, _mm_loadu_ps((const float *)(row[4] + at)), 1);
+#else
+  return load(row[0] + at);
+#endif
+}
+RW_INLINE void store_fourth(char *const *row, ptrdiff_t at, V x) {
+#if defined(__AVX512F__)
+  _mm_storeu_ps((float *)(row[0] + at), _mm512_castps512_ps128((__m512)x));
+  _mm_storeu_ps((float *)(row[4] + at), _mm512_extractf32x4_ps((__m512)x, 1));
+  _mm_storeu_ps((float *)(row[8] + at), _mm512_extractf32x4_ps((__m512)x, 2));
+  _mm_storeu_ps((float *)(row[12] + at), _mm512_extractf32x4_ps((__m512)x, 3));
+#elif defined(__AVX2__)
+  _mm_storeu_ps((float *)(row[0] + at), _mm256_castps256_ps128((__m256)x));
+  _mm_storeu_ps((float *)(row[4] + at), _mm256_extractf128_ps((__m256)x, 1));
+#else
+  store(row[0] + at, x);
+#endif
+}
+
+// Blocks of 4x4, turned, each where it lies: rows that load_fourth has read become lanes, and lanes rows.
+RW_INLINE void turn_fourths(V (&x)[4]) {
+#if defined(__AVX512F__)
+  const __m512 a = (__m512)x[0], b = (__m512)x[1], c = (__m512)x[2], d = (__m512)x[3];
+  const __m512d ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b)), AB = _mm512_castps_pd(_mm512_unpackhi_ps(a, b)),
+                cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d)), CD = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+  x[0] = (V)_mm512_unpacklo_pd(ab, cd), x[1] = (V)_mm512_unpackhi_pd(ab, cd);
+  x[2] = (V)_mm512_unpacklo_pd(AB, CD), x[3] = (V)_mm512_unpackhi_pd(AB, CD);
+#elif defined(__AVX2__)
+  const __m256 a = (__m256)x[0], b = (__m256)x[1], c = (__m256)x[2], d = (__m256)x[3];
+  const __m256d ab = _mm256_castps_pd(_mm256_unpacklo_ps(a, b)), AB = _mm256_castps_pd(_mm256_unpackhi_ps(a, b)),
+                cd = _mm256_castps_pd(_mm256_unpacklo_ps(c, d)), CD = _mm256_castps_pd(_mm256_unpackhi_ps(c, d));
+  x[0] = (V)_mm256_unpacklo_pd(ab, cd), x[1] = (V)_mm256_unpackhi_pd(ab, cd);
+  x[2] = (V)_mm256_unpacklo_pd(AB, CD), x[3] = (V)_mm256_unpackhi_pd(AB, CD);
+#else
+  const V ab = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5), AB = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7),
+          cd = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5), CD = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
+  x[0] = __builtin_shufflevector(ab, cd, 0, 1, 4, 5), x[1] = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+  x[2] = __builtin_shufflevector(AB, CD, 0, 1, 4, 5), x[3] = __builtin_shufflevector(AB, CD, 2, 3, 6, 7);
+#endif
+}
+
 // How a contraction multiplies: one float a lane, or a pair of bfloat16 a lane.
 struct Single {
   static constexpr int depth = 1;  // channels in a 4-byte element

@@ -48,6 +48,23 @@ CASES: tuple[tuple[str, Shape, Extras], ...] = (
 )
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", re.M)
 _BRANCH = re.compile(r"^(?P<guard>@!?U?P\w+ )?BRA(?:\.\w+)*(?P<also> !?U?P\w+,)? `?\(?(?P<to>0x[0-9a-f]+)")
+# these name a register first that they read
+_NO_RESULT = (
+    "ST",
+    "RED",
+    "BAR",
+    "SYNCS",
+    "UTMA",
+    "LDGSTS",
+    "BRA",
+    "EXIT",
+    "NOP",
+    "R2UR",
+    "R2P",
+    "WARPSYNC",
+    "BSYNC",
+    "PLOP",
+)
 
 
 @triton.jit
@@ -99,6 +116,72 @@ def disassembled(cubin: bytes) -> dict[int, str]:
         file.flush()
         text = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     return {int(at, 16): what for at, what in _LINE.findall(text)}
+
+
+def written(what: str) -> range:
+    """Tell the registers that an instruction writes."""
+    guarded = re.match(r"(?:@!?U?P\w+ )?(\S+) ?(.*)", what)
+    assert guarded is not None
+    name, operands = guarded[1], [each.strip() for each in guarded[2].split(",")]
+    if "SETP" in name or name.startswith(_NO_RESULT):
+        return range(0)
+    # what a predicate gets is named first
+    place = next((each for each in operands if not re.fullmatch(r"!?U?P[\dT]", each)), "")
+    found = re.fullmatch(r"R(\d+)(\.\w+)*", place)
+    if found is None:
+        return range(0)
+    if shape := re.match(r"HGMMA\.64x(\d+)x16\.F32", name):
+        count = int(shape[1]) // 2
+    elif name.startswith("LDSM"):
+        count = int(name[-1]) if name[-1].isdigit() else 1
+    else:
+        wide = ".WIDE" in name or name.endswith(".64") or name == "CS2R" or name[:2] in ("DA", "DM", "DF")
+        count = 4 if ".128" in name else 2 if wide or ".64." in name else 1
+    return range(int(found[1]), int(found[1]) + count)
+
+
+def unordered(code: dict[int, str]) -> list[str]:
+    """Find registers of products that are written out of order.
+
+    What a product takes from registers, and its sums, are written before ``WARPGROUP.ARRIVE``, as PTX asks; and what it
+    takes stays until it was waited for. Loops are walked twice, so that what is under way as they turn is seen.
+    """
+    walks = [list(code)]
+    for at, what in code.items():
+        branch = _BRANCH.match(what)
+        if branch and int(branch["to"], 16) <= at:
+            body = [each for each in code if int(branch["to"], 16) <= each <= at]
+            walks += [body * 2] * any("HGMMA" in code[each] for each in body)
+    problems: dict[str, None] = {}
+    for walk in walks:
+        # since the last arrival; None where no product has been prepared on this way
+        since: set[int] | None = None
+        open_group: set[int] = set()
+        groups: list[set[int]] = []
+        for at in walk:
+            what = code[at]
+            if what.startswith("WARPGROUP.ARRIVE"):
+                since = set()
+            elif wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", what):
+                groups = groups[len(groups) - int(wait[1], 16) :] if int(wait[1], 16) < len(groups) else groups
+            elif "HGMMA" in what:
+                taken = re.match(r"(?:@!?U?P\w+ )?HGMMA\S+ R\d+, R(\d+)", what)
+                held = set(range(int(taken[1]), int(taken[1]) + 4)) if taken else set()
+                if since is not None and since & (held | ({*written(what)} if ", RZ," not in what else set())):
+                    problems[f"{at:#x} {what.strip()}: its registers are written after the arrival before it"] = None
+                open_group |= held
+                if "gsb0" in what:
+                    groups.append(open_group)
+                    open_group = set()
+            elif re.match(r"(EXIT|BRA|RET)", what):
+                since, open_group, groups = None, set(), []
+            else:
+                results = {*written(what)}
+                if results & open_group.union(*groups):
+                    problems[f"{at:#x} {what.strip()}: a product under way takes what it writes"] = None
+                if since is not None:
+                    since |= results
+    return [*problems]
 
 
 def loop_of(code: dict[int, str]) -> Loop:
@@ -182,6 +265,7 @@ def _row(kernel: str, dim: int, case: str, blocks: str, made: Any, products: int
     code = disassembled(made.asm["cubin"])
     parts: list[object] = [kernel, dim, case, blocks, registers, stack]
     problems = [f"{kernel}, D {dim}, {case}: {stack} bytes spill"] * bool(stack)
+    problems += [f"{kernel}, D {dim}, {case}: {found}" for found in unordered(code)]
     if any("HGMMA" in what for what in code.values()):
         loop = loop_of(code)
         parts += [loop.least, loop.all, loop.products, loop.narrow]

@@ -24,5 +24,19 @@ def is_left_out(item: pytest.Item) -> bool:
     if mark is None or not hasattr(item, "callspec"):
         return False
     # by name, so that it is the same sample in each run; cases that differ in `whole` alone share an oracle
-    places = {name: place for name, place in item.callspec.indices.items() if name != mark.kwargs.get("whole")}
+    places = {name: place for name, place in places_of(item).items() if name != mark.kwargs.get("whole")}
     return zlib.crc32(f"{item.name.partition('[')[0]} {sorted(places.items())}".encode()) % mark.args[0] != 0
+
+
+def places_of(item: pytest.Item) -> dict[str, int]:
+    """The place of each argument of a case among the values that it is given; pytest's own indices count whole cases."""
+    places: dict[str, int] = {}
+    params = item.callspec.params  # type: ignore[attr-defined]
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].replace(",", " ").split() if isinstance(mark.args[0], str) else list(mark.args[0])
+        for place, given in enumerate(mark.args[1]):
+            values = given.values if hasattr(given, "marks") else given if len(names) > 1 else (given,)
+            if all(params[name] is value for name, value in zip(names, values, strict=True)):
+                places |= dict.fromkeys(names, place)
+                break
+    return places

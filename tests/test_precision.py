@@ -155,6 +155,10 @@ def test_what_is_not_finite_reaches_nobody_else(backend: str) -> None:
     assert out[0, 0, 9].isnan().all()
     assert out[0, 1, :5].isfinite().all()
     assert out[0, 1, 10:].isfinite().all()
+    step = rw.attention(
+        x.q[:, :, -1:], x.k, x.v, rw.Segments(5), q_offset=39, precision=rw.Precision(kv=torch.int8), backend=backend
+    )
+    assert step.isfinite().all()
 
 
 def test_scores_out_of_range_are_seen() -> None:

@@ -67,7 +67,7 @@ class RingError(RingweaveError, RuntimeError):
         return RingError, (self.rank, self.peer, self.stage, self.step, self.cause, *self._said)
 
 
-def in_a_line(error: Exception) -> str:
+def in_a_line(error: BaseException) -> str:
     """An error by its type and the beginning of what it says first."""
     said = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {said[:200]}"

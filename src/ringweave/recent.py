@@ -6,7 +6,8 @@ import os
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -25,7 +26,19 @@ class _Making:
     """A value that is being made; weakly referred to by those who wait."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
+
+
+# whether this thread is making something
+_here = threading.local()
+
+
+def interrupted(lock: threading.RLock) -> bool:
+    """Whether this very thread holds a lock: a signal handler, or the collector, has interrupted who does.
+
+    It would wait for itself, and what it would find is half done: it goes past.
+    """
+    return lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
 
 class _Entry(Generic[V]):
@@ -38,7 +51,7 @@ class _Entry(Generic[V]):
 
 
 class Recent(Generic[V]):
-    """Values by key, the least recently used first to go; safe to share between threads.
+    """Values by key, the least recently used first to go; safe to share between threads, and with signal handlers.
 
     Args:
         max_bytes: Bound on the bytes of values and of the tables that their keys name.
@@ -51,12 +64,14 @@ class Recent(Generic[V]):
         # keys whose objects are gone
         self._fallen: deque[_Tie] = deque()
         self._making: weakref.WeakValueDictionary[Hashable, _Making] = weakref.WeakValueDictionary()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.hits = self.misses = self.evictions = self.nbytes = 0
         enlist(self)
 
     def get(self, key: Hashable) -> V | None:
         """Look up what was put under a key; None where it has gone."""
+        if interrupted(self._lock):
+            return None
         with self._lock:
             if self._fallen:
                 self._drop_fallen()
@@ -67,10 +82,25 @@ class Recent(Generic[V]):
             self.hits += 1
             return entry.value
 
-    def making(self, key: Hashable) -> _Making:
-        """Whose ``lock`` the one thread takes that makes what a key stands for, while others wait."""
-        with self._lock:
-            return self._making.setdefault(key, _Making())
+    @contextmanager
+    def making(self, key: Hashable) -> Iterator[None]:
+        """Enter as the one thread that makes what a key stands for, while others wait.
+
+        A signal handler that has interrupted who makes something never waits: others may wait for what it interrupted.
+        """
+        making = _Making()
+        if not interrupted(self._lock):
+            with self._lock:
+                making = self._making.setdefault(key, making)
+        outer = getattr(_here, "making", False)
+        taken = making.lock.acquire(blocking=not outer)
+        _here.making = True
+        try:
+            yield
+        finally:
+            _here.making = outer
+            if taken:
+                making.lock.release()
 
     def put(
         self, key: Hashable, value: V, nbytes: int, tables: Sequence[Tensor] = (), ties: Sequence[object] = ()
@@ -88,6 +118,8 @@ class Recent(Generic[V]):
         tied = tuple(_Tie(each, self._fall) for each in ties)
         for tie in tied:
             tie.key = key
+        if interrupted(self._lock):
+            return
         with self._lock:
             self.misses += 1
             self._drop(key)
@@ -101,12 +133,13 @@ class Recent(Generic[V]):
 
     def clear(self) -> None:
         """Drop everything, and the counts."""
-        with self._lock:
-            self._entries.clear()
-            self.hits = self.misses = self.evictions = self.nbytes = 0
+        self.trim()
+        self.hits = self.misses = self.evictions = 0
 
     def trim(self) -> int:
         """Drop everything, and no counts; the bytes that were held."""
+        if interrupted(self._lock):
+            return 0
         with self._lock:
             dropped, entries = self.nbytes, self._entries
             self._entries, self.nbytes = OrderedDict(), 0
@@ -115,23 +148,25 @@ class Recent(Generic[V]):
         return dropped
 
     def __len__(self) -> int:
-        with self._lock:
-            self._drop_fallen()
-            return len(self._entries)
+        if not interrupted(self._lock):
+            with self._lock:
+                self._drop_fallen()
+        return len(self._entries)
 
     def renew(self) -> None:
         """Begin anew in a forked process: another thread may have been at work in here."""
-        self._lock, self._making = threading.Lock(), weakref.WeakValueDictionary()
+        self._lock, self._making = threading.RLock(), weakref.WeakValueDictionary()
         self._entries, self.nbytes = OrderedDict(), 0
 
     def _fall(self, tie: _Tie) -> None:
         self._fallen.append(tie)
-        # at once, unless the garbage collector runs while the lock is held: then at the next use
-        if self._lock.acquire(blocking=False):
+        # at once, unless the lock is held: then at the next use
+        lock = self._lock
+        if not interrupted(lock) and lock.acquire(blocking=False):
             try:
                 self._drop_fallen()
             finally:
-                self._lock.release()
+                lock.release()
 
     def _drop_fallen(self) -> None:
         while self._fallen:

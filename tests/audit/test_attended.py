@@ -78,6 +78,21 @@ def test_queries_that_do_not_count() -> None:
     assert audit.compare(found, promised, rows=rows).agrees
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 300), (300, 1), (2, 9)])
+def test_whose_values_are_read_of_many(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """16 bits hold not all numbers above 256, and fewer beside a sink."""
+    q = torch.randn(*shape, 3, 4, dtype=dtype)
+    plain = audit.attended(lambda q, k, v: rw.attention(q, k, v), q, q, q)
+    sink = audit.attended(lambda q, k, v: rw.attention(q, k, v, sink_logits=torch.ones(shape[1])), q, q, q)
+    for found in (plain, sink):
+        assert found.element.tolist() == [*range(shape[0])]
+        assert found.kv_head.tolist() == [*range(shape[1])]
+    rolled = audit.attended(lambda q, k, v: rw.attention(q, k, v.roll(1, 0).roll(1, 1)), q, q, q)
+    assert rolled.element.tolist() == [shape[0] - 1, *range(shape[0] - 1)]
+    assert rolled.kv_head.tolist() == [shape[1] - 1, *range(shape[1] - 1)]
+
+
 def test_wrong_shapes() -> None:
     q = torch.randn(1, 2, 8, 16)
     with pytest.raises(ShapeError, match=r"fn: got .*wanted out of \(1, 2, 8, 16\)"):

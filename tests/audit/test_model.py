@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -262,6 +263,41 @@ def test_a_name_of_no_module_that_attends_is_no_agreement() -> None:
     encoder = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     with pytest.raises(rw.ShapeError, match="expect: got attention; wanted modules that attend: self_attn"):
         audit.model(encoder, torch.randn(2, 6, 16), expect={"attention": rw.Full()})
+
+
+def test_audits_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other: what is put in the way of calls is gone afterwards, and what others call is none of theirs."""
+    import torch.nn.attention.flex_attention as module
+
+    def original(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q + k + v
+
+    # which is not compiled
+    monkeypatch.setattr(module, "flex_attention", original)
+    x, found = torch.randn(1, 1, 16, 16), list[str]()
+    began, inside, over = (threading.Event() for _ in range(3))
+
+    def other() -> None:
+        module.flex_attention(x, x, x)
+        began.set()
+        with audit.intercepted() as calls:
+            inside.set()
+            over.wait(60)
+            module.flex_attention(x, x, x)
+        found.extend(call.through for call in calls)
+
+    thread = threading.Thread(target=other)
+    with audit.intercepted() as calls:
+        thread.start()
+        assert began.wait(60)
+        inside.wait(0.3)
+        assert not calls
+        module.flex_attention(x, x, x)
+        assert len(calls) == 1
+    over.set()
+    thread.join()
+    assert found == ["flex_attention"]
+    assert module.flex_attention is original
 
 
 @pytest.mark.parametrize("shape", [(9, 8), (4, 9, 8), (2, 3, 4, 9, 8)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -10,10 +11,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 from typer.testing import CliRunner
 
+import ringweave as rw
 from ringweave.bench import campaign, campaign_units
 from ringweave.bench.campaign import LINES, Unit, read, run
 from ringweave.bench.record import Outcome, Target
@@ -178,7 +182,7 @@ def test_every_unit_runs_dry(tmp_path: Path) -> None:
     """But those that compile: the one above does."""
     planned = dry(tmp_path)
     assert {each.partition(",")[0].partition(" ")[0] for each in planned} == {
-        "doctor", "peaks", "ahead", "small", "bits", "tests", "part", "decode", "grid", "table", "tuned",
+        "doctor", "peaks", "ahead", "small", "bits", "tests", "part", "decode", "streamed", "grid", "table", "tuned",
     }  # fmt: skip
     for name in campaign_units.UNITS:
         called = next(each for each in planned if each.startswith(name))
@@ -214,8 +218,51 @@ def test_a_figure_that_cannot_be_had_costs_itself(tmp_path: Path, monkeypatch: p
     ]  # fmt: skip
 
 
-def test_memory_checks_without_their_tool_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_checks_are_beside_the_small_cases_where_their_tool_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = "small, under compute-sanitizer"
     monkeypatch.setattr(campaign.shutil, "which", lambda name: None)
-    assert "small, without compute-sanitizer, which is not here" in dry(tmp_path)
+    assert checked not in dry(tmp_path)
     monkeypatch.setattr(campaign.shutil, "which", lambda name: "/bin/true")
-    assert dry(tmp_path)["small, under compute-sanitizer"].command[0] == "compute-sanitizer"
+    found = dry(tmp_path)
+    assert found[checked].command[3:] == found["small"].command
+
+
+def test_a_file_of_tests_that_hangs_is_a_line_and_the_others_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(words: tuple[str, ...], timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+        name = Path(words[-1]).stem
+        assert (
+            0 < timeout <= campaign_units._TESTS < next(x for x in dry(tmp_path).values() if x.name == "tests").seconds
+        )
+        if name == "test_hangs":
+            raise subprocess.TimeoutExpired(words, timeout, b"a kernel began")
+        return subprocess.CompletedProcess(words, int(name == "test_fails"), "its last line", "")
+
+    monkeypatch.setattr(campaign_units.subprocess, "run", run)
+    (tmp_path / "tests").mkdir()
+    for name in ("fails", "hangs", "works"):
+        (tmp_path / "tests" / f"test_{name}.py").write_text("@pytest.mark.gpu")
+    found = {each.what: each for each in campaign_units.tests(campaign_units.Job(tmp_path, "cpu", checkout=tmp_path))}
+    hangs, fails, works = (found[f"test_{name}.py: exit status"] for name in ("hangs", "fails", "works"))
+    assert (hangs.figure, hangs.met) == (None, None)
+    assert "not done in the 220 s" in str(hangs.reason)
+    assert (fails.figure, fails.met, fails.reason) == (1.0, False, "its last line")
+    assert (works.figure, works.met, works.reason) == (0.0, True, None)
+
+
+def test_keys_on_the_host_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(campaign_units, "_STREAMED", 256)
+    found = list(campaign_units.streamed(campaign_units.Job(tmp_path, "cpu")))
+    assert [each.unit for each in found] == ["GB/s", "x", "GB/s", "x"]
+    assert all(each.reason is None and each.figure for each in found), [each.reason for each in found]
+    attention, factors = rw.attention, itertools.cycle((1.0, 1.1))
+
+    def other(*tensors: Any, **options: Any) -> Tensor:
+        return attention(*tensors, **options) * next(factors)
+
+    monkeypatch.setattr(rw, "attention", other)
+    wrong = list(campaign_units.streamed(campaign_units.Job(tmp_path, "cpu")))
+    assert all(each.figure is None and "wrong by" in str(each.reason) for each in wrong)

@@ -203,19 +203,20 @@ def test_a_function_that_several_problems_share_is_timed_once(monkeypatch: pytes
         assert dense.density == mine.density
 
 
-def test_a_peer_that_breaks_ends_the_run_unless_its_failure_is_a_reason() -> None:
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError, TypeError])
+def test_a_peer_that_breaks_ends_the_run_unless_its_failure_is_a_reason(error: type[Exception]) -> None:
     built: list[str] = []
 
     def build(problem, inputs):  # type: ignore[no-untyped-def]
         built.append(problem.name)
-        raise RuntimeError("no memory\nand more")
+        raise error("no memory\nand more")
 
     broken = Peer("broken", "", lambda problem, backward: None, build)
-    with pytest.raises(RuntimeError, match="no memory"):
+    with pytest.raises(error, match="no memory"):
         compare(_problem(WINDOW), [broken])
     comparison = module.Comparison([(_problem(WINDOW), [broken, *peers("sdpa")])], rounds=1, failures=module.FAILURES)
     found = list(module.outcomes(comparison))
-    assert [each.reason for each in found if each.peer == "broken"] == ["RuntimeError: no memory"] * 2
+    assert [each.reason for each in found if each.peer == "broken"] == [f"{error.__name__}: no memory"] * 2
     # once in each run: for both directions
     assert len(built) == 2
     assert all(each.timing is not None and each.over_first is None for each in found if each.peer == "sdpa")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -136,13 +137,14 @@ def test_doctor_finds_this_python() -> None:
 def test_doctor_compares_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any threads, batch, chunks, steps, pages and padding: the same bits of every row, in each type and grouping."""
     pytest.importorskip("ringweave._cpu", exc_type=ImportError)
-    found = list(bits.compared((300, 2200)))
-    assert all(each.cases == 18 for each in found)
-    assert [each.way for each in found if each.equal < each.cases] == []
-    monkeypatch.setattr(bits, "compared", lambda: [bits.Bits("another function", 0, 9)])
+    found = bits.compared((300, 1300))
+    assert {each.added: each.cases for each in found} == {"nothing": 18, "terms, sinks": 6, "dropout": 6, "8 bits": 6}
+    assert [each for each in found if each.equal < each.cases] == []
+    one = bits.Bits("another function", "nothing", 9, 9)
+    monkeypatch.setattr(bits, "compared", lambda: [one, one._replace(added="dropout", equal=0)])
     result = run("doctor", "--bits")
     assert result.exit_code == 1
-    assert "another function: depends on the case (0 of 9)" in result.stdout
+    assert re.search(r"nothing +dropout\s+another function +9 of 9 +0 of 9", result.stdout)
 
 
 def test_doctor_names_the_kernels_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,8 @@ V1 = {
     "sys/fs/cgroup/memory/memory.usage_in_bytes": str(GIB),
     "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {GIB // 4}\n",
 }
+# from which on every allocation waits
+HIGH = V2 | {"sys/fs/cgroup/jobs/memory.high": str(13 * GIB // 4)}
 NO_LIMIT = V1 | {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"}
 BROKEN = {"proc/self/cgroup": "nonsense\n\n1:memory\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "\n"}
 
@@ -52,11 +54,13 @@ BROKEN = {"proc/self/cgroup": "nonsense\n\n1:memory\n", "sys/fs/cgroup/memory/me
     [
         ({}, (8 * GIB, 16 * GIB, "machine")),
         (V2, (3 * GIB // 2, 4 * GIB, "cgroup")),
+        (HIGH, (3 * GIB // 4, 13 * GIB // 4, "cgroup")),
+        (V2 | {"sys/fs/cgroup/jobs/memory.high": "max"}, (3 * GIB // 2, 4 * GIB, "cgroup")),
         (V1, (5 * GIB // 4, 2 * GIB, "cgroup")),
         (NO_LIMIT, (8 * GIB, 16 * GIB, "machine")),
         (BROKEN, (8 * GIB, 16 * GIB, "machine")),
     ],
-    ids=["machine", "v2", "v1", "no limit", "broken"],
+    ids=["machine", "v2", "v2 high", "v2 no high", "v1", "no limit", "broken"],
 )
 def test_the_tightest_limit(tmp_path: Path, files: dict[str, str], wanted: tuple[int, int, str]) -> None:
     left = rw.memory.pressure(root=tree(tmp_path, MACHINE | files))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import re
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -266,6 +270,15 @@ def test_the_gil_is_released() -> None:
 def test_variants() -> None:
     assert VARIANTS[-1] == "generic"
     assert _cpu.fma_peak("bfloat16", 1, 0.01) > 1e8
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("objdump"), reason="needs x86-64 and binutils")
+def test_the_peak_is_of_multiply_adds() -> None:
+    """A compiler may take a product that never changes out of the loop, and additions have another clock on some."""
+    code = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", str(_cpu.__file__)], capture_output=True, text=True, check=True
+    ).stdout
+    assert re.search(r"(?:\S+:\s+vfmadd\d+ps %zmm\d+,%zmm\d+,%zmm\d+ *\n\s*){24}", code)
 
 
 @pytest.mark.measures

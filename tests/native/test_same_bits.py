@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +31,46 @@ PATTERNS = {
 Ways = Iterator[tuple[str, rw.AttentionOutput, slice]]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern, q_offset: int = 0) -> rw.AttentionOutput:
-    return rw.attention_with_lse(q, k, v, pattern, q_offset=q_offset, backend="cpu")
+#: Of padding on the left; places in a bias begin there.
+PADDED = 2 * TILE
+
+
+@dataclass
+class Call:
+    """What calls have besides tensors and a pattern; a bias is cut to a call's rows and columns."""
+
+    terms: tuple[rw.terms.Term, ...] = ()
+    bias: Tensor | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def added(self, row: int, nq: int, column: int, nk: int) -> tuple[rw.terms.Term, ...]:
+        if self.bias is None:
+            return self.terms
+        row, column = row + PADDED, column + PADDED
+        return (*self.terms, rw.Bias(self.bias[:, :, row : row + nq, column : column + nk]))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern, first: int = 0, *, at: int = 0
+    ) -> rw.AttentionOutput:
+        """Of queries from ``first`` on; all lie ``at`` places later."""
+        terms = self.added(first + at, q.shape[2], at, k.shape[2])
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)  # dropout's
+            return rw.attention_with_lse(q, k, v, pattern, q_offset=first, terms=terms, backend="cpu", **self.more)
+
+
+def of_distance(heads: int) -> tuple[rw.terms.Term, ...]:
+    return rw.DistanceBias(torch.randn(heads, 2 * 90 + 1)), rw.Softcap(3.0), rw.ALiBi.of_heads(heads)
+
+
+#: Of a number of heads and tokens.
+CALLS: dict[str, Callable[[int, int], Call]] = {
+    "terms": lambda heads, n: Call(of_distance(heads), torch.randn(1, heads, n + 512, n + 512)),
+    "dropout": lambda heads, n: Call(of_distance(heads)[1:], more={"dropout": 0.25}),
+    "sinks": lambda heads, n: Call(of_distance(heads)[:2], more={"sink_logits": torch.randn(heads)}),
+    "int8": lambda heads, n: Call(of_distance(heads), more={"precision": rw.Precision(kv=torch.int8)}),
+    "e4m3": lambda heads, n: Call(more={"precision": rw.Precision(kv=torch.float8_e4m3fn)}),
+}
 
 
 def in_pages(x: Tensor, page: int) -> Tensor:
@@ -39,14 +79,28 @@ def in_pages(x: Tensor, page: int) -> Tensor:
     return whole.unflatten(2, (count, page)).transpose(1, 2).flatten(0, 1).contiguous()
 
 
-def ways(q: Tensor, k: Tensor, v: Tensor, name: str, draw: random.Random) -> Ways:
+def paged(q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern, call: Call, page: int) -> Tensor:
+    """The last queries of all, and keys and values in pages."""
+    (count, heads, n, dim), more = k.shape, dict(call.more)
+    precision = more.pop("precision", None)
+    if precision is not None:
+        cache = rw.PagedCache.empty(count, n, heads, dim, value_dim=v.shape[3], page=page, precision=precision)
+        cache.append(k, v)
+    else:
+        table = torch.arange(-(-n // page) * count, dtype=torch.int32).view(count, -1)
+        cache = rw.PagedCache(in_pages(k, page), in_pages(v, page), table, torch.full((count,), n, dtype=torch.int32))
+    terms = call.added(n - q.shape[2], q.shape[2], 0, cache.table.shape[1] * page)
+    return rw.paged_attention(q, cache, pattern, terms=terms, backend="cpu", **more)
+
+
+def ways(q: Tensor, k: Tensor, v: Tensor, name: str, call: Call, draw: random.Random) -> Ways:
     """Some rows computed otherwise: what was done, (out, lse), and which rows they are."""
     pattern, n = PATTERNS[name][0], q.shape[2]
-    causal = name != "around"
+    causal, dropout = name != "around", "dropout" in call.more
 
     def part(first: int, last: int) -> rw.AttentionOutput:
         keys = last if causal else n
-        return attend(q[:, :, first:last], k[:, :, :keys], v[:, :, :keys], pattern, first)
+        return call.attend(q[:, :, first:last], k[:, :, :keys], v[:, :, :keys], pattern, first)
 
     for length in (1, 1, 2, draw.randrange(3, 40), draw.randrange(40, 300)):
         for first in (draw.randrange(n), draw.choice([0, n - length])):
@@ -54,17 +108,18 @@ def ways(q: Tensor, k: Tensor, v: Tensor, name: str, draw: random.Random) -> Way
             torch.set_num_threads(draw.randint(1, 4))
             yield f"queries {first} to {last}", part(first, last), slice(first, last)
     torch.set_num_threads(draw.randint(2, 4))
-    yield "threads", attend(q, k, v, pattern), slice(0, n)
-    filled = [torch.cat([torch.full_like(x[:, :, : 2 * TILE], 3.0), x], 2) for x in (q, k, v)]
-    keys = rw.Keys([n + 2 * TILE] * len(k), start=[2 * TILE] * len(k))
-    left = pattern.within(keys) if name == "sinks" else pattern & keys
-    yield "padding on the left", rw.AttentionOutput(*(x[:, :, 2 * TILE :] for x in attend(*filled, left))), slice(0, n)
+    yield "threads", call.attend(q, k, v, pattern), slice(0, n)
     filled = [torch.cat([x, torch.full_like(x[:, :, :77], 3.0)], 2) for x in (k, v)]
-    yield "padding on the right", attend(q, *filled, pattern & rw.Keys([n] * len(k))), slice(0, n)
+    yield "padding on the right", call.attend(q, *filled, pattern & rw.Keys([n] * len(k))), slice(0, n)
+    if dropout:  # of which a call with pages has none, and which goes by position
+        return
+    filled = [torch.cat([torch.full_like(x[:, :, :PADDED], 3.0), x], 2) for x in (q, k, v)]
+    keys = rw.Keys([n + PADDED] * len(k), start=[PADDED] * len(k))
+    left = pattern.within(keys) if name == "sinks" else pattern & keys
+    found = call.attend(*filled, left, at=-PADDED)
+    yield "padding on the left", rw.AttentionOutput(*(x[:, :, PADDED:] for x in found)), slice(0, n)
     page, count = draw.choice([16, 32, 128, 256]), draw.choice([1, 3, 200])
-    table = torch.arange(-(-n // page) * len(k), dtype=torch.int32).view(len(k), -1)
-    cache = rw.PagedCache(in_pages(k, page), in_pages(v, page), table, torch.full((len(k),), n, dtype=torch.int32))
-    out = rw.paged_attention(q[:, :, n - count :], cache, pattern, backend="cpu")
+    out = paged(q[:, :, n - count :], k, v, pattern, call, page)
     yield f"pages of {page}", rw.AttentionOutput(out, None), slice(n - count, n)  # type: ignore[arg-type]
 
 
@@ -79,22 +134,28 @@ def as_many_threads() -> Iterator[None]:
 
 
 @as_many_threads()
-def assert_same_bits(name: str, dtype: torch.dtype, heads: tuple[int, int], dim: int, value_dim: int) -> None:
+def assert_same_bits(
+    name: str, dtype: torch.dtype, heads: tuple[int, int], dim: int, value_dim: int, added: str = ""
+) -> None:
     pattern, n = PATTERNS[name]
-    draw = random.Random(f"{name}{dtype}{heads}{dim}")
+    draw = random.Random(f"{name}{dtype}{heads}{dim}{added}")
     sizes = (heads[0], dim), (heads[1], dim), (heads[1], value_dim)
     q, k, v = (torch.randn(2, h, n, d).to(dtype) for h, d in sizes)
+    call = CALLS[added](heads[0], n) if added else Call()
     torch.set_num_threads(1)
-    whole = attend(q, k, v, pattern)
-    for b in range(2):
+    whole = call.attend(q, k, v, pattern)
+    for b in range(1 if added == "dropout" else 2):  # it is drawn by batch element
         alone = [x[b : b + 1] for x in (q, k, v)]
-        for way, got, rows in ways(*alone, name, draw):
+        for way, got, rows in ways(*alone, name, call, draw):
             for of_row, result, want in zip(("out", "lse"), got, whole, strict=True):
                 same = result is None or torch.equal(result, want[b : b + 1, :, rows])
                 assert same, f"{of_row}: {way}, of batch element {b}"
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 64, 64), (4, 1, 64, 24), (6, 2, 40, 16)], ids=str)
+SIZES = [(2, 2, 64, 64), (4, 1, 64, 24), (6, 2, 40, 16)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("name", list(PATTERNS))
 def test_same_bits(name: str, dtype: str, sizes: tuple[int, int, int, int]) -> None:
@@ -107,3 +168,18 @@ def test_same_bits(name: str, dtype: str, sizes: tuple[int, int, int, int]) -> N
 def test_same_bits_on_every_variant(variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIANT, variant)
     assert_same_bits("window", DTYPES[dtype], (3, 1), 24, 24)
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("name", ["sinks", "around"])
+@pytest.mark.parametrize("added", list(CALLS))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_same_bits_with_more(
+    variant: str, added: str, name: str, dtype: str, sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Terms, dropout, learned sinks, keys and values in 8 bits."""
+    monkeypatch.setenv(VARIANT, variant)
+    heads, kv_heads, *dims = sizes
+    assert_same_bits(name, DTYPES[dtype], (heads, kv_heads), *dims, added)

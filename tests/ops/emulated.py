@@ -300,7 +300,11 @@ def test_terms(names: tuple[str, ...], n: int, heads: int, p: float, dtype: torc
 
 @pytest.mark.long
 def test_dropout_of_wide_tiles(device: Emulated) -> None:
-    """In dK and dV Triton packs what wgmma takes after the fence that is to come after it; forward is right."""
+    """In dK and dV LLVM moves what wgmma takes from registers behind the fence that is to come after it.
+
+    ptxas puts the arrival that it makes of the fence before the product itself, by scripts/machine_code.py: with a
+    fence there all results are right.
+    """
     x = Inputs.random(70, heads=2, dim=16, dtype=torch.bfloat16)
     torch.manual_seed(3)
     keep = kept(next_seed(), 0.5, 1, 2, range(70), range(70))
@@ -310,6 +314,11 @@ def test_dropout_of_wide_tiles(device: Emulated) -> None:
     assert (out - want).abs().max() <= 0.05 * want.abs().max()
     with pytest.raises(PtxError, match="since the last wgmma.fence"):
         ours(x, rw.Causal(), [], "triton", dropout=0.5)
+    fence = r"\twgmma.fence.sync.aligned;\n\1"
+    device.edit = lambda ptx: re.sub(r"(\twgmma\.mma_async[^{\n]*\{[^}\n]*\}, \{)", fence, ptx)
+    torch.manual_seed(3)
+    got = ours(x, rw.Causal(), [], "triton", dropout=0.5)
+    check(got, lambda kind, order: dense(x, rw.Causal(), (), [], kind, keep=keep, order=order), x.q.dtype)
 
 
 def test_whole_numbers() -> None:
@@ -393,6 +402,27 @@ def test_groups_that_take_turns(
     (only,) = device.taken()
     assert (device.compiled()[only.function].metadata.name, only.grid[0]) == ("pingpong", 2)
     want = Wanted.of(x, pattern, 0, None, floored=True)
+    got = errors({"out": out, "lse": lse}, {name: want.results[name] for name in ("out", "lse")})
+    assert all(got[name] <= want.bounds[name] for name in got), got
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "value_dim"),
+    [(torch.float16, 64, 64), (torch.bfloat16, 64, 128)],
+)
+def test_groups_that_take_turns_on_other_types_and_sides(
+    dtype: torch.dtype, dim: int, value_dim: int, device: Emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen(monkeypatch, resident=1, pingpong=True)
+    device.late, device.together = True, (4, 4, 1, 1, 1, 1)
+    x = Inputs.random(130, heads=1, dim=dim, value_dim=value_dim, dtype=dtype)
+    device.taken()
+    with torch.no_grad():
+        out, lse = rw.attention_with_lse(x.q, x.k, x.v, rw.Causal(), backend="triton")
+    (only,) = device.taken()
+    assert device.compiled()[only.function].metadata.name == "pingpong"
+    want = Wanted.of(x, rw.Causal(), 0, None, floored=True)
     got = errors({"out": out, "lse": lse}, {name: want.results[name] for name in ("out", "lse")})
     assert all(got[name] <= want.bounds[name] for name in got), got
 

@@ -47,8 +47,14 @@ def device(stand_in: Cuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     stand_in.index = 0
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", list(CALLS))
+# each way through the launch; these are compiled once for both tests that have them
+PLAIN = ("causal, D 64", "pairs, masked", "long lists")
+SHORT = (*PLAIN, "a branch, fp16", "one query")
+
+
+@pytest.mark.parametrize(
+    "name", [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in CALLS if name not in SHORT)]
+)
 def test_hopper(name: str, device: Notes) -> None:
     check(*CALLS[name], device)
 
@@ -240,7 +246,7 @@ class Watched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["causal, D 64", "pairs, masked", "long lists"])
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_second_call_allocates_and_launches_and_nothing_else(name: str, device: Notes) -> None:
     """So it can be captured in a CUDA graph."""
     call, names = CALLS[name]
@@ -259,3 +265,37 @@ def test_a_table_on_a_gpu_is_planned_and_computed_without_a_look_at_it(inside: P
     launches = launched(Call(pattern, 1024, kv_heads=2, batch=2, device="meta"), device)
     assert [kernel.metadata.name for kernel, _ in launches] == ALL
     assert [each.grid[0] for kernel, each in launches if kernel.metadata.name in STREAMING] == [128, 128, 64]
+
+
+PRODUCTS = """
+WARPGROUP.ARRIVE
+HGMMA.64x16x16.F32.BF16 R8, R24, gdesc[UR4].tnspB, R8, gsb0
+LDS.128 R40, [R2]
+WARPGROUP.DEPBAR.LE gsb0, 0x0
+@P0 BRA 0x10
+F2FP.BF16.F32.PACK_AB R24, R1, R0
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "instead", "said"),
+    [
+        ("", "", None),
+        ("WARPGROUP.ARRIVE", "WARPGROUP.ARRIVE\n@!P1 FADD R27, R0, R1", "after the arrival"),
+        ("WARPGROUP.ARRIVE", "WARPGROUP.ARRIVE\nLDS.128 R4, [R2]", None),
+        ("WARPGROUP.ARRIVE", "WARPGROUP.ARRIVE\nCS2R R14, SRZ", "after the arrival"),
+        ("LDS.128 R40", "LDS.128 R24", "takes what it writes"),
+        ("LDS.128 R40", "IADD3 R40, P1, R24", None),
+        # as it turns
+        ("gsb0, 0x0", "gsb0, 0x1\nSHFL.BFLY PT, R25, R3, 0x2, 0x1f", "takes what it writes"),
+        ("gsb0, 0x0", "gsb0, 0x0\nSHFL.BFLY PT, R25, R3, 0x2, 0x1f", None),
+    ],
+)  # fmt: skip
+def test_the_order_of_products_and_their_registers(what: str, instead: str, said: str | None) -> None:
+    import machine_code
+
+    assert not what or what in PRODUCTS
+    lines = PRODUCTS.replace(what, instead).strip().splitlines() if what else PRODUCTS.strip().splitlines()
+    found = machine_code.unordered({16 * (place + 1): line for place, line in enumerate(lines)})
+    assert bool(found) == (said is not None), found
+    assert all(str(said) in each for each in found)

@@ -144,6 +144,57 @@ def silent(schedule: str, where: str, victim: int, deadline: float) -> tuple[str
     raise AssertionError("no error")
 
 
+def raising(schedule: str, where: str, victim: int) -> tuple[list[str], float]:
+    """The victim's second kernel call raises, forward or backward: what each rank then says, twice, and how soon."""
+    pattern = rw.Causal()
+    ctx = ContextParallel(
+        dist.group.WORLD, pattern, 700, heads=(1, 1), schedule=schedule, placement="zigzag", deadline=60.0
+    )
+    leaves = [torch.randn(1, 1, ctx.local, 8, requires_grad=True) for _ in range(3)]
+    rw.attention(*leaves, pattern, context=ctx).sum().backward()
+    kept = getattr(LocalAttention, where)
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt("here")
+
+    if ctx.rank == victim:
+        setattr(LocalAttention, where, interrupted)
+    said, begin = [], time.monotonic()
+    for _ in range(2):
+        try:
+            rw.attention(*leaves, pattern, context=ctx).sum().backward()
+        except (RingError, KeyboardInterrupt) as error:
+            said.append(str(error))
+    setattr(LocalAttention, where, kept)
+    ctx.close()
+    return said, time.monotonic() - begin
+
+
+def nested(schedule: str) -> list[str]:
+    """A signal handler calls a context whose call it has interrupted, on rank 0: what it is told, and what comes out."""
+    pattern = rw.Causal()
+    ctx = ContextParallel(dist.group.WORLD, pattern, 300, heads=(1, 1), schedule=schedule)
+    shards = [torch.ones(1, 1, ctx.local, 8) for _ in range(3)]
+    inner, said = LocalAttention.forward, list[str]()
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        for call in (lambda: rw.attention(*shards, pattern, context=ctx), lambda: ctx.unshard(shards[0], 2)):
+            try:
+                call()
+            except rw.errors.UnsupportedError as error:
+                said.append(str(error))
+        return inner(*args, **options)
+
+    try:
+        LocalAttention.forward = interrupted if ctx.rank == 0 else inner  # type: ignore[method-assign]
+        out = rw.attention(*shards, pattern, context=ctx)
+    finally:
+        LocalAttention.forward = inner  # type: ignore[method-assign]
+    assert (ctx.unshard(out, 2) - 1).abs().max() < 1e-6
+    ctx.close()
+    return said
+
+
 class Left(NamedTuple):
     """What a survivor of several failures saw of one: whether its error named the lost, and the whole output after."""
 

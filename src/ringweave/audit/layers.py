@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,9 +122,13 @@ class ModelAudit:
         return "\n".join(lines)
 
 
+# what is put in the way of calls is of the process
+_one = threading.RLock()
+
+
 @contextmanager
 def intercepted(model: nn.Module | None = None) -> Iterator[list[Call]]:
-    """Probe every attention call that is made inside the block.
+    """Probe every attention call that this thread makes inside the block; another thread's block waits for its end.
 
     Args:
         model: Names the modules that make the calls.
@@ -136,7 +141,7 @@ def intercepted(model: nn.Module | None = None) -> Iterator[list[Call]]:
         True
     """
     watch = _Watch(model)
-    with watch.patched(), watch.followed(), _Mode(watch):
+    with _one, watch.patched(), watch.followed(), _Mode(watch):
         yield watch.calls
 
 
@@ -244,6 +249,12 @@ class _Watch:
         self.names = {} if model is None else {id(module): name for name, module in model.named_modules()}
         self.stack: list[nn.Module] = []
         self.probing = False
+        self._thread = threading.get_ident()
+
+    @property
+    def passes(self) -> bool:
+        """Whether a call is none of those that are looked at: a probe, or another thread's."""
+        return self.probing or threading.get_ident() != self._thread
 
     def record(
         self,
@@ -254,19 +265,22 @@ class _Watch:
         bias: bool = False,
         causal: bool | None = None,
     ) -> None:
-        if self.probing:
-            return
-        self.probing = True
-        try:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                found = attended(fn, *(x.detach() for x in tensors))
-        finally:
-            self.probing = False
+        with self.passing(), torch.no_grad(), torch._C.DisableTorchFunction():
+            found = attended(fn, *(x.detach() for x in tensors))
         if module is None and self.stack:
             module = self.stack[-1]
         name = self.names.get(id(module), "") if module is not None else ""
         sinks = module is not None and isinstance(getattr(module, "sinks", None), Tensor)
         self.calls.append(Call(name or f"call {len(self.calls)}", through, module, found, bias, sinks, causal))
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Look at no call: what is called is a probe, or inside of one that was looked at."""
+        self.probing = True
+        try:
+            yield
+        finally:
+            self.probing = False
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -321,21 +335,19 @@ class _Watch:
     def _wrapped(self, function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
-            if not self.probing:
-
-                def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                    out: Tensor = function(module, q, k, v, *args, **options)[0]
-                    return out.transpose(1, 2)
-
-                # some models give it by name
-                mask = args[0] if args else options.get("attention_mask")
-                bias = options.get("position_bias") is not None or _is_bias(mask)
-                self.record(fn, (query, key, value), implementation, module, bias, options.get("is_causal"))
-            probing, self.probing = self.probing, True
-            try:
+            if self.passes:
                 return function(module, query, key, value, *args, **options)
-            finally:
-                self.probing = probing
+
+            def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                out: Tensor = function(module, q, k, v, *args, **options)[0]
+                return out.transpose(1, 2)
+
+            # some models give it by name
+            mask = args[0] if args else options.get("attention_mask")
+            bias = options.get("position_bias") is not None or _is_bias(mask)
+            self.record(fn, (query, key, value), implementation, module, bias, options.get("is_causal"))
+            with self.passing():
+                return function(module, query, key, value, *args, **options)
 
         return call
 
@@ -345,13 +357,12 @@ class _Watch:
             def fn(q: Tensor, k: Tensor, v: Tensor) -> Any:
                 return function(q, k, v, *args, **options)
 
+            if self.passes:
+                return fn(query, key, value)
             bias = (args[0] if args else options.get("score_mod")) is not None
             self.record(fn, (query, key, value), "flex_attention", bias=bias)
-            probing, self.probing = self.probing, True
-            try:
-                return function(query, key, value, *args, **options)
-            finally:
-                self.probing = probing
+            with self.passing():
+                return fn(query, key, value)
 
         return call
 
@@ -385,6 +396,7 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # of this thread alone, and compiled with what it sees
         if self.watch.probing:
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
@@ -392,11 +404,8 @@ class _Mode(TorchFunctionMode):
             self._sdpa(function, args, kwargs)
         elif name == "multi_head_attention_forward":
             self._multi_head(function, args, kwargs)
-            probing, self.watch.probing = self.watch.probing, True
-            try:
+            with self.watch.passing():
                 return function(*args, **kwargs)
-            finally:
-                self.watch.probing = probing
         elif _is_ours(function):
             self.watch.record(lambda q, k, v: function(q, k, v, *args[3:], **kwargs)[0], args[:3], "ringweave")
         return function(*args, **kwargs)

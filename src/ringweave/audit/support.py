@@ -168,24 +168,28 @@ class _Probe:
         return found & doubt
 
     def sources(self) -> tuple[Tensor, Tensor]:
-        """Find whose values are read: values that are the number of their key head, then of their batch element."""
+        """Find whose values are read: values that are the number of their key head, then of their batch element.
+
+        A digit to the base 8 at a time: 16 bits hold no larger numbers well.
+        """
         q, k = torch.zeros_like(self.q), torch.zeros_like(self.k)
         sums = self.out(q, k, torch.ones_like(self.v))[..., 0]
         batch, kv_heads = self.v.shape[:2]
 
-        def numbers(values: Tensor, most: int, dims: tuple[int, ...]) -> Tensor:
-            out = self.out(q, k, values.expand_as(self.v).contiguous())[..., 0] / sums
-            low, high = (torch.where(sums > 0, out, limit) for limit in (torch.inf, -torch.inf))
-            low, high = low.amin(dims), high.amax(dims)
-            near = (high - low < 0.25) & ((low - low.round()).abs() < 0.25)
-            return torch.where(near & low.isfinite(), low.round().clamp(0, most - 1), -1).long().cpu()
+        def numbers(count: int, shape: tuple[int, ...], dims: tuple[int, ...]) -> Tensor:
+            found: Any = 0
+            known: Any = True
+            power = 1
+            while power == 1 or power < count:
+                values = (torch.arange(count, device=self.v.device) // power % 8).view(shape).to(self.v)
+                out = self.out(q, k, values.expand_as(self.v).contiguous())[..., 0] / sums
+                low, high = (torch.where(sums > 0, out, limit) for limit in (torch.inf, -torch.inf))
+                low, high = low.amin(dims).cpu(), high.amax(dims).cpu()
+                known = known & (high - low < 0.25) & ((low - low.round()).abs() < 0.25) & low.isfinite()
+                found, power = found + power * low.nan_to_num(0.0, 0.0, 0.0).round().long(), 8 * power
+            return torch.where(known, found.clamp(0, count - 1), -1)
 
-        heads = torch.arange(kv_heads, dtype=self.v.dtype, device=self.v.device)
-        elements = torch.arange(batch, dtype=self.v.dtype, device=self.v.device)
-        return (
-            numbers(heads[None, :, None, None], kv_heads, (0, 2)),
-            numbers(elements[:, None, None, None], batch, (1, 2)),
-        )
+        return numbers(kv_heads, (1, -1, 1, 1), (0, 2)), numbers(batch, (-1, 1, 1, 1), (1, 2))
 
     def scale(self, weights: Tensor, pairs: Tensor) -> float:
         """Find the factor of the scores: how the logarithms of weights follow small products."""

@@ -13,6 +13,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from ..ops.triton.launch_config import overriding
 from . import grid, precompile
 from .cases import gpu
 from .compare import FAILURES, Entry
-from .measure import Call, aside, interleaved, replayed
+from .measure import Call, aside, by_clock, interleaved, replayed
 from .precompile import Variant
 from .problem import BACKWARD, Problem
 from .record import Options, Outcome, Record, Target, environment, plain, write_lines
@@ -41,6 +42,9 @@ FIGURES, CELLS, PATCH = "figures.jsonl", "grid.jsonl", "launch_config.patch"
 #: Why a dry unit has no figures.
 DRY = "dry: nothing was measured"
 _PAGE = 64
+_STREAMED = 2**18
+#: Seconds for the tests of all files: less than their unit has, so that one that hangs leaves lines, its own too.
+_TESTS = 220.0
 
 
 @dataclass(frozen=True)
@@ -125,10 +129,19 @@ def tests(job: Job) -> Iterator[Target]:
     root = Path.cwd() if job.checkout is None else job.checkout
     files = [file for file in sorted((root / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text("utf-8")]
 
-    def run(file: Path) -> tuple[float, str]:
+    until = time.monotonic() + _TESTS
+
+    def run(file: Path) -> tuple[float | None, str]:
         words = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(file))
-        ended = subprocess.run(words, cwd=root, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        say(f"{ended.stdout[-4000:]}\n{ended.stderr[-1000:]}")
+        try:
+            ended = subprocess.run(
+                words, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                timeout=max(0.0, until - time.monotonic()),
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as expired:
+            say((expired.stdout or b"").decode(errors="replace")[-4000:])
+            return None, f"not done in the {_TESTS:.0f} s that all files have"
+        say(ended.stdout[-4000:])
         # 5: none of them is for this machine
         return float(ended.returncode if ended.returncode != 5 else 0), ended.stdout[-200:]
 
@@ -137,7 +150,7 @@ def tests(job: Job) -> Iterator[Target]:
         return
     with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 2))) as pool:
         for file, (code, said) in zip(files, pool.map(run, files), strict=True):
-            reason = said.strip().splitlines()[-1] if code and said.strip() else None
+            reason = said.strip().splitlines()[-1] if code != 0 and said.strip() else None
             yield Target(f"{file.name}: exit status", "tests", code, 0.0, False, "", reason)
 
 
@@ -231,6 +244,51 @@ def _decoding(tokens: int, device: str) -> Mapping[str, float | str]:
     return {name: 2 * k.nbytes / timing.median / 1e12 for name, timing in timings.items()} | refused
 
 
+def streamed(job: Job) -> Iterator[Target]:
+    """Time keys and values that stay on the host, beside the same on the device: by the clock, since no graph can."""
+    tokens, window, on_gpu = _STREAMED, rw.SlidingWindow(1023, 0), torch.device(job.device).type == "cuda"
+    size = f"8 heads of 128, {tokens:,} tokens, window of 1,024"
+
+    def seconds(backward: bool) -> tuple[float, float]:
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, 8, tokens, 128, generator=generator, dtype=torch.bfloat16) for _ in range(3))
+        q = q.to(job.device)
+        held = [x.pin_memory() if on_gpu else x for x in (k, v)]
+        kept = {"host": (q, *held), "device": (q, *(x.to(job.device) for x in held))}
+        found = {name: [x.detach().requires_grad_(backward) for x in of] for name, of in kept.items()}
+
+        def call(name: str) -> list[Tensor]:
+            leaves = found[name]
+            backend = "triton" if on_gpu else "auto"
+            out = rw.attention(leaves[0], leaves[1], leaves[2], window, on_oom="stream", backend=backend)
+            made = [out.detach(), *(torch.autograd.grad(out, leaves, q) if backward else ())]
+            if on_gpu:
+                torch.cuda.synchronize()
+            return made
+
+        exact, came = ([x.to(job.device) for x in call(name)] for name in ("device", "host"))
+        errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(came, exact, strict=True)]
+        if not all(error <= 1e-2 for error in errors):
+            raise UnsupportedError(f"wrong by {max(errors):.2g} of its size")
+        calls = {name: partial(call, name) for name in found}
+        timings = interleaved(calls, rounds=3, device=job.device, timer=by_clock)
+        return timings["host"].median, timings["device"].median
+
+    for name, backward in (("forward", False), ("forward and backward", True)):
+        of = functools.cache(partial(seconds, backward))
+        moved = 2 * 8 * tokens * 128 * 2 * (3 if backward else 1)
+
+        def rate(of: Callable[[], tuple[float, float]] = of, moved: int = moved) -> float:
+            return moved / of()[0] / 1e9
+
+        def over(of: Callable[[], tuple[float, float]] = of) -> float:
+            host, there = of()
+            return host / there
+
+        yield job.figure(f"streamed, {name}: bytes between host and device", size, rate, "GB/s")
+        yield job.figure(f"streamed, {name}: time over that of keys on the device", size, over)
+
+
 def cell(of: grid.Cell, job: Job) -> Iterator[Target]:
     """Search all blocks of a kernel, and store the best."""
     what, size = f"{of}: the table's time over the best blocks'", f"{grid.TOKENS:,} tokens, {grid.HEADS} heads"
@@ -276,6 +334,7 @@ UNITS: dict[str, Callable[[Job], Iterable[Record]]] = {
     "tests": tests,
     **{f"part {name}": partial(part, name) for name in gpu.PARTS},
     "decode": decode,
+    "streamed": streamed,
     **{f"grid {each}": partial(cell, each) for each in grid.CELLS},
     "table": table,
     **{f"tuned {name}": partial(part, name) for name in ("16K", "64 x 64", "causal", "D 64")},

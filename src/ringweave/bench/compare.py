@@ -20,8 +20,11 @@ from .peers import Built, Peer, taking_part
 from .problem import BOTH, DIRECTIONS, FORWARD, Operands, Problem
 from .record import Outcome, Say, silent
 
-#: Of peers whose kernel, compiler or memory may fail: the others are measured all the same.
-FAILURES: tuple[type[Exception], ...] = (UnsupportedError, RuntimeError)
+#: Of peers whose kernel, compiler or memory may fail: the others are measured all the same. Compilers raise whatever
+#: they stumble over; ValueError is not among them, since a peer that writes to others' inputs raises one.
+FAILURES: tuple[type[Exception], ...] = (
+    UnsupportedError, RuntimeError, AssertionError, TypeError, AttributeError, LookupError, ImportError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,17 @@ Not a tolerance: outputs are equal or they are not. A case is a type, a grouping
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..functional import attention
 from ..pages import PagedCache, paged_attention
-from ..patterns import Causal, Keys
+from ..patterns import Causal, Keys, Pattern
+from ..precision import Precision
+from ..terms import ALiBi, DistanceBias, Softcap
 
 _TILE = 128
 _DIM = 64
@@ -28,13 +30,30 @@ class Bits(NamedTuple):
 
     Attributes:
         way: In which it differs from one causal call.
+        added: What the calls have besides.
         equal: Cases with the same bits.
         cases: All of them.
     """
 
     way: str
+    added: str
     equal: int
     cases: int
+
+
+def _terms(heads: int) -> dict[str, Any]:
+    distances = torch.linspace(-1, 1, heads * 201).view(heads, 201).cos()
+    terms = (ALiBi.of_heads(heads), Softcap(20.0), DistanceBias(distances))
+    return {"terms": terms, "sink_logits": torch.linspace(-1, 1, heads)}
+
+
+#: What calls may have besides, of a number of query heads.
+ADDED: dict[str, Callable[[int], dict[str, Any]]] = {
+    "nothing": lambda heads: {},
+    "terms, sinks": _terms,
+    "dropout": lambda heads: {"dropout": 0.25},
+    "8 bits": lambda heads: {"precision": Precision(kv=torch.int8)},
+}
 
 
 class _Whole(NamedTuple):
@@ -42,19 +61,25 @@ class _Whole(NamedTuple):
     k: Tensor
     v: Tensor
     out: Tensor
+    added: dict[str, Any]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern = Causal(), q_offset: int = 0) -> Tensor:  # noqa: B008
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)  # dropout's
+            return attention(q, k, v, pattern, q_offset=q_offset, **self.added)
 
 
 def _one_thread(x: _Whole) -> bool:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        return torch.equal(attention(x.q, x.k, x.v, Causal()), x.out)
+        return torch.equal(x.attend(x.q, x.k, x.v), x.out)
     finally:
         torch.set_num_threads(threads)
 
 
 def _alone(x: _Whole) -> bool:
-    return torch.equal(attention(x.q[:1], x.k[:1], x.v[:1], Causal()), x.out[:1])
+    return torch.equal(x.attend(x.q[:1], x.k[:1], x.v[:1]), x.out[:1])
 
 
 def _chunks(side: int) -> Callable[[_Whole], bool]:
@@ -72,26 +97,29 @@ def _steps(x: _Whole) -> bool:
 
 
 def _part(x: _Whole, first: int, last: int) -> bool:
-    got = attention(x.q[:, :, first:last], x.k[:, :, :last], x.v[:, :, :last], Causal(), q_offset=first)
+    got = x.attend(x.q[:, :, first:last], x.k[:, :, :last], x.v[:, :, :last], q_offset=first)
     return torch.equal(got, x.out[:, :, first:last])
 
 
 def _pages(x: _Whole) -> bool:
     batch, heads, n, _ = x.k.shape
-    cache = PagedCache.empty(batch, n, heads, _DIM, page=16, dtype=x.k.dtype)
+    added = dict(x.added)
+    precision = added.pop("precision", None)
+    dtype = x.k.dtype if precision is None else None
+    cache = PagedCache.empty(batch, n, heads, _DIM, page=16, dtype=dtype, precision=precision)
     cache.append(x.k, x.v)
-    return torch.equal(paged_attention(x.q[:, :, n // 2 :], cache, Causal()), x.out[:, :, n // 2 :])
+    return torch.equal(paged_attention(x.q[:, :, n // 2 :], cache, Causal(), **added), x.out[:, :, n // 2 :])
 
 
 def _padded_right(x: _Whole) -> bool:
     n = x.k.shape[2]
     k, v = (torch.cat([t, torch.full_like(t[:, :, :77], 3.0)], 2) for t in (x.k, x.v))
-    return torch.equal(attention(x.q, k, v, Causal() & Keys([n] * len(k))), x.out)
+    return torch.equal(x.attend(x.q, k, v, Causal() & Keys([n] * len(k))), x.out)
 
 
 def _padded_left(x: _Whole) -> bool:
     q, k, v = (torch.cat([torch.full_like(t[:, :, :_TILE], 3.0), t], 2) for t in (x.q, x.k, x.v))
-    return torch.equal(attention(q, k, v, Causal() & Keys(k.shape[2], start=_TILE))[:, :, _TILE:], x.out)
+    return torch.equal(x.attend(q, k, v, Causal() & Keys(k.shape[2], start=_TILE))[:, :, _TILE:], x.out)
 
 
 #: By what differs.
@@ -107,14 +135,29 @@ WAYS: dict[str, Callable[[_Whole], bool]] = {
 }
 
 
-def compared(lengths: tuple[int, ...] = _LENGTHS) -> Iterator[Bits]:
-    """Compare each way with one call of everything, by ``torch.equal``, on this machine's threads."""
+#: Not of dropout: calls with pages have none, and what it drops goes by position.
+_WITHOUT_DROPOUT = {"pages of 16 tokens", "padding on the left, of a tile"}
+
+
+def compared(lengths: tuple[int, ...] = _LENGTHS) -> list[Bits]:
+    """Compare each way with one call of everything, by ``torch.equal``, on this machine's threads.
+
+    A third of the cases have something besides, so that each two of type, heads and length meet.
+    """
     draw = torch.Generator("cpu").manual_seed(0)
-    cases = []
-    for dtype, (heads, kv_heads), n in itertools.product(_DTYPES, _HEADS, lengths):
-        q, k, v = (
-            torch.randn(2, h, n, _DIM, generator=draw, device="cpu").to(dtype) for h in (heads, kv_heads, kv_heads)
-        )
-        cases.append(_Whole(q, k, v, attention(q, k, v, Causal())))
-    for way, same in WAYS.items():
-        yield Bits(way, sum(map(same, cases)), len(cases))
+    equal: dict[tuple[str, str], list[bool]] = {}
+    for kind, (added, make) in enumerate(ADDED.items()):
+        places = itertools.product(range(len(_DTYPES)), range(len(_HEADS)), range(len(lengths)))
+        for i, j, at in places:
+            dtype, (heads, kv_heads), n = _DTYPES[i], _HEADS[j], lengths[at]
+            if kind and (i + j + at + kind) % 3:
+                continue
+            q, k, v = (
+                torch.randn(2, h, n, _DIM, generator=draw, device="cpu").to(dtype) for h in (heads, kv_heads, kv_heads)
+            )
+            whole = _Whole(q, k, v, q, make(heads))
+            whole = whole._replace(out=whole.attend(q, k, v))
+            for way, same in WAYS.items():
+                if added != "dropout" or way not in _WITHOUT_DROPOUT:
+                    equal.setdefault((way, added), []).append(same(whole))
+    return [Bits(*key, sum(found), len(found)) for key, found in equal.items()]

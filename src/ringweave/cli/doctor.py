@@ -75,14 +75,19 @@ def doctor(
 
 
 def _show_bits(as_json: bool) -> None:
-    found, console = list(bits.compared()), terminal.out()
+    found, console = bits.compared(), terminal.out()
     if as_json:
         console.print(json.dumps([each._asdict() for each in found], indent=2), markup=False, soft_wrap=True)
     else:
         console.print("Forward bits on this CPU, next to one causal call of everything (torch.equal):")
+        kinds = list(dict.fromkeys(each.added for each in found))
+        table = Table("cases with the same bits, of all", *kinds, box=None, pad_edge=False)
+        cells: dict[str, dict[str, str]] = {}
         for each in found:
-            verdict = "always equal" if each.equal == each.cases else "depends on the case"
-            console.print(f"  {each.way}: {verdict} ({each.equal} of {each.cases})", highlight=False)
+            cells.setdefault(each.way, {})[each.added] = f"{each.equal} of {each.cases}"
+        for way, row in cells.items():
+            table.add_row(way, *(row.get(kind, "") for kind in kinds))
+        console.print(table)
     if any(each.equal < each.cases for each in found):
         terminal.fail("bits differ where they are promised: please report this machine.")
         raise typer.Exit(1)

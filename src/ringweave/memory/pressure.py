@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import inspect
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +41,8 @@ def pressure(device: torch.device | str = "cpu", *, root: Path | str = "/") -> P
     """Ask how much memory is left.
 
     On a CPU of all limits the one that leaves least: the machine's memory, those of the process's control groups (v1
-    and v2, with all that are above it; file pages that can be dropped are free) and of its address space (RLIMIT_AS).
+    and v2, with all that are above it; the one that slows down as well as the one that kills; file pages that can be
+    dropped are free) and of its address space (RLIMIT_AS).
 
     Args:
         device: Whose memory; a GPU's own tells what it has.
@@ -84,15 +84,16 @@ def _cgroups(root: Path) -> list[Pressure]:
             continue
         new = controllers == ""
         top = root / ("sys/fs/cgroup" if new else "sys/fs/cgroup/memory")
-        limit, used, cache = (
-            ("memory.max", "memory.current", "inactive_file")
+        limits, used, cache = (
+            (("memory.max", "memory.high"), "memory.current", "inactive_file")
             if new
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            else (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
         )
         # in a container its own group is mounted at the top, under another name than /proc knows
         folder = top / path.strip("/")
         for each in {top, *(p for p in (folder, *folder.parents) if p.is_relative_to(top))}:
-            most, now = _number(each / limit), _number(each / used)
+            most = min((most for limit in limits if (most := _number(each / limit)) is not None), default=None)
+            now = _number(each / used)
             if most is not None and now is not None and most < _UNLIMITED:
                 now -= min(now, _fields(each / "memory.stat").get(cache, 0))
                 found.append(Pressure(max(0, most - now), most, "cgroup"))
@@ -134,7 +135,6 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 _callbacks: list[weakref.ref[Callable[[], int]]] = []
-_lock = threading.Lock()
 
 
 def on_trim(callback: Callable[[], int]) -> Callable[[], int]:
@@ -152,9 +152,9 @@ def on_trim(callback: Callable[[], int]) -> Callable[[], int]:
         >>> rw.memory.trim() >= 4000, kept
         (True, {})
     """
-    held: weakref.ref[Any] = weakref.WeakMethod(callback) if inspect.ismethod(callback) else weakref.ref(callback)
-    with _lock:
-        _callbacks[:] = [each for each in _callbacks if each() is not None] + [held]
+    kind: Any = weakref.WeakMethod if inspect.ismethod(callback) else weakref.ref
+    # in one step each, which no thread and no signal handler comes between
+    _callbacks.append(kind(callback, _callbacks.remove))
     return callback
 
 
@@ -171,8 +171,7 @@ def trim() -> int:
         >>> rw.memory.trim() > 0
         True
     """
-    with _lock:
-        callbacks = [callback for each in _callbacks if (callback := each()) is not None]
+    callbacks = [callback for each in list(_callbacks) if (callback := each()) is not None]
     total = recent.trim_all() + sum(callback() for callback in callbacks)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..errors import ShapeError, message, shown
 from ..patterns.numbers import named_device
-from ..recent import enlist
+from ..recent import enlist, interrupted
 from .pressure import pressure
 
 # blocks begin at multiples of that many bytes
@@ -130,7 +130,7 @@ class Workspace:
 
     def renew(self) -> None:
         """Begin anew in a forked process: another thread may have been at work in here."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._buffers: set[_Buffer] = set()
         # by size
         self._idle: dict[_Place, list[_Block]] = {}
@@ -153,7 +153,7 @@ class Workspace:
         nbytes = count * dtype.itemsize
         if min(shape, default=0) < 0:
             raise ShapeError(message("shape", shown(tuple(shape)), "sizes of at least 0", "Correct it."))
-        if nbytes == 0 or _get_current_dispatch_mode() is not None:
+        if nbytes == 0 or _get_current_dispatch_mode() is not None or interrupted(self._lock):
             # a mode makes tensors of its own kind, such as those without data
             return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
         device = named_device(device)
@@ -204,25 +204,29 @@ class Workspace:
         Args:
             idle_seconds: How long they have been idle at least.
         """
+        if interrupted(self._lock):
+            return 0
         with self._lock:
             self._settle()
             return self._trim(idle_seconds)
 
     def statistics(self) -> WorkspaceStatistics:
         """Count what was given out, and what is held now."""
-        with self._lock:
-            self._settle()
-            idle = self._held - self._busy
-            return WorkspaceStatistics(self._taken, self._reused, len(self._buffers), self._held, self._asked, idle)
+        if not interrupted(self._lock):
+            with self._lock:
+                self._settle()
+        idle = self._held - self._busy
+        return WorkspaceStatistics(self._taken, self._reused, len(self._buffers), self._held, self._asked, idle)
 
     def _return(self, block: _Block, nbytes: int) -> None:
-        # a collector may run this anywhere, with the lock held by this very thread
+        # a collector may run this anywhere
         self._back.append((block, nbytes))
-        if self._lock.acquire(blocking=False):
+        lock = self._lock
+        if not interrupted(lock) and lock.acquire(blocking=False):
             try:
                 self._settle()
             finally:
-                self._lock.release()
+                lock.release()
 
     def _settle(self) -> None:
         """Join what has come back to what is idle, and let go of what is too much or too old."""

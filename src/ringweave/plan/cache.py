@@ -105,8 +105,7 @@ class PlanCache:
             used(plan, device)
             return plan
         # one thread builds a plan, the others of the same key wait for it
-        making = kept.making(key)
-        with making.lock:
+        with kept.making(key):
             plan = kept.get(key)
             if plan is not None:
                 used(plan, device)

@@ -89,8 +89,8 @@ class Rows:
     def __init__(self, relation: Pattern, look: Lookback, nq: int, tile: tuple[int, int]):
         self.relation, self.look, self.nq, self.tile = relation, look, nq, tile
         self.key = relation.spec, nq, *tile
-        # one thread plans, the others wait
-        self._lock = threading.Lock()
+        # one thread plans, the others wait; a signal handler that has interrupted it plans for itself
+        self._lock = threading.RLock()
         none = np.zeros(0, np.int64)
         masks = np.zeros((0, tile[0], -(-tile[1] // 32)), np.int32)
         self._empty = self.planned = _Planned({}, {}, np.zeros(1, np.int64), none, none.astype(np.int32), masks, none)

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...errors import RingError, ShapeError, UnsupportedError, message
+from ...errors import RingError, ShapeError, UnsupportedError, in_a_line, message
 from ...patterns.numbers import seconds, whole
+from ...recent import interrupted
 from .mesh import check_group
 from .protocol import Counters, Event, Pending, Tensors
 from .rendezvous import bounded
@@ -111,7 +112,7 @@ class Transport:
         self._closed = False
         self._use = threading.RLock()
         self._process = os.getpid()
-        self._misuse: Failure | None = None
+        self._ended: Failure | None = None
 
     def open(self) -> str:
         """Name a context by the transport's number and its own."""
@@ -123,13 +124,30 @@ class Transport:
         """Enter a call; see :class:`Communicator`.
 
         Who waited for another thread's call to end would call in an order that no other rank knows; so nobody waits,
-        except on a rank that is alone.
+        except on a rank that is alone. What raises in the middle of one ends it for all ranks: the others wait for
+        messages that will not come.
         """
+        if self.size > 1 and interrupted(self._use):
+            got = "a call in the middle of this thread's own, as from a signal handler"
+            raise UnsupportedError(message("context", got, "calls one after the other", "Set a flag, call later."))
         if not self._use.acquire(blocking=self.size == 1):
-            raise self._misused().error(self.rank, None, self.step)
+            raise self._end(
+                f"two threads of rank {self.rank} in one context at once",
+                wanted="calls of one thread after the other",
+                remedy="Give each thread a context of its own, made and first used in one order on all ranks.",
+            ).error(self.rank, None, self.step)
+        started = self._started
         try:
             self._check_open()
             yield
+        except BaseException as error:
+            if not isinstance(error, RingError) and self._started > started:
+                self._end(
+                    f"rank {self.rank} raised {in_a_line(error)}",
+                    wanted="no exception in the middle of a call",
+                    remedy="Make new contexts on all ranks, once what was raised there is mended.",
+                )
+            raise
         finally:
             self._use.release()
 
@@ -175,17 +193,11 @@ class Transport:
             got, wanted = "a call of a forked process", "the process that made it"
             raise UnsupportedError(message("transport", got, wanted, "Make groups and contexts after the fork."))
 
-    def _misused(self) -> Failure:
-        """End it for all ranks, as the second thread."""
-        self._misuse = Failure(
-            self.rank,
-            None,
-            f"two threads of rank {self.rank} in one context at once",
-            wanted="calls of one thread after the other",
-            remedy="Give each thread a context of its own, made and first used in one order on all ranks.",
-        )
+    def _end(self, cause: str, *, wanted: str, remedy: str) -> Failure:
+        """End it for all ranks, for what no message shows."""
+        self._ended = Failure(self.rank, None, cause, wanted=wanted, remedy=remedy)
         connection = self._connection
-        return self._misuse if connection is None else connection.end(self._misuse)
+        return self._ended if connection is None else connection.end(self._ended)
 
     def _start(self, pending: _Messages) -> _Messages:
         self._check_open()
@@ -193,8 +205,8 @@ class Transport:
             if self._connection is None and self.size > 1:
                 self._scope()
                 self._connect()
-            if self._misuse is not None and self._connection is not None:
-                raise FailedError(self._connection.end(self._misuse))
+            if self._ended is not None and self._connection is not None:
+                raise FailedError(self._connection.end(self._ended))
         except FailedError as error:
             raise self._error(error.failure, pending) from error
         if pending.done:
