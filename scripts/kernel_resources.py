@@ -37,13 +37,18 @@ DIMS = (64, 128)
 EVERY = Extras(tuple(kind.value for kind in (SOFTCAP, ALIBI, DISTANCE, BIAS)), (0, 0, *(SUMMED.value,) * 2), True)
 # bytes of a thread that another compiler than the table's may spill: 3.6 spills 24 on sm_100, 3.9 56 there
 SPARE = 64
-
+# of a kernel, D, a device and a tile: bytes that spill, stored before the loop and read after it
+SPILLED = {
+    ("forward", 64, "sm_80", "128 x 128"): 8,
+    ("backward_kv", 64, "sm_100", "128 x 128, described"): 16,
+    ("backward_kv", 128, "sm_100", "128 x 128, 4 heads, described"): 16,
+}
 
 _POINTERS = {
     **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "result"), "*{}"),
     **dict.fromkeys(("lse", "slope", "dlse", "sums", "tops", "key_sums", "value_sums"), "*fp32"),
-    **dict.fromkeys(("queue", "shares", "splits", "group", "row_ptr", "col", "bits", "masks", "live"), "*i32"),
-    **dict.fromkeys(("col_ptr", "row", "bits_t", "masks_t", "live_t", "table", "lengths"), "*i32"),
+    **dict.fromkeys(("records", "splits", "col", "bits", "masks", "live"), "*i32"),
+    **dict.fromkeys(("row", "bits_t", "masks_t", "live_t", "table", "lengths"), "*i32"),
     **dict.fromkeys(("k_scale", "v_scale"), "*fp32"),
 }
 
@@ -211,10 +216,10 @@ def spare() -> int:
 
 
 def faults(found: Resources, room: int = 0) -> list[str]:
-    """Why a kernel must not be shipped as it is; ``room`` bytes may spill."""
+    """Why a kernel must not be shipped as it is; ``room`` bytes may spill, or as many as are known to."""
     where = f"{found.kernel}, D {found.dim}, {found.device}"
     result = []
-    if found.stack > room:
+    if found.stack > max(room, SPILLED.get((found.kernel, found.dim, found.device, found.tile), 0)):
         result.append(f"{where}: {found.stack} bytes of registers spill to the stack")
     if not found.matrix and found.kernel not in ("delta", "join"):
         result.append(f"{where}: no {TARGETS[found.device].matrix} in the assembly")
@@ -266,7 +271,9 @@ def page(rows: Iterable[Resources]) -> str:
             "spilled per thread; *shared*: bytes per program; *matrix*: matrix instructions in the assembly",
             "(mma.sync on sm_80 and of fewer than 64 rows, wgmma on sm_90, tcgen05 on sm_100, mfma on gfx942).",
             "*described*: tiles are loaded by tensor descriptors; *specialised*: by warps of their own;",
-            "*i8*, *fp8e4nv*: what keys and values are stored in.",
+            "*i8*, *fp8e4nv*: what keys and values are stored in. What spills is stored before the loop and read",
+            "after it. Of forward on sm_80, 64 keys at a time or a third stage spill nothing, but have 964 or 912",
+            "instructions in the loop for 128 keys instead of 861.",
             "",
             "| kernel | D | device | tile | blocks | registers | stack | shared | matrix |",
             "|---|---|---|---|---|---|---|---|---|",

@@ -137,7 +137,7 @@ def test_programs_that_stay(monkeypatch: pytest.MonkeyPatch, eager: None, poison
     """A grid smaller than the queue, whose programs take items in turn, gives the same bits."""
     x = Inputs.random(70, heads=4, kv_heads=1, dim=8, dtype=torch.float16)
     pattern = on_small_tiles("global", 70)
-    assert cut(x, pattern).queue.tasks.numel() > 8 == launch._device(x.q.device).units
+    assert cut(x, pattern).queue.items > 8 == launch._device(x.q.device).units
     want = run(x, pattern, "triton")
     choose = launch.choose
     monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), resident=1))

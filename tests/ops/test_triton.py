@@ -157,18 +157,50 @@ def test_rows_of_pairs_only_where_lists_agree() -> None:
 
 def test_queues_hold_every_task_once_and_the_longest_first() -> None:
     of = plan(rw.PerHead([rw.Causal(), rw.SlidingWindow(9), rw.Causal(), rw.Full()]), 1000, heads=4, batch=2, tile=64)
-    rows = queues.row_queue(of, ratio=2, packed=1, head_bytes=1, units=1).tasks
-    assert rows.sort().values.tolist() == list(range(2 * 4 * of.q_tiles))
-    counts = of.row_ptr.diff(dim=1)[of.group.long()].reshape(-1)
+    rows = queues.row_queue(of, ratio=2, packed=1, head_bytes=1, units=1).records
+    assert rows.shape == (2 * 4 * of.q_tiles, 1, 6)
+    assert rows[:, 0, :3].unique(dim=0).shape[0] == 2 * 4 * of.q_tiles
+    assert torch.equal(rows[:, 0, 3:5], ends(of.row_ptr, of.group, rows[:, 0], 0))
     # the plan's order is by classes of half an octave
-    assert ((2 * counts[rows.long()].log2()).floor().diff() <= 0).all()
-    columns = queues.column_queue(of, ratio=2, head_bytes=1, units=1).tasks
-    assert columns.sort().values.tolist() == list(range(2 * 2 * of.kv_tiles))
-    work = of.col_ptr.diff(dim=1)[of.group.long()].unflatten(1, (2, 2)).sum(2).reshape(-1)
-    assert (work[columns.long()].diff() <= 0).all()
+    assert ((2 * (rows[:, 0, 4] - rows[:, 0, 3]).log2()).floor().diff() <= 0).all()
+    columns = queues.column_queue(of, ratio=2, head_bytes=1, units=1).records
+    # the query heads of a key head have lists of their own
+    assert columns.shape == (2 * 2 * of.kv_tiles, 2, 6)
+    assert columns[:, 0, :3].unique(dim=0).shape[0] == 2 * 2 * of.kv_tiles
+    for member in range(2):
+        head = columns[:, member] * torch.tensor([1, 2, 1, 1, 1, 1])
+        assert torch.equal(columns[:, member, 3:5], ends(of.col_ptr, of.group, head, member))
+    assert ((columns[..., 4] - columns[..., 3]).sum(1).diff() <= 0).all()
+    assert (rows[..., 5] == -1).all()
     # heads whose keys do not fit the cache together come one after the other
-    apart = queues.row_queue(of, ratio=2, packed=1, head_bytes=2**30, units=1).tasks
-    assert (apart.div(2 * of.q_tiles, rounding_mode="floor").diff() >= 0).all()
+    apart = queues.row_queue(of, ratio=2, packed=1, head_bytes=2**30, units=1).records[:, 0]
+    assert ((apart[:, 0] * 2 + apart[:, 1] // 2).diff() >= 0).all()
+
+
+def ends(ptr: torch.Tensor, group: torch.Tensor, records: torch.Tensor, member: int) -> torch.Tensor:
+    """Where the lists of whole tasks begin and end."""
+    b, head, tile = records[:, :3].long().T
+    of = group.long()[b, head + member]
+    return torch.stack([ptr[of, tile], ptr[of, tile + 1]], 1)
+
+
+def test_packed_heads_are_one_item_and_shared_lists_one_record() -> None:
+    of = plan(rw.SlidingWindow(9), 100, heads=6, batch=2, tile=32)
+    rows = queues.row_queue(of, ratio=3, packed=2, head_bytes=1, units=1).records[:, 0]
+    assert rows[:, :2].unique(dim=0).tolist() == [[b, head] for b in range(2) for head in (0, 2, 3, 5)]
+    columns = queues.column_queue(of, ratio=3, head_bytes=1, units=1).records
+    assert columns.shape == (2 * 2 * of.kv_tiles, 1, 6)
+
+
+def test_queues_of_no_keys_and_of_no_batch_are_empty() -> None:
+    keyless = build(rw.Full(), 64, 0, heads=2, tile=(32, 32))
+    idle = build(rw.Full(), 64, 64, heads=2, batch=0, tile=(32, 32))
+    assert queues.column_queue(keyless, ratio=1, head_bytes=1, units=1).items == 0
+    rows = queues.row_queue(keyless, ratio=1, packed=1, head_bytes=1, units=1).records
+    # programs of rows without keys write what is defined for them
+    assert sorted(rows[:, 0].tolist()) == [[0, head, tile, 0, 0, -1] for head in range(2) for tile in range(2)]
+    assert queues.row_queue(idle, ratio=1, packed=1, head_bytes=1, units=1).items == 0
+    assert queues.column_queue(idle, ratio=2, head_bytes=1, units=1).items == 0
 
 
 @pytest.mark.parametrize("units", [2, 60, 300])
@@ -178,21 +210,22 @@ def test_shares_of_long_lists_cover_them_once(units: int, monkeypatch: pytest.Mo
     counts = of.row_ptr.diff(dim=1)[of.group.long()].reshape(-1)
     queue = queues.row_queue(of, ratio=4, packed=1, head_bytes=1, units=units)
     even = max(2, int(counts.sum()) // units)
-    assert (queue.shares is None) == (int(counts.max()) <= even)
-    if queue.shares is None or queue.splits is None:
+    assert (queue.splits is None) == (int(counts.max()) <= even)
+    if queue.splits is None:
         assert units == 2
         return
-    share, shares, slot = queue.shares.T
-    length = counts[queue.tasks.long()]
-    begin, end = length * share // shares, length * (share + 1) // shares
-    assert torch.zeros_like(counts).index_add_(0, queue.tasks, end - begin).equal(counts)
+    _, head, tile, begin, end, slot = queue.records[:, 0].T
+    task = head * of.q_tiles + tile
+    assert torch.zeros_like(counts).index_add_(0, task, end - begin).equal(counts)
     assert int((end - begin).max()) <= even
     assert slot[slot >= 0].sort().values.tolist() == list(range(queue.slots))
-    assert ((slot >= 0) == (shares > 1)).all()
-    for task, first, count in queue.splits.tolist():
-        mine = queue.tasks == task
-        assert share[mine].tolist() == list(range(count))
+    assert len(task[slot < 0].unique()) == int((slot < 0).sum()) == len(counts) - len(queue.splits)
+    for _, head, tile, first, count in queue.splits.tolist():
+        mine = task == head * of.q_tiles + tile
         assert slot[mine].tolist() == list(range(first, first + count))
+        # one share begins where the one before it ends
+        ends = of.row_ptr[of.group[0, head], tile : tile + 2].tolist()
+        assert [ends[0], *end[mine].tolist()] == [*begin[mine].tolist(), ends[1]]
 
 
 def test_blocks_fit_the_device_and_the_tile() -> None:

@@ -55,7 +55,7 @@ sys.exit(failed)
 
 @needs_triton
 def test_compiled_for_real_devices(compiled: Path) -> None:
-    """No spills, matrix instructions on every device, and the resources that the committed table says.
+    """No spills but a known one, matrix instructions on every device, and the resources that the committed table says.
 
     Then what the other table says of every loop for sm_90: instructions, spills, products that wait for each other; and
     that every specialisation compiles; in a short run every third, which is each of them for one kernel or another.

@@ -230,8 +230,8 @@ def test_tables_without_data() -> None:
     plan = build(pattern, N, N, heads=4, batch=2, tile=(SIDE, SIDE), device="meta")
     assert plan.places == 2 * 4 * BLOCKS * 3
     assert plan.col.device.type == "meta"
-    assert queues.row_queue(plan, 2, 1, 2**14, 4).tasks.shape == (2 * 4 * BLOCKS,)
-    assert queues.column_queue(plan, 2, 2**14, 4).tasks.shape == (2 * 2 * BLOCKS,)
+    assert queues.row_queue(plan, 2, 1, 2**14, 4).records.shape == (2 * 4 * BLOCKS, 1, 6)
+    assert queues.column_queue(plan, 2, 2**14, 4).records.shape == (2 * 2 * BLOCKS, 2, 6)
     mask = rw.BlockTable(torch.empty(BLOCKS, BLOCKS, dtype=torch.bool, device="meta"), SIDE)
     assert mask.spec == "BlockTable(_, 64)"
     assert build(mask, N, N, tile=(SIDE, SIDE), device="meta").places == BLOCKS**2

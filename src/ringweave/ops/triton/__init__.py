@@ -76,19 +76,20 @@ def refusal(case: Case, branch: Branch) -> str | None:
 
 
 def scratch(case: Case, branch: Branch) -> int:
-    """Count a queue entry per tile of queries or keys, masks packed along queries too, partial sums of long lists."""
+    """Count queues by rows and columns, masks packed along queries too, partial sums of long lists."""
     from . import queues
 
     plan = branch.plan()
-    tiles = case.batch * (branch.head_count * plan.q_tiles + case.kv_heads * plan.kv_tiles)
     ratio = branch.head_count // case.kv_heads if branch.head_count % case.kv_heads == 0 else 1
-    rows = queues.row_queue(plan, ratio, 1, 1, _UNITS).slots * plan.q_tile
+    queue = queues.row_queue(plan, ratio, 1, 1, _UNITS)
+    rows, held = queue.slots * plan.q_tile, queue.records.numel() + 2 * plan.masks.numel()
     if not case.needs_grad:
-        return 4 * (tiles + 2 * plan.masks.numel() + rows * (case.value_dim + 1))
-    columns = queues.column_queue(plan, ratio, 1, _UNITS).slots * plan.kv_tile
+        return 4 * (held + rows * (case.value_dim + 1))
+    queue = queues.column_queue(plan, ratio, 1, _UNITS)
+    columns = queue.slots * plan.kv_tile
     partial = max(rows * max(case.value_dim + 1, case.head_dim), columns * (case.head_dim + case.value_dim))
     delta = case.batch * branch.head_count * branch.nq
-    return 4 * (tiles + 2 * plan.masks.numel() + partial + delta)
+    return 4 * (held + queue.records.numel() + partial + delta)
 
 
 BACKEND = Backend(

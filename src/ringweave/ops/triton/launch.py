@@ -70,9 +70,8 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
     sizes = _sizes(q, v, plan, config, queue, few)
     with torch.cuda.device_of(q):
         kernels.forward[_grid(queue, packing.parts, config, q.device)](
-            q, keys, values, out, lse, sums, tops, queue.tasks, _shares(queue),
-            plan.group, plan.row_ptr, plan.col, plan.bits, plan.masks, lists.live, *steps,
-            queue.tasks.numel(), heads, ratio, nq, nk, plan.q_tiles, scale * _LOG2_E if extras.terms is None else scale,
+            q, keys, values, out, lse, sums, tops, queue.records, plan.col, plan.bits, plan.masks, lists.live, *steps,
+            queue.items, heads, ratio, nq, nk, scale * _LOG2_E if extras.terms is None else scale,
             **sizes, **_of_rows(packing), **extras.arguments, **_paged(pages), **_scaled(scales), TILES=lists.tiles,
             BLOCK_N=config.n, FOLDED=scale > 0 and extras.terms is None, WIDE=operands.wide(plan, q, k, v), STEP=step,
             RAGGED=sizes["MASKED"] or pages is not None or nk % plan.kv_tile > 0, DESCRIBED=described,
@@ -127,9 +126,8 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     given = extras.arguments if learned is None else learned.arguments(extras)
     with torch.cuda.device_of(q):
         kernels.backward_q[_grid(queue, packing.parts, config, q.device)](
-            q, keys, values, dout, lse, delta, dq, sums, queue.tasks, _shares(queue),
-            rows.group, rows.row_ptr, rows.col, rows.bits, rows.masks, lists.live, *steps,
-            queue.tasks.numel(), heads, ratio, nq, nk, rows.q_tiles, scale,
+            q, keys, values, dout, lse, delta, dq, sums, queue.records, rows.col, rows.bits, rows.masks, lists.live,
+            *steps, queue.items, heads, ratio, nq, nk, scale,
             **_sizes(q, v, rows, config, queue), **_of_rows(packing), **given, TILES=lists.tiles, BLOCK_N=config.n,
             LEARNS=None if learned is None else learned.ways, HOLES=extras.holes, WIDE=wide, STEP=step,
             RAGGED=rows.masks.shape[0] > 0 or nk % plan.kv_tile > 0, DESCRIBED=described,
@@ -151,13 +149,13 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     queue = queues.column_queue(plan, ratio, operands.head_bytes(q, dout) * ratio, device.units)
     described = config.described and describable
     queries, row_dout = (operands.described(x, config.m) if described else x for x in (q, dout))
-    shared = ratio > 1 and queues.shared(plan, ratio)
+    shared = ratio > queue.records.shape[1]
     key_sums, value_sums = (_partial(queue, plan.kv_tile, x.shape[3], x) for x in (dk, dv))
     with torch.cuda.device_of(q):
         kernels.backward_kv[_grid(queue, packing.parts, config, q.device)](
-            queries, k, v, row_dout, lse, delta, dk, dv, key_sums, value_sums, queue.tasks, _shares(queue), plan.group,
-            plan.col_ptr, plan.row, plan.bits_t, sides.transposed, sides.live_queries, *steps,
-            queue.tasks.numel(), heads, ratio, nq, nk, plan.kv_tiles, scale,
+            queries, k, v, row_dout, lse, delta, dk, dv, key_sums, value_sums, queue.records,
+            plan.row, plan.bits_t, sides.transposed, sides.live_queries, *steps,
+            queue.items, heads, ratio, nq, nk, scale,
             **_sizes(q, v, plan, config, queue), **extras.arguments, HOLES=extras.holes,
             BLOCK_M=config.m, BLOCK_N=config.n, WIDE=wide, STEP=step,
             SHARED=shared, RAGGED=plan.masks.shape[0] > 0 or nq % plan.q_tile > 0, DESCRIBED=described,
@@ -224,12 +222,8 @@ def _power(n: int) -> int:
 
 
 def _grid(queue: queues.Queue, parts: int, config: LaunchConfig, device: torch.device) -> tuple[int]:
-    programs = queue.tasks.numel() * parts
+    programs = queue.items * parts
     return (min(programs, config.resident * _device(device).units) if config.resident else programs,)
-
-
-def _shares(queue: queues.Queue) -> Tensor:
-    return queue.tasks if queue.shares is None else queue.shares
 
 
 def _partial(queue: queues.Queue, rows: int, dim: int, like: Tensor) -> Tensor:
@@ -254,7 +248,7 @@ def _join(
     blocks = packing.parts * packing.heads * packing.rows // block
     part_tops, lse = tops or (sums, sums)
     kernels.join[(queue.splits.shape[0] * blocks,)](
-        sums, part_tops, result, lse, queue.splits, ratio, tokens, triton.cdiv(tokens, span),
+        sums, part_tops, result, lse, queue.splits, result.shape[1], ratio, tokens,
         DIM=dim, PADDED=padded(dim), SPAN=span, BLOCK=block, WEIGHTED=tops is not None, **_of_rows(packing),
         **_OPTIONS,
     )  # fmt: skip
@@ -272,7 +266,7 @@ def _sizes(
         "KV_TILE": plan.kv_tile,
         # a window's end meets that of a tile once in a while: that is no reason to compile again between two tokens
         "MASKED": few or plan.masks.shape[0] > 0,
-        "SPLIT": queue.shares is not None,
+        "SPLIT": queue.splits is not None,
         "RESIDENT": config.resident > 0,
         "STAGES": config.stages,
         "PRECISION": _PRECISION,

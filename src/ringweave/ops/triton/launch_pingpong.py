@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import Any
 
 from torch import Tensor
 
 from ...plan import BlockPlan
-from ...plan.streams import made, used
 from . import kernels, operands
 from .launch_config import LaunchConfig, Packing, padded
-from .queues import Queue, Records
+from .queues import Queue
 
 # rows of one of the two groups
 _ROWS = 64
-_records: weakref.WeakKeyDictionary[Queue, Records] = weakref.WeakKeyDictionary()
 
 
 def takes(config: LaunchConfig, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, packing: Packing, queue: Queue,
@@ -28,7 +25,7 @@ def takes(config: LaunchConfig, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan
         and (packing.heads, packing.rows, packing.parts) == (1, config.m, 1)
         and all(x.shape[3] == padded(x.shape[3]) for x in (q, v))
         and q.dtype == k.dtype == v.dtype
-        and queue.shares is None
+        and queue.splits is None
         # folded into what is exponentiated: else the largest score would be the least
         and scale > 0
         and operands.describable(q)
@@ -41,25 +38,12 @@ def launch(
 ) -> None:  # fmt: skip
     """Launch a program for each multiprocessor, which take the queue in turn; ``scale`` is in powers of two."""
     heads, nq, nk = q.shape[1], q.shape[2], k.shape[2]
-    items = queue.tasks.numel()
-    kernels.pingpong[(min(items, units),)](
-        _described(q, _ROWS), _described(k, config.n), _described(v, config.n), out, lse, _of(plan, queue).numbers,
-        plan.col, plan.bits, plan.masks, items, heads, heads // k.shape[1], nq, nk, scale,
+    kernels.pingpong[(min(queue.items, units),)](
+        _described(q, _ROWS), _described(k, config.n), _described(v, config.n), out, lse, queue.records,
+        plan.col, plan.bits, plan.masks, queue.items, heads, heads // k.shape[1], nq, nk, scale,
         D=q.shape[3], DV=v.shape[3], KV_TILE=config.n, STAGES=config.stages, MASKED=plan.masks.shape[0] > 0,
         RAGGED=nk % plan.kv_tile > 0, num_warps=4, **options,
     )  # fmt: skip
-
-
-def _of(plan: BlockPlan, queue: Queue) -> Records:
-    """Make the records of a queue at first use; they are kept as long as it."""
-    records = _records.get(queue)
-    if records is None:
-        records = Records.of(plan, queue)
-        if made(records, plan.device):
-            _records[queue] = records
-    else:
-        used(records, plan.device)
-    return records
 
 
 def _described(x: Tensor, tokens: int) -> Any:

@@ -73,35 +73,22 @@ class Queue:
     """What programs take, in launch order: tasks, or shares of those whose lists are long.
 
     Attributes:
-        tasks: (items,) int32, pack * tiles + tile: packs are the heads of a batch element, some at a time, in order.
-        shares: (items, 3) int32, share, of how many, and its slot among the partial results or -1; None: all whole.
-        splits: (split tasks, 3) int32, task, first slot, shares; None where none is.
+        records: (items, lists, 6) int32, all that a program reads of an item: batch element, the first head that it
+            takes, tile, begin and end of its part of the list, and its slot among the partial results or -1. One list
+            for all heads of an item, or one for each.
+        splits: (split tasks, 5) int32, batch element, head and tile as above, first slot, shares; None where none is.
         slots: Partial results.
     """
 
-    tasks: Tensor
-    shares: Tensor | None = None
+    # in the order in which the kernels' ``record_of`` reads them
+    records: Tensor
     splits: Tensor | None = None
     slots: int = 0
 
-
-@dataclass(frozen=True, eq=False)
-class Records:
-    """All that a program reads of an item of a queue of rows, in one place.
-
-    Attributes:
-        numbers: (items, 4) int32: pair of batch element and head, first query, begin and end of its list.
-    """
-
-    numbers: Tensor
-
-    @staticmethod
-    def of(plan: BlockPlan, queue: Queue) -> Records:
-        """Look up the lists of tasks of one head each, that are in one piece."""
-        tasks = queue.tasks.long()
-        pair, tile = tasks // plan.q_tiles, tasks % plan.q_tiles
-        ends = plan.row_ptr[plan.group.reshape(-1).long()[pair], tile + torch.arange(2, device=plan.device)[:, None]]
-        return Records(torch.stack([pair, tile * plan.q_tile, *ends], 1).int())
+    @property
+    def items(self) -> int:
+        """Count what programs take."""
+        return self.records.shape[0]
 
 
 _queues: weakref.WeakKeyDictionary[BlockPlan, dict[tuple[object, ...], Queue]] = weakref.WeakKeyDictionary()
@@ -151,13 +138,15 @@ def row_queue(plan: BlockPlan, ratio: int, packed: int, head_bytes: int, units: 
     """
 
     def of() -> Queue:
-        sets = plan.group.unflatten(1, (-1, ratio))[..., ::packed].reshape(-1).long()
+        heads = _heads(plan, ratio)[..., ::packed].reshape(-1, 1)
+        sets = plan.group.reshape(-1)[heads].long()
         rank = torch.empty(plan.order.numel(), dtype=torch.int64, device=plan.device)
         rank[plan.order.long()] = torch.arange(plan.order.numel(), device=plan.device)
         together = _sharing(head_bytes) * -(-ratio // packed)
-        order = _sorted(rank.view(-1, plan.q_tiles)[sets], together, plan.order.numel())
-        counts = plan.row_ptr.diff(dim=1)[sets]
-        return _cut(order, counts, plan, plan.kv_tiles, LEAST // plan.kv_tile, units)
+        order = _sorted(rank.view(-1, plan.q_tiles)[sets[:, 0]], together, plan.order.numel())
+        counts = plan.row_ptr.diff(dim=1)[sets[:, 0]]
+        records = _records(heads[:, 0], plan.group.shape[1], plan.row_ptr, sets)
+        return _cut(records, order, counts, plan, plan.kv_tiles, LEAST // plan.kv_tile, units)
 
     return _once(plan, ("rows", ratio, packed, _sharing(head_bytes), units, LEAST), of)
 
@@ -166,12 +155,33 @@ def column_queue(plan: BlockPlan, ratio: int, head_bytes: int, units: int) -> Qu
     """Queue columns of key heads; the longest, over all query heads of a key head, first."""
 
     def of() -> Queue:
-        counts = plan.col_ptr.diff(dim=1).long()[plan.group.long()].unflatten(1, (-1, ratio)).sum(2).flatten(0, 1)
+        heads = _heads(plan, ratio).flatten(0, 1)
+        sets = plan.group.reshape(-1)[heads].long()
+        counts = plan.col_ptr.diff(dim=1).long()[sets].sum(1)
         most = plan.q_tiles * ratio
         order = _sorted(most - counts, _sharing(head_bytes), most + 1)
-        return _cut(order, counts, plan, most, LEAST // plan.q_tile, units)
+        lists = sets[:, :1] if shared(plan, ratio) else sets
+        records = _records(heads[:, 0] // ratio, plan.group.shape[1] // ratio, plan.col_ptr, lists)
+        return _cut(records, order, counts, plan, most, LEAST // plan.q_tile, units)
 
     return _once(plan, ("columns", ratio, _sharing(head_bytes), units, LEAST), of)
+
+
+def _heads(plan: BlockPlan, ratio: int) -> Tensor:
+    """Number query heads over all batch elements, (B, key heads, ratio)."""
+    batch, heads = plan.group.shape
+    return torch.arange(batch * heads, device=plan.device).view(batch, heads // ratio, ratio)
+
+
+def _records(head: Tensor, heads: int, ptr: Tensor, sets: Tensor) -> Tensor:
+    """Write records of whole lists, (packs * tiles, lists, 6): of each pack its first head of all and sets of lists."""
+    bounds = torch.stack([ptr[:, :-1], ptr[:, 1:]], 2)[sets].transpose(1, 2)
+    records = bounds.new_full((*bounds.shape[:3], 6), -1)
+    records[..., 0] = (head // heads)[:, None, None]
+    records[..., 1] = (head % heads)[:, None, None]
+    records[..., 2] = torch.arange(bounds.shape[1], device=ptr.device)[:, None]
+    records[..., 3:5] = bounds
+    return records.flatten(0, 1)
 
 
 def _once(plan: BlockPlan, key: tuple[object, ...], of: Callable[[], Queue]) -> Queue:
@@ -196,34 +206,35 @@ def _sorted(rank: Tensor, sharing: int, ranks: int) -> Tensor:
     return (section[:, None] * ranks + rank).reshape(-1).argsort(stable=True)
 
 
-def _cut(order: Tensor, counts: Tensor, plan: BlockPlan, most: int, least: int, units: int) -> Queue:
+def _cut(records: Tensor, order: Tensor, counts: Tensor, plan: BlockPlan, most: int, least: int, units: int) -> Queue:
     """Queue tasks in ``order``; those longer than a unit's even share of all work, in halves of that or less.
 
     Sizes alone often say that no task can be so long; where they do not, lengths are read from the device, once a plan.
     Of a plan that the host has not counted, nothing is read, and nothing cut.
     """
+    records = records[order]
     if not plan.counted:
-        return Queue(order.int())
+        return Queue(records)
     # every set of rows is used, a single one by all
     total = plan.nnz * (counts.shape[0] if plan.row_ptr.shape[0] == 1 else 1)
     if most <= max(1, least, total // units):
-        return Queue(order.int())
+        return Queue(records)
     waits(plan.device)
     counts = counts.reshape(-1)[order].long()
     even = (counts.sum() // units).clamp(min=max(1, least))
     shares = torch.where(counts > even, -(-counts // (even // 2).clamp(min=1)), 1)
     split = shares > 1
-    items, splits = torch.stack([shares.sum(), split.sum()]).tolist()
-    if not splits:
-        return Queue(order.int())
+    items, cut = torch.stack([shares.sum(), split.sum()]).tolist()
+    if not cut:
+        return Queue(records)
     slots = shares * split
     owner = torch.arange(len(order), device=order.device).repeat_interleave(shares, output_size=items)
     share = torch.arange(items, device=order.device) - (shares.cumsum(0) - shares)[owner]
     first = slots.cumsum(0) - slots
-    slot = torch.where(split[owner], first[owner] + share, -1)
-    return Queue(
-        order[owner].int(),
-        torch.stack([share, shares[owner], slot], 1).int(),
-        torch.stack([order, first, shares], 1)[split].int(),
-        items - len(order) + splits,
-    )
+    tasks, records, of = records[split, 0, :3], records[owner], shares[owner, None]
+    begin, length = records[..., 3], records[..., 4].long() - records[..., 3]
+    ends = [begin + length * (share[:, None] + more) // of for more in (0, 1)]
+    records[..., 3:5] = torch.stack(ends, 2)
+    records[..., 5] = torch.where(split[owner], first[owner] + share, -1)[:, None]
+    splits = torch.cat([tasks, torch.stack([first, shares], 1)[split]], 1).int()
+    return Queue(records, splits, items - len(order) + cut)

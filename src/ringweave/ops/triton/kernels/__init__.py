@@ -7,10 +7,10 @@ HEADS query heads that share a list and a key head. A long list is computed in s
 order by a kernel of its own. Every program writes its own results: no atomics but those that add whole numbers to
 terms' tables, the same bits each time.
 
-Names: b, a batch element; a *task* is pack * tiles + tile, packs being the query heads (or key heads) of all batch
-elements, HEADS at a time; an *item* is a task, or a share of one; *code* is the plan's mask number of a tile, -1 for a
-full one; *keep* is how many positions from a tile's first are inside the length. A program takes every
-``num_programs``-th part of an item: one, unless the grid is smaller than the queue.
+Names: b, a batch element; a *task* is a tile of HEADS query heads (or of a key head); an *item* is a task, or a share
+of one, of which a program reads one record of the queue; *code* is the plan's mask number of a tile, -1 for a full one;
+*keep* is how many positions from a tile's first are inside the length. A program takes every ``num_programs``-th part
+of an item: one, unless the grid is smaller than the queue.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ from .loads import (
     held,
     living,
     partly,
-    place,
+    record_of,
     rows,
-    share_of,
     spread,
     store,
     strides,
@@ -54,9 +53,9 @@ def delta(
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_q(
-    q, k, v, dout, lse, slope, dq, sums, queue, shares, group, row_ptr, col, bits, masks, live,
+    q, k, v, dout, lse, slope, dq, sums, records, col, bits, masks, live,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, l_b, l_h, l_n, s_b, s_h, s_n,
-    items, heads, ratio, nq, nk, tiles, scale, places, tables, numbers, drop,
+    items, heads, ratio, nq, nk, scale, places, tables, numbers, drop,
     D: tl.constexpr, DV: tl.constexpr, PAD_D: tl.constexpr, PAD_DV: tl.constexpr,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, TILES: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -83,13 +82,13 @@ def backward_q(
     for index in range(program, stop, tl.num_programs(0) if RESIDENT else 1):
         item, part = index // PARTS, index % PARTS
         local = tl.arange(0, BLOCK_M)
-        at, pair, q_first, room = place(tl.load(queue + item), part, ratio, tiles, Q_TILE * TILES, HEADS, ROWS)
-        b, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
-        list_at = row_ptr + tl.load(group + pair) * (tiles + 1) + at
-        begin, end, slot = share_of(shares, item, tl.load(list_at), tl.load(list_at + 1), SPLIT)
+        b, head, at, begin, end, slot = record_of(records, item, SPLIT)
+        q_first, kv_head = at * (Q_TILE * TILES) + part * ROWS, (head // ratio).to(tl.int64)
         row = part * ROWS + (local % ROWS if HEADS > 1 else local)
         token = q_first.to(tl.int64)
-        mine = within(local, room, q_first, nq, HEADS, ROWS)
+        mine = within(local, head, ratio, q_first, nq, HEADS, ROWS)
+        pair = b * heads + head
+        b, head = b.to(tl.int64), head.to(tl.int64)
         queries_at = q + b * q_b + head * q_h + token * q_n
         queries = rows(queries_at, spread(local, q_h, q_n, HEADS, ROWS, WIDE), mine, D, PAD_D)
         slopes_at = dout + b * g_b + head * g_h + token * g_n
@@ -98,7 +97,6 @@ def backward_q(
         row_lse = tl.load(lse_at, mask=mine, other=0.0) * LOG2_E
         slope_at = slope + b * s_b + head * s_h + token * s_n + spread(local, s_h, s_n, HEADS, ROWS, WIDE)
         row_slope = tl.load(slope_at, mask=mine, other=0.0)
-        kv_head = head // ratio
         keys_at = k if DESCRIBED else k + b * k_b + kv_head * k_h
         values_at = v if DESCRIBED else v + b * v_b + kv_head * v_h
         if EXTRAS:
@@ -167,9 +165,9 @@ def backward_q(
 @triton.jit(do_not_specialize=SIZES)
 def backward_kv(
     q, k, v, dout, lse, slope, dk, dv, key_sums, value_sums,
-    queue, shares, group, col_ptr, row, bits_t, masks_t, live_t,
+    records, row, bits_t, masks_t, live_t,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, l_b, l_h, l_n, s_b, s_h, s_n,
-    items, heads, ratio, nq, nk, tiles, scale, places, tables, numbers, drop,
+    items, heads, ratio, nq, nk, scale, places, tables, numbers, drop,
     D: tl.constexpr, DV: tl.constexpr, PAD_D: tl.constexpr, PAD_DV: tl.constexpr,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
@@ -190,8 +188,11 @@ def backward_kv(
         item, part = index // PARTS, index % PARTS
         local = tl.arange(0, BLOCK_N)
         line = part * BLOCK_N + local
-        at, pair, k_first, _ = place(tl.load(queue + item), part, 1, tiles, KV_TILE, 1, BLOCK_N)
-        b, kv_head = (pair // (heads // ratio)).to(tl.int64), (pair % (heads // ratio)).to(tl.int64)
+        members = 1 if SHARED else ratio
+        b, kv_head, at, _, _, slot = record_of(records, item * members, SPLIT)
+        pair = b * (heads // ratio) + kv_head
+        b, kv_head = b.to(tl.int64), kv_head.to(tl.int64)
+        k_first = at * KV_TILE + part * BLOCK_N
         mine = k_first + local < nk
         keys_at = k + b * k_b + kv_head * k_h + k_first.to(tl.int64) * k_n
         keys = rows(keys_at, spread(local, 0, k_n, 1, BLOCK_N, WIDE), mine, D, PAD_D)
@@ -201,12 +202,10 @@ def backward_kv(
             column_at, key_at = standing(places[2], places[3], (k_first + local)[:, None], b, nk, 1)
         key_acc = tl.zeros([BLOCK_N, PAD_D], tl.float32)
         value_acc = tl.zeros([BLOCK_N, PAD_DV], tl.float32)
-        slot = -1
         # heads that share a list are one loop over it, as often as there are heads
-        for member in range(1 if SHARED else ratio):
+        for member in range(members):
             h = kv_head * ratio + member
-            list_at = col_ptr + tl.load(group + b * heads + h) * (tiles + 1) + at
-            begin, end, slot = share_of(shares, item, tl.load(list_at), tl.load(list_at + 1), SPLIT)
+            _, _, _, begin, end, _ = record_of(records, item * members + member, SPLIT)
             length = (end - begin) * PARTS_M
             for step in tl.range(0, length * ratio if SHARED else length, num_stages=STAGES):
                 if SHARED:

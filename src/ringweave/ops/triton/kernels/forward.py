@@ -19,10 +19,9 @@ from .loads import (
     of_head,
     paged_tile,
     partly,
-    place,
+    record_of,
     rows,
     scales,
-    share_of,
     spread,
     store,
     strides,
@@ -34,9 +33,9 @@ from .loads import (
 
 @triton.jit(do_not_specialize=SIZES)
 def forward(
-    q, k, v, out, lse, sums, tops, queue, shares, group, row_ptr, col, bits, masks, live,
+    q, k, v, out, lse, sums, tops, records, col, bits, masks, live,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
-    items, heads, ratio, nq, nk, tiles, scale, places, tables, numbers, drop, table, lengths, columns,
+    items, heads, ratio, nq, nk, scale, places, tables, numbers, drop, table, lengths, columns,
     k_scale, v_scale,
     D: tl.constexpr, DV: tl.constexpr, PAD_D: tl.constexpr, PAD_DV: tl.constexpr,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, TILES: tl.constexpr,
@@ -65,12 +64,12 @@ def forward(
     for index in range(program, stop, tl.num_programs(0) if RESIDENT else 1):
         item, part = index // PARTS, index % PARTS
         local = tl.arange(0, BLOCK_M)
-        at, pair, q_first, room = place(tl.load(queue + item), part, ratio, tiles, Q_TILE * TILES, HEADS, ROWS)
-        b, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
-        list_at = row_ptr + tl.load(group + pair) * (tiles + 1) + at
-        begin, end, slot = share_of(shares, item, tl.load(list_at), tl.load(list_at + 1), SPLIT)
+        b, head, at, begin, end, slot = record_of(records, item, SPLIT)
+        q_first, kv_head = at * (Q_TILE * TILES) + part * ROWS, (head // ratio).to(tl.int64)
         row = part * ROWS + (local % ROWS if HEADS > 1 else local)
-        mine = within(local, room, q_first, nq, HEADS, ROWS)
+        mine = within(local, head, ratio, q_first, nq, HEADS, ROWS)
+        pair = b * heads + head
+        b, head = b.to(tl.int64), head.to(tl.int64)
         queries_at = q + b * q_b + head * q_h + q_first.to(tl.int64) * q_n
         if SPECIALISED:
             # warps of their own load by descriptors alone. Triton 3.7.1 gives half of the rows to other warps by adding
@@ -79,7 +78,6 @@ def forward(
             queries = loader.load([tl.maximum(q_first, 0), 0])
         else:
             queries = rows(queries_at, spread(local, q_h, q_n, HEADS, ROWS, WIDE), mine, D, PAD_D)
-        kv_head = head // ratio
         keys_at = k if DESCRIBED else of_head(k, b, k_b, kv_head, k_h, PAGE)
         values_at = v if DESCRIBED else of_head(v, b, v_b, kv_head, v_h, PAGE)
         end_n = nk
@@ -172,7 +170,7 @@ def forward(
 
 @triton.jit(do_not_specialize=SIZES)
 def join(
-    sums, tops, result, lse, splits, ratio, tokens, tiles,
+    sums, tops, result, lse, splits, heads, ratio, tokens,
     DIM: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
@@ -182,9 +180,10 @@ def join(
     split = tl.program_id(0) // BLOCKS
     at = tl.program_id(0) % BLOCKS * BLOCK
     local = at % BLOCK_M + tl.arange(0, BLOCK)
-    task, first, count = tl.load(splits + 3 * split), tl.load(splits + 3 * split + 1), tl.load(splits + 3 * split + 2)
-    _, pair, token, room = place(task, at // BLOCK_M, ratio, tiles, SPAN, HEADS, ROWS)
-    mine = within(local, room, token, tokens, HEADS, ROWS)
+    of = splits + 5 * split
+    b, head, tile_at, first, count = tl.load(of), tl.load(of + 1), tl.load(of + 2), tl.load(of + 3), tl.load(of + 4)
+    token = tile_at * SPAN + at // BLOCK_M * ROWS
+    mine = within(local, head, ratio, token, tokens, HEADS, ROWS)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([BLOCK, PADDED], tl.float32)
@@ -201,7 +200,7 @@ def join(
             top = new_top
         else:
             acc += part
-    line, lines = pair.to(tl.int64) * tokens + token, spread(local, tokens, 1, HEADS, ROWS, False)
+    line, lines = (b * heads + head).to(tl.int64) * tokens + token, spread(local, tokens, 1, HEADS, ROWS, False)
     if WEIGHTED:
         empty = total == 0.0
         total = tl.where(empty, 1.0, total)

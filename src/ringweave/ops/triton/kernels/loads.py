@@ -1,4 +1,4 @@
-"""What the kernels share: a task's rows, its part of a list, mask words, and tiles of memory."""
+"""What the kernels share: items of a queue, mask words, and tiles of memory."""
 
 # Triton reads these functions' source: it wants neither annotations nor the usual style of names
 # ruff: noqa: N803, RET505
@@ -11,32 +11,23 @@ import triton.language as tl
 # what changes from call to call, while a cache grows: no reason to compile again. Of strides, those of lse and delta
 # over tokens are left: they are 1 or the rate of a view
 SIZES = (
-    "items", "heads", "nq", "nk", "tokens", "tiles", "columns",
+    "items", "heads", "nq", "nk", "tokens", "columns",
     *(f"{of}_{axis}" for of in "qkvgo" for axis in "bhn"), "l_b", "l_h", "s_b", "s_h",
 )  # fmt: skip
+# int32 numbers of a record of a queue
+FIELDS = tl.constexpr(6)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def share_of(shares, item, begin, end, SPLIT: tl.constexpr):
-    """Find the part of a list that an item of the queue computes, and its slot among the partial results (-1: none)."""
+def record_of(records, at, SPLIT: tl.constexpr):
+    """Load a record of ``queues.Queue``; its slot where lists are split, else -1."""
+    of = records + at * FIELDS
     slot = -1
     if SPLIT:
-        share, of, slot = tl.load(shares + 3 * item), tl.load(shares + 3 * item + 1), tl.load(shares + 3 * item + 2)
-        length = end - begin
-        end = begin + length * (share + 1) // of
-        begin = begin + length * share // of
-    return begin, end, slot
-
-
-@triton.jit
-def place(task, part, ratio, tiles, SPAN: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Find a task's tile; its part's first head (among those of all batch elements) and token; heads from it on."""
-    packs = (ratio + HEADS - 1) // HEADS
-    pack, tile = task // tiles, task % tiles
-    member = pack % packs * HEADS
-    return tile, pack // packs * ratio + member, tile * SPAN + part * ROWS, ratio - member
+        slot = tl.load(of + 5)
+    return tl.load(of), tl.load(of + 1), tl.load(of + 2), tl.load(of + 3), tl.load(of + 4), slot
 
 
 @triton.jit
@@ -48,11 +39,11 @@ def strides(b, h, n, STEP: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def within(local, room, first, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Tell which rows of a program there are: of ``room`` heads, of tokens before the end."""
+def within(local, head, ratio, first, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Tell which rows of a program there are: of heads from ``head`` on with its keys, of tokens before the end."""
     inside = first + (local % ROWS if HEADS > 1 else local) < tokens
     if HEADS > 1:
-        inside = inside & (local // ROWS < room)
+        inside = inside & (local // ROWS < ratio - head % ratio)
     return inside
 
 

@@ -21,11 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .loads import SIZES
+from .loads import SIZES, record_of
 
+record = gluon.jit(record_of.fn)
 LN_2 = gl.constexpr(0.6931471805599453)
-# int32 numbers of an item of the queue: pair, first query, begin and end of its list
-FIELDS = gl.constexpr(4)
 ROWS = gl.constexpr(64)
 # query tiles that are there at a time
 HELD = gl.constexpr(2)
@@ -57,12 +56,12 @@ def pingpong(
     tiles = (queries, keys, values)
     marks = (q_full, q_free, k_full, k_free, v_full, v_free, turn)
     lists = (records, col, bits, masks, items)
-    sizes = (nq, nk, scale)
+    sizes = (heads, nq, nk, scale)
     gl.warp_specialize(
         [
             (attend, (tiles, marks, lists, sizes, out, lse, 0, D, DV, KV_TILE, STAGES, MASKED, RAGGED)),
             (attend, (tiles, marks, lists, sizes, out, lse, 1, D, DV, KV_TILE, STAGES, MASKED, RAGGED)),
-            (load, (q, k, v, tiles, marks, records, col, items, heads, ratio, KV_TILE, STAGES)),
+            (load, (q, k, v, tiles, marks, records, col, items, ratio, KV_TILE, STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -70,18 +69,15 @@ def pingpong(
 
 
 @gluon.jit
-def load(q, k, v, tiles, marks, records, col, items, heads, ratio, KV_TILE: gl.constexpr, STAGES: gl.constexpr):
+def load(q, k, v, tiles, marks, records, col, items, ratio, KV_TILE: gl.constexpr, STAGES: gl.constexpr):
     """Copy the tiles of all items of a program, as buffers become free."""
     queries, keys, values = tiles
     q_full, q_free, k_full, k_free, v_full, v_free, _ = marks
     taken = 0
     done = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        record = records + item * FIELDS
-        pair, first = gl.load(record), gl.load(record + 1)
-        begin, end = gl.load(record + 2), gl.load(record + 3)
-        b, head = pair // heads, pair % heads
-        kv_head = head // ratio
+        b, head, q_tile, begin, end, _slot = record(records, item, False)
+        first, kv_head = q_tile * (2 * ROWS), head // ratio
         if begin < end:
             token = gl.load(col + begin) * KV_TILE
             for half in gl.static_range(2):
@@ -135,7 +131,7 @@ def attend(
     queries, keys, values = tiles
     q_full, q_free, k_full, k_free, v_full, v_free, turn = marks
     records, col, bits, masks, items = lists
-    nq, nk, scale = sizes
+    heads, nq, nk, scale = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -147,9 +143,8 @@ def attend(
     done = 0
     turns = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        record = records + item * FIELDS
-        pair, first = gl.load(record), gl.load(record + 1)
-        begin, end = gl.load(record + 2), gl.load(record + 3)
+        b, head, q_tile, begin, end, _slot = record(records, item, False)
+        first = q_tile * (2 * ROWS)
         top = gl.full([ROWS], float("-inf"), gl.float32, by_row)
         total = gl.zeros([ROWS], gl.float32, by_row)
         acc = gl.zeros([ROWS, DV], gl.float32, o_layout)
@@ -215,7 +210,7 @@ def attend(
         total = gl.where(empty, 1.0, total)
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, o_layout))[:, None]
         row_lse = gl.where(empty, float("-inf"), (top + gl.log2(total)) * LN_2)
-        line = pair.to(gl.int64) * nq + first
+        line = (b * heads + head).to(gl.int64) * nq + first
         gl.store(
             out + (line + out_local)[:, None] * DV + channel[None, :],
             acc.to(out.dtype.element_ty),
