@@ -90,7 +90,7 @@ def test_the_heads_of_tables(tmp_path: Path) -> None:
     assert "window + sinks, forward: 256 tokens, 1 heads, D = 64, float32, density 0.5" in said
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.jsonl")), ids=lambda path: str(path.relative_to(RESULTS)))
 def test_lines_of_record_are_such_lines(path: Path) -> None:
     """Older ones may lack what was added since."""
     for line in lines(path):
