@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringweave.bench.measure import peak_memory
+from ringweave_lab.bench.peak import peak_memory
 
 from .tiny import config_of, model_of
 
