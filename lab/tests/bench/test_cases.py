@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from ringweave.errors import UnsupportedError
 from ringweave_lab.bench.cases import CASES, run_case
-from ringweave_lab.bench.command import register
+from ringweave_lab.commands import register
 from ringweave_lab.bench.record import Options, Outcome, PlanCost
 
 app = typer.Typer()

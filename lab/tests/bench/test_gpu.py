@@ -15,6 +15,7 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.errors import UnsupportedError
 from ringweave.tune.measure import Call, Ratio, Timing, replayed
+from ringweave.tune import session
 from ringweave.tune.problem import Drawn, Problem
 from ringweave.tune.session import Built, Peer
 from ringweave_lab.bench import CaseResult, Options, Outcome, Target
@@ -39,7 +40,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
         return {name: Timing((number + 1.0,) * rounds) for number, name in enumerate(calls)}
 
-    monkeypatch.setattr(compare, "interleaved", interleaved)
+    monkeypatch.setattr(session, "interleaved", interleaved)
 
 
 def measure(of: Comparison, peak: float | None = None) -> list[Outcome]:
@@ -208,20 +209,20 @@ def test_replays_are_timed_and_what_no_graph_can_hold_by_itself(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(compare, "on_device", lambda device: nullcontext())
-    monkeypatch.setattr(compare, "interleaved", timed)
+    monkeypatch.setattr(session, "on_device", lambda device: nullcontext())
+    monkeypatch.setattr(session, "interleaved", timed)
     problem = Problem("small", rw.Full(), 128, device="cuda")
-    made = [compare.Entry.of(problem, name, "forward", how=name) for name in ("captured", "reads", "wrong", "captured")]
+    made = [session.Entry(problem, name, "forward", how=name) for name in ("captured", "reads", "wrong", "captured")]
     made[0].call = made[3].call = lambda: done.append("called")
     made[1].call = reads
-    compare.in_turn(made, rounds=1)
+    session.in_turn(made, rounds=1)
     assert done == ["called", "reads", "replay", "reads"]
-    assert [each.outcome.timing is not None for each in made] == [True, True, False, True]
+    assert [each.timing is not None for each in made] == [True, True, False, True]
     why = "timed with its launches, not as a graph: RuntimeError: operation not permitted when stream is capturing"
-    assert [each.outcome.how for each in made] == ["captured", f"reads; {why}", "wrong", "captured"]
+    assert [each.how for each in made] == ["captured", f"reads; {why}", "wrong", "captured"]
     done.clear()
     # by another timer, and on a CPU, calls are timed
-    compare.in_turn(made[:1], rounds=1, timer=lambda call, times: 1.0)
+    session.in_turn(made[:1], rounds=1, timer=lambda call, times: 1.0)
     assert done == ["called"]
 
 

@@ -100,7 +100,7 @@ def test_another_gpu_than_the_current_one_is_made_current(monkeypatch: pytest.Mo
     for name, figure in (
         ("synchronize", None), ("reset_peak_memory_stats", None), ("memory_allocated", 3), ("max_memory_allocated", 7),
     ):  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, lambda figure=figure: seen.append(current[-1]) or figure)
+        monkeypatch.setattr(torch.cuda, name, lambda *device, figure=figure: seen.append(current[-1]) or figure)
     interleaved({"call": lambda: seen.append(current[-1])}, rounds=2, device="cuda:1", timer=timer)
     assert peak_memory(lambda: seen.append(current[-1]), device="cuda:1").nbytes == 4
     assert len(seen) == 3 + 2 + 5

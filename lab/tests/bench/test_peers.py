@@ -8,6 +8,7 @@ import torch
 
 import ringweave as rw
 from ringweave.errors import ShapeError, UnsupportedError
+from ringweave.tune import session
 from ringweave.tune.oracle import Oracle, sample_rows
 from ringweave.tune.problem import Drawn, Operands, Problem
 from ringweave.tune.session import Built, Peer
@@ -185,9 +186,9 @@ def test_names_of_who_takes_part() -> None:
 
 def test_a_function_that_several_problems_share_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[int] = []
-    usual = module.interleaved
+    usual = session.interleaved
     monkeypatch.setattr(
-        module, "interleaved", lambda calls, **options: timed.append(len(calls)) or usual(calls, **options)
+        session, "interleaved", lambda calls, **options: timed.append(len(calls)) or usual(calls, **options)
     )
     problems = [Problem(f"{density}", Drawn(density), 512, 2, 16) for density in (0.5, 1.0)]
     comparison = module.Comparison([(each, ("ringweave", "sdpa")) for each in problems], ("forward",), 1, memory=False)
@@ -215,7 +216,7 @@ def test_a_peer_that_breaks_ends_the_run_unless_its_failure_is_a_reason(error: t
     broken = Peer("broken", "", lambda problem, backward: None, build)
     with pytest.raises(error, match="no memory"):
         compare(_problem(WINDOW), [broken])
-    comparison = module.Comparison([(_problem(WINDOW), [broken, *peers("sdpa")])], rounds=1, failures=module.FAILURES)
+    comparison = module.Comparison([(_problem(WINDOW), [broken, *peers("sdpa")])], rounds=1, failures=session.FAILURES)
     found = list(module.outcomes(comparison))
     assert [each.reason for each in found if each.peer == "broken"] == [f"{error.__name__}: no memory"] * 2
     # once in each run: for both directions
@@ -236,7 +237,7 @@ def test_a_peer_that_writes_to_its_inputs_ends_the_run() -> None:
 
     comparison = module.Comparison(
         [(_problem(WINDOW), [Peer("careless", "", lambda problem, backward: None, build), *peers("sdpa")])],
-        ("forward",), failures=module.FAILURES,
+        ("forward",), failures=session.FAILURES,
     )  # fmt: skip
     with pytest.raises(ShapeError, match="careless: got a peer that writes to its inputs"):
         list(module.outcomes(comparison))
