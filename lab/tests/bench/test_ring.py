@@ -19,8 +19,8 @@ from ringweave.tune.session import Entry
 from ringweave_lab.bench import Options, Outcome, Problem, Target, rank, run_case
 from ringweave_lab.bench.cases import ring
 from ringweave_lab.bench.cases.ring import documents
-from ringweave_lab.commands import register
 from ringweave_lab.bench.launched import LaunchError, run, torchrun
+from ringweave_lab.commands import register
 from tests.sampled import is_long
 
 app = typer.Typer()
@@ -105,7 +105,8 @@ def test_documents_fill_a_sequence() -> None:
 
 def entry(name: str, *seconds: float, reason: str | None = None) -> Entry:
     problem = Problem("window", rw.SlidingWindow(8), 128, 1, 8)
-    return Entry.of(problem, name, "forward + backward", reason=reason, timing=Timing(seconds) if seconds else None)
+    timing = Timing(seconds) if seconds else None
+    return Entry(problem, name, "forward + backward", reason=reason, timing=timing)
 
 
 def test_a_wrong_result_is_not_timed() -> None:

@@ -130,9 +130,11 @@ def on_device(device: str) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if torch.device(device).type == "cuda" else nullcontext()
 
 
-def _in_a_row(timer: Timer, call: Call) -> int:
-    """How many calls to time at once: of short ones on a GPU several, so that its queue never runs dry."""
-    return max(1, min(50, round(0.02 / max(timer(call, 2), 1e-6)))) if timer is by_events else 1
+def _in_a_row(timer: Timer, call: Call, shortest: float) -> int:
+    """Return the number of calls to time together; on a GPU several short ones, so that its queue never runs dry."""
+    if timer is by_events:
+        return max(1, min(50, round(0.02 / max(timer(call, 2), 1e-6))))
+    return max(1, round(shortest / max(timer(call, 1), 1e-7))) if shortest else 1
 
 
 def interleaved(
@@ -143,6 +145,8 @@ def interleaved(
     device: str = "cpu",
     budget: float | None = None,
     timer: Timer | None = None,
+    fewest: int = 1,
+    shortest: float = 0.0,
 ) -> dict[str, Timing]:
     """Time callables in turn, round by round.
 
@@ -151,8 +155,10 @@ def interleaved(
         rounds: Timed rounds.
         warmup: Rounds before, not timed.
         device: ``"cuda"`` times by events on the current stream, anything else by the clock.
-        budget: Seconds after which no further round starts; at least one is run.
+        budget: Seconds after which no further round starts.
         timer: Another timer than the device's.
+        fewest: Rounds that run whatever the budget says.
+        shortest: Seconds of a timed piece, at least: a shorter call runs several times.
     Returns:
         A timing for each name, all with the same number of rounds.
     Raises:
@@ -170,11 +176,11 @@ def interleaved(
         for _ in range(warmup):
             for call in calls.values():
                 call()
-        times = {name: _in_a_row(once, call) for name, call in calls.items()}
+        times = {name: _in_a_row(once, call, shortest) for name, call in calls.items()}
         gc.collect()
         start = time.perf_counter()
         for done in range(rounds):
-            if budget is not None and done and time.perf_counter() - start > budget:
+            if budget is not None and done >= fewest and time.perf_counter() - start > budget:
                 break
             for name, call in calls.items():
                 seconds[name].append(once(call, times[name]))

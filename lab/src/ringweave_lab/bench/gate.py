@@ -26,7 +26,7 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.errors import UnsupportedError, message
 from ringweave.plan.from_pattern import build
-from ringweave.tune.measure import Call, Timer, by_processor
+from ringweave.tune.measure import Call, Timer, by_processor, interleaved, ratio
 from ringweave.tune.problem import BOTH, FORWARD, Drawn, Problem
 from ringweave.tune.session import Say, Session, silent
 
@@ -237,17 +237,10 @@ def measured(
         seconds: After which no further round starts, by the clock.
         timer: What times them.
     """
-    times = []
-    for call in pair:
-        # once before it counts; and often enough for the clock
-        call()
-        times.append(max(1, round(_PART / max(timer(call, 1), 1e-7))))
-    found: list[float] = []
-    start = time.perf_counter()
-    while len(found) < rounds and (len(found) < _FEWEST or time.perf_counter() - start < seconds):
-        ours, other = (timer(call, number) for call, number in zip(pair, times, strict=True))
-        found.append(ours / other)
-    return statistics.median(found)
+    timings = interleaved(
+        {"ours": pair[0], "other": pair[1]}, rounds=rounds, budget=seconds, timer=timer, fewest=_FEWEST, shortest=_PART
+    )
+    return ratio(timings["ours"], timings["other"]).paired
 
 
 def run(

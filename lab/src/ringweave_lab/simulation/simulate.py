@@ -74,7 +74,7 @@ def simulate(
             that is none.
         PatternError: No pattern, or one that is made for another length or other heads.
     Example:
-        >>> from ringweave.parallel.planning.simulate import simulate
+        >>> from ringweave_lab.simulation.simulate import simulate
         >>> (row,) = simulate(rw.SlidingWindow(4096) & rw.Causal(), 2**20, [256])
         >>> row.ringweave.name, row.ringweave.stages
         ('contiguous', 1)
