@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- layers -->\n", "<!-- /layers -->\n"
@@ -25,6 +28,15 @@ def parts() -> tuple[str, str, str]:
 
 def test_the_list_of_layers_is_the_linters() -> None:
     assert parts()[1] == layers()
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("src/**/README.md")), ids=lambda page: page.parent.name)
+def test_a_folders_page_names_its_files(page: Path) -> None:
+    said = page.read_text("utf-8")
+    names = [file.name for file in page.parent.rglob("*.py") if file.name != "__init__.py"]
+    kernels = [file.name for file in page.parent.rglob("kernels/*.py")]
+    assert [name for name in names if name not in said and name not in kernels] == []
+    assert [each for each in re.findall(r"`(?:\w+/)*(\w+\.py)`", said) if each not in names] == []
 
 
 if __name__ == "__main__":
