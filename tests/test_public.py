@@ -24,7 +24,7 @@ NAMES = [
     "LongNet", "Neighborhood", "PageError", "PagedCache", "Pattern", "PatternError", "PerHead", "Periodic",
     "PlanCache", "Precision", "PrefixLM", "RingError", "RingweaveError", "Segments", "ShapeError", "Sinks", "SlidingWindow",
     "Softcap", "Strided", "TokenMask", "UnsupportedError", "adaptive", "attention", "attention_weights",
-    "attention_with_lse", "audit", "bench", "bigbird", "dilated_blocks", "explain", "from_block_mask",
+    "attention_with_lse", "audit", "bigbird", "dilated_blocks", "explain", "from_block_mask",
     "from_mask_mod", "hierarchical_attention", "local_global", "longformer", "longnet_attention",
     "memory", "merge", "natten_1d", "nn", "paged_attention", "parallel", "plan", "random_blocks", "sparse_transformer_fixed",
     "variable", "varlen_attention",
