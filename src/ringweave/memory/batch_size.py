@@ -145,5 +145,5 @@ def _peak(device: torch.device) -> int:
 
 
 def _held(name: str) -> int:
-    lines = _STATUS.read_text("ascii").splitlines()
+    lines = _STATUS.read_text("ascii", errors="replace").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
