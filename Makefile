@@ -24,7 +24,7 @@ help:
 	@echo "make fuzz    random calls against the definition for SECONDS (60), of a SEED (a new one)"
 	@echo "make soak    TABLES (10000) changed tables in threads and processes, SECONDS (60) of 32 threads on memory: nothing of another one"
 	@echo "make mutations  the library broken in one line, many times: whether its tests notice"
-	@echo "make gate    eight ratios of speed, held to those of benchmarks/baseline.json; five minutes at most"
+	@echo "make gate    eight ratios of speed, held to those of lab/results/baseline.json; five minutes at most"
 	@echo "make bench   every goal of the design notes that this machine can measure: target and value; ringweave-bench.html"
 	@echo "make wheels  what a release has, as far as this machine can, into dist/; tried in fresh environments"
 	@echo "make docs    build the documentation into site/"
@@ -36,8 +36,8 @@ $(BIN)/python:
 # the stamps hold what is installed: they are made anew when the project's requirements change
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
-$(VENV)/.demo: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
-	$(PIP) --editable '.[all]'
+$(VENV)/.demo: pyproject.toml lab/pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
+	$(PIP) --editable '.[all]' --editable ./lab
 	touch $@
 
 # what builds the kernel: with it the sanitized one is compiled while the rest is being installed
@@ -45,8 +45,8 @@ $(VENV)/.build: constraints.txt | $(BIN)/python
 	$(PIP) cmake ninja nanobind
 	touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.build
-	$(PIP) --editable '.[all,dev]'
+$(VENV)/.dev: pyproject.toml lab/pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.build
+	$(PIP) --editable '.[all,dev]' --editable ./lab
 	touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo
@@ -96,15 +96,15 @@ soak: $(VENV)/.dev
 	$(BIN)/python -m tests.memory.test_threads $(SECONDS)
 
 mutations: $(VENV)/.dev
-	$(BIN)/python scripts/mutations.py
+	$(BIN)/python lab/scripts/mutations.py
 
 gate: $(VENV)/.dev
-	$(BIN)/ringweave bench --gate benchmarks/baseline.json
+	$(BIN)/ringweave bench --gate lab/results/baseline.json
 
 # cases with goals, at their own sizes; of those that take half an hour each, what was kept of them; the page has all goals,
 # and after it counts what failed
 GOALS := kernels planning terms decode memory ring
-KEPT := $(addprefix benchmarks/results/cpu-,models.jsonl quality.jsonl tiles.jsonl)
+KEPT := $(addprefix lab/results/cpu-,models.jsonl quality.jsonl tiles.jsonl)
 bench: $(VENV)/.dev
 	rm -f ringweave-bench.jsonl
 	failed=0; \

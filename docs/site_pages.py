@@ -8,9 +8,9 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from ringweave.bench.report import case_pages, read_lines, rendered_figures
-from ringweave.cli.explorer.answer import Asked, answer
-from ringweave.cli.explorer.server import EXAMPLES, page
+from ringweave_lab.bench.report import case_pages, read_lines, rendered_figures
+from ringweave_lab.explorer.answer import Asked, answer
+from ringweave_lab.explorer.server import EXAMPLES, page
 
 RECORDED = {
     "Causal window with sinks": ("4K", "16K", "64K", "1M"),
@@ -40,7 +40,7 @@ def figures(folder: Path) -> str:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add them beside those that are written by hand."""
     root = Path(config.config_file_path).parent
-    results = root / "benchmarks" / "results"
+    results = root / "lab" / "results"
     for name, content in (
         ("explorer-recorded.html", page(recorded())),
         ("benchmarks/figures.html", figures(results)),

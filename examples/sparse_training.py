@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import ringweave as rw
-from ringweave.bench.text import ByteModel, standard_library
+from ringweave_lab.bench.text import ByteModel, standard_library
 
 
 def arguments() -> argparse.Namespace:

@@ -140,8 +140,8 @@ def test_console_blocks_are_compared(block: str, wrong: str | None) -> None:
 def test_the_program_of_the_page_on_a_ring_prints_what_is_shown(tmp_path: Path) -> None:
     """In four processes, as the page starts it."""
     pytest.importorskip("psutil")
-    from ringweave.bench.launched import run as launch
-    from ringweave.bench.launched import torchrun
+    from ringweave_lab.bench.launched import run as launch
+    from ringweave_lab.bench.launched import torchrun
 
     page = (ROOT / "docs/parallel.md").read_text("utf-8")
     blocks = re.findall(r"```(\w+)\n(.*?)```", page, flags=re.S)

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ringweave.bench.launched import command, example, run, started
+from ringweave_lab.bench.launched import command, example, run, started
 
 STEPS = 40
 SAVED = 35

@@ -52,7 +52,7 @@ from .terms import ALiBi, Bias, DistanceBias, Softcap
 from .types import AttentionOutput
 
 if TYPE_CHECKING:
-    from . import adaptive, audit, bench, memory, nn, parallel
+    from . import adaptive, audit, memory, nn, parallel
     from .explanation import explain
     from .hierarchical import hierarchical_attention
     from .pages import PagedCache, paged_attention
@@ -107,7 +107,6 @@ __all__ = [
     "attention_weights",
     "attention_with_lse",
     "audit",
-    "bench",
     "bigbird",
     "dilated_blocks",
     "explain",
@@ -132,7 +131,7 @@ __all__ = [
 
 
 # these load when asked for: importing ringweave stays quick
-_SUBMODULES = ("adaptive", "audit", "bench", "integrations", "memory", "nn", "parallel")
+_SUBMODULES = ("adaptive", "audit", "integrations", "memory", "nn", "parallel", "tune")
 _ELSEWHERE = {
     "BlockWeights": "weights",
     "ContextParallel": "parallel",
@@ -150,6 +149,10 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"ringweave.{name}")
     if name in _ELSEWHERE:
         return getattr(importlib.import_module(f"ringweave.{_ELSEWHERE[name]}"), name)
+    if name == "bench":
+        from .laboratory import attribute
+
+        return attribute("ringweave", name)
     raise AttributeError(f"module 'ringweave' has no attribute {name!r}; its names are listed by dir(ringweave)")
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.adaptive import ImportanceTracker, tile_mass
-from ringweave.bench.cases.quality import look
-from ringweave.bench.text import ByteModel, standard_library, train
 from ringweave.parallel import ContextParallel
+from ringweave_lab.bench.cases.quality import look
+from ringweave_lab.bench.text import ByteModel, standard_library, train
 from tests.parallel.threads import Threaded, run
 
 N, SIDE, HEADS = 768, 32, 4

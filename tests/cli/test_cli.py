@@ -20,14 +20,14 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from ringweave.bench.descent import Descent, Tuned
 from ringweave.cli import bits, main
 from ringweave.cli.app import _blocks, app
 from ringweave.cli.doctor import diagnose
 from ringweave.ops import cpu, tuning
 from ringweave.ops.triton.launch_config import LaunchConfig
 from ringweave.ops.tuning_key import KernelKey
-from ringweave.parallel.planning.simulate import simulate
+from ringweave.tune.descent import Descent, Tuned
+from ringweave_lab.simulation.simulate import simulate
 
 PATTERN = "(SlidingWindow(1024) | Sinks(64)) & Causal()"
 

@@ -13,7 +13,7 @@ import torch
 
 import ringweave as rw
 from ringweave.errors import RingweaveError, UnsupportedError
-from ringweave.memory import batch_size, numa
+from ringweave.memory import batch_size, numa, peak
 
 from ..parallel.processes import forked
 
@@ -160,7 +160,7 @@ def _found_within(free: int, most: int) -> tuple[int, int, list[int]]:
 
 
 @pytest.mark.measures
-@pytest.mark.skipif(not batch_size._peak_is_known(), reason="measures resident memory")
+@pytest.mark.skipif(not peak.is_known(torch.device("cpu")), reason="measures resident memory")
 @pytest.mark.parametrize("most", [1, 7, 40])
 def test_the_largest_batch_within_a_limit(most: int) -> None:
     """With 10 % to spare; never a step that does not fit. In a process of its own, whose memory nothing else moves."""

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.bench.cases.sides import documents
-from ringweave.bench.measure import by_processor, interleaved
 from ringweave.ops import cpu
 from ringweave.ops.backend import Inputs
 from ringweave.plan import Branch
+from ringweave.tune.measure import by_processor, interleaved
+from ringweave_lab.bench.cases.sides import documents
 
 from .plans import DTYPES, VARIANTS
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.bench.compare import FAILURES, Entry, Session
-from ringweave.bench.measure import Timing
-from ringweave.bench.problem import BOTH, FORWARD, Problem
-from ringweave.bench.search import Candidate, Search
-from ringweave.bench.tune import store, tune
 from ringweave.ops import tuning
 from ringweave.ops.triton import kernels, launch
 from ringweave.ops.triton import launch_config as module
 from ringweave.ops.triton.launch_config import LaunchConfig, overriding
+from ringweave.tune import store, tune
+from ringweave.tune.measure import Timing
+from ringweave.tune.problem import BOTH, FORWARD, Problem
+from ringweave.tune.search import Candidate, Search
+from ringweave.tune.session import FAILURES, Entry, Session
 
 from ..oracle import Inputs
 from ..test_conformance import conforms
@@ -125,8 +125,8 @@ def test_of_another_type_they_are_not_taken(launched: Mapping[str, Mapping[str, 
 def test_the_search_ends_where_the_clock_leads_it(needs_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are really computed and checked; seconds are a stand-in, by blocks: 16 keys, one stage are best."""
     run = _search(needs_grad)
-    monkeypatch.setattr("ringweave.bench.descent._HELD", (16, 32))
-    monkeypatch.setattr("ringweave.bench.descent._STREAMED", (16, 32))
+    monkeypatch.setattr("ringweave.tune.descent._HELD", (16, 32))
+    monkeypatch.setattr("ringweave.tune.descent._STREAMED", (16, 32))
     computed = []
 
     def time(calls: Mapping[Candidate, Entry], part: float) -> dict[Candidate, Timing]:
@@ -187,7 +187,7 @@ def test_what_tune_stores_is_what_auto_then_runs(
         return sum([1.0 if candidate.tile is None else 0.8] + [0.0 if of.n < 32 else 0.1 for _, of in candidate.blocks])
 
     monkeypatch.setattr(Search, "time", time)
-    monkeypatch.setattr("ringweave.bench.descent._STREAMED", (16, 32))
+    monkeypatch.setattr("ringweave.tune.descent._STREAMED", (16, 32))
     problem = Problem("test", PATTERN, 40, 1, 16, dtype=torch.float16)
     choices = tune(problem, rounds=1)
     assert [choice.chosen for choice in choices if choice.chosen is not None and choice.chosen.tile == (32, 32)]

@@ -14,7 +14,7 @@ import ringweave as rw
 from ringweave.errors import RingweaveError
 from ringweave.parallel import ContextParallel, Placement, Transport, export_chrome_trace, regroup
 from ringweave.parallel.planning.cost import Machine
-from ringweave.parallel.planning.simulate import simulate
+from ringweave_lab.simulation.simulate import simulate
 
 from .processes import Pool
 

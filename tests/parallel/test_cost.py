@@ -10,11 +10,11 @@ from ringweave.parallel.planning.choice import portfolio
 from ringweave.parallel.planning.cost import Load, Machine, cost_of, estimate
 from ringweave.parallel.planning.demand import Demand
 from ringweave.parallel.planning.movement import movement
-from ringweave.parallel.planning.other_systems import other_systems
 from ringweave.parallel.planning.placement import contiguous, residues, striped
 from ringweave.parallel.planning.workload import Widths, Workload
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
+from ringweave_lab.simulation.other_systems import other_systems
 
 from .test_demand import tokens_moved
 

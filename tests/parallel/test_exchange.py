@@ -11,9 +11,9 @@ import torch
 import ringweave as rw
 from ringweave.parallel import ContextParallel, Transport
 from ringweave.parallel.planning.cost import Load
-from ringweave.parallel.planning.simulate import simulate
 from ringweave.parallel.planning.workload import Widths
 from ringweave.plan import branches
+from ringweave_lab.simulation.simulate import simulate
 
 from ..cases import MIXTURES, PATTERNS
 from ..oracle import Inputs

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringweave as rw
-from ringweave.bench.cases.ring import documents
 from ringweave.errors import ShapeError
 from ringweave.parallel.planning import choice as module
 from ringweave.parallel.planning.choice import Choice, affinity, choose, portfolio
@@ -21,6 +20,7 @@ from ringweave.parallel.planning.workload import Widths, Workload
 from ringweave.patterns import Pattern
 from ringweave.plan import branches, plan_cache
 from ringweave.recent import Recent
+from ringweave_lab.bench.cases.ring import documents
 
 MAKERS: dict[str, Callable[[int, int, int], Placement]] = {
     "contiguous": contiguous,

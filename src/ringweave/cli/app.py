@@ -1,4 +1,4 @@
-"""The application: its commands, of which show, explain and tune are here, and how an error ends one."""
+"""The command-line application: show, explain and tune, and the way an error ends a command."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..bench.command import register
 from ..cells import Panel, picture
 from ..errors import RingweaveError
 from ..explanation import explain as explained
+from ..laboratory import COMMANDS, REMEDY, registrations
 from ..ops.dispatch import BACKENDS
 from ..patterns import parse
 from ..picture import ASCII_SHADES, SHADES, art_rows
-from . import auditing, campaigning, doctor, gating, profiling, simulation, terminal
-from .explorer import explore
+from . import auditing, doctor, terminal
 from .terminal import Heads, PatternText, Tokens
 
 if TYPE_CHECKING:
-    from ..bench.descent import Tuned
-    from ..bench.tune import Finding
+    from ..tune import Finding
+    from ..tune.descent import Tuned
 
 _GAP = 3
 _LEAST = 24  # characters below which panels go under each other rather than side by side
@@ -38,6 +37,9 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find a command of two words, such as ``bench --gate``, before that of the first alone."""
+        if args[0] in COMMANDS and args[0] not in self.commands:
+            terminal.fail(f"{args[0]} belongs to the distribution ringweave-lab: {REMEDY}")
+            raise typer.Exit(2)
         second, *value = args[1].split("=", 1) if len(args) > 1 else [""]
         name = f"{args[0]} {second}"
         return super().resolve_command(ctx, [name, *value, *args[2:]] if name in self.commands else args)
@@ -167,11 +169,8 @@ def explain(
     terminal.out().print(text, markup=False, soft_wrap=True)
 
 
-app.command("simulate")(simulation.simulated)
 app.command("doctor")(doctor.doctor)
 app.command("audit")(auditing.audit)
-app.command("explore")(explore)
-app.command("profile")(profiling.profile)
 
 
 @app.command()
@@ -193,9 +192,9 @@ def tune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, and store nothing.")] = False,
 ) -> None:
     """Time what is right on these sizes, and store the fastest backend and tiles: backend="auto" takes them then."""
-    from ..bench.problem import DIRECTIONS, Problem
-    from ..bench.tune import store
-    from ..bench.tune import tune as measure
+    from ..tune import store
+    from ..tune import tune as measure
+    from ..tune.problem import DIRECTIONS, Problem
 
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise typer.BadParameter("this torch finds no CUDA device", param_hint="--device")
@@ -267,6 +266,5 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-register(app)
-app.command("bench campaign")(campaigning.campaigned)
-app.command("bench --gate")(gating.gated)
+for register in registrations():
+    register(app)

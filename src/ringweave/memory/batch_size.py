@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from ..errors import ShapeError, UnsupportedError, is_out_of_memory, message, shown
 from ..patterns.numbers import named_device, whole
+from . import peak
 from .pressure import pressure, to_system, trim
 
 
@@ -54,7 +53,7 @@ def fit_batch(
     device = named_device(device)
     gc.collect()
     trim()
-    free, held = pressure(device).free * (1 - headroom), _held_now(device)
+    free, held = pressure(device).free * (1 - headroom), peak.held(device)
     # the first step also makes what is kept
     taken, raised = _Taken(device), False
     probe = _probe(step, low, device, held)
@@ -83,7 +82,7 @@ class _Taken:
 
     def __init__(self, device: torch.device):
         self._found: list[tuple[int, int]] = []
-        self._known = device.type == "cuda" or _peak_is_known()
+        self._known = peak.is_known(device)
 
     def note(self, batch: int, nbytes: int) -> None:
         self._found = [*self._found[-1:], (batch, nbytes)]
@@ -101,7 +100,7 @@ class _Taken:
 def _probe(step: Callable[[int], object], batch: int, device: torch.device, held: int) -> int | None:
     """Bytes above those held that a step takes at its peak; None where memory ran out."""
     to_system()
-    _begin(device)
+    peak.begin(device)
     try:
         step(batch)
         if device.type == "cuda":
@@ -112,38 +111,6 @@ def _probe(step: Callable[[int], object], batch: int, device: torch.device, held
         # its frames hold what was allocated
         error.__traceback__ = None
     else:
-        return max(0, _peak(device) - held)
+        return max(0, peak.highest(device) - held)
     gc.collect()
     return None
-
-
-_CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-
-
-def _peak_is_known() -> bool:
-    return os.access(_CLEAR, os.W_OK)
-
-
-def _begin(device: torch.device) -> None:
-    """Forget the peak so far."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif _peak_is_known():
-        _CLEAR.write_text("5", "ascii")
-
-
-def _held_now(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return _held("VmRSS") if _peak_is_known() else 0
-
-
-def _peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return _held("VmHWM") if _peak_is_known() else 0
-
-
-def _held(name: str) -> int:
-    lines = _STATUS.read_text("ascii", errors="replace").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from .context import ContextParallel
 from .execution.pending_table import PendingTable
 from .planning.placement import Placement
-from .planning.simulate import simulate
 from .trace import Trace, export_chrome_trace
 from .transport.transport import Transport
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from .transport.regroup import regroup
 
 __all__ = [
-    "ContextParallel", "PendingTable", "Placement", "Trace", "Transport", "export_chrome_trace", "regroup", "simulate",
+    "ContextParallel", "PendingTable", "Placement", "Trace", "Transport", "export_chrome_trace", "regroup",
 ]  # fmt: skip
 
 
@@ -31,4 +30,8 @@ def __getattr__(name: str) -> object:
         from .transport.regroup import regroup
 
         return regroup
+    if name == "simulate":
+        from ..laboratory import attribute
+
+        return attribute(__name__, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

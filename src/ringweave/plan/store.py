@@ -11,6 +11,7 @@ import os
 import struct
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,8 +119,8 @@ def _plan_of(body: bytes, sizes: tuple[int, ...]) -> BlockPlan | None:
         flat = found[name].ravel()
         if flat[0] != 0 or flat[-1] != places or (np.diff(flat) < 0).any():
             return None
-    tensors = (torch.from_numpy(found[each]) for each in _TENSORS)
-    return BlockPlan(*tensors, nq=nq, nk=nk, q_tile=q_tile, kv_tile=kv_tile, q_offset=q_offset)
+    tensors: list[Any] = [torch.from_numpy(found[each]) for each in _TENSORS]
+    return BlockPlan(*tensors, *(nq, nk, q_tile, kv_tile, q_offset))
 
 
 def _bytes(table: Tensor) -> memoryview:

@@ -2,7 +2,7 @@
 
 Looked up by sizes, unless ``ringweave tune`` found another to be faster here: a call times nothing. A program holds one
 side of the tiles, with its sums in registers, and streams the other through shared memory. The table's figures are the
-largest blocks that compile without spilling (docs/benchmarks/kernel-resources.md): on a GPU they are still unmeasured.
+largest blocks that compile without spilling (lab/notes/kernel-resources.md): on a GPU they are still unmeasured.
 """
 
 from __future__ import annotations

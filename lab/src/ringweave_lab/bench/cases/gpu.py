@@ -1,0 +1,251 @@
+"""The case ``kernels`` on a GPU: the Triton kernels next to the vendors' kernels.
+
+Results are checked on sampled rows of two key heads. Kernels are timed in turn as replays of CUDA graphs, short ones
+several times between two events: a launch from Python takes the host longer than many of them run. Backward is timed by
+itself, on autograd's graph that is kept. The peak is a
+square matrix product of the same type in the same run; the best until then counts. No comparison starts once the time
+is used up: the result says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+import ringweave as rw
+from ringweave.errors import UnsupportedError, message
+from ringweave.patterns import Pattern
+from ringweave.tune.measure import interleaved
+from ringweave.tune.problem import BACKWARD, BOTH, FORWARD, Drawn, Operands, Problem
+from ringweave.tune.search import Candidate, Direct, Search, whole
+from ringweave.tune.session import FAILURES, Built, Peer, Say, Session
+
+from ..compare import Comparison, outcomes
+from ..record import Measuring, Options, Outcome, Rule, Target, over_first, targets
+
+OWN = "ringweave:triton"
+_ALL = (OWN, "flex", "flex:tma", "ringweave:flash")
+_DENSE = ("sdpa:cudnn", "sdpa:flash")
+#: Seconds after which no further comparison starts: the last ones are large, and all end in ten minutes.
+BUDGET = 440.0
+
+
+def _with_turns(problem: Problem, inputs: Operands) -> Built:
+    """Make the Triton kernel ready whose groups of warps take turns.
+
+    Raises:
+        UnsupportedError: This device or these sizes have none.
+    """
+    own = Candidate("triton")
+    (asked,) = Search(problem, Session(inputs), FORWARD).asked(own)
+    blocks = dataclasses.replace(asked.usual, m=128, n=128, warps=8, resident=1, described=True, pingpong=True)
+    why = asked.misfit(blocks)
+    if why is not None:
+        raise UnsupportedError(message("peer", f"{OWN}:pingpong", "tiles of 128 on Hopper", why))
+    return Direct.of(Candidate("triton", blocks=((asked.key, blocks),)), own, problem)
+
+
+def _with_loaders(problem: Problem, inputs: Operands) -> Built:
+    """Make the Triton kernel ready with warps of its own for loads.
+
+    Raises:
+        UnsupportedError: This device or these sizes have none.
+    """
+    branch, own = whole(problem), Candidate("triton")
+    (asked,) = Search(problem, Session(inputs), FORWARD).asked(own)
+    blocks = dataclasses.replace(asked.usual, warps=4, described=True, specialised=True)
+    why = "it has masks" if branch.plan(problem.device).masks.shape[0] else asked.misfit(blocks)
+    if why is not None:
+        raise UnsupportedError(message("peer", f"{OWN}:loaders", "whole tiles of 128 on Hopper", why))
+    return Direct.of(Candidate("triton", blocks=((asked.key, blocks),)), own, problem)
+
+
+def _forward_alone(problem: Problem, backward: bool) -> str | None:
+    return "its backward is the other one's" if backward else None
+
+
+#: The Triton kernel with warps of its own for loads.
+LOADERS = Peer(f"{OWN}:loaders", "warps of their own load tiles", _forward_alone, _with_loaders)
+
+#: The Triton kernel in which one warp loads and two groups of warps take turns to multiply.
+PINGPONG = Peer(f"{OWN}:pingpong", "groups of warps take turns", _forward_alone, _with_turns)
+
+
+def part(
+    problem: Problem, names: Sequence[str | Peer] = _ALL, *, dense: bool = False, whole: bool = False
+) -> Comparison:
+    """Compare kernels on one problem.
+
+    Args:
+        problem: What is computed.
+        names: Sparse kernels; ratios are over the first.
+        dense: Whether dense attention is timed beside it.
+        whole: Forward and backward in one go, with peak memory, instead of each by itself.
+    """
+    entries: list[tuple[Problem, Sequence[str | Peer]]] = [(problem, names)]
+    if dense:
+        entries.append((dataclasses.replace(problem, name=f"{problem.name}, dense", relation=rw.Full()), _DENSE))
+    directions = (BOTH,) if whole else (FORWARD, BACKWARD)
+    return Comparison(entries, directions, 10, memory=whole, ends=True, failures=FAILURES)
+
+
+def _problem(name: str, relation: Pattern | Drawn, tokens: int, heads: int = 16, head_dim: int = 128) -> Problem:
+    return Problem(name, relation, tokens, heads, head_dim, dtype=torch.bfloat16, device="cuda")
+
+
+def _series(densities: Sequence[float], tokens: int) -> Comparison:
+    """Compare densities of one length, in turn."""
+    first, *rest = (_problem("densities", Drawn(density), tokens) for density in densities)
+    of = part(first, (OWN,))
+    return dataclasses.replace(of, entries=[*of.entries, *((each, (OWN,)) for each in rest)])
+
+
+_TABLES = (*_ALL, LOADERS, PINGPONG)
+_CAUSAL = (*_ALL, PINGPONG)
+#: By the names that ``ringweave bench kernels --part`` takes.
+PARTS = {
+    "16K": part(_problem("stage A", Drawn(0.1), 16384), _TABLES, dense=True),
+    "32K": part(_problem("stage A", Drawn(0.1), 32768), _TABLES, dense=True),
+    "65K": part(_problem("stage A", Drawn(0.1), 65536), _TABLES),
+    "causal": part(_problem("causal", rw.Causal(), 16384), _CAUSAL),
+    "window": part(_problem("window", rw.SlidingWindow(1023, 0), 65536), _CAUSAL),
+    "documents": part(_problem("documents", rw.Documents([2731] * 24) & rw.Causal(), 24 * 2731)),
+    "sinks": part(_problem("sinks", (rw.SlidingWindow(1023, 0) | rw.Global(4)) & rw.Causal(), 65536)),
+    "densities": _series((0.5, 0.25, 0.1, 0.05, 0.02, 0.01), 32768),
+    "D 64": part(_problem("90% sparse", Drawn(0.1), 65536, 8, 64), dense=True),
+    "D 256": part(_problem("D 256", Drawn(0.1), 16384, 8, 256), (OWN, "flex")),
+    "64 x 64": part(_problem("64 x 64, top 64", Drawn(block_size=64, chosen=64), 109632, 7)),
+    "million": part(_problem("a million tokens", Drawn(0.01), 2**20), (OWN,), whole=True),
+}
+QUICK = (
+    part(_problem("stage A", Drawn(0.1), 16384), (OWN, "ringweave:flash"), dense=True),
+    _series((0.5, 0.05), 16384),
+    part(_problem("64 x 64, top 64", Drawn(block_size=64, chosen=64), 16384, 7), (OWN,)),
+)
+
+
+def _teraflops(each: Outcome) -> float | None:
+    return None if each.gflops is None else each.gflops / 1e3
+
+
+def _milliseconds(each: Outcome) -> float | None:
+    return None if each.timing is None else each.timing.median * 1e3
+
+
+def _extra_memory(each: Outcome) -> float | None:
+    """Tell what forward and backward in one go hold beyond inputs, output, lse and gradients, over those tensors."""
+    item = 4 if each.dtype == "float32" else 2
+    rows, keys = each.heads * each.tokens, each.kv_heads * each.tokens
+    held = rows * (each.head_dim * item + 4)  # out and lse
+    gradients = (rows + 2 * keys) * each.head_dim * item
+    tensors = held + 2 * gradients + rows * each.head_dim * item  # q, k, v and dout as well
+    return None if each.peak is None else max(0.0, each.peak.nbytes - held - gradients) / tensors
+
+
+def _stage(direction: str, first: float, last: float) -> tuple[Rule, ...]:
+    """Ask for TFLOP/s of active tiles, in two stages, and for a ratio to FlexAttention's time."""
+    own = {"workload": "stage A", "peer": OWN, "direction": direction}
+    return (
+        Rule("stage A: {direction}", own, _teraflops, first, unit="TFLOP/s"),
+        Rule("stage C: {direction}", own, _teraflops, last, unit="TFLOP/s"),
+        Rule("{direction}: FlexAttention's time over ringweave's", own | {"peer": "flex"}, over_first, 1.3),
+    )
+
+
+def _at_most(name: str, tokens: int, bound: float) -> Rule:
+    """Bound the milliseconds of forward, at one length."""
+    own = {"workload": name, "peer": OWN, "direction": FORWARD}
+    return Rule("{workload}: forward", own, _milliseconds, bound, at_least=False, unit="ms", tokens=tokens)
+
+
+TARGETS = (
+    *_stage(FORWARD, 480.0, 600.0),
+    *_stage(BACKWARD, 320.0, 500.0),
+    *(
+        Rule("{workload}: FlexAttention's time over ringweave's", {"workload": name, "peer": "flex",
+             "direction": FORWARD}, over_first, 1.2)
+        for name in ("causal", "window")
+    ),
+    _at_most("90% sparse", 65536, 3.0),
+    _at_most("64 x 64, top 64", 109632, 4.0),
+    Rule(
+        "forward + backward in one go: memory beyond its tensors", {"workload": "a million tokens", "peer": OWN},
+        _extra_memory, 0.05, at_least=False, unit="%",
+    ),
+)  # fmt: skip
+_LINEAR = 1.15
+
+
+def linear(records: Sequence[Outcome]) -> list[Target]:
+    """Compare the time per tile over the densities of one length: the slowest over the fastest."""
+    made = []
+    for direction in (FORWARD, BACKWARD):
+        of = "densities", OWN, direction
+        series = [each for each in records if (each.workload, each.peer, each.direction) == of]
+        if not series:
+            continue
+        # operations per second are tiles per second: their size is the same at every density
+        rates = [each.gflops for each in series if each.gflops]
+        low, high = min(each.density for each in series), max(each.density for each in series)
+        size = f"{series[0].tokens:,} tokens, density {low:.1%} to {high:.1%}"
+        figure = max(rates) / min(rates) if len(rates) == len(series) else None
+        reason = next((each.reason for each in series if each.reason), None)
+        what = f"{direction}: time per tile, slowest over fastest"
+        made.append(Target(what, size, figure, _LINEAR, False, reason=reason))
+    return made
+
+
+def matmul_peak(dtype: torch.dtype, device: str, side: int = 8192) -> float:
+    """Measure a square matrix product in operations a second: the best of ten samples."""
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return 2 * side**3 / interleaved({"product": lambda: a @ b}, rounds=10, device=device)["product"].min
+
+
+def asked(options: Options) -> list[Comparison]:
+    """Choose what is measured: all, one, the quick ones, or stage A at a length of the user's.
+
+    Raises:
+        UnsupportedError: No part of that name.
+    """
+    if options.part is not None and options.part not in PARTS:
+        raise UnsupportedError(message("part", repr(options.part), f"one of {', '.join(PARTS)}", "Name one of them."))
+    parts = list(PARTS.values()) if options.part is None else [PARTS[options.part]]
+    parts = list(QUICK) if options.quick else parts
+    rounds = options.rounds or (5 if options.quick else 10)
+    return [
+        dataclasses.replace(
+            each, entries=[(options.of(problem), names) for problem, names in each.entries], rounds=rounds
+        )
+        for each in (parts if options.tokens is None else parts[:1])
+    ]
+
+
+def measure(options: Options, say: Say, clock: Callable[[], float] = time.perf_counter) -> Measuring:
+    """Measure one comparison after the other, and set the figures beside their targets.
+
+    Raises:
+        UnsupportedError: There is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            message("device", repr(options.device), "a CUDA device", "Run it where torch.cuda.is_available().")
+        )
+    dtype = options.dtype or torch.bfloat16
+    start, peak = clock(), 0.0
+    records: list[Outcome] = []
+    left: list[str] = []
+    for each in asked(options):
+        problem = each.entries[0][0]
+        if clock() - start > BUDGET:
+            left.append(f"{problem.name} at {problem.tokens:,} tokens")
+            continue
+        peak = max(peak, matmul_peak(dtype, options.device))
+        records += yield from outcomes(each, say, peak=peak)
+        torch.cuda.empty_cache()
+    yield from targets(TARGETS, records)
+    yield from linear(records)
+    said = f"Matrix product of {str(dtype).removeprefix('torch.')}: {peak / 1e12:,.0f} TFLOP/s."
+    return said + (f" No time was left for {', '.join(left)}." if left else "")

@@ -1,0 +1,276 @@
+"""The case ``kernels`` on a CPU: how much of the processor's peak a kernel reaches, over densities, sizes and types.
+
+All densities of one size are timed in turn with each other and with their peers, so that every ratio is of one run.
+The peak is a loop of fused multiply-adds in registers on the same number of threads, taken before each size of the same
+run; the best until then counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+import ringweave as rw
+from ringweave.ops import cpu
+from ringweave.tune.measure import Call, interleaved
+from ringweave.tune.problem import BOTH, FORWARD, Drawn, Operands, Problem
+from ringweave.tune.session import Entry, Say, Session, in_turn
+
+from ..compare import Comparison, outcomes
+from ..peers import peers
+from ..record import Measuring, Options, Outcome, Rule, Target, over_first, targets
+
+_TILE = 128
+_DENSE_TOKENS = 16384
+_ALL = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
+_BUDGET = 60.0
+
+
+def _size(
+    tokens: int,
+    densities: tuple[float, ...],
+    *others: str,
+    head_dim: int = 64,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    rounds: int = 2,
+) -> Comparison:
+    """Compare one size at some densities: who runs it beside ringweave."""
+    problems = (
+        Problem(f"random {density:.0%}", Drawn(density), tokens, heads, head_dim, kv_heads=kv_heads)
+        for density in densities
+    )
+    return Comparison(
+        [(each, ("ringweave", *others)) for each in problems], rounds=rounds, budget=_BUDGET, memory=False
+    )
+
+
+_OTHERS = ("ringweave:gather", "sdpa")
+USUAL = (
+    _size(8192, (0.1,), "ringweave:gather", "flex", "sdpa", rounds=3),
+    _size(4096, (0.05, 0.1, 0.25, 0.5, 1.0), *_OTHERS),
+    _size(4096, (0.1,), *_OTHERS, head_dim=128),
+    _size(4096, (0.1,), *_OTHERS, kv_heads=2),
+    _size(16384, (0.01, 0.05)),
+    _size(65536, (0.01,)),
+)
+QUICK = (_size(1024, (0.25, 1.0), *_OTHERS, heads=4, kv_heads=2),)
+
+
+def whole_grid() -> Iterable[Comparison]:
+    """List every length, density, head dimension and grouping."""
+    for tokens in (4096, 8192, 16384, 32768, 65536):
+        for head_dim in (64, 128):
+            for kv_heads in (8, 2):
+                flex = ("flex",) if (tokens, head_dim, kv_heads) == (8192, 64, 8) else ()
+                dense = ("sdpa",) if tokens <= _DENSE_TOKENS else ()
+                others = ("ringweave:gather", *flex, *dense)
+                yield _size(tokens, _ALL, *others, head_dim=head_dim, kv_heads=kv_heads, rounds=3)
+
+
+def _headline(dtype: str, flex: float, share: float, dense: float) -> tuple[Rule, ...]:
+    """What is asked of the kernel in a type, at the size that it is asked for."""
+    size = {"dtype": dtype, "tokens": 8192, "head_dim": 64, "heads": 8, "kv_heads": 8, "workload": "random 10%"}
+    forward, both = size | {"direction": FORWARD}, size | {"direction": BOTH}
+    return (
+        Rule("{dtype} forward: FlexAttention's time over ringweave's", forward | {"peer": "flex"}, over_first, flex),
+        Rule(
+            "{dtype} forward: share of the FMA peak", forward | {"peer": "ringweave"}, lambda each: each.peak_share,
+            share, unit="%",
+        ),
+        Rule("{dtype} forward + backward: dense SDPA's time", both | {"peer": "sdpa"}, over_first, dense),
+    )  # fmt: skip
+
+
+TARGETS = (
+    *_headline("float32", flex=1.7, share=0.5, dense=10.0),
+    *_headline("bfloat16", flex=4.0, share=0.38, dense=14.0),
+    Rule(
+        "{dtype} {direction}: dense SDPA's time",
+        {"peer": "sdpa", "workload": "random 100%", "tokens": lambda tokens: tokens >= 4096}, over_first, 1.0,
+    ),
+)  # fmt: skip
+
+
+def measure(options: Options, say: Say) -> Measuring:
+    """Measure, and set the figures beside their targets."""
+    native = cpu.module() is not None
+    dtypes = (options.dtype,) if options.dtype else (torch.float32, torch.bfloat16)
+    peaks: dict[torch.dtype, float] = {}
+    memory = None
+    records: list[Outcome] = []
+    for size in QUICK if options.quick else whole_grid() if options.full else USUAL:
+        for dtype in dtypes:
+            if native:
+                peaks[dtype] = max(peaks.get(dtype, 0.0), fma_peak(dtype))
+                memory = max(memory or 0.0, memory_speed(options.quick))
+            for each in outcomes(asked(size, options, dtype), say, peak=peaks.get(dtype), memory=memory):
+                # others' kernels are not held to it
+                own = each.peer.startswith("ringweave")
+                records.append(each if own else dataclasses.replace(each, peak_share=None, memory_share=None))
+                yield records[-1]
+    if not native:
+        why = "ringweave was installed without a C++ compiler"
+        return f"No native kernel ran here ({why}): the figures are of other backends, without a share of the peak."
+    yield from targets(TARGETS, records, ".0%")
+    yield from overheads(options, dtypes, say)
+    said = ", ".join(f"{peak / 1e9:,.0f} GFLOP/s in {_name(dtype)}" for dtype, peak in peaks.items())
+    read = "" if memory is None else f"; memory is read at {memory / 1e9:.0f} GB/s"
+    return f"Instruction set {cpu.variant()}; FMA peak of {torch.get_num_threads()} threads: {said}{read}."
+
+
+def asked(size: Comparison, options: Options, dtype: torch.dtype) -> Comparison:
+    """Give a size what the user asked for, without densities that leave no room for the diagonal."""
+    entries = []
+    for problem, names in size.entries:
+        problem = dataclasses.replace(options.of(problem), dtype=dtype)
+        if isinstance(problem.relation, Drawn) and problem.relation.density >= _TILE / problem.tokens:
+            entries.append((problem, names))
+    if not entries:
+        problem, names = size.entries[-1]
+        full = dataclasses.replace(options.of(problem), name="random 100%", relation=Drawn(1.0), dtype=dtype)
+        entries.append((full, names))
+    return dataclasses.replace(size, entries=entries, rounds=options.rounds or size.rounds)
+
+
+def reading(quick: bool) -> tuple[Call, int]:
+    """Make a loop that adds up an array larger than any cache on torch's threads, and tell the bytes that it reads."""
+    native, threads = cpu.module(), torch.get_num_threads()
+    assert native is not None
+    words = torch.zeros((2**22 if quick else 2**28) // 8, dtype=torch.int64)
+    return lambda: native.read_all(words, threads), words.nbytes
+
+
+def memory_speed(quick: bool, samples: int = 5) -> float:
+    """Measure how many bytes of memory are read in a second: the best of short samples."""
+    call, nbytes = reading(quick)
+    return nbytes / interleaved({"memory": call}, rounds=samples)["memory"].min
+
+
+def fma_peak(dtype: torch.dtype, seconds: float = 0.02, samples: int = 10) -> float:
+    """Measure a loop of fused multiply-adds on torch's threads, in operations a second: the best of short samples.
+
+    A peak is what the machine can do: what others take of it at a moment does not count.
+    """
+    native = cpu.module()
+    assert native is not None
+    name = "bfloat16" if dtype == torch.bfloat16 else "float32"
+    threads, variant = torch.get_num_threads(), cpu.variant()
+    return max(float(native.fma_peak(name, threads, seconds, variant)) for _ in range(samples))
+
+
+def overheads(options: Options, dtypes: Iterable[torch.dtype], say: Say) -> Iterator[Target]:
+    """Measure what a kernel spends besides multiplying tiles: on sparse rows, on uneven ones, on strides, in memory.
+
+    Each is a ratio of two runs of the same kernel, checked and timed in turn; small sizes have no target.
+    """
+    for dtype in dtypes:
+        yield _sparse(options, dtype, say)
+        yield _uneven(options, dtype, say)
+        for direction in (FORWARD, BOTH):
+            yield _strided(options, dtype, direction, say)
+    if torch.bfloat16 in dtypes:
+        for direction in (FORWARD, BOTH):
+            yield _memory(options, direction, say)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tokens(options: Options, whole: int) -> int:
+    return options.tokens or (2048 if options.quick else whole)
+
+
+def _target(
+    options: Options, what: str, size: str, entries: list[Entry] | list[Outcome], figure: Callable[[], float],
+    bound: float, *, at_least: bool = False, unit: str = "x",
+) -> Target:  # fmt: skip
+    """File a figure of entries that were all timed, or why one was not."""
+    held = None if options.sized else bound
+    reason = next((each.reason for each in entries if each.timing is None), None)
+    return Target(what, size, None if reason else figure(), held, at_least, unit, reason)
+
+
+def _per_tile(options: Options, problems: list[Problem], say: Say) -> tuple[list[Outcome], Callable[[], float]]:
+    """Time forward, and compare the first one's time per tile with the last one's."""
+    comparison = Comparison([(each, ("ringweave",)) for each in problems], (FORWARD,), options.rounds or 3, 20.0, False)
+    found = list(outcomes(comparison, say))
+    # operations per second are tiles per second: their size is the same
+    return found, lambda: (found[-1].gflops or 0.0) / (found[0].gflops or 1.0)
+
+
+def _sparse(options: Options, dtype: torch.dtype, say: Say) -> Target:
+    tokens, heads = _tokens(options, 32768), options.heads or (8 if options.full else 2)
+    low = min(1.0, max(0.01, 1.25 * _TILE / tokens))
+    problems = [
+        Problem(f"{density:.0%} of tiles", Drawn(density), tokens, heads, dtype=dtype, device=options.device)
+        for density in (low, 0.5)
+    ]
+    found, figure = _per_tile(options, problems, say)
+    what = f"{_name(dtype)} forward: time per tile at density {low:.0%} over that at 50%"
+    return _target(options, what, f"{tokens:,} tokens, {heads} heads, D 64", found, figure, 1.15)
+
+
+def _uneven(options: Options, dtype: torch.dtype, say: Say) -> Target:
+    tokens, heads = _tokens(options, 32768), options.heads or 2
+    density = min(1.0, max(0.05, 1.25 * _TILE / tokens))
+    even = rw.random_blocks(tokens, density)
+    table = even.mask.clone()
+    table[..., ::64, :] = True
+    problems = [
+        Problem(name, pattern, tokens, heads, dtype=dtype, device=options.device)
+        for name, pattern in (("one full row per 64", rw.BlockTable(table, _TILE)), ("even rows", even))
+    ]
+    found, figure = _per_tile(options, problems, say)
+    what = f"{_name(dtype)} forward: time per tile with one full row per 64 over that without"
+    return _target(options, what, f"{tokens:,} tokens, {heads} heads, D 64, density {density:.0%}", found, figure, 1.1)
+
+
+def _strided(options: Options, dtype: torch.dtype, direction: str, say: Say) -> Target:
+    tokens, heads, rate = _tokens(options, 32768), options.heads or 8, 4
+    inside = tokens // rate
+    density = min(1.0, max(0.1, 1.25 * _TILE / inside))
+    problem = Problem(f"every {rate}th", Drawn(density), inside, heads, dtype=dtype, device=options.device)
+    whole = dataclasses.replace(problem, tokens=tokens).inputs()
+    views = Operands(*(x[:, :, ::rate] for x in whole))
+    entries = [
+        Session(inputs, say, ends=True).check(problem, peers("ringweave")[0], direction)
+        for inputs in (views, Operands(*(x.contiguous() for x in views)))
+    ]
+    say(f"{tokens:,} tokens, {dtype}: every {rate}th in place, and contiguous")
+    in_turn(entries, rounds=max(options.rounds or 3, 5), budget=20.0)
+
+    def speed() -> float:
+        strided, contiguous = (each.timing for each in entries)
+        assert strided is not None
+        assert contiguous is not None
+        return contiguous.median / strided.median
+
+    what = f"{_name(dtype)} {direction}: speed of the view x[:, :, ::{rate}] over contiguous tensors"
+    size = f"{inside:,} of {tokens:,} tokens, {heads} heads, D 64, density {density:.0%}"
+    return _target(options, what, size, entries, speed, 0.9, at_least=True)
+
+
+def _memory(options: Options, direction: str, say: Say) -> Target:
+    """Measure what a call holds beyond what it was given and gives, as a share of those."""
+    tokens, heads = _tokens(options, 262144), options.heads or 8
+    window = min(256 if options.quick else 1024, tokens // 4)
+    problem = Problem("window", rw.SlidingWindow(window), tokens, heads, dtype=torch.bfloat16, device=options.device)
+    found = list(outcomes(Comparison([(problem, ("ringweave",))], (direction,), 1, ends=True), say))
+    # tensors of the queries' size that it makes, and those of which the rest is a share
+    made, share, bound = (1, 4, 0.05) if direction == FORWARD else (4, 3, 0.10)
+    what = "bfloat16 forward: memory beyond q, k, v and out, of these"
+    if direction == BOTH:
+        what = "bfloat16 forward + backward: memory beyond q, k, v, out and gradients, of the gradients"
+
+    def rest() -> float:
+        assert found[0].peak is not None
+        one = tokens * heads * problem.head_dim * problem.dtype.itemsize
+        return max(found[0].peak.nbytes - made * one, 0) / (share * one)
+
+    return _target(
+        options, what, f"{tokens:,} tokens, {heads} heads, D 64, window {window:,}", found, rest, bound, unit="%"
+    )

@@ -1,0 +1,136 @@
+"""The case ``models``: models of transformers with random weights, ringweave next to the library's own attention."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ringweave.audit.targets import library
+from ringweave.errors import UnsupportedError, message
+from ringweave.tune.measure import interleaved, ratio
+from ringweave.tune.session import Say
+from ringweave.units import nbytes
+
+from ..peak import peak_memory
+from ..record import Measuring, Options, Target
+
+#: Of eager's or sdpa's tensors of tokens times tokens, in bytes; more is not tried.
+_MOST = 4 * 2**30
+_QUICK = 128
+_WORDS = 512
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A model to measure.
+
+    Attributes:
+        name: What people call it.
+        kind: transformers' name of it, before ``Model`` and ``Config``.
+        tokens: Length of its text.
+        heads: Query heads, of 64 each.
+        sizes: The rest of its configuration.
+        bound: The most that ringweave may take, as a part of sdpa's time.
+    """
+
+    name: str
+    kind: str
+    tokens: int
+    heads: int
+    sizes: dict[str, Any]
+    bound: float | None = None
+
+
+_SHAPES = (
+    _Shape("a Llama-like layer", "Llama", 512, 16, {"num_hidden_layers": 1, "num_key_value_heads": 4}, 1.05),
+    _Shape(
+        "ModernBERT's shape, 3 layers", "ModernBert", 8192, 12,
+        {"num_hidden_layers": 3, "intermediate_size": 1152, "local_attention": 128, "global_attn_every_n_layers": 3},
+    ),
+    _Shape(
+        "Mistral-like, window 1,024", "Mistral", 16384, 8,
+        {"num_hidden_layers": 2, "num_key_value_heads": 2, "sliding_window": 1024},
+    ),
+)  # fmt: skip
+
+
+def measure(options: Options, say: Say) -> Measuring:
+    """Check that all give the same, and time them in turn."""
+    transformers = library()
+    importlib.import_module("ringweave.integrations.transformers")
+    said = []
+    for shape in _SHAPES:
+        tokens, heads = (
+            options.tokens or (_QUICK if options.quick else shape.tokens),
+            options.heads or (4 if options.quick else shape.heads),
+        )
+        size = f"{tokens:,} tokens, {heads} heads"
+        models = {name: _model(transformers, shape, name, tokens, heads) for name in ("ringweave", "sdpa", "eager")}
+        # a mask of bytes; scores and weights, of which backward keeps one for each layer
+        for name, squares in (("sdpa", 1), ("eager", 4 * heads * (shape.sizes["num_hidden_layers"] + 1))):
+            if squares * tokens**2 > _MOST:
+                del models[name]
+                reason = f"{nbytes(squares * tokens**2)} of tokens times tokens"
+                yield Target(f"{shape.name}: {name}", size, None, None, True, reason=reason)
+        ids = torch.randint(3, _WORDS, (1, tokens), generator=torch.Generator().manual_seed(0))
+        for direction, call in (("inference", _inference), ("training step", _step)):
+            calls = {name: call(model, ids.to(options.device)) for name, model in models.items()}
+            say(f"models, {shape.name}, {size}, {direction}")
+            results = {name: each() for name, each in calls.items()}
+            for name, result in results.items():
+                if not torch.allclose(result, results["ringweave"], atol=1e-3, rtol=1e-3):
+                    raise UnsupportedError(message("models", f"another result from {name}", "the same", "Report it."))
+            peaks = {name: peak_memory(each, device=options.device, warm=False).nbytes for name, each in calls.items()}
+            rounds = options.rounds or (3 if options.quick else 5)
+            timings = interleaved(calls, rounds=rounds, warmup=0, device=options.device, budget=240)
+            for name in models:
+                if name == "ringweave":
+                    continue
+                over = ratio(timings["ringweave"], timings[name]).medians
+                bound = shape.bound if name == "sdpa" and not options.sized else None
+                yield Target(f"{shape.name}, {direction}: ringweave's time over {name}'s", size, over, bound, False)
+                memory = peaks["ringweave"] / max(peaks[name], 1)
+                yield Target(f"{shape.name}, {direction}: peak memory over {name}'s", size, memory, None, False)
+                said.append(f"{over:.2f} of {name}'s ({shape.name}, {direction})")
+    return f"ringweave's time: {', '.join(said)}."
+
+
+def _model(transformers: Any, shape: _Shape, attention: str, tokens: int, heads: int) -> Any:
+    sizes: dict[str, Any] = {
+        "vocab_size": _WORDS, "hidden_size": 64 * heads, "intermediate_size": 128 * heads, "num_attention_heads": heads,
+        "max_position_embeddings": tokens, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1,
+        "sep_token_id": 2,
+    }  # fmt: skip
+    shared = {} if "num_key_value_heads" not in shape.sizes else {"num_key_value_heads": max(1, heads // 4)}
+    config = getattr(transformers, f"{shape.kind}Config")(**(sizes | shape.sizes | shared))
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    return getattr(transformers, f"{shape.kind}Model")(config).eval()
+
+
+def _inference(model: Any, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+    options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+    model = model.to(ids.device)
+
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = model(ids, **options)[0]
+        return found
+
+    return call
+
+
+def _step(model: Any, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+    options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+
+    def call() -> torch.Tensor:
+        model.zero_grad()
+        model(ids, **options)[0].square().mean().backward()
+        first: torch.Tensor = next(model.parameters()).grad
+        return first.clone()
+
+    return call

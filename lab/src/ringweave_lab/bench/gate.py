@@ -1,0 +1,361 @@
+"""The gate: eight ratios within a run, held to committed ones, so that a change that makes something slow is seen.
+
+Each ratio is ringweave's time over that of something beside it that does not change with ringweave, such as torch's
+dense attention, on one thread, in the processor's time of this process: what others do on the machine does not count.
+The two run in turn, and the median of the ratios within rounds counts. A ratio that is too large is measured again, up
+to three times, after all others and for longer: what a neighbour did passes, what a change did stays. Where the time
+ends before that, nothing is decided, and nothing fails. What only waits, and threads that wait for each other, is not
+seen.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import ringweave as rw
+from ringweave.errors import UnsupportedError, message
+from ringweave.plan.from_pattern import build
+from ringweave.tune.measure import Call, Timer, by_processor
+from ringweave.tune.problem import BOTH, FORWARD, Drawn, Problem
+from ringweave.tune.session import Say, Session, silent
+
+from .peers import peers
+from .record import environment
+
+#: The slowdown that is to be caught.
+CAUGHT = 1.3
+# a tolerance is at least this; and no more than lies midway, or the slowdown would be missed sooner than a run without
+# it is refused
+_LEAST, _MOST = 1.1, CAUGHT**0.5
+_AGAIN = 3
+_LONGER = 2  # times as many rounds as before, and seconds
+_WITHIN = 240.0  # seconds after which nothing is measured again
+_ROUNDS, _SECONDS = 61, 5.0
+_REPEATS = 5  # runs of a new baseline
+_FEWEST = 7  # rounds, whatever they take
+_WIDTH = 3  # times how far the runs of a baseline lie from their median, all but one
+_PART = 0.006  # seconds of a call, at least: shorter ones run several times
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One of the ratios.
+
+    Attributes:
+        name: What files call it.
+        what: What it is, in words.
+        pair: Makes ringweave's call, checked against the oracle where it computes attention, and the one beside it,
+            which works alike, on as much memory: what others do on the machine is to slow both as much.
+    """
+
+    name: str
+    what: str
+    pair: Callable[[Say], tuple[Call, Call]]
+
+
+def _checked(problem: Problem, direction: str, name: str, say: Say) -> Call:
+    """A peer's call, of which the oracle has seen that it is right."""
+    (peer,) = peers(name)
+    entry = Session(problem.inputs(), say).check(problem, peer, direction)
+    if entry.call is None:
+        raise UnsupportedError(message(peer.name, entry.reason, "a right result", "Mend that first."))
+    return entry.call
+
+
+def _attention(
+    problem: Problem, direction: str, ours: str = "ringweave", beside: torch.dtype | None = None
+) -> Callable[[Say], tuple[Call, Call]]:
+    """A call, and torch's dense attention beside it, in another type where that is given."""
+    other = replace(problem, dtype=beside or problem.dtype)
+
+    def pair(say: Say) -> tuple[Call, Call]:
+        return _checked(problem, direction, ours, say), _checked(other, direction, "sdpa", say)
+
+    return pair
+
+
+def _mixed(say: Say) -> tuple[Call, Call]:
+    """A mixture; beside it torch's dense attention in each segment of its branches, joined without weights."""
+    ours = _checked(Problem("LongNet", rw.LongNet([256, 1024], [1, 4]), 2048, 2), FORWARD, "ringweave", say)
+    q = torch.randn(1, 2, 2048, 64)
+    branches = [x.unflatten(2, (-1, 256)).transpose(1, 2).flatten(0, 1) for x in (q, q[:, :, ::4])]
+
+    def other() -> object:
+        with torch.no_grad():
+            whole, some = (torch.nn.functional.scaled_dot_product_attention(x, x, x) for x in branches)
+            whole[:2] += some
+            return whole
+
+    return ours, other
+
+
+def _planned(say: Say) -> tuple[Call, Call]:
+    """A plan that no cache has; beside it as many small steps of numpy and torch, of the kinds that planning takes."""
+    pattern, tokens = (rw.SlidingWindow(1024) | rw.Sinks(64)) & rw.Causal(), 65536
+    rows, places = np.arange(512), torch.arange(128)
+    tiles = np.random.default_rng(0).integers(512, size=2**13)
+
+    def plan() -> object:
+        return build(pattern, tokens, tokens, tile=(128, 128))
+
+    def other() -> object:
+        found: list[object] = []
+        for _ in range(12):
+            counts = np.minimum(rows + 1, 512) - np.maximum(rows - 9, 0)
+            row = np.repeat(rows, counts)
+            column = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+            kinds = np.unique(tiles[:1024], return_inverse=True)
+            order = np.argsort(tiles.astype(np.uint16), kind="stable")
+            joined = np.concatenate([row, tiles])
+            distance = places[:, None] - places
+            mask = np.packbits(((distance >= 0) & (distance < 100)).numpy(), axis=1)
+            found[:] = column, kinds, order, joined[joined % 7 > 0], np.searchsorted(row, rows), mask
+        return found
+
+    return plan, other
+
+
+def _called(say: Say) -> tuple[Call, Call]:
+    """A call so small that its kernel takes no time; beside it torch's calls, as small."""
+    ours = _checked(Problem("small", rw.Causal(), 16, 1, 16), FORWARD, "ringweave:cpu", say)
+    q = torch.randn(1, 1, 16, 16)
+
+    def other() -> object:
+        found: list[Tensor] = []
+        with torch.no_grad():
+            for _ in range(8):
+                out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+                found[:] = [(out + q).view(16, 16).t()]
+        return found
+
+    return ours, other
+
+
+_MASKED = (rw.SlidingWindow(512) | rw.Sinks(64)) & rw.Causal()
+HEADLINES = (
+    Headline("kernel", "float32, a tenth of the tiles: forward over dense SDPA's",
+             _attention(Problem("random 10%", Drawn(0.1), 2048, 2), FORWARD)),
+    Headline("gradients", "float32, a tenth of the tiles: forward and backward over dense SDPA's",
+             _attention(Problem("random 10%", Drawn(0.1), 2048, 1), BOTH)),
+    Headline("bfloat16", "bfloat16, a tenth of the tiles: forward over dense SDPA's in float32",
+             _attention(Problem("random 10%", Drawn(0.1), 2048, 2, dtype=torch.bfloat16), FORWARD,
+                        beside=torch.float32)),
+    Headline("dense", "float32, every pair: forward over SDPA's",
+             _attention(Problem("full", rw.Full(), 1024, 2), FORWARD, "ringweave:cpu")),
+    Headline("window", "float32, a causal window with sinks: forward over dense SDPA's",
+             _attention(Problem("window + sinks", _MASKED, 2048, 2), FORWARD)),
+    Headline("longnet", "float32, LongNet: forward over SDPA's in each of its segments", _mixed),
+    Headline("plan", "a plan of 65,536 tokens that no cache has, over small steps of numpy and torch", _planned),
+    Headline("call", "a call on 16 tokens, hardly more than Python, over eight of SDPA's", _called),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Held:
+    """A ratio as it was, and how much larger it may be: measured from how far runs lie apart."""
+
+    ratio: float
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate found of one ratio.
+
+    Attributes:
+        headline: Which.
+        found: The least of what was measured, once or again.
+        held: What it is held to; None where nothing is known of this processor.
+        times: How often it was measured.
+    """
+
+    headline: Headline
+    found: float
+    held: Held | None
+    times: int
+
+    @property
+    def slower(self) -> float | None:
+        """How many times slower than it was."""
+        return None if self.held is None else self.found / self.held.ratio
+
+    @property
+    def within(self) -> bool:
+        """Whether it is as fast as it was, within its tolerance."""
+        return self.held is None or self.found <= self.held.ratio * self.held.tolerance
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is not found to be slower: one that was too slow once may have had a neighbour."""
+        return self.within or self.times <= _AGAIN
+
+    @property
+    def stale(self) -> bool:
+        """Whether it is so much faster than it was that the slowdown would no longer be caught."""
+        return self.held is not None and self.found * CAUGHT <= self.held.ratio * self.held.tolerance
+
+
+def kind() -> str:
+    """Name what ratios depend on beside ringweave: the processor, the kernel's instruction set, and torch."""
+    where = environment()
+    return f"{where.cpu}, kernel {where.kernel or 'none'}, torch {where.torch.split('+')[0]}"
+
+
+def slowed(call: Call, factor: float, timer: Timer = by_processor) -> Call:
+    """Make a call that works for ``factor`` times as long: what the gate is to notice."""
+
+    def slow() -> object:
+        result: list[object] = []
+        spent = timer(lambda: result.append(call()), 1)
+        until = time.process_time() + (factor - 1) * spent
+        while time.process_time() < until:
+            pass
+        return result[0]
+
+    return slow
+
+
+def measured(
+    pair: tuple[Call, Call], *, rounds: int = _ROUNDS, seconds: float = _SECONDS, timer: Timer = by_processor
+) -> float:
+    """Measure the ratio of two calls: the median over rounds in which they run in turn.
+
+    Args:
+        pair: The calls.
+        rounds: How many, at most.
+        seconds: After which no further round starts, by the clock.
+        timer: What times them.
+    """
+    times = []
+    for call in pair:
+        # once before it counts; and often enough for the clock
+        call()
+        times.append(max(1, round(_PART / max(timer(call, 1), 1e-7))))
+    found: list[float] = []
+    start = time.perf_counter()
+    while len(found) < rounds and (len(found) < _FEWEST or time.perf_counter() - start < seconds):
+        ours, other = (timer(call, number) for call, number in zip(pair, times, strict=True))
+        found.append(ours / other)
+    return statistics.median(found)
+
+
+def run(
+    held: Mapping[str, Held],
+    say: Say = silent,
+    *,
+    slow: Sequence[str] = (),
+    headlines: Sequence[Headline] | None = None,
+) -> list[Verdict]:
+    """Measure the headlines, those that are too slow again, and hold them to what they were.
+
+    Args:
+        held: What they were, by name; those that are not in it are measured alone.
+        say: Told what happens next.
+        slow: Names of those that are slowed by ``CAUGHT``, to see that it is noticed.
+        headlines: Which; all eight by default.
+    """
+    verdicts, pairs, start = [], [], time.monotonic()
+    with _one_thread():
+        for headline in HEADLINES if headlines is None else headlines:
+            say(f"gate: {headline.name}")
+            ours, other = headline.pair(say)
+            pairs.append(((slowed(ours, CAUGHT) if headline.name in slow else ours), other))
+            verdicts.append(Verdict(headline, measured(pairs[-1]), held.get(headline.name), 1))
+        for _ in range(_AGAIN):
+            for place, verdict in enumerate(verdicts):
+                if verdict.within or time.monotonic() - start > _WITHIN:
+                    continue
+                say(f"gate: {verdict.headline.name}, again")
+                again = measured(pairs[place], rounds=_LONGER * _ROUNDS, seconds=_LONGER * _SECONDS)
+                verdicts[place] = replace(verdict, found=min(verdict.found, again), times=verdict.times + 1)
+    return verdicts
+
+
+def prepared(headlines: Sequence[Headline] | None = None, say: Say = silent) -> list[Headline]:
+    """Make headlines' calls, and check them, once for several runs."""
+    headlines = HEADLINES if headlines is None else headlines
+    return [replace(each, pair=_made(each.pair(say))) for each in headlines]
+
+
+def _made(pair: tuple[Call, Call]) -> Callable[[Say], tuple[Call, Call]]:
+    return lambda say: pair
+
+
+def update(path: Path, say: Say = silent, *, headlines: Sequence[Headline] | None = None) -> dict[str, Held]:
+    """Measure what the ratios are on this processor, and write it; what the file has of others stays.
+
+    A tolerance is three times how far all runs but one lie from their median, within bounds.
+
+    Raises:
+        UnsupportedError: Runs lie so far apart that the slowdown would be missed.
+    """
+    runs = []
+    headlines = HEADLINES if headlines is None else headlines
+    for number in range(_REPEATS):
+        say(f"gate: run {number + 1} of {_REPEATS}")
+        # calls are made anew each time: where their tensors lie is a part of how far runs lie apart
+        runs.append({each.headline.name: each.found for each in run({}, say, headlines=headlines)})
+    held = {}
+    for headline in headlines:
+        found = [each[headline.name] for each in runs]
+        middle = statistics.median(found)
+        # all runs but the one that is farthest off: on a busy machine one often is
+        apart = sorted(abs(each / middle - 1) for each in found)[-2]
+        if apart > 1 - _MOST / CAUGHT:
+            got = f"runs from {min(found):.3g} to {max(found):.3g}"
+            raise UnsupportedError(message(headline.name, got, "runs that agree", "Try again when others rest."))
+        held[headline.name] = Held(round(middle, 4), round(min(max(1 + _WIDTH * apart, _LEAST), _MOST), 3))
+    whole = _file(path)
+    whole[kind()] = {name: asdict(each) for name, each in held.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+    return held
+
+
+def baseline(path: Path) -> dict[str, Held]:
+    """Read what a file has of this processor; nothing, where it has none.
+
+    Raises:
+        UnsupportedError: What is no file of baselines.
+    """
+    try:
+        return {name: Held(**each) for name, each in _file(path).get(kind(), {}).items()}
+    except (TypeError, AttributeError):
+        raise _no_baseline(path, "something else") from None
+
+
+def _file(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise _no_baseline(path, type(error).__name__) from None
+    if not isinstance(found, dict):
+        raise _no_baseline(path, type(found).__name__)
+    return found
+
+
+def _no_baseline(path: Path, got: str) -> UnsupportedError:
+    return UnsupportedError(message(f"--gate {path}", got, "a file that --update wrote", "Write it again."))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

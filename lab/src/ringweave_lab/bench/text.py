@@ -1,0 +1,257 @@
+"""Real text that is on every machine, a small transformer over bytes, and its training, for the demo and the example.
+
+The text is the running Python's standard library, bytes as tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ringweave.errors import UnsupportedError, message
+from ringweave.tune.problem import Attend, Operands
+
+LAYERS = 2
+_WARMUP = 5
+_FOREIGN = {"site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text as tokens.
+
+    Attributes:
+        tokens: (N,) uint8.
+        files: How many files it is made of.
+        source: Where they are.
+    """
+
+    tokens: Tensor
+    files: int
+    source: str
+
+    def batch(self, length: int, generator: torch.Generator) -> Tensor:
+        """Cut a random excerpt, and the token after it: (1, length + 1) int64."""
+        start = int(torch.randint(0, len(self.tokens) - length, (), generator=generator))
+        return self.tokens[None, start : start + length + 1].long()
+
+    def split(self, held_out: int) -> tuple[Corpus, Tensor]:
+        """Split the text from its last ``held_out`` tokens, (1, held_out) int64."""
+        kept = Corpus(self.tokens[:-held_out], self.files, self.source)
+        return kept, self.tokens[None, -held_out:].long()
+
+
+def standard_library(limit: int = 4 * 2**20) -> Corpus:
+    """Join the library's ``*.py`` files in sorted order, up to ``limit`` bytes.
+
+    Raises:
+        UnsupportedError: This Python has no source files on disk.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    files = 0
+    for path in sorted(root.rglob("*.py")):
+        if _FOREIGN.isdisjoint(path.relative_to(root).parts):
+            text += path.read_bytes()
+            files += 1
+        if len(text) >= limit:
+            break
+    if len(text) < 2**16:
+        got = f"{len(text)} bytes of *.py files in {root}"
+        raise UnsupportedError(message("standard library", got, "at least 64 KiB", "Use a Python with its sources."))
+    return Corpus(torch.frombuffer(text[:limit], dtype=torch.uint8).clone(), files, str(root))
+
+
+def text_inputs(corpus: Corpus, tokens: int, *, heads: int, head_dim: int, seed: int = 0) -> Operands:
+    """Make q, k, v and dout of the first tokens of a text, by a fixed random embedding and projections.
+
+    Each byte has a random vector, each position a sinusoidal one; their sum is projected to q, k and v. So equal words
+    at different places look alike, as in a model. The gradient of the output is the next token's values.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    width = heads * head_dim
+    byte = torch.randn(256, width, generator=generator)[corpus.tokens[:tokens].long()]
+    angle = torch.arange(tokens)[:, None] * torch.logspace(0, -4, width // 2)[None, :]
+    hidden = byte + torch.cat([angle.sin(), angle.cos()], 1)
+    hidden = hidden / hidden.std(-1, keepdim=True)
+
+    def projected() -> Tensor:
+        weight = torch.randn(width, width, generator=generator) / width**0.5
+        x: Tensor = hidden @ weight
+        return x.view(1, tokens, heads, head_dim).transpose(1, 2).contiguous()
+
+    q, k, v = projected(), projected(), projected()
+    return Operands(q, k, v, v.roll(-1, 2).contiguous())
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Turn pairs of channels by an angle that grows with the token's place in the sequence: rotary positions."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None] * torch.logspace(0, -4, half)
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class Block(nn.Module):
+    """Attention and a two-layer network, each on normalised input, each added."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, attend: Attend):
+        super().__init__()
+        self.heads, self.kv_heads, self.attend = heads, kv_heads, attend
+        self.before_attention, self.before_network = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * (width // heads), bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Map (B, N, width) to the same shape."""
+        groups = self.heads, self.kv_heads, self.kv_heads
+        parts = self.qkv(self.before_attention(x)).unflatten(-1, (sum(groups), -1)).transpose(1, 2)
+        q, k, v = parts.split(groups, 1)
+        mixed = self.attend(rotate(q, positions), rotate(k, positions), v)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        y: Tensor = x + self.network(self.before_network(x))
+        return y
+
+
+class ByteModel(nn.Module):
+    """Bytes to logits of the next byte; the embedding is shared with the output.
+
+    Args:
+        attends: (q, k, v) to out, causal, of each layer.
+        width: Channels.
+        heads: Query heads.
+        kv_heads: Key heads; as many as query heads where not given.
+        seed: Seed of the initial weights, which are the same for every attention.
+    """
+
+    def __init__(
+        self, attends: Sequence[Attend], *, width: int = 128, heads: int = 4, kv_heads: int | None = None, seed: int = 0
+    ):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embedding = nn.Embedding(256, width)
+            self.blocks = nn.ModuleList(Block(width, heads, kv_heads or heads, attend) for attend in attends)
+            self.norm = nn.LayerNorm(width)
+            nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map (B, N) tokens to (B, N, 256) logits; positions are 0 to N - 1, unless others are given."""
+        positions = torch.arange(tokens.shape[1]) if positions is None else positions
+        x: Tensor = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, positions)
+        hidden: Tensor = self.norm(x)
+        return hidden @ self.embedding.weight.T
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Take the mean cross entropy, in nats, of every token given those before it."""
+        logits = self(tokens[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@dataclass(frozen=True)
+class Training:
+    """What came of training one model.
+
+    Attributes:
+        losses: Nats per byte before each step.
+        seconds: What each step took.
+        tokens: Tokens of a step.
+        parameters: How many weights the model has.
+        held_out: Loss after training on text that was not trained on.
+    """
+
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    tokens: int
+    parameters: int
+    held_out: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """How many tokens the median step takes in a second, the first one left out."""
+        return self.tokens / float(torch.tensor(self.seconds[1:] or self.seconds).median())
+
+    @property
+    def bits_per_byte(self) -> float:
+        """How many bits a byte of held-out text takes."""
+        return self.held_out / math.log(2)
+
+
+def train(
+    attends: Mapping[str, Attend],
+    corpus: Corpus,
+    *,
+    context: int,
+    steps: int,
+    budget: float,
+    learning_rate: float = 3e-3,
+    seed: int = 0,
+    excerpts: int = 1,
+    initial: ByteModel | None = None,
+    advance: Callable[[float, str], None] = lambda done, text: None,
+    finish: Callable[[str, ByteModel], object] = lambda name, model: None,
+) -> dict[str, Training]:
+    """Train one model per attention from the same weights on the same excerpts, step by step in turn.
+
+    Args:
+        attends: Attention functions by name.
+        corpus: The text; its last ``excerpts * context + 1`` tokens are held out.
+        context: Tokens in a step.
+        steps: How many each model takes.
+        budget: Seconds after which no further step starts; all models stop at the same step.
+        learning_rate: AdamW's, after a short warm-up.
+        seed: What weights and excerpts depend on.
+        excerpts: How many contexts of held-out text the final loss is the mean of.
+        initial: Whose weights to begin with; by default those of the seed.
+        advance: Told the share done and the losses.
+        finish: Given each trained model.
+    Returns:
+        A training for each name.
+    """
+    corpus, held_out = corpus.split(excerpts * context + 1)
+    held_out = held_out[0].unfold(0, context + 1, context)
+    models = {name: ByteModel([attend] * LAYERS, seed=seed) for name, attend in attends.items()}
+    if initial is not None:
+        for model in models.values():
+            model.load_state_dict(initial.state_dict())
+    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=learning_rate) for name, model in models.items()}
+    losses: dict[str, list[float]] = {name: [] for name in attends}
+    seconds: dict[str, list[float]] = {name: [] for name in attends}
+    generator = torch.Generator().manual_seed(seed)
+    begin = time.perf_counter()
+    for step in range(steps):
+        if step and time.perf_counter() - begin > budget:
+            break
+        tokens = corpus.batch(context, generator)
+        for name, model in models.items():
+            start = time.perf_counter()
+            for group in optimizers[name].param_groups:
+                group["lr"] = learning_rate * min(1.0, (step + 1) / _WARMUP)
+            loss = model.loss(tokens)
+            loss.backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+            losses[name].append(loss.item())
+            seconds[name].append(time.perf_counter() - start)
+        shown = ", ".join(f"{name} {values[-1]:.2f}" for name, values in losses.items())
+        advance((step + 1) / steps, f"step {step + 1} of {steps}, loss {shown}")
+    results = {}
+    for name, model in models.items():
+        with torch.no_grad():
+            final = statistics.mean(model.loss(excerpt[None]).item() for excerpt in held_out)
+        count = sum(weight.numel() for weight in model.parameters())
+        results[name] = Training(tuple(losses[name]), tuple(seconds[name]), context, count, final)
+        finish(name, model)
+    return results

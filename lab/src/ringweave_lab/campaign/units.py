@@ -1,0 +1,368 @@
+"""What a campaign measures: each unit is run by name, in a process of its own, and adds its figures to the folder.
+
+    python -m ringweave_lab.campaign.units NAME --folder DIR [--device cuda] [--checkout DIR] [--dry]
+
+Dry, a unit does everything but the device's work: it plans, compiles for an H100 and writes its lines, without figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import ringweave as rw
+from ringweave.errors import UnsupportedError, in_a_line
+from ringweave.ops import gpu_check, triton
+from ringweave.ops.backend import Case
+from ringweave.ops.triton import compiling
+from ringweave.ops.triton.launch_config import overriding
+from ringweave.tune.measure import Call, by_clock, interleaved, replayed
+from ringweave.tune.problem import BACKWARD, Problem
+from ringweave.tune.session import FAILURES, Entry
+
+from ..bench.cases import gpu
+from ..bench.compare import weighed
+from ..bench.peak import aside
+from ..bench.record import Options, Outcome, Record, Target, environment, plain, write_lines
+from . import grid, precompile
+from .precompile import Variant
+
+FIGURES, CELLS, PATCH = "figures.jsonl", "grid.jsonl", "launch_config.patch"
+#: Why a dry unit has no figures.
+DRY = "dry: nothing was measured"
+_PAGE = 64
+_STREAMED = 2**18
+#: Seconds for the tests of all files: less than their unit has, so that one that hangs leaves lines, its own too.
+_TESTS = 220.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a unit is run.
+
+    Attributes:
+        folder: Where figures go.
+        device: What is measured.
+        dry: Whether everything but the device's work is done.
+        checkout: A working tree, whose tests for GPUs are run.
+    """
+
+    folder: Path
+    device: str = "cuda"
+    dry: bool = False
+    checkout: Path | None = None
+
+    def figure(
+        self, what: str, size: str, figure: Callable[[], float], unit: str = "x", most: float | None = None
+    ) -> Target:
+        """Measure a figure, unless this is dry, or say why there is none; ``most`` is what it may be."""
+        value: float | None = None
+        reason: str | None = DRY
+        if not self.dry:
+            try:
+                value, reason = figure(), None
+            except FAILURES as error:
+                reason = in_a_line(error)
+        return Target(what, size, value, most, most is None, unit, reason)
+
+
+def peaks(job: Job) -> Iterator[Target]:
+    """Measure what the device can do: a copy, a product."""
+
+    def copy() -> float:
+        x = torch.randn(2**29, device=job.device)
+        y = torch.empty_like(x)
+        timing = interleaved({"copy": lambda: y.copy_(x)}, rounds=10, device=job.device)["copy"]
+        return 2 * x.nbytes / timing.min / 1e12
+
+    yield job.figure("copy, bytes read and written", "2 GiB", copy, "TB/s")
+    of = partial(gpu.matmul_peak, torch.bfloat16, job.device)
+    yield job.figure("product of bfloat16", "8,192 x 8,192", lambda: of() / 1e12, "TFLOP/s")
+
+
+def ahead(job: Job) -> Iterator[Target]:
+    """Compile the kernels of all parts, in as many processes as there are cores."""
+    problems = {each.entries[0][0] for name, each in gpu.PARTS.items() if name != "million"}
+    variants = [Variant(problem, BACKWARD) for problem in sorted(problems, key=lambda each: (each.tokens, each.name))]
+    failed: Mapping[Variant, str]
+    if job.dry:
+        compiling.begin(compiling.HOPPER)
+        variants = variants[:1]
+        reasons = ((each, precompile.compiled(each)) for each in variants)
+        failed = {each: reason for each, reason in reasons if reason is not None}
+        count = len(compiling.kernels())
+    else:
+        failed, count = precompile.precompile(variants, compiling.here())
+    yield Target("kernels compiled ahead", f"{len(variants)} problems", float(count), None, True, "kernels")
+    for variant, reason in failed.items():
+        yield Target("compiled ahead", variant.problem.name, None, None, True, reason=reason)
+
+
+def small(job: Job) -> Iterator[Target]:
+    """Compute eight small cases: under compute-sanitizer, where it is there."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for dim in (64, 128):
+            for structure in ("sparse", "causal"):
+                case = Case(1, 4, 2, 500, 500, dim, dim, dtype, job.device, True)
+                wrong = None if job.dry else gpu_check.check(triton.BACKEND, case, structure)
+                name = f"{str(dtype).removeprefix('torch.')}, {structure}, D {dim}: right"
+                yield (
+                    Target(name, "500 tokens", None, None, True, reason=wrong)
+                    if wrong
+                    else job.figure(name, "500 tokens", lambda: 1.0, "")
+                )
+
+
+def tests(job: Job) -> Iterator[Target]:
+    """Run the tests for GPUs, a process for each file, several at a time."""
+    root = Path.cwd() if job.checkout is None else job.checkout
+    files = [file for file in sorted((root / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text("utf-8")]
+
+    until = time.monotonic() + _TESTS
+
+    def run(file: Path) -> tuple[float | None, str]:
+        words = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(file))
+        try:
+            ended = subprocess.run(
+                words, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                timeout=max(0.0, until - time.monotonic()),
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as expired:
+            say((expired.stdout or b"").decode(errors="replace")[-4000:])
+            return None, f"not done in the {_TESTS:.0f} s that all files have"
+        say(ended.stdout[-4000:])
+        # 5: none of them is for this machine
+        return float(ended.returncode if ended.returncode != 5 else 0), ended.stdout[-200:]
+
+    if job.dry:
+        yield from (job.figure(f"{file.name}: exit status", "tests", lambda: 0.0, "", 0.0) for file in files)
+        return
+    with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 2))) as pool:
+        for file, (code, said) in zip(files, pool.map(run, files), strict=True):
+            reason = said.strip().splitlines()[-1] if code != 0 and said.strip() else None
+            yield Target(f"{file.name}: exit status", "tests", code, 0.0, False, "", reason)
+
+
+def bits(job: Job) -> Iterator[Target]:
+    """Compute five times, and count results whose bits differ from the first."""
+    for name in ("16K", "causal", "window", "documents", "sinks"):
+        problem = Options(device=job.device).of(gpu.PARTS[name].entries[0][0]) if not job.dry else None
+
+        def differing(problem: Problem | None = problem) -> float:
+            assert problem is not None
+            inputs = problem.inputs()
+            q, k, v = (x.requires_grad_() for x in inputs[:3])
+            found: list[tuple[Tensor, ...]] = []
+            for _ in range(5):
+                out = rw.attention(q, k, v, problem.pattern, backend="triton")
+                found.append((out.detach(), *torch.autograd.grad(out, (q, k, v), inputs.dout)))
+                # what is allocated next is dirty
+                torch.full((2**28,), math.nan, device=job.device)
+            return float(sum(not torch.equal(a, b) for each in found[1:] for a, b in zip(found[0], each, strict=True)))
+
+        size = f"{gpu.PARTS[name].entries[0][0].tokens:,} tokens, 16 heads, D 128"
+        yield job.figure(f"{name}: results of five runs that differ", size, differing, "", 0.0)
+
+
+def part(name: str, job: Job) -> Iterator[Record]:
+    """Measure a part of the case ``kernels``."""
+    if not job.dry:
+        yield from gpu.measure(Options(device=job.device, part=name), say)
+        return
+    (comparison,) = gpu.asked(Options(device="cpu", part=name))
+    for direction in comparison.directions:
+        for problem, names in comparison.entries:
+            for each in names:
+                yield weighed(Entry(problem, each if isinstance(each, str) else each.name, direction, reason=DRY))
+
+
+def decode(job: Job) -> Iterator[Target]:
+    """Time one query over a long cache, side by side and in pages, beside SDPA and next to a copy's speed."""
+    for tokens in (32768, 131072):
+        size = f"32 over 8 heads of 128, {tokens:,} tokens"
+        rates = functools.cache(partial(_decoding, tokens, job.device))
+        for name in ("in a row", "in pages", "sdpa"):
+
+            def rate(rates: Callable[[], Mapping[str, float | str]] = rates, name: str = name) -> float:
+                found = rates()[name]
+                if isinstance(found, str):
+                    raise UnsupportedError(found)
+                return found
+
+            yield job.figure(f"decode, {name}: keys and values read", size, rate, "TB/s")
+
+
+def _decoding(tokens: int, device: str) -> Mapping[str, float | str]:
+    """Give terabytes of keys and values a second, or why there are none: it errs more than twice as much as SDPA."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = ((32, 1), (8, tokens), (8, tokens))
+    q, k, v = (
+        torch.randn(1, heads, n, 128, generator=generator, device=device, dtype=torch.bfloat16) for heads, n in shapes
+    )
+    pages = tokens // _PAGE
+    order = torch.randperm(pages, generator=generator, device=device)
+
+    def in_pages(x: Tensor) -> Tensor:
+        split = x[0].unflatten(1, (pages, _PAGE)).transpose(0, 1)
+        made = torch.empty_like(split)
+        made[order] = split
+        return made
+
+    lengths = torch.tensor([tokens], dtype=torch.int32, device=device)
+    cache = rw.PagedCache(in_pages(k), in_pages(v), order[None].int().contiguous(), lengths)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    calls: dict[str, Callable[[], Tensor]] = {
+        "in a row": lambda: rw.attention(q, k, v, rw.Causal(), q_offset=tokens - 1, backend="triton"),
+        "in pages": lambda: rw.paged_attention(q, cache, backend="triton"),
+        "sdpa": lambda: sdpa(q, k, v, enable_gqa=True),
+    }
+    weights = (q.double().unflatten(1, (8, 4)) @ k.double()[:, :, None].mT / math.sqrt(128)).softmax(-1)
+    exact = (weights @ v.double()[:, :, None]).flatten(1, 2)
+    errors = {name: float((call().double() - exact).norm()) for name, call in calls.items()}
+    replays: dict[str, Call] = {}
+    refused: dict[str, str] = {}
+    for name, call in calls.items():
+        try:
+            if errors[name] <= 2 * errors["sdpa"]:
+                replays[name] = replayed(call)
+            else:
+                refused[name] = f"wrong by {errors[name]:.2g}, sdpa by {errors['sdpa']:.2g}"
+        except RuntimeError as error:
+            refused[name] = in_a_line(error)
+    timings = interleaved(replays, rounds=10, device=device)
+    return {name: 2 * k.nbytes / timing.median / 1e12 for name, timing in timings.items()} | refused
+
+
+def streamed(job: Job) -> Iterator[Target]:
+    """Time keys and values that stay on the host, beside the same on the device: by the clock, since no graph can."""
+    tokens, window, on_gpu = _STREAMED, rw.SlidingWindow(1023, 0), torch.device(job.device).type == "cuda"
+    size = f"8 heads of 128, {tokens:,} tokens, window of 1,024"
+
+    def seconds(backward: bool) -> tuple[float, float]:
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, 8, tokens, 128, generator=generator, dtype=torch.bfloat16) for _ in range(3))
+        q = q.to(job.device)
+        held = [x.pin_memory() if on_gpu else x for x in (k, v)]
+        kept = {"host": (q, *held), "device": (q, *(x.to(job.device) for x in held))}
+        found = {name: [x.detach().requires_grad_(backward) for x in of] for name, of in kept.items()}
+
+        def call(name: str) -> list[Tensor]:
+            leaves = found[name]
+            backend = "triton" if on_gpu else "auto"
+            out = rw.attention(leaves[0], leaves[1], leaves[2], window, on_oom="stream", backend=backend)
+            made = [out.detach(), *(torch.autograd.grad(out, leaves, q) if backward else ())]
+            if on_gpu:
+                torch.cuda.synchronize()
+            return made
+
+        exact, came = ([x.to(job.device) for x in call(name)] for name in ("device", "host"))
+        errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(came, exact, strict=True)]
+        if not all(error <= 1e-2 for error in errors):
+            raise UnsupportedError(f"wrong by {max(errors):.2g} of its size")
+        calls = {name: partial(call, name) for name in found}
+        timings = interleaved(calls, rounds=3, device=job.device, timer=by_clock)
+        return timings["host"].median, timings["device"].median
+
+    for name, backward in (("forward", False), ("forward and backward", True)):
+        of = functools.cache(partial(seconds, backward))
+        moved = 2 * 8 * tokens * 128 * 2 * (3 if backward else 1)
+
+        def rate(of: Callable[[], tuple[float, float]] = of, moved: int = moved) -> float:
+            return moved / of()[0] / 1e9
+
+        def over(of: Callable[[], tuple[float, float]] = of) -> float:
+            host, there = of()
+            return host / there
+
+        yield job.figure(f"streamed, {name}: bytes between host and device", size, rate, "GB/s")
+        yield job.figure(f"streamed, {name}: time over that of keys on the device", size, over)
+
+
+def cell(of: grid.Cell, job: Job) -> Iterator[Target]:
+    """Search all blocks of a kernel, and store the best."""
+    what, size = f"{of}: the table's time over the best blocks'", f"{grid.TOKENS:,} tokens, {grid.HEADS} heads"
+    if job.dry:
+        compiling.begin(compiling.HOPPER)
+        with overriding({}) as given:
+            precompile.compiled(Variant(of.problem("cpu"), of.direction))
+        asked = next(each for each in given.asked if each.key.kernel == of.kernel)
+        yield job.figure(what, f"{size}, {len(grid.joint(asked))} blocks", lambda: 0.0)
+        return
+    found = grid.search(of, job.device, say)
+    if isinstance(found, str):
+        yield Target(what, size, None, None, True, reason=found)
+        return
+    write_lines(job.folder / CELLS, [found.plain()])
+    best = found.best
+    said = f"{size}: {best.m} x {best.n}, {best.warps} warps, {best.stages} stages"
+    said += ", programs that stay" * bool(best.resident) + ", warps that load" * best.specialised
+    said += ", groups of warps that take turns" * best.pingpong
+    yield Target(what, said, found.gain, None, True)
+
+
+def table(job: Job) -> Iterator[Target]:
+    """Write the table's patch, of the cells that were searched."""
+    text = grid.patch(grid.read(job.folder / CELLS))
+    (job.folder / PATCH).write_text(text, "utf-8")
+    changed = sum(line.startswith("+    (") for line in text.splitlines())
+    yield Target("rows of the table that the grid changes", PATCH, float(changed), None, True, "rows")
+
+
+def say(text: str) -> None:
+    """Tell what happens, in the unit's own file."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+#: Units by name, what matters most first.
+UNITS: dict[str, Callable[[Job], Iterable[Record]]] = {
+    "peaks": peaks,
+    "ahead": ahead,
+    "small": small,
+    "bits": bits,
+    "tests": tests,
+    **{f"part {name}": partial(part, name) for name in gpu.PARTS},
+    "decode": decode,
+    "streamed": streamed,
+    **{f"grid {each}": partial(cell, each) for each in grid.CELLS},
+    "table": table,
+    **{f"tuned {name}": partial(part, name) for name in ("16K", "64 x 64", "causal", "D 64")},
+}
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run one unit: 1 where anything is wrong."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("name", choices=UNITS)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--checkout", type=Path)
+    parser.add_argument("--dry", action="store_true")
+    given = parser.parse_args(words)
+    job = Job(given.folder, given.device, given.dry, given.checkout)
+    device, wrong = "cpu" if job.dry else job.device, False
+    case = "kernels, tuned" if given.name.startswith("tuned") else "kernels"
+    head = {"case": case, "environment": plain(environment(device)), "options": plain(Options(device=device))}
+    with aside(device):
+        for record in UNITS[given.name](job):
+            write_lines(job.folder / FIGURES, [head | plain(record)])
+            wrong |= isinstance(record, Outcome) and record.wrong
+            wrong |= isinstance(record, Target) and (record.met is False or record.reason not in (None, DRY))
+    return int(wrong and given.name in ("small", "bits", "tests"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,337 @@
+"""The main job on real input: exactness, speed, memory, and models trained, on the text of Python's own library.
+
+Everything that the report says is in :class:`DemoResult`; nothing is written down beforehand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import ringweave as rw
+from ringweave.tune.oracle import Accuracy, Limit
+from ringweave.tune.problem import BOTH, Operands, Problem
+from ringweave.tune.session import Session
+
+from ..bench.cases.attention import window_with_sinks
+from ..bench.compare import Comparison, outcomes
+from ..bench.launched import SharedTraining, around
+from ..bench.peers import chosen_backend, peers
+from ..bench.record import Environment, Outcome, environment
+from ..bench.text import Corpus, Training, standard_library, text_inputs, train
+
+#: (part, share done, what happens now)
+Advance = Callable[[str, float, str], None]
+_TRAINED = ("ringweave", "dense causal")
+
+
+@dataclass(frozen=True)
+class DemoSizes:
+    """How large the demonstration is.
+
+    Attributes:
+        lengths: Tokens at which speed and memory are measured; exactness at the first.
+        context: Tokens of a training step.
+        window: Tokens that a token sees before itself.
+        sinks: First tokens, that every token sees.
+        heads: Heads of the measured attention.
+        head_dim: Its head dimension.
+        rounds: Timed rounds.
+        steps: Training steps of each model.
+        around: Tokens, window and steps of the training that several processes share.
+        speed_budget: Seconds after which no further timed round of a length and direction starts.
+        around_budget: Seconds after which the training that several processes share is given up.
+        train_budget: Seconds after which no further training step starts.
+        train_least: Seconds for training where the parts before it were slow.
+        whole_budget: Seconds after the start of all when training ends; what several processes share comes after it.
+        peers: Who is timed beside ringweave's own backends.
+    """
+
+    lengths: tuple[int, ...]
+    context: int
+    window: int
+    sinks: int
+    heads: int
+    head_dim: int
+    rounds: int
+    steps: int
+    around: tuple[int, int, int]
+    speed_budget: float
+    around_budget: float
+    train_budget: float
+    train_least: float
+    whole_budget: float
+    peers: tuple[str, ...]
+
+
+WHOLE = DemoSizes(
+    lengths=(8192, 16384), context=8192, window=1024, sinks=64, heads=2, head_dim=64, rounds=3, steps=40,
+    around=(4096, 256, 10), speed_budget=4.0, around_budget=60.0, train_budget=100.0, train_least=15.0,
+    whole_budget=100.0, peers=("sdpa", "flex"),
+)  # fmt: skip
+QUICK = DemoSizes(
+    lengths=(2048, 4096), context=2048, window=256, sinks=16, heads=4, head_dim=64, rounds=3, steps=24,
+    around=(1024, 128, 4), speed_budget=3.0, around_budget=60.0, train_budget=10.0, train_least=4.0,
+    whole_budget=16.0, peers=("sdpa",),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """How far results are from the float64 oracle on some rows.
+
+    Attributes:
+        tokens: Length of the text.
+        rows: Checked rows, in every head.
+        ringweave: Its errors.
+        torch: Those of torch's SDPA with the pattern as a dense mask, on the same inputs.
+        limit: What is taken as correct: see :attr:`Oracle.limit`.
+        backend: What computed ringweave's.
+    """
+
+    tokens: int
+    rows: int
+    ringweave: Accuracy
+    torch: Accuracy
+    limit: Limit
+    backend: str
+
+
+@dataclass(frozen=True)
+class PatternFacts:
+    """What the pattern is at one length."""
+
+    text: str
+    tokens: int
+    tiles: int
+    all_tiles: int
+    masks: int
+    density: float
+    plan_bytes: int
+    picture: str
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """All figures of a demonstration; ``around`` is text where it could not be run: why."""
+
+    environment: Environment
+    quick: bool
+    seconds: float
+    source: str
+    files: int
+    bytes_read: int
+    sizes: DemoSizes
+    pattern: PatternFacts
+    exactness: Exactness
+    outcomes: tuple[Outcome, ...]
+    training: dict[str, Training]
+    training_backend: str
+    around: SharedTraining | str
+
+    @property
+    def kernel(self) -> str:
+        """The native kernel's instruction set, or that there is none."""
+        found = self.environment.kernel
+        return f"native kernel for {found}" if found else "no native kernel: ringweave was built without a C++ compiler"
+
+    @property
+    def exact(self) -> bool:
+        """Whether ringweave's errors are within the limit."""
+        return self.exactness.ringweave.excess(self.exactness.limit) is None
+
+    @property
+    def correct(self) -> bool:
+        """Whether every result that was checked is right."""
+        together = isinstance(self.around, str) or self.around.correct
+        return self.exact and together and not any(outcome.wrong for outcome in self.outcomes)
+
+    def find(self, tokens: int, direction: str, peer: str) -> Outcome:
+        """Find the outcome of a peer."""
+        return next(o for o in self.outcomes if (o.tokens, o.direction, o.peer) == (tokens, direction, peer))
+
+    def speed_up(self) -> float:
+        """How many times as many tokens a second ringweave trains on as dense attention does."""
+        sparse, dense = (self.training[name] for name in _TRAINED)
+        return sparse.tokens_per_second / dense.tokens_per_second
+
+    def speeds(self) -> list[tuple[str, dict[str, str]]]:
+        """Say what each peer took in milliseconds, by length and direction."""
+        rows: dict[str, dict[str, str]] = {}
+        for outcome in self.outcomes:
+            what = "forward" if outcome.direction == "forward" else "both"
+            row = rows.setdefault(f"{outcome.tokens:,}, {what}", {})
+            if outcome.timing is None:
+                row[outcome.peer] = "wrong" if outcome.wrong else "cannot"
+                continue
+            row[outcome.peer] = f"{outcome.timing.median * 1e3:,.0f}"
+            if outcome.over_first is not None and outcome.peer != "ringweave":
+                row[outcome.peer] += f" ({outcome.over_first.medians:.1f} x)"
+        return list(rows.items())
+
+    def remarks(self) -> list[str]:
+        """Say what the peers could not do, each once."""
+        return sorted({f"{o.peer}, {o.direction}: {o.reason}." for o in self.outcomes if o.reason is not None})
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Say the other figures in words."""
+        mine, torchs = self.exactness.ringweave.out, self.exactness.torch.out
+        sparse, dense = (self.training[name] for name in _TRAINED)
+        return [
+            ("pattern", f"{self.pattern.text}, density {self.pattern.density:.3f} at {self.pattern.tokens:,} tokens"),
+            ("backend", f"{self.exactness.backend}, in training {self.training_backend}; {self.kernel}"),
+            (
+                "exactness",
+                f"{'right' if self.exact else 'WRONG'}: largest error of the output {mine.largest:.1e}, "
+                f"torch's masked attention {torchs.largest:.1e}, both against float64",
+            ),
+            (
+                "training",
+                f"{sparse.tokens_per_second:,.0f} tokens/s, with dense attention {dense.tokens_per_second:,.0f}: "
+                f"{self.speed_up():.2f} x",
+            ),
+            (
+                "loss",
+                f"{sparse.losses[0]:.2f} to {sparse.losses[-1]:.2f} in {len(sparse.losses)} steps of {sparse.tokens:,} "
+                f"tokens, dense {dense.losses[0]:.2f} to {dense.losses[-1]:.2f}",
+            ),
+            ("around the ring", f"not run: {self.around}" if isinstance(self.around, str) else self.around.summary()),
+        ]
+
+
+def run_demo(*, quick: bool = False, advance: Advance = lambda part, done, text: None) -> DemoResult:
+    """Run the demonstration.
+
+    Args:
+        quick: Small sizes, without FlexAttention.
+        advance: Told the part, the share of it that is done, and what happens now.
+    Raises:
+        UnsupportedError: This Python has no source files.
+    """
+    start = time.perf_counter()
+    where = environment()
+    sizes = QUICK if quick else WHOLE
+    advance("Reading text", 0.0, "")
+    corpus = standard_library()
+    advance("Reading text", 1.0, "")
+    pattern = window_with_sinks(sizes.window, sizes.sinks)
+    advance("Exactness", 0.0, "against the float64 oracle")
+    exactness = _exactness(pattern, corpus, sizes)
+    advance("Exactness", 1.0, "")
+    speed = _speed(pattern, corpus, sizes, advance)
+    # a slow or busy machine trains for fewer steps
+    left = sizes.whole_budget - (time.perf_counter() - start)
+    training, backend = _train(pattern, corpus, sizes, min(sizes.train_budget, max(left, sizes.train_least)), advance)
+    together = _around(sizes, where.threads, advance)
+    facts = _facts(pattern, max(sizes.lengths))
+    return DemoResult(
+        environment=where,
+        quick=quick,
+        seconds=time.perf_counter() - start,
+        source=corpus.source,
+        files=corpus.files,
+        bytes_read=len(corpus.tokens),
+        sizes=sizes,
+        pattern=facts,
+        exactness=exactness,
+        outcomes=tuple(speed),
+        training=training,
+        training_backend=backend,
+        around=together,
+    )
+
+
+def _problem(pattern: rw.Pattern, tokens: int, sizes: DemoSizes) -> Problem:
+    return Problem(f"{tokens:,} tokens", pattern, tokens, sizes.heads, sizes.head_dim)
+
+
+def _exactness(pattern: rw.Pattern, corpus: Corpus, sizes: DemoSizes) -> Exactness:
+    problem = _problem(pattern, sizes.lengths[0], sizes)
+    session = Session(text_inputs(corpus, problem.tokens, heads=sizes.heads, head_dim=sizes.head_dim), rows=64)
+    mine, torchs = (session.check(problem, peer, BOTH) for peer in peers("ringweave", "sdpa+mask"))
+    assert mine.accuracy is not None
+    assert torchs.accuracy is not None
+    return Exactness(
+        problem.tokens,
+        len(session.rows),
+        mine.accuracy,
+        torchs.accuracy,
+        session.oracle(pattern).limit,
+        mine.how,
+    )
+
+
+def _speed(pattern: rw.Pattern, corpus: Corpus, sizes: DemoSizes, advance: Advance) -> list[Outcome]:
+    part = "Speed and memory"
+    # ringweave:gather is what runs where the native kernel is absent
+    names = ("ringweave", "ringweave:gather", *sizes.peers)
+    found: list[Outcome] = []
+    for done, tokens in enumerate(sizes.lengths):
+        inputs: Operands = text_inputs(corpus, tokens, heads=sizes.heads, head_dim=sizes.head_dim)
+        told = 0
+
+        def say(text: str, done: int = done) -> None:
+            nonlocal told
+            told += 1
+            advance(part, (done + min(told / 20, 0.95)) / len(sizes.lengths), text)
+
+        entry = _problem(pattern, tokens, sizes), names
+        found += outcomes(Comparison([entry], rounds=sizes.rounds, budget=sizes.speed_budget), say, inputs=inputs)
+    advance(part, 1.0, "")
+    return found
+
+
+def _around(sizes: DemoSizes, threads: int, advance: Advance) -> SharedTraining | str:
+    def told(done: float, text: str) -> None:
+        advance("Around the ring", min(done, 0.99), text)
+
+    told(0.0, "")
+    tokens, window, steps = sizes.around
+    found = around(tokens=tokens, window=window, steps=steps, threads=threads, limit=sizes.around_budget, advance=told)
+    advance("Around the ring", 1.0, "")
+    return found
+
+
+def _train(
+    pattern: rw.Pattern, corpus: Corpus, sizes: DemoSizes, budget: float, advance: Advance
+) -> tuple[dict[str, Training], str]:
+    def sparse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return rw.attention(q, k, v, pattern)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def told(done: float, text: str) -> None:
+        advance("Training", min(done, 0.99), text)
+
+    told(0.0, "")
+    training = train(
+        dict(zip(_TRAINED, (sparse, dense), strict=True)),
+        corpus,
+        context=sizes.context,
+        steps=sizes.steps,
+        budget=budget,
+        advance=told,
+    )
+    advance("Training", 1.0, "")
+    return training, chosen_backend(Problem("model", pattern, sizes.context, 4, 32), backward=True)
+
+
+def _facts(pattern: rw.Pattern, tokens: int) -> PatternFacts:
+    plan = pattern.plan(tokens)
+    picture = pattern.plot(tokens)
+    masks = int(plan.masks.shape[0])
+    return PatternFacts(
+        repr(pattern),
+        tokens,
+        plan.nnz,
+        plan.q_tiles * plan.kv_tiles,
+        masks,
+        pattern.density(tokens),
+        plan.nbytes,
+        picture,
+    )

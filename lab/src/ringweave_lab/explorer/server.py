@@ -1,0 +1,157 @@
+"""The command, and the server of its page: on this machine alone, and for this page alone."""
+
+from __future__ import annotations
+
+import threading
+import webbrowser
+from dataclasses import asdict
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import parse_qsl, urlsplit
+
+import typer
+
+from ringweave import __version__
+from ringweave.cli import terminal
+from ringweave.errors import RingweaveError, UnsupportedError, message
+from ringweave.patterns.parse import WRITABLE
+
+from .answer import Asked, answer, as_json
+
+_HERE = "127.0.0.1"
+# scripts and styles are the page's own, and nothing is loaded from anywhere
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+#: What the page offers to begin with.
+EXAMPLES: dict[str, dict[str, str]] = {
+    "Causal window with sinks": {"pattern": "(SlidingWindow(1024) | Sinks(64)) & Causal()", "tokens": "16K"},
+    "Longformer": {"pattern": "longformer(512, 16)", "tokens": "64K"},
+    "Dilated window": {"pattern": "Dilated(64, 16) & Causal()", "tokens": "64K"},
+    "LongNet": {"pattern": "LongNet([2048, 8192, 32768], [1, 4, 16])", "tokens": "256K"},
+    "BigBird": {"pattern": "bigbird(8192, window=192, global_tokens=64, random=3)", "tokens": "8K"},
+    "Sparse Transformer": {"pattern": "sparse_transformer_fixed(128, 32)", "tokens": "16K"},
+    "An image's neighbourhood": {"pattern": "GridNeighborhood(Grid([64, 64]), 13)", "tokens": "4K"},
+    "A video's windows": {"pattern": "GridWindows(Grid([8, 32, 32]), [4, 8, 8])", "tokens": "8K"},
+    "Packed documents": {"pattern": "Documents([5000, 900, 7000, 3484]) & Causal()", "tokens": "16K"},
+    "A pattern for each head": {"pattern": "PerHead([Causal(), SlidingWindow(256), Strided(64), Segments(1024)])",
+                                "tokens": "4K"},
+}  # fmt: skip
+
+#: What the page adds to a pattern: each fits any length, but where it says one.
+PIECES = {
+    "Causal": "Causal()", "SlidingWindow": "SlidingWindow(256)", "Sinks": "Sinks(64)", "Global": "Global(64)",
+    "Segments": "Segments(1024)", "Dilated": "Dilated(64, 4)", "Strided": "Strided(64)", "PrefixLM": "PrefixLM(256)",
+    "Periodic": "Periodic(512, 0, 64)", "Keys": "Keys(512)", "Full": "Full()",
+}  # fmt: skip
+
+
+def start() -> dict[str, Any]:
+    """What the page begins with."""
+    return {
+        "version": __version__, "defaults": asdict(Asked()), "examples": EXAMPLES, "pieces": PIECES,
+        "names": sorted(WRITABLE),
+    }  # fmt: skip
+
+
+def page(recorded: dict[str, Any] | None = None) -> str:
+    """Write the page: one file with its script and style.
+
+    Args:
+        recorded: Answers by the page's requests; then it stands for itself, and asks no server.
+    """
+    text = Path(__file__).with_name("page.html").read_text("utf-8")
+    return text.replace("$START", as_json(start())).replace("$RECORDED", as_json(recorded))
+
+
+class Server(ThreadingHTTPServer):
+    """A server on 127.0.0.1 that computes one answer at a time."""
+
+    daemon_threads = True
+    # a port that another one listens on is not shared
+    allow_reuse_address = False
+
+    def __init__(self, port: int = 0):
+        super().__init__((_HERE, port), _Handler)
+        self.computing = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{_HERE}:{self.server_port}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET of the page and of ``answer?pattern=...``."""
+
+    server: Server
+    server_version, sys_version = "ringweave", ""
+    timeout = 60
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        if not self._own():
+            # another site that is open in the same browser, or a name that was pointed here
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", "This page is for this machine alone.\n")
+        elif url.path == "/":
+            self._send(HTTPStatus.OK, "text/html", page())
+        elif url.path == "/answer":
+            status, body = self._answer(url.query)
+            self._send(status, "application/json", body)
+        else:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", "There is nothing here.\n")
+
+    def _own(self) -> bool:
+        hosts = {f"{name}:{self.server.server_port}" for name in (_HERE, "localhost")}
+        site = self.headers.get("Sec-Fetch-Site", "none")
+        return self.headers.get("Host") in hosts and site in ("none", "same-origin")
+
+    def _answer(self, query: str) -> tuple[HTTPStatus, str]:
+        try:
+            asked = Asked.of(dict(parse_qsl(query, keep_blank_values=True)))
+            with self.server.computing:
+                return HTTPStatus.OK, as_json(answer(asked))
+        except RingweaveError as error:
+            return HTTPStatus.BAD_REQUEST, as_json({"error": str(error)})
+
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode("utf-8")
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", f"{kind}; charset=utf-8"),
+            ("Content-Length", str(len(body))),
+            ("Content-Security-Policy", _POLICY),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Referrer-Policy", "no-referrer"),
+            ("Cache-Control", "no-store"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the page says what is wrong."""
+
+
+def explore(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of 127.0.0.1; 0: any that is free.")] = 8765,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
+) -> None:
+    """Compose a pattern on a local page: its picture, what it costs, how it spreads over ranks."""
+    try:
+        server = Server(port)
+    except OSError as error:
+        remedy = "Take another with --port, or 0 for any that is free."
+        raise UnsupportedError(message("--port", port, "a port that is free", f"{error.strerror}. {remedy}")) from None
+    with server:
+        terminal.out().print(f"{server.url}  (Ctrl+C ends it)", soft_wrap=True)
+        if browser:
+            webbrowser.open(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return

@@ -1,0 +1,1 @@
+"""Models of many ranks, next to other ways to spread attention."""

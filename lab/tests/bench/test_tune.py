@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringweave as rw
+from ringweave.ops import cpu, dispatch, gather, tuning
+from ringweave.tune import search, store, tune
+from ringweave.tune.measure import Timing
+from ringweave.tune.problem import Problem
+from ringweave.tune.search import CLOSE, SIDES, Candidate, Search, fastest, pick, sides, whole
+from ringweave.tune.session import Entry
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path))
+
+
+def problem(pattern: rw.Pattern, tokens: int = 256, heads: int = 2) -> Problem:
+    return Problem("test", pattern, tokens, heads, 16)
+
+
+def test_what_can_run_is_checked_timed_and_stored() -> None:
+    choices = tune(problem(rw.Causal()), rounds=2)
+    assert [choice.direction for choice in choices] == ["forward", "forward + backward"]
+    for choice in choices:
+        own = {each.backend for each in choice.timings if each.usual}
+        assert own == {"sdpa", "gather"} | ({"cpu"} if cpu.module() is not None else set())
+        assert choice.chosen in choice.timings
+        assert choice.reasons[Candidate("flash")] == "it calls kernels for CUDA tensors, and these are on cpu"
+        assert not any(each.backend == "reference" for each in choice.reasons)
+        assert {len(timing.seconds) for timing in choice.timings.values()} == {2}
+    path = store(choices)
+    assert path == str(tuning.store())
+    call = {"heads": 2, "head_dim": 16, "as_dict": True}
+    for choice, needs_grad in zip(choices, (False, True), strict=True):
+        found = rw.explain(rw.Causal(), 256, needs_grad=needs_grad, **call)["backend"]  # type: ignore[call-overload]
+        assert found["chosen"] == [{"backend": choice.backend, "branches": 1}]
+        assert found["measured"] == 1
+
+
+def test_each_kind_of_branch_is_measured_once() -> None:
+    """The heads' residues of one rate are of one kind."""
+    choices = tune(problem(rw.LongNet([256, 1024], [1, 4]), 4096), directions=("forward",), rounds=1)
+    assert [(choice.problem.tokens, choice.problem.heads) for choice in choices] == [(4096, 2), (1024, 1)]
+
+
+def test_a_wrong_backend_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*arguments: object) -> tuple[Tensor, Tensor]:
+        out, lse = gather.forward(*arguments)  # type: ignore[arg-type]
+        return out * 1.01, lse
+
+    def broken(*arguments: object) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("out of something\nand more")
+
+    for name, forward in (("gather", wrong), ("sdpa", broken), ("cpu", broken)):
+        backend = dataclasses.replace(dispatch.BACKENDS[name], forward=forward)
+        monkeypatch.setitem(dispatch.BACKENDS, name, backend)
+    (choice,) = tune(problem(rw.Causal()), directions=("forward",), rounds=1)
+    assert choice.timings == {}
+    assert choice.reasons[Candidate("gather")].startswith("wrong: root mean square error")
+    assert choice.reasons[Candidate("sdpa")] == "RuntimeError: out of something"
+    assert choice.backend is None
+    assert store([choice]) is None
+    assert tuning.store() is not None
+    assert not tuning.store().exists()  # type: ignore[union-attr]
+
+
+def test_a_backend_that_auto_prefers_stays_where_it_is_about_as_fast() -> None:
+    assert fastest({"gather": 1.04, "flex": 1.0}) == "gather"
+    assert fastest({"gather": 1.06, "flex": 1.0}) == "flex"
+    assert fastest({"flex": 1.0, "triton": 1.01, "gather": 9.0}) == "triton"
+    assert fastest({"flex": 1.0, "triton": 1.06, "gather": 9.0}) == "flex"
+    assert CLOSE == 1.05
+
+
+def test_other_tiles_are_chosen_only_where_they_are_clearly_faster() -> None:
+    own, other, far = Candidate("cpu"), Candidate("cpu", (64, 64)), Candidate("gather", (32, 32))
+    same = Timing((1.0, 1.0, 1.0))
+    assert pick({own: same, other: Timing((0.96, 0.96, 0.96))}) == own
+    assert pick({own: same, other: Timing((0.9, 0.9, 0.9))}) == other
+    assert pick({own: same, other: Timing((0.9,) * 3), far: Timing((0.8,) * 3)}) == far
+    # faster by medians alone: within most rounds it was not
+    assert pick({own: Timing((1.0, 2.0, 3.0)), other: Timing((1.0, 1.96, 0.5))}) == own
+    assert pick({}) is None
+
+
+def test_sides_suit_the_length_and_the_device() -> None:
+    assert sides(whole(problem(rw.SlidingWindow(9), 4096)), "cpu") == [each for each in SIDES if each != (128, 128)]
+    assert sides(whole(problem(rw.SlidingWindow(9), 60)), "cpu") == [(32, 32)]
+    table = rw.random_blocks(4096, 0.5, block_size=64)
+    assert (128, 128) in sides(whole(problem(table, 4096)), "cpu")
+    # other tiles than its grid's would have to wait for the table at every plan
+    assert sides(whole(problem(table, 4096)), "cuda") == []
+    assert sides(whole(problem(rw.SlidingWindow(9), 4096)), "cuda")
+    # 8 million tiles of 32 x 32 are no plan to be made to be tried
+    assert sides(whole(problem(rw.Causal(), 2**17, heads=1)), "cpu")[0] == (64, 64)
+
+
+class Stand:
+    """In place of the clock: seconds by candidate, in the order in which candidates were checked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]):
+        self.seconds, self.timed = seconds, []
+        check = Search.time
+
+        def time(of: Search, calls: dict[Candidate, Entry], part: float) -> dict[Candidate, Timing]:
+            self.timed.append([str(each) for each in calls])
+            return {each: Timing((seconds.get(str(each), 9.0),) * 3) for each in check(of, calls, part)}
+
+        monkeypatch.setattr(Search, "time", time)
+
+
+def test_tiles_are_tried_for_backends_near_the_fastest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand = Stand(monkeypatch, {"gather": 1.0, "cpu": 1.6, "sdpa": 1.4, "gather, tiles of 64 x 64": 0.5})
+    (choice,) = tune(problem(rw.Causal(), 100), directions=("forward",), rounds=1)
+    tiles = [f"gather, tiles of {side}" for side in ("32 x 32", "64 x 64", "64 x 128", "128 x 64")]
+    # sdpa is near and has no tiles; cpu has tiles and is not near
+    assert stand.timed[1:] == [["gather", "sdpa", *tiles]]
+    assert choice.chosen == Candidate("gather", (64, 64))
+    assert store([choice]) is not None
+    kept = json.loads((tmp_path / "tuning.json").read_text())["entries"]
+    assert [each["tile"] for each in kept.values()] == [[64, 64]]
+
+
+def test_backward_is_measured_behind_the_forward_that_auto_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    Stand(monkeypatch, {"sdpa": 1.0})
+    forward, backward = tune(problem(rw.Causal(), 100), rounds=1)
+    assert forward.first is None
+    assert forward.chosen == backward.first == Candidate("sdpa")
+
+
+def test_no_candidate_is_checked_once_the_seconds_are_gone() -> None:
+    (choice,) = tune(problem(rw.SlidingWindow(9), 500), directions=("forward",), rounds=5, budget=0.0)
+    assert {len(timing.seconds) for timing in choice.timings.values()} == {1}
+    assert all(each.usual for each in choice.timings)
+    late = [reason for each, reason in choice.reasons.items() if not each.usual]
+    assert late
+    assert set(late) == {"not tried: the seconds were used up"}
+
+
+def test_the_seconds_begin_when_the_backends_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that compiles for a minute leaves the seconds to the rest; tiles leave half of them to blocks."""
+    now = [0.0]
+    monkeypatch.setattr(search.time, "monotonic", lambda: now[0])
+    parts: list[float] = []
+    check = Search.check
+
+    def slow(of: Search, candidates: list[Candidate], until: float | None) -> dict[Candidate, Entry]:
+        found = check(of, candidates, until)
+        now[0] += 60.0
+        return found
+
+    def time(of: Search, calls: dict[Candidate, Entry], part: float) -> dict[Candidate, Timing]:
+        parts.append(round(part - of.spent(), 3))
+        return dict.fromkeys(calls, Timing((1.0,)))
+
+    monkeypatch.setattr(Search, "check", slow)
+    monkeypatch.setattr(Search, "time", time)
+    tune(problem(rw.SlidingWindow(9), 100), directions=("forward",), rounds=1, budget=600.0)
+    assert parts == [0.2, 0.9]
+
+
+def test_wrong_tiles_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*arguments: object) -> tuple[Tensor, Tensor]:
+        out, lse = gather.forward(*arguments)  # type: ignore[arg-type]
+        return (out if arguments[1].sides is None else out * 1.01), lse  # type: ignore[attr-defined]
+
+    monkeypatch.setitem(dispatch.BACKENDS, "gather", dataclasses.replace(gather.BACKEND, forward=wrong))
+    monkeypatch.setattr(search, "NEAR", 1e9)
+    (choice,) = tune(problem(rw.SlidingWindow(9), 200), directions=("forward",), rounds=1)
+    of_gather = {each: reason for each, reason in choice.reasons.items() if each.backend == "gather"}
+    assert len(of_gather) == len(sides(whole(choice.problem), "cpu"))
+    assert all(reason.startswith("wrong: root mean square error") for reason in of_gather.values())
+    assert Candidate("gather") in choice.timings
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_blocks_are_searched_and_taken() -> None:
+    """Of each kernel of a direction, in seconds; every candidate that was timed was right."""
+    of = Problem("test", rw.SlidingWindow(256) & rw.Causal(), 4096, 4, 64, dtype=torch.float16, device="cuda")
+    choices = tune(of, rounds=3, budget=60.0)
+    assert [choice.direction for choice in choices] == ["forward", "forward + backward"]
+    for choice in choices:
+        assert any(each.backend == "triton" for each in choice.timings), choice.reasons
+        wrong = [reason for tuned in choice.kernels for reason in tuned.descent.reasons.values() if "wrong" in reason]
+        assert wrong == []
+    assert store(choices) is not None
+    q, k, v = (torch.randn(1, 4, 4096, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    got, want = (rw.attention(q, k, v, of.pattern, backend=name).float() for name in ("auto", "gather"))
+    torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-2)

@@ -1,0 +1,533 @@
+"""The Triton kernels as compiled for sm_90, executed: run by test_triton_compiled.py in a process of its own.
+
+Calls take the way to a GPU, through Triton's own launcher; what is launched runs in ptx_emulator.py, on the tensors
+themselves. First the emulator is held against numpy, with kernels that are written for that.
+"""
+
+# Triton's constants are capitals
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.backends.nvidia import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import ringweave as rw
+from ringweave.ops import dispatch
+from ringweave.ops.triton import launch, operands
+from ringweave.ops.triton.launch_config import LaunchConfig
+from tests.cases import MIXTURES, PATTERNS
+from tests.dropped import kept, next_seed
+from tests.oracle import NAMES, Inputs, errors
+from tests.test_conformance import Wanted, run
+from tests.test_terms import HEADS, check, dense, make, ours
+
+from .ptx_emulator import Memory, Program, PtxError, whole
+from .ptx_emulator import launch as execute
+from .stand_in import Cuda
+
+EVERYTHING = PATTERNS | MIXTURES
+
+
+class Emulated(Cuda):
+    """Triton's driver over an emulated H100.
+
+    Args:
+        folder: As in Cuda.
+
+    Attributes:
+        late: Whether what is asynchronous happens as late as it may.
+        together: Warps that take each step together.
+        formal: Whether wgmma needs a proxy fence after cp.async.
+        edit: What is done to a kernel's PTX before it runs.
+    """
+
+    late, together, formal = False, 4, False
+    edit: Callable[[str], str] = staticmethod(str)
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.memory = Memory()
+        self.failure: PtxError | None = None
+        self.programs: dict[str, Program] = {}
+        self.others: list[Any] = []
+        device = self
+
+        class Launcher(driver.CudaLauncher):  # type: ignore[misc]
+            def __call__(self, *args: Any) -> None:
+                device.memory = Memory()
+                device.give(args[9:])
+                try:
+                    super().__call__(*args)
+                finally:
+                    if device.failure is not None:
+                        failure, device.failure = device.failure, None
+                        raise failure
+
+        self.launcher_cls = Launcher
+
+    def give(self, argument: Any) -> None:
+        """Let the kernel use the tensors among its arguments."""
+        if isinstance(argument, Tensor):
+            storage = argument.untyped_storage()
+            self.memory.give(storage.data_ptr(), storage.nbytes())
+        elif isinstance(argument, (tuple, list)):
+            for each in argument:
+                self.give(each)
+        elif hasattr(argument, "base"):
+            self.give(argument.base)
+
+    def _note(self, function: int, grid: Any, threads: int, shared: int, parameters: Any) -> int:
+        super()._note(function, grid, threads, shared, parameters)
+        try:
+            ptx = self.edit(self.ptx(function))
+            if ptx not in self.programs:
+                self.programs[ptx] = Program.of(ptx)
+            program = self.programs[ptx]
+            where = [parameters[index] for index in range(len(program.parameters))]
+            execute(program, grid[0], shared, where, self.memory, self.late, self.together, self.formal)
+        except BaseException as error:  # noqa: BLE001 ctypes would drop it
+            self.failure = error
+        return 0
+
+    def ptx(self, function: int) -> str:
+        caches = [kernel.device_caches[self.index][0] for kernel in self.others]
+        found = self.compiled() | {kernel.function: kernel for cache in caches for kernel in cache.values()}
+        return found[function].asm["ptx"]
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    return Emulated(tmp_path_factory.mktemp("libcuda"))
+
+
+@pytest.fixture
+def device(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
+    triton.runtime.driver.set_active(emulated)
+    monkeypatch.setattr(launch, "_device", lambda device: launch._of_driver())
+    taken = dispatch.BACKENDS["triton"]
+    monkeypatch.setitem(
+        dispatch.BACKENDS,
+        "triton",
+        dataclasses.replace(
+            taken, refusal=lambda case, branch: taken.refusal(dataclasses.replace(case, device="cuda"), branch)
+        ),
+    )
+    yield emulated
+    emulated.late, emulated.together, emulated.formal, emulated.edit = False, 4, False, str
+
+
+BOTH = pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+
+
+@triton.jit
+def add(x, y, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, at < n) + tl.load(y + at, at < n), at < n)
+
+
+@triton.jit
+def softmax(x, out, columns, PADDED: tl.constexpr):
+    at = tl.arange(0, PADDED)
+    row = tl.load(x + tl.program_id(0) * columns + at, at < columns, -float("inf"))
+    weights = tl.exp(row - tl.max(row, 0))
+    tl.store(out + tl.program_id(0) * columns + at, weights / tl.sum(weights, 0), at < columns)
+
+
+@triton.jit
+def product(a, b, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, FLIP: tl.constexpr, TWICE: tl.constexpr):
+    """a @ b, by descriptors; b.T where FLIP, and what it gives times b again where TWICE."""
+    left = a.load([0, 0])
+    right = b.load([0, 0])
+    sums = tl.dot(left, right.T if FLIP else right)
+    if TWICE:
+        sums = tl.dot(sums.to(left.dtype), right)
+    tl.store(out + tl.arange(0, M)[:, None] * sums.shape[1] + tl.arange(0, sums.shape[1])[None, :], sums)
+
+
+@triton.jit
+def streamed(a, b, out, steps, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr):
+    """a @ b over many K at a time, by addresses."""
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    sums = tl.zeros([M, N], tl.float32)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        left = tl.load(a + m[:, None] * (steps * K) + step * K + k[None, :])
+        right = tl.load(b + (step * K + k)[:, None] * N + n[None, :])
+        sums = tl.dot(left, right, sums)
+    tl.store(out + m[:, None] * N + n[None, :], sums)
+
+
+def test_elementwise(device: Emulated) -> None:
+    device.others = [add, softmax]
+    x, y = torch.randn(2, 1000)
+    out = torch.full((1000,), torch.nan)
+    add[(4,)](x, y, out, 1000, BLOCK=256)
+    assert torch.equal(out, x + y)
+    x = torch.randn(5, 77)
+    out = torch.empty_like(x)
+    softmax[(5,)](x, out, 77, PADDED=128)
+    torch.testing.assert_close(out, x.softmax(1))
+
+
+@pytest.mark.sampled(10)
+@BOTH
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "flip", "twice"),
+    [(64, 64, 64, True, True), (128, 64, 128, True, True), (64, 128, 32, True, True), (64, 16, 16, True, False),
+     (64, 128, 64, False, False), (128, 32, 32, False, False), (64, 16, 64, False, False)],
+)  # fmt: skip
+def test_products(
+    m: int, n: int, k: int, flip: bool, twice: bool, dtype: torch.dtype, warps: int, late: bool, device: Emulated
+) -> None:
+    device.late, device.others = late, [product]
+    a, b = torch.randn(m, k).to(dtype), torch.randn(*((n, k) if flip else (k, n))).to(dtype)
+    want = a.double() @ (b.mT if flip else b).double()
+    if twice:
+        want = want.to(dtype).double() @ b.double()
+    out = torch.empty(want.shape)
+    described = (TensorDescriptor.from_tensor(x, list(x.shape)) for x in (a, b))
+    kernel = product[(1,)](*described, out, m, n, k, flip, twice, num_warps=warps)
+    assert "wgmma" in kernel.asm["ptx"]
+    assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
+    torch.testing.assert_close(out.double(), want, rtol=2e-2 if twice else 1e-4, atol=2e-1 if twice else 1e-4)
+
+
+@pytest.mark.sampled(3)
+@BOTH
+@pytest.mark.parametrize(
+    ("m", "n", "k", "stages"), [(64, 64, 64, 3), (128, 128, 32, 2), (16, 16, 64, 3), (32, 64, 16, 1)]
+)
+def test_streams(m: int, n: int, k: int, stages: int, late: bool, device: Emulated) -> None:
+    device.late, device.others = late, [streamed]
+    a, b = torch.randn(m, 5 * k).half(), torch.randn(5 * k, n).half()
+    out = torch.empty(m, n)
+    kernel = streamed[(1,)](a, b, out, 5, m, n, k, stages, num_stages=stages)
+    assert ("wgmma" in kernel.asm["ptx"]) == (m >= 64)
+    torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-4, atol=1e-4)
+
+
+def agrees(x: Inputs, pattern: rw.Pattern, device: Emulated, **options: Any) -> set[str]:
+    """All five results against float64, with asynchronous work done late; the kernels that ran."""
+    want = Wanted.of(x, pattern, options.pop("q_offset", 0), options.pop("scale", None), floored=True)
+    device.late = True
+    device.taken()
+    want.check("triton")
+    made = device.compiled()
+    return {made[each.function].metadata.name for each in device.taken()}
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", ["causal", "sinks", "causal_documents", "table_per_head", "full"])
+def test_kernels(name: str, dim: int, dtype: torch.dtype, device: Emulated) -> None:
+    """Two tiles of 128, the second of two tokens."""
+    x = Inputs.random(130, heads=4 if name == "table_per_head" else 1, dim=dim, dtype=dtype)
+    assert agrees(x, EVERYTHING[name](130), device) == {"forward", "delta", "backward_q", "backward_kv"}
+
+
+@pytest.mark.parametrize("described", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("dim", [64, *(pytest.param(dim, marks=pytest.mark.long) for dim in (128, 256))])
+def test_keys_that_nobody_attends(dim: int, described: bool, device: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN there reaches nothing, by descriptors and by addresses."""
+    if not described:
+        monkeypatch.setattr(operands, "describable", lambda *_: False)
+    x = Inputs.random(130, heads=1, dim=dim, dtype=torch.bfloat16)
+    want = Wanted.of(x, ~rw.Periodic(1000, 20, 31) & rw.Causal(), 0, None, floored=True)
+    x.k[:, :, 20:31], x.v[:, :, 20:31] = torch.nan, torch.nan
+    device.late = True
+    device.taken()
+    want.check("triton")
+    made = device.compiled()
+    ptx = {(kernel := made[each.function]).metadata.name: kernel.asm["ptx"] for each in device.taken()}
+    for kernel in ("forward", "backward_q"):
+        assert ("cp.async.bulk.tensor" in ptx[kernel]) == described
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["causal", "sinks"])
+def test_proxy_fences(name: str, device: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that PTX's memory model asks for where descriptors load; by addresses Triton leaves it out for values."""
+    device.formal = True
+    x = Inputs.random(130, heads=1, dim=64, dtype=torch.bfloat16)
+    agrees(x, EVERYTHING[name](130), device)
+    monkeypatch.setattr(operands, "describable", lambda *_: False)
+    with pytest.raises(PtxError, match="without a proxy fence"):
+        rw.attention(x.q, x.k, x.v, EVERYTHING[name](130), backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("names", "n", "heads", "p", "dtype"),
+    [
+        (("softcap", "distance"), 23, 2, 0.25, torch.bfloat16),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (("alibi", "distance", "softcap"), 130, 2, 0.0, torch.float16),
+                (("shared_bias",), 70, 2, 0.0, torch.bfloat16),
+                ((), 40, 2, 0.5, torch.bfloat16),
+            )
+        ),
+    ],
+)
+def test_terms(names: tuple[str, ...], n: int, heads: int, p: float, dtype: torch.dtype, device: Emulated) -> None:
+    """Score terms, what their tables learn, and dropout."""
+    x = Inputs.random(n, heads=HEADS, kv_heads=heads, dim=16, dtype=dtype)
+    pattern = rw.SlidingWindow(9) & rw.Causal()
+    if n < 64:
+        pattern &= rw.BlockTable(torch.ones(-(-n // 16), -(-n // 16), dtype=torch.bool), 16)
+    terms = make(names, n, dtype)
+    torch.manual_seed(3)
+    keep = kept(next_seed(), p, 1, HEADS, range(n), range(n)) if p else None
+    device.late = True
+    got = ours(x, pattern, terms, "triton", dropout=p)
+    check(got, lambda kind, order: dense(x, pattern, names, terms, kind, keep=keep, order=order), dtype)
+
+
+@pytest.mark.long
+def test_dropout_of_wide_tiles(device: Emulated) -> None:
+    """In dK and dV LLVM moves what wgmma takes from registers behind the fence that is to come after it.
+
+    ptxas puts the arrival that it makes of the fence before the product itself, by lab/scripts/machine_code.py: with a
+    fence there all results are right.
+    """
+    x = Inputs.random(70, heads=2, dim=16, dtype=torch.bfloat16)
+    torch.manual_seed(3)
+    keep = kept(next_seed(), 0.5, 1, 2, range(70), range(70))
+    with torch.no_grad():
+        out = rw.attention(x.q, x.k, x.v, rw.Causal(), dropout=0.5, backend="triton")
+    want = dense(x, rw.Causal(), (), (), torch.float64, keep=keep)["out"]
+    assert (out - want).abs().max() <= 0.05 * want.abs().max()
+    with pytest.raises(PtxError, match="since the last wgmma.fence"):
+        ours(x, rw.Causal(), [], "triton", dropout=0.5)
+    fence = r"\twgmma.fence.sync.aligned;\n\1"
+    device.edit = lambda ptx: re.sub(r"(\twgmma\.mma_async[^{\n]*\{[^}\n]*\}, \{)", fence, ptx)
+    torch.manual_seed(3)
+    got = ours(x, rw.Causal(), [], "triton", dropout=0.5)
+    check(got, lambda kind, order: dense(x, rw.Causal(), (), [], kind, keep=keep, order=order), x.q.dtype)
+
+
+def test_whole_numbers() -> None:
+    """cvt.rzi and those of 8 bits, as PTX says."""
+    ends = [1.75, -1.75, 3e9, -3e9, 1e30, -1e30, float("nan")]
+    x = np.array(ends, np.float32)
+    assert whole(x, np.int32).tolist() == [1, -1, 2**31 - 1, -(2**31), 2**31 - 1, -(2**31), 0]
+    assert whole(x, np.int64).tolist() == [1, -1, 3 * 10**9, -3 * 10**9, 2**63 - 1, -(2**63), -(2**63)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["causal", "sinks"])
+def test_order_changes_no_bit(name: str, device: Emulated) -> None:
+    """Warps one by one or by four, what is asynchronous early or late."""
+    x, pattern, found = Inputs.random(200, heads=2, kv_heads=1, dim=64, dtype=torch.bfloat16), EVERYTHING[name](200), []
+    for device.late, device.together in ((False, 4), (True, 4), (False, 1), (True, 1)):
+        found.append(run(x, pattern, "triton"))
+    for other in found[1:]:
+        for result in NAMES:
+            assert torch.equal(other[result], found[0][result]), result
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+    """Let forward kernels be launched another way."""
+    choose = launch.choose
+
+    def other(kernel: str, *case: Any) -> LaunchConfig:
+        config = choose(kernel, *case)
+        return dataclasses.replace(config, **fields) if kernel == "forward" else config
+
+    monkeypatch.setattr(launch, "choose", other)
+
+
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.long)])
+def test_warps_that_load(dim: int, device: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warp specialisation, with a descriptor that the kernel makes; rows from the 64th on are other warps'."""
+    held = []
+
+    def room(size: int, alignment: int, stream: int | None) -> Tensor:
+        held.append(torch.empty(size, dtype=torch.int8))
+        device.give(held[-1])
+        return held[-1]
+
+    monkeypatch.setattr(operands, "room", room)
+    chosen(monkeypatch, warps=4, specialised=True)
+    table = rw.BlockTable(torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool), 128)
+    x = Inputs.random(340, heads=1, dim=dim, dtype=torch.bfloat16)
+    for device.late in (False, True):
+        with torch.no_grad():
+            out, lse = rw.attention_with_lse(x.q, x.k, x.v, table, backend="triton")
+        want = Wanted.of(x, table, 0, None, floored=True)
+        got = errors({"out": out, "lse": lse}, {name: want.results[name] for name in ("out", "lse")})
+        assert all(got[name] <= want.bounds[name] for name in got), got
+    assert held
+    assert any("setmaxnreg" in kernel.asm["ptx"] for kernel in device.compiled().values())
+
+
+TABLE = rw.BlockTable(torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool), 128)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize(
+    ("pattern", "tokens", "dim", "heads"),
+    [(TABLE, 340, 64, 1), (rw.Causal(), 300, 64, 2), pytest.param(rw.Causal(), 190, 128, 1, marks=pytest.mark.long)],
+    ids=["empty rows", "causal", "causal, D 128"],
+)
+def test_groups_that_take_turns(
+    pattern: rw.Pattern, tokens: int, dim: int, heads: int, late: bool, device: Emulated,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One loads, two multiply: items in turn, by two programs, of heads that share keys."""
+    chosen(monkeypatch, resident=1, pingpong=True)
+    of_driver = launch._of_driver
+    monkeypatch.setattr(launch, "_device", lambda device: dataclasses.replace(of_driver(), units=2))
+    # of the last four one loads, and the others have nothing to do
+    device.late, device.together = late, (4, 4, 1, 1, 1, 1)
+    x = Inputs.random(tokens, heads=heads, kv_heads=1, dim=dim, dtype=torch.bfloat16)
+    device.taken()
+    with torch.no_grad():
+        out, lse = rw.attention_with_lse(x.q, x.k, x.v, pattern, backend="triton")
+    (only,) = device.taken()
+    assert (device.compiled()[only.function].metadata.name, only.grid[0]) == ("pingpong", 2)
+    want = Wanted.of(x, pattern, 0, None, floored=True)
+    got = errors({"out": out, "lse": lse}, {name: want.results[name] for name in ("out", "lse")})
+    assert all(got[name] <= want.bounds[name] for name in got), got
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "value_dim"),
+    [(torch.float16, 64, 64), (torch.bfloat16, 64, 128)],
+)
+def test_groups_that_take_turns_on_other_types_and_sides(
+    dtype: torch.dtype, dim: int, value_dim: int, device: Emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen(monkeypatch, resident=1, pingpong=True)
+    device.late, device.together = True, (4, 4, 1, 1, 1, 1)
+    x = Inputs.random(130, heads=1, dim=dim, value_dim=value_dim, dtype=dtype)
+    device.taken()
+    with torch.no_grad():
+        out, lse = rw.attention_with_lse(x.q, x.k, x.v, rw.Causal(), backend="triton")
+    (only,) = device.taken()
+    assert device.compiled()[only.function].metadata.name == "pingpong"
+    want = Wanted.of(x, rw.Causal(), 0, None, floored=True)
+    got = errors({"out": out, "lse": lse}, {name: want.results[name] for name in ("out", "lse")})
+    assert all(got[name] <= want.bounds[name] for name in got), got
+
+
+def test_keys_that_no_query_attends_reach_no_group_that_takes_turns(
+    device: Emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups multiply whole tiles of values: a NaN in a key that the mask excludes for all would reach all rows."""
+    chosen(monkeypatch, resident=1, pingpong=True)
+    x = Inputs.random(150, heads=1, dim=64, dtype=torch.bfloat16)
+    pattern = ~rw.patterns.Periodic(1000, 20, 31) & rw.Causal()
+    device.taken()
+    with torch.no_grad():
+        want = rw.attention(x.q, x.k, x.v, pattern, backend="triton")
+        x.v[:, :, 20:31] = torch.nan
+        assert torch.equal(rw.attention(x.q, x.k, x.v, pattern, backend="triton"), want)
+    assert {device.compiled()[each.function].metadata.name for each in device.taken()} == {"forward"}
+
+
+#: what is changed in that kernel -> what the emulator says
+UNORDERED = {
+    "wait for tiles and turns": (
+        r"(?s)\{\s*\.reg \.pred complete;.*?\}",
+        "",
+        "more arrivals|still to write|no barrier between",
+    ),
+    "arrivals after barriers": (r"bar\.sync \t?[02], 128;", "", "no barrier between|may still read|nobody goes on"),
+    "buffers given back": (r"@%p\d+ mbarrier\.arrive\.shared::cta\.b64 _[^;]*;", "", "nobody goes on"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in UNORDERED])
+def test_what_breaks_groups_that_take_turns(name: str, device: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    what, instead, said = UNORDERED[name]
+    changed = 0
+
+    def edit(ptx: str) -> str:
+        nonlocal changed
+        edited, changed = re.subn(what, instead, ptx)
+        return edited
+
+    chosen(monkeypatch, resident=1, pingpong=True)
+    # warps one by one: those of a group go on alone
+    device.late, device.together, device.edit = True, 1, edit
+    x = Inputs.random(512, heads=1, dim=64, dtype=torch.bfloat16)
+    with pytest.raises(PtxError, match=said), torch.no_grad():
+        rw.attention(x.q, x.k, x.v, rw.Full(), backend="triton")
+    assert changed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("nq", "heads", "kv_heads"), [(1, 8, 1), (5, 6, 2)])
+def test_few_queries_over_split_lists(nq: int, heads: int, kv_heads: int, device: Emulated) -> None:
+    nk = 5000
+    x = Inputs.random(nq, nk, heads=heads, kv_heads=kv_heads, dim=64, dtype=torch.bfloat16)
+    assert "join" in agrees(x, rw.Causal(), device, q_offset=nk - nq)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("dim", "dtype"), [(40, torch.bfloat16), (24, torch.float32), (256, torch.float16)])
+def test_dims(dim: int, dtype: torch.dtype, device: Emulated) -> None:
+    agrees(Inputs.random(130, heads=2, kv_heads=1, dim=dim, dtype=dtype), EVERYTHING["sinks"](130), device)
+
+
+#: what is changed in a kernel -> what the emulator says
+BROKEN = {
+    "barrier": (r"bar\.sync \t?0;", "", "never written|no barrier between|still to write"),
+    "wait for products": (r"wgmma\.wait_group[^;]*;", "", "wgmma is still to write"),
+    "commit of products": (r"wgmma\.commit_group[^;]*;", "", "wgmma is still to write"),
+    "fence of products": (r"wgmma\.fence[^;]*;", "", "since the last wgmma.fence"),
+    "proxy fence": (r"fence\.proxy\.async[^;]*;", "", "without a proxy fence"),
+    "wait for copies": (r"cp\.async\.wait_group[^;]*;", "", "still to write"),
+    "wait for tiles": (r"(?s)\{\s*\.reg \.pred complete;.*?\}", "", "still to write|no barrier between"),
+    "half the bytes": (r"(expect_tx\S* _, \[%r\d+\]), 16384", r"\1, 8192", "nobody goes on"),
+}
+
+
+@pytest.mark.sampled(2)
+@BOTH
+@pytest.mark.parametrize("name", list(BROKEN))
+def test_what_breaks_a_kernel(name: str, late: bool, device: Emulated) -> None:
+    """A wait, a fence or a barrier less in the forward kernel is an error, whatever comes out."""
+    what, instead, said = BROKEN[name]
+    device.late, device.together, changed = late, 1, 0
+
+    def edit(ptx: str) -> str:
+        nonlocal changed
+        edited, changed = re.subn(what, instead, ptx)
+        return edited
+
+    device.edit = edit
+    x = Inputs.random(384, heads=1, dim=64, dtype=torch.bfloat16)
+    with pytest.raises(PtxError, match=said):
+        rw.attention(x.q, x.k, x.v, rw.Causal(), backend="triton")
+    assert changed
+
+
+def test_memory_that_is_not_the_kernels(device: Emulated) -> None:
+    device.others = [add]
+    x = torch.zeros(100)
+    with pytest.raises(PtxError, match="belongs to nothing that was passed"):
+        add[(1,)](x, x, x, 128, BLOCK=128)
+
+
+def test_an_unknown_instruction() -> None:
+    program = Program.of(".visible .entry f()\n.reqntid 32\n{\n\tvote.sync.any.pred \t%p1, %p2, -1;\n}\n")
+    with pytest.raises(PtxError, match=r"not known: vote\.sync\.any\.pred"):
+        program.compiled(32)

@@ -1,0 +1,92 @@
+"""The Triton kernels without a GPU: compiled for real devices, and launched on none.
+
+All run in processes of their own: compiling needs the interpreter off, and what stands in for a driver cannot be
+unloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.ops.test_triton import ROOT, in_a_process, needs_triton, release
+from tests.sampled import is_long
+
+# two minutes of one core; shared machines take several times that
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture
+def compiled(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Where compiled kernels lie: those of unchanged sources are there from the last run, and no others."""
+    cache = getattr(request.config, "cache", None)
+    if cache is None:
+        return tmp_path
+    sources = sorted((ROOT / "src" / "ringweave" / "ops" / "triton").rglob("*.py"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    folder = Path(cache.mkdir("triton"))
+    for other in folder.iterdir():
+        if other.name != digest:
+            shutil.rmtree(other)
+    return folder / digest
+
+
+# lines of the source, which nobody here reads, cost a tenth of the compiler's time
+COMPILING = {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"}
+
+# some scripts, with arguments, in one process: to begin one takes seconds
+RUN = """
+import json, sys
+sys.path.insert(0, "lab/scripts")
+import kernel_resources, machine_code
+failed = 0
+for name, *arguments in json.loads(sys.argv[1]):
+    sys.argv = [name, *arguments]
+    failed |= globals()[name].main()
+    print("done", flush=True)
+sys.exit(failed)
+"""
+
+
+@needs_triton
+def test_compiled_for_real_devices(compiled: Path) -> None:
+    """No spills but a known one, matrix instructions on every device, and the resources that the committed table says.
+
+    Then what the other table says of every loop for sm_90: instructions, spills, products that wait for each other; and
+    that every specialisation compiles; in a short run every third, which is each of them for one kernel or another.
+    """
+    some = [] if is_long() else ["--device", "sm_90"]
+    every = 1 if is_long() else 3
+    runs = [
+        ["kernel_resources", "--check", "--tile", "128", *some],
+        ["machine_code", "--check", "--dim", "128"],
+        ["kernel_resources", "--variants", "--every", str(every)],
+    ]
+    said = in_a_process(["-c", RUN, json.dumps(runs)], compiled, **COMPILING)
+    resources, loops, variants, _ = (part.strip().splitlines() for part in said.split("done\n"))
+    assert len(resources) > 7 * (1 if some else 4)
+    assert len(loops) == 28
+    assert len(variants) == 33 // every
+
+
+@needs_triton
+def test_a_call_without_terms_is_compiled_as_if_there_were_none(compiled: Path) -> None:
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all", "lab/tests/gpu/without_extras.py"]
+    in_a_process(command, compiled, **COMPILING)
+
+
+@needs_triton
+@pytest.mark.parametrize("what", ["launched", "emulated"])
+def test_launches_without_a_gpu(what: str, compiled: Path) -> None:
+    """The way of a call to the driver, which Triton builds a module of its own for; emulated: and what it computes."""
+    if what == "emulated" and release("triton") != (3, 7):
+        pytest.skip("the emulator knows the instructions that Triton 3.7 makes")
+    if not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
+        pytest.skip("needs a C compiler")
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all", f"lab/tests/gpu/{what}.py"]
+    in_a_process(command, compiled, **COMPILING)

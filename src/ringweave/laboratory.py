@@ -1,0 +1,28 @@
+"""Parts of the separate distribution ``ringweave-lab``, found through its entry points and never imported by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+#: Commands that the laboratory adds to ``ringweave``.
+COMMANDS = ("bench", "demo", "explore", "profile", "simulate")
+REMEDY = "pip install ringweave-lab, or in a clone pip install ./lab."
+
+
+def registrations() -> list[Callable[[Any], None]]:
+    """Return the functions that add commands to the command line; empty where the laboratory is not installed."""
+    return [each.load() for each in entry_points(group="ringweave.commands")]
+
+
+def attribute(module: str, name: str) -> Any:
+    """Return the object that the laboratory adds to a module under a name.
+
+    Raises:
+        AttributeError: The laboratory is not installed.
+    """
+    found = entry_points(group="ringweave.attributes", name=f"{module}.{name}")
+    if not found:
+        raise AttributeError(f"{module}.{name} belongs to the distribution ringweave-lab: {REMEDY}")
+    return next(iter(found)).load()
