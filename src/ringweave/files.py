@@ -42,12 +42,12 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is too large.
     """
-    for line in read(path).splitlines():
-        try:
-            found = parse(line)
-        except ValueError:
-            continue
-        if isinstance(found, dict):
-            yield found
+    with path.open("rb") as file:
+        while line := file.readline(MOST):
+            try:
+                found = parse(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                yield found

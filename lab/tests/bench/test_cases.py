@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from ringweave.errors import UnsupportedError
 from ringweave_lab.bench.cases import CASES, run_case
-from ringweave_lab.commands import register
 from ringweave_lab.bench.record import Options, Outcome, PlanCost
+from ringweave_lab.commands import register
 
 app = typer.Typer()
 register(app)

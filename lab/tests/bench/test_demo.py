@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from ringweave.ops import cpu
 from ringweave.units import nbytes
-from ringweave_lab.demo import command as module
 from ringweave_lab.bench import launched
-from ringweave_lab.commands import register
 from ringweave_lab.bench.report import error_text, milliseconds
 from ringweave_lab.bench.text import ByteModel, standard_library, text_inputs
+from ringweave_lab.commands import register
+from ringweave_lab.demo import command as module
 from ringweave_lab.demo.demo import DemoResult
 from ringweave_lab.demo.report import render
 

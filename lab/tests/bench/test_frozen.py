@@ -177,9 +177,7 @@ def test_names_are_frozen() -> None:
         "seeds",
         "ring",
     ]
-    assert {"CASES", "CaseResult", "Options", "Outcome", "Peer", "Target", "compare", "peers"} <= {
-        *bench.__all__
-    }
+    assert {"CASES", "CaseResult", "Options", "Outcome", "Peer", "Target", "compare", "peers"} <= {*bench.__all__}
     assert "run_case" in bench.__all__
     assert demo.__all__ == ["DemoResult", "run_demo"]
     assert all(getattr(bench, name) is not None for name in bench.__all__)

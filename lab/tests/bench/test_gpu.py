@@ -14,8 +14,8 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.errors import UnsupportedError
-from ringweave.tune.measure import Call, Ratio, Timing, replayed
 from ringweave.tune import session
+from ringweave.tune.measure import Call, Ratio, Timing, replayed
 from ringweave.tune.problem import Drawn, Problem
 from ringweave.tune.session import Built, Peer
 from ringweave_lab.bench import CaseResult, Options, Outcome, Target

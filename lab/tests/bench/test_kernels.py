@@ -13,8 +13,8 @@ from ringweave.ops import cpu, dispatch
 from ringweave.tune.measure import Ratio, Timing
 from ringweave_lab.bench import CaseResult, Options, Outcome, Target, run_case
 from ringweave_lab.bench.cases.kernels import TARGETS, USUAL, asked, fma_peak, overheads, whole_grid
-from ringweave_lab.commands import register
 from ringweave_lab.bench.record import targets
+from ringweave_lab.commands import register
 
 app = typer.Typer()
 register(app)

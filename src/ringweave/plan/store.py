@@ -11,14 +11,13 @@ import os
 import struct
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..patterns import Pattern
-from .block_plan import _TENSORS, BlockPlan
+from .block_plan import _TENSORS, BlockPlan, _unflatten
 
 _FORMAT = 2
 # row sets, listed tiles and masks: with the sizes of the call they give the shape of every tensor
@@ -119,8 +118,7 @@ def _plan_of(body: bytes, sizes: tuple[int, ...]) -> BlockPlan | None:
         flat = found[name].ravel()
         if flat[0] != 0 or flat[-1] != places or (np.diff(flat) < 0).any():
             return None
-    tensors: list[Any] = [torch.from_numpy(found[each]) for each in _TENSORS]
-    return BlockPlan(*tensors, *(nq, nk, q_tile, kv_tile, q_offset))
+    return _unflatten([torch.from_numpy(found[each]) for each in _TENSORS], (nq, nk, q_tile, kv_tile, q_offset))
 
 
 def _bytes(table: Tensor) -> memoryview:
