@@ -265,7 +265,7 @@ FORKS = """
     if not os.fork():
         signal.alarm(60)
         {child}
-        if not os.fork():  # whose parent was forked, and has a pool of its own by now
+        if not os.fork():  # the child of a forked process that has a pool of its own by now
             signal.alarm(60)
             print((a + 1).shape[0], call().shape[0], flush=True)
             os._exit(0)
@@ -295,7 +295,7 @@ def _said(parent: str, child: str, path: Path) -> str:
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other threads")
 @pytest.mark.parametrize("parent", PARENTS)
 def test_a_fork_of_a_process_with_threads_computes(parent: str, tmp_path: Path) -> None:
-    """Whoever had started the pool: torch alone, attention, or a thread that ended."""
+    """Torch alone had started the pool, or attention, or a thread that ended."""
     assert _said(PARENTS[parent], "call(); (a + 1).sum()", tmp_path / "out") == "3000000 2\n"
 
 

@@ -44,7 +44,7 @@ def gradients(name: str, hooks: AbstractContextManager[Any], **options: Any) -> 
     given = extras()
     with hooks:
         out, lse = rw.attention_with_lse(q, k, v, pattern, **given, **options)
-    # whose own gradients come in another layout too
+    # the gradients of out and lse come in another layout too
     loss = (out.mT * torch.randn(2, 4, 24, N)).sum() + (lse.mT * torch.randn(2, N, 4)).sum()
     tables = [given["terms"].table] if "terms" in given else [x for x in given.values() if isinstance(x, Tensor)]
     return list(torch.autograd.grad(loss, [q, k, v, *tables]))
