@@ -250,31 +250,68 @@ def test_a_fork_inherits_the_functions() -> None:
     assert [pattern.spec for pattern, _ in world.patterns] == specs
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other threads")
-def test_a_fork_that_would_hang_raises() -> None:
-    program = """
-    import os, signal, torch, ringweave as rw
+FORKS = """
+    import os, signal, sys, torch, ringweave as rw
+    from ringweave.ops import forks
     torch.set_num_threads(2)
-    q = torch.randn(1, 2, 16, 4096).mT  # to be copied first, by threads
-    call = lambda: rw.attention(q, q, q, rw.Causal())
-    want = call()
+    q = torch.randn(1, 2, 16, 4096).mT.requires_grad_()  # to be copied first, by threads
+    a = torch.randn(3_000_000)
+
+    def call():
+        out = rw.attention(q, q, q, rw.Causal())
+        return torch.cat([out, *torch.autograd.grad(out.sum(), q)])
+
+    {parent}
     if not os.fork():
         signal.alarm(60)
+        {child}
+        if not os.fork():  # the child of a forked process that has a pool of its own by now
+            signal.alarm(60)
+            print((a + 1).shape[0], call().shape[0], flush=True)
+            os._exit(0)
+        assert os.wait()[1] == 0
+        torch.set_num_threads(1)
+        torch.save(call().detach(), sys.argv[1])
+        os._exit(0)
+    assert os.wait()[1] == 0
+    assert torch.equal(torch.load(sys.argv[1]), call())
+"""
+PARENTS = {
+    "torch": "(a + 1).sum()",
+    "attention": "call()",
+    "a thread's": "import threading; t = threading.Thread(target=call); t.start(); t.join(); (a + 1).sum()",
+}
+
+
+def _said(parent: str, child: str, path: Path) -> str:
+    program = textwrap.dedent(FORKS.format(parent=parent, child=child))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, str(path)], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other threads")
+@pytest.mark.parametrize("parent", PARENTS)
+def test_a_fork_of_a_process_with_threads_computes(parent: str, tmp_path: Path) -> None:
+    """Torch alone had started the pool, or attention, or a thread that ended."""
+    assert _said(PARENTS[parent], "call(); (a + 1).sum()", tmp_path / "out") == "3000000 2\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other threads")
+def test_a_fork_that_would_hang_raises(tmp_path: Path) -> None:
+    """Where the pool cannot be ended: an OpenMP that has no such function."""
+    child = """
         try:
             call()
         except rw.UnsupportedError as error:
             print(error, flush=True)
         torch.set_num_threads(1)
-        print(torch.equal(call(), want), flush=True)
-        os._exit(0)
-    os.wait()
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=200
-    )
-    said, same = done.stdout.splitlines()
-    assert "process: got one that was forked after its parent had computed on several threads" in said
-    assert same == "True"
+    said = _said("forks.ctypes.CDLL = lambda name: None; call()", child.strip(), tmp_path / "out").splitlines()
+    assert "process: got one that was forked from a process that could not end its OpenMP threads" in said[0]
+    assert said[1] == "3000000 2"
 
 
 def test_threads_that_change_what_others_read() -> None:

@@ -48,8 +48,10 @@ def hierarchical_attention(
     added, and both scales are joined by :func:`ringweave.merge`, so that the result is dense attention with the blocks
     that were not chosen replaced by their means, and dense attention itself once all are chosen. With ``"gates"``
     three attentions, each normalised by itself, are summed with given factors: over all means, over own and chosen
-    blocks, and over the window. Time is that of the chosen tiles and of Nk / pool keys for each query; of the scores
-    against means a piece is kept at a time, and made again in backward.
+    blocks, and over the window. The queries of a tile choose together: where causal too, an early query's choice
+    depends on the later queries of its tile, which teacher forcing sees and decoding does not. Time is that of the
+    chosen tiles and of Nk / pool keys for each query; of the scores against means a piece is kept at a time, and made
+    again in backward.
 
     Args:
         q: Queries, (B, Hq, Nq, D), float32, float16, bfloat16 or float64.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def may_and_must(
         first, last = (q_offset + mine.start) // sides[1], (q_offset + mine.stop - 1) // sides[1]
         for c in range(len(columns)):
             may[r, c] = not causal or c <= last
-            must[r, c] = c < sinks or first - local < c < last + local
+            must[r, c] = c < sinks or (local > 0 and first - local < c < last + local)
     return may, must & may
 
 
@@ -83,8 +84,12 @@ def test_the_best_blocks(name: str, method: str, heads: str) -> None:
         q_offset=q_offset,
     )  # fmt: skip
     want = scores(x, method, rows, columns, causal, q_offset)
+    if causal:
+        # what holds keys after the row's last query is not scored
+        ends = torch.tensor([q_offset + row.stop for row in rows])[:, None]
+        want = want.masked_fill(torch.arange(1, len(columns) + 1) * sides[1] > ends, -torch.inf)
     if heads != "query":
-        share = want.masked_fill(~may, -torch.inf).softmax(-1)
+        share = want.softmax(-1).nan_to_num(0)
         want = share.unflatten(1, (1 if heads == "shared" else 2, -1)).mean(2)
     front = 0 if one else q_offset // sides[0]
     mask = table.mask
@@ -206,6 +211,66 @@ def test_as_many_as_hold_a_mass() -> None:
     assert (counts[1] >= counts[0]).all()
     assert (counts[1] > counts[0]).any()
     assert select(x.q, x.k, method="top_p", block_size=32, local=0, sinks=0).mask.sum() == counts[1].sum()
+
+
+def test_no_block_is_local() -> None:
+    """With ``local=0`` a row of queries over several blocks of keys takes the best, wherever they are."""
+    x = Inputs.random(128, heads=1, dim=8)
+    x.q[...], x.k[:, :, :8], x.k[:, :, 8:] = 1.0, 1.0, -1.0
+    table = select(x.q, x.k, top_k=1, block_size=(32, 8), local=0, sinks=0)
+    assert torch.equal(table.mask.nonzero()[:, 2:], torch.tensor([[0, 0], [1, 0], [2, 0], [3, 0]]))
+
+
+def test_a_density_of_the_softmax() -> None:
+    x = Inputs.random(256, heads=2, dim=8)
+    table = select(x.q, x.k, method="top_p", density=0.25, block_size=32)
+    assert torch.equal(table.mask, select(x.q, x.k, method="mean", density=0.25, block_size=32).mask)
+
+
+AMOUNTS = {
+    "top_k": {"top_k": 5},
+    "mass": {"method": "top_p", "mass": 0.7},
+    "density": {"density": 0.3},
+    "bounds": {"method": "bounds", "top_k": 5},
+    "antidiagonals": {"method": "antidiagonal", "top_k": 5, "stride": 1},
+    "pools": {"method": "top_p", "mass": 0.7, "pool": 1},
+}
+
+
+@pytest.mark.parametrize("local", [0, 1])
+@pytest.mark.parametrize("heads", ["query", "kv", "shared"])
+@pytest.mark.parametrize("amount", AMOUNTS)
+def test_a_row_of_blocks_depends_on_no_later_token(amount: str, heads: str, local: int) -> None:
+    """And with blocks of one query, on none that decoding has not seen: both choose the same."""
+    how: dict[str, Any] = {**AMOUNTS[amount], "heads": heads, "local": local, "sinks": local}
+    x = Inputs.random(96, batch=1, heads=4, kv_heads=2, dim=8)
+    for sides in ((32, 32), (16, 32), (32, 8), (1, 16)):
+        want = select(x.q, x.k, block_size=sides, **how).mask
+        for row in range(1, want.shape[2], 1 + want.shape[2] // 7):
+            q, k = x.q.clone(), x.k.clone()
+            for each in (q, k):
+                each[:, :, row * sides[0] :] *= -50
+            assert torch.equal(select(q, k, block_size=sides, **how).mask[:, :, :row], want[:, :, :row]), (sides, row)
+    for n in range(96):
+        step = select(x.q[:, :, n : n + 1], x.k[:, :, : n + 1], block_size=(1, 16), q_offset=n, **how).mask[:, :, 0]
+        assert torch.equal(step, want[:, :, n, : step.shape[-1]]), n
+
+
+def test_attention_that_does_not_look_ahead() -> None:
+    """Bit for bit, with blocks of one query; with larger ones the choice of a row moves with later queries."""
+    x = Inputs.random(192, heads=2, dim=16)
+    later = x.q.clone()
+    later[:, :, 100:] = 50 * torch.randn(16)
+    moved = {}
+    for side in (1, 32):
+        outs = [
+            rw.attention(q, x.k, x.v, select(q, x.k, top_k=4, block_size=(side, 16)) & rw.Causal())
+            for q in (x.q, later)
+        ]
+        moved[side] = [n for n in range(100) if not torch.equal(outs[0][:, :, n], outs[1][:, :, n])]
+    assert not moved[1]
+    assert moved[32]
+    assert min(moved[32]) >= 96
 
 
 def test_a_share_of_what_may_be() -> None:

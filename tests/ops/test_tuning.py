@@ -173,6 +173,7 @@ CORRUPT = {
     "empty": "",
     "truncated": spelled()[:60],
     "not a store": "[1, 2]",
+    "nested deep": "[" * 100_000,
     "of the format before": '{"format": 1, "entries": {}}',
     "without entries": '{"format": 2, "blocks": {}}',
     "without blocks": '{"format": 2, "entries": {}}',

@@ -427,6 +427,21 @@ def test_groups_that_take_turns_on_other_types_and_sides(
     assert all(got[name] <= want.bounds[name] for name in got), got
 
 
+def test_keys_that_no_query_attends_reach_no_group_that_takes_turns(
+    device: Emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups multiply whole tiles of values: a NaN in a key that the mask excludes for all would reach all rows."""
+    chosen(monkeypatch, resident=1, pingpong=True)
+    x = Inputs.random(150, heads=1, dim=64, dtype=torch.bfloat16)
+    pattern = ~rw.patterns.Periodic(1000, 20, 31) & rw.Causal()
+    device.taken()
+    with torch.no_grad():
+        want = rw.attention(x.q, x.k, x.v, pattern, backend="triton")
+        x.v[:, :, 20:31] = torch.nan
+        assert torch.equal(rw.attention(x.q, x.k, x.v, pattern, backend="triton"), want)
+    assert {device.compiled()[each.function].metadata.name for each in device.taken()} == {"forward"}
+
+
 #: what is changed in that kernel -> what the emulator says
 UNORDERED = {
     "wait for tiles and turns": (

@@ -94,20 +94,20 @@ class Grid:
         last = self.q_offset + self.queries(rows)[1] - 1
         return min(self.columns, last // self.sides[1] + 1)
 
-    def spans(self, rows: range, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Give the key blocks where the first and the last query of each row stand, int64 (rows, 1)."""
+    def marks(self, rows: range, columns: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Tell which blocks may be chosen, which have to be, and which hold later keys; bool (rows, columns)."""
         row = torch.arange(rows.start, rows.stop, device=device)[:, None]
-        begin = torch.where(row == 0, 0, self.first + (row - 1) * self.sides[0])
-        end = (self.first + row * self.sides[0]).clamp(max=self.nq)
-        return (begin + self.q_offset) // self.sides[1], (end + (self.q_offset - 1)) // self.sides[1]
-
-    def marks(self, rows: range, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Tell which blocks may be chosen, and which have to be, bool (rows, columns)."""
-        first, last = self.spans(rows, device)
+        begin = torch.where(row == 0, 0, self.first + (row - 1) * self.sides[0]) + self.q_offset
+        end = (self.first + row * self.sides[0]).clamp(max=self.nq) + self.q_offset
+        # the key blocks where the first and the last query of each row stand
+        first, last = begin // self.sides[1], (end - 1) // self.sides[1]
         column = torch.arange(columns, device=device)
         may = column <= last if self.causal else torch.ones_like(column <= last)
-        near = (column > first - self.local) & (column < last + self.local)
-        return may, (near | (column < self.sinks)) & may
+        forced = (column < self.sinks).expand_as(may)
+        if self.local:
+            forced = forced | ((column > first - self.local) & (column < last + self.local))
+        later = (column + 1) * self.sides[1] > end if self.causal else ~may
+        return may, forced & may, later
 
     def forced(self) -> int:
         """Bound how many blocks of a row have to be chosen."""
@@ -161,14 +161,19 @@ def select(
     """Choose the blocks of keys that each block of queries attends, by what queries and keys hold; no gradient.
 
     The table has no blocks in the future where causal, but says nothing of single tokens: attend
-    ``select(...) & rw.Causal()``. Methods, each a score of a block of queries against one of keys:
+    ``select(...) & rw.Causal()``. The queries of a block choose together, so the choice of an early query depends on
+    the later tokens of its block: training and teacher forcing see them, decoding cannot. Blocks of one query,
+    ``block_size=(1, n)``, depend on no later token, and choose in training what they choose in decoding.
+
+    Methods, each a score of a block of queries against one of keys:
 
     - ``"mean"``: the product of their means (MoBA, which has a block of queries of 1). With a ``pool``, their share of
       a softmax over the products of the pools' means (NSA sums such shares): finer, at 1 / (2 pool^2) of what dense
       attention costs.
     - ``"antidiagonal"``: their share of a softmax over sums of scores along antidiagonals, ``stride`` tokens long
       (XAttention): at 1 / (2 stride) of what dense attention costs.
-    - ``"top_p"``: as ``"mean"``, and of its softmax as many blocks as hold ``mass``, 0.9 by default (FlexPrefill).
+    - ``"top_p"``: as ``"mean"``, and of its softmax as many blocks as hold ``mass``, 0.9 unless ``density`` is given
+      (FlexPrefill).
     - ``"bounds"``: the largest score that any query could have with any key of the block, by the least and the largest
       of every channel (Quest): for decoding.
 
@@ -258,10 +263,13 @@ def choose(
     for begin in range(0, grid.rows, step):
         rows = range(begin, min(begin + step, grid.rows))
         columns = grid.reach(rows)
-        may, forced = grid.marks(rows, columns, device)
+        may, forced, later = grid.marks(rows, columns, device)
         scores = score(rows, columns)
-        if not is_mass and (groups or amount.mass is not None):
-            scores = _cleaned(scores).masked_fill(~may, -torch.inf).softmax(-1)
+        if not is_mass:
+            # a block's score is of all its keys: where some come after the row, it would tell of the future
+            scores = _cleaned(scores).masked_fill(later, -torch.inf)
+            if groups or amount.mass is not None:
+                scores = scores.softmax(-1)
         if groups:
             scores = scores.unflatten(1, (groups, -1)).mean(2)
         value = _cleaned(scores).masked_fill(forced, torch.inf).masked_fill(~may, -torch.inf)
@@ -329,7 +337,7 @@ def amount_of(method: str, top_k: object, mass: object, density: object, grid: G
     Raises:
         PatternError: Not one way to say it, or fewer than are forced.
     """
-    if method == "top_p" and mass is None:
+    if method == "top_p" and mass is None and density is None:
         mass = 0.9
     given = [name for name, value in (("top_k", top_k), ("mass", mass), ("density", density)) if value is not None]
     if given not in (["top_k"], ["mass"], ["density"], ["top_k", "mass"]):

@@ -98,12 +98,6 @@ def _memory() -> str:
     return f"{nbytes(left.free)} free of {nbytes(left.total)} ({left.limit})"
 
 
-def _processes(method: str | None) -> str:
-    method = method or multiprocessing.get_all_start_methods()[0]
-    remedy = "; one that computes after this one has may hang: spawn it, or give it one thread"
-    return f"started by {method}{remedy if method == 'fork' else ''}"
-
-
 def _text(value: object) -> str:
     if isinstance(value, dict):
         return "; ".join(f"{name}: {each}" for name, each in value.items())
@@ -118,7 +112,7 @@ def diagnose() -> dict[str, dict[str, Any]]:
         >>> sorted(diagnose())
         ['backends', 'compilers', 'devices', 'native kernel', 'packages', 'system', 'tuning store', 'variables']
     """
-    devices = _devices()
+    devices, usual = _devices(), multiprocessing.get_all_start_methods()[0]
     return {
         "system": {
             "ringweave": __version__,
@@ -129,7 +123,7 @@ def diagnose() -> dict[str, dict[str, Any]]:
             "cpu": torch.backends.cpu.get_cpu_capability(),
             "memory": _memory(),
             "numa": memory.numa.described(),
-            "processes": _processes(multiprocessing.get_start_method(allow_none=True)),
+            "processes": f"started by {multiprocessing.get_start_method(allow_none=True) or usual}",
         },
         "devices": devices,
         "native kernel": _kernel(),

@@ -6,6 +6,7 @@ its GPU; there is nothing else to place.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +38,11 @@ def nodes(root: Path | str = "/") -> tuple[Node, ...]:
     """
     found = []
     for folder in Path(root).glob("sys/devices/system/node/node[0-9]*"):
-        lines = _text(folder / "meminfo").splitlines()
-        kib = next((int(line.split()[-2]) for line in lines if "MemTotal" in line), 0)
-        found.append(Node(int(folder.name[4:]), _numbers(_text(folder / "cpulist")), kib * 1024))
+        if not folder.name[4:].isdecimal():
+            continue
+        kib = re.search(r"MemTotal:\s*([0-9]{1,18}) kB", _text(folder / "meminfo"))
+        total = int(kib[1]) * 1024 if kib else 0
+        found.append(Node(int(folder.name[4:]), _numbers(_text(folder / "cpulist")), total))
     return tuple(sorted(found))
 
 
@@ -53,7 +56,7 @@ def near(gpu: int, root: Path | str = "/") -> int | None:
     card: Any = torch.cuda.get_device_properties(gpu)
     place = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
     text = _text(Path(root) / f"sys/bus/pci/devices/{place}/numa_node").strip()
-    return int(text) if text.isdigit() else None
+    return int(text) if re.fullmatch("[0-9]{1,6}", text) else None
 
 
 def described(root: Path | str = "/") -> str:
@@ -73,7 +76,7 @@ def described(root: Path | str = "/") -> str:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8", errors="replace")
     except OSError:
         return ""
 
@@ -81,7 +84,6 @@ def _text(path: Path) -> str:
 def _numbers(ranges: str) -> tuple[int, ...]:
     """Read ``0-3,8``."""
     found: list[int] = []
-    for part in filter(None, ranges.strip().split(",")):
-        first, _, last = part.partition("-")
+    for first, last in re.findall(r"\b([0-9]{1,6})(?:-([0-9]{1,6}))?\b", ranges):
         found.extend(range(int(first), int(last or first) + 1))
     return tuple(found)

@@ -39,5 +39,5 @@ def highest(device: torch.device) -> int:
 
 def resident(field: str = "VmRSS") -> int:
     """Bytes of the process that lie in memory; ``"VmHWM"``: the most since the mark was reset. Linux only."""
-    lines = _STATUS.read_text("ascii").splitlines()
+    lines = _STATUS.read_text("ascii", errors="replace").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def pressure(device: torch.device | str = "cpu", *, root: Path | str = "/") -> P
 
 def _machine(root: Path) -> Pressure:
     fields = _fields(root / "proc/meminfo")
-    if "MemAvailable" in fields:
+    if {"MemAvailable", "MemTotal"} <= fields.keys():
         return Pressure(fields["MemAvailable"] * 1024, fields["MemTotal"] * 1024, "machine")
     try:
         import psutil
@@ -114,14 +115,18 @@ def _address_space(root: Path) -> list[Pressure]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text("utf-8").splitlines()
+        return path.read_text("utf-8", errors="replace").splitlines()
     except OSError:
         return []
 
 
+# of 64 bits, in ASCII
+_DECIMAL = re.compile("[0-9]{1,20}")
+
+
 def _number(path: Path) -> int | None:
     text = "".join(_lines(path)[:1]).strip()
-    return int(text) if text.isdigit() else None
+    return int(text) if _DECIMAL.fullmatch(text) else None
 
 
 def _fields(path: Path) -> dict[str, int]:
@@ -129,7 +134,7 @@ def _fields(path: Path) -> dict[str, int]:
     found = {}
     for line in _lines(path):
         name, *rest = line.replace(":", " ").split()[:2] or [""]
-        if rest and rest[0].isdigit():
+        if rest and _DECIMAL.fullmatch(rest[0]):
             found[name] = int(rest[0])
     return found
 

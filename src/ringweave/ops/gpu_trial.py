@@ -6,6 +6,7 @@ driver, versions, the kernels' source and their measured blocks, so that it is t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from .. import files
 from ..errors import says_no_memory
 from . import tuning
 from .backend import Case
@@ -51,7 +53,7 @@ def kept(name: str, case: Case, structure: str) -> tuple[Path | None, str]:
 def known(file: Path | None, of: str) -> tuple[str | None] | None:
     """Read a verdict that was kept; None where there is none, or it is not readable."""
     try:
-        line = {} if file is None else json.loads(file.read_text("utf-8"))
+        line = {} if file is None else files.parse(files.read(file))
     except (OSError, ValueError):
         return None
     if not isinstance(line, dict) or line.get("of") != of or not isinstance(line.get("verdict", 0), str | None):
@@ -97,8 +99,9 @@ def _apart(name: str, case: Case, structure: str, here: Callable[[], str | None]
         _log.info("no trial of the backend %s in a process of its own: %s", name, _text(ended.stderr)[-200:])
         return here(), True
     found = [line.removeprefix(_FOUND) for line in lines if line.startswith(_FOUND)]
-    if found:
-        verdict: str | None = json.loads(found[0])
+    # what a process prints as it dies may be cut
+    with contextlib.suppress(IndexError, ValueError):
+        verdict: str | None = files.parse(found[0])
         return verdict, True
     code = ended.returncode
     how = signal.Signals(-code).name if code < 0 else f"exit status {code}"

@@ -119,6 +119,8 @@ def attention_backward(
     pattern = pattern_of(spec, tables)
     scoring = scoring_of(q, (q.shape[2], k.shape[2]), pattern, q_offset, terms, threshold, extras, learns)
     inputs = Inputs(q, k, v, scale, scoring)
+    # a hook of saved tensors may have given them back in another layout
+    out, lse = out.contiguous(), lse.contiguous()
     grads = recovery.backward(dout, dlse, inputs, out, lse, pattern, q_offset, backend, degrade)
     return *grads, table_grads(extras, learns, scoring)
 

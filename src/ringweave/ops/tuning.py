@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .. import files
 from ..environment import setting
 from ..errors import UnsupportedError, message
 from ..plan import Branch
@@ -140,7 +141,7 @@ def _nothing() -> Stored:
 def load(path: Path) -> Stored:
     """Read ``entries`` and ``blocks``; none, and a warning in the log, where this version does not write such."""
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = files.parse(files.read(path))
         _check(content)
     except FileNotFoundError:
         return _nothing()

@@ -118,7 +118,12 @@ def ring_attention_backward(
     learns: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """(dq, dk, dv) of the shard, and of ``extras`` the sums over the pairs that this rank has computed."""
-    pattern, ctx, of = pattern_of(spec, tables), _context(context), Saved(*saved)
+    # a hook of saved tensors may have given them back in another layout
+    pattern, ctx, of = (
+        pattern_of(spec, tables),
+        _context(context),
+        Saved(*saved[:3], *map(Tensor.contiguous, saved[3:])),
+    )
     dout, q, k, v = map(readable, (dout, of.q, of.k, of.v))
     forms, (number, *tag, seed) = of.forms[: -NAME_WORDS - 1], of.forms[-NAME_WORDS - 1 :].tolist()
     schedule, whole = ctx.schedules.of(pattern, q.shape[0]), (ctx.seq_len, ctx.seq_len)

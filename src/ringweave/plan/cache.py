@@ -135,7 +135,7 @@ class PlanCache:
         nq, nk, heads, batch, q_offset, *tile = sizes
         store = self.store if lasting else None
         name = None if store is None else store.name(pattern, sizes)
-        if store is not None and name is not None and (plan := store.load(name)) is not None:
+        if store is not None and name is not None and (plan := store.load(name, sizes)) is not None:
             self._loaded += 1
             return plan.to(device)
         begun = time.perf_counter()

@@ -5,19 +5,23 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import io
 import logging
+import math
 import os
+import struct
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..patterns import Pattern
-from .block_plan import _SIZES, _TENSORS, BlockPlan
+from .block_plan import _TENSORS, BlockPlan, _unflatten
 
-_FORMAT = 1
+_FORMAT = 2
+# row sets, listed tiles and masks: with the sizes of the call they give the shape of every tensor
+_COUNTS = struct.Struct("<3q")
 _DIGEST = 32
 # hashing more than that costs as much as many a plan
 _MOST_TABLES = 2**28
@@ -50,31 +54,29 @@ class PlanStore:
             digest.update(_bytes(table))
         return digest.hexdigest()
 
-    def load(self, name: str) -> BlockPlan | None:
-        """Read a plan; None where there is none, or a file that is broken."""
+    def load(self, name: str, sizes: tuple[int, ...]) -> BlockPlan | None:
+        """Read a plan of these sizes; None where there is none, or a file that is broken."""
         try:
             data = (self.folder / name).read_bytes()
-        except OSError:
+        except (OSError, MemoryError):
             return None
         digest, body = data[:_DIGEST], data[_DIGEST:]
-        if digest != hashlib.blake2b(body, digest_size=_DIGEST).digest():
+        plan = _plan_of(body, sizes) if digest == _digest(name, body) else None
+        if plan is None:
             _log.warning("a stored plan is broken and ignored: %s", name)
-            return None
-        found = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
-        return BlockPlan(*found)
+        return plan
 
     def save(self, name: str, plan: BlockPlan) -> None:
         """Write a plan, if the folder can be written to."""
         plan = plan.to("cpu")
-        body = io.BytesIO()
-        torch.save([getattr(plan, each) for each in (*_TENSORS, *_SIZES)], body)
-        data = body.getvalue()
+        counts = _COUNTS.pack(plan.row_ptr.shape[0], plan.places, plan.masks.shape[0])
+        data = b"".join((counts, *(_bytes(getattr(plan, each)) for each in _TENSORS)))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle, other = tempfile.mkstemp(dir=self.folder, prefix=".")
             try:
                 with os.fdopen(handle, "wb") as file:
-                    file.write(hashlib.blake2b(data, digest_size=_DIGEST).digest() + data)
+                    file.write(_digest(name, data) + data)
                 Path(other).replace(self.folder / name)
             except BaseException:
                 Path(other).unlink(missing_ok=True)
@@ -83,8 +85,46 @@ class PlanStore:
             _log.warning("a plan could not be stored: %s", error)
 
 
+def _digest(name: str, body: bytes) -> bytes:
+    """Digest a file, its name too: under another name it would be another pattern's plan."""
+    return hashlib.blake2b(name.encode() + body, digest_size=_DIGEST).digest()
+
+
+def _plan_of(body: bytes, sizes: tuple[int, ...]) -> BlockPlan | None:
+    """Read a plan from what was written of it; None where a kernel would read past its ends."""
+    nq, nk, heads, batch, q_offset, q_tile, kv_tile = sizes
+    rows, columns = -(-nq // q_tile), -(-nk // kv_tile)
+    if len(body) < _COUNTS.size:
+        return None
+    groups, places, masks = _COUNTS.unpack_from(body)
+    shapes = {
+        "row_ptr": (groups, rows + 1), "col": (places,), "bits": (places,), "col_ptr": (groups, columns + 1),
+        "row": (places,), "bits_t": (places,), "masks": (masks, q_tile, -(-kv_tile // 32)), "group": (batch, heads),
+        "order": (groups * rows,),
+    }  # fmt: skip
+    if min(groups - 1, places, masks) < 0 or len(body) != _COUNTS.size + 4 * sum(map(math.prod, shapes.values())):
+        return None
+    # a copy: it is written to, and lies as numbers do
+    words, begin, found = np.frombuffer(body, np.int32, offset=_COUNTS.size).copy(), 0, {}
+    for each in _TENSORS:
+        found[each] = words[begin : begin + math.prod(shapes[each])].reshape(shapes[each])
+        begin += found[each].size
+    below = {"col": columns, "row": rows, "bits": masks, "bits_t": masks, "group": groups, "order": groups * rows}
+    least = {"bits": -1, "bits_t": -1}
+    if any(found[name].size and not least.get(name, 0) <= found[name].min() <= found[name].max() < end
+           for name, end in below.items()):  # fmt: skip
+        return None
+    for name in ("row_ptr", "col_ptr"):
+        flat = found[name].ravel()
+        if flat[0] != 0 or flat[-1] != places or (np.diff(flat) < 0).any():
+            return None
+    return _unflatten([torch.from_numpy(found[each]) for each in _TENSORS], (nq, nk, q_tile, kv_tile, q_offset))
+
+
 def _bytes(table: Tensor) -> memoryview:
-    return table.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+    # of one element any stride is compact, and only stride 1 has bytes
+    flat = table.detach().contiguous().as_strided((table.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
 
 
 @functools.cache

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
+from ringweave import files
 from ringweave.errors import UnsupportedError, message
 from ringweave.plan.from_pattern import build
 from ringweave.tune.measure import Call, Timer, by_processor, interleaved, ratio
@@ -332,7 +333,7 @@ def _file(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = files.parse(files.read(path))
     except (OSError, ValueError) as error:
         raise _no_baseline(path, type(error).__name__) from None
     if not isinstance(found, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 from jinja2 import Environment as Templates
 from jinja2 import PackageLoader, StrictUndefined
 
+from ringweave import files
 from ringweave.errors import ShapeError, message
 from ringweave.tune.measure import Ratio, Timing
 from ringweave.units import nbytes, percent
@@ -117,15 +119,11 @@ def read_lines(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
     Raises:
         ShapeError: A file that is not there.
     """
-    found = []
+    found: list[dict[str, Any]] = []
     for path in map(Path, paths):
         if not path.is_file():
             raise ShapeError(message("lines", str(path), "files of JSON lines", "ringweave bench CASE --out FILE."))
-        for line in path.read_text("utf-8").splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
+        found += files.json_lines(path)
     return found
 
 
@@ -135,11 +133,12 @@ def record_of(line: Mapping[str, Any]) -> Record | None:
         if name in line:
             known = {field.name for field in dataclasses.fields(kind)} - {"accuracy", "limit"}
             given = {key: value for key, value in line.items() if key in known}
-            made: Record = kind(
-                **{key: _PARTS[key](value) if key in _PARTS and value is not None else value
-                   for key, value in given.items()}
-            )  # fmt: skip
-            return made
+            with contextlib.suppress(KeyError, TypeError):
+                made: Record = kind(
+                    **{key: _PARTS[key](value) if key in _PARTS and value is not None else value
+                       for key, value in given.items()}
+                )  # fmt: skip
+                return made
     return None
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ringweave import files
 from ringweave.errors import RingweaveError, message
 from ringweave.ops import tuning
 
@@ -99,11 +100,9 @@ def read(folder: Path) -> list[Ended]:
     """Read the lines of a folder; one that was cut short is none."""
     file = folder / LINES
     found = []
-    for line in file.read_text().splitlines() if file.exists() else ():
-        try:
-            found.append(Ended(**json.loads(line)))
-        except (ValueError, TypeError):
-            continue
+    for line in files.json_lines(file) if file.exists() else ():
+        with contextlib.suppress(TypeError):
+            found.append(Ended(**line))
     return found
 
 

@@ -6,10 +6,10 @@ processes, checked, and timed in turn. The table has one row for both kinds of t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 import ringweave as rw
+from ringweave import files
 from ringweave.ops import tuning
 from ringweave.ops.triton import compiling, launch_config
 from ringweave.ops.triton.launch_config import Asked, LaunchConfig
@@ -206,9 +207,7 @@ def patch(found: Iterable[Found], source: str | None = None) -> str:
 def read(path: Path) -> list[Found]:
     """Read the cells of a file of lines; one that was cut short is none."""
     found = []
-    for line in path.read_text("utf-8").splitlines() if path.is_file() else ():
-        try:
-            found.append(Found.of(json.loads(line)))
-        except (ValueError, KeyError):
-            continue
+    for line in files.json_lines(path) if path.is_file() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            found.append(Found.of(line))
     return found

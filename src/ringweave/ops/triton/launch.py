@@ -57,7 +57,9 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
         and not plan.masks.shape[0]
         and operands.describable(q)
     )
-    if described and scoring is None and launch_pingpong.takes(config, q, k, v, plan, packing, queue, scale):
+    # that kernel multiplies every value of a tile, by a weight of 0 too
+    turns = described and not dead and scoring is None
+    if turns and launch_pingpong.takes(config, q, k, v, plan, packing, queue, scale):
         with torch.cuda.device_of(q):
             units = _device(q.device).units
             launch_pingpong.launch(config, q, k, v, out, lse, plan, queue, scale * _LOG2_E, units, _OPTIONS)

@@ -1,0 +1,225 @@
+"""Files are data: whatever the files hold that the library reads, nothing is executed, and a call computes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import logging
+import os
+import pickle
+import random
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave import files
+from ringweave.memory import numa, pressure
+from ringweave.ops import gpu_trial, tuning
+from ringweave.plan import store
+from ringweave.plan.store import PlanStore
+
+SIZES = (200, 200, 1, 1, 0, 64, 64)  # queries, keys, heads, batch, q_offset, tile
+PATTERN = rw.SlidingWindow(50)
+
+
+class Executed:
+    """A pickle of it makes a folder where it is loaded."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def harms(right: bytes, mark: Path, large: bool = False, flips: int = 100) -> Iterator[bytes]:
+    """Contents that a file may have by accident or malice, made of a right one."""
+    draw = random.Random(0)
+    yield from (b"", b"\n", b"\0" * 64, b"\xff\xfe\x00", b"null", b"3", b"[]", b"{}", b'"\\ud800"', b"1" * 5000)
+    yield from (b"[" * 100_000, b'{"format":' * 100_000, b"[" * 100_000 + b"\n" + right, b"1e999999999", b"NaN")
+    yield pickle.dumps(Executed(mark))
+    saved = io.BytesIO()
+    torch.save(Executed(mark), saved)
+    yield saved.getvalue()
+    yield from (right[: draw.randrange(len(right))] for _ in range(20))
+    for _ in range(flips):
+        some = bytearray(right)
+        for _ in range(draw.choice((1, 1, 5))):
+            some[draw.randrange(len(some))] ^= 1 << draw.randrange(8)
+        yield bytes(some)
+    yield right * 2
+    yield right.replace(b'"', b"'")
+    for old in (b"1", b"2", b"64", b"128", b'"cpu"', b"null", b"true"):
+        for new in (b"-1", b"1e400", b"99999999999999999999", b"[]", b"{}", b'"x"', b"null"):
+            yield right.replace(old, new)
+    if large:
+        yield right + b" " * files.MOST
+
+
+Reader = tuple[bytes, Path, Callable[[], object]]
+
+
+def tuned(folder: Path) -> Reader:
+    entry = {"kind": "x", "density": 2, "backend": "cpu", "tile": [64, 32]}
+    kernel = {
+        "kernel": "forward", "where": "x", "dtype": "bfloat16", "dims": [64, 64], "tile": [128, 128], "masked": True,
+        "blocks": {"m": 64, "n": 64, "warps": 4, "stages": 2},
+    }  # fmt: skip
+    right = json.dumps({"format": tuning.FORMAT, "entries": {"a": entry}, "blocks": {"b": kernel}}).encode()
+
+    def use() -> object:
+        tuning.refresh()
+        return (tuning.answers() and tuning.configs()) or None
+
+    return right, folder / "tuning.json", use
+
+
+def tried(folder: Path) -> Reader:
+    path = folder / "verdict.json"
+    return json.dumps({"of": "a case", "verdict": None}).encode(), path, lambda: gpu_trial.known(path, "a case")
+
+
+def planned(folder: Path) -> Reader:
+    where = PlanStore(folder / "plans")
+    name = where.name(PATTERN, SIZES)
+    assert name is not None
+    where.save(name, rw.plan(PATTERN, 200, 200, tile=64))
+    path = folder / "plans" / name
+    return path.read_bytes(), path, lambda: where.load(name, SIZES)
+
+
+def planned_with_its_digest(folder: Path) -> Reader:
+    """What was made on purpose: its digest is right."""
+    right, path, load = planned(folder)
+
+    def use() -> object:
+        body = path.read_bytes()
+        path.write_bytes(store._digest(path.name, body) + body)
+        plan = load()
+        if isinstance(plan, rw.BlockPlan):
+            # what passes may be another pattern's, but every read is inside
+            assert plan.to_dense().shape == (1, 1, 200, 200)
+            assert (plan.nq, plan.nk, plan.tiles >= 0) == (200, 200, True)
+        return plan
+
+    return right[32:], path, use
+
+
+def recorded(module: str, right: dict[str, Any], read: str) -> Callable[[Path], Reader]:
+    def of(folder: Path) -> Reader:
+        if importlib.util.find_spec("ringweave_lab") is None:
+            pytest.skip("the laboratory is not installed")
+        return json.dumps(right).encode() + b"\n", folder / "lines.jsonl", lambda: _lab(module, read, folder)
+
+    return of
+
+
+def _lab(module: str, read: str, folder: Path) -> object:
+    found = getattr(importlib.import_module(f"ringweave_lab.{module}"), read)
+    if module == "bench.report":
+        return [record for line in found([folder / "lines.jsonl"]) if (record := _record(line)) is not None] or None
+    if module == "campaign.campaign":
+        (folder / "lines.jsonl").replace(folder / importlib.import_module("ringweave_lab.campaign.campaign").LINES)
+        return found(folder) or None
+    return found(folder / "lines.jsonl") or None
+
+
+def _record(line: dict[str, Any]) -> object:
+    return importlib.import_module("ringweave_lab.bench.report").record_of(line)
+
+
+BLOCKS = {"m": 64, "n": 64, "warps": 4, "stages": 2}
+READERS: dict[str, Callable[[Path], Reader]] = {
+    "tuning": tuned,
+    "trial": tried,
+    "plan": planned,
+    "plan with its digest": planned_with_its_digest,
+    "records": recorded("bench.report", {"workload": "x", "pattern": "Full()", "tokens": 64, "tiles": 1, "nbytes": 4,
+                                         "timing": {"seconds": [0.1, 0.2]}}, "read_lines"),
+    "campaign": recorded("campaign.campaign", {"unit": "x", "result": "done", "code": 0, "seconds": 1.0, "said": ""}, "read"),
+    "grid": recorded("campaign.grid", {"cell": ["forward", 64, "bfloat16", False], "usual": BLOCKS, "generation": "hopper",
+                                       "blocks": [{**BLOCKS, "seconds": 1.0}]}, "read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_whatever_a_file_holds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(files, "MOST", 2**21)
+    logging.getLogger("ringweave").setLevel(logging.CRITICAL)
+    right, path, use = READERS[name](tmp_path)
+    mark = tmp_path / "executed"
+    try:
+        for content in harms(right, mark, large=name in ("tuning", "trial", "records")):
+            path.write_bytes(content)
+            use()
+            assert not mark.exists(), content[:40]
+        path.unlink(missing_ok=True)
+        path.write_bytes(right)
+        if name != "grid":
+            assert use() is not None
+    finally:
+        logging.getLogger("ringweave").setLevel(logging.NOTSET)
+        monkeypatch.undo()
+        tuning.refresh()
+
+
+def test_a_plan_under_another_name_is_none(tmp_path: Path) -> None:
+    where = PlanStore(tmp_path)
+    first, other = where.name(PATTERN, SIZES), where.name(rw.Causal(), SIZES)
+    assert first is not None
+    assert other is not None
+    where.save(first, rw.plan(PATTERN, 200, 200, tile=64))
+    (tmp_path / first).rename(tmp_path / other)
+    assert where.load(other, SIZES) is None
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_counts_that_no_memory_holds(at: int, tmp_path: Path) -> None:
+    right, path, use = planned_with_its_digest(tmp_path)
+    for count in (-1, 0, 2**31, 2**62):
+        counts = [1, 1, 1]
+        counts[at] = count
+        path.write_bytes(struct.pack("<3q", *counts) + right[24:])
+        assert use() is None
+
+
+def test_a_baseline_of_any_content(tmp_path: Path) -> None:
+    gate = pytest.importorskip("ringweave_lab.bench.gate", exc_type=ImportError)
+    path = tmp_path / "gate.json"
+    for content in harms(json.dumps({gate.kind(): {"x": {"ratio": 1.0, "tolerance": 0.1}}}).encode(), path, flips=20):
+        path.write_bytes(content)
+        with contextlib.suppress(rw.UnsupportedError):
+            gate.baseline(path)
+
+
+def test_what_the_system_says(tmp_path: Path) -> None:
+    """Numbers of memory and of its nodes, from files of any content."""
+    node = tmp_path / "sys/devices/system/node/node0"
+    texts = {
+        tmp_path / "proc/meminfo": b"MemTotal: 1000 kB\nMemAvailable: 500 kB\n",
+        tmp_path / "proc/self/cgroup": b"0::/a\n",
+        tmp_path / "sys/fs/cgroup/a/memory.max": b"4096\n",
+        tmp_path / "sys/fs/cgroup/a/memory.current": b"1024\n",
+        tmp_path / "sys/fs/cgroup/a/memory.stat": b"inactive_file 12\n",
+        node / "meminfo": b"Node 0 MemTotal: 2048 kB\n",
+        node / "cpulist": b"0-3,8\n",
+    }
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
+    assert numa.nodes(tmp_path) == (numa.Node(0, (0, 1, 2, 3, 8), 2048 * 1024),)
+    assert pressure("cpu", root=tmp_path).total == 4096
+    for path, text in texts.items():
+        for content in [*harms(text, tmp_path / "executed", flips=20), "²".encode(), b"0-" + b"9" * 12]:
+            path.write_bytes(content)
+            assert pressure("cpu", root=tmp_path).free >= 0
+            numa.nodes(tmp_path)
+        path.write_bytes(text)
