@@ -326,6 +326,12 @@ def test_what_is_seen_is_planned_once_and_the_rest_at_every_call() -> None:
     def seen(b, h, q, k):  # type: ignore[no-untyped-def]
         return (q - k).abs() <= reach
 
+    ids = torch.arange(N)[None]
+
+    def selects(b, h, q, k):  # type: ignore[no-untyped-def]
+        # a method of the name of a module
+        return ids.select(0, 0)[q] >= k
+
     def counted(b, h, q, k):  # type: ignore[no-untyped-def]
         calls[0] += 1
         return (q - k).abs() <= window.reach
@@ -339,7 +345,7 @@ def test_what_is_seen_is_planned_once_and_the_rest_at_every_call() -> None:
         return found
 
     gc.collect()
-    assert asked(seen) == [1, 0, 0]
+    assert asked(seen) == asked(selects) == [1, 0, 0]
     rest = plan_cache.statistics().plans
     with pytest.raises(PatternError, match="what it changes itself, which could change unseen.*tables="):
         rw.TokenMask(counted)

@@ -10,6 +10,7 @@ never given again, and lasts until no pattern and no backward pass to come holds
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import itertools
@@ -46,6 +47,7 @@ _LIBRARIES = frozenset(
 )
 # names through which code reads what it does not name
 _BACK_DOORS = frozenset({"globals", "__globals__", "vars", "eval", "exec", "__import__", "open"})
+_IMPORT = dis.opmap["IMPORT_NAME"]
 _MOST = 10_000
 
 
@@ -130,20 +132,21 @@ class Reads:
             except ValueError:
                 inside.append("nothing yet")
         if not _constant(fn.__globals__.get("__name__")):
-            for name in dict.fromkeys(_names(code)):
-                if name in fn.__globals__:
-                    inside.append((name, self.value(fn.__globals__[name], f"the global {name} {of}")))
-                elif name in _BACK_DOORS or (name in sys.modules and not _constant(name)):
-                    # a module that it imports, or an attribute of the same name
-                    inside.append(self.opaque(fn, f"what {name} gives {of}"))
+            for each in _nested(code):
+                imports = _IMPORT in each.co_code[::2]
+                for name in each.co_names:
+                    if name in fn.__globals__:
+                        inside.append((name, self.value(fn.__globals__[name], f"the global {name} {of}")))
+                    elif name in _BACK_DOORS or (imports and name in sys.modules and not _constant(name)):
+                        inside.append(self.opaque(fn, f"what {name} gives {of}"))
         return "function", id(fn), id(code), tuple(inside)
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from _nested(constant)
 
 
 def _has_version(x: Tensor) -> bool:
