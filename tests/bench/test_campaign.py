@@ -112,7 +112,7 @@ def test_what_had_less_than_its_time_begins_anew(tmp_path: Path) -> None:
 def test_the_units_are_commands_that_there_are(tmp_path: Path) -> None:
     found = campaign.units(tmp_path, checkout=Path(__file__).parents[2])
     assert len({each.name for each in found}) == len(found)
-    assert {"doctor", "tests", "part causal", "part 64 x 64", "table"} <= {each.name for each in found}
+    assert {"doctor", "tests", "part causal", "part 64 x 64", "tune causal"} <= {each.name for each in found}
     # three commands of nine minutes hold what is measured first
     assert all(each.seconds <= 540 for each in found)
 

@@ -26,7 +26,7 @@ import ringweave as rw
 from ringweave.errors import PatternError
 from ringweave.patterns import Pattern
 from ringweave.patterns.function import Reads
-from ringweave.plan import pattern_of, plan_cache
+from ringweave.plan import cache, pattern_of, plan_cache
 
 N = 40
 
@@ -238,6 +238,11 @@ def unseen(kind: str) -> tuple[Any, Change]:
     def helper(x):  # type: ignore[no-untyped-def]
         return x <= window.reach
 
+    def imports_from(b, h, q, k):  # type: ignore[no-untyped-def]
+        from . import test_function
+
+        return (q - k).abs() <= int(test_function.numbers[0])
+
     def imports(b, h, q, k):  # type: ignore[no-untyped-def]
         from tests.patterns.test_function import numbers as found
 
@@ -272,13 +277,14 @@ def unseen(kind: str) -> tuple[Any, Change]:
         "view": (lambda b, h, q, k: (q - k).abs() <= view[0], lambda: view.__setitem__(0, 5)),
         "cache": (lambda b, h, q, k: (q - k).abs() <= cached(0), numbers_to_5),
         "import": (imports, numbers_to_5),
+        "relative import": (imports_from, numbers_to_5),
     }
     return kinds[kind]
 
 
 UNSEEN = [
     "module", "getattr", "globals", "object", "default", "listed", "nested", "helper", "inner", "partial", "called",
-    "method", "class", "slots", "lookup", "tensor of an object", "net", "array", "view", "cache", "import",
+    "method", "class", "slots", "lookup", "tensor of an object", "net", "array", "view", "cache", "import", "relative import",
 ]  # fmt: skip
 
 
@@ -534,6 +540,24 @@ def test_a_number_stands_for_what_its_function_read() -> None:
         pattern_of(before, ())
     reach = 3
     assert pattern.spec == before
+
+
+def test_a_number_that_changes_while_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    reach = 2
+    pattern = rw.TokenMask(lambda b, h, q, k: (q - k).abs() <= reach)
+    build = cache.build
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        nonlocal reach
+        reach = 5
+        return build(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "build", interrupted)
+        with pytest.raises(PatternError, match="what was changed while it was planned"):
+            pattern.plan(N)
+    for reach in (2, 5):
+        follows(pattern, lambda want=(Q - K).abs() <= reach: want)
 
 
 def test_threads_that_wrap_and_call() -> None:

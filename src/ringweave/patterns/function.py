@@ -15,7 +15,6 @@ import functools
 import hashlib
 import itertools
 import re
-import sys
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -133,12 +132,14 @@ class Reads:
                 inside.append("nothing yet")
         if not _constant(fn.__globals__.get("__name__")):
             for each in _nested(code):
-                imports = _IMPORT in each.co_code[::2]
                 for name in each.co_names:
                     if name in fn.__globals__:
                         inside.append((name, self.value(fn.__globals__[name], f"the global {name} {of}")))
-                    elif name in _BACK_DOORS or (imports and name in sys.modules and not _constant(name)):
+                    elif name in _BACK_DOORS:
                         inside.append(self.opaque(fn, f"what {name} gives {of}"))
+                if _IMPORT in each.co_code[::2]:
+                    names = [step.argval for step in dis.get_instructions(each) if step.opcode == _IMPORT]
+                    inside += [self.opaque(fn, f"the module {name} {of}") for name in names if not _constant(name)]
         return "function", id(fn), id(code), tuple(inside)
 
 

@@ -116,7 +116,7 @@ class PlanCache:
             if plan is None:
                 plan = self._made(pattern, sizes, device, kept is self._kept)
             ties = holders(pattern.spec)
-            if made_of.versions and not pattern.key().same(made_of):
+            if (ties or made_of.versions) and not pattern.key().same(made_of):
                 raise changed("what was changed while it was planned", "TokenMask" if ties else "pattern")
             if made(plan, device):
                 kept.put(key, plan, plan.nbytes + _PLAN_BYTES, made_of.tables, ties)
