@@ -13,7 +13,7 @@ import pytest
 import ringweave as rw
 from ringweave import cells
 from ringweave.cells import picture
-from ringweave.picture import ASCII_SHADES, SHADES, block_art, fill, plot
+from ringweave.picture import ASCII_SHADES, SHADES, art_rows, fill, plot
 
 SVG = "{http://www.w3.org/2000/svg}"
 PATTERNS = [
@@ -130,14 +130,18 @@ def test_heads_that_differ_get_a_panel_each() -> None:
     assert picture(rw.Causal(), 32, heads=16).panels[0].caption == "heads 0-15"
 
 
-def test_block_art_of_causal_is_lower_triangular() -> None:
-    rows = block_art(rw.Causal(), 16384, 32)
+def art(pattern: rw.Pattern, tokens: int, cells: int, shades: str = SHADES, heads: int = 1) -> list[list[str]]:
+    return [art_rows(panel, shades) for panel in picture(pattern, tokens, heads=heads, cells=cells).panels]
+
+
+def test_text_of_causal_is_lower_triangular() -> None:
+    (rows,) = art(rw.Causal(), 16384, 16)
     assert len(rows) == 16
     for i, row in enumerate(rows):
         assert row == "██" * i + "▒▒" + "  " * (15 - i)
-    assert block_art(rw.Causal(), 2, 64, shades=ASCII_SHADES) == ["##  ", "####"]
-    assert set("".join(block_art(rw.Dilated(8, 8), 512, 32))) <= set(SHADES[:3])
-    assert block_art(rw.PerHead([rw.Full(), ~rw.Full()]), 2, 4, head=1) == ["    ", "    "]
+    assert art(rw.Causal(), 2, 32, ASCII_SHADES) == [["##  ", "####"]]
+    assert set("".join(art(rw.Dilated(8, 8), 512, 16)[0])) <= set(SHADES[:3])
+    assert art(rw.PerHead([rw.Full(), ~rw.Full()]), 2, 2, heads=2)[1] == ["    ", "    "]
 
 
 def test_files(tmp_path: Path) -> None:

@@ -66,11 +66,10 @@ class Resources:
     stack: int
     shared: int
     matrix: int
-    specialised: bool
 
     @property
     def row(self) -> str:
-        return "| " + " | ".join(map(str, dataclasses.astuple(self)[:-1])) + " |"
+        return "| " + " | ".join(map(str, dataclasses.astuple(self))) + " |"
 
 
 def compile_kernel(kernel: str, dim: int, name: str, shape: Shape = WIDE, **changes: Any) -> Resources:
@@ -86,9 +85,7 @@ def compile_kernel(kernel: str, dim: int, name: str, shape: Shape = WIDE, **chan
     many = target.hip or (blocks.n if kernel == "backward_kv" else blocks.m) >= 64
     matrix = len(re.findall(target.matrix if many else r"mma\.sync", assembly))
     about = "any" if kernel in ("delta", "join") else str(shape)
-    return Resources(
-        kernel, dim, name, about, label, registers, stack, made.metadata.shared, matrix, "setmaxnreg" in assembly
-    )
+    return Resources(kernel, dim, name, about, label, registers, stack, made.metadata.shared, matrix)
 
 
 def compiled(
@@ -122,26 +119,21 @@ def compiled(
     blocks, packing = LaunchConfig(64, 64, 4, 1), Packing(1, 64, 2)
     if kernel in STREAMED:
         blocks = blocks_of(kernel, dim, value_dim, 4 if dtype == "fp32" else 2, shape, name, extras.there)
-        blocks = dataclasses.replace(blocks, warps=4 if shape.specialised else blocks.warps)
         packing = Packing.of(blocks.m, height, shape.heads)
     constants = {
         "D": dim, "DV": value_dim, "PAD_D": padded(dim), "PAD_DV": padded(value_dim), "DIM": dim, "PADDED": padded(dim),
         "Q_TILE": tile[0], "KV_TILE": tile[1], "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK": 16,
         "HEADS": packing.heads, "ROWS": packing.rows, "PARTS": packing.parts, "SPAN": tile[0], "SPLIT": shape.split,
         "TILES": shape.tiles,
-        "MASKED": not (shape.specialised or shape.clear), "RAGGED": not shape.clear, "FOLDED": True, "SLOPED": True,
-        "WIDE": False, "WEIGHTED": True, "DESCRIBED": shape.described, "SPECIALISED": shape.specialised,
+        "MASKED": not shape.clear, "RAGGED": not shape.clear, "FOLDED": True, "SLOPED": True,
+        "WIDE": False, "WEIGHTED": True, "DESCRIBED": shape.described,
         "DEAD": shape.dead,
         "STEP": 16 if shape.stored else 8, "SHARED": shape.heads > 1, "RESIDENT": False, "STAGES": blocks.stages,
         "PRECISION": "ieee", "l_n": 1, "s_n": 1,
     }  # fmt: skip
     constants |= {"TERMS": extras.terms, "LEARNS": extras.learns, "EXTRAS": extras.there, "HOLES": extras.holes}
-    branched = (
-        kernel in STREAMED
-        and not shape.specialised
-        and goes_past_masks(
-            kernel, blocks, padded(max(dim, value_dim)), TARGETS[name].device, shape.described, shape.heads > 1
-        )
+    branched = kernel in STREAMED and goes_past_masks(
+        kernel, blocks, padded(max(dim, value_dim)), TARGETS[name].device, shape.described, shape.heads > 1
     )
     constants["BRANCHED"] = branched
     given = extras.signature(kernel == "backward_q")
@@ -223,8 +215,6 @@ def faults(found: Resources, room: int = 0) -> list[str]:
         result.append(f"{where}: {found.stack} bytes of registers spill to the stack")
     if not found.matrix and found.kernel not in ("delta", "join"):
         result.append(f"{where}: no {TARGETS[found.device].matrix} in the assembly")
-    if "specialised" in found.tile and not found.specialised:
-        result.append(f"{where}: no warps of their own load its tiles")
     if found.shared > TARGETS[found.device].device.shared:
         result.append(
             f"{where}: {found.shared} bytes of shared memory, the device has {TARGETS[found.device].device.shared}"
@@ -270,7 +260,7 @@ def page(rows: Iterable[Resources]) -> str:
             "program computes at a time; *registers*: per thread, of 255 (sm) or 512 (gfx942); *stack*: bytes",
             "spilled per thread; *shared*: bytes per program; *matrix*: matrix instructions in the assembly",
             "(mma.sync on sm_80 and of fewer than 64 rows, wgmma on sm_90, tcgen05 on sm_100, mfma on gfx942).",
-            "*described*: tiles are loaded by tensor descriptors; *specialised*: by warps of their own;",
+            "*described*: tiles are loaded by tensor descriptors;",
             "*i8*, *fp8e4nv*: what keys and values are stored in. What spills is stored before the loop and read",
             "after it. Of forward on sm_80, 64 keys at a time or a third stage spill nothing, but have 964 or 912",
             "instructions in the loop for 128 keys instead of 861.",

@@ -22,7 +22,6 @@ class Shape:
     split: bool = False
     clear: bool = False
     described: bool = False
-    specialised: bool = False
     dead: bool = False  # whether tiles may have keys that nobody attends
     stored: str = ""  # what keys and values are stored in, where that is 8 bits: i8, fp8e4nv, or u8 for its bytes
 
@@ -33,7 +32,7 @@ class Shape:
         said += [f"{self.tiles} tiles"] * (self.tiles > 1)
         said += ["split"] * self.split + ["no masks"] * self.clear
         said += ["described"] * self.described + ["dead keys"] * self.dead
-        said += ["specialised"] * self.specialised + [self.stored] * bool(self.stored)
+        said += [self.stored] * bool(self.stored)
         return ", ".join(said)
 
 
@@ -50,8 +49,6 @@ SHAPES = {
 STREAMED = {"forward": ("k", "v"), "backward_q": ("k", "v"), "backward_kv": ("q", "dout")}
 # has blocks of its own
 CLEAR = Shape(clear=True, described=True)
-# a knob that nothing sets yet
-SPECIALISED = Shape(described=True, specialised=True)
 # the types of 8 bits, as Triton names them
 STORED = ("i8", "fp8e4nv")
 
@@ -123,7 +120,6 @@ def shapes(kernel: str, dim: int, name: str) -> list[Shape]:
         found += [shape for shape in many if blocks_of(kernel, dim, dim, 2, shape, name).described]
     found += [CLEAR] * (kernel == "backward_kv" and dim == 128 and name == "sm_90")
     if kernel == "forward" and name == "sm_90":
-        found += [SPECIALISED]
         found += [dataclasses.replace(shape, stored=stored) for shape in (WIDE, DECODING) for stored in STORED]
     return found
 

@@ -37,7 +37,6 @@ PAGE = Path(__file__).parents[1] / "notes" / "machine-code.md"
 MASKED, CLEAR = Shape(described=True), Shape(described=True, clear=True)
 CASES: tuple[tuple[str, Shape, Extras], ...] = (
     ("no masks", CLEAR, Extras()),
-    ("no masks, specialised", Shape(described=True, clear=True, specialised=True), Extras()),
     ("masks", MASKED, Extras()),
     ("masks, dead keys", Shape(described=True, dead=True), Extras()),
     ("masks, by addresses", WIDE, Extras()),
@@ -252,7 +251,7 @@ def rows(dims: list[int]) -> Iterator[tuple[str, list[str]]]:
             yield _row("pingpong", dim, case, "128 x 128", compiled_pingpong(dim, masked), 2)
         for kernel, products in (("forward", 2), ("backward_q", 3), ("backward_kv", 4)):
             for case, shape, extras in CASES:
-                if (shape.specialised and (kernel != "forward" or dim > 128)) or (dim != 128 and extras.there):
+                if dim != 128 and extras.there:
                     continue
                 if shape.dead and kernel == "backward_kv":
                     continue

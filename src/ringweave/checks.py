@@ -17,6 +17,7 @@ from .ops.backend import Case, Inputs
 from .ops.dispatch import names, program
 from .patterns import Pattern, check_extents
 from .patterns.fit import refuse
+from .patterns.parse import of_call
 from .patterns.shifted import placed
 from .terms import Term, as_terms
 
@@ -131,7 +132,7 @@ def check_call(
     check_tensors(q, k, v, hosted=hosted)
     if not isinstance(pattern, Pattern):
         refuse(pattern)
-    pattern = pattern.bound(q.shape[1], k.shape[1])
+    pattern = of_call(pattern.bound(q.shape[1], k.shape[1]))
     given, (pattern, q_offset) = pattern, placed(pattern, q_offset, k_offset, q.shape[0])
     if context is not None and pattern is not given:
         got = "a tensor, or a k_offset, with a context"

@@ -18,6 +18,7 @@ from .ops.stored import attend, check_pages, refuse_gradient
 from .patterns import Causal, Pattern
 from .patterns.fit import refuse
 from .patterns.numbers import check_device, whole
+from .patterns.parse import of_call
 from .precision import STORED, Precision, Scales, as_precision, store
 from .terms import Term, as_terms
 
@@ -436,7 +437,7 @@ def paged_attention(
         raise UnsupportedError(message("backend", shown(backend), f"one of {', '.join(names())}", "Use 'auto'."))
     scale = checked_scale(scale, q.shape[3])
     paged = (cache.table, cache.lengths)
-    out, lse = attend(q, k, v, pattern, scale, backend, listed, scales=cache.scales or (), paged=paged)
+    out, lse = attend(q, k, v, of_call(pattern), scale, backend, listed, scales=cache.scales or (), paged=paged)
     return out if sink_logits is None else with_sinks(out, lse, sink_logits).out
 
 

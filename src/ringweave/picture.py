@@ -56,30 +56,13 @@ def plot(pattern: Pattern, tokens: int, *, heads: int = 1, path: str | Path | No
     return svg
 
 
-def block_art(
-    pattern: Pattern, tokens: int, width: int, *, head: int = 0, heads: int = 1, shades: str = SHADES
-) -> list[str]:
-    """Draw a head's cells as rows of text, two characters a cell, so that they look square in a terminal.
+def art_rows(panel: Panel, shades: str = SHADES) -> list[str]:
+    """Draw a panel as rows of text, two characters a cell, so that they look square in a terminal.
 
     Args:
-        pattern: A relation or a LongNet.
-        tokens: Queries and keys.
-        width: Characters of a row, at most.
-        head: Whose cells.
-        heads: Query heads.
+        panel: Cells of some heads.
         shades: Five characters: nothing allowed, less than a quarter, than three quarters, than all, and all.
-    Returns:
-        One text per row of cells, all of one length.
-    Example:
-        >>> block_art(rw.Causal(), 4, 8)
-        ['██      ', '████    ', '██████  ', '████████']
     """
-    drawn = picture(pattern, tokens, heads=heads, cells=max(1, width // 2))
-    return art_rows(next((panel for panel in drawn.panels if head in panel.heads), drawn.panels[0]), shades)
-
-
-def art_rows(panel: Panel, shades: str = SHADES) -> list[str]:
-    """Draw a panel as rows of text; see :func:`block_art`."""
     levels = np.where(panel.shares > 0, np.searchsorted([0.0, 0.25, 0.75, 1.0], panel.shares, side="right"), 0)
     return ["".join(2 * shades[level] for level in row) for row in levels]
 

@@ -326,7 +326,7 @@ def test_tune_has_a_line_for_each_choice_of_blocks(capsys: pytest.CaptureFixture
     Console(width=140).print(_blocks(Tuned(kind, descent, 2.0, best)))
     title, head, first, second, third = (line.split() for line in capsys.readouterr().out.splitlines())
     assert " ".join(title) == "triton, forward, 128 x 128, full tiles"
-    assert head == ["m", "n", "warps", "stages", "resident", "described", "specialised", "pingpong", "milliseconds"]
+    assert head == ["m", "n", "warps", "stages", "resident", "described", "pingpong", "milliseconds"]
     assert first == ["128", "32", "4", "3", "0", "yes", "chosen", "1"]
     assert second == ["128", "64", "8", "2", "0", "usual", "2"]
     assert " ".join(third) == "64 64 8 2 0 not timed: OutOfResources: shared memory"
@@ -334,7 +334,7 @@ def test_tune_has_a_line_for_each_choice_of_blocks(capsys: pytest.CaptureFixture
 
 def test_doctor_says_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGWEAVE_CACHE", str(tmp_path))
-    fields = {"m": 64, "n": 64, "warps": 4, "stages": 2, "resident": 0, "described": False, "specialised": False}
+    fields = {"m": 64, "n": 64, "warps": 4, "stages": 2, "resident": 0, "described": False}
     kernel = KernelKey("backward_q", "here", "bfloat16", (64, 64), (128, 128), False)._asdict() | {"blocks": fields}
     answers = [
         {"kind": name, "density": 3, "backend": "cpu", "tile": tile}

@@ -96,7 +96,7 @@ def test_what_the_verdict_is_kept_by(monkeypatch: pytest.MonkeyPatch) -> None:
         names.add(kept("triton", CASE, "sparse")[0])
     monkeypatch.setattr(gpu_trial, "_source", lambda: "another kernel")
     names.add(kept("triton", CASE, "sparse")[0])
-    monkeypatch.setattr("ringweave.ops.triton.launch_config.measured", lambda case: ["specialised True"])
+    monkeypatch.setattr("ringweave.ops.triton.launch_config.measured", lambda case: ["described True"])
     names.add(kept("triton", CASE, "sparse")[0])
     assert len(names) == 6
     # the order of a set is another one in every process

@@ -75,8 +75,6 @@ def test_what_the_table_says_suits(kernel: str, device: Device) -> None:
         ({"warps": 3}, "warps is 3, which is none of 1, 2, 4, 8, 16"),
         ({"stages": 0}, "stages is 0"),
         ({"resident": -1}, "resident is -1"),
-        ({"specialised": True}, "warps of their own load described tiles of forward"),
-        ({"specialised": True, "warps": 4, "stages": 1}, "2 stages or more"),
         ({"pingpong": True}, "forward on Hopper: 128 x 128 described, 8 warps, programs that stay"),
         ({"pingpong": True, "resident": 1, "stages": 1}, "take turns over 2 stages or more"),
         ({"pingpong": True, "resident": 1, "stages": 7}, r"tiles need \d+ bytes of shared memory"),
@@ -129,7 +127,7 @@ def test_what_was_measured_is_taken_for_the_same_kernel_and_tiles_alone() -> Non
     [
         (LaunchConfig(256, 32, 4, 3), "m is 256"),
         (LaunchConfig(128, 128, 8, 7), "bytes of shared memory"),
-        ({"m": 64, "n": 32}, "their fields are not m, n, warps, stages, resident, described, specialised, pingpong"),
+        ({"m": 64, "n": 32}, "their fields are not m, n, warps, stages, resident, described, pingpong"),
         (dataclasses.asdict(SMALL) | {"cluster": 2}, "their fields are not"),
     ],
 )
@@ -177,7 +175,7 @@ def test_what_people_see_of_it() -> None:
     )
     assert module.measured(case) == [
         "forward on partial tiles of 128 x 128: m 64, n 32, warps 4, stages 3, resident 0, described False, "
-        "specialised False, pingpong False"
+        "pingpong False"
     ]
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 
 import ringweave as rw
 from ringweave.ops import triton
-from ringweave.ops.triton.launch_config import LaunchConfig
 from ringweave.patterns import Pattern
 
 from ..on_gpu import DEVICE, EVERYTHING
@@ -191,24 +189,6 @@ def test_programs_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     got = run(x, EVERYTHING["global"](3000), "triton")
     for result in NAMES:
         assert torch.equal(got[result], want[result]), result
-
-
-@pytest.mark.parametrize("tokens", [1024, 1000])
-def test_warps_that_load(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The knob of warp specialisation, for plans without masks, on Hopper."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs sm_90")
-    from ringweave.ops.triton import launch
-
-    choose = launch.choose
-
-    def specialised(kernel: str, *case: Any) -> LaunchConfig:
-        blocks = choose(kernel, *case)
-        return dataclasses.replace(blocks, warps=4, specialised=True) if kernel == "forward" else blocks
-
-    monkeypatch.setattr(launch, "choose", specialised)
-    x = Inputs.random(tokens, heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16)
-    agrees(x, rw.random_blocks(tokens, 0.4, block_size=128))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -24,8 +25,8 @@ from torch.nn.attention.flex_attention import and_masks
 import ringweave as rw
 from ringweave.errors import PatternError
 from ringweave.patterns import Pattern
-from ringweave.patterns.reads import read
-from ringweave.plan import pattern_of, plan_cache
+from ringweave.patterns.function import Reads
+from ringweave.plan import cache, pattern_of, plan_cache
 
 N = 40
 
@@ -156,6 +157,9 @@ class Window:
     def __call__(self, b, h, q, k):  # type: ignore[no-untyped-def]
         return self.near((q - k) // self.step)
 
+    def masks(self, b, h, q, k):  # type: ignore[no-untyped-def]
+        return self(b, h, q, k)
+
     def near(self, distance):  # type: ignore[no-untyped-def]
         return distance.abs() <= self.reach
 
@@ -188,6 +192,186 @@ class Unhashable:
         return q >= k
 
 
+class OfClass:
+    reach = 2
+
+    def __call__(self, b, h, q, k):  # type: ignore[no-untyped-def]
+        return (q - k).abs() <= self.reach
+
+
+class Slotted:
+    __slots__ = ("reach",)
+
+    def __call__(self, b, h, q, k):  # type: ignore[no-untyped-def]
+        return (q - k).abs() <= self.reach
+
+
+class Looked(dict):  # type: ignore[type-arg]
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reach = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, b, h, q, k):  # type: ignore[no-untyped-def]
+        return (q - k).abs() <= self.reach
+
+
+numbers = np.array([2])
+Change = Callable[[], object]
+
+
+def unseen(kind: str) -> tuple[Any, Change]:
+    """A mask function of what cannot be compared by value, with reach 2, and what makes that 5."""
+    window, slotted, looked, net = Window(2), Slotted(), Looked(reach=2), Net()
+    spaced = types.SimpleNamespace(reach=torch.tensor(2))
+    view, boxes, held = memoryview(bytearray([2])), [Window(2)], {"a": (Window(2),)}
+    slotted.reach, module.reach, numbers[0], OfClass.reach = 2, 2, 2, 2  # type: ignore[attr-defined]
+
+    @functools.lru_cache
+    def cached(nothing: int) -> int:
+        return int(numbers[0])
+
+    def helper(x):  # type: ignore[no-untyped-def]
+        return x <= window.reach
+
+    def imports_from(b, h, q, k):  # type: ignore[no-untyped-def]
+        from . import test_function
+
+        return (q - k).abs() <= int(test_function.numbers[0])
+
+    def imports(b, h, q, k):  # type: ignore[no-untyped-def]
+        from tests.patterns.test_function import numbers as found
+
+        return (q - k).abs() <= int(found[0])
+
+    def to_5(owner: Any) -> Change:
+        return lambda: setattr(owner, "reach", 5)
+
+    def numbers_to_5() -> None:
+        numbers[0] = 5
+        cached.cache_clear()
+
+    kinds: dict[str, tuple[Any, Change]] = {
+        "module": (lambda b, h, q, k: (q - k).abs() <= module.reach, to_5(module)),
+        "getattr": (lambda b, h, q, k: (q - k).abs() <= getattr(module, "reach"), to_5(module)),  # noqa: B009
+        "globals": (lambda b, h, q, k: (q - k).abs() <= int(globals()["numbers"][0]), numbers_to_5),
+        "object": (lambda b, h, q, k: (q - k).abs() <= window.reach, to_5(window)),
+        "default": (lambda b, h, q, k, own=window: (q - k).abs() <= own.reach, to_5(window)),
+        "listed": (lambda b, h, q, k: (q - k).abs() <= boxes[0].reach, to_5(boxes[0])),
+        "nested": (lambda b, h, q, k: (q - k).abs() <= held["a"][0].reach, to_5(held["a"][0])),
+        "helper": (lambda b, h, q, k: helper((q - k).abs()), to_5(window)),
+        "inner": (lambda b, h, q, k: (lambda x: x <= window.reach)((q - k).abs()), to_5(window)),
+        "partial": (functools.partial(lambda own, b, h, q, k: (q - k).abs() <= own.reach, window), to_5(window)),
+        "called": (window, to_5(window)),
+        "method": (window.masks, to_5(window)),
+        "class": (OfClass(), to_5(OfClass)),
+        "slots": (slotted, to_5(slotted)),
+        "lookup": (lambda b, h, q, k: (q - k).abs() <= looked.reach, lambda: looked.update(reach=5)),
+        "tensor of an object": (lambda b, h, q, k: (q - k).abs() <= spaced.reach, lambda: spaced.reach.add_(3)),
+        "net": (net, lambda: net.reach.data.fill_(5)),
+        "array": (lambda b, h, q, k: (q - k).abs() <= int(numbers[0]), numbers_to_5),
+        "view": (lambda b, h, q, k: (q - k).abs() <= view[0], lambda: view.__setitem__(0, 5)),
+        "cache": (lambda b, h, q, k: (q - k).abs() <= cached(0), numbers_to_5),
+        "import": (imports, numbers_to_5),
+        "relative import": (imports_from, numbers_to_5),
+    }
+    return kinds[kind]
+
+
+UNSEEN = [
+    "module", "getattr", "globals", "object", "default", "listed", "nested", "helper", "inner", "partial", "called",
+    "method", "class", "slots", "lookup", "tensor of an object", "net", "array", "view", "cache", "import", "relative import",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNSEEN)
+def test_what_cannot_be_seen_is_evaluated_anew(kind: str) -> None:
+    fn, change = unseen(kind)
+    own: Pattern = rw.from_mask_mod(fn)
+    trees = [own, own & rw.Causal() | rw.Sinks(2), ~own, rw.PerHead([own]), own.within(rw.Documents([13, 27]))]
+    near, same = (Q - K).abs(), (Q < 13) == (K < 13)
+    for reach in (2, 5):
+        dense = near <= reach
+        for tree, want in zip(trees, (dense, dense & (K <= Q) | (K < 2), ~dense, dense, dense & same), strict=True):
+            follows(tree, lambda want=want: want)
+            assert torch.equal(tree.to_dense(N)[0, 0], want)
+            assert tree == tree
+            hash(tree)
+        change()
+    assert own == rw.from_mask_mod(fn)
+    # unless the caller says what is read
+    assert Reads(fn).unseen
+    assert not Reads(fn, []).unseen
+
+
+@pytest.mark.parametrize("backend", ["auto", "gather", "reference"])
+@pytest.mark.parametrize("evicted", [False, True])
+def test_gradients_of_what_cannot_be_seen(backend: str, evicted: bool) -> None:
+    window = Window(2)
+    pattern = rw.from_mask_mod(window) & rw.Causal()
+    q = torch.randn(1, 1, N, 8, requires_grad=True)
+    (want,) = torch.autograd.grad(rw.attention(q, q, q, rw.SlidingWindow(2), backend="reference").square().sum(), q)
+    for change in (lambda: None, lambda: setattr(window, "reach", 5)):
+        out = rw.attention(q, q, q, pattern, backend=backend)
+        change()
+        if evicted:
+            plan_cache.clear()
+        refused = window.reach == 5 and (evicted or backend == "reference")
+        with pytest.raises(PatternError, match="cannot be followed") if refused else contextlib.nullcontext():
+            (grad,) = torch.autograd.grad(out.square().sum(), q)
+            torch.testing.assert_close(grad, want, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_seen_is_planned_once_and_the_rest_at_every_call() -> None:
+    calls, window, reach = [0], Window(2), 2
+
+    def seen(b, h, q, k):  # type: ignore[no-untyped-def]
+        return (q - k).abs() <= reach
+
+    ids = torch.arange(N)[None]
+
+    def selects(b, h, q, k):  # type: ignore[no-untyped-def]
+        # a method of the name of a module
+        return ids.select(0, 0)[q] >= k
+
+    def counted(b, h, q, k):  # type: ignore[no-untyped-def]
+        calls[0] += 1
+        return (q - k).abs() <= window.reach
+
+    def asked(fn: Any) -> list[int]:
+        pattern, found = rw.from_mask_mod(fn), list[int]()
+        for _ in range(3):
+            before = plan_cache.statistics()
+            results(pattern)
+            found.append(plan_cache.statistics().misses - before.misses)
+        return found
+
+    gc.collect()
+    assert asked(seen) == asked(selects) == [1, 0, 0]
+    rest = plan_cache.statistics().plans
+    with pytest.raises(PatternError, match="what it changes itself, which could change unseen.*tables="):
+        rw.TokenMask(counted)
+    assert asked(window) == [1, 1, 1]
+    gc.collect()
+    assert plan_cache.statistics().plans <= rest
+
+
+@pytest.mark.parametrize("kind", ["module", "called", "array"])
+def test_what_cannot_be_seen_is_refused_by_the_compiler(kind: str) -> None:
+    torch._dynamo.reset()
+    fn, _ = unseen(kind)
+    pattern, q = rw.from_mask_mod(fn), torch.randn(1, 1, N, 8)
+    compiled = torch.compile(lambda q, p: rw.attention(q, q, q, p), fullgraph=True, backend="eager")
+    with pytest.raises(PatternError, match="a function that reads .*which could change unseen.*tables="):
+        compiled(q, pattern)
+    vouched = rw.from_mask_mod(fn, tables=[])
+    torch.testing.assert_close(compiled(q, vouched), rw.attention(q, q, q, vouched))
+
+
 def counter() -> Callable[..., torch.Tensor]:
     calls = 0
 
@@ -199,45 +383,14 @@ def counter() -> Callable[..., torch.Tensor]:
     return mask
 
 
-class Slotted:
-    __slots__ = ("reach",)
-
-    def __call__(self, b, h, q, k):  # type: ignore[no-untyped-def]
-        return q >= k
-
-
-opaque = object()
-numbers = np.arange(3)
-
-
-@pytest.mark.parametrize(
-    ("fn", "what"),
-    [
-        (lambda b, h, q, k: (q >= k) & (opaque is not None), "the global opaque, a object"),
-        (lambda b, h, q, k: q >= numbers[0], "the global numbers, a ndarray"),
-        (lambda b, h, q, k, net=torch.nn.Linear(1, 1): q >= k, "its default net, a Linear"),
-        (lambda b, h, q, k, kind=[opaque]: q >= k, r"its default kind\[0\], a object"),
-        (lambda b, h, q, k: q >= getattr(module, "reach"), r"what it finds with getattr\(\)"),  # noqa: B009
-        (lambda b, h, q, k: globals()["even"](b, h, q, k), r"what it finds with globals\(\)"),
-        (functools.lru_cache(even), "itself, a _lru_cache_wrapper"),
-        (torch.nn.Identity(), "itself, a Identity"),
-        (counter(), "the variable calls, which it changes"),
-        (Slotted(), "itself, a Slotted"),
-        (lambda b, h, q, k, x=torch.eye(2).to_sparse(): q >= k, r"its default x .torch.sparse_coo., a Tensor"),
-    ],
-)  # fmt: skip
-def test_what_could_change_unseen_is_refused(fn: Any, what: str) -> None:
-    with pytest.raises(PatternError, match=f"{what}.*which could change unseen.*tables="):
-        rw.TokenMask(fn)
-    # unless the caller says what is read
-    assert read(fn, []).state == read(fn, []).state
+def test_a_function_that_changes_what_it_reads_is_refused() -> None:
+    with pytest.raises(PatternError, match="what it changes itself, which could change unseen.*tables="):
+        rw.from_mask_mod(counter())
 
 
 def test_named_tables_are_followed() -> None:
     holder = types.SimpleNamespace(shift=torch.tensor(0))
     mask = lambda b, h, q, k: k <= q + holder.shift  # noqa: E731
-    with pytest.raises(PatternError, match="its variable holder, a SimpleNamespace"):
-        rw.from_mask_mod(mask)
     pattern = rw.from_mask_mod(mask, tables=[holder.shift])
     for _ in range(3):
         follows(pattern, lambda: Q + holder.shift >= K)
@@ -387,6 +540,24 @@ def test_a_number_stands_for_what_its_function_read() -> None:
         pattern_of(before, ())
     reach = 3
     assert pattern.spec == before
+
+
+def test_a_number_that_changes_while_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    reach = 2
+    pattern = rw.TokenMask(lambda b, h, q, k: (q - k).abs() <= reach)
+    build = cache.build
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        nonlocal reach
+        reach = 5
+        return build(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "build", interrupted)
+        with pytest.raises(PatternError, match="what was changed while it was planned"):
+            pattern.plan(N)
+    for reach in (2, 5):
+        follows(pattern, lambda want=(Q - K).abs() <= reach: want)
 
 
 def test_threads_that_wrap_and_call() -> None:

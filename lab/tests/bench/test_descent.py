@@ -12,7 +12,7 @@ from ringweave.ops.tuning_key import KernelKey
 from ringweave.tune.descent import STEP, candidates, descend
 
 HOPPER, AMPERE = Device("hopper", 227 * 1024), Device("ampere", 99 * 1024)
-FIELDS = ["m", "n", "warps", "stages", "resident", "described", "specialised", "pingpong"]
+FIELDS = ["m", "n", "warps", "stages", "resident", "described", "pingpong"]
 
 
 def asked(
@@ -53,22 +53,13 @@ def test_candidates_differ_in_one_field_and_can_be_taken(kernel: str, device: De
             assert of.misfit(each) is None
             changed = {field for field in FIELDS if getattr(each, field) != getattr(best, field)}
             assert name in changed
-            # warps of their own bring what they need
-            brought = {"specialised": {"described", "warps"}, "pingpong": {"m", "n", "warps", "resident", "described"}}
+            # groups of warps that take turns bring their blocks
+            brought = {"pingpong": {"m", "n", "warps", "resident", "described"}}
             assert changed - {name} <= brought.get(name, set())
     if device is AMPERE or kernel != "forward":
-        assert found["specialised"] == found["pingpong"] == []
+        assert found["pingpong"] == []
     if device is AMPERE:
         assert found["described"] == []
-
-
-def test_what_is_specialised_is_left_with_what_it_needs() -> None:
-    of = asked(dim=64)
-    special = dataclasses.replace(of.usual, specialised=True, warps=4)
-    assert of.misfit(special) is None
-    found = dict(candidates(special, of))
-    assert [each.specialised for each in found["warps"] + found["described"]] == [False, False]
-    assert found["specialised"] == [dataclasses.replace(special, specialised=False)]
 
 
 def test_the_least_is_found_field_by_field() -> None:

@@ -352,30 +352,6 @@ def chosen(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
     monkeypatch.setattr(launch, "choose", other)
 
 
-@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.long)])
-def test_warps_that_load(dim: int, device: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warp specialisation, with a descriptor that the kernel makes; rows from the 64th on are other warps'."""
-    held = []
-
-    def room(size: int, alignment: int, stream: int | None) -> Tensor:
-        held.append(torch.empty(size, dtype=torch.int8))
-        device.give(held[-1])
-        return held[-1]
-
-    monkeypatch.setattr(operands, "room", room)
-    chosen(monkeypatch, warps=4, specialised=True)
-    table = rw.BlockTable(torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool), 128)
-    x = Inputs.random(340, heads=1, dim=dim, dtype=torch.bfloat16)
-    for device.late in (False, True):
-        with torch.no_grad():
-            out, lse = rw.attention_with_lse(x.q, x.k, x.v, table, backend="triton")
-        want = Wanted.of(x, table, 0, None, floored=True)
-        got = errors({"out": out, "lse": lse}, {name: want.results[name] for name in ("out", "lse")})
-        assert all(got[name] <= want.bounds[name] for name in got), got
-    assert held
-    assert any("setmaxnreg" in kernel.asm["ptx"] for kernel in device.compiled().values())
-
-
 TABLE = rw.BlockTable(torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool), 128)
 
 

@@ -217,24 +217,6 @@ def test_a_grid_of_programs_that_stay(device: Notes, monkeypatch: pytest.MonkeyP
     assert launched(Call(window, 1024, gradients=False), device)[0][1].grid[0] == 4 * 8
 
 
-def test_warps_that_load(device: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A descriptor that a kernel makes needs room, which the backend gives."""
-    choose = launch.choose
-    asked = []
-
-    def room(size: int, alignment: int, stream: int | None) -> Tensor:
-        asked.append(size)
-        return torch.empty(size, dtype=torch.int8)
-
-    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), warps=4, specialised=True))
-    monkeypatch.setattr(operands, "room", room)
-    table = rw.random_blocks(1024, 0.4, block_size=128)
-    ((kernel, each),) = launched(Call(table, 1024, dim=128, gradients=False), device)
-    assert "setmaxnreg" in kernel.asm["ptx"]
-    assert asked
-    assert each.threads > 128
-
-
 class Watched(TorchDispatchMode):
     """Notes the operators that are called."""
 

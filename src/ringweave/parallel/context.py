@@ -19,6 +19,7 @@ from ..ops.registered import refuse_forward_mode, said
 from ..patterns import Pattern, check_extents
 from ..patterns.fit import refuse
 from ..patterns.numbers import one_of, whole
+from ..patterns.parse import of_call
 from ..precision import Precision, as_precision
 from ..terms import Term
 from .execution import wire as wires
@@ -305,7 +306,7 @@ class ContextParallel:
         if not isinstance(pattern, Pattern):
             refuse(pattern)
         check_tensors(q, k, v)
-        pattern = pattern.bound(q.shape[1], k.shape[1])
+        pattern = of_call(pattern.bound(q.shape[1], k.shape[1]))
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.shape[2] != self.seq_len:
                 raise ShapeError(message(f"{name} tokens", x.shape[2], f"{self.seq_len}", "Pass whole tensors."))

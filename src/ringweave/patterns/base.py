@@ -87,9 +87,6 @@ class Pattern(ABC):
     leaves: int = 1
 
     def __post_init__(self) -> None:
-        self._write(self._text())
-
-    def _write(self, text: str) -> None:
         # Written once: torch.compile guards on text as it is, but would turn changing numbers into symbols.
         self.write(self._text())
 

@@ -1,30 +1,35 @@
 """Patterns from functions of index tensors, in FlexAttention's signature.
 
-A pattern follows its function: what that reads is looked at in every call, and a changed number or tensor is another
-mask. Text can name a function only by number. A number stands for a function and the values that it reads, tensors
-apart; it is never given again, and lasts as long as a pattern, or a backward pass to come, holds on to it.
+A pattern follows its function. Every call looks at the variables around the function, its defaults, and the globals
+that its code names (:class:`Reads`): numbers, text, tensors, containers and functions of such are compared by value.
+Whatever else the function reads could change without a trace: then every call evaluates the function anew.
+
+Text names a function by a number. A number stands for a function and the values that it reads, tensors apart. It is
+never given again, and lasts until no pattern and no backward pass to come holds it.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
+import hashlib
 import itertools
-import os
 import re
-import threading
+import types
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import PatternError, in_a_line, message
 from ..recent import Recent
 from .base import Pattern
-from .key import Key, address_key
+from .key import Key, address_key, content_key
 from .numbers import whole
 from .per_head import PerHead
-from .reads import Reads, content_key, read
 from .tiles import Int64, Ranges, Tiles, mix
 
 V = TypeVar("V")
@@ -34,24 +39,175 @@ _KEPT = 16
 #: What a function may raise that is called with index tensors: a wrong arity, an ``if`` on many values, a wrong index.
 _RAISED = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, NameError, ArithmeticError, AssertionError)
 
+_VALUES = frozenset({type(None), bool, int, str, bytes, range, type(...), torch.Size, torch.dtype, torch.device})
+# modules, and their functions and classes, that do not change
+_LIBRARIES = frozenset(
+    {"torch", "numpy", "math", "cmath", "operator", "builtins", "functools", "itertools", "ringweave"}
+)
+# names through which code reads what it does not name
+_BACK_DOORS = frozenset({"globals", "__globals__", "vars", "eval", "exec", "__import__", "open"})
+_IMPORT = dis.opmap["IMPORT_NAME"]
+_MOST = 10_000
+
+
+class Reads:
+    """What a function reads at this moment.
+
+    Args:
+        fn: The function.
+        named: Tensors that the caller names, who vouches for all that cannot be seen.
+    Attributes:
+        state: All but the tensors; equal where the function computes the same from equal tensors.
+        tables: The tensors, each once; none where there is something unseen.
+        kept: Objects with their ``id`` in the state: the owner of the state holds them.
+        unseen: Names something that could change without a trace; None where there is no such thing.
+    """
+
+    def __init__(self, fn: Callable[..., object], named: Sequence[Tensor] | None = None):
+        self.tables: list[Tensor] = []
+        self.kept: list[object] = list(named or ())
+        self.unseen: str | None = None
+        self._known: dict[int, int] = {}
+        for table in named or ():
+            self.value(table, "a table")
+        try:
+            state = self.value(fn, "itself")
+        except RecursionError:
+            state = self.opaque(fn, "values that are nested too deeply")
+        self.state: Hashable = named is None, tuple(map(id, named or ())), state
+        if named is not None:
+            self.unseen = None
+        elif self.unseen:
+            self.tables.clear()
+
+    def value(self, x: Any, name: str) -> Hashable:
+        kind = type(x)
+        if kind in _VALUES:
+            return kind, x
+        if kind in (float, complex):
+            return kind, repr(x)
+        if issubclass(kind, np.generic) and x.dtype.kind in "biufc":
+            return kind, x.tobytes()
+        if id(x) in self._known:
+            return "again", self._known[id(x)]
+        self._known[id(x)] = len(self._known)
+        if len(self._known) > _MOST:
+            return self.opaque(x, f"more than {_MOST} values, {name}")
+        if kind in (Tensor, torch.nn.Parameter) and _has_version(x):
+            self.tables.append(x)
+            return Tensor
+        if kind in (tuple, list):
+            return kind, *(self.value(each, name) for each in list(x))
+        if kind in (set, frozenset):
+            return kind, frozenset(self.value(each, name) for each in list(x))
+        if kind is dict:
+            # listed first: another thread may add to it
+            return kind, *((self.value(key, name), self.value(each, name)) for key, each in list(x.items()))
+        if kind is functools.partial:
+            return kind, *(self.value(part, name) for part in (x.func, x.args, x.keywords, vars(x)))
+        if kind is types.FunctionType:
+            return self.function(x)
+        if kind is types.MethodType:
+            # made anew wherever it is named
+            return kind, self.value(x.__func__, name), self.opaque(x.__self__, name)
+        if _of_library(x):
+            self.kept.append(x)
+            return "same", id(x)
+        return self.opaque(x, name)
+
+    def opaque(self, x: object, name: str) -> Hashable:
+        self.unseen = self.unseen or f"{name}, a {type(x).__qualname__}"
+        self.kept.append(x)
+        return "same", id(x)
+
+    def function(self, fn: types.FunctionType) -> Hashable:
+        code, of = fn.__code__, f"of {fn.__qualname__}"
+        self.kept += [fn, code]
+        inside = [self.value(x, f"a default {of}") for x in (fn.__defaults__, fn.__kwdefaults__)]
+        inside.append(self.value(vars(fn), f"an attribute {of}"))
+        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+            try:
+                inside.append(self.value(cell.cell_contents, f"the variable {name} {of}"))
+            except ValueError:
+                inside.append("nothing yet")
+        if not _constant(fn.__globals__.get("__name__")):
+            for each in _nested(code):
+                for name in each.co_names:
+                    if name in fn.__globals__:
+                        inside.append((name, self.value(fn.__globals__[name], f"the global {name} {of}")))
+                    elif name in _BACK_DOORS:
+                        inside.append(self.opaque(fn, f"what {name} gives {of}"))
+                if _IMPORT in each.co_code[::2]:
+                    names = [step.argval for step in dis.get_instructions(each) if step.opcode == _IMPORT]
+                    inside += [self.opaque(fn, f"the module {name} {of}") for name in names if not _constant(name)]
+        return "function", id(fn), id(code), tuple(inside)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+def _has_version(x: Tensor) -> bool:
+    """Tell whether each write to a tensor shows, in its version or in its contents."""
+    counted = not x.is_inference() or x.device.type == "cpu"
+    return counted and x.layout == torch.strided and not vars(x) and not _wrapped(x)
+
+
+def _wrapped(x: Tensor) -> bool:
+    """Tell whether a transform stands in for a tensor, which then has no contents."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def _of_library(x: Any) -> bool:
+    # by its type: attributes of an object may be code
+    kind = type(x)
+    if issubclass(kind, types.ModuleType):
+        return _constant(x.__name__)
+    if kind is types.BuiltinFunctionType:
+        # a method that is bound to an object reads it
+        return type(x.__self__) in (types.NoneType, types.ModuleType) and _constant(x.__module__)
+    return issubclass(kind, type) and _constant(x.__module__)
+
+
+def _constant(name: object) -> bool:
+    return str(name).partition(".")[0].removeprefix("_") in _LIBRARIES
+
+
+def _refused(what: str) -> PatternError:
+    return PatternError(
+        message(
+            "mask_mod",
+            f"a function that reads {what}, which could change unseen",
+            "numbers, strings, tensors, and functions of such",
+            "Read a number or a tensor instead, pass it as a default argument, or say what it reads with tables=[...].",
+        )
+    )
+
 
 class Holder:
-    """A function with the values that it read when its number was given.
+    """A function with the values that it read when its number was given; of one call where those cannot be seen.
 
     Attributes:
         number: Stands for it in text.
         fn: The function.
         named: Tensors that the caller named.
-        state: The values.
+        reads: What it read; None of a single call's.
+        unseen: As of ``reads``.
     """
 
-    def __init__(self, fn: MaskMod, named: tuple[Tensor, ...] | None, reads: Reads):
+    def __init__(self, fn: MaskMod, named: tuple[Tensor, ...] | None, reads: Reads | None):
         self.number = next(_numbers)
-        self.fn, self.named, self.state = fn, named, reads.state
-        # whose addresses are in the state
-        self._kept = reads.kept
+        self.fn, self.named, self.reads = fn, named, reads
+        self.unseen = None if reads is None else reads.unseen
         #: what refers to its patterns goes with it
         self.stores: weakref.WeakKeyDictionary[Recent[Any], Recent[Any]] = weakref.WeakKeyDictionary()
+        #: Of a single call: whether gradients are computed by now, of the masks that it has.
+        self.complete = False
+        # their digests by those of their indices
+        self._masks: dict[bytes, bytes] = {}
 
     def tables(self) -> tuple[Tensor, ...]:
         """Read the tensors that the function reads.
@@ -59,39 +215,42 @@ class Holder:
         Raises:
             PatternError: It reads other values now than those that the number stands for.
         """
-        reads = read(self.fn, self.named)
-        if reads.state != self.state:
+        if self.reads is None:
+            return ()
+        reads = Reads(self.fn, self.named)
+        if reads.state != self.reads.state:
             raise changed("other values")
-        return reads.tables
+        return tuple(reads.tables)
 
-    def key(self) -> Hashable:
-        """Identify what its tensors are now."""
-        return table_keys(self.tables())
+    def check(self, indices: Sequence[Tensor], mask: Tensor) -> None:
+        """Raise PatternError where a mask of a single call differs from the one that it had before."""
+        if self.reads is None:
+            place, content = _digest(*indices), _digest(mask)
+            known = self._masks.get(place) if self.complete else self._masks.setdefault(place, content)
+            if known != content:
+                raise changed("values that cannot be followed until its gradients are computed")
+
+
+def _digest(*tensors: Tensor) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for x in tensors:
+        digest.update(repr(tuple(x.shape)).encode())
+        digest.update(x.detach().cpu().contiguous().numpy().data)
+    return digest.digest()
 
 
 _numbers = itertools.count()
 _holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
 _by_state: weakref.WeakValueDictionary[Hashable, Holder] = weakref.WeakValueDictionary()
-_lock = threading.RLock()
-
-
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    # another thread may hold it
-    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _holder_of(fn: MaskMod, named: tuple[Tensor, ...] | None, reads: Reads) -> Holder:
-    with _lock:
-        holder = _by_state.get(reads.state)
-        if holder is None:
-            holder = Holder(fn, named, reads)
-            _holders[holder.number] = _by_state[reads.state] = holder
-        return holder
+    # threads that come at one moment may get two: equal patterns are then planned twice
+    holder = _by_state.get(reads.state)
+    if holder is None:
+        holder = Holder(fn, named, reads)
+        _holders[holder.number] = _by_state[reads.state] = holder
+    return holder
 
 
 def holders(spec: str) -> list[Holder]:
@@ -100,6 +259,21 @@ def holders(spec: str) -> list[Holder]:
         return []
     known = (_holders.get(int(number)) for number in re.findall(r"TokenMask\((\d+)", spec))
     return [holder for holder in known if holder is not None]
+
+
+def for_one_call(spec: str) -> tuple[str, list[Holder]]:
+    """Give each function that reads what cannot be seen a number for one call; the text then, and who holds them."""
+    made: list[Holder] = []
+
+    def number(found: re.Match[str]) -> str:
+        known = _holders.get(int(found[1]))
+        if known is None or not known.unseen:
+            return found[0]
+        made.append(Holder(known.fn, known.named, None))
+        _holders[made[-1].number] = made[-1]
+        return f"TokenMask({made[-1].number}"
+
+    return re.sub(r"TokenMask\((\d+)", number, spec), made
 
 
 def store_of(spec: str, common: Recent[V]) -> Recent[V]:
@@ -122,16 +296,15 @@ class Held:
     """
 
     def __init__(self, spec: str, tables: Sequence[Tensor]):
-        self._held = [(holder, holder.key()) for holder in holders(spec)]
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-        # one that a transform stands in for has no contents, and nobody else's hands on it
-        self._tables = tuple(x for x in tables if not wrapped(x)) if "Keys(" in spec else ()
+        self._held = [(holder, table_keys(holder.tables())) for holder in holders(spec)]
+        self._tables = tuple(x for x in tables if not _wrapped(x)) if "Keys(" in spec else ()
         self._read = table_keys(self._tables)
 
     def check(self) -> None:
         """Raise PatternError where something holds something else than it did."""
         for holder, key in self._held:
-            if holder.key() != key:
+            holder.complete = True
+            if table_keys(holder.tables()) != key:
                 raise changed("a tensor that was changed")
         if table_keys(self._tables) != self._read:
             raise changed("bounds that were changed", "Keys")
@@ -149,21 +322,21 @@ class TokenMask(Pattern):
     The function is called on broadcast index tensors. It is opaque, so planning evaluates every tile that the rest of
     the expression leaves open: write ``TokenMask(fn) & SlidingWindow(1024)`` rather than a window inside ``fn``.
 
-    The pattern follows what the function reads: numbers, tensors, and functions of such, as variables around it,
-    globals, attributes of modules, defaults. Where one has changed, the next call uses the new mask. What could change
-    unseen (an array of numpy, an object that a library made) is refused, unless ``tables`` says what is read. A write
-    to a tensor of more than 1 MiB counts once torch knows of it: not through ``.data``. A function must give the same
-    for the same: no random numbers.
+    The pattern follows what the function reads: numbers, tensors, containers and functions of such, as variables around
+    it, globals, defaults. Where one has changed, the next call uses the new mask. Where the function reads something
+    else (an object, an attribute of a module, an array of numpy), every call evaluates it anew, which is slow, and
+    ``torch.compile`` refuses it, unless ``tables`` says what is read. A write to a tensor of more than 1 MiB counts
+    once torch knows of it: not through ``.data``. A function must give the same for the same: no random numbers.
 
     Args:
         fn: Returns a bool tensor that broadcasts over its arguments. Build it once: each new function is a new pattern.
-        tables: Tensors that it reads, where they cannot be found by themselves; what else it reads is then taken to
-            stay as it is. Those that can be found count too.
+        tables: Tensors that it reads, where the pattern cannot find them; what else it cannot see is then taken to stay
+            as it is. Tensors that it finds count too.
         batch: The batch element to call it for; every one by default.
         head: The query head to call it for; every one by default.
     Raises:
-        PatternError: The function fails, returns something else than bool of its arguments' shape, reads what could
-            change unseen, or, between a call and its gradient, what was changed.
+        PatternError: The function fails, returns something else than bool of its arguments' shape, changes what it
+            reads, or reads what was changed between a call and its gradient.
     Example:
         >>> even = rw.TokenMask(lambda b, h, q, k: k % 2 == 0)
         >>> even.to_dense(2, 3)[0, 0].int()
@@ -183,16 +356,31 @@ class TokenMask(Pattern):
         ):
             raise PatternError(message("tables", type(tables).__name__, "a list of tensors", "Pass tables=[...]."))
         named = None if tables is None else tuple(tables)
-        reads = read(fn, named)
-        self._of(_holder_of(fn, named, reads), reads.tables, batch, head)
+        reads = Reads(fn, named)
+        self._of(_holder_of(fn, named, reads), tuple(reads.tables), batch, head)
         self._depends()
+        if named is None and Reads(fn).state != reads.state:
+            raise _refused("what it changes itself")
 
-    def _of(self, holder: Holder, tables: tuple[Tensor, ...], batch: int | None, head: int | None) -> None:
+    def _of(self, holder: Holder, tables: tuple[Tensor, ...], batch: int | None, head: int | None) -> TokenMask:
         self.fn, self._named, self._batch, self._head = holder.fn, holder.named, batch, head
         # as it was made, which is what torch.compile sees; and as it was last seen
         self._holder = self._seen = holder
         self._tables = tables
         self.__post_init__()
+        return self
+
+    def _now(self) -> tuple[Holder, tuple[Tensor, ...]]:
+        """Look at the function: who holds what it reads now, and the tensors."""
+        if self._holder.reads is None or torch.compiler.is_compiling():
+            return self._holder, self._tables
+        reads, seen = Reads(self.fn, self._named), self._seen
+        if seen.reads is None or reads.state != seen.reads.state:
+            object.__setattr__(self, "_seen", seen := _holder_of(self.fn, self._named, reads))
+        return seen, tuple(reads.tables)
+
+    def _chosen(self, batch: int | None, head: int | None) -> TokenMask:
+        return TokenMask.__new__(TokenMask)._of(*self._now(), batch, head)
 
     @classmethod
     def numbered(cls, number: int, *tables: Tensor, batch: int | None = None, head: int | None = None) -> TokenMask:
@@ -207,20 +395,19 @@ class TokenMask(Pattern):
                     "Keep the pattern as long as its results need gradients.",
                 )
             )
+        if holder.unseen:
+            # a call has a number of its own, a compiled graph that of the pattern
+            raise _refused(holder.unseen)
         live = holder.tables()
         if len(live) != len(tables) or not all(map(_same, live, tables)):
             raise changed("other tensors")
-        pattern = cls.__new__(cls)
-        pattern._of(holder, live, batch, head)
-        return pattern
+        return cls.__new__(cls)._of(holder, live, batch, head)
 
     def _text(self) -> str:
-        reads = read(self.fn, self._named)
-        holder = self._seen
-        if reads.state != holder.state:
-            holder = _holder_of(self.fn, self._named, reads)
-            object.__setattr__(self, "_seen", holder)
-        return f"TokenMask({holder.number}{', _' * len(reads.tables)}{self._bound()})"
+        return self._spelled(*self._now())
+
+    def _spelled(self, holder: Holder, tables: tuple[Tensor, ...]) -> str:
+        return f"TokenMask({holder.number}{', _' * len(tables)}{self._bound()})"
 
     def _bound(self) -> str:
         chosen = (("batch", self._batch), ("head", self._head))
@@ -231,17 +418,21 @@ class TokenMask(Pattern):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # with its function, by whatever means the pickler has
-        return _make, (self.fn, self._named, self._batch, self._head)
+        return functools.partial(TokenMask, tables=self._named, batch=self._batch, head=self._head), (self.fn,)
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
-        return self._tables if torch.compiler.is_compiling() else read(self.fn, self._named).tables
+        return self._now()[1]
 
     def key(self) -> Key:
-        tables = self.tables
+        holder, tables = self._now()
+        if holder.unseen:
+            return Key(object(), ())  # equal to no other
         keys = [content_key(table) for table in tables]
         large = tuple(table for table, key in zip(tables, keys, strict=True) if key is None)
-        return Key((self.spec, *keys, *map(address_key, large)), large, tuple(map(address_key, tables)))
+        return Key(
+            (self._spelled(holder, tables), *keys, *map(address_key, large)), large, tuple(map(address_key, tables))
+        )
 
     def value(self) -> Hashable:
         return self.key().value
@@ -287,6 +478,7 @@ class TokenMask(Pattern):
                     "Compute element by element.",
                 )
             )
+        self._holder.check((b, h, q, k), result)
         return result
 
     def select(self, b: int, h: int) -> Pattern:
@@ -295,10 +487,7 @@ class TokenMask(Pattern):
         head = h if by_head and self._head is None else self._head
         if (batch, head) == (self._batch, self._head):
             return self
-        reads = read(self.fn, self._named)
-        chosen = TokenMask.__new__(TokenMask)
-        chosen._of(_holder_of(self.fn, self._named, reads), reads.tables, batch, head)
-        return chosen
+        return self._chosen(batch, head)
 
     def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
         if ranks == 1 or self._head is not None or not self._depends()[1]:
@@ -306,13 +495,8 @@ class TokenMask(Pattern):
         if heads is None:
             remedy = "Pass heads=, those of all ranks."
             raise PatternError(message("heads", None, "a number, for a function that reads the head", remedy))
-        reads, count = read(self.fn, self._named), heads // ranks
-        holder, chosen = _holder_of(self.fn, self._named, reads), list[Pattern]()
-        for head in range(rank * count, (rank + 1) * count):
-            one = TokenMask.__new__(TokenMask)
-            one._of(holder, reads.tables, self._batch, head)
-            chosen.append(one)
-        return PerHead(chosen)
+        count = heads // ranks
+        return PerHead([self._chosen(self._batch, head) for head in range(rank * count, (rank + 1) * count)])
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         b = torch.full((1, 1, 1, 1), self._batch or 0, device=q.device)
@@ -327,10 +511,6 @@ class TokenMask(Pattern):
 
     def tile_keys(self, tiles: Tiles) -> Int64:
         return mix(tiles.q_lo, tiles.k_lo)
-
-
-def _make(fn: MaskMod, named: tuple[Tensor, ...] | None, batch: int | None, head: int | None) -> TokenMask:
-    return TokenMask(fn, tables=named, batch=batch, head=head)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -357,11 +537,11 @@ def from_mask_mod(fn: MaskMod, *, tables: Sequence[Tensor] | None = None) -> Tok
 
     Args:
         fn: ``fn(b, h, q, k)`` on int64 index tensors, returning bool.
-        tables: Tensors that it reads, where they cannot be found by themselves.
+        tables: Tensors that it reads, where the pattern cannot find them.
     Returns:
         A pattern.
     Raises:
-        PatternError: The function fails, returns something else than bool, or reads what could change unseen.
+        PatternError: The function fails, returns something else than bool, or changes what it reads.
     Example:
         >>> rw.from_mask_mod(lambda b, h, q, k: q >= k).density(2)
         0.75

@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from ..errors import PatternError, message, shown
@@ -17,7 +18,7 @@ from .boxes import Grid
 from .chosen import Global, Periodic, Sinks
 from .dilated import Dilated, LongNet, Strided
 from .documents import Documents
-from .function import TokenMask
+from .function import TokenMask, for_one_call
 from .grids import GridNeighborhood, GridWindows
 from .keys import Keys
 from .local import Causal, Neighborhood, PrefixLM, Segments, SlidingWindow
@@ -111,6 +112,20 @@ def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
         "TokenMask": TokenMask.numbered,
     }
     return _Reader(spec, NAMES | held, iter(tables)).read()
+
+
+def of_call(pattern: Pattern) -> Pattern:
+    """Give the pattern for one call: itself, unless a function in it reads what cannot be seen.
+
+    What is planned for the call's pattern goes with it.
+    """
+    if torch.compiler.is_compiling():
+        return pattern
+    spec = pattern.spec
+    if "TokenMask(" not in spec:
+        return pattern
+    spec, numbered = for_one_call(spec)
+    return rebuild(spec, pattern.tables) if numbered else pattern
 
 
 def split(text: str) -> Iterator[tuple[str, str, int]]:

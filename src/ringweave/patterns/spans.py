@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from .base import Pattern
-from .key import Key, address_key
-from .reads import content_key
+from .key import Key, address_key, content_key
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, mix
 
 #: Positions of a batch element, on the axis of all of them; more than any sequence has.

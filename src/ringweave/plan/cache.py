@@ -14,6 +14,7 @@ from ..patterns.fit import refuse
 from ..patterns.function import changed, holders
 from ..patterns.key import Key
 from ..patterns.numbers import check_sizes, named_device, whole
+from ..patterns.parse import of_call
 from ..recent import Recent
 from .block_plan import BlockPlan
 from .from_pattern import build, check_tile
@@ -91,7 +92,7 @@ class PlanCache:
         if not isinstance(pattern, Pattern):
             refuse(pattern)
         nq, nk, heads, batch, q_offset = check_sizes(nq, nk, heads, batch, q_offset)
-        pattern = pattern.bound(heads)
+        pattern = of_call(pattern.bound(heads))
         made_of, device, tile = pattern.key(), _place(device), check_tile(tile)
         kept = self._steps if nq <= tile[0] else self._kept
         return self._found(kept, pattern, made_of, (nq, nk, heads, batch, q_offset, *tile), device)
@@ -115,7 +116,7 @@ class PlanCache:
             if plan is None:
                 plan = self._made(pattern, sizes, device, kept is self._kept)
             ties = holders(pattern.spec)
-            if made_of.versions and not pattern.key().same(made_of):
+            if (ties or made_of.versions) and not pattern.key().same(made_of):
                 raise changed("what was changed while it was planned", "TokenMask" if ties else "pattern")
             if made(plan, device):
                 kept.put(key, plan, plan.nbytes + _PLAN_BYTES, made_of.tables, ties)

@@ -64,23 +64,18 @@ class Tuned:
 def candidates(best: LaunchConfig, asked: Asked) -> Iterator[tuple[str, list[LaunchConfig]]]:
     """List, field by field, the blocks that differ from the best in it and that the kernel can take, near values first.
 
-    Warps of their own for loads come with the 4 warps and the descriptors that they need; groups of warps that take
-    turns with their blocks.
+    Groups of warps that take turns come with their blocks.
     """
     held, streamed = ("n", "m") if asked.key.kernel == "backward_kv" else ("m", "n")
     for name, values in (
         (held, _HELD), (streamed, _STREAMED), ("warps", _WARPS), ("stages", _STAGES), ("resident", _RESIDENT),
-        ("described", (False, True)), ("specialised", (False, True)), ("pingpong", (False, True)),
+        ("described", (False, True)), ("pingpong", (False, True)),
     ):  # fmt: skip
         now = getattr(best, name)
         changes: list[dict[str, Any]] = [{name: value} for value in values if value != now]
-        if name == "specialised" and not now:
-            changes = [{name: True, "described": True, "warps": 4}]
-        elif name == "pingpong" and not now:
-            changes = [{"m": 128, "n": 128, "warps": 8, "resident": 1, "described": True, "specialised": False}]
+        if name == "pingpong" and not now:
+            changes = [{"m": 128, "n": 128, "warps": 8, "resident": 1, "described": True}]
             changes = [change | {"pingpong": True, "stages": max(2, best.stages)} for change in changes]
-        elif name in ("described", "warps") and best.specialised:
-            changes = [change | {"specialised": False} for change in changes]
         elif name not in ("stages", "pingpong") and best.pingpong:
             changes = [change | {"pingpong": False} for change in changes]
         changes.sort(key=lambda change: abs(change[name] - now))

@@ -12,37 +12,23 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any
 
 import torch
 
 from ringweave.errors import RingweaveError, in_a_line
 from ringweave.ops.backend import Inputs, Upstream
 from ringweave.ops.triton.compiling import Target, begin, kernels
-from ringweave.ops.triton.launch_config import LaunchConfig, overriding
-from ringweave.ops.tuning_key import KernelKey
+from ringweave.ops.triton.launch_config import overriding
 from ringweave.tune.problem import FORWARD, Drawn, Problem
 from ringweave.tune.search import whole
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Kernels of a problem, as they are, or one of them with blocks of its own."""
+    """Kernels of a problem."""
 
     problem: Problem
     direction: str
-    kernel: str = ""
-    blocks: LaunchConfig | None = None
-
-
-class _Given(dict[KernelKey, LaunchConfig]):
-    """The blocks of one kernel, whatever its tiles."""
-
-    def __init__(self, kernel: str, blocks: LaunchConfig):
-        self.kernel, self.blocks = kernel, blocks
-
-    def get(self, key: KernelKey, default: Any = None) -> Any:
-        return self.blocks if key.kernel == self.kernel else default
 
 
 def compiled(variant: Variant) -> str | None:
@@ -57,10 +43,9 @@ def compiled(variant: Variant) -> str | None:
         torch.empty(problem.batch, each, problem.tokens, problem.head_dim, dtype=problem.dtype, device=device)
         for each in heads
     )
-    given = _Given(variant.kernel, variant.blocks) if variant.blocks is not None else {}
     inputs, branch = Inputs(q, k, v, problem.head_dim**-0.5), whole(problem)
     try:
-        with overriding(given):
+        with overriding({}):
             out, lse = triton.forward(inputs, branch, problem.dtype)
             if variant.direction != FORWARD:
                 upstream = Upstream(dout, lse, triton.delta(dout, out, lse, None), out)

@@ -8,6 +8,7 @@ Dry, a unit does everything but the device's work: it plans, compiles for an H10
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import math
 import os
@@ -24,11 +25,11 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
+from ringweave import tune
 from ringweave.errors import UnsupportedError, in_a_line
 from ringweave.ops import gpu_check, triton
 from ringweave.ops.backend import Case
 from ringweave.ops.triton import compiling
-from ringweave.ops.triton.launch_config import overriding
 from ringweave.tune.measure import Call, by_clock, interleaved, replayed
 from ringweave.tune.problem import BACKWARD, Problem
 from ringweave.tune.session import FAILURES, Entry
@@ -37,16 +38,18 @@ from ..bench.cases import gpu
 from ..bench.compare import weighed
 from ..bench.peak import aside
 from ..bench.record import Options, Outcome, Record, Target, environment, plain, write_lines
-from . import grid, precompile
+from . import precompile
 from .precompile import Variant
 
-FIGURES, CELLS, PATCH = "figures.jsonl", "grid.jsonl", "launch_config.patch"
+FIGURES = "figures.jsonl"
 #: Why a dry unit has no figures.
 DRY = "dry: nothing was measured"
 _PAGE = 64
 _STREAMED = 2**18
 #: Seconds for the tests of all files: less than their unit has, so that one that hangs leaves lines, its own too.
 _TESTS = 220.0
+# the parts that are tuned, and measured again; seconds for each direction of one
+_HEADLINES, _TUNED = ("16K", "64 x 64", "causal", "D 64"), 40.0
 
 
 @dataclass(frozen=True)
@@ -291,34 +294,20 @@ def streamed(job: Job) -> Iterator[Target]:
         yield job.figure(f"streamed, {name}: time over that of keys on the device", size, over)
 
 
-def cell(of: grid.Cell, job: Job) -> Iterator[Target]:
-    """Search all blocks of a kernel, and store the best."""
-    what, size = f"{of}: the table's time over the best blocks'", f"{grid.TOKENS:,} tokens, {grid.HEADS} heads"
+def tuned(name: str, job: Job) -> Iterator[Target]:
+    """Search backends, tiles and blocks for a part's first problem, and store the best, as ``ringweave tune`` does."""
+    problem = gpu.PARTS[name].entries[0][0]
+    what, size = "tuned: the table's time over the best blocks'", f"{problem.name}, {problem.tokens:,} tokens"
     if job.dry:
-        compiling.begin(compiling.HOPPER)
-        with overriding({}) as given:
-            precompile.compiled(Variant(of.problem("cpu"), of.direction))
-        asked = next(each for each in given.asked if each.key.kernel == of.kernel)
-        yield job.figure(what, f"{size}, {len(grid.joint(asked))} blocks", lambda: 0.0)
+        yield job.figure(what, size, lambda: 0.0)
         return
-    found = grid.search(of, job.device, say)
-    if isinstance(found, str):
-        yield Target(what, size, None, None, True, reason=found)
-        return
-    write_lines(job.folder / CELLS, [found.plain()])
-    best = found.best
-    said = f"{size}: {best.m} x {best.n}, {best.warps} warps, {best.stages} stages"
-    said += ", programs that stay" * bool(best.resident) + ", warps that load" * best.specialised
-    said += ", groups of warps that take turns" * best.pingpong
-    yield Target(what, said, found.gain, None, True)
-
-
-def table(job: Job) -> Iterator[Target]:
-    """Write the table's patch, of the cells that were searched."""
-    text = grid.patch(grid.read(job.folder / CELLS))
-    (job.folder / PATCH).write_text(text, "utf-8")
-    changed = sum(line.startswith("+    (") for line in text.splitlines())
-    yield Target("rows of the table that the grid changes", PATCH, float(changed), None, True, "rows")
+    found = tune.tune(dataclasses.replace(problem, device=job.device), budget=_TUNED, say=say)
+    tune.store(found)
+    for each in (kernel for finding in found for kernel in finding.kernels):
+        best = each.chosen
+        said = f"{size}, {each.key.kernel}: {best.m} x {best.n}, {best.warps} warps, {best.stages} stages"
+        said += ", programs that stay" * bool(best.resident) + ", groups of warps that take turns" * best.pingpong
+        yield Target(what, said, each.gain, None, True)
 
 
 def say(text: str) -> None:
@@ -337,9 +326,8 @@ UNITS: dict[str, Callable[[Job], Iterable[Record]]] = {
     **{f"part {name}": partial(part, name) for name in gpu.PARTS},
     "decode": decode,
     "streamed": streamed,
-    **{f"grid {each}": partial(cell, each) for each in grid.CELLS},
-    "table": table,
-    **{f"tuned {name}": partial(part, name) for name in ("16K", "64 x 64", "causal", "D 64")},
+    **{f"tune {name}": partial(tuned, name) for name in _HEADLINES},
+    **{f"tuned {name}": partial(part, name) for name in _HEADLINES},
 }
 
 

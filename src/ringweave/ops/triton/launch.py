@@ -52,11 +52,6 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
     dead = described and queues.masks(plan).dead_keys
     plan, channels = lists.plan, max(padded(q.shape[3]), padded(dim))
     keys, values = (operands.described(x, config.n) if described else x for x in (k, v))
-    specialised = (
-        (config.specialised and described and packing.heads == 1 and scoring is None)
-        and not plan.masks.shape[0]
-        and operands.describable(q)
-    )
     # that kernel multiplies every value of a tile, by a weight of 0 too
     turns = described and not dead and scoring is None
     if turns and launch_pingpong.takes(config, q, k, v, plan, packing, queue, scale):
@@ -65,8 +60,6 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
             launch_pingpong.launch(config, q, k, v, out, lse, plan, queue, scale * _LOG2_E, units, _OPTIONS)
         return out, lse
     extras = term_operands.of(scoring, q.device)
-    if specialised:
-        triton.set_allocator(operands.room)
     sums, tops = _partial(queue, config.m * packing.parts, dim, out), _partial(queue, config.m * packing.parts, 1, lse)
     step, steps = operands.strides(q, k, v)
     sizes = _sizes(q, v, plan, config, queue, few)
@@ -77,9 +70,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
             **sizes, **_of_rows(packing), **extras.arguments, **_paged(pages), **_scaled(scales), TILES=lists.tiles,
             BLOCK_N=config.n, FOLDED=scale > 0 and extras.terms is None, WIDE=operands.wide(plan, q, k, v), STEP=step,
             RAGGED=sizes["MASKED"] or pages is not None or nk % plan.kv_tile > 0, DESCRIBED=described,
-            SPECIALISED=specialised,
-            BRANCHED=goes_past_masks("forward", config, channels, device, described) and not specialised,
-            DEAD=dead,
+            BRANCHED=goes_past_masks("forward", config, channels, device, described), DEAD=dead,
         )  # fmt: skip
         _join(queue, sums, out, (tops, lse), ratio, by_rows.span, packing)
     return out, lse

@@ -60,7 +60,6 @@ class LaunchConfig:
         resident: Programs per multiprocessor, that take the queue in turn; 0: one program for each item of the queue,
             which the hardware hands out in order.
         described: Whether tiles are loaded by tensor descriptors, where strides and masks permit.
-        specialised: Whether warps of their own load them; forward, where they are described and nothing is masked.
         pingpong: Whether two groups of warps take turns to multiply what a warp of its own loads (in Gluon); forward on
             Hopper, of 128 x 128. Calls that it cannot compute take the other kernel with the same blocks.
     """
@@ -71,7 +70,6 @@ class LaunchConfig:
     stages: int
     resident: int = 0
     described: bool = False
-    specialised: bool = False
     pingpong: bool = False
 
 
@@ -184,8 +182,6 @@ def goes_past_masks(
 ) -> bool:
     """Tell whether a loop goes past the masks of full tiles, nearly all there are: where that costs no spill.
 
-    Not of warps that load alone: they are not divided where a loop branches.
-
     Args:
         kernel: ``forward``, ``backward_q`` or ``backward_kv``.
         config: Its blocks.
@@ -235,17 +231,10 @@ def misfit(
         return "descriptors are for 16-bit types on Hopper and Blackwell"
     held, streamed = (config.n, config.m) if kernel == "backward_kv" else (config.m, config.n)
     needed, usable = _shared(kernel, held, streamed, config.stages, dim, value_dim, itemsize, device), _usable(device)
-    if config.specialised:
-        if (kernel, config.m, config.warps, config.described) != ("forward", 128, 4, True) or config.stages < 2:
-            return "warps of their own load described tiles of forward: 128 queries, 4 warps, 2 stages or more"
-        # what they take beside the tiles, and nothing else is needed: counted in what Triton 3.7 compiles for sm_90
-        needed += config.m * (padded(value_dim) * itemsize + 128 * (config.stages - 1))
-        usable = device.shared - 4096
     if config.pingpong:
-        wanted = ("forward", "hopper", 128, 128, 8, 1, True, False)
+        wanted = ("forward", "hopper", 128, 128, 8, 1, True)
         if wanted != (
             kernel, device.generation, config.m, config.n, config.warps, config.resident, config.described,
-            config.specialised,
         ):  # fmt: skip
             return "groups of warps take turns in forward on Hopper: 128 x 128 described, 8 warps, programs that stay"
         if _compiler() < (3, 6):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -46,8 +45,3 @@ def describable(*tensors: Tensor) -> bool:
 def described(x: Tensor, tokens: int) -> TensorDescriptor:
     """Describe tiles of (tokens, channels) of (B, H, N, D)."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, tokens, padded(x.shape[3])])
-
-
-def room(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Make room for descriptors that a kernel makes."""
-    return torch.empty(size, device="cuda", dtype=torch.int8)

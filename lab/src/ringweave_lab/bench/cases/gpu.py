@@ -20,7 +20,7 @@ from ringweave.errors import UnsupportedError, message
 from ringweave.patterns import Pattern
 from ringweave.tune.measure import interleaved
 from ringweave.tune.problem import BACKWARD, BOTH, FORWARD, Drawn, Operands, Problem
-from ringweave.tune.search import Candidate, Direct, Search, whole
+from ringweave.tune.search import Candidate, Direct, Search
 from ringweave.tune.session import FAILURES, Built, Peer, Say, Session
 
 from ..compare import Comparison, outcomes
@@ -48,27 +48,9 @@ def _with_turns(problem: Problem, inputs: Operands) -> Built:
     return Direct.of(Candidate("triton", blocks=((asked.key, blocks),)), own, problem)
 
 
-def _with_loaders(problem: Problem, inputs: Operands) -> Built:
-    """Make the Triton kernel ready with warps of its own for loads.
-
-    Raises:
-        UnsupportedError: This device or these sizes have none.
-    """
-    branch, own = whole(problem), Candidate("triton")
-    (asked,) = Search(problem, Session(inputs), FORWARD).asked(own)
-    blocks = dataclasses.replace(asked.usual, warps=4, described=True, specialised=True)
-    why = "it has masks" if branch.plan(problem.device).masks.shape[0] else asked.misfit(blocks)
-    if why is not None:
-        raise UnsupportedError(message("peer", f"{OWN}:loaders", "whole tiles of 128 on Hopper", why))
-    return Direct.of(Candidate("triton", blocks=((asked.key, blocks),)), own, problem)
-
-
 def _forward_alone(problem: Problem, backward: bool) -> str | None:
     return "its backward is the other one's" if backward else None
 
-
-#: The Triton kernel with warps of its own for loads.
-LOADERS = Peer(f"{OWN}:loaders", "warps of their own load tiles", _forward_alone, _with_loaders)
 
 #: The Triton kernel in which one warp loads and two groups of warps take turns to multiply.
 PINGPONG = Peer(f"{OWN}:pingpong", "groups of warps take turns", _forward_alone, _with_turns)
@@ -103,13 +85,12 @@ def _series(densities: Sequence[float], tokens: int) -> Comparison:
     return dataclasses.replace(of, entries=[*of.entries, *((each, (OWN,)) for each in rest)])
 
 
-_TABLES = (*_ALL, LOADERS, PINGPONG)
 _CAUSAL = (*_ALL, PINGPONG)
 #: By the names that ``ringweave bench kernels --part`` takes.
 PARTS = {
-    "16K": part(_problem("stage A", Drawn(0.1), 16384), _TABLES, dense=True),
-    "32K": part(_problem("stage A", Drawn(0.1), 32768), _TABLES, dense=True),
-    "65K": part(_problem("stage A", Drawn(0.1), 65536), _TABLES),
+    "16K": part(_problem("stage A", Drawn(0.1), 16384), _CAUSAL, dense=True),
+    "32K": part(_problem("stage A", Drawn(0.1), 32768), _CAUSAL, dense=True),
+    "65K": part(_problem("stage A", Drawn(0.1), 65536), _CAUSAL),
     "causal": part(_problem("causal", rw.Causal(), 16384), _CAUSAL),
     "window": part(_problem("window", rw.SlidingWindow(1023, 0), 65536), _CAUSAL),
     "documents": part(_problem("documents", rw.Documents([2731] * 24) & rw.Causal(), 24 * 2731)),

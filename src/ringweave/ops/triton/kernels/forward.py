@@ -41,7 +41,7 @@ def forward(
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, TILES: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, FOLDED: tl.constexpr, WIDE: tl.constexpr,
-    STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, SPECIALISED: tl.constexpr,
+    STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr,
     PRECISION: tl.constexpr, TERMS: tl.constexpr, EXTRAS: tl.constexpr, PAGE: tl.constexpr,
     BRANCHED: tl.constexpr, DEAD: tl.constexpr,
 ):  # fmt: skip
@@ -71,13 +71,7 @@ def forward(
         pair = b * heads + head
         b, head = b.to(tl.int64), head.to(tl.int64)
         queries_at = q + b * q_b + head * q_h + q_first.to(tl.int64) * q_n
-        if SPECIALISED:
-            # warps of their own load by descriptors alone. Triton 3.7.1 gives half of the rows to other warps by adding
-            # 64 to the value that is their coordinate, wherever it is used: a value of its own, no 0 nor q_first
-            loader = tl.make_tensor_descriptor(q + b * q_b + head * q_h, [nq, D], [q_n, 1], [BLOCK_M, PAD_D])
-            queries = loader.load([tl.maximum(q_first, 0), 0])
-        else:
-            queries = rows(queries_at, spread(local, q_h, q_n, HEADS, ROWS, WIDE), mine, D, PAD_D)
+        queries = rows(queries_at, spread(local, q_h, q_n, HEADS, ROWS, WIDE), mine, D, PAD_D)
         keys_at = k if DESCRIBED else of_head(k, b, k_b, kv_head, k_h, PAGE)
         values_at = v if DESCRIBED else of_head(v, b, v_b, kv_head, v_h, PAGE)
         end_n = nk
@@ -92,7 +86,7 @@ def forward(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, PAD_DV], tl.float32)
-        for step in tl.range(begin * PARTS_N, end * PARTS_N, num_stages=STAGES, warp_specialize=SPECIALISED):
+        for step in tl.range(begin * PARTS_N, end * PARTS_N, num_stages=STAGES):
             entry, part_n = step // PARTS_N, (step % PARTS_N) * BLOCK_N
             first = tl.load(col + entry) * KV_TILE + part_n
             code = tl.load(bits + entry * TILES)
