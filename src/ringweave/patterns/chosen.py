@@ -124,8 +124,8 @@ class Sinks(Bounds):
 
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
         if self._mask is not None and self._mask.shape[-1] != nk:
-            got = f"a mask of {self._mask.shape[-1]} tokens for {nk} keys"
-            raise PatternError(message(type(self).__name__, got, "one of as many keys", "Mark the tokens of this length."))
+            got, remedy = f"a mask of {self._mask.shape[-1]} tokens for {nk} keys", "Mark the tokens of this length."
+            raise PatternError(message("Sinks", got, "one of as many keys", remedy))
 
     def _is_chosen(self, position: Tensor) -> Tensor:
         if self._mask is not None:

@@ -185,6 +185,11 @@ class Place:
         return from_mask_mod(of_places)
 
 
+def bounds_of(pattern: Pattern) -> Keys | None:
+    """The bounds of keys in what :meth:`Place.padding` made: from the first of them a pattern of a user is counted."""
+    return next((part for part in pattern.parts_within() or (pattern,) if isinstance(part, Keys)), None)
+
+
 def joined(patterns: list[Pattern]) -> Pattern:
     """Patterns joined by ``&``, bounds of keys as one: torch.compile cannot ask whether two are the same."""
     pattern: Pattern = Full()
