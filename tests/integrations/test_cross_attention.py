@@ -329,7 +329,8 @@ def test_compiled(name: str, queries: str) -> None:
 
 
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize("name", CASES)
+# its encoder passes a mask of numbers, which is refused beside a pattern of one's own
+@pytest.mark.parametrize("name", [name for name in CASES if name != "SwitchTransformersModel"])
 def test_a_pattern_of_ones_own_leaves_cross_attention_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window would leave out most of an encoder's text, and queries behind its end would attend nothing."""
     window, calls, set_ = rw.SlidingWindow(2, 2), list[tuple[bool, bool]](), list[str]()

@@ -150,7 +150,7 @@ def test_a_mask_of_global_tokens(chance: float) -> None:
 def test_a_mask_of_keys_that_exist(queries: int, chance: float) -> None:
     """It says nothing of queries, of which there may be fewer or more than keys."""
     mask = torch.rand(3, 300, generator=torch.Generator().manual_seed(0)) < chance
-    dense = mask[:, None, None].expand(-1, -1, queries, -1)
+    dense = mask[:, None, None].repeat(1, 1, queries, 1)
     spells_out(rw.Sinks(mask), dense)
     spells_out(~rw.Sinks(mask) & rw.Causal(), ~dense & rw.Causal().to_dense(queries, 300))
     spells_out(rw.Sinks(mask[:1]) & rw.Keys([300, 5, 0]),
