@@ -22,10 +22,13 @@ from .ragged import (
     bounds_source,
     draw_bounds,
     draw_ids,
+    draw_known,
     draw_marks,
     exists,
     ids_source,
+    is_known,
     is_marked,
+    known_source,
     marks_source,
     same_id,
 )
@@ -153,6 +156,7 @@ KINDS: dict[str, Kind] = {
     "Keys": Kind(draw_bounds, bounds_source, exists),
     "ids": Kind(draw_ids, ids_source, same_id, square),
     "marks": Kind(draw_marks, marks_source, is_marked, square),
+    "known": Kind(draw_known, known_source, is_known),
     "Neighborhood": Kind(
         draw_neighbours, lambda s, n, d: f"rw.Neighborhood({n}, {d}, tokens={s.nk})", neighbours, square
     ),

@@ -69,6 +69,10 @@ def draw_marks(r: Random, s: Sizes) -> tuple[Any, ...]:
     return r.random() < 0.7, r.choice([0.0, 0.05, 0.5]), r.randint(0, 999)
 
 
+def draw_known(r: Random, s: Sizes) -> tuple[Any, ...]:
+    return r.random() < 0.7, r.choice([0.5, 0.95, 1.0]), r.randint(0, 999)
+
+
 def marks(s: Sizes, per_batch: bool, share: float, seed: int) -> NDArray[np.bool_]:
     r = Random(seed)
     return np.array([[r.random() < share for _ in range(s.nk)] for _ in range(s.batch if per_batch else 1)])
@@ -77,6 +81,14 @@ def marks(s: Sizes, per_batch: bool, share: float, seed: int) -> NDArray[np.bool
 def marks_source(s: Sizes, per_batch: bool, share: float, seed: int) -> str:
     rows = marks(s, per_batch, share, seed).astype(int).tolist()
     return f"rw.Global(torch.tensor({rows if per_batch else rows[0]}).bool())"
+
+
+def known_source(s: Sizes, per_batch: bool, share: float, seed: int) -> str:
+    return marks_source(s, per_batch, share, seed).replace("rw.Global", "rw.Sinks")
+
+
+def is_known(at: At, per_batch: bool, share: float, seed: int) -> Any:
+    return marks(at.s, per_batch, share, seed)[at.b if per_batch else 0][at.k] & (at.q >= 0)
 
 
 def is_marked(at: At, per_batch: bool, share: float, seed: int) -> Any:

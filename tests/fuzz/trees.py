@@ -94,6 +94,7 @@ def _depends(tree: Tree) -> tuple[bool, bool]:
         in (
             "Keys",
             "ids",
+            "known",
             "marks",
             "within",
             "PerHead",

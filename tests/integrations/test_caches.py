@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, QuantizedLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedLayer
 
 import ringweave as rw
 from ringweave.integrations.transformers import ModelCache, interface, patch
@@ -130,6 +130,121 @@ def test_what_pages_cannot_do_is_said() -> None:
             model_of("llama", "ringweave").eval()(IDS, attention_mask=mask, past_key_values=ModelCache(32))
     with pytest.raises(rw.UnsupportedError, match="gradients"):
         model_of("llama", "ringweave")(IDS, past_key_values=ModelCache(32))
+
+
+def as_of_a_dynamic_cache(change: Any, steps: int = 2, **options: Any) -> None:
+    """Change a filled cache, and let its sequences go on: with the logits of the library's cache."""
+    caches: tuple[Cache, Cache] = (ModelCache(32, page=16, **options), DynamicCache())
+    models = [model_of("llama", attention).eval() for attention in ("ringweave", "sdpa")]
+    with torch.no_grad():
+        for model, cache in zip(models, caches, strict=True):
+            model(IDS[:, :17], past_key_values=cache)
+        for step in range(steps):
+            for cache in caches:
+                change(cache)
+            batch = caches[1].layers[0].keys.shape[0]
+            assert caches[0].batch_size == batch
+            ids = torch.arange(3, 3 + batch)[:, None] + step
+            got, wanted = (model(ids, past_key_values=cache) for model, cache in zip(models, caches, strict=True))
+            atol = 0.2 if options else 1e-4
+            torch.testing.assert_close(got.logits, wanted.logits, atol=atol, rtol=0)
+
+
+CHANGES: dict[str, Any] = {
+    "repeated": lambda cache: cache.batch_repeat_interleave(3),
+    "one": lambda cache: cache.batch_select_indices(torch.tensor([-1])),
+    "several times": lambda cache: cache.batch_select_indices(torch.tensor([1, 0, 1, -1, 0])),
+    "more beams": lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])),
+    "fewer beams": lambda cache: cache.reorder_cache(torch.tensor([0])),
+    "as contrastive search": lambda cache: (
+        cache.batch_repeat_interleave(4),
+        cache.batch_select_indices(torch.tensor([1, 6])),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_sequences_that_are_repeated_and_chosen_go_on(name: str) -> None:
+    """Pages are shared until one writes to them, the last of a prompt first."""
+    as_of_a_dynamic_cache(CHANGES[name])
+
+
+@pytest.mark.parametrize("kv", list(STORED), ids=str)
+def test_sequences_in_8_bits_are_repeated(kv: torch.dtype) -> None:
+    as_of_a_dynamic_cache(CHANGES["as contrastive search"], precision=rw.Precision(kv=kv))
+
+
+def test_repeated_sequences_share_pages_and_have_room_for_their_own() -> None:
+    model, cache = model_of("llama", "ringweave").eval(), ModelCache(48, page=16)
+    with torch.no_grad():
+        model(IDS[:, :17], past_key_values=cache)
+        pages = cache.layers[0].pages
+        cache.batch_repeat_interleave(2)
+        grown = cache.layers[0].pages
+        # two full pages and two begun ones are held, of three for each of four sequences
+        assert (pages.free_pages, grown.free_pages) == (2, 8)
+        for _ in range(31):
+            model(torch.full((4, 1), 5), past_key_values=cache)
+        assert grown.free_pages == 2
+        cache.batch_select_indices(torch.tensor([0, 3]))
+        assert cache.layers[0].pages.k is grown.k
+        assert cache.layers[0].pages.free_pages == 6
+
+
+# what each method of the library's cache is called with; those with the same answer, and those with another
+CALLS: dict[str, tuple[Any, ...]] = {
+    "get_seq_length": (), "get_query_offset": (), "is_recording_past": (0,), "activate_past_recording": (),
+    "has_previous_state": (), "reorder_cache": (torch.tensor([1, 0]),), "crop": (-2,), "reset": (),
+    "batch_repeat_interleave": (2,), "batch_select_indices": (torch.tensor([0]),), "get_conv_state": (0,),
+    "get_recurrent_state": (0,), "update_conv_state": (torch.zeros(1), 0), "update_indexer": (torch.zeros(1), 0),
+    "update_recurrent_state": (torch.zeros(1), 0), "prefetch": (0,),
+    "early_initialization": (2, 2, 8, torch.float32, torch.device("cpu")),
+}  # fmt: skip
+OTHER: dict[str, Any] = {
+    "get_max_length": ((), 32), "get_mask_sizes": ((1, 0), (32, 0)), "offload": ((0,), rw.UnsupportedError),
+}  # fmt: skip
+
+
+def test_every_method_of_the_librarys_cache() -> None:
+    """The same answer or error as of a dynamic cache, or what is said of pages; a new method is to be tried here."""
+    methods = {name for name, what in vars(Cache).items() if callable(what) and not name.startswith("_")} - {"update"}
+    assert methods == CALLS.keys() | OTHER.keys()
+
+    def answer(name: str, cache: Cache, args: tuple[Any, ...]) -> Any:
+        try:
+            return getattr(cache, name)(*args)
+        except Exception as error:  # noqa: BLE001  (whatever the library's raises)
+            return type(error)
+
+    def filled(attention: str, cache: Cache) -> Cache:
+        with torch.no_grad():
+            model_of("llama", attention).eval()(IDS[:, :9], past_key_values=cache)
+        return cache
+
+    for name, args in CALLS.items():
+        for fill in (filled, lambda attention, cache: cache):
+            mine, theirs = fill("ringweave", ModelCache(32, page=16)), fill("sdpa", DynamicCache())
+            assert answer(name, mine, args) == answer(name, theirs, args), name
+            assert mine.get_seq_length() == theirs.get_seq_length(), name
+    for name, (args, wanted) in OTHER.items():
+        assert answer(name, filled("ringweave", ModelCache(32, page=16)), args) == wanted, name
+    properties = {name for name, what in vars(Cache).items() if isinstance(what, property)}
+    mine, theirs = filled("ringweave", ModelCache(32, page=16)), filled("sdpa", DynamicCache())
+    for name in properties - {"batch_size"}:
+        # the library's layers know of no batch
+        assert getattr(mine, name) == getattr(theirs, name), name
+    assert mine.batch_size == 2
+
+
+def test_no_sequence_is_left_of_pages() -> None:
+    cache = ModelCache(32)
+    cache.batch_repeat_interleave(2)
+    with torch.no_grad():
+        model_of("llama", "ringweave").eval()(IDS, past_key_values=cache)
+    with pytest.raises(rw.ShapeError, match="repeats: got 0; wanted"):
+        cache.batch_repeat_interleave(0)
+    with pytest.raises(rw.ShapeError, match="indices: got .*; wanted one sequence or more"):
+        cache.batch_select_indices(torch.tensor([], dtype=torch.int64))
 
 
 class Coarse(QuantizedLayer):

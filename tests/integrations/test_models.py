@@ -82,6 +82,31 @@ def test_logits_and_gradients(name: str, case: str, monkeypatch: pytest.MonkeyPa
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_query_between_padding_attends_the_keys_that_exist(name: str) -> None:
+    """As in the library, which computes a token's row whether or not it is padding."""
+    mask = HOLES.clone()
+    mask[1, :2] = 0
+    mine, theirs = (
+        model_of(name, attention).eval()(input_ids=IDS, attention_mask=mask).logits
+        for attention in ("ringweave", "eager")
+    )
+    # a causal model's tokens before all that exists attend nothing: 0 here, and in the library what stands there
+    first = 2 if name == "llama" else 0
+    torch.testing.assert_close(mine[:, first:], theirs[:, first:], atol=1e-4, rtol=0)
+
+
+def test_a_context_counts_a_pattern_of_ones_own_from_the_first_token_beside_holes() -> None:
+    model = patch(model_of("llama", "eager").eval(), rw.Sinks(2) | rw.SlidingWindow(3))
+    mask = LEFT.clone()
+    mask[1, 10:12] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    plain = model(input_ids=IDS, attention_mask=mask, position_ids=positions).logits
+    context = context_parallel(model)
+    shared = context.unshard(model(**context.shard(IDS, attention_mask=mask, position_ids=positions)).logits)
+    torch.testing.assert_close(shared[1, 6:], plain[1, 6:])
+
+
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
 def test_gradient_checkpointing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []

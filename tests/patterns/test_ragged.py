@@ -145,6 +145,24 @@ def test_a_mask_of_global_tokens(chance: float) -> None:
     assert torch.equal(before.to_dense(300, batch=3), dense)
 
 
+@pytest.mark.parametrize("chance", [0.0, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize("queries", [40, 300, 700])
+def test_a_mask_of_keys_that_exist(queries: int, chance: float) -> None:
+    """It says nothing of queries, of which there may be fewer or more than keys."""
+    mask = torch.rand(3, 300, generator=torch.Generator().manual_seed(0)) < chance
+    dense = mask[:, None, None].repeat(1, 1, queries, 1)
+    spells_out(rw.Sinks(mask), dense)
+    spells_out(~rw.Sinks(mask) & rw.Causal(), ~dense & rw.Causal().to_dense(queries, 300))
+    spells_out(rw.Sinks(mask[:1]) & rw.Keys([300, 5, 0]),
+               dense[:1] & keys_by_hand([300, 5, 0], [0] * 3, queries, 300))  # fmt: skip
+    assert rw.patterns.parse("Sinks(4)") == rw.Sinks(4)
+    before = rw.Sinks(mask)
+    assert before.select(1, 0) == rw.Sinks(mask[1])
+    assert (before | rw.Sinks(2)).spec == "Sinks(_) | Sinks(2)"
+    mask ^= True
+    assert torch.equal(before.to_dense(queries, 300, batch=3), dense)
+
+
 # ---- within: the same rows wherever they are -------------------------------------------------------------------------
 
 
@@ -438,6 +456,7 @@ def test_planning_grows_with_what_bounds_cross() -> None:
         (lambda: rw.Causal().within(rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 2])).plan(3, 2), "got document 0 of 3 queries and 2 keys; wanted queries that are the last"),
         (lambda: rw.Global(torch.ones(2, 3, 4).bool()), r"tokens: got Tensor of torch.bool \(2, 3, 4\); wanted a bool tensor \(N,\) or"),
         (lambda: rw.Global(torch.ones(2, 3).bool()).plan(4, batch=2), "Global: got a mask of 3 tokens for 4 keys"),
+        (lambda: rw.Sinks(torch.ones(2, 3).bool()).plan(9, 4, batch=2), "Sinks: got a mask of 3 tokens for 4 keys"),
         (lambda: rw.Global(torch.ones(2, 3).bool()).plan(3, batch=4), "batch = 2, which the pattern is made for"),
         (lambda: rw.Sinks(1).within(rw.Global(torch.ones(3).bool())), "wanted Documents or Keys"),
         (lambda: parse("Keys(_)"), "a table where none is given"),

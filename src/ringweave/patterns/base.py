@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..plan.future import Causality
 
 # what is known by what it holds, which others may come to change
-_FOLLOWING = ("TokenMask(", "Keys(", "Documents(", "Global(_", "Offsets(")
+_FOLLOWING = ("TokenMask(", "Keys(", "Documents(", "Global(_", "Sinks(_", "Offsets(")
 
 
 class Lookback(NamedTuple):

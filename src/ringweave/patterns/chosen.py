@@ -23,30 +23,56 @@ _WRITTEN_OUT = 1024
 _PIECE, _PIECES = 128, 64
 
 
-class Sinks(Pattern):
-    """Keys that every query attends, such as the first few of a sequence.
+class Sinks(Bounds):
+    """Keys that every query attends, such as the first few of a sequence, or those that a mask marks.
+
+    ``Causal() & Sinks(mask)`` is causal attention over the keys that exist, wherever the padding lies.
 
     Args:
-        tokens: Positions as a list, or a 1-D array or tensor of integers; or an int n for the first n.
+        tokens: Positions as a list, or a 1-D array or tensor of integers; or an int n for the first n; or a bool tensor
+            (N,), or (B, N) for each batch element, which is copied and read when a plan is made.
     Raises:
-        PatternError: Positions that are no ints, negative or repeated.
+        PatternError: Positions that are no ints, negative or repeated; at use, a bool tensor that does not have one
+            value for each key.
     Example:
         >>> rw.Sinks(1).to_dense(3)[0, 0].int()
         tensor([[1, 0, 0],
                 [1, 0, 0],
                 [1, 0, 0]], dtype=torch.int32)
+        >>> rw.Sinks(torch.tensor([True, False, True])).to_dense(1, 3)[0, 0].int()
+        tensor([[1, 0, 1]], dtype=torch.int32)
 
     References:
         Xiao et al. (2023), Efficient streaming language models with attention sinks.
     """
 
+    _mask: Tensor | None = None
+
     def __init__(self, tokens: int | Sequence[int] | Tensor):
-        alone = isinstance(tokens, (int, float, str, np.number))
-        self.tokens: int | tuple[int, ...] = whole("tokens", tokens, 0) if alone else _positions(tokens)
+        if not isinstance(tokens, Tensor) or tokens.dtype != torch.bool:
+            alone = isinstance(tokens, (int, float, str, np.number))
+            self.tokens: int | tuple[int, ...] = whole("tokens", tokens, 0) if alone else _positions(tokens)
+            self.__post_init__()
+            return
+        if tokens.ndim not in (1, 2) or not tokens.numel() or tokens.layout != torch.strided:
+            wanted = "a bool tensor (N,) or (B, N)"
+            raise PatternError(message("tokens", shown(tokens), wanted, "Mark the chosen tokens of each row."))
+        self._hold(tokens.detach().clone())
+
+    def _hold(self, mask: Tensor) -> Self:
+        self.tokens, self._mask = (), mask
         self.__post_init__()
+        return self
+
+    @classmethod
+    def own(cls, tokens: int | Sequence[int] | Tensor) -> Self:
+        """The pattern around a bool tensor that is already private, or of other tokens."""
+        return cls.__new__(cls)._hold(tokens) if isinstance(tokens, Tensor) else cls(tokens)
 
     def either(self, other: Pattern) -> Pattern | None:
         assert isinstance(other, Sinks)
+        if self.tables or other.tables:
+            return None
         for one, two in ((self, other), (other, self)):
             # none of the other's is behind the first ones
             if isinstance(one.tokens, int) and one.tokens > two._last:
@@ -69,9 +95,42 @@ class Sinks(Pattern):
         return pattern
 
     def _text(self) -> str:
+        if self._mask is not None:
+            return f"{type(self).__name__}(_)"
         return f"{type(self).__name__}({self.tokens if isinstance(self.tokens, int) else list(self.tokens)})"
 
+    def __repr__(self) -> str:
+        if self._mask is None:
+            return self.spec
+        return f"{type(self).__name__}(<{' x '.join(map(str, self._mask.shape))} tokens>)"
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        return () if self._mask is None else (self._mask,)
+
+    def extents(self) -> tuple[int | None, int | None]:
+        mask = self._mask
+        return (len(mask) if mask is not None and mask.ndim == 2 and len(mask) > 1 else None), None
+
+    def select(self, b: int, h: int) -> Pattern:
+        return self if self._mask is None or self.extents()[0] is None else type(self).own(self._mask[b])
+
+    def _make(self) -> NDArray[np.bool_] | None:
+        return None if self._mask is None else np.atleast_2d(self._mask.cpu().numpy()).copy()
+
+    def numbers(self) -> Int64:
+        known: dict[bytes, int] = {}
+        return np.array([known.setdefault(row.tobytes(), len(known)) for row in self._now])
+
+    def fits(self, nq: int, nk: int, q_offset: int) -> None:
+        if self._mask is not None and self._mask.shape[-1] != nk:
+            got, remedy = f"a mask of {self._mask.shape[-1]} tokens for {nk} keys", "Mark the tokens of this length."
+            raise PatternError(message("Sinks", got, "one of as many keys", remedy))
+
     def _is_chosen(self, position: Tensor) -> Tensor:
+        if self._mask is not None:
+            mask = torch.from_numpy(self._now).reshape(-1).to(position.device)
+            return mask[_place(position, *self._now.shape)]
         if isinstance(self.tokens, int):
             return position < self.tokens
         return torch.isin(position, torch.tensor(self.tokens, device=position.device))
@@ -89,20 +148,43 @@ class Sinks(Pattern):
         return [(int(a), int(b) + 1) for a, b in zip(first, last, strict=True)]
 
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        if self._mask is not None:
+            return self._marked(q_lo)
         return Ranges.of(*((min(a, nk), min(b, nk)) for a, b in self._runs()), rows=len(q_lo))
+
+    def _marked(self, q_lo: Int64) -> Ranges:
+        """Pieces of the sequence in which keys are marked, for each tile's batch element."""
+        mask = self._now
+        n = mask.shape[1]
+        side = max(_PIECE, -(-n // _PIECES))
+        used = np.logical_or.reduceat(mask, np.arange(0, n, side), axis=1)
+        first = np.arange(used.shape[1]) * side
+        row = q_lo >> ELEMENT_BITS if len(mask) > 1 else np.zeros_like(q_lo)
+        return Ranges(np.broadcast_to(first, (len(q_lo), len(first))), np.where(used[row], first + side, 0))
 
     def _subset(self, lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
         """Count chosen tokens of each tile side, and number which ones (relative to its start)."""
         if isinstance(self.tokens, int):
             count = np.clip(self.tokens - lo, 0, hi - lo)
             return count, count
-        listed = np.asarray(self.tokens, np.int64)
-        first, last = np.searchsorted(listed, lo), np.searchsorted(listed, hi)
         # few tiles hold chosen tokens: those are compared by the tokens' places in them
         number = np.zeros(len(lo), np.int64)
+        known: dict[bytes, int] = {}
+        if self._mask is not None:
+            mask = self._now
+            before = np.append(0, np.cumsum(mask))
+            first = _place(lo, *mask.shape)
+            count = before[first + (hi - lo)] - before[first]
+            held = np.flatnonzero((count > 0) & (count < hi - lo))
+            sides, inverse = np.unique(np.stack([first, first + (hi - lo)])[:, held], axis=1, return_inverse=True)
+            flat = mask.reshape(-1)
+            numbers = [known.setdefault(flat[a:b].tobytes(), 1 + len(known)) for a, b in sides.T]
+            number[held] = np.array(numbers, np.int64)[inverse.reshape(-1)]
+            return count, np.where(count == hi - lo, -1, number)
+        listed = np.asarray(self.tokens, np.int64)
+        first, last = np.searchsorted(listed, lo), np.searchsorted(listed, hi)
         held = np.flatnonzero(last > first)
         sides, inverse = np.unique(np.stack([lo[held], first[held], last[held]]), axis=1, return_inverse=True)
-        known: dict[bytes, int] = {}
         numbers = [known.setdefault((listed[a:b] - start).tobytes(), 1 + len(known)) for start, a, b in sides.T]
         number[held] = np.array(numbers, np.int64)[inverse.reshape(-1)]
         return last - first, number
@@ -112,6 +194,9 @@ class Sinks(Pattern):
         return classes(count == 0, count == tiles.k_hi - tiles.k_lo, subset)
 
     def restride(self, rate: int, offset: int) -> Pattern:
+        if self._mask is not None:
+            chosen = self._mask[..., offset::rate].contiguous()
+            return type(self).own(chosen if chosen.numel() else 0)
         if isinstance(self.tokens, int):
             return type(self)(max(0, -((offset - self.tokens) // rate)))
         return type(self)([(t - offset) // rate for t in self.tokens if t % rate == offset])
@@ -132,14 +217,13 @@ def _shortest(listed: list[int]) -> int | tuple[int, ...]:
     return len(listed) if not listed or listed[-1] == len(listed) - 1 else tuple(listed)
 
 
-class Global(Sinks, Bounds):
+class Global(Sinks):
     """Tokens that attend all and that all attend.
 
     Args:
-        tokens: Positions as a list, or a 1-D array or tensor of integers; or an int n for the first n; or a bool tensor
-            (N,), or (B, N) for each batch element, which is copied and read when a plan is made.
+        tokens: As of :class:`Sinks`; a bool tensor marks tokens that are both queries and keys.
     Raises:
-        PatternError: Positions that are no ints, negative or repeated; at use, a bool tensor of another length.
+        PatternError: As of :class:`Sinks`; at use, also queries behind the last token of a bool tensor.
     Example:
         >>> rw.Global([1]).to_dense(3)[0, 0].int()
         tensor([[0, 1, 0],
@@ -150,114 +234,29 @@ class Global(Sinks, Bounds):
         Beltagy, Peters, Cohan (2020), Longformer, section 3.1; Zaheer et al. (2020), BigBird, section 2.
     """
 
-    _mask: Tensor | None = None
-
-    def __init__(self, tokens: int | Sequence[int] | Tensor):
-        if not isinstance(tokens, Tensor) or tokens.dtype != torch.bool:
-            super().__init__(tokens)
-            return
-        if tokens.ndim not in (1, 2) or not tokens.numel() or tokens.layout != torch.strided:
-            wanted = "a bool tensor (N,) or (B, N)"
-            raise PatternError(message("tokens", shown(tokens), wanted, "Mark the global tokens of each row."))
-        self._hold(tokens.detach().clone())
-
-    def _hold(self, mask: Tensor) -> Self:
-        self.tokens, self._mask = (), mask
-        self.__post_init__()
-        return self
-
-    @classmethod
-    def own(cls, tokens: int | Sequence[int] | Tensor) -> Global:
-        """The pattern around a bool tensor that is already private, or of other tokens."""
-        return cls.__new__(cls)._hold(tokens) if isinstance(tokens, Tensor) else cls(tokens)
-
-    def _text(self) -> str:
-        return super()._text() if self._mask is None else "Global(_)"
-
-    def __repr__(self) -> str:
-        return self.spec if self._mask is None else f"Global(<{' x '.join(map(str, self._mask.shape))} tokens>)"
-
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        return () if self._mask is None else (self._mask,)
-
-    def either(self, other: Pattern) -> Pattern | None:
-        return None if self.tables or other.tables else super().either(other)
-
-    def extents(self) -> tuple[int | None, int | None]:
-        mask = self._mask
-        return (len(mask) if mask is not None and mask.ndim == 2 and len(mask) > 1 else None), None
-
-    def select(self, b: int, h: int) -> Pattern:
-        return self if self._mask is None or self.extents()[0] is None else Global.own(self._mask[b])
-
-    def _make(self) -> NDArray[np.bool_] | None:
-        return None if self._mask is None else np.atleast_2d(self._mask.cpu().numpy()).copy()
-
-    def numbers(self) -> Int64:
-        known: dict[bytes, int] = {}
-        return np.array([known.setdefault(row.tobytes(), len(known)) for row in self._now])
-
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
         if self._mask is not None and (self._mask.shape[-1] != nk or q_offset + nq > nk):
             got = f"a mask of {self._mask.shape[-1]} tokens for {nk} keys and queries up to position {q_offset + nq}"
             wanted = "one of as many keys, and every query among them"
-            raise PatternError(message("Global", got, wanted, "Mark the tokens of this length."))
-
-    def _is_chosen(self, position: Tensor) -> Tensor:
-        if self._mask is None:
-            return super()._is_chosen(position)
-        mask = torch.from_numpy(self._now).reshape(-1).to(position.device)
-        return mask[_place(position, *self._now.shape)]
-
-    def _subset(self, lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
-        if self._mask is None:
-            return super()._subset(lo, hi)
-        mask = self._now
-        before = np.append(0, np.cumsum(mask))
-        first = _place(lo, *mask.shape)
-        count = before[first + (hi - lo)] - before[first]
-        number = np.zeros(len(lo), np.int64)
-        held = np.flatnonzero((count > 0) & (count < hi - lo))
-        sides, inverse = np.unique(np.stack([first, first + (hi - lo)])[:, held], axis=1, return_inverse=True)
-        known: dict[bytes, int] = {}
-        flat = mask.reshape(-1)
-        numbers = [known.setdefault(flat[a:b].tobytes(), 1 + len(known)) for a, b in sides.T]
-        number[held] = np.array(numbers, np.int64)[inverse.reshape(-1)]
-        return count, np.where(count == hi - lo, -1, number)
+            remedy = "Mark the tokens of this length; Sinks(mask) marks keys alone."
+            raise PatternError(message("Global", got, wanted, remedy))
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self._is_chosen(k) | self._is_chosen(q)
 
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        keys = super().key_ranges(q_lo, q_hi, nk) if self._mask is None else self._marked(q_lo)
+        keys = super().key_ranges(q_lo, q_hi, nk)
         count, _ = self._subset(q_lo, q_hi)
         everything = np.where(count > 0, nk, 0)[:, None]
         return Ranges(
             np.concatenate([np.zeros_like(everything), keys.start], 1), np.concatenate([everything, keys.stop], 1)
         )
 
-    def _marked(self, q_lo: Int64) -> Ranges:
-        """Pieces of the sequence in which keys are marked, for each tile's batch element."""
-        mask = self._now
-        n = mask.shape[1]
-        side = max(_PIECE, -(-n // _PIECES))
-        used = np.logical_or.reduceat(mask, np.arange(0, n, side), axis=1)
-        first = np.arange(used.shape[1]) * side
-        row = q_lo >> ELEMENT_BITS if len(mask) > 1 else np.zeros_like(q_lo)
-        return Ranges(np.broadcast_to(first, (len(q_lo), len(first))), np.where(used[row], first + side, 0))
-
     def tile_keys(self, tiles: Tiles) -> Int64:
         q_count, q_subset = self._subset(tiles.q_lo, tiles.q_hi)
         k_count, k_subset = self._subset(tiles.k_lo, tiles.k_hi)
         full = (q_count == tiles.q_hi - tiles.q_lo) | (k_count == tiles.k_hi - tiles.k_lo)
         return classes((q_count == 0) & (k_count == 0), full, q_subset, k_subset)
-
-    def restride(self, rate: int, offset: int) -> Pattern:
-        if self._mask is None:
-            return super().restride(rate, offset)
-        chosen = self._mask[..., offset::rate].contiguous()
-        return Global.own(chosen) if chosen.numel() else Global(0)
 
 
 P = TypeVar("P", Tensor, NDArray[np.int64])

@@ -109,6 +109,7 @@ def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
         "Global": Global.own,
         "Offsets": Offsets,
         "Shifted": Shifted,
+        "Sinks": Sinks.own,
         "TokenMask": TokenMask.numbered,
     }
     return _Reader(spec, NAMES | held, iter(tables)).read()

@@ -216,6 +216,7 @@ def set_pattern(model: nn.Module, pattern: Pattern | None, layers: Sequence[int]
     So no layer attends padding, another packed sequence or the future, whatever the pattern says. Where sequences are
     packed or padded on the left the pattern is counted from each one's own first token. It is of this process's model:
     ``save_pretrained`` does not write it, and another ``set_attn_implementation`` knows nothing of it.
+    A pattern relates positions of one sequence: cross-attention keeps what the model allows.
 
     Args:
         model: A model of transformers, with the implementation ``"ringweave"``.
@@ -242,7 +243,7 @@ def set_pattern(model: nn.Module, pattern: Pattern | None, layers: Sequence[int]
         )
     found: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(number := getattr(module, "layer_idx", None), int) or not _attends(module):
+        if not isinstance(number := getattr(module, "layer_idx", None), int) or not _attends(name, module):
             continue
         if layers is not None and number not in layers:
             continue
@@ -271,9 +272,14 @@ def require(config: Any) -> None:
         raise UnsupportedError(message("attn_implementation", got, repr(NAME), "Call patch(model) first."))
 
 
-def _attends(module: nn.Module) -> bool:
+def _attends(name: str, module: nn.Module) -> bool:
+    """Whether a module is a layer's attention of a sequence to itself."""
     # a block has a number too; its attention calls the interface
-    return "Attention" in type(module).__name__ and hasattr(module, "config")
+    if "Attention" not in type(module).__name__ or not hasattr(module, "config"):
+        return False
+    # BART's encoder_attn, T5's EncDecAttention, BERT's crossattention.self, and classes of that name
+    words = (*name.lower().split(".")[-2:], type(module).__name__.lower())
+    return not any("cross" in word or word.startswith(("encoder_attn", "encoder_decoder", "encdec")) for word in words)
 
 
 def patch(model: M, pattern: Pattern | None = None, layers: Sequence[int] | None = None) -> M:

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from ...errors import UnsupportedError, message
 from ...patterns import Documents, Keys, Pattern
 from .mask_reading import Unread, read
-from .positions import Place, joined
+from .positions import Place, bounds_of, joined
 
 if TYPE_CHECKING:
     from ...parallel import ContextParallel
@@ -99,6 +99,11 @@ class PatternMask(BlockMask):
             raise AttributeError(name)
         # an AttributeError, so that hasattr answers
         raise AttributeError(message("mask", f"a use of .{name}", "a mask that goes to attention as it is", _REMEDY))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Refuse to be joined with other masks, or whatever else torch would do with values."""
+        _refuse_values(f"torch.{func.__name__}")
 
     def _no_arithmetic(self, other: object = None) -> NoReturn:
         _refuse_values("arithmetic with it")
@@ -198,10 +203,6 @@ def _made(place: Place, mask_function: Callable[..., Any] | None, attention_mask
         known = place.padding(attention_mask)
         if known is not None:
             parts.append(known)
-            rows = next((part for part in _leaves(known) if isinstance(part, Keys)), rows)
+            rows = bounds_of(known) or rows
     shape = place.batch, 1, place.nq, place.nk
     return PatternMask(joined(parts), shape, place.first, rows, place.kv_offset, row=place.row)
-
-
-def _leaves(pattern: Pattern) -> tuple[Pattern, ...]:
-    return pattern.parts_within() or (pattern,)

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...errors import ShapeError, UnsupportedError, message, shown
 from ...pages import SIZES, PagedCache
 from ...patterns.numbers import whole
-from ...precision import NATIVE, Precision, as_precision
+from ...precision import NATIVE, Precision, Scales, as_precision
 
 _REMEDY = "Use attn_implementation='ringweave', or past_key_values=DynamicCache() for this model."
 
@@ -57,6 +57,10 @@ class ModelCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Count all places, as of a static cache, so that masks are alike at each step; the first has position 0."""
         return self.length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Count the tokens that there is room for, in every layer."""
+        return self.length
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -140,9 +144,63 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
         Args:
             beam_idx: (B,), which one.
+        Raises:
+            ShapeError: No sequence is named.
         """
-        if self.pages is not None:
-            self.pages.fork(beam_idx.tolist(), range(self.batch_size))
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Let several sequences go on from each one; they share pages.
+
+        Args:
+            repeats: How many.
+        Raises:
+            ShapeError: Fewer than one.
+        """
+        repeats = whole("repeats", repeats, 1, error=ShapeError)
+        if self.seen:
+            self.batch_select_indices(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Let some sequences go on, in an order; one that is named several times goes on several times.
+
+        Args:
+            indices: Which ones.
+        Raises:
+            ShapeError: No sequence is named.
+        """
+        old = self.pages
+        if old is None or not self.seen:
+            return
+        # made for a later step, in whatever mode
+        with torch.inference_mode(False):
+            rows = torch.arange(self.batch_size, device="cpu")[torch.as_tensor(indices).cpu()]
+            if rows.ndim != 1 or not len(rows):
+                remedy = "Call reset() to forget all sequences."
+                raise ShapeError(message("indices", shown(indices), "one sequence or more", remedy))
+            if len(rows) == self.batch_size:
+                old.fork(rows.tolist(), range(self.batch_size))
+                return
+            k, v, scales = old.k, old.v, old.scales
+            if (count := len(rows) * old.table.shape[1]) > len(k):
+                # room for each sequence to write all of its tokens
+                k, v, *more = (_grown(x, count) for x in (k, v, *(scales or ())))
+                scales = Scales(*more) if more else None
+            rows = rows.to(k.device)
+            # the pages that rows of the table have in common are counted when it is first written to
+            self.pages = PagedCache(k, v, old.table[rows], old.lengths[rows], scales=scales)
+            self.batch_size = len(rows)
+
+    def offload(self) -> None:
+        """Refuse: pages stay where attention reads them.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        remedy = "Pass precision=Precision(kv=torch.int8) for less memory, or DynamicCache(offloading=True)."
+        raise UnsupportedError(message("cache", "a layer to move to the host", "pages that stay", remedy))
+
+    prefetch = offload
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens.
@@ -203,6 +261,13 @@ class PagedStates(Tensor):
     ) -> NoReturn:
         """Refuse what came another way."""
         raise _used(str(func))
+
+
+def _grown(x: Tensor, pages: int) -> Tensor:
+    """A pool with more pages."""
+    grown = torch.zeros(pages, *x.shape[1:], dtype=x.dtype, device=x.device)
+    grown[: len(x)].copy_(x)
+    return grown
 
 
 def _used(name: str) -> UnsupportedError:

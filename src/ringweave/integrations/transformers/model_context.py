@@ -17,7 +17,7 @@ from ...patterns import Documents, Keys, Pattern
 from .interface import require
 from .mask_reading import All, Chunks, Distances, Relation, Same, read
 from .masks import RUNNING, PatternMask
-from .positions import Place
+from .positions import Place, bounds_of
 
 if TYPE_CHECKING:
     from ...parallel.transport.mesh import DeviceMesh, ProcessGroup
@@ -55,7 +55,7 @@ class Sharded:
         known = None if self.padding is None else place.padding(self.padding)
         if known is not None:
             pattern = pattern & known
-            rows = known if isinstance(known, Keys) else rows
+            rows = bounds_of(known) or rows
         # layers of one kind have one mask, and one plan
         mask = PatternMask(pattern, (batch, 1, local, local), 0, rows, context=self.context)
         return self._masks.setdefault(pattern.key(), mask)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import PatternError, UnsupportedError, in_a_line, message, shown
-from ...patterns import Causal, Documents, Full, Global, Keys, Pattern, SlidingWindow, from_mask_mod
+from ...patterns import Causal, Documents, Full, Keys, Pattern, Sinks, SlidingWindow, from_mask_mod
 from ...patterns.algebra import And
 from .mask_reading import All, Any_, Chunks, Distances, Known, NotNegative, Relation, Same, Unread
 
@@ -144,8 +144,8 @@ class Place:
     def padding(self, mask: Tensor) -> Pattern | None:
         """The keys that exist, of a bool (B, positions) or shorter; None where that is known to be all.
 
-        Padding to the left, to the right or of both is bounds of keys. Padding between keys costs a mask more, and a
-        query there attends nothing.
+        Padding to the left, to the right or of both is bounds of keys. Padding between keys costs a mask of keys more.
+        Both are about keys alone: what a query attends does not depend on whether a key of its place exists.
         """
         if mask.ndim != 2 or (mask.shape[0] != 1 and mask.shape[0] != self.batch):
             wanted = f"({self.batch}, tokens)"
@@ -160,10 +160,9 @@ class Place:
         some = mask.any(-1)
         start = mask.int().argmax(-1)
         stop = torch.where(some, self.nk - mask.flip(-1).int().argmax(-1), 0)
-        at = torch.arange(self.nk, device=mask.device)[None]
-        holes = ~mask & (at >= start[:, None]) & (at < stop[:, None])
         keys = Keys(stop, start)
-        return keys & _not(Global(holes)) if compiling or bool(holes.any()) else keys
+        # bounds leave tiles out, which they know without looking at the mask
+        return keys if not compiling and bool((mask.sum(-1) == stop - start).all()) else keys & Sinks(mask)
 
     # ---- what is not read --------------------------------------------------------------------------------------------
 
@@ -184,6 +183,11 @@ class Place:
             return result
 
         return from_mask_mod(of_places)
+
+
+def bounds_of(pattern: Pattern) -> Keys | None:
+    """The bounds of keys in what :meth:`Place.padding` made: from the first of them a pattern of a user is counted."""
+    return next((part for part in pattern.parts_within() or (pattern,) if isinstance(part, Keys)), None)
 
 
 def joined(patterns: list[Pattern]) -> Pattern:
