@@ -18,12 +18,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from lab.tests.test_models_script import script
 from torch import Tensor
 
 import ringweave as rw
 from ringweave.integrations.transformers import interface, set_pattern
-
-from .test_script import script
 
 KEYS = 20
 QUERIES = {"shorter": 12, "longer": 30}
