@@ -146,7 +146,7 @@ def dry(folder: Path) -> dict[str, Unit]:
 CRASH = """
 import ctypes, sys
 from ringweave_lab.campaign import units as campaign_units
-from ringweave.ops.triton.compiling import Driver
+from ringweave_lab.campaign.compiling import Driver
 Driver.launcher_cls = lambda self, source, metadata: lambda *arguments: ctypes.string_at(0)
 sys.exit(campaign_units.main(sys.argv[1:]))
 """

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 import ringweave as rw
-from ringweave.ops.triton import compiling
 from ringweave.tune.problem import FORWARD, Problem
-from ringweave_lab.campaign import precompile
+from ringweave_lab.campaign import compiling, precompile
 
 
 class Pool:

@@ -1,6 +1,6 @@
 """Variants of the Triton kernels compiled ahead, in as many processes as there are cores, into Triton's own cache.
 
-What is compiled is what a call on the device asks for, and no device is needed (``ops/triton/compiling.py``).
+What is compiled is what a call on the device asks for, and no device is needed (``compiling.py``).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch
 
 from ringweave.errors import RingweaveError, in_a_line
 from ringweave.ops.backend import Inputs, Upstream
-from ringweave.ops.triton.compiling import Target, begin, kernels
 from ringweave.ops.triton.launch_config import overriding
 from ringweave.tune.problem import FORWARD, Drawn, Problem
 from ringweave.tune.search import whole
+
+from .compiling import Target, begin, kernels
 
 
 @dataclass(frozen=True)

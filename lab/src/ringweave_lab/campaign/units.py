@@ -29,7 +29,6 @@ from ringweave import tune
 from ringweave.errors import UnsupportedError, in_a_line
 from ringweave.ops import gpu_check, triton
 from ringweave.ops.backend import Case
-from ringweave.ops.triton import compiling
 from ringweave.tune.measure import Call, by_clock, interleaved, replayed
 from ringweave.tune.problem import BACKWARD, Problem
 from ringweave.tune.session import FAILURES, Entry
@@ -38,7 +37,7 @@ from ..bench.cases import gpu
 from ..bench.compare import weighed
 from ..bench.peak import aside
 from ..bench.record import Options, Outcome, Record, Target, environment, plain, write_lines
-from . import precompile
+from . import compiling, precompile
 from .precompile import Variant
 
 FIGURES = "figures.jsonl"
