@@ -6,6 +6,7 @@ messages, and cutting it breaks nothing else.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 import weakref
@@ -202,10 +203,14 @@ class Connection:
         own = str(sys.modules[__package__.partition(".")[0]].__version__)
 
         def connect() -> list[list[str]]:
-            meeting, mine = dist.PrefixStore("meeting", store), f"{number} {own} {lifelines.said}"
-            texts = meet(meeting, mine, rank, size, seconds, lambda: lifelines.look(group_store))
-            every = [text.split(" ", 2) for text in texts]
+            def come(where: str, word: str) -> list[str]:
+                look = functools.partial(lifelines.look, group_store)
+                return meet(dist.PrefixStore(where, store), word, rank, size, seconds, look)
+
+            every = [text.split(" ", 2) for text in come("meeting", f"{number} {own} {lifelines.said}")]
             lifelines.learn([said for _, _, said in every])
+            # a rank may have died while it waited; Gloo would wait for it, and let nothing else use the store
+            come("all", "")
             links["cpu"] = GlooLink(dist.PrefixStore("gloo", store), rank, size, seconds)
             return every
 
