@@ -262,7 +262,8 @@ class ContextParallel:
         grads = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *extras))
         tensors: list[Tensor] = []
         text = ", ".join([f"{name}={written_argument(value, tensors)}" for name, value in asked.items()])
-        fixed = [not x.requires_grad for x in tensors]
+        # text, since autograd takes an empty list for one of tensors
+        fixed = "".join(["0" if x.requires_grad else "1" for x in tensors])
         tensors = [x.detach() for x in tensors]
         call = (scale, backend, self._number, spec, threshold, extras, self._tag, grads, text, tensors, fixed)
         out, lse, *_ = ring_attention_op(q, k, v, pattern.tables, pattern.spec, *call)

@@ -90,12 +90,12 @@ def ring_attention(
     grads: bool,
     asked: str,
     tensors: Sequence[Tensor],
-    fixed: Sequence[bool],
+    fixed: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out, lse) of the shard, and what else backward needs; see :class:`Saved`.
 
     Terms and dropout are those of ``ringweave::attention``, over the whole sequence. What was ``asked`` of the call is
-    only compared: its text, and of its tensors shapes, types and, where they are ``fixed``, values.
+    only compared: its text, and of its tensors shapes, types and, where ``fixed`` has a 1 for them, values.
     """
     pattern, ctx = pattern_of(spec, tables), _context(context)
     q, k, v = map(readable, (q, k, v))
@@ -172,14 +172,14 @@ def written_argument(value: object, tensors: list[Tensor]) -> str:
     return repr(value) if isinstance(value, (bool, int, float, str, torch.dtype, NoneType)) else type(value).__name__
 
 
-def _arguments(asked: str, tensors: Sequence[Tensor], fixed: Sequence[bool]) -> Opaque | None:
+def _arguments(asked: str, tensors: Sequence[Tensor], fixed: str) -> Opaque | None:
     """What the ranks compare of a call's other arguments."""
     if not asked:
         return None
     digest = hashlib.blake2b(asked.encode(), digest_size=8)
     for x, one in zip(tensors, fixed, strict=True):
         digest.update(f"{x.dtype}{tuple(x.shape)}".encode())
-        if one:
+        if one == "1":
             digest.update(_entries(x).view(torch.uint8).numpy().data)
     shapes = iter(tensors)
     shown = re.sub(r"\b_\b", lambda _: str(tuple(next(shapes).shape)), asked)
