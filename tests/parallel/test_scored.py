@@ -308,7 +308,7 @@ def test_ranks_agree_on_arguments_to_come() -> None:
         table: Tensor
 
     for one, other in [
-        (1, 2), (1.0, 1), ("a", None), (torch.float16, None), (torch.ones(2), torch.zeros(2)), (torch.ones(2), torch.ones(3)),
+        (1, 2), (1.0, 1), ("_", None), (torch.float16, None), (torch.ones(2), torch.zeros(2)), (torch.ones(2), torch.ones(3)),
         ([1, torch.ones(2)], [1, torch.zeros(2)]), (Record(1, torch.ones(2)), Record(1, torch.zeros(2))),
         (Record(1, torch.ones(2)), Record(2, torch.ones(2))), (torch.ones(2), torch.ones(2).bfloat16()),
     ]:  # fmt: skip

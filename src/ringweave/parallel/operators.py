@@ -181,8 +181,8 @@ def _arguments(asked: str, tensors: Sequence[Tensor], fixed: str) -> Opaque | No
         digest.update(f"{x.dtype}{tuple(x.shape)}".encode())
         if one == "1":
             digest.update(_entries(x).view(torch.uint8).numpy().data)
-    shapes = iter(tensors)
-    shown = re.sub(r"\b_\b", lambda _: str(tuple(next(shapes).shape)), asked)
+    shapes = (str(tuple(x.shape)) for x in tensors)
+    shown = re.sub(r"\b_\b", lambda _: next(shapes, "_"), asked)
     return Opaque(int.from_bytes(digest.digest(), "little") >> 1, shown)
 
 
