@@ -89,9 +89,9 @@ def before_the_first_call(how: str, size: int, victim: int, deadline: float) -> 
     "error": it raises in its call. "late": nothing. "version": it has another one.
     """
     group = dist.group.WORLD if size == dist.get_world_size() else dist.new_group(range(size))
-    rank = dist.get_rank()
+    rank, awaited = dist.get_rank(), "kill" in how or how == "stop"
     if rank >= size:
-        rendezvous().add(READY, 1)
+        rendezvous().add(READY, int(awaited))
         return None
     ctx = ContextParallel(group, rw.Causal(), 256, heads=(1, 1), deadline=deadline)
     x = torch.ones(1, 1, ctx.local, 8)
@@ -103,8 +103,8 @@ def before_the_first_call(how: str, size: int, victim: int, deadline: float) -> 
             rw.__version__ = "0.0.0"
         if how == "error":
             ctx.schedules.of = _without_memory  # type: ignore[method-assign]
-    rendezvous().add(READY, 1)
-    if rank == victim and ("kill" in how or how == "stop") and "called" not in how:
+    rendezvous().add(READY, int(awaited))
+    if rank == victim and awaited and "called" not in how:
         time.sleep(60)
     if (how == "kill, early") or ("called" in how and rank != victim):
         rendezvous().wait(["go"])
