@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -142,6 +143,8 @@ def attention_with_lse(
         >>> out, lse = rw.attention_with_lse(q, k, v, rw.Causal())
         >>> torch.testing.assert_close(lse[..., 0], (q[:, :, 0] * k[:, :, 0]).sum(-1) / 32**0.5)
     """
+    # all arguments, also those that somebody adds later; dynamo takes locals() where no variable is a closure's
+    given = None if context is None else locals()
     key, call = None, None
     if not torch.compiler.is_dynamo_compiling() and _is_bare(
         k_offset, context, terms, sink_logits, dropout, precision, on_oom
@@ -184,7 +187,7 @@ def attention_with_lse(
     if policy.compute is not None:
         check_tensors(q, k, v, hosted=hosted)
         dtype = q.dtype
-        q, k, v = (x.to(policy.compute) for x in (q, k, v))
+        q, k, v = q.to(policy.compute), k.to(policy.compute), v.to(policy.compute)
     pattern, scale, q_offset, terms, dropout = check_call(
         q,
         k,
@@ -202,7 +205,7 @@ def attention_with_lse(
     if sink_logits is not None:
         check_sinks(sink_logits, q)
     if policy.table is not None:
-        terms = tuple(rounded(term, policy.table) for term in terms)
+        terms = tuple(map(functools.partial(rounded, dtype=policy.table), terms))
     if context is not None and policy.wire not in ("native", context.options.wire):
         got = f"{policy.wire!r} of a context whose wire is {context.options.wire!r}"
         raise UnsupportedError(message("precision.wire", got, "that of the context", "Make it with this policy."))
@@ -212,7 +215,10 @@ def attention_with_lse(
             Inputs(q, k, v, scale), pattern, q_offset, backend, terms, dropout, context, policy.kv, learned
         )
     elif context is not None:
-        result = AttentionOutput(*context.attend(Inputs(q, k, v, scale), pattern, backend, terms, dropout))
+        assert given is not None
+        given |= {"terms": terms, "precision": None if policy == NATIVE else policy}
+        asked = {name: value for name, value in given.items() if name not in _COMPARED and _is_said(name, value)}
+        result = AttentionOutput(*context.attend(Inputs(q, k, v, scale), pattern, backend, terms, dropout, asked))
     else:
         degrade = on_oom != "raise"
         if key is not None and call is None:
@@ -224,6 +230,16 @@ def attention_with_lse(
     if sink_logits is not None:
         result = with_sinks(result.out, result.lse, sink_logits)
     return result if dtype is None else AttentionOutput(result.out.to(dtype), result.lse)
+
+
+_DEFAULTS = {name: each.default for name, each in inspect.signature(attention_with_lse).parameters.items()}
+# arguments that ranks have parts of, or that a context compares as they are once they are checked
+_COMPARED = frozenset({"q", "k", "v", "pattern", "scale", "backend", "context", "dropout"})
+
+
+def _is_said(name: str, value: object) -> bool:
+    """Tell whether an argument is another than its default."""
+    return isinstance(value, Tensor) or value != _DEFAULTS[name]
 
 
 def _stored(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import ringweave as rw
 from ringweave import RingError
+from ringweave.parallel import ContextParallel
 from ringweave.parallel.transport.links import Connection
 from ringweave.parallel.transport.regroup import regroup
 from ringweave.parallel.transport.transport import Transport
@@ -78,6 +79,52 @@ def wait_for_the_dead(how: str, victim: int, deadline: float, chain: bool = Fals
         carrier.close()
         return Seen(error, at, [thread.name for thread in threading.enumerate()])
     raise AssertionError("no error")
+
+
+def before_the_first_call(how: str, size: int, victim: int, deadline: float) -> Seen | bool | None:
+    """Some ranks make a context, and before they are connected something happens to one of them.
+
+    how: "kill" and "stop" are the test's, who does it while the others call, or before ("kill, early") they do, or once
+    the victim has called and one of the others has not ("kill, called"); the victim may have a child ("kill, forked").
+    "error": it raises in its call. "late": nothing. "version": it has another one.
+    """
+    group = dist.group.WORLD if size == dist.get_world_size() else dist.new_group(range(size))
+    rank, awaited = dist.get_rank(), "kill" in how or how == "stop"
+    if rank >= size:
+        rendezvous().add(READY, int(awaited))
+        return None
+    ctx = ContextParallel(group, rw.Causal(), 256, heads=(1, 1), deadline=deadline)
+    x = torch.ones(1, 1, ctx.local, 8)
+    if rank == victim:
+        if "forked" in how and os.fork() == 0:
+            time.sleep(3)
+            os._exit(0)
+        if how == "version":
+            rw.__version__ = "0.0.0"
+        if how == "error":
+            ctx.schedules.of = _without_memory  # type: ignore[method-assign]
+    rendezvous().add(READY, int(awaited))
+    if rank == victim and awaited and "called" not in how:
+        time.sleep(60)
+    if (how == "kill, early") or ("called" in how and rank != victim):
+        rendezvous().wait(["go"])
+    if how in ("late", "error") and rank == victim:
+        time.sleep(1.0)
+    try:
+        out = rw.attention(x, x, x, rw.Causal(), context=ctx)
+        return torch.allclose(out, x)
+    except (RingError, MemoryError) as error:
+        return Seen(error, time.time(), [])  # type: ignore[arg-type]
+    finally:
+        ctx.close()
+        rw.__version__ = _VERSION
+
+
+_VERSION = rw.__version__
+
+
+def _without_memory(*_: Any) -> Any:
+    raise MemoryError("here")
 
 
 def wait_for_the_busy(seconds: float) -> Seen:

@@ -21,8 +21,9 @@ PATTERNS = {
 }
 
 
-def compared() -> dict[str, float]:
-    """Relative errors against one device, by case and result."""
+def compared(compiled: bool = False) -> dict[str, float]:
+    """Relative errors against one device, by case and result; ``compiled``: as one graph."""
+    torch.compiler.reset()
     mesh = init_device_mesh("cpu", (2,))
     g = torch.Generator().manual_seed(0)
 
@@ -34,10 +35,12 @@ def compared() -> dict[str, float]:
     errors: dict[str, float] = {}
     cases = [(name, pattern, Shard(1)) for name, pattern in PATTERNS.items()]
     cases += [("by batch", rw.Causal(), Shard(0)), ("each has all", rw.Causal(), Replicate())]
+    # each takes seconds to trace
+    cases = cases[1::3] if compiled else cases
     for name, pattern, placement in cases:
-        ours, theirs = (
-            results([q, k, v], rest, dout, pattern, spread) for spread in (_spread(mesh, placement), lambda x: x)
-        )
+        call = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+        ours = results([q, k, v], rest, dout, pattern, _spread(mesh, placement), call)
+        theirs = results([q, k, v], rest, dout, pattern, lambda x: x)
         for number, (found, wanted) in enumerate(zip(ours, theirs, strict=True)):
             if isinstance(found, DTensor):
                 assert number > 4 or found.placements == (placement,), (name, number, found.placements)
@@ -54,14 +57,25 @@ def _spread(mesh: Any, placement: Placement) -> Callable[[Tensor], Tensor]:
     return spread
 
 
+def attend(pattern: rw.Pattern, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) with everything that can be sharded."""
+    table, bias, slopes, sinks = rest
+    terms = [rw.DistanceBias(table), rw.Bias(bias), rw.ALiBi(slopes), rw.Softcap(5.0)]
+    return rw.attention_with_lse(q, k, v, pattern, terms=terms, sink_logits=sinks)
+
+
 def results(
-    inputs: list[Tensor], rest: list[Tensor], dout: Tensor, pattern: rw.Pattern, spread: Callable[[Tensor], Tensor]
+    inputs: list[Tensor],
+    rest: list[Tensor],
+    dout: Tensor,
+    pattern: rw.Pattern,
+    spread: Callable[[Tensor], Tensor],
+    call: Callable[..., tuple[Tensor, Tensor]] = attend,
 ) -> list[Tensor]:
     """Out, lse and gradients of everything."""
     leaves = [spread(x).detach().requires_grad_() for x in (*inputs, *rest)]
-    q, k, v, table, bias, sinks = leaves
-    terms = [rw.DistanceBias(table), rw.Bias(bias), rw.ALiBi.of_heads(4), rw.Softcap(5.0)]
-    out, lse = rw.attention_with_lse(q, k, v, pattern, terms=terms, sink_logits=sinks)
+    *others, sinks = leaves
+    out, lse = call(pattern, *others, rw.ALiBi.of_heads(4).slopes, sinks)
     loss = (out * spread(dout)).sum() + lse.sin().sum()
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
 

@@ -67,7 +67,7 @@ CASES: list[tuple[str, Callable[..., object], list[Any]]] = [
     ("pattern", made, [None, 3, "Causal()", [], [WINDOW, "x"], X]),
     ("mesh", made, ["cpu", 3, -100, WINDOW, object()]),
     ("deadline", lambda deadline: Transport(None, deadline=deadline), [*NUMBERS, 0]),
-    ("opening", lambda opening: Transport(None, opening=opening), [*NUMBERS, 0]),
+    ("opening", lambda opening: Transport(None, opening=opening), [value for value in [*NUMBERS, 0] if value is not None]),
     ("retries", lambda retries: Transport(None, retries=retries), [0.5, -1, True]),
     ("mesh", Transport, ["cpu", 3, -100]),
     ("x", lambda x: CTX.shard(x, 2), [None, 3, np.zeros(256)]),

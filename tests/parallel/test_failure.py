@@ -70,6 +70,62 @@ def test_a_killed_rank_is_told_by_all_in_time(pool: Pool, how: str) -> None:
             assert seen.threads == ["MainThread"]
 
 
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("how", ["kill", "kill, early", "kill, called", "kill, forked"])
+def test_a_rank_killed_before_its_first_call(pool: Pool, how: str, size: int) -> None:
+    pool.store.delete_key("go")
+    pool.start(f"{JOBS}:before_the_first_call", how, size, 1, 30.0)
+    ready(pool, 4)
+    if how == "kill, called":
+        # it waits for the others to connect by now
+        time.sleep(0.5)
+    killed = pool.kill(1)
+    pool.store.set("go", "")
+    for rank, seen in zip([0, 2, 3], survivors(pool, 1), strict=True):
+        if rank == size:
+            assert seen is None
+            continue
+        assert seen.at - killed < 2.0, seen
+        assert seen.error.peer == 1
+        assert seen.error.lost
+        assert "lost rank 1 before they were connected (its process has ended)" in seen.error.cause
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_rank_stopped_before_its_first_call(pool: Pool, size: int) -> None:
+    pool.start(f"{JOBS}:before_the_first_call", "stop", size, 1, 1.0)
+    ready(pool, 4)
+    stopped = pool.signal(1, signal.SIGSTOP)
+    for seen in survivors(pool, 1, stopped=1)[: size - 1]:
+        # the others have called a moment before
+        assert 0.3 < seen.at - stopped < 1.0 + 2.0
+        assert seen.error.peer == 1
+        assert "ranks [1] did not come to connect in 1 s" in seen.error.cause
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_what_a_rank_raises_before_the_first_message_is_told(pool: Pool, size: int) -> None:
+    found = pool.run(f"{JOBS}:before_the_first_call", "error", size, 1, 30.0)[:size]
+    assert isinstance(found[1].error, MemoryError)
+    for seen in (*found[:1], *found[2:]):
+        assert seen.at - found[1].at < 2.0
+        assert seen.error.cause == "rank 1 raised MemoryError: here"
+        assert not seen.error.lost
+    pool.reopen()
+
+
+def test_a_rank_that_is_late_is_waited_for(pool: Pool) -> None:
+    """Longer than it takes to ask whether it lives."""
+    assert pool.run(f"{JOBS}:before_the_first_call", "late", 4, 1, 30.0) == [True] * 4
+
+
+def test_ranks_with_other_versions(pool: Pool) -> None:
+    for seen in pool.run(f"{JOBS}:before_the_first_call", "version", 4, 1, 30.0):
+        assert f"ringweave {rw.__version__} on rank" in seen.error.cause or "ringweave 0.0.0 on" in seen.error.cause
+        assert not seen.error.lost
+    pool.reopen()
+
+
 def test_who_does_not_talk_to_the_dead_is_told_by_the_flag(pool: Pool) -> None:
     """Ranks 1 and 2 wait for rank 0 alone: their connections are whole."""
     pool.start(f"{JOBS}:wait_for_the_dead", "exchange", 3, 30.0, True)

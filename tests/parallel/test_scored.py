@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +13,9 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
+from ringweave import functional
 from ringweave.errors import RingError, ShapeError, UnsupportedError
-from ringweave.ops import registered
+from ringweave.ops import backend, registered
 from ringweave.parallel import ContextParallel, context
 from ringweave.terms import Term
 
@@ -212,19 +215,138 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(DIFFERENT))
-def test_ranks_that_differ(name: str) -> None:
-    first, others, wanted = DIFFERENT[name]
+def told(first: dict[str, Any], others: dict[str, Any], asked: dict[str, object] | None = None) -> list[str]:
+    """What three ranks raise before anything moves, the first of which passes other arguments."""
 
     def job(mesh: Any) -> str:
         ctx = ContextParallel(mesh, WINDOW, 500, heads=(2, 2))
         x = torch.randn(1, 2, ctx.local, 8)
+        given = {"q": x, "k": x, "v": x, "pattern": WINDOW, "context": ctx}
+        own = others if mesh.rank else first
+        own = {name: value(given[name]) if callable(value) else value for name, value in own.items()}
         with pytest.raises(RingError) as error:
-            rw.attention(x, x, x, WINDOW, context=ctx, **(others if mesh.rank else first))
+            rw.attention(**(given | own))
         assert sum(mesh.counters.sent) == 0
         return str(error.value)
 
-    assert wanted in run(3, job)[0]
+    return run(3, job)
+
+
+@pytest.mark.parametrize("name", list(DIFFERENT))
+def test_ranks_that_differ(name: str) -> None:
+    first, others, wanted = DIFFERENT[name]
+    assert wanted in told(first, others)[0]
+
+
+def alibi(slope: float, *, many: bool = False) -> rw.ALiBi | rw.Bias:
+    # of a table that is too large to compare each entry
+    return rw.Bias(torch.full((1, 1, 1, 1), slope).expand(1, 1, 500, 500)) if many else rw.ALiBi([slope, 0.5])
+
+
+# by argument of a call: what one rank passes, what the others do, and how the error names it
+AGREED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
+    "q": [(dict.fromkeys("qkv", lambda x: x.double()), {}, "dtype float64 here and float32 on rank 1")],
+    "k": [(dict.fromkeys("qk", lambda x: x[..., :4]), {}, "D 4 here and 8 on rank 1")],
+    "v": [({"v": lambda x: x[..., :4]}, {}, "Dv 4 here and 8 on rank 1")],
+    "pattern": [({"pattern": rw.Causal()}, {}, "pattern Causal() here and another on rank 1")],
+    "scale": [({"scale": 0.5}, {}, "scale 0.5 here and 0.35")],
+    "backend": [({"backend": "gather"}, {}, "backend gather here and auto on rank 1")],
+    "context": [({"context": lambda ctx: ctx.tagged("a")}, {}, "tag a here and thread rank on rank 1")],
+    "terms": [
+        ({"terms": rw.Softcap(2.0)}, {}, "terms Softcap(2.0) here and none on rank 1"),
+        ({"terms": alibi(0.25)}, {"terms": alibi(0.2)}, "arguments terms=(ALiBi((2,))) here and another on rank 1"),
+        ({"terms": alibi(0.25, many=True)}, {"terms": alibi(0.2, many=True)}, "arguments terms=(Bias((1, 1, 500, 500)))"),
+        (
+            {"terms": rw.DistanceBias(torch.ones(2, 5).half())},
+            {"terms": rw.DistanceBias(torch.ones(2, 5))},
+            "arguments terms=(DistanceBias((2, 5))) here and another",
+        ),
+        # whose rank would leave its share out of the gradient
+        (
+            {"q": lambda x: x.requires_grad_(), "terms": rw.DistanceBias(torch.ones(2, 5, requires_grad=True))},
+            {"q": lambda x: x.requires_grad_(), "terms": rw.DistanceBias(torch.ones(2, 5))},
+            "arguments terms=(learned DistanceBias((2, 5))) here and another",
+        ),
+    ],
+    "sink_logits": [
+        ({"sink_logits": torch.zeros(2)}, {}, "arguments sink_logits=(2,) here and none on rank 1"),
+        ({"sink_logits": torch.zeros(2)}, {"sink_logits": torch.ones(2)}, "arguments sink_logits=(2,) here and another"),
+        ({}, {"sink_logits": torch.ones(2, requires_grad=True)}, "arguments none here and another on rank 1"),
+    ],
+    "dropout": [({"dropout": 0.25}, {}, "terms dropout 0.25 here and none on rank 1")],
+    "precision": [
+        ({"precision": rw.Precision(table=torch.bfloat16)}, {}, "arguments precision=Precision(compute=None, "),
+        ({"precision": rw.Precision(compute=torch.float64)}, {}, "dtype float64 here and float32 on rank 1"),
+        ({"precision": rw.Precision(compute=torch.float32)}, {}, "arguments precision=Precision(compute=torch.float32"),
+    ],
+    "on_oom": [({"on_oom": "raise"}, {}, "arguments on_oom='raise' here and none on rank 1")],
+}  # fmt: skip
+# on every rank, whatever the others pass
+REFUSED = {"q_offset": [1, torch.tensor(0)], "k_offset": [1, torch.tensor(0)]}
+
+
+@pytest.mark.parametrize("name", list(inspect.signature(rw.attention).parameters))
+def test_ranks_agree_on_every_argument(name: str) -> None:
+    """An argument that somebody adds to the signature needs a case here."""
+    for first, others, wanted in [] if name in REFUSED else AGREED[name]:
+        texts = told(first, others)
+        assert wanted in texts[0]
+        assert all(f"got {wanted.split(' ')[0]} " in text for text in texts)
+    ctx, x = ContextParallel(None, WINDOW, 256, heads=(2, 2)), torch.zeros(1, 2, 256, 8)
+    for value in REFUSED.get(name, []):
+        with pytest.raises(UnsupportedError, match="with a context"):
+            rw.attention(x, x, x, WINDOW, context=ctx, **{name: value})
+
+
+def test_ranks_agree_on_arguments_to_come() -> None:
+    """Whatever the signature has besides is compared, without a line for it."""
+    assert set(functional._DEFAULTS) == set(inspect.signature(rw.attention).parameters)
+
+    @dataclasses.dataclass(frozen=True)
+    class Record:
+        number: int
+        table: Tensor
+
+    for one, other in [
+        (1, 2), (1.0, 1), ("_", None), (torch.float16, None), (torch.ones(2), torch.zeros(2)), (torch.ones(2), torch.ones(3)),
+        ([1, torch.ones(2)], [1, torch.zeros(2)]), (Record(1, torch.ones(2)), Record(1, torch.zeros(2))),
+        (Record(1, torch.ones(2)), Record(2, torch.ones(2))), (torch.ones(2), torch.ones(2).bfloat16()),
+    ]:  # fmt: skip
+
+        def job(mesh: Any) -> str:
+            ctx = ContextParallel(mesh, WINDOW, 500, heads=(2, 2))
+            x = torch.randn(1, 2, ctx.local, 8)
+            with pytest.raises(RingError) as error:
+                ctx.attend(backend.Inputs(x, x, x, 1.0), WINDOW, "auto", asked={"new": other if mesh.rank else one})  # noqa: B023
+            return error.value.cause
+
+        assert all(cause.startswith("arguments new=") for cause in run(2, job))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_ranks_that_agree_on_everything(compiled: bool) -> None:
+    """Nothing raises where all pass the same, by other means too; learned values may differ by what computed them."""
+    x = torch.randn(1, 2, 500, 8)
+    layer = torch.nn.Parameter(torch.zeros(2, 9))
+
+    def job(mesh: Any) -> None:
+        ctx = ContextParallel(mesh, WINDOW, 500, heads=(2, 2))
+
+        def call(x: Tensor, sinks: Tensor, slopes: Tensor) -> Tensor:
+            terms = [rw.ALiBi(slopes), rw.DistanceBias(layer + mesh.rank), rw.Softcap(9.0)]
+            return rw.attention(
+                x, x, x, WINDOW, context=ctx, terms=terms if mesh.rank else tuple(terms), sink_logits=sinks,
+                precision=rw.Precision(table=torch.bfloat16), dropout=0.1, on_oom="raise",
+            )  # fmt: skip
+
+        function = torch.compile(call, fullgraph=True, backend="eager") if compiled else call
+        local = ctx.shard(x, 2)
+        slopes, sinks = torch.ones(2, 2)[:, mesh.rank], torch.zeros(2, requires_grad=True)
+        function(local, sinks, slopes).sum().backward()
+        for precision in (None, rw.Precision()):
+            rw.attention(local, local, local, WINDOW, context=ctx, precision=precision if mesh.rank else None)
+
+    run(1 if compiled else 2, job)
 
 
 def test_errors() -> None:

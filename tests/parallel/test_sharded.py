@@ -13,9 +13,10 @@ from .processes import Pool
 JOBS = "tests.parallel.jobs_sharded"
 
 
-def test_as_on_one_device(pool2: Pool) -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
+def test_as_on_one_device(pool2: Pool, compiled: bool) -> None:
     """Out, lse and all gradients, those of tables and sinks too, by every sharding."""
-    for found in pool2.run(f"{JOBS}:compared", timeout=120):
+    for found in pool2.run(f"{JOBS}:compared", compiled, timeout=120):
         assert found
         assert max(found.values()) < 2e-6, found
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -26,7 +27,7 @@ from .execution import wire as wires
 from .execution.agreement import TAG_WORDS, Agreement, Opaque, Value, text_words
 from .execution.pending_table import PendingTable, rows_of
 from .execution.wire import WireStatistics
-from .operators import register, ring_attention_op
+from .operators import register, ring_attention_op, written_argument
 from .options import ContextOptions
 from .planning.choice import place
 from .planning.placement import Placement
@@ -247,8 +248,12 @@ class ContextParallel:
         backend: str,
         terms: Sequence[Term] = (),
         dropout: float = 0.0,
+        asked: Mapping[str, object] = MappingProxyType({}),
     ) -> tuple[Tensor, Tensor]:
-        """Compute (out, lse) of the shard, once ``rw.attention(..., context=)`` has checked its arguments."""
+        """Compute (out, lse) of the shard, once ``rw.attention(..., context=)`` has checked its arguments.
+
+        ``asked`` has the arguments of that call by name, which the ranks compare besides.
+        """
         refuse_forward_mode()
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             remedy = "Differentiate with torch.autograd, and fold a mapped dimension into the batch."
@@ -256,7 +261,12 @@ class ContextParallel:
         q, k, v, scale = inputs[:4]
         spec, threshold, extras = said(terms, dropout)
         grads = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *extras))
-        call = (scale, backend, self._number, spec, threshold, extras, self._tag, grads)
+        tensors: list[Tensor] = []
+        text = ", ".join([f"{name}={written_argument(value, tensors)}" for name, value in asked.items()])
+        # text, since autograd takes an empty list for one of tensors
+        fixed = "".join(["0" if x.requires_grad else "1" for x in tensors])
+        tensors = [x.detach() for x in tensors]
+        call = (scale, backend, self._number, spec, threshold, extras, self._tag, grads, text, tensors, fixed)
         out, lse, *_ = ring_attention_op(q, k, v, pattern.tables, pattern.spec, *call)
         return out, lse
 

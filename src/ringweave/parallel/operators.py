@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import itertools
 import re
 import weakref
 from collections.abc import Sequence
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,6 +20,7 @@ from ..ops.backend import Inputs, readable
 from ..ops.registered import differentiate, fake_grads, operators, refuse_twice, savable, scoring_of, table_grads
 from ..patterns.function import held
 from ..plan import pattern_of
+from ..terms import Term
 from ..types import acc_dtype
 from .execution import executor
 from .execution.agreement import NAME_WORDS, Opaque, text_words
@@ -84,17 +88,22 @@ def ring_attention(
     extras: Sequence[Tensor],
     tag: Tensor,
     grads: bool,
+    asked: str,
+    tensors: Sequence[Tensor],
+    fixed: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out, lse) of the shard, and what else backward needs; see :class:`Saved`.
 
-    Terms and dropout are those of ``ringweave::attention``, over the whole sequence.
+    Terms and dropout are those of ``ringweave::attention``, over the whole sequence. What was ``asked`` of the call is
+    only compared: its text, and of its tensors shapes, types and, where ``fixed`` has a 1 for them, values.
     """
     pattern, ctx = pattern_of(spec, tables), _context(context)
     q, k, v = map(readable, (q, k, v))
-    schedule, whole = ctx.schedules.of(pattern, q.shape[0]), (ctx.seq_len, ctx.seq_len)
-    inputs = Inputs(q, k, v, scale, scoring_of(q, whole, pattern, 0, terms, threshold, extras))
-    also = {"terms": _said(terms, threshold, extras), "requires_grad": grads}
-    with ctx.call.calling(tag, scale=scale, backend=backend, **also, **schedule.said) as call:
+    with ctx.call.calling(tag, scale=scale, backend=backend, device=q.device.type, requires_grad=grads) as call:
+        schedule, whole = ctx.schedules.of(pattern, q.shape[0]), (ctx.seq_len, ctx.seq_len)
+        inputs = Inputs(q, k, v, scale, scoring_of(q, whole, pattern, 0, terms, threshold, extras))
+        also = {"terms": _said(terms, threshold, extras), "arguments": _arguments(asked, tensors, fixed)}
+        call = call.saying(**also, **schedule.said)
         call.seed = int(extras[-1]) if threshold else 0
         out, lse, received, forms = executor.forward(schedule, call, inputs, backend)
     kept = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
@@ -126,11 +135,10 @@ def ring_attention_backward(
     )
     dout, q, k, v = map(readable, (dout, of.q, of.k, of.v))
     forms, (number, *tag, seed) = of.forms[: -NAME_WORDS - 1], of.forms[-NAME_WORDS - 1 :].tolist()
-    schedule, whole = ctx.schedules.of(pattern, q.shape[0]), (ctx.seq_len, ctx.seq_len)
-    scoring = scoring_of(q, whole, pattern, 0, terms, threshold, extras, learns)
-    also = {"terms": _said(terms, threshold, extras)}
-    with ctx.call.calling(tag=None, scale=scale, backend=backend, **also, **schedule.said) as call:
-        call = call.saying(call=number, tag=tuple(tag))
+    with ctx.call.calling(tag=None, scale=scale, backend=backend, device=q.device.type) as call:
+        schedule, whole = ctx.schedules.of(pattern, q.shape[0]), (ctx.seq_len, ctx.seq_len)
+        scoring = scoring_of(q, whole, pattern, 0, terms, threshold, extras, learns)
+        call = call.saying(call=number, tag=tuple(tag), terms=_said(terms, threshold, extras), **schedule.said)
         call.seed = seed
         computed = executor.Computed(of.out, of.lse, (of.received, of.relayed), forms.view(-1, ctx.size))
         inputs = Inputs(q, k, v, scale, scoring)
@@ -146,6 +154,48 @@ def _said(terms: str, threshold: int, extras: Sequence[Tensor]) -> Opaque | None
     shown = re.sub("_", lambda _: str(tuple(next(shapes).shape)), terms)
     shown = ", ".join(([shown] if terms else []) + ([f"dropout {threshold / STEPS:.6g}"] if threshold else []))
     return Opaque(text_words(f"{shown} {threshold}", 1)[0], shown)
+
+
+# entries of a tensor that are compared; of a larger one so many, evenly spaced
+_ENTRIES = 2**16
+
+
+def written_argument(value: object, tensors: list[Tensor]) -> str:
+    """Write an argument so that equal ones have equal texts, ``_`` for each tensor, which is put to the others."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return "learned _" if value.requires_grad else "_"
+    if isinstance(value, Term):
+        tensors += value.tables
+        return f"{'learned ' if any(x.requires_grad for x in value.tables) else ''}{value.spec}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join([written_argument(each, tensors) for each in value])})"
+    if dataclasses.is_dataclass(value):
+        parts = [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
+        inside = ", ".join([f"{name}={written_argument(part, tensors)}" for name, part in parts])
+        return f"{type(value).__name__}({inside})"
+    return repr(value) if isinstance(value, (bool, int, float, str, torch.dtype, NoneType)) else type(value).__name__
+
+
+def _arguments(asked: str, tensors: Sequence[Tensor], fixed: str) -> Opaque | None:
+    """What the ranks compare of a call's other arguments."""
+    if not asked:
+        return None
+    digest = hashlib.blake2b(asked.encode(), digest_size=8)
+    for x, one in zip(tensors, fixed, strict=True):
+        digest.update(f"{x.dtype}{tuple(x.shape)}".encode())
+        if one == "1":
+            digest.update(_entries(x).view(torch.uint8).numpy().data)
+    shapes = (str(tuple(x.shape)) for x in tensors)
+    shown = re.sub(r"\b_\b", lambda _: next(shapes, "_"), asked)
+    return Opaque(int.from_bytes(digest.digest(), "little") >> 1, shown)
+
+
+def _entries(x: Tensor) -> Tensor:
+    if x.numel() <= _ENTRIES:
+        return x.contiguous().cpu().flatten()
+    some = torch.linspace(0, x.numel() - 1, _ENTRIES, dtype=torch.float64, device=x.device).long()
+    return x[torch.unravel_index(some, x.shape)].cpu()
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -173,10 +223,10 @@ _EXTRAS = list(ring_attention.__annotations__).index("extras")
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, tables, ctx.spec, *ctx.rest, extras, _tag, _grads = inputs
+    q, k, v, tables, ctx.spec, *ctx.rest, extras, _tag, _grads, _asked, tensors, _fixed = inputs
     # alive until backward has run
     ctx.holder, ctx.held = _contexts.get(ctx.rest[2]), held(ctx.spec, tables, q)
-    ctx.tables = len(tables)
+    ctx.tables, ctx.compared = len(tables), len(tensors)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
     ctx.save_for_backward(q, k, v, *output, *savable((*tables, *extras)))
@@ -193,7 +243,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     dout = torch.zeros_like(saved.out) if dout is None else dout
     *grads, sums = ring_attention_backward_op(dout, dlse, saved, tables, ctx.spec, *ctx.rest, extras, learns)
     of_extras = [grad if one else None for grad, one in zip(sums, learns, strict=True)]
-    return *grads, [None] * ctx.tables, *(None,) * (_EXTRAS - 4), of_extras, None, None
+    return *grads, [None] * ctx.tables, *(None,) * (_EXTRAS - 4), of_extras, *(None,) * 3, [None] * ctx.compared, None
 
 
 differentiate(ring_attention_op, _setup, _backward)

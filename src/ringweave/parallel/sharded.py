@@ -48,7 +48,7 @@ def attend_sharded(
 
     if not isinstance(pattern, Pattern):
         refuse(pattern)
-    inputs = list[DTensor]()
+    inputs: list[DTensor] = []
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, DTensor):
             raise ShapeError(message(name, type(x).__name__, "a DTensor, as q, k or v is", "Distribute all three."))

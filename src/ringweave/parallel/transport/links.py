@@ -6,6 +6,8 @@ messages, and cutting it breaks nothing else.
 
 from __future__ import annotations
 
+import functools
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import ShapeError, message
+from .lifelines import Lifelines
 from .protocol import Tensors
 from .rendezvous import AbsentError, bounded, meet
 from .watch import FailedError, Failure, Waiting, Watch
@@ -152,6 +155,8 @@ Link = GlooLink | NcclLink
 Work = tuple[Link, int, Any]  # link, peer, torch's work
 # a link's own deadline lies this much after the watch's, which names the silent rank to all before anything closes
 _GRACE = 3.0
+# who waits longer for others to connect asks whether they live
+_LATE = 0.3
 
 
 class Connection:
@@ -185,27 +190,51 @@ class Connection:
         """Tell all ranks of a failure that no message shows, from any thread; the one that was told first."""
         return self._watch.report(failure)
 
-    def meet(self, word: int, seconds: float) -> list[int]:
-        """Wait for all ranks, so long at most, then connect: every rank's word.
+    def meet(self, number: int, seconds: float, lifelines: Lifelines, group_store: dist.Store) -> list[int]:
+        """Wait for all ranks, for some seconds at most, then connect: every rank's number.
 
         Raises:
-            FailedError: A rank did not come in time, or the store is lost.
+            FailedError: A rank's process has ended, it did not come in time, it has another version of ringweave, or
+                the store is lost.
         """
         rank, size, links, watch = self.rank, self.size, self._links, self._watch
         store = self._store
+        late = time.monotonic() + _LATE
+        own = str(sys.modules[__package__.partition(".")[0]].__version__)
 
-        def connect() -> list[int]:
-            words = meet(dist.PrefixStore("meeting", store), word, rank, size, seconds)
+        def connect() -> list[list[str]]:
+            def come(where: str, word: str) -> list[str]:
+                look = functools.partial(lifelines.look, group_store)
+                return meet(dist.PrefixStore(where, store), word, rank, size, seconds, look)
+
+            every = [text.split(" ", 2) for text in come("meeting", f"{number} {own} {lifelines.said}")]
+            lifelines.learn([said for _, _, said in every])
+            # a rank may have died while it waited; Gloo would wait for it, and let nothing else use the store
+            come("all", "")
             links["cpu"] = GlooLink(dist.PrefixStore("gloo", store), rank, size, seconds)
-            return words
+            return every
+
+        def ended() -> int | None:
+            return lifelines.ended() if time.monotonic() > late else None
 
         try:
-            return bounded(connect, 2 * seconds, lambda: watch.failure is not None)
+            every = bounded(connect, 2 * seconds, lambda: watch.failure is not None or ended() is not None)
         except AbsentError as absent:
-            peer, cause = absent.ranks[0], f"ranks {absent.ranks} did not come to connect in {seconds:g} s"
+            cause = f"ranks {absent.ranks} did not come to connect in {seconds:g} s"
+            failure = Failure(rank, absent.ranks[0], cause)
         except (RuntimeError, OSError) as error:
-            peer, cause = None, f"rank {rank} could not connect ({str(error).splitlines()[0][:200]})"
-        raise FailedError(watch.report(Failure(rank, peer, cause)))
+            dead, cause = ended(), f"rank {rank} could not connect ({str(error).splitlines()[0][:200]})"
+            if dead is not None:
+                cause = f"rank {rank} lost rank {dead} before they were connected (its process has ended)"
+            failure = Failure(rank, dead, cause)
+        else:
+            other = next((other for other, (_, version, _) in enumerate(every) if version != own), None)
+            if other is None:
+                return [int(number) for number, _, _ in every]
+            cause = f"ringweave {own} on rank {rank} and {every[other][1]} on rank {other}"
+            remedy = "Install the same version on all ranks."
+            failure = Failure(rank, other, cause, wanted="one version of ringweave", remedy=remedy)
+        raise FailedError(watch.report(failure))
 
     def post(self, sends: Tensors, receives: Tensors, *, kind: int, words: str) -> list[Work]:
         """Start messages of a kind, 0 or 1, which never meet those of the other; each needs its wait().

@@ -21,7 +21,9 @@ class AbsentError(RuntimeError):
         self.ranks = list(ranks)
 
 
-def meet(store: dist.Store, word: int, rank: int, size: int, seconds: float) -> list[int]:
+def meet(
+    store: dist.Store, word: str, rank: int, size: int, seconds: float, meanwhile: Callable[[], None]
+) -> list[str]:
     """Read every rank's word, once all `size` ranks have come.
 
     Args:
@@ -30,6 +32,7 @@ def meet(store: dist.Store, word: int, rank: int, size: int, seconds: float) -> 
         rank: This rank.
         size: Number of ranks.
         seconds: How long to wait for the others.
+        meanwhile: Called between two looks for them.
 
     Returns:
         `size` words, by rank.
@@ -38,7 +41,7 @@ def meet(store: dist.Store, word: int, rank: int, size: int, seconds: float) -> 
         AbsentError: A rank did not come in time.
         RuntimeError: The store is lost.
     """
-    store.set(str(rank), str(word))
+    store.set(str(rank), word)
     until = time.monotonic() + seconds
     missing = list(range(size))
     pause = 0.002
@@ -47,9 +50,10 @@ def meet(store: dist.Store, word: int, rank: int, size: int, seconds: float) -> 
         while missing and store.check([str(missing[0])]):
             missing.pop(0)
         if not missing:
-            return [int(store.get(str(other))) for other in range(size)]
+            return [store.get(str(other)).decode() for other in range(size)]
         if time.monotonic() > until:
             raise AbsentError([other for other in missing if not store.check([str(other)])])
+        meanwhile()
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
 

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from ...errors import RingError, ShapeError, UnsupportedError, in_a_line, message
 from ...patterns.numbers import seconds, whole
 from ...recent import interrupted
+from .lifelines import Lifelines
 from .mesh import check_group
 from .protocol import Counters, Event, Pending, Tensors
 from .rendezvous import bounded
@@ -83,14 +84,19 @@ class Transport:
         retries: How often a wait that timed out may be repeated on fresh connections, in the transport's life. All
             ranks meet at the store, each at its next message and within the deadline, and repeat everything that any of
             them misses. Costs a copy of what is sent, until the next agreement tells that all have it.
-        opening: Seconds for which the first message may wait until all ranks have come to theirs.
+        opening: Seconds for which the first message may wait until all ranks have come to theirs; None: the deadline.
     Raises:
         UnsupportedError: No process group, or one that is destroyed or that this process is no member of.
         ShapeError: Seconds or retries that are no positive numbers.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, *, deadline: float = 30.0, retries: int = 0, opening: float = 60.0
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        deadline: float = 30.0,
+        retries: int = 0,
+        opening: float | None = None,
     ) -> None:
         if group is not None:
             check_group(group)
@@ -98,12 +104,21 @@ class Transport:
         # which one of its group's, as they were made, and how many contexts were made over it
         self._number, self._contexts = 0 if group is None else _made[group], 0
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
-        self.deadline, self.opening = seconds("deadline", deadline), seconds("opening", opening)
+        self.deadline = seconds("deadline", deadline)
+        self.opening = self.deadline if opening is None else seconds("opening", opening)
         self.retries = whole("retries", retries, 0, error=ShapeError)
         self.counters = Counters(self.size)
         self.trace: list[Event] | None = None
         self.step = 0
-        self._store: dist.Store | None = None if group is None else group.get_group_store()
+        self._group_store: dist.Store | None = None if group is None else group.get_group_store()
+        # this transport's part of it
+        self._store: dist.Store | None = None
+        self._lifelines = Lifelines(self.rank, self.size)
+        store = self._group_store
+        if store is not None and self.size > 1:
+            # a store that does not answer is the first call's failure
+            with suppress(RuntimeError, OSError):
+                bounded(lambda: self._lifelines.publish(store), self.deadline, lambda: False)
         self._connection: Connection | None = None
         self._generation = 0
         # what is under way, or (with retries) may still be missed by some rank; numbered alike on all ranks
@@ -136,20 +151,31 @@ class Transport:
                 wanted="calls of one thread after the other",
                 remedy="Give each thread a context of its own, made and first used in one order on all ranks.",
             ).error(self.rank, None, self.step)
-        started = self._started
         try:
             self._check_open()
+            with self._telling():
+                yield
+        finally:
+            self._use.release()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell all ranks what this one raises in a call, before its first message too."""
+        try:
             yield
+        except RingError:
+            raise
         except BaseException as error:
-            if not isinstance(error, RingError) and self._started > started:
+            if self.size > 1:
+                # the others may still wait for this rank to connect
+                with suppress(FailedError):
+                    self._open()
                 self._end(
                     f"rank {self.rank} raised {in_a_line(error)}",
                     wanted="no exception in the middle of a call",
                     remedy="Make new contexts on all ranks, once what was raised there is mended.",
                 )
             raise
-        finally:
-            self._use.release()
 
     def agree(self, header: Tensor, *, what: str) -> Tensor:
         """Gather every rank's header; see :class:`Communicator`."""
@@ -203,7 +229,6 @@ class Transport:
         self._check_open()
         try:
             if self._connection is None and self.size > 1:
-                self._scope()
                 self._connect()
             if self._ended is not None and self._connection is not None:
                 raise FailedError(self._connection.end(self._ended))
@@ -287,8 +312,9 @@ class Transport:
                     self.trace.append(Event(kind, pending.what, pending.stage, pending.posted, ended, size))
             self.trace.append(Event("wait", pending.what, pending.stage, began, ended, nbytes))
 
-    def _scope(self) -> None:
-        store, rank = self._store, self.rank
+    def _scope(self) -> dist.Store:
+        """Count this transport among the group's, as they are first used, and give it a part of the store."""
+        store, rank = self._group_store, self.rank
         assert store is not None
 
         def scope() -> dist.Store:
@@ -298,24 +324,31 @@ class Transport:
             return dist.PrefixStore(f"ringweave/{store.add(f'ringweave/transports/{rank}', 1)}", store)
 
         try:
-            self._store = bounded(scope, self.opening, lambda: False)
+            return bounded(scope, self.opening, lambda: False)
         except (RuntimeError, OSError) as error:
             text = str(error).splitlines()[0][:200]
             raise FailedError(Failure(rank, None, f"rank {rank} lost the rendezvous store ({text})")) from error
 
-    def _connect(self) -> None:
-        """Meet the others on fresh connections, and post again what any of them misses."""
+    def _open(self) -> Connection:
+        """Give the connection of this generation, over which a failure can be told before the ranks meet."""
         import torch.distributed as dist
 
         from .links import Connection
 
+        if self._connection is None:
+            self._store = self._scope() if self._store is None else self._store
+            store = dist.PrefixStore(str(self._generation), self._store)
+            self._connection = Connection(store, self.rank, self.size, self.deadline)
+        return self._connection
+
+    def _connect(self) -> None:
+        """Meet the others on fresh connections, and post again what any of them misses."""
         if self._connection is not None:
             self._connection.close()
-        assert self._store is not None
-        store = dist.PrefixStore(str(self._generation), self._store)
-        self._connection = Connection(store, self.rank, self.size, self.deadline)
+            self._connection = None
+        assert self._group_store is not None
         seconds = self.deadline if self._generation else self.opening
-        first = min(self._connection.meet(self._reached(), seconds))
+        first = min(self._open().meet(self._reached(), seconds, self._lifelines, self._group_store))
         for entry in self._log:
             entry.works = []
             if entry.number >= first:
