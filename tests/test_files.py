@@ -135,7 +135,6 @@ def _record(line: dict[str, Any]) -> object:
     return importlib.import_module("ringweave_lab.bench.report").record_of(line)
 
 
-BLOCKS = {"m": 64, "n": 64, "warps": 4, "stages": 2}
 READERS: dict[str, Callable[[Path], Reader]] = {
     "tuning": tuned,
     "trial": tried,
@@ -144,8 +143,6 @@ READERS: dict[str, Callable[[Path], Reader]] = {
     "records": recorded("bench.report", {"workload": "x", "pattern": "Full()", "tokens": 64, "tiles": 1, "nbytes": 4,
                                          "timing": {"seconds": [0.1, 0.2]}}, "read_lines"),
     "campaign": recorded("campaign.campaign", {"unit": "x", "result": "done", "code": 0, "seconds": 1.0, "said": ""}, "read"),
-    "grid": recorded("campaign.grid", {"cell": ["forward", 64, "bfloat16", False], "usual": BLOCKS, "generation": "hopper",
-                                       "blocks": [{**BLOCKS, "seconds": 1.0}]}, "read"),
 }  # fmt: skip
 
 
@@ -163,8 +160,7 @@ def test_whatever_a_file_holds(name: str, tmp_path: Path, monkeypatch: pytest.Mo
             assert not mark.exists(), content[:40]
         path.unlink(missing_ok=True)
         path.write_bytes(right)
-        if name != "grid":
-            assert use() is not None
+        assert use() is not None
     finally:
         logging.getLogger("ringweave").setLevel(logging.NOTSET)
         monkeypatch.undo()
