@@ -131,9 +131,8 @@ class ContextParallel:
             "tolerance": options.tolerance, "deadline": transport.deadline, "retries": transport.retries,
         }  # fmt: skip
         progress = Progress() if other is None else other.call.progress
-        self.call: Agreement = Agreement(
-            transport, wires.Wire(wires.code(wire), options.tolerance), said=said, progress=progress
-        )
+        encoding = wires.Wire(wires.code(wire), options.tolerance)
+        self.call: Agreement = Agreement(transport, encoding, said=said, progress=progress)
         self._number = register(self)
         # a tensor and not text: what is compiled for one layer serves all, whatever their tags
         self._tag = torch.zeros(TAG_WORDS, dtype=torch.int64, device="cpu")
