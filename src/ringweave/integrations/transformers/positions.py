@@ -132,7 +132,7 @@ class Place:
         else:
             at = part.table[:, self.kv_offset : self.kv_offset + self.nk]
         at = at if origin is None else at - origin[:, None]
-        # the first place of a chunk, and not its number: inductor (torch 2.13, CPU) rounds the last of such quotients wrong
+        # the first place of a chunk, and not its number: inductor (torch 2.13, CPU) computes such quotients wrong
         chunk = at - at.remainder(length)
         if packed is not None and part.table is not None:
             # numbered anew where a sequence begins: chunks of two sequences have equal numbers
