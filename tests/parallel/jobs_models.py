@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def learn(name: str, case: str, wrap: str, again: bool = False) -> dict[str, Any
     return {
         "loss": (loss.item(), wanted.item()), "own": own.item() / dist.get_world_size(), "errors": errors,
         "received": sum(counters.received), "placement": context.placement.name,
-        "logits": ((ctx.unshard(out.logits) - logits.detach()) * (targets != -100)[..., None]).abs().max().item(),
+        "logits": ((ctx.unshard(out.logits, shard) - logits.detach()) * (targets != -100)[..., None]).abs().max().item(),
     }  # fmt: skip
 
 
@@ -111,6 +112,95 @@ def refuse_differing() -> str:
     n = 64 + 16 * dist.get_rank()
     try:
         model(**ctx.shard(torch.arange(n)[None] % 60))
+    except RingError as error:
+        return str(error)
+    return "no error"
+
+
+def take_turns(name: str) -> dict[str, Any]:
+    """Batches that are sharded ahead and computed in turn: their errors, by what was done."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    alone = model_of(name, "ringweave", config_of(name, **changes(name))).train()
+    bare = model_of(name, "ringweave", config_of(name, **changes(name))).train()
+    model = DistributedDataParallel(bare)
+    ctx = context_parallel(model, mesh["cp"], deadline=20.0)
+    # of two lengths of which a rank has equally many tokens, and a longer one
+    batches = [shortened(batch_of(case), n) for case, n in (("padded", 131), ("whole", 132), ("packed", 203))]
+    shards = [ctx.shard(**batch) for batch in batches]
+    logits, found = [], {}
+    for batch in batches:
+        text = {key: x for key, x in batch.items() if key != "labels"}
+        wanted = alone(
+            **({"position_ids": torch.arange(batch["labels"].shape[1])[None]} | text), use_cache=False
+        ).logits
+        targets = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        torch.nn.functional.cross_entropy(wanted.flatten(0, 1), targets.flatten()).backward()
+        logits.append((wanted.detach(), targets))
+    # each before a step, the last first
+    for at, step in ((2, False), (0, False), (1, True)):
+        with nullcontext() if step else model.no_sync():
+            out = model(**shards[at]).logits
+            ctx.cross_entropy(out, shards[at]["shift_labels"]).backward()
+        wanted, targets = logits[at]
+        found[f"batch {at}"] = (
+            ((ctx.unshard(out, shards[at]) - wanted) * (targets != -100)[..., None]).abs().max().item()
+        )
+    found["gradients"] = max(
+        ((mine.grad - theirs.grad).norm() / theirs.grad.norm().clamp(min=1e-6)).item()
+        for mine, theirs in zip(bare.parameters(), alone.parameters(), strict=True)
+    )
+    # ordinary passes, on one rank alone
+    text = {key: batches[0][key] for key in ("input_ids", "attention_mask")}
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            found["ordinary"] = (bare.eval()(**text).logits - alone.eval()(**text).logits).abs().max().item()
+        words = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+        found["generated"] = (bare.generate(**text, **words) != alone.generate(**text, **words)).sum().item()
+    return found
+
+
+def shortened(batch: dict[str, torch.Tensor], n: int) -> dict[str, torch.Tensor]:
+    return {name: x[:, -n:] if name == "attention_mask" else x[:, :n] for name, x in batch.items()}
+
+
+def compile_whole(name: str, backend: str, how: str) -> float:
+    """Compile a model, or its parts, under a context: the largest error of batches in turn."""
+    torch.compiler.reset()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = model_of(name, "ringweave", config_of(name, **changes(name))).eval()
+    ctx = context_parallel(model, mesh["cp"], deadline=30.0)
+    alone = model_of(name, "ringweave", config_of(name, **changes(name))).eval()
+    compiled: Any = model
+    if how == "model":
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+    elif how == "breaks":
+        compiled = torch.compile(model, backend=backend)
+    elif how == "forward":
+        model.forward = torch.compile(model.forward, backend=backend, fullgraph=True)
+    else:
+        for layer in model.model.layers:
+            layer.compile(backend=backend, fullgraph=True)
+    worst = 0.0
+    for case, n in (("whole", 132), ("padded", 132), ("whole", 132), ("packed", 203)):
+        batch = shortened(batch_of(case), n)
+        shard = ctx.shard(**batch)
+        logits = compiled(**shard).logits
+        ctx.cross_entropy(logits, shard["shift_labels"]).backward()
+        text = {key: x for key, x in batch.items() if key != "labels"}
+        with torch.no_grad():
+            wanted = alone(**({"position_ids": torch.arange(n)[None]} | text), use_cache=False).logits
+        exist = batch.get("attention_mask", torch.ones_like(batch["labels"]))[..., None]
+        worst = max(worst, ((ctx.unshard(logits, shard) - wanted) * exist).abs().max().item())
+    return worst
+
+
+def shard_different_batches() -> str:
+    """Ranks that shard different batches of one length, as a sampler deals them out to replicas: a RingError."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = model_of("llama", "ringweave").eval()
+    ctx = context_parallel(model, mesh["cp"], deadline=10.0)
+    try:
+        model(**ctx.shard(torch.arange(64)[None] % 60 + dist.get_rank()))
     except RingError as error:
         return str(error)
     return "no error"

@@ -454,3 +454,25 @@ def test_whole_tensors_under_tables_of_key_heads() -> None:
     )
     ctx = ContextParallel(None, pattern, 64, heads=(4, 2))
     torch.testing.assert_close(ctx.replicated(q, k, k, pattern), rw.attention(q, k, k, pattern))
+
+
+def test_contexts_of_other_lengths_share_connections() -> None:
+    """Ranks make them in any order, which a loader's workers leave open; they call them in one, or are told."""
+    tokens = (200, 331)
+    x = torch.randn(1, 2, max(tokens), 16)
+
+    def job(transport: Transport, calls: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
+        first = ContextParallel(transport, rw.Causal(), 1, heads=(2, 2))
+        made = tokens if transport.rank else tokens[::-1]
+        contexts = {n: ContextParallel(first, rw.Causal(), n, heads=(2, 2)) for n in made}
+        found = []
+        for n in calls[transport.rank]:
+            mine = contexts[n].shard(x[:, :, :n], 2)
+            found.append(contexts[n].unshard(rw.attention(mine, mine, mine, rw.Causal(), context=contexts[n]), 2))
+        return found
+
+    for found in run(2, job, (tokens, tokens)):
+        for n, out in zip(tokens, found, strict=True):
+            torch.testing.assert_close(out, rw.attention(*[x[:, :, :n]] * 3, rw.Causal()), atol=1e-5, rtol=0)
+    with pytest.raises(rw.RingError, match="seq_len"):
+        run(2, job, (tokens, tokens[::-1]))

@@ -41,6 +41,31 @@ def test_ranks_that_differ_raise(pool2: Pool) -> None:
         assert said != "no error"
 
 
+@pytest.mark.parametrize("name", ["mistral", pytest.param("gemma3_text", marks=pytest.mark.long)])
+def test_batches_in_turn(pool2: Pool, name: str) -> None:
+    """Sharded ahead, computed in another order, accumulated; ordinary forward passes of one rank afterwards."""
+    for found in pool2.run(f"{JOBS}:take_turns", name, timeout=240):
+        assert max(found.values()) < 5 * BOUND, found
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "how"),
+    [
+        ("gemma3_text", "aot_eager", "model"),
+        *(pytest.param("llama", "aot_eager", how, marks=pytest.mark.long) for how in ("forward", "layers", "breaks")),
+        *(pytest.param(name, "inductor", "model", marks=pytest.mark.long) for name in ("llama4_text", "gpt_oss")),
+    ],
+)
+def test_a_compiled_model(pool2: Pool, name: str, backend: str, how: str) -> None:
+    for worst in pool2.run(f"{JOBS}:compile_whole", name, backend, how, timeout=400):
+        assert worst < 5 * BOUND
+
+
+def test_ranks_with_different_batches_raise(pool2: Pool) -> None:
+    for said in pool2.run(f"{JOBS}:shard_different_batches", timeout=120):
+        assert "tag batch " in said, said
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_a_ring_error(pool2: Pool, victim: int) -> None:
     pool2.start(f"{JOBS}:lose", victim)

@@ -241,7 +241,7 @@ def test_a_rank_that_fails_and_tries_again_is_told() -> None:
         rw.attention(*shards, WINDOW, context=ctx)
         if transport.rank == 0:
             # as where memory ends in a kernel
-            ctx.call.calls -= 1
+            ctx.call.progress.calls -= 1
         error = jobs_order.told(lambda: rw.attention(*shards, WINDOW, context=ctx))
         return error and error.cause
 

@@ -48,15 +48,20 @@ def operators(*kernels: tuple[Callable[..., Any], Callable[..., Any]]) -> list[A
 def _operator(kernel: Callable[..., Any], fake: Callable[..., Any], schema: str, overload: str) -> Any:
     name = f"{kernel.__name__}.{overload}"
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    untraced = torch._disable_dynamo(kernel)
-
-    def run(*args: Any) -> Any:
-        # as under torch.library.custom_op, which imports the compiler (a second) to say so where nobody has yet
-        return (untraced if "torch._dynamo" in sys.modules else kernel)(*args)
-
-    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, untraced(kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"ringweave::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops.ringweave, kernel.__name__), overload)
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile out of a function that PyTorch calls for an operator, where a graph breaks at the operator."""
+    disabled = torch._disable_dynamo(function)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # as under torch.library.custom_op, which imports the compiler (a second) to say so where nobody has yet
+        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return run
 
 
 _SCHEMA = {

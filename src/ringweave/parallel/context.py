@@ -24,7 +24,7 @@ from ..patterns.parse import of_call
 from ..precision import Precision, as_precision
 from ..terms import Term
 from .execution import wire as wires
-from .execution.agreement import TAG_WORDS, Agreement, Opaque, Value, text_words
+from .execution.agreement import TAG_WORDS, Agreement, Opaque, Progress, Value, text_words
 from .execution.pending_table import PendingTable, rows_of
 from .execution.wire import WireStatistics
 from .operators import register, ring_attention_op, written_argument
@@ -51,7 +51,8 @@ class ContextParallel:
 
     Args:
         mesh: A device mesh of one dimension, or of two (nodes, ranks of a node): then a tile crosses to a node once and
-            is relayed inside. Or a process group, or a Transport. None: this process alone.
+            is relayed inside. Or a process group, or a Transport. Or a context of another length, which then shares
+            its connections with this one: the ranks may make such contexts in any order. None: this process alone.
         pattern: The pattern of all calls, or several (interleaved layers) that share a placement balanced for their
             sum. Others may be used too; the placement is not chosen for them.
         seq_len: Tokens of the whole sequence.
@@ -88,7 +89,7 @@ class ContextParallel:
 
     def __init__(
         self,
-        mesh: DeviceMesh | ProcessGroup | Communicator | None,
+        mesh: DeviceMesh | ProcessGroup | Communicator | ContextParallel | None,
         pattern: Pattern | Sequence[Pattern],
         seq_len: int,
         *,
@@ -109,25 +110,31 @@ class ContextParallel:
             self._check_pattern(each)
         #: the context of which this is a handle with a tag
         self._whole: ContextParallel | None = None
-        per_node = None
-        if not isinstance(mesh, Communicator):
+        per_node, other = None, mesh if isinstance(mesh, ContextParallel) else None
+        if isinstance(mesh, ContextParallel):
+            per_node, mesh = mesh.schedules.per_node, mesh.transport
+        elif not isinstance(mesh, Communicator):
             group, per_node = group_of(mesh)
             if per_node is not None and schedule == "ring":
                 got, wanted = "'ring' on a mesh of two dimensions", "'gather' or 'auto' there"
                 raise UnsupportedError(message("schedule", got, wanted, "Flatten the mesh for a ring."))
             mesh = Transport(group, deadline=options.deadline, retries=options.retries)
-        self.transport = transport = mesh
+        self.transport: Communicator = mesh
+        transport = mesh
         self.placement = place(options.placement, self.patterns, self.seq_len, self.heads, transport.size)
         #: (local,) int64, the global positions of this rank's tokens; padding is at and after ``seq_len``
         self.positions = torch.from_numpy(self.placement.positions(transport.rank))
         self._held = self.placement.held(transport.rank)
-        self.schedules = Schedules(self.placement, self.heads, transport.rank, schedule, per_node)
+        self.schedules: Schedules = Schedules(self.placement, self.heads, transport.rank, schedule, per_node)
         said: dict[str, Value] = {
-            "context": transport.open(), "seq_len": self.seq_len, "heads": str(self.heads), "nodes": per_node,
+            "context": transport.open() if other is None else other.call.said["context"],
+            "seq_len": self.seq_len, "heads": str(self.heads), "nodes": per_node,
             "placement": Opaque(self.placement.digest, self.placement.name), "wire": wire,
             "tolerance": options.tolerance, "deadline": transport.deadline, "retries": transport.retries,
         }  # fmt: skip
-        self.call = Agreement(transport, wires.Wire(wires.code(wire), options.tolerance), said=said)
+        progress = Progress() if other is None else other.call.progress
+        encoding = wires.Wire(wires.code(wire), options.tolerance)
+        self.call: Agreement = Agreement(transport, encoding, said=said, progress=progress)
         self._number = register(self)
         # a tensor and not text: what is compiled for one layer serves all, whatever their tags
         self._tag = torch.zeros(TAG_WORDS, dtype=torch.int64, device="cpu")

@@ -17,7 +17,16 @@ from torch import Tensor
 from ..dropout import STEPS
 from ..errors import UnsupportedError, message
 from ..ops.backend import Inputs, readable
-from ..ops.registered import differentiate, fake_grads, operators, refuse_twice, savable, scoring_of, table_grads
+from ..ops.registered import (
+    differentiate,
+    fake_grads,
+    operators,
+    refuse_twice,
+    savable,
+    scoring_of,
+    table_grads,
+    untraced,
+)
 from ..patterns.function import held
 from ..plan import pattern_of
 from ..terms import Term
@@ -246,5 +255,6 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     return *grads, [None] * ctx.tables, *(None,) * (_EXTRAS - 4), of_extras, *(None,) * 3, [None] * ctx.compared, None
 
 
-differentiate(ring_attention_op, _setup, _backward)
+# its results' sizes are not known to a graph, which breaks there unless it is compiled with fullgraph=True
+differentiate(ring_attention_op, untraced(_setup), untraced(_backward))
 differentiate(ring_attention_backward_op, None, refuse_twice)

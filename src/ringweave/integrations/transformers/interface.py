@@ -18,7 +18,7 @@ from ...functional import attention
 from ...pages import paged_attention
 from ...patterns import Causal, Full, Pattern
 from ...terms import Bias, Softcap, Term
-from .masks import RUNNING, PatternMask, pattern_mask
+from .masks import PatternMask, pattern_mask
 from .model_cache import PagedStates
 
 NAME = "ringweave"
@@ -139,11 +139,6 @@ def _pattern(
         if own is None:
             return mask.pattern, mask.q_offset
         return _with(mask, own), mask.q_offset if mask.row is None else mask.row
-    if RUNNING.sharded is not None:
-        got = f"no mask for {type(module).__name__}" if mask is None else shown(mask)
-        raise UnsupportedError(
-            message("context", got, "a mask made by the library's interface", "Run it on one device.")
-        )
     if isinstance(mask, Tensor):
         if own is not None:
             raise UnsupportedError(

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import hashlib
+import inspect
+import uuid
+import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers.masking_utils import causal_mask_function, create_masks_for_generate, find_packed_sequence_indices
+from transformers.masking_utils import create_masks_for_generate, find_packed_sequence_indices
 
 from ...errors import ShapeError, UnsupportedError, message, shown
 from ...parallel import ContextParallel
-from ...patterns import Documents, Keys, Pattern
+from ...parallel.transport.protocol import Counters
+from ...patterns import Full, Pattern
+from ...recent import Recent
 from .interface import require
-from .mask_reading import All, Chunks, Distances, Relation, Same, read
-from .masks import RUNNING, PatternMask
-from .positions import Place, bounds_of
+from .masks import ShardMask
 
 if TYPE_CHECKING:
     from ...parallel.transport.mesh import DeviceMesh, ProcessGroup
@@ -25,66 +29,20 @@ if TYPE_CHECKING:
 IGNORED = -100
 # lengths whose placements are kept
 _KEPT = 8
-
-
-class Sharded:
-    """What a forward pass over a rank's tokens is told of the whole sequence.
-
-    Attributes:
-        context: Who holds which tokens.
-        padding: (B, N) bool, or None.
-        packed: (B, N), the number of each token's sequence, or None.
-        positions: (B, N), those that restart in it.
-    """
-
-    def __init__(
-        self, context: ContextParallel, padding: Tensor | None, packed: Tensor | None, positions: Tensor | None
-    ):
-        self.context, self.padding, self.packed, self.positions = context, padding, packed, positions
-        self._masks: dict[object, PatternMask] = {}
-
-    def mask(self, batch: int, local: int, mask_function: Callable[..., Any] | None) -> PatternMask:
-        """The whole sequence's mask of a function that was made for a rank's tokens."""
-        n = self.context.seq_len
-        if local != self.context.local:
-            wanted = f"{self.context.local}, this rank's share of {n}"
-            raise ShapeError(message("tokens", local, wanted, "Pass the model what shard() gave."))
-        place = Place(batch, n, n, 0, 0)
-        pattern = place.pattern(self._of_whole(read(mask_function or causal_mask_function)))
-        rows: Documents | Keys | None = None if self.packed is None else place.documents(self.packed, known=False)
-        known = None if self.padding is None else place.padding(self.padding)
-        if known is not None:
-            pattern = pattern & known
-            rows = bounds_of(known) or rows
-        # layers of one kind have one mask, and one plan
-        mask = PatternMask(pattern, (batch, 1, local, local), 0, rows, context=self.context)
-        return self._masks.setdefault(pattern.key(), mask)
-
-    def _of_whole(self, relation: Relation) -> Relation:
-        """A relation of a rank's tokens as that of the whole sequence: what tables hold of the shard is left out."""
-        parts: list[Relation] = []
-        for part in relation.parts if isinstance(relation, All) else (relation,):
-            if isinstance(part, Distances):
-                parts.append(Distances(part.runs))
-            elif isinstance(part, Chunks):
-                origin = None if self.padding is None else (self.padding.cumsum(-1) == 0).sum(-1)
-                parts.append(Chunks(part.length, origin, None if self.packed is None else self.positions))
-            elif not isinstance(part, Same):
-                # a shard's tokens lie apart, and a rank's positions restart: packing is found in the whole
-                got = f"a mask with {type(part).__name__.strip('_').lower()} of its own"
-                wanted = "windows, chunks, packing and padding"
-                raise UnsupportedError(message("context", got, wanted, "Run this model on one device."))
-        if self.packed is not None:
-            parts.append(Same(self.packed))
-        return All(tuple(parts))
+# the contexts of this process by name: what comes back from a worker of a DataLoader finds its own
+_LIVE: weakref.WeakValueDictionary[str, ModelContext] = weakref.WeakValueDictionary()
 
 
 class ModelContext:
     """A model whose sequences lie on several ranks: what :func:`context_parallel` makes.
 
-    Every rank gives :meth:`shard` the same whole batch, and the model what comes of it. Layers with windows, chunks and
-    without share one placement for each length; padding and packing are those of the whole sequence. Gradients are
-    those of this rank's tokens: DDP or FSDP, over these ranks too, average them to the whole's.
+    Every rank gives :meth:`shard` the same whole batch, and passes the model what comes of it. Layers with windows,
+    chunks and without share one placement for each length; padding and packing are those of the whole sequence.
+    Gradients are those of this rank's tokens: DDP or FSDP, over these ranks too, average them to the whole's.
+
+    A sharded batch carries all that its forward pass needs to know of it. So batches may be sharded ahead, in other
+    threads and in workers of a DataLoader, and passed in any order that is the same on all ranks. The model itself is
+    not changed: a forward pass that was given no sharded batch is an ordinary one, and so is ``generate``.
 
     Args:
         model: A model of transformers with the implementation ``"ringweave"``, or DDP or FSDP around one.
@@ -96,14 +54,24 @@ class ModelContext:
         inner: Any = getattr(model, "module", model)
         if not hasattr(inner, "config"):
             raise UnsupportedError(message("model", shown(model), "one of transformers", "Pass it, or DDP around it."))
-        config = inner.config.get_text_config()
-        require(config)
-        self.config, self.mesh, self.options = config, mesh, options
+        require(inner.config.get_text_config())
+        takes = inspect.signature(inner.forward).parameters
+        if inner.config.is_encoder_decoder or not {"attention_mask", "position_ids"} <= takes.keys():
+            wanted = "one sequence, with attention_mask and position_ids"
+            raise UnsupportedError(message("model", type(inner).__name__, wanted, "Run this model on one device."))
+        self._begin(uuid.uuid4().hex, inner.config.get_text_config(), options, mesh)
+
+    def _begin(self, name: str, config: Any, options: dict[str, Any], mesh: Any) -> None:
+        self.config, self.options, self._name = config, options, name
         self.heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
-        self._contexts: OrderedDict[int, ContextParallel] = OrderedDict()
-        self._now: Sharded | None = None
-        inner.register_forward_pre_hook(self._enter)
-        inner.register_forward_hook(self._leave, always_call=True)
+        # those of each length share its connections; of one token, since it only joins losses
+        self._root = ContextParallel(mesh, Full(), 1, heads=self.heads, **{**options, "placement": "contiguous"})
+        self._contexts: Recent[ContextParallel] = Recent(max_bytes=1, most=_KEPT)
+        _LIVE[name] = self
+
+    def __reduce__(self) -> Any:
+        """Leave the model and its connections behind: elsewhere it only shards, here it is this one."""
+        return _found, (self._name, self.config, self.options, self._root.rank, self._root.size)
 
     def context(self, seq_len: int) -> ContextParallel:
         """The context for sequences of a length, with all of the model's patterns under one placement.
@@ -111,15 +79,11 @@ class ModelContext:
         Args:
             seq_len: Tokens of the whole sequence.
         """
-        known = self._contexts.pop(seq_len, None)
+        known = self._contexts.get(seq_len)
         if known is None:
-            # the transport, once there is one, serves all lengths
-            first = next(iter(self._contexts.values()), None)
-            mesh: Any = self.mesh if first is None else first.transport
-            known = ContextParallel(mesh, self.patterns(seq_len), seq_len, heads=self.heads, **self.options)
-        self._contexts[seq_len] = known
-        while len(self._contexts) > _KEPT:
-            self._contexts.popitem(last=False)
+            patterns = self.patterns(seq_len)
+            known = ContextParallel(self._root, patterns, seq_len, heads=self.heads, **self.options)
+            self._contexts.put(seq_len, known, 0)
         return known
 
     def patterns(self, seq_len: int) -> list[Pattern]:
@@ -151,10 +115,12 @@ class ModelContext:
             attention_mask: (B, N), the padding.
             position_ids: (B or 1, N); where they restart a packed sequence begins.
         Returns:
-            ``input_ids``, ``position_ids``, ``use_cache=False``, and with labels ``labels``, ``shift_labels`` and
-            ``num_items_in_batch``.
+            ``input_ids``, ``attention_mask``, ``position_ids``, ``use_cache=False``, and with labels ``labels``,
+            ``shift_labels`` and ``num_items_in_batch``. The mask tells the model of the whole batch: pass all of them.
+            A model that is given these tokens without the mask attends this rank's tokens alone.
         Raises:
             ShapeError: Sizes that differ.
+            RingError: In the forward pass: ranks have sharded different batches.
         """
         batch, n = input_ids.shape
         for name, x in (("labels", labels), ("attention_mask", attention_mask), ("position_ids", position_ids)):
@@ -169,10 +135,14 @@ class ModelContext:
             local_positions = context.shard(position_ids)
         else:
             local_positions = context.positions.to(input_ids.device).clamp(max=n - 1)[None].expand(batch, -1)
-        padding = None if attention_mask is None else attention_mask.bool()
-        self._now = Sharded(context, padding, packed, position_ids)
+        exist = torch.ones_like(input_ids, dtype=torch.bool)
+        padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+        local = context.shard(exist if padding is None else padding.expand(batch, -1))
+        name = _digest(input_ids, labels, attention_mask, position_ids) if context.size > 1 else ""
+        mask = ShardMask(self, n, name, local, padding, packed, None if packed is None else position_ids)
         found: dict[str, Any] = {
-            "input_ids": context.shard(input_ids), "position_ids": local_positions, "use_cache": False,
+            "input_ids": context.shard(input_ids), "attention_mask": mask, "position_ids": local_positions,
+            "use_cache": False,
         }  # fmt: skip
         if labels is not None:
             targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -194,9 +164,13 @@ class ModelContext:
         Returns:
             A scalar, in float32.
         Raises:
+            ShapeError: Logits of other tokens.
             RingError: A rank is lost.
         """
-        context = self._current().context
+        context = self._root
+        if logits.shape[:2] != targets.shape:
+            wanted = f"{tuple(targets.shape)} and words, as the targets"
+            raise ShapeError(message("logits", tuple(logits.shape), wanted, "Pass those of the same batch."))
         total = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         mine = torch.stack([total.detach().double(), (targets != IGNORED).sum().double()])
         with context.call.calling(context._tag, shape="loss", dtype="float64") as call:
@@ -208,36 +182,73 @@ class ModelContext:
         joined: Tensor = loss.float() + (whole / count - loss.detach()).float()
         return joined
 
-    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Put all ranks' parts of something together; see :meth:`ringweave.ContextParallel.unshard`."""
-        return self._current().context.unshard(x, dim)
+    def unshard(self, x: Tensor, batch: Mapping[str, Any], dim: int = 1) -> Tensor:
+        """Put all ranks' parts of something together; see :meth:`ringweave.ContextParallel.unshard`.
+
+        Args:
+            x: (..., local, ...), such as the logits of this rank's tokens.
+            batch: What :meth:`shard` gave, of which x was computed.
+            dim: The dimension of tokens.
+        """
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else batch
+        if not isinstance(mask, ShardMask) or mask.owner is not self:
+            raise UnsupportedError(message("batch", shown(mask), "what shard() gave", "Pass it beside x."))
+        return mask.context.unshard(x, dim)
 
     def collate(self, inner: Callable[[Any], Mapping[str, Tensor]]) -> Callable[[Any], dict[str, Any]]:
         """A data collator that gives the Trainer this rank's part; all ranks' samplers must draw the same samples.
 
         Args:
-            inner: The collator of whole batches.
+            inner: The collator of whole batches; for workers that are spawned it can be pickled.
         """
+        return partial(self._collate, inner)
 
-        def collate(features: Any) -> dict[str, Any]:
-            whole = inner(features)
-            return self.shard(**{name: whole[name] for name in _TAKEN if name in whole})
-
-        return collate
-
-    def _current(self) -> Sharded:
-        if self._now is None:
-            raise UnsupportedError(message("context", "no batch yet", "one", "Call shard() first."))
-        return self._now
-
-    def _enter(self, module: nn.Module, args: object) -> None:
-        RUNNING.sharded = self._current()
-
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        RUNNING.sharded = None
+    def _collate(self, inner: Callable[[Any], Mapping[str, Tensor]], features: Any) -> dict[str, Any]:
+        whole = inner(features)
+        return self.shard(**{name: whole[name] for name in _TAKEN if name in whole})
 
 
 _TAKEN = ("input_ids", "labels", "attention_mask", "position_ids")
+
+
+class _Elsewhere:
+    """A rank's place in a group of another process: with it a context deals tokens out, and computes nothing."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size, self.deadline, self.retries, self.step = rank, size, 0.0, 0, 0
+        self.counters, self.trace = Counters(size), None
+
+    def open(self) -> str:
+        """Name a context, which meets no other."""
+        return ""
+
+    def using(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuse a call."""
+        wanted, remedy = "the process that made it", "Shard the batch in the process that computes."
+        raise UnsupportedError(message("context", "a call of another process", wanted, remedy))
+
+    agree = exchange = using
+
+    def close(self) -> None:
+        """Do nothing: it has no connections."""
+
+
+def _found(name: str, config: Any, options: dict[str, Any], rank: int, size: int) -> ModelContext:
+    """Find the context by its name, or in another process make one that only shards."""
+    known = _LIVE.get(name)
+    if known is None:
+        known = object.__new__(ModelContext)
+        known._begin(name, config, options, _Elsewhere(rank, size))
+    return known
+
+
+def _digest(*tensors: Tensor | None) -> str:
+    """Name a batch by its values, the same on all ranks that have the same one."""
+    found = hashlib.blake2b(digest_size=8)
+    for x in tensors:
+        found.update(b"" if x is None else f"{tuple(x.shape)}".encode() + x.long().cpu().contiguous().numpy().tobytes())
+        found.update(b"|")
+    return f"batch {found.hexdigest()}"
 
 
 def context_parallel(model: nn.Module, mesh: DeviceMesh | ProcessGroup | None = None, **options: Any) -> ModelContext:

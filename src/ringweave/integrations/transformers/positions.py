@@ -131,7 +131,9 @@ class Place:
             raise Unread("chunks of packed sequences without their numbers")
         else:
             at = part.table[:, self.kv_offset : self.kv_offset + self.nk]
-        chunk = (at if origin is None else at - origin[:, None]).div(length, rounding_mode="floor")
+        at = at if origin is None else at - origin[:, None]
+        # the first place of a chunk, and not its number: inductor (torch 2.13, CPU) computes such quotients wrong
+        chunk = at - at.remainder(length)
         if packed is not None and part.table is not None:
             # numbered anew where a sequence begins: chunks of two sequences have equal numbers
             numbers = packed.table[:, self.kv_offset : self.kv_offset + self.nk]

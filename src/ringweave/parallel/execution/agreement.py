@@ -88,6 +88,19 @@ _DIGEST = b"\xff"  # which no text in UTF-8 holds
 
 
 @dataclass
+class Progress:
+    """How far the calls over one transport are.
+
+    Attributes:
+        calls: How many were made: forward calls, tables and shards.
+        ended: The error that ended them.
+    """
+
+    calls: int = 0
+    ended: RingError | None = None
+
+
+@dataclass
 class Agreement:
     """What the ranks agree on before each exchange of a context, and the means of what they then do.
 
@@ -96,8 +109,7 @@ class Agreement:
         wire: How keys and values travel.
         space: Where buffers come from, the context's own.
         said: What the ranks compare, by field of the header.
-        calls: How many were made: forward calls, tables and shards.
-        ended: The error that ended them.
+        progress: How far the calls are, of all contexts that share the connections.
         seed: Of a call's dropout: the rank's own, and once they have agreed that of rank 0.
     """
 
@@ -105,8 +117,7 @@ class Agreement:
     wire: Wire = field(default_factory=Wire)
     space: Workspace = field(default_factory=Workspace)
     said: Mapping[str, Value] = field(default_factory=dict)
-    calls: int = 0
-    ended: RingError | None = None
+    progress: Progress = field(default_factory=Progress)
     seed: int = 0
 
     def saying(self, **said: Value) -> Agreement:
@@ -123,17 +134,17 @@ class Agreement:
         with self.transport.using():
             if tag is not None:
                 name = tuple(tag.tolist())
-                said |= {"tag": name if any(name) else text_words(caller(), TAG_WORDS), "call": self.calls}
-            if self.ended is not None:
-                raise self.ended.again()
+                said |= {"tag": name if any(name) else text_words(caller(), TAG_WORDS), "call": self.progress.calls}
+            if self.progress.ended is not None:
+                raise self.progress.ended.again()
             try:
                 yield self.saying(**said)
             except RingError as error:
                 # without the frames that it came through, which hold tensors
-                self.ended = error.again()
+                self.progress.ended = error.again()
                 raise
             # not before it is done: a rank that fails and tries again is one behind, and told so
-            self.calls += tag is not None
+            self.progress.calls += tag is not None
 
     @property
     def name(self) -> tuple[int, ...]:
