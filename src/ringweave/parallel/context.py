@@ -21,6 +21,7 @@ from ..patterns.fit import refuse
 from ..patterns.numbers import one_of, whole
 from ..precision import Precision, as_precision
 from ..terms import Term
+from ..torch_compat import transforming
 from .execution import wire as wires
 from .execution.agreement import TAG_WORDS, Agreement, Opaque, Value, text_words
 from .execution.pending_table import PendingTable, rows_of
@@ -249,7 +250,7 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor]:
         """Compute (out, lse) of the shard, once ``rw.attention(..., context=)`` has checked its arguments."""
         refuse_forward_mode()
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        if not torch.compiler.is_compiling() and transforming(*inputs[:3]):
             remedy = "Differentiate with torch.autograd, and fold a mapped dimension into the batch."
             raise UnsupportedError(message("context", "a torch.func transform", "a call without one", remedy))
         q, k, v, scale = inputs[:4]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import PatternError, in_a_line, message
 from ..recent import Recent
+from ..torch_compat import wrapped
 from .base import Pattern
 from .key import Key, address_key
 from .numbers import whole
@@ -123,7 +124,6 @@ class Held:
 
     def __init__(self, spec: str, tables: Sequence[Tensor]):
         self._held = [(holder, holder.key()) for holder in holders(spec)]
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
         # one that a transform stands in for has no contents, and nobody else's hands on it
         self._tables = tuple(x for x in tables if not wrapped(x)) if "Keys(" in spec else ()
         self._read = table_keys(self._tables)

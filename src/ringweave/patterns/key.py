@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..torch_compat import version
+
 
 class Key(NamedTuple):
     """A pattern as a key of caches, for as long as ``tables`` live: they are in it by address and version.
@@ -28,5 +30,4 @@ class Key(NamedTuple):
 
 def address_key(table: Tensor) -> Hashable:
     """Identify a tensor while it lives: address, version, layout."""
-    version = 0 if table.is_inference() else table._version
-    return table.data_ptr(), version, tuple(table.shape), table.stride(), table.dtype, str(table.device)
+    return table.data_ptr(), version(table), tuple(table.shape), table.stride(), table.dtype, str(table.device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import hashlib
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError, message
+from ..torch_compat import digest, wrapped
 from .base import Pattern
 
 _CONSTANT = frozenset(
@@ -29,7 +29,7 @@ _VALUES = (type(None), bool, int, str, bytes, range, type(...), torch.dtype, tor
 _TENSORS = (Tensor, torch.nn.Parameter)
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
 # builtins through which code reads or writes what its names do not tell
 _UNSEEN = frozenset({"getattr", "setattr", "delattr", "globals", "vars", "eval", "exec", "__import__", "open"})
 # what a class holds besides its methods and constants
@@ -80,10 +80,7 @@ def content_key(table: Tensor) -> Hashable | None:
     """Digest what a tensor holds; None where it is large, and only torch writes to it: its version tells then."""
     if table.device.type != "cpu" or (table.nbytes > SMALL and _ours(table)):
         return None
-    # a copy: exposing the memory itself would fix its size for its owner
-    data = table.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
-    digest = hashlib.blake2b(data.view(torch.uint8).numpy().data, digest_size=16).digest()
-    return digest, tuple(table.shape), table.dtype
+    return digest(table), tuple(table.shape), table.dtype
 
 
 def _ours(table: Tensor) -> bool:
@@ -200,7 +197,7 @@ class _Walk:
         kind: object = x.layout if type(x) in _TENSORS else type(x).__name__
         if x.is_inference() and x.device.type != "cpu":
             kind = "inference mode"
-        if kind != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if kind != torch.strided or wrapped(x):
             return self.opaque(x, f"{where} ({kind})")
         for number, table in enumerate(self.tables):
             if table is x:
