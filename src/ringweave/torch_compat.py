@@ -163,13 +163,8 @@ def transforming(*tensors: Tensor) -> bool:
     """Whether a transform of ``torch.func`` is active; ``tensors``: those that it may have wrapped."""
     if _transforms is not None:
         return bool(_transforms())
-    if any(map(wrapped, tensors)):
-        return True
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-            return False
-    except RuntimeError:  # those that differentiate allow none
-        return True
+    # what differentiates wraps new tensors too
+    return any(map(wrapped, (torch.zeros((), device="cpu"), *tensors)))
 
 
 def wrapped(x: Tensor) -> bool:

@@ -113,7 +113,7 @@ class NcclLink:
         if calls is None:
             got = f"CUDA tensors, with torch {torch.__version__}"
             wanted = "a torch that starts NCCL's messages together"
-            raise UnsupportedError(message("context", got, wanted, "Take a version that the README names."))
+            raise UnsupportedError(message("context", got, wanted, "Install one that pyproject.toml names."))
         self._begin, self._end = calls
 
     def post(self, sends: list[Tagged], receives: list[Tagged]) -> list[tuple[int, Any]]:
