@@ -97,7 +97,7 @@ def _on_host(q: Tensor, k: Tensor, v: Tensor) -> bool:
 # asked once: what torch 2.11 compiles cannot ask
 _AUTOCAST = frozenset(
     device
-    for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", torch._C._get_privateuse1_backend_name())
+    for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", torch.device("privateuseone").type)
     if torch.amp.is_autocast_available(device)
 )
 

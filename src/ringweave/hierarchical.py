@@ -18,6 +18,7 @@ from .merge import merge
 from .patterns import BlockTable, Causal, Full, SlidingWindow
 from .patterns.block_sets import ListedBlocks, ascending
 from .patterns.numbers import flag, one_of, whole
+from .torch_compat import transforming
 from .types import AttentionOutput, acc_dtype
 
 COMBINATIONS = ("exact_cover", "gates")
@@ -161,7 +162,7 @@ def _attend_means(
     tokens = (tiles.nk - torch.arange(tiles.blocks, device=device) * tiles.pool).clamp(max=tiles.pool).to(acc)
     means = [block_means(x, tiles.pool).repeat_interleave(ratio, 1) for x in (k, v)]
     # the scores of a piece are made again in backward: all pieces together are N x N / pool. torch.func cannot
-    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    transformed = not torch.compiler.is_compiling() and transforming(q, k, v)
     step = max(1, _AT_ONCE // (batch * heads * tiles.pool * tiles.blocks))
     outs: list[Tensor] = []
     lses: list[Tensor] = []

@@ -97,9 +97,20 @@ def test_buffers_of_inference_mode_serve_everywhere() -> None:
     (torch.ones(8, requires_grad=True) * x.zero_()).sum().backward()
 
 
+def test_under_a_transform_memory_is_allocated_anew() -> None:
+    space = Workspace()
+
+    def add(x: torch.Tensor) -> torch.Tensor:
+        return x.sum() + space.take((3,), torch.float32).fill_(1.0).sum()
+
+    assert torch.func.jvp(add, (torch.zeros(2),), (torch.ones(2),)) == (3.0, 2.0)
+    assert torch.equal(torch.func.grad(add)(torch.zeros(2)), torch.ones(2))
+    assert space.statistics().buffers == 0
+
+
 def test_under_a_mode_tensors_are_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     space = Workspace()
-    monkeypatch.setattr(workspace, "_get_current_dispatch_mode", object)
+    monkeypatch.setattr(workspace, "dispatched", lambda: True)
     assert space.take((8,), torch.float32).shape == (8,)
     assert space.statistics().taken == 0
 

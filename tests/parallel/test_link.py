@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ringweave.errors import UnsupportedError
 from ringweave.parallel.transport.links import LinkError, NcclLink, Tagged
 
 
@@ -71,6 +72,20 @@ def test_messages_start_together(link: NcclLink) -> None:
     # NCCL's watchdog ends the process: it must not be the first to lose patience
     assert link._group.seconds > 300
     assert link.post([], []) == []
+
+
+def test_a_torch_without_calls_to_start_messages_together_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Options:
+        __slots__ = ()  # as of a class in C, which takes no other attribute
+
+    class Other:
+        def __init__(self, *_: object) -> None:
+            self.made = True
+
+    Other.Options = Options  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Other, raising=False)
+    with pytest.raises(UnsupportedError, match="NCCL's messages together"):
+        NcclLink(None, 0, 4, 30.0)  # type: ignore[arg-type]
 
 
 def test_a_wait_ends_at_its_deadline(link: NcclLink) -> None:

@@ -17,6 +17,7 @@ from ..patterns.numbers import one_of
 from ..patterns.shifted import first_positions
 from ..plan import BlockPlan, Branch, plan
 from ..terms import Term
+from ..torch_compat import mapped, wrapped
 from ..types import acc_dtype
 
 _PER = ("tile", "row")
@@ -128,7 +129,7 @@ def tile_mass(
         got = f"{lse.dtype} {tuple(lse.shape)} on {lse.device}" if isinstance(lse, Tensor) else shown(lse)
         wanted = f"{acc} {tuple(q.shape[:3])} on {q.device}"
         raise ShapeError(message("lse", got, wanted, "Pass the lse of attention_with_lse."))
-    if any(torch._C._functorch.is_batchedtensor(x) for x in (q, k, lse)):
+    if any(mapped(x) for x in (q, k, lse)):
         wanted = "tensors with numbers of their own"
         raise UnsupportedError(message("tile_mass", "tensors inside of torch.vmap", wanted, "Call it for each."))
     batch, heads, nq, _ = q.shape
@@ -139,7 +140,7 @@ def tile_mass(
     )
     if reason is None and terms:
         reason = "it sums no masses of scores with terms"
-    if reason is None and any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in (q, k, lse)):
+    if reason is None and any(wrapped(x) for x in (q, k, lse)):
         reason = "it reads no tensors of a transform of torch.func"
     if backend == "cpu" and reason is not None:
         wanted = f"a case that it can run, but {reason}"

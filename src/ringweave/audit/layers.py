@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ShapeError, message
 from ..patterns import Causal, Documents, Full, Keys, Pattern, Segments, SlidingWindow
+from ..torch_compat import without_functions
 from .support import Attended, attended
 from .verdict import Comparison, compare, named
 
@@ -265,7 +266,7 @@ class _Watch:
         bias: bool = False,
         causal: bool | None = None,
     ) -> None:
-        with self.passing(), torch.no_grad(), torch._C.DisableTorchFunction():
+        with self.passing(), torch.no_grad(), without_functions():
             found = attended(fn, *(x.detach() for x in tensors))
         if module is None and self.stack:
             module = self.stack[-1]

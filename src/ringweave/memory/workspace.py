@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..errors import ShapeError, message, shown
 from ..patterns.numbers import named_device
 from ..recent import enlist, interrupted
+from ..torch_compat import dispatched, transforming
 from .pressure import pressure
 
 # blocks begin at multiples of that many bytes
@@ -153,8 +153,8 @@ class Workspace:
         nbytes = count * dtype.itemsize
         if min(shape, default=0) < 0:
             raise ShapeError(message("shape", shown(tuple(shape)), "sizes of at least 0", "Correct it."))
-        if nbytes == 0 or _get_current_dispatch_mode() is not None or interrupted(self._lock):
-            # a mode makes tensors of its own kind, such as those without data
+        if nbytes == 0 or dispatched() or transforming() or interrupted(self._lock):
+            # a mode or a transform makes tensors of its own kind, such as those without data
             return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
         device = named_device(device)
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..plan import BlockPlan, Branch
+from ..torch_compat import aten
 from .backend import (
     DELTA_CHANNELS,
     Backend,
@@ -34,7 +35,10 @@ from .backend import (
 )  # fmt: skip
 
 _HALVES = (torch.bfloat16, torch.float16)
-_aten = torch.ops.aten
+# PyTorch's fused kernels, forward and backward
+_FUSED = {
+    name: (aten(f"{name}_attention"), aten(f"{name}_attention_backward")) for name in ("cudnn", "flash", "efficient")
+}
 # rows of lse that the memory-efficient kernel's backward reads at a time
 _LSE_ROWS = 32
 #: Sides of the blocks that flash-attn-4 takes, by major compute capability.
@@ -66,6 +70,8 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
     # cuDNN's and FlashAttention's causal mask ends at the last key, not at the first query's position
     square = not causal or q.shape[2] == k.shape[2]
     for name in order(torch.cuda.get_device_capability(q.device)[0], torch.version.hip is not None):
+        if None in _FUSED[name]:
+            continue
         if name == "efficient":
             # it knows no grouped queries: keys are repeated for it
             keys, values = (per_query_head(x, q.shape[1]) for x in (k, v))
@@ -79,13 +85,14 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
 
 def dense_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, kernel: str) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) by one of PyTorch's kernels; lse in float32, (B, Hq, Nq), whatever the kernel's own shape."""
+    run, _ = _FUSED[kernel]
     if kernel == "flash":
-        out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+        out, lse = run(q, k, v, 0.0, causal, False, scale=scale)[:2]
     elif kernel == "cudnn":
-        out, lse = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
+        out, lse = run(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
     else:
         k, v = (per_query_head(x, q.shape[1]) for x in (k, v))
-        out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+        out, lse = run(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
     return out, lse.reshape(*q.shape[:2], -1)[:, :, : q.shape[2]]
 
 
@@ -93,16 +100,17 @@ def dense_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, kernel: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute (dq, dk, dv) by one of PyTorch's fused kernels; any of them takes the lse of any other."""
+    _, run = _FUSED[kernel]
     nq, nk = q.shape[2], k.shape[2]
     if kernel == "flash":
         # without dropout nothing reads it
         seed = torch.zeros(2, dtype=torch.int64, device=q.device).view(torch.uint64)
-        return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
+        return run(  # type: ignore[no-any-return]
             dout, q, k, v, out, lse, None, None, nq, nk, 0.0, causal, seed, seed[0], scale=scale
         )
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     if kernel == "cudnn":
-        return _aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
+        return run(  # type: ignore[no-any-return]
             dout, q, k, v, out, lse[..., None], seed, seed, None, None, None, nq, nk, 0.0, causal, scale=scale
         )
     if torch.version.hip is None:
@@ -110,9 +118,7 @@ def dense_backward(
         lse = torch.nn.functional.pad(lse, (0, -nq % _LSE_ROWS), value=torch.inf)
     heads, kv_heads = q.shape[1], k.shape[1]
     k, v = (per_query_head(x, heads) for x in (k, v))
-    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        dout, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
-    )
+    dq, dk, dv, _ = run(dout, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale)
     return dq, per_key_head(dk, kv_heads), per_key_head(dv, kv_heads)
 
 
@@ -238,7 +244,10 @@ def refusal(case: Case, branch: Branch) -> str | None:
         return f"it needs head dimensions of 8, 16, ... 256, and got {case.head_dim}"
     if case.dtype == torch.bfloat16 and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
         return "PyTorch's fused kernels need compute capability 8 or later for bfloat16"
-    return _sparse_refusal(case, branch) if branch.structure == "sparse" else None
+    if branch.structure == "sparse":
+        return _sparse_refusal(case, branch)
+    # the one that takes whatever the others refuse
+    return f"it calls operators that torch {torch.__version__} does not have" if None in _FUSED["efficient"] else None
 
 
 def _sparse_refusal(case: Case, branch: Branch) -> str | None:

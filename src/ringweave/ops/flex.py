@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from ..plan import BlockPlan, Branch
 from ..terms import NAMES, ALiBi, DistanceBias, Term, written
+from ..torch_compat import AUTOGRAD_WITHIN, autograd_within
 from .backend import Backend, Case, Inputs, Scoring, Upstream
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -111,7 +111,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     dout' = w dout and dlse' = rowsum(dout' * out) - w delta: the same.
     """
     dout, lse, delta, _ = upstream
-    with _autograd():
+    with autograd_within():
         leaves = inputs.map(lambda x: x.detach().contiguous().requires_grad_())
         part, part_lse = _part(leaves, branch)
     with torch.no_grad():
@@ -120,20 +120,9 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
         part_dout = (dout.float() * weight[..., None]).masked_fill(empty[..., None], 0.0).to(inputs.q.dtype)
         mean = (part_dout.float() * part.float()).sum(-1)
         part_dlse = (mean - weight * delta).masked_fill(empty, 0.0)
-    with _autograd():
+    with autograd_within():
         dq, dk, dv = torch.autograd.grad((part, part_lse), leaves[:3], (part_dout, part_dlse.to(part_lse.dtype)))
     return dq.to(dtype).contiguous(), dk.to(dtype).contiguous(), dv.to(dtype).contiguous()
-
-
-@contextmanager
-def _autograd() -> Iterator[None]:
-    """Allow autograd inside an operator, which runs below it: the keys that were taken out are put back."""
-    core: Any = torch._C
-    excluded = core._dispatch_tls_local_exclude_set()
-    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
-        excluded = excluded.remove(getattr(core.DispatchKey, key))
-    with core._ForceDispatchKeyGuard(core._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
-        yield
 
 
 def _mask_bytes(case: Case, branch: Branch) -> int:
@@ -153,6 +142,8 @@ def refusal(case: Case, branch: Branch) -> str | None:
     for name, dim in (("D", case.head_dim), ("Dv", case.value_dim)):
         if not 16 <= dim <= 256:
             return f"it needs head dimensions of 16 to 256, and got {name} = {dim}"
+    if case.needs_grad and not AUTOGRAD_WITHIN:
+        return f"its gradients need private names that torch {torch.__version__} does not have"
     if case.learned:
         return "FlexAttention's gradients of terms' tables were never measured (detach the tables)"
     if _mask_bytes(case, branch) > _MASK_BYTES:

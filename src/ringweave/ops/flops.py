@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..plan import pattern_of
+from ..torch_compat import dispatch_modes
 from . import dispatch
 from .backend import Case, Inputs
 
@@ -49,7 +49,7 @@ def register() -> None:
     }
     for packet, formula in formulas.items():
         flop_counter.register_flop_formula(packet, get_raw=True)(formula)
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in dispatch_modes():
         registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
         if isinstance(registry, dict):
             registry.update({packet: flop_counter.flop_registry[packet] for packet in formulas})

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..environment import setting
 from ..errors import is_out_of_memory
@@ -26,6 +25,7 @@ from ..patterns.base import Lookback
 from ..plan import BlockPlan, Branch
 from ..plan.from_pattern import DEFAULT_TILE
 from ..recent import Recent
+from ..torch_compat import plain, unwatched
 from . import cpu, dispatch, forks, tuning
 from .backend import Case, Inputs, readable
 from .overflow import spoil
@@ -38,55 +38,7 @@ if TYPE_CHECKING:
 _MOST_ROWS, _MOST_TILES = 2**12, 2**14
 _ROW_BYTES, _TILE_BYTES, _CALL_BYTES = 64, 16, 16 * 2**10
 
-_C = torch._C
-_KEYS = _C.DispatchKey
-
-
-def _key_set(*keys: Any) -> int:
-    found = _C.DispatchKeySet(_KEYS.CPU)
-    for key in keys:
-        found = found.add(key)
-    return int(found.raw_repr())
-
-
-_keys_of = _C._dispatch_keys
-# tensors as they are, and those of inference mode; a lazy negation, a wrapper or another device has other keys
-_PLAIN = frozenset({_key_set(_KEYS.AutocastCPU), _key_set(_KEYS.ADInplaceOrView, _KEYS.AutogradCPU, _KEYS.AutocastCPU)})
-
-
-def _plain(a: Tensor, b: Tensor, c: Tensor) -> bool:
-    # a generator would take as long again
-    return (
-        type(a) is type(b) is type(c) is Tensor
-        and _keys_of(a).raw_repr() in _PLAIN
-        and _keys_of(b).raw_repr() in _PLAIN
-        and _keys_of(c).raw_repr() in _PLAIN
-    )
-
-
-# what every thread includes, with and without inference mode: modes of dispatch, transforms and traces include more
-_USUAL = frozenset(
-    int((_C.DispatchKeySet(_KEYS.BackendSelect) | more).raw_repr())
-    for more in (_C.DispatchKeySet(_KEYS.ADInplaceOrView), _C.DispatchKeySet(_KEYS.BackendSelect))
-)
-_included, _functions, _transformed = (
-    _C._dispatch_tls_local_include_set, _C._len_torch_function_stack, _C._are_functorch_transforms_active,
-)  # fmt: skip
-_profiled, _autocast = _C._autograd._profiler_enabled, torch.is_autocast_enabled
 _backends, _native = dispatch.BACKENDS, cpu.BACKEND
-
-
-def _unwatched() -> bool:
-    """Whether nothing would see that operators were gone round."""
-    return not (
-        _included().raw_repr() not in _USUAL
-        or _functions()
-        or _transformed()
-        or forward_ad._current_level >= 0
-        or _profiled()
-        or _autocast("cpu")
-        or _backends["cpu"] is not _native
-    )
 
 
 class Call:
@@ -222,13 +174,13 @@ class _Direct(torch.autograd.Function):
 
 def _direct(call: Call, dout: Tensor, dlse: Tensor | None, *saved: Tensor) -> bool:
     """Whether nothing watches backward either, and what was saved came back as it was."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _unwatched():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not (unwatched() and _backends["cpu"] is _native):
         return False
     q, k, v, out, lse = saved
     return (
-        _plain(q, k, v)
-        and _plain(dout, out, lse)
-        and (dlse is None or _plain(dlse, out, lse))
+        plain(q, k, v)
+        and plain(dout, out, lse)
+        and (dlse is None or plain(dlse, out, lse))
         and (q.shape, k.shape, v.shape) == call.shapes
         and q.dtype == k.dtype == v.dtype == out.dtype == dout.dtype
         and q.stride(3) == k.stride(3) == v.stride(3) == 1
@@ -256,8 +208,9 @@ def find(
     Without a key it takes the operators; with one alone it is new, or does.
     """
     if not (
-        _plain(q, k, v)
-        and _unwatched()
+        plain(q, k, v)
+        and unwatched()
+        and _backends["cpu"] is _native
         and (type(q_offset) is int and type(backend) is str and (scale is None or type(scale) is float))
     ):
         return None, None

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..dropout import Dropout, threshold_of
 from ..errors import UnsupportedError, message
@@ -25,6 +24,7 @@ from ..patterns.function import held
 from ..patterns.shifted import first_positions
 from ..plan import pattern_of
 from ..terms import Term, terms_of, written
+from ..torch_compat import forward_mode, transforming, untraced
 from ..types import acc_dtype
 from . import flops, recovery
 from .backend import Inputs, Scoring
@@ -205,7 +205,7 @@ class Differentiable(torch.autograd.Function):
 
 def refuse_forward_mode() -> None:
     """Raise UnsupportedError under forward-mode differentiation, of which an operator alone knows nothing."""
-    if forward_ad._current_level >= 0:
+    if forward_mode():
         Differentiable.jvp(None)
 
 
@@ -362,6 +362,6 @@ def attend(
         return attention_op(*args, extras)  # type: ignore[no-any-return]
     if "torch.utils.flop_counter" in sys.modules:
         flops.register()
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if forward_mode() or transforming(q, k, v, *args[3], *extras):
         return _Attention.apply(*args, *extras)  # type: ignore[no-any-return, no-untyped-call]
     return attention_op(*args, extras)  # type: ignore[no-any-return]

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from ..plan import Branch
+from ..torch_compat import aten
 from ..types import acc_dtype
 from .backend import Backend, Case, Inputs, Upstream, delta_as_channels, per_key_head, per_query_head, with_sign
 from .overflow import may_overflow, spoil
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_forward, _backward = aten("flash_attention_for_cpu"), aten("flash_attention_for_cpu_backward")
 
 
 def _rows_apart(x: Tensor) -> Tensor:
@@ -79,6 +79,8 @@ def refusal(case: Case, branch: Branch) -> str | None:
         return "the pattern is neither full nor causal from position 0, and a dense mask would need N x N memory"
     if case.device != "cpu":
         return f"it calls PyTorch's CPU kernel, and the tensors are on {case.device}"
+    if _forward is None or _backward is None:
+        return f"it calls an operator that torch {torch.__version__} does not have"
     if case.head_dim != case.value_dim:
         return f"PyTorch's kernel needs Dv == D, and got D = {case.head_dim}, Dv = {case.value_dim}"
     return None

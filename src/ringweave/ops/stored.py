@@ -20,6 +20,7 @@ from ..patterns.shifted import placed
 from ..plan import pattern_of
 from ..precision import Scales
 from ..terms import Term, written
+from ..torch_compat import require
 from ..types import acc_dtype
 from . import recovery
 from .backend import Inputs, Pages
@@ -89,7 +90,7 @@ def stored_attention(
         check_pages(table.numpy(), lengths.numpy(), k.shape[0], pages.size)
     else:
         used = torch.arange(table.shape[1], device=table.device) * pages.size < lengths[:, None]
-        torch._assert_async((~used | ((table >= 0) & (table < k.shape[0]))).all())
+        require((~used | ((table >= 0) & (table < k.shape[0]))).all(), "pages: one is not in the pool")
     batch, heads, nq, _ = q.shape
     check_extents(pattern, batch, heads)
     known = lengths.cpu()

@@ -23,6 +23,7 @@ from ..patterns.numbers import one_of, whole
 from ..patterns.parse import of_call
 from ..precision import Precision, as_precision
 from ..terms import Term
+from ..torch_compat import transforming
 from .execution import wire as wires
 from .execution.agreement import TAG_WORDS, Agreement, Opaque, Progress, Value, text_words
 from .execution.pending_table import PendingTable, rows_of
@@ -262,7 +263,7 @@ class ContextParallel:
         ``asked`` has the arguments of that call by name, which the ranks compare besides.
         """
         refuse_forward_mode()
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        if not torch.compiler.is_compiling() and transforming(*inputs[:3]):
             remedy = "Differentiate with torch.autograd, and fold a mapped dimension into the batch."
             raise UnsupportedError(message("context", "a torch.func transform", "a call without one", remedy))
         q, k, v, scale = inputs[:4]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..torch_compat import version, wrapped
 from .tiles import Int64
 
 # bytes of a mask that are looked at together, so that what is made of them stays in a processor's cache
@@ -40,7 +42,7 @@ class BlockSet(ABC):
     def __init__(self, table: Tensor, key_blocks: int):
         self.table, self.key_blocks = table, key_blocks
         # (version of the table, what was made of it): nobody should write to a table, but even then
-        self._made: tuple[int, Any] | None = None
+        self._made: tuple[Hashable, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_made": None}
@@ -128,9 +130,9 @@ class BlockSet(ABC):
 
     def _once(self, make: Any) -> Any:
         # kept with the table's version, as plans are
-        version = 0 if self.table.is_inference() else self.table._version
-        if self._made is None or self._made[0] != version:
-            self._made = (version, make())
+        now = version(self.table)
+        if self._made is None or self._made[0] != now:
+            self._made = (now, make())
         return self._made[1]
 
 
@@ -254,7 +256,7 @@ def ascending(indices: Tensor, counts: Tensor, key_blocks: int) -> Tensor:
     counting = torch.arange(places, device=indices.device) < counts[..., None]
     real = counting & (indices >= 0) & (indices < key_blocks)
     listed = torch.where(real, indices, key_blocks).int()
-    traced = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(listed)
+    traced = torch.compiler.is_compiling() or wrapped(listed)
     if type(listed) is Tensor and listed.device.type == "cpu" and not traced:
         # a fifth of the time
         array = listed.numpy()

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..errors import PatternError, in_a_line, message
 from ..recent import Recent
+from ..torch_compat import wrapped
 from .base import Pattern
 from .key import Key, address_key, content_key
 from .numbers import whole
@@ -153,12 +154,7 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 def _has_version(x: Tensor) -> bool:
     """Tell whether each write to a tensor shows, in its version or in its contents."""
     counted = not x.is_inference() or x.device.type == "cpu"
-    return counted and x.layout == torch.strided and not vars(x) and not _wrapped(x)
-
-
-def _wrapped(x: Tensor) -> bool:
-    """Tell whether a transform stands in for a tensor, which then has no contents."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return counted and x.layout == torch.strided and not vars(x) and not wrapped(x)
 
 
 def _of_library(x: Any) -> bool:
@@ -297,7 +293,7 @@ class Held:
 
     def __init__(self, spec: str, tables: Sequence[Tensor]):
         self._held = [(holder, table_keys(holder.tables())) for holder in holders(spec)]
-        self._tables = tuple(x for x in tables if not _wrapped(x)) if "Keys(" in spec else ()
+        self._tables = tuple(x for x in tables if not wrapped(x)) if "Keys(" in spec else ()
         self._read = table_keys(self._tables)
 
     def check(self) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
+
+from ..torch_compat import digest, version
 
 #: Bytes up to which a tensor is known by its contents, so that no write to it goes unseen.
 SMALL = 2**20
@@ -33,18 +33,14 @@ class Key(NamedTuple):
 
 def address_key(table: Tensor) -> Hashable:
     """Identify a tensor while it lives: address, version, layout."""
-    version = 0 if table.is_inference() else table._version
-    return table.data_ptr(), version, tuple(table.shape), table.stride(), table.dtype, str(table.device)
+    return table.data_ptr(), version(table), tuple(table.shape), table.stride(), table.dtype, str(table.device)
 
 
 def content_key(table: Tensor) -> Hashable | None:
     """Digest a tensor's contents; None of a large one that only torch writes to: its version tells."""
     if table.device.type != "cpu" or (table.nbytes > SMALL and _ours(table)):
         return None
-    # a copy: exposing the memory itself would fix its size for its owner
-    data = table.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
-    digest = hashlib.blake2b(data.view(torch.uint8).numpy().data, digest_size=16).digest()
-    return digest, tuple(table.shape), table.dtype
+    return digest(table), tuple(table.shape), table.dtype
 
 
 def _ours(table: Tensor) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..torch_compat import wrapped
 from .base import Pattern
 from .key import Key, address_key, content_key
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, mix
@@ -227,9 +228,7 @@ class Bounds(Pattern):
     def readable(self) -> bool:
         """Whether the tensors hold values that nobody waits for: on other devices plans alone are waited for."""
         return all(
-            table.device.type == "cpu"
-            and type(table) in (Tensor, torch.nn.Parameter)
-            and not torch._C._functorch.is_functorch_wrapped_tensor(table)
+            table.device.type == "cpu" and type(table) in (Tensor, torch.nn.Parameter) and not wrapped(table)
             for table in self.tables
         )
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import PatternError, message, shown
+from ..torch_compat import require
 from .base import Pattern
 from .block_sets import BlockSet, ListedBlocks, MaskBlocks, ascending
 from .numbers import one_of, whole
@@ -235,8 +236,8 @@ def _of_indices(indices: Tensor | None, counts: Tensor | None, key_blocks: int |
     wrong = listed & ((indices < 0) | (indices >= key_blocks))
     uncounted = (counts < 0) | (counts > indices.shape[-1])
     if device.type != "cpu":
-        torch._assert_async(~wrong.any(), f"indices: one that counts is not in 0..{key_blocks - 1}")
-        torch._assert_async(~uncounted.any(), f"counts: one is not in 0..{indices.shape[-1]}")
+        require(~wrong.any(), f"indices: one that counts is not in 0..{key_blocks - 1}")
+        require(~uncounted.any(), f"counts: one is not in 0..{indices.shape[-1]}")
     elif uncounted.any():
         got = f"{int(counts.min())}..{int(counts.max())}"
         raise PatternError(message("counts", got, f"0..{indices.shape[-1]}", "Correct the counts."))

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..patterns.numbers import check_device
+from ..torch_compat import register_pytree
 
 _TENSORS = ("row_ptr", "col", "bits", "col_ptr", "row", "bits_t", "masks", "group", "order")
 _LISTS = ("col", "bits", "row", "bits_t")
@@ -221,4 +221,4 @@ def _unflatten(tensors: Any, sizes: Any) -> BlockPlan:
     return BlockPlan(*tensors, *sizes)
 
 
-pytree.register_pytree_node(BlockPlan, _flatten, _unflatten, serialized_type_name="ringweave.BlockPlan")
+register_pytree(BlockPlan, _flatten, _unflatten, "ringweave.BlockPlan")

@@ -66,7 +66,7 @@ class _Carried:
         raise AttributeError(message("mask", f"a use of .{name}", _WANTED, _REMEDY))
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse to be joined with other masks, and every other operation of torch on values."""
         _refuse_values(f"torch.{func.__name__}")
 

@@ -235,7 +235,8 @@ class PagedStates(Tensor):
     def __new__(cls, pages: PagedCache, new: Tensor, length: int, seen: int) -> Self:
         """Stand for the tokens of a cache."""
         shape = (*new.shape[:2], length, new.shape[3])
-        made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=new.dtype, device=new.device)
+        # one element, repeated: only shape, dtype and device are ever looked at
+        made: Self = torch.empty((), dtype=new.dtype, device=new.device).expand(shape).as_subclass(cls)
         made.pages, made.seen = pages, seen
         return made
 
@@ -251,8 +252,7 @@ class PagedStates(Tensor):
         name = getattr(func, "__name__", str(func))
         getters = name == "__get__" and getattr(func, "__self__", None) in _KNOWN
         if getters or func in (Tensor.size, Tensor.dim):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise _used(name)
 
     @classmethod

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import ShapeError, message
+from ...errors import ShapeError, UnsupportedError, message
+from ...torch_compat import coalescing, set_timeout
 from .lifelines import Lifelines
 from .protocol import Tensors
 from .rendezvous import AbsentError, bounded, meet
@@ -109,8 +110,14 @@ class NcclLink:
     def __init__(self, store: dist.Store, rank: int, size: int, seconds: float) -> None:
         options = dist.ProcessGroupNCCL.Options()
         # NCCL's own watchdog ends the process when it fires: the deadlines here come first
-        options._timeout = timedelta(seconds=10 * seconds + 600)
+        set_timeout(options, 10 * seconds + 600)
         self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        calls = coalescing(self._group)
+        if calls is None:
+            got = f"CUDA tensors, with torch {torch.__version__}"
+            wanted = "a torch that starts NCCL's messages together"
+            raise UnsupportedError(message("context", got, wanted, "Install one that pyproject.toml names."))
+        self._begin, self._end = calls
 
     def post(self, sends: list[Tagged], receives: list[Tagged]) -> list[tuple[int, Any]]:
         """Start all messages in one NCCL group; the one work stands for all peers."""
@@ -118,12 +125,12 @@ class NcclLink:
         if not messages:
             return []
         try:
-            self._group._start_coalescing()
+            self._begin()
             for peer, tensor, _ in receives:
                 self._group.recv([tensor], peer, 0)
             for peer, tensor, _ in sends:
                 self._group.send([tensor], peer, 0)
-            return [(messages[0].peer, self._group._end_coalescing())]
+            return [(messages[0].peer, self._end())]
         except RuntimeError as error:
             raise LinkError(messages[0].peer, _first_line(error)) from error
 

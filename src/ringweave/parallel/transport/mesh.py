@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 from ...errors import UnsupportedError, message
+from ...torch_compat import default_group_was_made, flat
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup as ProcessGroup
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 _WANTED = "a device mesh, a live process group or a Transport"
 # whether this process has used a group
 _SEEN = threading.Event()
+# groups by their ranks, where torch cannot flatten a mesh
+_made: dict[tuple[int, ...], ProcessGroup] = {}
 
 
 def group_of(mesh: DeviceMesh | ProcessGroup | None) -> tuple[ProcessGroup | None, int | None]:
@@ -37,7 +41,7 @@ def group_of(mesh: DeviceMesh | ProcessGroup | None) -> tuple[ProcessGroup | Non
             wanted = "one dimension, or two with ranks ascending"
             raise UnsupportedError(message("mesh", got, wanted, "Slice it: mesh['cp'] or mesh['node', 'cp']."))
     try:
-        group = (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()
+        group = mesh.get_group() if mesh.ndim == 1 else _flat_group(mesh)
     except (RuntimeError, KeyError, ValueError) as error:
         got = f"a mesh without a group ({str(error).splitlines()[0][:200]})"
         raise UnsupportedError(message("mesh", got, _WANTED, "Make the mesh again, on all ranks.")) from error
@@ -45,6 +49,21 @@ def group_of(mesh: DeviceMesh | ProcessGroup | None) -> tuple[ProcessGroup | Non
         return group, None
     nodes, per_node = mesh.shape
     return group, per_node if nodes > 1 and per_node > 1 else None
+
+
+def _flat_group(mesh: DeviceMesh) -> ProcessGroup:
+    """Give the group of all ranks of a mesh, the same one at each call."""
+    import torch.distributed as dist
+
+    one = flat(mesh)
+    if one is not None:
+        return cast("ProcessGroup", one.get_group())
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    with suppress(KeyError, ValueError, RuntimeError):  # none yet, or destroyed since
+        dist.get_process_group_ranks(_made[ranks])
+        return _made[ranks]
+    _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _made[ranks]
 
 
 def check_group(group: object) -> None:
@@ -72,4 +91,4 @@ def _was_destroyed() -> bool:
     if dist is None or not dist.is_available() or dist.is_initialized():
         return False
     # torch keeps the method when the group is destroyed; it is None where the group was made with a store
-    return _SEEN.is_set() or getattr(dist.distributed_c10d, "_default_pg_init_method", None) is not None
+    return _SEEN.is_set() or default_group_was_made()

@@ -66,7 +66,7 @@ def regroup(
     if store is None:
         if not dist.is_initialized():
             raise UnsupportedError(message("store", None, "the store of the failed group", "Pass it."))
-        store = dist.distributed_c10d._get_default_store()
+        store = _world().get_group_store()
     shared = store
 
     def agree() -> tuple[dist.Store, list[int]]:
@@ -89,15 +89,19 @@ def regroup(
         # the time to connect, and after that the time that every operation of the group may take
         timeout, place = timedelta(seconds=spare), members.index(rank)
         dist.init_process_group(backend, store=scope, rank=place, world_size=len(members), timeout=timeout)
-        dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)
+        _world().set_timeout(dist.default_pg_timeout)
 
     try:
         bounded(connect, spare, lambda: False)
     except (RuntimeError, OSError) as error:
         raise failed(f"{members} could not connect ({str(error).splitlines()[0][:200]})") from error
+    return Regrouped(members, _world())
+
+
+def _world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
-    return Regrouped(members, group)
+    return group
 
 
 def _members(store: dist.Store, rank: int, size: int, until: float, lost: set[int]) -> list[int]:
