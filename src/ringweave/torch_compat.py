@@ -275,14 +275,14 @@ _COMPILER = None if find("_dynamo") is None else "torch._dynamo"
 
 
 def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the compiler out of an operator's kernel, without importing it (a second) where nobody has yet."""
+    """Keep the compiler out of a function that PyTorch calls for an operator, without importing it (a second)."""
 
     @functools.cache
     def disabled() -> Callable[..., Any]:
         return torch.compiler.disable(kernel)  # type: ignore[no-any-return]
 
-    def run(*args: Any) -> Any:
-        return (disabled() if _COMPILER is None or _COMPILER in sys.modules else kernel)(*args)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (disabled() if _COMPILER is None or _COMPILER in sys.modules else kernel)(*args, **kwargs)
 
     return run
 

@@ -53,17 +53,6 @@ def _operator(kernel: Callable[..., Any], fake: Callable[..., Any], schema: str,
     return getattr(getattr(torch.ops.ringweave, kernel.__name__), overload)
 
 
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile out of a function that PyTorch calls for an operator, where a graph breaks at the operator."""
-    disabled = torch._disable_dynamo(function)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # as under torch.library.custom_op, which imports the compiler (a second) to say so where nobody has yet
-        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
-
-    return run
-
-
 _SCHEMA = {
     "Tensor": "Tensor", "Tensor | None": "Tensor?", "Sequence[Tensor]": "Tensor[]", "Sequence[bool]": "bool[]",
     "list[Tensor]": "Tensor[]", "str": "str", "float": "float", "int": "SymInt", "bool": "bool",

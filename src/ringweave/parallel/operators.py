@@ -25,11 +25,11 @@ from ..ops.registered import (
     savable,
     scoring_of,
     table_grads,
-    untraced,
 )
 from ..patterns.function import held
 from ..plan import pattern_of
 from ..terms import Term
+from ..torch_compat import untraced
 from ..types import acc_dtype
 from .execution import executor
 from .execution.agreement import NAME_WORDS, Opaque, text_words

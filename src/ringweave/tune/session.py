@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import ShapeError, UnsupportedError, in_a_line, message
 from ..patterns import Pattern
+from ..torch_compat import version
 from .measure import Call, Timer, Timing, interleaved, on_device, replayed
 from .oracle import Accuracy, Limit, Oracle, sample_rows
 from .problem import BACKWARD, BOTH, FORWARD, Attend, Operands, Problem
@@ -196,12 +197,12 @@ class Session:
         if same not in self._checked:
             self.say(f"{problem.name}: checking {peer.name}")
             oracle = self.oracle(built.function)
-            versions = [x._version for x in self.inputs]
+            versions = [version(x) for x in self.inputs]
             if direction == FORWARD:
                 accuracy = oracle.check_out(built.forward(self.inputs)())
             else:
                 accuracy = oracle.check_gradients(*built.forward_backward(oracle.sliced)())
-            if versions != [x._version for x in self.inputs]:
+            if versions != [version(x) for x in self.inputs]:
                 # whatever came after it would be checked against what it left
                 got = "a peer that writes to its inputs"
                 raise ShapeError(message(peer.name, got, "one that leaves them as they are", "Let it copy them."))
