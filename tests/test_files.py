@@ -21,7 +21,7 @@ import torch
 import ringweave as rw
 from ringweave import files
 from ringweave.memory import numa, pressure
-from ringweave.ops import gpu_trial, tuning
+from ringweave.ops import gpu_check, tuning
 from ringweave.plan import store
 from ringweave.plan.store import PlanStore
 
@@ -83,7 +83,7 @@ def tuned(folder: Path) -> Reader:
 
 def tried(folder: Path) -> Reader:
     path = folder / "verdict.json"
-    return json.dumps({"of": "a case", "verdict": None}).encode(), path, lambda: gpu_trial.known(path, "a case")
+    return json.dumps({"of": "a case", "verdict": None}).encode(), path, lambda: gpu_check.known(path, "a case")
 
 
 def planned(folder: Path) -> Reader:

@@ -113,7 +113,7 @@ BREAKAGES = (
         (f"{PARALLEL}/test_failure.py", "-k", "told_by_the_flag"),
     ),
     Breakage(
-        "the density in a kind of call", "ops/tuning_key.py", "max(0, round(-math.log2(share)))", "0",
+        "the density in a kind of call", "ops/tuning.py", "max(0, round(-math.log2(share)))", "0",
         ("tests/ops/test_tuning.py", "-k", "densities"),
     ),
     Breakage(

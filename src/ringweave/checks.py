@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .dropout import threshold_of
 from .errors import ShapeError, UnsupportedError, message, shown
 from .ops.backend import Case, Inputs
 from .ops.dispatch import names, program
@@ -19,7 +18,7 @@ from .patterns import Pattern, check_extents
 from .patterns.fit import refuse
 from .patterns.parse import of_call
 from .patterns.shifted import placed
-from .terms import Term, as_terms
+from .terms import Term, as_terms, threshold_of
 
 if TYPE_CHECKING:
     from .parallel import ContextParallel

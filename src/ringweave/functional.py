@@ -13,7 +13,7 @@ from torch import Tensor
 from .checks import autocast, check_call, check_sinks, check_tensors
 from .errors import ShapeError, UnsupportedError, message, shown
 from .merge import merge, with_sinks
-from .ops import prepared, stored
+from .ops import prepared
 from .ops.backend import Inputs
 from .ops.recovery import check_on_oom, sparsified
 from .ops.registered import attend
@@ -254,6 +254,8 @@ def _stored(
     learned: Sequence[Tensor],
 ) -> AttentionOutput:
     """Round keys and values to 8 bits, and attend to what is stored."""
+    from .ops import stored
+
     q, k, v, scale = inputs[:4]
     for name, there in (("context", context is not None), ("dropout", bool(dropout))):
         if there:

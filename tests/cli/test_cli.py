@@ -25,7 +25,7 @@ from ringweave.cli.app import _blocks, app
 from ringweave.cli.doctor import diagnose
 from ringweave.ops import cpu, tuning
 from ringweave.ops.triton.launch_config import LaunchConfig
-from ringweave.ops.tuning_key import KernelKey
+from ringweave.ops.tuning import KernelKey
 from ringweave.tune.descent import Descent, Tuned
 from ringweave_lab.simulation.simulate import simulate
 

@@ -38,7 +38,7 @@ def streaming(piece: int = 70 * TOKEN, forgotten: tuple[str, int] | None = None)
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streamed, "hosted", lambda inputs: True)
+        patch.setattr(recovery, "_hosted", lambda inputs: True)
         patch.setattr(streamed, "copies_of", late)
         patch.setattr(streamed, "PIECE", piece)
         yield made

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.errors import UnsupportedError
-from ringweave.ops import cpu, dispatch, gather, gpu_check, gpu_trial, triton, tuning
+from ringweave.ops import cpu, dispatch, gather, gpu_check, triton, tuning
 from ringweave.ops.backend import EXTRAS, Backend, Case, Inputs, Upstream
 from ringweave.plan import Branch, branches
 from ringweave.precision import STORED
@@ -130,7 +130,7 @@ def checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, C
     monkeypatch.setattr(gpu_check, "check", check)
     monkeypatch.setattr(gpu_check, "_verdicts", {})
     # no process of its own is begun: it would find no GPU
-    monkeypatch.setattr(gpu_trial, "_COMMAND", ("/nonexistent",))
+    monkeypatch.setattr(gpu_check, "_COMMAND", ("/nonexistent",))
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path))
     monkeypatch.setattr(triton, "installed", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringweave.ops import gpu_trial, tuning
+from ringweave.ops import gpu_check, tuning
 from ringweave.ops.backend import Case
-from ringweave.ops.gpu_trial import kept, known, tried
+from ringweave.ops.gpu_check import kept, known, tried
 
 CASE = Case(1, 4, 2, 500, 500, 32, 16, torch.float32, "cpu", False)
 BEGAN = "print('ringweave: began', flush=True);"
@@ -28,7 +28,7 @@ def no() -> str | None:
 
 
 def instead(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    monkeypatch.setattr(gpu_trial, "_COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr(gpu_check, "_COMMAND", (sys.executable, "-c", code))
 
 
 def test_a_process_of_its_own_tries_and_a_machine_tries_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_a_process_of_its_own_tries_and_a_machine_tries_once(monkeypatch: pytest
 )
 def test_what_dies_or_hangs_is_left_out_and_that_is_kept(code: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     instead(monkeypatch, BEGAN + code)
-    monkeypatch.setattr(gpu_trial, "LIMIT", 1.0)
+    monkeypatch.setattr(gpu_check, "LIMIT", 1.0)
     file, of = kept("triton", CASE, "sparse")
     verdict = tried("triton", CASE, "sparse", no)
     assert said in str(verdict)
@@ -75,26 +75,26 @@ def test_want_of_memory_is_not_kept(code: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("code", ["raise RuntimeError('the device is busy')", "import time; time.sleep(60)"])
 def test_where_none_can_begin_this_process_tries(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     instead(monkeypatch, code)
-    monkeypatch.setattr(gpu_trial, "LIMIT", 0.5)
+    monkeypatch.setattr(gpu_check, "LIMIT", 0.5)
     assert tried("triton", CASE, "sparse", lambda: "it is wrong here") is not None
     assert known(*kept("triton", CASE, "sparse")) == ("it is wrong here",)
 
 
 def test_a_program_that_holds_python_is_not_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_trial.subprocess, "run", lambda *of, **how: no())
+    monkeypatch.setattr(gpu_check.subprocess, "run", lambda *of, **how: no())
     for program in ("/usr/bin/blender", ""):
-        monkeypatch.setattr(gpu_trial, "_COMMAND", (program,))
+        monkeypatch.setattr(gpu_check, "_COMMAND", (program,))
         assert tried("triton", CASE, "sparse", lambda: None) is None
 
 
 def test_what_the_verdict_is_kept_by(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {kept("triton", CASE, "sparse")[0]}
-    monkeypatch.setattr(gpu_trial, "_driver", lambda: "580.1")
+    monkeypatch.setattr(gpu_check, "_driver", lambda: "580.1")
     names.add(kept("triton", CASE, "sparse")[0])
     for device in ("an H100; ringweave 0; torch 2; triton 3.6.0", "an H100; ringweave 0; torch 2; triton 3.7.1"):
-        monkeypatch.setattr(gpu_trial, "where", lambda device, named=device: named)
+        monkeypatch.setattr(gpu_check, "where", lambda device, named=device: named)
         names.add(kept("triton", CASE, "sparse")[0])
-    monkeypatch.setattr(gpu_trial, "_source", lambda: "another kernel")
+    monkeypatch.setattr(gpu_check, "_source", lambda: "another kernel")
     names.add(kept("triton", CASE, "sparse")[0])
     monkeypatch.setattr("ringweave.ops.triton.launch_config.measured", lambda case: ["described True"])
     names.add(kept("triton", CASE, "sparse")[0])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.ops import tuning, tuning_key
+from ringweave.ops import tuning
 from ringweave.ops.backend import Case
 from ringweave.ops.triton import launch_config as module
 from ringweave.ops.triton.launch_config import Device, LaunchConfig, choose, misfit, overriding
@@ -147,7 +147,7 @@ def test_an_override_hides_the_store_and_hears_what_is_asked_for() -> None:
     with overriding({}) as given:
         assert asked() == USUAL
     (heard,) = given.asked
-    kind = tuning_key.KernelKey("forward", HERE, "bfloat16", (64, 64), (128, 128), True)
+    kind = tuning.KernelKey("forward", HERE, "bfloat16", (64, 64), (128, 128), True)
     assert (heard.key, heard.usual, heard.device) == (kind, USUAL, HOPPER)
     other = LaunchConfig(128, 32, 4, 1)
     with overriding({kind: SMALL}) as outer, overriding({kind: other}):
@@ -171,7 +171,7 @@ def test_what_people_see_of_it() -> None:
     case = Case(1, 2, 2, 256, 256, 64, 64, torch.bfloat16, "cpu")
     assert module.measured(case) == []
     tuning.record(
-        [], [entry(SMALL, where=tuning_key.where("cpu")), entry(SMALL, where=tuning_key.where("cpu"), dims=[128, 64])]
+        [], [entry(SMALL, where=tuning.where("cpu")), entry(SMALL, where=tuning.where("cpu"), dims=[128, 64])]
     )
     assert module.measured(case) == [
         "forward on partial tiles of 128 x 128: m 64, n 32, warps 4, stages 3, resident 0, described False, "
@@ -191,7 +191,7 @@ def test_explain_names_the_blocks_where_triton_is_chosen(monkeypatch: pytest.Mon
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     if rw.ops.triton.installed() is False:
         pytest.skip("triton is not installed")
-    tuning.record([], [entry(SMALL, where=tuning_key.where("cpu"), dtype="float16")])
+    tuning.record([], [entry(SMALL, where=tuning.where("cpu"), dtype="float16")])
     said = rw.explain(rw.SlidingWindow(9), 256, dtype=torch.float16, backend="triton")
     assert "measured here: forward on partial tiles of 128 x 128: m 64, n 32, warps 4" in said
     assert "measured here" not in rw.explain(rw.SlidingWindow(9), 256, dtype=torch.float16, backend="gather")

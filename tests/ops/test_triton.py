@@ -245,15 +245,15 @@ def test_blocks_fit_the_device_and_the_tile() -> None:
 @needs_triton
 def test_what_nobody_attends_does_not_coarsen_a_tables_gradient() -> None:
     """The quantum of its sum is of pairs that there are: of keys that are attended, and rows that attend."""
-    from ringweave.ops.triton import term_operands
+    from ringweave.ops.triton import operands
 
     short = rw.SlidingWindow(5) & rw.Keys(100)
     # of the first key head keys from 100 on are nobody's
     patterns = [short, short & rw.Causal(), rw.Full(), rw.Causal()]
     of = rw.plan(rw.PerHead(patterns), 200, 200, heads=4)
     allowed = rw.PerHead(patterns).to_dense(200, heads=4)
-    assert torch.equal(term_operands._attended(of), allowed.any(2))
-    assert term_operands._attended(rw.plan(rw.Full(), 200, 200, heads=4)).all()
+    assert torch.equal(operands._attended(of), allowed.any(2))
+    assert operands._attended(rw.plan(rw.Full(), 200, 200, heads=4)).all()
     generator = torch.Generator().manual_seed(0)
     v, dout = (torch.randn(1, heads, 200, 8, generator=generator) for heads in (2, 4))
     lse = torch.zeros(1, 4, 200).masked_fill(~allowed.any(3), -torch.inf)
@@ -262,7 +262,7 @@ def test_what_nobody_attends_does_not_coarsen_a_tables_gradient() -> None:
     scoring = Scoring((term,), None, *places, torch.zeros(1, 2, dtype=torch.long), (term.total(torch.float32),))
 
     def quanta() -> torch.Tensor:
-        return term_operands.Sums(scoring, Upstream(dout, lse, torch.zeros(1, 4, 200)), v, of).per_quantum
+        return operands.Sums(scoring, Upstream(dout, lse, torch.zeros(1, 4, 200)), v, of).per_quantum
 
     want = quanta()
     v[:, 0, 106:], dout[:, :2, 150:] = 1e30, -1e30

@@ -18,7 +18,7 @@ import torch
 
 import ringweave as rw
 from ringweave.errors import UnsupportedError
-from ringweave.ops import cpu, dispatch, tuning, tuning_key
+from ringweave.ops import cpu, dispatch, tuning
 from ringweave.ops.backend import Case
 from ringweave.plan import Branch, branches
 
@@ -43,7 +43,7 @@ def branch(pattern: rw.Pattern = WINDOW, n: int = 1024) -> Branch:
 
 def entry(name: str, about: Case, of: Branch, tile: tuple[int, int] | None = None) -> dict[str, object]:
     sides = None if tile is None else list(tile)
-    return {"kind": tuning_key.call_key(about, of), "density": tuning_key.density(of), "backend": name, "tile": sides}
+    return {"kind": tuning.call_key(about, of), "density": tuning.density(of), "backend": name, "tile": sides}
 
 
 def chosen(about: Case, of: Branch) -> str:
@@ -76,7 +76,7 @@ def test_auto_takes_what_was_measured_for_the_same_kind_alone() -> None:
 def test_densities_are_apart() -> None:
     n = 4096
     narrow, wide = (branch(rw.SlidingWindow(width, width), n) for width in (64, 1024))
-    assert tuning_key.density(narrow) > tuning_key.density(wide) > 0
+    assert tuning.density(narrow) > tuning.density(wide) > 0
     tuning.record([entry("gather", case(n), narrow)])
     assert tuning.lookup(case(n), narrow) == ("gather", None)
     assert tuning.lookup(case(n), wide) is None
@@ -195,7 +195,7 @@ def test_what_is_made_corrupt_is_right_before(cache: Path, caplog: pytest.LogCap
     (cache / "tuning.json").write_text(spelled(sides=[64, 32]))
     assert tuning.answers() == {"x": {0: ("cpu", (64, 32))}}
     ((kind, fields),) = tuning.configs().items()
-    assert kind == tuning_key.KernelKey("forward", "x", "bfloat16", (64, 64), (128, 128), True)
+    assert kind == tuning.KernelKey("forward", "x", "bfloat16", (64, 64), (128, 128), True)
     assert dict(fields) == KERNEL["blocks"]
     assert not caplog.records
 
@@ -253,7 +253,7 @@ def test_no_table_on_a_gpu_is_read() -> None:
     indices = torch.zeros(2, 8, 2, dtype=torch.int64, device="meta")
     counts = torch.zeros(2, 8, dtype=torch.int64, device="meta")
     table = rw.BlockTable(indices=indices, counts=counts, key_blocks=8, block_size=128)
-    assert tuning_key.density(branch(table)) == 2
+    assert tuning.density(branch(table)) == 2
 
 
 def test_without_the_packages(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

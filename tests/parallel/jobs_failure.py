@@ -15,7 +15,7 @@ import ringweave as rw
 from ringweave import RingError
 from ringweave.parallel import ContextParallel
 from ringweave.parallel.transport.links import Connection
-from ringweave.parallel.transport.regroup import regroup
+from ringweave.parallel.transport.rendezvous import regroup
 from ringweave.parallel.transport.transport import Transport
 
 from .jobs_transport import exchange_parts, numbers

@@ -18,7 +18,7 @@ from ringweave.errors import RingError
 from ringweave.ops import dispatch
 from ringweave.parallel import ContextParallel, Transport
 from ringweave.parallel.execution.local_attention import LocalAttention
-from ringweave.parallel.transport.regroup import regroup
+from ringweave.parallel.transport.rendezvous import regroup
 from ringweave.patterns import Pattern
 
 from ..oracle import Inputs

@@ -10,7 +10,7 @@ import torch
 
 import ringweave as rw
 from ringweave.ops import cpu, dispatch, tuning
-from ringweave.ops import tuning_key as kinds
+from ringweave.ops import tuning as kinds
 from ringweave.ops.backend import Case
 from ringweave.parallel import ContextParallel, Transport
 from ringweave.parallel.planning.placement import NAMED

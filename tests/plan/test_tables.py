@@ -19,7 +19,7 @@ from ringweave.patterns.parse import rebuild
 from ringweave.plan import BlockPlan, Branch
 from ringweave.plan import from_table as tables
 from ringweave.plan.from_pattern import _table_context, build
-from ringweave.plan.table_context import split
+from ringweave.plan.from_table import split
 
 from ..on_gpu import captured
 

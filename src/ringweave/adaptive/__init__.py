@@ -8,11 +8,10 @@ tensor(1024.)
 
 from __future__ import annotations
 
-from .bounds import KeyBounds
 from .importance import ImportanceTracker
 from .indexer import BlockIndexer
 from .mass import TileMass, tile_mass
-from .pooling import block_means
+from .pooling import KeyBounds, block_means
 from .selection import select
 from .sparsity import SparsitySchedule
 

@@ -13,8 +13,7 @@ from ..patterns import BlockTable, Causal, Pattern
 from ..patterns.block_sets import ListedBlocks, MaskBlocks
 from ..patterns.numbers import flag, number, whole
 from .mass import tile_mass
-from .pooling import block_means
-from .shards import stretches
+from .pooling import block_means, stretches
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel, PendingTable

@@ -13,11 +13,9 @@ from ..errors import ShapeError, message
 from ..patterns import BlockTable
 from ..patterns.numbers import one_of, whole
 from ..types import acc_dtype
-from .bounds import largest, least
 from .mass import TileMass
-from .pooling import by_block, in_cache
+from .pooling import by_block, in_cache, largest, least, stretches
 from .selection import HEADS, Grid, Score, amount_of, choose, chunk_rows, grid_of, products
-from .shards import stretches
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel, PendingTable

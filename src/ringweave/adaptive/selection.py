@@ -20,8 +20,7 @@ from ..patterns import BlockTable
 from ..patterns.block_sets import ListedBlocks
 from ..patterns.numbers import flag, number, one_of, whole
 from ..types import acc_dtype
-from .bounds import KeyBounds, largest, least
-from .pooling import block_means, by_block
+from .pooling import KeyBounds, block_means, by_block, largest, least
 
 METHODS = ("mean", "antidiagonal", "top_p", "bounds")
 _POOLED = ("mean", "top_p")

@@ -18,9 +18,8 @@ from ..patterns import Pattern
 from ..plan import Branch, branches
 from ..plan.from_pattern import default_tile
 from ..types import acc_dtype
-from . import cpu, flash, flex, forks, gather, gpu_check, reference, sdpa, torch_sparse, triton, tuning
-from .backend import Backend, Case, Inputs, Upstream, delta_in_chunks, readable
-from .head_views import Heads
+from . import cpu, flash, flex, forks, gather, reference, sdpa, torch_sparse, triton, tuning
+from .backend import Backend, Case, Heads, Inputs, Upstream, delta_in_chunks, readable
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
@@ -110,7 +109,11 @@ def _why_not(backend: Backend, case: Case, branch: Branch) -> str | None:
     if reason is not None or not backend.checked:
         return reason
     # Triton's interpreter is for tests
-    return "on a CPU it is used only when named" if case.device == "cpu" else gpu_check.reason(backend, case, branch)
+    if case.device == "cpu":
+        return "on a CPU it is used only when named"
+    from . import gpu_check
+
+    return gpu_check.reason(backend, case, branch)
 
 
 def program(pattern: Pattern, case: Case, q_offset: int, backend: str) -> list[tuple[Branch, Backend]]:

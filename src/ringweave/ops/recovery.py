@@ -23,7 +23,7 @@ from ..errors import PatternError, ShapeError, UnsupportedError, is_out_of_memor
 from ..patterns import Pattern, SlidingWindow
 from ..plan.from_pattern import DEFAULT_TILE
 from ..types import acc_dtype
-from . import dispatch, streamed
+from . import dispatch
 from .backend import Inputs
 
 R = TypeVar("R")
@@ -57,8 +57,10 @@ class Piece(NamedTuple):
 def forward(inputs: Inputs, pattern: Pattern, q_offset: int, backend: str, degrade: bool) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) as :func:`dispatch.run_forward`, in pieces where memory does not suffice for the whole."""
     run_forward = dispatch.run_forward
-    if streamed.hosted(inputs):
-        _tell_of_host("forward", inputs)
+    if _hosted(inputs):
+        from . import streamed
+
+        _tell_of_host("forward", inputs, streamed.PIECE)
         run_forward = streamed.run_forward
 
     def whole() -> tuple[Tensor, Tensor]:
@@ -88,8 +90,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute (dq, dk, dv) as :func:`dispatch.run_backward`, in pieces where memory does not suffice for the whole."""
     run_backward = dispatch.run_backward
-    if streamed.hosted(inputs):
-        _tell_of_host("backward", inputs)
+    if _hosted(inputs):
+        from . import streamed
+
+        _tell_of_host("backward", inputs, streamed.PIECE)
         run_backward = streamed.run_backward
 
     def fresh() -> None:
@@ -251,12 +255,17 @@ def _tell(direction: str, inputs: Inputs, cut: Rung | None) -> None:
     _say("memory ran out: attention goes on", f"{direction} {what}", cost)
 
 
-def _tell_of_host(direction: str, inputs: Inputs) -> None:
+def _hosted(inputs: Inputs) -> bool:
+    """Tell whether keys and values are on another device than queries."""
+    return inputs.k.device != inputs.q.device
+
+
+def _tell_of_host(direction: str, inputs: Inputs, piece: int) -> None:
     """Log that keys and values come from the host, once."""
     cost = "each key that a query attends is copied once"
     if direction == "backward":
         cost += " more, and its gradients back"
-    what = f"{direction} in pieces of {streamed.PIECE // 2**20} MiB of them on {inputs.q.device.type}"
+    what = f"{direction} in pieces of {piece // 2**20} MiB of them on {inputs.q.device.type}"
     _say("keys and values are on the host: attention computes", what, cost)
 
 

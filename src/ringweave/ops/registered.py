@@ -8,6 +8,7 @@ answer a forward-mode derivative with zero.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import sys
@@ -17,17 +18,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..dropout import Dropout, threshold_of
 from ..errors import UnsupportedError, message
 from ..patterns import Pattern
 from ..patterns.function import held
 from ..patterns.shifted import first_positions
 from ..plan import pattern_of
-from ..terms import Term, terms_of, written
-from ..torch_compat import forward_mode, transforming, untraced
+from ..terms import Dropout, Term, terms_of, threshold_of, written
+from ..torch_compat import dispatch_modes, forward_mode, transforming, untraced
 from ..types import acc_dtype
-from . import flops, recovery
-from .backend import Inputs, Scoring
+from . import dispatch, recovery, registered
+from .backend import Case, Inputs, Scoring
 
 _library = torch.library.Library("ringweave", "DEF")
 # register_fake asks inspect whose line calls it, which looks through all modules that are loaded (6 ms) unless it knows
@@ -350,7 +350,48 @@ def attend(
         refuse_forward_mode()
         return attention_op(*args, extras)  # type: ignore[no-any-return]
     if "torch.utils.flop_counter" in sys.modules:
-        flops.register()
+        registered.register()
     if forward_mode() or transforming(q, k, v, *args[3], *extras):
         return _Attention.apply(*args, *extras)  # type: ignore[no-any-return, no-untyped-call]
     return attention_op(*args, extras)  # type: ignore[no-any-return]
+
+
+_FORWARD, _BACKWARD = 2, 5  # matrix products
+
+
+def _pairs(case: Case, tables: Sequence[Tensor], spec: str, q_offset: int, backend: str) -> int:
+    if any(type(table) is not Tensor for table in tables):
+        # tensors without values: as many as there may be
+        return case.batch * case.heads * case.nq * case.nk
+    steps = dispatch.program(pattern_of(spec, tables), case, q_offset, backend)
+    return sum(
+        branch.plan().computed_pairs() if chosen.planned or branch.structure == "sparse" else branch.pairs()
+        for branch, chosen in steps
+    )
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *call: Any, **_: Any) -> int:
+    tables, spec, scale, q_offset, backend = call[:5]
+    case = Case.of(Inputs(q, k, v, scale))
+    return _FORWARD * (case.head_dim + case.value_dim) * _pairs(case, tables, spec, q_offset, backend)
+
+
+def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *call: Any, **_: Any) -> int:
+    return _forward(q, k, v, *call[2:]) * _BACKWARD // _FORWARD
+
+
+@functools.cache
+def register() -> None:
+    """Tell counters, those that count already too. Their module imports triton: called once somebody else has."""
+    from torch.utils import flop_counter
+
+    formulas: dict[Any, Any] = {
+        torch.ops.ringweave.attention: _forward,
+        torch.ops.ringweave.attention_backward: _backward,
+    }
+    for packet, formula in formulas.items():
+        flop_counter.register_flop_formula(packet, get_raw=True)(formula)
+    for mode in dispatch_modes():
+        registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
+        if isinstance(registry, dict):
+            registry.update({packet: flop_counter.flop_registry[packet] for packet in formulas})

@@ -6,6 +6,7 @@ merges pieces by their log-sum-exp. Backward has the whole's: pieces come once m
 and dV of a piece go back, each once.
 
 Two slots of memory take turns: while a piece is computed the next one comes, and gradients of the one before return.
+``Copies`` holds everything about CUDA's streams and events; a test puts another in its place.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -25,21 +26,17 @@ from ..errors import UnsupportedError, message
 from ..merge import merge_into
 from ..patterns import Pattern
 from ..patterns.tiles import Int64
-from ..plan import BlockPlan, Branch, CutBranch, branches, subplan
+from ..plan import BlockPlan, Branch, branches
+from ..plan.streams import capturing
+from ..plan.subplan import CutBranch, subplan
 from ..types import acc_dtype
 from .backend import Case, Inputs, Upstream, delta_in_chunks, readable
-from .copies import Copies
 from .dispatch import BACKENDS, View, choose
 
 #: Bytes of keys and values that are copied at a time; there are two such pieces, and of gradients as many.
 PIECE = 2**26
 # where a tensor may begin in a slot
 _ALIGN = 256
-
-
-def hosted(inputs: Inputs) -> bool:
-    """Tell whether keys and values are elsewhere than queries."""
-    return inputs.k.device != inputs.q.device
 
 
 def copies_of(inputs: Inputs) -> Copies:
@@ -316,3 +313,61 @@ def _used(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> int:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
+
+
+class Copies:
+    """Memory on both sides, and the order of work, by the streams and events of CUDA or ROCm.
+
+    Args:
+        device: Where to, and back from.
+    Raises:
+        UnsupportedError: While a CUDA graph is captured: the host is no part of it.
+    """
+
+    def __init__(self, device: torch.device):
+        if capturing(device):
+            wanted = f"tensors on {device} while a CUDA graph is captured"
+            raise UnsupportedError(message("k, v", "tensors on the host", wanted, "Make this call outside of graphs."))
+        self.device = device
+        self._computing: Any = torch.cuda.current_stream(device)
+        self._copying: Any = torch.cuda.Stream(device)
+
+    def on_host(self, nbytes: int) -> Tensor:
+        """Take page-locked bytes."""
+        # loaded when it is needed
+        from ..memory.workspace import scratch
+
+        return scratch.take((nbytes,), torch.uint8, pinned=True)
+
+    def on_device(self, nbytes: int) -> Tensor:
+        """Take bytes of the device; what was computed before may still use them."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def copy(self, to: Tensor, of: Tensor) -> Any:
+        """Copy bytes, after the copies before; the event of its end."""
+        with torch.cuda.stream(self._copying):
+            to.copy_(of, non_blocking=True)
+            return self._copying.record_event()
+
+    def computed(self) -> Any:
+        """Give the event of the end of what is to be computed so far."""
+        return self._computing.record_event()
+
+    def copy_after(self, event: Any) -> None:
+        """Let copies from now on wait."""
+        self._copying.wait_event(event)
+
+    def compute_after(self, event: Any) -> None:
+        """Let what is computed from now on wait."""
+        self._computing.wait_event(event)
+
+    def wait(self, event: Any) -> None:
+        """Let the host wait."""
+        event.synchronize()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # what copies read and write may go then
+        self._copying.synchronize()

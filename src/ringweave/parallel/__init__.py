@@ -17,7 +17,7 @@ from .trace import Trace, export_chrome_trace
 from .transport.transport import Transport
 
 if TYPE_CHECKING:
-    from .transport.regroup import regroup
+    from .transport.rendezvous import regroup
 
 __all__ = [
     "ContextParallel", "PendingTable", "Placement", "Trace", "Transport", "export_chrome_trace", "regroup",
@@ -27,7 +27,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name == "regroup":
         # imports torch.distributed, which a group of one does without
-        from .transport.regroup import regroup
+        from .transport.rendezvous import regroup
 
         return regroup
     if name == "simulate":

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dropout import STEPS
 from ..errors import UnsupportedError, message
 from ..ops.backend import Inputs, readable
 from ..ops.registered import (
@@ -28,7 +27,7 @@ from ..ops.registered import (
 )
 from ..patterns.function import held
 from ..plan import pattern_of
-from ..terms import Term
+from ..terms import STEPS, Term
 from ..torch_compat import untraced
 from ..types import acc_dtype
 from .execution import executor

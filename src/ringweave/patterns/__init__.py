@@ -1,6 +1,6 @@
 """What may attend: patterns, their set algebra, presets, and reading them from text."""
 
-from .algebra import And, Not, Or
+from .algebra import And, Not, Or, PerHead
 from .base import Full, Pattern
 from .boxes import Grid
 from .chosen import Global, Periodic, Sinks
@@ -12,7 +12,6 @@ from .grids import GridNeighborhood, GridWindows
 from .keys import Keys
 from .local import Causal, Neighborhood, PrefixLM, Segments, SlidingWindow
 from .parse import parse, rebuild
-from .per_head import PerHead
 from .presets import (
     bigbird,
     dilated_blocks,

@@ -27,10 +27,10 @@ from torch import Tensor
 from ..errors import PatternError, in_a_line, message
 from ..recent import Recent
 from ..torch_compat import wrapped
+from .algebra import PerHead
 from .base import Pattern
 from .key import Key, address_key, content_key
 from .numbers import whole
-from .per_head import PerHead
 from .tiles import Int64, Ranges, Tiles, mix
 
 V = TypeVar("V")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import PatternError, message, shown
 from . import presets
-from .algebra import And, Or, join
+from .algebra import And, Or, PerHead, join
 from .base import Full, Pattern
 from .block_sets import ListedBlocks, MaskBlocks
 from .boxes import Grid
@@ -22,7 +22,6 @@ from .function import TokenMask, for_one_call
 from .grids import GridNeighborhood, GridWindows
 from .keys import Keys
 from .local import Causal, Neighborhood, PrefixLM, Segments, SlidingWindow
-from .per_head import PerHead
 from .shifted import Offsets, Shifted
 from .table import BlockTable
 from .within import Within

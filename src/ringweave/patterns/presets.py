@@ -15,10 +15,10 @@ import torch
 from ..errors import PatternError, message, shown
 from .algebra import Or, join
 from .base import Pattern
+from .block_sets import draw
 from .chosen import Global, Periodic
 from .dilated import Dilated
 from .documents import Documents
-from .draw import draw
 from .local import Causal, Neighborhood, Segments, SlidingWindow
 from .numbers import flag, integers, number, whole
 from .table import BlockTable

@@ -6,12 +6,11 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import PatternError, message
-from .algebra import Combined, Not
+from .algebra import Combined, Not, PerHead
 from .base import Pattern
 from .documents import Documents
 from .fit import nest, refuse
 from .keys import Keys
-from .per_head import PerHead
 from .shifted import Offsets, Shifted
 from .spans import ELEMENT, Bounds, Shared, bounds_in
 from .table import BlockTable

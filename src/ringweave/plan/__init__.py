@@ -13,7 +13,6 @@ from ..patterns.numbers import check_device
 from .block_plan import BlockPlan, pack_masks, unpack_masks
 from .branches import Branch, Sizes, branches, mixture, tile_sides
 from .cache import CacheStatistics, PlanCache, pattern_of, plan_cache
-from .subplan import CutBranch, subplan
 
 if TYPE_CHECKING:
     from .future import Causality, causality
@@ -24,7 +23,6 @@ __all__ = [
     "Branch",
     "CacheStatistics",
     "Causality",
-    "CutBranch",
     "PlanCache",
     "Sizes",
     "branches",
@@ -36,7 +34,6 @@ __all__ = [
     "pattern_of",
     "plan",
     "plan_cache",
-    "subplan",
     "unpack_masks",
 ]
 

@@ -22,10 +22,9 @@ from ..patterns.spans import Shared
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
 from ..patterns.within import batched, by_head, check_bounds, elements
 from .block_plan import BlockPlan
-from .from_table import fine, from_fine_table, from_table
+from .from_table import Listed, TableContext, fine, from_fine_table, from_table, of_sets, runs_of, split
 from .lists import RowSet, assemble, limit
 from .streams import waits
-from .table_context import Listed, TableContext, of_sets, runs_of, split
 
 _EVALUATED_AT_ONCE = 2**24  # mask bits
 _TILES_AT_ONCE = 2**18

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..ops import tuning, tuning_key
+from ..ops import tuning
 from ..plan import Branch, branches
 from .descent import Tuned
 from .measure import Timing
@@ -115,7 +115,7 @@ def tune(
         first: Candidate | None = None
         for direction in directions:
             case = alone.case(direction == BOTH)
-            kind, density = tuning_key.call_key(case, branch), tuning_key.density(branch)
+            kind, density = tuning.call_key(case, branch), tuning.density(branch)
             if kind is None:
                 continue
             if (kind, density) not in found:

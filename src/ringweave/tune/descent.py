@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..ops.triton.launch_config import Asked, LaunchConfig
-from ..ops.tuning_key import KernelKey
+from ..ops.tuning import KernelKey
 
 #: The best so far moves to blocks that take at most this part of its time.
 STEP = 0.98

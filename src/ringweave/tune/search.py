@@ -19,7 +19,7 @@ from torch import Tensor
 from ..ops.backend import Backend, Case, Inputs, Upstream
 from ..ops.dispatch import BACKENDS, PREFERENCE, refusal
 from ..ops.triton.launch_config import Asked, LaunchConfig, overriding
-from ..ops.tuning_key import KernelKey
+from ..ops.tuning import KernelKey
 from ..plan import Branch
 from ..plan.from_pattern import default_tile, estimate_tiles
 from .descent import Tuned, descend

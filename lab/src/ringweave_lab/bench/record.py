@@ -19,7 +19,7 @@ import torch
 import ringweave
 from ringweave.errors import UnsupportedError
 from ringweave.ops import cpu
-from ringweave.ops.tuning_key import processor
+from ringweave.ops.tuning import processor
 from ringweave.tune.measure import Ratio, Timing
 from ringweave.tune.oracle import Accuracy, Limit
 from ringweave.tune.problem import Problem

@@ -18,8 +18,8 @@ from ...errors import UnsupportedError, message
 from ...plan import BlockPlan, Branch
 from ...precision import Scales
 from ..backend import Inputs, Pages, Upstream
-from ..tuning_key import where
-from . import interpreted, kernels, launch_pingpong, operands, queues, term_operands
+from ..tuning import where
+from . import interpreted, kernels, launch_pingpong, operands, queues
 from .launch_config import Device, LaunchConfig, Packing, choose, goes_past_masks, padded
 from .pairing import Rows, paired, single
 
@@ -59,7 +59,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
             units = _device(q.device).units
             launch_pingpong.launch(config, q, k, v, out, lse, plan, queue, scale * _LOG2_E, units, _OPTIONS)
         return out, lse
-    extras = term_operands.of(scoring, q.device)
+    extras = operands.of(scoring, q.device)
     sums, tops = _partial(queue, config.m * packing.parts, dim, out), _partial(queue, config.m * packing.parts, 1, lse)
     step, steps = operands.strides(q, k, v)
     sizes = _sizes(q, v, plan, config, queue, few)
@@ -104,7 +104,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     heads, nq, nk = q.shape[1], q.shape[2], k.shape[2]
     ratio = heads // k.shape[1]
-    extras = term_operands.of(scoring, q.device)
+    extras = operands.of(scoring, q.device)
     sides = queues.masks(plan)
     wide = operands.wide(plan, q, k, v, dout)
     step, steps = operands.strides(q, k, v, dout)
@@ -115,7 +115,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     described = config.described and describable
     keys, values = (operands.described(x, config.n) if described else x for x in (k, v))
     sums = _partial(queue, config.m * packing.parts, q.shape[3], dq)
-    learned = None if scoring is None else term_operands.Sums.of(scoring, upstream, v, plan)
+    learned = None if scoring is None else operands.Sums.of(scoring, upstream, v, plan)
     given = extras.arguments if learned is None else learned.arguments(extras)
     with torch.cuda.device_of(q):
         kernels.backward_q[_grid(queue, packing.parts, config, q.device)](

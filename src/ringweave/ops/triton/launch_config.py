@@ -21,7 +21,7 @@ import torch
 
 from .. import tuning
 from ..backend import Case
-from ..tuning_key import KernelKey, where
+from ..tuning import KernelKey, where
 
 _log = logging.getLogger("ringweave")
 

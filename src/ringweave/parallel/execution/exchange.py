@@ -18,8 +18,7 @@ from torch import Tensor
 from ..planning.demand import Bools, Demand, run_places
 from ..planning.movement import Moves
 from ..planning.placement import Int64
-from .local_attention import LocalAttention
-from .places import Tokens
+from .local_attention import LocalAttention, Tokens
 
 SHARD = -1
 

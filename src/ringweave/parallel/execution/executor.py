@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from ...merge import merge_into
-from ...ops.backend import Inputs, Upstream, delta_in_chunks
-from ...ops.head_views import Heads
+from ...ops.backend import Heads, Inputs, Upstream, delta_in_chunks
 from ...types import acc_dtype
 from .agreement import Agreement
 from .exchange import Section
-from .local_attention import LocalAttention
+from .local_attention import LocalAttention, Tokens
 from .messages import Channels, Traffic, Way
-from .places import Tokens
 from .schedule import Schedule
 
 

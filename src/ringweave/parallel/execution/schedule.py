@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...ops.head_views import Heads
+from ...ops.backend import Heads
 from ..planning.demand import Bools, Demand
 from ..planning.movement import Moves
 from ..planning.placement import Placement

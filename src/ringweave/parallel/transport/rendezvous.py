@@ -1,4 +1,4 @@
-"""Ranks find each other at a store: each leaves a word, and reads what the others left, within bounded time."""
+"""Ranks find each other at a store within bounded time, and survivors of a failure become a smaller group."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+from collections.abc import Collection
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from ...errors import RingError, ShapeError, UnsupportedError, message
+from ...patterns.numbers import seconds, whole
 
 T = TypeVar("T")
 
@@ -84,3 +92,108 @@ def bounded(function: Callable[[], T], seconds: float, given_up: Callable[[], bo
     if errors:
         raise errors[0]
     return results[0]
+
+
+# parts of the time allowed: to wait for ranks that may yet come, then to connect
+_COMING, _CONNECTING = 0.5, 0.3
+_HERE, _MEMBERS = "here", "members"
+
+
+class Regrouped(NamedTuple):
+    """Who is left.
+
+    Attributes:
+        ranks: The survivors' old ranks; a survivor's new rank is its place in it.
+        group: Their group, torch.distributed's new default group.
+    """
+
+    ranks: list[int]
+    group: dist.ProcessGroup
+
+
+def regroup(
+    store: dist.Store | None, rank: int, size: int, *, within: float = 3.0, lost: Collection[int] = ()
+) -> Regrouped:
+    """Make the ranks that still answer the new default group of torch.distributed.
+
+    Every survivor calls it after its RingError. Who comes first to know enough writes the list of members: as soon as
+    all ranks but the lost ones have come, else after half of the time. Who is not in the list raises. The old default
+    group and all its subgroups are destroyed, and so is every mesh over them: contexts must be built again.
+
+    Args:
+        store: Rendezvous store of the failed group whose ranks are given; None for that of the default group. Its host
+            must live: the launcher's agent, or a rank that survives.
+        rank: This process's rank in the failed group.
+        size: Size of the failed group.
+        within: Seconds for all of it.
+        lost: Ranks known to be lost, such as RingError.peer: nobody waits for them.
+
+    Raises:
+        ShapeError: A rank that is none of the group's, or seconds that are no positive number.
+        UnsupportedError: No store, and no default group that has one.
+        RingError: The store is lost, this rank came too late, or a survivor was lost meanwhile.
+    """
+    size, within = whole("size", size, 1, error=ShapeError), seconds("within", within)
+    rank = whole("rank", rank, 0, size - 1, error=ShapeError)
+    gone = {whole("lost", other, 0, size - 1, error=ShapeError) for other in lost}
+    begun = time.monotonic()
+
+    def left() -> float:
+        return begun + within - time.monotonic()
+
+    def failed(cause: str) -> RingError:
+        return RingError(rank, None, None, 0, f"{cause}, while regrouping")
+
+    if store is None:
+        if not dist.is_initialized():
+            raise UnsupportedError(message("store", None, "the store of the failed group", "Pass it."))
+        store = _world().get_group_store()
+    shared = store
+
+    def agree() -> tuple[dist.Store, list[int]]:
+        # how often this rank has regrouped: the same on all that survived until now
+        own = dist.PrefixStore(f"ringweave/regroup/{shared.add(f'ringweave/regroups/{rank}', 1)}", shared)
+        return own, _members(own, rank, size, begun + _COMING * within, gone - {rank})
+
+    try:
+        scope, members = bounded(agree, left(), lambda: False)
+    except (RuntimeError, OSError) as error:
+        raise failed(f"the rendezvous store does not answer ({str(error).splitlines()[0][:200]})") from error
+    if rank not in members:
+        raise failed(f"rank {rank} came after the others had gone on as {members}")
+    backend = dist.get_backend_config(dist.group.WORLD) if dist.is_initialized() else "gloo"
+    spare = max(left(), _CONNECTING * within)
+
+    def connect() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # the time to connect, and after that the time that every operation of the group may take
+        timeout, place = timedelta(seconds=spare), members.index(rank)
+        dist.init_process_group(backend, store=scope, rank=place, world_size=len(members), timeout=timeout)
+        _world().set_timeout(dist.default_pg_timeout)
+
+    try:
+        bounded(connect, spare, lambda: False)
+    except (RuntimeError, OSError) as error:
+        raise failed(f"{members} could not connect ({str(error).splitlines()[0][:200]})") from error
+    return Regrouped(members, _world())
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _members(store: dist.Store, rank: int, size: int, until: float, lost: set[int]) -> list[int]:
+    store.set(f"{_HERE}/{rank}", "")
+    pause = 0.005
+    while not store.check([_MEMBERS]):
+        here = [other for other in range(size) if other == rank or store.check([f"{_HERE}/{other}"])]
+        if len(here) + len(lost - set(here)) == size or time.monotonic() > until:
+            # of several lists the first stands
+            store.compare_set(_MEMBERS, "", ",".join(map(str, here)))
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return [int(word) for word in store.get(_MEMBERS).decode().split(",")]
