@@ -2,10 +2,10 @@
 
 One source is compiled for GPUs of many generations, by compilers of many versions, and no test machine has them all.
 So the first time that auto would give a GPU kernel work of some type, head dimensions and structure, the kernel first
-computes a few hundred tokens of that kind, which are compared with the definition. One that does not compile, or is
-wrong, is left out for as long as the process lives, and the log says so. Kernels that are compiled here are tried in a
-process of their own (``tried``), which a crash or a hang ends alone, and what was found is kept; others in this one. It is no proof of every size: tests
-are for that. A kernel that is named runs without.
+computes a few hundred tokens of that kind, which are compared with the definition. A kernel that does not compile or is
+wrong is left out while the process lives, and the log says so. Kernels that are compiled here are tried in a separate
+process (``tried``), which a crash or a hang ends alone, and the verdict is kept on disk; others are tried in this one.
+It is no proof of every size: tests are for that. A kernel that is named runs without a check.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Patterns of patterns: intersection, union and complement, in all three answers of a pattern, and one for each head."""
+"""Patterns made of patterns: intersection, union, complement, and one for each head."""
 
 from __future__ import annotations
 
