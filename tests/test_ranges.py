@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -116,13 +114,16 @@ def hold(
     # where it may be NaN it is never another number
     assert (near | ~known | (unsure & out.isnan().any(-1)) | broken).all()
     want = torch.logsumexp(scores, -1)
-    near = ((lse.double() - want).abs() <= 2 * off + 1e-5 + 1e-6 * want.abs()) | (lse == want)
+    # PyTorch's kernel sums weights of 16 bits
+    summed = 4 * unit if backend == "sdpa" and unit > 1e-5 else 1e-5
+    near = ((lse.double() - want).abs() <= 2 * off + summed + 1e-6 * want.abs()) | (lse == want)
     assert (near | ~sure).all()
 
     # sums that gradients are made of, before they are scaled
     slopes = largest * dim * n * 4
     most = slopes * max(1.0, abs(factor)) * max(1.0, float(q.abs().max()), float(k.abs().max())) * n
-    if sure.all() and most < torch.finfo(DTYPES[dtype]).max / 4:
+    # in backward PyTorch's kernel rounds scores otherwise than in forward, and large ones then overflow an exponential
+    if sure.all() and most < torch.finfo(DTYPES[dtype]).max / 4 and (backend != "sdpa" or off.max() < 10):
         for gradient in gradients:
             assert gradient.isfinite().all()
         if known.all():
@@ -133,9 +134,12 @@ def hold(
                 raw = q @ k.mT * factor
                 ds = ds * (1 - torch.tanh(raw / number) ** 2)
             wanted = (factor * ds @ k, (factor * ds.mT @ q).sum(1, keepdim=True), dv)
-            parts = weights * (dp.abs() + (weights * dp.abs()).sum(-1, keepdim=True)) * abs(factor)
+            parts = weights * (v.abs().sum(-1)[..., None, :] + (weights * v.abs().sum(-1)[..., None, :]).sum(-1, keepdim=True)) * abs(factor)
             sums = (parts @ k.abs(), (parts.mT @ q.abs()).sum(1, keepdim=True), dv)
-            for got, want, most_of in zip(gradients, wanted, sums, strict=True):
-                slack = most_of * (16 * unit + 8 * float(off.clamp(max=1e-3).max())) + math.sqrt(TINY) * TINY
-                slack = slack + 64 * n * float(torch.finfo(got.dtype).smallest_normal) * max(1.0, abs(factor))
+            others = (float(k.abs().max()), float(q.abs().max()), 0.0)
+            for got, want, most_of, other in zip(gradients, wanted, sums, others, strict=True):
+                slack = most_of * (16 * unit + 8 * float(off.clamp(max=1e-3).max()))
+                # what is too small for float32: slopes of scores, and sums of them before they are scaled
+                slack = slack + 64 * n * TINY * max(1.0, abs(factor)) * max(1.0, min(1.0, abs(factor)) * other)
+                slack = slack + float(torch.finfo(got.dtype).smallest_normal)
                 assert ((got.double() - want).abs() <= slack).all()

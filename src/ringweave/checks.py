@@ -193,7 +193,7 @@ def checked_scale(scale: float | None, dim: int) -> float:
     # a number of few bits would be compared in its own type
     scale = scale.item() if isinstance(scale, np.generic) else scale
     if scale != 0 and not _SMALLEST_SCALE <= abs(scale) <= _LARGEST_SCALE:
-        wanted = f"0, or a number of {_SMALLEST_SCALE} to {_LARGEST_SCALE}, of either sign"
+        wanted = f"a finite number of float32: 0, or {_SMALLEST_SCALE:g} to {_LARGEST_SCALE:g} of either sign"
         raise ShapeError(message("scale", shown(scale), wanted, "Leave it out for 1 / sqrt(D)."))
     return scale if isinstance(scale, (float, torch.SymFloat)) else float(scale)
 

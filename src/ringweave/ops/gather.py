@@ -61,12 +61,11 @@ class _Layout:
         self.plan = plan
         self.batch, self.heads, self.nq, _ = q.shape
         self.kv_heads, self.nk, self.pages = k.shape[1], inputs.nk, inputs.pages
-        self.acc, self.scoring = acc_dtype(q.dtype), inputs.scoring
+        self.acc, self.scale, self.scoring = acc_dtype(q.dtype), inputs.scale, inputs.scoring
         self.elsewhere = q.device.type != "cpu"
         self.q_tiles = self.queries(q)
         self.k_tiles, self.v_tiles = (k, v) if self.pages is not None else (self.keys(k), self.keys(v))
         tile = (plan.q_tile, plan.kv_tile)
-        self.before, self.after = sides(inputs.scale)
         self.limit = max(1, _BUDGET.get(q.device.type, _BUDGET_ELSEWHERE) // (tile[0] * tile[1] * 4))
         tail = torch.arange(plan.kv_tile, device=q.device) < self.nk - (plan.kv_tiles - 1) * plan.kv_tile
         self.tail = tail.expand(1, *tile)
@@ -149,15 +148,16 @@ class _Layout:
         token = torch.minimum(token, lengths.long()[of_batch] - 1).clamp_(min=0)
         return x[table[of_batch, token // size].long(), head, token % size]
 
-    def multiplied(self, batch: _Batch) -> Tensor:
-        """The queries of a batch, times what a scale has before the product."""
-        return self.q_tiles[batch.line].to(self.acc).mul_(self.before)
+    def taken(self, batch: _Batch) -> Tensor:
+        """The queries of a batch."""
+        return self.q_tiles[batch.line].to(self.acc)
 
     def scored(self, queries: Tensor, keys: Tensor, batch: _Batch) -> _Scored:
         """The scores of a batch; selected where they are allowed, so that a NaN in a masked key goes nowhere."""
-        scores = self.product(queries, keys.mT)
-        if self.after != 1:
-            scores.mul_(self.after)
+        before, after = sides(self.scale)
+        scores = self.product(queries * before, keys.mT)
+        if after != 1:
+            scores.mul_(after)
         if self.scoring is None:
             return _Scored(self.masked(scores, batch, -torch.inf))
         at = self._pairs(batch)
@@ -202,8 +202,7 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
     lse = q.new_full(out.shape[:2], -torch.inf, dtype=layout.acc)
     pieced = int(plan.row_ptr.diff(dim=1).max()) > layout.limit
     for batch in layout.batches():
-        queries = layout.multiplied(batch)
-        scored = layout.scored(queries, layout.gathered(layout.k_tiles, batch, False), batch)
+        scored = layout.scored(layout.taken(batch), layout.gathered(layout.k_tiles, batch, False), batch)
         scores = scored.scores
         top = scores.amax(-1, keepdim=True)
         top.masked_fill_(torch.isneginf(top), 0.0)
@@ -238,8 +237,7 @@ def tile_mass(inputs: Inputs, lse: Tensor, plan: BlockPlan, first: Tensor, per_r
     values = rows.new_zeros(plan.tiles, plan.q_tile)
     begins = first.reshape(-1) - plan.row_ptr[:, 0].long()[plan.group.reshape(-1).long()]
     for batch in layout.batches():
-        queries = layout.multiplied(batch)
-        scores = layout.scored(queries, layout.gathered(layout.k_tiles, batch, False), batch).scores
+        scores = layout.scored(layout.taken(batch), layout.gathered(layout.k_tiles, batch, False), batch).scores
         weights = scores.sub_(rows[batch.line][..., None]).exp_()
         place = begins[batch.line // plan.q_tiles][:, None] + batch.entry
         values[place] = weights.unflatten(2, (-1, plan.kv_tile)).sum(3).transpose(1, 2)
@@ -266,7 +264,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     dk = torch.zeros(layout.k_tiles.shape, dtype=layout.acc, device=device)
     dv = torch.zeros(layout.v_tiles.shape, dtype=layout.acc, device=device)
     for batch in layout.batches():
-        queries = layout.multiplied(batch)
+        queries = layout.taken(batch)
         row_dout = dout_tiles[batch.line].to(layout.acc)
         keys = layout.gathered(layout.k_tiles, batch, True)
         scored = layout.scored(queries, keys, batch)
@@ -294,7 +292,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     def joined(tiles: Tensor, heads: int, length: int) -> Tensor:
         return tiles.view(layout.batch, heads, -1, tiles.shape[2])[:, :, :length].to(dtype).contiguous()
 
-    dk.mul_(layout.after)
+    dk.mul_(scale)
     return (
         joined(dq, layout.heads, layout.nq),
         joined(dk, layout.kv_heads, layout.nk),

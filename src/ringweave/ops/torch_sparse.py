@@ -130,7 +130,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     acc = acc_dtype(inputs.q.dtype)
     q, k, v, scale = inputs.map(lambda x: x.to(acc))[:4]
     before, after = sides(scale)
-    q, usable = q * before, k.nan_to_num(0.0, 0.0, 0.0)
+    multiplied, usable = q * before, k.nan_to_num(0.0, 0.0, 0.0)
     ratio = q.shape[1] // k.shape[1]
     dead = torch.isneginf(upstream.lse)
     # what attends nothing, or nothing but scores of -inf, gives nothing, whatever it holds
@@ -139,13 +139,13 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     dq, dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (q, k, v))
     for strip, b, h in _strips(branch.plan(q.device)):
         rows, keys, of_keys = (b, h, strip.rows), (b, h // ratio, strip.keys), (b, h // ratio)
-        weights = strip.products(q[b, h], k[of_keys], after).sub_(strip.spread(lse[rows])).exp_()
+        weights = strip.products(multiplied[b, h], k[of_keys], after).sub_(strip.spread(lse[rows])).exp_()
         dv[keys] += strip.transposed(weights) @ dout[rows]
         grads = strip.products(dout[b, h], v[of_keys], 1.0).sub_(strip.spread(upstream.delta[rows])).mul_(weights)
         grads = grads.masked_fill_(strip.spread(dead[rows]), 0.0)
         dq[rows] = strip.matrix(grads) @ usable[keys] * scale
         dk[keys] += strip.transposed(grads) @ queries[rows]
-    return dq.to(dtype), dk.mul_(after).to(dtype), dv.to(dtype)
+    return dq.to(dtype), dk.mul_(scale).to(dtype), dv.to(dtype)
 
 
 def refusal(case: Case, branch: Branch) -> str | None:
