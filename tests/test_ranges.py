@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import ringweave as rw
 from ringweave.ops import cpu
@@ -36,7 +35,9 @@ def calls(draw: st.DrawFn, backend: str) -> dict[str, object]:
     power = st.integers(low, high)
     q, k = draw(power), draw(power)
     # most products of the three are of middling size, as those that users have
-    scale = draw(st.sampled_from([0, -q - k, 1 - q - k, 25 - q - k, 37 - q - k, 39 - q - k, draw(st.integers(-37, 37))]))
+    scale = draw(
+        st.sampled_from([0, -q - k, 1 - q - k, 25 - q - k, 37 - q - k, 39 - q - k, draw(st.integers(-37, 37))])
+    )
     term = None
     if backend not in ("sdpa", "torch_sparse"):
         term = draw(st.sampled_from([None, None, "softcap", "alibi", "bias"]))
@@ -134,7 +135,11 @@ def hold(
                 raw = q @ k.mT * factor
                 ds = ds * (1 - torch.tanh(raw / number) ** 2)
             wanted = (factor * ds @ k, (factor * ds.mT @ q).sum(1, keepdim=True), dv)
-            parts = weights * (v.abs().sum(-1)[..., None, :] + (weights * v.abs().sum(-1)[..., None, :]).sum(-1, keepdim=True)) * abs(factor)
+            parts = (
+                weights
+                * (v.abs().sum(-1)[..., None, :] + (weights * v.abs().sum(-1)[..., None, :]).sum(-1, keepdim=True))
+                * abs(factor)
+            )
             sums = (parts @ k.abs(), (parts.mT @ q.abs()).sum(1, keepdim=True), dv)
             others = (float(k.abs().max()), float(q.abs().max()), 0.0)
             for got, want, most_of, other in zip(gradients, wanted, sums, others, strict=True):

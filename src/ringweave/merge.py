@@ -15,7 +15,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
     """Join partial results over disjoint key sets (or over branches that may overlap) into the whole.
 
     ``lse = log sum_i exp(lse_i)``, ``out = sum_i exp(lse_i - lse) out_i``, in float32 (float64 for float64 parts);
-    a row that no part attends gives 0 and -inf. A part whose lse is -inf adds nothing, whatever its out holds. Associative and commutative to rounding; differentiable in all inputs.
+    a row that no part attends gives 0 and -inf. A part with an lse of -inf adds nothing, whatever its out holds.
+    Associative and commutative to rounding; differentiable in all inputs.
 
     Args:
         outs: Partial outputs, (..., Nq, Dv) each.

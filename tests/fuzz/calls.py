@@ -209,7 +209,12 @@ def draw(backend: str, seed: int, index: int) -> Call:
     # numbers of its own, so that all else is as without
     call = _hostile(Random(f"hostile {backend} {seed} {index}"), call)
     r = Random(f"scoring {backend} {seed} {index}")
-    if how in ("longnet_attention", "weights") or call.broken or "mul_" in call.fills[0] or r.random() > (0.03 if backend == "sdpa" else 0.35):
+    if (
+        how in ("longnet_attention", "weights")
+        or call.broken
+        or "mul_" in call.fills[0]
+        or r.random() > (0.03 if backend == "sdpa" else 0.35)
+    ):
         return call
     whole = how != "merge"
     return replace(call, scoring=scoring.draw(r, sizes, dtype, sinks=whole, dropout=whole))

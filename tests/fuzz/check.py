@@ -148,7 +148,7 @@ def _check_fork(names: dict[str, Any], lines: str) -> None:
             os._exit(0)
         except rw.UnsupportedError:
             os._exit(0)
-        except BaseException:
+        finally:
             os._exit(1)
     end = time.monotonic() + 60
     while time.monotonic() < end:
