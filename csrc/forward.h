@@ -11,7 +11,6 @@ namespace ringweave {
 namespace {
 
 constexpr int kForwardKeys = kPanelRows;  // keys between two updates of the running maximum: S^T of a panel stays in L1
-constexpr float kLog2e = 1.44269504088896340736f;
 // Queries of a tile, of all heads that share its keys, up to which decode.h sums it; above, a vector of queries is full
 // enough (measured).
 constexpr int kFew = 4;

@@ -219,13 +219,16 @@ struct Pairs {
     return (distance < -t.reach ? -t.reach : distance > t.reach ? t.reach : distance) + t.reach;
   }
 
-  // s = cap tanh(s / cap); slopes, where wanted, are those of this step, and 0 where s is not a number.
+  // s = cap tanh(s / cap); slopes, where wanted, are those of this step, and 0 where s is not a number. Of 1 - tanh^2
+  // nothing would be left where the cap is far below s.
   static void softcap(float *s, int n, float cap, float *slopes) {
     const V caps = splat(cap), shrink = splat(1 / cap);
     for (int i = 0; i < n; i += W) {
-      const V y = tanh(load(s + i) * shrink);
-      store(s + i, caps * y);
-      if (slopes) store(slopes + i, max(splat(1.f) - y * y, V{}));
+      const V x = load(s + i) * shrink;
+      store(s + i, caps * tanh(x));
+      if (!slopes) continue;
+      const V e = exp2(min(x, -x) * splat(2 * kLog2e)), more = e + splat(1.f);
+      store(slopes + i, max(splat(4.f) * e / (more * more), V{}));
     }
   }
 

@@ -47,6 +47,7 @@ typedef uint16_t H8 __attribute__((vector_size(16), aligned(1), may_alias));
 typedef int32_t I4U __attribute__((vector_size(16), aligned(1), may_alias));
 
 constexpr float kInf = __builtin_inff(), kNan = __builtin_nanf(""), kMostFloat = __FLT_MAX__;
+constexpr float kLog2e = 1.44269504088896340736f;
 
 RW_INLINE V load(const void *p) { return *(const VU *)p; }
 RW_INLINE void store(void *p, V v) { *(VU *)p = v; }
