@@ -12,9 +12,21 @@
 namespace ringweave {
 namespace {
 
-// What scores lie above: lse, and +inf where the row attends nothing, so that P = 0.
+// What scores lie above: lse; +inf where the row attends nothing, so that P = 0; NaN of a score of +inf, as the rule is.
 inline void lows(float *lse, int n) {
-  for (int i = 0; i < n; ++i) lse[i] = lse[i] == -kInf ? kInf : lse[i];
+  for (int i = 0; i < n; ++i) lse[i] = lse[i] == -kInf ? kInf : lse[i] == kInf ? kNan : lse[i];
+}
+
+// The rows whose own numbers may reach no key: dead ones, those that attend nothing after all, and those of NaN, which
+// have P of NaN where they attend, and 0 * NaN elsewhere.
+inline Dead broken_rows(const float *lse, int n, Dead dead, uint8_t *to) {
+  bool some = false;
+  for (int i = 0; i < n; ++i) {
+    const bool alive = lse[i] > -kInf && lse[i] < kInf, known = dead && dead[i];
+    to[i] = !alive || known;
+    some |= !alive && !known;
+  }
+  return some ? to : dead;
 }
 
 inline void write_query_tile(const Problem &pb, int64_t b, int64_t h, int64_t first, int n, const float *dq,
@@ -59,23 +71,6 @@ inline TileMask column_mask(const Problem &pb, int32_t bits, int rows, int keys,
   return {m.mask, plan.words, nullptr};
 }
 
-// K for dS K without the broken keys that no query of the tile may attend: 0 * NaN must not reach a query.
-template <class Op>
-inline const float *usable_keys(const Problem &pb, const Lanes &lanes, const TileMask &mask, const BackwardMemory &m) {
-  uint8_t drop[kMostTile];
-  bool any = false;
-  for (int k = 0; k < lanes.rows; ++k) {
-    uint32_t seen = 0;
-    for (int r = 0; r < pb.plan.q_tile; ++r) seen |= mask.rows[(ptrdiff_t)r * mask.words + k / 32];
-    drop[k] = m.bad[k] && !(seen >> (k & 31) & 1);
-    any |= drop[k];
-  }
-  if (!any) return m.keys;
-  pack_channels<Op>(tile_columns<Op>(pb.k, lanes.batch, lanes.head, lanes.first, lanes.rows, pb.d, drop, m.a),
-                    lanes.rows, pb.d, m.clean_keys);
-  return m.clean_keys;
-}
-
 // The list of a column is that of each query head of the K/V head, one after the other: their entries in the window.
 template <class Op, bool Scored>
 inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece, const Turns &turns, char *block,
@@ -89,13 +84,14 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
   if (Scored) pairs.set_lanes(lanes.first, lanes.rows, lanes.count);
   float *dk = partial ? partial : m.dx, *dv = dk + (size_t)lanes.count * pb.d;
   begin_keys(pb, lanes, partial ? Visit() : piece.visit, turns, dk);
-  bool any_bad = false;
   if (piece.begin < piece.end) {
-    pack<Op>(pb.k, lanes, pb.d, scale.sign, m.x, m.rows);
+    pack<Op>(pb.k, lanes, pb.d, scale.packed, m.x, m.rows);
     pack<Op>(pb.v, lanes, pb.dv_dim, 1, m.y, m.rows);
-    pack_channels<Op>(tile_columns<Op>(pb.k, u.batch, u.kv_head, lanes.first, lanes.rows, pb.d, nullptr, m.a),
+    // For dS K without the broken ones: whoever attends one has dS of NaN, or 0 at a score of -inf, and 0 * NaN must not
+    // reach the others.
+    const Dead broken = find_bad(pb.k, lanes, pb.d, m.bad, m.rows) ? m.bad : nullptr;
+    pack_channels<Op>(tile_columns<Op>(pb.k, u.batch, u.kv_head, lanes.first, lanes.rows, pb.d, broken, m.a),
                       lanes.rows, pb.d, m.keys);
-    any_bad = find_bad(pb.k, lanes, pb.d, m.bad, m.rows);
   }
   int64_t before = 0;  // entries of the heads already passed
   for (int h = u.head; h < u.head + u.heads; ++h) {
@@ -117,16 +113,17 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
       Streamed t;
       t.rows = rows, t.key_count = lanes.rows;
       t.mask = column_mask<Op>(pb, plan.bits_t[e], rows, lanes.rows, m);
-      t.keys = any_bad && plan.bits_t[e] >= 0 ? usable_keys<Op>(pb, lanes, t.mask, m) : m.keys;
       if (e + 1 < end) {
         const int64_t then = (int64_t)plan.row[e + 1] * plan.q_tile;
         t.ahead = Ahead(pb.q, pb.dout, u.batch, h, then, (int)smaller(plan.q_tile, pb.nq - then), pb.d, pb.dv_dim);
       }
       gather(pb.lse, queries, -kInf, m.low);
+      Dead dead = t.mask.dead;
+      const Dead broken = broken_rows(m.low, rows, dead, m.broken);
       lows(m.low, rows);
       gather(pb.delta, queries, 0, m.delta);
-      Dead dead = t.mask.dead;
       const Live live = live_rows<Op>(rows, dead);
+      if (broken == m.broken) dead = broken + live.first;
       const int64_t start = first + live.first;
       const int count = live.count(), pair = live.first / Op::depth;
       t.a = tile_rows<Op>(pb.q, u.batch, h, start, count, pb.d, dead, m.a).from(live.first);

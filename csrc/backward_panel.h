@@ -10,11 +10,11 @@ namespace {
 constexpr int kBackwardRows = kPanelRows;  // rows of P and dS at a time
 
 struct BackwardMemory {
-  float *x, *y, *dx, *p, *p_pair, *ds, *ds_rows, *low, *delta, *keys, *clean_keys;  // x, y: K and V across lanes
-  float *dt;                                                                        // dS, where terms change it
+  float *x, *y, *dx, *p, *p_pair, *ds, *ds_rows, *low, *delta;  // x, y: K and V across lanes
+  float *keys, *dt;  // K, channels across lanes; dS, where terms change it
   char *a, *b, *a_columns, *b_columns, *rows;
   uint32_t *mask;
-  uint8_t *dead, *bad;
+  uint8_t *dead, *broken, *bad;  // broken: see broken_rows; bad: keys
   TermMemory terms;
   DropoutMemory dropout;
   size_t bytes;
@@ -29,7 +29,6 @@ struct BackwardMemory {
     low = m.take<float>(larger(lanes, q));
     delta = m.take<float>(q);
     keys = m.take<float>((size_t)k * pad_lanes(pb.d));
-    clean_keys = m.take<float>((size_t)k * pad_lanes(pb.d));
     a = m.take<char>((size_t)larger(q, k) * pb.d * 4);
     b = m.take<char>((size_t)q * pb.dv_dim * 4);
     a_columns = m.take<char>((size_t)q * pb.d * 4);
@@ -37,7 +36,7 @@ struct BackwardMemory {
     rows = m.take<char>((size_t)width * 4 * W);
     mask = m.take<uint32_t>((size_t)q * pb.plan.words);
     dead = m.take<uint8_t>(larger(q, k));
-    bad = m.take<uint8_t>(k);
+    broken = m.take<uint8_t>(q), bad = m.take<uint8_t>(k);
     dt = m.take<float>(pb.scoring.any() ? panel : 0);
     terms = TermMemory(pb, m, lanes, true);
     dropout = DropoutMemory(pb, m, q);
@@ -112,7 +111,6 @@ inline void pack_channels(Tile t, int n, int width, float *to) {
 // One query tile of a column.
 struct Streamed {
   Tile a, b, a_columns, b_columns;  // Q and dO by rows, and for contractions over rows
-  const float *keys;                // K, channels across lanes
   TileMask mask;
   Ahead ahead;
   float *dq;  // the tile's sum: panels of channels, each q_tile rows
@@ -249,7 +247,7 @@ inline void backward_chunk(const Problem &pb, const BackwardMemory &m, float siz
   const int width = pad_lanes(pb.d);
   for (int ch = 0; ch < width; ch += panel_width(ch, width)) {
     const int pw = panel_width(ch, width);
-    const float *keys = t.keys + (ptrdiff_t)ch * all + (ptrdiff_t)(lane / Op::depth) * pw;
+    const float *keys = m.keys + (ptrdiff_t)ch * all + (ptrdiff_t)(lane / Op::depth) * pw;
     float *out = t.dq + (ptrdiff_t)ch * pb.plan.q_tile + (ptrdiff_t)r0 * pw;
     if (kWide == 4 && pw == 4 * W)
       add_rows<Op, kWide>(rows, ld, n, depth, keys, out);

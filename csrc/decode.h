@@ -252,7 +252,8 @@ __attribute__((noinline)) void few_products(Few &f, const Rows &k, const float *
 // Scores of a panel, where there are no terms: products times what their keys are scaled by, where they are allowed.
 template <bool Scored>
 inline void few_scores(const Problem &pb, Few &f, int keys, const TileMask &mask, const float *scales) {
-  const V before = splat(Scale(pb).before);
+  const Scale scale(pb);
+  const V before = splat(scale.before);
   for (int l = 0; l < f.count; ++l) {
     float *s = f.s + l * kPanelRows;
     for (int r = keys; r % W; ++r) s[r] = 0;
@@ -265,13 +266,13 @@ inline void few_scores(const Problem &pb, Few &f, int keys, const TileMask &mask
       store(s + r, x);
     }
     if (!mask.rows) {
-      if (any_equal(least, -kInf)) mark_below(pb);
+      if (any_below(least, -scale.most)) mark_below(pb);
       continue;
     }
     for (int r = 0; r < keys; ++r)
       if (!(mask.rows[(ptrdiff_t)r * mask.words] >> l & 1))
         s[r] = -kInf;
-      else if (s[r] == -kInf)
+      else if (s[r] < -scale.most)
         mark_below(pb);
   }
 }
@@ -558,7 +559,7 @@ inline void forward_piece(const Problem &pb, const Unit &u, const Piece &piece, 
                           const Partials &partials) {
   const Lanes lanes = query_lanes(pb, u, piece.tile);
   const ForwardMemory m(pb, lanes.count, block);
-  if (piece.begin < piece.end) pack<Op>(pb.q, lanes, pb.d, Scale(pb).sign, m.q, m.rows);
+  if (piece.begin < piece.end) pack<Op>(pb.q, lanes, pb.d, Scale(pb).packed, m.q, m.rows);
   const bool few = has_few(pb, piece.tile);
   AddEntries *many = pb.k.scales ? many_entries<Op, true> : many_entries<Op, Scored>;
   AddEntries *entries = few ? few_entries_of<Op, Scored>(pb) : many;

@@ -11,23 +11,23 @@ namespace ringweave {
 namespace {
 
 constexpr int kForwardKeys = kPanelRows;  // keys between two updates of the running maximum: S^T of a panel stays in L1
-constexpr float kLog2e = 1.44269504088896340736f;
 // Queries of a tile, of all heads that share its keys, up to which decode.h sums it; above, a vector of queries is full
 // enough (measured).
 constexpr int kFew = 4;
 inline bool has_few(const Problem &pb, int64_t tile) { return tile_queries(pb, tile) <= kFew; }
 
-// A score is size * s, with size > 0, which keeps -inf a masked one: the sign of the scale, or 0, goes to the packed
-// side. Differences are taken of s and then multiplied by c = size * log2(e): a fused c s - c top would be off by the
+// A score is size * s, with size > 0, which keeps -inf a masked one. The packed side takes the sign of the scale, or 0,
+// and of a scale below 1 its power of two: a product is then in range wherever its score is, and no other bit changes.
+// Differences are taken of s and then multiplied by c = size * log2(e): a fused c s - c top would be off by the
 // rounding of c top, which is more than any exponent where scores are large. With terms, s is a product times `before`
-// and then what they make of it.
+// and then what they make of it. Beyond `most`, s has a score that float32 cannot hold.
 struct Scale {
-  float before = 1, size = 1, c;
-  int sign;
+  float packed, before = 1, size = 1, c, most;
   explicit Scale(const Problem &pb) {
-    sign = pb.scale == 0 ? 0 : pb.scale < 0 ? -1 : 1;
-    (pb.scoring.count ? before : size) = sign ? fabsf(pb.scale) : 1;
-    c = size * kLog2e;
+    const float whole = fabsf(pb.scale), power = fmaxf(float_of(bits_of(whole) & 0x7f800000u), 0x1p-126f);
+    packed = pb.scale == 0 ? 0 : copysignf(fminf(power, 1), pb.scale);
+    (pb.scoring.count ? before : size) = packed == 0 ? 1 : whole / fabsf(packed);
+    c = size * kLog2e, most = kMostFloat / size;
   }
 };
 
@@ -265,7 +265,7 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
     sum[j] = V{};
     store(state.top + lane + j * W, now);
   }
-  if (any_equal(least, -kInf)) mark_below(pb);
+  if (any_below(least, -scale.most)) mark_below(pb);
   if constexpr (Scored) {
     const TileMask &kept = pairs.kept;
     const Kept keep{kept.rows ? kept.rows + (ptrdiff_t)k0 * kept.words : nullptr, kept.words, lane,
@@ -336,14 +336,19 @@ inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Runni
 
 // Divide and write. A row's lse is its top, rounded as backward rounds its scores, and the logarithm of its sum.
 inline void forward_finish(const Problem &pb, const Lanes &lanes, const ForwardMemory &m, const Running &state) {
-  const float size = Scale(pb).size, kept = pb.scoring.kept_factor();
-  for (int i = 0; i < lanes.count; ++i) m.factor[i] = state.sum[i] == 0 ? 0.f : kept / state.sum[i];
+  const Scale scale(pb);
+  const float size = scale.size, kept = pb.scoring.kept_factor();
+  for (int i = 0; i < lanes.count; ++i) {
+    // of a score out of range the sum may be a number
+    const float sum = state.top[i] > scale.most ? kNan : state.sum[i];
+    m.factor[i] = sum == 0 ? 0.f : kept / sum;
+  }
   unpack(pb.out, lanes, pb.dv_dim, state.out, m.factor, m.rows);
   for (int i = 0; i < lanes.count; ++i) {
     char *to = const_cast<char *>(lane_row(pb.lse, lanes, i));
     if (!to) break;
     float lse = state.sum[i] == 0 ? -kInf : state.top[i] * size + logf(state.sum[i]);
-    if (state.top[i] == kInf) lse = kInf;  // an infinite score: its sum is inf - inf
+    if (state.top[i] > scale.most) lse = kInf;  // an infinite score: its sum is inf - inf
     memcpy(to, &lse, 4);
   }
 }

@@ -25,10 +25,18 @@ RW_INLINE const char *lane_row(const View &t, const Lanes &lanes, int lane) {
   return s < lanes.heads ? row_at(t, lanes.batch, lanes.head + s, lanes.first + lane - s * lanes.rows) : nullptr;
 }
 
-// Lay rows across lanes: to[channel][lane], elements of Op; padding lanes are 0.
-// sign < 0 negates, sign == 0 multiplies by zero (NaN and inf become NaN).
+// Elements of Op times 0 or a power of two, of either sign: exact, so that pairs need no rounding.
+RW_INLINE V times(V x, V factor, Single) { return x * factor; }
+#if defined(RW_PAIRS)
+RW_INLINE V times(V x, V factor, Pair) {
+  const V low = (V)((U)x << 16) * factor, high = (V)((U)x & 0xffff0000u) * factor;
+  return (V)((U)low >> 16 | ((U)high & 0xffff0000u));
+}
+#endif
+
+// Lay rows times a factor, as `times` takes it, across lanes: to[channel][lane], elements of Op; padding lanes are 0.
 template <class Op>
-inline void pack(const View &t, const Lanes &lanes, int width, int sign, float *to, char *memory) {
+inline void pack(const View &t, const Lanes &lanes, int width, float factor, float *to, char *memory) {
   const bool raw = Op::depth == 2 || t.dtype == F32;
   const int elements = width / Op::depth;
   for (int p = 0; p < lanes.count; p += panel_width(p, lanes.count)) {
@@ -49,21 +57,8 @@ inline void pack(const View &t, const Lanes &lanes, int width, int sign, float *
         V x[4];
         for (int i = 0; i < 4; ++i) x[i] = load_fourth(r + i, 4 * c);
         turn_fourths(x);
-        for (int i = 0; i < 4; ++i) store(panel + (ptrdiff_t)(c + i) * pw + g, x[i]);
+        for (int i = 0; i < 4; ++i) store(panel + (ptrdiff_t)(c + i) * pw + g, times(x[i], splat(factor), Op()));
       }
-    }
-  }
-  if (sign > 0) return;
-  const ptrdiff_t n = (ptrdiff_t)lanes.count * elements;
-  if (Op::depth == 1) {
-    for (ptrdiff_t i = 0; i < n; ++i) to[i] *= sign < 0 ? -1.f : 0.f;
-  } else {
-    uint16_t *half = (uint16_t *)(void *)to;
-    for (ptrdiff_t i = 0; i < 2 * n; ++i) {
-      uint16_t h;
-      memcpy(&h, half + i, 2);
-      h = sign < 0 ? h ^ 0x8000 : (h & 0x7f80) == 0x7f80 ? 0x7fc0 : 0;
-      memcpy(half + i, &h, 2);
     }
   }
 }

@@ -60,8 +60,9 @@ inline void mass_piece(const Problem &pb, const Unit &u, const Piece &piece, con
   const Plan &plan = pb.plan;
   const Lanes lanes = query_lanes(pb, u, piece.tile);
   const MassMemory m(pb, lanes.count, block);
-  const float size = fabsf(pb.scale);
-  pack<Op>(pb.q, lanes, pb.d, pb.scale == 0 ? 0 : pb.scale < 0 ? -1 : 1, m.q, m.rows);
+  const Scale scale(pb);
+  const float size = scale.before * scale.size;
+  pack<Op>(pb.q, lanes, pb.d, scale.packed, m.q, m.rows);
   gather(pb.lse, lanes, kInf, m.lse);
   // a row that attends nothing has no weights
   for (int i = 0; i < lanes.count; ++i) m.lse[i] = m.lse[i] == -kInf ? kInf : m.lse[i];

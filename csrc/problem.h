@@ -81,7 +81,7 @@ struct Problem {
   int64_t batch = 0, q_heads = 0, kv_heads = 0, nq = 0, nk = 0;
   int d = 0, dv_dim = 0;
   float scale = 1;
-  int32_t *below = nullptr;  // set where an allowed score is -inf: forward
+  int32_t *below = nullptr;  // set where an allowed score is below the range of float32: forward
 };
 
 // Query heads [head, head + heads) of one batch that share a K/V head and a row set: they share every loaded tile.

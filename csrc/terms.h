@@ -97,8 +97,26 @@ struct Pairs {
     if (m.slopes) memset(m.sums, 0, 4 * (size_t)scoring.count * m.span);
   }
 
-  // Scores of rows [r0, r0 + n) and of lanes [lane, lane + width), a row after the other.
-  __attribute__((noinline)) void apply(float *s, int r0, int n, int lane, int width) const {
+  // Scores of rows [r0, r0 + n) and of lanes [lane, lane + width), a row after the other. A product that is not finite
+  // stays so, whatever a softcap would make of it.
+  void apply(float *s, int r0, int n, int lane, int width) const {
+    bool capped = false;
+    for (int i = 0; i < scoring.count; ++i) capped |= scoring.terms[i].kind == Term::softcap;
+    V broken = V{};
+    for (int i = 0; capped && i < n * width; i += W) broken += load(s + i) - load(s + i);  // 0, or NaN
+    if (any_below(broken == V{} ? V{} : splat(-1), 0))
+      apply_broken(s, r0, n, lane, width);
+    else
+      apply_terms(s, r0, n, lane, width);
+  }
+  __attribute__((noinline)) void apply_broken(float *s, int r0, int n, int lane, int width) const {
+    alignas(64) float products[kPanelRows * kWide * W];
+    memcpy(products, s, 4 * (size_t)n * width);
+    apply_terms(s, r0, n, lane, width);
+    for (int i = 0; i < n * width; ++i)
+      if (!(fabsf(products[i]) < kInf)) s[i] = products[i];
+  }
+  __attribute__((noinline)) void apply_terms(float *s, int r0, int n, int lane, int width) const {
     float *slopes = m.slopes;
     const float *diagonals = m.diagonals;
     int i = 0;
@@ -201,13 +219,16 @@ struct Pairs {
     return (distance < -t.reach ? -t.reach : distance > t.reach ? t.reach : distance) + t.reach;
   }
 
-  // s = cap tanh(s / cap); slopes, where wanted, are those of this step, and 0 where s is not a number.
+  // s = cap tanh(s / cap); slopes, where wanted, are those of this step, and 0 where s is not a number. Of 1 - tanh^2
+  // nothing would be left where the cap is far below s.
   static void softcap(float *s, int n, float cap, float *slopes) {
     const V caps = splat(cap), shrink = splat(1 / cap);
     for (int i = 0; i < n; i += W) {
-      const V y = tanh(load(s + i) * shrink);
-      store(s + i, caps * y);
-      if (slopes) store(slopes + i, max(splat(1.f) - y * y, V{}));
+      const V x = load(s + i) * shrink;
+      store(s + i, caps * tanh(x));
+      if (!slopes) continue;
+      const V e = exp2(min(x, -x) * splat(2 * kLog2e)), more = e + splat(1.f);
+      store(slopes + i, max(splat(4.f) * e / (more * more), V{}));
     }
   }
 

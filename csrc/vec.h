@@ -46,7 +46,8 @@ typedef int32_t I4 __attribute__((vector_size(16)));
 typedef uint16_t H8 __attribute__((vector_size(16), aligned(1), may_alias));
 typedef int32_t I4U __attribute__((vector_size(16), aligned(1), may_alias));
 
-constexpr float kInf = __builtin_inff();
+constexpr float kInf = __builtin_inff(), kNan = __builtin_nanf(""), kMostFloat = __FLT_MAX__;
+constexpr float kLog2e = 1.44269504088896340736f;
 
 RW_INLINE V load(const void *p) { return *(const VU *)p; }
 RW_INLINE void store(void *p, V v) { *(VU *)p = v; }
@@ -135,16 +136,16 @@ RW_INLINE uint32_t at_least(U x, uint32_t y) {
 #endif
 }
 
-RW_INLINE bool any_equal(V x, float y) {
+RW_INLINE bool any_below(V x, float y) {
 #if defined(__AVX512F__)
-  return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(y), _CMP_EQ_OQ) != 0;
+  return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(y), _CMP_LT_OQ) != 0;
 #else
-  I same = x == splat(y);
+  I less = x < splat(y);
 #if defined(RINGWEAVE_NEON)
-  return vmaxvq_u32((uint32x4_t)same) != 0;
+  return vmaxvq_u32((uint32x4_t)less) != 0;
 #else
   int32_t any = 0;
-  for (int i = 0; i < W; ++i) any |= same[i];
+  for (int i = 0; i < W; ++i) any |= less[i];
   return any != 0;
 #endif
 #endif

@@ -329,6 +329,57 @@ def test_large_scores_stay_exact(backend: str, name: str, dtype: str) -> None:
             assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["causal", "window"])
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_products_may_overflow_where_scores_do_not(backend: str, name: str) -> None:
+    """The scale brings products back into the range of float32, before or after they are summed: backends cannot tell."""
+    if (backend, name) == ("sdpa", "window"):
+        return
+    for tokens, scale in ((2, -1e-10), (60, 1e-10), (60, 1e-37), (300, 1e-37)):
+        x = Inputs.random(tokens)
+        x.q.mul_(1e20)
+        x.k.mul_(1e19 if scale == 1e-10 else 3e17)
+        pattern = rw.Causal() if name == "causal" else rw.SlidingWindow(9)
+        got, want = (run(x, pattern, each, scale=scale) for each in (backend, "reference"))
+        for each, result in got.items():
+            if backend == "sdpa" and scale != 1e-37 and each not in ("out", "lse"):
+                # PyTorch's backward rounds scores otherwise than its forward, by more than an exponent
+                continue
+            assert result.isfinite().all()
+            torch.testing.assert_close(result, want[each], rtol=1e-3, atol=1e-3 * float(want[each].abs().max()))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("side", ["key", "query"])
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_a_broken_key_or_query_reaches_the_gradients_of_those_that_attend_it(
+    backend: str, side: str, bad: float, dtype: str
+) -> None:
+    """Within a tile others attend it; a row with a score of -inf has the gradients that it has without the key."""
+    x = Inputs.random(300, dtype=DTYPES[dtype])
+    clean = run(x, rw.Causal(), backend)
+    rows, keys = torch.arange(300) >= 290, torch.arange(300) >= 0
+    if side == "key":
+        x.k[:, :, 290, 3] = bad
+        x.dout[:, :, 290:] = x.dlse[:, :, 290:] = 0.0
+    else:
+        rows, keys = torch.arange(300) == 150, torch.arange(300) <= 150
+        x.q[:, :, 150, 3] = bad
+    got = run(x, rw.Causal(), backend)
+    for name in ("out", "lse", "dq"):
+        assert torch.equal(got[name][:, :, ~rows], clean[name][:, :, ~rows])
+    if bad != bad:
+        assert got["dq"][:, :, rows].isnan().all()
+        assert got["dk"][:, :, keys].isnan().all()
+    else:
+        # a score of -inf has no weight; the others break their rows
+        empty = got["lse"][:, :, rows].isfinite() | got["lse"][:, :, rows].isneginf()
+        assert got["dq"][:, :, rows][empty].isfinite().all()
+        assert got["dq"][:, :, rows][~empty].isnan().all()
+    assert torch.equal(got["dk"][:, :, ~keys].isfinite(), torch.ones_like(got["dk"][:, :, ~keys]).bool())
+
+
 @pytest.mark.parametrize("name", ["full", "causal", "sinks", "table_per_head", "window_and_dilated"])
 @pytest.mark.parametrize("tokens", [1, 4, 40, 130])
 @pytest.mark.parametrize("backend", RUNNABLE)

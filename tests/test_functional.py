@@ -56,6 +56,7 @@ def test_types() -> None:
         (lambda: rw.attention(q, k, v, lambda b, h, q, k: q >= k), PatternError, "pattern: got function; wanted a ringweave"),
         (lambda: rw.attention(q, k, v, scale=float("nan")), ShapeError, "scale: got nan; wanted a finite number"),
         (lambda: rw.attention(q, k, v, scale=1e39), ShapeError, r"scale: got 1e\+39; wanted a finite number of float32"),
+        (lambda: rw.attention(q, k, v, scale=-1e-40), ShapeError, "scale: got -1e-40; wanted a finite number of float32: 0, or 1e-37"),
         (lambda: rw.attention(q, k, v, scale=2**2000), ShapeError, "scale: got an int of 2001 bits; wanted a finite number"),
         (lambda: rw.attention(q, k, v, scale="a"), ShapeError, "scale: got 'a'; wanted a number"),
         (lambda: rw.attention(q, k, v, scale=True), ShapeError, "scale: got True; wanted a number"),

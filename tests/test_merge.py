@@ -69,6 +69,19 @@ def test_in_place_agrees() -> None:
     torch.testing.assert_close((out, lse), tuple(rw.merge(outs, lses)))
 
 
+def test_a_part_that_attends_nothing_adds_nothing_whatever_it_holds() -> None:
+    """Other libraries leave NaN or inf in such rows; gradients stay clean too."""
+    for bad in (torch.nan, torch.inf):
+        outs = [torch.full((1, 2, 4, 8), bad, requires_grad=True), torch.ones(1, 2, 4, 8, requires_grad=True)]
+        lses = [torch.full((1, 2, 4), -torch.inf, requires_grad=True), torch.zeros(1, 2, 4, requires_grad=True)]
+        merged = rw.merge(outs, lses)
+        assert torch.equal(merged.out, torch.ones(1, 2, 4, 8))
+        assert torch.equal(merged.lse, torch.zeros(1, 2, 4))
+        dead, ones, dead_lse, lse = torch.autograd.grad(merged.out.sum() + merged.lse.sum(), [*outs, *lses])
+        for gradient, value in ((dead, 0), (dead_lse, 0), (ones, 1), (lse, 1)):
+            assert (gradient == value).all()
+
+
 def test_nan_is_not_hidden() -> None:
     outs, lses = parts(2, empty=False)
     outs[1][..., 0, :] = torch.nan

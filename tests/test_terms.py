@@ -589,7 +589,7 @@ def test_records() -> None:
     assert hash(rw.Softcap(30)) == hash(rw.Softcap(30.0))
     again = pickle.loads(pickle.dumps(rw.DistanceBias(torch.ones(2, 3))))
     assert torch.equal(again.table, torch.ones(2, 3))
-    for bad in (0, -1.0, torch.nan, "a", True):
+    for bad in (0, -1.0, torch.nan, "a", True, 1e39, 1e-50):
         with pytest.raises(rw.ShapeError, match="cap: got"):
             rw.Softcap(bad)  # type: ignore[arg-type]
 

@@ -28,7 +28,7 @@ _NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
 # terms that are made of positions
 _OF_DISTANCE = frozenset({"ALiBi", "DistanceBias"})
 # room above float32's range for a factor log2(e)
-_LARGEST_SCALE = 1e38
+_SMALLEST_SCALE, _LARGEST_SCALE = 1e-37, 1e38
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, hosted: bool = False) -> None:
@@ -192,8 +192,9 @@ def checked_scale(scale: float | None, dim: int) -> float:
         raise ShapeError(message("scale", shown(scale), "a number", "Leave it out for 1 / sqrt(D)."))
     # a number of few bits would be compared in its own type
     scale = scale.item() if isinstance(scale, np.generic) else scale
-    if not abs(scale) <= _LARGEST_SCALE:
-        raise ShapeError(message("scale", shown(scale), "a finite number of float32", "Leave it out for 1 / sqrt(D)."))
+    if scale != 0 and not _SMALLEST_SCALE <= abs(scale) <= _LARGEST_SCALE:
+        wanted = f"a finite number of float32: 0, or {_SMALLEST_SCALE:g} to {_LARGEST_SCALE:g} of either sign"
+        raise ShapeError(message("scale", shown(scale), wanted, "Leave it out for 1 / sqrt(D)."))
     return scale if isinstance(scale, (float, torch.SymFloat)) else float(scale)
 
 

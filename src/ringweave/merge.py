@@ -15,7 +15,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
     """Join partial results over disjoint key sets (or over branches that may overlap) into the whole.
 
     ``lse = log sum_i exp(lse_i)``, ``out = sum_i exp(lse_i - lse) out_i``, in float32 (float64 for float64 parts);
-    a row that no part attends gives 0 and -inf. Associative and commutative to rounding; differentiable in all inputs.
+    a row that no part attends gives 0 and -inf. A part with an lse of -inf adds nothing, whatever its out holds.
+    Associative and commutative to rounding; differentiable in all inputs.
 
     Args:
         outs: Partial outputs, (..., Nq, Dv) each.
@@ -67,8 +68,9 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
     alive = total != 0
     safe = torch.where(alive, total, 1.0)
     joined = torch.zeros_like(outs[0], dtype=acc)
-    for out, weight in zip(outs, weights, strict=True):
-        joined = joined + (weight / safe)[..., None] * out.to(acc)
+    for out, weight, empty in zip(outs, weights, stacked.isneginf(), strict=True):
+        # others may leave NaN in a row that attends nothing
+        joined = joined + (weight / safe)[..., None] * out.to(acc).masked_fill(empty[..., None], 0.0)
     lse = torch.where(alive, top + torch.log(safe), -torch.inf)
     return AttentionOutput(joined.to(outs[0].dtype), lse)
 

@@ -91,9 +91,9 @@ class Softcap(Term):
     """Scores that saturate: ``cap * tanh(t / cap)``.
 
     Args:
-        cap: What no score exceeds.
+        cap: What no score exceeds: 1e-37 to 1e37.
     Raises:
-        ShapeError: No number above 0.
+        ShapeError: A number out of that range.
     Example:
         >>> rw.attention(q, k, v, rw.Causal(), terms=rw.Softcap(50.0)).shape
         torch.Size([1, 4, 256, 32])
@@ -107,8 +107,10 @@ class Softcap(Term):
 
     def __post_init__(self) -> None:
         cap = number("cap", self.cap, error=ShapeError)
-        if cap <= 0:
-            raise ShapeError(message("cap", shown(self.cap), "a number above 0", "Leave the term out for no cap."))
+        # scores are multiplied by 1 / cap, which float32 holds too
+        if not 1e-37 <= cap <= 1e37:
+            wanted = "a number above 0, of 1e-37 to 1e37"
+            raise ShapeError(message("cap", shown(self.cap), wanted, "Leave the term out for no cap."))
         object.__setattr__(self, "cap", cap)
         # written once, as a pattern's: a trace may leave a number open
         object.__setattr__(self, "_spec", f"Softcap({cap!r})")
@@ -127,7 +129,7 @@ class Softcap(Term):
 
     def gradient(self, after: Tensor, grad: Tensor, at: Pairs, total: Tensor | None) -> Tensor:
         """Multiply by ``1 - tanh^2``."""
-        return grad * (1 - (after / self.cap) ** 2)
+        return grad * (1 - (after / self.cap) ** 2).clamp(min=0)
 
 
 def _floating(name: str, table: object, ndim: int, wanted: str) -> Tensor:

@@ -16,6 +16,13 @@ DIMS = [8, 8, 16, 16, 24, 32, 40, 64, 72, 96]
 ODD_DIMS = [1, 2, 3, 5, 7, 12, 20, 33, 50, 90]
 SCALES = [None, None, None, None, 0.3, -0.3, 1.0, 0.0, -0.0, 1e-30, 1e-6, -1e-3, 30.0, -20.0, 1e4, -1e6, 1e20, 1e30]
 FILLS = [".normal_()"] * 8 + [".normal_(0, 30)", ".normal_(0, 0.001)", ".random_(-2, 3)", ".fill_(1)", ".zero_()"]
+#: q and k that overflow before they are scaled, and a scale that brings them back, or far up
+LARGE = [(20, 19, -37), (20, 19, -10), (25, -10, -15), (-20, -17, 36), (36, 0, -30), (0, 36, -36), (18, 20, -36)]
+#: saved tensors of other strides than those that were given
+HOOKS = (
+    "torch.autograd.graph.saved_tensors_hooks(lambda x: x.mT.contiguous() if x.ndim > 1 else x, "
+    "lambda x: x.mT if x.ndim > 1 else x)"
+)
 CALLS = ["attention", "attention", "context", "no_grad", "inference_mode", "merge", "weights"]
 DTYPES = ["float32", "float32", "bfloat16", "float16", "float64"]
 
@@ -46,6 +53,12 @@ class Call:
     #: whether keys, values and queries that take no part are NaN
     dead: bool
     seed: int
+    #: (batch element, key head, key) of a key of NaN that queries may attend
+    broken: tuple[int, int, int] | None = None
+    #: whether what backward saves is packed in another layout
+    packed: bool = False
+    #: whether the call is made in a forked process first
+    forked: bool = False
     #: positions of each batch element's first query and key, where they are given by batch element
     first: First | None = None
     scoring: Scoring = Scoring()  # noqa: RUF009  (immutable)
@@ -111,6 +124,8 @@ def program(call: Call) -> tuple[list[str], list[str]]:
             f"used = pattern.to_dense({asked}) > 0; dead = ~used.unflatten(1, ({call.kv_heads}, -1)).any(2).any(2)",
             "k.data[dead] = v.data[dead] = torch.nan; q.data[~used.any(-1)] = torch.nan",
         ]
+    if call.broken is not None:
+        inputs.append(f"k.data[{', '.join(map(str, call.broken))}] = torch.nan")
     if call.how == "context":
         inputs.append(f"ctx = rw.ContextParallel(None, pattern, {s.nk}, heads=({s.heads}, {call.kv_heads}))")
         lines = [
@@ -134,8 +149,9 @@ def program(call: Call) -> tuple[list[str], list[str]]:
         lines = [f"out = rw.attention(q, k, v, {pattern}, {options})"]
     else:
         lines = [f"out, lse = rw.attention_with_lse(q, k, v, {pattern}, {options})"]
-    if call.how in ("no_grad", "inference_mode"):
-        lines = [f"with torch.{call.how}():", *("    " + line for line in lines)]
+    around = f"torch.{call.how}()" if call.how in ("no_grad", "inference_mode") else HOOKS if call.packed else ""
+    if around:
+        lines = [f"with {around}:", *("    " + line for line in lines)]
     if call.grads:
         roots, slopes = {"out": ("out", "dout"), "lse": ("lse", "dlse"), "both": ("(out, lse)", "(dout, dlse)")}[
             call.loss
@@ -191,11 +207,35 @@ def draw(backend: str, seed: int, index: int) -> Call:
         how=how, detach_weights=detach, threads=r.choice([1] * 5 + [2]), poisoned=r.random() < 0.2, dead=dead, seed=r.randint(0, 10**6), first=first,
     )  # fmt: skip
     # numbers of its own, so that all else is as without
+    call = _hostile(Random(f"hostile {backend} {seed} {index}"), call)
     r = Random(f"scoring {backend} {seed} {index}")
-    if how in ("longnet_attention", "weights") or r.random() > (0.03 if backend == "sdpa" else 0.35):
+    if (
+        how in ("longnet_attention", "weights")
+        or call.broken
+        or "mul_" in call.fills[0]
+        or r.random() > (0.03 if backend == "sdpa" else 0.35)
+    ):
         return call
     whole = how != "merge"
     return replace(call, scoring=scoring.draw(r, sizes, dtype, sinks=whole, dropout=whole))
+
+
+def _hostile(r: Random, call: Call) -> Call:
+    """A call with what was found by hand: large products, a broken key, saved tensors in other layouts, a fork."""
+    s, choice = call.sizes, r.random()
+    if choice < 0.06 and call.backend != "triton" and call.dtype != "float16":
+        q, k, scale = r.choice(LARGE)
+        fills = (f".normal_().clamp_(-3, 3).mul_(1e{q})", f".normal_().clamp_(-3, 3).mul_(1e{k})", *call.fills[2:])
+        return replace(call, fills=fills, scale=10.0**scale)
+    # what parts get from a merge is NaN in a row, which is a gradient of out; a scale of 0 makes 0 of a gradient
+    if choice < 0.14 and call.layouts[1] not in SHARED and call.how not in ("weights", "merge") and call.scale != 0:
+        broken = r.randrange(s.batch), r.randrange(call.kv_heads), r.randrange(call.nk)
+        # within a tile the gradients of the GPU's kernels, as those of values
+        leaves = "" if call.backend == "triton" else call.leaves
+        return replace(call, broken=broken, dead=False, leaves=leaves)
+    if choice < 0.18:
+        return replace(call, packed=call.how not in ("no_grad", "inference_mode"))
+    return replace(call, forked=choice > 0.998 and call.backend != "triton")
 
 
 def _sizes(r: Random, heads: int, how: str, slow: bool) -> Sizes:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import pickle
+import signal
+import time
 import traceback
 from dataclasses import replace
 from typing import Any
@@ -57,6 +60,9 @@ def _run(call: Call, names: dict[str, Any], inputs: str, lines: str) -> str:
     given = {name: names[name] for name in ("q", "k", "v", "dout", "dlse", *call.scoring.tensors) if name in names}
     versions = {name: x._version for name, x in given.items()}
     state, seed = torch.get_rng_state(), next_seed()
+    if call.forked:
+        _check_fork(names, lines)
+        torch.set_rng_state(state)
     try:
         exec(lines, names)
     except rw.UnsupportedError as error:
@@ -70,16 +76,23 @@ def _run(call: Call, names: dict[str, Any], inputs: str, lines: str) -> str:
             raise Find("version", f"{name} was written to", f"{name}._version  # wanted {versions[name]}")
     counts = trees.counts(call.tree, call.sizes, call.first)
     _check_mask(call, names, counts)
-    x = _inputs(call, names)
+    x, reached = _inputs(call, names), None
+    if call.broken is not None:
+        reached = _reached(call, torch.from_numpy(counts.sum(0)) > 0)
+        # of a broken row nothing is asked but that it is NaN
+        x.dout, x.dlse = x.dout.masked_fill(reached[0][..., None], 0.0), x.dlse.masked_fill(reached[0], 0.0)
     tensors = {name: names[name].detach() for name in call.scoring.tensors}
     truth = Truth(call, x, torch.from_numpy(counts), tensors, seed)
     wanted = ["out"] + ["lse"] * ("lse" in names) + [f"d{name}" for name in call.grads]
     got = {name: names[name].detach() for name in wanted}
     for name in wanted:
         _check_kind(call, name, got[name], truth)
+    whole = dict(got)
+    if reached is not None:
+        _check_broken(reached, truth, got)
     if call.backend == "cpu" and call.how != "merge" and call.seed % 4 == 0:
         torch.set_rng_state(state)
-        _check_bits(call, names, lines, got)
+        _check_bits(call, names, lines, whole)
     return _compare(call, truth, got)
 
 
@@ -102,6 +115,56 @@ def _check_bits(call: Call, names: dict[str, Any], lines: str, got: dict[str, Te
             place = (~same).nonzero()[0].tolist()
             what = f"{int((~same).sum())} of {x.numel()} differ from those of contiguous copies on other threads"
             raise Find("bits", f"{name}: {what}", f"{name}{place}  # there {float(other[tuple(place)]):.9g}")
+
+
+def _reached(call: Call, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows that attend a broken key, and the keys that those attend."""
+    assert call.broken is not None
+    batch, head, key = call.broken
+    ratio = call.sizes.heads // call.kv_heads
+    rows = torch.zeros(allowed.shape[:3], dtype=torch.bool)
+    of_head = slice(head * ratio, (head + 1) * ratio)
+    rows[batch, of_head] = allowed[batch, of_head, :, key]
+    return rows, (allowed & rows[..., None]).any(2).unflatten(1, (call.kv_heads, ratio)).any(2)
+
+
+def _check_broken(reached: tuple[Tensor, Tensor], truth: Truth, got: dict[str, Tensor]) -> None:
+    """What attends a broken key is NaN, and its gradients; in ``got`` it is then as in the truth."""
+    rows, keys = reached
+    for name, x in got.items():
+        broken = keys if name in ("dk", "dv") else rows
+        broken = broken if name == "lse" else broken[..., None].expand_as(x)
+        bad = x.isposinf() | x.isnan() if name == "lse" else x.isnan()
+        # whether all else is a number is asked of what can be compared
+        if not (name == "dv" and truth.call.loss == "lse"):
+            _same("broken key", name, bad & broken, broken, x, truth.results[name])
+        if name != "lse":
+            truth.results[name] = truth.results[name].masked_fill(broken, 0.0)
+        got[name] = torch.where(broken, truth.results[name], x.double()).to(x.dtype)
+
+
+def _check_fork(names: dict[str, Any], lines: str) -> None:
+    """A forked process computes, or says that it cannot; it never waits for threads that it has not."""
+    child = os.fork()
+    if not child:
+        try:
+            exec(lines, dict(names))
+            os._exit(0)
+        except rw.UnsupportedError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            if status:
+                raise Find("fork", f"a forked process ends with {status}")
+            return
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise Find("fork", "a forked process computes for a minute: it waits for threads that it has not")
 
 
 def _raised(call: Call, error: Exception) -> Find:
@@ -158,8 +221,8 @@ def _same_mask(kind: str, asked: str, dense: Tensor, wanted: Tensor) -> None:
 
 def _inputs(call: Call, names: dict[str, Any]) -> Inputs:
     q, k, v = (names[name].detach() for name in "qkv")
-    if call.dead:
-        # what takes no part may be any number
+    if call.dead or call.broken:
+        # what takes no part may be any number; what a broken key takes part in is looked at alone
         q, k, v = (x.nan_to_num() for x in (q, k, v))
     s = call.sizes
     dout = names.get("dout", torch.zeros(s.batch, s.heads, s.nq, call.value_dim, dtype=q.dtype))

@@ -96,7 +96,7 @@ def _smaller(call: Call) -> Iterator[Call]:
         if dims != (call.dim, call.value_dim) and min(dims) >= 1 and max(dims) <= max(call.dim, call.value_dim):
             yield replace(call, dim=dims[0], value_dim=dims[1])
     plain = {
-        "scale": None, "dtype": "float32", "poisoned": False, "dead": False, "threads": 1, "detach_weights": False, "leaves": "",
+        "scale": None, "dtype": "float32", "poisoned": False, "dead": False, "packed": False, "forked": False, "threads": 1, "detach_weights": False, "leaves": "",
         "loss": "out",
     }  # fmt: skip
     for name, value in plain.items():

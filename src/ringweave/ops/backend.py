@@ -60,12 +60,18 @@ class Scoring(NamedTuple):
         first = self.offsets[batch]
         return Pairs(batch, self.heads[head], row, column, row + first[..., 0], column + first[..., 1])
 
-    def apply(self, t: Tensor, at: Pairs) -> list[Tensor]:
-        """The scores after each term. One that is not finite before stays so, whatever a term would make of it."""
+    def apply(self, t: Tensor, at: Pairs, held: torch.dtype | None = None) -> list[Tensor]:
+        """The scores after each term. One that is not finite before stays so, whatever a term would make of it.
+
+        ``held``: the type of scores where t is wider; one that it cannot hold is infinite.
+        """
         states = []
         state = t
         for term in self.terms:
             state = term.apply(state, at)
+            if held is not None:
+                narrow = state.to(held)
+                state = torch.where(narrow.isinf(), narrow.to(t.dtype), state)
             states.append(state)
         if states:
             states[-1] = torch.where(t.isfinite(), state, t)

@@ -19,7 +19,7 @@ from ..plan import BlockPlan, Branch, unpack_masks
 from ..terms import Pairs
 from ..types import acc_dtype
 from .backend import EXTRAS, Backend, Case, Inputs, Upstream, tiled
-from .overflow import may_overflow, spoil
+from .overflow import may_overflow, sides, spoil
 
 # Bytes of scores computed at a time. Measured: on a CPU the batch should stay in the second-level cache and yet be
 # large enough to amortise some ten operator calls.
@@ -61,16 +61,16 @@ class _Layout:
         self.plan = plan
         self.batch, self.heads, self.nq, _ = q.shape
         self.kv_heads, self.nk, self.pages = k.shape[1], inputs.nk, inputs.pages
-        self.acc, self.scoring = acc_dtype(q.dtype), inputs.scoring
+        self.acc, self.scale, self.scoring = acc_dtype(q.dtype), inputs.scale, inputs.scoring
         self.elsewhere = q.device.type != "cpu"
         self.q_tiles = self.queries(q)
         self.k_tiles, self.v_tiles = (k, v) if self.pages is not None else (self.keys(k), self.keys(v))
-        sides = (plan.q_tile, plan.kv_tile)
-        self.limit = max(1, _BUDGET.get(q.device.type, _BUDGET_ELSEWHERE) // (sides[0] * sides[1] * 4))
+        tile = (plan.q_tile, plan.kv_tile)
+        self.limit = max(1, _BUDGET.get(q.device.type, _BUDGET_ELSEWHERE) // (tile[0] * tile[1] * 4))
         tail = torch.arange(plan.kv_tile, device=q.device) < self.nk - (plan.kv_tiles - 1) * plan.kv_tile
-        self.tail = tail.expand(1, *sides)
+        self.tail = tail.expand(1, *tile)
         self.ragged = self.nk % plan.kv_tile != 0
-        fits = plan.masks.shape[0] * sides[0] * sides[1] <= _BANK_BYTES
+        fits = plan.masks.shape[0] * tile[0] * tile[1] <= _BANK_BYTES
         self.bank = torch.cat([unpack_masks(plan.masks, plan.kv_tile), self.tail]) if fits else None
 
     def queries(self, x: Tensor) -> Tensor:
@@ -148,9 +148,16 @@ class _Layout:
         token = torch.minimum(token, lengths.long()[of_batch] - 1).clamp_(min=0)
         return x[table[of_batch, token // size].long(), head, token % size]
 
+    def taken(self, batch: _Batch) -> Tensor:
+        """The queries of a batch."""
+        return self.q_tiles[batch.line].to(self.acc)
+
     def scored(self, queries: Tensor, keys: Tensor, batch: _Batch) -> _Scored:
         """The scores of a batch; selected where they are allowed, so that a NaN in a masked key goes nowhere."""
-        scores = self.product(queries, keys.mT)
+        before, after = sides(self.scale)
+        scores = self.product(queries * before, keys.mT)
+        if after != 1:
+            scores.mul_(after)
         if self.scoring is None:
             return _Scored(self.masked(scores, batch, -torch.inf))
         at = self._pairs(batch)
@@ -188,15 +195,14 @@ class _Layout:
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute attention over a plan, batch by batch of equally long rows."""
     inputs = inputs.widened()
-    q, _, v, scale = inputs[:4]
+    q, _, v = inputs[:3]
     plan = branch.plan(q.device)
     layout = _Layout(inputs, plan)
     out = q.new_zeros(layout.q_tiles.shape[0], plan.q_tile, v.shape[3], dtype=layout.acc)
     lse = q.new_full(out.shape[:2], -torch.inf, dtype=layout.acc)
     pieced = int(plan.row_ptr.diff(dim=1).max()) > layout.limit
     for batch in layout.batches():
-        queries = layout.q_tiles[batch.line].to(layout.acc).mul_(scale)
-        scored = layout.scored(queries, layout.gathered(layout.k_tiles, batch, False), batch)
+        scored = layout.scored(layout.taken(batch), layout.gathered(layout.k_tiles, batch, False), batch)
         scores = scored.scores
         top = scores.amax(-1, keepdim=True)
         top.masked_fill_(torch.isneginf(top), 0.0)
@@ -231,8 +237,7 @@ def tile_mass(inputs: Inputs, lse: Tensor, plan: BlockPlan, first: Tensor, per_r
     values = rows.new_zeros(plan.tiles, plan.q_tile)
     begins = first.reshape(-1) - plan.row_ptr[:, 0].long()[plan.group.reshape(-1).long()]
     for batch in layout.batches():
-        queries = layout.q_tiles[batch.line].to(layout.acc).mul_(inputs.scale)
-        scores = layout.scored(queries, layout.gathered(layout.k_tiles, batch, False), batch).scores
+        scores = layout.scored(layout.taken(batch), layout.gathered(layout.k_tiles, batch, False), batch).scores
         weights = scores.sub_(rows[batch.line][..., None]).exp_()
         place = begins[batch.line // plan.q_tiles][:, None] + batch.entry
         values[place] = weights.unflatten(2, (-1, plan.kv_tile)).sum(3).transpose(1, 2)
@@ -242,15 +247,15 @@ def tile_mass(inputs: Inputs, lse: Tensor, plan: BlockPlan, first: Tensor, per_r
 def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients over a plan: scores are recomputed, dK and dV are added per key tile."""
     dout, lse, delta, _ = upstream
-    dead = torch.isneginf(lse)
-    if bool(dead.any()):
-        # what attends nothing gives nothing, whatever it holds
-        q, dout = (x.masked_fill(dead[..., None], 0.0) for x in (inputs.q, dout))
+    # what attends nothing gives nothing, whatever it holds; a row of NaN has weights of NaN where it attends, and its
+    # own numbers would reach keys that it does not attend
+    dead, broken = torch.isneginf(lse), bool(lse.isnan().any())
+    if broken or bool(dead.any()):
+        q, dout = (x.masked_fill((dead | lse.isnan())[..., None], 0.0) for x in (inputs.q, dout))
         inputs, lse = inputs._replace(q=q), lse.masked_fill(dead, 0.0)
     device, scale = inputs.q.device, inputs.scale
     layout = _Layout(inputs, branch.plan(device))
-    # a row of NaN: where it attends nothing, nothing of it
-    broken = bool(lse.isnan().any())
+    finite_keys = bool(inputs.k.isfinite().all())
     dout_tiles = layout.queries(dout)
     # rows past the last have no weights, however large a term makes their scores
     lse = torch.nn.functional.pad(lse, (0, -layout.nq % layout.plan.q_tile), value=torch.inf)
@@ -259,7 +264,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     dk = torch.zeros(layout.k_tiles.shape, dtype=layout.acc, device=device)
     dv = torch.zeros(layout.v_tiles.shape, dtype=layout.acc, device=device)
     for batch in layout.batches():
-        queries = layout.q_tiles[batch.line].to(layout.acc).mul_(scale)
+        queries = layout.taken(batch)
         row_dout = dout_tiles[batch.line].to(layout.acc)
         keys = layout.gathered(layout.k_tiles, batch, True)
         scored = layout.scored(queries, keys, batch)
@@ -278,12 +283,16 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
         if layout.scoring is not None:
             assert scored.at is not None
             score_grads = layout.scoring.gradient(scored.states, score_grads, scored.at)
+        if not finite_keys:
+            # who attends one has gradients of NaN, or 0 at a score of -inf; it must not reach the others
+            keys = keys.nan_to_num(0.0, 0.0, 0.0)
         dq[batch.line] += layout.product(score_grads, keys).mul_(scale)
         dk.index_add_(0, where, layout.product(score_grads.mT, queries).view(-1, *dk.shape[1:]))
 
     def joined(tiles: Tensor, heads: int, length: int) -> Tensor:
         return tiles.view(layout.batch, heads, -1, tiles.shape[2])[:, :, :length].to(dtype).contiguous()
 
+    dk.mul_(scale)
     return (
         joined(dq, layout.heads, layout.nq),
         joined(dk, layout.kv_heads, layout.nk),

@@ -4,8 +4,9 @@ The rule, for every backend: an allowed score that is NaN or +inf makes its row'
 that overflows to -inf from finite queries and keys, which a kernel would take for a key that is not there, makes both
 NaN. An allowed score of -inf that an infinite input makes has no weight, as in PyTorch.
 
-A kernel finds the first kind by itself. For the second the tiles are computed once more, by PyTorch, where that may
-be: after a look at the largest elements, or at what the native kernel saw.
+A score is in range where its sum of absolute products is, times the scale: a backend takes the scale to the side where
+no product leaves the range before. A kernel finds the first kind by itself. For the second the tiles are computed once
+more, by PyTorch, where that may be: after a look at the largest elements, or at what the native kernel saw.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ _AT_ONCE = 2**22
 _PAGES_AT_ONCE = 64
 
 
+def sides(scale: float) -> tuple[float, float]:
+    """Split a scale: what queries are multiplied by, and what their products with the keys are."""
+    return (scale, 1.0) if abs(scale) <= 1 else (1.0, scale)
+
+
 def may_overflow(inputs: Inputs, branch: Branch) -> bool:
     """Tell whether a score may be out of range, by the largest elements; True where one is not finite."""
     q, k = inputs[:2]
@@ -34,7 +40,7 @@ def may_overflow(inputs: Inputs, branch: Branch) -> bool:
         # a row's scale is its largest element, over the largest code
         k, factor = inputs.scales.k, STORED[k.dtype]
     there = [k] if inputs.pages is None else _touched(k, inputs.pages, branch)
-    bound = _largest([q]) * _largest(there) * factor * max(abs(inputs.scale), 1.0) * q.shape[3]
+    bound = _largest([q]) * _largest(there) * factor * abs(inputs.scale) * q.shape[3]
     return not bound < most / 2
 
 
@@ -66,6 +72,7 @@ def spoil(out: Tensor, lse: Tensor, inputs: Inputs, branch: Branch) -> None:
     plan = branch.plan(q.device)
     ratio = q.shape[1] // k.shape[1]
     acc = acc_dtype(q.dtype)
+    before, after = sides(inputs.scale)
     line, col, bits = plan.listed()
     whole = torch.ones(1, plan.q_tile, plan.kv_tile, dtype=torch.bool, device=q.device)
     bank = torch.cat([unpack_masks(plan.masks, plan.kv_tile), whole])
@@ -80,10 +87,14 @@ def spoil(out: Tensor, lse: Tensor, inputs: Inputs, branch: Branch) -> None:
             mine = (line // plan.q_tiles == plan.group[b, h]).nonzero()[:, 0]
             for some in mine.split(max(1, _AT_ONCE // (plan.q_tile * plan.kv_tile))):
                 row, column = line[some] % plan.q_tiles, col[some]
-                scores = (queries[row] * inputs.scale) @ keys[column].mT
+                pair = queries[row] * before, keys[column].mT
+                scores = pair[0] @ pair[1] * after
+                # in any order of the sum
+                sizes = pair[0].abs() @ pair[1].abs() * abs(after)
                 allowed = bank[bits[some]] & real[column][:, None]
                 finite = finite_q[row][..., None] & finite_k[column][:, None]
-                scores = scores.masked_fill(scores.isneginf() & finite, torch.nan).masked_fill(~allowed, -torch.inf)
+                lost = finite & sizes.isinf()
+                scores = scores.masked_fill(lost, torch.nan).masked_fill(~allowed, -torch.inf)
                 top = top.scatter_reduce(0, row[:, None].expand(-1, plan.q_tile), scores.amax(-1), "amax")
             top = top.flatten()[: q.shape[2]]
             broken = top.isnan() | top.isposinf()

@@ -44,7 +44,7 @@ def _dense(inputs: Inputs, branch: Branch) -> _Dense:
         sides = (*q.shape[:3], k.shape[2])
         index = [torch.arange(n, device=q.device).view(-1, *[1] * (3 - i)) for i, n in enumerate(sides)]
         at = scoring.pairs(*index)
-        states = scoring.apply(scores, at)
+        states = scoring.apply(scores, at, acc_dtype(q.dtype))
         scores = states[-1] if states else scores
         states = [state.masked_fill(count == 0, 0.0) for state in states]
         if scoring.dropout is not None:
@@ -83,9 +83,11 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     dense = _dense(inputs, branch)
     heads = q.shape[1]
     dead = torch.isneginf(dense.scores).all(-1, keepdim=True)
-    dout, queries = (x.double().masked_fill(dead, 0.0) for x in (upstream.dout, q))
+    # a row of NaN has weights of NaN where it attends: its own numbers, and those of the keys, would reach other rows
+    broken = dense.weights.isnan().any(-1, keepdim=True)
+    dout, queries = (x.double().masked_fill(dead | broken, 0.0) for x in (upstream.dout, q))
     values = _only_attended(v, dense.times, heads)
-    keys = dense.keys.masked_fill((dense.times.sum(-2) == 0)[..., None], 0.0)
+    keys = dense.keys.nan_to_num(0.0, 0.0, 0.0)
     of_weights = (dout @ values.mT) * dense.kept
     score_grads = dense.weights * (of_weights - upstream.delta.double()[..., None])
     score_grads = score_grads.masked_fill((dense.times == 0) | dead, 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,20 @@ def _rows_apart(x: Tensor) -> Tensor:
     return x if x.stride(2) >= x.shape[3] else x.contiguous()
 
 
+def _products_overflow(inputs: Inputs, branch: Branch) -> bool:
+    """Tell whether PyTorch's kernel, which scales products, may leave the range of float32 with them."""
+    return may_overflow(inputs._replace(scale=max(abs(inputs.scale), 1.0)), branch)
+
+
+def _in_range(inputs: Inputs) -> tuple[Inputs, float]:
+    """Multiply queries by a power of two, so that products are in range where scores are; dq takes it too."""
+    if not 0 < abs(inputs.scale) < 1 or inputs.q.dtype == torch.float16:
+        # products of float16 are in range, and its small numbers would be rounded
+        return inputs, 1.0
+    power = 2.0 ** (math.frexp(abs(inputs.scale))[1] - 1)
+    return inputs._replace(q=inputs.q * power, scale=inputs.scale / power), power
+
+
 def _attended(inputs: Inputs, branch: Branch) -> Inputs:
     """Leave out keys and values that no query may attend: a NaN in them must not be read."""
     q, k, v = inputs[:3]
@@ -29,12 +45,13 @@ def _attended(inputs: Inputs, branch: Branch) -> Inputs:
 def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute dense attention; key heads are repeated for grouped queries, as PyTorch does on a CPU."""
     attended = _attended(inputs, branch)
-    q, k, v, scale = with_sign(attended)[0][:4]
+    risky = _products_overflow(attended, branch)
+    q, k, v, scale = with_sign(_in_range(attended)[0] if risky else attended)[0][:4]
     heads = q.shape[1]
     tensors = map(_rows_apart, (q, per_query_head(k, heads), per_query_head(v, heads)))
     out, lse = _forward(*tensors, 0.0, branch.structure == "causal", scale=scale)
     out, lse = out.to(dtype).contiguous(), lse.contiguous()
-    if may_overflow(attended, branch):
+    if risky and may_overflow(attended, branch):
         spoil(out, lse, inputs, branch)
     return out, lse
 
@@ -43,8 +60,16 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     """Compute gradients of dense attention; delta goes in as channels where the kernel's own is another."""
     dout, lse, delta, out = upstream
     every_key = inputs.k.shape[2]
-    inputs, sign = with_sign(_attended(inputs, branch))
+    inputs, power = _attended(inputs, branch), 1.0
+    if _products_overflow(inputs, branch):
+        inputs, power = _in_range(inputs)
+    inputs, sign = with_sign(inputs)
     q, k, v, scale = inputs[:4]
+    broken_keys = ~k.isfinite().all(-1)
+    some_keys = bool(broken_keys.any())
+    if some_keys:
+        # who attends one has a row of NaN, or a score of -inf; in a block, NaN would go to rows that do not
+        k = k.masked_fill(broken_keys[..., None], 0.0)
     heads = q.shape[1]
     keys, values = per_query_head(k, heads), per_query_head(v, heads)
     dout, queries = dout.to(q.dtype), q
@@ -58,6 +83,8 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
         lse = lse.masked_fill(broken, torch.inf)
     tensors = map(_rows_apart, (dout, queries, keys, values, out))
     dq, dk, dv = _backward(*tensors, lse.to(acc_dtype(q.dtype)), 0.0, causal, scale=scale)
+    if some_keys:
+        dk, dv = (x.masked_fill(per_query_head(broken_keys[..., None], heads), 0.0) for x in (dk, dv))
     if some:
         last = torch.where(broken, torch.arange(q.shape[2], device=q.device) if causal else k.shape[2], -1).amax(2)
         reached = torch.arange(k.shape[2], device=q.device) <= last[..., None]
@@ -70,7 +97,7 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
         return per_key_head(x, k.shape[1]).to(dtype)
 
     dq = dq[..., : q.shape[3]].to(dtype).contiguous()
-    return dq if sign > 0 else dq * sign, of_keys(dk), of_keys(dv)
+    return dq if sign * power == 1 else dq * (sign * power), of_keys(dk), of_keys(dv)
 
 
 def refusal(case: Case, branch: Branch) -> str | None:

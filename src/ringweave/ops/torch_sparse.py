@@ -16,7 +16,7 @@ from torch import Tensor
 from ..plan import BlockPlan, Branch, unpack_masks
 from ..types import acc_dtype
 from .backend import Backend, Case, Inputs, Upstream
-from .overflow import may_overflow, spoil
+from .overflow import may_overflow, sides, spoil
 
 # pairs of tiles whose entries are listed at a time, beyond those of one query tile
 _PAIRS = 2**20
@@ -105,11 +105,13 @@ def forward(inputs: Inputs, branch: Branch, dtype: torch.dtype) -> tuple[Tensor,
     """Compute attention, some query tiles of a head after the other."""
     acc = acc_dtype(inputs.q.dtype)
     q, k, v, scale = inputs.map(lambda x: x.to(acc))[:4]
+    before, after = sides(scale)
+    q = q * before
     ratio = q.shape[1] // k.shape[1]
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = q.new_full(q.shape[:3], -torch.inf)
     for strip, b, h in _strips(branch.plan(q.device)):
-        scores = strip.products(q[b, h], k[b, h // ratio], scale)
+        scores = strip.products(q[b, h], k[b, h // ratio], after)
         top = strip.reduced(scores, "max")
         top.masked_fill_(torch.isneginf(top), 0.0)
         weights = scores.sub_(strip.spread(top)).exp_()
@@ -127,6 +129,8 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     """Compute gradients: weights once more, from lse; those of keys and values by the transposed matrix."""
     acc = acc_dtype(inputs.q.dtype)
     q, k, v, scale = inputs.map(lambda x: x.to(acc))[:4]
+    before, after = sides(scale)
+    multiplied, usable = q * before, k.nan_to_num(0.0, 0.0, 0.0)
     ratio = q.shape[1] // k.shape[1]
     dead = torch.isneginf(upstream.lse)
     # what attends nothing, or nothing but scores of -inf, gives nothing, whatever it holds
@@ -135,13 +139,13 @@ def backward(upstream: Upstream, inputs: Inputs, branch: Branch, dtype: torch.dt
     dq, dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (q, k, v))
     for strip, b, h in _strips(branch.plan(q.device)):
         rows, keys, of_keys = (b, h, strip.rows), (b, h // ratio, strip.keys), (b, h // ratio)
-        weights = strip.products(q[b, h], k[of_keys], scale).sub_(strip.spread(lse[rows])).exp_()
+        weights = strip.products(multiplied[b, h], k[of_keys], after).sub_(strip.spread(lse[rows])).exp_()
         dv[keys] += strip.transposed(weights) @ dout[rows]
         grads = strip.products(dout[b, h], v[of_keys], 1.0).sub_(strip.spread(upstream.delta[rows])).mul_(weights)
-        grads = grads.masked_fill_(strip.spread(dead[rows]), 0.0).mul_(scale)
-        dq[rows] = strip.matrix(grads) @ k[keys]
+        grads = grads.masked_fill_(strip.spread(dead[rows]), 0.0)
+        dq[rows] = strip.matrix(grads) @ usable[keys] * scale
         dk[keys] += strip.transposed(grads) @ queries[rows]
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+    return dq.to(dtype), dk.mul_(scale).to(dtype), dv.to(dtype)
 
 
 def refusal(case: Case, branch: Branch) -> str | None:
