@@ -60,11 +60,14 @@ class Drawn:
         scale = small._fitted().scale
         if scale != scale:
             return small._rounded(scale, 0.0)
-        drawn = _random(call, like, weights, 1.5 * usual / min(max(abs(scale), 0.3 / dim), 3.0), scale)._fitted()
-        capped = drawn
-        if bool(drawn.off(usual, 0.0).any()) and bool(drawn.off(drawn.scale, 0.0).any()):
-            capped = drawn._fitted(cap=True)
-        return capped if not bool(capped.off(capped.scale, capped.softcap).any()) else drawn
+        drawn = _random(call, like, weights, 1.5 * usual / min(max(abs(scale), 0.5 / dim), 3.0), scale)._fitted()
+        if drawn.precision == drawn.q.dtype and not bool(drawn.off(drawn.scale, 0.0).any()):
+            return drawn
+        capped = drawn._fitted(cap=True)
+        better = (
+            torch.finfo(capped.precision).eps < torch.finfo(drawn.precision).eps or drawn.off(drawn.scale, 0.0).any()
+        )
+        return capped if better and not bool(capped.off(capped.scale, capped.softcap).any()) else drawn
 
     def off(self, scale: float, softcap: float) -> Tensor:
         """Say which rows (B, Hq, Nq) are not those of the definition."""
@@ -144,17 +147,23 @@ class Drawn:
         return self._rounded(scale, inverse**-0.5 if inverse > 1e-6 else 0.0)
 
     def _rounded(self, scale: float, softcap: float) -> Drawn:
-        """Find the most precise type that explains the errors of most rows."""
+        """Find the type with rounding errors of this size: the inputs' own, or one that explains all errors."""
         mine = dataclasses.replace(self, scale=scale, softcap=softcap)
         args = torch.tensor(scale), torch.tensor(softcap)
         want, size = mine._want(*args)
-        middle = float(mine.errors(scale, softcap).median())
+        errors = mine.errors(scale, softcap)
+        # a kernel that holds the logarithm of a row's sum rounds that: it is large beside a large sink
+        sums = self.weights.sum(-1)
+        logs = float(torch.where(sums > 0, sums, 1.0).log().abs().max())
         bounds = {}
         for dtype in _TYPES:
-            if torch.finfo(dtype).eps >= torch.finfo(self.q.dtype).eps:
+            eps = torch.finfo(dtype).eps
+            if eps >= torch.finfo(self.q.dtype).eps:
                 own = (mine._want(*args, dtype)[0] - want).square().mean(-1).sqrt() / size
-                bounds[dtype] = 4 * float(own.max()) + 4 * torch.finfo(dtype).eps
-        dtype = next((dtype for dtype, bound in bounds.items() if middle <= bound), self.q.dtype)
+                bounds[dtype] = min(4 * float(own.max()) + 4 * eps, 16 * eps) + eps * logs
+        middle, most = float(errors.median()), float(errors.max())
+        coarse = [dtype for dtype, bound in bounds.items() if most <= bound and middle > bounds[self.q.dtype]]
+        dtype = coarse[0] if coarse else self.q.dtype
         return dataclasses.replace(mine, precision=dtype, allowed=bounds[dtype])
 
 

@@ -2,7 +2,8 @@
 
 With q = 0 all scores are equal, and with unit values the output is the row of weights: a pair is attended where its
 weight is not 0. A weight may also be 0 because a bias or a finite mask took it there. So every key without a weight is
-raised: its score grows by thousands, which brings it back from under a bias, and leaves it at 0 under a mask.
+raised: its score grows by thousands, which brings it back from under a bias, and leaves it at 0 under a mask. A mask
+that sets scores instead of adding to them is seen where all scores are thousands below it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .drawn import Drawn
 #: Attention as it is called: (q, k, v) to out, or to a tuple that begins with it.
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
 
-# what a lifted key's score is raised by, at the default scale: more than a bias takes, far less than a mask
+# scores are raised or lowered by so much, at the default scale: more than a bias takes, far less than a mask
 _LIFT = 2000.0
 
 
@@ -65,7 +66,9 @@ class Attended:
         missing = torch.where(count > 0, count * (1 / self.sums.clamp(min=1e-30) - 1), torch.nan)
         found = missing.transpose(0, 1).flatten(1)
         middle = found.nanmedian(1).values.nan_to_num(0.0)
-        slack = self.noise * (count.amax() + middle.clamp(min=0))[:, None]
+        most = count.amax() + middle.clamp(min=0)
+        # a kernel that holds the logarithm of a sum rounds that
+        slack = (self.noise * most * (1 + most.log()))[:, None]
         if bool(((found - middle[:, None]).abs() > slack).any()) or bool((middle < -slack[:, 0]).any()):
             return None
         return torch.where(middle <= slack[:, 0], -torch.inf, middle.clamp(min=0).log())
@@ -74,9 +77,14 @@ class Attended:
     def counts(self) -> Tensor | None:
         """How often each pair counts, (B, Hq, Nq, Nk) int64; None where weights differ by more than repetition."""
         least = torch.where(self.pairs, self.weights, torch.inf).amin(-1, keepdim=True)
-        ratio = torch.where(self.pairs, self.weights / least, 0.0)
+        # a large sink may leave a row no weight that its type can hold
+        ratio = torch.where(self.pairs, torch.where(self.sums[..., None] > 0, self.weights / least, 1.0), 0.0)
         whole = ratio.round()
-        if bool(((ratio - whole).abs() > 4 * self.noise * whole).any()) or bool((whole > 64).any()):
+        if (
+            bool(ratio.isinf().any())
+            or bool(((ratio - whole).abs() > 4 * self.noise * whole).any())
+            or bool((whole > 64).any())
+        ):
             return None
         return whole.long()
 
@@ -85,7 +93,7 @@ class Attended:
 def attended(fn: Attention, q: Tensor, k: Tensor, v: Tensor) -> Attended:
     """Find every pair that an attention callable attends.
 
-    Calls it about 2 ceil(Nk / D) times and three times more; up to Nk times more where a bias hides keys. Memory is
+    Calls it about 3 ceil(Nk / D) times and three times more; up to Nk times more where a bias hides keys. Memory is
     B * Hq * Nq * Nk numbers: take the sizes of an audit, some hundred tokens.
 
     Args:
@@ -104,7 +112,8 @@ def attended(fn: Attention, q: Tensor, k: Tensor, v: Tensor) -> Attended:
     """
     probe = _Probe(fn, q, k, v)
     weights = probe.weights()
-    none = weights <= 1e-5 * weights.amax(-1, keepdim=True)
+    lowered = probe.weights(_LIFT)
+    none = (weights <= 1e-5 * weights.amax(-1, keepdim=True)) & (lowered <= 1e-5 * lowered.amax(-1, keepdim=True))
     drawn = Drawn.of(probe.out, (probe.q, probe.k, probe.v), weights)
     steady = torch.equal(drawn.out, probe.out(*(x.to(q.device) for x in (drawn.q, drawn.k, drawn.v))))
     return Attended(~none | probe.lifted(none), weights, drawn, steady)
@@ -127,10 +136,15 @@ class _Probe:
             )
         return found.detach().cpu().double().nan_to_num(0.0, 0.0, 0.0)
 
-    def weights(self) -> Tensor:
-        """Read the rows of weights off unit values, as many keys at a time as a value has channels."""
+    def weights(self, lowered: float = 0.0) -> Tensor:
+        """Read the rows of weights off unit values, as many keys at a time as a value has channels.
+
+        Args:
+            lowered: What scores are below 0, all by as much.
+        """
         nk, width = self.v.shape[2:]
         q, k = torch.zeros_like(self.q), torch.zeros_like(self.k)
+        q[..., 0], k[..., 0] = -self._side(lowered), self._side(lowered)
         parts = []
         for first in range(0, nk, width):
             last = min(first + width, nk)
@@ -139,6 +153,10 @@ class _Probe:
             parts.append(self.out(q, k, v)[..., : last - first])
         return torch.cat(parts, -1)
 
+    def _side(self, score: float) -> float:
+        """The entry of q and of k that gives a score at the default scale."""
+        return float((score * self.q.shape[-1] ** 0.5) ** 0.5)
+
     def lifted(self, none: Tensor) -> Tensor:
         """Raise the scores of keys without a weight, and find those that then get one.
 
@@ -146,7 +164,7 @@ class _Probe:
         where a weight shows up. Each channel of q and k stands for one set of keys, so that a call asks about many.
         """
         nk, width = none.shape[-1], min(self.q.shape[-1], self.v.shape[-1])
-        side = (_LIFT * self.q.shape[-1] ** 0.5) ** 0.5
+        side = self._side(_LIFT)
         sets, parents = _halves(nk)
         size = sets.sum(1)
         whole = none.float() @ sets.float().mT == size
