@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ class Call:
         bias: Whether it was given a bias beside its mask.
         sinks: Whether the module has learned sinks.
         causal: What the call says of causality itself, if anything.
+        scale: Factor of the scores that the call asks for; "fitted" where it does not say.
+        softcap: Cap of the scores that the call asks for, 0 for no cap; "fitted" where it does not say.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Call:
     bias: bool
     sinks: bool
     causal: bool | None = None
+    scale: float | Literal["fitted"] | None = "fitted"
+    softcap: float | Literal["fitted"] | None = "fitted"
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,8 +223,9 @@ def _layer(call: Call, expect: Any, promises: _Promises) -> Layer:
         return Layer(call.name, call.through, None, call.found, name)
     offset = promises.q_offset if pairs.shape[2] <= nk + k_offset else 0
     comparison = compare(
-        call.found, pattern, q_offset=offset, k_offset=k_offset, rows=rows, bias=call.bias, sinks=call.sinks
-    )
+        call.found, pattern, q_offset=offset, k_offset=k_offset, rows=rows, bias=call.bias, sinks=call.sinks,
+        scale=call.scale, softcap=call.softcap,
+    )  # fmt: skip
     return Layer(call.name, call.through, comparison, call.found, name)
 
 
@@ -264,7 +269,7 @@ class _Watch:
         through: str,
         module: nn.Module | None = None,
         bias: bool = False,
-        causal: bool | None = None,
+        **says: Any,
     ) -> None:
         with self.passing(), torch.no_grad(), without_functions():
             found = attended(fn, *(x.detach() for x in tensors))
@@ -272,7 +277,7 @@ class _Watch:
             module = self.stack[-1]
         name = self.names.get(id(module), "") if module is not None else ""
         sinks = module is not None and isinstance(getattr(module, "sinks", None), Tensor)
-        self.calls.append(Call(name or f"call {len(self.calls)}", through, module, found, bias, sinks, causal))
+        self.calls.append(Call(name or f"call {len(self.calls)}", through, module, found, bias, sinks, **says))
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -346,7 +351,10 @@ class _Watch:
             # some models give it by name
             mask = args[0] if args else options.get("attention_mask")
             bias = options.get("position_bias") is not None or _is_bias(mask)
-            self.record(fn, (query, key, value), implementation, module, bias, options.get("is_causal"))
+            says = {"causal": options.get("is_causal"), "softcap": options.get("softcap")}
+            if options.get("scaling") is not None:
+                says["scale"] = options["scaling"]
+            self.record(fn, (query, key, value), implementation, module, bias, **says)
             with self.passing():
                 return function(module, query, key, value, *args, **options)
 
@@ -361,7 +369,8 @@ class _Watch:
             if self.passes:
                 return fn(query, key, value)
             bias = (args[0] if args else options.get("score_mod")) is not None
-            self.record(fn, (query, key, value), "flex_attention", bias=bias)
+            says = {"scale": options.get("scale"), "softcap": "fitted" if bias else None}
+            self.record(fn, (query, key, value), "flex_attention", bias=bias, **says)
             with self.passing():
                 return fn(query, key, value)
 
@@ -423,7 +432,8 @@ class _Mode(TorchFunctionMode):
             out: Tensor = function(*(x.reshape(shape) for x, shape in zip(four, shapes, strict=True)), **bound)
             return _with_heads(out)
 
-        self.watch.record(fn, tuple(map(_with_heads, tensors)), "scaled_dot_product_attention", bias=bias)  # type: ignore[arg-type]
+        says = {"scale": bound.get("scale"), "softcap": None}
+        self.watch.record(fn, tuple(map(_with_heads, tensors)), "scaled_dot_product_attention", bias=bias, **says)  # type: ignore[arg-type]
 
     def _multi_head(self, function: Any, args: Any, kwargs: Any) -> None:
         """As it is called, with projections that change nothing."""

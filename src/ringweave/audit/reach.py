@@ -44,8 +44,9 @@ def leaks(
 ) -> Reach:
     """Find outputs that depend on tokens which they may not see: the gradient of each output, through everything.
 
-    A backward pass for each output token: take some ten tokens to a hundred. Dependences that rounding makes vanish
-    are not found; one that is found is real.
+    A backward pass for each output token: take some ten tokens to a hundred. Where a gradient is NaN, as it is beside
+    rows without keys, it says nothing: that input is changed, and outputs that change depend on it. Dependences that
+    rounding makes vanish are not found; one that is found is real.
 
     Args:
         fn: ``fn(x)`` for x of (B, N, C), to (B, Nq, ...) or something with ``last_hidden_state`` or ``logits``; or a
@@ -86,12 +87,20 @@ def _found(
     flat = out.reshape(batch, nq, -1)
     weights = torch.randn(flat.shape[-1], generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(flat)
     sums = flat @ weights
-    depends = torch.zeros(batch, nq, batch, nk, dtype=torch.bool, device="cpu")
+    depends, unknown = torch.zeros(2, batch, nq, batch, nk, dtype=torch.bool, device="cpu")
     for b in range(batch):
         for i in range(nq):
             (grad,) = torch.autograd.grad(sums[b, i], x, retain_graph=True, allow_unused=True)
             if grad is not None:
-                depends[b, i] = (grad != 0).any(-1).cpu()
+                depends[b, i] = ((grad != 0) & ~grad.isnan()).any(-1).cpu()
+                unknown[b, i] = grad.isnan().any(-1).cpu() & ~depends[b, i]
+    for c, j in unknown.flatten(0, 1).any(0).nonzero().tolist():
+        with torch.no_grad():
+            moved = x.detach().clone()
+            moved[c, j] = -moved[c, j] + 1
+            other = _output(call(moved)).reshape(batch, nq, -1)
+        changed = (other != flat) & ~(other.isnan() & flat.isnan())
+        depends[:, :, c, j] |= unknown[:, :, c, j] & changed.any(-1).cpu()
     promised = _paths(promise, batch, nq, nk)
     own = torch.zeros(batch, nq, batch, nk, dtype=torch.bool, device="cpu")
     for b in range(batch):

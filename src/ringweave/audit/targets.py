@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,9 @@ _SMALL = {
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 _WINDOW = 8
+_ID = re.compile(r"\w[\w.-]*/[\w.-]+").fullmatch
+# a configuration from a file may ask for any size of what is not made small
+_NUMBERS = 1 << 28
 # what building or calling somebody's model may end in: a result, not an end
 _ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError, AssertionError, OSError)
 
@@ -48,38 +53,65 @@ class Target:
     inputs: Mapping[str, Any] | None = None
 
 
-def target(name: str, layers: int = 6) -> Target:
+def target(name: str, layers: int = 6, *, trust: bool = False) -> Target:
     """Find what a command names.
 
     Args:
-        name: A transformers model type ("mistral"), a folder or file of a configuration, a model's id (its
+        name: A transformers model type ("mistral"), a folder or file of a configuration, a model's id (with a "/"; its
             configuration is then downloaded if it is not there), ``module:function`` that makes a module, or a
             file that ``torch.save`` wrote a module to.
         layers: Layers of the small model, at most.
+        trust: Whether code that a file names or holds may run: a saved module is a pickle, which runs what it likes as
+            it is loaded, and a configuration may name classes of its own.
     Returns:
         The target; nothing is built yet.
     Raises:
-        UnsupportedError: There is no such thing.
+        UnsupportedError: There is no such thing, or it needs trust.
     """
     if ":" in name and not Path(name).exists():
         module, _, function = name.partition(":")
         try:
             made = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
-            raise _unknown(name, str(error)) from None
+        except _ERRORS as error:
+            raise _unknown(name, _said(error)) from None
         return Target(name, lambda implementation: _made(made, implementation))
     if name.endswith((".pt", ".pth")):
-        # a module is code: loading one runs it, as running a script does
-        return Target(name, lambda _: torch.load(name, weights_only=False))
+        if not Path(name).is_file():
+            raise _unknown(name, "There is no such file")
+        if not trust:
+            got, wanted = f"{name!r}, a pickle, which may run any code as it is loaded", "your consent"
+            raise UnsupportedError(message("target", got, wanted, "Pass --trust (trust=True) if you know its author."))
+        return Target(name, lambda _: _loaded(name))
     transformers = library()
+    types = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    here = name in types or Path(name).exists()
+    # only an id asks the network; another name may be in the cache of downloads
+    local = here or _ID(name) is None
     try:
-        if name in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
-            config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[name]()
-        else:
-            config = transformers.AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise _unknown(name, str(error).splitlines()[0]) from None
-    return Target(name, lambda implementation: small_model(config, implementation, layers))
+        config = types[name]() if name in types else transformers.AutoConfig.from_pretrained(
+            name, local_files_only=local, trust_remote_code=trust
+        )  # fmt: skip
+    except Exception as error:  # noqa: BLE001  (of a file that may hold anything)
+        why = _said(error)
+        if "trust_remote_code" in str(error):
+            why += " Pass --trust (trust=True) if you know its author"
+        elif local and not here:
+            close = " or ".join(difflib.get_close_matches(name, list(types.keys()), 3))
+            why = f"{f'Did you mean {close}? ' if close else ''}An id to download is owner/name"
+        raise _unknown(name, why) from None
+    return Target(name, lambda implementation: small_model(config, implementation, layers, trust=trust))
+
+
+def _loaded(name: str) -> nn.Module:
+    """Load a module that somebody trusts."""
+    try:
+        found = torch.load(name, weights_only=False, map_location="cpu")
+    except Exception as error:  # noqa: BLE001  (of a pickle)
+        raise _unknown(name, f"It could not be loaded: {_said(error)}") from None
+    if not isinstance(found, nn.Module):
+        got = f"{name!r}, which holds {type(found).__name__}"
+        raise UnsupportedError(message("target", got, "a whole module", "Save the model, not its state_dict()."))
+    return found
 
 
 def _unknown(name: str, why: str) -> UnsupportedError:
@@ -155,7 +187,7 @@ def _set(config: Any, name: str, value: Any) -> None:
         return
 
 
-def small_model(config: Any, implementation: str | None, layers: int = 6) -> nn.Module:
+def small_model(config: Any, implementation: str | None, layers: int = 6, *, trust: bool = False) -> nn.Module:
     """Build a small model with random weights."""
     transformers = library()
     if implementation == "ringweave":
@@ -170,9 +202,24 @@ def small_model(config: Any, implementation: str | None, layers: int = 6) -> nn.
     for kind in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel"):
         auto = getattr(transformers, kind)
         if type(config) in auto._model_mapping:
-            built: nn.Module = auto.from_config(config, **options)
+            _refuse_large(lambda make=auto.from_config: make(config, trust_remote_code=trust, **options))
+            built: nn.Module = auto.from_config(config, trust_remote_code=trust, **options)
             return built.eval()
     raise _unknown(config.model_type, "no model of the library is made of this configuration")
+
+
+def _refuse_large(build: Callable[[], nn.Module]) -> None:
+    """Refuse a model that would not fit, before memory is taken."""
+    try:
+        with torch.device("meta"):
+            numbers = sum(x.numel() for x in build().state_dict().values())
+    except _ERRORS:
+        # not every model can be made without numbers
+        return
+    if numbers > _NUMBERS:
+        raise UnsupportedError(
+            message("target", f"{numbers:,} numbers", f"at most {_NUMBERS:,}", "Make its configuration small.")
+        )
 
 
 # ---- cases ----------------------------------------------------------------------------------------------------

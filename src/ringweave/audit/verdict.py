@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from ..patterns import Causal, Documents, Full, Keys, Pattern, Segments, Sinks, 
 from ..patterns.algebra import And, Combined, Not, Or, join
 from ..patterns.within import Within
 from ..units import count
+from .drawn import Drawn
 from .support import Attended
 
 _OFFENDERS = 5
@@ -27,7 +29,7 @@ class Comparison:
     """Whether a callable attends what a pattern allows.
 
     Attributes:
-        agrees: Whether pairs, how often each counts, sums of rows and key heads are as asked.
+        agrees: Whether pairs, how often each counts, sums of rows and the scores are as asked.
         sentence: What was found, in words.
         found: (B, Hq, Nq, Nk) bool.
         promised: (B, Hq, Nq, Nk) bool.
@@ -65,6 +67,8 @@ def compare(
     rows: Tensor | None = None,
     bias: bool = False,
     sinks: bool | None = False,
+    scale: float | Literal["fitted"] | None = None,
+    softcap: float | Literal["fitted"] | None = None,
 ) -> Comparison:
     """Compare what is attended with a pattern.
 
@@ -76,6 +80,8 @@ def compare(
         rows: (B, Nq) bool: queries that count, where those of padding do not.
         bias: Whether weights may differ where scores are equal, as under ALiBi; else that is a fault.
         sinks: Whether learned sinks take part of the weights; None: either is right.
+        scale: Factor of the scores, D**-0.5 by default; "fitted": any is right, and the sentence names it.
+        softcap: Cap of the scores, no cap by default; "fitted": any is right, and the sentence names it.
     Returns:
         A :class:`Comparison`.
     Raises:
@@ -95,9 +101,15 @@ def compare(
     counted = torch.ones(batch, nq, dtype=torch.bool, device="cpu") if rows is None else rows.cpu()
     promised = counts > 0
     wrong = (pairs ^ promised) & counted[:, None, :, None]
-    remarks = list(_weights(found, counts, counted, bias, sinks)) if isinstance(found, Attended) else []
+    remarks: list[str] = []
+    also = ""
+    if isinstance(found, Attended):
+        remarks = list(_weights(found, counts, counted, bias, sinks))
+        if found.steady and not remarks:
+            fault, also = _scores(found.drawn, counted, scale, softcap)
+            remarks += [fault] if fault else []
     if not bool(wrong.any()):
-        sentence = "; ".join(remarks) if remarks else f"agrees with {pattern!r}"
+        sentence = "; ".join(remarks) if remarks else f"agrees with {pattern!r}{also}"
         return Comparison(not remarks, sentence, pairs, promised)
     why, explanation = _Difference(pairs, promised, wrong, counted, pattern, q_offset, k_offset).explain()
     first = [(b, h, q, k) for b, h, q, k in wrong.nonzero()[:_OFFENDERS].tolist()]
@@ -131,9 +143,8 @@ def _weights(found: Attended, counts: Tensor, counted: Tensor, bias: bool, sinks
     if not found.steady:
         yield "weights are others at each call: dropout is on"
         return
-    heads, kv_heads = len(found.kv_head), int(found.kv_head.max()) + 1
-    alive = (found.sums.cpu() > 0) & counted[:, None]
-    sums = torch.where(alive, found.sums.cpu(), 1.0)
+    alive = (found.sums > 0) & counted[:, None]
+    sums = torch.where(alive, found.sums, 1.0)
     slack = found.noise * max(1.0, found.weights.shape[-1] ** 0.5)
     if bool((sums > 1 + slack).any()):
         worst = float(sums.max())
@@ -143,9 +154,11 @@ def _weights(found: Attended, counts: Tensor, counted: Tensor, bias: bool, sinks
         if logits is None:
             yield f"weights of a row sum to {float(sums.min()):.3g}, not to 1: some are dropped"
         elif sinks is False:
-            some = ", ".join(f"{logit:.3g}" for logit in logits[:4].tolist())
-            yield f"learned sinks ({some}{', ...' if heads > 4 else ''}) take part of each row, and none was asked for"
-    elif sinks is True:
+            some = ", ".join(
+                [*(f"{logit:.3g}" for logit in logits[:4].tolist()), *(["..."] if len(logits) > 4 else [])]
+            )
+            yield f"learned sinks ({some}) take part of each row, and none was asked for"
+    elif sinks is True and bool(alive.any()):
         yield "learned sinks are missing: rows sum to 1 without them"
     repeated = found.counts
     if repeated is None:
@@ -155,29 +168,45 @@ def _weights(found: Attended, counts: Tensor, counted: Tensor, bias: bool, sinks
         # a row's own unit: what the least of its pairs counts
         unit = torch.where(counts > 0, counts, 2**30).amin(-1, keepdim=True)
         relative = torch.where(counts > 0, counts / unit, 0.0)
-        both = (counts > 0) & found.pairs.cpu() & counted[:, None, :, None]
-        other = both & ((repeated.cpu() - relative).abs() > 0.25)
+        both = (counts > 0) & found.pairs & counted[:, None, :, None]
+        other = both & ((repeated - relative).abs() > 0.25)
         if bool(other.any()):
             b, h, q, k = other.nonzero()[0].tolist()
             times, wanted = int(repeated[b, h, q, k]), float(relative[b, h, q, k])
             yield f"key {k} counts {times} times for query {q} of head {h}, not {wanted:g}"
-    if kv_heads > 1 and heads % kv_heads == 0 and bool((found.kv_head >= 0).all()):
-        right = torch.arange(heads, device="cpu") // (heads // kv_heads)
-        swapped = (found.kv_head != right).nonzero().flatten().tolist()
-        if swapped:
-            head = swapped[0]
-            yield f"query head {head} reads key head {int(found.kv_head[head])}, not {int(right[head])}"
-    elements = found.element
-    crossing = (
-        ((elements != torch.arange(len(elements), device="cpu")) & (alive.flatten(1).any(1)))
-        .nonzero()
-        .flatten()
-        .tolist()
+
+
+def _scores(drawn: Drawn, counted: Tensor, scale: float | str | None, softcap: float | str | None) -> tuple[str, str]:
+    """Say what a call on random numbers tells that equal scores do not: a fault, and what else there is to say."""
+    dim = drawn.q.shape[-1]
+    # what fits is named only where the default does not
+    plain = dim**-0.5 if drawn.softcap == 0 and not bool(drawn.off(dim**-0.5, 0.0).any()) else drawn.scale
+    asked = (
+        plain if isinstance(scale, str) else dim**-0.5 if scale is None else scale,
+        drawn.softcap if isinstance(softcap, str) else softcap or 0.0,
     )
-    if crossing:
-        b = crossing[0]
-        source = int(elements[b])
-        yield f"row {b} reads values of {'several rows' if source < 0 else f'row {source}'}"
+    also = "" if asked[0] == dim**-0.5 or asked[0] != asked[0] else f", scores times {asked[0]:.4g}"
+    also += f", capped at {asked[1]:.4g}" if asked[1] else ""
+    also += "" if drawn.precision == drawn.q.dtype else f", computed in {str(drawn.precision).removeprefix('torch.')}"
+    counted = counted[:, None]
+    wrong = drawn.off(*asked) & counted
+    if not bool(wrong.any()):
+        return "", also
+    if not bool((drawn.off(drawn.scale, drawn.softcap) & counted).any()):
+        cap = f" and capped at {drawn.softcap:.3g}" if drawn.softcap else ""
+        wanted = f" and capped at {asked[1]:.4g}" if asked[1] else ""
+        return f"scores are multiplied by {drawn.scale:.3g}{cap}, not by {asked[0]:.4g}{wanted}", also
+    b, h, q = wrong.nonzero()[0].tolist()
+    for factors in (asked, (drawn.scale, drawn.softcap)):
+        source = drawn.source(b, h, counted[b, 0], *factors)
+        if source:
+            return source, also
+    by = float(drawn.errors(*asked)[b, h, q])
+    return (
+        f"query {q} of head {h} of row {b} is off by {by:.2g} where scores differ: these are no softmax of q k^T over "
+        "the pairs, at any scale",
+        also,
+    )
 
 
 class _Difference:

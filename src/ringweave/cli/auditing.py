@@ -29,6 +29,9 @@ def audit(
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", "-n", min=8, max=512, help="Sequence length.")] = 24,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the small model, at most.")] = 6,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run code that a saved model or a configuration brings; a pickle is code.")
+    ] = False,
     kernel: Annotated[
         str | None, typer.Option(help="Check module:function instead, a kernel of (q, k, v, allowed or pattern).")
     ] = None,
@@ -54,7 +57,7 @@ def audit(
     for name in cases:
         if name not in CASES:
             raise typer.BadParameter(f"{name!r} is none of {', '.join(CASES)}", param_hint="--case")
-    found = find(target, layers)
+    found = find(target, layers, trust=trust)
     usual = () if ":" in target or target.endswith((".pt", ".pth")) else ("eager", "sdpa")
     implementations = usual if implementation is None else tuple(implementation.split(","))
     console = terminal.out()

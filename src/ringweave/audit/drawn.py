@@ -1,0 +1,181 @@
+"""A call on random queries, keys and values, held to the definition over the pairs that were found.
+
+Equal scores show pairs and their weights W. They do not show which keys gave the scores, so a call on random numbers is
+held to P = W exp(f(q k^T)) / (1 - sum W + sum W exp(f(q k^T))), out = P v, which covers biases, repetition and sinks.
+f multiplies by a scale, and may cap; both are fitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """One random call.
+
+    Attributes:
+        q: (B, Hq, Nq, D), as the callable got it.
+        k: (B, Hkv, Nk, D).
+        v: (B, Hkv, Nk, Dv).
+        out: (B, Hq, Nq, Dv) float64: what it gave.
+        weights: (B, Hq, Nq, Nk) float64: weights where all scores are equal.
+        scale: The factor of the scores that fits; NaN where no row has two keys.
+        softcap: The cap that fits; 0 for no cap.
+        precision: The type with rounding errors of this size.
+        allowed: The error of a row that rounding explains.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    weights: Tensor
+    scale: float
+    softcap: float
+    precision: torch.dtype
+    allowed: float
+
+    @staticmethod
+    def of(
+        call: Callable[[Tensor, Tensor, Tensor], Tensor], like: tuple[Tensor, Tensor, Tensor], weights: Tensor
+    ) -> Drawn:
+        """Call with small scores for a first scale, and with scores of usual size for the rest.
+
+        Args:
+            call: The callable, which gives float64.
+            like: q, k and v of the audit: their shapes, dtypes and devices.
+            weights: Weights where all scores are equal.
+        """
+        dim = like[0].shape[-1]
+        usual = dim**-0.5
+        small = _random(call, like, weights, 2 * usual, usual)
+        scale = small._fitted().scale
+        if scale != scale:
+            return small._rounded(scale, 0.0)
+        drawn = _random(call, like, weights, 1.5 * usual / min(max(abs(scale), 0.5 / dim), 3.0), scale)._fitted()
+        if drawn.precision == drawn.q.dtype and not bool(drawn.off(drawn.scale, 0.0).any()):
+            return drawn
+        capped = drawn._fitted(cap=True)
+        better = (
+            torch.finfo(capped.precision).eps < torch.finfo(drawn.precision).eps or drawn.off(drawn.scale, 0.0).any()
+        )
+        return capped if better and not bool(capped.off(capped.scale, capped.softcap).any()) else drawn
+
+    def off(self, scale: float, softcap: float) -> Tensor:
+        """Say which rows (B, Hq, Nq) are not those of the definition."""
+        return self.errors(scale, softcap) > self.allowed
+
+    def errors(self, scale: float, softcap: float) -> Tensor:
+        """Give the error of each row, relative to the norm of its weights, (B, Hq, Nq)."""
+        want, size = self._want(torch.tensor(scale), torch.tensor(softcap))
+        return (self.out - want).square().mean(-1).sqrt() / size
+
+    def source(self, b: int, h: int, rows: Tensor, scale: float, softcap: float) -> str:
+        """Name the key head or batch element that a head reads instead of its own; empty for another fault."""
+        own = h // (self.q.shape[1] // self.k.shape[1])
+        for x in range(self.k.shape[0]):
+            for y in range(self.k.shape[1]):
+                for what, keys, values in (("keys and values", 1, 1), ("keys", 1, 0), ("values", 0, 1)):
+                    other, mine = (slice(x, x + 1), slice(y, y + 1)), (slice(b, b + 1), slice(own, own + 1))
+                    one = dataclasses.replace(
+                        self, q=self.q[b : b + 1, h : h + 1], k=self.k[other if keys else mine],
+                        v=self.v[other if values else mine], out=self.out[b : b + 1, h : h + 1],
+                        weights=self.weights[b : b + 1, h : h + 1],
+                    )  # fmt: skip
+                    if not bool((one.off(scale, softcap)[0, 0] & rows).any()):
+                        read = f"row {x}" if x != b else f"key head {y}"
+                        return f"head {h} of row {b} reads {what} of {read}, not {b if x != b else own}"
+        return ""
+
+    def _want(self, scale: Tensor, softcap: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """The definition, with inputs, scores and weights rounded to a type; and the norm of each row's weights.
+
+        Args:
+            scale: (Hq,) or one number.
+            softcap: As scale; 0 for no cap.
+            dtype: The type.
+        """
+        ratio = self.q.shape[1] // self.k.shape[1]
+        q, k = self.q.to(dtype), self.k.to(dtype).repeat_interleave(ratio, 1)
+        v = self.v.to(dtype).repeat_interleave(self.q.shape[1] // self.v.shape[1], 1)
+        scale, softcap = (x.double().nan_to_num(0.0).view(-1, 1, 1) for x in (scale, softcap))
+        scores = ((q @ k.mT).double() * scale).to(dtype).double()
+        if bool((softcap > 0).any()):
+            cap = softcap.clamp(min=1e-6)
+            scores = torch.where(softcap > 0, cap * (scores / cap).tanh(), scores)
+        scores = torch.where(self.weights > 0, scores + self.weights.log(), -torch.inf)
+        sums = self.weights.sum(-1, keepdim=True)
+        rest = torch.where(sums > 0, (1 - sums).clamp(min=0), 1.0).log()
+        share = torch.cat((scores, rest), -1).softmax(-1)[..., :-1]
+        norm = share.norm(dim=-1)
+        return (share.to(dtype) @ v).double(), torch.where(norm > 0, norm, 1.0)
+
+    def _fitted(self, cap: bool = False) -> Drawn:
+        """Fit the scale, and a cap if that is asked for, to each head by least squares; take the heads' median."""
+        heads, count = self.q.shape[1], 1 + cap
+        eye = torch.eye(2, dtype=torch.float64, device="cpu")[:count]
+        # the square of the cap's inverse: 0 is no cap
+        found = torch.tensor([self.scale, 0.0], dtype=torch.float64, device="cpu").repeat(heads, 1)
+        steps = (1e-4 * self.q.shape[-1] ** -0.5, 1e-6)[:count]
+
+        def rest(found: Tensor) -> Tensor:
+            softcap = torch.where(found[:, 1] > 0, found[:, 1].clamp(min=1e-12).rsqrt(), 0.0)
+            want, size = self._want(found[:, 0], softcap)
+            return ((want - self.out) / size[..., None]).transpose(0, 1).flatten(1)
+
+        for _ in range(12):
+            error = rest(found)
+            slopes = torch.stack(
+                [(rest(found + step * one) - error) / step for step, one in zip(steps, eye, strict=True)], -1
+            )
+            tells = slopes[..., 0].norm(dim=1) > 1e-9
+            move = (torch.linalg.pinv(slopes) @ error[..., None])[..., 0] @ eye
+            found = (found - move).clamp(torch.tensor([-16.0, 0.0]), torch.tensor([16.0, 1e4]))
+            if bool((move.abs() <= 1e-7 * found.abs() + 1e-9).all()):
+                break
+        if not bool(tells.any()):
+            return self._rounded(float("nan"), 0.0)
+        scale, inverse = found[tells].median(0).values.tolist()
+        return self._rounded(scale, inverse**-0.5 if inverse > 1e-6 else 0.0)
+
+    def _rounded(self, scale: float, softcap: float) -> Drawn:
+        """Find the type with rounding errors of this size: the inputs' own, or one that explains all errors."""
+        mine = dataclasses.replace(self, scale=scale, softcap=softcap)
+        args = torch.tensor(scale), torch.tensor(softcap)
+        want, size = mine._want(*args)
+        errors = mine.errors(scale, softcap)
+        # a kernel that holds the logarithm of a row's sum rounds that: it is large beside a large sink
+        sums = self.weights.sum(-1)
+        logs = float(torch.where(sums > 0, sums, 1.0).log().abs().max())
+        bounds = {}
+        for dtype in _TYPES:
+            eps = torch.finfo(dtype).eps
+            if eps >= torch.finfo(self.q.dtype).eps:
+                own = (mine._want(*args, dtype)[0] - want).square().mean(-1).sqrt() / size
+                bounds[dtype] = min(4 * float(own.max()) + 4 * eps, 16 * eps) + eps * logs
+        middle, most = float(errors.median()), float(errors.max())
+        coarse = [dtype for dtype, bound in bounds.items() if most <= bound and middle > bounds[self.q.dtype]]
+        dtype = coarse[0] if coarse else self.q.dtype
+        return dataclasses.replace(mine, precision=dtype, allowed=bounds[dtype])
+
+
+def _random(
+    call: Callable[[Tensor, Tensor, Tensor], Tensor],
+    like: tuple[Tensor, Tensor, Tensor],
+    weights: Tensor,
+    size: float,
+    scale: float,
+) -> Drawn:
+    generator = torch.Generator("cpu").manual_seed(0)
+    q, k, v = (torch.randn(x.shape, generator=generator, device="cpu") for x in like)
+    q, k, v = (x.to(y.dtype) for x, y in zip((q, k * size, v), like, strict=True))
+    out = call(*(x.to(y.device) for x, y in zip((q, k, v), like, strict=True)))
+    return Drawn(q, k, v, out, weights, scale, 0.0, q.dtype, 0.0)
