@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -57,13 +58,14 @@ class Drawn:
         dim = like[0].shape[-1]
         usual = dim**-0.5
         small = _random(call, like, weights, 2 * usual, usual)
-        scale = small._fitted().scale
+        scale, _ = small._fit()
         if scale != scale:
             return small._rounded(scale, 0.0)
-        drawn = _random(call, like, weights, 1.5 * usual / min(max(abs(scale), 0.5 / dim), 3.0), scale)._fitted()
+        drawn = _random(call, like, weights, 1.5 * usual / min(max(abs(scale), 0.5 / dim), 3.0), scale)
+        drawn = drawn._rounded(*drawn._fit())
         if drawn.precision == drawn.q.dtype and not bool(drawn.off(drawn.scale, 0.0).any()):
             return drawn
-        capped = drawn._fitted(cap=True)
+        capped = drawn._rounded(*drawn._fit(cap=True))
         better = (
             torch.finfo(capped.precision).eps < torch.finfo(drawn.precision).eps or drawn.off(drawn.scale, 0.0).any()
         )
@@ -75,8 +77,11 @@ class Drawn:
 
     def errors(self, scale: float, softcap: float) -> Tensor:
         """Give the error of each row, relative to the norm of its weights, (B, Hq, Nq)."""
-        want, size = self._want(torch.tensor(scale), torch.tensor(softcap))
-        return (self.out - want).square().mean(-1).sqrt() / size
+        key = (scale, softcap)
+        if key not in self._known:
+            want, size = self._want(torch.tensor(scale), torch.tensor(softcap))
+            self._known[key] = (self.out - want).square().mean(-1).sqrt() / size
+        return self._known[key]
 
     def source(self, b: int, h: int, rows: Tensor, scale: float, softcap: float) -> str:
         """Name the key head or batch element that a head reads instead of its own; empty for another fault."""
@@ -95,6 +100,17 @@ class Drawn:
                         return f"head {h} of row {b} reads {what} of {read}, not {b if x != b else own}"
         return ""
 
+    @cached_property
+    def _known(self) -> dict[tuple[float, float], Tensor]:
+        return {}
+
+    @cached_property
+    def _logs(self) -> Tensor:
+        """Logarithms of the weights, and of what sinks take, (B, Hq, Nq, Nk + 1)."""
+        sums = self.weights.sum(-1, keepdim=True)
+        rest = torch.where(sums > 0, (1 - sums).clamp(min=0), 1.0)
+        return torch.cat((self.weights.clamp(min=0), rest), -1).log()
+
     def _want(self, scale: Tensor, softcap: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """The definition, with inputs, scores and weights rounded to a type; and the norm of each row's weights.
 
@@ -111,14 +127,12 @@ class Drawn:
         if bool((softcap > 0).any()):
             cap = softcap.clamp(min=1e-6)
             scores = torch.where(softcap > 0, cap * (scores / cap).tanh(), scores)
-        scores = torch.where(self.weights > 0, scores + self.weights.log(), -torch.inf)
-        sums = self.weights.sum(-1, keepdim=True)
-        rest = torch.where(sums > 0, (1 - sums).clamp(min=0), 1.0).log()
-        share = torch.cat((scores, rest), -1).softmax(-1)[..., :-1]
+        logs = self._logs
+        share = torch.cat((scores + logs[..., :-1], logs[..., -1:]), -1).softmax(-1)[..., :-1]
         norm = share.norm(dim=-1)
         return (share.to(dtype) @ v).double(), torch.where(norm > 0, norm, 1.0)
 
-    def _fitted(self, cap: bool = False) -> Drawn:
+    def _fit(self, cap: bool = False) -> tuple[float, float]:
         """Fit the scale, and a cap if that is asked for, to each head by least squares; take the heads' median."""
         heads, count = self.q.shape[1], 1 + cap
         eye = torch.eye(2, dtype=torch.float64, device="cpu")[:count]
@@ -139,12 +153,12 @@ class Drawn:
             tells = slopes[..., 0].norm(dim=1) > 1e-9
             move = (torch.linalg.pinv(slopes) @ error[..., None])[..., 0] @ eye
             found = (found - move).clamp(torch.tensor([-16.0, 0.0]), torch.tensor([16.0, 1e4]))
-            if bool((move.abs() <= 1e-7 * found.abs() + 1e-9).all()):
+            if bool((move.abs() <= 1e-4 * found.abs() + 1e-9).all()):
                 break
         if not bool(tells.any()):
-            return self._rounded(float("nan"), 0.0)
+            return float("nan"), 0.0
         scale, inverse = found[tells].median(0).values.tolist()
-        return self._rounded(scale, inverse**-0.5 if inverse > 1e-6 else 0.0)
+        return scale, inverse**-0.5 if inverse > 1e-6 else 0.0
 
     def _rounded(self, scale: float, softcap: float) -> Drawn:
         """Find the type with rounding errors of this size: the inputs' own, or one that explains all errors."""
@@ -155,16 +169,19 @@ class Drawn:
         # a kernel that holds the logarithm of a row's sum rounds that: it is large beside a large sink
         sums = self.weights.sum(-1)
         logs = float(torch.where(sums > 0, sums, 1.0).log().abs().max())
-        bounds = {}
-        for dtype in _TYPES:
+
+        def bound(dtype: torch.dtype) -> float:
             eps = torch.finfo(dtype).eps
-            if eps >= torch.finfo(self.q.dtype).eps:
-                own = (mine._want(*args, dtype)[0] - want).square().mean(-1).sqrt() / size
-                bounds[dtype] = min(4 * float(own.max()) + 4 * eps, 16 * eps) + eps * logs
-        middle, most = float(errors.median()), float(errors.max())
-        coarse = [dtype for dtype, bound in bounds.items() if most <= bound and middle > bounds[self.q.dtype]]
-        dtype = coarse[0] if coarse else self.q.dtype
-        return dataclasses.replace(mine, precision=dtype, allowed=bounds[dtype])
+            own = (mine._want(*args, dtype)[0] - want).square().mean(-1).sqrt() / size
+            return min(4 * float(own.max()) + 4 * eps, 16 * eps) + eps * logs
+
+        usual = bound(self.q.dtype)
+        if float(errors.median()) > usual:
+            for dtype in _TYPES:
+                coarse = torch.finfo(dtype).eps > torch.finfo(self.q.dtype).eps
+                if coarse and float(errors.max()) <= (allowed := bound(dtype)):
+                    return dataclasses.replace(mine, precision=dtype, allowed=allowed)
+        return dataclasses.replace(mine, precision=self.q.dtype, allowed=usual)
 
 
 def _random(

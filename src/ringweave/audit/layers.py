@@ -369,7 +369,7 @@ class _Watch:
             if self.passes:
                 return fn(query, key, value)
             bias = (args[0] if args else options.get("score_mod")) is not None
-            says = {"scale": options.get("scale"), "softcap": "fitted" if bias else None}
+            says: dict[str, Any] = {"scale": options.get("scale"), "softcap": "fitted" if bias else None}
             self.record(fn, (query, key, value), "flex_attention", bias=bias, **says)
             with self.passing():
                 return fn(query, key, value)
@@ -446,7 +446,7 @@ class _Mode(TorchFunctionMode):
         heads, width = options["num_heads"], options["embed_dim_to_check"]
         batched = query.ndim == 3
         if not batched:
-            query, key = query[:, None], key[:, None]
+            query, key, value = query[:, None], key[:, None], value[:, None]
         eye = torch.eye(width, dtype=query.dtype, device=query.device)
         options |= dict.fromkeys(("in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "out_proj_bias"))
         options |= dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj_weight"), eye)

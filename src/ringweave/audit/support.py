@@ -189,7 +189,9 @@ class _Probe:
 
 def _halves(nk: int) -> tuple[Tensor, Tensor]:
     """All keys, halves, quarters, ... and at last single keys, (sets, Nk) bool; and the set that holds each."""
-    places, side, rows, parents = torch.arange(nk, device="cpu"), 1 << (nk - 1).bit_length(), [], [0]
+    places, side = torch.arange(nk, device="cpu"), 1 << (nk - 1).bit_length()
+    rows: list[Tensor] = []
+    parents = [0]
     while side:
         before = len(rows)
         rows += [places // side == n for n in range(-(-nk // side))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 import re
@@ -197,13 +198,14 @@ def small_model(config: Any, implementation: str | None, layers: int = 6, *, tru
             wanted = "ringweave.integrations.transformers"
             raise UnsupportedError(message("implementation", repr(implementation), wanted, "Install it.")) from None
     config = shrink(type(config).from_dict(config.to_dict()), layers)
-    torch.manual_seed(0)
     options = {} if implementation is None else {"attn_implementation": implementation}
     for kind in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel"):
         auto = getattr(transformers, kind)
         if type(config) in auto._model_mapping:
-            _refuse_large(lambda make=auto.from_config: make(config, trust_remote_code=trust, **options))
-            built: nn.Module = auto.from_config(config, trust_remote_code=trust, **options)
+            make = functools.partial(auto.from_config, config, trust_remote_code=trust, **options)
+            _refuse_large(make)
+            torch.manual_seed(0)
+            built: nn.Module = make()
             return built.eval()
     raise _unknown(config.model_type, "no model of the library is made of this configuration")
 
