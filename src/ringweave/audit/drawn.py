@@ -79,7 +79,7 @@ class Drawn:
         """Give the error of each row, relative to the norm of its weights, (B, Hq, Nq)."""
         key = (scale, softcap)
         if key not in self._known:
-            want, size = self._want(torch.tensor(scale), torch.tensor(softcap))
+            want, size = self._want(_number(scale), _number(softcap))
             self._known[key] = (self.out - want).square().mean(-1).sqrt() / size
         return self._known[key]
 
@@ -152,7 +152,7 @@ class Drawn:
             )
             tells = slopes[..., 0].norm(dim=1) > 1e-9
             move = (torch.linalg.pinv(slopes) @ error[..., None])[..., 0] @ eye
-            found = (found - move).clamp(torch.tensor([-16.0, 0.0]), torch.tensor([16.0, 1e4]))
+            found = (found - move).clamp(_number([-16.0, 0.0]), _number([16.0, 1e4]))
             if bool((move.abs() <= 1e-4 * found.abs() + 1e-9).all()):
                 break
         if not bool(tells.any()):
@@ -163,7 +163,7 @@ class Drawn:
     def _rounded(self, scale: float, softcap: float) -> Drawn:
         """Find the type with rounding errors of this size: the inputs' own, or one that explains all errors."""
         mine = dataclasses.replace(self, scale=scale, softcap=softcap)
-        args = torch.tensor(scale), torch.tensor(softcap)
+        args = _number(scale), _number(softcap)
         want, size = mine._want(*args)
         errors = mine.errors(scale, softcap)
         # a kernel that holds the logarithm of a row's sum rounds that: it is large beside a large sink
@@ -182,6 +182,10 @@ class Drawn:
                 if coarse and float(errors.max()) <= (allowed := bound(dtype)):
                     return dataclasses.replace(mine, precision=dtype, allowed=allowed)
         return dataclasses.replace(mine, precision=self.q.dtype, allowed=usual)
+
+
+def _number(value: float | list[float]) -> Tensor:
+    return torch.tensor(value, device="cpu")
 
 
 def _random(
