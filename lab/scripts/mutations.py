@@ -60,7 +60,7 @@ BREAKAGES = (
         "key = (made_of.value, *sizes[:4], *sizes[5:], str(device))", ("tests/plan/test_cache.py",),
     ),
     Breakage(
-        "a version in a table's key", "patterns/key.py", "else table._version", "else 0", ("tests/plan/test_cache.py",),
+        "a version in a table's key", "torch_compat.py", "else x._version", "else 0", ("tests/plan/test_cache.py",),
     ),
     Breakage(
         "the sign of a merged log-sum-exp", "merge.py", "lse = torch.where(alive, top + torch.log(safe), -torch.inf)",
