@@ -13,7 +13,7 @@ import ringweave as rw
 from ringweave.audit import kit
 from ringweave.errors import UnsupportedError
 
-from .functions import KERNELS
+from .functions import KERNELS, RIGHT_KERNELS
 
 ERRORS = {
     "exact": "out is off by|lse is off by", "leaks": "with keys that it may not attend", "row_sums": "rows of ones give",
@@ -32,6 +32,13 @@ def test_faults(name: str) -> None:
     # torch refuses some writes to a shared element
     with pytest.raises((AssertionError, RuntimeError)):
         exec(failure.script.replace("print(", "str("), {})
+
+
+@pytest.mark.parametrize("name", list(RIGHT_KERNELS))
+def test_right_kernels_hold_every_rule(name: str) -> None:
+    for rule in kit.RULES:
+        verdict = kit.judge(RIGHT_KERNELS[name], rule, examples=20)
+        assert (verdict.tried, verdict.failure) == (20, None)
 
 
 def test_refusals_are_counted() -> None:

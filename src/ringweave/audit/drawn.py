@@ -166,9 +166,10 @@ class Drawn:
         args = _number(scale), _number(softcap)
         want, size = mine._want(*args)
         errors = mine.errors(scale, softcap)
-        # a kernel that holds the logarithm of a row's sum rounds that: it is large beside a large sink
-        sums = self.weights.sum(-1)
+        # a kernel that holds the logarithm of a row's sum rounds that: it is large beside a large sink; so are biases
+        sums, most = self.weights.sum(-1), self.weights.amax(-1, keepdim=True)
         logs = float(torch.where(sums > 0, sums, 1.0).log().abs().max())
+        logs += 16.0 * bool(((self.weights > 0) & (self.weights < 0.9 * most)).any())
 
         def bound(dtype: torch.dtype) -> float:
             eps = torch.finfo(dtype).eps

@@ -185,8 +185,8 @@ def _scores(drawn: Drawn, counted: Tensor, scale: float | str | None, softcap: f
         plain if isinstance(scale, str) else dim**-0.5 if scale is None else scale,
         drawn.softcap if isinstance(softcap, str) else softcap or 0.0,
     )
-    also = "" if asked[0] == dim**-0.5 or asked[0] != asked[0] else f", scores times {asked[0]:.4g}"
-    also += f", capped at {asked[1]:.4g}" if asked[1] else ""
+    also = f", scores times {asked[0]:.4g}" if scale == "fitted" and abs(asked[0] - dim**-0.5) > 0 else ""
+    also += f", capped at {asked[1]:.4g}" if softcap == "fitted" and asked[1] else ""
     also += "" if drawn.precision == drawn.q.dtype else f", computed in {str(drawn.precision).removeprefix('torch.')}"
     counted = counted[:, None]
     wrong = drawn.off(*asked) & counted

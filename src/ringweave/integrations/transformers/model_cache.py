@@ -174,7 +174,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return
         # made for a later step, in whatever mode
         with torch.inference_mode(False):
-            rows = torch.arange(self.batch_size, device="cpu")[torch.as_tensor(indices).cpu()]
+            rows = torch.arange(self.batch_size, device="cpu")[torch.as_tensor(indices, device="cpu")]
             if rows.ndim != 1 or not len(rows):
                 remedy = "Call reset() to forget all sequences."
                 raise ShapeError(message("indices", shown(indices), "one sequence or more", remedy))
