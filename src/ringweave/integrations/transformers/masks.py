@@ -340,7 +340,7 @@ def _placed(place: Place, relation: Relation) -> tuple[Pattern, Documents | Keys
 def _padded(
     place: Place, pattern: Pattern, rows: Documents | Keys | None, padding: Tensor | None
 ) -> tuple[Pattern, Documents | Keys | None]:
-    """The same over keys that exist."""
+    """Restrict a pattern to the keys that exist, and take the rows from their bounds."""
     known = None if padding is None else place.padding(padding)
     if known is None:
         return joined([pattern]), rows
