@@ -174,7 +174,7 @@ class Drawn:
         def bound(dtype: torch.dtype) -> float:
             eps = torch.finfo(dtype).eps
             own = (mine._want(*args, dtype)[0] - want).square().mean(-1).sqrt() / size
-            return min(4 * float(own.max()) + 4 * eps, 32 * eps) + eps * logs
+            return min(4 * float(own.max()) + 4 * eps, 16 * eps) + eps * logs
 
         usual = bound(self.q.dtype)
         if float(errors.median()) > usual:
