@@ -152,6 +152,7 @@ const Kernel RW_JOIN(kernel_, RINGWEAVE_VARIANT) = {RW_TEXT(RINGWEAVE_VARIANT),
                                                     run_delta,
                                                     longest,
                                                     fma_loop,
+                                                    kTermKinds,
                                                     agrees};
 
 }  // namespace ringweave

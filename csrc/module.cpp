@@ -129,21 +129,35 @@ void columns_of_plan(Problem &pb, const Array &col_ptr, const Array &row, const 
   check_range("bits_t", p.bits_t, nnz, -1, masks);
 }
 
-// (kind, value, table)
-typedef std::vector<std::tuple<std::string, float, Maybe>> Terms;
+// The kinds of terms that every build has: they are compiled from one list.
+std::vector<std::string> term_kinds() {
+  std::vector<std::string> names;
+  for (const TermKind *k = found()[0]->term_kinds; k->name; ++k) names.push_back(k->name);
+  return names;
+}
+
+// (kind, numbers, table)
+typedef std::vector<std::tuple<std::string, std::vector<float>, Maybe>> Terms;
 
 // A table of a term as a view; strides of a size of 1 are 0.
-Term term_of(const Problem &pb, const std::string &kind, float value, const Maybe &table) {
+Term term_of(const Problem &pb, const std::string &kind, const std::vector<float> &numbers, const Maybe &table) {
   Term t;
-  if (kind == "softcap") {
-    if (!(value > 0) || !std::isfinite(value) || !std::isfinite(1 / value))
-      refuse("terms", "wanted a softcap above 0, got " + std::to_string(value));
-    t.cap = value;
-    return t;
+  const TermKind *known = found()[0]->term_kinds;
+  for (; known->name && kind != known->name; ++known) ++t.id;
+  if (!known->name) {
+    std::string names;
+    for (const std::string &name : term_kinds()) names += (names.empty() ? "\"" : ", \"") + name + "\"";
+    refuse("terms", "wanted one of " + names + ", got \"" + kind + "\"");
   }
-  t.kind = kind == "alibi" ? Term::alibi : kind == "distance" ? Term::distance : Term::bias;
-  if (t.kind == Term::bias && kind != "bias")
-    refuse("terms", "wanted \"softcap\", \"alibi\", \"distance\" or \"bias\", got \"" + kind + "\"");
+  t.kind = known->kind;
+  if ((int)numbers.size() != known->numbers)
+    refuse("terms", "wanted " + std::to_string(known->numbers) + " numbers of \"" + kind + "\", got " +
+                        std::to_string(numbers.size()));
+  std::string got;
+  for (size_t i = 0; i < numbers.size(); ++i)
+    t.numbers[i] = numbers[i], got += (i ? ", " : "") + std::to_string(numbers[i]);
+  if (known->takes && !known->takes(t.numbers)) refuse("terms", std::string("wanted ") + known->wanted + ", got " + got);
+  if (t.kind == Term::pointwise) return t;
   if (!table) refuse(kind, "wanted a table");
   const Array &a = *table;
   t.table.data = (char *)a.data(), t.table.dtype = dtype_of(kind.c_str(), a);
@@ -208,9 +222,9 @@ void scoring(Problem &pb, const ScoringArgs &args, std::vector<Term> &found,
   if (args.drop < 0 || args.drop > 65535) refuse("drop", "wanted 0 to 65535, got " + std::to_string(args.drop));
   s.drop = (uint32_t)args.drop, s.seed = (uint64_t)args.seed;
   bool placed = s.drop > 0;
-  for (const auto &[kind, value, table] : args.terms) {
-    found.push_back(term_of(pb, kind, value, table));
-    placed |= found.back().kind != Term::softcap;
+  for (const auto &[kind, numbers, table] : args.terms) {
+    found.push_back(term_of(pb, kind, numbers, table));
+    placed |= found.back().kind != Term::pointwise;
   }
   s.terms = found.data(), s.count = (int)found.size();
   if (!table_grads.empty() && table_grads.size() != found.size())
@@ -238,7 +252,7 @@ void scoring(Problem &pb, const ScoringArgs &args, std::vector<Term> &found,
       check_range("columns", s.columns, pb.nk, 0, (int64_t)table->shape(3));
     }
     if (table_grads.empty() || !table_grads[i]) continue;
-    if (found[i].kind == Term::softcap || found[i].kind == Term::alibi)
+    if (found[i].kind == Term::pointwise || found[i].kind == Term::alibi)
       refuse("table_grads", "a term of kind \"" + std::get<0>(args.terms[i]) + "\" has none");
     gradient_of(found[i], pb, *table, *table_grads[i]);
   }
@@ -362,8 +376,17 @@ void bind_delta(const Array &dout, const Array &out, const std::optional<Array> 
 class Prepared {
  public:
   Prepared(const Array &q, const Array &k, const Array &v, const Array &row_ptr, const Array &col, const Array &bits,
-           const Array &masks, const Array &group, int q_tile, int kv_tile, float scale, const std::string &variant)
-      : kernel(pick(variant)), pb(inputs(q, k, v, scale)), plan{row_ptr, col, bits, masks, group} {
+           const Array &masks, const Array &group, int q_tile, int kv_tile, float scale, const std::string &variant,
+           const Maybe &table, int64_t keys)
+      : kernel(pick(variant)), pb(inputs(q, k, v, scale, table)), plan{row_ptr, col, bits, masks, group} {
+    if (table) {
+      if (kv_tile & (kv_tile - 1)) refuse("kv_tile", "wanted a power of two with a table, got " + std::to_string(kv_tile));
+      if (keys < 1 || keys > pb.nk) refuse("keys", "wanted 1 to " + std::to_string(pb.nk) + ", got " + std::to_string(keys));
+      ints("table", *table, {pb.batch, -1});
+      stored = (int64_t)k.shape(0), size = (int64_t)k.shape(2), columns_of_table = (int64_t)table->shape(1), pb.nk = keys;
+      if (size < kLeastPage || size > kMostTile || size & (size - 1))
+        refuse("k", "wanted pages of 16, 32, ... 256 tokens, got " + std::to_string(size));
+    }
     tiles(pb, q_tile, kv_tile);
     rows_of_plan(pb, row_ptr, col, bits, masks, group);
     compact(pb.out, pb.q_heads, pb.nq, pb.dv_dim), compact(pb.dq, pb.q_heads, pb.nq, pb.d);
@@ -380,8 +403,10 @@ class Prepared {
     work = column_work(pb);
   }
   // lse may be null: nobody asked for it.
+  // With pages: where their table and lengths lie, all of `keys` tokens.
   bool forward(uintptr_t q, const nb::tuple &qs, uintptr_t k, const nb::tuple &ks, uintptr_t v, const nb::tuple &vs,
-               uintptr_t out, uintptr_t lse, int64_t keys, int first, int threads) const {
+               uintptr_t out, uintptr_t lse, int64_t keys, int first, int threads, uintptr_t table,
+               uintptr_t lengths) const {
     check_threads(threads);
     // A plan of which no tile is partial serves all lengths that fill as many tiles. Of a longer cache the tiles from
     // `first` on are those at its end.
@@ -389,6 +414,16 @@ class Prepared {
     if (keys < 1 || later < 0) refuse("keys", "fill fewer tiles: " + std::to_string(keys));
     Problem call = pb;
     call.nk = keys;
+    Pages pages;
+    if (stored) {
+      pages.numbers = (const int32_t *)table, pages.lengths = (const int32_t *)lengths, pages.columns = columns_of_table;
+      for (pages.shift = 0; 1 << pages.shift < size;) ++pages.shift;
+      if (!table || !lengths || keys > pages.columns * size) refuse("table", "wanted with lengths that it has room for");
+      check_range("lengths", pages.lengths, pb.batch, keys, keys + 1);
+      for (int64_t b = 0; b < pb.batch; ++b)
+        check_range("table", pages.numbers + b * pages.columns, (keys + size - 1) / size, 0, stored);
+      call.k.pages = call.v.pages = &pages;
+    }
     std::vector<int32_t> col;
     if (later) {
       col.assign(pb.plan.col, pb.plan.col + plan[1].shape(0));
@@ -409,7 +444,7 @@ class Prepared {
                 const nb::tuple &ks, uintptr_t v, const nb::tuple &vs, uintptr_t out, uintptr_t lse, uintptr_t dlse,
                 uintptr_t dq, uintptr_t dk, uintptr_t dv, int threads) const {
     check_threads(threads);
-    if (!pb.plan.col_ptr) refuse("columns", "were not given");
+    if (!pb.plan.col_ptr || stored) refuse("columns", "were not given");
     Problem call = pb;
     place("dout", call.dout, dout, douts);
     place("q", call.q, q, qs), place("k", call.k, k, ks), place("v", call.v, v, vs);
@@ -443,6 +478,7 @@ class Prepared {
   Problem pb;
   std::vector<Array> plan;  // held, for pb points into it
   Work work;
+  int64_t stored = 0, size = 0, columns_of_table = 0;  // pages of the pool, their tokens, and columns of the table
 };
 
 double bind_fma_peak(const std::string &dtype, int threads, double seconds, const std::string &variant) {
@@ -479,6 +515,7 @@ NB_MODULE(_cpu, m) {
   m.doc() = "Block-sparse attention kernels for CPUs.";
   nb::set_leak_warnings(false);  // prepared calls are kept until the process ends
   m.def("variants", &variants, "Instruction-set builds that this machine can run, the best first.");
+  m.def("term_kinds", &term_kinds, "The kinds of score terms that the kernels compute, by name.");
   m.def("forward", &bind_forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a,
         "group"_a, "q_tile"_a, "kv_tile"_a, "scale"_a, "threads"_a, "variant"_a = "", "terms"_a = Terms(),
         "rows"_a = nb::none(), "columns"_a = nb::none(), "q_offset"_a = nb::none(), "k_offset"_a = nb::none(),
@@ -497,12 +534,12 @@ NB_MODULE(_cpu, m) {
         "delta = rowsum(dout * out) - dlse, what backward wants; dlse may be None.");
   nb::class_<Prepared>(m, "Prepared", "A call that was checked: what is left is where its tensors lie, unchecked.")
       .def(nb::init<const Array &, const Array &, const Array &, const Array &, const Array &, const Array &,
-                    const Array &, const Array &, int, int, float, const std::string &>(),
+                    const Array &, const Array &, int, int, float, const std::string &, const Maybe &, int64_t>(),
            "q"_a, "k"_a, "v"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a, "group"_a, "q_tile"_a, "kv_tile"_a,
-           "scale"_a, "variant"_a)
+           "scale"_a, "variant"_a, "table"_a = nb::none(), "keys"_a = 0)
       .def("columns", &Prepared::columns, "col_ptr"_a, "row"_a, "bits_t"_a)
       .def("forward", &Prepared::forward, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "out"_a,
-           "lse"_a, "keys"_a, "first"_a, "threads"_a)
+           "lse"_a, "keys"_a, "first"_a, "threads"_a, "table"_a = 0, "lengths"_a = 0)
       .def("backward", &Prepared::backward, "dout"_a, "dout_strides"_a, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a,
            "v"_a, "v_strides"_a, "out"_a, "lse"_a, "dlse"_a, "dq"_a, "dk"_a, "dv"_a, "threads"_a);
   m.def("fma_peak", &bind_fma_peak, "dtype"_a, "threads"_a, "seconds"_a, "variant"_a = "",

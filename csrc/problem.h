@@ -40,11 +40,15 @@ struct Plan {
   int64_t q_tiles = 0, k_tiles = 0, groups = 0;
 };
 
+constexpr int kMostNumbers = 4;
+
 // One term of a score. Strides of the table in bytes, those of a size of 1 being 0: alibi (head), distance (head, its
 // columns adjacent), bias (batch, head, token: its rows, and `column`).
 struct Term {
-  enum Kind { softcap, alibi, distance, bias } kind = softcap;
-  float cap = 0;
+  // pointwise: without a table, a formula of one score
+  enum Kind { pointwise, alibi, distance, bias } kind = pointwise;
+  int id = 0;  // in the list of TermKind
+  float numbers[kMostNumbers] = {};
   View table;
   int64_t column = 0, reach = 0;  // reach: of distances, a table has 2 reach + 1 of them
   // The table's gradient, compact, strides in elements. Where each pair has an element of its own, it is stored there;
@@ -54,6 +58,17 @@ struct Term {
   bool own = false;
   int64_t *sums = nullptr;
   uint8_t *broken = nullptr;
+};
+
+// A kind of terms, as terms.h declares it.
+struct TermKind {
+  const char *name;
+  Term::Kind kind;
+  int numbers;
+  const char *wanted;             // of the numbers, in words
+  bool (*takes)(const float *);   // whether numbers are such; null: there are none
+  // what becomes of n scores, in place, and the slopes there unless they are null; null but for a pointwise kind
+  void (*apply)(float *scores, int n, const float *numbers, float *slopes);
 };
 
 // What happens to a score between the product and the softmax, and to its weight after it. Query i of batch b has the
@@ -152,6 +167,7 @@ struct Kernel {
   // the largest squared length of those rows of a tensor that are finite
   double (*longest)(const View &, int width, int64_t batch, int64_t head, int64_t first, int64_t last);
   int64_t (*fma_loop)(Dtype, int64_t rounds);  // returns the FLOP done
+  const TermKind *term_kinds;  // ended by one without a name
   bool (*agrees)();  // whether its two ways of adding up have the same bits on this processor; null: it has one
 };
 

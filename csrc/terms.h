@@ -18,7 +18,7 @@ struct TermMemory {
   float *diagonals, *values, *biases, *slopes = nullptr, *sums;  // slopes: null in forward
   int span, panel;  // floats of one head's diagonals; of a panel
   TermMemory() = default;
-  // backward: also the slopes of softcaps, and sums for what tables get
+  // backward: also the slopes of pointwise terms, and sums for what tables get
   TermMemory(const Problem &pb, Carve &m, int lanes, bool backward) {
     const Plan &plan = pb.plan;
     const size_t count = pb.scoring.count, some = count > 0;
@@ -41,6 +41,52 @@ RW_INLINE float element(const char *p, Dtype type) {
   memcpy(&h, p, 2);
   return type == BF16 ? float_of((uint32_t)h << 16) : half_to_float(h);
 }
+
+// ---- The kinds of terms ----
+// A pointwise kind is a struct: its name, how many numbers it has and which, and `operator()`, which makes the scores
+// after it and, where `slope` is not null, their derivative: it is 0 where a score is not a number.
+
+// s = cap tanh(s / cap). Of 1 - tanh^2 nothing would be left where the cap is far below s.
+struct Softcap {
+  static constexpr const char *name = "softcap", *wanted = "a softcap above 0";
+  static constexpr int numbers = 1;
+  static bool takes(const float *x) { return x[0] > 0 && x[0] < kInf && 1 / x[0] < kInf; }
+
+  const V cap, shrink;
+  explicit Softcap(const float *x) : cap(splat(x[0])), shrink(splat(1 / x[0])) {}
+  RW_INLINE V operator()(V s, V *slope) const {
+    const V x = s * shrink;
+    if (slope) {
+      const V e = exp2(min(x, -x) * splat(2 * kLog2e)), more = e + splat(1.f);
+      *slope = max(splat(4.f) * e / (more * more), V{});
+    }
+    return cap * tanh(x);
+  }
+};
+
+template <class Kind>
+void apply_pointwise(float *s, int n, const float *numbers, float *slopes) {
+  const Kind kind(numbers);
+  for (int i = 0; i < n; i += W) {
+    V slope = splat(kNan);  // of a kind that does not say it
+    store(s + i, kind(load(s + i), slopes ? &slope : nullptr));
+    if (slopes) store(slopes + i, slope);
+  }
+}
+
+template <class Kind>
+constexpr TermKind pointwise() {
+  static_assert(Kind::numbers <= kMostNumbers, "a term has few numbers");
+  return {Kind::name, Term::pointwise, Kind::numbers, Kind::wanted, Kind::takes, apply_pointwise<Kind>};
+}
+
+constexpr TermKind kTermKinds[] = {
+    pointwise<Softcap>(),
+    {"alibi", Term::alibi, 0, nullptr, nullptr, nullptr},
+    {"distance", Term::distance, 0, nullptr, nullptr, nullptr},
+    {"bias", Term::bias, 0, nullptr, nullptr, nullptr},
+    {nullptr, Term::pointwise, 0, nullptr, nullptr, nullptr},
+};
 
 // Adds to an element of a table's gradient, in any order with the same result.
 inline void add_to(const Term &t, int64_t at, float x, double per_quantum) {
@@ -67,7 +113,7 @@ struct Pairs {
       : pb(pb), scoring(pb.scoring), m(m), batch(batch), keys_across(keys_across) {}
 
   void set_lanes(int64_t first, int n, int count) {
-    if (!scoring.count || !scoring.rows) return;  // softcaps need no places
+    if (!scoring.count || !scoring.rows) return;  // pointwise terms need no places
     lane_first = first, lanes = n;
     place(keys_across, first, n, m.lane_at);
     for (int l = 0; l < count; ++l) {
@@ -98,12 +144,12 @@ struct Pairs {
   }
 
   // Scores of rows [r0, r0 + n) and of lanes [lane, lane + width), a row after the other. A product that is not finite
-  // stays so, whatever a softcap would make of it.
+  // stays so, whatever a pointwise term would make of it.
   void apply(float *s, int r0, int n, int lane, int width) const {
-    bool capped = false;
-    for (int i = 0; i < scoring.count; ++i) capped |= scoring.terms[i].kind == Term::softcap;
+    bool some = false;
+    for (int i = 0; i < scoring.count; ++i) some |= scoring.terms[i].kind == Term::pointwise;
     V broken = V{};
-    for (int i = 0; capped && i < n * width; i += W) broken += load(s + i) - load(s + i);  // 0, or NaN
+    for (int i = 0; some && i < n * width; i += W) broken += load(s + i) - load(s + i);  // 0, or NaN
     if (any_below(broken == V{} ? V{} : splat(-1), 0))
       apply_broken(s, r0, n, lane, width);
     else
@@ -120,14 +166,15 @@ struct Pairs {
     float *slopes = m.slopes;
     const float *diagonals = m.diagonals;
     int i = 0;
-    auto cap = [&](int end) {  // the softcaps before a run, or the end
-      for (; i < end && scoring.terms[i].kind == Term::softcap; ++i) {
-        softcap(s, n * width, scoring.terms[i].cap, slopes);
+    auto each_alone = [&](int end) {  // the pointwise terms before a run, or the end
+      for (; i < end && scoring.terms[i].kind == Term::pointwise; ++i) {
+        const Term &t = scoring.terms[i];
+        kTermKinds[t.id].apply(s, n * width, t.numbers, slopes);
         if (slopes) slopes += m.panel;
       }
     };
     each_run([&](int begin, int end, bool distances, bool biases) {
-      cap(begin);
+      each_alone(begin);
       i = end;
       if (distances) {
         add_distances(begin, end, diagonals, s, r0, n, lane, width);
@@ -135,7 +182,7 @@ struct Pairs {
       }
       if (biases) add_biases(begin, end, s, r0, n, lane, width);
     });
-    cap(scoring.count);
+    each_alone(scoring.count);
   }
 
   // From the gradient of the last score to that of the first, in place; tables get theirs on the way. Keys lie across.
@@ -143,14 +190,14 @@ struct Pairs {
     const float *slopes = m.slopes;
     bool tables = false;
     for (int i = 0; i < scoring.count; ++i) {
-      slopes += scoring.terms[i].kind == Term::softcap ? m.panel : 0;
+      slopes += scoring.terms[i].kind == Term::pointwise ? m.panel : 0;
       tables |= scoring.terms[i].grad != nullptr;
     }
     for (int r = 0; tables && r < n; ++r)
       for (int l = filled(lane, width); l < width; ++l) dt[r * width + l] = 0;
     for (int i = scoring.count; i-- > 0;) {
       const Term &t = scoring.terms[i];
-      if (t.kind == Term::softcap) {
+      if (t.kind == Term::pointwise) {
         slopes -= m.panel;
         for (int x = 0; x < n * width; x += W) store(dt + x, load(dt + x) * load(slopes + x));
       } else if (t.grad && t.kind == Term::bias) {
@@ -194,7 +241,7 @@ struct Pairs {
     for (int i = 0; i < scoring.count; ++i) {
       const int begin = i;
       bool distances = false, biases = false;
-      for (; i < scoring.count && t[i].kind != Term::softcap; ++i)
+      for (; i < scoring.count && t[i].kind != Term::pointwise; ++i)
         (t[i].kind == Term::bias ? biases : distances) = true;
       if (i > begin) f(begin, i, distances, biases);
     }
@@ -217,19 +264,6 @@ struct Pairs {
 
   static RW_INLINE int64_t place_of(const Term &t, int64_t distance) {
     return (distance < -t.reach ? -t.reach : distance > t.reach ? t.reach : distance) + t.reach;
-  }
-
-  // s = cap tanh(s / cap); slopes, where wanted, are those of this step, and 0 where s is not a number. Of 1 - tanh^2
-  // nothing would be left where the cap is far below s.
-  static void softcap(float *s, int n, float cap, float *slopes) {
-    const V caps = splat(cap), shrink = splat(1 / cap);
-    for (int i = 0; i < n; i += W) {
-      const V x = load(s + i) * shrink;
-      store(s + i, caps * tanh(x));
-      if (!slopes) continue;
-      const V e = exp2(min(x, -x) * splat(2 * kLog2e)), more = e + splat(1.f);
-      store(slopes + i, max(splat(4.f) * e / (more * more), V{}));
-    }
   }
 
   void add_distances(int begin, int end, const float *diagonals, float *s, int r0, int n, int lane, int width) const {

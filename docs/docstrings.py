@@ -12,6 +12,7 @@ from typing import Any
 import griffe
 
 import ringweave as rw
+from ringweave.patterns.declared import DECLARED
 
 _SECTION = re.compile(r"(?<=\n)(Args|Attributes|Returns|Raises|Example|References):\n")
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr):`([\w.]+)`")
@@ -19,7 +20,8 @@ _ROLE = re.compile(r":(?:func|class|meth|mod|attr):`([\w.]+)`")
 
 def _link(match: re.Match[str]) -> str:
     name = match[1].removeprefix("ringweave.")
-    thing = getattr(rw, name, None) if name in rw.__all__ else None
+    public = {*rw.__all__, *rw._UNLISTED}
+    thing = getattr(rw, name) if name in public else getattr(rw.patterns, name, None) if name in DECLARED else None
     return f"`{match[1]}`" if thing is None else f"[`{name}`][{thing.__module__}.{thing.__qualname__}]"
 
 

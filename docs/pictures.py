@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import inspect
 import re
 import sys
@@ -21,10 +22,13 @@ import torch
 
 import ringweave as rw
 from ringweave.audit.page import COLOURS
-from ringweave.ops.backend import EXTRAS, Case
-from ringweave.ops.dispatch import BACKENDS, refusal
+from ringweave.backends import BACKENDS
+from ringweave.call import Call
 from ringweave.parallel.planning.placement import contiguous, striped
+from ringweave.patterns.declared import DECLARED, SECTIONS, Declared
 from ringweave.plan import branches
+from ringweave.program import unsupported_reason
+from ringweave.terms import KINDS
 from ringweave.units import count, percent
 
 HERE = Path(__file__).parent
@@ -59,58 +63,21 @@ def triples(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) 
     return (q // 64 + k // 64) % 3 == 0
 
 
-def entry(code: str, tokens: int = 1024, heads: int = 1, name: str | None = None) -> Entry:
-    return Entry(name or code.split("(")[0], code, lambda: rw.patterns.parse(code), tokens, heads)
+#: What the gallery builds where an example has no text.
+BUILT: dict[str, Callable[[], rw.Pattern]] = {
+    "BlockTable": lambda: rw.BlockTable(torch.eye(8).bool() | (torch.arange(8) == 2), block_size=128),
+    "TokenMask": lambda: rw.TokenMask(triples),
+}
+
+
+def entry(name: str, known: Declared) -> Entry:
+    build = functools.partial(rw.patterns.parse, known.example) if known.text else BUILT[name]
+    return Entry(name, known.example, build, known.tokens, known.heads)
 
 
 GALLERY = {
-    "By position": [
-        entry("Full()"),
-        entry("Causal()"),
-        entry("SlidingWindow(192, 64)"),
-        entry("Segments(256)"),
-        entry("Documents([160, 480, 96, 288])"),
-        entry("Keys(832, 192)"),
-        entry("PrefixLM(256)"),
-    ],
-    "By chosen tokens": [
-        entry("Sinks(64)"),
-        entry("Global([0, 1, 2, 3, 512, 513, 514, 515])"),
-        entry("Periodic(256, 192, 256)"),
-    ],
-    "By residue": [
-        entry("Strided(8)", 64),
-        entry("Dilated(3, 4)", 64),
-        entry("Neighborhood(7, 2, tokens=64)", 64),
-        entry("LongNet([16, 64], [1, 4], causal=True)", 64, heads=4),
-    ],
-    "On a grid": [
-        entry("GridNeighborhood(Grid((32, 32)), 7)"),
-        entry("GridWindows(Grid((32, 32)), 8, shift=4)"),
-    ],
-    "By table, function or head": [
-        Entry(
-            "BlockTable",
-            "BlockTable(torch.eye(8).bool() | (torch.arange(8) == 2), block_size=128)",
-            lambda: rw.BlockTable(torch.eye(8).bool() | (torch.arange(8) == 2), block_size=128),
-        ),
-        Entry(
-            "TokenMask",
-            "TokenMask(lambda b, h, q, k: (q // 64 + k // 64) % 3 == 0)",
-            lambda: rw.TokenMask(triples),
-        ),
-        entry("PerHead([Causal(), SlidingWindow(128), Strided(64), Causal()])", heads=4),
-    ],
-    "Presets": [
-        entry("longformer(96, 48)"),
-        entry("bigbird(1024, window=96, random=2)"),
-        entry("sparse_transformer_fixed(128, 32)"),
-        entry("variable(1024, local_blocks=(2, 4), global_blocks=(0, 9))"),
-        entry("local_global(64, 128)"),
-        entry("dilated_blocks(2, [1, 4, 12])", 64),
-        entry("natten_1d(192, tokens=1024)"),
-        entry("random_blocks(1024, 0.25, block_size=64)"),
-    ],
+    section: [entry(name, known) for name, known in sorted(DECLARED.items()) if known.section == section]
+    for section in SECTIONS
 }
 ALGEBRA = [
     Entry(
@@ -146,7 +113,7 @@ def gallery() -> str:
     for section, entries in GALLERY.items():
         lines += [f"## {section}", "", '<div class="gallery" markdown>', ""]
         for each in entries:
-            thing = getattr(rw, each.name)
+            thing = DECLARED[each.name].make
             sentence = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
             sentence = re.sub(r":\w+:`(?:ringweave\.)?([\w.]+)`", r"`\1`", sentence).replace("``", "`")
             wide = " wide" if each.heads > 1 else ""
@@ -171,9 +138,9 @@ def gallery() -> str:
 
 
 def facts(each: Entry) -> str:
-    """Density, causality and tiles of what is drawn, as ``explain`` counts them for the gather backend."""
+    """Density, causality and tiles of what is drawn, as ``explain`` counts them for the dense_batched backend."""
     pattern = each.build()
-    numbers = rw.explain(pattern, each.tokens, heads=each.heads, backend="gather", as_dict=True)
+    numbers = rw.explain(pattern, each.tokens, heads=each.heads, backend="dense_batched", as_dict=True)
     tiles = numbers["tiles"]
     partial = tiles["computed"] - tiles["full"]
     views = sum(branch["views"] for branch in numbers["branches"])
@@ -239,7 +206,7 @@ def flow() -> str:
     boxes = [
         ("pattern", "which pairs may attend", "(head, query, key)"),
         ("plan", "which tiles are not empty", "full or partial"),
-        ("backend", "computes the tiles", "gather, sdpa, ..."),
+        ("backend", "computes the tiles", "dense_batched, sdpa, ..."),
         ("(out, lse)", "one per branch", "lse: log-sum-exp"),
         ("merge", "exact combination", "of the branches"),
     ]
@@ -269,7 +236,7 @@ def tiles() -> str:
     plan = pattern.plan(tokens, tile=side)
     dense = pattern.to_dense(tokens)[0, 0]
     kinds: list[list[str | None]] = [[None] * plan.kv_tiles for _ in range(plan.q_tiles)]
-    for row, column, bits in zip(plan.tile_rows().tolist(), plan.col.tolist(), plan.bits.tolist(), strict=True):
+    for row, column, bits in zip(plan.tile_rows().tolist(), plan.col.tolist(), plan.mask_id.tolist(), strict=True):
         kinds[row][column] = DARK if bits < 0 else MIDDLE
     size, left, right, top = 320, 40, 420, 74
     parts = [
@@ -295,7 +262,7 @@ def tiles() -> str:
     parts.append(f'<path d="{lines}" stroke="{EDGE}" fill="none"/>')
     parts += grid(left, top, size, [[None]])
     parts += grid(right, top, size, kinds, line=2)
-    items = [(DARK, "full"), (MIDDLE, f"partial ({plan.masks.shape[0]} distinct masks)"), (CARD, "empty")]
+    items = [(DARK, "full"), (MIDDLE, f"partial ({plan.mask_words.shape[0]} distinct masks)"), (CARD, "empty")]
     for x, item in zip((right, right + 62, right + 256), items, strict=True):
         parts += key(x, top + size + 14, [item], 0)
     parts.append(text(left, top + size + 25, "one query a row, one key a column", f'fill="{FAINT}" font-size="12"'))
@@ -331,7 +298,7 @@ def mixture() -> str:
     """Head 0 of a LongNet beside the union of the same branches: how often a key counts."""
     tokens = 32
     counts = rw.LongNet([8, 32], [1, 4]).to_dense(tokens)[0, 0]
-    union = (rw.Segments(8) | rw.Strided(4) & rw.Periodic(4, 0, 1)).to_dense(tokens)[0, 0]
+    union = (rw.Segments(8) | rw.Strided(4) & rw.patterns.Periodic(4, 0, 1)).to_dense(tokens)[0, 0]
     assert torch.equal(counts > 0, union)
     size, left, right, top = 320, 40, 420, 74
     shade = {0: None, 1: MIDDLE, 2: DARK}
@@ -377,7 +344,7 @@ def exchange() -> str:
 def audited() -> str:
     """What was found where masks are lost, over what was asked."""
     size, step, top = 216, 256, 62
-    padded = rw.Keys(24, torch.tensor([8]))
+    padded = rw.KeyPadding(24, torch.tensor([8]))
     finds = {
         "packed documents": (rw.Causal(), rw.Causal().within(rw.Documents([8, 16]))),
         "a window of 8": (rw.Causal(), rw.SlidingWindow(7)),
@@ -421,7 +388,7 @@ def files() -> dict[Path, str]:
 
 
 # a call that every backend can run where it runs at all, and what is changed about it
-USUAL = Case(1, 8, 8, 4096, 4096, 64, 64, torch.float32, "cpu")
+USUAL = Call(1, 8, 8, 4096, 4096, 64, 64, torch.float32, "cpu")
 CHANGES: dict[str, dict[str, object]] = {
     "gradients": {"needs_grad": True},
     "float64": {"dtype": torch.float64},
@@ -430,11 +397,11 @@ CHANGES: dict[str, dict[str, object]] = {
     "Dv other than D": {"value_dim": 96},
     "D of 100": {"head_dim": 100, "value_dim": 100},
     "D of 512": {"head_dim": 512, "value_dim": 512},
-    **{f"`{name}`": {"extras": frozenset({name})} for name in sorted(EXTRAS - {"dropout"})},
-    "gradients of a term's table": {"extras": frozenset({"DistanceBias"}), "learned": 8, "needs_grad": True},
-    "dropout": {"extras": frozenset({"dropout"})},
+    **{f"`{name}`": {"features": frozenset({name})} for name in sorted(KINDS)},
+    "gradients of a term's table": {"features": frozenset({"DistanceBias"}), "learned": 8, "needs_grad": True},
+    "dropout": {"features": frozenset({"dropout"})},
     "keys in pages": {"paged": True},
-    "keys in 8 bits": {"stored": torch.int8},
+    "keys in 8 bits": {"kv_dtype": torch.int8},
 }
 
 
@@ -448,8 +415,8 @@ def abilities() -> str:
     for name, (case, branch) in asked.items():
         said = []
         for backend in BACKENDS.values():
-            device = "cuda" if refusal(backend, USUAL, dense) else "cpu"
-            said.append("" if refusal(backend, dataclasses.replace(case, device=device), branch) else "yes")
+            device = "cuda" if unsupported_reason(backend, USUAL, dense) else "cpu"
+            said.append("" if unsupported_reason(backend, dataclasses.replace(case, device=device), branch) else "yes")
         lines.append(f"| {name} | " + " | ".join(said) + " |")
     return "\n".join(lines) + "\n"
 

@@ -31,7 +31,7 @@ for wheel in dist/*-py3-none-any.whl dist/*"_$(uname -m).whl"; do
 import sys
 import torch
 import ringweave as rw
-from ringweave.ops import cpu
+from ringweave.backends import cpu
 
 assert ("none-any" in sys.argv[1]) == (cpu.module() is None), "the kernel"
 q, k, v = (torch.randn(1, 4, 500, 64, requires_grad=True) for _ in range(3))

@@ -202,23 +202,29 @@ def digest(found: Any) -> Any:
     return [digest(each) for each in found] if isinstance(found, (list, tuple)) else found
 
 
-def answer(names: list[str]) -> dict[str, Any]:
-    """Compute everything with these names away."""
-    place = importlib.util.find_spec("ringweave")
-    assert place is not None
-    assert place.origin is not None
-    module = "ringweave.torch_compat"
-    spec = importlib.util.spec_from_file_location(module, Path(place.origin).with_name("torch_compat.py"))
+def alone(name: str) -> Any:
+    """Import a module of ringweave without the package."""
+    package = importlib.util.find_spec("ringweave")
+    assert package is not None
+    assert package.origin is not None
+    spec = importlib.util.spec_from_file_location(f"ringweave.{name}", Path(package.origin).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
-    # it imports nothing of the package: so it can be there first
-    sys.modules[module] = torch_compat = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def answer(names: list[str]) -> dict[str, Any]:
+    """Compute everything with these names away."""
+    # they import nothing else of the package, so they can be there first
+    alone("cache")
     with gone(names):
-        spec.loader.exec_module(torch_compat)
+        torch_compat = alone("torch_compat")
         still = [name for name in names if torch_compat.find(name) is not None]
     with gone(names, "import"):
         steps = list(calls())
-    assert sys.modules[module] is torch_compat
+    assert sys.modules["ringweave.torch_compat"] is torch_compat
     found: dict[str, Any] = {"still there": still, "quick": torch_compat.unwatched()}
     for what, call in steps:
         with gone(names, what):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import torch
 
 import ringweave as rw
 from ringweave.patterns import Pattern
+from ringweave.patterns.declared import DECLARED
 
 
 def _not_future(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -49,26 +51,37 @@ PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "documents": _documents,
     "documents_by_ids": lambda n: rw.Documents(ids=torch.arange(n, device="cpu") * 7 // 150 - 1),
     "documents_in_pieces": lambda n: rw.Documents(ids=torch.arange(n, device="cpu") // 31 % 3),
-    "keys": lambda n: rw.Keys(n - n // 4, n // 3) & rw.Causal(),
+    "keys": lambda n: rw.KeyPadding(n - n // 4, n // 3) & rw.Causal(),
     "within_documents": lambda n: ((rw.SlidingWindow(20) | rw.Sinks(3)) & rw.Causal()).within(_documents(n)),
-    "within_keys": lambda n: (rw.Dilated(5, 4) | rw.Global([2])).within(rw.Keys(n, n // 5)),
+    "within_keys": lambda n: (rw.Dilated(5, 4) | rw.Global([2])).within(rw.KeyPadding(n, n // 5)),
     "causal_documents": lambda n: _documents(n) & rw.Causal(),
     "prefix": lambda n: rw.PrefixLM(33),
-    "periodic": lambda n: rw.Periodic(50, 10, 13) & rw.Causal(),
-    "table": lambda n: rw.random_blocks(n, 0.6, block_size=48),
-    "table_per_head": lambda n: rw.random_blocks(n, 0.6, block_size=32, heads=4),
+    "periodic": lambda n: rw.patterns.Periodic(50, 10, 13) & rw.Causal(),
+    "table": lambda n: rw.patterns.random_blocks(n, 0.6, block_size=48),
+    "table_per_head": lambda n: rw.patterns.random_blocks(n, 0.6, block_size=32, heads=4),
     "function": lambda n: rw.from_mask_mod(_not_future),
     "function_per_head": lambda n: rw.from_mask_mod(_by_head) & ~rw.Segments(70),
     "per_head": lambda n: rw.PerHead([rw.Causal(), rw.SlidingWindow(9), ~rw.Causal(), rw.Causal()]),
-    "longformer": lambda n: rw.longformer(30, [1, 9], causal=True),
-    "bigbird": lambda n: rw.bigbird(n, window=20, global_tokens=5, random=2, block_size=32),
-    "fixed": lambda n: rw.sparse_transformer_fixed(50, 7),
-    "variable": lambda n: rw.variable(n, local_blocks=(1, 2), block_size=32, random=1),
-    "local_global": lambda n: rw.local_global(20, 37),
-    "dilated_blocks": lambda n: rw.dilated_blocks(3, [1, 4, 16]),
-    "natten": lambda n: rw.natten_1d(9, 3, tokens=n),
+    "longformer": lambda n: rw.patterns.longformer(30, [1, 9], causal=True),
+    "bigbird": lambda n: rw.patterns.bigbird(n, window=20, global_tokens=5, random=2, block_size=32),
+    "fixed": lambda n: rw.patterns.sparse_transformer_fixed(50, 7),
+    "variable": lambda n: rw.patterns.variable(n, local_blocks=(1, 2), block_size=32, random=1),
+    "local_global": lambda n: rw.patterns.local_global(20, 37),
+    "dilated_blocks": lambda n: rw.patterns.dilated_blocks(3, [1, 4, 16]),
+    "natten": lambda n: rw.patterns.natten_1d(9, 3, tokens=n),
     "image": lambda n: rw.GridNeighborhood(_image(n), [min(3, side) for side in _image(n).shape], causal=(False, True)),
     "tree": lambda n: (rw.Causal() | rw.Strided(5)) & ~rw.Segments(70) | ~(rw.SlidingWindow(99) | rw.Sinks(4)),
+}
+
+#: Patterns that no case names: made by a method, mixtures, and those with files of tests of their own.
+ELSEWHERE = {"Within", "LongNet", "GridWindows", "Neighborhood", "TokenMask", "BlockTable"}
+#: Names that the cases above use.
+NAMED = {name for make in (*PATTERNS.values(), _documents) for name in make.__code__.co_names}
+# a declared pattern without a case has that of its example, which then has to fit any length
+PATTERNS |= {
+    name: functools.partial(lambda example, n: rw.patterns.parse(example), known.example)
+    for name, known in DECLARED.items()
+    if name not in NAMED | ELSEWHERE
 }
 
 #: mixtures, where a key may count several times; four heads

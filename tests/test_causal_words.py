@@ -21,7 +21,7 @@ import pytest
 
 import ringweave as rw
 from ringweave.patterns import And, Causal, Or, parse
-from ringweave.patterns.parse import WRITABLE
+from ringweave.patterns.parse import names
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -64,11 +64,7 @@ class _Numbers(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if (
-            isinstance(node.func, ast.Name)
-            and node.func.id in WRITABLE
-            and node.func.id not in ("PerHead", "Documents")
-        ):
+        if isinstance(node.func, ast.Name) and node.func.id in names() and node.func.id not in ("PerHead", "Documents"):
             node.args = [
                 a if isinstance(a, (ast.Constant, ast.List, ast.Tuple)) else ast.Constant(_NUMBER) for a in node.args
             ]
@@ -120,8 +116,10 @@ def in_page(page: Path) -> Iterator[Said]:
         for paragraph in prose.split("\n\n"):
             yield from in_prose(paragraph)
         if ">>>" in code:
-            for example in doctest.DocTestParser().get_examples(code):
-                yield from (Said(s.text, s.pattern, f"{s.beside}\n{code}", s.name) for s in in_code(example.source))
+            # parts of files, in the guides, have their examples in docstrings
+            for text in re.findall(r'"""(.*?)"""', code, flags=re.S) if kind == "py" else [code]:
+                for example in doctest.DocTestParser().get_examples(text):
+                    yield from (Said(s.text, s.pattern, f"{s.beside}\n{code}", s.name) for s in in_code(example.source))
         elif kind == "python":
             yield from in_code(code)
         else:

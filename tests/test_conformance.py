@@ -14,10 +14,9 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.audit import kit
+from ringweave.audit import conformance
+from ringweave.backends import BACKENDS, cpu
 from ringweave.errors import UnsupportedError
-from ringweave.ops import cpu
-from ringweave.ops.dispatch import BACKENDS
 from ringweave.patterns import Pattern
 
 from .cases import MIXTURES, PATTERNS
@@ -25,7 +24,7 @@ from .oracle import NAMES, Inputs, errors, exact, gradients, rounding, torch_err
 
 EVERYTHING = PATTERNS | MIXTURES
 #: backends that take any relation on CPU tensors; the native kernel is missing where there was no compiler
-SPARSE = ["gather"] + ["cpu"] * (cpu.module() is not None)
+SPARSE = ["dense_batched"] + ["cpu"] * (cpu.module() is not None)
 # these need a GPU; what of them runs without is in tests/ops
 ELSEWHERE = ("triton", "flex", "flash")
 RUNNABLE = [name for name in BACKENDS if name not in ("cpu", *ELSEWHERE) or name in SPARSE]
@@ -208,7 +207,9 @@ def test_gradient_strides(backend: str) -> None:
     ("backend", "name"),
     [
         ("sdpa", "causal"),
-        *itertools.product(["reference", "gather", "torch_sparse"], ["sinks", "causal", "table", "dilated", "longnet"]),
+        *itertools.product(
+            ["reference", "dense_batched", "torch_sparse"], ["sinks", "causal", "table", "dilated", "longnet"]
+        ),
     ],
 )
 def test_gradcheck(name: str, backend: str) -> None:
@@ -223,7 +224,7 @@ def test_gradcheck(name: str, backend: str) -> None:
     assert torch.autograd.gradcheck(call, tuple(x.leaves()), fast_mode=True)
 
 
-def kernel(backend: str) -> kit.Kernel:
+def kernel(backend: str) -> conformance.Kernel:
     """A backend as the kit takes anyone's kernel."""
 
     def attend(
@@ -231,14 +232,14 @@ def kernel(backend: str) -> kit.Kernel:
     ) -> rw.AttentionResult:
         return rw.attention_with_lse(q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend)
 
-    return kit.Kernel(attend, backend)
+    return conformance.Kernel(attend, backend)
 
 
-@pytest.mark.parametrize("rule", list(kit.RULES))
+@pytest.mark.parametrize("rule", list(conformance.RULES))
 @pytest.mark.parametrize("backend", RUNNABLE)
 def test_the_kit(backend: str, rule: str) -> None:
     """What anyone's kernel is held to."""
-    verdict = kit.judge(kernel(backend), rule, examples=40 if backend == "sdpa" else 10)
+    verdict = conformance.judge(kernel(backend), rule, examples=40 if backend == "sdpa" else 10)
     assert verdict.failure is None, verdict.failure
     # sdpa refuses what is neither full nor causal
     assert verdict.tried >= (1 if backend == "sdpa" else 10)
@@ -248,7 +249,7 @@ def test_the_kit(backend: str, rule: str) -> None:
 @pytest.mark.parametrize("backend", ["reference", *SPARSE])
 @pytest.mark.parametrize("name", list(PATTERNS))
 def test_row_sums_and_leaks(name: str, backend: str, rule: str) -> None:
-    kit.RULES[rule](kernel(backend), kit.Trial(PATTERNS[name](97), 97, 97, heads=4, kv_heads=4, dim=8))
+    conformance.RULES[rule](kernel(backend), conformance.Trial(PATTERNS[name](97), 97, 97, heads=4, kv_heads=4, dim=8))
 
 
 @pytest.mark.parametrize("backend", ["reference", *SPARSE, "torch_sparse"])
@@ -259,7 +260,7 @@ def test_unattended_nan(backend: str, bad: float) -> None:
     table = torch.ones(2, 2, dtype=torch.bool)
     table[1] = False
     # keys 80.. and queries 128.. take no part
-    pattern = rw.Periodic(1000, 0, 80) & rw.BlockTable(table, 128)
+    pattern = rw.patterns.Periodic(1000, 0, 80) & rw.BlockTable(table, 128)
     x = Inputs.random(n, heads=2)
     clean = run(x, pattern, backend)
     for tensor, first in ((x.k, 80), (x.v, 80), (x.q, 128), (x.dout, 128)):
@@ -300,7 +301,7 @@ def test_empty_rows(backend: str) -> None:
     assert not any(result.isnan().any() for result in got.values())
 
 
-# ---- scores out of range: the rule of ops/overflow.py
+# ---- scores out of range: the rule of backends/overflow.py
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -7,6 +7,7 @@ value and right by the dense relation. A new public name, method or argument fai
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -24,8 +25,9 @@ import torch
 
 import ringweave as rw
 from ringweave.errors import RingweaveError
+from ringweave.patterns.declared import DECLARED
 from ringweave.patterns.shifted import placed
-from ringweave.terms import Term, terms_of, written
+from ringweave.terms import KINDS, Term, terms_of, written
 
 N = 48
 SECONDS = 3.0  # of the processor, for one call
@@ -78,9 +80,8 @@ CLASSES_ELSEWHERE = {"ContextParallel"}
 RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 #: Methods by which patterns answer plans: internal, called with arrays.
 PROTOCOL = {
-    "allows", "key_ranges", "excluded_ranges", "tile_keys", "extents", "select", "check", "block_side", "allowed_pairs", "residue_rate",
-    "restride", "spans", "fits", "numbers", "read", "readable", "own", "either", "value", "views", "of", "numbered", "key", "write", "parts_within",
-    "lookback", "apply", "gradient", "total", "bound",
+    "allows", "key_ranges", "excluded_ranges", "tile_classes", "extents", "select", "check", "restride", "remade", "spans", "fits", "numbers", "read", "readable", "own", "either", "value", "views", "of", "key", "write", "parts_within",
+    "lookback", "apply", "gradient", "total", "bound", "over", "slope", "entry", "example",
 }  # fmt: skip
 
 
@@ -227,6 +228,11 @@ def is_term(arguments: dict[str, Any], answer: Any) -> None:
         assert one.is_meta or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
+def fields_of(kind: type[Term]) -> dict[str, Any]:
+    term = kind.example(1, 2, N, N, torch.Generator())
+    return {each.name: getattr(term, each.name) for each in dataclasses.fields(term)}  # type: ignore[arg-type]
+
+
 def is_weights(arguments: dict[str, Any], answer: Any) -> None:
     q, k = arguments["q"].double(), arguments["k"].double()
     pattern, q_offset = placed(arguments["pattern"], arguments["q_offset"], arguments["k_offset"], 1)
@@ -362,8 +368,8 @@ ROWS: dict[str, Row] = {
     "Segments": made(length=7),
     "Documents": Row(lambda: {"lengths": [20, N - 20], **NO_DOCUMENTS}, is_pattern, taken={"lengths": lambda v: True, **dict.fromkeys(NO_DOCUMENTS, lambda v: v is None)}),
     "Documents by ids": Row(lambda: {"lengths": None, **NO_DOCUMENTS, "ids": torch.arange(N) // 9}, is_pattern, of=rw.Documents, taken={name: (lambda v: True) if name == "ids" else lambda v: v is None for name in ("lengths", *NO_DOCUMENTS)}),
-    "Keys": made(stop=N, start=5),
-    "Pattern.within": Row(lambda: {"self": OWN, "bounds": rw.Keys(N, 5)}, is_pattern, of=rw.Pattern.within, taken={"bounds": lambda v: isinstance(v, rw.Documents)}),
+    "KeyPadding": made(stop=N, start=5),
+    "Pattern.within": Row(lambda: {"self": OWN, "bounds": rw.KeyPadding(N, 5)}, is_pattern, of=rw.Pattern.within, taken={"bounds": lambda v: isinstance(v, rw.Documents)}),
     "Neighborhood": made(window=5, dilation=2, tokens=N),
     "Grid": Row(lambda: {"shape": (6, 8), "tile": (2, 4)}, is_grid),
     "Grid.flatten": Row(lambda: {"self": GRID, "x": torch.rand(2, 6, 8, 3), "dim": 1}, is_flat, of=rw.Grid.flatten, taken={"x": is_table}),
@@ -405,12 +411,9 @@ ROWS: dict[str, Row] = {
     ),
     "attention": Row(lambda: qkv() | {"pattern": OWN, "on_oom": "degrade", "precision": None} | SCORED | CALL, is_attention, of=seeded(rw.attention)),
     "attention_with_lse": Row(lambda: qkv() | {"pattern": OWN, "on_oom": "degrade", "precision": None} | SCORED | CALL, is_attention, of=seeded(rw.attention_with_lse)),
-    "Softcap": Row(lambda: {"cap": 2.0}, is_term),
-    "ALiBi": Row(lambda: {"slopes": torch.ones(2)}, is_term),
+    **{name: Row(functools.partial(fields_of, kind), is_term) for name, kind in KINDS.items()},
     "ALiBi.of_heads": Row(lambda: {"heads": 2}, is_term, of=rw.ALiBi.of_heads),
-    "DistanceBias": Row(lambda: {"table": torch.ones(2, 5)}, is_term),
     "DistanceBias.from_buckets": Row(lambda: {"weight": torch.ones(16, 2), "max_distance": 9, "bidirectional": True}, is_term, of=rw.DistanceBias.from_buckets),
-    "Bias": Row(lambda: {"table": torch.ones(1, 2, N, N)}, is_term),
     "varlen_attention": Row(
         lambda: {name: x[0].transpose(0, 1) for name, x in qkv().items()}
         | {"cu_seqlens_q": [0, 20, N], "cu_seqlens_k": None, "pattern": OWN, "scale": None, "backend": "auto"} | SCORED,
@@ -466,16 +469,35 @@ ROWS: dict[str, Row] = {
 }  # fmt: skip
 
 
+def arguments_of(name: str) -> dict[str, Any]:
+    """The arguments of a pattern's declared example."""
+    made_by = {each: known.make for each, known in DECLARED.items()} | {"Grid": rw.Grid, "torch": torch}
+    args, named = eval(DECLARED[name].example, made_by | {name: lambda *args, **named: (args, named)})
+    bound = inspect.signature(DECLARED[name].make).bind(*args, **named)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+#: Patterns that users make by name; a pattern without a row above has that of its example.
+PATTERNS = [name for name, known in DECLARED.items() if known.section is not None]
+ROWS |= {name: made(**arguments_of(name)) for name in PATTERNS if name not in ROWS}
+EVERY = sorted({*rw.__all__, *rw._UNLISTED, *PATTERNS})
+
+
+def public(name: str) -> Any:
+    return DECLARED[name].make if name in PATTERNS else getattr(rw, name)
+
+
 def called(name: str) -> Callable[..., Any]:
     of = ROWS[name].of
-    return of if of is not None else getattr(rw, name)  # type: ignore[no-any-return]
+    return of if of is not None else public(name)  # type: ignore[no-any-return]
 
 
 def methods() -> set[str]:
     """Public methods of the exported classes, each where it is first defined."""
     found = set()
-    for name in rw.__all__:
-        kind = getattr(rw, name)
+    for name in EVERY:
+        kind = public(name)
         if not inspect.isclass(kind) or issubclass(kind, (Exception, tuple)) or name in CLASSES_ELSEWHERE:
             continue
         own = {
@@ -490,10 +512,9 @@ def methods() -> set[str]:
 def test_every_public_name_has_a_row() -> None:
     callables = {
         name
-        for name in rw.__all__
-        if callable(getattr(rw, name)) and not inspect.ismodule(getattr(rw, name))
-        and not (inspect.isclass(getattr(rw, name)) and issubclass(getattr(rw, name), (Exception, rw.Pattern)) and inspect.isabstract(getattr(rw, name)))
-        and not (inspect.isclass(getattr(rw, name)) and issubclass(getattr(rw, name), Exception))
+        for name in EVERY
+        if callable(public(name)) and not inspect.isabstract(public(name))
+        and not (inspect.isclass(public(name)) and issubclass(public(name), Exception))
     }  # fmt: skip
     assert callables | methods() == {name for name in ROWS if " " not in name} | RECORDS | CLASSES_ELSEWHERE
 

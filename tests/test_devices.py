@@ -47,7 +47,7 @@ def test_a_default_device_changes_nothing(name: str) -> None:
 def test_a_context_under_a_default_device() -> None:
     q = torch.randn(1, 4, 64, 8, requires_grad=True)
     want = rw.attention(q, q, q, rw.Documents([30, 34]))
-    for schedule in ("gather", "ring"):
+    for schedule in ("allgather", "ring"):
         with torch.device("meta"):
             pattern = rw.Documents([30, 34])
             context = rw.ContextParallel(None, pattern, 64, heads=(4, 4), schedule=schedule)

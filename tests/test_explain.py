@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import ringweave as rw
+from ringweave.backends import cpu
 from ringweave.explanation import explain
-from ringweave.ops import cpu
 
 WINDOW = (rw.SlidingWindow(200) | rw.Sinks(4)) & rw.Causal()
 
@@ -21,7 +21,7 @@ WINDOW = (rw.SlidingWindow(200) | rw.Sinks(4)) & rw.Causal()
         rw.Causal(),
         rw.Full(),
         rw.Dilated(20, 16),
-        rw.dilated_blocks(16, [1, 64]),
+        rw.patterns.dilated_blocks(16, [1, 64]),
         rw.LongNet([64, 256], [1, 4], causal=True),
         rw.from_mask_mod(lambda b, h, q, k: (q + k + h) % 5 == 0),
     ],
@@ -44,8 +44,8 @@ def test_tiles_are_those_of_the_plan() -> None:
     plan = rw.plan(WINDOW, 2000, heads=3)
     (entry,) = facts["branches"]
     assert facts["tiles"]["computed"] == entry["tiles"] == plan.tiles
-    assert entry["full"] == 3 * int((plan.bits < 0).sum())
-    assert entry["masks"] == plan.masks.shape[0]
+    assert entry["full"] == 3 * int((plan.mask_id < 0).sum())
+    assert entry["masks"] == plan.mask_words.shape[0]
     assert entry["groups"] == 1
     assert entry["tile"] == [[plan.q_tile, plan.kv_tile]]
     assert facts["memory"]["plan"] == plan.nbytes
@@ -98,12 +98,12 @@ def test_backends_and_why_not_the_others() -> None:
     facts = explain(rw.Causal(), 1000, dtype=torch.float64, as_dict=True)
     assert facts["backend"]["chosen"] == [{"backend": "sdpa", "branches": 1}]
     assert facts["pairs"]["allowed"] == facts["pairs"]["computed"] == 1000 * 1001 // 2
-    assert "sdpa is preferred" in facts["backend"]["others"]["gather"][0]
+    assert "sdpa is preferred" in facts["backend"]["others"]["dense_batched"][0]
     facts = explain(WINDOW, 1000, dtype=torch.float64, as_dict=True)
-    assert facts["backend"]["chosen"] == [{"backend": "gather", "branches": 1}]
+    assert facts["backend"]["chosen"] == [{"backend": "dense_batched", "branches": 1}]
     assert "neither full nor causal" in facts["backend"]["others"]["sdpa"][0]
-    facts = explain(rw.Causal(), 1000, backend="gather", as_dict=True)
-    assert facts["backend"]["others"]["sdpa"] == ["could run it; gather was asked for"]
+    facts = explain(rw.Causal(), 1000, backend="dense_batched", as_dict=True)
+    assert facts["backend"]["others"]["sdpa"] == ["could run it; dense_batched was asked for"]
     facts = explain(rw.Dilated(3, 4), 100, backend="reference", as_dict=True)
     assert facts["backend"]["chosen"] == [{"backend": "reference", "branches": 1}]
     assert facts["pairs"]["computed"] == 100 * 100
@@ -116,7 +116,7 @@ def test_terms_and_dropout_leave_who_computes_them() -> None:
     terms = [rw.Softcap(30.0), rw.DistanceBias(torch.zeros(4, 2**16 + 1, requires_grad=True))]
     facts = explain(rw.Causal(), 1000, heads=4, dtype=torch.float64, terms=terms, dropout=0.1, as_dict=True)
     assert facts["sizes"]["extras"] == ["DistanceBias", "Softcap", "dropout"]
-    assert facts["backend"]["chosen"] == [{"backend": "gather", "branches": 1}]
+    assert facts["backend"]["chosen"] == [{"backend": "dense_batched", "branches": 1}]
     assert facts["backend"]["others"]["sdpa"] == ["it computes no DistanceBias and no Softcap and no dropout"]
     text = explain(rw.Causal(), 1000, heads=4, terms=rw.Softcap(30.0))
     assert "with Softcap\n" in text

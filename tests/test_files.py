@@ -20,8 +20,8 @@ import torch
 
 import ringweave as rw
 from ringweave import files
+from ringweave.backends import gpu_check, tuning
 from ringweave.memory import numa, pressure
-from ringweave.ops import gpu_check, tuning
 from ringweave.plan import store
 from ringweave.plan.store import PlanStore
 

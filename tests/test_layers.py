@@ -1,9 +1,15 @@
-"""The list of layers in DESIGN.md is the one of pyproject.toml: ``python -m tests.test_layers`` writes it."""
+"""Imports: the list of layers in DESIGN.md is the one of pyproject.toml, and no imports lead in a circle.
+
+``python -m tests.test_layers`` writes the list of layers, ``python -m tests.test_layers circles`` prints the circles.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,12 +39,101 @@ def test_the_list_of_layers_is_the_linters() -> None:
 @pytest.mark.parametrize("page", sorted(ROOT.glob("src/**/README.md")), ids=lambda page: page.parent.name)
 def test_a_folders_page_names_its_files(page: Path) -> None:
     said = page.read_text("utf-8")
-    names = [file.name for file in page.parent.rglob("*.py") if file.name != "__init__.py"]
+    # folders below have pages of their own, or a line in the root's
+    whole = page.parent == ROOT / "src/ringweave"
+    files = page.parent.glob("*.py") if whole else page.parent.rglob("*.py")
+    names = [file.name for file in files if file.name != "__init__.py"]
     kernels = [file.name for file in page.parent.rglob("kernels/*.py")]
     assert [name for name in names if name not in said and name not in kernels] == []
     assert [each for each in re.findall(r"`(?:\w+/)*(\w+\.py)`", said) if each not in names] == []
+    folders = [folder.parent.name for folder in page.parent.glob("*/__init__.py")] if whole else []
+    assert [name for name in folders if f"`{name}/`" not in said] == []
+
+
+def imports(root: Path) -> dict[str, set[str]]:
+    """The modules that each module of a package imports, in functions too, and not for type checking alone.
+
+    A module of another folder is imported with the ``__init__`` of that folder.
+    """
+    files = {".".join(file.relative_to(root.parent).with_suffix("").parts): file for file in root.rglob("*.py")}
+    files = {name.removesuffix(".__init__"): file for name, file in files.items()}
+    graph: dict[str, set[str]] = {name: set() for name in files}
+    for name, file in files.items():
+        for found in _imported(ast.parse(file.read_text("utf-8")), _package(name, file)):
+            module = found if found in files else found.rpartition(".")[0]
+            if module in files:
+                graph[name] |= {module, *(above for above in _above(module) if not f"{name}.".startswith(f"{above}."))}
+    return graph
+
+
+def _above(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _package(name: str, file: Path) -> str:
+    return name if file.name == "__init__.py" else name.rpartition(".")[0]
+
+
+def _imported(node: ast.AST, package: str) -> Iterator[str]:
+    """Each name that is imported, with its module's."""
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        for each in node.orelse:
+            yield from _imported(each, package)
+        return
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+        module = ".".join([*base, *([node.module] if node.module else [])])
+        yield from (f"{module}.{alias.name}" for alias in node.names)
+    for child in ast.iter_child_nodes(node):
+        yield from _imported(child, package)
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """The sets of modules that lead to each other."""
+    reached = {name: _reached(graph, name) for name in graph}
+    found = [{other for other in reached[name] if name in reached[other]} for name in graph if name in reached[name]]
+    return [each for i, each in enumerate(found) if each not in found[:i]]
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    open_ = [start]
+    while open_:
+        for other in graph[open_.pop()] - found:
+            found.add(other)
+            open_.append(other)
+    return found
+
+
+def test_no_imports_lead_in_a_circle() -> None:
+    assert [sorted(each) for each in circles(imports(ROOT / "src/ringweave"))] == []
+
+
+def test_circles_are_found(tmp_path: Path) -> None:
+    """In functions, through a package that re-exports, of a file with itself, but not for type checking alone."""
+    package = tmp_path / "house"
+    (package / "room").mkdir(parents=True)
+    for name, text in {
+        "__init__": "", "room/__init__": "from .door import open_", "roof": "import house.room",
+        "room/door": "def open_():\n    from ..roof import rain", "cellar": "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from . import stairs", "stairs": "from . import cellar", "own": "from house import own",
+    }.items():  # fmt: skip
+        (package / f"{name}.py").write_text(text)
+    graph = imports(package)
+    assert circles(graph) == [{"house.room", "house.room.door", "house.roof"}, {"house.own"}]
+    (package / "own.py").write_text("from house.room.door import open_")
+    assert imports(package)["house.own"] == {"house.room", "house.room.door"}
+    graph["house.roof"] = graph["house.own"] = set()
+    assert circles(graph) == []
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["circles"]:
+        for each in circles(imports(ROOT / "src/ringweave")):
+            print(len(each), *sorted(each))
+        sys.exit()
     before, _, after = parts()
     (ROOT / "DESIGN.md").write_text(before + BEGIN + layers() + END + after, "utf-8")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.ops.dispatch import BACKENDS
+from ringweave.backends import BACKENDS
 
 from .parallel.processes import forked
 
@@ -29,12 +29,12 @@ def grown(backend: str, pattern: rw.Pattern) -> int:
 @pytest.mark.parametrize(
     ("backend", "pattern"),
     [
-        ("gather", rw.SlidingWindow(512) | rw.Sinks(16)),
-        ("gather", rw.SlidingWindow(512) | rw.Global(16)),
+        ("dense_batched", rw.SlidingWindow(512) | rw.Sinks(16)),
+        ("dense_batched", rw.SlidingWindow(512) | rw.Global(16)),
         ("cpu", rw.SlidingWindow(512) | rw.Global(16)),
         ("cpu", rw.LongNet([1024, 16384], [1, 16])),
-        ("gather", rw.Dilated(64, 16) | rw.SlidingWindow(128)),
-        ("gather", rw.LongNet([1024, 16384], [1, 16])),
+        ("dense_batched", rw.Dilated(64, 16) | rw.SlidingWindow(128)),
+        ("dense_batched", rw.LongNet([1024, 16384], [1, 16])),
         ("sdpa", rw.Causal()),
         ("torch_sparse", rw.SlidingWindow(512) | rw.Global(16)),
         ("auto", rw.SlidingWindow(512)),
@@ -48,4 +48,4 @@ def test_peak_memory(backend: str, pattern: rw.Pattern) -> None:
 
 def test_every_backend_is_covered() -> None:
     # these need a GPU: tests/ops
-    assert set(BACKENDS) - {"reference", "triton", "flex", "flash"} <= {"gather", "sdpa", "cpu", "torch_sparse"}
+    assert set(BACKENDS) - {"reference", "triton", "flex", "flash"} <= {"dense_batched", "sdpa", "cpu", "torch_sparse"}

@@ -24,8 +24,8 @@ STREAMING = (rw.SlidingWindow(9) | rw.Sinks(22)) & rw.Causal()
 PATTERNS_OF_ROWS = {
     "causal": rw.Causal(),
     "streaming": STREAMING,
-    "padded": STREAMING & rw.Keys(torch.tensor([70, 17, 88])),
-    "within": STREAMING.within(rw.Keys(torch.tensor([70, 60, 60]), torch.tensor([3, 0, 25]))),
+    "padded": STREAMING & rw.KeyPadding(torch.tensor([70, 17, 88])),
+    "within": STREAMING.within(rw.KeyPadding(torch.tensor([70, 60, 60]), torch.tensor([3, 0, 25]))),
     "documents": STREAMING.within(rw.Documents([40, 50])),
     "ids": rw.Causal() & rw.Documents(ids=torch.arange(3 * 90).view(3, 90) // 37),
     "per_head": rw.PerHead([rw.Causal(), rw.Strided(3), STREAMING, rw.Full()]),
@@ -79,7 +79,7 @@ def test_one_offset_is_that_of_every_row(name: str) -> None:
     for other in (torch.tensor(offset), torch.tensor([offset] * 2, dtype=torch.int32)):
         torch.testing.assert_close(rw.attention(x.q, x.k, x.v, pattern, q_offset=other), want)
     # without the first keys, which nobody attends
-    kept_keys = pattern & rw.Keys(n, cut)
+    kept_keys = pattern & rw.KeyPadding(n, cut)
     want = rw.attention(x.q, x.k, x.v, kept_keys, q_offset=offset)
     tail = x.k[:, :, cut:], x.v[:, :, cut:]
     for first in (cut, torch.tensor(cut), torch.tensor([cut, cut])):
@@ -99,7 +99,7 @@ def test_a_ragged_batch_decodes_as_its_rows_alone() -> None:
     for step in range(4):
         at = torch.tensor(lengths) + step
         new = torch.stack([x.q[b, :, i : i + 1] for b, i in enumerate(at.tolist())])
-        bounds = rw.Keys(at + 1)
+        bounds = rw.KeyPadding(at + 1)
         # rows whose windows reach what was dropped are not the row's own
         got = rw.attention(new, cache_k, cache_v, pattern & bounds, q_offset=at, k_offset=first)
         for b, i in enumerate(at.tolist()):
@@ -122,14 +122,11 @@ def formula(
     tables = [table.detach().to(dtype).requires_grad_() for term in terms for table in term.tables]
     channels, group = torch.arange(q.shape[3]).roll(order), q.shape[1] // k.shape[1]
     t = (q[..., channels] @ k.repeat_interleave(group, 1)[..., channels].mT) * q.shape[3] ** -0.5
-    rows = []
-    for b, row in enumerate(t):
-        rest = iter(tables)
-        at_q, at_k = torch.arange(q.shape[2]) + FIRST_Q[b], torch.arange(k.shape[2]) + FIRST_K[b]
-        for name, term in zip(names, terms, strict=True):
-            row = KINDS[name].formula(row, next(rest) if term.tables else row, at_q, at_k)
-        rows.append(row)
-    t = torch.stack(rows).masked_fill(~dense, -torch.inf)
+    rest, first = iter(tables), torch.as_tensor(FIRST_K) - torch.as_tensor(FIRST_Q)
+    distance = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] + first[:, None, None, None]
+    for name, term in zip(names, terms, strict=True):
+        t = KINDS[name][1](t, term.numbers, next(rest) if term.tables else t, distance)
+    t = t.masked_fill(~dense, -torch.inf)
     dead = ~dense.any(-1)
     lse = torch.logsumexp(t.masked_fill(dead[..., None], 0.0), -1)
     weights = torch.exp(t - lse[..., None])
@@ -179,7 +176,7 @@ def test_terms_count_positions(backend: str, names: tuple[str, ...], nq: int) ->
 @pytest.mark.parametrize("backend", ABLE)
 @pytest.mark.parametrize("nq", [1, 24])
 def test_dropout_counts_positions(backend: str, nq: int) -> None:
-    pattern, nk = rw.Causal() & rw.Keys(torch.tensor([70, 17, 88])), 70
+    pattern, nk = rw.Causal() & rw.KeyPadding(torch.tensor([70, 17, 88])), 70
     x = Inputs.random(nq, nk, batch=BATCH, heads=HEADS, kv_heads=2)
     dense = allowed(pattern, nq, nk, FIRST_Q, FIRST_K)
     torch.manual_seed(3)
@@ -263,7 +260,7 @@ def _call(pattern: Pattern = STREAMING, **options: object) -> Tensor:
         (lambda: _call(k_offset=torch.tensor(2**40)), rw.ShapeError, "k_offset: got 1099511627776; wanted 0 to 2147483639"),
         (lambda: _call(rw.LongNet([8], [1]), q_offset=torch.tensor(3)), rw.PatternError, r"q_offset, k_offset: got LongNet\(\[8\], \[1\]\) with a tensor"),
         (lambda: _call(rw.LongNet([8], [1]), k_offset=3), rw.PatternError, "q_offset, k_offset: got LongNet.* or a k_offset; wanted a relation"),
-        (lambda: _call(rw.Keys([9, 13]), k_offset=torch.tensor([0, 4])), rw.PatternError, "stop 13 in batch element 1; wanted 0 <= start <= stop <= 12"),
+        (lambda: _call(rw.KeyPadding([9, 13]), k_offset=torch.tensor([0, 4])), rw.PatternError, "stop 13 in batch element 1; wanted 0 <= start <= stop <= 12"),
         (lambda: _call(terms=rw.ALiBi([1.0] * 4), q_offset=2**30, k_offset=2**30, backend="cpu"), rw.UnsupportedError, "offsets: got a position of 1073741824 with terms"),
         (lambda: rw.explain(rw.Causal(), 4, q_offset=torch.tensor(3)), rw.ShapeError, "nk: got None; wanted the number of keys"),
     ],

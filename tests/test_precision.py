@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.ops import cpu
+from ringweave.backends import cpu
 from ringweave.patterns import Pattern
 from ringweave.precision import STORED, store, widened
 
@@ -19,7 +19,7 @@ from .oracle import Inputs, errors, exact, rounding, torch_errors
 
 KV = dict(zip(("int8", "fp8"), STORED, strict=True))
 VARIANTS = [] if cpu.module() is None else cpu.module().variants()  # type: ignore[union-attr]
-BACKENDS = ["reference", "gather", *(f"cpu {variant}" for variant in VARIANTS)]
+BACKENDS = ["reference", "dense_batched", *(f"cpu {variant}" for variant in VARIANTS)]
 WINDOW = (rw.SlidingWindow(100) | rw.Sinks(3)) & rw.Causal()
 
 
@@ -108,7 +108,7 @@ def test_every_code_is_what_torch_says(variant: str, dim: int, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("kv", list(KV))
-@pytest.mark.parametrize("backend", ["reference", "gather", *(["cpu"] if VARIANTS else [])], indirect=True)
+@pytest.mark.parametrize("backend", ["reference", "dense_batched", *(["cpu"] if VARIANTS else [])], indirect=True)
 def test_a_cache_holds_what_a_call_stores(kv: str, backend: str) -> None:
     """However it was appended, over any pages, after a copy of a shared page; to the bit where a tile is a tile."""
     x = Inputs.random(5, 300, batch=2, heads=4, kv_heads=2, dim=32, dtype=torch.bfloat16)
@@ -166,7 +166,7 @@ def test_scores_out_of_range_are_seen() -> None:
     q = torch.full((1, 1, 1, 16), 1e30)
     k, v = torch.ones(1, 1, 20, 16) * -1e30, torch.randn(1, 1, 20, 16)
     for terms in ((), rw.ALiBi([0.5])):
-        for backend in ("gather", *(["cpu"] if VARIANTS else [])):
+        for backend in ("dense_batched", *(["cpu"] if VARIANTS else [])):
             out = rw.attention(q, k, v, terms=terms, precision=rw.Precision(kv=torch.int8), backend=backend)
             assert out.isnan().all(), backend
 
@@ -275,7 +275,7 @@ def test_the_kernel_refuses_8_bits_without_scales() -> None:
         pytest.skip("no compiler")
     q, k = torch.zeros(1, 1, 16, 8), torch.zeros(1, 1, 16, 8, dtype=torch.int8)
     plan = rw.plan(rw.Full(), 16, 16)
-    rest = (plan.row_ptr, plan.col, plan.bits, plan.masks, plan.group, plan.q_tile, plan.kv_tile, 1.0, 1)
+    rest = (plan.row_ptr, plan.col, plan.mask_id, plan.mask_words, plan.row_set, plan.q_tile, plan.kv_tile, 1.0, 1)
     ones = torch.ones(1, 1, 16)
     for keys, scales, said in (
         (k, {}, "k: wanted float32"), (q, {"k_scale": ones, "v_scale": ones}, "k: wanted 8 bits"),

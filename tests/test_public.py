@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import operator
@@ -16,18 +17,16 @@ import pytest
 
 import ringweave as rw
 from ringweave import adaptive, nn
+from ringweave.patterns.declared import DECLARED
 
 API = Path(__file__).with_name("api.txt")
 NAMES = [
-    "ALiBi", "AttentionOutput", "Bias", "BlockPlan", "BlockTable", "BlockWeights", "Causal", "ContextParallel",
-    "Dilated", "DistanceBias", "Documents", "Full", "Global", "Grid", "GridNeighborhood", "GridWindows", "Keys",
-    "LongNet", "Neighborhood", "PageError", "PagedCache", "Pattern", "PatternError", "PerHead", "Periodic",
-    "PlanCache", "Precision", "PrefixLM", "RingError", "RingweaveError", "Segments", "ShapeError", "Sinks", "SlidingWindow",
-    "Softcap", "Strided", "TokenMask", "UnsupportedError", "adaptive", "attention", "attention_weights",
-    "attention_with_lse", "audit", "bigbird", "dilated_blocks", "explain", "from_block_mask",
-    "from_mask_mod", "hierarchical_attention", "local_global", "longformer", "longnet_attention",
-    "memory", "merge", "natten_1d", "nn", "paged_attention", "parallel", "plan", "random_blocks", "sparse_transformer_fixed",
-    "variable", "varlen_attention",
+    "ALiBi", "Bias", "BlockTable", "Causal", "ContextParallel", "Dilated", "DistanceBias", "Documents", "Full",
+    "Global", "Grid", "GridNeighborhood", "GridWindows", "KeyPadding", "LongNet", "PagedCache", "PerHead", "Precision",
+    "PrefixLM", "RingweaveError", "Segments", "Sinks", "SlidingWindow", "Softcap", "Strided", "TokenMask", "adaptive",
+    "attention", "attention_weights", "attention_with_lse", "audit", "explain", "from_mask_mod",
+    "hierarchical_attention", "integrations", "longnet_attention", "memory", "merge", "nn", "paged_attention",
+    "parallel", "patterns", "plan", "varlen_attention",
 ]  # fmt: skip
 
 SIGNATURES = {
@@ -54,15 +53,56 @@ SIGNATURES = {
 }
 
 
+#: Public names: those that ``dir(rw)`` lists, and those that calls return and raise.
+EVERY = sorted([*rw.__all__, *rw._UNLISTED])
+
+
 def documented() -> list[str]:
-    return [name for name in rw.__all__ if callable(getattr(rw, name))] + [
-        f"{module.__name__.rpartition('.')[2]}.{name}" for module in (adaptive, nn) for name in module.__all__
-    ]
+    patterns = [f"patterns.{name}" for name in sorted(DECLARED) if name not in EVERY]
+    modules = [f"{module.__name__.rpartition('.')[2]}.{name}" for module in (adaptive, nn) for name in module.__all__]
+    return [name for name in EVERY if callable(getattr(rw, name))] + patterns + modules
 
 
 def test_names() -> None:
-    assert sorted(rw.__all__) == sorted(NAMES)
-    assert set(rw.__all__) <= set(dir(rw))
+    assert sorted(rw.__all__) == sorted(NAMES) == dir(rw)
+    assert len(rw.__all__) <= 45
+    assert all(getattr(rw, name) is not None for name in EVERY)
+
+
+@pytest.mark.parametrize("name", ["adaptive", "audit", "memory", "nn", "parallel", "patterns", "plan", "tune"])
+def test_modules_list_their_public_names(name: str) -> None:
+    module = importlib.import_module(f"ringweave.{name}")
+    assert dir(module) == sorted(module.__all__)
+    assert all(getattr(module, each) is not None for each in module.__all__)
+
+
+OLD = {"Keys": "KeyPadding", **{name: f"patterns.{name}" for name in (
+    "Neighborhood", "Periodic", "bigbird", "dilated_blocks", "local_global", "longformer", "natten_1d", "random_blocks",
+    "sparse_transformer_fixed", "variable",
+)}}  # fmt: skip
+
+
+@pytest.mark.parametrize("old", OLD)
+def test_old_names_warn(old: str) -> None:
+    with pytest.warns(FutureWarning, match=f"ringweave.{old} is now ringweave.{OLD[old]}; the next release") as seen:
+        assert getattr(rw, old) is operator.attrgetter(OLD[old])(rw)
+    assert seen[0].filename == __file__
+    assert old not in dir(rw)
+
+
+def test_old_names_of_a_plan_warn() -> None:
+    plan = rw.Causal().plan(100)
+    old = {"bits": "mask_id", "bits_t": "mask_id_t", "masks": "mask_words", "group": "row_set", "places": "capacity"}
+    for name, new in old.items():
+        with pytest.warns(FutureWarning, match=f"BlockPlan.{name} is now BlockPlan.{new}; ") as seen:
+            assert getattr(plan, name) is getattr(plan, new)
+        assert seen[0].filename == __file__
+
+
+def test_the_old_name_of_a_module_warns() -> None:
+    with pytest.warns(FutureWarning, match="ringweave.audit.kit is now ringweave.audit.conformance; ") as seen:
+        assert rw.audit.kit is rw.audit.conformance
+    assert seen[0].filename == __file__
 
 
 @pytest.mark.parametrize("name", list(SIGNATURES))

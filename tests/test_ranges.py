@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringweave as rw
-from ringweave.ops import cpu
+from ringweave.backends import cpu
 
 from .test_conformance import DTYPES, RUNNABLE
 
@@ -143,7 +143,9 @@ def hold(
             sums = (parts @ k.abs(), (parts.mT @ q.abs()).sum(1, keepdim=True), dv)
             others = (float(k.abs().max()), float(q.abs().max()), 0.0)
             for got, want, most_of, other in zip(gradients, wanted, sums, others, strict=True):
-                slack = most_of * (16 * unit + 8 * float(off.clamp(max=1e-3).max()))
+                # the gradients of PyTorch's own kernel were seen 18 units off
+                units = 32 if backend == "sdpa" else 16
+                slack = most_of * (units * unit + 8 * float(off.clamp(max=1e-3).max()))
                 # what is too small for float32: slopes of scores, and sums of them before they are scaled
                 slack = slack + 64 * n * TINY * max(1.0, abs(factor)) * max(1.0, min(1.0, abs(factor)) * other)
                 slack = slack + float(torch.finfo(got.dtype).smallest_normal)

@@ -252,7 +252,7 @@ def test_a_fork_inherits_the_functions() -> None:
 
 FORKS = """
     import os, signal, sys, torch, ringweave as rw
-    from ringweave.ops import forks
+    from ringweave.backends import forks
     torch.set_num_threads(2)
     q = torch.randn(1, 2, 16, 4096).mT.requires_grad_()  # to be copied first, by threads
     a = torch.randn(3_000_000)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,51 +19,43 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.ops.backend import EXTRAS
-from ringweave.ops.dispatch import BACKENDS
-from ringweave.terms import Term
+from ringweave import terms as declarations
+from ringweave.backends import BACKENDS, cpu, flex, triton
+from ringweave.call import Call, Operands
+from ringweave.program import Program, compiled
+from ringweave.terms import Term, terms_of, written
 
 from .cases import PATTERNS
 from .dropped import kept, next_seed
+from .fuzz import scoring
+from .fuzz.sizes import Sizes
 from .oracle import Inputs
+from .term_oracles import ORACLES
 
-ABLE = ["reference", "gather", "cpu"]
+ABLE = ["reference", "dense_batched", "cpu"]
 HEADS = 4
 
 
-@dataclass
-class Kind:
-    """A term for a length and dtype, with its formula."""
-
-    make: Callable[[int, torch.dtype, torch.Generator], Term]
-    formula: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # scores, table, q positions, k positions
-
-
-def _distance(t: Tensor, table: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    reach = table.shape[1] // 2
-    return t + table[:, (k[None] - q[:, None]).clamp(-reach, reach) + reach]
-
-
-def _slopes(n: int, dtype: torch.dtype, g: torch.Generator) -> Term:
-    return rw.ALiBi(torch.rand(HEADS, generator=g))
+def made(kind: type[Term], n: int, dtype: torch.dtype, g: torch.Generator, *, shared: bool = False) -> Term:
+    """A term of a kind: its oracle's numbers, and a table of n queries and keys that learns if the kind does."""
+    if not kind.axes:
+        return kind(*ORACLES[kind.__name__].some)
+    sizes = {"batch": 2, "heads": HEADS, "distance": 23, "queries": n, "keys": n}
+    shape = [1 if shared and axis.shared else sizes[axis.along] for axis in kind.axes]
+    if not kind.learns:
+        return kind(torch.rand(shape, generator=g))
+    table = torch.randn(shape, generator=g)
+    return kind((table.to(dtype) if kind.places else table).requires_grad_())
 
 
-def _bias(batch: int, heads: int) -> Callable[[int, torch.dtype, torch.Generator], Term]:
-    def make(n: int, dtype: torch.dtype, g: torch.Generator) -> Term:
-        return rw.Bias(torch.randn(batch, heads, n, n, generator=g).to(dtype).requires_grad_())
-
-    return make
-
-
+#: What makes a term, and the formula of its kind, by the kernel's name.
 KINDS = {
-    "softcap": Kind(lambda n, dtype, g: rw.Softcap(1.5), lambda t, table, q, k: 1.5 * torch.tanh(t / 1.5)),
-    "alibi": Kind(_slopes, lambda t, s, q, k: t - s[:, None, None] * (q[:, None] - k[None]).abs()),
-    "distance": Kind(
-        lambda n, dtype, g: rw.DistanceBias(torch.randn(HEADS, 23, generator=g).requires_grad_()), _distance
-    ),
-    "bias": Kind(_bias(2, HEADS), lambda t, table, q, k: t + table),
-    "shared_bias": Kind(_bias(1, 1), lambda t, table, q, k: t + table),
+    kind.kernel: (functools.partial(made, kind), ORACLES[name].formula) for name, kind in declarations.KINDS.items()
 }
+KINDS |= {
+    f"shared_{kind.kernel}": (functools.partial(made, kind, shared=True), ORACLES[name].formula)
+    for name, kind in declarations.KINDS.items() if any(axis.shared for axis in kind.axes)
+}  # fmt: skip
 
 
 def dense(
@@ -81,9 +77,9 @@ def dense(
     group = q.shape[1] // k.shape[1]
     channels = torch.arange(q.shape[3]).roll(order)
     t = (q[..., channels] @ k.repeat_interleave(group, 1)[..., channels].mT) * q.shape[3] ** -0.5
-    at_q, at_k, rest = torch.arange(q.shape[2]) + q_offset, torch.arange(k.shape[2]), iter(tables)
+    rest, distance = iter(tables), torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] - q_offset
     for name, term in zip(names, terms, strict=True):
-        t = KINDS[name].formula(t, next(rest) if term.tables else t, at_q, at_k)
+        t = KINDS[name][1](t, term.numbers, next(rest) if term.tables else t, distance[None, None])
     allowed = pattern.to_dense(q.shape[2], k.shape[2], q.shape[1], batch=q.shape[0], q_offset=q_offset)
     scores, t = t, t.masked_fill(~allowed, -torch.inf)
     logits = t if sink is None else torch.cat([t, sink[:, None, None].expand(*t.shape[:2], t.shape[2], 1)], -1)
@@ -172,7 +168,7 @@ def check(got: dict[str, Tensor], formula: Callable[[torch.dtype, int], dict[str
 
 def make(names: Sequence[str], n: int, dtype: torch.dtype) -> list[Term]:
     generator = torch.Generator().manual_seed(7)
-    return [KINDS[name].make(n, dtype, generator) for name in names]
+    return [KINDS[name][0](n, dtype, generator) for name in names]
 
 
 def inputs(n: int, dtype: torch.dtype = torch.float32, kv_heads: int = 2, **sizes: int) -> Inputs:
@@ -218,7 +214,7 @@ def test_pairs_of_terms(names: tuple[str, str], pattern: str, dtype: torch.dtype
             known[kind, order] = dense(x, relation, names, terms, kind, order=order)
         return known[kind, order]
 
-    for backend in ("cpu", "gather"):
+    for backend in ("cpu", "dense_batched"):
         check(ours(x, relation, terms, backend), formula, dtype)
 
 
@@ -261,7 +257,7 @@ def test_dropout_is_that_of_its_numbers(backend: str, sizes: tuple[int, int, int
     assert not torch.equal(ours(x, rw.Causal(), [], backend, dropout=0.3, q_offset=offset)["out"], got["out"])
 
 
-@pytest.mark.parametrize("backend", ["reference", "gather"])
+@pytest.mark.parametrize("backend", ["reference", "dense_batched"])
 def test_dropout_of_float64_is_exact(backend: str) -> None:
     x = inputs(20, torch.float64)
     torch.manual_seed(3)
@@ -272,22 +268,23 @@ def test_dropout_of_float64_is_exact(backend: str) -> None:
 
 @pytest.mark.parametrize("tile", [16, 32, 128])
 def test_dropout_does_not_depend_on_tiles_or_branches(tile: int) -> None:
-    from ringweave.ops import gather
-    from ringweave.ops.backend import Inputs as Record
-    from ringweave.ops.dispatch import run_forward
-    from ringweave.ops.registered import scoring_of
+    from ringweave.backends import dense_batched
     from ringweave.plan import Branch
 
     n, pattern = 300, rw.SlidingWindow(20) | rw.Dilated(8, 16)
     x = Inputs.random(n, heads=HEADS)
-    scoring = scoring_of(x.q, (x.q.shape[2], x.k.shape[2]), pattern, 0, "", 2**14, [torch.tensor(77)])
-    record = Record(x.q, x.k, x.v, 0.25, scoring)
+    call = Call.of(x.q, x.k, x.v, pattern, scale=0.25, dropout=2**14, features=frozenset({"dropout"}))
+    record = Operands.of(call, x.q, x.k, x.v, [*pattern.tables, torch.tensor(77)])
+
+    def by(name: str) -> tuple[Tensor, Tensor]:
+        return Program(dataclasses.replace(call, backend=name)).forward(record)
+
     whole = Branch(pattern, (0, HEADS, 1), 1, 0, 0, n, n, 0, 1, sides=(tile, tile))
-    alone = gather.forward(record, whole, torch.float32)
-    for got, wanted in zip(alone, run_forward(record, pattern, 0, "reference"), strict=True):
+    alone = dense_batched.forward(record, whole, torch.float32)
+    for got, wanted in zip(alone, by("reference"), strict=True):
         torch.testing.assert_close(got, wanted)
     # in strided views
-    for got, wanted in zip(run_forward(record, pattern, 0, "gather"), alone, strict=True):
+    for got, wanted in zip(by("dense_batched"), alone, strict=True):
         torch.testing.assert_close(got, wanted)
 
 
@@ -415,9 +412,9 @@ def test_what_lies_past_the_last_query_has_no_gradient(backend: str) -> None:
 def test_tables_of_any_layout() -> None:
     n, x = 50, inputs(50)
     table = torch.randn(n, HEADS, n, 2).permute(3, 1, 2, 0)[:1].requires_grad_()
-    got = ours(x, rw.Causal(), [rw.Bias(table)], "gather")
+    got = ours(x, rw.Causal(), [rw.Bias(table)], "dense_batched")
     again = table.detach().contiguous().requires_grad_()
-    wanted = ours(x, rw.Causal(), [rw.Bias(again)], "gather")
+    wanted = ours(x, rw.Causal(), [rw.Bias(again)], "dense_batched")
     for name, value in got.items():
         torch.testing.assert_close(value, wanted[name], msg=name)
 
@@ -460,7 +457,7 @@ def test_buckets_of_few_bits_learn_as_of_many() -> None:
     weight, grads = torch.randn(32, HEADS).bfloat16(), []
     for dtype in (torch.bfloat16, torch.float32):
         leaf = weight.to(dtype).requires_grad_()
-        out = rw.attention(x.q, x.k, x.v, terms=rw.DistanceBias.from_buckets(leaf), backend="gather")
+        out = rw.attention(x.q, x.k, x.v, terms=rw.DistanceBias.from_buckets(leaf), backend="dense_batched")
         grads += torch.autograd.grad(out.square().sum(), leaf)
     assert torch.equal(grads[0], grads[1].bfloat16())
 
@@ -483,7 +480,7 @@ def test_alibi_far_from_the_start(backend: str) -> None:
     torch.testing.assert_close(got, near, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gather"])
+@pytest.mark.parametrize("backend", ["cpu", "dense_batched"])
 def test_alibi_costs_no_accuracy_at_65536_tokens(backend: str) -> None:
     """In bfloat16, over all of a long sequence: distances are computed in float32, whatever the inputs' type."""
     n, rows = 2**16, 4
@@ -572,6 +569,30 @@ def test_numbers_that_a_trace_leaves_open() -> None:
     torch.testing.assert_close(compiled(x.q, kept), layer(x.q, kept))
 
 
+def test_a_drop_rate_that_a_trace_leaves_open() -> None:
+    """That of a module whose rate is another at each call."""
+    x = Inputs.random(40, heads=HEADS)
+
+    class Dropping(torch.nn.Module):
+        rate = 0.25
+
+        def forward(self, q: Tensor) -> Tensor:
+            return rw.attention(q, x.k, x.v, rw.Causal(), dropout=self.rate)
+
+    layer = Dropping()
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    for layer.rate in (0.25, 0.5, 0.0, 0.1):
+        found = []
+        for call in (compiled, layer):
+            torch.manual_seed(3)
+            found.append(call(x.q))
+        assert torch.equal(*found)
+    # one with dropout, one without
+    assert counter.frame_count == 2
+
+
 def test_gradcheck() -> None:
     x = Inputs.random(7, batch=2, heads=2, kv_heads=1, dim=4, dtype=torch.float64)
     tables = [torch.randn(2, 5).double(), torch.randn(1, 2, 7, 7).double(), torch.randn(2).double()]
@@ -579,7 +600,7 @@ def test_gradcheck() -> None:
 
     def call(q: Tensor, k: Tensor, v: Tensor, distance: Tensor, bias: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:
         terms = [rw.DistanceBias(distance), rw.Softcap(2.0), rw.Bias(bias)]
-        return rw.attention_with_lse(q, k, v, rw.Causal(), terms=terms, sink_logits=sinks, backend="gather")
+        return rw.attention_with_lse(q, k, v, rw.Causal(), terms=terms, sink_logits=sinks, backend="dense_batched")
 
     assert torch.autograd.gradcheck(call, leaves)
 
@@ -630,11 +651,126 @@ def test_refusals(call: Callable[[], object], kind: type[Exception], text: str) 
     assert text in str(caught.value)
 
 
-def test_backends_name_what_they_compute() -> None:
-    everything = {name for name, backend in BACKENDS.items() if backend.extras == EXTRAS}
-    assert everything == {*ABLE, "triton"}
-    assert {name for name, backend in BACKENDS.items() if backend.extras} == everything | {"flex"}
-    assert EXTRAS - BACKENDS["flex"].extras == {"dropout"}
+def test_every_kind_is_everywhere() -> None:
+    """A kind of ringweave.terms that one of these places left out."""
+    kinds = set(declarations.KINDS)
+    assert kinds <= set(rw.__all__)
+    assert all(getattr(rw, name) is kind for name, kind in declarations.KINDS.items())
+    assert kinds == set(ORACLES)
+    drawn = {scoring._term(Random(i), Sizes(1, 2, 8, 8, 0), "float32").kind for i in range(400)}
+    assert drawn == kinds | {"buckets"}
+    assert len({kind.kernel for kind in declarations.KINDS.values()}) == len(kinds)
+
+
+@pytest.mark.parametrize("name", list(BACKENDS))
+def test_backends_name_what_they_compute(name: str) -> None:
+    """Each of them all, or all but dropout, or nothing; and the kernels what they have a formula of."""
+    everything = frozenset(declarations.KINDS)
+    lacking = BACKENDS[name].lacks(everything | {"dropout"}, "cpu")
+    if name in {*ABLE, "triton"}:
+        assert not lacking
+    else:
+        assert lacking == ({"dropout"} if name == "flex" else everything | {"dropout"})
+
+
+def test_the_kernels_know_every_kind() -> None:
+    """A kind that a kernel's own list left out would be refused, or left to slower backends."""
+    native = cpu.module()
+    if native is not None:
+        assert set(native.term_kinds()) == {kind.kernel for kind in declarations.KINDS.values()}
+    if triton.installed():
+        from ringweave.backends.triton.kernels import extras
+
+        assert set(extras.KINDS) == {kind.kernel for kind in declarations.KINDS.values()}
+        assert len(set(extras.KINDS.values())) == len(extras.KINDS)
+
+
+def declared() -> type[Term]:
+    """A kind that no kernel knows: it adds a number, and a share of it."""
+
+    @dataclass(frozen=True)
+    class Raised(Term):
+        kernel: ClassVar[str] = "raised"
+
+        by: float
+        share: float
+
+        @classmethod
+        def example(cls, batch: int, heads: int, nq: int, nk: int, generator: torch.Generator) -> Term:
+            return cls(1.0, 0.5)
+
+        def apply(self, t: Tensor, at: declarations.Pairs) -> Tensor:
+            return t * (1 + self.share) + self.by
+
+        def slope(self, before: Tensor, after: Tensor) -> Tensor:
+            return torch.full_like(before, 1 + self.share)
+
+    return Raised
+
+
+@pytest.fixture
+def raised() -> Iterator[type[Term]]:
+    known = dict(declarations.KINDS)
+    yield declared()
+    declarations.KINDS.clear()
+    declarations.KINDS.update(known)
+
+
+def test_a_kind_that_no_kernel_knows(raised: type[Term]) -> None:
+    """Named, a kernel refuses it; auto goes on to what computes its formula, and gets its gradient right."""
+    term, x = raised(0.25, 0.5), inputs(40)
+    assert term.spec == "Raised(0.25, 0.5)"
+    assert terms_of(*written([term, rw.Softcap(2), term])) == (term, rw.Softcap(2.0), term)
+    for name in ("cpu", "sdpa", "flash"):
+        with pytest.raises(rw.UnsupportedError, match="it computes no Raised"):
+            rw.attention(x.q, x.k, x.v, terms=[rw.Softcap(1.0), term], backend=name)
+    call = Call.of(x.q, x.k, x.v, rw.Causal(), features=frozenset({"Raised"}))
+    assert [chosen.name for _, chosen in compiled(call)] == ["dense_batched"]
+    plain = ours(dataclasses.replace(x, q=1.5 * x.q), rw.Causal(), [], "reference")
+    plain["dq"] *= 1.5
+    plain["lse"] += 0.25
+    for name in ("auto", "dense_batched", "reference"):
+        got = ours(x, rw.Causal(), [term], name)
+        for each, wanted in plain.items():
+            torch.testing.assert_close(got[each], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_kind_that_triton_does_not_know(raised: type[Term]) -> None:
+    if not triton.installed():
+        pytest.skip("triton is not installed")
+    assert triton.BACKEND.lacks(frozenset({"Raised", "Softcap"}), "cuda") == {"Raised"}
+    # what nothing runs on says so, whatever the terms
+    assert not triton.BACKEND.lacks(frozenset({"Raised"}), "cpu")
+    assert flex.BACKEND.lacks(frozenset({"Raised", "dropout"}), "cuda") == {"dropout"}
+
+
+def test_a_declaration_that_lacks_something() -> None:
+    """A kind that does not say its slope would pass gradients on as they are."""
+    before = dict(declarations.KINDS)
+    for body, text in (
+        ({"__annotations__": {"low": "float"}, "kernel": "x"}, "does not say its slope"),
+        ({"__annotations__": {"low": "float"}, "slope": None}, "does not say its kernel"),
+        ({"__annotations__": {"table": "Tensor"}, "kernel": "x", "slope": None}, "then a Tensor if it has axes"),
+        ({"__annotations__": {"low": "int"}, "kernel": "x", "slope": None}, "a term has floats"),
+        ({"__annotations__": {"low": "float"}, "kernel": "alibi", "slope": None}, "'alibi' to kernels, is declared"),
+        (
+            {
+                "__annotations__": {"table": "Tensor"},
+                "kernel": "x",
+                "axes": (declarations.Axis("heads"),),
+                "learns": True,
+            },
+            "does not say its entry",
+        ),
+    ):
+        with pytest.raises(TypeError, match=text):
+            type("Bad", (Term,), body)
+    assert before == declarations.KINDS
+
+
+def test_the_text_of_a_kind_that_is_not_declared() -> None:
+    with pytest.raises(rw.UnsupportedError, match="terms: got 'Gone'; wanted one of Softcap, ALiBi"):
+        terms_of("Gone(1.0)", [])
 
 
 def test_sinks_of_inference_mode() -> None:

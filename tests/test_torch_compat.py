@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ringweave import torch_compat
-from ringweave.ops import flash, flex
-from ringweave.ops.backend import Case
+from ringweave.backends import flash, flex
+from ringweave.call import Call
 from ringweave.patterns import Full
 from ringweave.plan import Branch
 
@@ -96,13 +96,13 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
 
 def test_kernels_that_torch_lacks_are_refused_or_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     branch = Branch.whole(Full(), 256, 256, heads=4, batch=1, q_offset=0)
-    case = Case(1, 4, 4, 256, 256, 64, 64, torch.float16, "cuda", needs_grad=True)
-    assert flex.refusal(case, branch) is None
-    assert flash.refusal(case, branch) is None
+    case = Call(1, 4, 4, 256, 256, 64, 64, torch.float16, "cuda", needs_grad=True)
+    assert flex.unsupported_reason(case, branch) is None
+    assert flash.unsupported_reason(case, branch) is None
     monkeypatch.setattr(flex, "AUTOGRAD_WITHIN", False)
-    assert "private names" in str(flex.refusal(case, branch))
+    assert "private names" in str(flex.unsupported_reason(case, branch))
     monkeypatch.setitem(flash._FUSED, "efficient", (None, None))
-    assert "does not have" in str(flash.refusal(case, branch))
+    assert "does not have" in str(flash.unsupported_reason(case, branch))
 
 
 def test_indices_elsewhere_are_checked_at_once_where_torch_cannot_later(monkeypatch: pytest.MonkeyPatch) -> None:

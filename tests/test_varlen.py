@@ -21,7 +21,7 @@ def bounds(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-@pytest.mark.parametrize("backend", ["gather", "cpu"])
+@pytest.mark.parametrize("backend", ["dense_batched", "cpu"])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("terms", [[], [rw.ALiBi([0.5, 0.25, 1.0, 2.0]), rw.Softcap(3.0)]], ids=["plain", "terms"])
 def test_each_sequence_is_what_it_is_alone(pattern: rw.Pattern, backend: str, terms: list[rw.Softcap]) -> None:

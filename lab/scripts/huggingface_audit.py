@@ -44,7 +44,7 @@ JUDGED: tuple[tuple[str, str, str], ...] = (
         "Finding: position ids are not handed on to the mask function, so that packed documents attend each other.",
     ),
     (
-        r"asked was Keys|pairs missing", "aimv2.*|videoprism_text_model",
+        r"asked was KeyPadding|pairs missing", "aimv2.*|videoprism_text_model",
         "Finding: without `attention_mask` tokens see all others, with one, though it hide nothing, only earlier ones.",
     ),
     (

@@ -68,7 +68,7 @@ COUNTS = (
 _SECONDS = 60
 _BOUND = 1e-4
 IDS = torch.randint(3, 60, (2, 17), generator=torch.Generator().manual_seed(0))
-Inputs = dict[str, Tensor]
+Operands = dict[str, Tensor]
 
 
 class TooLongError(Exception):
@@ -191,7 +191,7 @@ def small(tiny: Tiny, limit: int = 130_000_000) -> Any:
     return config
 
 
-def feeds(kind: Any, config: Any) -> Iterator[Inputs]:
+def feeds(kind: Any, config: Any) -> Iterator[Operands]:
     """Batches to try, the smaller ones first: the first that the model takes with its own attention is used."""
     generator = torch.Generator().manual_seed(1)
 
@@ -199,7 +199,7 @@ def feeds(kind: Any, config: Any) -> Iterator[Inputs]:
         return torch.randn(*shape, generator=generator)
 
     takes = inspect.signature(kind.forward).parameters
-    text: Inputs = {name: IDS for name in ("input_ids", "decoder_input_ids") if name in takes}
+    text: Operands = {name: IDS for name in ("input_ids", "decoder_input_ids") if name in takes}
     main = getattr(kind, "main_input_name", None)
     if main != "input_ids" and "input_ids" in text:
         del text["input_ids"]
@@ -244,7 +244,7 @@ def tensors(out: Any) -> list[Tensor]:
 
 
 def learned(
-    tiny: Tiny, attention: str, inputs: Inputs, dtype: torch.dtype = torch.float32, gain: float = 4.0
+    tiny: Tiny, attention: str, inputs: Operands, dtype: torch.dtype = torch.float32, gain: float = 4.0
 ) -> list[Tensor | None]:
     """What comes out where there is no padding, and gradients."""
     model = tiny.made(attention, gain).to(dtype)
@@ -285,7 +285,7 @@ def peer_of(kind: Any) -> str:
     return "sdpa" if getattr(kind, "_supports_sdpa", False) and not capped else "eager"
 
 
-def taken(tiny: Tiny, config: Any, peer: str) -> tuple[Inputs, list[Tensor | None]]:
+def taken(tiny: Tiny, config: Any, peer: str) -> tuple[Operands, list[Tensor | None]]:
     """The first batch that a model takes with its own attention, and what it makes of it."""
     why = ""
     for inputs in feeds(tiny.kind, config):
@@ -303,7 +303,7 @@ def taken(tiny: Tiny, config: Any, peer: str) -> tuple[Inputs, list[Tensor | Non
     raise UntriedError(why or "takes " + ", ".join(list(inspect.signature(tiny.kind.forward).parameters)[1:4]))
 
 
-def padded(tiny: Tiny, peer: str, inputs: Inputs) -> list[Tensor | None]:
+def padded(tiny: Tiny, peer: str, inputs: Operands) -> list[Tensor | None]:
     """What the model's own attention makes of a batch with padding."""
     try:
         return learned(tiny, peer, inputs)
@@ -313,7 +313,7 @@ def padded(tiny: Tiny, peer: str, inputs: Inputs) -> list[Tensor | None]:
         raise UntriedError(f"{peer} fails on padding: {said(error)}") from error
 
 
-def one_graph(tiny: Tiny, inputs: Inputs) -> str:
+def one_graph(tiny: Tiny, inputs: Operands) -> str:
     """Whether a padded forward is one graph; if not, whether it is with the model's own attention."""
     found = {}
     for attention in (integration.NAME, peer_of(tiny.kind)):

@@ -26,9 +26,9 @@ import triton
 from kernel_shapes import NARROW, PLAIN, STREAMED, TARGETS, WIDE, Extras, Shape, blocks_of, shapes
 from triton.compiler import ASTSource
 
-from ringweave.ops.triton import kernels
-from ringweave.ops.triton.kernels.extras import ALIBI, BIAS, DISTANCE, OWN, SOFTCAP, SUMMED
-from ringweave.ops.triton.launch_config import LaunchConfig, Packing, goes_past_masks, padded
+from ringweave.backends.triton import kernels
+from ringweave.backends.triton.kernels.extras import ALIBI, BIAS, DISTANCE, OWN, SOFTCAP, SUMMED
+from ringweave.backends.triton.launch_config import LaunchConfig, Packing, goes_past_masks, padded
 
 TABLE = Path(__file__).parents[1] / "notes" / "kernel-resources.md"
 KERNELS = ("forward", "join", "delta", "backward_q", "backward_kv")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from triton.backends.compiler import GPUTarget
 
-from ringweave.ops.triton.kernels.extras import ALIBI, BIAS, DISTANCE, SOFTCAP
-from ringweave.ops.triton.launch_config import Device, LaunchConfig, choose
+from ringweave.backends.triton.kernels.extras import ALIBI, BIAS, DISTANCE, SOFTCAP
+from ringweave.backends.triton.launch_config import Device, LaunchConfig, Traits, choose
 
 
 @dataclass(frozen=True)
@@ -131,4 +131,4 @@ def blocks_of(
     rows = (shape.queries or shape.tile[0]) * shape.heads * shape.tiles
     tile = (shape.tile[0] if kernel == "backward_kv" else max(16, rows), shape.tile[1])
     device, described = TARGETS[name].device, shape.described
-    return choose(kernel, dim, value_dim, itemsize, tile, device, None, shape.clear, extras, described)
+    return choose(kernel, dim, value_dim, itemsize, tile, device, None, Traits(shape.clear, extras, described))

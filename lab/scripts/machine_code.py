@@ -30,8 +30,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from ringweave.ops.triton import kernels
-from ringweave.ops.triton.kernels.extras import DISTANCE, SOFTCAP
+from ringweave.backends.triton import kernels
+from ringweave.backends.triton.kernels.extras import DISTANCE, SOFTCAP
 
 PAGE = Path(__file__).parents[1] / "notes" / "machine-code.md"
 MASKED, CLEAR = Shape(described=True), Shape(described=True, clear=True)

@@ -41,7 +41,7 @@ class Breakage(NamedTuple):
 
 PARALLEL = "tests/parallel"
 DENSE = ("tests/plan/test_build.py", "-k", "dense_mask and not long")
-GATHER = ("tests/test_conformance.py", "-k", "gather and (test_every_pattern or test_offset)")
+GATHER = ("tests/test_conformance.py", "-k", "dense_batched and (test_every_pattern or test_offset)")
 BREAKAGES = (
     Breakage(
         "a mask's last bit", "plan/block_plan.py", "torch.where(words >= 2**31, words - 2**32, words)",
@@ -71,19 +71,23 @@ BREAKAGES = (
         "out.mul_((new / safe)[..., None])", ("tests/test_merge.py",),
     ),
     Breakage(
-        "the scale of a gradient", "ops/gather.py", "dq[batch.line] += layout.product(score_grads, keys).mul_(scale)",
+        "the scale of a gradient", "backends/dense_batched.py",
+        "dq[batch.line] += layout.product(score_grads, keys).mul_(scale)",
         "dq[batch.line] += layout.product(score_grads, keys)", GATHER,
     ),
     Breakage(
-        "the key head of a query head", "ops/gather.py", "pair % self.heads // (self.heads // self.kv_heads)",
+        "the key head of a query head", "backends/dense_batched.py",
+        "pair % self.heads // (self.heads // self.kv_heads)",
         "pair % self.kv_heads", GATHER,
     ),
     Breakage(
-        "a term of the scores' gradient", "ops/gather.py", "score_grads.sub_(row_delta[batch.line]).mul_(weights)",
+        "a term of the scores' gradient", "backends/dense_batched.py",
+        "score_grads.sub_(row_delta[batch.line]).mul_(weights)",
         "score_grads.mul_(weights)", GATHER,
     ),
     Breakage(
-        "what an empty row takes part in", "ops/gather.py", "top.masked_fill_(torch.isneginf(top), 0.0)", "pass",
+        "what an empty row takes part in", "backends/dense_batched.py",
+        "top.masked_fill_(torch.isneginf(top), 0.0)", "pass",
         GATHER,
     ),
     Breakage(
@@ -113,16 +117,16 @@ BREAKAGES = (
         (f"{PARALLEL}/test_failure.py", "-k", "told_by_the_flag"),
     ),
     Breakage(
-        "the density in a kind of call", "ops/tuning.py", "max(0, round(-math.log2(share)))", "0",
-        ("tests/ops/test_tuning.py", "-k", "densities"),
+        "the density in a kind of call", "backends/tuning.py", "max(0, round(-math.log2(share)))", "0",
+        ("tests/backends/test_tuning.py", "-k", "densities"),
     ),
     Breakage(
-        "a slot that is filled while it is read", "ops/streamed.py", "self.copies.copy_after(self.read)", "pass",
-        ("tests/memory/test_streamed.py", "-k", "before_it_is_there or every_wait"),
+        "a slot that is filled while it is read", "host_offload.py", "self.copies.copy_after(self.read)", "pass",
+        ("tests/memory/test_host_offload.py", "-k", "before_it_is_there or every_wait"),
     ),
     Breakage(
-        "gradients that are read before they arrive", "ops/streamed.py", "self.copies.wait(event)", "pass",
-        ("tests/memory/test_streamed.py", "-k", "before_it_is_there"),
+        "gradients that are read before they arrive", "host_offload.py", "self.copies.wait(event)", "pass",
+        ("tests/memory/test_host_offload.py", "-k", "before_it_is_there"),
     ),
 )  # fmt: skip
 

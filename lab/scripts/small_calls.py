@@ -22,17 +22,16 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import ringweave as rw
-from ringweave.checks import check_call
-from ringweave.ops.backend import Inputs
-from ringweave.ops.registered import attend
+from ringweave.call import Arguments
+from ringweave.torch_ops import attend
+from ringweave.validate import checked
 
 Peers = dict[str, Callable[[], object]]
 ROUNDS, SECONDS = 11, 0.1
 
 
 def operators(q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern, q_offset: int = 0) -> Tensor:
-    pattern, scale, q_offset, *_ = check_call(q, k, v, pattern, scale=None, q_offset=q_offset, backend="auto")
-    return attend(Inputs(q, k, v, scale), pattern, q_offset, "auto")[0]
+    return attend(*checked(Arguments(q, k, v, pattern, q_offset=q_offset))[:5])[0]
 
 
 def timed(peers: Peers) -> dict[str, dict[str, float]]:

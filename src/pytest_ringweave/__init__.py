@@ -1,4 +1,4 @@
-"""The option of ``pytest --pyargs ringweave.audit.kit --kernel module:function``; imports nothing of ringweave."""
+"""The option of ``pytest --pyargs ringweave.audit.conformance --kernel module:function``; does not import ringweave."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from typing import Any
 def pytest_addoption(parser: Any) -> None:
     """Add ``--kernel``."""
     parser.getgroup("ringweave").addoption(
-        "--kernel", metavar="MODULE:FUNCTION", help="the attention kernel that ringweave.audit.kit checks"
+        "--kernel", metavar="MODULE:FUNCTION", help="the attention kernel that ringweave.audit.conformance checks"
     )

@@ -11,9 +11,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import PageError, PatternError, RingError, RingweaveError, ShapeError, UnsupportedError
-from .functional import attention, attention_with_lse, longnet_attention, varlen_attention
+from . import patterns
+from .api import attention, attention_with_lse, longnet_attention, paged_attention, varlen_attention
+from .errors import PageError as PageError
+from .errors import PatternError as PatternError
+from .errors import RingError as RingError
+from .errors import RingweaveError
+from .errors import ShapeError as ShapeError
+from .errors import UnsupportedError as UnsupportedError
+from .kv_cache import PagedCache
 from .merge import merge
+from .names import only, warn_renamed
 from .patterns import (
     BlockTable,
     Causal,
@@ -24,52 +32,48 @@ from .patterns import (
     Grid,
     GridNeighborhood,
     GridWindows,
-    Keys,
+    KeyPadding,
     LongNet,
-    Neighborhood,
-    Pattern,
     PerHead,
-    Periodic,
     PrefixLM,
     Segments,
     Sinks,
     SlidingWindow,
     Strided,
     TokenMask,
-    bigbird,
-    dilated_blocks,
     from_mask_mod,
-    local_global,
-    longformer,
-    natten_1d,
-    random_blocks,
-    sparse_transformer_fixed,
-    variable,
 )
-from .plan import BlockPlan, PlanCache, plan
+from .patterns import (
+    Pattern as Pattern,
+)
+from .patterns.base import provide
+from .plan import BlockPlan as BlockPlan
+from .plan import PlanCache as PlanCache
+from .plan import plan
 from .precision import Precision
 from .terms import ALiBi, Bias, DistanceBias, Softcap
-from .types import AttentionOutput
+from .types import AttentionOutput as AttentionOutput
 
 if TYPE_CHECKING:
-    from . import adaptive, audit, memory, nn, parallel
+    from . import adaptive, audit, integrations, memory, nn, parallel
+    from . import tune as tune
     from .explanation import explain
     from .hierarchical import hierarchical_attention
-    from .pages import PagedCache, paged_attention
     from .parallel import ContextParallel
-    from .plan import from_block_mask
-    from .weights import BlockWeights, attention_weights
+    from .plan import from_block_mask as from_block_mask
+    from .weights import BlockWeights as BlockWeights
+    from .weights import attention_weights
 
 __version__ = "0.1.0"
+
+# it loads with the first picture
+provide(plot="ringweave.picture:plot")
 
 
 __all__ = [
     "ALiBi",
-    "AttentionOutput",
     "Bias",
-    "BlockPlan",
     "BlockTable",
-    "BlockWeights",
     "Causal",
     "ContextParallel",
     "Dilated",
@@ -80,54 +84,52 @@ __all__ = [
     "Grid",
     "GridNeighborhood",
     "GridWindows",
-    "Keys",
+    "KeyPadding",
     "LongNet",
-    "Neighborhood",
-    "PageError",
     "PagedCache",
-    "Pattern",
-    "PatternError",
     "PerHead",
-    "Periodic",
-    "PlanCache",
     "Precision",
     "PrefixLM",
-    "RingError",
     "RingweaveError",
     "Segments",
-    "ShapeError",
     "Sinks",
     "SlidingWindow",
     "Softcap",
     "Strided",
     "TokenMask",
-    "UnsupportedError",
     "adaptive",
     "attention",
     "attention_weights",
     "attention_with_lse",
     "audit",
-    "bigbird",
-    "dilated_blocks",
     "explain",
-    "from_block_mask",
     "from_mask_mod",
     "hierarchical_attention",
-    "local_global",
-    "longformer",
+    "integrations",
     "longnet_attention",
     "memory",
     "merge",
-    "natten_1d",
     "nn",
     "paged_attention",
     "parallel",
+    "patterns",
     "plan",
-    "random_blocks",
-    "sparse_transformer_fixed",
-    "variable",
     "varlen_attention",
 ]
+# public too, and seldom named: what calls return and raise
+_UNLISTED = (
+    "AttentionOutput",
+    "BlockPlan",
+    "BlockWeights",
+    "PageError",
+    "Pattern",
+    "PatternError",
+    "PlanCache",
+    "RingError",
+    "ShapeError",
+    "UnsupportedError",
+    "from_block_mask",
+)
 
 
 # these load when asked for: importing ringweave stays quick
@@ -135,13 +137,20 @@ _SUBMODULES = ("adaptive", "audit", "integrations", "memory", "nn", "parallel", 
 _ELSEWHERE = {
     "BlockWeights": "weights",
     "ContextParallel": "parallel",
-    "PagedCache": "pages",
     "attention_weights": "weights",
     "explain": "explanation",
     "from_block_mask": "plan.interop",
     "hierarchical_attention": "hierarchical",
-    "paged_attention": "pages",
 }
+
+# the old names go on for one release
+_RENAMED = {"Keys": "KeyPadding"} | {
+    name: f"patterns.{name}"
+    for name in (
+        "Neighborhood", "Periodic", "bigbird", "dilated_blocks", "local_global", "longformer", "natten_1d",
+        "random_blocks", "sparse_transformer_fixed", "variable",
+    )
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -149,6 +158,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"ringweave.{name}")
     if name in _ELSEWHERE:
         return getattr(importlib.import_module(f"ringweave.{_ELSEWHERE[name]}"), name)
+    if name in _RENAMED:
+        warn_renamed(f"ringweave.{name}", f"ringweave.{_RENAMED[name]}")
+        return getattr(patterns, _RENAMED[name].removeprefix("patterns."))
     if name == "bench":
         from .laboratory import attribute
 
@@ -156,5 +168,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'ringweave' has no attribute {name!r}; its names are listed by dir(ringweave)")
 
 
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+__dir__ = only(__all__)

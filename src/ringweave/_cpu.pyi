@@ -3,6 +3,7 @@
 from torch import Tensor
 
 def variants() -> list[str]: ...
+def term_kinds() -> list[str]: ...
 def forward(
     q: Tensor,
     k: Tensor,
@@ -78,6 +79,8 @@ class Prepared:
         kv_tile: int,
         scale: float,
         variant: str,
+        table: Tensor | None = None,
+        keys: int = 0,
     ) -> None: ...
     def columns(self, col_ptr: Tensor, row: Tensor, bits_t: Tensor) -> None: ...
     def forward(self, *places: int | tuple[int, ...]) -> bool: ...

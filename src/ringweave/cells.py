@@ -1,6 +1,6 @@
 """A pattern by cells: how many pairs a pattern allows in squares of tokens, without looking at each pair.
 
-Cells are counted as a plan counts tiles, level by level: ``tile_keys`` decides the empty and the full ones, one cell
+Cells are counted as a plan counts tiles, level by level: ``tile_classes`` decides the empty and the full ones, one cell
 stands for all of its class, and what is left open is cut finer or, when small, evaluated by token. So a million tokens
 cost about as much as a thousand. Where a pattern is opaque (a mask function) and too large for that, open cells are
 sampled, and the count says that it is not exact.
@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from .errors import ShapeError
 from .patterns import Causal, Full, LongNet, Pattern
-from .patterns.fit import fitting, refuse
-from .patterns.numbers import whole
 from .patterns.tiles import EMPTY, FULL, Int64, Tiles, mix
+from .patterns.validate import fitting, refuse, whole
 from .plan import causality
 from .plan.branches import branches
 from .units import count, percent
@@ -202,7 +201,7 @@ class _Counter:
         cells = cells[self._reached(_take(tiles, cells))]
         if not cells.size:
             return result
-        keys = self.pattern.tile_keys(_take(tiles, cells))
+        keys = self.pattern.tile_classes(_take(tiles, cells))
         result[cells] = np.where(keys == FULL, height[cells] * width[cells], 0.0)
         cells = cells[open_ := (keys != FULL) & (keys != EMPTY)]
         if cells.size:

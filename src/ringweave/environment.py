@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import os
+
+from .cache import fact
 
 # os.environ.get raises an error and catches it, twice, where a variable is not set: a microsecond
 _values = os.environ._data  # type: ignore[attr-defined]
-_key = functools.cache(os.environ.encodekey)
+_key = fact(os.environ.encodekey)
 
 
 def setting(name: str) -> str:
@@ -19,3 +20,8 @@ def setting(name: str) -> str:
     """
     found = _values.get(_key(name))
     return "" if found is None else os.environ.decodevalue(found)
+
+
+def interpreted() -> bool:
+    """Tell whether Triton runs kernels on the CPU: its own switch, set before they are loaded."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

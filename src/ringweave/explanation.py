@@ -7,24 +7,27 @@ own buffers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checks import DTYPES, checked_dropout, extras
+from . import program
+from .backends import BACKENDS
+from .backends.backend import RENAMED, Backend
+from .call import Call
 from .errors import ShapeError, UnsupportedError, message, shown
-from .ops import dispatch
-from .ops.backend import Backend, Case
+from .names import renamed_value
 from .patterns import Pattern
-from .patterns.fit import fitting
-from .patterns.numbers import flag, named_device, whole
 from .patterns.shifted import Shifted, first_positions, placed
-from .plan import BlockPlan, Branch, Causality, branches, causality
+from .patterns.validate import fitting, flag, named_device, whole
+from .plan import BlockPlan, Branch, branches
+from .plan.causality import Causality, causality
 from .terms import Term, as_terms
-from .types import acc_dtype
+from .types import DTYPES, acc_dtype
 from .units import count, flops, nbytes, percent
+from .validate import checked_dropout, features
 
 _BACKWARD = 2.5  # five matrix products against two
 
@@ -95,16 +98,20 @@ def explain(
         )
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ShapeError(message("dtype", shown(dtype), "float32, float16, bfloat16 or float64", "Name one of them."))
-    if not isinstance(backend, str) or backend not in dispatch.names():
-        wanted = f"one of {', '.join(dispatch.names())}"
+    backend = renamed_value("backend", backend, RENAMED)
+    if not isinstance(backend, str) or backend not in program.names():
+        wanted = f"one of {', '.join(program.names())}"
         raise UnsupportedError(message("backend", shown(backend), wanted, "Use 'auto'."))
     kind = named_device(device).type
     terms, dropout = as_terms(terms), checked_dropout(dropout)
     for term in terms:
         term.check(batch, heads, nq, nk, term.tables[0].device if term.tables else torch.device(kind))
     learned = sum(table.numel() for term in terms if (table := term.learned) is not None and table.requires_grad)
-    case = Case(batch, heads, kv_heads, nq, nk, head_dim, value_dim, dtype, kind, needs_grad, extras(terms, dropout))
-    made = Explanation.of(pattern, replace(case, learned=learned if needs_grad else 0), q_offset, backend)
+    call = Call(
+        batch, heads, kv_heads, nq, nk, head_dim, value_dim, dtype, kind, needs_grad, features(terms, dropout),
+        learned if needs_grad else 0, pattern=pattern, q_offset=q_offset, backend=backend,
+    )  # fmt: skip
+    made = Explanation.of(call)
     return made.as_dict() if as_dict else str(made)
 
 
@@ -132,9 +139,9 @@ class BranchWork:
             return BranchWork(branch, backend, branch.pairs(), branch.pairs(), 0, 0, None)
         plan = branch.plan()
         # how many batch elements and heads compute each tile
-        uses = torch.bincount(plan.group.reshape(-1).long(), minlength=plan.row_ptr.shape[0])
+        uses = torch.bincount(plan.row_set.reshape(-1).long(), minlength=plan.row_ptr.shape[0])
         uses = uses.repeat_interleave((plan.row_ptr[:, -1] - plan.row_ptr[:, 0]).long())
-        full = int(uses[plan.bits < 0].sum())
+        full = int(uses[plan.mask_id < 0].sum())
         return BranchWork(branch, backend, plan.pairs(), plan.computed_pairs(), plan.tiles, full, plan)
 
 
@@ -143,58 +150,54 @@ class Explanation:
     """What a call would compute: its text is for people, its dict for programs.
 
     Attributes:
-        pattern: A relation or a LongNet.
-        case: Sizes and types of the call.
-        q_offset: Position of the first query.
-        asked: The backend that was asked for.
+        call: The call.
         steps: The branches that are computed, each with its backend.
         work: What they compute; of a backend that takes the pattern whole, what branches would.
         future: Which pairs see the future.
     """
 
-    pattern: Pattern
-    case: Case
-    q_offset: int
-    asked: str
-    steps: tuple[tuple[Branch, Backend], ...]
+    call: Call
+    steps: tuple[program.Step, ...]
     work: tuple[BranchWork, ...]
     future: Causality
 
     @staticmethod
-    def of(pattern: Pattern, case: Case, q_offset: int, backend: str) -> Explanation:
+    def of(call: Call) -> Explanation:
         """Plan a call, and count what it would compute."""
-        size = {"heads": case.heads, "batch": case.batch, "q_offset": q_offset}
-        steps = counted = tuple(dispatch.program(pattern, case, q_offset, backend))
-        if steps and not steps[0][1].branched:
+        size = {"heads": call.heads, "batch": call.batch, "q_offset": call.q_offset}
+        steps = counted = program.compiled(call)
+        if steps and not steps[0].backend.branched:
             # it takes the pattern whole and computes every pair; the branches still say how sparse the pattern is
-            counted = tuple((branch, steps[0][1]) for branch in branches(pattern, case.nq, case.nk, **size))
+            split = branches(call.pattern, call.nq, call.nk, **size)
+            counted = tuple(program.Step(branch, steps[0].backend) for branch in split)
         work = tuple(BranchWork.of(*each) for each in counted)
-        future = causality(pattern, case.nq, case.nk, **size)
-        return Explanation(pattern, case, q_offset, backend, steps, work, future)
+        return Explanation(call, steps, work, causality(call.pattern, call.nq, call.nk, **size))
 
     @property
     def first(self) -> tuple[int | list[int], int | list[int]]:
         """Positions of the first query and key: one, or one for each batch element where they differ."""
-        sides = first_positions(self.pattern, self.q_offset, self.case.batch, torch.device("cpu")).T.tolist()
+        sides = first_positions(self.call.pattern, self.call.q_offset, self.call.batch, torch.device("cpu")).T.tolist()
         q, k = (side[0] if len(set(side)) == 1 else side for side in sides)
         return q, k
 
     def as_dict(self) -> dict[str, Any]:
         """Say it in plain values, which ``json.dumps`` takes."""
-        case, work, future, names = self.case, self.work, self.future, {chosen.name for _, chosen in self.steps}
-        everything = case.batch * case.heads * case.nq * case.nk
+        call, work, future, names = self.call, self.work, self.future, {chosen.name for _, chosen in self.steps}
+        everything = call.batch * call.heads * call.nq * call.nk
         allowed = sum(each.allowed for each in work)
         dense = any(not chosen.branched for _, chosen in self.steps)
         computed = everything if dense else sum(each.computed for each in work)
-        of_pair = 2 * (case.head_dim + case.value_dim)
-        measured = [branch for branch, _ in self.steps if self.asked == "auto" and dispatch.measured(case, branch)]
+        of_pair = 2 * (call.head_dim + call.value_dim)
+        measured = [
+            branch for branch, _ in self.steps if self.call.backend == "auto" and program.measured(call, branch)
+        ]
         return {
-            "pattern": repr(self.pattern),
+            "pattern": repr(self.call.pattern),
             "sizes": {
-                "batch": case.batch, "heads": case.heads, "kv_heads": case.kv_heads, "nq": case.nq, "nk": case.nk,
-                "head_dim": case.head_dim, "value_dim": case.value_dim, "dtype": str(case.dtype).removeprefix("torch."),
-                "device": case.device, "q_offset": self.first[0], "k_offset": self.first[1],
-                "needs_grad": case.needs_grad, "extras": sorted(case.extras),
+                "batch": call.batch, "heads": call.heads, "kv_heads": call.kv_heads, "nq": call.nq, "nk": call.nk,
+                "head_dim": call.head_dim, "value_dim": call.value_dim, "dtype": str(call.dtype).removeprefix("torch."),
+                "device": call.device, "q_offset": self.first[0], "k_offset": self.first[1],
+                "needs_grad": call.needs_grad, "extras": sorted(call.features),
             },
             "pairs": {
                 "allowed": allowed, "computed": computed, "all": everything, "density": allowed / everything,
@@ -211,14 +214,14 @@ class Explanation:
             },
             "branches": _branches(work),
             "backend": {
-                "asked": self.asked,
-                "chosen": [{"backend": name, "branches": number} for number, name in dispatch.describe(self.steps)],
-                "others": _others(self.steps, case, self.asked),
+                "asked": self.call.backend,
+                "chosen": [{"backend": name, "branches": number} for number, name in program.describe(self.steps)],
+                "others": _others(self.steps, call, self.call.backend),
                 "measured": len(measured),
                 "tiles": sorted({branch.sides for branch, _ in self.steps if branch.sides is not None}),
-                "blocks": _configs(case) if "triton" in names else [],
+                "blocks": _configs(call) if "triton" in names else [],
             },
-            "memory": _memory(case, work),
+            "memory": _memory(call, work),
             "flops": {
                 "forward": of_pair * computed,
                 "backward": round(_BACKWARD * of_pair * computed),
@@ -232,21 +235,22 @@ class Explanation:
         """Say it in aligned lines."""
         facts = self.as_dict()
         backend = facts["backend"]
-        case, pairs, tiles, memory, work = self.case, *(facts[name] for name in ("pairs", "tiles", "memory", "flops"))
-        heads = count(case.heads, "head")
-        if case.kv_heads != case.heads:
-            heads += f" over {count(case.kv_heads, 'key head')}"
-        dims = f"D {case.head_dim}" + (f", Dv {case.value_dim}" if case.value_dim != case.head_dim else "")
+        pairs, tiles, memory, work = (facts[name] for name in ("pairs", "tiles", "memory", "flops"))
+        call = self.call
+        heads = count(call.heads, "head")
+        if call.kv_heads != call.heads:
+            heads += f" over {count(call.kv_heads, 'key head')}"
+        dims = f"D {call.head_dim}" + (f", Dv {call.value_dim}" if call.value_dim != call.head_dim else "")
         first = [f" from position {_listed(each)}" if each else "" for each in self.first]
         how = count(tiles["computed"], "tile") if tiles["computed"] else "dense kernels"
-        grad = ", with gradients" if case.needs_grad else ""
+        grad = ", with gradients" if call.needs_grad else ""
         over = f", {pairs['computed_over_allowed']:.3g} times the allowed" if pairs["allowed"] else ""
         part = f"computed density {percent(pairs['computed_density'])}{over}"
         lines = [
             ("pattern", facts["pattern"]),
-            ("call", f"{case.nq} queries{first[0]} x {case.nk} keys{first[1]}, batch {case.batch}, {heads}, {dims}"),
-            ("", f"{facts['sizes']['dtype']} on {case.device}{grad}"),
-            *([("", f"with {', '.join(facts['sizes']['extras'])}")] if case.extras else []),
+            ("call", f"{call.nq} queries{first[0]} x {call.nk} keys{first[1]}, batch {call.batch}, {heads}, {dims}"),
+            ("", f"{facts['sizes']['dtype']} on {call.device}{grad}"),
+            *([("", f"with {', '.join(facts['sizes']['extras'])}")] if call.features else []),
             ("allowed", f"{pairs['allowed']} of {pairs['all']} pairs, density {percent(pairs['density'])}"),
             ("computed", f"{pairs['computed']} pairs in {how}, {part}"),
             ("causality", facts["causality"]["text"]),
@@ -269,10 +273,10 @@ class Explanation:
             ("memory", f"plan {nbytes(memory['plan'])}, backend's own at most about {nbytes(memory['scratch'])}"),
             ("", f"activations {nbytes(memory['activations'])}: {held}"),
         ]
-        if case.needs_grad:
+        if call.needs_grad:
             lines.append(("", f"gradients {nbytes(memory['gradients'])}"))
         lines.append(("forward", f"{flops(work['forward'])}, dense {flops(work['dense_forward'])}"))
-        if case.needs_grad:
+        if call.needs_grad:
             lines.append(("backward", f"{flops(work['backward'])}, dense {flops(work['dense_backward'])}"))
         if work["dense_over_this"] is not None:
             lines.append(("ratio", f"dense computes {work['dense_over_this']:.3g} times as many pairs"))
@@ -298,32 +302,32 @@ def _branches(work: Sequence[BranchWork]) -> list[dict[str, Any]]:
             "keys": sorted({each.branch.nk for each in members}), "tiles": sum(each.tiles for each in members),
             "full": sum(each.full for each in members), "partial": sum(each.tiles - each.full for each in members),
             "tile": [list(sides) for sides in sorted({(plan.q_tile, plan.kv_tile) for plan in plans})],
-            "masks": max((plan.masks.shape[0] for plan in plans), default=0),
+            "masks": max((plan.mask_words.shape[0] for plan in plans), default=0),
             "groups": max((plan.row_ptr.shape[0] for plan in plans), default=0),
         })  # fmt: skip
     return entries
 
 
-def _configs(case: Case) -> list[str]:
+def _configs(call: Call) -> list[str]:
     # what this needs is not loaded for the other backends
-    from .ops.triton.launch_config import measured
+    from .backends.triton.launch_config import measured
 
-    return measured(case)
+    return measured(call)
 
 
-def _others(steps: Sequence[tuple[Branch, Backend]], case: Case, asked: str) -> dict[str, list[str]]:
+def _others(steps: Sequence[tuple[Branch, Backend]], call: Call, asked: str) -> dict[str, list[str]]:
     """Say why the backends that were not taken for some branch were not."""
     reasons: dict[str, list[str]] = {}
     for branch, chosen in steps:
-        refused = {backend.name: reason for backend, reason in dispatch.candidates(case, branch)}
+        refused = {backend.name: reason for backend, reason in program.candidates(call, branch)}
         if asked != "auto":
             why = "was asked for"
         else:
-            why = "is preferred" if dispatch.measured(case, branch) is None else "was measured to be faster here"
-        for name, backend in dispatch.BACKENDS.items():
+            why = "is preferred" if program.measured(call, branch) is None else "was measured to be faster here"
+        for name, backend in BACKENDS.items():
             if name == chosen.name:
                 continue
-            if name not in dispatch.PREFERENCE:
+            if name not in program.PREFERENCE:
                 tuned = backend.branched and not backend.experimental
                 reason = "used only when named" + (", or where measured to be fastest" if tuned else "")
             else:
@@ -333,21 +337,21 @@ def _others(steps: Sequence[tuple[Branch, Backend]], case: Case, asked: str) -> 
     return reasons
 
 
-def _memory(case: Case, work: Sequence[BranchWork]) -> dict[str, int]:
+def _memory(call: Call, work: Sequence[BranchWork]) -> dict[str, int]:
     """Count bytes of the plans, of the call's tensors, and a bound on the backends' own buffers."""
-    size = case.dtype.itemsize
-    q = case.batch * case.heads * case.nq * case.head_dim * size
-    out = case.batch * case.heads * case.nq * case.value_dim * size
-    k, v = (case.batch * case.kv_heads * case.nk * dim * size for dim in (case.head_dim, case.value_dim))
-    lse = case.batch * case.heads * case.nq * acc_dtype(case.dtype).itemsize
+    size = call.dtype.itemsize
+    q = call.batch * call.heads * call.nq * call.head_dim * size
+    out = call.batch * call.heads * call.nq * call.value_dim * size
+    k, v = (call.batch * call.kv_heads * call.nk * dim * size for dim in (call.head_dim, call.value_dim))
+    lse = call.batch * call.heads * call.nq * acc_dtype(call.dtype).itemsize
     # views of one length share a plan
     plans = {id(each.plan): each.plan for each in work if each.plan is not None}
     return {
         "plan": sum(plan.nbytes for plan in plans.values()),
         "q": q, "k": k, "v": v, "out": out, "lse": lse,
         "activations": q + k + v + out + lse,
-        "gradients": q + k + v + out if case.needs_grad else 0,
-        "scratch": max((each.backend.scratch(case, each.branch) for each in work), default=0),
+        "gradients": q + k + v + out if call.needs_grad else 0,
+        "scratch": max((each.backend.scratch(call, each.branch) for each in work), default=0),
     }  # fmt: skip
 
 

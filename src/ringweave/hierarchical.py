@@ -11,15 +11,16 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from .adaptive.pooling import block_means
-from .checks import autocast, check_call
+from .api import attention, attention_with_lse
+from .call import Arguments
 from .errors import ShapeError, message, shown
-from .functional import attention, attention_with_lse
 from .merge import merge
 from .patterns import BlockTable, Causal, Full, SlidingWindow
 from .patterns.block_sets import ListedBlocks, ascending
-from .patterns.numbers import flag, one_of, whole
+from .patterns.validate import flag, one_of, whole
 from .torch_compat import transforming
 from .types import AttentionOutput, acc_dtype
+from .validate import autocast, checked
 
 COMBINATIONS = ("exact_cover", "gates")
 # scores of queries against pooled keys that exist at a time
@@ -85,7 +86,7 @@ def hierarchical_attention(
     causal = flag("causal", causal, ShapeError)
     q_offset = whole("q_offset", q_offset, 0, error=ShapeError, remedy="Pass Nk - Nq for a decode step.")
     q, k, v = autocast(q, k, v)
-    _, scale, *_ = check_call(q, k, v, Full(), scale=scale, q_offset=q_offset, backend=backend)
+    scale = checked(Arguments(q, k, v, Full(), scale, q_offset, backend)).call.scale
     pool = whole("pool", pool, 1, error=ShapeError)
     top_k, window = (whole(name, x, 0, error=ShapeError) for name, x in (("top_k", top_k), ("window", window)))
     gated = one_of("combine", combine, COMBINATIONS) == "gates"

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .checks import checked_dropout
+from .api import attention, longnet_attention
 from .errors import ShapeError, UnsupportedError, message, shown
-from .functional import attention, longnet_attention
 from .hierarchical import COMBINATIONS, hierarchical_attention
+from .names import only
 from .patterns import Causal, Full, LongNet, Pattern
-from .patterns.fit import refuse
-from .patterns.numbers import flag, number, one_of, whole
+from .patterns.validate import flag, number, one_of, refuse, whole
 from .precision import NATIVE, Precision, as_precision
 from .terms import Bias, Term, as_terms
+from .validate import checked_dropout
 from .weights import BlockWeights, attention_weights
 
 if TYPE_CHECKING:
@@ -519,3 +519,4 @@ def _rotate(x: Tensor, positions: Tensor, rates: Tensor) -> Tensor:
 
 
 __all__ = ["HierarchicalAttention", "LongNetAttention", "MultiheadAttention"]
+__dir__ = only(__all__)

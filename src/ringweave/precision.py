@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .errors import UnsupportedError, message, shown
-from .patterns.numbers import one_of
+from .patterns.validate import one_of
 
 #: How keys and values may travel between ranks.
 WIRES = ("native", "bf16", "int8")

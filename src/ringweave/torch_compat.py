@@ -10,7 +10,7 @@ import functools
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from operator import attrgetter
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from .cache import fact
 
 _QUICK = "small calls take the operators: some microseconds more"
 _FLEX = "the flex backend refuses calls with gradients"
@@ -74,7 +76,7 @@ WITHOUT = {
 }
 
 
-@functools.cache
+@fact
 def find(path: str) -> Any:
     """Look up a name of ``WITHOUT``; None where this torch lacks it."""
     assert path in WITHOUT, path
@@ -121,6 +123,14 @@ if _has_level and None not in (_keys_of, _included, _functions, _transforms, _pr
             and _keys_of(c).raw_repr() in _PLAIN
         )
 
+    def all_plain(tensors: Iterable[Tensor]) -> bool:
+        """Whether tensors are ordinary ones in main memory."""
+        # a loop: a generator expression doubles the overhead
+        for x in tensors:  # noqa: SIM110
+            if type(x) is not Tensor or _keys_of(x).raw_repr() not in _PLAIN:
+                return False
+        return True
+
     def unwatched() -> bool:
         """Whether nothing would see that operators were gone round: no mode, transform, trace, profiler or autocast."""
         return not (
@@ -135,6 +145,10 @@ if _has_level and None not in (_keys_of, _included, _functions, _transforms, _pr
 else:
 
     def plain(a: Tensor, b: Tensor, c: Tensor) -> bool:
+        """Unknown: False takes the operators."""
+        return False
+
+    def all_plain(tensors: Iterable[Tensor]) -> bool:
         """Unknown: False takes the operators."""
         return False
 
@@ -277,7 +291,7 @@ _COMPILER = None if find("_dynamo") is None else "torch._dynamo"
 def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Keep the compiler out of a function that PyTorch calls for an operator, without importing it (a second)."""
 
-    @functools.cache
+    @fact
     def disabled() -> Callable[..., Any]:
         return torch.compiler.disable(kernel)  # type: ignore[no-any-return]
 

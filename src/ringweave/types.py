@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+#: Types of queries, keys and values.
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
 
 class AttentionOutput(NamedTuple):
     """Attention's result with what makes it mergeable.

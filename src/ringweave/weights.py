@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import autocast, check_call
+from .backends.backend import tiled
+from .call import Arguments, Call
 from .errors import PatternError, message
-from .ops.backend import tiled
 from .patterns import LongNet, Pattern
 from .plan import BlockPlan, plan, unpack_masks
 from .types import acc_dtype
+from .validate import autocast, checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +34,7 @@ class BlockWeights:
     def to_dense(self) -> Tensor:
         """Spread them to the dense matrix (B, Hq, Nq, Nk), for small sizes."""
         p = self.plan
-        batch, heads = p.group.shape
+        batch, heads = p.row_set.shape
         rows = p.tile_rows()
         dense = self.values.new_zeros(batch, heads, p.q_tiles, p.kv_tiles, p.q_tile, p.kv_tile)
         for b in range(batch):
@@ -75,24 +76,22 @@ def attention_weights(
         >>> torch.testing.assert_close(weights.to_dense().sum(-1), torch.ones(1, 4, 256))
     """
     q, k = autocast(q, k)
-    pattern, scale, q_offset, *_ = check_call(
-        q, k, k, pattern, scale=scale, q_offset=q_offset, k_offset=k_offset, backend="gather"
-    )
-    if isinstance(pattern, LongNet):
+    call = checked(Arguments(q, k, k, pattern, scale, q_offset, "dense_batched", k_offset)).call
+    if isinstance(call.pattern, LongNet):
         raise PatternError(
-            message("pattern", repr(pattern), "a relation", "Ask for the weights of one branch's relation.")
+            message("pattern", repr(call.pattern), "a relation", "Ask for the weights of one branch's relation.")
         )
     with torch.autocast(q.device.type, enabled=False):
-        return _weights(q, k, pattern, scale, q_offset)
+        return _weights(q, k, call)
 
 
-def _weights(q: Tensor, k: Tensor, pattern: Pattern, scale: float, q_offset: int) -> BlockWeights:
-    batch, heads, nq, _ = q.shape
-    p = plan(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset, device=q.device)
+def _weights(q: Tensor, k: Tensor, call: Call) -> BlockWeights:
+    batch, heads, scale = call.batch, call.heads, call.scale
+    p = plan(call.pattern, call.nq, call.nk, heads=heads, batch=batch, q_offset=call.q_offset, device=q.device)
     acc = acc_dtype(q.dtype)
     rows = p.tile_rows()
     whole = torch.ones(1, p.q_tile, p.kv_tile, dtype=torch.bool, device=q.device)
-    bank = torch.cat([unpack_masks(p.masks, p.kv_tile), whole])
+    bank = torch.cat([unpack_masks(p.mask_words, p.kv_tile), whole])
     bound = torch.arange(p.kv_tiles * p.kv_tile, device=q.device).view(p.kv_tiles, 1, p.kv_tile) < p.nk
     q_tiles = tiled(q.to(acc) * scale, p.q_tile)
     k_tiles = tiled(k.to(acc), p.kv_tile)
@@ -104,7 +103,7 @@ def _weights(q: Tensor, k: Tensor, pattern: Pattern, scale: float, q_offset: int
             entries = _entries(p, b, h)
             row, col = rows[entries], p.col[entries].long()
             scores = torch.bmm(q_tiles[b, h, row], k_tiles[b, h * k.shape[1] // heads, col].mT)
-            scores = torch.where(bank[p.bits[entries].long()] & bound[col], scores, -torch.inf)
+            scores = torch.where(bank[p.mask_id[entries].long()] & bound[col], scores, -torch.inf)
             # the rows' log-sum-exp, from those of their tiles
             top = scores.detach().new_full((p.q_tiles, p.q_tile), -torch.inf)
             top = top.scatter_reduce(0, row[:, None].expand(-1, p.q_tile), scores.detach().amax(-1), "amax")
@@ -118,5 +117,5 @@ def _weights(q: Tensor, k: Tensor, pattern: Pattern, scale: float, q_offset: int
 
 
 def _entries(p: BlockPlan, b: int, h: int) -> Tensor:
-    group = int(p.group[b, h])
+    group = int(p.row_set[b, h])
     return torch.arange(int(p.row_ptr[group, 0]), int(p.row_ptr[group, -1]), device=p.device)

@@ -39,7 +39,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gather"])
+@pytest.mark.parametrize("backend", ["cpu", "dense_batched"])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(name: str, backend: str) -> None:
     pattern, nq, nk, q_offset, heads, kv_heads = CASES[name]
@@ -81,13 +81,13 @@ def test_of_a_larger_attention_it_is_the_recall() -> None:
 def test_what_is_not_attended_is_not_seen() -> None:
     """NaN in keys and queries that no pair has; a row that attends nothing holds 0."""
     x = Inputs.random(160, heads=2, dim=16)
-    pattern = rw.Keys(stop=100) & rw.Causal()
+    pattern = rw.KeyPadding(stop=100) & rw.Causal()
     lse = rw.attention_with_lse(x.q, x.k, x.v, pattern).lse
     want = tile_mass(x.q, x.k, lse, pattern)
     x.k[:, :, 100:] = torch.nan
-    empty = rw.Keys(stop=0)
+    empty = rw.KeyPadding(stop=0)
     nothing = rw.attention_with_lse(x.q, x.k, x.v, empty | pattern & ~rw.Sinks(160)).lse
-    for backend in ("cpu", "gather"):
+    for backend in ("cpu", "dense_batched"):
         got = tile_mass(x.q, x.k, lse, pattern, backend=backend)
         torch.testing.assert_close(got.values, want.values, rtol=1e-5, atol=1e-6)
         held = tile_mass(x.q, x.k, torch.full_like(nothing, -torch.inf), pattern, backend=backend)

@@ -9,7 +9,7 @@ import ringweave as rw
 
 
 def blocks(density: float) -> rw.Pattern:
-    return rw.random_blocks(256, density, block_size=32)
+    return rw.patterns.random_blocks(256, density, block_size=32)
 
 
 def densities(schedule: rw.adaptive.SparsitySchedule, steps: int) -> list[float]:

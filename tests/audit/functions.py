@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.audit import kit
+from ringweave.audit import conformance
 from ringweave.patterns import Pattern
 
 N, BATCH, HEADS, KV_HEADS = 40, 2, 4, 2
@@ -23,8 +23,8 @@ STARTS = torch.tensor([0, 11])
 CAUSAL = rw.Causal()
 WINDOW = rw.SlidingWindow(12)
 PACKED = CAUSAL.within(rw.Documents([11, 16, 13]))
-LEFT = CAUSAL & rw.Keys(N, STARTS)
-RIGHT = CAUSAL & rw.Keys(LENGTHS)
+LEFT = CAUSAL & rw.KeyPadding(N, STARTS)
+RIGHT = CAUSAL & rw.KeyPadding(LENGTHS)
 SINKS = (WINDOW | rw.Sinks(3)) & CAUSAL
 CHUNKS = rw.Segments(8) & CAUSAL
 
@@ -145,7 +145,7 @@ def in_a_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Keys of one rank after the other, merged."""
     parts = [
         rw.attention_with_lse(q, k[:, :, n : n + 10], v[:, :, n : n + 10], CAUSAL, q_offset=-n) if n == 0 else
-        rw.attention_with_lse(q, k, v, CAUSAL & rw.Keys(n + 10, n)) for n in range(0, N, 10)
+        rw.attention_with_lse(q, k, v, CAUSAL & rw.KeyPadding(n + 10, n)) for n in range(0, N, 10)
     ]  # fmt: skip
     return rw.merge([out for out, _ in parts], [lse for _, lse in parts])[0]
 
@@ -301,7 +301,7 @@ FAULTS = {
     "a document's boundary one late": Case(
         ours(CAUSAL.within(rw.Documents([12, 15, 13]))), PACKED, "pairs missing.*pairs extra"
     ),
-    "padding one short": Case(ours(CAUSAL & rw.Keys(torch.tensor([40, 30]))), RIGHT, "padding|pairs? extra"),
+    "padding one short": Case(ours(CAUSAL & rw.KeyPadding(torch.tensor([40, 30]))), RIGHT, "padding|pairs? extra"),
     "first row attends nothing": Case(masked(dense(CAUSAL) & (torch.arange(N) > 0)[:, None]), CAUSAL, "pairs missing"),
     "dropout left on": Case(ours(CAUSAL, dropout=0.3), CAUSAL, "dropout is on"),
     "a bias that nobody asked for": Case(
@@ -350,7 +350,7 @@ SOUND = {
     ),
     "dilated": Case(ours(rw.Dilated(3, 4)), rw.Dilated(3, 4)),
     "nothing": Case(ours(~rw.Full()), ~rw.Full()),
-    "rows without keys": Case(ours(rw.Keys(N, 20) & CAUSAL), rw.Keys(N, 20) & CAUSAL),
+    "rows without keys": Case(ours(rw.KeyPadding(N, 20) & CAUSAL), rw.KeyPadding(N, 20) & CAUSAL),
 }  # fmt: skip
 
 
@@ -359,7 +359,7 @@ SOUND = {
 
 def exact(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float | None = None) -> Tensor:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return kit.dense(q.double(), k.double(), v.double(), allowed, scale)[0].to(q.dtype)
+    return conformance.dense(q.double(), k.double(), v.double(), allowed, scale)[0].to(q.dtype)
 
 
 def whole_tiles(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
@@ -450,7 +450,7 @@ def from_the_left(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
 
 
 def binary_lse(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = kit.dense(q.double(), k.double(), v.double(), allowed, q.shape[-1] ** -0.5)
+    out, lse = conformance.dense(q.double(), k.double(), v.double(), allowed, q.shape[-1] ** -0.5)
     return out.to(q.dtype), (lse * 1.44269504).float()
 
 
@@ -510,7 +510,7 @@ def careful(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> t
     """The definition, and nothing of what no query attends."""
     seen = allowed.any(2).unflatten(1, (k.shape[1], -1)).any(2)[..., None]
     k, v = (torch.where(seen, x, 0.0).double() for x in (k, v))
-    out, lse = kit.dense(q.double(), k, v, allowed, scale)
+    out, lse = conformance.dense(q.double(), k, v, allowed, scale)
     return out.to(q.dtype), lse.float()
 
 
@@ -557,9 +557,9 @@ LEAKS: dict[str, Callable[[Tensor], Tensor]] = {
     "a mean over the batch": lambda x: layer(CAUSAL)(x) + x.mean(0),
     "leaks with gradients on only": only_with_gradients,
     "leaks by content": by_content,
-    "the future beside NaN padding": padded_with_nan((CAUSAL | rw.SlidingWindow(0, 1)) & rw.Keys(12, 3)),
+    "the future beside NaN padding": padded_with_nan((CAUSAL | rw.SlidingWindow(0, 1)) & rw.KeyPadding(12, 3)),
 }
 LEAKLESS: dict[str, Callable[[Tensor], Tensor]] = {
     "a causal layer": layer(CAUSAL),
-    "NaN padding with gradients": padded_with_nan(CAUSAL & rw.Keys(12, 3)),
+    "NaN padding with gradients": padded_with_nan(CAUSAL & rw.KeyPadding(12, 3)),
 }

@@ -52,7 +52,7 @@ def test_what_else_is_found() -> None:
     "pattern",
     [
         rw.Full(), rw.Causal(), rw.SlidingWindow(5), rw.SlidingWindow(4, 2), rw.Segments(8), rw.Segments(8) & CAUSAL,
-        (rw.SlidingWindow(5) | rw.Sinks(3)) & CAUSAL, rw.Documents([7, 20, 13]), CAUSAL & rw.Keys(33, 2),
+        (rw.SlidingWindow(5) | rw.Sinks(3)) & CAUSAL, rw.Documents([7, 20, 13]), CAUSAL & rw.KeyPadding(33, 2),
         rw.Strided(3), rw.Strided(3) & CAUSAL,
     ],
     ids=str,
@@ -70,7 +70,7 @@ def test_a_mask_without_a_name() -> None:
 
 def test_queries_that_do_not_count() -> None:
     """Rows of padding may attend whatever they like."""
-    promised = CAUSAL & rw.Keys(40, torch.tensor([0, 11]))
+    promised = CAUSAL & rw.KeyPadding(40, torch.tensor([0, 11]))
     allowed = promised.to_dense(40, heads=2, batch=2)
     loose = allowed | ~allowed.any(-1, keepdim=True)
     q, k, v = (torch.randn(2, 2, 40, 16) for _ in range(3))
@@ -107,13 +107,15 @@ def test_wrong_shapes() -> None:
 def test_planted_leaks(name: str) -> None:
     x = torch.randn(2, 12, 8)
     x[0, 3] = 4.0
-    promised = CAUSAL & rw.Keys(12, 3) if "padding" in name else CAUSAL
+    promised = CAUSAL & rw.KeyPadding(12, 3) if "padding" in name else CAUSAL
     assert not audit.leaks(LEAKS[name], x, promised).agrees
 
 
 @pytest.mark.parametrize("name", list(LEAKLESS))
 def test_no_leak(name: str) -> None:
-    found = audit.leaks(LEAKLESS[name], torch.randn(2, 12, 8), CAUSAL & rw.Keys(12, 3) if "padding" in name else CAUSAL)
+    found = audit.leaks(
+        LEAKLESS[name], torch.randn(2, 12, 8), CAUSAL & rw.KeyPadding(12, 3) if "padding" in name else CAUSAL
+    )
     assert found.agrees or "NaN" in str(found), str(found)
     assert "future" not in str(found)
 

@@ -65,7 +65,9 @@ def test_torch_modules() -> None:
     x = torch.randn(2, 16, 32)
     assert audit.model(encoder, x, expect=rw.Full()).agrees
     padding = torch.arange(16) >= torch.tensor([[16], [9]])
-    found = audit.model(encoder, {"src": x, "src_key_padding_mask": padding}, expect=rw.Keys(torch.tensor([16, 9])))
+    found = audit.model(
+        encoder, {"src": x, "src_key_padding_mask": padding}, expect=rw.KeyPadding(torch.tensor([16, 9]))
+    )
     assert found.agrees, str(found)
     mask = nn.Transformer.generate_square_subsequent_mask(16)
     assert audit.model(encoder, {"src": x, "src_mask": mask, "is_causal": True}, expect=rw.Causal()).agrees

@@ -20,12 +20,12 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from ringweave.backends import cpu, tuning
+from ringweave.backends.triton.launch_config import LaunchConfig
+from ringweave.backends.tuning import KernelKey
 from ringweave.cli import bits, main
 from ringweave.cli.app import _blocks, app
 from ringweave.cli.doctor import diagnose
-from ringweave.ops import cpu, tuning
-from ringweave.ops.triton.launch_config import LaunchConfig
-from ringweave.ops.tuning import KernelKey
 from ringweave.tune.descent import Descent, Tuned
 from ringweave_lab.simulation.simulate import simulate
 
@@ -127,7 +127,7 @@ def test_explain_says_what_the_library_says() -> None:
 def test_doctor_finds_this_python() -> None:
     findings = json.loads(run("doctor", "--json").stdout)
     assert findings["system"]["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert findings["backends"]["gather"]["cpu"] == "usable"
+    assert findings["backends"]["dense_batched"]["cpu"] == "usable"
     assert findings["backends"]["sdpa"]["cpu"].startswith("usable, except for sparse patterns: ")
     text = run("doctor").stdout
     for word in ("torch", "backends", "compilers", "AVX" if findings["system"]["cpu"].startswith("AVX") else "cpu"):
@@ -167,7 +167,7 @@ def test_doctor_says_why_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = diagnose()
     assert "without a working C++ compiler" in found["native kernel"]["in use"]
-    assert "gather" in found["native kernel"]["in use"]
+    assert "dense_batched" in found["native kernel"]["in use"]
     assert found["backends"]["cpu"]["cpu"].startswith("not usable: the native kernel is not there")
 
 

@@ -27,7 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="of all backends together, two at a time")
     parser.add_argument("--seed", type=int, help="drawn and printed by default")
-    parser.add_argument("--backend", help="one of them: auto, reference, gather, sdpa, cpu or triton")
+    parser.add_argument("--backend", help="one of them: auto, reference, dense_batched, sdpa, cpu or triton")
     parser.add_argument("--variant", help="an instruction set of the cpu backend")
     parser.add_argument("--fine", action="store_true", help="tiles of 16, and strided views whatever they cost")
     parser.add_argument("--case", type=int, help="the number of one case, to run alone")
@@ -47,11 +47,11 @@ def main() -> int:
 
 def all_of_them(seconds: float, seed: int) -> int:
     """Every backend in a process of its own."""
-    from ringweave.ops import cpu, triton
+    from ringweave.backends import cpu, triton
 
     native = cpu.module()
     jobs = [["--backend", name] for name in ("auto", "reference", "sdpa")]
-    jobs += [["--backend", "gather", "--fine"]]
+    jobs += [["--backend", "dense_batched", "--fine"]]
     for i, name in enumerate(native.variants() if native else []):
         jobs.append(["--backend", "cpu", "--variant", name, *["--fine"] * (i % 2)])
     jobs += [["--backend", "triton"]] if triton.installed() else []

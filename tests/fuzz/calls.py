@@ -7,7 +7,7 @@ from random import Random
 
 from . import scoring, trees
 from .layouts import LAYOUTS, SHARED
-from .scoring import Scoring
+from .scoring import TermOperands
 from .sizes import First, Sizes
 from .trees import Tree
 
@@ -61,7 +61,7 @@ class Call:
     forked: bool = False
     #: positions of each batch element's first query and key, where they are given by batch element
     first: First | None = None
-    scoring: Scoring = Scoring()  # noqa: RUF009  (immutable)
+    scoring: TermOperands = TermOperands()  # noqa: RUF009  (immutable)
 
     @property
     def nk(self) -> int:
@@ -189,7 +189,7 @@ def draw(backend: str, seed: int, index: int) -> Call:
         dtype = "float16"
     if (how == "merge" and tree.kind == "LongNet") or (how in ("merge", "weights") and backend == "sdpa"):
         how = "attention_with_lse"
-    if how == "weights" and (tree.kind == "LongNet" or backend not in ("auto", "gather")):
+    if how == "weights" and (tree.kind == "LongNet" or backend not in ("auto", "dense_batched")):
         how = "attention"
     plain = r.random() < 0.15
     names = list(LAYOUTS)

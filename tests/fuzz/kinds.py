@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import numpy as np
+import torch
+
+from ringweave.errors import PatternError
+from ringweave.patterns import parse
+from ringweave.patterns.declared import DECLARED
 
 from .functions import block_mask_source, draw_block_mask, draw_function, function_allows, function_source
 from .grids import (
@@ -151,16 +158,16 @@ KINDS: dict[str, Kind] = {
     "Strided": Kind(one_width(1), plain("Strided"), lambda at, n: (at.q - at.k) % n == 0),
     "Dilated": Kind(lambda r, s: (width(r, s), r.choice([1, 2, 3, 8, 40])), plain("Dilated"), dilated_allows),
     "PrefixLM": Kind(one_width(0), plain("PrefixLM"), lambda at, n: (at.k < n) | (at.k <= at.q)),
-    "Periodic": Kind(draw_periodic, plain("Periodic"), lambda at, p, a, z: (at.k % p >= a) & (at.k % p < z)),
+    "Periodic": Kind(draw_periodic, plain("patterns.Periodic"), lambda at, p, a, z: (at.k % p >= a) & (at.k % p < z)),
     "Documents": Kind(draw_documents, documents_source, same_document, square),
-    "Keys": Kind(draw_bounds, bounds_source, exists),
+    "KeyPadding": Kind(draw_bounds, bounds_source, exists),
     "ids": Kind(draw_ids, ids_source, same_id, square),
     "marks": Kind(draw_marks, marks_source, is_marked, square),
     "known": Kind(draw_known, known_source, is_known),
     "Neighborhood": Kind(
-        draw_neighbours, lambda s, n, d: f"rw.Neighborhood({n}, {d}, tokens={s.nk})", neighbours, square
+        draw_neighbours, lambda s, n, d: f"rw.patterns.Neighborhood({n}, {d}, tokens={s.nk})", neighbours, square
     ),
-    "natten_1d": Kind(draw_neighbours, lambda s, n, d: f"rw.natten_1d({n}, {d}, tokens={s.nk})", neighbours, square),
+    "natten_1d": Kind(draw_neighbours, lambda s, n, d: f"rw.patterns.natten_1d({n}, {d}, tokens={s.nk})", neighbours, square),
     "GridNeighborhood": Kind(draw_neighborhood, neighborhood_source, neighborhood_allows, fits),
     "GridWindows": Kind(draw_windows, windows_source, windows_allow, fits),
     "BlockTable": Kind(draw_table, table_source, table_allows),
@@ -169,29 +176,29 @@ KINDS: dict[str, Kind] = {
     "from_block_mask": Kind(draw_block_mask, block_mask_source, function_allows),
     "longformer": Kind(
         lambda r, s: (width(r, s), tokens(r, s), r.random() < 0.5),
-        lambda s, n, of, causal: f"rw.longformer({n}, {listing(of)}, causal={causal})",
+        lambda s, n, of, causal: f"rw.patterns.longformer({n}, {listing(of)}, causal={causal})",
         lambda at, n, of, causal: (near(at, n) | is_global(at, of)) & past(at, causal),
     ),
     "local_global": Kind(
         lambda r, s: (width(r, s), width(r, s, 1), r.random() < 0.5),
-        lambda s, n, stride, causal: f"rw.local_global({n}, {stride}, causal={causal})",
+        lambda s, n, stride, causal: f"rw.patterns.local_global({n}, {stride}, causal={causal})",
         lambda at, n, stride, causal: (near(at, n) | (at.k % stride == 0)) & past(at, causal),
     ),
     "fixed": Kind(
         draw_fixed,
-        lambda s, block, summary, causal: f"rw.sparse_transformer_fixed({block}, {summary}, causal={causal})",
+        lambda s, block, summary, causal: f"rw.patterns.sparse_transformer_fixed({block}, {summary}, causal={causal})",
         fixed_allows,
     ),
     "dilated_blocks": Kind(
         lambda r, s: (r.choice([0, 1, 3]), *r.sample([1, 2, 3, 4, 16], r.randint(1, 3))),
-        lambda s, n, *rates: f"rw.dilated_blocks({n}, {list(rates)})",
+        lambda s, n, *rates: f"rw.patterns.dilated_blocks({n}, {list(rates)})",
         dilated_allows,
     ),
     "random_blocks": Kind(draw_blocks, blocks_source, blocks_allow, blocks_fit),
     "bigbird": Kind(
         lambda r, s: (width(r, s), r.choice([0, 1, 9]), r.randint(1, 3), r.choice(SIDES[3:]), r.randint(0, 9)),
         lambda s, n, first, random, side, seed: (
-            f"rw.bigbird({s.nk}, window={n}, global_tokens={first}, random={random}, block_size={side}, seed={seed})"
+            f"rw.patterns.bigbird({s.nk}, window={n}, global_tokens={first}, random={random}, block_size={side}, seed={seed})"
         ),
         bigbird_allows,
         lambda s, n, first, random, side, seed: table_fits(s, side),
@@ -203,10 +210,40 @@ KINDS: dict[str, Kind] = {
             r.randint(0, 2), r.choice(SIDES[3:]), r.randint(0, 9),
         ),
         lambda s, local, whole, random, side, seed: (
-            f"rw.variable({s.nk}, local_blocks={local}, global_blocks={whole}, random={random}, block_size={side}, "
+            f"rw.patterns.variable({s.nk}, local_blocks={local}, global_blocks={whole}, random={random}, block_size={side}, "
             f"seed={seed})"
         ),
         variable_allows,
         lambda s, local, whole, random, side, seed: s.square and table_fits(s, side),
     ),
 }  # fmt: skip
+
+#: Patterns that are drawn under another name, or by the trees.
+ELSEWHERE = {"sparse_transformer_fixed", "TokenMask", "PerHead", "LongNet", "Within"}
+
+
+def of_example(example: str) -> Kind:
+    """A declared pattern with other numbers in its example. Its own ``allows``, by token, is the definition."""
+
+    def drawn(r: Random, s: Sizes) -> tuple[str]:
+        for _ in range(100):
+            text = re.sub(r"\d+", lambda found: str(width(r, s)), example)
+            with contextlib.suppress(PatternError):
+                parse(text)
+                return (text,)
+        return (example,)
+
+    def allows(at: At, text: str) -> Any:
+        return parse(text).allows(torch.from_numpy(at.q), torch.from_numpy(at.k)).numpy()
+
+    def fits_sizes(s: Sizes, text: str) -> bool:
+        try:
+            parse(text).check(s.nq, s.nk, s.q_offset)
+        except PatternError:
+            return False
+        return True
+
+    return Kind(drawn, lambda s, text: f"rw.patterns.parse({text!r})", allows, fits_sizes)
+
+
+KINDS |= {name: of_example(known.example) for name, known in DECLARED.items() if name not in {*KINDS, *ELSEWHERE}}

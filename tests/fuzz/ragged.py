@@ -29,8 +29,10 @@ def bounds(s: Sizes, how: str, seed: int) -> tuple[list[int], list[int]]:
 def bounds_source(s: Sizes, how: str, seed: int) -> str:
     start, stop = bounds(s, how, seed)
     if how == "all":
-        return f"rw.Keys({stop[0]}, {start[0]})"
-    return f"rw.Keys(torch.tensor({stop})" + (")" if how == "stop" else f", torch.tensor({start}, dtype=torch.int32))")
+        return f"rw.KeyPadding({stop[0]}, {start[0]})"
+    return f"rw.KeyPadding(torch.tensor({stop})" + (
+        ")" if how == "stop" else f", torch.tensor({start}, dtype=torch.int32))"
+    )
 
 
 def exists(at: At, how: str, seed: int) -> Any:
@@ -102,7 +104,7 @@ ANYWHERE = ["Full", "Causal", "SlidingWindow", "Sinks", "Segments", "Strided", "
 
 def places(at: At, kind: str, *args: Any) -> list[tuple[int, int]]:
     """The ranges of positions within which a pattern is counted anew, for a batch element."""
-    if kind == "Keys":
+    if kind == "KeyPadding":
         start, stop = bounds(at.s, *args)
         return [(start[at.b], stop[at.b])]
     per_batch, _, seed = args

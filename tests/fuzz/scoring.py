@@ -10,11 +10,16 @@ from random import Random
 import torch
 from torch import Tensor
 
+from ringweave.terms import KINDS, Axis
+
+from ..term_oracles import ORACLES
 from .layouts import LAYOUTS
 from .sizes import Sizes
 
 STEPS = 2**16
-CAPS = [0.5, 1.5, 1.5, 8.0, 30.0, 50.0, 1e4]
+# kinds as often as they are drawn: those that learn twice, and T5's buckets, which are a table of distances
+_DRAWN = [name for name, kind in KINDS.items() for name in [name] * (1 + kind.learns)]
+_DRAWN.insert(_DRAWN.index("DistanceBias") + 2, "buckets")
 FILLS = [".normal_()"] * 6 + [".normal_(0, 9)", ".normal_(0, 0.01)", ".fill_(1)", ".zero_()"]
 #: of a bias or a logit: one of three leaves out
 HOLES = ".random_(0, 3).log_()"
@@ -23,10 +28,10 @@ DTYPES = ["float32", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class Term:
-    """A term, or the logits of sinks: "Softcap", "ALiBi", "DistanceBias", "buckets", "Bias" or "sinks".
+    """A term, by the name of its kind, "buckets", or the logits of "sinks".
 
-    ``args`` are its cap; its reach; how many buckets, their largest distance, whether they have two sides; whether a
-    bias has batch elements and heads of its own.
+    ``args`` are its numbers; the reach of a table of distances; whether a table has batch elements and heads of its
+    own, where they may share it; how many buckets, their largest distance, whether they have two sides.
     """
 
     kind: str
@@ -36,47 +41,61 @@ class Term:
     layout: str = "contiguous"
     learns: bool = False
 
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Of its tensor."""
+        return KINDS[self.kind].axes if self.kind in KINDS else (Axis("heads"),)
+
+    @property
+    def alone(self) -> bool:
+        """Whether it has numbers, and no tensor."""
+        return not self.axes
+
+    @property
+    def placed(self) -> bool:
+        """Whether its tensor has an element for each pair."""
+        return self.kind in KINDS and KINDS[self.kind].places
+
     def shape(self, s: Sizes, nk: int) -> tuple[int, ...]:
         """Of its tensor, in a call with ``nk`` keys."""
-        if self.kind == "DistanceBias":
-            return s.heads, 2 * int(self.args[0]) + 1
         if self.kind == "buckets":
             return int(self.args[0]), s.heads
-        if self.kind == "Bias":
-            each_batch, each_head = self.args
-            return (s.batch if each_batch else 1), (s.heads if each_head else 1), s.nq, nk
-        return (s.heads,)
+        sizes, rest = {"batch": s.batch, "heads": s.heads, "queries": s.nq, "keys": nk}, iter(self.args)
+        shape = []
+        for axis in self.axes:
+            if axis.along == "distance":
+                shape.append(2 * int(next(rest)) + 1)
+            else:
+                shape.append(sizes[axis.along] if not axis.shared or next(rest) else 1)
+        return tuple(shape)
 
     def made(self, s: Sizes, nk: int) -> str:
         """The Python that makes its tensor."""
         shape = self.shape(s, nk)
         leaf = ".requires_grad_()" if self.learns else ""
-        if self.kind == "Bias":
+        if self.placed:
             return LAYOUTS[self.layout](*shape, self.dtype, self.fill) + leaf
         return f"torch.empty({list(shape)}, dtype=torch.{self.dtype}){self.fill}{leaf}"
 
     def source(self, name: str) -> str:
         """The Python that makes the term of it."""
-        if self.kind == "Softcap":
-            return f"rw.Softcap({self.args[0]!r})"
         if self.kind == "buckets":
             _, far, both = self.args
             return f"rw.DistanceBias.from_buckets({name}, max_distance={far}, bidirectional={both})"
-        return f"rw.{self.kind}({name})"
+        return f"rw.{self.kind}({', '.join(map(repr, self.args)) if self.alone else name})"
 
     def formula(self, t: Tensor, table: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """What becomes of scores (B, Hq, nq, nk), of queries and keys at positions (B, nq) and (B, nk)."""
-        if self.kind == "Softcap":
-            return self.args[0] * torch.tanh(t / self.args[0])
-        if self.kind == "Bias":
-            return t + table
         distance = k[:, None] - q[:, :, None]
-        if self.kind == "ALiBi":
-            return t - table[:, None, None] * distance.abs()[:, None]
         if self.kind == "buckets":
             return t + table[bucket(distance, *self.args)].movedim(3, 1)
-        reach = int(self.args[0])
-        return t + table[:, distance.clamp(-reach, reach) + reach].transpose(0, 1)
+        return ORACLES[self.kind].formula(t, self.args, table, distance[:, None])
+
+    def slopes(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and the steepest slope of scores between two bounds, of a term without a tensor."""
+        slopes = ORACLES[self.kind].slopes
+        assert slopes is not None
+        return slopes(self.args, low, high)
 
 
 def bucket(distance: Tensor, buckets: float, far: float, both: bool) -> Tensor:
@@ -93,7 +112,7 @@ def bucket(distance: Tensor, buckets: float, far: float, both: bool) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Scoring:
+class TermOperands:
     """What a call does to scores and weights besides scale and mask; ``dropped`` of 2 ** 16 weights are dropped."""
 
     terms: tuple[Term, ...] = ()
@@ -106,7 +125,7 @@ class Scoring:
     @property
     def tensors(self) -> dict[str, Term]:
         """What has a tensor, by its name."""
-        named = {f"table{i}": term for i, term in enumerate(self.terms) if term.kind != "Softcap"}
+        named = {f"table{i}": term for i, term in enumerate(self.terms) if not term.alone}
         return named | ({} if self.sinks is None else {"sinks": self.sinks})
 
     @property
@@ -125,10 +144,10 @@ class Scoring:
         text += ", sink_logits=sinks" if self.sinks is not None else ""
         return text + (f", dropout={self.dropped} / {STEPS}" if self.dropped else "")
 
-    def smaller(self) -> Iterator[Scoring]:
+    def smaller(self) -> Iterator[TermOperands]:
         """The same with less of something."""
         if self:
-            yield Scoring()
+            yield TermOperands()
         for i, term in enumerate(self.terms):
             yield replace(self, terms=self.terms[:i] + self.terms[i + 1 :])
             for less in _plainer(term):
@@ -146,19 +165,19 @@ def _plainer(term: Term) -> Iterator[Term]:
     for name, value in {"dtype": "float32", "fill": ".normal_()", "layout": "contiguous", "learns": False}.items():
         if getattr(term, name) != value:
             yield replace(term, **{name: value})  # type: ignore[arg-type]
-    plain: dict[str, list[tuple[float | bool, ...]]] = {
-        "Softcap": [(1.0,)],
-        "DistanceBias": [(0,), (1,), (int(term.args[0]) // 2 if term.args else 0,)],
-        "Bias": [(False, False), (False, *term.args[1:]), (*term.args[:1], False)],
-    }
-    for args in plain.get(term.kind, []):
-        if args != term.args and (term.kind != "DistanceBias" or args < term.args):
-            yield replace(term, args=args)
+    plain: list[tuple[float | bool, ...]] = []
+    if term.alone:
+        plain = [ORACLES[term.kind].some]
+    elif any(axis.along == "distance" for axis in term.axes):
+        plain = [args for args in ((0,), (1,), (int(term.args[0]) // 2,)) if args < term.args]
+    elif term.placed:
+        plain = [(False, False), (False, *term.args[1:]), (*term.args[:1], False)]
+    yield from (replace(term, args=args) for args in plain if args != term.args)
     if term.kind == "buckets":
         yield Term("DistanceBias", (int(term.args[1]),), term.dtype, term.fill, learns=term.learns)
 
 
-def draw(r: Random, s: Sizes, dtype: str, *, sinks: bool, dropout: bool) -> Scoring:
+def draw(r: Random, s: Sizes, dtype: str, *, sinks: bool, dropout: bool) -> TermOperands:
     """Some of it; without sinks or dropout where a call cannot have them."""
     wide = ["float64"] * (dtype == "float64")
     while True:
@@ -170,14 +189,16 @@ def draw(r: Random, s: Sizes, dtype: str, *, sinks: bool, dropout: bool) -> Scor
         if dropout and r.random() < 0.35:
             dropped = r.choice([1, 6554, STEPS // 4, STEPS // 2, STEPS // 2, 60000, r.randint(1, 65000)])
         if terms or logits or dropped:
-            return Scoring(terms, logits, dropped)
+            return TermOperands(terms, logits, dropped)
 
 
 def _term(r: Random, s: Sizes, dtype: str) -> Term:
-    kind = r.choice(["Softcap", "ALiBi", "DistanceBias", "DistanceBias", "buckets", "Bias", "Bias"])
+    kind = r.choice(_DRAWN)
     fill, learns = r.choice(FILLS), r.random() < 0.7
-    if kind == "Softcap":
-        return Term(kind, (r.choice(CAPS),))
+    if kind in KINDS and not KINDS[kind].axes:
+        drawn = ORACLES[kind].drawn
+        assert drawn is not None
+        return Term(kind, drawn(r))
     if kind == "ALiBi":
         return Term(kind, (), dtype, r.choice([".uniform_()", ".uniform_()", ".uniform_(0, 0.1)", fill]))
     if kind == "DistanceBias":

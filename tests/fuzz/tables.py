@@ -87,7 +87,9 @@ def listed_allows(at: At, sides: Any, lead: str, most: int, seed: int) -> Any:
 
 
 def drawn(n: int, density: float, side: int, seed: int, diagonal: bool, heads: int | None = None) -> NDArray[Any]:
-    table = rw.random_blocks(n, density, block_size=side, seed=seed, diagonal=diagonal, heads=heads).mask.numpy()
+    table = rw.patterns.random_blocks(
+        n, density, block_size=side, seed=seed, diagonal=diagonal, heads=heads
+    ).mask.numpy()
     rows = -(-n // side)
     counts = table.sum(-1)
     assert table.shape[-2:] == (rows, rows), table.shape
@@ -120,7 +122,7 @@ def blocks_fit(s: Sizes, density: float, side: int, seed: int, per_head: bool, d
 
 def blocks_source(s: Sizes, density: float, side: int, seed: int, per_head: bool, diagonal: bool) -> str:
     heads = f", heads={s.heads}" if per_head else ""
-    return f"rw.random_blocks({s.nk}, {density}, block_size={side}, seed={seed}, diagonal={diagonal}{heads})"
+    return f"rw.patterns.random_blocks({s.nk}, {density}, block_size={side}, seed={seed}, diagonal={diagonal}{heads})"
 
 
 def random_part(at: At, side: int, random: int, seed: int) -> Any:

@@ -92,7 +92,7 @@ def _depends(tree: Tree) -> tuple[bool, bool]:
     varied = any(
         below.kind
         in (
-            "Keys",
+            "KeyPadding",
             "ids",
             "known",
             "marks",
@@ -179,9 +179,9 @@ def _draw_within(r: Random, s: Sizes, depth: int) -> Tree:
         kind = r.choice(ANYWHERE)
         return Tree(kind, KINDS[kind].draw(r, s))
 
-    bounds = r.choice(["Keys", "ids"] if s.square else ["Keys"])
+    bounds = r.choice(["KeyPadding", "ids"] if s.square else ["KeyPadding"])
     args = KINDS[bounds].draw(r, s)
-    args = args if bounds == "Keys" else (args[0], False, args[2])
+    args = args if bounds == "KeyPadding" else (args[0], False, args[2])
     return Tree("within", (bounds, *args), (inner(min(depth, 2)),))
 
 

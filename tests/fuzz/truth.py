@@ -92,10 +92,9 @@ class Truth:
         for term, before, after in pairs:
             off = found[-1]
             size = after.abs().masked_fill(after.isinf(), 0.0)
-            if term.kind == "Softcap":
+            if term.alone:
                 # the steepest slope that is near
-                near = (before.abs() - 2 * off * self.exponent_unit).clamp(min=0).masked_fill(before.isinf(), torch.inf)
-                off = off * _slope(near, term.args[0])
+                off = off * term.slopes(*_around(before, 2 * off * self.exponent_unit))[1]
             else:
                 off = off + (after - before).nan_to_num(0.0, 0.0, 0.0).abs()
             found.append(off + size)
@@ -172,8 +171,8 @@ class Truth:
         for i, term in reversed(list(enumerate(self.call.scoring.terms))):
             if f"table{i}" in self.tensors:
                 tables[f"dtable{i}"] = self.of_table(i, term, ds)
-            if term.kind == "Softcap":
-                ds = ds * _slope(self.states[i], term.args[0])
+            if term.alone:
+                ds = ds * term.slopes(self.states[i], self.states[i])[0]
         return ds, tables
 
     def of_table(self, i: int, term: Term, ds: Tensor) -> Tensor:
@@ -193,8 +192,9 @@ class Truth:
         return weights / torch.where(total > 0, total, 1.0), lse
 
 
-def _slope(t: Tensor, cap: float) -> Tensor:
-    return 1 - torch.tanh(t / cap) ** 2
+def _around(t: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
+    off = off.masked_fill(t.isinf(), 0.0)
+    return t - off, t + off
 
 
 def rounding(truth: Truth) -> dict[str, float]:
@@ -227,11 +227,13 @@ def rounding(truth: Truth) -> dict[str, float]:
         for i, term in reversed(list(enumerate(call.scoring.terms))):
             if f"table{i}" in truth.tensors:
                 sizes[f"dtable{i}"] = truth.of_table(i, term, slopes)
-            if term.kind == "Softcap":
-                slopes = slopes * _slope(truth.states[i], term.args[0])
-                # 1 - y^2 is off by units of 1, and of y by as many as it is
-                y, off = truth.states[i + 1].abs() / term.args[0], units[i + 1] / term.args[0]
-                slopes += truth.weights * share * (2 + 2 * y * off) * finer
+            if term.alone:
+                before = truth.states[i]
+                slope, _ = term.slopes(before, before)
+                least, steepest = term.slopes(*_around(before, units[i] * truth.exponent_unit))
+                # a slope is off by units of 1, of what was subtracted from 1, and by what the score is off
+                off = (2 + 2 * (1 - slope)) * finer + torch.maximum(steepest - slope, slope - least) / unit
+                slopes = slopes * slope + truth.weights * share * off
         sizes["dq"] = scale * (slopes @ k)
         sizes["dk"] = scale * (slopes.mT @ q)
         sizes["dv"] = (weights * truth.kept).mT @ dout

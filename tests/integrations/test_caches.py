@@ -17,6 +17,7 @@ from ringweave.precision import STORED, store, widened
 
 from .. import oracle
 from .test_models import EAGER, IDS, LEFT
+from .test_reading import calls
 from .tiny import config_of, model_of
 
 
@@ -354,3 +355,18 @@ def test_a_step_over_pages_touches_what_its_pattern_allows(monkeypatch: pytest.M
             # its window of 101 keys, and the first 4
             assert patterns[-1].to_dense(1, 4096, q_offset=n).sum() == 105
             assert plan.nnz <= 4
+
+
+@pytest.mark.parametrize("name", ["dynamic", "sliding", "pages"])
+def test_a_step_of_a_model_makes_few_calls(name: str) -> None:
+    """Beside those of the attention itself, and as many at each step."""
+    model = model_of("mistral", "ringweave", config_of("mistral", num_hidden_layers=1)).eval()
+    makes: dict[str, Any] = {"sliding": lambda: DynamicCache(config=model.config), "pages": lambda: ModelCache(128)}
+    cache, token = makes.get(name, DynamicCache)(), torch.full((2, 1), 5)
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+        model(token, past_key_values=cache)
+        steps = [calls(lambda: model(token, past_key_values=cache), "integrations", "kv_cache.py") for _ in range(20)]
+    assert len(set(steps)) == 1
+    # of pages there are checks of the call besides
+    assert steps[0] <= (24 if name == "pages" else 10)

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 import ringweave as rw
+from ringweave.backends import cpu
 from ringweave.integrations.transformers import (
     PatternMask,
     context_parallel,
@@ -20,7 +21,6 @@ from ringweave.integrations.transformers import (
     pattern_mask,
     set_pattern,
 )
-from ringweave.ops import prepared
 
 from .tiny import DECODERS, ENCODERS, model_of
 
@@ -301,8 +301,8 @@ def test_steps_go_straight_to_the_kernel(pattern: rw.Pattern | None, monkeypatch
     """A layer's step is no more than a call of its own: nothing that the interface passes sends it to the operators."""
     pytest.importorskip("ringweave._cpu", exc_type=ImportError)
     straight: list[int] = []
-    forward = prepared.Call.forward
-    monkeypatch.setattr(prepared.Call, "forward", lambda *call: straight.append(1) or forward(*call))
+    forward = cpu.PreparedCall.forward
+    monkeypatch.setattr(cpu.PreparedCall, "forward", lambda *call: straight.append(1) or forward(*call))
     model = patch(model_of("llama", "sdpa"), pattern)
     with torch.no_grad():
         cache = model(torch.randint(3, 64, (1, 40)), use_cache=True).past_key_values

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -10,8 +15,11 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as masks
 
+import ringweave as rw
+from ringweave.cache import PATTERNS as KEPT
 from ringweave.integrations.transformers import pattern_mask
 from ringweave.integrations.transformers.mask_reading import Unread, read
+from ringweave.integrations.transformers.model_cache import PagedLayer
 
 B, N = 2, 19
 NUMBERS = torch.tensor([[0] * 8 + [1] * 11, [0] * 12 + [1] * 4 + [2] * 3])
@@ -98,3 +106,196 @@ def test_a_position_that_is_a_tensor_is_not_waited_for() -> None:
 def test_what_has_no_symbol_is_not_guessed(function: Callable[..., Any]) -> None:
     with pytest.raises((Unread, TypeError)):
         read(function)
+
+
+# ---- what was read before --------------------------------------------------------------------------------------------
+
+WINDOW = masks.sliding_window_causal_mask_function
+EITHER, BOTH, OVERLAY = masks.or_masks, masks.and_masks, masks.sliding_window_overlay
+
+
+def allowed(function: Callable[..., Any], mine: bool = True) -> Tensor:
+    """The dense mask of a prefill, through the registered function or by the library's own evaluation."""
+    if mine:
+        return pattern_mask(B, N, N, 0, 0, function).pattern.to_dense(N, batch=B).expand(B, -1, -1, -1)
+    dense = masks.sdpa_mask(B, N, N, 0, 0, function, allow_is_causal_skip=False, use_vmap=False)
+    assert dense is not None
+    return dense
+
+
+def check(function: Callable[..., Any]) -> None:
+    assert torch.equal(allowed(function), allowed(function, mine=False))
+
+
+def cells(function: Callable[..., Any]) -> list[Any]:
+    """Every cell of a mask function and of the functions in it."""
+    found: list[Any] = []
+    for cell in getattr(function, "__closure__", None) or ():
+        found.append(cell)
+        inside = cell.cell_contents
+        for each in inside if isinstance(inside, tuple) else (inside,):
+            found += cells(each)
+    return found
+
+
+def test_equal_functions_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    KEPT.clear()
+    first = read(WINDOW(5))
+    assert read(WINDOW(5)) is first
+    assert read(WINDOW(6)) is not first
+    # torch.compile traces the reading itself
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert read(WINDOW(5)) is not first
+
+
+def test_a_changed_closure_is_read_anew() -> None:
+    window = WINDOW(5)
+    check(window)
+    (width,) = (cell for cell in cells(window) if cell.cell_contents == 5)
+    (parts,) = (cell for cell in cells(window) if isinstance(cell.cell_contents, tuple))
+    for changed in (3, 1, 8):
+        width.cell_contents = changed
+        check(window)
+    # another function in the tuple, and its parts in another order
+    parts.cell_contents = (OVERLAY(2), masks.causal_mask_function)
+    check(window)
+    parts.cell_contents = parts.cell_contents[::-1]
+    check(window)
+    parts.cell_contents = (masks.sliding_window_bidirectional_overlay(2),)
+    check(window)
+    # other code behind the same function
+    inner = parts.cell_contents[0]
+    inner.__code__ = masks.sliding_window_overlay(2).__code__.replace()
+    check(window)
+    parts.cell_contents = ()
+    assert bool(allowed(window).all())
+
+
+def test_functions_of_equal_code_and_other_nesting_are_told_apart() -> None:
+    """Every one is read after all others, from the same codes and numbers."""
+    a, b, c = masks.causal_mask_function, OVERLAY(3), OVERLAY(6)
+    both_sides = masks.sliding_window_bidirectional_overlay(2)
+    functions: list[Callable[..., Any]] = []
+    for one, two, three in itertools.permutations((a, b, c, both_sides), 3):
+        for outer, inner in ((EITHER, BOTH), (BOTH, EITHER), (BOTH, BOTH), (EITHER, EITHER)):
+            functions += [outer(one, inner(two, three)), outer(inner(one, two), three), outer(one, inner(two), three)]
+    for function in functions + functions[::-1]:
+        check(function)
+
+
+class Width(int):
+    """A number that holds more than its value."""
+
+    now = 3
+
+
+def test_what_may_read_more_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors, objects, functions from elsewhere, default arguments, names of the module, code in code."""
+    blocks = BLOCKS.clone()
+
+    def made(text: str) -> Any:
+        # of the library, as far as its globals say
+        scope: dict[str, Any] = {}
+        exec(text, vars(masks), scope)
+        return scope["f"]
+
+    monkeypatch.setattr(masks, "limit", 4, raising=False)
+    by_name = made("def f(b, h, q, k): return k > q - limit")
+    by_default = made("def f(b, h, q, k, left=4): return k > q - left")
+    by_inner = made("def f(b, h, q, k): return (lambda: k > q - limit)()")
+
+    def mine(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k > q - Width.now
+
+    functions = {
+        "subclass": OVERLAY(Width(9)),
+        "tensor": masks.blockwise_overlay(blocks),
+        "partial": functools.partial(mine),
+        "lambda": mine,
+        "in a union": EITHER(masks.sliding_window_bidirectional_overlay(1), mine),
+        "in an intersection": BOTH(masks.causal_mask_function, functools.partial(mine)),
+        "in a union, tensor": EITHER(masks.sliding_window_bidirectional_overlay(0), masks.blockwise_overlay(blocks)),
+        "name": by_name,
+        "default": by_default,
+        "code in code": by_inner,
+        "globals": FunctionType(masks.causal_mask_function.__code__, {}),
+    }
+    KEPT.clear()
+    for function in functions.values():
+        assert read(function) is not read(function)
+    assert not len(KEPT)
+    before = {name: allowed(function) for name, function in functions.items()}
+    monkeypatch.setattr(Width, "now", 7)
+    monkeypatch.setattr(masks, "limit", 2)
+    by_default.__defaults__ = (6,)
+    blocks[:, :2] = 5
+    for name, function in functions.items():
+        check(function)
+        assert name in ("globals", "subclass") or not torch.equal(allowed(function), before[name]), name
+    # a builtin that the module hides
+    two_sided = masks.sliding_window_bidirectional_overlay(4)
+    before_ = allowed(two_sided)
+    monkeypatch.setattr(masks, "abs", lambda x: x, raising=False)
+    assert not torch.equal(allowed(two_sided), before_)
+
+
+STEPS: dict[str, tuple[Callable[[int], tuple[int, int]], Callable[..., Any] | None]] = {
+    # (keys, position of the first) at a position; None: what a call without a function means
+    "causal": (lambda at: (at + 1, 0), masks.causal_mask_function),
+    "none": (lambda at: (at + 1, 0), None),
+    "window": (lambda at: (at + 1, 0), WINDOW(8)),
+    "window, dropped keys": (lambda at: (min(at + 1, 8), max(at - 7, 0)), WINDOW(8)),
+    "window, in a longer cache": (lambda at: (64, 0), WINDOW(8)),
+    "causal, in a longer cache": (lambda at: (64, 0), masks.causal_mask_function),
+    "two sides": (lambda at: (at + 1, 0), masks.sliding_window_bidirectional_mask_function(4)),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_share_a_pattern(name: str) -> None:
+    """One object from the step on in which the window is full, with the library's mask at each position."""
+    keys, function = STEPS[name]
+    patterns = []
+    for at in range(4, 40):
+        nk, first = keys(at)
+        mask = pattern_mask(1, 1, nk, at, first, function)
+        wanted = masks.sdpa_mask(
+            1, 1, nk, at, first, function or masks.causal_mask_function, allow_is_causal_skip=False
+        )
+        assert wanted is not None
+        assert torch.equal(mask.pattern.to_dense(1, nk, q_offset=mask.q_offset), wanted)
+        patterns.append(mask.pattern)
+    assert len(set(map(id, patterns[4:]))) == 1
+    # all keys, until the window is full
+    assert len(set(map(id, patterns))) <= 2
+    # and its plans can be put together of rows that were planned before
+    assert patterns[-1].fixed
+    assert patterns[-1].lookback() is not None
+
+
+def calls(function: Callable[[], object], *within: str) -> int:
+    """Python calls inside of the package, or of parts of it."""
+    root = Path(rw.__file__).parent
+    roots, count = tuple(str(root / part) for part in within or ("",)), 0
+
+    def hook(frame: Any, event: str, arg: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(roots)
+
+    sys.setprofile(hook)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_step_makes_few_calls() -> None:
+    for at in (40, 41, 100, 5000):
+        mask = functools.partial(pattern_mask, 1, 1, at + 1, at, 0, WINDOW(8))
+        assert calls(mask) <= 12
+    layer, token = PagedLayer(64, 16), torch.randn(2, 2, 1, 8)
+    with torch.no_grad():
+        layer.update(token, token)
+        for _ in range(14):
+            assert calls(lambda: layer.update(token, token)) <= 6

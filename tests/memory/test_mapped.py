@@ -34,7 +34,7 @@ def mapped(folder: str, backend: str, private: int) -> int:
     )
     q = torch.ones(1, HEADS, 64, DIM, dtype=torch.bfloat16)
     some = [x[:, :, :1024] for x in (k, v)]
-    pattern = rw.Keys(TOKENS, TOKENS // 2) | rw.Sinks(128)
+    pattern = rw.KeyPadding(TOKENS, TOKENS // 2) | rw.Sinks(128)
     rw.attention(q, *some, rw.Full(), backend=backend)
     rw.memory.trim()
     resource.setrlimit(resource.RLIMIT_DATA, (held("VmData") + private, resource.RLIM_INFINITY))
@@ -45,8 +45,8 @@ def mapped(folder: str, backend: str, private: int) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits private memory")
-# gather's batches of scores, keys and values are there beside
-@pytest.mark.parametrize(("backend", "private"), [("auto", 16 * MIB), ("gather", 64 * MIB)])
+# dense_batched's batches of scores, keys and values are there beside
+@pytest.mark.parametrize(("backend", "private"), [("auto", 16 * MIB), ("dense_batched", 64 * MIB)])
 def test_keys_and_values_stay_in_their_file(tmp_path: Path, backend: str, private: int) -> None:
     for name in "kv":
         data = np.memmap(tmp_path / name, np.uint16, "w+", shape=(HEADS, TOKENS, DIM))

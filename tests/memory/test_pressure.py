@@ -113,13 +113,13 @@ def test_trim_calls_those_that_are_still_there() -> None:
 def test_trim_gives_plans_and_scratch_back_and_attention_goes_on() -> None:
     q, k, v = (torch.randn(1, 2, 300, 16) for _ in range(3))
     pattern = rw.SlidingWindow(33) | rw.Dilated(8, 16)
-    want = rw.attention(q, k, v, pattern, backend="gather")
+    want = rw.attention(q, k, v, pattern, backend="dense_batched")
     assert rw.memory.plan_statistics().plans > 0
     hits = rw.memory.plan_statistics().hits
     assert rw.memory.trim() > 0
     assert rw.memory.plan_statistics().plans == 0
     assert rw.memory.plan_statistics().hits == hits
-    assert torch.equal(rw.attention(q, k, v, pattern, backend="gather"), want)
+    assert torch.equal(rw.attention(q, k, v, pattern, backend="dense_batched"), want)
 
 
 def test_gather_takes_no_new_scratch_once_it_has_run() -> None:
@@ -129,7 +129,7 @@ def test_gather_takes_no_new_scratch_once_it_has_run() -> None:
 
     def step() -> None:
         for pattern in (rw.SlidingWindow(100), rw.LongNet([128, 512], [1, 4]), rw.Causal()):
-            rw.attention(q, k, v, pattern, backend="gather").float().sum().backward()
+            rw.attention(q, k, v, pattern, backend="dense_batched").float().sum().backward()
 
     for _ in range(3):
         step()

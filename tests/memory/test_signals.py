@@ -21,7 +21,7 @@ from ringweave.memory.workspace import scratch
 from ringweave.plan.cache import plan_cache
 
 # where locks are held
-FILES = ("recent.py", "plan/cache.py", "plan/steps.py", "memory/workspace.py", "memory/pressure.py")
+FILES = ("recent.py", "plan/cache.py", "plan/decode_plans.py", "memory/workspace.py", "memory/pressure.py")
 
 
 def calls() -> list[Callable[[], Tensor]]:
@@ -30,7 +30,7 @@ def calls() -> list[Callable[[], Tensor]]:
     q, k, v = torch.randn(3, 1, 2, 150, 16).unbind()
     step = q[:, :, :1]
     return [
-        lambda: rw.attention(q, k, v, rw.SlidingWindow(9), backend="gather"),
+        lambda: rw.attention(q, k, v, rw.SlidingWindow(9), backend="dense_batched"),
         lambda: rw.attention(step, k, v, rw.SlidingWindow(40) & rw.Causal(), q_offset=149),
         lambda: rw.attention(step, k, v, rw.Causal(), q_offset=torch.tensor([149])),
         lambda: rw.attention(q, k, v, rw.TokenMask(lambda b, h, i, j: i >= j)),

@@ -29,8 +29,8 @@ def planned(folder: Path, pattern: rw.Pattern, n: int = 512) -> tuple[rw.BlockPl
 
 PATTERNS = {
     "text": lambda: (rw.SlidingWindow(100) | rw.Sinks(3)) & rw.Causal(),
-    "table": lambda: rw.random_blocks(512, 0.5, block_size=64, heads=2) & rw.Causal(),
-    "numbers": lambda: rw.Keys(torch.tensor([300])) & rw.Causal(),
+    "table": lambda: rw.patterns.random_blocks(512, 0.5, block_size=64, heads=2) & rw.Causal(),
+    "numbers": lambda: rw.KeyPadding(torch.tensor([300])) & rw.Causal(),
 }
 
 
@@ -40,7 +40,7 @@ def test_a_plan_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
     assert loaded == 0
     second, loaded = planned(tmp_path, PATTERNS[name]())
     assert loaded == 1
-    for each in ("row_ptr", "col", "bits", "col_ptr", "row", "bits_t", "masks", "group", "order"):
+    for each in ("row_ptr", "col", "mask_id", "col_ptr", "row", "mask_id_t", "mask_words", "row_set", "order"):
         assert torch.equal(getattr(first, each), getattr(second, each))
         assert getattr(first, each).dtype == getattr(second, each).dtype
     assert repr(first) == repr(second)
@@ -54,7 +54,11 @@ def test_other_values_are_other_plans(tmp_path: Path) -> None:
         plan, loaded = planned(tmp_path, rw.BlockTable(table, 64))
         assert loaded == 0
         assert plan.nnz == int(table.sum())
-    assert planned(tmp_path, rw.Keys(torch.tensor([300])))[1] == planned(tmp_path, rw.Keys(torch.tensor([301])))[1] == 0
+    assert (
+        planned(tmp_path, rw.KeyPadding(torch.tensor([300])))[1]
+        == planned(tmp_path, rw.KeyPadding(torch.tensor([301])))[1]
+        == 0
+    )
     assert planned(tmp_path, rw.Causal(), 512)[1] == planned(tmp_path, rw.Causal(), 448)[1] == 0
 
 

@@ -34,7 +34,7 @@ class Hammer:
         self.outs = {n: self._attended(n) for n in WINDOWS}
 
     def _attended(self, window: int) -> Tensor:
-        return rw.attention(self.q, self.k, self.v, rw.SlidingWindow(window), backend="gather")
+        return rw.attention(self.q, self.k, self.v, rw.SlidingWindow(window), backend="dense_batched")
 
     def scratch(self, number: int, draw: random.Random, kept: list[Tensor]) -> bool:
         """Writes its number over what it is given, and finds it there when it lets go."""

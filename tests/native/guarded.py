@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.ops import cpu
+from ringweave.backends import cpu
 from ringweave.plan import Branch
 
 PAGE = mmap.PAGESIZE
@@ -154,7 +154,7 @@ def main(what: str) -> None:
         for os.environ[cpu.VARIANT] in native.variants():
             total += run("cpu", to)
     else:
-        total += run("gather", to) + run("sdpa", to)
+        total += run("dense_batched", to) + run("sdpa", to)
     print(f"{total} calls")
 
 

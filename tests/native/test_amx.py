@@ -15,8 +15,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from ringweave import program as calls
+from ringweave.backends import cpu
 from ringweave.errors import UnsupportedError
-from ringweave.ops import cpu, dispatch
 
 from . import plans, test_terms
 from .emulated import Program, build, missing, module
@@ -86,7 +87,7 @@ def test_a_step_has_the_bits_of_tiles(
 ) -> None:
     """Sums without tiles: every length, chunk, page, padding and thread."""
     monkeypatch.setattr(cpu, "module", lambda: running)
-    monkeypatch.setattr(dispatch, "BACKENDS", dispatch.BACKENDS | {"cpu": dataclasses.replace(cpu.BACKEND)})
+    monkeypatch.setattr(calls, "BACKENDS", calls.BACKENDS | {"cpu": dataclasses.replace(cpu.BACKEND)})
     monkeypatch.setenv(cpu.VARIANT, MODEL)
     heads, kv_heads, *dims = sizes
     assert_same_bits(name, torch.bfloat16, (heads, kv_heads), *dims)

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from ringweave.backends import cpu
 from ringweave.errors import UnsupportedError
-from ringweave.ops import cpu
 
 from .plans import _cpu
 
@@ -88,3 +88,6 @@ def test_an_extension_of_other_sources_is_refused() -> None:
         UnsupportedError, match=r"got delta\(\), of another version of ringweave; wanted delta\(dout, out"
     ):
         cpu.check_interface(SimpleNamespace(forward=_cpu.forward, backward=_cpu.backward))  # type: ignore[arg-type]
+    older = {name: each for name, each in vars(_cpu).items() if name != "term_kinds"}
+    with pytest.raises(UnsupportedError, match=r"ringweave._cpu: got term_kinds\(\), of another version"):
+        cpu.check_interface(SimpleNamespace(**older))  # type: ignore[arg-type]

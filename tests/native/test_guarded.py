@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.ops import cpu
+from ringweave.backends import cpu
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="protects pages with mprotect")
 

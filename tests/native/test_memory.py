@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.ops import cpu
-from ringweave.ops.backend import Case, Inputs, Upstream
+from ringweave.backends import cpu
+from ringweave.backends.backend import Upstream
+from ringweave.call import Call, Operands
 from ringweave.plan import branches
 
 from ..parallel.processes import forked
@@ -24,7 +25,7 @@ PATTERNS: dict[str, Callable[[int], rw.Pattern]] = {
     "window": lambda n: rw.SlidingWindow(128),
     # the first query attends every key: all columns are kept between windows
     "global": lambda n: rw.SlidingWindow(128) | rw.Global(1),
-    "blocks": lambda n: rw.random_blocks(n, max(0.01, 128 / n), block_size=128),
+    "blocks": lambda n: rw.patterns.random_blocks(n, max(0.01, 128 / n), block_size=128),
 }
 
 
@@ -44,7 +45,7 @@ def peak_of(call: Callable[..., Any], *args: Any) -> tuple[Any, int]:
 def measured(tokens: int, heads: int, kv_heads: int, dim: int, name: str) -> tuple[int, int, int, int, int]:
     """Bytes: forward's beyond its results, all tensors', backward's beyond the gradients, these, and what is promised."""
     torch.set_num_threads(2)
-    case = Case(1, heads, kv_heads, tokens, tokens, dim, dim, torch.bfloat16, "cpu", True)
+    case = Call(1, heads, kv_heads, tokens, tokens, dim, dim, torch.bfloat16, "cpu", True)
 
     def ones(count: int, n: int) -> Tensor:
         return torch.ones(1, count, n, dim, dtype=torch.bfloat16)
@@ -53,7 +54,7 @@ def measured(tokens: int, heads: int, kv_heads: int, dim: int, name: str) -> tup
         q, dout, k, v = ones(heads, n), ones(heads, n), ones(kv_heads, n), ones(kv_heads, n)
         (branch,) = branches(PATTERNS[name](n), n, n, heads=heads)
         branch.plan("cpu")
-        inputs = Inputs(q, k, v, 0.1)
+        inputs = Operands(q, k, v, 0.1)
         (out, lse), forward = peak_of(cpu.forward, inputs, branch, q.dtype)
         upstream = Upstream(dout, lse, torch.ones(1, heads, n), out)
         grads, backward = peak_of(cpu.backward, upstream, inputs, branch, q.dtype)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.ops import cpu
-from ringweave.ops.backend import Inputs
+from ringweave.backends import cpu
+from ringweave.call import Operands
 from ringweave.plan import Branch
 from ringweave.tune.measure import by_processor, interleaved
-from ringweave_lab.bench.cases.sides import documents
+from ringweave_lab.bench.cases.tile_sizes import documents
 
 from .plans import DTYPES, VARIANTS
 
@@ -39,7 +39,7 @@ def test_what_is_passed_over_changes_no_bit(
     ways = [
         dataclasses.replace(branch, sides=sides) for sides in ((128, 128), (16, 128), (128, 64), (48, 256), (32, 64))
     ]
-    first, *others = (cpu.forward(Inputs(q, k, v, 0.2), way, q.dtype) for way in ways)
+    first, *others = (cpu.forward(Operands(q, k, v, 0.2), way, q.dtype) for way in ways)
     for other in others:
         assert all(map(torch.equal, first, other))
 
@@ -54,7 +54,7 @@ def test_small_tiles_save_little_time(name: str) -> None:
         "documents of 32": documents(32, n) & rw.Causal(),
         "causal": rw.Causal(),
     }[name]
-    inputs = Inputs(*(torch.randn(1, 2, n, 64) for _ in range(3)), 0.125)
+    inputs = Operands(*(torch.randn(1, 2, n, 64) for _ in range(3)), 0.125)
     branch = Branch.whole(pattern, n, n, heads=2)
     calls = {}
     for side in (128, 32):

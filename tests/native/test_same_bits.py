@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.ops.cpu import VARIANT
+from ringweave.backends.cpu import VARIANT
 
 from .plans import DTYPES, VARIANTS
 
@@ -110,11 +110,11 @@ def ways(q: Tensor, k: Tensor, v: Tensor, name: str, call: Call, draw: random.Ra
     torch.set_num_threads(draw.randint(2, 4))
     yield "threads", call.attend(q, k, v, pattern), slice(0, n)
     filled = [torch.cat([x, torch.full_like(x[:, :, :77], 3.0)], 2) for x in (k, v)]
-    yield "padding on the right", call.attend(q, *filled, pattern & rw.Keys([n] * len(k))), slice(0, n)
+    yield "padding on the right", call.attend(q, *filled, pattern & rw.KeyPadding([n] * len(k))), slice(0, n)
     if dropout:  # of which a call with pages has none, and which goes by position
         return
     filled = [torch.cat([torch.full_like(x[:, :, :PADDED], 3.0), x], 2) for x in (q, k, v)]
-    keys = rw.Keys([n + PADDED] * len(k), start=[PADDED] * len(k))
+    keys = rw.KeyPadding([n + PADDED] * len(k), start=[PADDED] * len(k))
     left = pattern.within(keys) if name == "sinks" else pattern & keys
     found = call.attend(*filled, left, at=-PADDED)
     yield "padding on the left", rw.AttentionOutput(*(x[:, :, PADDED:] for x in found)), slice(0, n)

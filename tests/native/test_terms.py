@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
+from ringweave import terms
 
 from ..dropped import philox
 from ..oracle import NAMES, errors
+from ..term_oracles import ORACLES
 from .plans import COLUMNS, DTYPES, ROWS, SHAPE, VARIANTS, Case, _cpu, case, poison, random_masks
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
-Term = tuple[str, float, Tensor | None]
+#: By the kernel's names; and those without tables.
+KINDS = {kind.kernel: kind for kind in terms.KINDS.values()}
+ALONE = [name for name, kind in KINDS.items() if not kind.axes]
+Term = tuple[str, list[float], Tensor | None]
 SEED = -(2**40) - 7
 
 
@@ -56,21 +61,13 @@ class Scored:
         )
 
     def score(self, t: Tensor, tables: list[Tensor | None]) -> Tensor:
-        rows, columns = self.positions()
+        rows, columns = self.positions() if self.places else (torch.zeros(1, 1), torch.zeros(1, 1))
         distance = (columns[:, None, :] - rows[:, :, None])[:, None]
-        for (kind, value, _), table in zip(self.terms, tables, strict=True):
-            if kind == "softcap":
-                t = value * torch.tanh(t / value)
-                continue
-            assert table is not None
-            if kind == "alibi":
-                t = t - table[:, None, None] * distance.abs()
-            elif kind == "distance":
-                reach = table.shape[1] // 2
-                index = (distance.clamp(-reach, reach) + reach).long().expand(-1, t.shape[1], -1, -1)
-                t = t + table[torch.arange(t.shape[1])[:, None, None], index]
-            else:
-                t = t + table[:, :, self.places["rows"].long()][..., self.places["columns"].long()]
+        for (kernel, numbers, _), table in zip(self.terms, tables, strict=True):
+            kind = KINDS[kernel]
+            if kind.places and table is not None:
+                table = table[:, :, self.places["rows"].long()][..., self.places["columns"].long()]
+            t = ORACLES[kind.__name__].formula(t, tuple(numbers), t if table is None else table, distance)
         return t
 
     def dense(self, dtype: torch.dtype, order: int = 0) -> dict[str, Tensor]:
@@ -116,7 +113,7 @@ class Scored:
         )
 
     def options(self) -> dict[str, object]:
-        detached = [(kind, value, None if table is None else table.detach()) for kind, value, table in self.terms]
+        detached = [(kind, numbers, None if table is None else table.detach()) for kind, numbers, table in self.terms]
         return {"terms": detached, "drop": self.drop, "seed": SEED, **self.places}
 
     def run(self, variant: str = "", threads: int = 2) -> dict[str, Tensor]:
@@ -181,11 +178,11 @@ def terms_of(name: str, plain: Case, places: dict[str, Tensor]) -> tuple[list[Te
     heads = plain.x.q.shape[1]
     size = int(places["rows"].max()) + 1, int(places["columns"].max()) + 3
     kinds: dict[str, Term] = {
-        "softcap": ("softcap", 1.3, None),
-        "alibi": ("alibi", 0.0, torch.logspace(-1, -3, heads)),
-        "distance": ("distance", 0.0, learned(draw(heads, 81))),
-        "bias": ("bias", 0.0, learned(draw(len(plain.x.q), heads, *size))),
-        "shared": ("bias", 0.0, learned(draw(1, 1, *size))),
+        **{name: (name, list(ORACLES[KINDS[name].__name__].some), None) for name in ALONE},
+        "alibi": ("alibi", [], torch.logspace(-1, -3, heads)),
+        "distance": ("distance", [], learned(draw(heads, 81))),
+        "bias": ("bias", [], learned(draw(len(plain.x.q), heads, *size))),
+        "shared": ("bias", [], learned(draw(1, 1, *size))),
     }
     names = name.split()
     return [kinds[each] for each in names if each in kinds], 20000 if "dropout" in names else 0
@@ -197,7 +194,7 @@ def scored(name: str, plain: Case, **options: bool) -> Scored:
 
 
 NAMED = [
-    "softcap",
+    *ALONE,
     "alibi",
     "distance",
     "bias",
@@ -238,7 +235,7 @@ def test_few_and_odd_queries(nq: int, heads: tuple[int, int], dims: tuple[int, i
 @every_variant
 @pytest.mark.parametrize("nq", [2, 150])
 @pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize("name", [*NAMED[1:6], NAMED[-1]])
+@pytest.mark.parametrize("name", [*NAMED[-10:-5], NAMED[-1]])
 def test_uneven_tokens(name: str, offsets: bool, nq: int, variant: str) -> None:
     plain = case(nq, 130, (32, 64), batch=2, heads=4, kv_heads=2, dims=(16, 16), density=0.8)
     each = scored(name, plain, spread=True, offsets=offsets)
@@ -271,7 +268,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", [*NAMED[5:], "distance"])
+@pytest.mark.parametrize("name", [*NAMED[-6:], "distance"])
 @pytest.mark.parametrize("mask", list(MASKS))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_patterns(dtype: str, mask: str, name: str) -> None:
@@ -319,7 +316,7 @@ def test_an_infinite_bias_is_a_mask(nq: int, variant: str) -> None:
     assert (out[:, :, 0] == 0).all()
     allowed = (plain.mask > 0) & (table[..., :64].detach() > -torch.inf)
     want = Scored(
-        replace(plain, mask=allowed.float()), [("bias", 0.0, table.detach().nan_to_num(neginf=0))], each.places
+        replace(plain, mask=allowed.float()), [("bias", [], table.detach().nan_to_num(neginf=0))], each.places
     ).dense(torch.float64)
     got = each.run(variant)
     for name, result in want.items():
@@ -330,7 +327,7 @@ def test_an_infinite_bias_is_a_mask(nq: int, variant: str) -> None:
 
 @every_variant
 @pytest.mark.parametrize("nq", [3, 100])
-@pytest.mark.parametrize("name", [*NAMED[:6], NAMED[-1]])
+@pytest.mark.parametrize("name", [*NAMED[:-5], NAMED[-1]])
 def test_nan_stays_where_nobody_looks(name: str, nq: int, variant: str) -> None:
     mask = random_masks(1, nq, 120, 32, 32, density=0.9)
     dead_q, dead_k = torch.arange(nq) % 7 == 2, torch.arange(120) % 9 == 5
@@ -372,7 +369,7 @@ def test_what_nobody_attends_does_not_coarsen_a_tables_gradient() -> None:
     """It is summed in multiples of a bound over pairs: padding of any size, in keys of a head alone too, is no pair."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, heads, 200, 8, generator=generator) for heads in (4, 2, 2, 4))
-    short = rw.SlidingWindow(5) & rw.Keys(100)
+    short = rw.SlidingWindow(5) & rw.KeyPadding(100)
     # of the first key head keys from 100 on are nobody's, and queries from 150 on attend nothing
     pattern = rw.PerHead([short, short & rw.Causal(), rw.Full(), rw.Causal()])
 
@@ -397,7 +394,7 @@ def test_the_cap_is_exact_near_zero_and_far(variant: str) -> None:
     plain.x.q[..., 0], plain.x.k[..., 0] = 1, torch.logspace(-30, 6, n) * (-1) ** torch.arange(n)
     plain.x.k[0, 0, :2, 0] = torch.tensor([0.0, torch.inf])
     for cap in (1.0, 30.0, 1e-3):
-        got = Scored(plain, [("softcap", cap, None)]).run(variant)["lse"].double().flatten()
+        got = Scored(plain, [("softcap", [cap], None)]).run(variant)["lse"].double().flatten()
         want = cap * torch.tanh(plain.x.k[0, 0, :, 0].double() / cap)
         want[1] = torch.inf
         assert ((got == want) | ((got - want).abs() <= 4e-7 * want.abs())).all()
@@ -445,7 +442,7 @@ def test_strides_of_a_bias(change: tuple[str, object], nq: int) -> None:
     each = scored("bias softcap", plain)
     table = each.terms[0][2]
     assert table is not None
-    each.terms[0] = ("bias", 0.0, learned(change[1](table.detach())))  # type: ignore[operator]
+    each.terms[0] = ("bias", [], learned(change[1](table.detach())))  # type: ignore[operator]
     each.check()
 
 
@@ -454,15 +451,15 @@ def test_strides_of_a_bias(change: tuple[str, object], nq: int) -> None:
 def test_a_bias_for_all(shape: tuple[int, int], nq: int) -> None:
     plain = case(nq, 90, (32, 32), batch=2, heads=4, kv_heads=2)
     each = scored("", plain)
-    each.terms = [("bias", 0.0, learned(draw(*shape, nq, 90)))]
+    each.terms = [("bias", [], learned(draw(*shape, nq, 90)))]
     assert torch.equal(each.check()["table 0"], each.run(threads=5)["table 0"])
 
 
 def test_strides_of_other_tables() -> None:
     each = scored("", case(70, 90, (32, 32)))
-    each.terms = [("alibi", 0.0, torch.tensor(0.1).expand(2)), ("distance", 0.0, learned(draw(1, 1).expand(2, 1)))]
+    each.terms = [("alibi", [], torch.tensor(0.1).expand(2)), ("distance", [], learned(draw(1, 1).expand(2, 1)))]
     each.check()
-    each.terms = [("distance", 0.0, learned(draw(4, 50)[::2, 3:12]))]
+    each.terms = [("distance", [], learned(draw(4, 50)[::2, 3:12]))]
     each.check()
 
 
@@ -501,22 +498,25 @@ def test_nothing_asked_changes_nothing(variant: str) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, object]]] = [
-    ("terms", {"terms": [("softcap", 0.0, None)]}),
-    ("terms", {"terms": [("softcap", float("nan"), None)]}),
-    ("terms", {"terms": [("softcap", 1e-39, None)]}),
-    ("terms", {"terms": [("sine", 1.0, None)]}),
-    ("alibi", {"terms": [("alibi", 0.0, None)]}),
-    ("alibi", {"terms": [("alibi", 0.0, draw(3))]}),
-    ("alibi", {"terms": [("alibi", 0.0, draw(2).half())]}),
-    ("distance", {"terms": [("distance", 0.0, draw(2, 4))]}),
-    ("distance", {"terms": [("distance", 0.0, draw(2, 0))]}),
-    ("distance", {"terms": [("distance", 0.0, draw(3, 5))]}),
-    ("distance", {"terms": [("distance", 0.0, draw(5, 2).mT)]}),
-    ("bias", {"terms": [("bias", 0.0, draw(70, 90))]}),
-    ("bias", {"terms": [("bias", 0.0, draw(2, 2, 70, 90))]}),
-    ("bias", {"terms": [("bias", 0.0, draw(1, 2, 70, 90).double())]}),
-    ("rows", {"terms": [("bias", 0.0, draw(1, 2, 69, 90))]}),
-    ("columns", {"terms": [("bias", 0.0, draw(1, 2, 70, 89))]}),
+    ("terms", {"terms": [("softcap", [0.0], None)]}),
+    ("terms", {"terms": [("softcap", [float("nan")], None)]}),
+    ("terms", {"terms": [("softcap", [1e-39], None)]}),
+    ("terms", {"terms": [("softcap", [], None)]}),
+    ("terms", {"terms": [("softcap", [1.0, 2.0], None)]}),
+    ("terms", {"terms": [("alibi", [1.0], draw(2))]}),
+    ("terms", {"terms": [("sine", [1.0], None)]}),
+    ("alibi", {"terms": [("alibi", [], None)]}),
+    ("alibi", {"terms": [("alibi", [], draw(3))]}),
+    ("alibi", {"terms": [("alibi", [], draw(2).half())]}),
+    ("distance", {"terms": [("distance", [], draw(2, 4))]}),
+    ("distance", {"terms": [("distance", [], draw(2, 0))]}),
+    ("distance", {"terms": [("distance", [], draw(3, 5))]}),
+    ("distance", {"terms": [("distance", [], draw(5, 2).mT)]}),
+    ("bias", {"terms": [("bias", [], draw(70, 90))]}),
+    ("bias", {"terms": [("bias", [], draw(2, 2, 70, 90))]}),
+    ("bias", {"terms": [("bias", [], draw(1, 2, 70, 90).double())]}),
+    ("rows", {"terms": [("bias", [], draw(1, 2, 69, 90))]}),
+    ("columns", {"terms": [("bias", [], draw(1, 2, 70, 89))]}),
     ("rows", {"rows": None}),
     ("rows", {"rows": torch.arange(70)}),
     ("rows", {"rows": torch.arange(69, dtype=torch.int32)}),
@@ -545,7 +545,7 @@ def test_refuses(name: str, change: dict[str, object]) -> None:
     plain = case(70, 90, (32, 32))
     x, rows = plain.x, torch.zeros(plain.x.q.shape[:3])
     grads = [torch.empty_like(t) for t in (x.q, x.k, x.v)]
-    good = places_of(plain) | {"terms": [("alibi", 0.0, draw(2)), ("distance", 0.0, draw(2, 9))], "drop": 1}
+    good = places_of(plain) | {"terms": [("alibi", [], draw(2)), ("distance", [], draw(2, 9))], "drop": 1}
     last = (plain.scale, 1, "")
 
     def call(options: dict[str, object]) -> None:

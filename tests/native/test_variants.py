@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import ringweave as rw
+from ringweave.backends import cpu
 from ringweave.errors import UnsupportedError
-from ringweave.ops import cpu
 
 from ..oracle import Inputs
 from ..test_conformance import DTYPES, EVERYTHING, conforms

@@ -116,7 +116,9 @@ def follow(mesh: Any, seed: int, other: int | None, schedule: str, named: bool) 
 
 
 def follow_all(seeds: list[int]) -> list[tuple[list[bool], str | None]]:
-    return [follow(dist.group.WORLD, seed, seed % 3, "gather" if seed % 2 else "ring", seed % 4 > 1) for seed in seeds]
+    return [
+        follow(dist.group.WORLD, seed, seed % 3, "allgather" if seed % 2 else "ring", seed % 4 > 1) for seed in seeds
+    ]
 
 
 def told(call: Callable[[], Any]) -> RingError | None:

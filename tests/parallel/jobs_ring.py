@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringweave as rw
+from ringweave import program
 from ringweave.errors import RingError
-from ringweave.ops import dispatch
 from ringweave.parallel import ContextParallel, Transport
 from ringweave.parallel.execution.local_attention import LocalAttention
 from ringweave.parallel.transport.rendezvous import regroup
@@ -42,7 +42,7 @@ def differing(name: str) -> tuple[str, tuple[Any, ...], int]:
     """A call in which rank 0 differs."""
     from .test_context import differing
 
-    return differing(dist.group.WORLD, name, "gather")
+    return differing(dist.group.WORLD, name, "allgather")
 
 
 def overlapped(latency: float) -> tuple[float, float, list[int], list[float]]:
@@ -117,7 +117,7 @@ def silent(schedule: str, where: str, victim: int, deadline: float) -> tuple[str
         dist.group.WORLD, pattern, 700, heads=(1, 1), schedule=schedule, placement="zigzag", deadline=deadline
     )
     leaves = [torch.randn(1, 1, ctx.local, 8, requires_grad=True) for _ in range(3)]
-    known = dict(dispatch.BACKENDS)
+    known = dict(program.BACKENDS)
     calls = itertools.count(1)
     try:
         rw.attention(*leaves, pattern, context=ctx).sum().backward()
@@ -133,13 +133,13 @@ def silent(schedule: str, where: str, victim: int, deadline: float) -> tuple[str
                     return inner(*args, **options)
 
                 if inner is not None:
-                    dispatch.BACKENDS[name] = dataclasses.replace(backend, **{where: late})
+                    program.BACKENDS[name] = dataclasses.replace(backend, **{where: late})
         for _ in range(2):
             rw.attention(*leaves, pattern, context=ctx).sum().backward()
     except RingError as error:
         return str(error), time.monotonic() - begin
     finally:
-        dispatch.BACKENDS.update(known)
+        program.BACKENDS.update(known)
         ctx.close()
     raise AssertionError("no error")
 
@@ -204,7 +204,7 @@ class Left(NamedTuple):
 
 def killed_in_turn(x: Inputs, pattern: Pattern, victims: list[int]) -> list[Left]:
     """Ranks die one after another, by their place in what is left; each time the others regroup and compute."""
-    ctx = ContextParallel(dist.group.WORLD, pattern, x.q.shape[2], heads=(2, 2), schedule="gather")
+    ctx = ContextParallel(dist.group.WORLD, pattern, x.q.shape[2], heads=(2, 2), schedule="allgather")
     size, found = ctx.size, []
 
     def output() -> torch.Tensor:
@@ -229,7 +229,7 @@ def killed_in_turn(x: Inputs, pattern: Pattern, victims: list[int]) -> list[Left
 
 def replicated(x: Inputs, victim: int) -> tuple[bool, bool]:
     """After the victim's death: whether the fallback's answer is one device's, and whether without it there is none."""
-    ctx = ContextParallel(dist.group.WORLD, rw.Causal(), x.q.shape[2], heads=(2, 2), schedule="gather")
+    ctx = ContextParallel(dist.group.WORLD, rw.Causal(), x.q.shape[2], heads=(2, 2), schedule="allgather")
     want = rw.attention(x.q, x.k, x.v, rw.Causal())
     assert torch.equal(ctx.replicated(x.q, x.k, x.v, rw.Causal()), want)
     if ctx.rank == victim:

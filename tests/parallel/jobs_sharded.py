@@ -16,7 +16,7 @@ import ringweave as rw
 PATTERNS = {
     "window": rw.SlidingWindow(20),
     "per head": rw.PerHead([rw.Causal(), rw.Full(), rw.SlidingWindow(3), rw.Sinks(2)]),
-    "table": rw.random_blocks(96, 0.5, block_size=32, heads=4),
+    "table": rw.patterns.random_blocks(96, 0.5, block_size=32, heads=4),
     "mixture": rw.LongNet([32], [2]),
 }
 
@@ -105,7 +105,7 @@ def refused() -> list[str]:
         ((heads, spread(Replicate()), heads), rw.Causal(), {}),
         ((heads, spread(Shard(1), 1), spread(Shard(1), 1)), rw.Causal(), {}),
         ((heads,) * 3, rw.Causal(), {"dropout": 0.1}),
-        ((batch,) * 3, rw.Keys(torch.tensor([10, 20])), {}),
+        ((batch,) * 3, rw.KeyPadding(torch.tensor([10, 20])), {}),
         ((batch,) * 3, rw.from_mask_mod(lambda b, h, q, k: q > k + b), {}),
         ((heads,) * 3, rw.LongNet([64], [8]), {}),
         ((spread(Replicate()),) * 3, rw.Causal(), {"dropout": 0.1}),

@@ -27,7 +27,12 @@ class Share(NamedTuple):
 
 
 def call(
-    mesh: Any, x: Inputs, pattern: Pattern, options: dict[str, Any], per_node: int | None = None, backend: str = "auto"
+    mesh: Any,
+    x: Inputs,
+    pattern: Pattern,
+    options: dict[str, Any],
+    per_node: int | None = None,
+    backend: str = "auto",
 ) -> Share:
     """Forward and backward of this rank's shard."""
     heads = x.q.shape[1], x.k.shape[1]

@@ -60,7 +60,7 @@ CASES: list[tuple[str, Callable[..., object], list[Any]]] = [
     ("retries", made, [0.0, "1", None, True, -1, 2**70]),
     ("seq_len", made, [*INTS, 0, "256"]),
     ("heads", made, [2, "22", None, (2,), (2, 2, 2), (2.0, 2), (2, True), (0, 1), (2, 0), (3, 2), (-2, -2), (2**70, 1), (torch.tensor(2), 1)]),
-    ("schedule", made, ["star", None, 1, ["gather"], b"ring"]),
+    ("schedule", made, ["star", None, 1, ["allgather"], b"ring"]),
     ("placement", made, ["random", None, 1, ["zigzag"], placed(tokens=200)]),
     ("wire", made, ["fp4", 1, ["int8"], b"int8"]),
     ("tolerance", made, [value for value in NUMBERS if value is not None]),

@@ -101,7 +101,7 @@ def test_several_patterns_under_one_placement() -> None:
 @given(
     st.sampled_from([name for name in PATTERNS if name not in ("far_strided",)]),
     st.sampled_from(list(NAMED)),
-    st.sampled_from(["gather", "ring"]),
+    st.sampled_from(["allgather", "ring"]),
     st.integers(1, 5),
     st.integers(1, 200),
 )
@@ -131,7 +131,7 @@ class Difference(NamedTuple):
     others: dict[str, Any]
     field: str
     shown: tuple[str, str]
-    schedule: str = "gather"
+    schedule: str = "allgather"
 
 
 DIFFERENT = {
@@ -139,7 +139,7 @@ DIFFERENT = {
     "seq_len": Difference({"seq_len": 800}, {}, "seq_len", ("800", "700")),
     "heads": Difference({"heads": (2, 1)}, {}, "heads", ("(2, 1)", "(2, 2)")),
     "placement": Difference({"placement": "striped"}, {}, "placement", ("striped", "contiguous")),
-    "schedule": Difference({"schedule": "ring"}, {}, "schedule", ("ring", "gather")),
+    "schedule": Difference({"schedule": "ring"}, {}, "schedule", ("ring", "allgather")),
     "batch": Difference({"batch": 2}, {}, "batch", ("2", "1")),
     "D": Difference({"dim": 16}, {}, "D", ("16", "8")),
     "Dv": Difference({"value_dim": 16}, {}, "Dv", ("16", "8")),
@@ -150,7 +150,7 @@ DIFFERENT = {
     "grads": Difference({"grads": True}, {}, "requires_grad", ("True", "False")),
     "scale": Difference({"scale": 0.3}, {}, "scale", ("0.3", repr(1 / math.sqrt(8)))),
     "scale, a bit": Difference({"scale": 0.3}, {"scale": 0.1 * 3}, "scale", ("0.3", "0.30000000000000004")),
-    "backend": Difference({"backend": "gather"}, {}, "backend", ("gather", "auto")),
+    "backend": Difference({"backend": "dense_batched"}, {}, "backend", ("dense_batched", "auto")),
     "wire": Difference({"wire": "int8"}, {}, "wire", ("int8", "native")),
     "tolerance": Difference({"tolerance": 0.25}, {}, "tolerance", ("0.25", "none")),
     "deadline": Difference({"deadline": 15.0}, {}, "deadline", ("15.0", "30.0")),
@@ -195,7 +195,7 @@ def told(rank: int, peer: int, name: str) -> str:
     return f"rank {rank}, step 1: got {different.field} {mine} here and {theirs} on rank {peer}; {wanted}"
 
 
-@pytest.mark.parametrize("schedule", ["gather", "ring"])
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
 @pytest.mark.parametrize("name", sorted(set(DIFFERENT) - OF_TRANSPORT))
 def test_ranks_that_differ_raise_before_anything_moves(name: str, schedule: str) -> None:
     if (name, schedule) == ("schedule", "ring"):
@@ -219,7 +219,7 @@ def test_errors() -> None:
         options: dict[str, Any] = {"mesh": None, "pattern": WINDOW, "seq_len": 256, "heads": (2, 2)} | changes
         return ContextParallel(**options)
 
-    with pytest.raises(UnsupportedError, match="schedule: got 'star'; wanted one of auto, gather, ring"):
+    with pytest.raises(UnsupportedError, match="schedule: got 'star'; wanted one of auto, allgather, ring"):
         make(schedule="star")
     with pytest.raises(UnsupportedError, match="placement: got 'random'; wanted 'auto', a Placement or one of"):
         make(placement="random")
@@ -230,7 +230,7 @@ def test_errors() -> None:
     with pytest.raises(PatternError, match="pattern: got \\['str'\\]"):
         make(pattern=["Causal()"])
     with pytest.raises(PatternError, match="blocks"):
-        make(pattern=rw.random_blocks(512, 0.5))
+        make(pattern=rw.patterns.random_blocks(512, 0.5))
     with pytest.raises(PatternError, match="heads = 3"):
         make(pattern=rw.PerHead([WINDOW] * 3))
     with pytest.raises(ShapeError, match="placement: got 300 tokens on 1 ranks; wanted 256 on 1"):
@@ -246,7 +246,7 @@ def test_errors() -> None:
     with pytest.raises(UnsupportedError, match="backend: got 'reference'; wanted 'auto' or one that computes a plan"):
         rw.attention(x, x, x, WINDOW, context=ctx, backend="reference")
     with pytest.raises(PatternError, match="blocks"):
-        rw.attention(x, x, x, rw.random_blocks(512, 0.5), context=ctx)
+        rw.attention(x, x, x, rw.patterns.random_blocks(512, 0.5), context=ctx)
     with pytest.raises(ShapeError, match=re.escape("x.shape[1]: got 2; wanted 256 tokens")):
         ctx.shard(x)
     with pytest.raises(UnsupportedError, match="fallback: got 'guess'"):
@@ -323,7 +323,7 @@ def test_explain() -> None:
     texts = run(4, job)
     assert len(set(texts)) == 1
     assert texts[0].startswith(
-        "4,096 tokens on 4 ranks: zigzag placement, 1,024 tokens each\nSlidingWindow(100): gather"
+        "4,096 tokens on 4 ranks: zigzag placement, 1,024 tokens each\nSlidingWindow(100): allgather"
     )
     # three other shards of 1,024 tokens, 2 key heads, K and V of 64 channels, 2 bytes
     assert "a full ring moves 1.5 MiB" in texts[0]
@@ -380,7 +380,7 @@ def test_caches() -> None:
     """A pattern is planned once; a new table is planned anew."""
     ctx = ContextParallel(None, WINDOW, 512, heads=(1, 1))
     assert ctx.schedules.of(WINDOW) is ctx.schedules.of(rw.SlidingWindow(100))
-    first, second = (rw.random_blocks(512, 0.5, seed=seed) for seed in (0, 1))
+    first, second = (rw.patterns.random_blocks(512, 0.5, seed=seed) for seed in (0, 1))
     assert ctx.schedules.of(first) is ctx.schedules.of(first)
     assert ctx.schedules.of(first) is not ctx.schedules.of(second)
 

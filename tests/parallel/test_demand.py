@@ -17,7 +17,7 @@ N = 1500
 PATTERNS: dict[str, Pattern] = {
     "window": rw.SlidingWindow(200, 50),
     "documents": rw.Documents([300, 700, 200, 300]) & rw.Causal(),
-    "longformer": rw.longformer(60, [0, 700]),
+    "longformer": rw.patterns.longformer(60, [0, 700]),
     "dilated": rw.Dilated(20, 8),
     "longnet": rw.LongNet([256, 512], [1, 4], causal=True),
     "per head": rw.PerHead([rw.Causal(), rw.SlidingWindow(64), rw.Causal(), rw.Causal()]),

@@ -64,7 +64,7 @@ def test_received_bytes_are_the_least(name: str, placement: str) -> None:
     """G1: forward keys and values once, backward their gradients once, in float32; nothing else but agreements."""
     x = Inputs.random(500, heads=4, kv_heads=2, batch=2, dim=8, value_dim=16, dtype=torch.bfloat16)
     pattern = PATTERNS_AND_MIXTURES[name](500)
-    shares = spread(4, x, pattern, schedule="gather", placement=placement)
+    shares = spread(4, x, pattern, schedule="allgather", placement=placement)
     ctx = run(4, lambda t: ContextParallel(t, pattern, 500, heads=(4, 2), placement=placement))[0]
     tokens = least(pattern, x, ctx.placement)
     forward, backward = tokens * (8 + 16) * 2, tokens.T * (8 + 16) * 4
@@ -86,7 +86,7 @@ def test_ring_moves_as_little(name: str, placement: str) -> None:
 def test_agreements_are_little() -> None:
     """G1: metadata at most 1 % of the payload, at a size that is still small for what a ring is for."""
     x = Inputs.random(8192, heads=4, kv_heads=4, dim=32)
-    for share in spread(4, x, rw.SlidingWindow(1024), schedule="gather"):
+    for share in spread(4, x, rw.SlidingWindow(1024), schedule="allgather"):
         assert 0 < share.metadata <= 0.01 * max(sum(share.received), 1)
 
 
@@ -99,7 +99,7 @@ def test_a_node_receives_each_tile_once(name: str) -> None:
     """
     x = Inputs.random(1000, heads=4, kv_heads=2, dim=8)
     pattern = PATTERNS_AND_MIXTURES[name](1000)
-    shares = spread(8, x, pattern, 4, schedule="gather", placement="zigzag")
+    shares = spread(8, x, pattern, 4, schedule="allgather", placement="zigzag")
     ctx = run(8, lambda t: ContextParallel(t, pattern, 1000, heads=(4, 2), placement="zigzag"))[0]
     union = inside = 0
     for demand in ctx.schedules.demands(pattern):
@@ -127,7 +127,7 @@ def test_simulated_bytes_are_the_real_ones(name: str, ranks: int) -> None:
     pattern = made[name](tokens)
     widths = Widths()
     q, k, v = (torch.zeros(1, heads, tokens, widths.key, dtype=torch.bfloat16) for heads in (4, 4, 4))
-    for schedule in ("gather", "ring"):
+    for schedule in ("allgather", "ring"):
 
         def job(transport: Transport) -> tuple[int, ContextParallel]:
             ctx = ContextParallel(transport, pattern, tokens, heads=(4, 4), schedule=schedule)  # noqa: B023
@@ -158,7 +158,7 @@ def test_processes_count_the_same(pool4: Pool) -> None:
     """The real transport's counters, over Gloo, are those of the threads."""
     x = Inputs.random(700, heads=4, kv_heads=2, dim=8)
     pattern = rw.SlidingWindow(100) | rw.Sinks(3)
-    for options in ({"schedule": "gather"}, {"schedule": "ring"}):
+    for options in ({"schedule": "allgather"}, {"schedule": "ring"}):
         real = pool4.run("tests.parallel.jobs_ring:call", x, pattern, options)
         for share, other in zip(real, spread(4, x, pattern, **options), strict=True):
             assert share.received == other.received

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.ops import cpu
+from ringweave.backends import cpu
 
 from ..oracle import Inputs
 from ..sampled import is_long
@@ -50,11 +50,11 @@ def test_a_killed_rank(pool: Pool, where: str) -> None:
     """G9: 20 repetitions (of a short run 8), in both schedules, any rank: RingError on every survivor within 2 s."""
     x = Inputs.random(700, heads=2, dim=8)
     for repetition in range(REPETITIONS):
-        schedule = ("gather", "ring")[repetition % 2]
+        schedule = ("allgather", "ring")[repetition % 2]
         survivors(pool, repetition // 2 % 4, x, schedule, where, regroups=False)
 
 
-@pytest.mark.parametrize("schedule", ["gather", "ring"])
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_survivors_go_on(pool: Pool, schedule: str) -> None:
     """G9: regrouped in 3 s, and what three ranks compute from the replicated input is exact."""
     x = Inputs.random(700, heads=2, dim=8)
@@ -98,7 +98,7 @@ def test_alone_after_a_failure(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("schedule", ["gather", "ring"])
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_a_rank_that_raises_in_a_call_tells_the_others(pool: Pool, schedule: str, where: str) -> None:
     """Long before their deadline of 60 s, and then again."""
     cause = "got rank 2 raised KeyboardInterrupt: here; wanted no exception in the middle of a call. Make new contexts"
@@ -109,7 +109,7 @@ def test_a_rank_that_raises_in_a_call_tells_the_others(pool: Pool, schedule: str
         assert cause in said[1]
 
 
-@pytest.mark.parametrize("schedule", ["gather", "ring"])
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_a_handler_calls_what_it_interrupted(pool: Pool, schedule: str) -> None:
     """It is refused before a message of its own meets another's."""
     told, *others = pool.run("tests.parallel.jobs_ring:nested", schedule)

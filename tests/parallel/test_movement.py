@@ -162,7 +162,7 @@ def test_delegated_work_stays_under_the_cap(
 
 
 def test_a_cap_that_nothing_fits_moves_keys_only() -> None:
-    demand = demand_of(rw.longformer(TILE, 1), contiguous(64 * 128, 4, 128))
+    demand = demand_of(rw.patterns.longformer(TILE, 1), contiguous(64 * 128, 4, 128))
     (free,), (tight,) = movement(demand, 2, 3, NO_CAP), movement(demand, 2, 3, 0.1)
     assert free.queries.any()
     assert not tight.queries.any()
@@ -170,7 +170,7 @@ def test_a_cap_that_nothing_fits_moves_keys_only() -> None:
 
 
 def test_global_rows_go_out_and_windows_stay() -> None:
-    demand = demand_of(rw.longformer(256, 1), contiguous(512 * 128, 8, 128))
+    demand = demand_of(rw.patterns.longformer(256, 1), contiguous(512 * 128, 8, 128))
     (move,) = movement(demand, 65536, 98816)
     assert np.argwhere(move.queries).tolist() == [[rank, 0] for rank in range(1, 8)]
     # each rank the first tile, and two tiles of each neighbour
@@ -192,7 +192,7 @@ def test_dense_and_local_patterns_are_proven_without_a_flow(pattern: Pattern, mo
 
 def test_heads_of_one_key_head_are_covered_together() -> None:
     """A row that is global for one of two query heads: both heads' queries weigh, one head's work moves."""
-    pattern = rw.PerHead([rw.longformer(128, 1), rw.SlidingWindow(128, 128)])
+    pattern = rw.PerHead([rw.patterns.longformer(128, 1), rw.SlidingWindow(128, 128)])
     demand = demand_of(pattern, contiguous(64 * 128, 4, 128), (2, 1))
     (kind,) = demand.kinds
     assert (kind.groups, kind.uses, kind.queries) == ((0, 1), (1, 1), 2)
@@ -205,7 +205,7 @@ def test_heads_of_one_key_head_are_covered_together() -> None:
 
 
 def test_tiles_cut_between_ranks_move_keys_only() -> None:
-    demand = demand_of(rw.longformer(256, 1), striped(64 * 128, 8, 64))
+    demand = demand_of(rw.patterns.longformer(256, 1), striped(64 * 128, 8, 64))
     assert demand.runs_per_tile == 2
     (move,) = movement(demand, 65536, 98816)
     assert not move.queries.any()

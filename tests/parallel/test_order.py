@@ -37,7 +37,7 @@ def in_another(results: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["by_arguments", "by_tag"])
-@pytest.mark.parametrize("schedule", ["gather", "ring"])
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_programs(schedule: str, named: bool) -> None:
     """Random ones: in one order they are right on all ranks, in another on one rank nothing is wrong in silence."""
     raised = 0

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringweave as rw
+from ringweave.cache import LRUCache
 from ringweave.errors import ShapeError
 from ringweave.parallel.planning import choice as module
 from ringweave.parallel.planning.choice import Choice, affinity, choose, portfolio
@@ -19,7 +20,6 @@ from ringweave.parallel.planning.placement import Placement, block_for, contiguo
 from ringweave.parallel.planning.workload import Widths, Workload
 from ringweave.patterns import Pattern
 from ringweave.plan import branches, plan_cache
-from ringweave.recent import Recent
 from ringweave_lab.bench.cases.ring import documents
 
 MAKERS: dict[str, Callable[[int, int, int], Placement]] = {
@@ -136,14 +136,19 @@ def test_bytes_of_what_is_chosen_where_every_head_has_its_keys(name: str) -> Non
 def test_bytes_and_balance_of_a_two_sided_longformer() -> None:
     """G2: the global row goes to the keys, not all keys to the row."""
     tokens = 512 * TILE
-    choice = chosen(rw.longformer(256, 1), tokens, 8, (8, 8))
+    choice = chosen(rw.patterns.longformer(256, 1), tokens, 8, (8, 8))
     assert over_ring(choice, tokens, 8) <= 0.05
     assert choice.estimate.imbalance <= 1.05
 
 
 @pytest.mark.parametrize(
     "pattern",
-    [rw.Causal(), rw.bigbird(LONG), rw.random_blocks(LONG, 0.1), rw.LongNet([4096, 16384], [1, 4], causal=True)],
+    [
+        rw.Causal(),
+        rw.patterns.bigbird(LONG),
+        rw.patterns.random_blocks(LONG, 0.1),
+        rw.LongNet([4096, 16384], [1, 4], causal=True),
+    ],
     ids=["causal", "bigbird", "random", "longnet"],
 )
 def test_balance_of_what_is_chosen(pattern: Pattern) -> None:
@@ -181,15 +186,15 @@ def test_layers_are_balanced_together() -> None:
     assert cost_of(both, alone.placement, Machine()).seconds > 1.5 * choice.estimate.seconds
     single = [cost_of(each, choice.placement, Machine()) for each in (first, second)]
     assert choice.estimate.ring == pytest.approx(sum(each.ring for each in single))
-    assert choice.estimate.gather == pytest.approx(sum(each.gather for each in single))
+    assert choice.estimate.allgather == pytest.approx(sum(each.allgather for each in single))
     assert choice.estimate.bytes_total == sum(each.bytes_total for each in single)
 
 
-@pytest.mark.parametrize("pattern", [GOALS["documents 1"][0], rw.bigbird(LONG), GOALS["dilated"][0]], ids=repr)
+@pytest.mark.parametrize("pattern", [GOALS["documents 1"][0], rw.patterns.bigbird(LONG), GOALS["dilated"][0]], ids=repr)
 def test_every_rank_chooses_alike(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     first = chosen(pattern, LONG, 8)
     assert chosen(pattern, LONG, 8) is first
-    monkeypatch.setattr(module, "_choices", Recent(2**20, 64))
+    monkeypatch.setattr(module, "PLACEMENTS", LRUCache(2**20, 64))
     again = chosen(pattern, LONG, 8)
     assert again is not first
     assert again.placement.digest == first.placement.digest
@@ -197,7 +202,7 @@ def test_every_rank_chooses_alike(pattern: Pattern, monkeypatch: pytest.MonkeyPa
 
 
 def test_another_table_is_another_choice() -> None:
-    a, b = (rw.random_blocks(64 * TILE, 0.1, seed=seed) for seed in (0, 1))
+    a, b = (rw.patterns.random_blocks(64 * TILE, 0.1, seed=seed) for seed in (0, 1))
     assert chosen(a, 64 * TILE, 4) is not chosen(b, 64 * TILE, 4)
     assert chosen(a, 64 * TILE, 4) is chosen(a, 64 * TILE, 4)
 
@@ -220,7 +225,7 @@ def test_planning_takes_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     for _ in range(3):
         plan_cache.clear()
-        monkeypatch.setattr(module, "_choices", Recent(2**20, 64))
+        monkeypatch.setattr(module, "PLACEMENTS", LRUCache(2**20, 64))
         begin = time.process_time()
         choice = chosen(pattern, 8192 * TILE, 64)
         taken.append(time.process_time() - begin)

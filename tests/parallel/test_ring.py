@@ -42,7 +42,7 @@ def test_live_keys(pattern: rw.Pattern, placement: str) -> None:
         assert live <= 1.1 * allowed
 
 
-@pytest.mark.parametrize("schedule", ["ring", "gather"])
+@pytest.mark.parametrize("schedule", ["ring", "allgather"])
 def test_steps_allocate_no_new_buffers(schedule: str) -> None:
     """Keys that come, what is sent, and buffers of a kernel that lie apart: all of it comes back, and serves again."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.ops import cpu
+from ringweave.backends import cpu
 
 from ..cases import MIXTURES, PATTERNS
 from ..oracle import NAMES, Inputs, errors, exact, rounding
@@ -58,7 +58,7 @@ def one_device(name: str, tokens: int, **sizes: Any) -> OneDevice:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", list(EVERYTHING))
 @pytest.mark.parametrize(
-    ("schedule", "place"), [*(("gather", place) for place in GATHERED), *(("ring", place) for place in AROUND)]
+    ("schedule", "place"), [*(("allgather", place) for place in GATHERED), *(("ring", place) for place in AROUND)]
 )
 def test_every_pattern(name: str, schedule: str, place: tuple[int, str, int | None], poisoned: None) -> None:
     ranks, placement, per_node = place
@@ -73,7 +73,7 @@ def test_every_pattern(name: str, schedule: str, place: tuple[int, str, int | No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("tokens", [1, 17, 700])
 @pytest.mark.parametrize("name", ["sinks", "per_head", "longnet_causal", "global"])
-@pytest.mark.parametrize("schedule", ["gather", "ring"])
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_lengths_and_types(schedule: str, name: str, tokens: int, dtype: torch.dtype, poisoned: None) -> None:
     """Also ranks that hold nothing but padding."""
     one = one_device(name, tokens, kv_heads=1, value_dim=16, dtype=dtype)
@@ -83,9 +83,9 @@ def test_lengths_and_types(schedule: str, name: str, tokens: int, dtype: torch.d
 BITWISE = {
     "window": lambda n: rw.SlidingWindow(300),
     "documents": PATTERNS["documents"],
-    "bigbird": lambda n: rw.bigbird(n, window=200, global_tokens=64, random=2),
+    "bigbird": lambda n: rw.patterns.bigbird(n, window=200, global_tokens=64, random=2),
     "longnet": lambda n: rw.LongNet([256, 1024], [1, 4]),
-    "random table": lambda n: rw.random_blocks(n, 0.3, block_size=64),
+    "random table": lambda n: rw.patterns.random_blocks(n, 0.3, block_size=64),
     "causal": lambda n: rw.Causal(),
     "window and dilated": PATTERNS["window_and_dilated"],
 }
@@ -103,15 +103,15 @@ def test_forward_bits(name: str, dtype: torch.dtype, poisoned: None) -> None:
     one = alone(x, pattern)
     places = [(1, "auto", None), (2, "auto", None), (4, "zigzag", None), (8, "auto", None), (4, "striped", 2)]
     for ranks, placement, per_node in places:
-        got = joined(spread(ranks, x, pattern, per_node, schedule="gather", placement=placement), 2500)
+        got = joined(spread(ranks, x, pattern, per_node, schedule="allgather", placement=placement), 2500)
         for result in ("out", "lse"):
             assert torch.equal(got[result], one[result]), f"{result} on {ranks} ranks, {placement}"
-    again = joined(spread(4, x, pattern, 2, schedule="gather", placement="striped"), 2500)
+    again = joined(spread(4, x, pattern, 2, schedule="allgather", placement="striped"), 2500)
     for result in NAMES:
         assert torch.equal(got[result], again[result]), f"{result} from run to run"
 
 
-@pytest.mark.parametrize("schedule", ["gather", "ring"])
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_infinite_scores(schedule: str) -> None:
     """A row with one is NaN, and so is whatever its weights reach backward: on ranks as on one device."""
     x = Inputs.random(256, heads=1, dim=8)
@@ -128,7 +128,7 @@ def test_queries_move_to_many_keys(poisoned: None) -> None:
     x = Inputs.random(4096, heads=1, dim=16)
     pattern = rw.SlidingWindow(256) | rw.Global(128)
     around = spread(4, x, pattern, schedule="ring", placement="contiguous")
-    gathered = spread(4, x, pattern, schedule="gather", placement="contiguous")
+    gathered = spread(4, x, pattern, schedule="allgather", placement="contiguous")
     OneDevice.of(x, pattern).check(joined(around, 4096))
     assert max(sum(share.received) for share in around) < 0.7 * max(sum(share.received) for share in gathered)
 
@@ -146,14 +146,14 @@ def test_no_view_holds_a_token(poisoned: None) -> None:
     """A mixture whose offset lies past the end computes nothing, anywhere."""
     x = Inputs.random(3, heads=2, dim=8)
     pattern = rw.LongNet([64], [8], offset=7)
-    for schedule in ("gather", "ring"):
+    for schedule in ("allgather", "ring"):
         got = joined(spread(2, x, pattern, schedule=schedule), 3)
         assert (got["out"] == 0).all()
         assert torch.isneginf(got["lse"]).all()
         assert all((got[name] == 0).all() for name in ("dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize("backend", ["auto", "gather"])
+@pytest.mark.parametrize("backend", ["auto", "dense_batched"])
 @pytest.mark.parametrize("tokens", [500, 333])
 def test_a_tile_in_pieces_ends_with_the_sequence(tokens: int, backend: str) -> None:
     """A strided view shorter than a tile lies on all ranks: who has a part of its keys has none past its end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
 import re
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave import functional
+from ringweave import api, validate
+from ringweave.call import Arguments, Call, pack
 from ringweave.errors import RingError, ShapeError, UnsupportedError
-from ringweave.ops import backend, registered
-from ringweave.parallel import ContextParallel, context
+from ringweave.parallel import ContextParallel
 from ringweave.terms import Term
 
 from ..oracle import NAMES, Inputs, errors, gradients
@@ -115,15 +116,15 @@ def by(schedule: str, placement: str, dropout: float = 0.0, **rest: Any) -> dict
 
 # by name the pattern, the terms, and how the ranks go about it
 CASES = {
-    "window, distances": (WINDOW, "distance", by("gather", "zigzag", 0.2)),
-    "causal, everything": (rw.Causal(), "all", by("gather", "striped")),
-    "causal, nodes": (rw.Causal(), "all", by("gather", "striped", per_node=2)),
-    "heads differ": (BY_HEAD, "all", by("gather", "zigzag", 0.2)),
-    "mixture": (rw.LongNet([64, 256], [1, 4]), "alibi", by("gather", "residue")),
+    "window, distances": (WINDOW, "distance", by("allgather", "zigzag", 0.2)),
+    "causal, everything": (rw.Causal(), "all", by("allgather", "striped")),
+    "causal, nodes": (rw.Causal(), "all", by("allgather", "striped", per_node=2)),
+    "heads differ": (BY_HEAD, "all", by("allgather", "zigzag", 0.2)),
+    "mixture": (rw.LongNet([64, 256], [1, 4]), "alibi", by("allgather", "residue")),
     "mixture, a ring": (rw.LongNet([64, 256], [1, 4]), "distance", by("ring", "residue", 0.2)),
     "dilated": (DILATED, "bias", by("ring", "striped")),
     "ring": (rw.Causal(), "shared bias", by("ring", "zigzag")),
-    "ring, by gather": (rw.Causal(), "all", by("ring", "zigzag", 0.2, backend="gather")),
+    "ring, by dense_batched": (rw.Causal(), "all", by("ring", "zigzag", 0.2, backend="dense_batched")),
     "ring, heads differ": (BY_HEAD, "bias", by("ring", "contiguous")),
     "ring, a cap": (rw.Full(), "softcap", by("ring", "striped", 0.2)),
 }
@@ -133,13 +134,12 @@ CASES = {
 def _one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks are threads, of one generator: whose seed rank 0 draws is chance."""
 
-    def fixed(terms: Sequence[Term], dropout: float) -> tuple[str, int, list[Tensor]]:
-        spec, threshold, extras = said(terms, dropout)
-        return spec, threshold, [*extras[:-1], torch.tensor(-(2**61) - 5)] if threshold else extras
+    def fixed(pattern: rw.Pattern, terms: Sequence[Term], dropout: int, *more: Tensor) -> tuple[str, list[Tensor]]:
+        text, tensors = pack(pattern, terms, dropout)
+        return text, [*(tensors[:-1] if dropout else tensors), *[torch.tensor(-(2**61) - 5)] * bool(dropout), *more]
 
-    said = registered.said
-    for module in (registered, context):
-        monkeypatch.setattr(module, "said", fixed)
+    for module in (api, validate):
+        monkeypatch.setattr(module, "pack", fixed)
 
 
 @pytest.mark.usefixtures("_one_seed", "poisoned")
@@ -172,7 +172,7 @@ def test_queries_that_move() -> None:
         return any(stage.remote for stage in ctx.schedules.of(pattern).stages)
 
     assert all(run(4, moves)[1:])
-    compare(x, pattern, terms, by("ring", "contiguous", 0.1), "gather")
+    compare(x, pattern, terms, by("ring", "contiguous", 0.1), "dense_batched")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -180,7 +180,7 @@ def test_forward_bits(ranks: int) -> None:
     """Gathered, a row has the bits of one device, terms and all."""
     x = Inputs.random(700, batch=2, heads=4, kv_heads=2, dim=16, dtype=torch.bfloat16)
     terms = [*made("distance"), rw.Softcap(3.0)]
-    found = together(run(ranks, share, x, rw.Causal(), terms, by("gather", "zigzag")), 700)
+    found = together(run(ranks, share, x, rw.Causal(), terms, by("allgather", "zigzag")), 700)
     one = whole(x, rw.Causal(), terms, 0.0, "auto")
     for name in ("out", "lse"):
         assert torch.equal(found[name], one[name]), name
@@ -189,7 +189,7 @@ def test_forward_bits(ranks: int) -> None:
 def test_one_seed_for_all_processes(pool4: Pool) -> None:
     """Ranks with other states of the generator drop the pairs that rank 0 would drop alone, at the second call too."""
     x = Inputs.random(TOKENS, batch=2, heads=4, kv_heads=2, dim=8)
-    for schedule in ("gather", "ring"):
+    for schedule in ("allgather", "ring"):
         shares = pool4.run("tests.parallel.jobs_ring:scored", x, WINDOW, schedule)
         torch.manual_seed(100)
         for call in range(2):
@@ -250,7 +250,7 @@ AGREED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
     "v": [({"v": lambda x: x[..., :4]}, {}, "Dv 4 here and 8 on rank 1")],
     "pattern": [({"pattern": rw.Causal()}, {}, "pattern Causal() here and another on rank 1")],
     "scale": [({"scale": 0.5}, {}, "scale 0.5 here and 0.35")],
-    "backend": [({"backend": "gather"}, {}, "backend gather here and auto on rank 1")],
+    "backend": [({"backend": "dense_batched"}, {}, "backend dense_batched here and auto on rank 1")],
     "context": [({"context": lambda ctx: ctx.tagged("a")}, {}, "tag a here and thread rank on rank 1")],
     "terms": [
         ({"terms": rw.Softcap(2.0)}, {}, "terms Softcap(2.0) here and none on rank 1"),
@@ -300,7 +300,11 @@ def test_ranks_agree_on_every_argument(name: str) -> None:
 
 def test_ranks_agree_on_arguments_to_come() -> None:
     """Whatever the signature has besides is compared, without a line for it."""
-    assert set(functional._DEFAULTS) == set(inspect.signature(rw.attention).parameters)
+    parameters = inspect.signature(rw.attention).parameters
+    assert Arguments._field_defaults == {name: each.default for name, each in parameters.items() if name not in "qkv"}
+    later = collections.namedtuple(
+        "later", [*Arguments._fields, "new"], defaults=[*Arguments._field_defaults.values(), object()]
+    )
 
     @dataclasses.dataclass(frozen=True)
     class Record:
@@ -317,7 +321,7 @@ def test_ranks_agree_on_arguments_to_come() -> None:
             ctx = ContextParallel(mesh, WINDOW, 500, heads=(2, 2))
             x = torch.randn(1, 2, ctx.local, 8)
             with pytest.raises(RingError) as error:
-                ctx.attend(backend.Inputs(x, x, x, 1.0), WINDOW, "auto", asked={"new": other if mesh.rank else one})  # noqa: B023
+                ctx.attend(Call.of(x, x, x, WINDOW), (x, x, x), [], later(x, x, x, new=other if mesh.rank else one))  # noqa: B023
             return error.value.cause
 
         assert all(cause.startswith("arguments new=") for cause in run(2, job))

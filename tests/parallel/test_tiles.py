@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.ops import cpu, dispatch, tuning
-from ringweave.ops import tuning as kinds
-from ringweave.ops.backend import Case
+from ringweave import program
+from ringweave.backends import cpu, tuning
+from ringweave.backends import tuning as kinds
+from ringweave.call import Call
 from ringweave.parallel import ContextParallel, Transport
 from ringweave.parallel.planning.placement import NAMED
 from ringweave.parallel.schedules import Schedules
@@ -21,7 +22,7 @@ from ..oracle import Inputs
 from .threads import run
 
 PATTERN, N = rw.SlidingWindow(300) & rw.Causal() | rw.Sinks(7) & rw.Causal(), 2048
-CASE = Case(1, 2, 1, N, N, 16, 16, torch.float32, "cpu")
+CASE = Call(1, 2, 1, N, N, 16, 16, torch.float32, "cpu", pattern=PATTERN)
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 32 x 64 for the call on one device, and for a rank's share of it."""
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path))
     (branch,) = branches(PATTERN, N, N, heads=2)
-    name = "gather" if cpu.module() is None else "cpu"
+    name = "dense_batched" if cpu.module() is None else "cpu"
     entries = []
     for needs_grad in (False, True):
         case = dataclasses.replace(CASE, needs_grad=needs_grad)
@@ -44,23 +45,23 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_computes_the_tiles_of_length_and_pattern(measured: None) -> None:
     """On one device auto takes the measured ones; the plan that ranks agree on does not know them."""
-    ((alone, _),) = dispatch.program(PATTERN, CASE, 0, "auto")
+    ((alone, _),) = program.compiled(CASE)
     assert alone.tile == (32, 64)
     placement = NAMED["contiguous"](N, 2, 128)
-    (demand,) = Schedules(placement, (2, 1), 0, "gather").demands(PATTERN)
+    (demand,) = Schedules(placement, (2, 1), 0, "allgather").demands(PATTERN)
     assert (demand.plan.q_tile, demand.plan.kv_tile) == (128, 128)
-    for part in Schedules(placement, (2, 1), 0, "gather").of(PATTERN).stages[0].own.values():
+    for part in Schedules(placement, (2, 1), 0, "allgather").of(PATTERN).stages[0].own.values():
         assert part.branch.tile == (128, 128)
 
 
 def test_ranks_agree_whatever_their_stores_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: None) -> None:
     """The hash that every exchange compares is one of plan and placement."""
     placement = NAMED["contiguous"](N, 2, 128)
-    told = Schedules(placement, (2, 1), 0, "gather").of(PATTERN).said
+    told = Schedules(placement, (2, 1), 0, "allgather").of(PATTERN).said
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "empty"))
     tuning.refresh()
-    assert dispatch.program(PATTERN, CASE, 0, "auto")[0][0].tile == (128, 128)
-    assert Schedules(placement, (2, 1), 0, "gather").of(PATTERN).said == told
+    assert program.compiled(CASE)[0][0].tile == (128, 128)
+    assert Schedules(placement, (2, 1), 0, "allgather").of(PATTERN).said == told
 
 
 @pytest.mark.skipif(cpu.module() is None, reason="the bits of one device are the native kernel's promise")
@@ -69,7 +70,7 @@ def test_the_bits_are_those_of_the_named_kernel_on_one_device(measured: None, ba
     x = Inputs.random(N, heads=2, kv_heads=1, dim=16)
 
     def job(transport: Transport) -> torch.Tensor:
-        ctx = ContextParallel(transport, PATTERN, N, heads=(2, 1), schedule="gather", placement="contiguous")
+        ctx = ContextParallel(transport, PATTERN, N, heads=(2, 1), schedule="allgather", placement="contiguous")
         q, k, v = (ctx.shard(t, 2) for t in (x.q, x.k, x.v))
         return ctx.unshard(rw.attention(q, k, v, PATTERN, context=ctx, backend=backend), 2)
 

@@ -49,7 +49,7 @@ def test_int8_is_about_half_of_bf16() -> None:
     assert small[0].wire.messages["int8"] == 1
 
 
-@pytest.mark.parametrize("schedule", ["gather", "ring"])
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
 @pytest.mark.parametrize(("form", "bound"), [("bf16", 4e-3), ("int8", 1.5e-2)])
 def test_results_err_as_little_as_the_format(form: str, bound: float, schedule: str) -> None:
     x = Inputs.random(1000, heads=2, dim=32)
@@ -111,14 +111,14 @@ def test_messages_of_odd_lengths_lie_side_by_side() -> None:
         for tokens in (slice(256, 384), slice(640, None)):
             tensor[:, :, tokens] = tensor[:, :, tokens].sign()
     exact = joined(spread(4, x, rw.Full(), placement="zigzag"), 701)
-    for schedule in ("gather", "ring"):
+    for schedule in ("allgather", "ring"):
         shares = spread(4, x, rw.Full(), schedule=schedule, placement="zigzag", wire="int8", tolerance=0.002)
         assert [share.wire.refused > 0 for share in shares] == [True, True, False, True]
         for name, want in exact.items():
             torch.testing.assert_close(joined(shares, 701)[name], want, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("schedule", ["gather", "ring"])
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_every_message_is_counted(schedule: str) -> None:
     """Also the large ones of the ring, which travel unpacked."""
     x = Inputs.random(4096, heads=1, dim=64)

@@ -62,7 +62,7 @@ def test_density_is_measured(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("density", [0.05, 0.1, 0.25, 0.37, 0.9, 1.0])
 @pytest.mark.parametrize("heads", [None, 3])
 def test_requested_density_is_measured_density(density: float, heads: int | None) -> None:
-    table = rw.random_blocks(4096, density, block_size=64, heads=heads)
+    table = rw.patterns.random_blocks(4096, density, block_size=64, heads=heads)
     blocks = 64 * 64
     assert table.density(4096, heads=heads or 1) == pytest.approx(round(density * blocks) / blocks, abs=1e-12)
     per_row = table.mask.sum(-1)
@@ -112,9 +112,9 @@ def test_density_of_a_mixture_counts_branches() -> None:
         (lambda: rw.from_mask_mod(lambda b, h, q, k: q + k), "mask_mod: got a function that returns torch.int64; wanted one that returns bool"),
         (lambda: rw.from_mask_mod(3), "fn: got int"),
         (lambda: rw.Causal() | 3, "operand: got int; wanted a ringweave pattern"),
-        (lambda: rw.random_blocks(1024, 0.0), "density: got 0.0"),
-        (lambda: rw.natten_1d(3, tokens=9).plan(10), "Build it with tokens=10"),
-        (lambda: rw.sparse_transformer_fixed(4, 5), "summary: got 5; wanted at most block = 4"),
+        (lambda: rw.patterns.random_blocks(1024, 0.0), "density: got 0.0"),
+        (lambda: rw.patterns.natten_1d(3, tokens=9).plan(10), "Build it with tokens=10"),
+        (lambda: rw.patterns.sparse_transformer_fixed(4, 5), "summary: got 5; wanted at most block = 4"),
         (lambda: rw.BlockTable(torch.ones(3, 3).bool(), 16, key_blocks=3), "counts, key_blocks: got a mask beside them"),
         (lambda: rw.Sinks("ab"), "tokens: got 'ab'; wanted an int"),
         (lambda: rw.Sinks([1.5]), "tokens: got 1.5; wanted an int"),
@@ -126,10 +126,10 @@ def test_density_of_a_mixture_counts_branches() -> None:
         (lambda: rw.LongNet([8], [1], offset=1.0), "offset: got 1.0; wanted an int"),
         (lambda: rw.SlidingWindow(2**40), "left: got 1099511627776; wanted at most 2147483647"),
         (lambda: rw.Dilated(2**20, 2**20), "window . rate: got 1099511627776; wanted at most 2147483647"),
-        (lambda: rw.random_blocks(1024, float("nan")), "density: got nan; wanted a finite number"),
-        (lambda: rw.random_blocks(1024, 0.5, batch=2), "batch: got 2; wanted heads beside it"),
-        (lambda: rw.random_blocks(2**30, 0.5), "wanted at most 268435456"),
-        (lambda: rw.variable(64, local_blocks=()), "local_blocks: got ..; wanted at least one size"),
+        (lambda: rw.patterns.random_blocks(1024, float("nan")), "density: got nan; wanted a finite number"),
+        (lambda: rw.patterns.random_blocks(1024, 0.5, batch=2), "batch: got 2; wanted heads beside it"),
+        (lambda: rw.patterns.random_blocks(2**30, 0.5), "wanted at most 268435456"),
+        (lambda: rw.patterns.variable(64, local_blocks=()), "local_blocks: got ..; wanted at least one size"),
         (lambda: 3 & rw.Strided(3), "operand: got int; wanted a ringweave pattern"),
         (lambda: np.ones(3) | rw.Strided(3), "operand: got ndarray; wanted a ringweave pattern"),
         (lambda: rw.Causal() & rw.Sinks, r"operand: got ABCMeta; wanted a ringweave pattern. Call it: Sinks\(...\)"),
@@ -151,7 +151,7 @@ def test_table_from_indices() -> None:
 
 def test_natten_attends_exactly_the_window() -> None:
     for tokens, window, dilation in ((50, 7, 1), (53, 5, 3), (64, 8, 2)):
-        dense = rw.natten_1d(window, dilation, tokens=tokens).to_dense(tokens)[0, 0]
+        dense = rw.patterns.natten_1d(window, dilation, tokens=tokens).to_dense(tokens)[0, 0]
         assert (dense.sum(-1) == window).all()
         q, k = dense.nonzero(as_tuple=True)
         assert ((q - k) % dilation == 0).all()

@@ -113,7 +113,7 @@ def test_density_is_one_number(name: str) -> None:
         tiled = torch.zeros(plan.row_ptr.shape[0], plan.q_tiles, plan.kv_tiles, dtype=torch.bool)
         row, col, _ = plan.listed()
         tiled[row // plan.q_tiles, row % plan.q_tiles, col] = True
-        inside = tiled.repeat_interleave(16, 1).repeat_interleave(48, 2)[:, :nq, :nk][plan.group.long()]
+        inside = tiled.repeat_interleave(16, 1).repeat_interleave(48, 2)[:, :nq, :nk][plan.row_set.long()]
         assert plan.computed_density == int(inside.sum()) / (8 * nq * nk)
 
 
@@ -124,7 +124,7 @@ def test_bits_are_counted() -> None:
 
 
 def test_density_is_counted_once_and_never_to_print(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = rw.plan(rw.random_blocks(256, 0.5, block_size=16), 256, tile=16)
+    plan = rw.plan(rw.patterns.random_blocks(256, 0.5, block_size=16), 256, tile=16)
     counted = []
     pairs = rw.BlockPlan.pairs
     monkeypatch.setattr(rw.BlockPlan, "pairs", lambda self: counted.append(1) or pairs(self))

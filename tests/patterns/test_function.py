@@ -308,7 +308,7 @@ def test_what_cannot_be_seen_is_evaluated_anew(kind: str) -> None:
     assert not Reads(fn, []).unseen
 
 
-@pytest.mark.parametrize("backend", ["auto", "gather", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "dense_batched", "reference"])
 @pytest.mark.parametrize("evicted", [False, True])
 def test_gradients_of_what_cannot_be_seen(backend: str, evicted: bool) -> None:
     window = Window(2)
@@ -527,7 +527,7 @@ def test_numbers_are_never_given_again() -> None:
     gc.collect()
     assert number() > first
     with pytest.raises(PatternError, match=f"number {first}, of a function that is gone"):
-        rw.TokenMask.numbered(first)
+        rw.TokenMask.own(first)
 
 
 def test_a_number_stands_for_what_its_function_read() -> None:

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringweave as rw
+from ringweave.backends import cpu
 from ringweave.errors import PatternError, ShapeError
-from ringweave.ops import cpu
 from ringweave.plan import Branch, branches
 
 from ..oracle import Inputs
 from ..parallel.spread import joined, spread
 from ..test_conformance import conforms
 
-BACKENDS = ["gather"] + ["cpu"] * (cpu.module() is not None)
+BACKENDS = ["dense_batched"] + ["cpu"] * (cpu.module() is not None)
 
 
 def neighbours(q: int, n: int, window: int, dilation: int, causal: bool) -> set[int]:
@@ -132,14 +132,14 @@ def test_dilated_neighbours_by_hand() -> None:
 def test_one_axis_is_the_neighborhood(tokens: int, window: int, dilation: int) -> None:
     pattern, same = (
         rw.GridNeighborhood(rw.Grid(tokens), window, dilation),
-        rw.Neighborhood(window, dilation, tokens=tokens),
+        rw.patterns.Neighborhood(window, dilation, tokens=tokens),
     )
     assert torch.equal(pattern.to_dense(tokens), same.to_dense(tokens))
     assert torch.equal(pattern.plan(tokens).to_dense(), same.plan(tokens).to_dense())
 
 
 def test_a_dilated_axis_is_split_into_strided_views() -> None:
-    one, other = rw.GridNeighborhood(rw.Grid(2**15), 64, 16), rw.Neighborhood(64, 16, tokens=2**15)
+    one, other = rw.GridNeighborhood(rw.Grid(2**15), 64, 16), rw.patterns.Neighborhood(64, 16, tokens=2**15)
     mine, theirs = (branches(pattern, 2**15, 2**15) for pattern in (one, other))
     assert [each.rate for each in mine] == [each.rate for each in theirs] == [16] * 16
     assert [each.pairs() for each in mine] == [each.pairs() for each in theirs]
@@ -368,7 +368,7 @@ def test_modes_of_torch_leave_no_trace() -> None:
         assert x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize(("schedule", "placement"), [("gather", "zigzag"), ("ring", "auto")])
+@pytest.mark.parametrize(("schedule", "placement"), [("allgather", "zigzag"), ("ring", "auto")])
 def test_around_a_ring(schedule: str, placement: str, poisoned: None) -> None:
     pattern = rw.GridNeighborhood(rw.Grid((20, 21)), 5)
     x = Inputs.random(420, heads=2, dim=8)
@@ -415,7 +415,7 @@ def test_tiles_compute_few_pairs(shape: tuple[int, ...], window: int, most: floa
 
 def test_windows_of_a_box_are_full_tiles() -> None:
     plan = rw.GridWindows(rw.Grid((32, 32), (4, 8)), (4, 8)).plan(1024)
-    assert (plan.nnz, plan.q_tile, plan.masks.shape[0]) == (32, 32, 0)
+    assert (plan.nnz, plan.q_tile, plan.mask_words.shape[0]) == (32, 32, 0)
 
 
 def test_tiles_of_many_pieces() -> None:
@@ -427,7 +427,7 @@ def test_tiles_of_many_pieces() -> None:
 def test_masks_and_planning_do_not_grow_with_the_grid() -> None:
     """As many masks in a long video as in a short one; the tiles of a long one alone are looked at."""
     plans = [rw.GridNeighborhood(rw.Grid((t, 32, 32)), 5).plan(t * 1024) for t in (16, 128)]
-    assert plans[0].masks.shape[0] == plans[1].masks.shape[0] < 300
+    assert plans[0].mask_words.shape[0] == plans[1].mask_words.shape[0] < 300
     assert plans[1].nnz < 10 * plans[0].nnz
 
 

@@ -31,9 +31,9 @@ def test_a_pattern_without_tensors_is_its_own_text(name: str) -> None:
         (" ~(Causal() | Strided(stride=4)) ", ~rw.Causal() & ~rw.Strided(4)),
         ("Documents([3, 4])", rw.Documents([3, 4])),
         ("PerHead([Causal(), Full()])", rw.PerHead([rw.Causal(), rw.Full()])),
-        ("longformer(256, [0, 5], causal=True)", rw.longformer(256, [0, 5], causal=True)),
+        ("longformer(256, [0, 5], causal=True)", rw.patterns.longformer(256, [0, 5], causal=True)),
         ("LongNet((8, 16), (1, 2), offset='grouped')", rw.LongNet((8, 16), (1, 2), offset="grouped")),
-        ("random_blocks(1024, 0.25, heads=2)", rw.random_blocks(1024, 0.25, heads=2)),
+        ("random_blocks(1024, 0.25, heads=2)", rw.patterns.random_blocks(1024, 0.25, heads=2)),
     ],
 )
 def test_reads(text: str, pattern: rw.Pattern) -> None:
@@ -138,7 +138,7 @@ def test_reads_text_alone(text: object) -> None:
 def test_hundreds_of_operands(sign: Callable[[rw.Pattern, rw.Pattern], rw.Pattern]) -> None:
     """Joined and read back in time that grows with them, and no call of a call of a call."""
     began = time.process_time()
-    pattern = functools.reduce(sign, [rw.Periodic(5000, 3 * i, 3 * i + 2) for i in range(1000)])
+    pattern = functools.reduce(sign, [rw.patterns.Periodic(5000, 3 * i, 3 * i + 2) for i in range(1000)])
     assert len(pattern.parts) == 1000
     assert rebuild(pattern.spec, ()) == pattern == parse(pattern.spec)
     assert ~~pattern == pattern
@@ -166,7 +166,7 @@ def test_deep_nesting_is_planned_or_refused() -> None:
     def nested(depth: int) -> rw.Pattern:
         pattern: rw.Pattern = rw.SlidingWindow(9)
         for i in range(depth):
-            pattern = (pattern & rw.Segments(50 + i)) | rw.Periodic(100, i, i + 1)
+            pattern = (pattern & rw.Segments(50 + i)) | rw.patterns.Periodic(100, i, i + 1)
         return pattern
 
     pattern = nested(31)
@@ -180,3 +180,13 @@ def test_deep_nesting_is_planned_or_refused() -> None:
         functools.reduce(operator.or_, [rw.Strided(i + 1) for i in range(4097)])
     with pytest.raises(PatternError, match="wanted at most 4096"):
         rw.PerHead([functools.reduce(operator.or_, [rw.Strided(i + 1) for i in range(64)])] * 65)
+
+
+def test_a_text_of_an_earlier_release_is_read() -> None:
+    """KeyPadding was Keys; what is written has the new name."""
+    pattern = rw.patterns.parse("Causal() & Keys(5, start=2)")
+    assert pattern == rw.Causal() & rw.KeyPadding(5, 2)
+    assert pattern.spec == "Causal() & KeyPadding(5, 2)"
+    with pytest.raises(PatternError, match="Known names: Causal, ") as refused:
+        rw.patterns.parse("Unknown()")
+    assert "Keys" not in str(refused.value)

@@ -68,7 +68,7 @@ def keys_by_hand(stop: list[int], start: list[int], nq: int, nk: int) -> Tensor:
 def test_keys_are_what_they_say(dtype: torch.dtype) -> None:
     stop, start = [0, 40, 100, 33, 40], [0, 7, 0, 33, 7]
     dense = keys_by_hand(stop, start, 100, 100)
-    keys = rw.Keys(torch.tensor(stop, dtype=dtype), torch.tensor(start))
+    keys = rw.KeyPadding(torch.tensor(stop, dtype=dtype), torch.tensor(start))
     causal = rw.Causal().to_dense(100)
     for pattern, want in (
         (keys, dense), (~keys, ~dense), (keys & rw.Causal(), dense & causal), (keys | rw.Causal(), dense | causal),
@@ -76,23 +76,23 @@ def test_keys_are_what_they_say(dtype: torch.dtype) -> None:
     ):  # fmt: skip
         spells_out(pattern, want)
         assert pattern.density(100, batch=5) == pytest.approx(float(want.double().mean()), abs=1e-12)
-    assert torch.equal(rw.Keys(stop, start).to_dense(100, batch=5), dense)
+    assert torch.equal(rw.KeyPadding(stop, start).to_dense(100, batch=5), dense)
     assert torch.equal(
-        rw.Keys(torch.tensor(stop, dtype=dtype)).to_dense(3, 100, batch=5), keys_by_hand(stop, [0] * 5, 3, 100)
+        rw.KeyPadding(torch.tensor(stop, dtype=dtype)).to_dense(3, 100, batch=5), keys_by_hand(stop, [0] * 5, 3, 100)
     )
     strided = torch.tensor(stop).repeat_interleave(3)[::3]
-    assert torch.equal(rw.Keys(strided, start).to_dense(100, batch=5), dense)
+    assert torch.equal(rw.KeyPadding(strided, start).to_dense(100, batch=5), dense)
 
 
 def test_keys_of_all_elements_alike() -> None:
-    for keys in (rw.Keys(40, 7), rw.Keys(torch.tensor([40]), 7), rw.Keys([40], [7])):
+    for keys in (rw.KeyPadding(40, 7), rw.KeyPadding(torch.tensor([40]), 7), rw.KeyPadding([40], [7])):
         assert keys.extents() == (None, None)
         assert keys.select(3, 1) is keys
         spells_out(keys & rw.Causal(), keys_by_hand([40] * 3, [7] * 3, 64, 64) & rw.Causal().to_dense(64))
         assert keys.plan(64, batch=3, heads=2).row_ptr.shape[0] == 1
-    assert rw.Keys(5) == parse("Keys(5)")
-    assert repr(rw.Keys(5, 2)) == "Keys(5, 2)"
-    assert repr(rw.Keys([5, 6], 2)) == "Keys(<2 bounds>, 2)"
+    assert rw.KeyPadding(5) == parse("KeyPadding(5)")
+    assert repr(rw.KeyPadding(5, 2)) == "KeyPadding(5, 2)"
+    assert repr(rw.KeyPadding([5, 6], 2)) == "KeyPadding(<2 bounds>, 2)"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -133,8 +133,10 @@ def test_a_mask_of_global_tokens(chance: float) -> None:
     dense = (mask[:, :, None] | mask[:, None, :])[:, None]
     spells_out(rw.Global(mask), dense)
     spells_out(~rw.Global(mask) & rw.Causal(), ~dense & rw.Causal().to_dense(300))
-    spells_out(rw.Global(mask[1]) | rw.Keys([0, 300]), dense[1] | torch.tensor([False, True])[:, None, None, None])
-    spells_out((rw.Global(mask) | rw.SlidingWindow(9)) & rw.Keys([300, 5, 0]),
+    spells_out(
+        rw.Global(mask[1]) | rw.KeyPadding([0, 300]), dense[1] | torch.tensor([False, True])[:, None, None, None]
+    )
+    spells_out((rw.Global(mask) | rw.SlidingWindow(9)) & rw.KeyPadding([300, 5, 0]),
                (dense | rw.SlidingWindow(9).to_dense(300)) & keys_by_hand([300, 5, 0], [0] * 3, 300, 300))  # fmt: skip
     assert rw.Global(mask[0]).density(300) == pytest.approx(float(dense[0].double().mean()), abs=1e-12)
     q, k, v = ones(3, 300)
@@ -153,7 +155,7 @@ def test_a_mask_of_keys_that_exist(queries: int, chance: float) -> None:
     dense = mask[:, None, None].repeat(1, 1, queries, 1)
     spells_out(rw.Sinks(mask), dense)
     spells_out(~rw.Sinks(mask) & rw.Causal(), ~dense & rw.Causal().to_dense(queries, 300))
-    spells_out(rw.Sinks(mask[:1]) & rw.Keys([300, 5, 0]),
+    spells_out(rw.Sinks(mask[:1]) & rw.KeyPadding([300, 5, 0]),
                dense[:1] & keys_by_hand([300, 5, 0], [0] * 3, queries, 300))  # fmt: skip
     assert rw.patterns.parse("Sinks(4)") == rw.Sinks(4)
     before = rw.Sinks(mask)
@@ -177,7 +179,7 @@ def test_a_row_is_the_same_alone_packed_and_padded(name: str) -> None:
     packed = pattern.within(rw.Documents(lengths))
     ids = torch.tensor([7] * others[0] + [-1] * 5 + [3] * n + [4] * others[1])
     marked = pattern.within(rw.Documents(ids=torch.stack([ids, ids.roll(others[1])])))
-    padded = pattern.within(rw.Keys(torch.tensor([n, room, n + 20]), torch.tensor([0, room - n, 20])))
+    padded = pattern.within(rw.KeyPadding(torch.tensor([n, room, n + 20]), torch.tensor([0, room - n, 20])))
     places = {
         "packed": (packed, 0, others[0], sum(lengths)), "ids": (marked, 0, others[0] + 5, len(ids)),
         "right": (padded, 0, 0, room), "left": (padded, 1, room - n, room), "middle": (padded, 2, 20, room),
@@ -229,8 +231,8 @@ def test_within_is_the_pattern_of_each_document(pattern: Pattern, seed: int) -> 
     rows = torch.zeros(2, HEADS, 90, 90, dtype=torch.bool)
     for b, (a, e) in enumerate(zip(start, stop, strict=True)):
         rows[b, :, a:e, a:e] = pairs(pattern, e - a, e - a, b)
-    spells_out(pattern.within(rw.Keys(stop, start)), rows)
-    spells_out(pattern.within(rw.Keys(stop, start)), rows[:, :, 60:61], q_offset=60)
+    spells_out(pattern.within(rw.KeyPadding(stop, start)), rows)
+    spells_out(pattern.within(rw.KeyPadding(stop, start)), rows[:, :, 60:61], q_offset=60)
 
 
 # ---- what changes, and what it costs ---------------------------------------------------------------------------------
@@ -247,7 +249,7 @@ def ones(batch: int, n: int) -> tuple[Tensor, ...]:
 def test_a_write_to_the_bounds_is_seen() -> None:
     q, k, v = ones(2, 48)
     stop = torch.tensor([5, 48])
-    pattern = rw.Causal() & rw.Keys(stop)
+    pattern = rw.Causal() & rw.KeyPadding(stop)
     for write in (lambda: stop.add_(-1), lambda: stop.data.sub_(1), lambda: stop.numpy().__isub__(1)):
         assert torch.equal(rw.attention(q, k, v, pattern) > 0, pattern.to_dense(48, batch=2))
         before = pattern.plan(48, batch=2).to_dense()
@@ -265,9 +267,11 @@ def test_a_write_to_the_bounds_is_seen() -> None:
 def test_gradients_of_bounds_that_were_changed_are_refused(write: Callable[[Tensor], Tensor]) -> None:
     q, k, v = (x.requires_grad_() for x in ones(2, 48))
     stop = torch.tensor([5, 40])
-    out = rw.attention(q, k, v, rw.Causal() & rw.Keys(stop))
+    out = rw.attention(q, k, v, rw.Causal() & rw.KeyPadding(stop))
     write(stop)
-    with pytest.raises(PatternError, match="Keys: got bounds that were changed; wanted what it read when the call"):
+    with pytest.raises(
+        PatternError, match="KeyPadding: got bounds that were changed; wanted what it read when the call"
+    ):
         out.sum().backward()
 
 
@@ -275,7 +279,7 @@ def test_tensors_without_values_are_not_read() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     makes: list[Callable[[Tensor], Pattern]] = [
-        lambda t: rw.Causal() & rw.Keys(t), lambda t: rw.Causal().within(rw.Keys(t)), lambda t: rw.Documents(t),
+        lambda t: rw.Causal() & rw.KeyPadding(t), lambda t: rw.Causal().within(rw.KeyPadding(t)), lambda t: rw.Documents(t),
         lambda t: rw.Causal().within(rw.Documents(ids=t.repeat_interleave(24))), lambda t: rw.Global(t.repeat_interleave(24) > 3),
     ]  # fmt: skip
     q = torch.randn(3, 2, 1, 48, 8)
@@ -288,14 +292,14 @@ def test_tensors_without_values_are_not_read() -> None:
         for one, x, t in zip(each, q, tables, strict=True):
             torch.testing.assert_close(one, rw.attention(x, x, x, make(t)))
     with pytest.raises(PatternError, match="got a table on the meta device"):
-        rw.attention(q[0], q[0], q[0], rw.Keys(torch.empty(2, dtype=torch.int64, device="meta")))
+        rw.attention(q[0], q[0], q[0], rw.KeyPadding(torch.empty(2, dtype=torch.int64, device="meta")))
 
 
 def test_numbers_that_a_trace_leaves_open() -> None:
     """Patterns are made inside of a graph of numbers that change; a text of symbols is none."""
     q = torch.randn(2, 2, 48, 8)
     makes: list[Callable[[int], Pattern]] = [
-        rw.SlidingWindow, rw.Sinks, rw.Keys, rw.PrefixLM, lambda n: rw.Documents([n, 48 - n]),
+        rw.SlidingWindow, rw.Sinks, rw.KeyPadding, rw.PrefixLM, lambda n: rw.Documents([n, 48 - n]),
         lambda n: rw.Documents(cu_seqlens=[0, n, 48]), lambda n: rw.LongNet([2 * n, 4 * n], [1, 2]),
     ]  # fmt: skip
     for make in makes:
@@ -319,13 +323,13 @@ def test_numbers_that_a_trace_leaves_open() -> None:
 
 
 def test_equal_bounds_share_their_plan() -> None:
-    calls = (rw.Causal() & rw.Keys(torch.tensor([40, 7])) for _ in range(2))
+    calls = (rw.Causal() & rw.KeyPadding(torch.tensor([40, 7])) for _ in range(2))
     first, second = (pattern.plan(64, batch=2) for pattern in calls)
     assert first is second
     stop = torch.arange(256) % 4 + 100
-    plan = (rw.Causal() & rw.Keys(stop)).plan(1, 128, heads=32, batch=256, q_offset=127)
+    plan = (rw.Causal() & rw.KeyPadding(stop)).plan(1, 128, heads=32, batch=256, q_offset=127)
     assert plan.row_ptr.shape[0] == 4
-    assert torch.equal(plan.group, (torch.arange(256) % 4)[:, None].expand(256, 32).int())
+    assert torch.equal(plan.row_set, (torch.arange(256) % 4)[:, None].expand(256, 32).int())
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -333,8 +337,8 @@ def test_patterns_are_made_of_tensors_inside_compiled_functions(dynamic: bool) -
     from torch._dynamo.testing import CompileCounterWithBackend
 
     makes: list[Callable[[Tensor], Pattern]] = [
-        lambda t: rw.Causal() & rw.Keys(t[:2], t[2:4]),
-        lambda t: (rw.Causal() & rw.Sinks(4)).within(rw.Keys(t[:2], start=t[2:4])),
+        lambda t: rw.Causal() & rw.KeyPadding(t[:2], t[2:4]),
+        lambda t: (rw.Causal() & rw.Sinks(4)).within(rw.KeyPadding(t[:2], start=t[2:4])),
         lambda t: rw.Causal().within(rw.Documents(ids=t[4:].view(2, 64))),
         lambda t: rw.SlidingWindow(5).within(rw.Documents(lengths=t[:4])),
         lambda t: rw.Documents(cu_seqlens=torch.nn.functional.pad(t[:4].cumsum(0), (1, 0))) & rw.Causal(),
@@ -401,13 +405,13 @@ def test_planning_grows_with_what_bounds_cross() -> None:
     """Not with batch times heads, nor with the square of the length; bounds of five times what was measured."""
     generator = torch.Generator().manual_seed(0)
     stop = torch.randint(1, 4097, (256,), generator=generator)
-    decode = rw.Causal() & rw.Keys(stop)
+    decode = rw.Causal() & rw.KeyPadding(stop)
     assert _seconds(lambda: build(decode, 1, 4096, heads=32, batch=256, q_offset=4095, tile=(16, 128))) < 0.010
     stop, start = (
         torch.randint(1024, 2049, (32,), generator=generator),
         torch.randint(0, 1024, (32,), generator=generator),
     )
-    padding = rw.Causal() & rw.Keys(stop, start)
+    padding = rw.Causal() & rw.KeyPadding(stop, start)
     assert _seconds(lambda: build(padding, 2048, 2048, heads=16, batch=32, tile=(128, 128))) < 0.050
     n = 10**6
     alike = ((rw.SlidingWindow(512) | rw.Sinks(4)) & rw.Causal()).within(rw.Documents([1000] * 1000))
@@ -423,17 +427,17 @@ def test_planning_grows_with_what_bounds_cross() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: rw.Keys(-1), "stop: got -1; wanted at least 0"),
-        (lambda: rw.Keys(2.0), "stop: got 2.0; wanted an int"),
-        (lambda: rw.Keys(torch.ones(2)), r"stop: got Tensor of torch.float32 \(2,\); wanted an int or an integer tensor \(B,\)"),
-        (lambda: rw.Keys(3, torch.tensor(3)), r"start: got Tensor of torch.int64 \(\); wanted an int or an integer tensor"),
-        (lambda: rw.Keys([]), r"stop: got \[\]; wanted a number for each batch element"),
-        (lambda: rw.Keys([1, 2], [1, 2, 3]), "stop, start: got 2 and 3 batch elements; wanted one number"),
-        (lambda: rw.Keys([1, 2]).plan(4, batch=3), "batch = 2, which the pattern is made for"),
-        (lambda: rw.Keys([1, 5]).plan(4, batch=2), "Keys: got start 0 and stop 5 in batch element 1; wanted 0 <= start <= stop <= 4"),
-        (lambda: rw.Keys(torch.tensor([3, 1]), 2).to_dense(4, batch=2), "got start 2 and stop 1 in batch element 1"),
-        (lambda: rw.Keys(torch.tensor([3, -1])).density(4, batch=2), "got start 0 and stop -1 in batch element 1"),
-        (lambda: rw.Keys(9).plan(4), "Keys: got start 0 and stop 9; wanted 0 <= start <= stop <= 4, the number of keys"),
+        (lambda: rw.KeyPadding(-1), "stop: got -1; wanted at least 0"),
+        (lambda: rw.KeyPadding(2.0), "stop: got 2.0; wanted an int"),
+        (lambda: rw.KeyPadding(torch.ones(2)), r"stop: got Tensor of torch.float32 \(2,\); wanted an int or an integer tensor \(B,\)"),
+        (lambda: rw.KeyPadding(3, torch.tensor(3)), r"start: got Tensor of torch.int64 \(\); wanted an int or an integer tensor"),
+        (lambda: rw.KeyPadding([]), r"stop: got \[\]; wanted a number for each batch element"),
+        (lambda: rw.KeyPadding([1, 2], [1, 2, 3]), "stop, start: got 2 and 3 batch elements; wanted one number"),
+        (lambda: rw.KeyPadding([1, 2]).plan(4, batch=3), "batch = 2, which the pattern is made for"),
+        (lambda: rw.KeyPadding([1, 5]).plan(4, batch=2), "KeyPadding: got start 0 and stop 5 in batch element 1; wanted 0 <= start <= stop <= 4"),
+        (lambda: rw.KeyPadding(torch.tensor([3, 1]), 2).to_dense(4, batch=2), "got start 2 and stop 1 in batch element 1"),
+        (lambda: rw.KeyPadding(torch.tensor([3, -1])).density(4, batch=2), "got start 0 and stop -1 in batch element 1"),
+        (lambda: rw.KeyPadding(9).plan(4), "KeyPadding: got start 0 and stop 9; wanted 0 <= start <= stop <= 4, the number of keys"),
         (lambda: rw.Documents(ids=torch.ones(3)), r"ids: got Tensor of torch.float32 \(3,\); wanted an integer tensor \(N,\)"),
         (lambda: rw.Documents(ids=[1, 0.5]), "ids: got 0.5; wanted an int"),
         (lambda: rw.Documents([3], ids=torch.tensor([0, 0, 0])), "got lengths and ids; wanted exactly one of the two"),
@@ -446,20 +450,20 @@ def test_planning_grows_with_what_bounds_cross() -> None:
         (lambda: rw.Documents(cu_seqlens_q=[0, 2, 1], cu_seqlens_k=[0, 1, 2]), "wanted bounds that rise from 0. Begin with 0"),
         (lambda: rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 1, 2]).plan(3, 2), "got 1 documents of queries and 2 of keys"),
         (lambda: rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 5]).plan(4, 5), "documents of 5 tokens in all and 3 queries for 5 keys"),
-        (lambda: rw.Sinks(1).within(rw.Causal()), r"bounds: got Causal\(\); wanted Documents or Keys. Combine other patterns with &"),
-        (lambda: rw.Sinks(1).within([3, 4]), "bounds: got list; wanted Documents or Keys"),
-        (lambda: rw.LongNet([8], [1]).within(rw.Keys(3)), "wanted a relation. A LongNet keeps tokens by their place"),
-        (lambda: (rw.Causal() & rw.BlockTable(torch.ones(2, 2).bool(), 16)).within(rw.Keys(3)), "wanted one without a block table. The blocks"),
-        (lambda: rw.bigbird(64, block_size=16).within(rw.Keys(3)), "wanted one without a block table"),
-        (lambda: rw.natten_1d(3, tokens=9).within(rw.Documents([9, 8])).plan(17), "Build it with tokens=8"),
+        (lambda: rw.Sinks(1).within(rw.Causal()), r"bounds: got Causal\(\); wanted Documents or KeyPadding. Combine other patterns with &"),
+        (lambda: rw.Sinks(1).within([3, 4]), "bounds: got list; wanted Documents or KeyPadding"),
+        (lambda: rw.LongNet([8], [1]).within(rw.KeyPadding(3)), "wanted a relation. A LongNet keeps tokens by their place"),
+        (lambda: (rw.Causal() & rw.BlockTable(torch.ones(2, 2).bool(), 16)).within(rw.KeyPadding(3)), "wanted one without a block table. The blocks"),
+        (lambda: rw.patterns.bigbird(64, block_size=16).within(rw.KeyPadding(3)), "wanted one without a block table"),
+        (lambda: rw.patterns.natten_1d(3, tokens=9).within(rw.Documents([9, 8])).plan(17), "Build it with tokens=8"),
         (lambda: rw.Causal().within(rw.Documents(ids=torch.tensor([0, 1, 0]))).plan(3), "got one in several pieces; wanted documents of tokens side by side"),
         (lambda: rw.Causal().within(rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 2])).plan(3, 2), "got document 0 of 3 queries and 2 keys; wanted queries that are the last"),
         (lambda: rw.Global(torch.ones(2, 3, 4).bool()), r"tokens: got Tensor of torch.bool \(2, 3, 4\); wanted a bool tensor \(N,\) or"),
         (lambda: rw.Global(torch.ones(2, 3).bool()).plan(4, batch=2), "Global: got a mask of 3 tokens for 4 keys"),
         (lambda: rw.Sinks(torch.ones(2, 3).bool()).plan(9, 4, batch=2), "Sinks: got a mask of 3 tokens for 4 keys"),
         (lambda: rw.Global(torch.ones(2, 3).bool()).plan(3, batch=4), "batch = 2, which the pattern is made for"),
-        (lambda: rw.Sinks(1).within(rw.Global(torch.ones(3).bool())), "wanted Documents or Keys"),
-        (lambda: parse("Keys(_)"), "a table where none is given"),
+        (lambda: rw.Sinks(1).within(rw.Global(torch.ones(3).bool())), "wanted Documents or KeyPadding"),
+        (lambda: parse("KeyPadding(_)"), "a table where none is given"),
         (lambda: parse("Within(Causal(), Causal())"), "bounds: got Causal"),
     ],
 )  # fmt: skip
@@ -471,7 +475,7 @@ def test_errors(make: Callable[[], object], text: str) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda t: rw.Causal() & rw.Keys(t),
+        lambda t: rw.Causal() & rw.KeyPadding(t),
         lambda t: rw.Causal().within(rw.Documents(t)),
         lambda t: rw.Dilated(64, 16) & rw.Documents(t),
     ],

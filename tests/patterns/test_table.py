@@ -207,7 +207,7 @@ def test_random_blocks(blocks: int, density: float, diagonal: bool, lead: tuple[
     batch, heads = (None, None, *lead)[-2:]
 
     def drawn(seed: int) -> rw.BlockTable:
-        return rw.random_blocks(
+        return rw.patterns.random_blocks(
             blocks * 16 - 3, density, block_size=16, heads=heads, batch=batch, seed=seed, diagonal=diagonal
         )
 
@@ -235,7 +235,9 @@ def test_random_blocks_are_drawn_evenly(diagonal: bool) -> None:
     seeds, blocks, each = 400, 32, 3
     drawn = torch.stack(
         [
-            rw.random_blocks(blocks * 16, each / blocks, block_size=16, heads=8, seed=seed, diagonal=diagonal).mask
+            rw.patterns.random_blocks(
+                blocks * 16, each / blocks, block_size=16, heads=8, seed=seed, diagonal=diagonal
+            ).mask
             for seed in range(seeds)
         ]
     )

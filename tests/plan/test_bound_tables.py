@@ -10,6 +10,7 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.patterns import BlockTable, Pattern, rebuild
+from ringweave.plan.block_plan import Extent
 from ringweave.plan.from_pattern import build
 from ringweave.plan.from_table import fine, from_fine_table, from_table
 
@@ -50,7 +51,7 @@ def test_a_table_of_key_heads_is_that_of_their_query_heads(name: str, listed: bo
         assert torch.equal(plan.to_dense(), dense)
         assert name != "alone" or tile != (SIDE, SIDE) or plan.row_ptr.shape[0] == 4
     if not isinstance(bound, rw.PerHead):
-        assert build(bound, N, N, heads=6, batch=2, tile=(SIDE, SIDE), device="meta").group.shape == (2, 6)
+        assert build(bound, N, N, heads=6, batch=2, tile=(SIDE, SIDE), device="meta").row_set.shape == (2, 6)
     q, k = torch.randn(2, 6, N, 16), torch.randn(2, 2, N, 16)
     torch.testing.assert_close(rw.attention(q, k, k, pattern), rw.attention(q, k, k, spelled, backend="reference"))
     assert torch.equal(rw.attention_weights(q, k, pattern).to_dense() > 0, dense)
@@ -105,7 +106,7 @@ def test_blocks_that_are_parts_of_tiles(
         other = build(pattern & rw.Full() | ~rw.Full() & rw.Causal(), nq, nk, heads=4, batch=2, tile=tile)
         assert (plan.tiles, plan.computed_pairs()) == (other.tiles, other.computed_pairs())
         with _NothingRead():
-            spare = from_fine_table(pattern, nq, nk, 4, 2, tile, "cpu", spare=True)
+            spare = from_fine_table(pattern, Extent(nq, nk, 4, 2, tile), spare=True)
         assert torch.equal(spare.to_dense(), dense)
         assert not spare.counted
 
@@ -140,5 +141,5 @@ def test_fresh_tables_are_planned_as_others() -> None:
     one = rw.BlockTable(MASK[0, 0], SIDE, heads="kv")
     assert one.group == 1
     assert one.spec == "BlockTable(_, 32)"
-    plan = from_table(one, N, N, 6, 2, (SIDE, SIDE), "cpu")
-    assert plan.group.unique().tolist() == [0]
+    plan = from_table(one, Extent(N, N, 6, 2, (SIDE, SIDE)))
+    assert plan.row_set.unique().tolist() == [0]

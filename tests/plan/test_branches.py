@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import ringweave as rw
+from ringweave.cache import LRUCache
 from ringweave.plan import Sizes, branches
 from ringweave.plan.branches import _offsets
-from ringweave.recent import Recent
 
 from ..cases import MIXTURES, PATTERNS
 
@@ -69,13 +69,13 @@ def test_tables_are_held_by_no_branches() -> None:
 
 def test_programs_are_bounded_by_the_bytes_of_their_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     n = 16384
-    monkeypatch.setattr(module, "_programs", Recent(300 * 2**10, 1024))
+    monkeypatch.setattr(module, "PROGRAMS", LRUCache(300 * 2**10, 1024))
     for _ in range(20):
         # 64 KiB each, and a search for strided views
         table = rw.BlockTable(torch.ones(256, 256, dtype=torch.bool), 64)
         branches(rw.Dilated(64, 16) & table, n, n)
-    assert 0 < module._programs.nbytes <= 300 * 2**10
-    assert len(module._programs) <= 4
+    assert 0 < module.PROGRAMS.nbytes <= 300 * 2**10
+    assert len(module.PROGRAMS) <= 4
 
 
 def test_the_address_of_a_table_is_not_reused_while_its_branches_live() -> None:

@@ -32,20 +32,20 @@ def spells_out(
     padded = torch.nn.functional.pad(dense, (0, -nk % tile[1], 0, -nq % tile[0]))
     used = padded.unflatten(3, (-1, tile[1])).unflatten(2, (-1, tile[0])).any(5).any(3)
     assert plan.tiles == int(used.sum())
-    if plan.masks.shape[0]:
-        words = {mask.numpy().tobytes() for mask in plan.masks}
-        assert len(words) == plan.masks.shape[0]
+    if plan.mask_words.shape[0]:
+        words = {mask.numpy().tobytes() for mask in plan.mask_words}
+        assert len(words) == plan.mask_words.shape[0]
 
 
 def by_columns_agree(plan: rw.BlockPlan) -> None:
     rows = {
-        (g, i, int(plan.col[e]), int(plan.bits[e]))
+        (g, i, int(plan.col[e]), int(plan.mask_id[e]))
         for g in range(plan.row_ptr.shape[0])
         for i in range(plan.q_tiles)
         for e in range(int(plan.row_ptr[g, i]), int(plan.row_ptr[g, i + 1]))
     }
     columns = [
-        (g, int(plan.row[e]), j, int(plan.bits_t[e]))
+        (g, int(plan.row[e]), j, int(plan.mask_id_t[e]))
         for g in range(plan.row_ptr.shape[0])
         for j in range(plan.kv_tiles)
         for e in range(int(plan.col_ptr[g, j]), int(plan.col_ptr[g, j + 1]))
@@ -122,9 +122,9 @@ def leaves(draw: st.DrawFn, n: int) -> Pattern:
         case 11:
             period = draw(st.integers(1, 100))
             start = draw(st.integers(0, period - 1))
-            return rw.Periodic(period, start, draw(st.integers(start + 1, period)))
+            return rw.patterns.Periodic(period, start, draw(st.integers(start + 1, period)))
         case _:
-            return rw.natten_1d(draw(st.integers(1, 30)), draw(st.integers(1, 9)), tokens=n)
+            return rw.patterns.natten_1d(draw(st.integers(1, 30)), draw(st.integers(1, 9)), tokens=n)
 
 
 @st.composite
@@ -179,7 +179,7 @@ def test_equal_heads_share_their_rows() -> None:
     one = rw.Causal().plan(1000)
     many = rw.PerHead([rw.Causal(), rw.Causal(), rw.SlidingWindow(9), rw.Causal()]).plan(1000, heads=4)
     assert many.row_ptr.shape[0] == 2
-    assert many.group.tolist() == [[0, 0, 1, 0]]
+    assert many.row_set.tolist() == [[0, 0, 1, 0]]
     assert many.nnz == one.nnz + rw.SlidingWindow(9).plan(1000).nnz
 
 
@@ -191,25 +191,25 @@ def test_many_tables_are_told_apart_quickly() -> None:
     plan = (rw.BlockTable(mask, 128) & rw.SlidingWindow(4096, 4096)).plan(2048, heads=64, batch=4)
     assert time.thread_time() - start < 2.0
     assert plan.row_ptr.shape[0] == 3 * 64
-    assert torch.equal(plan.group[0], plan.group[1])
+    assert torch.equal(plan.row_set[0], plan.row_set[1])
 
 
 def test_masks_do_not_grow_with_the_length() -> None:
     for pattern in (rw.SlidingWindow(1000) | rw.Sinks(5), rw.Dilated(64, 16), rw.Segments(96)):
-        assert pattern.plan(2**14).masks.shape[0] == pattern.plan(2**17).masks.shape[0] <= 32
+        assert pattern.plan(2**14).mask_words.shape[0] == pattern.plan(2**17).mask_words.shape[0] <= 32
 
 
 def test_documents_of_any_length_have_few_masks() -> None:
     lengths = torch.randint(500, 3000, (600,))
-    assert rw.Documents(lengths).plan(int(lengths.sum())).masks.shape[0] < 4 * 600
+    assert rw.Documents(lengths).plan(int(lengths.sum())).mask_words.shape[0] < 4 * 600
 
 
 def test_a_table_is_planned_on_its_own_grid() -> None:
-    table = rw.random_blocks(1024, 0.25, block_size=64)
+    table = rw.patterns.random_blocks(1024, 0.25, block_size=64)
     plan = table.plan(1024)
-    assert (plan.q_tile, plan.kv_tile, plan.nnz, plan.masks.shape[0]) == (64, 64, 64, 0)
+    assert (plan.q_tile, plan.kv_tile, plan.nnz, plan.mask_words.shape[0]) == (64, 64, 64, 0)
     assert (table & rw.Causal()).plan(1024).q_tile == 64
-    assert rw.random_blocks(1024, 0.25, block_size=100).plan(1024).q_tile == 128
+    assert rw.patterns.random_blocks(1024, 0.25, block_size=100).plan(1024).q_tile == 128
 
 
 def test_order_starts_with_the_longest_rows() -> None:
@@ -221,10 +221,10 @@ def test_order_starts_with_the_longest_rows() -> None:
 
 
 def test_table_plan_and_general_plan_agree() -> None:
-    table = rw.random_blocks(1000, 0.5, block_size=64, heads=2)
+    table = rw.patterns.random_blocks(1000, 0.5, block_size=64, heads=2)
     direct = table.plan(1000, heads=2, tile=64)
     general = (table & rw.SlidingWindow(5000, 5000)).plan(1000, heads=2, tile=64)
-    for name in ("row_ptr", "col", "bits", "col_ptr", "row", "bits_t", "group", "order"):
+    for name in ("row_ptr", "col", "mask_id", "col_ptr", "row", "mask_id_t", "row_set", "order"):
         assert torch.equal(getattr(direct, name), getattr(general, name)), name
 
 
@@ -244,7 +244,7 @@ def test_planning_is_quick_and_small() -> None:
     assert min(_seconds(pattern, n) for _ in range(5)) <= 0.050
     plan = build(pattern, n, n, tile=(128, 128))
     assert plan.nbytes <= 64 * plan.nnz
-    table = rw.random_blocks(65536, 0.1)
+    table = rw.patterns.random_blocks(65536, 0.1)
     assert min(_seconds(table, 65536) for _ in range(5)) <= 0.030
 
 

@@ -151,8 +151,8 @@ def test_small_plans_are_bounded_in_number() -> None:
 
 def test_a_plan_is_one_piece_of_memory() -> None:
     plan = rw.Causal().plan(300)
-    assert len({x.untyped_storage().data_ptr() for x in (plan.row_ptr, plan.col, plan.masks, plan.order)}) == 1
-    assert all(x.data_ptr() % 64 == 0 for x in (plan.row_ptr, plan.col, plan.bits, plan.masks, plan.order))
+    assert len({x.untyped_storage().data_ptr() for x in (plan.row_ptr, plan.col, plan.mask_words, plan.order)}) == 1
+    assert all(x.data_ptr() % 64 == 0 for x in (plan.row_ptr, plan.col, plan.mask_id, plan.mask_words, plan.order))
 
 
 @pytest.mark.measures
@@ -177,7 +177,7 @@ def test_decoding_is_flat_in_memory() -> None:
 
 def test_tables_made_in_inference_mode() -> None:
     with torch.inference_mode():
-        table = rw.random_blocks(200, 0.5, block_size=16)
+        table = rw.patterns.random_blocks(200, 0.5, block_size=16)
         q = torch.randn(1, 2, 200, 8)
         out = rw.attention(q, q, q, table)
     torch.testing.assert_close(out.clone(), rw.attention(q.clone(), q.clone(), q.clone(), table, backend="reference"))

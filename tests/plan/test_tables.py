@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringweave as rw
+from ringweave.backends import dense_batched, flash
+from ringweave.backends.backend import Upstream
+from ringweave.backends.triton import queues
+from ringweave.call import Operands
 from ringweave.errors import PatternError
-from ringweave.ops import flash, gather
-from ringweave.ops.backend import Inputs, Upstream
-from ringweave.ops.triton import queues
 from ringweave.patterns.parse import rebuild
 from ringweave.plan import BlockPlan, Branch
 from ringweave.plan import from_table as tables
+from ringweave.plan.block_plan import Extent
 from ringweave.plan.from_pattern import _table_context, build
 from ringweave.plan.from_table import split
 
@@ -54,18 +56,18 @@ TABLES: dict[str, Callable[[], rw.BlockTable]] = {
 
 
 def planned(pattern: rw.BlockTable, spare: bool) -> BlockPlan:
-    return tables.from_table(pattern, N, N, 4, 2, (SIDE, SIDE), "cpu", spare=spare)
+    return tables.from_table(pattern, Extent(N, N, 4, 2, (SIDE, SIDE)), spare=spare)
 
 
 @pytest.mark.parametrize("name", list(TABLES))
 def test_a_plan_with_places_to_spare_holds_the_same_tiles(name: str) -> None:
     pattern = TABLES[name]()
     exact, spare = planned(pattern, False), planned(pattern, True)
-    assert exact.places == exact.nnz == spare.nnz <= spare.places
-    assert spare.places == pattern.blocks.table.numel()
-    for which in ("row_ptr", "col_ptr", "group", "order", "masks"):
+    assert exact.capacity == exact.nnz == spare.nnz <= spare.capacity
+    assert spare.capacity == pattern.blocks.table.numel()
+    for which in ("row_ptr", "col_ptr", "row_set", "order", "mask_words"):
         assert torch.equal(getattr(exact, which), getattr(spare, which)), which
-    for which in ("col", "row", "bits", "bits_t"):
+    for which in ("col", "row", "mask_id", "mask_id_t"):
         assert torch.equal(getattr(exact, which), getattr(spare, which)[: exact.nnz]), which
     dense = pattern.to_dense(N, heads=4, batch=2)
     assert torch.equal(spare.to_dense(), dense)
@@ -73,7 +75,7 @@ def test_a_plan_with_places_to_spare_holds_the_same_tiles(name: str) -> None:
     assert spare.density == exact.density
     assert spare.pairs() == int(dense.sum())
     assert torch.equal(spare.tile_rows(), exact.tile_rows())
-    assert spare.to("cpu").places == exact.nnz
+    assert spare.to("cpu").capacity == exact.nnz
     for one, two in zip(flash.padded_lists(exact, "columns"), flash.padded_lists(spare, "columns"), strict=True):
         assert torch.equal(one, two)
     assert torch.equal(spare.to_block_mask().to_dense(), exact.to_block_mask().to_dense())
@@ -83,18 +85,18 @@ def test_kernels_read_through_the_offsets(monkeypatch: pytest.MonkeyPatch) -> No
     """What the places to spare hold makes no difference."""
     pattern = table(0.4, 4)
     spare = planned(pattern, True)
-    for which in ("col", "row", "bits", "bits_t"):
+    for which in ("col", "row", "mask_id", "mask_id_t"):
         getattr(spare, which)[spare.nnz :] = -(2**30)
     q, k, v = torch.randn(2, 4, N, 16), torch.randn(2, 2, N, 16), torch.randn(2, 2, N, 16)
     branch = Branch.whole(pattern, N, N, heads=4, batch=2)
     monkeypatch.setattr(Branch, "plan", lambda self, device, tile=None: spare)
-    inputs = Inputs(q, k, v, 0.25)
-    out, lse = gather.forward(inputs, branch, torch.float32)
+    inputs = Operands(q, k, v, 0.25)
+    out, lse = dense_batched.forward(inputs, branch, torch.float32)
     upstream = Upstream(out, lse, out.square().sum(-1))
-    grads = gather.backward(upstream, inputs, branch, torch.float32)
+    grads = dense_batched.backward(upstream, inputs, branch, torch.float32)
     monkeypatch.undo()
-    assert torch.equal(out, rw.attention(q, k, v, pattern, backend="gather"))
-    again = gather.backward(upstream, inputs, branch, torch.float32)
+    assert torch.equal(out, rw.attention(q, k, v, pattern, backend="dense_batched"))
+    again = dense_batched.backward(upstream, inputs, branch, torch.float32)
     assert all(torch.equal(one, two) for one, two in zip(grads, again, strict=True))
 
 
@@ -127,28 +129,28 @@ def test_a_table_among_patterns(name: str, of: str) -> None:
     table, every, none = parts
     assert table == pattern
     context = _table_context(
-        every.spec, none.spec, tokens, tokens, 4, 2, (SIDE, SIDE), pattern.blocks.shape[:-2], "cpu"
+        every.spec, none.spec, Extent(tokens, tokens, 4, 2, (SIDE, SIDE)), pattern.blocks.shape[:-2]
     )
 
     def planned_around(spare: bool) -> BlockPlan:
-        return tables.from_table(pattern, tokens, tokens, 4, 2, (SIDE, SIDE), "cpu", spare=spare, context=context)
+        return tables.from_table(pattern, Extent(tokens, tokens, 4, 2, (SIDE, SIDE)), spare=spare, context=context)
 
     exact = planned_around(False)
     with _NothingRead():
         spare = planned_around(True)
     assert (
-        spare.places
+        spare.capacity
         == pattern.blocks.table.numel() // pattern.blocks.table[..., 0, 0].numel() * len(context.of_table)
         + context.outside.numel()
     )
     for plan in (exact, spare):
         assert torch.equal(plan.to_dense(), general.to_dense())
         assert torch.equal(plan.to("cpu").col, exact.col)
-        assert torch.equal(plan.to("cpu").bits_t, exact.bits_t)
+        assert torch.equal(plan.to("cpu").mask_id_t, exact.mask_id_t)
         assert plan.pairs() == general.pairs()
         assert plan.tiles == general.tiles
         # full tiles are full in both
-        assert int((plan.listed()[2] < 0).sum()) == int((exact.bits < 0).sum())
+        assert int((plan.listed()[2] < 0).sum()) == int((exact.mask_id < 0).sum())
         dense = general.to_dense()
         assert torch.equal(dense, combined.to_dense(tokens, heads=4, batch=2) > 0)
     # by columns too
@@ -157,7 +159,7 @@ def test_a_table_among_patterns(name: str, of: str) -> None:
     column = torch.arange(counts.numel()).repeat_interleave(counts)
     for b in range(2):
         for h in range(4):
-            mine = column // spare.kv_tiles == int(spare.group[b, h])
+            mine = column // spare.kv_tiles == int(spare.row_set[b, h])
             for k, q in zip(
                 (column[mine] % spare.kv_tiles).tolist(), spare.row[: len(column)][mine].tolist(), strict=True
             ):
@@ -173,9 +175,9 @@ def test_a_table_among_patterns_without_data() -> None:
         (table & rw.Causal() | window, room + 2 * 4 * (2 * BLOCKS - 1)),
     ):
         plan = build(pattern, N, N, heads=4, batch=2, tile=(SIDE, SIDE), device="meta")
-        assert plan.places == places
-        assert plan.masks.shape[0] > 0
-        assert plan.group.shape == (2, 4)
+        assert plan.capacity == places
+        assert plan.mask_words.shape[0] > 0
+        assert plan.row_set.shape == (2, 4)
         assert not plan.counted
 
 
@@ -228,13 +230,13 @@ def test_tables_without_data() -> None:
     assert isinstance(again, rw.BlockTable)
     assert (again.blocks.most, again.blocks.shape) == (3, (2, 4, BLOCKS, BLOCKS))
     plan = build(pattern, N, N, heads=4, batch=2, tile=(SIDE, SIDE), device="meta")
-    assert plan.places == 2 * 4 * BLOCKS * 3
+    assert plan.capacity == 2 * 4 * BLOCKS * 3
     assert plan.col.device.type == "meta"
     assert queues.row_queue(plan, 2, 1, 2**14, 4).records.shape == (2 * 4 * BLOCKS, 1, 6)
     assert queues.column_queue(plan, 2, 2**14, 4).records.shape == (2 * 2 * BLOCKS, 2, 6)
     mask = rw.BlockTable(torch.empty(BLOCKS, BLOCKS, dtype=torch.bool, device="meta"), SIDE)
     assert mask.spec == "BlockTable(_, 64)"
-    assert build(mask, N, N, tile=(SIDE, SIDE), device="meta").places == BLOCKS**2
+    assert build(mask, N, N, tile=(SIDE, SIDE), device="meta").capacity == BLOCKS**2
 
 
 def test_a_huge_table_is_planned_exactly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import ringweave as rw
+from ringweave.backends import triton
 from ringweave.cli.app import app
 from ringweave.errors import RingweaveError
-from ringweave.ops import triton
 from ringweave_lab.bench.record import Outcome, Target
 from ringweave_lab.bench.report import case_pages, read_lines, write_figures
 from ringweave_lab.campaign import campaign

@@ -13,7 +13,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from ringweave.ops import cpu
+from ringweave.backends import cpu
 from ringweave.units import nbytes
 from ringweave_lab.bench import launched
 from ringweave_lab.bench.report import error_text, milliseconds
@@ -183,7 +183,7 @@ def test_backend_and_instruction_set_are_named(run: tuple[DemoResult, str, Any])
     assert f"{result.exactness.backend} backend" in report
     if result.environment.kernel:
         assert result.exactness.backend == "cpu"
-        assert {o.peer for o in result.outcomes} == {"ringweave", "ringweave:gather", "sdpa"}
+        assert {o.peer for o in result.outcomes} == {"ringweave", "ringweave:dense_batched", "sdpa"}
 
 
 def test_the_text_is_this_pythons_library() -> None:

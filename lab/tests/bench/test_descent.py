@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ringweave.ops.triton.launch_config import Asked, Device, LaunchConfig, choose
-from ringweave.ops.tuning import KernelKey
+from ringweave.backends.triton.launch_config import Asked, Device, LaunchConfig, choose
+from ringweave.backends.tuning import KernelKey
 from ringweave.tune.descent import STEP, candidates, descend
 
 HOPPER, AMPERE = Device("hopper", 227 * 1024), Device("ampere", 99 * 1024)

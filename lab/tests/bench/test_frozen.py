@@ -122,16 +122,16 @@ def test_what_cannot_run_ends_with_two(words: list[str], said: str, monkeypatch:
 
 
 def test_what_is_wrong_ends_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringweave.ops import dispatch
+    from ringweave import program
 
-    chosen = dispatch.run_forward
+    right = program.Program.forward
 
     def wrong(*arguments: Any) -> Any:
-        out, lse = chosen(*arguments)
+        out, lse = right(*arguments)
         return out * 1.01, lse
 
-    monkeypatch.setattr("ringweave.ops.dispatch.run_forward", wrong)
-    monkeypatch.setattr("ringweave.ops.prepared.find", lambda *call: (None, None))
+    monkeypatch.setattr(program.Program, "forward", wrong)
+    monkeypatch.setattr("ringweave.api.find", lambda *call: (None, None))
     found = run("bench", "memory", "--quick", "--tokens", "256")
     assert found.exit_code == 1
     assert "ringweave is wrong on window + sinks, forward: wrong: root mean square error of out" in " ".join(

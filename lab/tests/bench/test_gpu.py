@@ -28,7 +28,7 @@ from ringweave_lab.bench.record import targets
 # the package hides the module behind its function
 compare = importlib.import_module("ringweave_lab.bench.compare")
 PROBLEM = Problem("stage A", Drawn(0.5), 512, 3, 16)
-SMALL = part(PROBLEM, ("ringweave:gather", "flex"))
+SMALL = part(PROBLEM, ("ringweave:dense_batched", "flex"))
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_the_patterns_have_the_density_asked_for() -> None:
 
 def test_kernels_are_checked_timed_and_counted(steady: None) -> None:
     found = measure(SMALL, 1e9)
-    mine = {each.direction: each for each in found if each.peer == "ringweave:gather"}
+    mine = {each.direction: each for each in found if each.peer == "ringweave:dense_batched"}
     assert set(mine) == {"forward", "backward"}
     tiles = 8  # of 16, by half
     for direction, products in (("forward", 2), ("backward", 5)):
@@ -119,7 +119,7 @@ def test_kernels_are_checked_timed_and_counted(steady: None) -> None:
 
 
 def test_forward_and_backward_in_one_go_with_memory(steady: None) -> None:
-    (each,) = measure(part(PROBLEM, ("ringweave:gather",), whole=True))
+    (each,) = measure(part(PROBLEM, ("ringweave:dense_batched",), whole=True))
     assert each.direction == "forward + backward"
     assert each.peak is not None
     assert each.peak_share is None
@@ -128,7 +128,7 @@ def test_forward_and_backward_in_one_go_with_memory(steady: None) -> None:
 
 
 def test_dense_kernels_of_a_gpu_are_not_there(steady: None) -> None:
-    found = measure(part(PROBLEM, ("ringweave:gather",), dense=True))
+    found = measure(part(PROBLEM, ("ringweave:dense_batched",), dense=True))
     dense = [each for each in found if each.workload == "stage A, dense"]
     assert {(each.peer, each.direction) for each in dense} >= {("sdpa:cudnn", "forward"), ("sdpa:cudnn", "backward")}
     assert all(each.density == 1.0 for each in dense)
@@ -140,7 +140,7 @@ def test_dense_kernels_are_over_the_first_sparse_one(steady: None) -> None:
     def build(problem, inputs):  # type: ignore[no-untyped-def]
         return Built(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v), rw.Full(), "there")
 
-    of = part(PROBLEM, ("ringweave:gather",), dense=True)
+    of = part(PROBLEM, ("ringweave:dense_batched",), dense=True)
     there = Peer("sdpa:there", "", lambda problem, backward: None, build)
     of = dataclasses.replace(of, entries=[of.entries[0], (of.entries[1][0], [there])])
     for sparse, dense in (measure(of)[:2], measure(of)[2:]):
@@ -280,7 +280,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_part_starts_once_the_time_is_used_up(steady: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "matmul_peak", lambda *of: 2e9)
-    monkeypatch.setattr(gpu, "PARTS", {"one": part(PROBLEM, ("ringweave:gather",)), "two": SMALL})
+    monkeypatch.setattr(gpu, "PARTS", {"one": part(PROBLEM, ("ringweave:dense_batched",)), "two": SMALL})
     times = iter((0.0, 1.0, gpu.BUDGET + 1.0))
     result = run(Options(device="cpu", dtype=torch.float32, rounds=1), lambda: next(times))
     assert result.conclusion == ("Matrix product of float32: 0 TFLOP/s. No time was left for stage A at 512 tokens.")

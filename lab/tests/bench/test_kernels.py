@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 import ringweave as rw
-from ringweave.ops import cpu, dispatch
+from ringweave import program
+from ringweave.backends import cpu
 from ringweave.tune.measure import Ratio, Timing
 from ringweave_lab.bench import CaseResult, Options, Outcome, Target, run_case
 from ringweave_lab.bench.cases.kernels import TARGETS, USUAL, asked, fma_peak, overheads, whole_grid
@@ -45,7 +47,9 @@ def test_the_share_is_of_the_peak_and_on_the_tiles_computed(result: CaseResult) 
         if isinstance(record, Outcome) and record.peer == "ringweave":
             assert record.gflops is not None
             assert record.timing is not None
-            tiles = rw.random_blocks(record.tokens, record.density).plan(record.tokens, heads=record.heads).tiles
+            tiles = (
+                rw.patterns.random_blocks(record.tokens, record.density).plan(record.tokens, heads=record.heads).tiles
+            )
             each = 128 * 128 * record.head_dim * (4 if record.direction == "forward" else 14)
             assert record.gflops == pytest.approx(tiles * each / record.timing.median / 1e9)
             assert record.peak_share is not None
@@ -68,7 +72,7 @@ def test_without_the_kernel_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "module", lambda: None)
     found = run_case("kernels", Options(quick=True, rounds=1, dtype=torch.float32))
     assert found.conclusion.startswith("No native kernel ran here (ringweave was installed without a C++ compiler)")
-    assert {r.how for r in found.records if isinstance(r, Outcome) and r.peer == "ringweave"} == {"gather"}
+    assert {r.how for r in found.records if isinstance(r, Outcome) and r.peer == "ringweave"} == {"dense_batched"}
     assert not any(isinstance(record, Target) for record in found.records)
 
 
@@ -135,14 +139,14 @@ def test_a_target_is_met_or_not(figure: float | None, bound: float | None, at_le
 
 
 def test_a_wrong_result_has_no_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = dispatch.run_forward
+    right = program.Program.forward
 
-    def wrong(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = right(*arguments)  # type: ignore[arg-type]
+    def wrong(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = right(*arguments)
         return out * 1.1, lse
 
-    monkeypatch.setattr("ringweave.ops.dispatch.run_forward", wrong)
-    monkeypatch.setattr("ringweave.ops.prepared.find", lambda *call: (None, None))
+    monkeypatch.setattr(program.Program, "forward", wrong)
+    monkeypatch.setattr("ringweave.api.find", lambda *call: (None, None))
     found = list(overheads(Options(quick=True, rounds=1, heads=1), [torch.bfloat16], lambda text: None))
     assert len(found) == 6
     for target in found:

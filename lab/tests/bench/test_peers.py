@@ -10,7 +10,7 @@ import ringweave as rw
 from ringweave.errors import ShapeError, UnsupportedError
 from ringweave.tune import session
 from ringweave.tune.oracle import Oracle, sample_rows
-from ringweave.tune.problem import Drawn, Operands, Problem
+from ringweave.tune.problem import Drawn, Problem, Sample
 from ringweave.tune.session import Built, Peer
 from ringweave_lab.bench.compare import compare
 from ringweave_lab.bench.peers import PEERS, gather_scatter, peers, taking_part
@@ -56,7 +56,7 @@ def test_every_peer_computes_what_it_says(name: str) -> None:
             assert outcome.computes == ("Causal()" if name == "sdpa" else repr(WINDOW))
 
 
-@pytest.mark.parametrize("name", ["ringweave", "ringweave:gather", "sdpa", "sdpa+mask", "gather_scatter"])
+@pytest.mark.parametrize("name", ["ringweave", "ringweave:dense_batched", "sdpa", "sdpa+mask", "gather_scatter"])
 def test_peers_group_queries(name: str) -> None:
     problem = Problem("grouped", rw.SlidingWindow(50), 300, 4, 32, kv_heads=2)
     assert problem.inputs().k.shape == (1, 2, 300, 32)
@@ -119,7 +119,7 @@ def test_ratios_are_over_the_first_peer() -> None:
     assert first.timing is not None
     assert second.timing is not None
     assert second.over_first.medians == second.timing.median / first.timing.median
-    assert first.how == "gather" or first.how in PEERS or first.how
+    assert first.how == "dense_batched" or first.how in PEERS or first.how
     assert first.gflops == pytest.approx(WINDOW.density(300) * 2 * 300**2 * 32 * 4 / first.timing.median / 1e9)
     assert first.peak is not None
 
@@ -252,6 +252,6 @@ def test_peers_have_names_of_their_own(names: list[str]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inputs_that_are_strided_views(dtype: torch.dtype) -> None:
     problem = dataclasses.replace(_problem(WINDOW), dtype=dtype)
-    views = Operands(*(x[:, :, ::2] for x in dataclasses.replace(problem, tokens=600).inputs()))
+    views = Sample(*(x[:, :, ::2] for x in dataclasses.replace(problem, tokens=600).inputs()))
     for each in compare(problem, peers("ringweave", "sdpa+mask"), inputs=views, rounds=1, memory=False):
         assert each.timing is not None, each.reason

@@ -13,9 +13,10 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
+from ringweave import program
+from ringweave.backends import BACKENDS
 from ringweave.cli.app import app
 from ringweave.errors import UnsupportedError
-from ringweave.ops import dispatch
 from ringweave.plan import PlanCache
 from ringweave_lab.bench import Options
 from ringweave_lab.profile.profile import PARTS, _marked, _parts, profiled
@@ -37,14 +38,14 @@ def test_a_part_inside_another_counts_once() -> None:
 
 
 def test_marks_are_gone_afterwards() -> None:
-    before = dict(dispatch.BACKENDS), PlanCache.get, dispatch.merge_into
+    before = dict(BACKENDS), PlanCache.get, program.merge_into
     with _marked("cpu"):
         assert PlanCache.get is not before[1]
-        assert dispatch.BACKENDS["gather"] != before[0]["gather"]
-    assert (dict(dispatch.BACKENDS), PlanCache.get, dispatch.merge_into) == before
+        assert BACKENDS["dense_batched"] != before[0]["dense_batched"]
+    assert (dict(BACKENDS), PlanCache.get, program.merge_into) == before
     with pytest.raises(ZeroDivisionError), _marked("cpu"):
         raise ZeroDivisionError
-    assert (dict(dispatch.BACKENDS), PlanCache.get, dispatch.merge_into) == before
+    assert (dict(BACKENDS), PlanCache.get, program.merge_into) == before
 
 
 def test_a_profile_of_branches(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.ops import cpu, dispatch, gather, tuning
+from ringweave.backends import BACKENDS, cpu, dense_batched, tuning
 from ringweave.tune import search, store, tune
 from ringweave.tune.measure import Timing
 from ringweave.tune.problem import Problem
@@ -31,7 +31,7 @@ def test_what_can_run_is_checked_timed_and_stored() -> None:
     assert [choice.direction for choice in choices] == ["forward", "forward + backward"]
     for choice in choices:
         own = {each.backend for each in choice.timings if each.usual}
-        assert own == {"sdpa", "gather"} | ({"cpu"} if cpu.module() is not None else set())
+        assert own == {"sdpa", "dense_batched"} | ({"cpu"} if cpu.module() is not None else set())
         assert choice.chosen in choice.timings
         assert choice.reasons[Candidate("flash")] == "it calls kernels for CUDA tensors, and these are on cpu"
         assert not any(each.backend == "reference" for each in choice.reasons)
@@ -53,18 +53,18 @@ def test_each_kind_of_branch_is_measured_once() -> None:
 
 def test_a_wrong_backend_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: object) -> tuple[Tensor, Tensor]:
-        out, lse = gather.forward(*arguments)  # type: ignore[arg-type]
+        out, lse = dense_batched.forward(*arguments)  # type: ignore[arg-type]
         return out * 1.01, lse
 
     def broken(*arguments: object) -> tuple[Tensor, Tensor]:
         raise RuntimeError("out of something\nand more")
 
-    for name, forward in (("gather", wrong), ("sdpa", broken), ("cpu", broken)):
-        backend = dataclasses.replace(dispatch.BACKENDS[name], forward=forward)
-        monkeypatch.setitem(dispatch.BACKENDS, name, backend)
+    for name, forward in (("dense_batched", wrong), ("sdpa", broken), ("cpu", broken)):
+        backend = dataclasses.replace(BACKENDS[name], forward=forward)
+        monkeypatch.setitem(BACKENDS, name, backend)
     (choice,) = tune(problem(rw.Causal()), directions=("forward",), rounds=1)
     assert choice.timings == {}
-    assert choice.reasons[Candidate("gather")].startswith("wrong: root mean square error")
+    assert choice.reasons[Candidate("dense_batched")].startswith("wrong: root mean square error")
     assert choice.reasons[Candidate("sdpa")] == "RuntimeError: out of something"
     assert choice.backend is None
     assert store([choice]) is None
@@ -73,15 +73,15 @@ def test_a_wrong_backend_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_backend_that_auto_prefers_stays_where_it_is_about_as_fast() -> None:
-    assert fastest({"gather": 1.04, "flex": 1.0}) == "gather"
-    assert fastest({"gather": 1.06, "flex": 1.0}) == "flex"
-    assert fastest({"flex": 1.0, "triton": 1.01, "gather": 9.0}) == "triton"
-    assert fastest({"flex": 1.0, "triton": 1.06, "gather": 9.0}) == "flex"
+    assert fastest({"dense_batched": 1.04, "flex": 1.0}) == "dense_batched"
+    assert fastest({"dense_batched": 1.06, "flex": 1.0}) == "flex"
+    assert fastest({"flex": 1.0, "triton": 1.01, "dense_batched": 9.0}) == "triton"
+    assert fastest({"flex": 1.0, "triton": 1.06, "dense_batched": 9.0}) == "flex"
     assert CLOSE == 1.05
 
 
 def test_other_tiles_are_chosen_only_where_they_are_clearly_faster() -> None:
-    own, other, far = Candidate("cpu"), Candidate("cpu", (64, 64)), Candidate("gather", (32, 32))
+    own, other, far = Candidate("cpu"), Candidate("cpu", (64, 64)), Candidate("dense_batched", (32, 32))
     same = Timing((1.0, 1.0, 1.0))
     assert pick({own: same, other: Timing((0.96, 0.96, 0.96))}) == own
     assert pick({own: same, other: Timing((0.9, 0.9, 0.9))}) == other
@@ -94,7 +94,7 @@ def test_other_tiles_are_chosen_only_where_they_are_clearly_faster() -> None:
 def test_sides_suit_the_length_and_the_device() -> None:
     assert sides(whole(problem(rw.SlidingWindow(9), 4096)), "cpu") == [each for each in SIDES if each != (128, 128)]
     assert sides(whole(problem(rw.SlidingWindow(9), 60)), "cpu") == [(32, 32)]
-    table = rw.random_blocks(4096, 0.5, block_size=64)
+    table = rw.patterns.random_blocks(4096, 0.5, block_size=64)
     assert (128, 128) in sides(whole(problem(table, 4096)), "cpu")
     # other tiles than its grid's would have to wait for the table at every plan
     assert sides(whole(problem(table, 4096)), "cuda") == []
@@ -118,12 +118,12 @@ class Stand:
 
 
 def test_tiles_are_tried_for_backends_near_the_fastest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stand = Stand(monkeypatch, {"gather": 1.0, "cpu": 1.6, "sdpa": 1.4, "gather, tiles of 64 x 64": 0.5})
+    stand = Stand(monkeypatch, {"dense_batched": 1.0, "cpu": 1.6, "sdpa": 1.4, "dense_batched, tiles of 64 x 64": 0.5})
     (choice,) = tune(problem(rw.Causal(), 100), directions=("forward",), rounds=1)
-    tiles = [f"gather, tiles of {side}" for side in ("32 x 32", "64 x 64", "64 x 128", "128 x 64")]
+    tiles = [f"dense_batched, tiles of {side}" for side in ("32 x 32", "64 x 64", "64 x 128", "128 x 64")]
     # sdpa is near and has no tiles; cpu has tiles and is not near
-    assert stand.timed[1:] == [["gather", "sdpa", *tiles]]
-    assert choice.chosen == Candidate("gather", (64, 64))
+    assert stand.timed[1:] == [["dense_batched", "sdpa", *tiles]]
+    assert choice.chosen == Candidate("dense_batched", (64, 64))
     assert store([choice]) is not None
     kept = json.loads((tmp_path / "tuning.json").read_text())["entries"]
     assert [each["tile"] for each in kept.values()] == [[64, 64]]
@@ -169,16 +169,16 @@ def test_the_seconds_begin_when_the_backends_are_checked(monkeypatch: pytest.Mon
 
 def test_wrong_tiles_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: object) -> tuple[Tensor, Tensor]:
-        out, lse = gather.forward(*arguments)  # type: ignore[arg-type]
+        out, lse = dense_batched.forward(*arguments)  # type: ignore[arg-type]
         return (out if arguments[1].sides is None else out * 1.01), lse  # type: ignore[attr-defined]
 
-    monkeypatch.setitem(dispatch.BACKENDS, "gather", dataclasses.replace(gather.BACKEND, forward=wrong))
+    monkeypatch.setitem(BACKENDS, "dense_batched", dataclasses.replace(dense_batched.BACKEND, forward=wrong))
     monkeypatch.setattr(search, "NEAR", 1e9)
     (choice,) = tune(problem(rw.SlidingWindow(9), 200), directions=("forward",), rounds=1)
-    of_gather = {each: reason for each, reason in choice.reasons.items() if each.backend == "gather"}
+    of_gather = {each: reason for each, reason in choice.reasons.items() if each.backend == "dense_batched"}
     assert len(of_gather) == len(sides(whole(choice.problem), "cpu"))
     assert all(reason.startswith("wrong: root mean square error") for reason in of_gather.values())
-    assert Candidate("gather") in choice.timings
+    assert Candidate("dense_batched") in choice.timings
 
 
 @pytest.mark.gpu
@@ -193,5 +193,5 @@ def test_on_a_gpu_blocks_are_searched_and_taken() -> None:
         assert wrong == []
     assert store(choices) is not None
     q, k, v = (torch.randn(1, 4, 4096, 64, device="cuda", dtype=torch.float16) for _ in range(3))
-    got, want = (rw.attention(q, k, v, of.pattern, backend=name).float() for name in ("auto", "gather"))
+    got, want = (rw.attention(q, k, v, of.pattern, backend=name).float() for name in ("auto", "dense_batched"))
     torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-2)

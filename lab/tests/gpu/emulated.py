@@ -25,9 +25,9 @@ from triton.backends.nvidia import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import ringweave as rw
-from ringweave.ops import dispatch
-from ringweave.ops.triton import launch, operands
-from ringweave.ops.triton.launch_config import LaunchConfig
+from ringweave.backends import BACKENDS
+from ringweave.backends.triton import arguments, launch
+from ringweave.backends.triton.launch_config import LaunchConfig
 from tests.cases import MIXTURES, PATTERNS
 from tests.dropped import kept, next_seed
 from tests.oracle import NAMES, Inputs, errors
@@ -117,12 +117,15 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
 def device(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     triton.runtime.driver.set_active(emulated)
     monkeypatch.setattr(launch, "_device", lambda device: launch._of_driver())
-    taken = dispatch.BACKENDS["triton"]
+    taken = BACKENDS["triton"]
     monkeypatch.setitem(
-        dispatch.BACKENDS,
+        BACKENDS,
         "triton",
         dataclasses.replace(
-            taken, refusal=lambda case, branch: taken.refusal(dataclasses.replace(case, device="cuda"), branch)
+            taken,
+            unsupported_reason=lambda case, branch: taken.unsupported_reason(
+                dataclasses.replace(case, device="cuda"), branch
+            ),
         ),
     )
     yield emulated
@@ -245,9 +248,9 @@ def test_kernels(name: str, dim: int, dtype: torch.dtype, device: Emulated) -> N
 def test_keys_that_nobody_attends(dim: int, described: bool, device: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN there reaches nothing, by descriptors and by addresses."""
     if not described:
-        monkeypatch.setattr(operands, "describable", lambda *_: False)
+        monkeypatch.setattr(arguments, "describable", lambda *_: False)
     x = Inputs.random(130, heads=1, dim=dim, dtype=torch.bfloat16)
-    want = Wanted.of(x, ~rw.Periodic(1000, 20, 31) & rw.Causal(), 0, None, floored=True)
+    want = Wanted.of(x, ~rw.patterns.Periodic(1000, 20, 31) & rw.Causal(), 0, None, floored=True)
     x.k[:, :, 20:31], x.v[:, :, 20:31] = torch.nan, torch.nan
     device.late = True
     device.taken()
@@ -265,7 +268,7 @@ def test_proxy_fences(name: str, device: Emulated, monkeypatch: pytest.MonkeyPat
     device.formal = True
     x = Inputs.random(130, heads=1, dim=64, dtype=torch.bfloat16)
     agrees(x, EVERYTHING[name](130), device)
-    monkeypatch.setattr(operands, "describable", lambda *_: False)
+    monkeypatch.setattr(arguments, "describable", lambda *_: False)
     with pytest.raises(PtxError, match="without a proxy fence"):
         rw.attention(x.q, x.k, x.v, EVERYTHING[name](130), backend="triton")
 
@@ -333,7 +336,11 @@ def test_whole_numbers() -> None:
 @pytest.mark.parametrize("name", ["causal", "sinks"])
 def test_order_changes_no_bit(name: str, device: Emulated) -> None:
     """Warps one by one or by four, what is asynchronous early or late."""
-    x, pattern, found = Inputs.random(200, heads=2, kv_heads=1, dim=64, dtype=torch.bfloat16), EVERYTHING[name](200), []
+    x, pattern, found = (
+        Inputs.random(200, heads=2, kv_heads=1, dim=64, dtype=torch.bfloat16),
+        EVERYTHING[name](200),
+        [],
+    )
     for device.late, device.together in ((False, 4), (True, 4), (False, 1), (True, 1)):
         found.append(run(x, pattern, "triton"))
     for other in found[1:]:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import ringweave as rw
-from ringweave.ops.triton import kernels, launch, operands
+from ringweave.backends.triton import arguments, kernels, launch
 from ringweave.patterns import Pattern
 
 from .stand_in import DEVICES, NAMES, Cuda, Hip, Notes
@@ -188,8 +188,8 @@ def test_descriptors_where_strides_permit(device: Notes) -> None:
     broadcast = Call(rw.Causal(), 512, view=lambda x: x[:, :1].expand(x.shape))
     assert described(broadcast) == dict.fromkeys(of_keys + of_queries, False)
     # with keys that nobody attends, too
-    assert described(Call(rw.Periodic(50, 10, 13), 512)) == everywhere
-    assert not operands.describable(torch.empty(1, 2, 0, 64))
+    assert described(Call(rw.patterns.Periodic(50, 10, 13), 512)) == everywhere
+    assert not arguments.describable(torch.empty(1, 2, 0, 64))
     # a device without
     device.index = 1
     assert described(call) == dict.fromkeys(STREAMING, False)

@@ -21,8 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 from triton.compiler import CompiledKernel
 
-from ringweave.ops.triton import kernels
-from ringweave.ops.triton.launch_config import Device
+from ringweave.backends.triton import kernels
+from ringweave.backends.triton.launch_config import Device
 
 #: What the backend is to read of the devices, by index: an H100, an A100, a B200 and an MI300X.
 DEVICES = (

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.ops.backend import Inputs, Scoring, Upstream
-from ringweave.ops.registered import scoring_of
-from ringweave.ops.triton import launch
+from ringweave import call as described
+from ringweave.backends.backend import Upstream
+from ringweave.backends.triton import launch
+from ringweave.call import Operands
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
-from ringweave.precision import Scales
 
 from .stand_in import Launch, Notes
 
@@ -53,21 +53,16 @@ class Call:
         q, k, v = map(self.view, made)
         return q, k, v, torch.empty(*q.shape[:3], value_dim, dtype=self.dtype, device=self.device)
 
-    def scoring(self, q: Tensor, k: Tensor) -> Scoring | None:
-        if not self.terms and not self.threshold:
-            return None
-        n, extras = self.terms.count("_"), [torch.zeros(self.heads, 129), torch.zeros(1, 1, q.shape[2], k.shape[2])]
-        extras = [*extras[:n], torch.randint(-(2**63), 2**63 - 1, ())]
-        return scoring_of(
-            q,
-            (q.shape[2], k.shape[2]),
-            self.pattern,
-            self.q_offset,
-            self.terms,
-            self.threshold,
-            extras,
-            [True] * n + [False],
-        )
+    def operands(self, q: Tensor, k: Tensor, v: Tensor, scales: list[Tensor]) -> Operands:
+        n = self.terms.count("_")
+        # nothing where there are none: a call without them allocates nothing
+        learned = [torch.zeros(shape) for shape in ((self.heads, 129), (1, 1, q.shape[2], k.shape[2]))[:n]]
+        seed = [torch.randint(-(2**63), 2**63 - 1, ())] if self.threshold else []
+        call = described.Call.of(
+            q, k, v, self.pattern, scale=0.125, q_offset=self.q_offset, terms=self.terms, dropout=self.threshold,
+            features=described.features_of(self.terms, self.threshold), kv_dtype=self.stored,
+        )  # fmt: skip
+        return Operands.of(call, q, k, v, [*learned, *seed, *scales], [True] * n + [False] * (len(seed) + len(scales)))
 
     def __call__(self) -> None:
         q, k, v, dout = self.tensors()
@@ -75,8 +70,7 @@ class Call:
             self.pattern, q.shape[2], k.shape[2], heads=self.heads, batch=self.batch, q_offset=self.q_offset
         )
         dtype = torch.float32 if self.part else self.dtype
-        scales = None if self.stored is None else Scales(*(torch.empty(k.shape[:3]) for _ in "kv"))
-        inputs = Inputs(q, k, v, 0.125, self.scoring(q, k), None, scales)
+        inputs = self.operands(q, k, v, [] if self.stored is None else [torch.empty(k.shape[:3]) for _ in "kv"])
         out, lse = launch.forward(inputs, branch, dtype)
         assert (out.dtype, out.shape, lse.shape) == (dtype, dout.shape, q.shape[:3])
         if self.gradients:
@@ -100,7 +94,7 @@ ALL = ["forward", "delta", "backward_q", "backward_kv"]
 # few keys for many devices' units: columns of a group are long
 SHARED = ["forward", "delta", "backward_q", "backward_kv", "join", "join"]
 JOINED = ["forward", "join", "delta", "backward_q", "join", "backward_kv", "join", "join"]
-TABLE = rw.random_blocks(1024, 0.4, block_size=64)
+TABLE = rw.patterns.random_blocks(1024, 0.4, block_size=64)
 PAIRS = rw.BlockTable(
     (torch.rand(4, 8, 16, generator=torch.Generator().manual_seed(1)) < 0.4).repeat_interleave(2, 1), 64
 )

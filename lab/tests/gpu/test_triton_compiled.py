@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.test_triton import ROOT, in_a_process, needs_triton, release
+from tests.backends.test_triton import ROOT, in_a_process, needs_triton, release
 from tests.sampled import is_long
 
 # two minutes of one core; shared machines take several times that
@@ -27,7 +27,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     cache = getattr(request.config, "cache", None)
     if cache is None:
         return tmp_path
-    sources = sorted((ROOT / "src" / "ringweave" / "ops" / "triton").rglob("*.py"))
+    sources = sorted((ROOT / "src" / "ringweave" / "backends" / "triton").rglob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     folder = Path(cache.mkdir("triton"))
     for other in folder.iterdir():

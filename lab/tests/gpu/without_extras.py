@@ -18,8 +18,8 @@ import pytest
 import triton
 from triton.compiler import ASTSource
 
-from ringweave.ops.triton import kernels
-from ringweave.ops.triton.kernels import extras
+from ringweave.backends.triton import kernels
+from ringweave.backends.triton.kernels import extras
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import kernel_resources

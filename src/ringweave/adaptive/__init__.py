@@ -8,6 +8,7 @@ tensor(1024.)
 
 from __future__ import annotations
 
+from ..names import only
 from .importance import ImportanceTracker
 from .indexer import BlockIndexer
 from .mass import TileMass, tile_mass
@@ -25,3 +26,4 @@ __all__ = [
     "select",
     "tile_mass",
 ]
+__dir__ = only(__all__)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import ShapeError, message, shown
 from ..patterns import BlockTable, Causal, Pattern
 from ..patterns.block_sets import ListedBlocks, MaskBlocks
-from ..patterns.numbers import flag, number, whole
+from ..patterns.validate import flag, number, whole
 from .mass import tile_mass
 from .pooling import block_means, stretches
 

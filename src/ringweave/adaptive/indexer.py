@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..checks import check_tensors
 from ..errors import ShapeError, message
 from ..patterns import BlockTable
-from ..patterns.numbers import one_of, whole
+from ..patterns.validate import one_of, whole
 from ..types import acc_dtype
+from ..validate import check_tensors
 from .mass import TileMass
 from .pooling import by_block, in_cache, largest, least, stretches
 from .selection import HEADS, Grid, Score, amount_of, choose, chunk_rows, grid_of, products
@@ -189,7 +189,7 @@ class BlockIndexer(nn.Module):
         """
         grid = self._grid(q, k, q_offset, causal, 0, 0)
         p = mass.plan
-        sizes = (p.q_tile, p.kv_tile, p.nq, p.nk, *p.group.shape)
+        sizes = (p.q_tile, p.kv_tile, p.nq, p.nk, *p.row_set.shape)
         wanted = (self.block_size, self.block_size, grid.nq, grid.nk, q.shape[0], self.heads)
         if sizes != wanted:
             names = "(q_tile, kv_tile, nq, nk, batch, heads)"

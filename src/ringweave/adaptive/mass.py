@@ -8,20 +8,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import check_call
+from ..backends import cpu, dense_batched
+from ..backends.backend import RENAMED, readable
+from ..call import Arguments, Call, Operands
 from ..errors import PatternError, ShapeError, UnsupportedError, message, shown
-from ..ops import cpu, gather
-from ..ops.backend import Case, Inputs, Scoring, readable
+from ..names import renamed_value
 from ..patterns import LongNet, Pattern
-from ..patterns.numbers import one_of
 from ..patterns.shifted import first_positions
+from ..patterns.validate import one_of
 from ..plan import BlockPlan, Branch, plan
-from ..terms import Term
+from ..terms import Term, TermOperands
 from ..torch_compat import mapped, wrapped
 from ..types import acc_dtype
+from ..validate import checked
 
 _PER = ("tile", "row")
-_BACKENDS = ("auto", "cpu", "gather")
+_BACKENDS = ("auto", "cpu", "dense_batched")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +50,7 @@ class TileMass:
     def tiles(self) -> tuple[Tensor, Tensor, Tensor]:
         """List, aligned with ``values``, int64 (T,) each: b * Hq + h, the query tile and the key tile."""
         p = self.plan
-        group, counts = p.group.reshape(-1).long(), (p.row_ptr[:, -1] - p.row_ptr[:, 0]).long()
+        group, counts = p.row_set.reshape(-1).long(), (p.row_ptr[:, -1] - p.row_ptr[:, 0]).long()
         pair = torch.arange(group.numel(), device=p.device).repeat_interleave(counts[group])
         place = torch.arange(pair.numel(), device=p.device) - self.first.reshape(-1)[pair]
         entry = place + p.row_ptr[:, 0].long()[group[pair]]
@@ -61,7 +63,7 @@ class TileMass:
     def to_dense(self) -> Tensor:
         """Spread them to (B, Hq, query tiles, key tiles), or per row to (B, Hq, Nq, key tiles), for small sizes."""
         p = self.plan
-        batch, heads = p.group.shape
+        batch, heads = p.row_set.shape
         dense = self.values.new_zeros(batch * heads, p.q_tiles, p.kv_tiles, *self.values.shape[1:])
         dense[self.tiles()] = self.values
         dense = dense.view(batch, heads, *dense.shape[1:])
@@ -101,8 +103,8 @@ def tile_mass(
         k_offset: Position of the first key, alike.
         terms: What was added to the scores: those that lse was made with.
         tile: Side of a tile, or (queries, keys); multiples of 16. None: as of :func:`ringweave.plan`.
-        backend: ``"cpu"`` (the native kernel: CPU tensors of up to 32 bits, no terms), ``"gather"``, or the first of
-            them that can.
+        backend: ``"cpu"`` (the native kernel: CPU tensors of up to 32 bits, no terms), ``"dense_batched"``, or
+            ``"auto"``: the first of them that can.
     Returns:
         The masses, with the plan whose tiles they are of.
     Raises:
@@ -117,10 +119,10 @@ def tile_mass(
         (torch.Size([1, 4, 256]), True)
     """
     one_of("per", per, _PER)
+    backend = renamed_value("backend", backend, RENAMED)
     one_of("backend", backend, _BACKENDS)
-    pattern, scale, q_offset, terms, _ = check_call(
-        q, k, k, pattern, scale=scale, q_offset=q_offset, k_offset=k_offset, backend="gather", terms=terms
-    )
+    call, *_, terms = checked(Arguments(q, k, k, pattern, scale, q_offset, "dense_batched", k_offset, terms=terms))
+    pattern, q_offset = call.pattern, call.q_offset
     if isinstance(pattern, LongNet):
         got = repr(pattern)
         raise PatternError(message("pattern", got, "a relation", "Ask for the mass of one branch's relation."))
@@ -134,9 +136,9 @@ def tile_mass(
         raise UnsupportedError(message("tile_mass", "tensors inside of torch.vmap", wanted, "Call it for each."))
     batch, heads, nq, _ = q.shape
     p = plan(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=q.device)
-    inputs = Inputs(readable(q), readable(k), readable(k), scale, _scoring(q, k, pattern, q_offset, terms))
-    reason = cpu.refusal(
-        Case.of(inputs), Branch.whole(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset)
+    inputs = Operands(readable(q), readable(k), readable(k), call.scale, _scoring(q, call, terms))
+    reason = cpu.unsupported_reason(
+        inputs.call(), Branch.whole(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset)
     )
     if reason is None and terms:
         reason = "it sums no masses of scores with terms"
@@ -144,16 +146,16 @@ def tile_mass(
         reason = "it reads no tensors of a transform of torch.func"
     if backend == "cpu" and reason is not None:
         wanted = f"a case that it can run, but {reason}"
-        raise UnsupportedError(message("backend", "'cpu'", wanted, "Use backend='auto' or 'gather'."))
-    counts = (p.row_ptr[:, -1] - p.row_ptr[:, 0]).long()[p.group.long()]
+        raise UnsupportedError(message("backend", "'cpu'", wanted, "Use backend='auto' or 'dense_batched'."))
+    counts = (p.row_ptr[:, -1] - p.row_ptr[:, 0]).long()[p.row_set.long()]
     first = (counts.reshape(-1).cumsum(0) - counts.reshape(-1)).view(batch, heads)
-    kernel = gather.tile_mass if reason is not None or backend == "gather" else cpu.tile_mass
+    kernel = dense_batched.tile_mass if reason is not None or backend == "dense_batched" else cpu.tile_mass
     return TileMass(p, kernel(inputs, lse.detach(), p, first, per == "row"), first)
 
 
-def _scoring(q: Tensor, k: Tensor, pattern: Pattern, q_offset: int, terms: tuple[Term, ...]) -> Scoring | None:
+def _scoring(q: Tensor, call: Call, terms: tuple[Term, ...]) -> TermOperands | None:
     if not terms:
         return None
-    places = [torch.arange(n, device=q.device) for n in (q.shape[1], q.shape[2], k.shape[2])]
-    first = first_positions(pattern, q_offset, q.shape[0], q.device)
-    return Scoring(terms, None, places[0], places[1], places[2], first, (None,) * len(terms))
+    places = [torch.arange(n, device=q.device) for n in (call.heads, call.nq, call.nk)]
+    first = first_positions(call.pattern, call.q_offset, call.batch, q.device)
+    return TermOperands(terms, None, places[0], places[1], places[2], first, (None,) * len(terms))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..parallel import ContextParallel
 
 from ..errors import ShapeError, message
-from ..patterns.numbers import whole
+from ..patterns.validate import whole
 
 # numbers that a CPU reduces at a time
 _AT_ONCE = 2**18

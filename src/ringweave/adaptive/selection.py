@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import check_tensors
 from ..errors import PatternError, ShapeError, message, shown
 from ..patterns import BlockTable
 from ..patterns.block_sets import ListedBlocks
-from ..patterns.numbers import flag, number, one_of, whole
+from ..patterns.validate import flag, number, one_of, whole
 from ..types import acc_dtype
+from ..validate import check_tensors
 from .pooling import KeyBounds, block_means, by_block, largest, least
 
 METHODS = ("mean", "antidiagonal", "top_p", "bounds")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import PatternError, message, shown
 from ..patterns import Pattern
-from ..patterns.numbers import number, one_of, whole
+from ..patterns.validate import number, one_of, whole
 
 #: How much of the way is gone at a share of the ramp.
 _SHAPES: dict[str, Callable[[float], float]] = {
@@ -39,7 +39,7 @@ class SparsitySchedule:
         UnsupportedError: An unknown shape.
     Example:
         >>> schedule = rw.adaptive.SparsitySchedule(
-        ...     lambda density: rw.random_blocks(256, density, block_size=16),
+        ...     lambda density: rw.patterns.random_blocks(256, density, block_size=16),
         ...     start=0.5, end=0.1, warmup=2, ramp=4, shape="linear",
         ... )
         >>> densities = []

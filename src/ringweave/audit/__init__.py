@@ -6,10 +6,13 @@ switches off, a fused path that goes round a module. Here every pair is found by
 
 from __future__ import annotations
 
+from typing import Any
+
+from ..names import only, warn_renamed
 from .layers import Layer, ModelAudit, intercepted, model
-from .reach import Reach, leaks
-from .support import Attended, attended
+from .leakage import Reach, leaks
 from .verdict import Comparison, compare, named
+from .weight_probe import Attended, attended
 
 __all__ = [
     "Attended",
@@ -24,3 +27,15 @@ __all__ = [
     "model",
     "named",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "kit":
+        from . import conformance
+
+        warn_renamed("ringweave.audit.kit", "ringweave.audit.conformance")
+        return conformance
+    raise AttributeError(f"module 'ringweave.audit' has no attribute {name!r}")
+
+
+__dir__ = only(__all__)

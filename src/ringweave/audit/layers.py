@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ShapeError, message
-from ..patterns import Causal, Documents, Full, Keys, Pattern, Segments, SlidingWindow
+from ..patterns import Causal, Documents, Full, KeyPadding, Pattern, Segments, SlidingWindow
 from ..torch_compat import without_functions
-from .support import Attended, attended
 from .verdict import Comparison, compare, named
+from .weight_probe import Attended, attended
 
 
 @dataclass(frozen=True, eq=False)
@@ -515,18 +515,18 @@ class _Promises:
             if padding.shape[1] >= total and causal | (nq == nk):
                 rows = padding[:, total - nq : total].cpu() != 0
         elif nk > total and causal:
-            pattern = local & Keys(total)
+            pattern = local & KeyPadding(total)
         if self.documents is not None and nq == nk:
             pattern = local.within(self.documents)
         return pattern, rows, k_offset
 
 
-def _keys(padding: Tensor) -> Keys:
+def _keys(padding: Tensor) -> KeyPadding:
     there = padding != 0
     start = there.int().argmax(1)
     stop = there.shape[1] - there.flip(1).int().argmax(1)
     empty = ~there.any(1)
-    return Keys(stop.masked_fill(empty, 0), start.masked_fill(empty, 0))
+    return KeyPadding(stop.masked_fill(empty, 0), start.masked_fill(empty, 0))
 
 
 def _local(config: Any, module: nn.Module, causal: bool) -> Pattern:

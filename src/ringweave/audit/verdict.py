@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError, ShapeError, message, shown
-from ..patterns import Causal, Documents, Full, Keys, Pattern, Segments, Sinks, SlidingWindow, Strided, parse
+from ..patterns import Causal, Documents, Full, KeyPadding, Pattern, Segments, Sinks, SlidingWindow, Strided, parse
 from ..patterns.algebra import And, Combined, Not, Or, join
 from ..patterns.within import Within
 from ..units import count
 from .drawn import Drawn
-from .support import Attended
+from .weight_probe import Attended
 
 _OFFENDERS = 5
 _TILES = (8, 16, 32, 64, 128)
@@ -343,7 +343,7 @@ def _in_tiles(promised: Tensor, side: int, q_offset: int) -> Tensor:
 
 def _kind(leaf: Pattern) -> str:
     """What it means that a part of a pattern is left out."""
-    if isinstance(leaf, Keys):
+    if isinstance(leaf, KeyPadding):
         return "padding is ignored"
     if isinstance(leaf, Documents):
         return "packing is ignored: documents attend each other"
@@ -415,7 +415,7 @@ def named(pairs: Tensor, q_offset: int = 0, counted: Tensor | None = None) -> Pa
     keys = shown_pairs.any(0).nonzero().flatten()
     bounds: list[Pattern] = []
     if int(keys[0]) > 0 or int(keys[-1]) < nk - 1:
-        bounds.append(Keys(int(keys[-1]) + 1, int(keys[0])))
+        bounds.append(KeyPadding(int(keys[-1]) + 1, int(keys[0])))
     chunks: list[list[Pattern]] = [[]]
     chunks += [[each] for each in _pieces(shown_pairs, q_offset)]
     for sinks in range(9):

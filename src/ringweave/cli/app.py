@@ -13,11 +13,11 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from .. import __version__
+from ..backends import BACKENDS
 from ..cells import Panel, picture
 from ..errors import RingweaveError
 from ..explanation import explain as explained
 from ..laboratory import COMMANDS, REMEDY, registrations
-from ..ops.dispatch import BACKENDS
 from ..patterns import parse
 from ..picture import ASCII_SHADES, SHADES, art_rows
 from . import auditing, doctor, terminal

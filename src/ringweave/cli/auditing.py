@@ -82,10 +82,10 @@ def audit(
 
 
 def _kernel(name: str, examples: int, as_json: bool) -> None:
-    from ..audit import kit
+    from ..audit import conformance
 
-    kernel = kit.load(name)
-    verdicts = [kit.judge(kernel, rule, examples=examples) for rule in kit.RULES]
+    kernel = conformance.load(name)
+    verdicts = [conformance.judge(kernel, rule, examples=examples) for rule in conformance.RULES]
     console = terminal.out()
     if as_json:
         figures = [

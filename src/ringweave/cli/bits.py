@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..functional import attention
-from ..pages import PagedCache, paged_attention
-from ..patterns import Causal, Keys, Pattern
+from ..api import attention, paged_attention
+from ..kv_cache import PagedCache
+from ..patterns import Causal, KeyPadding, Pattern
 from ..precision import Precision
 from ..terms import ALiBi, DistanceBias, Softcap
 
@@ -115,12 +115,12 @@ def _pages(x: _Whole) -> bool:
 def _padded_right(x: _Whole) -> bool:
     n = x.k.shape[2]
     k, v = (torch.cat([t, torch.full_like(t[:, :, :77], 3.0)], 2) for t in (x.k, x.v))
-    return torch.equal(x.attend(x.q, k, v, Causal() & Keys([n] * len(k))), x.out)
+    return torch.equal(x.attend(x.q, k, v, Causal() & KeyPadding([n] * len(k))), x.out)
 
 
 def _padded_left(x: _Whole) -> bool:
     q, k, v = (torch.cat([torch.full_like(t[:, :, :_TILE], 3.0), t], 2) for t in (x.q, x.k, x.v))
-    return torch.equal(x.attend(q, k, v, Causal() & Keys(k.shape[2], start=_TILE))[:, :, _TILE:], x.out)
+    return torch.equal(x.attend(q, k, v, Causal() & KeyPadding(k.shape[2], start=_TILE))[:, :, _TILE:], x.out)
 
 
 #: By what differs.

@@ -20,9 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__, memory
+from ..backends import BACKENDS, cpu, tuning
+from ..call import Call
 from ..errors import RingweaveError
-from ..ops import cpu, dispatch, tuning
-from ..ops.backend import Case
 from ..patterns import Causal, SlidingWindow
 from ..plan import branches
 from ..units import nbytes
@@ -129,7 +129,7 @@ def diagnose() -> dict[str, dict[str, Any]]:
         "native kernel": _kernel(),
         "compilers": {name: _compiler(name) for name in _COMPILERS},
         "packages": {name: _installed(name) for name in _OPTIONAL},
-        "backends": {name: {kind: _usable(name, kind) for kind in devices} for name in dispatch.BACKENDS},
+        "backends": {name: {kind: _usable(name, kind) for kind in devices} for name in BACKENDS},
         "tuning store": _store(),
         "variables": _VARIABLES | {name: value for name, value in sorted(os.environ.items()) if name in _VARIABLES},
     }
@@ -169,7 +169,7 @@ def _store() -> dict[str, str | int]:
 
 def _why_absent() -> str:
     if importlib.util.find_spec(_MODULE) is None:
-        why = "none: ringweave was built without a working C++ compiler, and the gather backend runs instead"
+        why = "none: ringweave was built without a working C++ compiler, and the dense_batched backend runs instead"
         return f"{why}. Install g++ or clang++, then ringweave again."
     try:
         importlib.import_module(_MODULE)
@@ -208,11 +208,11 @@ def _compiler(name: str) -> str | None:
 
 def _usable(name: str, device: str) -> str:
     """Say ``usable``, or what a backend refuses of a dense and of a sparse case on a device."""
-    case = Case(1, 1, 1, 256, 256, 64, 64, torch.float32, device, needs_grad=True)
+    case = Call(1, 1, 1, 256, 256, 64, 64, torch.float32, device, needs_grad=True)
     refused = {}
     for kind, pattern in (("dense", Causal()), ("sparse", SlidingWindow(64))):
         (branch,) = branches(pattern, 256, 256)
-        reason = dispatch.BACKENDS[name].refusal(case, branch)
+        reason = BACKENDS[name].unsupported_reason(case, branch)
         if reason is not None:
             refused[kind] = reason
     if not refused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..names import only
 from ..plan.cache import CacheStatistics, plan_cache
 from . import numa
 from .batch_size import fit_batch
@@ -22,6 +23,7 @@ __all__ = [
     "pressure",
     "trim",
 ]
+__dir__ = only(__all__)
 
 
 def keep_plans(folder: str | Path | None, *, seconds: float = 0.05) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import ShapeError, UnsupportedError, is_out_of_memory, message, shown
-from ..patterns.numbers import named_device, whole
+from ..patterns.validate import named_device, whole
 from . import peak
 from .pressure import pressure, to_system, trim
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import recent
-from ..patterns.numbers import named_device
+from .. import cache
+from ..patterns.validate import named_device
 
 _UNLIMITED = 2**60
 
@@ -177,7 +177,7 @@ def trim() -> int:
         True
     """
     callbacks = [callback for each in list(_callbacks) if (callback := each()) is not None]
-    total = recent.trim_all() + sum(callback() for callback in callbacks)
+    total = cache.trim_all() + sum(callback() for callback in callbacks)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     to_system()

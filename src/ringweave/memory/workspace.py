@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..cache import enlist, interrupted
 from ..errors import ShapeError, message, shown
-from ..patterns.numbers import named_device
-from ..recent import enlist, interrupted
+from ..patterns.validate import named_device
 from ..torch_compat import dispatched, transforming
 from .pressure import pressure
 

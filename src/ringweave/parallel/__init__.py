@@ -1,6 +1,6 @@
 """Context parallelism: one sequence around a ring of ranks, exact, moving only what the pattern needs.
 
-    pattern, placement  --demand-->  key tiles per rank  --exchange-->  messages  --gather | ring-->  (out, lse)
+    pattern, placement  --demand-->  key tiles per rank  --exchange-->  messages  --allgather | ring-->  (out, lse)
 
 ``ContextParallel`` joins them; ``Transport`` carries the messages, over torch.distributed, and turns failures into
 :class:`ringweave.RingError`.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..names import only
 from .context import ContextParallel
 from .execution.pending_table import PendingTable
 from .planning.placement import Placement
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ContextParallel", "PendingTable", "Placement", "Trace", "Transport", "export_chrome_trace", "regroup",
 ]  # fmt: skip
+__dir__ = only(__all__)
 
 
 def __getattr__(name: str) -> object:

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..checks import check_tensors
+from ..backends import BACKENDS
+from ..call import Arguments, Call, Operands
 from ..errors import RingError, ShapeError, UnsupportedError, message
-from ..ops.backend import Inputs
-from ..ops.dispatch import BACKENDS, names, run_forward
-from ..ops.registered import refuse_forward_mode, said
 from ..patterns import Pattern, check_extents
-from ..patterns.fit import refuse
-from ..patterns.numbers import one_of, whole
 from ..patterns.parse import of_call
+from ..patterns.validate import one_of, refuse, whole
 from ..precision import Precision, as_precision
-from ..terms import Term
+from ..program import Program, names
 from ..torch_compat import transforming
+from ..torch_ops import refuse_forward_mode
+from ..validate import check_tensors
 from .execution import wire as wires
 from .execution.agreement import TAG_WORDS, Agreement, Opaque, Progress, Value, text_words
 from .execution.pending_table import PendingTable, rows_of
 from .execution.wire import WireStatistics
-from .operators import register, ring_attention_op, written_argument
+from .operators import asked_for, register, ring_attention_op, written_argument
 from .options import ContextOptions
 from .planning.choice import place
 from .planning.placement import Placement
@@ -58,9 +56,10 @@ class ContextParallel:
             sum. Others may be used too; the placement is not chosen for them.
         seq_len: Tokens of the whole sequence.
         heads: Query heads and key heads, (Hq, Hkv).
-        schedule: ``"gather"``: receive all, compute once; the forward bits are those of one device. ``"ring"``: stage
-            by stage, computing while the next stage's keys arrive; least memory, and queries travel where that is
-            cheaper. ``"auto"``: gather, unless a rank would hold more than three shards, or ring moves less than half.
+        schedule: ``"allgather"``: receive all, compute once; the forward bits are those of one device. ``"ring"``:
+            stage by stage, computing while the next stage's keys arrive; least memory, and queries travel where that
+            is cheaper. ``"auto"``: allgather, unless a rank would hold more than three shards, or ring moves less
+            than half.
         placement: ``"auto"`` (by modelled time of bytes and work), a name, or a Placement.
         wire: What keys and values travel as: ``"native"``, ``"bf16"`` or ``"int8"`` (a scale per token); None: as
             ``precision`` says.
@@ -117,7 +116,7 @@ class ContextParallel:
         elif not isinstance(mesh, Communicator):
             group, per_node = group_of(mesh)
             if per_node is not None and schedule == "ring":
-                got, wanted = "'ring' on a mesh of two dimensions", "'gather' or 'auto' there"
+                got, wanted = "'ring' on a mesh of two dimensions", "'allgather' or 'auto' there"
                 raise UnsupportedError(message("schedule", got, wanted, "Flatten the mesh for a ring."))
             mesh = Transport(group, deadline=options.deadline, retries=options.retries)
         self.transport: Communicator = mesh
@@ -126,7 +125,7 @@ class ContextParallel:
         #: (local,) int64, the global positions of this rank's tokens; padding is at and after ``seq_len``
         self.positions = torch.from_numpy(self.placement.positions(transport.rank))
         self._held = self.placement.held(transport.rank)
-        self.schedules: Schedules = Schedules(self.placement, self.heads, transport.rank, schedule, per_node)
+        self.schedules: Schedules = Schedules(self.placement, self.heads, transport.rank, options.schedule, per_node)
         said: dict[str, Value] = {
             "context": transport.open() if other is None else other.call.said["context"],
             "seq_len": self.seq_len, "heads": str(self.heads), "nodes": per_node,
@@ -250,38 +249,39 @@ class ContextParallel:
     # ---- attention ---------------------------------------------------------------------------------------------------
 
     def attend(
-        self,
-        inputs: Inputs,
-        pattern: Pattern,
-        backend: str,
-        terms: Sequence[Term] = (),
-        dropout: float = 0.0,
-        asked: Mapping[str, object] = MappingProxyType({}),
+        self, call: Call, inputs: tuple[Tensor, Tensor, Tensor], tensors: Sequence[Tensor], given: Arguments
     ) -> tuple[Tensor, Tensor]:
         """Compute (out, lse) of the shard, once ``rw.attention(..., context=)`` has checked its arguments.
 
-        ``asked`` has the arguments of that call by name, which the ranks compare besides.
+        Args:
+            call: The call.
+            inputs: q, k and v of the shard.
+            tensors: The others, in the order of ``call.pack``.
+            given: The arguments; the ranks compare all that are not defaults.
         """
         refuse_forward_mode()
-        if not torch.compiler.is_compiling() and transforming(*inputs[:3]):
+        if not torch.compiler.is_compiling() and transforming(*inputs):
             remedy = "Differentiate with torch.autograd, and fold a mapped dimension into the batch."
             raise UnsupportedError(message("context", "a torch.func transform", "a call without one", remedy))
-        q, k, v, scale = inputs[:4]
-        spec, threshold, extras = said(terms, dropout)
-        grads = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *extras))
-        tensors: list[Tensor] = []
-        text = ", ".join([f"{name}={written_argument(value, tensors)}" for name, value in asked.items()])
-        # text, since autograd takes an empty list for one of tensors
-        fixed = "".join(["0" if x.requires_grad else "1" for x in tensors])
-        tensors = [x.detach() for x in tensors]
-        call = (scale, backend, self._number, spec, threshold, extras, self._tag, grads, text, tensors, fixed)
-        out, lse, *_ = ring_attention_op(q, k, v, pattern.tables, pattern.spec, *call)
+        grads = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *tensors))
+        compared: list[Tensor] = []
+        asked = ", ".join([f"{name}={written_argument(value, compared)}" for name, value in asked_for(given)])
+        fixed = "".join(["0" if x.requires_grad else "1" for x in compared])
+        shared = "\n".join([self._number, str(int(grads)), fixed, asked])
+        others = [self._tag, *[x.detach() for x in compared]]
+        out, lse, *_ = ring_attention_op(*inputs, tensors, call.text, call.scale, call.dropout, others, shared)
         return out, lse
 
     def check(
-        self, q: Tensor, k: Tensor, pattern: Pattern, q_offset: int, backend: str, extras: frozenset[str] = frozenset()
+        self,
+        q: Tensor,
+        k: Tensor,
+        pattern: Pattern,
+        q_offset: int,
+        backend: str,
+        features: frozenset[str] = frozenset(),
     ) -> None:
-        """Raise a typed error unless a call, with ``extras`` by name, fits this context."""
+        """Raise a typed error unless a call, with ``features`` by name, fits this context."""
         if q_offset != 0:
             raise UnsupportedError(message("q_offset", q_offset, "0 with a context", "Decode on one device."))
         for name, x, heads in (("q", q, self.heads[0]), ("k", k, self.heads[1])):
@@ -295,8 +295,8 @@ class ContextParallel:
                 able = [name for name in names()[1:] if BACKENDS[name].planned and BACKENDS[name].branched]
                 wanted = f"'auto' or one that computes a plan: {', '.join(able)}"
                 raise UnsupportedError(message("backend", repr(backend), wanted, "Use 'auto'."))
-            if not extras <= known.extras:
-                wanted = f"one that computes {', '.join(sorted(extras))}"
+            if known.lacks(features, q.device.type):
+                wanted = f"one that computes {', '.join(sorted(features))}"
                 raise UnsupportedError(message("backend", repr(backend), wanted, "Use 'auto'."))
         self._check_pattern(pattern, q.shape[0])
 
@@ -316,7 +316,7 @@ class ContextParallel:
         Returns:
             (B, Hq, seq_len, Dv), on every rank.
         Raises:
-            ShapeError: Inputs of other shapes, or types that are not one.
+            ShapeError: Operands of other shapes, or types that are not one.
             UnsupportedError: An input that requires gradients, or an unknown fallback.
             RingError: A rank is lost, and there is no fallback; or ranks differ.
         """
@@ -335,12 +335,15 @@ class ContextParallel:
         self.check(shards[0], shards[1], pattern, 0, backend)
         scale = 1.0 / math.sqrt(q.shape[3])
         try:
-            out, _ = self.attend(Inputs(*shards, scale), pattern, backend)
+            given = Arguments(*shards, pattern, scale, 0, backend, context=self)
+            call = Call.of(*shards, pattern, scale=scale, backend=backend)
+            out, _ = self.attend(call, shards, pattern.tables, given)
             return self.unshard(out, 2)
         except RingError as error:
             if fallback == "raise" or not error.lost:
                 raise
-            return run_forward(Inputs(q, k, v, scale), pattern, 0, backend)[0]
+            alone = Call.of(q, k, v, pattern, scale=scale, backend=backend)
+            return Program(alone).forward(Operands(q, k, v, scale))[0]
 
     # ---- other ranks, other tables -----------------------------------------------------------------------------------
 

@@ -7,31 +7,24 @@ import hashlib
 import itertools
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..backends.backend import readable
+from ..call import Arguments, Call, Operands, term_operands
 from ..errors import UnsupportedError, message
-from ..ops.backend import Inputs, readable
-from ..ops.registered import (
-    differentiate,
-    fake_grads,
-    operators,
-    refuse_twice,
-    savable,
-    scoring_of,
-    table_grads,
-)
-from ..patterns.function import held
-from ..plan import pattern_of
-from ..terms import STEPS, Term
+from ..patterns.function import pinned_closure
+from ..terms import STEPS, Term, tables_in
 from ..torch_compat import untraced
+from ..torch_ops import differentiate, fake_grads, operators, refuse_twice, savable, table_grads
 from ..types import acc_dtype
 from .execution import executor
-from .execution.agreement import NAME_WORDS, Opaque, text_words
+from .execution.agreement import NAME_WORDS, Opaque, Value, text_words
+from .execution.schedule import Schedule
 
 if TYPE_CHECKING:
     from .context import ContextParallel
@@ -82,40 +75,51 @@ class Saved(NamedTuple):
     forms: Tensor
 
 
+#: Arguments that ranks have parts of, or that they compare once they are checked.
+_COMPARED = frozenset({"q", "k", "v", "pattern", "scale", "backend", "context", "dropout"})
+
+
+def asked_for(given: Arguments) -> Iterator[tuple[str, object]]:
+    """List the arguments that are not their defaults, by name, which ranks compare besides."""
+    for name, value in given._asdict().items():
+        if name not in _COMPARED and (isinstance(value, Tensor) or value != given._field_defaults[name]):
+            yield name, value
+
+
 def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tables: Sequence[Tensor],
-    spec: str,
-    scale: float,
-    backend: str,
-    context: str,
-    terms: str,
-    threshold: int,
-    extras: Sequence[Tensor],
-    tag: Tensor,
-    grads: bool,
-    asked: str,
     tensors: Sequence[Tensor],
-    fixed: str,
+    call: str,
+    scale: float,
+    dropout: int,
+    others: Sequence[Tensor],
+    shared: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out, lse) of the shard, and what else backward needs; see :class:`Saved`.
 
-    Terms and dropout are those of ``ringweave::attention``, over the whole sequence. What was ``asked`` of the call is
-    only compared: its text, and of its tensors shapes, types and, where ``fixed`` has a 1 for them, values.
+    The call is that of ``ringweave::attention``; its terms and dropout count over the whole sequence. Of ``others`` the
+    first is the tag, the rest are tensors that the ranks compare. ``shared`` has four lines: the context's number,
+    whether a gradient is asked for, for each compared tensor a 1 where its values count too, and the compared text.
     """
-    pattern, ctx = pattern_of(spec, tables), _context(context)
+    number, grads, fixed, asked = shared.split("\n", 3)
+    about, ctx = Call.read(call, q, k, v, tensors, scale, dropout=dropout), _context(number)
     q, k, v = map(readable, (q, k, v))
-    with ctx.call.calling(tag, scale=scale, backend=backend, device=q.device.type, requires_grad=grads) as call:
-        schedule, whole = ctx.schedules.of(pattern, q.shape[0]), (ctx.seq_len, ctx.seq_len)
-        inputs = Inputs(q, k, v, scale, scoring_of(q, whole, pattern, 0, terms, threshold, extras))
-        also = {"terms": _said(terms, threshold, extras), "arguments": _arguments(asked, tensors, fixed)}
-        call = call.saying(**also, **schedule.said)
-        call.seed = int(extras[-1]) if threshold else 0
-        out, lse, received, forms = executor.forward(schedule, call, inputs, backend)
+    says: dict[str, Value] = {
+        "scale": scale,
+        "backend": about.backend,
+        "device": q.device.type,
+        "requires_grad": grads == "1",
+    }
+    with ctx.call.calling(others[0], **says) as agreed:
+        schedule, operands = _prepared(ctx, about, (q, k, v), tensors)
+        also = {"terms": _said(about, tensors), "arguments": _arguments(asked, others[1:], fixed)}
+        agreed = agreed.saying(**also, **schedule.said)
+        agreed.seed = int(tensors[-1]) if about.dropout else 0
+        out, lse, received, forms = executor.forward(schedule, agreed, operands, about.backend)
     kept = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
-    forms = torch.cat([forms.flatten(), torch.tensor([*call.name, call.seed], dtype=torch.int64, device="cpu")])
+    forms = torch.cat([forms.flatten(), torch.tensor([*agreed.name, agreed.seed], dtype=torch.int64, device="cpu")])
     # a compiled graph relies on the shapes and strides that the fake operator tells
     return out.contiguous(), lse.contiguous(), kept[0], kept[1], forms
 
@@ -124,44 +128,52 @@ def ring_attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
     saved: Sequence[Tensor],
-    tables: Sequence[Tensor],
-    spec: str,
+    tensors: Sequence[Tensor],
+    call: str,
     scale: float,
-    backend: str,
-    context: str,
-    terms: str,
-    threshold: int,
-    extras: Sequence[Tensor],
+    dropout: int,
+    shared: str,
     learns: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """(dq, dk, dv) of the shard, and of ``extras`` the sums over the pairs that this rank has computed."""
+    """(dq, dk, dv) of the shard, and of ``tensors`` the sums over the pairs that this rank has computed."""
     # a hook of saved tensors may have given them back in another layout
-    pattern, ctx, of = (
-        pattern_of(spec, tables),
-        _context(context),
-        Saved(*saved[:3], *map(Tensor.contiguous, saved[3:])),
-    )
+    of = Saved(*saved[:3], *map(Tensor.contiguous, saved[3:]))
+    about, ctx = Call.read(call, of.q, of.k, of.v, tensors, scale, dropout=dropout), _context(shared.partition("\n")[0])
     dout, q, k, v = map(readable, (dout, of.q, of.k, of.v))
     forms, (number, *tag, seed) = of.forms[: -NAME_WORDS - 1], of.forms[-NAME_WORDS - 1 :].tolist()
-    with ctx.call.calling(tag=None, scale=scale, backend=backend, device=q.device.type) as call:
-        schedule, whole = ctx.schedules.of(pattern, q.shape[0]), (ctx.seq_len, ctx.seq_len)
-        scoring = scoring_of(q, whole, pattern, 0, terms, threshold, extras, learns)
-        call = call.saying(call=number, tag=tuple(tag), terms=_said(terms, threshold, extras), **schedule.said)
-        call.seed = seed
+    with ctx.call.calling(tag=None, scale=scale, backend=about.backend, device=q.device.type) as agreed:
+        schedule, operands = _prepared(ctx, about, (q, k, v), tensors, learns)
+        agreed = agreed.saying(call=number, tag=tuple(tag), terms=_said(about, tensors), **schedule.said)
+        agreed.seed = seed
         computed = executor.Computed(of.out, of.lse, (of.received, of.relayed), forms.view(-1, ctx.size))
-        inputs = Inputs(q, k, v, scale, scoring)
-        grads = executor.backward(schedule, call, inputs, computed, (dout, dlse), backend)
-    return *grads, table_grads(extras, learns, scoring)
+        grads = executor.backward(schedule, agreed, operands, computed, (dout, dlse), about.backend)
+    return *grads, table_grads(tensors, learns, operands)
 
 
-def _said(terms: str, threshold: int, extras: Sequence[Tensor]) -> Opaque | None:
+def _prepared(
+    ctx: ContextParallel,
+    call: Call,
+    inputs: tuple[Tensor, ...],
+    tensors: Sequence[Tensor],
+    learns: Sequence[bool] | None = None,
+) -> tuple[Schedule, Operands]:
+    """Give the schedule of a call, and its operands, whose terms count over the whole sequence."""
+    schedule = ctx.schedules.of(call.pattern, call.batch)
+    terms = term_operands(call, (ctx.seq_len, ctx.seq_len), inputs[0].device, tensors, learns)
+    q, k, v = inputs
+    return schedule, Operands(q, k, v, call.scale, terms)
+
+
+def _said(call: Call, tensors: Sequence[Tensor]) -> Opaque | None:
     """What the ranks compare of terms and dropout: their text, and the shapes of tables."""
-    if not terms and not threshold:
+    if not call.terms and not call.dropout:
         return None
-    shapes = iter(extras)
-    shown = re.sub("_", lambda _: str(tuple(next(shapes).shape)), terms)
-    shown = ", ".join(([shown] if terms else []) + ([f"dropout {threshold / STEPS:.6g}"] if threshold else []))
-    return Opaque(text_words(f"{shown} {threshold}", 1)[0], shown)
+    last = len(tensors) - (call.dropout > 0)
+    shapes = iter(tensors[last - tables_in(call.terms) : last])
+    shown = re.sub("_", lambda _: str(tuple(next(shapes).shape)), call.terms)
+    drops = f"dropout {call.dropout / STEPS:.6g}"
+    shown = ", ".join(([shown] if call.terms else []) + ([drops] if call.dropout else []))
+    return Opaque(text_words(f"{shown} {call.dropout}", 1)[0], shown)
 
 
 # entries of a tensor that are compared; of a larger one so many, evenly spaced
@@ -218,7 +230,7 @@ def _fake_backward(
     dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor], *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in saved[:3])
-    return dq, dk, dv, fake_grads(*rest[-2:])
+    return dq, dk, dv, fake_grads(rest[0], rest[-1])
 
 
 ring_attention_op, ring_attention_backward_op = operators(
@@ -226,18 +238,14 @@ ring_attention_op, ring_attention_backward_op = operators(
 )
 
 
-# the place of ``extras`` among the operator's arguments
-_EXTRAS = list(ring_attention.__annotations__).index("extras")
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, tables, ctx.spec, *ctx.rest, extras, _tag, _grads, _asked, tensors, _fixed = inputs
+    q, k, v, tensors, ctx.text, ctx.scale, ctx.dropout, others, ctx.shared = inputs
     # alive until backward has run
-    ctx.holder, ctx.held = _contexts.get(ctx.rest[2]), held(ctx.spec, tables, q)
-    ctx.tables, ctx.compared = len(tables), len(tensors)
+    ctx.holder = _contexts.get(ctx.shared.partition("\n")[0])
+    ctx.held, ctx.others = pinned_closure(ctx.text.partition("\n")[0], tensors, q), len(others)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(q, k, v, *output, *savable((*tables, *extras)))
+    ctx.save_for_backward(q, k, v, *output, *savable(tensors))
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
@@ -245,13 +253,14 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
         ctx.held.check()
     # read once: checkpointing computes again what it gives out
     every, count = ctx.saved_tensors, len(Saved._fields)
-    saved, tables, extras = Saved(*every[:count]), every[count : count + ctx.tables], every[count + ctx.tables :]
-    learns = list(ctx.needs_input_grad[_EXTRAS])
+    saved, tensors = Saved(*every[:count]), every[count:]
+    learns = list(ctx.needs_input_grad[3])
     # a rank whose results nobody uses still owes the others their gradients
     dout = torch.zeros_like(saved.out) if dout is None else dout
-    *grads, sums = ring_attention_backward_op(dout, dlse, saved, tables, ctx.spec, *ctx.rest, extras, learns)
-    of_extras = [grad if one else None for grad, one in zip(sums, learns, strict=True)]
-    return *grads, [None] * ctx.tables, *(None,) * (_EXTRAS - 4), of_extras, *(None,) * 3, [None] * ctx.compared, None
+    args = dout, dlse, saved, tensors, ctx.text, ctx.scale, ctx.dropout, ctx.shared, learns
+    *grads, sums = ring_attention_backward_op(*args)
+    of_tensors = [grad if one else None for grad, one in zip(sums, learns, strict=True)]
+    return *grads, of_tensors, None, None, None, [None] * ctx.others, None
 
 
 # its results' sizes are not known to a graph, which breaks there unless it is compiled with fullgraph=True

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ShapeError
-from ..patterns.numbers import number, one_of, seconds, whole
+from ..names import renamed_value
+from ..patterns.validate import number, one_of, seconds, whole
 from .execution.wire import FORMATS
 from .planning.placement import NAMED, Placement
 
-SCHEDULES = ("auto", "gather", "ring")
+SCHEDULES = ("auto", "allgather", "ring")
+# the old name goes on for one release
+_RENAMED = {"gather": "allgather"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class ContextOptions:
     retries: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "schedule", renamed_value("schedule", self.schedule, _RENAMED))
         one_of("schedule", self.schedule, SCHEDULES)
         if not isinstance(self.placement, Placement):
             one_of("placement", self.placement, ("auto", *NAMED), "'auto', a Placement or ")

@@ -1,4 +1,4 @@
-"""What a rank does for each pattern under one placement: gather or ring, planned once and cached by value."""
+"""What a rank does for each pattern under one placement: allgather or ring, planned once and cached by value."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from ..cache import PLACEMENTS
 from ..patterns import Pattern
 from ..patterns.function import changed, store_of
 from ..plan import branches
-from ..recent import Recent
 from ..units import count, nbytes, percent
 from .execution.agreement import Opaque, Value
-from .execution.schedule import Schedule, gather, ring
+from .execution.schedule import Schedule, allgather, ring
 from .planning.cost import Load, Machine, estimate
 from .planning.demand import Demand
 from .planning.movement import Moves, movement
@@ -24,8 +24,8 @@ from .planning.workload import Widths
 _MOST_SHARDS = 2
 # ... or where the ring, in which queries may move instead, receives less than this part
 _WORTH_IT = 0.5
-# with the bytes of the tables that their keys name, and about so many of their own
-_MAX_SCHEDULES, _MAX_BYTES, _SCHEDULE_BYTES = 64, 256 * 2**20, 2**16
+# about, beside the tables that the key names
+_SCHEDULE_BYTES = 2**16
 
 
 class Schedules:
@@ -36,13 +36,14 @@ class Schedules:
     ):
         self.placement, self.heads, self.rank = placement, heads, rank
         self.schedule, self.per_node = schedule, per_node
-        self._made: Recent[Schedule] = Recent(_MAX_BYTES, _MAX_SCHEDULES)
+        # stands for this object in keys, which must not hold it
+        self._name = object()
 
     def of(self, pattern: Pattern, batch: int = 1) -> Schedule:
         """Plan what the rank does for a pattern, or find it planned."""
         made_of = pattern.key()
-        key, kept = (made_of.value, batch), store_of(pattern.spec, self._made)
-        made = kept.get(key)
+        key, kept = ("schedule", self._name, made_of.value, batch), store_of(pattern.spec, PLACEMENTS)
+        made: Schedule | None = kept.get(key)
         if made is not None:
             return made
         demands = self.demands(pattern, batch)
@@ -53,11 +54,11 @@ class Schedules:
             said |= {"schedule": "ring", "moves": Opaque(_digest(bits), "its own")}
             made = ring(demands, moves, self.placement, self.rank, self.heads, said)
         else:
-            said["schedule"] = "gather"
-            made = gather(demands, self.placement, self.rank, self.heads, said, self.per_node)
-        if kept is not self._made and not pattern.key().same(made_of):
+            said["schedule"] = "allgather"
+            made = allgather(demands, self.placement, self.rank, self.heads, said, self.per_node)
+        if kept is not PLACEMENTS and not pattern.key().same(made_of):
             raise changed("what was changed while it was planned")
-        kept.put(key, made, _SCHEDULE_BYTES, made_of.tables)
+        kept.put(key, made, _SCHEDULE_BYTES, made_of.tables, (self,))
         return made
 
     def demands(self, pattern: Pattern, batch: int = 1) -> list[Demand]:
@@ -67,18 +68,18 @@ class Schedules:
         return [Demand.of(branch, self.placement, self.heads[0] // self.heads[1]) for branch in split]
 
     def schedule_of(self, pattern: Pattern) -> str:
-        """Say how a pattern is computed: ``"gather"`` or ``"ring"``."""
+        """Say how a pattern is computed: ``"allgather"`` or ``"ring"``."""
         if self.schedule != "auto":
             return self.schedule
         demands = self.demands(pattern, pattern.extents()[0] or 1)
         if self.placement.ranks == 1 or self.per_node is not None or not demands:
-            return "gather"
+            return "allgather"
         widths = Widths()
         received = Load.of(demands, widths, queries=False).received.max()
         shard = self.placement.local * self.heads[1] * demands[0].branch.batch * widths.bytes_of_key
         if received > _MOST_SHARDS * shard:
             return "ring"
-        return "ring" if Load.of(demands, widths).received.max() < _WORTH_IT * received else "gather"
+        return "ring" if Load.of(demands, widths).received.max() < _WORTH_IT * received else "allgather"
 
     def explain(self, patterns: Iterable[Pattern], widths: Widths) -> str:
         """Say where tokens lie, what moves for each pattern, and what it costs by the model."""
@@ -119,7 +120,7 @@ def _words_of(demand: Demand) -> list[np.ndarray]:
     plan, view = demand.plan, demand.branch
     sizes = (view.heads, view.rate, view.q_first, view.k_first, view.nq, view.nk)
     text = f"{sizes}{(view.q_offset, view.batch, plan.q_tile, plan.kv_tile)}"
-    tensors = (plan.row_ptr, plan.col, plan.bits, plan.masks, plan.group)
+    tensors = (plan.row_ptr, plan.col, plan.mask_id, plan.mask_words, plan.row_set)
     return [np.frombuffer(text.encode(), np.uint8), *(x.contiguous().numpy() for x in tensors)]
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..checks import check_sinks, check_tensors
+from ..call import PER_HEAD, Arguments
 from ..errors import PatternError, ShapeError, UnsupportedError, message
 from ..patterns import Pattern
-from ..patterns.fit import refuse
-from ..terms import Bias, Term
-from ..types import AttentionOutput
+from ..patterns.validate import refuse
+from ..terms import Term, as_terms
+from ..validate import check_sinks, check_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -25,18 +25,7 @@ if TYPE_CHECKING:
 BATCH, HEADS = 0, 1
 
 
-def attend_sharded(
-    attend: Callable[..., AttentionOutput],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern,
-    *,
-    terms: Sequence[Term],
-    sink_logits: Tensor | None,
-    dropout: float,
-    **rest: Any,
-) -> AttentionOutput:
+def attend_sharded(attend: Callable[[Arguments], tuple[Tensor, Any]], given: Arguments) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of DTensors, sharded as q is, by ``attend`` on each rank's part.
 
     Raises:
@@ -46,6 +35,8 @@ def attend_sharded(
     """
     from torch.distributed.tensor import DTensor
 
+    q, k, v, pattern = given[:4]
+    terms = as_terms(given.terms)
     if not isinstance(pattern, Pattern):
         refuse(pattern)
     inputs: list[DTensor] = []
@@ -59,12 +50,12 @@ def attend_sharded(
             raise ShapeError(message(f"{name} placements", f"{x.placements} of {x.device_mesh}", wanted, remedy))
     check_tensors(q, k, v)
     # of all heads: a rank's part of a table for fewer may fit by chance
-    context = rest.get("context")
+    context = given.context
     nq, nk = (q.shape[2], k.shape[2]) if context is None else (context.seq_len, context.seq_len)
     for term in terms:
         term.check(q.shape[0], q.shape[1], nq, nk, q.device)
-    if sink_logits is not None:
-        check_sinks(sink_logits, q)
+    if given.sink_logits is not None:
+        check_sinks(given.sink_logits, q)
     pattern = pattern.bound(q.shape[1], k.shape[1])
     mesh, placements = inputs[0].device_mesh, inputs[0].placements
     parts = _Parts(mesh, placements)
@@ -73,28 +64,28 @@ def attend_sharded(
             if x.shape[dim] % parts.count(dim):
                 wanted = f"a multiple of the {parts.count(dim)} ranks that share them"
                 raise ShapeError(message(f"{name} {what}", x.shape[dim], wanted, "Take fewer ranks."))
-    if dropout and mesh.size() > 1:
+    if given.dropout and mesh.size() > 1:
         # ranks that all have the whole would drop different pairs of it
         remedy = "Call it on local tensors, .to_local(), with a generator for each rank."
-        raise UnsupportedError(message("dropout", dropout, "0 with DTensors on several ranks", remedy))
+        raise UnsupportedError(message("dropout", given.dropout, "0 with DTensors on several ranks", remedy))
     if parts.count(BATCH) > 1 and (pattern.extents()[0] is not None or pattern.select(0, 0) != pattern.select(1, 0)):
         wanted = "one for all batch elements where ranks share them"
         remedy = "Call it on local tensors, .to_local(), with the pattern of this rank's elements."
         raise PatternError(message("pattern", repr(pattern), wanted, remedy))
-    for name, value in rest.items():
-        if isinstance(value, Tensor) and value.numel() > 1 and parts.count(BATCH) > 1:
+    for name, value in given._asdict().items():
+        other = name not in ("q", "k", "v", *PER_HEAD)
+        if other and isinstance(value, Tensor) and value.numel() > 1 and parts.count(BATCH) > 1:
             wanted = "one number where ranks share the batch"
             raise UnsupportedError(message(name, f"a tensor of {value.numel()}", wanted, "Call it on local tensors."))
-    out, lse = attend(
-        *(x.to_local() for x in inputs),
-        pattern.shard(parts.rank(HEADS), parts.count(HEADS), q.shape[1]),
-        terms=[parts.of_term(term) for term in terms],
-        sink_logits=None if sink_logits is None else parts.of(sink_logits, {HEADS: 0}),
-        dropout=dropout,
-        **rest,
-    )
+    mine: dict[str, Any] = {name: x.to_local() for name, x in zip("qkv", inputs, strict=True)}
+    for name in PER_HEAD:
+        value = getattr(given, name)
+        mine[name] = None if value is None else parts.of(value, {HEADS: 0})
+    of_heads = pattern.shard(parts.rank(HEADS), parts.count(HEADS), q.shape[1])
+    local = given._replace(**mine, pattern=of_heads, terms=[parts.of_term(term) for term in terms])
+    out, lse = attend(local)
     whole = [DTensor.from_local(x, mesh, placements, run_check=False) for x in (out, lse)]
-    return AttentionOutput(*whole)
+    return whole[0], whole[1]
 
 
 class _Parts:
@@ -126,8 +117,9 @@ class _Parts:
         """Take its part of a term's table."""
         if not term.tables:
             return term
-        dims = {BATCH: 0, HEADS: 1} if isinstance(term, Bias) else {HEADS: 0}
-        return type(term)(self.of(term.tables[0], dims))  # type: ignore[call-arg]
+        axes = [axis.along for axis in term.axes]
+        dims = {dim: axes.index(along) for dim, along in ((BATCH, "batch"), (HEADS, "heads")) if along in axes}
+        return term.over(self.of(term.tables[0], dims))
 
     def of(self, x: Tensor, dims: dict[int, int]) -> Tensor:
         """Take the rank's part of a tensor whose dimensions of batch and heads are named; 1 stands for all."""

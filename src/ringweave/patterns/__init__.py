@@ -1,15 +1,15 @@
 """What may attend: patterns, their set algebra, presets, and reading them from text."""
 
+from ..names import only
 from .algebra import And, Not, Or, PerHead
 from .base import Full, Pattern
 from .boxes import Grid
-from .chosen import Global, Periodic, Sinks
-from .dilated import Dilated, LongNet, Strided, View
+from .dilated import Dilated, LongNet, Strided, StridedView
 from .documents import Documents
-from .fit import check_extents
 from .function import MaskMod, TokenMask, from_mask_mod
+from .global_tokens import Global, Periodic, Sinks
 from .grids import GridNeighborhood, GridWindows
-from .keys import Keys
+from .key_padding import KeyPadding
 from .local import Causal, Neighborhood, PrefixLM, Segments, SlidingWindow
 from .parse import parse, rebuild
 from .presets import (
@@ -23,6 +23,7 @@ from .presets import (
     variable,
 )
 from .table import BlockTable
+from .validate import check_extents
 from .within import Within
 
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
     "Grid",
     "GridNeighborhood",
     "GridWindows",
-    "Keys",
+    "KeyPadding",
     "LongNet",
     "MaskMod",
     "Neighborhood",
@@ -50,8 +51,8 @@ __all__ = [
     "Sinks",
     "SlidingWindow",
     "Strided",
+    "StridedView",
     "TokenMask",
-    "View",
     "Within",
     "bigbird",
     "check_extents",
@@ -66,3 +67,4 @@ __all__ = [
     "sparse_transformer_fixed",
     "variable",
 ]
+__dir__ = only(__all__)

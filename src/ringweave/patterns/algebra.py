@@ -11,13 +11,28 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import PatternError, message, shown
-from .base import Lookback, Pattern
-from .fit import nest, refuse
+from .base import Composite, Lookback, Pattern, provide
+from .declared import declare
+from .global_tokens import Sinks
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, intersect, mix
+from .validate import nest, refuse, whole
+
+
+class _Operator(Composite):
+    """What operators do with the answers of their parts."""
+
+    @property
+    def block_side(self) -> int | None:
+        return min((side for part in self.parts_within() if (side := part.block_side) is not None), default=None)
+
+    def restride(self, rate: int, offset: int) -> Pattern | None:
+        parts = [part.restride(rate, offset) for part in self.parts_within()]
+        found = [part for part in parts if part is not None]
+        return self.remade(found) if len(found) == len(parts) else None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Combined(Pattern):
+class Combined(_Operator):
     """Patterns under one operator; nested ones of the same kind are flattened."""
 
     parts: tuple[Pattern, ...]
@@ -32,7 +47,7 @@ class Combined(Pattern):
         new = object.__new__(type(self))
         object.__setattr__(new, "parts", (*self.parts, part))
         nest(new, max(self.depth, 1 + part.depth), self.leaves + part.leaves)
-        new.write(f"{self.spec}{self.sign}{self._bracketed(part, part.spec)}")
+        new.write(f"{self.spec}{self.sign}{self._bracketed(part, part.spec)}", self._follows or part._follows)
         return new
 
     def _text(self) -> str:
@@ -51,53 +66,17 @@ class Combined(Pattern):
     def parts_within(self) -> tuple[Pattern, ...]:
         return self.parts
 
-    def extents(self) -> tuple[int | None, int | None]:
-        batch = heads = None
-        for part in self.parts:
-            b, h = part.extents()
-            batch, heads = _agree("batch", batch, b), _agree("heads", heads, h)
-        return batch, heads
-
-    def bound(self, heads: int, kv_heads: int | None = None) -> Pattern:
-        parts = [part.bound(heads, kv_heads) for part in self.parts]
-        same = all(new is old for new, old in zip(parts, self.parts, strict=True))
-        return self if same else join(type(self), *parts)
-
-    def select(self, b: int, h: int) -> Pattern:
-        chosen = [part.select(b, h) for part in self.parts]
-        if all(new is old for new, old in zip(chosen, self.parts, strict=True)):
-            return self
-        return join(type(self), *chosen)
-
-    def check(self, nq: int, nk: int, q_offset: int) -> None:
-        for part in self.parts:
-            part.check(nq, nk, q_offset)
-
-    def block_side(self) -> int | None:
-        return min((side for part in self.parts if (side := part.block_side()) is not None), default=None)
-
-    def restride(self, rate: int, offset: int) -> Pattern | None:
-        parts: list[Pattern] = []
-        for part in self.parts:
-            strided = part.restride(rate, offset)
-            if strided is None:
-                return None
-            parts.append(strided)
+    def remade(self, parts: Sequence[Pattern]) -> Pattern:
         return join(type(self), *parts)
 
-    def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
-        parts = [part._shard(rank, ranks, heads) for part in self.parts]
-        same = all(new is old for new, old in zip(parts, self.parts, strict=True))
-        return self if same else join(type(self), *parts)
-
     def _pairwise(self, tiles: Tiles, winner: int, neutral: int) -> Int64:
-        keys = self.parts[0].tile_keys(tiles)
+        keys = self.parts[0].tile_classes(tiles)
         for part in self.parts[1:]:
             # what one part decides, the others are not asked for
             left = np.flatnonzero(keys != winner)
             if not len(left):
                 break
-            mine, other = keys[left], part.tile_keys(Tiles(*(side[left] for side in tiles)))
+            mine, other = keys[left], part.tile_classes(Tiles(*(side[left] for side in tiles)))
             merged = np.where(other == winner, winner, neutral).astype(np.int64)
             open_ = (other != winner) & ~((mine == neutral) & (other == neutral))
             if open_.any():
@@ -123,11 +102,12 @@ class And(Combined):
             result = intersect(result, part.key_ranges(q_lo, q_hi, nk))
         return result
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
+    def tile_classes(self, tiles: Tiles) -> Int64:
         return self._pairwise(tiles, EMPTY, FULL)
 
+    @property
     def residue_rate(self) -> int:
-        return max(part.residue_rate() for part in self.parts)
+        return max(part.residue_rate for part in self.parts)
 
     def lookback(self) -> Lookback | None:
         return lookback_of(self.parts, min, min, all)
@@ -151,7 +131,7 @@ class Or(Combined):
         every = [part.key_ranges(q_lo, q_hi, nk) for part in self.parts]
         return Ranges(np.concatenate([r.start for r in every], 1), np.concatenate([r.stop for r in every], 1))
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
+    def tile_classes(self, tiles: Tiles) -> Int64:
         return self._pairwise(tiles, FULL, EMPTY)
 
     def lookback(self) -> Lookback | None:
@@ -162,7 +142,7 @@ class Or(Combined):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Not(Pattern):
+class Not(_Operator):
     """Allowed where the part is not; complements of ``&`` and ``|`` are pushed to the leaves (De Morgan)."""
 
     part: Pattern
@@ -176,26 +156,8 @@ class Not(Pattern):
     def parts_within(self) -> tuple[Pattern, ...]:
         return (self.part,)
 
-    def extents(self) -> tuple[int | None, int | None]:
-        return self.part.extents()
-
-    def bound(self, heads: int, kv_heads: int | None = None) -> Pattern:
-        part = self.part.bound(heads, kv_heads)
-        return self if part is self.part else ~part
-
-    def select(self, b: int, h: int) -> Pattern:
-        chosen = self.part.select(b, h)
-        return self if chosen is self.part else ~chosen
-
-    def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
-        part = self.part._shard(rank, ranks, heads)
-        return self if part is self.part else ~part
-
-    def check(self, nq: int, nk: int, q_offset: int) -> None:
-        self.part.check(nq, nk, q_offset)
-
-    def block_side(self) -> int | None:
-        return self.part.block_side()
+    def remade(self, parts: Sequence[Pattern]) -> Pattern:
+        return ~parts[0]
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return ~self.part.allows(q, k)
@@ -206,13 +168,9 @@ class Not(Pattern):
     def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
         return self.part.key_ranges(q_lo, q_hi, nk)
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
-        keys = self.part.tile_keys(tiles)
+    def tile_classes(self, tiles: Tiles) -> Int64:
+        keys = self.part.tile_classes(tiles)
         return np.where(keys <= FULL, FULL - keys, keys)
-
-    def restride(self, rate: int, offset: int) -> Pattern | None:
-        strided = self.part.restride(rate, offset)
-        return None if strided is None else ~strided
 
     def lookback(self) -> Lookback | None:
         look = self.part.lookback()
@@ -256,14 +214,6 @@ def replace(pattern: Pattern, change: Callable[[Pattern], Pattern]) -> Pattern:
     return change(pattern)
 
 
-def _agree(name: str, a: int | None, b: int | None) -> int | None:
-    if a is None or b is None or a == b:
-        return b if a is None else a
-    raise PatternError(
-        message("pattern", f"parts made for {name} = {a} and {b}", f"one number of {name}", "Build the parts alike.")
-    )
-
-
 def join(kind: type[Combined], *operands: Pattern) -> Pattern:
     """Join operands under an operator, without repeats and neutral elements; those with one form together become it."""
     parts: list[Pattern] = []
@@ -283,7 +233,7 @@ def join(kind: type[Combined], *operands: Pattern) -> Pattern:
     neutral = "Full()" if kind is And else "~Full()"
     first, last = operands[0], operands[-1]
     if len(operands) == 2 and isinstance(first, kind) and not isinstance(last, kind):
-        alone = kind is And or type(last).either is Pattern.either
+        alone = kind is And or not isinstance(last, Sinks)
         if last.spec == neutral or any(last == old for old in first.parts if old.spec == last.spec):
             return first
         if alone:
@@ -302,12 +252,13 @@ def join(kind: type[Combined], *operands: Pattern) -> Pattern:
 
 
 def _together(parts: list[Pattern]) -> list[Pattern]:
-    """Unite parts of a union that have one form together, in the place of the first of them."""
+    """Unite lists of chosen tokens, in the place of the first of each type."""
     united: list[Pattern] = []
     place: dict[type[Pattern], int] = {}
     for part in parts:
         first = place.setdefault(type(part), len(united))
-        together = united[first].either(part) if first < len(united) else None
+        known = united[first] if first < len(united) else None
+        together = known.either(part) if isinstance(known, Sinks) and isinstance(part, Sinks) else None
         if together is None:
             united.append(part)
         else:
@@ -315,7 +266,8 @@ def _together(parts: list[Pattern]) -> list[Pattern]:
     return united
 
 
-class PerHead(Pattern):
+@declare("PerHead([Causal(), SlidingWindow(128), Strided(64), Causal()])", "By table, function or head", heads=4)
+class PerHead(_Operator):
     """Each query head has its own pattern; equal ones share their plan.
 
     Args:
@@ -348,37 +300,26 @@ class PerHead(Pattern):
     def extents(self) -> tuple[int | None, int | None]:
         return next((b for b, _ in (p.extents() for p in self.patterns) if b is not None), None), len(self.patterns)
 
-    def bound(self, heads: int, kv_heads: int | None = None) -> Pattern:
-        parts = [pattern.bound(heads, kv_heads) for pattern in self.patterns]
-        same = all(new is old for new, old in zip(parts, self.patterns, strict=True))
-        return self if same else PerHead(parts)
+    def remade(self, parts: Sequence[Pattern]) -> Pattern:
+        return PerHead(list(parts))
+
+    def bound(self, heads: int | None, kv_heads: int | None = None, rank: int = 0, ranks: int = 1) -> Pattern:
+        if ranks == 1:
+            return super().bound(heads, kv_heads)
+        count = len(self.patterns) // ranks
+        return PerHead(self.patterns[rank * count : (rank + 1) * count])
 
     def select(self, b: int, h: int) -> Pattern:
         return self.patterns[h].select(b, h)
-
-    def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
-        count = len(self.patterns) // ranks
-        return self if ranks == 1 else PerHead(self.patterns[rank * count : (rank + 1) * count])
-
-    def check(self, nq: int, nk: int, q_offset: int) -> None:
-        for pattern in self.patterns:
-            pattern.check(nq, nk, q_offset)
-
-    def restride(self, rate: int, offset: int) -> Pattern | None:
-        strided = [pattern.restride(rate, offset) for pattern in self.patterns]
-        patterns = [pattern for pattern in strided if pattern is not None]
-        return PerHead(patterns) if len(patterns) == len(strided) else None
-
-    def block_side(self) -> int | None:
-        return min((side for p in self.patterns if (side := p.block_side()) is not None), default=None)
 
     def lookback(self) -> Lookback | None:
         look = lookback_of(self.patterns, min, max, any)
         # heads that differ in what lies far have none together
         return look if look == lookback_of(self.patterns, min, max, all) else None
 
+    @property
     def residue_rate(self) -> int:
-        rates = {pattern.residue_rate() for pattern in self.patterns}
+        rates = {pattern.residue_rate for pattern in self.patterns}
         return rates.pop() if len(rates) == 1 else 1
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -387,10 +328,37 @@ class PerHead(Pattern):
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
         return self._only().key_ranges(q_lo, q_hi, nk)
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
-        return self._only().tile_keys(tiles)
+    def tile_classes(self, tiles: Tiles) -> Int64:
+        return self._only().tile_classes(tiles)
 
     def _only(self) -> Pattern:
         if len(set(self.patterns)) == 1:
             return self.patterns[0]
         raise PatternError(message("pattern", repr(self), "the pattern of one head", "Take it with select(b, h)."))
+
+
+def shard(pattern: Pattern, rank: int, ranks: int, heads: int | None) -> Pattern:
+    """See :meth:`Pattern.shard`."""
+    ranks = whole("ranks", ranks, 1)
+    rank = whole("rank", rank, 0, ranks - 1)
+    heads = None if heads is None else whole("heads", heads, 1)
+    bound = pattern if heads is None else pattern.bound(heads)
+    made = bound.extents()[1]
+    if heads is not None and heads != (made or heads):
+        wanted = f"{made}, which {pattern!r} is made for"
+        raise PatternError(message("heads", heads, wanted, "Pass those of all ranks."))
+    made = heads or made
+    if made is not None and made % ranks:
+        raise PatternError(message("ranks", ranks, f"a divisor of the {made} query heads", "Take fewer ranks."))
+    return bound.bound(heads, None, rank, ranks)
+
+
+def _intersection(a: Pattern, b: Pattern) -> Pattern:
+    return join(And, a, b)
+
+
+def _union(a: Pattern, b: Pattern) -> Pattern:
+    return join(Or, a, b)
+
+
+provide(intersection=_intersection, union=_union, complement=Not, shard=shard)

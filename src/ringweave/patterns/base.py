@@ -4,19 +4,23 @@ A pattern is a boolean relation over (query position, key position), possibly on
 questions, from cheap to exact:
 
 - ``key_ranges``: for ranges of queries, a few key ranges outside of which nothing is allowed (a superset);
-- ``tile_keys``: for given tiles, 0 (empty), 1 (full) or a class number >= 2 such that tiles of one class hold the
+- ``tile_classes``: for given tiles, 0 (empty), 1 (full) or a class number >= 2 such that tiles of one class hold the
   same mask; so a mask is evaluated by token once per class, not once per tile;
 - ``allows``: the relation itself, by token, on index tensors. This one is the definition; the others must agree.
 
 Every pattern is also text: ``spec`` is a Python expression that :func:`ringweave.patterns.parse` reads back, with an
 underscore in place of each tensor of ``tables``. Text and tensors can cross ``torch.library`` ops, objects cannot.
+
+This module imports nothing that knows of patterns. What patterns offer as methods and other modules compute (operators,
+plans, pictures), those modules register here when they load (:func:`provide`).
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self
@@ -26,16 +30,31 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError, message
-from .key import Key, address_key
-from .numbers import whole
+from .cache_key import CacheKey, address_key
+from .declared import declare
 from .tiles import FULL, Int64, Ranges, Tiles
 
 if TYPE_CHECKING:
     from ..plan.block_plan import BlockPlan
-    from ..plan.future import Causality
+    from ..plan.causality import Causality
 
-# what is known by what it holds, which others may come to change
-_FOLLOWING = ("TokenMask(", "Keys(", "Documents(", "Global(_", "Sinks(_", "Offsets(")
+# what a pattern writes of itself
+_WRITTEN = ("_spec", "_follows", "_spelled_anew", "_fixed")
+# functions of other modules by name, or "module:function" of a module that loads at the first use
+_provided: dict[str, Callable[..., Any] | str] = {}
+
+
+def provide(**functions: Callable[..., Any] | str) -> None:
+    """Register functions that patterns offer as methods: a callable each, or "module:function" to load when called."""
+    _provided.update(functions)
+
+
+def _function(name: str) -> Any:
+    found = _provided[name]
+    if isinstance(found, str):
+        module, _, attribute = found.partition(":")
+        found = _provided[name] = getattr(importlib.import_module(module), attribute)
+    return found
 
 
 class Lookback(NamedTuple):
@@ -62,6 +81,12 @@ class Pattern(ABC):
 
     Combine with ``&``, ``|`` and ``~``; a key allowed by both operands of ``|`` counts once.
 
+    A new pattern defines ``_text``, ``allows``, ``key_ranges`` and ``tile_classes``. It may define ``excluded_ranges``,
+    where its complement is bounded; ``extents``, ``select`` and ``bound``, where batch elements or heads differ;
+    ``check``, where it fits some lengths only; and ``restride`` and ``lookback``, which make plans cheaper. It may say
+    ``tables``, ``residue_rate``, ``block_side`` and ``follows``. It defines no other method of this class. A pattern of
+    patterns is a :class:`Composite`, and one that is a name for others is a :class:`Derived`.
+
     Example:
         >>> rw.SlidingWindow(2) & ~rw.Segments(8) | rw.Sinks(1)
         SlidingWindow(2) & ~Segments(8) | Sinks(1)
@@ -77,50 +102,15 @@ class Pattern(ABC):
     # numpy's arrays leave an operator to the pattern, which refuses them
     __array_ufunc__ = None
 
-    # ---- what a pattern is -------------------------------------------------------------------------------------------
-
-    _spec: str
-    # whether there is a function in it, which may come to read other values, or a tensor that others may write
-    _follows: bool
     #: How deep its operators nest, and how many patterns they combine.
     depth: int = 0
     leaves: int = 1
 
-    def __post_init__(self) -> None:
-        # Written once: torch.compile guards on text as it is, but would turn changing numbers into symbols.
-        self.write(self._text())
-
-    def write(self, text: str) -> None:
-        """Be the pattern of a text, which closes it to changes."""
-        object.__setattr__(self, "_follows", any(name in text for name in _FOLLOWING))
-        object.__setattr__(self, "_spec", text)
-
-    @property
-    def spec(self) -> str:
-        """Spell the pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn."""
-        return self._text() if self._follows and not torch.compiler.is_compiling() else self._spec
-
-    @property
-    def fixed(self) -> bool:
-        """Whether its text is all there is of it: no tensors, and nothing that others may change."""
-        known = self.__dict__.get("_fixed")
-        if known is None:
-            known = not self._follows and not self.tables
-            object.__setattr__(self, "_fixed", known)
-        return bool(known)
+    # ---- what a pattern defines --------------------------------------------------------------------------------------
 
     @abstractmethod
     def _text(self) -> str:
         """Spell what ``spec`` is to be."""
-
-    def parts_within(self) -> tuple[Pattern, ...]:
-        """List the patterns that this one is made of; none where it stands for itself."""
-        return ()
-
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        """List the tensors in the pattern (block tables, document bounds); private copies, never written."""
-        return tuple(table for part in self.parts_within() for table in part.tables)
 
     @abstractmethod
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -131,58 +121,101 @@ class Pattern(ABC):
         """Bound, by ranges, every key allowed to any query of [q_lo, q_hi); a superset, sorted or not."""
 
     @abstractmethod
-    def tile_keys(self, tiles: Tiles) -> Int64:
+    def tile_classes(self, tiles: Tiles) -> Int64:
         """Classify tiles: 0 empty, 1 full, else a class number: same class, same extents, same mask."""
+
+    # ---- what a pattern may add --------------------------------------------------------------------------------------
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """List the tensors in the pattern (block tables, document bounds); private copies, never written."""
+        return ()
+
+    @property
+    def follows(self) -> bool:
+        """Whether the pattern is known by what its tensors hold, which others may come to change."""
+        return False
+
+    @property
+    def residue_rate(self) -> int:
+        """Give r > 1 where only keys congruent to the query modulo r are allowed: then a strided view is denser."""
+        return 1
+
+    @property
+    def block_side(self) -> int | None:
+        """Tokens of the blocks that the pattern is made of, if it is: what the side of a tile should be."""
+        return None
 
     def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
         """Give ``key_ranges`` of the complement."""
         return Ranges.of((0, nk), rows=len(q_lo))
 
-    # ---- what a pattern may add --------------------------------------------------------------------------------------
-
     def extents(self) -> tuple[int | None, int | None]:
         """Give (batch, heads) that the pattern is made for; None where it is the same for all."""
         return None, None
-
-    def bound(self, heads: int, kv_heads: int | None = None) -> Pattern:
-        """Give the pattern of a call with so many heads: tables per key head become those of its query heads.
-
-        Args:
-            heads: Query heads.
-            kv_heads: Key heads, where they are known.
-        """
-        return self
 
     def select(self, b: int, h: int) -> Pattern:
         """Give the pattern of one batch element and head; itself where, and only where, it is the same for all."""
         return self
 
-    def either(self, other: Pattern) -> Pattern | None:
-        """Give one pattern that allows what this and another of its type allow; None if it has no such form."""
-        return None
+    def bound(self, heads: int | None, kv_heads: int | None = None, rank: int = 0, ranks: int = 1) -> Pattern:
+        """Give the pattern of a call with so many heads: tables per key head become those of its query heads.
+
+        Args:
+            heads: Query heads of all ranks, where they are known.
+            kv_heads: Key heads, where they are known.
+            rank: Which rank's heads to give, where heads are spread over ranks in order; see :meth:`shard`.
+            ranks: How many there are; divides the heads.
+        """
+        return self
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:  # noqa: B027  (most patterns fit any length)
         """Raise PatternError where the pattern is made for other lengths."""
 
-    def block_side(self) -> int | None:
-        """Tokens of the blocks that the pattern is made of, if it is: what the side of a tile should be."""
+    def restride(self, rate: int, offset: int) -> Pattern | None:
+        """Restrict to positions offset, offset + rate, ..., renumbered 0, 1, ...; None if it has no such form."""
         return None
 
     def lookback(self) -> Lookback | None:
         """How far back a query looks, where distances say which keys it attends; None in other patterns."""
         return None
 
-    def allowed_pairs(self, nq: int, nk: int, q_offset: int) -> int | None:
-        """Allowed pairs of one batch element and head, where a formula has them; None where tiles are counted."""
-        return None
+    # ---- text --------------------------------------------------------------------------------------------------------
 
-    def residue_rate(self) -> int:
-        """Give r > 1 where only keys congruent to the query modulo r are allowed: then a strided view is denser."""
-        return 1
+    _spec: str
+    # whether it follows what its tensors hold, or a part of it does
+    _follows: bool
+    # whether it is spelled anew each time: a function in it may come to read other values
+    _spelled_anew: bool
 
-    def restride(self, rate: int, offset: int) -> Pattern | None:
-        """Restrict to positions offset, offset + rate, ..., renumbered 0, 1, ...; None if it has no such form."""
-        return None
+    def __post_init__(self) -> None:
+        parts = self.parts_within()
+        self.write(self._text(), any(part._follows for part in parts) if parts else self.follows)
+
+    def write(self, text: str, follows: bool) -> None:
+        """Be the pattern of a text, which closes it to changes."""
+        # Written once: torch.compile guards on text as it is, but would turn changing numbers into symbols.
+        object.__setattr__(self, "_follows", follows)
+        object.__setattr__(self, "_spelled_anew", follows and "TokenMask(" in text)
+        object.__setattr__(self, "_spec", text)
+
+    @property
+    def spec(self) -> str:
+        """Spell the pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn."""
+        return self._text() if self._spelled_anew and not torch.compiler.is_compiling() else self._spec
+
+    @property
+    def fixed(self) -> bool:
+        """Whether its text is all there is of it: no tensors, and nothing that others may change."""
+        known = self.__dict__.get("_fixed")
+        if known is None:
+            known = not self._follows and not self.tables
+            object.__setattr__(self, "_fixed", known)
+        return bool(known)
+
+    def parts_within(self) -> tuple[Pattern, ...]:
+        """List the patterns that this one is made of; none where it stands for itself."""
+        return ()
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
@@ -193,13 +226,13 @@ class Pattern(ABC):
         arrays = (table.cpu().numpy() for table in self.tables)
         return self.spec, tuple((np.packbits(a) if a.dtype == np.bool_ else a).tobytes() for a in arrays)
 
-    def key(self) -> Key:
+    def key(self) -> CacheKey:
         """Make a key of a cache: text, and the tables by address and version."""
         if not self._follows:
             tables = self.tables
-            return Key((self._spec, *map(address_key, tables)), tables)
+            return CacheKey((self._spec, *map(address_key, tables)), tables)
         keys = [part.key() for part in self.parts_within()]
-        return Key(
+        return CacheKey(
             (self.spec, *(key.value for key in keys)),
             tuple(table for key in keys for table in key.tables),
             tuple(version for key in keys for version in key.versions),
@@ -218,7 +251,7 @@ class Pattern(ABC):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_spec", "_follows", "_fixed")}
+        return {name: value for name, value in self.__dict__.items() if name not in _WRITTEN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -243,32 +276,28 @@ class Pattern(ABC):
         return self.spec
 
     def __and__(self, other: Pattern) -> Pattern:
-        from .algebra import And, join
-
-        return join(And, self, other)
+        joined: Pattern = _function("intersection")(self, other)
+        return joined
 
     def __or__(self, other: Pattern) -> Pattern:
-        from .algebra import Or, join
-
-        return join(Or, self, other)
+        joined: Pattern = _function("union")(self, other)
+        return joined
 
     def __rand__(self, other: object) -> NoReturn:
-        from .fit import refuse
-
+        refuse: Callable[..., NoReturn] = _function("refuse")
         refuse(other, "operand")
 
     __ror__ = __rand__
 
     def __invert__(self) -> Pattern:
-        from .algebra import Not
-
-        return Not(self)
+        inverse: Pattern = _function("complement")(self)
+        return inverse
 
     def within(self, bounds: Pattern) -> Pattern:
         """This pattern inside each document or row, counted from its first key, and nothing across.
 
         Args:
-            bounds: ``Documents``, or ``Keys`` for rows that are padded.
+            bounds: ``Documents``, or ``KeyPadding`` for rows that are padded.
         Returns:
             A pattern; see :class:`ringweave.patterns.within.Within`.
         Raises:
@@ -279,9 +308,8 @@ class Pattern(ABC):
                     [1, 0, 0],
                     [0, 0, 1]], dtype=torch.int32)
         """
-        from .within import Within
-
-        return Within(self, bounds)
+        inside: Pattern = _function("within")(self, bounds)
+        return inside
 
     def shard(self, rank: int, ranks: int, heads: int | None = None) -> Pattern:
         """Give the pattern of the heads of one rank, where heads are spread over ranks in order (tensor parallelism).
@@ -298,24 +326,8 @@ class Pattern(ABC):
             >>> rw.PerHead([rw.Causal(), rw.Full(), rw.SlidingWindow(1), rw.Sinks(1)]).shard(1, 2)
             PerHead([SlidingWindow(1), Sinks(1)])
         """
-        ranks = whole("ranks", ranks, 1)
-        rank = whole("rank", rank, 0, ranks - 1)
-        heads = None if heads is None else whole("heads", heads, 1)
-        pattern = self if heads is None else self.bound(heads)
-        made = pattern.extents()[1]
-        if heads is not None and heads != (made or heads):
-            wanted = f"{made}, which {self!r} is made for"
-            raise PatternError(message("heads", heads, wanted, "Pass those of all ranks."))
-        made = heads or made
-        if made is not None and made % ranks:
-            raise PatternError(message("ranks", ranks, f"a divisor of the {made} query heads", "Take fewer ranks."))
-        return pattern._shard(rank, ranks, heads)
-
-    def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
-        if any(part._shard(rank, ranks, heads) is not part for part in self.parts_within()):
-            remedy = "Make it of the parts' shards."
-            raise PatternError(message("pattern", repr(self), "one whose heads can be taken apart", remedy))
-        return self
+        some: Pattern = _function("shard")(self, rank, ranks, heads)
+        return some
 
     # ---- views of the relation (the layers above do the work) --------------------------------------------------------
 
@@ -338,10 +350,8 @@ class Pattern(ABC):
             tensor([[[[ True, False],
                       [ True,  True]]]])
         """
-        from .fit import check_dense, fitting
-
-        pattern, nq, nk, heads, batch, q_offset = fitting(self, nq, nk, heads, batch, q_offset)
-        check_dense(nq, nk, heads, batch)
+        pattern, nq, nk, heads, batch, q_offset = _function("fitting")(self, nq, nk, heads, batch, q_offset)
+        _function("check_dense")(nq, nk, heads, batch)
         q = torch.arange(q_offset, q_offset + nq, device="cpu")[:, None]
         k = torch.arange(nk, device="cpu")[None, :]
         dense = torch.zeros(batch, heads, nq, nk, dtype=torch.bool, device="cpu")
@@ -369,9 +379,10 @@ class Pattern(ABC):
             >>> rw.SlidingWindow(128).plan(1024).nnz
             15
         """
-        from ..plan import plan
-
-        return plan(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=device)
+        planned: BlockPlan = _function("plan")(
+            self, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=device
+        )
+        return planned
 
     def density(self, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0) -> float:
         """Divide allowed pairs by all pairs, exactly, counted from the tiles (never N x N work).
@@ -380,9 +391,8 @@ class Pattern(ABC):
             >>> rw.Causal().density(3)
             0.6666666666666666
         """
-        from ..plan import density
-
-        return density(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
+        share: float = _function("density")(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
+        return share
 
     def is_causal(self, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0) -> bool:
         """Tell whether no query attends a key after its own position: exactly, counted from the tiles.
@@ -404,9 +414,8 @@ class Pattern(ABC):
             >>> str(rw.Sinks(32).causality(1024))
             'not causal: 496 pairs see the future, the first is query 0, key 1'
         """
-        from ..plan import causality
-
-        return causality(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
+        found: Causality = _function("causality")(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
+        return found
 
     def plot(self, tokens: int = 1024, *, heads: int = 1, path: str | Path | None = None) -> str:
         """Draw the relation as SVG text; written to ``path`` (.svg, or .png with matplotlib) when given.
@@ -415,15 +424,60 @@ class Pattern(ABC):
             >>> rw.Causal().plot(256).startswith("<svg")
             True
         """
-        from ..picture import plot
-
-        return plot(self, tokens, heads=heads, path=path)
+        svg: str = _function("plot")(self, tokens, heads=heads, path=path)
+        return svg
 
     def _repr_svg_(self) -> str:
         batch, heads = self.extents()
         return self.plot(heads=heads or 1) if batch is None else ""
 
 
+class Composite(Pattern):
+    """A pattern that is made of patterns, and differs between batch elements and heads where they do."""
+
+    @abstractmethod
+    def parts_within(self) -> tuple[Pattern, ...]:
+        """List the patterns that this one is made of."""
+
+    @abstractmethod
+    def remade(self, parts: Sequence[Pattern]) -> Pattern:
+        """Make the same pattern of other parts."""
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        return tuple(table for part in self.parts_within() for table in part.tables)
+
+    def extents(self) -> tuple[int | None, int | None]:
+        batch = heads = None
+        for part in self.parts_within():
+            b, h = part.extents()
+            batch, heads = _agree("batch", batch, b), _agree("heads", heads, h)
+        return batch, heads
+
+    def select(self, b: int, h: int) -> Pattern:
+        return self._of([part.select(b, h) for part in self.parts_within()])
+
+    def bound(self, heads: int | None, kv_heads: int | None = None, rank: int = 0, ranks: int = 1) -> Pattern:
+        return self._of([part.bound(heads, kv_heads, rank, ranks) for part in self.parts_within()])
+
+    def check(self, nq: int, nk: int, q_offset: int) -> None:
+        for part in self.parts_within():
+            part.check(nq, nk, q_offset)
+
+    def _of(self, parts: Sequence[Pattern]) -> Pattern:
+        same = all(new is old for new, old in zip(parts, self.parts_within(), strict=True))
+        return self if same else self.remade(parts)
+
+
+def _agree(name: str, a: int | None, b: int | None) -> int | None:
+    if a is None or b is None or a == b:
+        return b if a is None else a
+    raise PatternError(
+        message("pattern", f"parts made for {name} = {a} and {b}", f"one number of {name}", "Build the parts alike.")
+    )
+
+
+@declare("Full()", "By position")
 @dataclass(frozen=True, eq=False, repr=False)
 class Full(Pattern):
     """Every query attends every key.
@@ -445,7 +499,7 @@ class Full(Pattern):
     def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
         return Ranges.of((0, 0), rows=len(q_lo))
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
+    def tile_classes(self, tiles: Tiles) -> Int64:
         return np.full(len(tiles.q_lo), FULL, np.int64)
 
     def restride(self, rate: int, offset: int) -> Pattern:
@@ -472,11 +526,12 @@ class Derived(Pattern):
     def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
         return (~self.definition).key_ranges(q_lo, q_hi, nk)
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
-        return self.definition.tile_keys(tiles)
+    def tile_classes(self, tiles: Tiles) -> Int64:
+        return self.definition.tile_classes(tiles)
 
+    @property
     def residue_rate(self) -> int:
-        return self.definition.residue_rate()
+        return self.definition.residue_rate
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         return self.definition.restride(rate, offset)

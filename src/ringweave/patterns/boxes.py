@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache import PATTERNS
 from ..errors import PatternError, ShapeError, message, shown
-from ..recent import Recent
-from .numbers import LONGEST, integers, whole
 from .tiles import Int64, mix
+from .validate import LONGEST, integers, whole
 
 # Tokens of a box that is chosen. In the native kernel a pair of a tile of 32 takes 1.08 times as long as one of 64, and
 # 1.16 times one of 128; but boxes of 64 and 128 tokens compute 1.1 to 2.8 times as many (windows from 31 down to 7).
@@ -179,14 +179,11 @@ class Grid:
         return [[(0, n // side, side)] + [(n // side * side, 1, n % side)] * (n % side > 0) for n, side in sides]
 
 
-_kept: Recent[_Boxes] = Recent(64 * 2**20, 256)
-
-
 def _boxes(grid: Grid) -> _Boxes:
-    boxes = _kept.get(grid)
+    boxes: _Boxes | None = PATTERNS.get(("boxes", grid))
     if boxes is None:
         boxes = _made(grid)
-        _kept.put(grid, boxes, sum(part.nbytes for part in boxes))
+        PATTERNS.put(("boxes", grid), boxes, sum(part.nbytes for part in boxes))
     return boxes
 
 

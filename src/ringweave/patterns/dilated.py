@@ -13,12 +13,13 @@ from torch import Tensor
 
 from ..errors import PatternError, message, shown
 from .base import Derived, Full, Lookback, Pattern
-from .fit import check_dense, fitting
+from .declared import declare
 from .local import Causal, Segments, SlidingWindow
-from .numbers import LONGEST, flag, integers, whole, whole_fields
 from .tiles import Int64, Ranges, Tiles, classes
+from .validate import LONGEST, check_dense, fitting, flag, integers, whole, whole_fields
 
 
+@declare("Strided(8)", "By residue", tokens=64)
 @dataclass(frozen=True, eq=False, repr=False)
 class Strided(Pattern):
     """A query attends the keys at a multiple of ``stride`` from it.
@@ -58,12 +59,13 @@ class Strided(Pattern):
         first = (q_lo % stride)[:, None] + np.arange(-1, -(-nk // stride))[None, :] * stride
         return Ranges(np.clip(first, 0, nk), np.clip(first + (q_hi - q_lo)[:, None], 0, nk))
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
+    def tile_classes(self, tiles: Tiles) -> Int64:
         q_lo, q_hi, k_lo, k_hi = tiles
         least, most = q_lo - k_hi + 1, q_hi - 1 - k_lo
         hits = most // self.stride - (least - 1) // self.stride
         return classes(hits == 0, hits == most - least + 1, (q_lo - k_lo) % self.stride)
 
+    @property
     def residue_rate(self) -> int:
         return self.stride
 
@@ -72,6 +74,7 @@ class Strided(Pattern):
         return Full() if stride == 1 else Strided(stride)
 
 
+@declare("Dilated(3, 4)", "By residue", tokens=64)
 @dataclass(frozen=True, eq=False, repr=False)
 class Dilated(Derived):
     """A window with holes: ``abs(q - k) <= window * rate`` and ``(q - k) % rate == 0``.
@@ -111,6 +114,7 @@ class Dilated(Derived):
         reach = self.window * self.rate
         return SlidingWindow(reach, reach) & Strided(self.rate)
 
+    @property
     def residue_rate(self) -> int:
         return self.rate
 
@@ -119,7 +123,7 @@ class Dilated(Derived):
         return Lookback(0, reach, self.window if self.rate == 1 else 0, False, reach)
 
 
-class View(NamedTuple):
+class StridedView(NamedTuple):
     """Heads [start, stop) in steps, and among positions those congruent to ``offset`` modulo ``rate``."""
 
     heads: tuple[int, int, int]
@@ -127,6 +131,7 @@ class View(NamedTuple):
     offset: int
 
 
+@declare("LongNet([16, 64], [1, 4], causal=True)", "By residue", tokens=64, heads=4)
 class LongNet(Pattern):
     """LongNet's mixture of dilated branches: softmax over the multiset of their keys.
 
@@ -211,7 +216,7 @@ class LongNet(Pattern):
         )
         return f"LongNet({list(self.segments)}, {list(self.rates)}{rest})"
 
-    def views(self, heads: int) -> list[tuple[View, Pattern]]:
+    def views(self, heads: int) -> list[tuple[StridedView, Pattern]]:
         """List the branches for a number of query heads: a view of heads and positions, and the relation inside it.
 
         Raises:
@@ -227,7 +232,7 @@ class LongNet(Pattern):
                     "Use heads='shared', or drop branches.",
                 )
             )
-        views: list[tuple[View, Pattern]] = []
+        views: list[tuple[StridedView, Pattern]] = []
         last = 0
         for branch, (segment, rate) in enumerate(zip(self.segments, self.rates, strict=True)):
             first, last = last, last + heads // count + (branch < heads % count)
@@ -240,10 +245,10 @@ class LongNet(Pattern):
                 by_offset.setdefault(self._offset(head, rate, heads), []).append(head)
             for offset, members in sorted(by_offset.items()):
                 step = members[1] - members[0] if len(members) > 1 else 1
-                views.append((View((members[0], members[-1] + 1, step), rate, offset), inside))
+                views.append((StridedView((members[0], members[-1] + 1, step), rate, offset), inside))
         return views
 
-    def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
+    def bound(self, heads: int | None, kv_heads: int | None = None, rank: int = 0, ranks: int = 1) -> Pattern:
         shared = self.heads == "shared"
         every = shared and isinstance(self.offset, int)
         # a rank's first head keeps the residue of the first of all
@@ -287,7 +292,7 @@ class LongNet(Pattern):
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
         self._refuse()
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
+    def tile_classes(self, tiles: Tiles) -> Int64:
         self._refuse()
 
     def __invert__(self) -> Pattern:

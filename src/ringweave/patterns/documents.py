@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ..errors import PatternError, message, shown
 from .base import Full, Pattern
-from .numbers import INTEGERS, LONGEST, integers, whole
-from .spans import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
+from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
+from .declared import declare
 from .tiles import Int64, Ranges, Tiles, mix
+from .validate import INTEGERS, LONGEST, integers, whole
 
 _LISTS = ("lengths", "cu_seqlens", "ids", "cu_seqlens_q", "cu_seqlens_k")
 
@@ -26,6 +27,7 @@ class _Packed(NamedTuple):
     ids: Int64 | None
 
 
+@declare("Documents([160, 480, 96, 288])", "By position")
 class Documents(Bounds):
     """Packed variable-length documents: a query attends the keys of its own document.
 
@@ -176,9 +178,9 @@ class Documents(Bounds):
         spans = self._now.spans
         return Ranges.of((0, nk), rows=len(q_lo)) if spans is None else spans.key_ranges(q_lo, q_hi, nk, Full())
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
+    def tile_classes(self, tiles: Tiles) -> Int64:
         spans: Spans | None = self._now.spans
-        return mix(tiles.q_lo, tiles.k_lo) if spans is None else spans.tile_keys(tiles, Full())
+        return mix(tiles.q_lo, tiles.k_lo) if spans is None else spans.tile_classes(tiles, Full())
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         if "ids" in self._tables:

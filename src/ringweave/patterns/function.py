@@ -24,14 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache import LRUCache
 from ..errors import PatternError, in_a_line, message
-from ..recent import Recent
 from ..torch_compat import wrapped
 from .algebra import PerHead
 from .base import Pattern
-from .key import Key, address_key, content_key
-from .numbers import whole
+from .cache_key import CacheKey, address_key, content_key
+from .declared import declare
 from .tiles import Int64, Ranges, Tiles, mix
+from .validate import whole
 
 V = TypeVar("V")
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -199,7 +200,7 @@ class Holder:
         self.fn, self.named, self.reads = fn, named, reads
         self.unseen = None if reads is None else reads.unseen
         #: what refers to its patterns goes with it
-        self.stores: weakref.WeakKeyDictionary[Recent[Any], Recent[Any]] = weakref.WeakKeyDictionary()
+        self.stores: weakref.WeakKeyDictionary[LRUCache[Any], LRUCache[Any]] = weakref.WeakKeyDictionary()
         #: Of a single call: whether gradients are computed by now, of the masks that it has.
         self.complete = False
         # their digests by those of their indices
@@ -272,10 +273,10 @@ def for_one_call(spec: str) -> tuple[str, list[Holder]]:
     return re.sub(r"TokenMask\((\d+)", number, spec), made
 
 
-def store_of(spec: str, common: Recent[V]) -> Recent[V]:
+def store_of(spec: str, common: LRUCache[V]) -> LRUCache[V]:
     """Choose where to keep what refers to a pattern: with its function, where it has one, else in common."""
     held = holders(spec)
-    return held[0].stores.setdefault(common, Recent(common.max_bytes, _KEPT)) if held else common
+    return held[0].stores.setdefault(common, common.like(common.max_bytes, _KEPT)) if held else common
 
 
 def table_keys(tables: Sequence[Tensor]) -> tuple[Hashable, ...]:
@@ -283,7 +284,7 @@ def table_keys(tables: Sequence[Tensor]) -> tuple[Hashable, ...]:
     return tuple(content_key(table) or address_key(table) for table in tables)
 
 
-class Held:
+class PinnedClosure:
     """What a call's pattern follows, held until its backward pass, which must find it as it was.
 
     Args:
@@ -293,7 +294,7 @@ class Held:
 
     def __init__(self, spec: str, tables: Sequence[Tensor]):
         self._held = [(holder, table_keys(holder.tables())) for holder in holders(spec)]
-        self._tables = tuple(x for x in tables if not wrapped(x)) if "Keys(" in spec else ()
+        self._tables = tuple(x for x in tables if not wrapped(x)) if "KeyPadding(" in spec else ()
         self._read = table_keys(self._tables)
 
     def check(self) -> None:
@@ -303,15 +304,16 @@ class Held:
             if table_keys(holder.tables()) != key:
                 raise changed("a tensor that was changed")
         if table_keys(self._tables) != self._read:
-            raise changed("bounds that were changed", "Keys")
+            raise changed("bounds that were changed", "KeyPadding")
 
 
-def held(spec: str, tables: Sequence[Tensor], q: Tensor) -> Held | None:
+def pinned_closure(spec: str, tables: Sequence[Tensor], q: Tensor) -> PinnedClosure | None:
     """Hold what a call's pattern follows; None where it follows nothing, or is being traced."""
-    follows = "TokenMask(" in spec or "Keys(" in spec
-    return Held(spec, tables) if follows and type(q) in (Tensor, torch.nn.Parameter) else None
+    follows = "TokenMask(" in spec or "KeyPadding(" in spec
+    return PinnedClosure(spec, tables) if follows and type(q) in (Tensor, torch.nn.Parameter) else None
 
 
+@declare("TokenMask(lambda b, h, q, k: (q // 64 + k // 64) % 3 == 0)", "By table, function or head", text=False)
 class TokenMask(Pattern):
     """Any function ``fn(b, h, q, k)`` of int64 index tensors, in the signature of FlexAttention's ``mask_mod``.
 
@@ -379,7 +381,7 @@ class TokenMask(Pattern):
         return TokenMask.__new__(TokenMask)._of(*self._now(), batch, head)
 
     @classmethod
-    def numbered(cls, number: int, *tables: Tensor, batch: int | None = None, head: int | None = None) -> TokenMask:
+    def own(cls, number: int, *tables: Tensor, batch: int | None = None, head: int | None = None) -> TokenMask:
         """Make the pattern of a function that has a number, which reads just these tensors now."""
         holder = _holders.get(number)
         if holder is None:
@@ -420,13 +422,13 @@ class TokenMask(Pattern):
     def tables(self) -> tuple[Tensor, ...]:
         return self._now()[1]
 
-    def key(self) -> Key:
+    def key(self) -> CacheKey:
         holder, tables = self._now()
         if holder.unseen:
-            return Key(object(), ())  # equal to no other
+            return CacheKey(object(), ())  # equal to no other
         keys = [content_key(table) for table in tables]
         large = tuple(table for table, key in zip(tables, keys, strict=True) if key is None)
-        return Key(
+        return CacheKey(
             (self._spelled(holder, tables), *keys, *map(address_key, large)), large, tuple(map(address_key, tables))
         )
 
@@ -485,7 +487,11 @@ class TokenMask(Pattern):
             return self
         return self._chosen(batch, head)
 
-    def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
+    @property
+    def follows(self) -> bool:
+        return True
+
+    def bound(self, heads: int | None, kv_heads: int | None = None, rank: int = 0, ranks: int = 1) -> Pattern:
         if ranks == 1 or self._head is not None or not self._depends()[1]:
             return self
         if heads is None:
@@ -505,7 +511,7 @@ class TokenMask(Pattern):
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
         return Ranges.of((0, nk), rows=len(q_lo))
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
+    def tile_classes(self, tiles: Tiles) -> Int64:
         return mix(tiles.q_lo, tiles.k_lo)
 
 

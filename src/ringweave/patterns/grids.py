@@ -18,14 +18,15 @@ from torch import Tensor
 from ..errors import PatternError, message, shown
 from .base import Pattern
 from .boxes import Grid, Pieces, axes_text, coordinates, per_axis, token_runs
-from .numbers import flag
+from .declared import declare
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, classes
+from .validate import flag
 
 _SMALLEST, _LARGEST = 32, 128  # sides of tiles
 _COMPARED = 256  # pairs of boxes in a tile, beyond which it is like no other
 
 
-class _OnGrid(Pattern):
+class OnGrid(Pattern):
     """A product over the axes of a grid, each with keys ``first(q) + j * dilation`` below ``first(q) + reach``."""
 
     grid: Grid
@@ -60,12 +61,14 @@ class _OnGrid(Pattern):
                 )
             )
 
+    @property
     def block_side(self) -> int:
         # of as many tokens as a box, where kernels take such tiles
         volume = math.prod(self.grid.tile)
         return min(max(-(-volume // 16) * 16, _SMALLEST), _LARGEST)
 
-    def allowed_pairs(self, nq: int, nk: int, q_offset: int) -> int | None:
+    def allowed_pairs(self, nq: int, nk: int) -> int | None:
+        """Allowed pairs of all tokens, by a formula; None of some of them, which are counted."""
         return self._all_pairs() if nq == nk == self.grid.tokens else None
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -92,7 +95,7 @@ class _OnGrid(Pattern):
         padded[0, line, slot], padded[1, line, slot] = begin, end
         return Ranges(*padded[:, pieces.given])
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
+    def tile_classes(self, tiles: Tiles) -> Int64:
         q, k = Pieces.of(self.grid, tiles.q_lo, tiles.q_hi), Pieces.of(self.grid, tiles.k_lo, tiles.k_hi)
         # along each axis, of every piece of queries: bounds of the first key and of the last query's, and the anchor
         reached = [
@@ -142,7 +145,8 @@ class _OnGrid(Pattern):
         return classes(empty, full, *parts)
 
 
-class GridNeighborhood(_OnGrid):
+@declare("GridNeighborhood(Grid((32, 32)), 7)", "On a grid")
+class GridNeighborhood(OnGrid):
     """Neighbourhood attention on a grid: along each axis ``window`` keys around the query, shifted inwards at borders.
 
     A query attends the product of its axes' windows: exactly as many keys, wherever it is. Along an axis its neighbours
@@ -219,6 +223,7 @@ class GridNeighborhood(_OnGrid):
         inner = (first >= before) & (last - before <= self.grid.shape[axis] - self.reach[axis])
         return np.where(inner, -1, first)
 
+    @property
     def residue_rate(self) -> int:
         # strided views of one axis of tokens: there are none of several
         return self.dilation[0] if len(self.dilation) == 1 else 1
@@ -233,7 +238,8 @@ class GridNeighborhood(_OnGrid):
         return math.prod(n * w - (d * w * (w - 1) // 2 if causal else 0) for n, w, d, causal in counts)
 
 
-class GridWindows(_OnGrid):
+@declare("GridWindows(Grid((32, 32)), 8, shift=4)", "On a grid")
+class GridWindows(OnGrid):
     """Windows of one size over a grid, as in Swin: attention stays inside a window. The last ones may be smaller.
 
     Shifted windows begin at coordinate ``shift`` and not at 0, and what lies before is a window of its own. That is

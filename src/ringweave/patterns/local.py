@@ -11,11 +11,13 @@ from torch import Tensor
 
 from ..errors import PatternError, message
 from .base import Derived, Lookback, Pattern
-from .chosen import Sinks
-from .numbers import whole, whole_fields
+from .declared import declare
+from .global_tokens import Sinks
 from .tiles import Int64, Ranges, Tiles, classes
+from .validate import whole, whole_fields
 
 
+@declare("Causal()", "By position")
 @dataclass(frozen=True, eq=False, repr=False)
 class Causal(Pattern):
     """A query attends keys at or before its own position.
@@ -39,7 +41,7 @@ class Causal(Pattern):
     def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
         return Ranges.of((q_lo + 1, nk), rows=len(q_lo))
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
+    def tile_classes(self, tiles: Tiles) -> Int64:
         q_lo, q_hi, k_lo, k_hi = tiles
         return classes(k_lo >= q_hi, k_hi - 1 <= q_lo, q_lo - k_lo)
 
@@ -50,6 +52,7 @@ class Causal(Pattern):
         return Lookback(0, 0, sys.maxsize, True, 0)
 
 
+@declare("SlidingWindow(192, 64)", "By position")
 @dataclass(frozen=True, eq=False, repr=False)
 class SlidingWindow(Pattern):
     """A query attends ``left`` keys before itself, itself, and ``right`` keys after.
@@ -90,7 +93,7 @@ class SlidingWindow(Pattern):
         before = np.clip(q_hi - 1 - self.left, 0, nk)
         return Ranges.of((0, before), (q_lo + self.right + 1, nk), rows=len(q_lo))
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
+    def tile_classes(self, tiles: Tiles) -> Int64:
         q_lo, q_hi, k_lo, k_hi = tiles
         least, most = q_lo - k_hi + 1, q_hi - 1 - k_lo
         empty = (least > self.left) | (most < -self.right)
@@ -103,6 +106,7 @@ class SlidingWindow(Pattern):
         return Lookback(0, self.left, self.left, False, self.right)
 
 
+@declare("Segments(256)", "By position")
 @dataclass(frozen=True, eq=False, repr=False)
 class Segments(Pattern):
     """Consecutive segments of one length; attention stays inside a segment. The last one may be short.
@@ -134,7 +138,7 @@ class Segments(Pattern):
         length = self.length
         return Ranges.of((q_lo // length * length, np.minimum(((q_hi - 1) // length + 1) * length, nk)), rows=len(q_lo))
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
+    def tile_classes(self, tiles: Tiles) -> Int64:
         q_lo, q_hi, k_lo, k_hi = tiles
         length = self.length
         q_first, q_last, k_first, k_last = q_lo // length, (q_hi - 1) // length, k_lo // length, (k_hi - 1) // length
@@ -149,6 +153,7 @@ class Segments(Pattern):
         return Segments(self.length // rate) if self.length % rate == 0 else None
 
 
+@declare("Neighborhood(7, 2, tokens=64)", "By residue", tokens=64)
 class Neighborhood(Pattern):
     """Exactly ``window`` keys around each query, shifted inwards at the borders.
 
@@ -159,7 +164,7 @@ class Neighborhood(Pattern):
     Raises:
         PatternError: A window, dilation or length below 1; at use, another length.
     Example:
-        >>> rw.Neighborhood(3, tokens=5).to_dense(5)[0, 0].sum(-1)
+        >>> rw.patterns.Neighborhood(3, tokens=5).to_dense(5)[0, 0].sum(-1)
         tensor([3, 3, 3, 3, 3])
     """
 
@@ -193,7 +198,7 @@ class Neighborhood(Pattern):
         reach = self.window * self.dilation
         return Ranges.of((np.maximum(q_lo - reach, 0), np.minimum(q_hi + reach, nk)), rows=len(q_lo))
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
+    def tile_classes(self, tiles: Tiles) -> Int64:
         # away from the borders a plain dilated window; near them every tile is its own class
         reach = self.window * self.dilation
         inner = (tiles.q_lo >= reach) & (tiles.q_hi + reach <= self.tokens)
@@ -207,6 +212,7 @@ class Neighborhood(Pattern):
             np.where(inner, 0, tiles.k_lo),
         )
 
+    @property
     def residue_rate(self) -> int:
         return self.dilation
 
@@ -216,6 +222,7 @@ class Neighborhood(Pattern):
         return Neighborhood(self.window, tokens=(self.tokens - offset + rate - 1) // rate)
 
 
+@declare("PrefixLM(256)", "By position")
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefixLM(Derived):
     """A prefix that all attend, and causal attention after it: ``k < n or k <= q``.

@@ -2,54 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from ..cache import PATTERNS, fact
 from ..errors import PatternError, message, shown
-from . import presets
-from .algebra import And, Or, PerHead, join
-from .base import Full, Pattern
-from .block_sets import ListedBlocks, MaskBlocks
+from .algebra import And, Or, join
+from .base import Pattern
 from .boxes import Grid
-from .chosen import Global, Periodic, Sinks
-from .dilated import Dilated, LongNet, Strided
-from .documents import Documents
-from .function import TokenMask, for_one_call
-from .grids import GridNeighborhood, GridWindows
-from .keys import Keys
-from .local import Causal, Neighborhood, PrefixLM, Segments, SlidingWindow
+from .declared import DECLARED
+from .function import for_one_call
+from .key_padding import KeyPadding
 from .shifted import Offsets, Shifted
-from .table import BlockTable
-from .within import Within
 
-PRESETS: dict[str, Callable[..., Pattern]] = {
-    function.__name__: function
-    for function in (
-        presets.bigbird,
-        presets.dilated_blocks,
-        presets.local_global,
-        presets.longformer,
-        presets.natten_1d,
-        presets.random_blocks,
-        presets.sparse_transformer_fixed,
-        presets.variable,
-    )
-}
-WRITABLE: dict[str, Callable[..., Pattern]] = {
-    kind.__name__: kind
-    for kind in (
-        Full, Causal, SlidingWindow, Global, Sinks, Segments, Dilated, Strided, Documents, PrefixLM, PerHead, LongNet,
-        Neighborhood, Periodic, GridNeighborhood, GridWindows, Keys, Within,
-    )
-} | PRESETS  # fmt: skip
-#: Every name that a text may hold: patterns, and what they are made of besides.
-NAMES: dict[str, Callable[..., object]] = {**WRITABLE, "Grid": Grid}
-
-
+# names of texts that an earlier release wrote
+_OLD: dict[str, Callable[..., object]] = {"Keys": KeyPadding}
 _LONGEST = 2**20  # characters of a text from outside
 _OPEN = 256  # brackets in brackets
 _SIGNS = 64  # of one value
@@ -88,30 +58,27 @@ def parse(text: str) -> Pattern:
         raise PatternError(
             message("text", f"{len(text)} characters", f"at most {_LONGEST}", "Build the pattern in Python.")
         )
-    return _Reader(text, NAMES, iter(())).read()
+    return _Reader(text, names() | _OLD, iter(())).read()
 
 
 def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
     """Build the pattern of a ``spec`` and its ``tables``, as written by this process."""
 
-    def table(
-        tensor: Tensor, block_size: int | tuple[int, int], key_blocks: int | None = None, group: int | None = 1
-    ) -> Pattern:
-        sides = (block_size, block_size) if isinstance(block_size, int) else block_size
-        blocks = MaskBlocks(tensor, tensor.shape[-1]) if key_blocks is None else ListedBlocks(tensor, key_blocks)
-        return BlockTable.of(blocks, sides, group or None)
-
     # around the same tensors: plans are cached by their address
-    held: dict[str, Callable[..., object]] = {
-        "BlockTable": table,
-        "Documents": Documents.own,
-        "Global": Global.own,
-        "Offsets": Offsets,
-        "Shifted": Shifted,
-        "Sinks": Sinks.own,
-        "TokenMask": TokenMask.numbered,
-    }
-    return _Reader(spec, NAMES | held, iter(tables)).read()
+    return _Reader(spec, _held(), iter(tables)).read()
+
+
+@fact
+def names() -> dict[str, Callable[..., object]]:
+    """Every name that a text may hold: patterns, and what they are made of besides."""
+    return {"Grid": Grid} | {name: each.make for name, each in DECLARED.items() if each.text}
+
+
+@fact
+def _held() -> dict[str, Callable[..., object]]:
+    """The names of a ``spec``, each with what makes its pattern around tensors that are already private."""
+    own = {name: each.make.own for name, each in DECLARED.items() if hasattr(each.make, "own")}
+    return names() | own | {"Offsets": Offsets, "Shifted": Shifted}
 
 
 def of_call(pattern: Pattern) -> Pattern:
@@ -140,10 +107,19 @@ def split(text: str) -> Iterator[tuple[str, str, int]]:
         yield kind, token, place
 
 
-@functools.lru_cache(maxsize=1024)
+# about, of one token
+_TOKEN_BYTES = 160
+
+
 def _kept(text: str) -> tuple[tuple[str, str, int], ...]:
     # a pattern with tables is read at every call
-    return tuple(split(text))
+    if torch.compiler.is_compiling():
+        return tuple(split(text))
+    tokens: tuple[tuple[str, str, int], ...] | None = PATTERNS.get(("tokens", text))
+    if tokens is None:
+        tokens = tuple(split(text))
+        PATTERNS.put(("tokens", text), tokens, _TOKEN_BYTES * len(tokens))
+    return tokens
 
 
 class _Open:
@@ -329,6 +305,6 @@ class _Reader:
                 f"pattern {shown(self.text)}",
                 f"{got}, before character {self.place}",
                 "pattern names with numbers, lists, & | ~",
-                f"Known names: {', '.join(sorted(self.names))}.",
+                f"Known names: {', '.join(sorted(self.names.keys() - _OLD))}.",
             )
         )

@@ -16,17 +16,19 @@ from ..errors import PatternError, message, shown
 from .algebra import Or, join
 from .base import Pattern
 from .block_sets import draw
-from .chosen import Global, Periodic
+from .declared import declare
 from .dilated import Dilated
 from .documents import Documents
+from .global_tokens import Global, Periodic
 from .local import Causal, Neighborhood, Segments, SlidingWindow
-from .numbers import flag, integers, number, whole
 from .table import BlockTable
+from .validate import flag, integers, number, whole
 
 # blocks that a generator is asked for at once; windows and chosen tokens
 _DRAWN, _LISTED = 2**28, 2**24
 
 
+@declare("longformer(96, 48)", "Presets")
 def longformer(window: int, global_tokens: int | Sequence[int] = 1, *, causal: bool = False) -> Pattern:
     """A window of ``window`` tokens on either side, and global tokens.
 
@@ -37,7 +39,7 @@ def longformer(window: int, global_tokens: int | Sequence[int] = 1, *, causal: b
     Returns:
         A pattern.
     Example:
-        >>> rw.longformer(256, 1)
+        >>> rw.patterns.longformer(256, 1)
         SlidingWindow(256, 256) | Global(1)
 
     References:
@@ -47,6 +49,7 @@ def longformer(window: int, global_tokens: int | Sequence[int] = 1, *, causal: b
     return pattern & Causal() if flag("causal", causal) else pattern
 
 
+@declare("random_blocks(1024, 0.25, block_size=64)", "Presets")
 def random_blocks(
     tokens: int,
     density: float,
@@ -74,7 +77,7 @@ def random_blocks(
     Raises:
         PatternError: A density outside (0, 1] or too small for the diagonal, or more than 2**28 blocks to draw.
     Example:
-        >>> table = rw.random_blocks(1024, 0.25, block_size=64)
+        >>> table = rw.patterns.random_blocks(1024, 0.25, block_size=64)
         >>> int(table.mask.sum()), table.density(1024)
         (64, 0.25)
     """
@@ -100,6 +103,7 @@ def random_blocks(
     return BlockTable.of(draw(lead, side, total, seed=seed, diagonal=diagonal), (block_size, block_size))
 
 
+@declare("bigbird(1024, window=96, random=2)", "Presets")
 def bigbird(
     tokens: int,
     *,
@@ -121,7 +125,7 @@ def bigbird(
     Returns:
         A pattern for that length.
     Example:
-        >>> rw.bigbird(1024)
+        >>> rw.patterns.bigbird(1024)
         SlidingWindow(192, 192) | Global(64) | BlockTable(<16x16 blocks>, 64)
 
     References:
@@ -138,6 +142,7 @@ def _random(tokens: int, random: int, block_size: int, seed: int) -> BlockTable:
     return random_blocks(tokens, share, block_size=block_size, seed=seed, diagonal=False)
 
 
+@declare("sparse_transformer_fixed(128, 32)", "Presets")
 def sparse_transformer_fixed(block: int = 128, summary: int = 32, *, causal: bool = True) -> Pattern:
     """Local blocks, and the last ``summary`` tokens of every block for all later queries ("fixed" attention).
 
@@ -150,7 +155,7 @@ def sparse_transformer_fixed(block: int = 128, summary: int = 32, *, causal: boo
     Raises:
         PatternError: A summary longer than its block.
     Example:
-        >>> rw.sparse_transformer_fixed(4, 1).to_dense(6)[0, 0].int()[5]
+        >>> rw.patterns.sparse_transformer_fixed(4, 1).to_dense(6)[0, 0].int()[5]
         tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32)
 
     References:
@@ -163,6 +168,7 @@ def sparse_transformer_fixed(block: int = 128, summary: int = 32, *, causal: boo
     return pattern & Causal() if causal else pattern
 
 
+@declare("variable(1024, local_blocks=(2, 4), global_blocks=(0, 9))", "Presets")
 def variable(
     tokens: int,
     *,
@@ -186,7 +192,7 @@ def variable(
     Raises:
         PatternError: A window below one block.
     Example:
-        >>> rw.variable(256, local_blocks=(1, 2), block_size=32)
+        >>> rw.patterns.variable(256, local_blocks=(1, 2), block_size=32)
         Documents([32, 64, 64, 64, 32]) | Global(32)
     """
     tokens, block_size = whole("tokens", tokens, 1), whole("block_size", block_size, 1)
@@ -211,6 +217,7 @@ def variable(
     return pattern | _random(tokens, random, block_size, seed) if random else pattern
 
 
+@declare("local_global(64, 128)", "Presets")
 def local_global(window: int, stride: int, *, causal: bool = False) -> Pattern:
     """A window, and every ``stride``-th key for all queries.
 
@@ -221,13 +228,14 @@ def local_global(window: int, stride: int, *, causal: bool = False) -> Pattern:
     Returns:
         A pattern.
     Example:
-        >>> rw.local_global(1, 3).to_dense(5)[0, 0].int()[4]
+        >>> rw.patterns.local_global(1, 3).to_dense(5)[0, 0].int()[4]
         tensor([1, 0, 0, 1, 1], dtype=torch.int32)
     """
     pattern = SlidingWindow(window, window) | Periodic(whole("stride", stride, 1), 0, 1)
     return pattern & Causal() if flag("causal", causal) else pattern
 
 
+@declare("dilated_blocks(2, [1, 4, 12])", "Presets", tokens=64)
 def dilated_blocks(window: int, rates: Sequence[int]) -> Pattern:
     """The union of windows at several dilation rates; a key in two of them counts once.
 
@@ -239,7 +247,7 @@ def dilated_blocks(window: int, rates: Sequence[int]) -> Pattern:
     Raises:
         PatternError: No rates, or a rate below 1.
     Example:
-        >>> rw.dilated_blocks(1, [1, 4]).to_dense(6)[0, 0].int()[0]
+        >>> rw.patterns.dilated_blocks(1, [1, 4]).to_dense(6)[0, 0].int()[0]
         tensor([1, 1, 0, 0, 1, 0], dtype=torch.int32)
     """
     listed = integers("rates", rates, 1)
@@ -248,6 +256,7 @@ def dilated_blocks(window: int, rates: Sequence[int]) -> Pattern:
     return join(Or, *(SlidingWindow(window, window) if rate == 1 else Dilated(window, rate) for rate in listed))
 
 
+@declare("natten_1d(192, tokens=1024)", "Presets")
 def natten_1d(window: int, dilation: int = 1, *, tokens: int) -> Pattern:
     """Neighbourhood attention in one dimension: every query attends exactly ``window`` keys, if there are as many.
 
@@ -262,7 +271,7 @@ def natten_1d(window: int, dilation: int = 1, *, tokens: int) -> Pattern:
     Raises:
         PatternError: A window or dilation below 1.
     Example:
-        >>> rw.natten_1d(3, tokens=5).to_dense(5)[0, 0].int()[[0, 2]]
+        >>> rw.patterns.natten_1d(3, tokens=5).to_dense(5)[0, 0].int()[[0, 2]]
         tensor([[1, 1, 1, 0, 0],
                 [0, 1, 1, 1, 0]], dtype=torch.int32)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import PatternError, ShapeError, message, shown
-from .base import Full, Pattern
-from .fit import nest, refuse
-from .numbers import INTEGERS, LONGEST, whole
-from .spans import ELEMENT_BITS, Bounds, rows_of
+from .base import Composite, Full, Pattern
+from .batch_axis import ELEMENT_BITS, Bounds, rows_of
 from .tiles import Int64, Ranges, Tiles, mix
+from .validate import INTEGERS, LONGEST, nest, refuse, whole
 
 _SIDES = ("q_offset", "k_offset")
 
@@ -75,7 +76,7 @@ class Offsets(Bounds, Full):
         return q, k
 
 
-class Shifted(Pattern):
+class Shifted(Composite):
     """A pattern by places in a call's q and k, of one by positions: ``pattern.allows(q + first_q, k + first_k)``.
 
     What ``q_offset`` and ``k_offset`` make of a call's pattern, unless they are an int and 0.
@@ -105,19 +106,10 @@ class Shifted(Pattern):
     def parts_within(self) -> tuple[Pattern, ...]:
         return self.pattern, self.offsets
 
-    def extents(self) -> tuple[int | None, int | None]:
-        return (self.pattern & self.offsets).extents()
-
-    def bound(self, heads: int, kv_heads: int | None = None) -> Pattern:
-        pattern = self.pattern.bound(heads, kv_heads)
-        return self if pattern is self.pattern else Shifted(pattern, self.offsets)
-
-    def select(self, b: int, h: int) -> Pattern:
-        chosen, offsets = self.pattern.select(b, h), self.offsets.select(b, h)
-        if chosen is self.pattern and offsets is self.offsets:
-            return self
+    def remade(self, parts: Sequence[Pattern]) -> Pattern:
+        pattern, offsets = parts
         assert isinstance(offsets, Offsets)
-        return Shifted(chosen, offsets)
+        return Shifted(pattern, offsets)
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         if self.offsets.readable():
@@ -133,8 +125,9 @@ class Shifted(Pattern):
         q, k = self.offsets.most()
         return nq, nk + k, q_offset + q
 
+    @property
     def block_side(self) -> int | None:
-        return self.pattern.block_side()
+        return self.pattern.block_side
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self.pattern.allows(*self.offsets.added(q, k))
@@ -144,9 +137,11 @@ class Shifted(Pattern):
         start, stop = self.pattern.key_ranges(q_lo + of_q, q_hi + of_q, nk + self.offsets.most()[1])
         return Ranges(start - of_k[:, None], stop - of_k[:, None])
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
+    def tile_classes(self, tiles: Tiles) -> Int64:
         of_q, of_k = self.offsets.of(tiles.q_lo)
-        return self.pattern.tile_keys(Tiles(tiles.q_lo + of_q, tiles.q_hi + of_q, tiles.k_lo + of_k, tiles.k_hi + of_k))
+        return self.pattern.tile_classes(
+            Tiles(tiles.q_lo + of_q, tiles.q_hi + of_q, tiles.k_lo + of_k, tiles.k_hi + of_k)
+        )
 
 
 def placed(pattern: Pattern, q_offset: int | Tensor, k_offset: int | Tensor, batch: int) -> tuple[Pattern, int]:
@@ -182,8 +177,10 @@ def placed(pattern: Pattern, q_offset: int | Tensor, k_offset: int | Tensor, bat
 def first_positions(pattern: Pattern, q_offset: int, batch: int, device: torch.device) -> Tensor:
     """The positions of the first query and key of each batch element, (B, 2) int64, of what :func:`placed` gave."""
     first = torch.zeros(batch, 2, dtype=torch.int64, device=device)
-    if isinstance(pattern, Shifted):
-        return first + pattern.offsets.table.to(device)
+    for part in (pattern, *pattern.parts_within()):
+        # sequences in pages have bounds beside their offsets
+        if isinstance(part, Shifted):
+            return first + part.offsets.table.to(device)
     first[:, 0] = q_offset
     return first
 

@@ -13,13 +13,17 @@ from ..errors import PatternError, message, shown
 from ..torch_compat import require
 from .base import Pattern
 from .block_sets import BlockSet, ListedBlocks, MaskBlocks, ascending
-from .numbers import one_of, whole
+from .declared import declare
 from .tiles import Int64, Ranges, Tiles, classes
+from .validate import one_of, whole
 
 P = TypeVar("P", Tensor, NDArray[np.int64])
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+@declare(
+    "BlockTable(torch.eye(8).bool() | (torch.arange(8) == 2), block_size=128)", "By table, function or head", text=False
+)
 class BlockTable(Pattern):
     """The block of (query, key) is set in a table; per batch and per head if the table is.
 
@@ -85,6 +89,15 @@ class BlockTable(Pattern):
         pattern.__post_init__()
         return pattern
 
+    @classmethod
+    def own(
+        cls, table: Tensor, block_size: int | tuple[int, int], key_blocks: int | None = None, group: int | None = 1
+    ) -> BlockTable:
+        """Make the pattern of a text, around a table that is already private."""
+        sides = (block_size, block_size) if isinstance(block_size, int) else block_size
+        blocks = MaskBlocks(table, table.shape[-1]) if key_blocks is None else ListedBlocks(table, key_blocks)
+        return cls.of(blocks, sides, group or None)
+
     def _text(self) -> str:
         side = self.block_size
         listed = f", key_blocks={self.blocks.key_blocks}" if isinstance(self.blocks, ListedBlocks) else ""
@@ -111,8 +124,10 @@ class BlockTable(Pattern):
         batch, heads = (1, 1, *self.blocks.shape)[-4:-2]
         return (batch if batch > 1 else None), (heads * (self.group or 1) if heads > 1 else None)
 
-    def bound(self, heads: int, kv_heads: int | None = None) -> Pattern:
-        if self.group is not None:
+    def bound(self, heads: int | None, kv_heads: int | None = None, rank: int = 0, ranks: int = 1) -> Pattern:
+        if ranks > 1:
+            return self._share(rank, ranks)
+        if self.group is not None or heads is None:
             return self
         made = self.blocks.shape[-3]
         if heads % made or made != (kv_heads or made):
@@ -128,8 +143,8 @@ class BlockTable(Pattern):
         one = self.blocks.one(b, h // self.group)
         return self if one is self.blocks else BlockTable.of(one, self.block_size)
 
-    def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
-        if self.extents()[1] is None or ranks == 1:
+    def _share(self, rank: int, ranks: int) -> Pattern:
+        if self.extents()[1] is None:
             return self
         count, rest = divmod(self.blocks.shape[-3], ranks)
         if rest:
@@ -154,6 +169,7 @@ class BlockTable(Pattern):
                 )
             )
 
+    @property
     def block_side(self) -> int | None:
         return self.block_size[0] if self.block_size[0] == self.block_size[1] else None
 
@@ -176,7 +192,7 @@ class BlockTable(Pattern):
         stop[line, slot] = np.minimum(end * size_k, nk)
         return Ranges(start, stop)
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
+    def tile_classes(self, tiles: Tiles) -> Int64:
         size_q, size_k = self.block_size
         r0, r1 = self._row(tiles.q_lo), self._row(tiles.q_hi - 1)
         c0, c1 = tiles.k_lo // size_k, (tiles.k_hi - 1) // size_k

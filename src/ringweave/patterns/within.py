@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from torch import Tensor
 
 from ..errors import PatternError, message
 from .algebra import Combined, Not, PerHead
-from .base import Pattern
+from .base import Composite, Pattern, provide
+from .batch_axis import ELEMENT, Bounds, Shared, bounds_in
+from .declared import declare
 from .documents import Documents
-from .fit import nest, refuse
-from .keys import Keys
+from .key_padding import KeyPadding
 from .shifted import Offsets, Shifted
-from .spans import ELEMENT, Bounds, Shared, bounds_in
 from .table import BlockTable
 from .tiles import Int64, Ranges, Tiles, mix
+from .validate import nest, refuse
 
 
-class Within(Pattern):
+@declare("Within(Sinks(64), Documents([160, 480, 96, 288]))", None)
+class Within(Composite):
     """A pattern that begins anew with the first key of every document or row, and allows nothing across.
 
     What ``pattern.within(bounds)`` makes. A query outside of its row, or of all documents, attends nothing. Where
@@ -26,7 +30,7 @@ class Within(Pattern):
 
     Args:
         pattern: A relation, counted from each document's first key.
-        bounds: ``Documents``, or ``Keys`` for rows that are padded.
+        bounds: ``Documents``, or ``KeyPadding`` for rows that are padded.
     Raises:
         PatternError: What is no relation, or has a block table in it; bounds of another kind; at use, documents in
             several pieces or with more queries than keys, or of a length that the pattern is not made for.
@@ -36,7 +40,7 @@ class Within(Pattern):
                 [1, 0, 0, 0],
                 [0, 0, 1, 0],
                 [0, 0, 1, 0]], dtype=torch.int32)
-        >>> (rw.Sinks(1) & rw.Causal()).within(rw.Keys(4, start=2)).to_dense(4)[0, 0].int()
+        >>> (rw.Sinks(1) & rw.Causal()).within(rw.KeyPadding(4, start=2)).to_dense(4)[0, 0].int()
         tensor([[0, 0, 0, 0],
                 [0, 0, 0, 0],
                 [0, 0, 1, 0],
@@ -46,9 +50,9 @@ class Within(Pattern):
     def __init__(self, pattern: Pattern, bounds: Pattern):
         if not isinstance(pattern, Pattern):
             refuse(pattern)
-        if not isinstance(bounds, (Keys, Documents)):
+        if not isinstance(bounds, (KeyPadding, Documents)):
             got = repr(bounds) if isinstance(bounds, Pattern) else type(bounds).__name__
-            raise PatternError(message("bounds", got, "Documents or Keys", "Combine other patterns with &."))
+            raise PatternError(message("bounds", got, "Documents or KeyPadding", "Combine other patterns with &."))
         if not pattern.combinable:
             remedy = "A LongNet keeps tokens by their place in the whole sequence: use Dilated or Segments."
             raise PatternError(message("pattern", repr(pattern), "a relation", remedy))
@@ -68,18 +72,13 @@ class Within(Pattern):
     def parts_within(self) -> tuple[Pattern, ...]:
         return self.pattern, self.bounds
 
-    def extents(self) -> tuple[int | None, int | None]:
-        return (self.pattern & self.bounds).extents()
+    def remade(self, parts: Sequence[Pattern]) -> Pattern:
+        return Within(*parts)
 
-    def select(self, b: int, h: int) -> Pattern:
-        chosen, bounds = self.pattern.select(b, h), self.bounds.select(b, h)
-        if chosen is self.pattern and bounds is self.bounds:
-            return self
-        return Within(chosen, bounds)
-
-    def _shard(self, rank: int, ranks: int, heads: int | None) -> Pattern:
-        part = self.pattern._shard(rank, ranks, heads)
-        return self if part is self.pattern else Within(part, self.bounds)
+    @property
+    def block_side(self) -> None:
+        # blocks begin with each document, not with a tile
+        return None
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         self.bounds.check(nq, nk, q_offset)
@@ -100,8 +99,8 @@ class Within(Pattern):
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
         return self.bounds.spans().key_ranges(q_lo, q_hi, nk, self.pattern)
 
-    def tile_keys(self, tiles: Tiles) -> Int64:
-        return self.bounds.spans().tile_keys(tiles, self.pattern)
+    def tile_classes(self, tiles: Tiles) -> Int64:
+        return self.bounds.spans().tile_classes(tiles, self.pattern)
 
 
 def _has_table(pattern: Pattern) -> bool:
@@ -168,3 +167,6 @@ def elements(pattern: Pattern, batch: int) -> tuple[Int64, Int64]:
         return np.zeros(1, np.int64), np.zeros(batch, np.int64)
     _, first, like = np.unique(mix(*numbers), return_index=True, return_inverse=True)
     return first * ELEMENT, like
+
+
+provide(within=Within)

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..names import only
 from ..patterns import Pattern
-from ..patterns.fit import fitting
-from ..patterns.numbers import check_device
+from ..patterns.base import provide
+from ..patterns.validate import check_device, fitting
 from .block_plan import BlockPlan, pack_masks, unpack_masks
 from .branches import Branch, Sizes, branches, mixture, tile_sides
-from .cache import CacheStatistics, PlanCache, pattern_of, plan_cache
+from .cache import CacheStatistics, PlanCache, pattern_of, plan_cache, step_plan
+from .causality import Causality, causality
 
 if TYPE_CHECKING:
-    from .future import Causality, causality
     from .interop import from_block_mask
 
 __all__ = [
@@ -34,12 +35,14 @@ __all__ = [
     "pattern_of",
     "plan",
     "plan_cache",
+    "step_plan",
     "unpack_masks",
 ]
+__dir__ = only(__all__)
 
 
 # these load when asked for: importing ringweave stays quick
-_ELSEWHERE = {"Causality": "future", "causality": "future", "from_block_mask": "interop"}
+_ELSEWHERE = {"from_block_mask": "interop"}
 
 
 def __getattr__(name: str) -> Any:
@@ -95,3 +98,6 @@ def density(
     pattern, nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
     program = branches(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
     return sum(branch.pairs() for branch in program) / (batch * heads * nq * nk)
+
+
+provide(plan=plan, density=density, causality=causality)

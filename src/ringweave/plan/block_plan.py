@@ -5,17 +5,45 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..patterns.numbers import check_device
+from ..names import renamed
+from ..patterns.validate import check_device
 from ..torch_compat import register_pytree
 
-_TENSORS = ("row_ptr", "col", "bits", "col_ptr", "row", "bits_t", "masks", "group", "order")
-_LISTS = ("col", "bits", "row", "bits_t")
+_TENSORS = ("row_ptr", "col", "mask_id", "col_ptr", "row", "mask_id_t", "mask_words", "row_set", "order")
+_LISTS = ("col", "mask_id", "row", "mask_id_t")
 _SIZES = ("nq", "nk", "q_tile", "kv_tile", "q_offset", "counted")
+
+
+class Extent(NamedTuple):
+    """What a plan is made for, besides its pattern.
+
+    Attributes:
+        nq: Queries.
+        nk: Keys.
+        heads: Query heads.
+        batch: Batch elements.
+        tile: Sides of a tile, (q_tile, kv_tile).
+        q_offset: Position of the first query.
+        device: Where the plan goes.
+    """
+
+    nq: int
+    nk: int
+    heads: int
+    batch: int
+    tile: tuple[int, int]
+    q_offset: int = 0
+    device: str | torch.device = "cpu"
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Count query tiles and key tiles."""
+        return -(-self.nq // self.tile[0]), -(-self.nk // self.tile[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,14 +55,15 @@ class BlockPlan:
     anything back: its lists have places to spare after the nnz tiles, which nothing points to.
 
     Attributes:
-        row_ptr: (G, query tiles + 1), offsets into ``col`` and ``bits``; the last is nnz.
-        col: (places,), key tiles of each query tile, ascending.
-        bits: (places,), -1 where every pair of the tile inside the lengths is allowed, else an index into ``masks``.
-        col_ptr: (G, key tiles + 1), offsets into ``row`` and ``bits_t``.
-        row: (places,), query tiles of each key tile, ascending.
-        bits_t: (places,), as ``bits``, in column order.
-        masks: (M, q_tile, ceil(kv_tile / 32)), distinct masks, key c of a row at bit c % 32 of word c // 32.
-        group: (B, Hq), which of the G sets a batch element and head uses.
+        row_ptr: (G, query tiles + 1), offsets into ``col`` and ``mask_id``; the last is nnz.
+        col: (capacity,), key tiles of each query tile, ascending.
+        mask_id: (capacity,), -1 where every pair of the tile inside the lengths is allowed, else an index into
+            ``mask_words``.
+        col_ptr: (G, key tiles + 1), offsets into ``row`` and ``mask_id_t``.
+        row: (capacity,), query tiles of each key tile, ascending.
+        mask_id_t: (capacity,), as ``mask_id``, in column order.
+        mask_words: (M, q_tile, ceil(kv_tile / 32)), distinct masks, key c of a row at bit c % 32 of word c // 32.
+        row_set: (B, Hq), which of the G sets a batch element and head uses.
         order: (G * query tiles,), rows g * tiles + i in launch order: longest first, neighbours together.
         nq: Queries, at positions q_offset and after.
         nk: Keys.
@@ -46,12 +75,12 @@ class BlockPlan:
 
     row_ptr: Tensor
     col: Tensor
-    bits: Tensor
+    mask_id: Tensor
     col_ptr: Tensor
     row: Tensor
-    bits_t: Tensor
-    masks: Tensor
-    group: Tensor
+    mask_id_t: Tensor
+    mask_words: Tensor
+    row_set: Tensor
     order: Tensor
     nq: int
     nk: int
@@ -73,17 +102,21 @@ class BlockPlan:
     @property
     def nnz(self) -> int:
         """Count non-empty tiles over the distinct row sets; where they are not counted this waits for the device."""
-        return self.places if self.counted else int(self.row_ptr[-1, -1])
+        return self.capacity if self.counted else int(self.row_ptr[-1, -1])
 
     @property
-    def places(self) -> int:
+    def capacity(self) -> int:
         """Give the length of the lists: at least nnz; on a CPU, just that."""
         return self.col.shape[0]
 
     @property
     def nbytes(self) -> int:
         """Count the bytes of all tensors, places to spare included."""
-        return sum(t.numel() * t.element_size() for t in (getattr(self, name) for name in _TENSORS))
+        # a loop: programs count each step's
+        total = 0
+        for name in _TENSORS:
+            total += getattr(self, name).nbytes
+        return total
 
     @property
     def device(self) -> torch.device:
@@ -94,7 +127,7 @@ class BlockPlan:
     def tiles(self) -> int:
         """Count non-empty tiles over batch and heads: what a kernel computes."""
         per_group = (self.row_ptr[:, -1] - self.row_ptr[:, 0]).long()
-        return int(per_group[self.group.long()].sum())
+        return int(per_group[self.row_set.long()].sum())
 
     @functools.cached_property
     def density(self) -> float:
@@ -108,13 +141,13 @@ class BlockPlan:
 
     @property
     def _all(self) -> int:
-        return self.group.numel() * self.nq * self.nk
+        return self.row_set.numel() * self.nq * self.nk
 
     def pairs(self) -> int:
         """Count allowed (query, key) pairs over batch and heads."""
         row, area, bits = self._areas()
-        if self.masks.shape[0]:
-            area = torch.where(bits < 0, area, set_bits(self.masks)[bits.clamp(min=0)])
+        if self.mask_words.shape[0]:
+            area = torch.where(bits < 0, area, set_bits(self.mask_words)[bits.clamp(min=0)])
         return self._summed(row, area)
 
     def computed_pairs(self) -> int:
@@ -130,13 +163,13 @@ class BlockPlan:
     def _summed(self, row: Tensor, area: Tensor) -> int:
         per_group = torch.zeros(self.row_ptr.shape[0], dtype=torch.int64, device=self.device)
         per_group.index_add_(0, row // self.q_tiles, area)
-        return int(per_group[self.group.long()].sum())
+        return int(per_group[self.row_set.long()].sum())
 
     def listed(self) -> tuple[Tensor, Tensor, Tensor]:
         """List the tiles as (row, col, bits), int64 (nnz,) each; row counts g * query tiles + i over the row sets."""
         counts = self.row_ptr.diff(dim=1).reshape(-1).long()
         row = torch.arange(counts.numel(), device=self.device).repeat_interleave(counts)
-        return row, self.col[: row.numel()].long(), self.bits[: row.numel()].long()
+        return row, self.col[: row.numel()].long(), self.mask_id[: row.numel()].long()
 
     def tile_rows(self) -> Tensor:
         """Number the query tile of each tile, int64 (nnz,)."""
@@ -160,11 +193,11 @@ class BlockPlan:
             groups, self.q_tiles, self.kv_tiles, self.q_tile, self.kv_tile, dtype=torch.bool, device="cpu"
         )
         full = torch.ones(1, self.q_tile, self.kv_tile, dtype=torch.bool, device="cpu")
-        shapes = torch.cat([unpack_masks(self.masks.cpu(), self.kv_tile), full])
+        shapes = torch.cat([unpack_masks(self.mask_words.cpu(), self.kv_tile), full])
         row, col, bits = (x.cpu() for x in self.listed())
         tiles[row // self.q_tiles, row % self.q_tiles, col] = shapes[bits]
         dense = tiles.permute(0, 1, 3, 2, 4).reshape(groups, self.q_tiles * self.q_tile, self.kv_tiles * self.kv_tile)
-        return dense[:, : self.nq, : self.nk][self.group.long().cpu()]
+        return dense[:, : self.nq, : self.nk][self.row_set.long().cpu()]
 
     def to_block_mask(self) -> Any:
         """Write the plan as FlexAttention's ``BlockMask``; its ``mask_mod`` reads the packed masks.
@@ -180,12 +213,18 @@ class BlockPlan:
     def __repr__(self) -> str:
         # what is on another device is not waited for
         known = self.device.type == "cpu" or "density" in self.__dict__
-        tiles = f"{self.nnz} non-empty" if self.counted else f"at most {self.places} non-empty"
+        tiles = f"{self.nnz} non-empty" if self.counted else f"at most {self.capacity} non-empty"
         return (
             f"BlockPlan({self.nq} x {self.nk} tokens, tiles {self.q_tile} x {self.kv_tile}, {tiles}, "
-            f"{self.row_ptr.shape[0]} group(s), {self.masks.shape[0]} masks, "
+            f"{self.row_ptr.shape[0]} group(s), {self.mask_words.shape[0]} masks, "
             f"{f'density {self.density:.4f}, ' if known else ''}{self.device})"
         )
+
+
+for _old, _new in {
+    "bits": "mask_id", "bits_t": "mask_id_t", "masks": "mask_words", "group": "row_set", "places": "capacity",
+}.items():  # fmt: skip
+    setattr(BlockPlan, _old, renamed("BlockPlan", _old, _new))
 
 
 def pack_masks(dense: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ..cache import PROGRAMS
 from ..errors import PatternError
-from ..patterns import Causal, Full, LongNet, Or, Pattern, View
+from ..patterns import Causal, Full, LongNet, Or, Pattern, StridedView
 from ..patterns.function import store_of
-from ..recent import Recent
+from ..patterns.grids import OnGrid
 from .block_plan import BlockPlan
 from .cache import plan_cache
 from .from_pattern import check_tile, default_tile, estimate_tiles
@@ -44,6 +45,7 @@ class Branch:
         q_offset: Position of the view's first query, in the view's own positions.
         batch: Batch elements.
         sides: Of the tiles of its plan, (q_tile, kv_tile), where others are asked for than length and pattern suggest.
+        known: Its plan on the CPU, where a program holds it.
     """
 
     pattern: Pattern
@@ -56,6 +58,7 @@ class Branch:
     q_offset: int
     batch: int
     sides: tuple[int, int] | None = field(default=None, kw_only=True)
+    known: BlockPlan | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     @staticmethod
     def whole(pattern: Pattern, nq: int, nk: int, *, heads: int, batch: int = 1, q_offset: int = 0) -> Branch:
@@ -82,7 +85,7 @@ class Branch:
     def pairs(self) -> int:
         """Allowed pairs, over batch and heads; without a plan where a formula has them."""
         if self.structure == "sparse":
-            counted = self.pattern.allowed_pairs(self.nq, self.nk, self.q_offset)
+            counted = self.pattern.allowed_pairs(self.nq, self.nk) if isinstance(self.pattern, OnGrid) else None
             return self.plan().pairs() if counted is None else counted * self.batch * self.head_count
         square = min(self.nq, self.nk)
         causal = square * (square + 1) // 2 + (self.nq - square) * self.nk
@@ -90,6 +93,8 @@ class Branch:
 
     def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
         """Plan the branch, cached."""
+        if self.known is not None and tile is None and str(device) == "cpu":
+            return self.known
         return plan_cache.get(
             self.pattern,
             self.nq,
@@ -105,15 +110,14 @@ class Branch:
 def tile_sides(tile: int | tuple[int, int] | None, pattern: Pattern, nq: int, nk: int) -> tuple[int, int]:
     """(q_tile, kv_tile) from a side, both sides or None; then the side of the pattern's own blocks, where it suits."""
     if tile is None:
-        side = pattern.block_side()
+        side = pattern.block_side
         if side is not None and _BLOCK_SIDES[0] <= side <= _BLOCK_SIDES[1] and side % 16 == 0:
             return side, side
         return default_tile(nq), default_tile(nk)
     return check_tile(tile)
 
 
-# programs that take a search; a branch takes about so many bytes
-_programs: Recent[tuple[Branch, ...]] = Recent(64 * 2**20, 1024)
+# about, of one branch
 _BRANCH_BYTES = 2048
 
 
@@ -134,19 +138,19 @@ def branches(
     """
     parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
     whole = Branch.whole(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
-    if pattern.combinable and all(part.residue_rate() == 1 for part in parts):
+    if pattern.combinable and all(part.residue_rate == 1 for part in parts):
         return (whole,)
     look = pattern.lookback()
     if look is not None and not look.far and nk > q_offset:
         # split as the first queries are that stand alike to the offsets and have as much behind them
-        period = math.lcm(*(part.residue_rate() for part in parts))
+        period = math.lcm(*(part.residue_rate for part in parts))
         later = (q_offset - look.first - look.back) // period * period
         if later > 0:
             earlier = branches(pattern, nq, nk - later, heads=heads, batch=batch, q_offset=q_offset - later)
             return tuple(replace(b, nk=b.nk + later // b.rate, q_offset=b.q_offset + later // b.rate) for b in earlier)
     value, tables, _ = pattern.key()
-    key, programs = (value, nq, nk, heads, batch, q_offset), store_of(pattern.spec, _programs)
-    program = programs.get(key)
+    key, programs = ("branches", value, nq, nk, heads, batch, q_offset), store_of(pattern.spec, PROGRAMS)
+    program: tuple[Branch, ...] | None = programs.get(key)
     if program is None:
         size = Sizes(nq, nk, heads, batch, q_offset)
         program = tuple(mixture(pattern, size)) if isinstance(pattern, LongNet) else _split(pattern, size, whole)
@@ -165,7 +169,7 @@ class Sizes:
     q_offset: int
 
 
-def _branch(view: View, pattern: Pattern, size: Sizes) -> Branch | None:
+def _branch(view: StridedView, pattern: Pattern, size: Sizes) -> Branch | None:
     q_first = (view.offset - size.q_offset) % view.rate
     nq = -(-(size.nq - q_first) // view.rate)
     nk = -(-(size.nk - view.offset) // view.rate)
@@ -198,10 +202,10 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
     parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
     # as many views as this cost more to start than they can save
     cost = _cost([whole])
-    views = sum(len(_offsets(part.residue_rate(), size)) for part in parts)
+    views = sum(len(_offsets(part.residue_rate, size)) for part in parts)
     if (views - len(parts)) * _BRANCH_COST >= cost:
         return (whole,)
-    rest = [part for part in parts if part.residue_rate() == 1]
+    rest = [part for part in parts if part.residue_rate == 1]
     program: list[Branch] = []
     seen: Pattern | None = None
     for part in rest:
@@ -209,7 +213,7 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
     if seen is not None:
         program.append(replace(whole, pattern=seen))
     for part in parts:
-        rate = part.residue_rate()
+        rate = part.residue_rate
         if rate == 1:
             continue
         new = part if seen is None else part & ~seen
@@ -217,7 +221,7 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
             inside = new.restride(rate, offset)
             if inside is None:
                 return (whole,)
-            branch = _branch(View(whole.heads, rate, offset), inside, size)
+            branch = _branch(StridedView(whole.heads, rate, offset), inside, size)
             if branch is None:
                 continue
             if not _fits(branch):

@@ -9,25 +9,22 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ..cache import PATTERNS, PLANS, STEPS, LRUCache
 from ..patterns import Pattern, rebuild
-from ..patterns.fit import refuse
+from ..patterns.cache_key import CacheKey
 from ..patterns.function import changed, holders
-from ..patterns.key import Key
-from ..patterns.numbers import check_sizes, named_device, whole
 from ..patterns.parse import of_call
-from ..recent import Recent
-from .block_plan import BlockPlan
+from ..patterns.validate import check_sizes, named_device, refuse, whole
+from .block_plan import BlockPlan, Extent
+from .cuda_sync import made, used
+from .decode_plans import gathered
 from .from_pattern import build, check_tile
-from .steps import Rows, gathered
-from .streams import made, used
 
 if TYPE_CHECKING:
     from .store import PlanStore
 
 # what a plan takes beside its elements: nine tensors in one piece, and its place here; measured
 _PLAN_BYTES = 8 * 2**10
-# decoding makes a plan of one row of tiles a step, quickly made again
-_MOST_PLANS, _MOST_STEPS, _MOST_RELATIONS = 1024, 256, 256
 
 
 class CacheStatistics(NamedTuple):
@@ -68,10 +65,9 @@ class PlanCache:
 
     def __init__(self, max_bytes: int = 512 * 2**20):
         self.max_bytes = whole("max_bytes", max_bytes, 0, 2**63 - 1)
-        self._kept: Recent[BlockPlan] = Recent(max_bytes - max_bytes // 8, _MOST_PLANS)
-        self._steps: Recent[BlockPlan] = Recent(max_bytes // 16, _MOST_STEPS)
-        # what steps are made of
-        self._rows: Recent[Rows] = Recent(max_bytes // 16, _MOST_RELATIONS)
+        # decoding makes a plan of one row of tiles a step, quickly made again
+        self._kept: LRUCache[BlockPlan] = PLANS.like(max_bytes - max_bytes // 8)
+        self._steps: LRUCache[BlockPlan] = STEPS.like(max_bytes // 16)
         #: Where plans that took long to make are kept beyond this process, if anywhere; not those of decoding steps.
         self.store: PlanStore | None = None
         self._loaded = 0
@@ -98,7 +94,12 @@ class PlanCache:
         return self._found(kept, pattern, made_of, (nq, nk, heads, batch, q_offset, *tile), device)
 
     def _found(
-        self, kept: Recent[BlockPlan], pattern: Pattern, made_of: Key, sizes: tuple[int, ...], device: torch.device
+        self,
+        kept: LRUCache[BlockPlan],
+        pattern: Pattern,
+        made_of: CacheKey,
+        sizes: tuple[int, ...],
+        device: torch.device,
     ) -> BlockPlan:
         key = (made_of.value, *sizes, str(device))
         plan = kept.get(key)
@@ -112,7 +113,7 @@ class PlanCache:
                 used(plan, device)
                 return plan
             if kept is self._steps:
-                plan = self._stepped(pattern, sizes, device)
+                plan = _of_rows(pattern, sizes, device)
             if plan is None:
                 plan = self._made(pattern, sizes, device, kept is self._kept)
             ties = holders(pattern.spec)
@@ -122,26 +123,15 @@ class PlanCache:
                 kept.put(key, plan, plan.nbytes + _PLAN_BYTES, made_of.tables, ties)
         return plan
 
-    def _stepped(self, pattern: Pattern, sizes: tuple[int, ...], device: torch.device) -> BlockPlan | None:
-        """A step's plan, of rows that were planned before; None of others."""
-        nq, nk, heads, batch, q_offset, *tile = sizes
-        # what begins with the keys is no step, and in one tile nothing is passed over
-        if q_offset == 0 and (pattern.fixed or nk <= tile[1]):
-            return None
-        sides = (tile[0], tile[1])
-        return gathered(pattern, nq, nk, heads, batch, q_offset, sides, device, self._rows)
-
     def _made(self, pattern: Pattern, sizes: tuple[int, ...], device: torch.device, lasting: bool) -> BlockPlan:
         """Read a plan from disk, or build it and write it there if that took long."""
-        nq, nk, heads, batch, q_offset, *tile = sizes
         store = self.store if lasting else None
         name = None if store is None else store.name(pattern, sizes)
         if store is not None and name is not None and (plan := store.load(name, sizes)) is not None:
             self._loaded += 1
             return plan.to(device)
         begun = time.perf_counter()
-        sides = (tile[0], tile[1])
-        plan = build(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=sides, device=device)
+        plan = _built(pattern, sizes, device)
         if store is not None and name is not None and time.perf_counter() - begun > store.seconds:
             store.save(name, plan)
         return plan
@@ -153,14 +143,34 @@ class PlanCache:
         hits, misses, evictions, held = (
             sum(getattr(kept, name) for kept in every) for name in ("hits", "misses", "evictions", "nbytes")
         )
-        return CacheStatistics(hits, misses, evictions, plans, held + self._rows.nbytes, self._loaded)
+        return CacheStatistics(hits, misses, evictions, plans, held, self._loaded)
 
     def clear(self) -> None:
         """Drop all plans and counters."""
         self._kept.clear()
         self._steps.clear()
-        self._rows.clear()
         self._loaded = 0
+
+
+def step_plan(pattern: Pattern, sizes: tuple[int, ...]) -> BlockPlan:
+    """Plan a decoding step on the CPU, which a program keeps: (nq, nk, heads, batch, q_offset, q_tile, kv_tile)."""
+    device = torch.device("cpu")
+    return _of_rows(pattern, sizes, device) or _built(pattern, sizes, device)
+
+
+def _of_rows(pattern: Pattern, sizes: tuple[int, ...], device: torch.device) -> BlockPlan | None:
+    """A step's plan, of rows that were planned before; None of others."""
+    nq, nk, heads, batch, q_offset, *tile = sizes
+    # what begins with the keys is no step, and in one tile nothing is passed over
+    if q_offset == 0 and (pattern.fixed or nk <= tile[1]):
+        return None
+    return gathered(pattern, Extent(nq, nk, heads, batch, (tile[0], tile[1]), q_offset, device))
+
+
+def _built(pattern: Pattern, sizes: tuple[int, ...], device: torch.device) -> BlockPlan:
+    nq, nk, heads, batch, q_offset, *tile = sizes
+    sides = (tile[0], tile[1])
+    return build(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=sides, device=device)
 
 
 def _place(device: str | torch.device) -> torch.device:
@@ -171,8 +181,7 @@ def _place(device: str | torch.device) -> torch.device:
     return device
 
 
-# text, and what it was parsed to: some ten times as large
-_patterns: Recent[Pattern] = Recent(32 * 2**20, 4096)
+# what a text was parsed to is some ten times as large
 _PARSED = 10
 
 
@@ -180,12 +189,13 @@ def pattern_of(spec: str, tables: Sequence[Tensor]) -> Pattern:
     """Read the pattern of a spec; those without tables and functions are kept, being text alone."""
     if tables or "TokenMask(" in spec:
         return rebuild(spec, tables)
-    pattern = _patterns.get(spec)
+    pattern: Pattern | None = PATTERNS.get(("pattern", spec))
     if pattern is None:
         pattern = rebuild(spec, ())
-        _patterns.put(spec, pattern, 2048 + _PARSED * len(spec))
+        PATTERNS.put(("pattern", spec), pattern, 2048 + _PARSED * len(spec))
     return pattern
 
 
 #: The cache that attention uses.
 plan_cache = PlanCache()
+plan_cache._kept, plan_cache._steps = PLANS, STEPS

@@ -7,24 +7,25 @@ Everything is vectorised over tiles; the only Python loop runs over the distinct
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Hashable, Iterator
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..cache import PATTERNS
 from ..errors import PatternError, ShapeError, message, shown
 from ..patterns import BlockTable, Pattern, check_extents, rebuild
+from ..patterns.batch_axis import Shared
 from ..patterns.block_sets import ListedBlocks
-from ..patterns.numbers import check_device
-from ..patterns.spans import Shared
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
+from ..patterns.validate import check_device
 from ..patterns.within import batched, by_head, check_bounds, elements
-from .block_plan import BlockPlan
+from .block_plan import BlockPlan, Extent
+from .csr import RowSet, assemble, limit
+from .cuda_sync import made, used, waits
 from .from_table import Listed, TableContext, fine, from_fine_table, from_table, of_sets, runs_of, split
-from .lists import RowSet, assemble, limit
-from .streams import waits
 
 _EVALUATED_AT_ONCE = 2**24  # mask bits
 _TILES_AT_ONCE = 2**18
@@ -72,18 +73,18 @@ def build(
 ) -> BlockPlan:
     """Plan a pattern, uncached; see :func:`ringweave.plan`."""
     _check(pattern, nq, nk, heads, batch, q_offset, tile, device)
+    extent = Extent(nq, nk, heads, batch, tile, q_offset, str(device))
     parts = split(pattern, tile)
     if parts is not None and q_offset and parts[0].blocks.shape[-2] > 1:
         parts = None
     if parts is not None and parts[0] is pattern:
-        return from_table(parts[0], nq, nk, heads, batch, tile, device, q_offset=q_offset)
-    if parts is not None and _by_context(parts[0], -(-nq // tile[0]) * -(-nk // tile[1])):
+        return from_table(parts[0], extent)
+    if parts is not None and _by_context(parts[0], math.prod(extent.tiles)):
         table, every, none = parts
-        sizes = nq, nk, heads, batch, tile, table.blocks.shape[:-2], str(device)
-        context = _table_context(every.spec, none.spec, *sizes, table.group or 1, q_offset)
-        return from_table(table, nq, nk, heads, batch, tile, device, context=context, q_offset=q_offset)
+        context = _table_context(every.spec, none.spec, extent, table.blocks.shape[:-2], table.group or 1)
+        return from_table(table, extent, context=context)
     if isinstance(pattern, BlockTable) and fine(pattern, tile) and (q_offset == 0 or pattern.blocks.shape[-2] == 1):
-        return from_fine_table(pattern, nq, nk, heads, batch, tile, device, q_offset)
+        return from_fine_table(pattern, extent)
     patterns, group = _distinct(pattern, heads, batch)
     for each, _ in patterns:
         check_bounds(each, nq, nk, q_offset)
@@ -130,22 +131,23 @@ def _one_by_one(pattern: Pattern, heads: int, batch: int) -> tuple[list[_Alike],
     return [(each, np.zeros(1, np.int64)) for _, each in distinct.values()], torch.from_numpy(group)
 
 
-@functools.lru_cache(maxsize=16)
-def _table_context(
-    every: str,
-    none: str,
-    nq: int,
-    nk: int,
-    heads: int,
-    batch: int,
-    tile: tuple[int, int],
-    table: tuple[int, ...],
-    device: str,
-    group: int = 1,
-    q_offset: int = 0,
-) -> TableContext:
+def _table_context(every: str, none: str, extent: Extent, table: tuple[int, ...], group: int = 1) -> TableContext:
+    key = "context", every, none, extent, tuple(table), group
+    context: TableContext | None = PATTERNS.get(key)
+    if context is None:
+        context = _new_context(every, none, extent, table, group)
+        made(context, torch.device(extent.device))
+        PATTERNS.put(key, context, context.nbytes)
+    else:
+        # a graph that is captured reads it as long as the process lives
+        used(context, torch.device(extent.device))
+    return context
+
+
+def _new_context(every: str, none: str, extent: Extent, table: tuple[int, ...], group: int = 1) -> TableContext:
+    nq, nk, heads, batch, tile, q_offset, device = extent
     waits(device)
-    q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
+    q_tiles, kv_tiles = extent.tiles
     step = max(1, _TILES_AT_ONCE // kv_tiles)
     store = _Masks(tile)
 
@@ -153,7 +155,7 @@ def _table_context(
         # some rows at a time: of tiles side by side runs are kept, few where the tiles are many
         for first in range(0, q_tiles, step):
             tiles = _rows(each, starts, nq, nk, q_offset, tile, store, slice(first, first + step))
-            yield (first + tiles.row) * kv_tiles + tiles.col, tiles.bits
+            yield (first + tiles.row) * kv_tiles + tiles.col, tiles.mask_id
 
     full, of_full = _distinct(rebuild(every, ()), heads, batch)
     inside = [[runs_of(*part) for part in listed(*each)] for each in full]
@@ -231,7 +233,7 @@ def _rows(
         for side in (k_lo, k_hi):
             side += starts[row // len(lo)]
     tiles = Tiles(q_lo[row], q_hi[row], k_lo, k_hi)
-    keys = pattern.tile_keys(tiles)
+    keys = pattern.tile_classes(tiles)
     used = keys != EMPTY
     if not used.all():
         row, col, keys, tiles = row[used], col[used], keys[used], Tiles(*(side[used] for side in tiles))
@@ -268,7 +270,7 @@ def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offs
         if key not in counts:
             row, col = _candidates(each.key_ranges(q_lo, q_hi, nk), kv_tile, -(-nk // kv_tile))
             k_lo = col * kv_tile
-            keys = each.tile_keys(Tiles(q_lo[row], q_hi[row], k_lo, np.minimum(k_lo + kv_tile, nk)))
+            keys = each.tile_classes(Tiles(q_lo[row], q_hi[row], k_lo, np.minimum(k_lo + kv_tile, nk)))
             counts[key] = float((keys != EMPTY).sum()) / len(lo) * rows
         total += counts[key]
     return total * heads if alike else total

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from ..patterns import BlockTable, Full, Pattern
 from ..patterns.algebra import leaves, replace
 from ..patterns.block_sets import BlockSet, MaskBlocks
 from ..patterns.tiles import Int64
-from .block_plan import BlockPlan
-from .lists import stable_order
+from .block_plan import BlockPlan, Extent
+from .csr import stable_order
 
 #: Places of a list beyond which a GPU plan is made exact, for one wait: four lists of them take a quarter of a GiB.
 MOST_PLACES = 2**24
@@ -32,32 +32,19 @@ _MOST_WORDS = 2**26
 
 
 def from_table(
-    pattern: BlockTable,
-    nq: int,
-    nk: int,
-    heads: int,
-    batch: int,
-    tile: tuple[int, int],
-    device: str | torch.device,
-    spare: bool | None = None,
-    context: TableContext | None = None,
-    q_offset: int = 0,
+    pattern: BlockTable, extent: Extent, spare: bool | None = None, context: TableContext | None = None
 ) -> BlockPlan:
     """Plan a table whose blocks are the tiles.
 
     Args:
         pattern: The table.
-        nq: Queries.
-        nk: Keys.
-        heads: Query heads.
-        batch: Batch elements.
-        tile: Its block size.
-        device: Where the plan goes; the table is copied there.
+        extent: Its tile is the table's block size, and its offset is 0, but for a table with a single row. The table
+            is copied to its device.
         spare: Whether the lists may have places to spare; by default on anything but a CPU, where they are few enough.
         context: The pattern that the table is a part of.
-        q_offset: Position of the first query: 0, but for a table with a single row.
     """
-    blocks = pattern.blocks.to(device)
+    nq, nk, heads, batch, tile, q_offset, _ = extent
+    blocks = pattern.blocks.to(extent.device)
     lead = blocks.shape[:-2]
     sets = math.prod(lead) if context is None else len(context.of_table)
     room = sets * blocks.shape[-2] * blocks.most + (0 if context is None else context.outside.numel())
@@ -70,12 +57,12 @@ def from_table(
     return BlockPlan(
         row_ptr=row_ptr.int(),
         col=col.int(),
-        bits=bits,
+        mask_id=bits,
         col_ptr=col_ptr.int(),
         row=row.int(),
-        bits_t=bits_t,
-        masks=no_masks if context is None else context.masks,
-        group=of_sets(lead, pattern.group or 1, batch, heads, device).int() if context is None else context.group,
+        mask_id_t=bits_t,
+        mask_words=no_masks if context is None else context.mask_words,
+        row_set=of_sets(lead, pattern.group or 1, batch, heads, device).int() if context is None else context.row_set,
         order=torch.argsort(-rank, stable=True).int(),
         nq=nq,
         nk=nk,
@@ -94,17 +81,7 @@ def fine(pattern: BlockTable, tile: tuple[int, int]) -> bool:
     return fills and math.prod(pattern.blocks.shape) * high * wide // 32 <= _MOST_WORDS
 
 
-def from_fine_table(
-    pattern: BlockTable,
-    nq: int,
-    nk: int,
-    heads: int,
-    batch: int,
-    tile: tuple[int, int],
-    device: str | torch.device,
-    q_offset: int = 0,
-    spare: bool | None = None,
-) -> BlockPlan:
+def from_fine_table(pattern: BlockTable, extent: Extent, spare: bool | None = None) -> BlockPlan:
     """Plan a table whose blocks are parts of the tiles, such as a list of key blocks for every token.
 
     A tile's mask is made of its blocks. On a GPU every tile has one, so that nothing is read back.
@@ -112,9 +89,10 @@ def from_fine_table(
     Args:
         pattern: A table that :func:`fine` takes; the others as of :func:`from_table`.
     """
-    blocks, (side, across) = pattern.blocks.to(device), pattern.block_size
+    nq, nk, heads, batch, tile, *_ = extent
+    blocks, (side, across) = pattern.blocks.to(extent.device), pattern.block_size
     lead, rows, width = blocks.shape[:-2], *blocks.shape[-2:]
-    sets, q_tiles, kv_tiles = math.prod(lead), -(-nq // tile[0]), -(-nk // tile[1])
+    sets, (q_tiles, kv_tiles) = math.prod(lead), extent.tiles
     high, wide = tile[0] // side, tile[1] // across
     mask = blocks.mask().view(sets, rows, width)
     device = mask.device
@@ -144,13 +122,13 @@ def from_fine_table(
         codes=torch.where(full, -1, number).int().view(-1),
         outside=torch.zeros(0, dtype=torch.int64, device=device),
         outside_codes=torch.zeros(0, dtype=torch.int32, device=device),
-        masks=words & torch.where(here[:, :, None], ends[:, None], 0),
+        mask_words=words & torch.where(here[:, :, None], ends[:, None], 0),
         of_table=torch.arange(sets, device=device),
         of_codes=torch.arange(sets, device=device),
-        group=of_sets(lead, pattern.group or 1, batch, heads, device).int(),
+        row_set=of_sets(lead, pattern.group or 1, batch, heads, device).int(),
     )
     tiles = BlockTable.of(MaskBlocks(used.view(*lead, q_tiles, kv_tiles), kv_tiles), tile)
-    return from_table(tiles, nq, nk, heads, batch, tile, device, spare, context, q_offset)
+    return from_table(tiles, extent._replace(device=device), spare, context)
 
 
 def _on_host(blocks: BlockSet, sets: int) -> tuple[Tensor, ...]:
@@ -303,23 +281,28 @@ class TableContext:
     Attributes:
         starts: (S,) int64, ascending, the first 0: where a run begins in a flat array (P, query tiles, key tiles).
             Of equal ones the last counts.
-        codes: (S,) int32: EMPTY, -1 full, else an index into ``masks``.
+        codes: (S,) int32: EMPTY, -1 full, else an index into ``mask_words``.
         outside: (E,) int64, ascending: tiles where the table is not set, in a flat array (G, query tiles, key tiles).
         outside_codes: (E,) int32.
-        masks: As a plan's.
+        mask_words: As a plan's.
         of_table: (G,) int64, which row set of the table each of the joint ones uses.
         of_codes: (G,) int64, which of the P.
-        group: (B, Hq) int32, which of the G a batch element and head uses.
+        row_set: (B, Hq) int32, which of the G a batch element and head uses.
     """
 
     starts: Tensor
     codes: Tensor
     outside: Tensor
     outside_codes: Tensor
-    masks: Tensor
+    mask_words: Tensor
     of_table: Tensor
     of_codes: Tensor
-    group: Tensor
+    row_set: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes of all tensors."""
+        return sum(getattr(self, each.name).nbytes for each in fields(self))
 
     @staticmethod
     def of(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..errors import PatternError, message
 from ..patterns import BlockTable, Pattern, from_mask_mod
-from .block_plan import BlockPlan
+
+if TYPE_CHECKING:
+    from .block_plan import BlockPlan
 
 
 def to_block_mask(plan: BlockPlan) -> Any:
@@ -21,11 +23,11 @@ def to_block_mask(plan: BlockPlan) -> Any:
     # -2 empty, -1 full, else the mask
     table = torch.full((groups, rows, columns), -2, dtype=torch.int32, device=plan.device)
     table[line // rows, line % rows, col] = bits.int()
-    group = plan.group.long()
-    several = plan.group.shape[0] > 1, plan.group.shape[1] > 1
+    group = plan.row_set.long()
+    several = plan.row_set.shape[0] > 1, plan.row_set.shape[1] > 1
     # as many as a power of two: compiled code is for a number of masks, and plans of one kind differ a little in it
-    missing = (1 << max(plan.masks.shape[0] - 1, 0).bit_length()) - plan.masks.shape[0]
-    masks = torch.nn.functional.pad(plan.masks, (0, 0, 0, 0, 0, missing))
+    missing = (1 << max(plan.mask_words.shape[0] - 1, 0).bit_length()) - plan.mask_words.shape[0]
+    masks = torch.nn.functional.pad(plan.mask_words, (0, 0, 0, 0, 0, missing))
     q_tile, kv_tile = plan.q_tile, plan.kv_tile
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.metadata
 import logging
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache import fact
 from ..patterns import Pattern
 from .block_plan import _TENSORS, BlockPlan, _unflatten
 
@@ -69,7 +69,7 @@ class PlanStore:
     def save(self, name: str, plan: BlockPlan) -> None:
         """Write a plan, if the folder can be written to."""
         plan = plan.to("cpu")
-        counts = _COUNTS.pack(plan.row_ptr.shape[0], plan.places, plan.masks.shape[0])
+        counts = _COUNTS.pack(plan.row_ptr.shape[0], plan.capacity, plan.mask_words.shape[0])
         data = b"".join((counts, *(_bytes(getattr(plan, each)) for each in _TENSORS)))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -98,8 +98,9 @@ def _plan_of(body: bytes, sizes: tuple[int, ...]) -> BlockPlan | None:
         return None
     groups, places, masks = _COUNTS.unpack_from(body)
     shapes = {
-        "row_ptr": (groups, rows + 1), "col": (places,), "bits": (places,), "col_ptr": (groups, columns + 1),
-        "row": (places,), "bits_t": (places,), "masks": (masks, q_tile, -(-kv_tile // 32)), "group": (batch, heads),
+        "row_ptr": (groups, rows + 1), "col": (places,), "mask_id": (places,), "col_ptr": (groups, columns + 1),
+        "row": (places,), "mask_id_t": (places,), "mask_words": (masks, q_tile, -(-kv_tile // 32)),
+        "row_set": (batch, heads),
         "order": (groups * rows,),
     }  # fmt: skip
     if min(groups - 1, places, masks) < 0 or len(body) != _COUNTS.size + 4 * sum(map(math.prod, shapes.values())):
@@ -109,8 +110,15 @@ def _plan_of(body: bytes, sizes: tuple[int, ...]) -> BlockPlan | None:
     for each in _TENSORS:
         found[each] = words[begin : begin + math.prod(shapes[each])].reshape(shapes[each])
         begin += found[each].size
-    below = {"col": columns, "row": rows, "bits": masks, "bits_t": masks, "group": groups, "order": groups * rows}
-    least = {"bits": -1, "bits_t": -1}
+    below = {
+        "col": columns,
+        "row": rows,
+        "mask_id": masks,
+        "mask_id_t": masks,
+        "row_set": groups,
+        "order": groups * rows,
+    }
+    least = {"mask_id": -1, "mask_id_t": -1}
     if any(found[name].size and not least.get(name, 0) <= found[name].min() <= found[name].max() < end
            for name, end in below.items()):  # fmt: skip
         return None
@@ -127,6 +135,6 @@ def _bytes(table: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-@functools.cache
+@fact
 def _version() -> str:
     return importlib.metadata.version("ringweave")

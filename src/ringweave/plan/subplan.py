@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from .block_plan import BlockPlan, pack_masks, unpack_masks
 from .branches import Branch
-from .lists import RowSet, assemble
-from .streams import made, used
+from .csr import RowSet, assemble
+from .cuda_sync import made, used
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ def subplan(
         A plan of ``rows`` by ``columns``; its lengths are clipped where the whole's last tile is among them.
     """
     new_row, new_col = _numbers(rows, plan.q_tiles), _numbers(columns, plan.kv_tiles)
-    pointers, all_columns, all_bits = plan.row_ptr.numpy(), plan.col.numpy(), plan.bits.numpy()
+    pointers, all_columns, all_bits = plan.row_ptr.numpy(), plan.col.numpy(), plan.mask_id.numpy()
     sets = []
     for group, pointer in enumerate(pointers):
         entries = slice(pointer[0], pointer[-1])
@@ -76,12 +76,12 @@ def subplan(
         if wanted is not None:
             taken &= wanted[group]
         sets.append(RowSet(row[taken], col[taken], all_bits[entries][taken]))
-    masks = plan.masks
+    masks = plan.mask_words
     if present is not None and not present.all():
         masks = _masked(sets, plan, _ended(present, columns, plan))
     return assemble(
         sets,
-        plan.group,
+        plan.row_set,
         masks,
         _tokens(rows, plan.q_tile, plan.nq),
         _tokens(columns, plan.kv_tile, plan.nk),
@@ -116,20 +116,22 @@ def _masked(sets: list[RowSet], plan: BlockPlan, present: NDArray[np.bool_]) -> 
     kind = kind.reshape(-1)
     whole: NDArray[np.bool_] = np.asarray(shapes.all(axis=1))
     # pairs (mask or full, shape) that occur
-    occurring = [np.stack([rows.bits.astype(np.int64) + 1, kind[rows.col]], 1)[~whole[kind[rows.col]]] for rows in sets]
+    occurring = [
+        np.stack([rows.mask_id.astype(np.int64) + 1, kind[rows.col]], 1)[~whole[kind[rows.col]]] for rows in sets
+    ]
     pairs = np.unique(np.concatenate(occurring), axis=0)
     if not len(pairs):
-        return plan.masks
+        return plan.mask_words
     base = torch.cat(
         [
             torch.ones(1, plan.q_tile, plan.kv_tile, dtype=torch.bool, device="cpu"),
-            unpack_masks(plan.masks, plan.kv_tile),
+            unpack_masks(plan.mask_words, plan.kv_tile),
         ]
     )
     fresh = base[torch.from_numpy(pairs[:, 0])] & torch.from_numpy(shapes)[pairs[:, 1]][:, None, :]
-    first = plan.masks.shape[0]
+    first = plan.mask_words.shape[0]
     codes = {(int(mask), int(shape)): first + i for i, (mask, shape) in enumerate(pairs)}
     for rows in sets:
         touched = np.flatnonzero(~whole[kind[rows.col]])
-        rows.bits[touched] = [codes[int(rows.bits[e]) + 1, int(kind[rows.col[e]])] for e in touched]
-    return torch.cat([plan.masks, pack_masks(fresh)])
+        rows.mask_id[touched] = [codes[int(rows.mask_id[e]) + 1, int(kind[rows.col[e]])] for e in touched]
+    return torch.cat([plan.mask_words, pack_masks(fresh)])

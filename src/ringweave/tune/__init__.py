@@ -14,13 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..ops import tuning
+from ..backends import tuning
+from ..names import only
 from ..plan import Branch, branches
 from .descent import Tuned
 from .measure import Timing
 from .problem import BOTH, DIRECTIONS, FORWARD, Problem
 from .search import Candidate, Search, pick
 from .session import FAILURES, Say, Session, silent
+
+__all__ = ["Finding", "Problem", "Session", "store", "tune"]
+__dir__ = only(__all__)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..ops.triton.launch_config import Asked, LaunchConfig
-from ..ops.tuning import KernelKey
+from ..backends.triton.launch_config import Asked, LaunchConfig
+from ..backends.tuning import KernelKey
 
 #: The best so far moves to blocks that take at most this part of its time.
 STEP = 0.98

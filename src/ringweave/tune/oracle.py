@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..patterns import LongNet, Pattern
-from .problem import Operands
+from .problem import Sample
 
 
 def sample_rows(tokens: int, count: int = 48, seed: int = 0) -> Tensor:
@@ -85,7 +85,7 @@ class Oracle:
         sliced: The inputs with a dout that is zero outside the rows.
     """
 
-    def __init__(self, pattern: Pattern, inputs: Operands, rows: Tensor, key_heads: Sequence[int] | None = None):
+    def __init__(self, pattern: Pattern, inputs: Sample, rows: Tensor, key_heads: Sequence[int] | None = None):
         self.pattern, self.inputs, self.rows = pattern, inputs, rows.to(inputs.q.device)
         self.ratio = inputs.q.shape[1] // inputs.k.shape[1]
         self.key_heads = list(range(inputs.k.shape[1]) if key_heads is None else key_heads)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ringweave as rw
 
-from ..ops.backend import Case
+from ..call import Call
 from ..patterns import Causal, Full, LongNet, Pattern
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
@@ -23,7 +23,7 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 _TILE = 128
 
 
-class Operands(NamedTuple):
+class Sample(NamedTuple):
     """What attention takes, and the gradient of what it gives: (B, H, N, D) each, k and v with the key heads."""
 
     q: Tensor
@@ -50,7 +50,7 @@ class Drawn:
         """Draw the table of a length, on a device."""
         if self.chosen is None:
             density = min(1.0, max(self.density, 1.25 * self.block_size / tokens))
-            table = rw.random_blocks(tokens, density, block_size=self.block_size)
+            table = rw.patterns.random_blocks(tokens, density, block_size=self.block_size)
             return table if device == "cpu" else rw.BlockTable(table.mask.to(device), self.block_size)
         blocks = -(-tokens // self.block_size)
         generator = torch.Generator().manual_seed(0)
@@ -102,19 +102,20 @@ class Problem:
         """What the inputs depend on: problems of one shape have the same ones."""
         return self.batch, self.heads, self.key_heads, self.tokens, self.head_dim, self.dtype, self.device
 
-    def case(self, needs_grad: bool) -> Case:
+    def case(self, needs_grad: bool) -> Call:
         """Make the case that backends are asked about."""
         n, dim, kind = self.tokens, self.head_dim, torch.device(self.device).type
-        return Case(self.batch, self.heads, self.key_heads, n, n, dim, dim, self.dtype, kind, needs_grad)
+        sizes = self.batch, self.heads, self.key_heads, n, n, dim, dim
+        return Call(*sizes, self.dtype, kind, needs_grad, pattern=self.pattern)
 
-    def inputs(self, seed: int = 0) -> Operands:
+    def inputs(self, seed: int = 0) -> Sample:
         """Draw normal inputs, on the device, where a processor would take minutes; kernels are faster on zeros."""
         generator = torch.Generator(self.device).manual_seed(seed)
         # a CPU draws in float32 for every type
         dtype = torch.float32 if self.device == "cpu" else self.dtype
         q, kv = ((self.batch, heads, self.tokens, self.head_dim) for heads in (self.heads, self.key_heads))
         made = (torch.randn(size, generator=generator, device=self.device, dtype=dtype) for size in (q, kv, kv, q))
-        return Operands(*(x.to(self.dtype) for x in made))
+        return Sample(*(x.to(self.dtype) for x in made))
 
     @functools.cached_property
     def density(self) -> float:

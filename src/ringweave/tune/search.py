@@ -16,15 +16,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.backend import Backend, Case, Inputs, Upstream
-from ..ops.dispatch import BACKENDS, PREFERENCE, refusal
-from ..ops.triton.launch_config import Asked, LaunchConfig, overriding
-from ..ops.tuning import KernelKey
+from ..backends import BACKENDS
+from ..backends.backend import Backend, Upstream
+from ..backends.triton.launch_config import Asked, LaunchConfig, overriding
+from ..backends.tuning import KernelKey
+from ..call import Call, Operands
 from ..plan import Branch
 from ..plan.from_pattern import default_tile, estimate_tiles
+from ..program import PREFERENCE, unsupported_reason
 from .descent import Tuned, descend
 from .measure import Timing, ratio
-from .problem import FORWARD, Operands, Problem
+from .problem import FORWARD, Problem, Sample
 from .session import Built, Entry, Peer, Session, in_turn
 
 #: What auto would take anyway stays the choice where it is at most this much slower than the fastest.
@@ -70,10 +72,10 @@ class Candidate:
         """The backend, and the branch with its sides."""
         return BACKENDS[self.backend], dataclasses.replace(branch, sides=self.tile)
 
-    def refusal(self, case: Case, branch: Branch) -> str | None:
+    def unsupported_reason(self, case: Call, branch: Branch) -> str | None:
         """Why it cannot run a case; None where it can."""
         backend, own = self.step(branch)
-        return refusal(backend, case, own)
+        return unsupported_reason(backend, case, own)
 
     def peer(self, first: Candidate | None, name: str = "") -> Peer:
         """The candidate as one that a comparison times, on the problem of one branch.
@@ -86,7 +88,7 @@ class Candidate:
         behind = "" if first is None or first == self else f" behind {first}"
         return Peer(
             name or spelled + behind, f"{self}",
-            lambda problem, backward: self.refusal(problem.case(backward), whole(problem)),
+            lambda problem, backward: self.unsupported_reason(problem.case(backward), whole(problem)),
             lambda problem, inputs: Direct.of(self, first or self, problem),
         )  # fmt: skip
 
@@ -95,7 +97,7 @@ class Candidate:
 class Direct(Built):
     """A candidate made ready: the backend's own functions, without operators or autograd."""
 
-    gradients: Callable[[Operands], tuple[Tensor, ...]] | None = None
+    gradients: Callable[[Sample], tuple[Tensor, ...]] | None = None
 
     @staticmethod
     def of(candidate: Candidate, first: Candidate, problem: Problem) -> Direct:
@@ -105,10 +107,10 @@ class Direct(Built):
         gradients = functools.partial(_forward_backward, candidate, first, branch)
         return Direct(lambda q, k, v: attend(q, k, v)[0], problem.pattern, str(candidate), None, gradients)
 
-    def forward_backward(self, inputs: Operands) -> Callable[[], tuple[Tensor, ...]]:
+    def forward_backward(self, inputs: Sample) -> Callable[[], tuple[Tensor, ...]]:
         """A callable that gives (out, dq, dk, dv)."""
         assert self.gradients is not None
-        return functools.partial(self.gradients, Operands(*(x.detach() for x in inputs)))
+        return functools.partial(self.gradients, Sample(*(x.detach() for x in inputs)))
 
 
 def whole(problem: Problem) -> Branch:
@@ -120,17 +122,17 @@ def whole(problem: Problem) -> Branch:
 def _forward(candidate: Candidate, branch: Branch, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     backend, own = candidate.step(branch)
     with torch.no_grad(), overriding(dict(candidate.blocks)):
-        return backend.forward(Inputs(q, k, v, 1 / math.sqrt(q.shape[3])), own, q.dtype)
+        return backend.forward(Operands(q, k, v, 1 / math.sqrt(q.shape[3])), own, q.dtype)
 
 
-def _forward_backward(candidate: Candidate, first: Candidate, branch: Branch, inputs: Operands) -> tuple[Tensor, ...]:
+def _forward_backward(candidate: Candidate, first: Candidate, branch: Branch, inputs: Sample) -> tuple[Tensor, ...]:
     q, k, v, dout = inputs
     out, lse = _forward(first, branch, q, k, v)
     backend, own = candidate.step(branch)
     assert backend.backward is not None
     with torch.no_grad(), overriding(dict(candidate.blocks)):
         upstream = Upstream(dout, lse, backend.delta(dout, out, lse, None), out)
-        return (out, *backend.backward(upstream, Inputs(q, k, v, 1 / math.sqrt(q.shape[3])), own, q.dtype))
+        return (out, *backend.backward(upstream, Operands(q, k, v, 1 / math.sqrt(q.shape[3])), own, q.dtype))
 
 
 def sides(branch: Branch, device: str) -> list[tuple[int, int]]:
@@ -138,7 +140,7 @@ def sides(branch: Branch, device: str) -> list[tuple[int, int]]:
 
     A block table on a GPU keeps its grid: a plan of other tiles would have to wait for the table.
     """
-    if device != "cpu" and branch.pattern.tables and branch.pattern.block_side() is not None:
+    if device != "cpu" and branch.pattern.tables and branch.pattern.block_side is not None:
         return []
     most = [max(16, 1 << (n - 1).bit_length()) for n in (branch.nq, branch.nk)]
     tiles = estimate_tiles(branch.pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset)
@@ -154,8 +156,8 @@ def fastest(seconds: Mapping[str, float]) -> str | None:
     """The name with the least seconds, or the one that auto prefers within a few per cent of it.
 
     Example:
-        >>> fastest({"gather": 1.02, "flex": 1.0}), fastest({"gather": 1.2, "flex": 1.0}), fastest({})
-        ('gather', 'flex', None)
+        >>> fastest({"dense_batched": 1.02, "flex": 1.0}), fastest({"dense_batched": 1.2, "flex": 1.0}), fastest({})
+        ('dense_batched', 'flex', None)
     """
     if not seconds:
         return None
@@ -318,9 +320,9 @@ class Search:
         return [_of_rows("backward_q", inputs, branch), of_columns]
 
 
-def _of_rows(kernel: str, inputs: Operands, branch: Branch) -> Asked:
+def _of_rows(kernel: str, inputs: Sample, branch: Branch) -> Asked:
     """What a kernel by rows of tiles asks for: it asks twice, for one row and for two side by side, and takes one."""
-    from ..ops.triton import launch
+    from ..backends.triton import launch
 
     q, k, v, _ = inputs
     with overriding({}) as given:

@@ -17,7 +17,7 @@ from ..patterns import Pattern
 from ..torch_compat import version
 from .measure import Call, Timer, Timing, interleaved, on_device, replayed
 from .oracle import Accuracy, Limit, Oracle, sample_rows
-from .problem import BACKWARD, BOTH, FORWARD, Attend, Operands, Problem
+from .problem import BACKWARD, BOTH, FORWARD, Attend, Problem, Sample
 
 #: Called with a line of text about the next step.
 Say: TypeAlias = Callable[[str], None]
@@ -48,7 +48,7 @@ class Built:
     how: str
     setup_seconds: float | None = None
 
-    def forward(self, inputs: Operands) -> Callable[[], Tensor]:
+    def forward(self, inputs: Sample) -> Callable[[], Tensor]:
         """Make a callable without gradients."""
         q, k, v = (x.detach() for x in inputs[:3])
 
@@ -58,7 +58,7 @@ class Built:
 
         return call
 
-    def forward_backward(self, inputs: Operands) -> Callable[[], tuple[Tensor, ...]]:
+    def forward_backward(self, inputs: Sample) -> Callable[[], tuple[Tensor, ...]]:
         """Make a callable that gives (out, dq, dk, dv)."""
         q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
 
@@ -68,13 +68,13 @@ class Built:
 
         return call
 
-    def backward(self, inputs: Operands) -> Callable[[], tuple[Tensor, ...]]:
+    def backward(self, inputs: Sample) -> Callable[[], tuple[Tensor, ...]]:
         """Make a callable that gives (dq, dk, dv) of a graph that is kept."""
         q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
         out = self.attend(q, k, v)
         return lambda: torch.autograd.grad(out, (q, k, v), inputs.dout, retain_graph=True)
 
-    def call(self, inputs: Operands, direction: str) -> Callable[[], object]:
+    def call(self, inputs: Sample, direction: str) -> Callable[[], object]:
         """Make the callable of a direction."""
         made = {FORWARD: self.forward, BACKWARD: self.backward, BOTH: self.forward_backward}
         return made[direction](inputs)
@@ -95,7 +95,7 @@ class Peer:
     name: str
     summary: str
     supports: Callable[[Problem, bool], str | None]
-    build: Callable[[Problem, Operands], Built]
+    build: Callable[[Problem, Sample], Built]
     how: Callable[[Problem, bool], str] | None = None
 
 
@@ -139,7 +139,7 @@ class Entry:
 
 
 class Session:
-    """Inputs of one shape: peers are built once for them, oracles evaluated once, and a function is checked once.
+    """Sample of one shape: peers are built once for them, oracles evaluated once, and a function is checked once.
 
     Args:
         inputs: What all problems of the session are computed on.
@@ -151,7 +151,7 @@ class Session:
 
     def __init__(
         self,
-        inputs: Operands,
+        inputs: Sample,
         say: Say = silent,
         *,
         rows: int = 48,

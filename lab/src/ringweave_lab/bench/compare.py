@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ringweave.errors import ShapeError, UnsupportedError, message
 from ringweave.tune.measure import Timing, ratio
-from ringweave.tune.problem import BOTH, DIRECTIONS, FORWARD, Operands, Problem
+from ringweave.tune.problem import BOTH, DIRECTIONS, FORWARD, Problem, Sample
 from ringweave.tune.session import Entry, Peer, Say, Session, in_turn, silent
 
 from .peak import Peak, peak_memory
@@ -93,7 +93,7 @@ def outcomes(
     comparison: Comparison,
     say: Say = silent,
     *,
-    inputs: Operands | None = None,
+    inputs: Sample | None = None,
     peak: float | None = None,
     memory: float | None = None,
 ) -> Generator[Outcome, None, list[Outcome]]:
@@ -151,7 +151,7 @@ def compare(
     problem: Problem,
     peers: Sequence[Peer],
     *,
-    inputs: Operands | None = None,
+    inputs: Sample | None = None,
     directions: Sequence[str] = (FORWARD, BOTH),
     rounds: int = 5,
     budget: float | None = None,

@@ -10,6 +10,7 @@ import functools
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringweave as rw
+from ringweave.backends import BACKENDS
 from ringweave.errors import RingweaveError, UnsupportedError, message
-from ringweave.ops.dispatch import BACKENDS, PREFERENCE, describe, program
 from ringweave.patterns import BlockTable, LongNet
 from ringweave.plan import BlockPlan, branches, unpack_masks
-from ringweave.tune.problem import FORWARD, Operands, Problem
+from ringweave.program import PREFERENCE, compiled, describe
+from ringweave.tune.problem import FORWARD, Problem, Sample
 from ringweave.tune.session import Built, Peer
 
 _MASK_TOKENS = 16384
@@ -66,12 +68,12 @@ def taking_part(problem: Problem, names: Sequence[str | Peer], direction: str) -
 
 
 def chosen_backend(problem: Problem, *, backward: bool, name: str = "auto") -> str:
-    """Name the backends that run a problem, such as ``gather`` or ``2 x gather + 1 x sdpa``.
+    """Name the backends that run a problem, such as ``dense_batched`` or ``2 x dense_batched + 1 x sdpa``.
 
     Raises:
         UnsupportedError: The named backend cannot run it.
     """
-    counts = describe(program(problem.pattern, problem.case(backward), 0, name))
+    counts = describe(compiled(replace(problem.case(backward), backend=name)))
     return counts[0][1] if len(counts) == 1 else " + ".join(f"{number} x {backend}" for number, backend in counts)
 
 
@@ -88,7 +90,7 @@ def _ringweave(backend: str) -> Peer:
     def how(problem: Problem, backward: bool) -> str:
         return chosen_backend(problem, backward=backward, name=backend)
 
-    def build(problem: Problem, inputs: Operands) -> Built:
+    def build(problem: Problem, inputs: Sample) -> Built:
         pattern = problem.pattern
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -105,7 +107,7 @@ def _ringweave(backend: str) -> Peer:
     return Peer(name, f"ringweave.attention, {what}", supports, build, how)
 
 
-def _dense(problem: Problem, inputs: Operands) -> Built:
+def _dense(problem: Problem, inputs: Sample) -> Built:
     function = problem.dense_pattern
     causal = function == rw.Causal()
     grouped = problem.key_heads != problem.heads
@@ -116,7 +118,7 @@ def _dense(problem: Problem, inputs: Operands) -> Built:
     return Built(attend, function, "torch SDPA, is_causal=True" if causal else "torch SDPA, no mask")
 
 
-def _masked(problem: Problem, inputs: Operands) -> Built:
+def _masked(problem: Problem, inputs: Sample) -> Built:
     start = time.perf_counter()
     grouped = problem.key_heads != problem.heads
     batch, heads = problem.pattern.extents()
@@ -137,7 +139,7 @@ def _masked_refusal(problem: Problem, backward: bool) -> str | None:
     return None
 
 
-def _flex(problem: Problem, inputs: Operands, **options: bool) -> Built:
+def _flex(problem: Problem, inputs: Sample, **options: bool) -> Built:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     start = time.perf_counter()
@@ -240,10 +242,10 @@ def _pairs(plan: BlockPlan) -> tuple[Tensor, Tensor, Tensor]:
     """List query tile, key tile (of all batches and heads) and mask of each pair to compute."""
     rows = plan.tile_rows()
     found = []
-    for number, group in enumerate(plan.group.reshape(-1).tolist()):
+    for number, group in enumerate(plan.row_set.reshape(-1).tolist()):
         tiles = slice(int(plan.row_ptr[group, 0]), int(plan.row_ptr[group, -1]))
         found.append(
-            (number * plan.q_tiles + rows[tiles], number * plan.kv_tiles + plan.col[tiles].long(), plan.bits[tiles])
+            (number * plan.q_tiles + rows[tiles], number * plan.kv_tiles + plan.col[tiles].long(), plan.mask_id[tiles])
         )
     row, col, bits = (torch.cat(parts) for parts in zip(*found, strict=True))
     return row, col, bits.long()
@@ -252,7 +254,7 @@ def _pairs(plan: BlockPlan) -> tuple[Tensor, Tensor, Tensor]:
 def _without_masked(scores: Tensor, plan: BlockPlan, col: Tensor, bits: Tensor) -> Tensor:
     partial = (bits >= 0).nonzero()[:, 0]
     if len(partial):
-        refused = ~unpack_masks(plan.masks, plan.kv_tile)[bits[partial]]
+        refused = ~unpack_masks(plan.mask_words, plan.kv_tile)[bits[partial]]
         scores = scores.index_copy(0, partial, scores[partial].masked_fill(refused, -torch.inf))
     if plan.nk % plan.kv_tile:
         key = torch.arange(plan.kv_tile, device=scores.device)
@@ -266,7 +268,7 @@ def _cut(x: Tensor, tiles: int, side: int) -> Tensor:
     return x.reshape(-1, side, x.shape[3])
 
 
-def _gather_scatter(problem: Problem, inputs: Operands) -> Built:
+def _gather_scatter(problem: Problem, inputs: Sample) -> Built:
     start = time.perf_counter()
     plan = problem.pattern.plan(problem.tokens, heads=problem.heads, batch=problem.batch, device=problem.device)
     seconds = time.perf_counter() - start
@@ -288,7 +290,7 @@ def _gather_scatter_refusal(problem: Problem, backward: bool) -> str | None:
 
 
 def _vendor(name: str, kernel: SDPBackend) -> Peer:
-    def build(problem: Problem, inputs: Operands) -> Built:
+    def build(problem: Problem, inputs: Sample) -> Built:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(kernel):
                 return torch.nn.functional.scaled_dot_product_attention(q, k, v)

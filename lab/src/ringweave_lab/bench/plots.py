@@ -26,7 +26,7 @@ MEAN = 5
 STYLE: dict[Any, Any] = {"svg.hashsalt": "ringweave", "axes.spines.top": False, "axes.spines.right": False}
 _COLOURS = {
     "ringweave": BLUE,
-    "ringweave:gather": PALE_BLUE,
+    "ringweave:dense_batched": PALE_BLUE,
     "sdpa": ORANGE,
     "dense causal": ORANGE,
     "flex": GREEN,

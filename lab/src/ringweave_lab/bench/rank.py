@@ -20,7 +20,7 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.parallel import ContextParallel, Transport
 from ringweave.tune.measure import Call, Timing, by_clock
-from ringweave.tune.problem import BOTH, Operands, Problem
+from ringweave.tune.problem import BOTH, Problem, Sample
 from ringweave.tune.session import Built, Entry, Peer, Session, in_turn
 
 from .compare import weighed
@@ -39,20 +39,20 @@ class Spread(Built):
     shard: Callable[[Tensor], Tensor] = torch.clone
     unshard: Callable[[Tensor], Tensor] = torch.clone
 
-    def forward_backward(self, inputs: Operands) -> Callable[[], tuple[Tensor, ...]]:
+    def forward_backward(self, inputs: Sample) -> Callable[[], tuple[Tensor, ...]]:
         """Make a callable that gives the whole (out, dq, dk, dv)."""
         shards = self.call(inputs, BOTH)
         return lambda: tuple(map(self.unshard, shards()))
 
-    def call(self, inputs: Operands, direction: str) -> Callable[[], tuple[Tensor, ...]]:
+    def call(self, inputs: Sample, direction: str) -> Callable[[], tuple[Tensor, ...]]:
         """Make a callable that gives the shards' (out, dq, dk, dv)."""
-        return super().forward_backward(Operands(*map(self.shard, inputs)))
+        return super().forward_backward(Sample(*map(self.shard, inputs)))
 
 
 def alone() -> Peer:
     """Make the peer of one rank that computes everything."""
 
-    def build(problem: Problem, inputs: Operands) -> Built:
+    def build(problem: Problem, inputs: Sample) -> Built:
         return Built(lambda q, k, v: rw.attention(q, k, v, PATTERN), PATTERN, _HOW)
 
     return Peer("1 rank x 2 threads", "one process", lambda problem, backward: None, build)
@@ -61,7 +61,7 @@ def alone() -> Peer:
 def together(ctx: ContextParallel) -> Peer:
     """Make the peer of two ranks that share the sequence."""
 
-    def build(problem: Problem, inputs: Operands) -> Built:
+    def build(problem: Problem, inputs: Sample) -> Built:
         return Spread(
             lambda q, k, v: rw.attention(q, k, v, PATTERN, context=ctx), PATTERN, _HOW, None,
             lambda x: ctx.shard(x, 2), lambda x: ctx.unshard(x, 2),

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import torch
 
 import ringweave
+from ringweave.backends import cpu
+from ringweave.backends.tuning import processor
 from ringweave.errors import UnsupportedError
-from ringweave.ops import cpu
-from ringweave.ops.tuning import processor
 from ringweave.tune.measure import Ratio, Timing
 from ringweave.tune.oracle import Accuracy, Limit
 from ringweave.tune.problem import Problem

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ringweave.errors import UnsupportedError, message
-from ringweave.tune.problem import Attend, Operands
+from ringweave.tune.problem import Attend, Sample
 
 LAYERS = 2
 _WARMUP = 5
@@ -70,7 +70,7 @@ def standard_library(limit: int = 4 * 2**20) -> Corpus:
     return Corpus(torch.frombuffer(text[:limit], dtype=torch.uint8).clone(), files, str(root))
 
 
-def text_inputs(corpus: Corpus, tokens: int, *, heads: int, head_dim: int, seed: int = 0) -> Operands:
+def text_inputs(corpus: Corpus, tokens: int, *, heads: int, head_dim: int, seed: int = 0) -> Sample:
     """Make q, k, v and dout of the first tokens of a text, by a fixed random embedding and projections.
 
     Each byte has a random vector, each position a sinusoidal one; their sum is projected to q, k and v. So equal words
@@ -89,7 +89,7 @@ def text_inputs(corpus: Corpus, tokens: int, *, heads: int, head_dim: int, seed:
         return x.view(1, tokens, heads, head_dim).transpose(1, 2).contiguous()
 
     q, k, v = projected(), projected(), projected()
-    return Operands(q, k, v, v.roll(-1, 2).contiguous())
+    return Sample(q, k, v, v.roll(-1, 2).contiguous())
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ringweave import files
+from ringweave.backends import tuning
 from ringweave.errors import RingweaveError, message
-from ringweave.ops import tuning
 
 from .units import UNITS
 

@@ -75,7 +75,7 @@ def begin(target: Target) -> None:
 
 def kernels() -> set[str]:
     """Name what this process has compiled, by what Triton's cache calls it."""
-    from ringweave.ops.triton import kernels as module
+    from ringweave.backends.triton import kernels as module
 
     caches = [getattr(module, name).device_caches for name in module.__all__]
     return {each.hash for of in caches for cache in of.values() for each in cache[0].values()}

@@ -15,9 +15,10 @@ from multiprocessing import get_context
 
 import torch
 
+from ringweave.backends.backend import Upstream
+from ringweave.backends.triton.launch_config import overriding
+from ringweave.call import Operands
 from ringweave.errors import RingweaveError, in_a_line
-from ringweave.ops.backend import Inputs, Upstream
-from ringweave.ops.triton.launch_config import overriding
 from ringweave.tune.problem import FORWARD, Drawn, Problem
 from ringweave.tune.search import whole
 
@@ -34,7 +35,7 @@ class Variant:
 
 def compiled(variant: Variant) -> str | None:
     """Compile a variant's kernels in a process that has begun; say what went wrong."""
-    from ringweave.ops import triton
+    from ringweave.backends import triton
 
     # a table on a GPU is planned without a look at it, anything else by the host
     device = "meta" if isinstance(variant.problem.relation, Drawn) else "cpu"
@@ -44,7 +45,7 @@ def compiled(variant: Variant) -> str | None:
         torch.empty(problem.batch, each, problem.tokens, problem.head_dim, dtype=problem.dtype, device=device)
         for each in heads
     )
-    inputs, branch = Inputs(q, k, v, problem.head_dim**-0.5), whole(problem)
+    inputs, branch = Operands(q, k, v, problem.head_dim**-0.5), whole(problem)
     try:
         with overriding({}):
             out, lse = triton.forward(inputs, branch, problem.dtype)

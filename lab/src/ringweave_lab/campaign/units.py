@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
+from ringweave import call as described
 from ringweave import tune
+from ringweave.backends import gpu_check, triton
 from ringweave.errors import UnsupportedError, in_a_line
-from ringweave.ops import gpu_check, triton
-from ringweave.ops.backend import Case
 from ringweave.tune.measure import Call, by_clock, interleaved, replayed
 from ringweave.tune.problem import BACKWARD, Problem
 from ringweave.tune.session import FAILURES, Entry
@@ -118,7 +118,7 @@ def small(job: Job) -> Iterator[Target]:
     for dtype in (torch.bfloat16, torch.float16):
         for dim in (64, 128):
             for structure in ("sparse", "causal"):
-                case = Case(1, 4, 2, 500, 500, dim, dim, dtype, job.device, True)
+                case = described.Call(1, 4, 2, 500, 500, dim, dim, dtype, job.device, True)
                 wrong = None if job.dry else gpu_check.check(triton.BACKEND, case, structure)
                 name = f"{str(dtype).removeprefix('torch.')}, {structure}, D {dim}: right"
                 yield (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.tune.oracle import Accuracy, Limit
-from ringweave.tune.problem import BOTH, Operands, Problem
+from ringweave.tune.problem import BOTH, Problem, Sample
 from ringweave.tune.session import Session
 
 from ..bench.cases.attention import window_with_sinks
@@ -267,11 +267,11 @@ def _exactness(pattern: rw.Pattern, corpus: Corpus, sizes: DemoSizes) -> Exactne
 
 def _speed(pattern: rw.Pattern, corpus: Corpus, sizes: DemoSizes, advance: Advance) -> list[Outcome]:
     part = "Speed and memory"
-    # ringweave:gather is what runs where the native kernel is absent
-    names = ("ringweave", "ringweave:gather", *sizes.peers)
+    # ringweave:dense_batched is what runs where the native kernel is absent
+    names = ("ringweave", "ringweave:dense_batched", *sizes.peers)
     found: list[Outcome] = []
     for done, tokens in enumerate(sizes.lengths):
-        inputs: Operands = text_inputs(corpus, tokens, heads=sizes.heads, head_dim=sizes.head_dim)
+        inputs: Sample = text_inputs(corpus, tokens, heads=sizes.heads, head_dim=sizes.head_dim)
         told = 0
 
         def say(text: str, done: int = done) -> None:
@@ -324,7 +324,7 @@ def _train(
 def _facts(pattern: rw.Pattern, tokens: int) -> PatternFacts:
     plan = pattern.plan(tokens)
     picture = pattern.plot(tokens)
-    masks = int(plan.masks.shape[0])
+    masks = int(plan.mask_words.shape[0])
     return PatternFacts(
         repr(pattern),
         tokens,

@@ -19,7 +19,6 @@ import typer
 from numpy.typing import NDArray
 
 from ringweave.cells import Picture, picture
-from ringweave.checks import DTYPES
 from ringweave.errors import RingweaveError, ShapeError, UnsupportedError, message, shown
 from ringweave.explanation import explain
 from ringweave.parallel.planning.cost import Machine
@@ -29,6 +28,7 @@ from ringweave.patterns.grids import GridNeighborhood, GridWindows
 from ringweave.patterns.local import Neighborhood
 from ringweave.plan.branches import branches
 from ringweave.plan.from_pattern import estimate_tiles
+from ringweave.types import DTYPES
 from ringweave.units import flops, nbytes, percent, seconds
 
 from ..simulation.command import size_of

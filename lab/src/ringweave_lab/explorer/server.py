@@ -15,8 +15,9 @@ import typer
 
 from ringweave import __version__
 from ringweave.cli import terminal
-from ringweave.errors import RingweaveError, UnsupportedError, message
-from ringweave.patterns.parse import WRITABLE
+from ringweave.errors import PatternError, RingweaveError, UnsupportedError, message
+from ringweave.patterns.declared import DECLARED
+from ringweave.patterns.parse import parse
 
 from .answer import Asked, answer, as_json
 
@@ -42,19 +43,30 @@ EXAMPLES: dict[str, dict[str, str]] = {
                                 "tokens": "4K"},
 }  # fmt: skip
 
-#: What the page adds to a pattern: each fits any length, but where it says one.
+
+def _fits_any_length(example: str) -> bool:
+    pattern = parse(example)
+    try:
+        for length in (1024, 16384):
+            pattern.check(length, length, 0)
+    except PatternError:
+        return False
+    return pattern.combinable and pattern.extents() == (None, None)
+
+
+#: What the page adds to a pattern: examples that fit any length.
 PIECES = {
-    "Causal": "Causal()", "SlidingWindow": "SlidingWindow(256)", "Sinks": "Sinks(64)", "Global": "Global(64)",
-    "Segments": "Segments(1024)", "Dilated": "Dilated(64, 4)", "Strided": "Strided(64)", "PrefixLM": "PrefixLM(256)",
-    "Periodic": "Periodic(512, 0, 64)", "Keys": "Keys(512)", "Full": "Full()",
-}  # fmt: skip
+    name: known.example
+    for name, known in sorted(DECLARED.items())
+    if known.text and known.section is not None and _fits_any_length(known.example)
+}
 
 
 def start() -> dict[str, Any]:
     """What the page begins with."""
     return {
         "version": __version__, "defaults": asdict(Asked()), "examples": EXAMPLES, "pieces": PIECES,
-        "names": sorted(WRITABLE),
+        "names": sorted(name for name, known in DECLARED.items() if known.text),
     }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import ringweave
-from ringweave.patterns.parse import NAMES, split
+from ringweave.patterns.parse import names, split
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _named(stack: list[_Open]) -> str:
     place = ""
     for here in reversed(stack):
         if here.call is not None:
-            parameters = list(inspect.signature(NAMES[here.call]).parameters)
+            parameters = list(inspect.signature(names()[here.call]).parameters)
             named = here.word or (parameters[here.index] if here.index < len(parameters) else "")
             return f"{here.call} {named}{place}".strip()
         if here.sign == "[":
@@ -98,6 +98,6 @@ def _prefixed(text: str) -> Iterator[str]:
         begin = place - len(token)
         if kind == "name" and after == "(":
             yield " ".join(text[done:begin].split("\n"))
-            yield f"rw.{token}" if hasattr(ringweave, token) else f"rw.patterns.{token}"
+            yield f"rw.{token}" if token in ringweave.__all__ else f"rw.patterns.{token}"
             done = place
     yield " ".join(text[done:].split("\n"))

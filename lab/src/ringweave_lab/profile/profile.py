@@ -27,14 +27,14 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import ringweave as rw
-from ringweave import functional
+from ringweave import api, program
+from ringweave.backends import BACKENDS
 from ringweave.errors import UnsupportedError, message
-from ringweave.ops import dispatch
 from ringweave.parallel import ContextParallel, Transport
 from ringweave.parallel.execution import executor
 from ringweave.parallel.transport import transport
 from ringweave.plan import PlanCache, plan_cache
-from ringweave.tune.problem import BOTH, Drawn, Operands, Problem
+from ringweave.tune.problem import BOTH, Drawn, Problem, Sample
 from ringweave.tune.session import Built, Say, silent
 
 from ..bench.launched import run, torchrun
@@ -108,7 +108,7 @@ def profiled(case: str, options: Options, path: Path, say: Say = silent) -> Prof
 def _profile(
     problem: Problem, attend: Callable[..., torch.Tensor], path: Path | None, shard: Callable[[Any], Any] = lambda x: x
 ) -> Profile:
-    inputs = Operands(*map(shard, problem.inputs()))
+    inputs = Sample(*map(shard, problem.inputs()))
     call = Built(attend, problem.pattern, "").call(inputs, BOTH)
     plan_cache.clear()
     activities = [ProfilerActivity.CPU]
@@ -152,15 +152,15 @@ def _marked(device: str) -> Iterator[None]:
             forward=mark("kernel", each.forward),
             backward=None if each.backward is None else mark("kernel", each.backward),
         )
-        for name, each in dispatch.BACKENDS.items()
+        for name, each in BACKENDS.items()
     }
     places: Sequence[tuple[str, Any, str]] = (
-        ("plan", PlanCache, "get"), ("plan", dispatch, "branches"), ("merge", dispatch, "merge_into"),
-        ("merge", executor, "merge_into"), ("merge", functional, "with_sinks"), ("exchange", Transport, "agree"),
+        ("plan", PlanCache, "get"), ("plan", program, "branches"), ("merge", program, "merge_into"),
+        ("merge", executor, "merge_into"), ("merge", api, "with_sinks"), ("exchange", Transport, "agree"),
         ("exchange", Transport, "exchange"), ("exchange", transport._Messages, "wait"),
     )  # fmt: skip
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(dispatch.BACKENDS, backends))
+        stack.enter_context(patch.dict(BACKENDS, backends))
         for part, owner, name in places:
             stack.enter_context(patch.object(owner, name, mark(part, getattr(owner, name))))
         yield

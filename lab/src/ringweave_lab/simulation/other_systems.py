@@ -52,7 +52,7 @@ def _ulysses(workload: Workload, ranks: int, machine: Machine) -> Estimate:
         plan = branch.plan("cpu")
         tiles = np.diff(plan.row_ptr.numpy()[:, [0, -1]].astype(np.int64), axis=1)[:, 0]
         area = widths.pair * plan.q_tile * plan.kv_tile / machine.flops
-        of_head[np.arange(*branch.heads)] += tiles[plan.group.numpy()].sum(0) * area
+        of_head[np.arange(*branch.heads)] += tiles[plan.row_set.numpy()].sum(0) * area
     work = of_head.reshape(ranks, -1).sum(1)
     values = (of_queries + of_keys) * (widths.key + widths.value)
     size = calls * workload.tokens / ranks * (ranks - 1) / ranks * values * widths.itemsize

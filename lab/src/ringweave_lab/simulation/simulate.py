@@ -11,7 +11,7 @@ from ringweave.parallel.planning.cost import Estimate, Machine
 from ringweave.parallel.planning.placement import Placement, block_for
 from ringweave.parallel.planning.workload import Widths, Workload, pair_of_heads, patterns_of
 from ringweave.patterns import Pattern
-from ringweave.patterns.numbers import whole
+from ringweave.patterns.validate import whole
 from ringweave.plan import Branch, branches
 from ringweave.plan.from_pattern import estimate_tiles
 

@@ -5,6 +5,7 @@
 Needs transformers (the extra ``hf``), which is imported here and nowhere else.
 """
 
+from ...names import only
 from .interface import NAME, attend, patch, register, set_pattern
 from .masks import PatternMask, pattern_mask
 from .model_cache import ModelCache
@@ -24,3 +25,4 @@ __all__ = [
     "register",
     "set_pattern",
 ]
+__dir__ = only(__all__)

@@ -13,9 +13,8 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from ...api import attention, paged_attention
 from ...errors import PatternError, ShapeError, UnsupportedError, message, shown
-from ...functional import attention
-from ...pages import paged_attention
 from ...patterns import Causal, Full, Pattern
 from ...terms import Bias, Softcap, Term
 from .masks import PatternMask, pattern_mask
@@ -85,26 +84,42 @@ def attend(
     if hasattr(module, "keep_window_size"):
         # Doge: it leaves its own mask out where the library's is a BlockMask
         raise UnsupportedError(message("layer", type(module).__name__, "one that chooses no keys by content", _OTHER))
-    batch = max(query.shape[0], key.shape[0])
-    if query.shape[0] != key.shape[0]:
+    paged = key if isinstance(key, PagedStates) else None
+    batch, nq = query.shape[0], query.shape[2]
+    sizes = key.shape if paged is None else paged.sizes
+    of_keys, nk = sizes[0], sizes[2]
+    if batch != of_keys:
         # learned queries, the same for all
+        batch = max(batch, of_keys)
         query, key, value = (x.expand(batch, *x.shape[1:]) for x in (query, key, value))
     # a number is text of the call: torch.compile would make a symbol of it
     terms: list[Term] = [] if softcap is None else [Softcap(guard_scalar(softcap))]
-    if isinstance(attention_mask, PatternMask) and not torch.compiler.is_compiling():
-        _say_unseen_packing(module, attention_mask, kwargs.get("position_ids"))
-    pattern, q_offset = _pattern(module, query, key, attention_mask, is_causal, terms)
+    mask = attention_mask if isinstance(attention_mask, PatternMask) else None
+    own: Pattern | None = getattr(module, _ATTRIBUTE, None)
+    if mask is None:
+        pattern, q_offset = _unmade(module, query, key, attention_mask, is_causal, own, terms)
+    else:
+        if not (mask.positions_seen or mask.rows is not None or mask.context is not None):
+            positions = kwargs.get("position_ids")
+            if isinstance(positions, Tensor) and not torch.compiler.is_compiling():
+                _say_unseen_packing(module, mask, positions)
+        if mask.sizes[2:] != (nq, nk):
+            wanted = f"({nq}, {nk}), the queries and keys of {type(module).__name__}"
+            raise ShapeError(message("attention mask", f"one of {mask.sizes[2:]}", wanted, _OTHER))
+        pattern, q_offset = mask.pattern, mask.q_offset
+        if own is not None:
+            pattern, q_offset = _with(mask, own), q_offset if mask.row is None else mask.row
     if position_bias is not None:
         terms.append(_bias(position_bias, query, key))
     sink_logits = s_aux if sinks is None else sinks
-    if isinstance(key, PagedStates):
+    if paged is not None:
         # a layer without a mask has all that came before, or nothing did
-        begins = key.seen - query.shape[2] if attention_mask is not None or query.shape[2] == 1 else 0
-        if isinstance(attention_mask, Tensor) or position_bias is not None or begins != key.seen - query.shape[2]:
+        begins = paged.seen - nq if attention_mask is not None or nq == 1 else 0
+        if isinstance(attention_mask, Tensor) or position_bias is not None or begins != paged.seen - nq:
             got = "a mask or bias of numbers, or none for tokens that came before"
             remedy = "Pass past_key_values=DynamicCache()."
             raise UnsupportedError(message("past_key_values", got, "a mask (B, tokens) with keys in pages", remedy))
-        out = paged_attention(query, key.pages, pattern, scale=scaling, terms=terms, sink_logits=sink_logits)
+        out = paged_attention(query, paged.pages, pattern, scale=scaling, terms=terms, sink_logits=sink_logits)
         return out.transpose(1, 2).contiguous(), None
     out = attention(
         query,
@@ -116,29 +131,22 @@ def attend(
         terms=terms,
         sink_logits=sink_logits,
         dropout=dropout,
-        context=attention_mask.context if isinstance(attention_mask, PatternMask) else None,
+        context=None if mask is None else mask.context,
     )
     return out.transpose(1, 2).contiguous(), None
 
 
-def _pattern(
+def _unmade(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     mask: PatternMask | Tensor | None,
     is_causal: bool | None,
+    own: Pattern | None,
     terms: list[Term],
 ) -> tuple[Pattern, int | Tensor]:
-    """The pattern of a call and the place of its first query; a mask of numbers becomes a term."""
+    """The pattern of a call without a mask of :func:`pattern_mask`; a mask of numbers becomes a term."""
     nq, nk = query.shape[2], key.shape[2]
-    own: Pattern | None = getattr(module, _ATTRIBUTE, None)
-    if isinstance(mask, PatternMask):
-        if mask.sizes[2:] != (nq, nk):
-            wanted = f"({nq}, {nk}), the queries and keys of {type(module).__name__}"
-            raise ShapeError(message("attention mask", f"one of {mask.sizes[2:]}", wanted, _OTHER))
-        if own is None:
-            return mask.pattern, mask.q_offset
-        return _with(mask, own), mask.q_offset if mask.row is None else mask.row
     if isinstance(mask, Tensor):
         if own is not None:
             raise UnsupportedError(
@@ -156,11 +164,10 @@ def _pattern(
     return (pattern if own is None else pattern & own), 0 if nq > 1 else nk - 1
 
 
-def _say_unseen_packing(module: nn.Module, mask: PatternMask, positions: object) -> None:
+def _say_unseen_packing(module: nn.Module, mask: PatternMask, positions: Tensor) -> None:
     """Warn once where positions restart and the mask was made without them: sequences then attend each other."""
     kind = type(module).__name__
-    seen = mask.rows is not None or mask.context is not None or mask.positions_seen or kind in _WARNED
-    if seen or not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[1] != mask.sizes[3]:
+    if kind in _WARNED or positions.ndim != 2 or positions.shape[1] != mask.sizes[3]:
         return
     # once for all layers
     mask.positions_seen = True

@@ -9,14 +9,27 @@ read like the library's, and it works in the same way while torch.compile traces
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Hashable
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers import masking_utils
+
+from ...cache import PATTERNS
 
 MaskFunction = Callable[..., Any]
+
+_RELATION_BYTES = 2 * 2**10
+_LIBRARY = vars(masking_utils)
+_contents = operator.attrgetter("cell_contents")
+# all names that code may look up: attributes of symbols, a constant of torch, and a builtin
+_NAMES = frozenset({"abs", "bool", "device", "dtype", "new_ones", "new_zeros", "to", "torch"})
+# functions in functions, and the numbers that they hold
+_MOST_SEEN = 64
 
 
 class Unread(Exception):  # noqa: N818  (no error: whoever reads goes another way)
@@ -377,13 +390,60 @@ class _Looking(TorchFunctionMode):
 def read(function: MaskFunction) -> Relation:
     """Read what a mask function allows, by position.
 
+    The library's functions that read only numbers are called once: equal functions share the relation.
+
     Args:
         function: ``function(batch, head, query, key)``.
     Raises:
         Unread: It does something that has no symbol.
     """
+    of = None if torch.compiler.is_compiling() else _all_it_reads(function)
+    key = None if of is None else ("mask function", of)
+    result = None if key is None else PATTERNS.get(key)
+    if result is not None:
+        return result  # type: ignore[no-any-return]
     with _Looking():
         result = function(Index("b"), Index("h"), Index("q"), Index("k"))
     if not isinstance(result, Relation):
         raise Unread(f"a mask that is {type(result).__name__}")
+    if key is not None:
+        PATTERNS.put(key, result, _RELATION_BYTES)
     return result
+
+
+def _all_it_reads(function: object) -> Hashable | None:
+    """Make a key of a mask function: its code, the numbers in its closure, and the same of the functions there.
+
+    None where the function may read more: a tensor or another object, a global name, a default argument, or anything
+    through code from outside the library.
+    """
+    if "abs" in _LIBRARY:
+        return None
+    seen: list[object] = []
+    # code and tuples come with the number of things in them: equal lists are of equal nesting
+    left = [function]
+    while left:
+        each = left.pop()
+        if type(each) is int or type(each) is bool or each is None:
+            # True equals 1
+            seen += (type(each), each)
+        elif type(each) is tuple:
+            seen.append(len(each))
+            left += each
+        elif type(each) is FunctionType and each.__globals__ is _LIBRARY:
+            code, closure = each.__code__, each.__closure__ or ()
+            if not _NAMES.issuperset(code.co_names) or CodeType in map(type, code.co_consts):
+                return None
+            if each.__defaults__ or each.__kwdefaults__:
+                return None
+            seen.append(code)
+            try:
+                left += map(_contents, closure)
+            except ValueError:
+                # a cell without contents
+                return None
+        else:
+            return None
+        if len(seen) > _MOST_SEEN:
+            return None
+    return tuple(seen)

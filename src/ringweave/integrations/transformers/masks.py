@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import causal_mask_function
 
 from ...errors import ShapeError, UnsupportedError, in_a_line, message
-from ...patterns import Documents, Keys, Pattern
+from ...patterns import Documents, KeyPadding, Pattern
 from .mask_reading import All, Chunks, Distances, Relation, Same, Unread, read
 from .positions import Place, bounds_of, joined
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ...parallel import ContextParallel
     from .model_context import ModelContext
 
+_CAUSAL = ((0, None),)
 # what calling a function with symbols may raise where it wants tensors
 _RAISED = (Unread, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 
@@ -99,7 +100,7 @@ class PatternMask(_Carried, BlockMask):
         pattern: Pattern,
         shape: tuple[int, int, int, int],
         q_offset: int = 0,
-        rows: Documents | Keys | None = None,
+        rows: Documents | KeyPadding | None = None,
         k_offset: int = 0,
         context: ContextParallel | None = None,
         row: Tensor | None = None,
@@ -318,12 +319,16 @@ def pattern_mask(
 
 def _made(place: Place, mask_function: Callable[..., Any] | None, attention_mask: Tensor | None) -> PatternMask:
     """The mask of a call at a place."""
-    rows: Documents | Keys | None = None
+    rows: Documents | KeyPadding | None = None
     if mask_function is None:
-        pattern = place.near(((0, None),))
+        pattern = place.near(_CAUSAL)
     else:
         try:
-            pattern, rows = _placed(place, read(mask_function))
+            relation = read(mask_function)
+            if type(relation) is Distances and relation.table is None:
+                pattern = place.near(relation.runs)
+            else:
+                pattern, rows = _placed(place, relation)
         except _RAISED as why:
             pattern = place.function(mask_function, why)
     pattern, rows = _padded(place, pattern, rows, attention_mask)
@@ -331,17 +336,17 @@ def _made(place: Place, mask_function: Callable[..., Any] | None, attention_mask
     return PatternMask(pattern, shape, place.first, rows, place.kv_offset, row=place.row)
 
 
-def _placed(place: Place, relation: Relation) -> tuple[Pattern, Documents | Keys | None]:
+def _placed(place: Place, relation: Relation) -> tuple[Pattern, Documents | KeyPadding | None]:
     """The pattern of a relation, and the rows where packed sequences begin and end."""
     packed = place.packing(relation)
     return place.pattern(relation), None if packed is None else place.documents(packed.table, packed.known)
 
 
 def _padded(
-    place: Place, pattern: Pattern, rows: Documents | Keys | None, padding: Tensor | None
-) -> tuple[Pattern, Documents | Keys | None]:
+    place: Place, pattern: Pattern, rows: Documents | KeyPadding | None, padding: Tensor | None
+) -> tuple[Pattern, Documents | KeyPadding | None]:
     """Restrict a pattern to the keys that exist, and take the rows from their bounds."""
     known = None if padding is None else place.padding(padding)
     if known is None:
-        return joined([pattern]), rows
+        return pattern, rows
     return joined([pattern, known]), bounds_of(known) or rows

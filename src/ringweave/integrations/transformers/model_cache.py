@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...errors import ShapeError, UnsupportedError, message, shown
-from ...pages import SIZES, PagedCache
-from ...patterns.numbers import whole
+from ...kv_cache import SIZES, PagedCache
+from ...patterns.validate import whole
 from ...precision import NATIVE, Precision, Scales, as_precision
 
 _REMEDY = "Use attn_implementation='ringweave', or past_key_values=DynamicCache() for this model."
@@ -118,8 +118,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert pages is not None
         pages.append(key_states.detach(), value_states.detach())
         self.seen += key_states.shape[2]
-        stand = partial(PagedStates, pages, length=self.length, seen=self.seen)
-        return stand(key_states), stand(value_states)
+        keys = PagedStates(pages, key_states, self.length, self.seen)
+        return keys, PagedStates(pages, value_states, self.length, self.seen)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Give all places, and the position of the first."""
@@ -231,17 +231,17 @@ class PagedStates(Tensor):
 
     pages: PagedCache
     seen: int
+    #: Its shape, for whoever knows what it is: that of a tensor passes through ``__torch_function__``.
+    sizes: tuple[int, int, int, int]
 
     def __new__(cls, pages: PagedCache, new: Tensor, length: int, seen: int) -> Self:
         """Stand for the tokens of a cache."""
-        shape = (*new.shape[:2], length, new.shape[3])
-        # one element, repeated: only shape, dtype and device are ever looked at
-        made: Self = torch.empty((), dtype=new.dtype, device=new.device).expand(shape).as_subclass(cls)
-        made.pages, made.seen = pages, seen
+        batch, heads, _, dim = new.shape
+        sizes = batch, heads, length, dim
+        # only shape, dtype and device are ever looked at: one element, which is repeated
+        made: Self = new.new_empty(()).expand(sizes).as_subclass(cls)
+        made.pages, made.seen, made.sizes = pages, seen, sizes
         return made
-
-    def __init__(self, pages: PagedCache, new: Tensor, length: int, seen: int):
-        pass
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PagedStates({tuple(self.shape)})"

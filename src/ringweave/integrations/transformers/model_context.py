@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers.masking_utils import create_masks_for_generate, find_packed_sequence_indices
 
+from ...cache import LRUCache
 from ...errors import ShapeError, UnsupportedError, message, shown
 from ...parallel import ContextParallel
 from ...parallel.transport.protocol import Counters
 from ...patterns import Full, Pattern
-from ...recent import Recent
 from .interface import require
 from .masks import ShardMask
 
@@ -66,7 +66,7 @@ class ModelContext:
         self.heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
         # those of each length share its connections; of one token, since it only joins losses
         self._root = ContextParallel(mesh, Full(), 1, heads=self.heads, **{**options, "placement": "contiguous"})
-        self._contexts: Recent[ContextParallel] = Recent(max_bytes=1, most=_KEPT)
+        self._contexts: LRUCache[ContextParallel] = LRUCache(max_bytes=1, most=_KEPT)
         _LIVE[name] = self
 
     def __reduce__(self) -> Any:

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...cache import PATTERNS
 from ...errors import PatternError, UnsupportedError, in_a_line, message, shown
-from ...patterns import Causal, Documents, Full, Keys, Pattern, Sinks, SlidingWindow, from_mask_mod
+from ...patterns import Causal, Documents, Full, KeyPadding, Pattern, Sinks, SlidingWindow, from_mask_mod
 from ...patterns.algebra import And
 from .mask_reading import All, Any_, Chunks, Distances, Known, NotNegative, Relation, Same, Unread
+
+# of a pattern, for each character: it and its parts each have their text, and an object
+_BYTES_OF_TEXT = 64
 
 
 class Place:
@@ -90,21 +94,27 @@ class Place:
 
     def near(self, runs: tuple[tuple[int | None, int | None], ...]) -> Pattern:
         """Pairs whose distance, query less key, lies in one of some intervals."""
-        pattern = _not(Full())
-        for least, most in runs:
-            if self.row is not None:
+        if self.row is not None:
+            pattern = _not(Full())
+            for least, most in runs:
                 stop = self.nk if least is None else (self.row - least + 1).clamp(0, self.nk).view(1)
                 start = 0 if most is None else (self.row - most).clamp(0, self.nk).view(1)
-                pattern = pattern | (Full() if least is None and most is None else Keys(stop, start))
-                continue
-            if not torch.compiler.is_compiling():
-                # bounds that no pair reaches: fewer kinds of patterns, and dense ones are known as such
-                if least is not None and least <= self.first - self.nk + 1:
-                    least = None
-                if most is not None and most >= self.first + self.nq - 1:
-                    most = None
-            pattern = pattern | _interval(least, most)
-        return pattern
+                pattern = pattern | (Full() if least is None and most is None else KeyPadding(stop, start))
+            return pattern
+        if torch.compiler.is_compiling():
+            return _intervals(runs)
+        # without bounds that no pair reaches: dense patterns are known as such, and steps of a decoding have the same
+        nearest, farthest = self.first - self.nk + 1, self.first + self.nq - 1
+        reached: tuple[tuple[int | None, int | None], ...] = ()
+        for least, most in runs:
+            low = None if least is None or least <= nearest else least
+            reached += ((low, None if most is None or most >= farthest else most),)
+        # the same object for the same intervals: attention finds the call of a pattern by identity
+        same: Pattern | None = PATTERNS.get(("intervals", reached))
+        if same is None:
+            same = _intervals(reached)
+            PATTERNS.put(("intervals", reached), same, len(same.spec) * _BYTES_OF_TEXT)
+        return same
 
     def documents(self, table: Tensor, known: bool) -> Documents:
         """Pairs with one number in a table (B, positions); of ``known`` only numbers from 0 on."""
@@ -123,7 +133,7 @@ class Place:
             zero = 0 if origin is None else origin
             start = (self.row + self.kv_offset - zero).div(length, rounding_mode="floor") * length + zero
             start = (start - self.kv_offset).view(-1)
-            return Keys((start + length).clamp(0, self.nk), start.clamp(0, self.nk))
+            return KeyPadding((start + length).clamp(0, self.nk), start.clamp(0, self.nk))
         if part.table is None:
             device = "cpu" if origin is None else origin.device
             at = torch.arange(self.kv_offset, self.kv_offset + self.nk, device=device)[None]
@@ -162,7 +172,7 @@ class Place:
         some = mask.any(-1)
         start = mask.int().argmax(-1)
         stop = torch.where(some, self.nk - mask.flip(-1).int().argmax(-1), 0)
-        keys = Keys(stop, start)
+        keys = KeyPadding(stop, start)
         # bounds leave tiles out, which they know without looking at the mask
         return keys if not compiling and bool((mask.sum(-1) == stop - start).all()) else keys & Sinks(mask)
 
@@ -187,25 +197,27 @@ class Place:
         return from_mask_mod(of_places)
 
 
-def bounds_of(pattern: Pattern) -> Keys | None:
+def bounds_of(pattern: Pattern) -> KeyPadding | None:
     """The bounds of keys in what :meth:`Place.padding` made: from the first of them a pattern of a user is counted."""
-    return next((part for part in pattern.parts_within() or (pattern,) if isinstance(part, Keys)), None)
+    return next((part for part in pattern.parts_within() or (pattern,) if isinstance(part, KeyPadding)), None)
 
 
 def joined(patterns: list[Pattern]) -> Pattern:
     """Patterns joined by ``&``, bounds of keys as one: torch.compile cannot ask whether two are the same."""
-    pattern: Pattern = Full()
-    keys: Keys | None = None
+    pattern: Pattern | None = None
+    keys: KeyPadding | None = None
     for each in patterns:
         for part in each.parts if isinstance(each, And) else (each,):
-            if not isinstance(part, Keys):
-                pattern = pattern & part
+            if not isinstance(part, KeyPadding):
+                pattern = part if pattern is None else pattern & part
             elif keys is None:
                 keys = part
             else:
                 stop = _bound(keys.stop).minimum(_bound(part.stop))
                 # bounds that leave nothing meet
-                keys = Keys(stop, _bound(keys.start).maximum(_bound(part.start)).minimum(stop))
+                keys = KeyPadding(stop, _bound(keys.start).maximum(_bound(part.start)).minimum(stop))
+    if pattern is None:
+        return Full() if keys is None else keys
     return pattern if keys is None else pattern & keys
 
 
@@ -216,6 +228,14 @@ def _beside(part: Relation, packed: Same) -> Relation:
 def _not(pattern: Pattern) -> Pattern:
     # the operator itself is not traced by torch.compile
     return pattern.__invert__()
+
+
+def _intervals(runs: tuple[tuple[int | None, int | None], ...]) -> Pattern:
+    """Pairs whose distance lies in one of some intervals."""
+    pattern = _not(Full())
+    for least, most in runs:
+        pattern = pattern | _interval(least, most)
+    return pattern
 
 
 def _interval(least: int | None, most: int | None) -> Pattern:

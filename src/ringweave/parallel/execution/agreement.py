@@ -7,7 +7,6 @@ patterns.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 import struct
@@ -63,7 +62,7 @@ _FIELDS = {
     "nodes": _Field(int, remedy=_MADE),
     "batch": _Field(int),
     "pattern": _Field(Opaque),
-    "schedule": _Field(str, remedy=_MADE),
+    "schedule": _Field(str, 2, _MADE),
     "moves": _Field(Opaque, remedy=_MADE),
     "D": _Field(int),
     "Dv": _Field(int),
@@ -73,7 +72,7 @@ _FIELDS = {
     "scale": _Field(float),
     "terms": _Field(Opaque),
     "arguments": _Field(Opaque),
-    "backend": _Field(str),
+    "backend": _Field(str, 2),
     "wire": _Field(str, remedy=_MADE),
     "tolerance": _Field(float, remedy=_MADE),
     "deadline": _Field(float, remedy=_MADE),
@@ -220,7 +219,6 @@ def _compare(said: Mapping[str, Value], every: Tensor, rank: int, step: int) -> 
         )
 
 
-@functools.lru_cache(1024)
 def text_words(text: str, count: int) -> tuple[int, ...]:
     """Write text as words: as it is where it fits, else a digest of it."""
     raw, size = text.encode("utf-8", "surrogatepass"), 8 * count

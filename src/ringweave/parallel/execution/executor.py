@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...backends.backend import Heads, Upstream, delta_in_chunks
+from ...call import Operands
 from ...merge import merge_into
-from ...ops.backend import Heads, Inputs, Upstream, delta_in_chunks
 from ...types import acc_dtype
 from .agreement import Agreement
 from .exchange import Section
@@ -39,7 +40,7 @@ class Computed(NamedTuple):
     forms: Tensor
 
 
-def forward(schedule: Schedule, agreement: Agreement, inputs: Inputs, backend: str) -> Computed:
+def forward(schedule: Schedule, agreement: Agreement, inputs: Operands, backend: str) -> Computed:
     """Compute a shard's attention, exchange and all."""
     q, v = inputs.q, inputs.v
     acc = acc_dtype(q.dtype)
@@ -72,7 +73,7 @@ def forward(schedule: Schedule, agreement: Agreement, inputs: Inputs, backend: s
 def backward(
     schedule: Schedule,
     agreement: Agreement,
-    inputs: Inputs,
+    inputs: Operands,
     computed: Computed,
     grads: tuple[Tensor, Tensor | None],
     backend: str,
@@ -122,7 +123,7 @@ def backward(
 class _Output:
     """The running (out, lse) of a shard; a kernel's result that is all of it, if it comes first, becomes it."""
 
-    def __init__(self, inputs: Inputs, dtype: torch.dtype, held: int):
+    def __init__(self, inputs: Operands, dtype: torch.dtype, held: int):
         self._inputs, self._dtype, self._held = inputs, dtype, held
         self._running: tuple[Tensor, Tensor] | None = None
 

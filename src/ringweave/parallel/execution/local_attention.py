@@ -8,17 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...backends.backend import Backend, Heads, Upstream
+from ...call import Operands
 from ...memory.workspace import Workspace
-from ...ops.backend import Backend, Case, Heads, Inputs, Scoring, Upstream
-from ...ops.dispatch import choose
 from ...plan import Branch
 from ...plan.subplan import CutBranch, subplan
+from ...program import choose
+from ...terms import TermOperands
 from ..planning.demand import Bools, Demand
 from ..planning.placement import Int64
 
 
 @dataclass(frozen=True, eq=False)
-class Excerpt:
+class SubBranch:
     """Which tokens of the sequence a kernel's queries and keys are.
 
     Attributes:
@@ -33,7 +35,7 @@ class Excerpt:
     rows: Int64
     columns: Int64
 
-    def of(self, scoring: Scoring | None) -> Scoring | None:
+    def of(self, scoring: TermOperands | None) -> TermOperands | None:
         """Say to terms and dropout of a whole sequence where the kernel's heads, queries and keys stand in it."""
         if scoring is None:
             return None
@@ -67,7 +69,7 @@ class LocalAttention:
     queries: Tokens
     among: Tokens | None
     branch: Branch
-    cut: Excerpt
+    cut: SubBranch
     own: Tokens
     own_at: Tokens | None
     tile_at: Int64
@@ -125,20 +127,20 @@ class LocalAttention:
         keys = _keys(demand, demand.owner == rank, rows, columns, None, edges)
         return LocalAttention(Heads(demand.branch, ratio, remote=True), Tokens.at(np.arange(keys[0].nq)), None, *keys)
 
-    def buffers(self, inputs: Inputs, space: Workspace) -> Inputs:
+    def buffers(self, inputs: Operands, space: Workspace) -> Operands:
         """Put the shard's own keys and values among the kernel's: (B, distinct key heads, keys, C) each.
 
         The others are still to be put.
         """
         return inputs._replace(k=self._buffer(inputs.k, space), v=self._buffer(inputs.v, space))
 
-    def forward(self, inputs: Inputs, dtype: torch.dtype, backend: str) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Operands, dtype: torch.dtype, backend: str) -> tuple[Tensor, Tensor]:
         """Compute (out, lse) of its queries; q as ``queries`` knows it, k and v full buffers."""
         inputs = self._taken(inputs)
         out, lse = self.chosen(inputs, backend).forward(inputs, self.branch, dtype)
         return self._given(out), self._given(lse[..., None])[..., 0]
 
-    def backward(self, inputs: Inputs, upstream: Upstream, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, inputs: Operands, upstream: Upstream, backend: str) -> tuple[Tensor, Tensor, Tensor]:
         """Compute dq of its queries, and dk and dv of the buffers, in lse's dtype."""
         inputs = self._taken(inputs)
         chosen = self.chosen(inputs, backend, needs_grad=True)
@@ -148,9 +150,9 @@ class LocalAttention:
         dq, dk, dv = chosen.backward(upstream, inputs, self.branch, lse.dtype)
         return self._given(dq), self.heads.from_kernel(dk), self.heads.from_kernel(dv)
 
-    def chosen(self, inputs: Inputs, backend: str, needs_grad: bool = False) -> Backend:
+    def chosen(self, inputs: Operands, backend: str, needs_grad: bool = False) -> Backend:
         """Choose who computes it."""
-        return choose(backend, Case.of(inputs, needs_grad), self.branch)
+        return choose(backend, inputs.call(needs_grad), self.branch)
 
     def _buffer(self, x: Tensor, space: Workspace) -> Tensor:
         own = self.own.of(self.heads.of_keys(x))
@@ -162,10 +164,10 @@ class LocalAttention:
         self.own_at.put(whole, own)
         return whole
 
-    def _taken(self, inputs: Inputs) -> Inputs:
+    def _taken(self, inputs: Operands) -> Operands:
         """Take (queries, buffers) as the kernel does."""
         k, v = self.heads.for_kernel(inputs.k), self.heads.for_kernel(inputs.v)
-        return inputs._replace(q=self._take(inputs.q), k=k, v=v, scoring=self.cut.of(inputs.scoring))
+        return inputs._replace(q=self._take(inputs.q), k=k, v=v, terms=self.cut.of(inputs.terms))
 
     def _take(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Take the kernel's queries of (B, Hq, tokens, C); places that are none of these hold ``fill``."""
@@ -183,7 +185,7 @@ class LocalAttention:
 
 def _keys(
     demand: Demand, own: Bools, rows: Int64, columns: Int64, available: Bools | None, edges: list[Bools] | None
-) -> tuple[Branch, Excerpt, Tokens, Tokens | None, Int64, bool]:
+) -> tuple[Branch, SubBranch, Tokens, Tokens | None, Int64, bool]:
     """Cut a kernel's branch out, and say where its keys are: the fields from ``branch`` on."""
     tiles = np.unique(_run_tile(demand)[own])
     shard = Tokens.at(demand.shard_places(own))
@@ -239,9 +241,9 @@ def _present(demand: Demand, available: Bools, columns: Int64) -> Bools:
 
 def _cut(
     demand: Demand, rows: Int64, columns: Int64, present: Bools | None, edges: list[Bools] | None
-) -> tuple[Branch, Excerpt]:
+) -> tuple[Branch, SubBranch]:
     branch, plan = demand.branch, demand.plan
-    cut = Excerpt(branch, demand.tile, rows, columns)
+    cut = SubBranch(branch, demand.tile, rows, columns)
     if len(rows) == plan.q_tiles and len(columns) == plan.kv_tiles and edges is None and present is None:
         return branch, cut
     tiles = subplan(plan, rows, columns, present=present, wanted=edges)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.backend import Inputs, Upstream
+from ...backends.backend import Upstream
+from ...call import Operands
 from ..transport.protocol import Pending
 from . import wire
 from .agreement import Agreement
@@ -183,7 +184,7 @@ class KernelCall(NamedTuple):
 
     number: int
     attention: LocalAttention
-    inputs: Inputs
+    inputs: Operands
     upstream: Upstream | None
     remote: bool = False
 
@@ -203,7 +204,7 @@ class Traffic:
         self,
         schedule: Schedule,
         agreement: Agreement,
-        inputs: Inputs,
+        inputs: Operands,
         upstream: Upstream | None = None,
         kept: tuple[Sequence[Tensor], Tensor] | None = None,
     ):
@@ -262,7 +263,7 @@ class Traffic:
         _finish(self._going)
         self._going = _started(self._go_back(self._stage, queries, keys))
 
-    def _with_keys(self, number: int, attention: LocalAttention) -> Inputs:
+    def _with_keys(self, number: int, attention: LocalAttention) -> Operands:
         """Give the inputs a branch's keys and values; as a message brought them, if that is the kernel's order."""
         arrived = [
             (section, tensors)
@@ -351,8 +352,8 @@ class Traffic:
                 forms[peer] = self._agreement.wire.choose(tensors)
         (d, dv), dtype = self._channels.dims, str(self._channels.dtype).removeprefix("torch.")
         forms_in = self._agreement.agree(operation, forms, batch=self._channels.batch, D=d, Dv=dv, dtype=dtype)
-        if self._inputs.scoring is not None:
-            self._inputs = self._inputs._replace(scoring=self._inputs.scoring.seeded(self._agreement.seed))
+        if self._inputs.terms is not None:
+            self._inputs = self._inputs._replace(terms=self._inputs.terms.seeded(self._agreement.seed))
         if hops:
             self._forms.append(forms)
             self.forms_in.append(forms_in)

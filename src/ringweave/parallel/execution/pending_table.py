@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import ShapeError, message
 from ...patterns import BlockTable
-from ...patterns.numbers import whole
+from ...patterns.validate import whole
 from ..planning.placement import Placement
 from .agreement import Agreement
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...ops.backend import Heads
+from ...backends.backend import Heads
 from ..planning.demand import Bools, Demand
 from ..planning.movement import Moves
 from ..planning.placement import Placement
@@ -62,7 +62,7 @@ class Schedule:
     single: bool = False
 
 
-def gather(
+def allgather(
     demands: list[Demand],
     placement: Placement,
     rank: int,

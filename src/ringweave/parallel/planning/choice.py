@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...cache import PLACEMENTS
 from ...errors import ShapeError, message
 from ...patterns import Pattern
 from ...patterns.function import holders
 from ...plan import Branch, branches
-from ...recent import Recent
 from .cost import Estimate, Machine, cost_of
 from .placement import NAMED, Int64, Placement, block_for, blocks_for, contiguous, residues, striped, zigzag
 from .workload import Workload
@@ -30,8 +30,8 @@ _PIECES = (4, 8, 16, 32, 2)
 _EQUAL = 1.02
 # time to receive, over time to compute, that is not worth saving
 _LITTLE = 0.25
-# with the bytes of the tables that their keys name, and about so many of their own
-_MAX_CHOICES, _MAX_BYTES, _CHOICE_BYTES = 256, 256 * 2**20, 2**14
+# about, beside the tables that the key names
+_CHOICE_BYTES = 2**14
 _MACHINE = Machine()
 # a rank takes work up to this many 256ths of the mean while chunks are dealt, and swaps while it has more than those
 _ROOM = 262
@@ -50,9 +50,6 @@ class Choice(NamedTuple):
     placement: Placement
     estimate: Estimate
     candidates: tuple[Estimate, ...]
-
-
-_choices: Recent[Choice] = Recent(_MAX_BYTES, _MAX_CHOICES)
 
 
 def place(
@@ -85,13 +82,13 @@ def choose(workload: Workload, ranks: int, block: int, machine: Machine = _MACHI
     """
     patterns = [branch.pattern for branch in workload.branches]
     calls = tuple(tuple(map(_value, call)) for call in workload.calls)
-    key = (calls, workload.tokens, workload.ratio, workload.widths, ranks, block, machine)
-    choice = _choices.get(key)
+    key = ("placement", calls, workload.tokens, workload.ratio, workload.widths, ranks, block, machine)
+    choice: Choice | None = PLACEMENTS.get(key)
     if choice is None:
         choice = _choose(workload, ranks, block, machine)
         tables = [table for pattern in patterns for table in pattern.key().tables]
         ties = [holder for pattern in patterns for holder in holders(pattern.spec)]
-        _choices.put(key, choice, _CHOICE_BYTES, tables, ties)
+        PLACEMENTS.put(key, choice, _CHOICE_BYTES, tables, ties)
     return choice
 
 
@@ -196,7 +193,7 @@ class _Chunks:
         for branch in calls:
             plan = branch.plan("cpu")
             together = length // branch.tile[0]
-            uses = np.bincount(plan.group.numpy().reshape(-1), minlength=len(plan.row_ptr))
+            uses = np.bincount(plan.row_set.numpy().reshape(-1), minlength=len(plan.row_ptr))
             rows = np.arange(plan.q_tiles) // together
             for use, pointer in zip(uses, plan.row_ptr.numpy().astype(np.int64), strict=True):
                 tiles = np.diff(pointer)

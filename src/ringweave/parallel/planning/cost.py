@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import ShapeError
-from ...patterns.numbers import number
+from ...patterns.validate import number
 from .demand import Bools, Demand
 from .movement import Float64, Moves, edges, keys_only, movement
 from .placement import Int64, Placement
@@ -59,7 +59,7 @@ class Load:
     def of(demands: Sequence[Demand], widths: Widths, cap: float = 1.05, *, queries: bool = True) -> Load:
         """Find the load of the branches of one call under one placement.
 
-        Queries may move where that saves, unless keys alone do, as in the gather schedule; ``cap`` is as of
+        Queries may move where that saves, unless keys alone do, as in the allgather schedule; ``cap`` is as of
         :func:`~ringweave.parallel.planning.movement.movement`.
         """
         ranks = demands[0].placement.ranks
@@ -111,7 +111,7 @@ class Estimate:
         imbalance: Work of the busiest rank over the mean.
         messages: Received by the rank that receives most.
         stages: Distances between ranks over which something moves: stages of a ring.
-        gather: Seconds where everything received is waited for at once, while local keys are computed.
+        allgather: Seconds where everything received is waited for at once, while local keys are computed.
         ring: Seconds where each stage is computed while the next one is on its way.
         ideal: Seconds of the mean work alone.
     """
@@ -123,14 +123,14 @@ class Estimate:
     imbalance: float
     messages: int
     stages: int
-    gather: float
+    allgather: float
     ring: float
     ideal: float
 
     @property
     def seconds(self) -> float:
         """How long the better schedule takes."""
-        return min(self.gather, self.ring)
+        return min(self.allgather, self.ring)
 
     @property
     def efficiency(self) -> float:
@@ -141,9 +141,9 @@ class Estimate:
 def estimate(name: str, loads: Sequence[Load], machine: Machine) -> Estimate:
     """Estimate calls one after the other, such as interleaved layers; each waits for its slowest rank.
 
-    ``gather``: max(local, received) + remote; ``ring``: max(local + remote, received + the last of its stages).
+    ``allgather``: max(local, received) + remote; ``ring``: max(local + remote, received + the last of its stages).
     """
-    gather = ring = ideal = 0.0
+    allgather = ring = ideal = 0.0
     stages = 0
     ranks = len(loads[0].local)
     messages = np.zeros(ranks, np.int64)
@@ -151,7 +151,7 @@ def estimate(name: str, loads: Sequence[Load], machine: Machine) -> Estimate:
         local, remote = load.local / machine.flops, load.remote / machine.flops
         of_rank = load.senders.sum(1)
         receive = load.received / machine.bandwidth + of_rank * machine.latency
-        gather += float((np.maximum(local, receive) + remote).max())
+        allgather += float((np.maximum(local, receive) + remote).max())
         last = remote / np.maximum(of_rank, 1)
         ring += float((np.maximum(local + remote, receive + last) + of_rank * machine.latency).max())
         ideal += float((local + remote).mean())
@@ -162,7 +162,7 @@ def estimate(name: str, loads: Sequence[Load], machine: Machine) -> Estimate:
     received = np.sum([load.received for load in loads], axis=0)
     imbalance = float(work.max() / work.mean()) if work.any() else 1.0
     size = float(received.max()), float(received.sum())
-    return Estimate(name, ranks, *size, imbalance, int(messages.max()), stages, gather, ring, ideal)
+    return Estimate(name, ranks, *size, imbalance, int(messages.max()), stages, allgather, ring, ideal)
 
 
 def cost_of(workload: Workload, placement: Placement, machine: Machine) -> Estimate:

@@ -189,7 +189,7 @@ class Demand:
     @cached_property
     def _uses(self) -> Int64:
         """(row sets,) how many heads of how many batch elements use each."""
-        return np.bincount(self.plan.group.numpy().reshape(-1), minlength=len(self.plan.row_ptr))
+        return np.bincount(self.plan.row_set.numpy().reshape(-1), minlength=len(self.plan.row_ptr))
 
     @cached_property
     def _shares(self) -> NDArray[np.float64]:
@@ -206,7 +206,7 @@ def run_places(first: Int64, lengths: Int64, stride: int) -> Int64:
 
 
 def _kinds(branch: Branch, plan: BlockPlan, ratio: int) -> tuple[HeadKind, ...]:
-    group = plan.group.numpy()
+    group = plan.row_set.numpy()
     kv_heads = sorted({head // ratio for head in range(*branch.heads)})
     of_query = np.array([kv_heads.index(head // ratio) for head in range(*branch.heads)])
     by_use: dict[tuple[tuple[int, int], ...], list[tuple[int, int]]] = {}

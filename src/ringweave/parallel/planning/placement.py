@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ShapeError, message
-from ...patterns.numbers import whole
+from ...patterns.validate import whole
 
 Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]

@@ -8,7 +8,7 @@ from itertools import chain
 
 from ...errors import PatternError, ShapeError, message, shown
 from ...patterns import Pattern
-from ...patterns.numbers import whole
+from ...patterns.validate import whole
 from ...plan import Branch
 
 

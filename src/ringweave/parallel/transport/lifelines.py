@@ -8,7 +8,6 @@ the process itself could not achieve: a late rank may be in a long call that let
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import socket
 import weakref
@@ -21,6 +20,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+from ...cache import fact
 
 # of connections: one for each process that ever waited for this one
 _BACKLOG = 4096
@@ -100,10 +101,10 @@ class _Line:
         return self._ended
 
 
-_line = functools.cache(_Line)
+_line = fact(_Line)
 
 
-@functools.cache
+@fact
 def _listener(store_host: str) -> tuple[socket.socket, str]:
     """Listen at the address by which this machine reaches the store's: the socket, and what others need to find it."""
     family, _, _, _, target = socket.getaddrinfo(store_host, 1, type=socket.SOCK_DGRAM)[0]
@@ -138,7 +139,7 @@ def _host_of(store: dist.Store) -> str:
     return str(getattr(store, "host", "localhost"))
 
 
-@functools.cache
+@fact
 def _here() -> str:
     """Name what has this process's loopback addresses: a machine, or a container on it."""
     try:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ...errors import RingError, ShapeError, UnsupportedError, message
-from ...patterns.numbers import seconds, whole
+from ...patterns.validate import seconds, whole
 
 T = TypeVar("T")
 

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...cache import interrupted
 from ...errors import RingError, ShapeError, UnsupportedError, in_a_line, message
-from ...patterns.numbers import seconds, whole
-from ...recent import interrupted
+from ...patterns.validate import seconds, whole
 from .lifelines import Lifelines
 from .mesh import check_group
 from .protocol import Counters, Event, Pending, Tensors

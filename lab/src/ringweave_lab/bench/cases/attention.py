@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
+from ringweave.backends import BACKENDS, cpu
+from ringweave.call import Operands
 from ringweave.errors import UnsupportedError, message
-from ringweave.ops import cpu
-from ringweave.ops.backend import Inputs
-from ringweave.ops.dispatch import BACKENDS, candidates
 from ringweave.plan.branches import Branch
 from ringweave.plan.from_pattern import build
 from ringweave.plan.subplan import CutBranch
+from ringweave.program import candidates
 from ringweave.tune import Finding, tune
 from ringweave.tune.measure import interleaved
 from ringweave.tune.problem import DIRECTIONS, FORWARD, Drawn, Problem
@@ -184,7 +184,7 @@ def _starts(problem: Problem) -> dict[str, Callable[[], tuple[Tensor, Tensor]]] 
     n, heads, dtype = problem.tokens, problem.heads, problem.dtype
     branch = Branch.whole(problem.pattern, n, n, heads=heads)
     q, k, v = problem.inputs()[:3]
-    inputs = Inputs(q, k, v, problem.head_dim**-0.5)
+    inputs = Operands(q, k, v, problem.head_dim**-0.5)
     if problem.device == "cpu":
         if cpu.module() is None:
             return None
@@ -193,7 +193,7 @@ def _starts(problem: Problem) -> dict[str, Callable[[], tuple[Tensor, Tensor]]] 
             "rows in order": lambda: cpu.forward(inputs, branch, dtype, longest_first=False),
         }
     kernel = BACKENDS["triton"]
-    if kernel.refusal(problem.case(False), branch) is not None:
+    if kernel.unsupported_reason(problem.case(False), branch) is not None:
         return None
     plan = branch.plan()
     in_order = replace(plan, order=torch.arange(plan.order.numel(), dtype=plan.order.dtype))

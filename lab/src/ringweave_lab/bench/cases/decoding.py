@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
+from ringweave.backends import cpu
+from ringweave.call import Call
 from ringweave.errors import UnsupportedError, message
-from ringweave.ops import cpu, stored
 from ringweave.precision import STORED, store, widened
+from ringweave.torch_ops import attend
 from ringweave.tune.measure import interleaved, ratio
 from ringweave.tune.session import Say
 
@@ -109,7 +111,8 @@ def _caches(k: Tensor, v: Tensor, dtype: torch.dtype) -> list[tuple[Callable[[Te
     def alone(q: Tensor) -> object:
         if not scales:
             return rw.attention(q, k, v, rw.Causal(), q_offset=last, backend="cpu")
-        return stored.attend(q, k, v, rw.Causal(), dim**-0.5, "cpu", scales=scales, q_offset=last)
+        call = Call.of(q, k, v, rw.Causal(), scale=dim**-0.5, q_offset=last, backend="cpu", kv_dtype=dtype)
+        return attend(call, q, k, v, scales)
 
     return [(alone, nbytes), (lambda q: rw.paged_attention(q, cache, backend="cpu"), nbytes)]
 

@@ -19,7 +19,7 @@ import ringweave as rw
 from ringweave.errors import UnsupportedError, message
 from ringweave.patterns import Pattern
 from ringweave.tune.measure import interleaved
-from ringweave.tune.problem import BACKWARD, BOTH, FORWARD, Drawn, Operands, Problem
+from ringweave.tune.problem import BACKWARD, BOTH, FORWARD, Drawn, Problem, Sample
 from ringweave.tune.search import Candidate, Direct, Search
 from ringweave.tune.session import FAILURES, Built, Peer, Say, Session
 
@@ -33,7 +33,7 @@ _DENSE = ("sdpa:cudnn", "sdpa:flash")
 BUDGET = 440.0
 
 
-def _with_turns(problem: Problem, inputs: Operands) -> Built:
+def _with_turns(problem: Problem, inputs: Sample) -> Built:
     """Make the Triton kernel ready whose groups of warps take turns.
 
     Raises:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 import ringweave as rw
-from ringweave.ops import cpu
+from ringweave.backends import cpu
 from ringweave.tune.measure import Call, interleaved
-from ringweave.tune.problem import BOTH, FORWARD, Drawn, Operands, Problem
+from ringweave.tune.problem import BOTH, FORWARD, Drawn, Problem, Sample
 from ringweave.tune.session import Entry, Say, Session, in_turn
 
 from ..compare import Comparison, outcomes
@@ -47,9 +47,9 @@ def _size(
     )
 
 
-_OTHERS = ("ringweave:gather", "sdpa")
+_OTHERS = ("ringweave:dense_batched", "sdpa")
 USUAL = (
-    _size(8192, (0.1,), "ringweave:gather", "flex", "sdpa", rounds=3),
+    _size(8192, (0.1,), "ringweave:dense_batched", "flex", "sdpa", rounds=3),
     _size(4096, (0.05, 0.1, 0.25, 0.5, 1.0), *_OTHERS),
     _size(4096, (0.1,), *_OTHERS, head_dim=128),
     _size(4096, (0.1,), *_OTHERS, kv_heads=2),
@@ -66,7 +66,7 @@ def whole_grid() -> Iterable[Comparison]:
             for kv_heads in (8, 2):
                 flex = ("flex",) if (tokens, head_dim, kv_heads) == (8192, 64, 8) else ()
                 dense = ("sdpa",) if tokens <= _DENSE_TOKENS else ()
-                others = ("ringweave:gather", *flex, *dense)
+                others = ("ringweave:dense_batched", *flex, *dense)
                 yield _size(tokens, _ALL, *others, head_dim=head_dim, kv_heads=kv_heads, rounds=3)
 
 
@@ -217,7 +217,7 @@ def _sparse(options: Options, dtype: torch.dtype, say: Say) -> Target:
 def _uneven(options: Options, dtype: torch.dtype, say: Say) -> Target:
     tokens, heads = _tokens(options, 32768), options.heads or 2
     density = min(1.0, max(0.05, 1.25 * _TILE / tokens))
-    even = rw.random_blocks(tokens, density)
+    even = rw.patterns.random_blocks(tokens, density)
     table = even.mask.clone()
     table[..., ::64, :] = True
     problems = [
@@ -235,10 +235,10 @@ def _strided(options: Options, dtype: torch.dtype, direction: str, say: Say) -> 
     density = min(1.0, max(0.1, 1.25 * _TILE / inside))
     problem = Problem(f"every {rate}th", Drawn(density), inside, heads, dtype=dtype, device=options.device)
     whole = dataclasses.replace(problem, tokens=tokens).inputs()
-    views = Operands(*(x[:, :, ::rate] for x in whole))
+    views = Sample(*(x[:, :, ::rate] for x in whole))
     entries = [
         Session(inputs, say, ends=True).check(problem, peers("ringweave")[0], direction)
-        for inputs in (views, Operands(*(x.contiguous() for x in views)))
+        for inputs in (views, Sample(*(x.contiguous() for x in views)))
     ]
     say(f"{tokens:,} tokens, {dtype}: every {rate}th in place, and contiguous")
     in_turn(entries, rounds=max(options.rounds or 3, 5), budget=20.0)

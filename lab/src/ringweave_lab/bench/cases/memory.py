@@ -40,7 +40,7 @@ _Take = Callable[[int], Tensor]
 
 
 def measure(options: Options, say: Say) -> Measuring:
-    """Measure peaks; then, at the case's own sizes, loops of calls and random replacement of scratch, and gather's."""
+    """Measure peaks; then, at the case's own sizes, loops of calls and random replacement of scratch."""
     conclusion = yield from attention.memory(options, say)
     if options.tokens or options.heads or options.dtype or options.device != "cpu":
         return conclusion
@@ -76,7 +76,7 @@ def measure(options: Options, say: Say) -> Measuring:
     cost = ratio(timings["workspace"], timings["plain"]).medians
     yield Target("time of scratch that is written once, over plain allocation", "10 calls", cost, None, False)
     made = _made_by_gather(3 if options.quick else 20)
-    yield Target("new buffers of gather after warm-up", "forward + backward", float(made), 0.0, False, "buffers")
+    yield Target("new buffers of dense_batched after warm-up", "forward + backward", float(made), 0.0, False, "buffers")
     yield from _processes(options, say)
     return f"{conclusion} Scratch takes {cost:.2f} x the time of plain allocation."
 
@@ -130,7 +130,7 @@ def _made_by_gather(steps: int) -> int:
 
     def step() -> None:
         for pattern in (rw.SlidingWindow(100), rw.LongNet([128, 512], [1, 4]), rw.Causal()):
-            rw.attention(q, k, v, pattern, backend="gather").sum().backward()
+            rw.attention(q, k, v, pattern, backend="dense_batched").sum().backward()
 
     for _ in range(3):
         step()

@@ -165,7 +165,9 @@ def local_and_random(n: int, density: float, seed: int) -> rw.Pattern:
 def static(n: int, density: float, seed: int) -> dict[str, rw.Pattern]:
     """Patterns that do not look at what is attended, of about one density."""
     side = side_of(n)
-    bigbird = rw.bigbird(n, window=n // 32, global_tokens=n // 64, random=1, block_size=max(16, n // 32), seed=seed)
+    bigbird = rw.patterns.bigbird(
+        n, window=n // 32, global_tokens=n // 64, random=1, block_size=max(16, n // 32), seed=seed
+    )
     return {
         "local": ImportanceTracker(n, heads=_HEADS, density=density, block_size=side).pattern,
         _LOCAL_RANDOM: local_and_random(n, density, seed),

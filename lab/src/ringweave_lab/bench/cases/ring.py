@@ -57,7 +57,7 @@ _PLACED: tuple[tuple[str, Callable[[bool], list[Pattern]], int, tuple[int, int],
     ("32-tile window", lambda quick: [rw.SlidingWindow(32 * _TILE) & rw.Causal()], _LONG, _HEADS, 0.02),
     ("documents", _corpora, _LONG, _HEADS, 0.30),
     ("dilated, rate 16", lambda quick: [rw.Dilated(512, 16)], _LONG, _HEADS, 0.0),
-    ("longformer, two-sided", lambda quick: [rw.longformer(256, 1)], 512 * _TILE, (8, 8), 0.05),
+    ("longformer, two-sided", lambda quick: [rw.patterns.longformer(256, 1)], 512 * _TILE, (8, 8), 0.05),
     ("causal", lambda quick: [rw.Causal()], _LONG, _HEADS, None),
 )
 # name, pattern of a million tokens

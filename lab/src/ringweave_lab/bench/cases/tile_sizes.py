@@ -1,0 +1,75 @@
+"""The case ``tiles``: what the native kernel's time depends on the sides of tiles, over windows, documents and others.
+
+A tile of 128 x 128 is computed where its mask has something to compute, so its sides should hardly matter: that is held
+to measurements of smaller ones. Time is the processor's, so that a busy machine says the same.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+import ringweave as rw
+from ringweave.backends import cpu
+from ringweave.tune.measure import by_processor
+from ringweave.tune.problem import BOTH, FORWARD, Problem
+from ringweave.tune.search import Candidate
+from ringweave.tune.session import Say, Session, in_turn
+
+from ..compare import weighed
+from ..record import Measuring, Options, Target
+
+_SIDES = ((128, 128), (64, 64), (32, 32))
+# the usual tiles' time over that of the best ones
+_BOUND = 1.25
+
+
+def documents(length: int, tokens: int) -> rw.Documents:
+    """Draw documents of around a length, from half of it to half again."""
+    draw, lengths, left = random.Random(length), [], tokens
+    while left:
+        lengths.append(min(left, draw.randint(length // 2, length * 3 // 2)))
+        left -= lengths[-1]
+    return rw.Documents(lengths)
+
+
+def patterns(tokens: int) -> dict[str, rw.Pattern]:
+    """Name what is measured: from narrow to dense."""
+    windows = {f"window {width}": rw.SlidingWindow(width) & rw.Causal() for width in (16, 32, 64, 128, 256, 512, 1024)}
+    packed = {f"documents {n}": documents(n, tokens) & rw.Causal() for n in (16, 32, 64, 128, 256, 512)}
+    return windows | packed | {
+        "sinks + window 64": (rw.Sinks(4) | rw.SlidingWindow(64)) & rw.Causal(),
+        "window 32 + 32": rw.SlidingWindow(32, 32),
+        "causal": rw.Causal(),
+        "full": rw.Full(),
+    }  # fmt: skip
+
+
+def measure(options: Options, say: Say) -> Measuring:
+    """Check and time each pattern on tiles of several sides in turn."""
+    if cpu.module() is None:
+        return "No native kernel ran here: ringweave was installed without a C++ compiler."
+    worst = 0.0
+    tokens, heads = (512, 1) if options.quick else (4096, 2)
+    for head_dim in (64,) if options.quick else (64, 128):
+        for dtype in (options.dtype,) if options.dtype else (torch.float32, torch.bfloat16):
+            for name, pattern in [*patterns(options.tokens or tokens).items()][:: 6 if options.quick else 1]:
+                problem = options.of(Problem(name, pattern, tokens, heads, head_dim, dtype=dtype))
+                session = Session(problem.inputs(), say)
+                for direction in (FORWARD, BOTH):
+                    entries = [
+                        session.check(problem, Candidate("cpu", sides).peer(None, f"tiles of {sides[0]}"), direction)
+                        for sides in _SIDES
+                    ]
+                    in_turn(entries, rounds=options.rounds or (1 if options.quick else 7), timer=by_processor)
+                    for entry in entries:
+                        yield weighed(entry, entries[0].timing)
+                    least = [entry.timing.min for entry in entries if entry.timing is not None]
+                    wrong = next((entry.reason for entry in entries if entry.timing is None), None)
+                    cost = least[0] / min(least) if wrong is None else None
+                    worst = max(worst, cost or 0.0)
+                    what = f"{name}, {direction}, {str(dtype).removeprefix('torch.')}: tiles of 128 over the best"
+                    bound = None if options.sized else _BOUND
+                    yield Target(what, f"{problem.tokens:,} tokens, D {head_dim}", cost, bound, False, reason=wrong)
+    return f"Tiles of 128 x 128 take at most {worst:.2f} times what the best of {len(_SIDES)} sides take."

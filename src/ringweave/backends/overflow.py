@@ -1,0 +1,104 @@
+"""Rows whose scores leave the range of the type that they are computed in.
+
+The rule, for every backend: an allowed score that is NaN or +inf makes its row's out NaN, and lse NaN or +inf. One
+that overflows to -inf from finite queries and keys, which a kernel would take for a key that is not there, makes both
+NaN. An allowed score of -inf that an infinite input makes has no weight, as in PyTorch.
+
+A score is in range where its sum of absolute products is, times the scale: a backend takes the scale to the side where
+no product leaves the range before. A kernel finds the first kind by itself. For the second the tiles are computed once
+more, by PyTorch, where that may be: after a look at the largest elements, or at what the native kernel saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from ..call import Operands
+from ..kv_cache import Pages
+from ..plan import Branch, unpack_masks
+from ..precision import STORED, widened
+from ..types import acc_dtype
+from .backend import tiled
+
+# scores computed at a time
+_AT_ONCE = 2**22
+_PAGES_AT_ONCE = 64
+
+
+def sides(scale: float) -> tuple[float, float]:
+    """Split a scale: what queries are multiplied by, and what their products with the keys are."""
+    return (scale, 1.0) if abs(scale) <= 1 else (1.0, scale)
+
+
+def may_overflow(operands: Operands, branch: Branch) -> bool:
+    """Tell whether a score may be out of range, by the largest elements; True where one is not finite."""
+    q, k = operands[:2]
+    most = torch.finfo(acc_dtype(q.dtype)).max
+    factor = 1.0
+    if operands.scales is not None:
+        # a row's scale is its largest element, over the largest code
+        k, factor = operands.scales.k, STORED[k.dtype]
+    there = [k] if operands.pages is None else _touched(k, operands.pages, branch)
+    bound = _largest([q]) * _largest(there) * factor * abs(operands.scale) * q.shape[3]
+    return not bound < most / 2
+
+
+def _largest(parts: Iterable[Tensor]) -> float:
+    sides = [torch.stack(torch.aminmax(part)).abs_().max() for part in parts]
+    return float(torch.stack(sides).max()) if sides else 0.0
+
+
+def _touched(k: Tensor, pages: Pages, branch: Branch) -> Iterator[Tensor]:
+    """The pages that tiles of the plan lie in, some at a time."""
+    plan = branch.plan(k.device)
+    line, col, _ = plan.listed()
+    tiles = torch.zeros(plan.row_ptr.shape[0], plan.kv_tiles, dtype=torch.bool, device=k.device)
+    tiles[line // plan.q_tiles, col] = True
+    parts, columns = max(1, pages.size // plan.kv_tile), pages.table.shape[1]
+    touched = tiles[plan.row_set.long()].any(1).repeat_interleave(max(1, plan.kv_tile // pages.size), 1)
+    touched = tiled(touched[..., None], parts).any(2)[:, :columns, 0]
+    used = touched & (torch.arange(columns, device=k.device) * pages.size < pages.lengths[:, None])
+    for some in pages.table[used].long().unique().split(_PAGES_AT_ONCE):
+        # of no pages split makes one part
+        if len(some):
+            yield k[some]
+
+
+def spoil(out: Tensor, lse: Tensor, operands: Operands, branch: Branch) -> None:
+    """Write what the rule says of rows whose largest score is NaN or infinite."""
+    q, k, pages = operands.q, operands.k, operands.pages
+    stored = (k,) if operands.scales is None else (k, operands.scales.k)
+    plan = branch.plan(q.device)
+    ratio = q.shape[1] // k.shape[1]
+    acc = acc_dtype(q.dtype)
+    before, after = sides(operands.scale)
+    line, col, bits = plan.listed()
+    whole = torch.ones(1, plan.q_tile, plan.kv_tile, dtype=torch.bool, device=q.device)
+    bank = torch.cat([unpack_masks(plan.mask_words, plan.kv_tile), whole])
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            own, *scale = (x[b, h // ratio] if pages is None else pages.gathered(x, b, h // ratio) for x in stored)
+            own = widened(own, scale[0]) if scale else own
+            queries, keys = tiled(q[b, h].to(acc), plan.q_tile), tiled(own.to(acc), plan.kv_tile)
+            real = tiled(torch.ones(len(own), 1, device=q.device), plan.kv_tile)[..., 0] > 0
+            top = torch.full(queries.shape[:2], -torch.inf, dtype=acc, device=q.device)
+            finite_q, finite_k = (x.isfinite().all(-1) for x in (queries, keys))
+            mine = (line // plan.q_tiles == plan.row_set[b, h]).nonzero()[:, 0]
+            for some in mine.split(max(1, _AT_ONCE // (plan.q_tile * plan.kv_tile))):
+                row, column = line[some] % plan.q_tiles, col[some]
+                pair = queries[row] * before, keys[column].mT
+                scores = pair[0] @ pair[1] * after
+                # in any order of the sum
+                sizes = pair[0].abs() @ pair[1].abs() * abs(after)
+                allowed = bank[bits[some]] & real[column][:, None]
+                finite = finite_q[row][..., None] & finite_k[column][:, None]
+                lost = finite & sizes.isinf()
+                scores = scores.masked_fill(lost, torch.nan).masked_fill(~allowed, -torch.inf)
+                top = top.scatter_reduce(0, row[:, None].expand(-1, plan.q_tile), scores.amax(-1), "amax")
+            top = top.flatten()[: q.shape[2]]
+            broken = top.isnan() | top.isposinf()
+            out[b, h].masked_fill_(broken[:, None], torch.nan).masked_fill_(top.isneginf()[:, None], 0.0)
+            lse[b, h] = torch.where(broken | top.isneginf(), top.to(lse.dtype), lse[b, h])

@@ -1,0 +1,136 @@
+"""The definition, densely, in float64: what every other backend is tested against.
+
+Multiplicities rather than masks: a LongNet lets a key count several times, a relation at most once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call import Call, Operands
+from ..plan import Branch
+from ..precision import STORED
+from ..terms import Pairs
+from ..types import acc_dtype
+from .backend import Backend, Upstream, by_formula, per_query_head
+
+
+class _Dense(NamedTuple):
+    """Everything of a call, densely."""
+
+    scores: Tensor  # scaled, after the terms, -inf where nothing is allowed
+    times: Tensor  # multiplicities
+    keys: Tensor  # per query head
+    at: Pairs | None  # where there are terms or dropout
+    states: list[Tensor]  # scores before the terms, and after each
+    weights: Tensor
+    kept: Tensor  # weights after dropout, of weights: 0 or what they are multiplied by
+
+
+def _dense(operands: Operands, branch: Branch) -> _Dense:
+    q, k, _, scale, scoring, *_ = operands
+    batch, heads = q.shape[:2]
+    count = branch.pattern.to_dense(q.shape[2], k.shape[2], heads, batch=batch, q_offset=branch.q_offset)
+    count = count.to(q.device, torch.float64)
+    keys = per_query_head(k.double(), heads)
+    scores = scale * (q.double() @ keys.mT)
+    # what the type of the scores cannot hold; see overflow.py
+    most = torch.finfo(acc_dtype(q.dtype)).max
+    finite = q.isfinite().all(-1)[..., None] & keys.isfinite().all(-1)[..., None, :]
+    scores = scores.masked_fill(scores > most, torch.inf).masked_fill((scores < -most) & finite, torch.nan)
+    at, states, kept = None, [], torch.ones((), dtype=torch.float64, device=q.device)
+    if scoring is not None:
+        sides = (*q.shape[:3], k.shape[2])
+        index = [torch.arange(n, device=q.device).view(-1, *[1] * (3 - i)) for i, n in enumerate(sides)]
+        at = scoring.pairs(*index)
+        states = scoring.apply(scores, at, acc_dtype(q.dtype))
+        scores = states[-1]
+        states = [state.masked_fill(count == 0, 0.0) for state in states]
+        if scoring.dropout is not None:
+            kept = scoring.dropout.kept(at).double() * scoring.dropout.factor
+    scores = torch.where(count > 0, scores + count.log(), -torch.inf)
+    # not exp(scores - lse): scores of 1e17 take up the logarithm of a sum
+    weights = torch.where(torch.isneginf(scores), 0.0, torch.softmax(scores, -1))
+    return _Dense(scores, count, keys, at, states, weights, kept)
+
+
+def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute attention by the formula of its definition."""
+    operands = _without_pages(operands.widened())
+    dense = _dense(operands, branch)
+    lse = torch.logsumexp(dense.scores, -1)
+    values = _only_attended(operands.v, dense.times, operands.q.shape[1])
+    return ((dense.weights * dense.kept) @ values).to(dtype), lse.to(acc_dtype(operands.q.dtype))
+
+
+def _without_pages(operands: Operands) -> Operands:
+    """Lay keys and values out side by side, if they are stored in pages."""
+    pages = operands.pages
+    if pages is None:
+        return operands
+    sides = len(pages.table), operands.k.shape[1]
+    k, v = (
+        torch.stack([pages.gathered(x, b, h) for b in range(sides[0]) for h in range(sides[1])]).unflatten(0, sides)
+        for x in (operands.k, operands.v)
+    )
+    return operands._replace(k=k, v=v, pages=None)
+
+
+def backward(
+    upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute gradients by the formula; weights are recomputed in float64."""
+    q, k, v, scale, scoring, *_ = operands
+    dense = _dense(operands, branch)
+    heads = q.shape[1]
+    dead = torch.isneginf(dense.scores).all(-1, keepdim=True)
+    # a row of NaN has weights of NaN where it attends: its own numbers, and those of the keys, would reach other rows
+    broken = dense.weights.isnan().any(-1, keepdim=True)
+    dout, queries = (x.double().masked_fill(dead | broken, 0.0) for x in (upstream.dout, q))
+    values = _only_attended(v, dense.times, heads)
+    keys = dense.keys.nan_to_num(0.0, 0.0, 0.0)
+    of_weights = (dout @ values.mT) * dense.kept
+    score_grads = dense.weights * (of_weights - upstream.delta.double()[..., None])
+    score_grads = score_grads.masked_fill((dense.times == 0) | dead, 0.0)
+    if scoring is not None:
+        assert dense.at is not None
+        score_grads = scoring.gradient(dense.states, score_grads, dense.at)
+    dq = scale * (score_grads @ keys)
+    dk = scale * (score_grads.mT @ queries)
+    dv = (dense.weights * dense.kept).mT @ dout
+
+    dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dtype) for x in (dk, dv))
+    return dq.to(dtype), dk, dv
+
+
+def _only_attended(v: Tensor, count: Tensor, heads: int) -> Tensor:
+    values = per_query_head(v.double(), heads)
+    return values.masked_fill((count.sum(-2) == 0)[..., None], 0.0)
+
+
+def unsupported_reason(call: Call, branch: Branch) -> str | None:
+    """The reference runs everything that fits into memory."""
+    return None
+
+
+def scratch(call: Call, branch: Branch) -> int:
+    """Count multiplicities, scores, weights and their gradients, N x N in float64."""
+    return 4 * 8 * call.batch * call.heads * call.nq * call.nk
+
+
+BACKEND = Backend(
+    "reference",
+    forward,
+    backward,
+    unsupported_reason,
+    scratch,
+    branched=False,
+    planned=False,
+    terms=by_formula,
+    dropout=True,
+    paged=True,
+    kv_dtypes=tuple(STORED),
+)

@@ -1,0 +1,126 @@
+"""PyTorch's own dense kernel for full and causal patterns: no mask tensor, no plan."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..call import Call, Operands
+from ..plan import Branch
+from ..torch_compat import aten
+from ..types import acc_dtype
+from .backend import Backend, Upstream, delta_as_channels, per_key_head, per_query_head, with_sign
+from .overflow import may_overflow, spoil
+
+_forward, _backward = aten("flash_attention_for_cpu"), aten("flash_attention_for_cpu_backward")
+
+
+def _rows_apart(x: Tensor) -> Tensor:
+    """PyTorch's matrix products take rows that neither repeat nor overlap."""
+    return x if x.stride(2) >= x.shape[3] else x.contiguous()
+
+
+def _products_overflow(operands: Operands, branch: Branch) -> bool:
+    """Tell whether PyTorch's kernel, which scales products, may leave the range of float32 with them."""
+    return may_overflow(operands._replace(scale=max(abs(operands.scale), 1.0)), branch)
+
+
+def _in_range(operands: Operands) -> tuple[Operands, float]:
+    """Multiply queries by a power of two, so that products are in range where scores are; dq takes it too."""
+    if not 0 < abs(operands.scale) < 1 or operands.q.dtype == torch.float16:
+        # products of float16 are in range, and its small numbers would be rounded
+        return operands, 1.0
+    power = 2.0 ** (math.frexp(abs(operands.scale))[1] - 1)
+    return operands._replace(q=operands.q * power, scale=operands.scale / power), power
+
+
+def _attended(operands: Operands, branch: Branch) -> Operands:
+    """Leave out keys and values that no query may attend: a NaN in them must not be read."""
+    q, k, v = operands[:3]
+    count = q.shape[2] if branch.structure == "causal" else k.shape[2]
+    return operands._replace(k=k[:, :, :count], v=v[:, :, :count])
+
+
+def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute dense attention; key heads are repeated for grouped queries, as PyTorch does on a CPU."""
+    attended = _attended(operands, branch)
+    risky = _products_overflow(attended, branch)
+    q, k, v, scale = with_sign(_in_range(attended)[0] if risky else attended)[0][:4]
+    heads = q.shape[1]
+    tensors = map(_rows_apart, (q, per_query_head(k, heads), per_query_head(v, heads)))
+    out, lse = _forward(*tensors, 0.0, branch.structure == "causal", scale=scale)
+    out, lse = out.to(dtype).contiguous(), lse.contiguous()
+    if risky and may_overflow(attended, branch):
+        spoil(out, lse, operands, branch)
+    return out, lse
+
+
+def backward(
+    upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute gradients of dense attention; delta goes in as channels where the kernel's own is another."""
+    dout, lse, delta, out = upstream
+    every_key = operands.k.shape[2]
+    operands, power = _attended(operands, branch), 1.0
+    if _products_overflow(operands, branch):
+        operands, power = _in_range(operands)
+    operands, sign = with_sign(operands)
+    q, k, v, scale = operands[:4]
+    broken_keys = ~k.isfinite().all(-1)
+    some_keys = bool(broken_keys.any())
+    if some_keys:
+        # who attends one has a row of NaN, or a score of -inf; in a block, NaN would go to rows that do not
+        k = k.masked_fill(broken_keys[..., None], 0.0)
+    heads = q.shape[1]
+    keys, values = per_query_head(k, heads), per_query_head(v, heads)
+    dout, queries = dout.to(q.dtype), q
+    if out is None:
+        dout, queries, keys, values, out = delta_as_channels(dout, q, keys, values, delta)
+    causal, broken = branch.structure == "causal", lse.isnan()
+    some = bool(broken.any())
+    if some:
+        # left out of the product: in a block, NaN would go to keys that these rows do not attend
+        dout, queries, out = (x.masked_fill(broken[..., None], 0.0) for x in (dout, queries, out))
+        lse = lse.masked_fill(broken, torch.inf)
+    tensors = map(_rows_apart, (dout, queries, keys, values, out))
+    dq, dk, dv = _backward(*tensors, lse.to(acc_dtype(q.dtype)), 0.0, causal, scale=scale)
+    if some_keys:
+        dk, dv = (x.masked_fill(per_query_head(broken_keys[..., None], heads), 0.0) for x in (dk, dv))
+    if some:
+        last = torch.where(broken, torch.arange(q.shape[2], device=q.device) if causal else k.shape[2], -1).amax(2)
+        reached = torch.arange(k.shape[2], device=q.device) <= last[..., None]
+        dq, dk, dv = (
+            x.masked_fill(rows[..., None], torch.nan) for x, rows in ((dq, broken), (dk, reached), (dv, reached))
+        )
+
+    def of_keys(x: Tensor) -> Tensor:
+        x = torch.nn.functional.pad(x[..., : q.shape[3]], (0, 0, 0, every_key - k.shape[2]))
+        return per_key_head(x, k.shape[1]).to(dtype)
+
+    dq = dq[..., : q.shape[3]].to(dtype).contiguous()
+    return dq if sign * power == 1 else dq * (sign * power), of_keys(dk), of_keys(dv)
+
+
+def unsupported_reason(call: Call, branch: Branch) -> str | None:
+    """Refuse all but dense patterns on a CPU with equal head dimensions."""
+    if branch.structure == "sparse":
+        return "the pattern is neither full nor causal from position 0, and a dense mask would need N x N memory"
+    if call.device != "cpu":
+        return f"it calls PyTorch's CPU kernel, and the tensors are on {call.device}"
+    if _forward is None or _backward is None:
+        return f"it calls an operator that torch {torch.__version__} does not have"
+    if call.head_dim != call.value_dim:
+        return f"PyTorch's kernel needs Dv == D, and got D = {call.head_dim}, Dv = {call.value_dim}"
+    return None
+
+
+def scratch(call: Call, branch: Branch) -> int:
+    """Count key heads repeated for grouped queries; the kernel's own blocks are small."""
+    if call.heads == call.kv_heads:
+        return 0
+    return call.batch * call.heads * call.nk * (call.head_dim + call.value_dim) * call.dtype.itemsize
+
+
+BACKEND = Backend("sdpa", forward, backward, unsupported_reason, scratch, planned=False)

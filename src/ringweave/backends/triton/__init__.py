@@ -1,0 +1,124 @@
+"""Triton kernels over a plan's tiles, forward and backward, for CUDA and ROCm; nothing here is loaded until it is used.
+
+Tested in Triton's interpreter and compiled offline for real devices. Speed on a GPU is unmeasured so far.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ...cache import fact
+from ...call import Call, Operands
+from ...environment import interpreted
+from ...plan import Branch
+from ...precision import STORED
+from ...terms import KINDS
+from ..backend import Backend, Upstream
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_DIM = 512
+# multiprocessors of a large device, where the device is not asked
+_UNITS = 132
+
+
+@fact
+def installed() -> bool:
+    """Tell whether triton can be imported; it is not."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Launch one kernel; a second where long lists are split."""
+    from . import launch
+
+    with launch.explained():
+        return launch.forward(operands, branch, dtype)
+
+
+def backward(
+    upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch two kernels, and those that join split lists; without atomics: the same bits each time."""
+    from . import launch
+
+    with launch.explained():
+        return launch.backward(upstream, operands, branch, dtype)
+
+
+def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """Launch one kernel."""
+    from . import launch
+
+    with launch.explained():
+        return launch.delta(dout, out, lse, dlse)
+
+
+def terms(device: str) -> Iterable[str]:
+    """Name the terms that the kernels have a formula of."""
+    if not _runs_on(device) or not installed():
+        # nothing runs here, and :func:`unsupported_reason` says why
+        return KINDS
+    from .kernels import extras
+
+    return [name for name, kind in KINDS.items() if kind.kernel in extras.KINDS]
+
+
+def _runs_on(device: str) -> bool:
+    return device == "cuda" or (device == "cpu" and interpreted())
+
+
+def unsupported_reason(call: Call, branch: Branch) -> str | None:
+    """Refuse all but CUDA and ROCm tensors of up to 32 bits, head dimensions up to 512, sides of powers of two."""
+    if not _runs_on(call.device):
+        return f"it runs on CUDA and ROCm tensors, and these are on {call.device}"
+    if not installed():
+        return "triton is not installed: pip install triton"
+    if call.dtype not in _DTYPES:
+        return f"it computes float32, bfloat16 and float16, and got {call.dtype}"
+    if call.device == "cpu" and call.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly: use float16 or float32 there"
+    for name, dim in (("D", call.head_dim), ("Dv", call.value_dim)):
+        if dim > _MAX_DIM:
+            return f"it needs head dimensions of at most {_MAX_DIM}, and got {name} = {dim}"
+    sides = branch.tile
+    if any(side & (side - 1) for side in sides):
+        return f"it needs tiles with sides that are powers of two, and got {sides[0]} x {sides[1]}"
+    return None
+
+
+def scratch(call: Call, branch: Branch) -> int:
+    """Count queues by rows and columns, masks packed along queries too, partial sums of long lists."""
+    from . import queues
+
+    plan = branch.plan()
+    ratio = branch.head_count // call.kv_heads if branch.head_count % call.kv_heads == 0 else 1
+    queue = queues.row_queue(plan, ratio, 1, 1, _UNITS)
+    rows, held = queue.slots * plan.q_tile, queue.records.numel() + 2 * plan.mask_words.numel()
+    if not call.needs_grad:
+        return 4 * (held + rows * (call.value_dim + 1))
+    queue = queues.column_queue(plan, ratio, 1, _UNITS)
+    columns = queue.slots * plan.kv_tile
+    partial = max(rows * max(call.value_dim + 1, call.head_dim), columns * (call.head_dim + call.value_dim))
+    delta = call.batch * branch.head_count * branch.nq
+    return 4 * (held + queue.records.numel() + partial + delta)
+
+
+BACKEND = Backend(
+    "triton",
+    forward,
+    backward,
+    unsupported_reason,
+    scratch,
+    delta=delta,
+    checked=True,
+    compiled=True,
+    tiled=True,
+    terms=terms,
+    dropout=True,
+    paged=True,
+    kv_dtypes=tuple(STORED),
+)

@@ -1,0 +1,315 @@
+"""Calls of the kernels: strides, paddings, block sizes and queues."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.errors import TritonError
+
+from ...cache import fact
+from ...call import Operands
+from ...environment import interpreted
+from ...errors import UnsupportedError, message
+from ...kv_cache import Pages
+from ...plan import BlockPlan, Branch
+from ...precision import Scales
+from ..backend import Upstream
+from ..tuning import where
+from . import arguments, kernels, launch_pingpong, queues
+from .launch_config import Device, LaunchConfig, Packing, Traits, choose, goes_past_masks, padded
+from .pairing import Rows, paired, single
+
+_LOG2_E = math.log2(math.e)
+# how float32 is multiplied: "tf32" would be faster and is not what float32 promises
+_PRECISION = "ieee"
+# Triton's default is about to become that products are rounded before they are added
+_OPTIONS = {"enable_fp_fusion": True}
+# queries of a decoding step, for whose lists nothing is compiled but the general form
+_FEW = 16
+
+
+def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Launch one kernel; a second joins where lists are split."""
+    q, k, v, scale, scoring, pages, scales = operands
+    plan, device = branch.plan(q.device), _device(q.device)
+    if k.dtype == torch.float8_e4m3fn and device.generation == "ampere":
+        # its compiler has no such type: bytes are converted by the kernel
+        k, v = k.view(torch.uint8), v.view(torch.uint8)
+    batch, heads, nq, _ = q.shape
+    nk, dim = operands.nk, v.shape[3]
+    out = torch.empty(batch, heads, nq, dim, dtype=dtype, device=q.device)
+    lse = torch.empty(batch, heads, nq, dtype=torch.float32, device=q.device)
+    ratio = heads // k.shape[1]
+    few = nq <= _FEW
+    as_they_are = pages is None and scales is None
+    describable = not few and as_they_are and arguments.describable(k, v)
+    lists, config, packing, queue = by_rows = cut("forward", q, k, v, plan, scoring is not None, describable)
+    described = config.described and describable
+    dead = described and queues.masks(plan).dead_keys
+    plan, channels = lists.plan, max(padded(q.shape[3]), padded(dim))
+    keys, values = (arguments.described(x, config.n) if described else x for x in (k, v))
+    # that kernel multiplies every value of a tile, by a weight of 0 too
+    turns = described and not dead and scoring is None
+    if turns and launch_pingpong.takes(config, q, k, v, plan, packing, queue, scale):
+        with torch.cuda.device_of(q):
+            units = _device(q.device).units
+            launch_pingpong.launch(config, (q, k, v, out, lse), plan, queue, scale * _LOG2_E, units, _OPTIONS)
+        return out, lse
+    extras = arguments.of(scoring, q.device)
+    sums, tops = _partial(queue, config.m * packing.parts, dim, out), _partial(queue, config.m * packing.parts, 1, lse)
+    step, steps = arguments.strides(q, k, v)
+    sizes = _sizes(q, v, plan, config, queue, few)
+    with torch.cuda.device_of(q):
+        kernels.forward[_grid(queue, packing.parts, config, q.device)](
+            q, keys, values, out, lse, sums, tops, queue.records, plan.col, plan.mask_id, plan.mask_words,
+            lists.live, *steps,
+            queue.items, heads, ratio, nq, nk, scale * _LOG2_E if extras.terms is None else scale,
+            **sizes, **_of_rows(packing), **extras.arguments, **_paged(pages), **_scaled(scales), TILES=lists.tiles,
+            BLOCK_N=config.n, FOLDED=scale > 0 and extras.terms is None, WIDE=arguments.wide(plan, q, k, v), STEP=step,
+            RAGGED=sizes["MASKED"] or pages is not None or nk % plan.kv_tile > 0, DESCRIBED=described,
+            BRANCHED=goes_past_masks("forward", config, channels, device, described), DEAD=dead,
+        )  # fmt: skip
+        _join(queue, sums, out, (tops, lse), ratio, by_rows.span, packing)
+    return out, lse
+
+
+def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """Compute rowsum(dout * out) - dlse, 0 where lse is -inf, in one launch."""
+    batch, heads, nq, dim = out.shape
+    result = torch.empty(batch, heads, nq, dtype=torch.float32, device=out.device)
+    lines = max(16, min(128, 8192 // padded(dim)))
+    row_dlse = result if dlse is None else dlse
+    step, steps = arguments.strides(dout, out)
+    with torch.cuda.device_of(out):
+        kernels.delta[(batch * heads * triton.cdiv(nq, lines),)](
+            dout, out, lse, row_dlse, result, *steps, *lse.stride(), *row_dlse.stride(), heads, nq,
+            DV=dim, PAD_DV=padded(dim), BLOCK_M=lines, STEP=step, SLOPED=dlse is not None, num_warps=4,
+            **_OPTIONS,
+        )  # fmt: skip
+    return result
+
+
+def backward(
+    upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch two kernels: dQ by rows, dK and dV by columns; each sum is joined by one more where lists are split.
+
+    What terms' tables get is added to their totals by the first.
+    """
+    q, k, v, scale, scoring = operands[:5]
+    dout = upstream.dout.to(q.dtype)
+    lse, delta = upstream.lse, upstream.delta
+    plan = branch.plan(q.device)
+    dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
+    heads, nq, nk = q.shape[1], q.shape[2], k.shape[2]
+    ratio = heads // k.shape[1]
+    extras = arguments.of(scoring, q.device)
+    sides = queues.masks(plan)
+    wide = arguments.wide(plan, q, k, v, dout)
+    step, steps = arguments.strides(q, k, v, dout)
+    steps += [*lse.stride(), *delta.stride()]
+    describable = arguments.describable(k, v)
+    lists, config, packing, queue = by_rows = cut("backward_q", q, k, v, plan, scoring is not None, describable)
+    rows, device, channels = lists.plan, _device(q.device), max(padded(q.shape[3]), padded(v.shape[3]))
+    described = config.described and describable
+    keys, values = (arguments.described(x, config.n) if described else x for x in (k, v))
+    sums = _partial(queue, config.m * packing.parts, q.shape[3], dq)
+    learned = None if scoring is None else arguments.Sums.of(scoring, upstream, v, plan)
+    given = extras.arguments if learned is None else learned.arguments(extras)
+    with torch.cuda.device_of(q):
+        kernels.backward_q[_grid(queue, packing.parts, config, q.device)](
+            q, keys, values, dout, lse, delta, dq, sums, queue.records, rows.col, rows.mask_id, rows.mask_words,
+            lists.live, *steps, queue.items, heads, ratio, nq, nk, scale,
+            **_sizes(q, v, rows, config, queue), **_of_rows(packing), **given, TILES=lists.tiles, BLOCK_N=config.n,
+            LEARNS=None if learned is None else learned.ways, HOLES=extras.holes, WIDE=wide, STEP=step,
+            RAGGED=rows.mask_words.shape[0] > 0 or nk % plan.kv_tile > 0, DESCRIBED=described,
+            BRANCHED=goes_past_masks("backward_q", config, channels, device, described),
+            DEAD=described and sides.dead_keys,
+        )  # fmt: skip
+        _join(queue, sums, dq, None, ratio, by_rows.span, packing)
+    if learned is not None:
+        learned.finish()
+    tile = (plan.q_tile, plan.kv_tile)
+    about = q.dtype, plan.mask_words.shape[0] > 0
+    describable = not sides.dead_queries and arguments.describable(q, dout)
+    clear = describable and not about[1] and nq % plan.q_tile == 0
+    traits = Traits(clear, extras.places is not None, describable)
+    config = choose("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device, about, traits)
+    packing = Packing.of(config.n, plan.kv_tile, 1)
+    queue = queues.column_queue(plan, ratio, arguments.head_bytes(q, dout) * ratio, device.units)
+    described = config.described and describable
+    queries, row_dout = (arguments.described(x, config.m) if described else x for x in (q, dout))
+    shared = ratio > queue.records.shape[1]
+    key_sums, value_sums = (_partial(queue, plan.kv_tile, x.shape[3], x) for x in (dk, dv))
+    with torch.cuda.device_of(q):
+        kernels.backward_kv[_grid(queue, packing.parts, config, q.device)](
+            queries, k, v, row_dout, lse, delta, dk, dv, key_sums, value_sums, queue.records,
+            plan.row, plan.mask_id_t, sides.transposed, sides.live_queries, *steps,
+            queue.items, heads, ratio, nq, nk, scale,
+            **_sizes(q, v, plan, config, queue), **extras.arguments, HOLES=extras.holes,
+            BLOCK_M=config.m, BLOCK_N=config.n, WIDE=wide, STEP=step,
+            SHARED=shared, RAGGED=plan.mask_words.shape[0] > 0 or nq % plan.q_tile > 0, DESCRIBED=described,
+            BRANCHED=goes_past_masks("backward_kv", config, channels, device, described, shared),
+        )  # fmt: skip
+        for part, whole in ((key_sums, dk), (value_sums, dv)):
+            _join(queue, part, whole, None, 1, plan.kv_tile, packing)
+    return dq, dk, dv
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Make Triton's own errors ours, since they are no RuntimeErrors: a case that cannot be run here."""
+    try:
+        yield
+    except TritonError as error:
+        said = " ".join(str(error).split())[-300:]
+        raise UnsupportedError(
+            message("backend", f"'triton' ({type(error).__name__}: {said})", "a kernel for this GPU", "Name another.")
+        ) from error
+
+
+class Cut(NamedTuple):
+    """How a kernel by rows is cut."""
+
+    lists: Rows
+    config: LaunchConfig
+    packing: Packing
+    queue: queues.Queue
+
+    @property
+    def span(self) -> int:
+        """Count the queries of a row of tiles."""
+        return self.lists.plan.q_tile * self.lists.tiles
+
+
+def cut(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, extras: bool = False, describable: bool = True
+) -> Cut:
+    """Query heads that share keys and lists fill what a tile leaves of a block, or else its neighbour does."""
+    device = _device(q.device)
+    ratio = q.shape[1] // k.shape[1]
+    members = _power(ratio) if queues.shared(plan, ratio) else 1
+    height = min(plan.q_tile, _power(q.shape[2]))
+    of = functools.partial(choose, kernel, q.shape[3], v.shape[3], q.element_size())
+    # what was measured was of keys and values as they are
+    about = (q.dtype, plan.mask_words.shape[0] > 0) if k.dtype == q.dtype else None
+    config, lists = (
+        of((max(16, height * members), plan.kv_tile), device, about, Traits(False, extras, describable)),
+        single(plan),
+    )
+    double = of((2 * plan.q_tile, plan.kv_tile), device, about, Traits(False, extras, describable))
+    if members == 1 and config.m == plan.q_tile == 64 and double.m == 128 and plan.q_tiles > 1:
+        pairs = paired(plan)
+        if pairs is not None:
+            lists, config, height = pairs, double, 128
+    packing = Packing.of(config.m, height, members)
+    queue = queues.row_queue(lists.plan, ratio, packing.heads, arguments.head_bytes(k, v), device.units)
+    return Cut(lists, config, packing, queue)
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _grid(queue: queues.Queue, parts: int, config: LaunchConfig, device: torch.device) -> tuple[int]:
+    programs = queue.items * parts
+    return (min(programs, config.resident * _device(device).units) if config.resident else programs,)
+
+
+def _partial(queue: queues.Queue, rows: int, dim: int, like: Tensor) -> Tensor:
+    """Make room for partial results, float32 (slots * rows, dim); the result itself where there are none."""
+    return like.new_empty(queue.slots * rows, dim, dtype=torch.float32) if queue.slots else like
+
+
+def _join(
+    queue: queues.Queue,
+    sums: Tensor,
+    result: Tensor,
+    tops: tuple[Tensor, Tensor] | None,
+    ratio: int,
+    span: int,
+    packing: Packing,
+) -> None:
+    """Join partial results, weighted by their lse where there are (partial, whole)."""
+    if queue.splits is None:
+        return
+    tokens, dim = result.shape[2:]
+    block = 16
+    blocks = packing.parts * packing.heads * packing.rows // block
+    part_tops, lse = tops or (sums, sums)
+    kernels.join[(queue.splits.shape[0] * blocks,)](
+        sums, part_tops, result, lse, queue.splits, result.shape[1], ratio, tokens,
+        DIM=dim, PADDED=padded(dim), SPAN=span, BLOCK=block, WEIGHTED=tops is not None, **_of_rows(packing),
+        **_OPTIONS,
+    )  # fmt: skip
+
+
+def _sizes(
+    q: Tensor, v: Tensor, plan: BlockPlan, config: LaunchConfig, queue: queues.Queue, few: bool = False
+) -> dict[str, Any]:
+    return {
+        "D": q.shape[3],
+        "DV": v.shape[3],
+        "PAD_D": padded(q.shape[3]),
+        "PAD_DV": padded(v.shape[3]),
+        "Q_TILE": plan.q_tile,
+        "KV_TILE": plan.kv_tile,
+        # a window's end meets that of a tile once in a while: that is no reason to compile again between two tokens
+        "MASKED": few or plan.mask_words.shape[0] > 0,
+        "SPLIT": queue.splits is not None,
+        "RESIDENT": config.resident > 0,
+        "STAGES": config.stages,
+        "PRECISION": _PRECISION,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+        **_OPTIONS,
+    }
+
+
+def _paged(pages: Pages | None) -> dict[str, Any]:
+    """How the forward kernel finds keys that are stored in pages; nothing of it is compiled where they are not."""
+    if pages is None:
+        return {"table": None, "lengths": None, "columns": None, "PAGE": 0}
+    return {
+        "table": pages.table, "lengths": pages.lengths, "columns": pages.table.shape[1], "PAGE": pages.size,
+    }  # fmt: skip
+
+
+def _scaled(scales: Scales | None) -> dict[str, Any]:
+    """What stored keys and values are multiplied by, side by side; nothing of it is compiled where they are not."""
+    k, v = (None, None) if scales is None else (x.contiguous() for x in scales)
+    return {"k_scale": k, "v_scale": v}
+
+
+def _of_rows(packing: Packing) -> dict[str, int]:
+    return {"HEADS": packing.heads, "ROWS": packing.rows, "PARTS": packing.parts}
+
+
+@fact
+def _device(device: torch.device) -> Device:
+    name = where(str(device)) or ""
+    if interpreted():
+        # any will do
+        return Device("ampere", 99 * 1024, units=8, name=name)
+    # tensors elsewhere are without data: what they would launch is compiled
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        return dataclasses.replace(_of_driver(), name=name)
+
+
+def _of_driver() -> Device:
+    """Ask Triton's own driver for the current device: it refuses kernels by what it says."""
+    active = triton.runtime.driver.active
+    target = active.get_current_target()
+    facts = active.utils.get_device_properties(active.get_current_device())
+    shared, units = facts["max_shared_mem"], facts["multiprocessor_count"]
+    if target.backend == "hip":
+        return Device("cdna", shared, units)
+    return Device.of_cuda(target.arch // 10, shared, units)

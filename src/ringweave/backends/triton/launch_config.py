@@ -1,0 +1,381 @@
+"""How a kernel is launched: the blocks that it cuts tiles into, its warps, its stages.
+
+Looked up by sizes, unless ``ringweave tune`` found another to be faster here: a call times nothing. A program holds one
+side of the tiles, with its sums in registers, and streams the other through shared memory. The table's figures are the
+largest blocks that compile without spilling (lab/notes/kernel-resources.md): on a GPU they are still unmeasured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import logging
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ...cache import fact
+from ...call import Call
+from .. import tuning
+from ..tuning import KernelKey, where
+
+_log = logging.getLogger("ringweave")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What matters of a device.
+
+    Attributes:
+        generation: ampere (and all with its instructions), hopper, blackwell or cdna.
+        shared: Shared memory of one block of threads, in bytes.
+        units: Multiprocessors.
+        name: It and the versions, by which measured configurations are kept; empty where there are none.
+    """
+
+    generation: str
+    shared: int
+    units: int = 132
+    name: str = ""
+
+    @staticmethod
+    def of_cuda(major: int, shared: int, units: int = 132) -> Device:
+        """Describe a CUDA device; consumer Blackwell (12) has the instructions of ampere."""
+        return Device({9: "hopper", 10: "blackwell", 11: "blackwell"}.get(major, "ampere"), shared, units)
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """What one program computes at a time, and how many programs there are.
+
+    Attributes:
+        m: Queries.
+        n: Keys.
+        warps: Warps.
+        stages: Stages of the pipeline.
+        resident: Programs per multiprocessor, that take the queue in turn; 0: one program for each item of the queue,
+            which the hardware hands out in order.
+        described: Whether tiles are loaded by tensor descriptors, where strides and masks permit.
+        pingpong: Whether two groups of warps take turns to multiply what a warp of its own loads (in Gluon); forward on
+            Hopper, of 128 x 128. Calls that it cannot compute take the other kernel with the same blocks.
+    """
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    resident: int = 0
+    described: bool = False
+    pingpong: bool = False
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The rows of a program: of ``heads`` query heads, ``rows`` each; ``parts`` programs make a task."""
+
+    heads: int
+    rows: int
+    parts: int
+
+    @staticmethod
+    def of(held: int, height: int, members: int) -> Packing:
+        """Pack ``held`` rows, where a tile has ``height`` and up to ``members`` heads share keys and lists."""
+        heads = min(members, max(1, held // height))
+        rows = held // heads
+        return Packing(heads, rows, max(1, height // rows))
+
+
+# (kernel, generation) to (held, streamed, warps, stages) for up to 64, 128 and 256 channels of 16 bits
+_HALF: dict[tuple[str, str], tuple[tuple[int, int, int, int], ...]] = {
+    ("forward", "ampere"): ((128, 128, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2)),
+    ("forward", "hopper"): ((128, 128, 8, 2), (128, 128, 8, 2), (64, 64, 8, 2)),
+    ("forward", "blackwell"): ((128, 128, 8, 2), (128, 128, 8, 2), (64, 64, 8, 2)),
+    ("forward", "cdna"): ((128, 64, 8, 1), (128, 64, 8, 1), (64, 32, 4, 1)),
+    ("backward_q", "ampere"): ((128, 32, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+    ("backward_q", "hopper"): ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+    ("backward_q", "blackwell"): ((128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 4, 1)),
+    ("backward_q", "cdna"): ((128, 64, 8, 1), (128, 32, 8, 1), (32, 32, 4, 1)),
+    ("backward_kv", "ampere"): ((128, 32, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1)),
+    ("backward_kv", "hopper"): ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+    ("backward_kv", "blackwell"): ((128, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
+    ("backward_kv", "cdna"): ((128, 32, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+}
+# float32 is multiplied without matrix instructions, on all devices alike
+_SINGLE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+    "forward": ((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+    "backward_q": ((64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
+    "backward_kv": ((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
+}
+# up to 512 channels, by bytes of an element: on all devices alike
+_WIDEST: dict[int, dict[str, tuple[int, int, int, int]]] = {
+    2: {"forward": (64, 32, 8, 1), "backward_q": (16, 32, 4, 1), "backward_kv": (32, 16, 8, 1)},
+    4: {"forward": (16, 16, 4, 1), "backward_q": (16, 16, 8, 1), "backward_kv": (16, 16, 8, 1)},
+}
+
+
+def padded(dim: int) -> int:
+    """Give the power of two, at least 16, that holds a head dimension."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+class Traits(NamedTuple):
+    """What a launch has besides sizes.
+
+    Attributes:
+        clear: Whether descriptors can load all tiles, and nothing is masked or cut.
+        terms: Whether there are terms or dropout.
+        describable: Whether descriptors can load what is streamed.
+    """
+
+    clear: bool = False
+    terms: bool = False
+    describable: bool = True
+
+
+_USUAL = Traits()
+
+
+def usual(
+    kernel: str,
+    dim: int,
+    value_dim: int,
+    itemsize: int,
+    tile: tuple[int, int],
+    device: Device,
+    traits: Traits = _USUAL,
+) -> LaunchConfig:
+    """Look up the configuration of ``forward``, ``backward_q`` or ``backward_kv`` for tiles of (queries, keys)."""
+    clear, terms, describable = traits
+    channels = max(padded(dim), padded(value_dim))
+    table = _SINGLE[kernel] if itemsize == 4 else _HALF[kernel, device.generation]
+    held, streamed, warps, stages = (
+        _WIDEST[itemsize][kernel] if channels > 256 else table[0 if channels <= 64 else 1 if channels == 128 else 2]
+    )
+    of_columns = kernel == "backward_kv"
+    described = describable and itemsize == 2 and device.generation in ("hopper", "blackwell")
+    if kernel == "forward" and device.generation == "hopper" and not described and channels == 128 and itemsize == 2:
+        # addresses take the registers that 128 keys would need to go past masks
+        streamed = 64
+    if terms and itemsize == 2:
+        # terms and dropout hold registers for each pair
+        streamed = min(streamed, 32 if kernel == "forward" else 16)
+        if held > 64 and (kernel == "backward_q" or (kernel == "backward_kv" and channels >= 128)):
+            held, warps = 64, 8 if channels >= 128 else 4
+    sides = (tile[1], tile[0]) if of_columns else tile
+    if sides[0] < held:
+        held, warps = sides[0], min(warps, 8 if of_columns and (sides[0] == 64 or channels > 128) else 4)
+        if kernel == "forward" and held < 64 and itemsize == 2 and device.generation != "cdna":
+            # a few queries wait for memory: more loads under way, each of fewer registers
+            streamed, stages = min(streamed, 64), 3
+    # hopper's products of 32 columns wait for shared memory; where nothing is masked, registers are left for 64
+    spacious = clear and of_columns and device.generation == "hopper" and channels == 128 and itemsize == 2
+    streamed = min(64 if spacious else streamed, sides[1])
+    if clear and of_columns and device.generation == "hopper" and 128 < channels <= 256 and itemsize == 2:
+        # of one stage the compiler makes products of half the columns, and spills
+        stages = 2
+    if kernel == "forward" and device.generation == "blackwell" and channels <= 64 and streamed <= 64:
+        # of 8 warps the compiler makes two programs per multiprocessor, of half the registers each, and spills
+        warps = 4
+    while _shared(kernel, held, streamed, stages, dim, value_dim, itemsize, device) > _usable(device):
+        if stages > 1:
+            stages -= 1
+        elif streamed > 16:
+            streamed //= 2
+        elif held > 16:
+            held //= 2
+        else:
+            break
+    m, n = (streamed, held) if of_columns else (held, streamed)
+    return LaunchConfig(m, n, warps, stages, described=described)
+
+
+def goes_past_masks(
+    kernel: str, config: LaunchConfig, channels: int, device: Device, described: bool, shared: bool = False
+) -> bool:
+    """Tell whether a loop goes past the masks of full tiles, nearly all there are: where that costs no spill.
+
+    Args:
+        kernel: ``forward``, ``backward_q`` or ``backward_kv``.
+        config: Its blocks.
+        channels: The larger of D and Dv, padded.
+        device: What it is compiled for.
+        described: Whether descriptors load what is streamed.
+        shared: Whether a column's loop goes over several heads.
+    """
+    if channels > 256:
+        return False
+    if kernel == "forward":
+        return config.m >= 64 and (described or config.m * config.n * channels <= 2**20)
+    if device.generation == "cdna":
+        return kernel == "backward_kv" or channels <= 64
+    return not (shared and described and device.generation == "blackwell")
+
+
+def _shared(
+    kernel: str, held: int, streamed: int, stages: int, dim: int, value_dim: int, itemsize: int, device: Device
+) -> int:
+    """Count the bytes of shared memory that a program's tiles need."""
+    both = (padded(dim) + padded(value_dim)) * itemsize
+    # cdna keeps what a program holds in registers
+    of_held = 0 if device.generation == "cdna" else padded(dim) * itemsize if kernel == "forward" else both
+    return held * of_held + stages * streamed * both
+
+
+def _usable(device: Device) -> int:
+    # an eighth is left for row sums, mask words and conversions of layout
+    return device.shared * 7 // 8
+
+
+def misfit(
+    config: LaunchConfig, kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int, int], device: Device
+) -> str | None:
+    """Say why a configuration does not suit a kernel, tiles or a device; None where it does."""
+    for name, block, side in (("m", config.m, tile[0]), ("n", config.n, tile[1])):
+        if block < 16 or block & (block - 1) or block > side:
+            return f"{name} is {block}, which is no power of two from 16 to the tile's {side}"
+    for name, value, known in (
+        ("warps", config.warps, (1, 2, 4, 8, 16)), ("stages", config.stages, range(1, 9)),
+        ("resident", config.resident, range(33)),
+    ):  # fmt: skip
+        if value not in known:
+            return f"{name} is {value}, which is none of {', '.join(map(str, known))}"
+    if config.described and (itemsize != 2 or device.generation not in ("hopper", "blackwell")):
+        return "descriptors are for 16-bit types on Hopper and Blackwell"
+    held, streamed = (config.n, config.m) if kernel == "backward_kv" else (config.m, config.n)
+    needed, usable = _shared(kernel, held, streamed, config.stages, dim, value_dim, itemsize, device), _usable(device)
+    if config.pingpong:
+        wanted = ("forward", "hopper", 128, 128, 8, 1, True)
+        if wanted != (
+            kernel, device.generation, config.m, config.n, config.warps, config.resident, config.described,
+        ):  # fmt: skip
+            return "groups of warps take turns in forward on Hopper: 128 x 128 described, 8 warps, programs that stay"
+        if _compiler() < (3, 6):
+            return f"groups of warps take turns with Triton 3.6 or newer, and this is {'.'.join(map(str, _compiler()))}"
+        if config.stages < 2 or not {padded(dim), padded(value_dim)} <= {64, 128}:
+            return "groups of warps take turns over 2 stages or more, and 64 or 128 channels"
+        # the next item's queries have room of their own; nothing but barriers is needed beside the tiles
+        needed += config.m * padded(dim) * itemsize
+        usable = device.shared - 1024
+    if needed > usable:
+        return f"tiles need {needed} bytes of shared memory, and {usable} of {device.shared} are for them"
+    return None
+
+
+@fact
+def _compiler() -> tuple[int, ...]:
+    """Read Triton's release, without loading it; (0,) where there is none."""
+    try:
+        said = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return (0,)
+    return tuple(int(part) for part in said.split(".")[:2])
+
+
+class Asked(NamedTuple):
+    """What a kernel asked for under :func:`overriding`, and the table's answer."""
+
+    key: KernelKey
+    itemsize: int
+    device: Device
+    usual: LaunchConfig
+
+    def misfit(self, config: LaunchConfig) -> str | None:
+        """Say why a configuration would not do; None where it would."""
+        return misfit(config, self.key.kernel, *self.key.dims, self.itemsize, self.key.tile, self.device)
+
+
+@dataclass
+class Overrides:
+    """Calls under :func:`overriding`: the configurations that they take, and what they asked for."""
+
+    configs: Mapping[KernelKey, LaunchConfig]
+    asked: list[Asked] = field(default_factory=list)
+
+
+_overrides: ContextVar[Overrides | None] = ContextVar("overrides", default=None)
+
+
+@contextlib.contextmanager
+def overriding(configs: Mapping[KernelKey, LaunchConfig]) -> Iterator[Overrides]:
+    """Let kernels, in this thread, take these configurations, the table's for other keys, and nothing stored.
+
+    Within another one the inner ones count, and both are told what was asked for.
+    """
+    outer = _overrides.get()
+    given = Overrides(configs) if outer is None else Overrides(configs, outer.asked)
+    token = _overrides.set(given)
+    try:
+        yield given
+    finally:
+        _overrides.reset(token)
+
+
+def choose(
+    kernel: str,
+    dim: int,
+    value_dim: int,
+    itemsize: int,
+    tile: tuple[int, int],
+    device: Device,
+    about: tuple[torch.dtype, bool] | None = None,
+    traits: Traits = _USUAL,
+) -> LaunchConfig:
+    """Choose a kernel's configuration: as ``ringweave tune`` measured it here, else the table's.
+
+    Args:
+        kernel: ``forward``, ``backward_q`` or ``backward_kv``.
+        dim: D.
+        value_dim: Dv.
+        itemsize: Bytes of an element.
+        tile: Queries and keys of what is cut.
+        device: What they are for.
+        about: The inputs' type, and whether some tiles are partial: what else measured ones are kept by. None for
+            the table's.
+        traits: What the launch has besides; configurations were measured without terms.
+    """
+    said = usual(kernel, dim, value_dim, itemsize, tile, device, traits)
+    given = _overrides.get()
+    stored = tuning.configs() if given is None and device.name else {}
+    if about is None or traits.terms or (given is None and not stored):
+        return said
+    name = str(about[0]).removeprefix("torch.")
+    key = KernelKey(kernel, device.name, name, (padded(dim), padded(value_dim)), tile, about[1])
+    if given is not None:
+        config = given.configs.get(key)
+        given.asked.append(Asked(key, itemsize, device, said))
+    else:
+        fields = stored.get(key)
+        config = None if fields is None else _of(fields, key, itemsize, device)
+    return config or said
+
+
+def measured(call: Call) -> list[str]:
+    """List the configurations stored for kernels of a case's device, type and head dimensions, for people."""
+    dtype, dims = str(call.dtype).removeprefix("torch."), (padded(call.head_dim), padded(call.value_dim))
+    here = where(call.device)
+    said = []
+    for key, fields in tuning.configs().items():
+        if (key.where, key.dtype, key.dims) == (here, dtype, dims):
+            tiles = f"{'partial' if key.masked else 'full'} tiles of {key.tile[0]} x {key.tile[1]}"
+            said.append(f"{key.kernel} on {tiles}: {', '.join(f'{name} {value}' for name, value in fields)}")
+    return said
+
+
+@fact
+def _of(fields: tuning.Fields, key: KernelKey, itemsize: int, device: Device) -> LaunchConfig | None:
+    """Read a stored configuration; None, and once a line in the log, where this device cannot take it."""
+    known = {each.name: each.type for each in dataclasses.fields(LaunchConfig)}
+    if {name for name, _ in fields} != set(known):
+        reason: str | None = f"their fields are not {', '.join(known)}"
+    else:
+        typed: dict[str, Any] = {name: bool(value) if known[name] == "bool" else int(value) for name, value in fields}
+        config = LaunchConfig(**typed)
+        reason = misfit(config, key.kernel, *key.dims, itemsize, key.tile, device)
+        if reason is None:
+            return config
+    _log.warning("measured blocks of %s for tiles of %d x %d are ignored: %s", key.kernel, *key.tile, reason)
+    return None

@@ -1,0 +1,96 @@
+"""Rows as the kernels take them: a plan's own, or those of neighbouring query tiles in pairs, over the union of lists.
+
+Tiles of 64 queries read keys at half the rate of arithmetic that tiles of 128 do. Two neighbours whose lists are about
+the same are one program of 128 rows: an entry of the union has a mask number for either tile, and a mask of zeros
+stands for the tile that is not in the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...cache import beside
+from ...plan import BlockPlan
+from ...plan.cuda_sync import made, used, waits
+from . import queues
+
+# computed tiles for each one of the plan up to which half as many reads are worth it
+_WASTE = 1.25
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Lists of key tiles by rows of ``tiles`` query tiles.
+
+    Attributes:
+        plan: The plan, or one with the rows of pairs: ``bits`` is (nnz, 2), ``row_ptr`` counts pairs.
+        live: (M, words), keys that some query of a mask attends.
+        tiles: Query tiles of a row, 1 or 2.
+    """
+
+    plan: BlockPlan
+    live: Tensor
+    tiles: int
+
+
+def single(plan: BlockPlan) -> Rows:
+    """Take a plan's own rows."""
+    return Rows(plan, queues.masks(plan).live_keys, 1)
+
+
+def paired(plan: BlockPlan) -> Rows | None:
+    """Pair rows where these compute not many more tiles; once per plan, by a read of a device."""
+    known = beside(plan)
+    if "pairs" not in known:
+        # of a plan that the host has not counted, nothing is read: a union must be
+        rows: Rows | None = _paired(plan) if plan.counted else None
+        for thing in () if rows is None else (rows, rows.plan):
+            made(thing, plan.device)
+        known["pairs"] = rows
+    rows = known["pairs"]
+    for thing in () if rows is None else (rows, rows.plan):
+        used(thing, plan.device)
+    return rows
+
+
+def _paired(plan: BlockPlan) -> Rows | None:
+    waits(plan.device)
+    sets, tiles = plan.row_ptr.shape[0], plan.q_tiles
+    counts = plan.row_ptr.diff(dim=1).reshape(-1).long()
+    row = torch.arange(sets * tiles, device=plan.device).repeat_interleave(counts, output_size=plan.nnz)
+    # ascending, as the lists are
+    place = row * plan.kv_tiles + plan.col
+    first = row % tiles % 2 == 0
+    second = torch.searchsorted(place, place + plan.kv_tiles).clamp(max=max(plan.nnz - 1, 0))
+    both = first & (row % tiles + 1 < tiles) & (place[second] == place + plan.kv_tiles)
+    union = plan.nnz - int(both.sum())
+    if 2 * union > _WASTE * plan.nnz:
+        return None
+    pairs = -(-tiles // 2)
+    pair = row // tiles * pairs + row % tiles // 2
+    entries, entry = torch.unique(pair * plan.kv_tiles + plan.col, return_inverse=True)
+    absent = plan.mask_words.shape[0]
+    bits = torch.full((union, 2), absent, dtype=torch.int32, device=plan.device)
+    bits[entry, row % tiles % 2] = plan.mask_id
+    bounds = torch.arange(sets * pairs + 1, device=plan.device) * plan.kv_tiles
+    ends = torch.searchsorted(entries, bounds)
+    ptr = torch.arange(sets, device=plan.device)[:, None] * pairs + torch.arange(pairs + 1, device=plan.device)
+    # without masks what should be live is the empty bank of masks
+    live = queues.masks(plan).live_keys if absent else plan.mask_words[:, 0]
+    masks = plan.mask_words
+    if absent or 2 * union > plan.nnz:
+        masks, live = (torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in (masks, live))
+    rank = (2 * ends.diff().clamp(min=1).log2()).floor()
+    plan_of_pairs = dataclasses.replace(
+        plan,
+        row_ptr=ends[ptr].int(),
+        col=(entries % plan.kv_tiles).int(),
+        mask_id=bits,
+        mask_words=masks,
+        order=torch.argsort(-rank, stable=True).int(),
+    )
+    return Rows(plan_of_pairs, live, 2)

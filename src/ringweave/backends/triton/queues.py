@@ -1,0 +1,236 @@
+"""What the kernels need of a plan beyond its tensors: queues of tasks, masks packed the other way, live positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...cache import beside
+from ...plan import BlockPlan, pack_masks, unpack_masks
+from ...plan.cuda_sync import made, used, waits
+
+_MASKS_AT_ONCE = 1024
+# keys and values that are meant to stay in the second-level cache while programs share them
+_CACHE_BYTES = 2**25
+# keys (or queries) below which a list is not worth cutting
+LEAST = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Masks:
+    """A plan's masks as columns need them, and which positions take part in any pair of a mask.
+
+    Attributes:
+        transposed: (M, kv_tile, words), query r of a key at bit r % 32 of word r // 32.
+        live_keys: (M, words), keys that some query of the tile attends.
+        live_queries: (M, words), queries that attend some key of the tile.
+        dead_keys: Whether a tile of the plan has a key, inside the length, that none of its queries attends; taken for
+            granted of a plan with masks that the host has not counted, so that nothing is read.
+        dead_queries: Whether one has a query that attends none of its keys; likewise.
+    """
+
+    transposed: Tensor
+    live_keys: Tensor
+    live_queries: Tensor
+    dead_keys: bool = False
+    dead_queries: bool = False
+
+    @staticmethod
+    def of(plan: BlockPlan) -> Masks:
+        """Make them of a plan's masks, some at a time: unpacked ones are large."""
+        if not plan.mask_words.shape[0]:
+            # kernels are told, and read none
+            return Masks(plan.mask_words, plan.mask_words, plan.mask_words)
+        packed: list[tuple[Tensor, ...]] = []
+        for part in plan.mask_words.split(_MASKS_AT_ONCE):
+            dense = unpack_masks(part, plan.kv_tile)
+            sides = (dense.mT, dense.any(1, keepdim=True), dense.any(2)[:, None])
+            transposed, keys, queries = (pack_masks(side) for side in sides)
+            living = (side[:, 0].int().cumprod(1).sum(1) for side in sides[1:])
+            packed.append((transposed, keys[:, 0], queries[:, 0], *living))
+        parts = [torch.cat(part).contiguous() for part in zip(*packed, strict=True)]
+        if not plan.counted:
+            return Masks(parts[0], parts[1], parts[2], True, True)
+        dead = (
+            _dead(parts[3], plan.mask_id, plan.col, plan.nk, plan.kv_tile),
+            _dead(parts[4], plan.mask_id_t, plan.row, plan.nq, plan.q_tile),
+        )
+        waits(plan.device)
+        dead_keys, dead_queries = torch.stack(dead).tolist()
+        return Masks(parts[0], parts[1], parts[2], dead_keys, dead_queries)
+
+
+def _dead(living: Tensor, code: Tensor, index: Tensor, length: int, side: int) -> Tensor:
+    """Tell whether any partial tile has fewer leading live positions than positions inside the length."""
+    return ((code >= 0) & (living[code.clamp(min=0).long()] < (length - index * side).clamp(max=side))).any()
+
+
+@dataclass(frozen=True, eq=False)
+class Queue:
+    """What programs take, in launch order: tasks, or shares of those whose lists are long.
+
+    Attributes:
+        records: (items, lists, 6) int32, all that a program reads of an item: batch element, the first head that it
+            takes, tile, begin and end of its part of the list, and its slot among the partial results or -1. One list
+            for all heads of an item, or one for each.
+        splits: (split tasks, 5) int32, batch element, head and tile as above, first slot, shares; None where none is.
+        slots: Partial results.
+    """
+
+    # in the order in which the kernels' ``record_of`` reads them
+    records: Tensor
+    splits: Tensor | None = None
+    slots: int = 0
+
+    @property
+    def items(self) -> int:
+        """Count what programs take."""
+        return self.records.shape[0]
+
+
+def masks(plan: BlockPlan) -> Masks:
+    """Make the masks of a plan at first use; they are kept as long as the plan."""
+    known = beside(plan)
+    masks: Masks | None = known.get("masks")
+    if masks is None:
+        masks = Masks.of(plan)
+        if made(masks, plan.device):
+            known["masks"] = masks
+    else:
+        used(masks, plan.device)
+    return masks
+
+
+def shared(plan: BlockPlan, ratio: int) -> bool:
+    """Tell whether the ``ratio`` query heads of every key head use one set of rows; one read of a device for a plan.
+
+    Of a plan that the host has not counted nothing is read: then heads are taken to differ.
+    """
+    sets, heads = plan.row_ptr.shape[0], plan.row_set
+    if ratio == 1 or sets == 1:
+        return True
+    if sets == heads.numel() or not plan.counted:
+        return False
+    known, key = beside(plan), ("shared", ratio)
+    if key not in known:
+        waits(plan.device)
+        by_key_head = heads.unflatten(1, (-1, ratio))
+        known[key] = bool((by_key_head == by_key_head[..., :1]).all())
+    return bool(known[key])
+
+
+def row_queue(plan: BlockPlan, ratio: int, packed: int, head_bytes: int, units: int) -> Queue:
+    """Queue rows, longest first within heads that share the cache.
+
+    Args:
+        plan: Whose rows.
+        ratio: Query heads of a key head.
+        packed: Of these, how many a program takes; they use one set of rows.
+        head_bytes: Bytes of a key head's keys and values.
+        units: Multiprocessors.
+    """
+
+    def of() -> Queue:
+        heads = _heads(plan, ratio)[..., ::packed].reshape(-1, 1)
+        sets = plan.row_set.reshape(-1)[heads].long()
+        rank = torch.empty(plan.order.numel(), dtype=torch.int64, device=plan.device)
+        rank[plan.order.long()] = torch.arange(plan.order.numel(), device=plan.device)
+        together = _sharing(head_bytes) * -(-ratio // packed)
+        order = _sorted(rank.view(-1, plan.q_tiles)[sets[:, 0]], together, plan.order.numel())
+        counts = plan.row_ptr.diff(dim=1)[sets[:, 0]]
+        records = _records(heads[:, 0], plan.row_set.shape[1], plan.row_ptr, sets)
+        return _cut(records, order, counts, plan, plan.kv_tiles, LEAST // plan.kv_tile, units)
+
+    return _once(plan, ("rows", ratio, packed, _sharing(head_bytes), units, LEAST), of)
+
+
+def column_queue(plan: BlockPlan, ratio: int, head_bytes: int, units: int) -> Queue:
+    """Queue columns of key heads; the longest, over all query heads of a key head, first."""
+
+    def of() -> Queue:
+        heads = _heads(plan, ratio).flatten(0, 1)
+        sets = plan.row_set.reshape(-1)[heads].long()
+        counts = plan.col_ptr.diff(dim=1).long()[sets].sum(1)
+        most = plan.q_tiles * ratio
+        order = _sorted(most - counts, _sharing(head_bytes), most + 1)
+        lists = sets[:, :1] if shared(plan, ratio) else sets
+        records = _records(heads[:, 0] // ratio, plan.row_set.shape[1] // ratio, plan.col_ptr, lists)
+        return _cut(records, order, counts, plan, most, LEAST // plan.q_tile, units)
+
+    return _once(plan, ("columns", ratio, _sharing(head_bytes), units, LEAST), of)
+
+
+def _heads(plan: BlockPlan, ratio: int) -> Tensor:
+    """Number query heads over all batch elements, (B, key heads, ratio)."""
+    batch, heads = plan.row_set.shape
+    return torch.arange(batch * heads, device=plan.device).view(batch, heads // ratio, ratio)
+
+
+def _records(head: Tensor, heads: int, ptr: Tensor, sets: Tensor) -> Tensor:
+    """Write records of whole lists, (packs * tiles, lists, 6): of each pack its first head of all and sets of lists."""
+    bounds = torch.stack([ptr[:, :-1], ptr[:, 1:]], 2)[sets].transpose(1, 2)
+    records = bounds.new_full((*bounds.shape[:3], 6), -1)
+    records[..., 0] = (head // heads)[:, None, None]
+    records[..., 1] = (head % heads)[:, None, None]
+    records[..., 2] = torch.arange(bounds.shape[1], device=ptr.device)[:, None]
+    records[..., 3:5] = bounds
+    return records.flatten(0, 1)
+
+
+def _once(plan: BlockPlan, key: tuple[object, ...], of: Callable[[], Queue]) -> Queue:
+    queues, key = beside(plan), ("queue", *key)
+    queue: Queue | None = queues.get(key)
+    if queue is None:
+        queue = of()
+        if made(queue, plan.device):
+            queues[key] = queue
+    else:
+        used(queue, plan.device)
+    return queue
+
+
+def _sharing(head_bytes: int) -> int:
+    return max(1, _CACHE_BYTES // max(1, head_bytes))
+
+
+def _sorted(rank: Tensor, sharing: int, ranks: int) -> Tensor:
+    """Sort places of (packs, tiles) by ascending rank, ``sharing`` packs after the other."""
+    section = torch.arange(rank.shape[0], device=rank.device) // sharing
+    return (section[:, None] * ranks + rank).reshape(-1).argsort(stable=True)
+
+
+def _cut(records: Tensor, order: Tensor, counts: Tensor, plan: BlockPlan, most: int, least: int, units: int) -> Queue:
+    """Queue tasks in ``order``; those longer than a unit's even share of all work, in halves of that or less.
+
+    Sizes alone often say that no task can be so long; where they do not, lengths are read from the device, once a plan.
+    Of a plan that the host has not counted, nothing is read, and nothing cut.
+    """
+    records = records[order]
+    if not plan.counted:
+        return Queue(records)
+    # every set of rows is used, a single one by all
+    total = plan.nnz * (counts.shape[0] if plan.row_ptr.shape[0] == 1 else 1)
+    if most <= max(1, least, total // units):
+        return Queue(records)
+    waits(plan.device)
+    counts = counts.reshape(-1)[order].long()
+    even = (counts.sum() // units).clamp(min=max(1, least))
+    shares = torch.where(counts > even, -(-counts // (even // 2).clamp(min=1)), 1)
+    split = shares > 1
+    items, cut = torch.stack([shares.sum(), split.sum()]).tolist()
+    if not cut:
+        return Queue(records)
+    slots = shares * split
+    owner = torch.arange(len(order), device=order.device).repeat_interleave(shares, output_size=items)
+    share = torch.arange(items, device=order.device) - (shares.cumsum(0) - shares)[owner]
+    first = slots.cumsum(0) - slots
+    tasks, records, of = records[split, 0, :3], records[owner], shares[owner, None]
+    begin, length = records[..., 3], records[..., 4].long() - records[..., 3]
+    ends = [begin + length * (share[:, None] + more) // of for more in (0, 1)]
+    records[..., 3:5] = torch.stack(ends, 2)
+    records[..., 5] = torch.where(split[owner], first[owner] + share, -1)[:, None]
+    splits = torch.cat([tasks, torch.stack([first, shares], 1)[split]], 1).int()
+    return Queue(records, splits, items - len(order) + cut)

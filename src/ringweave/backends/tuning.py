@@ -1,0 +1,359 @@
+"""What ``ringweave tune`` measured on this machine: which backend, on which tiles, is fastest for a kind of call.
+
+Answers are kept by the kind of a call (``call_key``); beside them lie GPU kernels' configurations, those of
+``triton/launch_config.py``. All of it is one JSON file under the user's cache folder. It is read at the first choice
+that auto makes, never at import, and again when it has changed; a choice costs a look into a dict. Writing needs
+filelock, finding the folder platformdirs: the extra ``tune``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+
+from .. import files
+from ..cache import PATTERNS, fact
+from ..call import Call
+from ..environment import setting
+from ..errors import UnsupportedError, message
+from ..patterns import BlockTable, Full, Pattern
+from ..patterns.algebra import leaves, replace
+from ..patterns.function import holders
+from ..plan import Branch
+from ..plan.from_pattern import default_tile, estimate_tiles
+from .backend import RENAMED
+
+#: Names the folder of the store; by default the user's cache folder, as platformdirs knows it.
+VARIABLE = "RINGWEAVE_CACHE"
+FORMAT = 2
+#: The longest side of a tile that every backend takes.
+MOST_SIDE = 256
+_CHECKED_EVERY = 1.0  # seconds between two looks at the file's time
+_log = logging.getLogger("ringweave")
+
+
+def store() -> Path | None:
+    """Name the file; None where there is no folder for it: no platformdirs is installed, and no variable names one."""
+    return _file(setting(VARIABLE))
+
+
+@fact
+def _file(named: str) -> Path | None:
+    if named:
+        return Path(named) / "tuning.json"
+    try:
+        import platformdirs
+    except ImportError:
+        return None
+    return Path(platformdirs.user_cache_dir("ringweave", appauthor=False)) / "tuning.json"
+
+
+class Answer(NamedTuple):
+    """What was fastest: a backend, and the sides of its tiles where others than a branch's own were."""
+
+    backend: str
+    tile: tuple[int, int] | None = None
+
+
+# field and value
+Fields = tuple[tuple[str, int], ...]
+
+
+@dataclass(eq=False, repr=False)
+class _Read:
+    """What was read: answers by key without density, then by density; when, and of which state of the file."""
+
+    named: str = ""
+    path: Path | None = None
+    state: tuple[int, int] | None = None
+    checked: float = -math.inf
+    answers: dict[str, dict[int, Answer]] = field(default_factory=dict)
+    configs: dict[KernelKey, Fields] = field(default_factory=dict)
+
+
+_read = _Read()
+
+
+def refresh() -> None:
+    """Look at the file at the next choice, however recently it was looked at."""
+    _read.checked = -math.inf
+
+
+def answers() -> Mapping[str, Mapping[int, Answer]]:
+    """Give answers by key and density, from the file as it was at most a second ago."""
+    return current().answers
+
+
+def configs() -> Mapping[KernelKey, Fields]:
+    """Give fields of launch configurations by kernel and tiles, from the file as it was at most a second ago."""
+    return current().configs
+
+
+def current() -> _Read:
+    """What is known now: another object once the file was read again."""
+    global _read
+    named, now = setting(VARIABLE), time.monotonic()
+    if named == _read.named and now - _read.checked < _CHECKED_EVERY:
+        return _read
+    path = store()
+    state = _state(path)
+    if path != _read.path or state != _read.state:
+        stored = load(path) if path is not None and state is not None else _nothing()
+        made = _Read(named, path, state, now)
+        for entry in stored["entries"].values():
+            tile = entry["tile"]
+            made.answers.setdefault(entry["kind"], {})[entry["density"]] = Answer(
+                entry["backend"], None if tile is None else (tile[0], tile[1])
+            )
+        for entry in stored["blocks"].values():
+            made.configs[_kernel_key(entry)] = tuple(entry["blocks"].items())
+        _read = made
+    _read.named, _read.checked = named, now
+    return _read
+
+
+def _kernel_key(entry: Mapping[str, Any]) -> KernelKey:
+    dims, tile = ((entry[name][0], entry[name][1]) for name in ("dims", "tile"))
+    return KernelKey(entry["kernel"], entry["where"], entry["dtype"], dims, tile, entry["masked"])
+
+
+def _state(path: Path | None) -> tuple[int, int] | None:
+    if path is None:
+        return None
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+Stored = dict[str, dict[str, dict[str, Any]]]
+
+
+def _nothing() -> Stored:
+    return {part: {} for part in _PARTS}
+
+
+def load(path: Path) -> Stored:
+    """Read ``entries`` and ``blocks``; none, and a warning in the log, where this version does not write such."""
+    try:
+        content = files.parse(files.read(path))
+        _check(content)
+    except FileNotFoundError:
+        return _nothing()
+    except (OSError, ValueError) as error:
+        _log.warning("the tuning store %s is ignored: %s", path, error)
+        return _nothing()
+    for entry in content["entries"].values():
+        entry["backend"] = RENAMED.get(entry["backend"], entry["backend"])
+    return {part: content[part] for part in _PARTS}
+
+
+def _check(content: object) -> None:
+    """Raise ValueError where a file's content is not a store of this format."""
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"it is not of format {FORMAT}")
+    for part, (types, right) in _PARTS.items():
+        entries = content.get(part)
+        if not isinstance(entries, dict):
+            raise ValueError(f"it holds no {part}")
+        for entry in entries.values():
+            if (
+                not isinstance(entry, dict)
+                or any(type(entry.get(name)) is not of for name, of in types.items())
+                or not right(entry)
+            ):
+                raise ValueError(f"one of its {part} is not of this format")
+
+
+def _two(value: object) -> bool:
+    return isinstance(value, list) and [type(each) for each in value] == [int, int]
+
+
+def _is_answer(entry: dict[str, Any]) -> bool:
+    tile = entry.get("tile", ())
+    return tile is None or (_two(tile) and all(0 < side <= MOST_SIDE and side % 16 == 0 for side in tile))
+
+
+def _is_blocks(entry: dict[str, Any]) -> bool:
+    numbers = all(type(value) in (int, bool) for value in entry["blocks"].values())
+    return numbers and _two(entry["dims"]) and _two(entry["tile"])
+
+
+# the types of an entry's fields, and what else is to be true of it
+_PARTS: dict[str, tuple[dict[str, type], Callable[[dict[str, Any]], bool]]] = {
+    "entries": ({"kind": str, "density": int, "backend": str}, _is_answer),
+    "blocks": (
+        {"kernel": str, "where": str, "dtype": str, "masked": bool, "blocks": dict, "dims": list, "tile": list},
+        _is_blocks,
+    ),
+}
+
+
+def record(answers: list[dict[str, Any]], configs: list[dict[str, Any]] | None = None) -> Path:
+    """Add to the store, in place of what it has of the same keys.
+
+    Args:
+        answers: Each with kind, density, backend and tile (sides, or None for the branch's own).
+        configs: Of kernels, each with the fields of a :class:`KernelKey` and ``blocks``, their fields and values.
+
+    Safe under concurrent processes: one at a time reads, adds and replaces the file, and readers see either the old
+    one or the new one.
+    Returns:
+        The file.
+    Raises:
+        UnsupportedError: No folder is known, or filelock is not installed.
+    """
+    path = store()
+    try:
+        import filelock
+    except ImportError:
+        path = None
+    if path is None:
+        raise UnsupportedError(
+            message("tuning store", "no place for it", "platformdirs and filelock", "pip install 'ringweave[tune]'")
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(path.with_suffix(".lock")):
+        stored = load(path)
+        stored["entries"] |= {f"{entry['kind']}; density 2^-{entry['density']}": entry for entry in answers}
+        stored["blocks"] |= {"; ".join(map(str, _kernel_key(entry))): entry for entry in configs or []}
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix="tuning-", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"format": FORMAT} | stored, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).replace(path)
+        finally:
+            # gone where it has replaced the store
+            Path(temporary).unlink(missing_ok=True)
+    refresh()
+    return path
+
+
+def lookup(call: Call, branch: Branch) -> Answer | None:
+    """Look up what was fastest for this kind of call; None where nothing was measured."""
+    known = answers()
+    if not known:
+        return None
+    key = call_key(call, branch)
+    by_density = None if key is None else known.get(key)
+    return None if by_density is None else by_density.get(density(branch))
+
+
+class KernelKey(NamedTuple):
+    """A GPU kernel on one kind of tiles.
+
+    Attributes:
+        kernel: Its name.
+        where: Device and versions, as :func:`where` says them.
+        dtype: Of the inputs, such as ``"bfloat16"``.
+        dims: D and Dv, padded.
+        tile: Queries and keys of what is cut into blocks.
+        masked: Whether some tiles are partial.
+    """
+
+    kernel: str
+    where: str
+    dtype: str
+    dims: tuple[int, int]
+    tile: tuple[int, int]
+    masked: bool
+
+
+def call_key(call: Call, branch: Branch) -> str | None:
+    """Spell the key of a call, but for its density; None where its device is not here."""
+    here = where(call.device)
+    if here is None:
+        return None
+    grid = branch.pattern.block_side if branch.structure == "sparse" else None
+    structure = branch.structure if grid is None else f"{branch.structure} on a grid of {grid}"
+    dtype = str(call.dtype).removeprefix("torch.")
+    lengths = f"2^{branch.nq.bit_length() - 1} x 2^{branch.nk.bit_length() - 1} tokens"
+    direction = "backward" if call.needs_grad else "forward"
+    return f"{here}; {dtype}; D {call.head_dim}, Dv {call.value_dim}; {lengths}; {structure}; {direction}"
+
+
+def where(device: str) -> str | None:
+    """Name a device and the versions; None where it is not here."""
+    if device == "cpu":
+        return _named(f"{processor()}, {torch.get_num_threads()} threads")
+    if device.startswith("cuda") and torch.cuda.is_available():
+        return _named(torch.cuda.get_device_name(device))
+    return None
+
+
+@fact
+def _named(device: str) -> str:
+    try:
+        triton = f"triton {importlib.metadata.version('triton')}"
+    except importlib.metadata.PackageNotFoundError:
+        triton = "no triton"
+    # the package imports this on its way to its own version
+    own = sys.modules[__package__.partition(".")[0]].__version__
+    return f"{device}; ringweave {own}; torch {torch.__version__}; {triton}"
+
+
+@fact
+def processor() -> str:
+    """Name the processor's model; its numbers too: what rents it out may hide the rest of its name."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = (line.partition(":") for line in info.read_text().split("\n\n")[0].splitlines())
+        said = {name.strip(): value.strip() for name, _, value in lines}
+        if "model name" in said:
+            numbers = (f"{name} {said[name]}" for name in ("cpu family", "model") if name in said)
+            return ", ".join((said["model name"], *numbers))
+    return platform.processor() or platform.machine()
+
+
+_DENSITY_BYTES = 1024
+
+
+def density(branch: Branch) -> int:
+    """Estimate the share of tiles as a power of 1/2: 0 all, 1 a half, and so on; from a sample, and kept.
+
+    Of block tables on a GPU nothing is read: the share that they may have at most.
+    """
+    if branch.structure != "sparse":
+        return 0
+    pattern = branch.pattern
+    value, tables, _ = pattern.key()
+    key = ("density", value, branch.nq, branch.nk, branch.head_count, branch.q_offset)
+    power: int | None = PATTERNS.get(key)
+    if power is None:
+        power = _power(_share(branch))
+        PATTERNS.put(key, power, _DENSITY_BYTES, tables, holders(pattern.spec))
+    return power
+
+
+def _share(branch: Branch) -> float:
+    tables = [leaf for leaf in leaves(branch.pattern) if _on_gpu(leaf)]
+    most = sum(table.blocks.most / table.blocks.key_blocks for table in tables)
+    # and what there is without them
+    pattern = replace(branch.pattern, lambda leaf: ~Full() if _on_gpu(leaf) else leaf) if tables else branch.pattern
+    tiles = estimate_tiles(pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset)
+    rows, columns = (-(-n // default_tile(n)) for n in (branch.nq, branch.nk))
+    return min(1.0, most + tiles / (branch.head_count * rows * columns))
+
+
+def _on_gpu(leaf: Pattern) -> TypeGuard[BlockTable]:
+    return isinstance(leaf, BlockTable) and leaf.tables[0].device.type != "cpu"
+
+
+def _power(share: float) -> int:
+    return 99 if share <= 0 else max(0, round(-math.log2(share)))

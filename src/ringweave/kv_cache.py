@@ -1,0 +1,491 @@
+"""Keys and values in pages: the cache that serves many sequences, and what a call over it means."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .errors import PageError, PatternError, ShapeError, UnsupportedError, message, shown
+from .patterns import Pattern
+from .patterns.shifted import placed
+from .patterns.validate import check_device, whole
+from .precision import STORED, Precision, Scales, as_precision, store
+from .torch_compat import version
+from .types import DTYPES
+
+#: Tokens that a page may have.
+SIZES = (16, 32, 64, 128, 256)
+
+
+class Pages(NamedTuple):
+    """Where keys and values lie that are stored in pages: token t in page ``table[b, t // size]``, at ``t % size``.
+
+    Attributes:
+        table: Page numbers, (B, n) int32; those behind an element's last token mean nothing and are not used.
+        lengths: Tokens of each batch element, (B,) int32.
+        size: Tokens of a page: 16, 32, 64, 128 or 256.
+    """
+
+    table: Tensor
+    lengths: Tensor
+    size: int
+
+    @property
+    def capacity(self) -> int:
+        """Tokens for which a row of the table has room."""
+        return self.table.shape[1] * self.size
+
+    def gathered(self, x: Tensor, b: int, h: int) -> Tensor:
+        """Copy one head of one batch element out of its pages, (capacity, D); what lies behind its end is not its own.
+
+        For the definition, and for rare second looks: kernels read through the table.
+        """
+        return x[self.table[b].long().clamp(0, len(x) - 1), h].flatten(0, 1)
+
+
+class PagedCache:
+    """Keys and values of several sequences in pages of one pool, found through a table.
+
+    Token t of sequence b lies in page ``table[b, t // page]``, at ``t % page``. Sequences may share pages, such as
+    those of a common prompt; one that is written to while others hold it is copied first. Nothing is moved as sequences
+    grow, and what one gives back another takes. The cache keeps book on the host, from the first ``append``, ``fork``
+    or ``free`` on; until then what it was made of may be written by hand.
+
+    Args:
+        k: Keys, (pages, Hkv, page, D), a page being 16, 32, 64, 128 or 256 tokens.
+        v: Values, (pages, Hkv, page, Dv), alike.
+        table: Page numbers, (B, n) int32: a sequence has at most n * page tokens. Those behind its last token may be
+            anything.
+        lengths: Tokens of each sequence, (B,) int32.
+        scales: Of k and v that are stored in 8 bits (int8, float8_e4m3fn), both (pages, Hkv, page) float32: what each
+            token's row of a head is multiplied by.
+    Raises:
+        ShapeError: Tensors that do not fit each other; at use, a length or a page number out of range.
+    Example:
+        >>> cache = rw.PagedCache.empty(batch=2, length=1024, heads=4, dim=32)
+        >>> cache.append(k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1))
+        >>> rw.paged_attention(q[:, :, -1:].expand(2, -1, -1, -1), cache).shape
+        torch.Size([2, 4, 1, 32])
+
+    References:
+        Kwon et al. (2023), PagedAttention, sections 4.1 to 4.4; here a kernel reads through the table on a CPU too.
+    """
+
+    def __init__(
+        self, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, *, scales: tuple[Tensor, Tensor] | None = None
+    ):
+        for name, x in (("k", k), ("v", v)):
+            if not isinstance(x, Tensor) or x.ndim != 4 or x.layout != torch.strided or 0 in x.shape:
+                raise ShapeError(
+                    message(name, shown(x), "(pages, heads, page, dim)", "Make one with PagedCache.empty.")
+                )
+            if x.dtype not in (*DTYPES, *STORED) or x.device.type == "meta":
+                got = f"{x.dtype} on {x.device}"
+                raise ShapeError(
+                    message(
+                        name, got, "values of a floating type, int8 or float8_e4m3fn", f"Convert {name} with .to(...)."
+                    )
+                )
+            if x.stride(3) != 1 and x.shape[3] > 1:
+                got = f"a stride of {x.stride(3)} in the last dimension"
+                raise ShapeError(message(name, got, "1", f"Call {name}.contiguous() once."))
+        if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
+            got = f"{shown(v)} on {v.device}"
+            raise ShapeError(message("v", got, f"as k but for Dv: {shown(k)} on {k.device}", "Make them alike."))
+        if k.shape[2] not in SIZES:
+            raise ShapeError(message("page", k.shape[2], "16, 32, 64, 128 or 256 tokens", "Store them in such pages."))
+        for name, x, ndim in (("table", table, 2), ("lengths", lengths, 1)):
+            if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.ndim != ndim or not x.is_contiguous():
+                wanted = "a contiguous int32 tensor " + ("(B, n)" if ndim == 2 else "(B,)")
+                raise ShapeError(message(name, shown(x), wanted, "Convert it with .int()."))
+            if x.device != k.device:
+                raise ShapeError(message(f"{name}.device", x.device, f"{k.device}, as k", "Move it there."))
+        if len(table) != len(lengths) or 0 in table.shape:
+            raise ShapeError(message("lengths", shown(lengths), f"one for each row of {shown(table)}", "Add them."))
+        self.k, self.v, self.table, self.lengths = k, v, table, lengths
+        self.scales = _checked_scales(scales, k)
+        self._book: _Book | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        length: int,
+        heads: int,
+        dim: int,
+        *,
+        value_dim: int | None = None,
+        page: int = 64,
+        pages: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        precision: Precision | None = None,
+    ) -> PagedCache:
+        """Make a cache without tokens.
+
+        Args:
+            batch: Sequences.
+            length: Most tokens of one.
+            heads: Key heads.
+            dim: D of keys.
+            value_dim: Dv of values; D by default.
+            page: Tokens of a page.
+            pages: Pages of the pool; by default as many as all sequences have room for.
+            dtype: Of keys and values; torch's default.
+            device: Where they live.
+            precision: A policy, of whose ``kv`` they are stored in 8 bits: what is appended is rounded, a row at a
+                time, and read as it is stored.
+        Raises:
+            ShapeError: A size below 1, another number of tokens in a page, or more than memory holds.
+            UnsupportedError: Both a dtype and 8 bits.
+        """
+        sizes = {"batch": batch, "length": length, "heads": heads, "dim": dim, "page": page}
+        sizes |= {"value_dim": dim if value_dim is None else value_dim}
+        for name, size in sizes.items():
+            sizes[name] = whole(name, size, 1, error=ShapeError)
+        batch, page = sizes["batch"], sizes["page"]
+        columns = -(-sizes["length"] // page)
+        count = batch * columns if pages is None else whole("pages", pages, 1, error=ShapeError)
+        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in DTYPES):
+            raise ShapeError(message("dtype", shown(dtype), "a floating type", "Use float32, float16 or bfloat16."))
+        stored = as_precision(precision).kv
+        if stored is not None and dtype is not None:
+            raise UnsupportedError(message("dtype", dtype, f"none beside precision.kv={stored}", "Leave it out."))
+        place = check_device(device)
+        scales = None
+        try:
+            # written to later, in whatever mode
+            with torch.inference_mode(False):
+                k, v = (
+                    torch.zeros(count, sizes["heads"], page, sizes[of], dtype=stored or dtype, device=place)
+                    for of in ("dim", "value_dim")
+                )
+                table, lengths = (
+                    torch.zeros(shape, dtype=torch.int32, device=place) for shape in ((batch, columns), batch)
+                )
+                if stored is not None:
+                    scales = Scales(*(torch.zeros(k.shape[:3], dtype=torch.float32, device=place) for _ in range(2)))
+        except RuntimeError as error:
+            remedy = "Lower batch, length or pages."
+            raise ShapeError(message("pages", f"{count} pages of {page}", "what memory holds", remedy)) from error
+        return cls(k, v, table, lengths, scales=scales)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # on a CPU the book is kept in this cache's own tensors: a copy opens another
+        return self.__dict__ | {"_book": None}
+
+    def __copy__(self) -> NoReturn:
+        remedy = "Use copy.deepcopy, or fork() for sequences that go on from the same tokens."
+        raise UnsupportedError(message("cache", "a shallow copy", "one keeper of its pages", remedy))
+
+    def __repr__(self) -> str:
+        pages, heads, page, dim = self.k.shape
+        batch, columns = self.table.shape
+        kept = "" if self.scales is None else f", {self.k.dtype}"
+        return (
+            f"PagedCache({batch} sequences of up to {columns * page}, {pages} pages of {page}, {heads} heads, "
+            f"D {dim}{kept})"
+        )
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page."""
+        return self.k.shape[2]
+
+    @property
+    def _host_lengths(self) -> NDArray[np.int32] | None:
+        """Tokens of each sequence, known without waiting for a device; None where ``lengths`` may say otherwise."""
+        book = self._book
+        if book is None or book.shared:
+            return self.lengths.numpy() if self.lengths.device.type == "cpu" else None
+        # a write by hand under inference mode is not counted
+        if book.published[0] is not self.lengths or self.lengths.is_inference():
+            return None
+        return book.lengths if book.published[1] == version(self.lengths) else None
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages nobody holds."""
+        return len(self._opened().free)
+
+    def append(self, k: Tensor, v: Tensor, rows: Sequence[int] | None = None) -> None:
+        """Write the next tokens of sequences.
+
+        Args:
+            k: Keys, (R, Hkv, tokens, D), of the cache's dtype; of any floating type where that has 8 bits.
+            v: Values, (R, Hkv, tokens, Dv).
+            rows: R sequences, each once; all by default.
+        Raises:
+            ShapeError: Tensors that do not fit the cache, or tokens for which a row of the table has no room.
+            PageError: No page is free; nothing was written.
+        """
+        book = self._book or self._opened()
+        chosen = book.rows if rows is None else self._rows("rows", rows)
+        for name, x, of in (("k", k, self.k), ("v", v, self.v)):
+            wanted = (len(chosen), of.shape[1], k.shape[2] if isinstance(k, Tensor) and k.ndim == 4 else 1, of.shape[3])
+            types = (of.dtype,) if self.scales is None else DTYPES
+            if not isinstance(x, Tensor) or x.shape != wanted or x.dtype not in types or x.device != of.device:
+                remedy = "Append tokens as the cache takes them."
+                one = of.dtype if self.scales is None else "a floating type"
+                raise ShapeError(message(name, shown(x), f"{one} {wanted} on {of.device}", remedy))
+        own = book.own_place(chosen) if len(chosen) == k.shape[2] == 1 and self.scales is None else None
+        if own is not None:
+            page, place = own
+            with torch.no_grad():
+                self.k[page, :, place] = k[0, :, 0]
+                self.v[page, :, place] = v[0, :, 0]
+            book.lengths[chosen[0]] += 1
+            if not book.shared:
+                self._publish(book)
+            return
+        copied, pages, places = book.reserve(chosen, k.shape[2])
+        if copied:
+            source, target = torch.tensor(copied, device=self.k.device).T
+            for of in (self.k, self.v, *(self.scales or ())):
+                _indexed(of)[target] = _indexed(of)[source]
+        at = torch.from_numpy(pages), torch.from_numpy(places)
+        if not book.shared:
+            at = at[0].to(self.k.device), at[1].to(self.k.device)
+        with torch.no_grad():
+            if self.scales is None:
+                self.k.transpose(1, 2).index_put_(at, k.transpose(1, 2))
+                self.v.transpose(1, 2).index_put_(at, v.transpose(1, 2))
+            else:
+                for of, x, scales in zip((self.k, self.v), (k, v), self.scales, strict=True):
+                    x, scale = store(x, of.dtype)
+                    scales.transpose(1, 2).index_put_(at, scale.transpose(1, 2))
+                    _indexed(of).transpose(1, 2).index_put_(at, _indexed(x).transpose(1, 2))
+        book.lengths[chosen] += k.shape[2]
+        if not book.shared:
+            self._publish(book)
+
+    def fork(self, source: int | Sequence[int], target: int | Sequence[int], length: int | None = None) -> None:
+        """Let sequences begin as others: they share their pages, until one writes to a page of both.
+
+        Args:
+            source: A sequence, or several; one may be named more than once.
+            target: As many, each once, which give back what they held. A source may be among them.
+            length: Tokens that are taken over; all by default.
+        Raises:
+            ShapeError: A row that there is not, another number of targets, or more tokens than a source has.
+        """
+        book = self._opened()
+        sources = self._rows("source", source if isinstance(source, Sequence) else [source], once=False)
+        targets = self._rows("target", target if isinstance(target, Sequence) else [target])
+        if len(sources) != len(targets):
+            got = f"{len(targets)} rows for {len(sources)} sources"
+            raise ShapeError(message("target", got, "one for each source", "Name a target for each."))
+        lengths = book.lengths[sources]
+        if length is not None:
+            least = int(lengths.min(initial=2**31 - 1))
+            whole("length", length, 0, least, error=ShapeError)
+            lengths = np.full_like(lengths, length)
+        book.share(sources, targets, lengths)
+        self._publish(book)
+
+    def free(self, rows: Sequence[int] | None = None) -> None:
+        """Empty sequences: pages that no other holds are free again.
+
+        Args:
+            rows: Which ones; all by default.
+        Raises:
+            ShapeError: A row that there is not.
+        """
+        book = self._opened()
+        book.release(self._rows("rows", rows))
+        self._publish(book)
+
+    def _opened(self) -> _Book:
+        if self._book is None:
+            table, lengths = self.table.cpu().numpy(), self.lengths.cpu().numpy()
+            self._book = _Book(table, lengths, self.k.shape[0], self.page, self.k.device.type == "cpu")
+            self._book.published = self.lengths, version(self.lengths)
+        return self._book
+
+    def _publish(self, book: _Book) -> None:
+        if not book.shared:
+            self.table.copy_(torch.from_numpy(book.table))
+            self.lengths.copy_(torch.from_numpy(book.lengths))
+            book.published = self.lengths, version(self.lengths)
+
+    def _rows(self, name: str, rows: Sequence[int] | None, *, once: bool = True) -> NDArray[np.int64]:
+        batch = len(self.table)
+        if rows is None:
+            return np.arange(batch)
+        if not isinstance(rows, (list, tuple, range)):
+            raise ShapeError(message(name, shown(rows), "a list of ints", "Pass them as a list."))
+        listed = np.array([whole(name, row, 0, batch - 1, error=ShapeError) for row in rows], np.int64)
+        if once and len(np.unique(listed)) < len(listed):
+            raise ShapeError(message(name, shown(rows), "each row once", "Name it once."))
+        return listed
+
+
+def _checked_scales(scales: object, k: Tensor) -> Scales | None:
+    """The scales of a pool, which has them where it is stored in 8 bits; ShapeError for what is none."""
+    if scales is None and k.dtype not in STORED:
+        return None
+    wanted = f"two float32 tensors {tuple(k.shape[:3])} on {k.device}" if k.dtype in STORED else f"none of {k.dtype}"
+    pair = scales if isinstance(scales, (tuple, list)) and len(scales) == 2 else (None, None)
+    for x in pair:
+        fits = isinstance(x, Tensor) and x.dtype == torch.float32 and x.shape == k.shape[:3] and x.device == k.device
+        if k.dtype not in STORED or not fits:
+            remedy = "Pass those of the cache that k and v are of: scales=cache.scales."
+            raise ShapeError(message("scales", shown(x), wanted, remedy))
+    return Scales(*pair)
+
+
+def _indexed(x: Tensor) -> Tensor:
+    """A tensor that can be indexed: floats of 8 bits cannot, as bytes they can."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def check_pages(table: NDArray[np.int32], lengths: NDArray[np.int32], pages: int, size: int) -> None:
+    """Raise ShapeError where a length has no room in its row, or a number that is used is not that of a page."""
+    room = table.shape[1] * size
+    if lengths.min() < 0 or lengths.max() > room:
+        row = int(lengths.argmax() if lengths.max() > room else lengths.argmin())
+        got = f"{lengths[row]} tokens in row {row}"
+        raise ShapeError(message("lengths", got, f"0 to {room}, which a row has room for", "Add columns to the table."))
+    # as unsigned numbers those below 0 are too large
+    wrong = (table.view(np.uint32) >= pages) & (np.arange(table.shape[1]) * size < lengths[:, None])
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        got = f"page {table[row, column]} in row {row}, column {column}"
+        raise ShapeError(message("table", got, f"0 to {pages - 1}", "Correct it, or let the cache keep the table."))
+
+
+def last_tokens(pattern: Pattern, lengths: Tensor, nq: int) -> Pattern:
+    """A pattern by places in q, where each sequence's last nq tokens are, and in its row of pages.
+
+    Args:
+        pattern: A pattern, counted from each sequence's first token.
+        lengths: Tokens of each sequence, (B,), on the host.
+        nq: Queries.
+    Raises:
+        ShapeError: A sequence with fewer tokens than queries, and not none.
+        PatternError: A LongNet.
+    """
+    known = lengths.numpy()
+    short = (known < nq) & (known > 0)
+    if short.any():
+        row = int(short.argmax())
+        got = f"{nq} queries of row {row}, which has {known[row]} tokens"
+        raise ShapeError(message("q", got, "at most as many as each sequence has", "Attend it in a call of its own."))
+    if not pattern.combinable:
+        remedy = "A LongNet keeps tokens by their place: use Dilated or Segments."
+        raise PatternError(message("pattern", repr(pattern), "a relation", remedy))
+    return placed(pattern, (lengths.long() - nq).clamp_(min=0), 0, len(lengths))[0]
+
+
+class _Book:
+    """Who holds which pages, on the host.
+
+    Args:
+        table: Page numbers of each sequence.
+        lengths: Tokens of each sequence.
+        pages: Pages of the pool.
+        page: Tokens of a page.
+        shared: Whether these arrays are the memory of the cache's own tensors.
+    """
+
+    def __init__(self, table: NDArray[np.int32], lengths: NDArray[np.int32], pages: int, page: int, shared: bool):
+        self.table, self.lengths, self.page, self.shared = table, lengths, page, shared
+        self.rows = np.arange(len(table))
+        # the tensor that the lengths were last written to, and its version then
+        self.published: tuple[Tensor, Hashable]
+        check_pages(table, lengths, pages, page)
+        held = table[np.arange(table.shape[1]) * page < lengths[:, None]]
+        self.holders = np.bincount(held, minlength=pages)
+        self.free: list[int] = np.flatnonzero(self.holders == 0)[::-1].tolist()
+
+    def _held(self, length: NDArray[np.int32]) -> NDArray[np.int32]:
+        return -(-length // self.page)
+
+    def own_place(self, rows: NDArray[np.int64]) -> tuple[int, int] | None:
+        """Give the page and place of one row's next token, where that goes on in a page that it alone holds."""
+        row = rows.item()
+        last, place = divmod(self.lengths.item(row), self.page)
+        if not place:
+            return None
+        page = self.table.item(row, last)
+        return (page, place) if self.holders.item(page) == 1 else None
+
+    def reserve(
+        self, rows: NDArray[np.int64], tokens: int
+    ) -> tuple[list[tuple[int, int]], NDArray[np.int64], NDArray[np.int64]]:
+        """Give rows the pages of their next tokens.
+
+        Returns:
+            (from, to) of pages to be copied, since others hold them too; the page and the place in it of each token,
+            (R, tokens) each.
+        """
+        before = self.lengths[rows]
+        last, place = np.divmod(before, self.page)
+        if tokens == 1 and np.count_nonzero(place) == len(rows):
+            # most steps: each row goes on in a page that it alone holds
+            pages = self.table[rows, last]
+            if np.count_nonzero(self.holders[pages] == 1) == len(rows):
+                return [], pages.astype(np.int64)[:, None], place.astype(np.int64)[:, None]
+        have, need = self._held(before), self._held(before + tokens)
+        columns = self.table.shape[1]
+        if (need > columns).any():
+            row = int(rows[need.argmax()])
+            got = f"{tokens} tokens for row {row}, which has {self.lengths[row]}"
+            remedy = "Free the row, or make a cache of a greater length."
+            raise ShapeError(message("append", got, f"at most {columns * self.page} in all", remedy))
+        written = rows[place > 0]
+        pages = self.table[written, last[place > 0]]
+        holders, shared = dict[int, int](), list[int]()
+        for row, number in zip(written[self.holders[pages] > 1], pages[self.holders[pages] > 1].tolist(), strict=True):
+            # the last one to hold it may write
+            left = holders.setdefault(number, int(self.holders[number]))
+            if left > 1:
+                holders[number] = left - 1
+                shared.append(int(row))
+        wanted = int((need - have).sum()) + len(shared)
+        if wanted > len(self.free):
+            remedy = "Free sequences, or make a cache with more pages."
+            raise PageError(message("append", f"{wanted} pages to take", f"at most the {len(self.free)} free", remedy))
+        copied = []
+        for row in shared:
+            at = self.lengths[row] // self.page
+            number = int(self.table[row, at])
+            self.table[row, at] = self._taken()
+            self.holders[number] -= 1
+            copied.append((number, int(self.table[row, at])))
+        for i in np.flatnonzero(need > have):
+            for column in range(have[i], need[i]):
+                self.table[rows[i], column] = self._taken()
+        token = before.astype(np.int64)[:, None] + np.arange(tokens)
+        return copied, self.table[rows[:, None], token // self.page].astype(np.int64), token % self.page
+
+    def _taken(self) -> int:
+        number = self.free.pop()
+        self.holders[number] = 1
+        return number
+
+    def share(self, sources: NDArray[np.int64], targets: NDArray[np.int64], lengths: NDArray[np.int32]) -> None:
+        """Let targets hold the pages of the first tokens of sources."""
+        taken = [self.table[row, :held].copy() for row, held in zip(sources, self._held(lengths), strict=True)]
+        for pages in taken:
+            np.add.at(self.holders, pages, 1)
+        self.release(targets)
+        for row, pages in zip(targets, taken, strict=True):
+            self.table[row, : len(pages)] = pages
+        self.lengths[targets] = lengths
+
+    def release(self, rows: NDArray[np.int64]) -> None:
+        """Give back what rows hold."""
+        for row, held in zip(rows, self._held(self.lengths[rows]), strict=True):
+            pages, times = np.unique(self.table[row, :held], return_counts=True)
+            self.holders[pages] -= times
+            self.free += pages[self.holders[pages] == 0].tolist()
+        self.lengths[rows] = 0
+
+
+__all__ = ["PagedCache"]

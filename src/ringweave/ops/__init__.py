@@ -1,1 +1,0 @@
-"""Who computes a plan: backends, their dispatch, and the registered operators."""

@@ -1,0 +1,257 @@
+"""Documents, and rows of a batch, as spans: which queries and which keys belong together.
+
+Questions about all batch elements are asked at once: positions of element b lie from ``b * ELEMENT`` on, on one axis,
+so that tiles of any number of elements are tiles of one long sequence. ``Shared`` takes a pattern that knows nothing of
+elements there, and patterns whose bounds differ between elements answer there by themselves.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..torch_compat import wrapped
+from .base import Composite, Pattern
+from .cache_key import CacheKey, address_key, content_key
+from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, mix
+
+#: Positions of a batch element, on the axis of all of them; more than any sequence has.
+ELEMENT_BITS = 32
+ELEMENT = 1 << ELEMENT_BITS
+_END = 2**62
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Spans:
+    """Documents in their order, as ranges of queries and of keys on the axis of all batch elements.
+
+    Attributes:
+        q_first: First query of each document.
+        q_stop: The one after its last query.
+        origin: Where a query would stand that has position 0 in its document.
+        k_first: First key, whose position in the document is 0.
+        k_stop: The one after its last key.
+        one: Whether all batch elements have the documents of the first.
+    """
+
+    q_first: Int64
+    q_stop: Int64
+    origin: Int64
+    k_first: Int64
+    k_stop: Int64
+    one: bool
+
+    @staticmethod
+    def of(q_first: Int64, q_stop: Int64, origin: Int64, k_first: Int64, k_stop: Int64, one: bool) -> Spans:
+        """With a document past all others, so that every position has one that ends after it."""
+        sides = [np.append(side, _END) for side in (q_first, q_stop, origin, k_first, k_stop)]
+        return Spans(sides[0], sides[1], sides[2], sides[3], sides[4], one)
+
+    def lengths(self) -> tuple[Int64, Int64]:
+        """Queries and keys of each document."""
+        return (self.q_stop - self.q_first)[:-1], (self.k_stop - self.k_first)[:-1]
+
+    def _along(self, position: Int64) -> tuple[Int64, Int64]:
+        """Where the positions' elements begin, and how far that is from the elements whose documents are theirs."""
+        base = position & -ELEMENT
+        return base, base if self.one else np.zeros_like(base)
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int, inner: Pattern) -> Ranges:
+        """Of a pattern inside the documents, as of :class:`Pattern`."""
+        base, off = self._along(q_lo)
+        q_lo, q_hi = q_lo - off, q_hi - off
+        first = np.searchsorted(self.q_stop, q_lo, side="right")
+        tile, doc = _listed(first, np.searchsorted(self.q_first, q_hi, side="left") - first)
+        lo, hi = np.maximum(q_lo[tile], self.q_first[doc]), np.minimum(q_hi[tile], self.q_stop[doc])
+        length = (self.k_stop - self.k_first)[doc]
+        real = (lo < hi) & (length > 0)
+        tile, doc, lo, hi, length = (x[real] for x in (tile, doc, lo, hi, length))
+        if not len(tile):
+            return Ranges.of((0, 0), rows=len(q_lo))
+        moved = base[tile] - self.origin[doc]
+        found = inner.key_ranges(lo + moved, hi + moved, int(length.max()))
+        key = (self.k_first[doc] & (ELEMENT - 1))[:, None]
+        begin, end = (np.clip(side, 0, length[:, None]) + key for side in found)
+        # a tile with several documents has one range around all: those between its first and last are short
+        start, stop = np.zeros((2, len(q_lo), begin.shape[1]), np.int64)
+        count = np.bincount(tile, minlength=len(q_lo))
+        alone = count[tile] == 1
+        start[tile[alone]], stop[tile[alone]] = begin[alone], end[alone]
+        if not alone.all():
+            tile, begin, end = tile[~alone], begin[~alone], end[~alone]
+            used = end > begin
+            low, high = np.full(len(q_lo), nk, np.int64), np.zeros(len(q_lo), np.int64)
+            np.minimum.at(low, tile, np.where(used, begin, nk).min(1))
+            np.maximum.at(high, tile, np.where(used, end, 0).max(1))
+            start[count > 1, 0], stop[count > 1, 0] = low[count > 1], high[count > 1]
+        return Ranges(start, stop)
+
+    def tile_classes(self, tiles: Tiles, inner: Pattern) -> Int64:
+        """Of a pattern inside the documents, as of :class:`Pattern`."""
+        base, off = self._along(tiles.q_lo)
+        q_lo, q_hi, k_lo, k_hi = tiles = Tiles(*(side - off for side in tiles))
+        first = np.searchsorted(self.q_stop, q_lo, side="right")
+        first = np.maximum(first, np.searchsorted(self.k_stop, k_lo, side="right"))
+        last = np.searchsorted(self.q_first, q_hi, side="left")
+        last = np.minimum(last, np.searchsorted(self.k_first, k_hi, side="left"))
+        # the part of a tile that lies in a document, which is a tile of its own there
+        tile, doc = _listed(first, last - first)
+        part = Tiles(
+            np.maximum(q_lo[tile], self.q_first[doc]),
+            np.minimum(q_hi[tile], self.q_stop[doc]),
+            np.maximum(k_lo[tile], self.k_first[doc]),
+            np.minimum(k_hi[tile], self.k_stop[doc]),
+        )
+        real = (part.q_lo < part.q_hi) & (part.k_lo < part.k_hi)
+        tile, doc, part = tile[real], doc[real], Tiles(*(side[real] for side in part))
+        q_moved, k_moved = base[tile] - self.origin[doc], base[tile] - self.k_first[doc]
+        if not len(tile):
+            return np.zeros(len(q_lo), np.int64)
+        code = inner.tile_classes(
+            Tiles(part.q_lo + q_moved, part.q_hi + q_moved, part.k_lo + k_moved, part.k_hi + k_moved)
+        )
+        real = code != EMPTY
+        tile, code, part = tile[real], code[real], Tiles(*(side[real] for side in part))
+        margins = [abs(mine - whole[tile]) for mine, whole in zip(part, tiles, strict=True)]
+        number = mix(code, *margins)
+        count = np.bincount(tile, minlength=len(q_lo))
+        keys = np.zeros(len(q_lo), np.int64)
+        keys[tile] = np.where((code == FULL) & (sum(margins) == 0), FULL, number)
+        several = np.flatnonzero(count > 1)
+        if len(several):
+            # known by the numbers of all its parts
+            chosen = count[tile] > 1
+            row = np.repeat(np.arange(len(several)), count[several])
+            place = np.arange(len(row)) - np.repeat(np.cumsum(count[several]) - count[several], count[several])
+            parts = np.zeros((len(several), int(count.max())), np.int64)
+            parts[row, place] = number[chosen]
+            keys[several] = np.unique(parts, axis=0, return_inverse=True)[1].reshape(-1) + number.max() + 1
+        return keys
+
+    def allows(self, q: Tensor, k: Tensor, inner: Pattern) -> Tensor:
+        """Of a pattern inside the documents, as of :class:`Pattern`."""
+        q_doc, q_in = self._document(q, self.q_first, self.q_stop, self.origin)
+        k_doc, k_in = self._document(k, self.k_first, self.k_stop, self.k_first)
+        return (q_doc >= 0) & (q_doc == k_doc) & inner.allows(q_in, k_in)
+
+    def _document(self, position: Tensor, first: Int64, stop: Int64, origin: Int64) -> tuple[Tensor, Tensor]:
+        """The document of each position, -1 where there is none, and the position in it."""
+        base = position & -ELEMENT
+        own = (position & (ELEMENT - 1) if self.one else position).contiguous()
+        starts, stops, origins = (torch.from_numpy(side).to(position.device) for side in (first, stop, origin))
+        doc = torch.searchsorted(stops, own, right=True)
+        inside = starts[doc] <= own
+        return torch.where(inside, doc, -1), base + torch.where(inside, own - origins[doc], 0)
+
+
+def _listed(first: Int64, count: Int64) -> tuple[Int64, Int64]:
+    """Pairs (i, x) for each x of first[i], first[i] + 1, ..., of which there are count[i], or none."""
+    count = np.maximum(count, 0)
+    line = np.repeat(np.arange(len(count)), count)
+    return line, np.arange(len(line)) - np.repeat(np.cumsum(count) - count - first, count)
+
+
+class Shared(Composite):
+    """A pattern that is the same for all batch elements, on the axis of all of them.
+
+    Args:
+        part: The pattern, which need not know of elements.
+    """
+
+    def __init__(self, part: Pattern):
+        self.part = part
+        self.__post_init__()
+
+    def _text(self) -> str:
+        return self.part.spec
+
+    def parts_within(self) -> tuple[Pattern, ...]:
+        return (self.part,)
+
+    def remade(self, parts: Sequence[Pattern]) -> Pattern:
+        return Shared(parts[0])
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.part.allows(q & (ELEMENT - 1), k & (ELEMENT - 1))
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        return self.part.key_ranges(q_lo & (ELEMENT - 1), q_hi & (ELEMENT - 1), nk)
+
+    def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        return self.part.excluded_ranges(q_lo & (ELEMENT - 1), q_hi & (ELEMENT - 1), nk)
+
+    def tile_classes(self, tiles: Tiles) -> Int64:
+        return self.part.tile_classes(Tiles(*(side & (ELEMENT - 1) for side in tiles)))
+
+
+class Bounds(Pattern):
+    """A pattern of bounds in tensors, which are read when a plan is made and not before.
+
+    So it can be made where no value is known, such as inside ``torch.compile``.
+    """
+
+    @property
+    def follows(self) -> bool:
+        return True
+
+    # what the tensors held when the pattern was read; None: they are read for each question
+    _made: Any = None
+
+    def read(self) -> Self:
+        """Make the same pattern with what its tensors hold now."""
+        known = object.__new__(type(self))
+        known.__dict__.update(self.__dict__, _made=self._make())
+        return known
+
+    @property
+    def _now(self) -> Any:
+        return self._make() if self._made is None else self._made
+
+    @abstractmethod
+    def _make(self) -> Any:
+        """What the tensors hold; PatternError where that cannot be."""
+
+    @abstractmethod
+    def numbers(self) -> Int64:
+        """(B,): equal numbers where, and only where, batch elements have equal bounds."""
+
+    @abstractmethod
+    def fits(self, nq: int, nk: int, q_offset: int) -> None:
+        """Raise PatternError where the bounds are not those of these lengths."""
+
+    def check(self, nq: int, nk: int, q_offset: int) -> None:
+        if self.readable():
+            self.fits(nq, nk, q_offset)
+
+    def readable(self) -> bool:
+        """Whether the tensors hold values that nobody waits for: on other devices plans alone are waited for."""
+        return all(
+            table.device.type == "cpu" and type(table) in (Tensor, torch.nn.Parameter) and not wrapped(table)
+            for table in self.tables
+        )
+
+    def key(self) -> CacheKey:
+        tables = self.tables
+        contents = [content_key(table) for table in tables]
+        large = tuple(table for table, key in zip(tables, contents, strict=True) if key is None)
+        return CacheKey((self.spec, *contents, *map(address_key, large)), large, tuple(map(address_key, tables)))
+
+
+def bounds_in(pattern: Pattern) -> Iterator[Bounds]:
+    """The patterns of bounds that a pattern is made of."""
+    if isinstance(pattern, Bounds) and pattern.tables:
+        yield pattern
+    for part in pattern.parts_within():
+        yield from bounds_in(part)
+
+
+def rows_of(table: Tensor, sides: int) -> Int64:
+    """A copy of an integer tensor on the host, with sides in front where it has fewer than ``sides``."""
+    rows: Int64 = table.detach().cpu().numpy().astype(np.int64)
+    return rows[(None,) * (sides - rows.ndim)]

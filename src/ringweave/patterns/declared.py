@@ -1,0 +1,68 @@
+"""The list of public patterns: each is declared once, where it is defined.
+
+The parser, the gallery and the explorer read this list; tests hold the other pages and the fuzzer to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from ..errors import PatternError, message, shown
+
+Make = TypeVar("Make", bound=Callable[..., Any])
+#: Sections of the gallery, in their order.
+SECTIONS = (
+    "By position", "By chosen tokens", "By residue", "On a grid", "By table, function or head", "Presets",
+)  # fmt: skip
+
+
+class Declared(NamedTuple):
+    """A public pattern.
+
+    Attributes:
+        make: The class, or the function that returns a pattern.
+        example: An expression that makes one.
+        section: Of the gallery; None where the pattern is the result of a method, which has a page of its own.
+        tokens: Queries and keys of the gallery's picture.
+        heads: Query heads of the picture.
+        text: Whether :func:`ringweave.patterns.parse` reads it. Tensors and functions have no text.
+    """
+
+    make: Callable[..., Any]
+    example: str
+    section: str | None
+    tokens: int
+    heads: int
+    text: bool
+
+
+#: The public patterns by name.
+DECLARED: dict[str, Declared] = {}
+
+
+def declare(
+    example: str, section: str | None, *, tokens: int = 1024, heads: int = 1, text: bool = True
+) -> Callable[[Make], Make]:
+    """Declare a pattern, or a function that returns one, as public; see :class:`Declared`.
+
+    Raises:
+        PatternError: An example of another name, an unknown section, or a name that is declared already.
+    """
+
+    def note(make: Make) -> Make:
+        name = make.__name__
+        if not example.startswith(f"{name}("):
+            raise PatternError(message("example", shown(example), f"an expression {name}(...)", "Call the pattern."))
+        if section is not None and section not in SECTIONS:
+            wanted = f"one of {', '.join(map(repr, SECTIONS))}"
+            raise PatternError(message(f"the section of {name}", shown(section), wanted, "Choose a section."))
+        known = DECLARED.get(name)
+        # a module that is loaded again declares its patterns again
+        if known is not None and known.make.__module__ != make.__module__:
+            got = f"{name} of {make.__module__} beside that of {known.make.__module__}"
+            raise PatternError(message("pattern", got, "one pattern of a name", "Rename one of them."))
+        DECLARED[name] = Declared(make, example, section, tokens, heads, text)
+        return make
+
+    return note

@@ -1,0 +1,324 @@
+"""Patterns of chosen tokens: global tokens and attention sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import PatternError, message, shown
+from .base import Lookback, Pattern
+from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds
+from .declared import declare
+from .tiles import Int64, Ranges, Tiles, classes
+from .validate import integers, whole, whole_fields
+
+# first tokens, of which each is listed to be joined with others
+_WRITTEN_OUT = 1024
+# a mask's keys are looked for in pieces of so many tokens at least, and so many pieces at most
+_PIECE, _PIECES = 128, 64
+
+
+@declare("Sinks(64)", "By chosen tokens")
+class Sinks(Bounds):
+    """Keys that every query attends, such as the first few of a sequence, or those that a mask marks.
+
+    ``Causal() & Sinks(mask)`` is causal attention over the keys that exist, wherever the padding lies.
+
+    Args:
+        tokens: Positions as a list, or a 1-D array or tensor of integers; or an int n for the first n; or a bool tensor
+            (N,), or (B, N) for each batch element, which is copied and read when a plan is made.
+    Raises:
+        PatternError: Positions that are no ints, negative or repeated; at use, a bool tensor that does not have one
+            value for each key.
+    Example:
+        >>> rw.Sinks(1).to_dense(3)[0, 0].int()
+        tensor([[1, 0, 0],
+                [1, 0, 0],
+                [1, 0, 0]], dtype=torch.int32)
+        >>> rw.Sinks(torch.tensor([True, False, True])).to_dense(1, 3)[0, 0].int()
+        tensor([[1, 0, 1]], dtype=torch.int32)
+
+    References:
+        Xiao et al. (2023), Efficient streaming language models with attention sinks.
+    """
+
+    _mask: Tensor | None = None
+
+    def __init__(self, tokens: int | Sequence[int] | Tensor):
+        if not isinstance(tokens, Tensor) or tokens.dtype != torch.bool:
+            alone = isinstance(tokens, (int, float, str, np.number))
+            self.tokens: int | tuple[int, ...] = whole("tokens", tokens, 0) if alone else _positions(tokens)
+            self.__post_init__()
+            return
+        if tokens.ndim not in (1, 2) or not tokens.numel() or tokens.layout != torch.strided:
+            wanted = "a bool tensor (N,) or (B, N)"
+            raise PatternError(message("tokens", shown(tokens), wanted, "Mark the chosen tokens of each row."))
+        self._hold(tokens.detach().clone())
+
+    def _hold(self, mask: Tensor) -> Self:
+        self.tokens, self._mask = (), mask
+        self.__post_init__()
+        return self
+
+    @classmethod
+    def own(cls, tokens: int | Sequence[int] | Tensor) -> Self:
+        """The pattern around a bool tensor that is already private, or of other tokens."""
+        return cls.__new__(cls)._hold(tokens) if isinstance(tokens, Tensor) else cls(tokens)
+
+    def either(self, other: Sinks) -> Sinks | None:
+        """Give one pattern of the tokens of both, which are of one type; None if it has no such form."""
+        if self.tables or other.tables:
+            return None
+        for one, two in ((self, other), (other, self)):
+            # none of the other's is behind the first ones
+            if isinstance(one.tokens, int) and one.tokens > two._last:
+                return one
+        if any(isinstance(x.tokens, int) and x.tokens > _WRITTEN_OUT for x in (self, other)):
+            return None
+        mine, theirs = (range(x.tokens) if isinstance(x.tokens, int) else x.tokens for x in (self, other))
+        return type(self)._of(_shortest(sorted({*mine, *theirs})))
+
+    @property
+    def _last(self) -> int:
+        return self.tokens - 1 if isinstance(self.tokens, int) else self.tokens[-1]
+
+    @classmethod
+    def _of(cls, tokens: int | tuple[int, ...]) -> Self:
+        """Make a pattern of positions that were checked."""
+        pattern = cls.__new__(cls)
+        pattern.tokens = tokens
+        pattern.__post_init__()
+        return pattern
+
+    def _text(self) -> str:
+        if self._mask is not None:
+            return f"{type(self).__name__}(_)"
+        return f"{type(self).__name__}({self.tokens if isinstance(self.tokens, int) else list(self.tokens)})"
+
+    def __repr__(self) -> str:
+        if self._mask is None:
+            return self.spec
+        return f"{type(self).__name__}(<{' x '.join(map(str, self._mask.shape))} tokens>)"
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        return () if self._mask is None else (self._mask,)
+
+    @property
+    def follows(self) -> bool:
+        return self._mask is not None
+
+    def extents(self) -> tuple[int | None, int | None]:
+        mask = self._mask
+        return (len(mask) if mask is not None and mask.ndim == 2 and len(mask) > 1 else None), None
+
+    def select(self, b: int, h: int) -> Pattern:
+        return self if self._mask is None or self.extents()[0] is None else type(self).own(self._mask[b])
+
+    def _make(self) -> NDArray[np.bool_] | None:
+        return None if self._mask is None else np.atleast_2d(self._mask.cpu().numpy()).copy()
+
+    def numbers(self) -> Int64:
+        known: dict[bytes, int] = {}
+        return np.array([known.setdefault(row.tobytes(), len(known)) for row in self._now])
+
+    def fits(self, nq: int, nk: int, q_offset: int) -> None:
+        if self._mask is not None and self._mask.shape[-1] != nk:
+            got, remedy = f"a mask of {self._mask.shape[-1]} tokens for {nk} keys", "Mark the tokens of this length."
+            raise PatternError(message("Sinks", got, "one of as many keys", remedy))
+
+    def _is_chosen(self, position: Tensor) -> Tensor:
+        if self._mask is not None:
+            mask = torch.from_numpy(self._now).reshape(-1).to(position.device)
+            return mask[_place(position, *self._now.shape)]
+        if isinstance(self.tokens, int):
+            return position < self.tokens
+        return torch.isin(position, torch.tensor(self.tokens, device=position.device))
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return self._is_chosen(k) & torch.ones_like(q, dtype=torch.bool)
+
+    def _runs(self) -> list[tuple[int, int]]:
+        if isinstance(self.tokens, int):
+            return [(0, self.tokens)]
+        listed = np.asarray(self.tokens)
+        breaks = np.flatnonzero(np.diff(listed) > 1)
+        first = np.concatenate([listed[:1], listed[breaks + 1]])
+        last = np.concatenate([listed[breaks], listed[-1:]])
+        return [(int(a), int(b) + 1) for a, b in zip(first, last, strict=True)]
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        if self._mask is not None:
+            return self._marked(q_lo)
+        return Ranges.of(*((min(a, nk), min(b, nk)) for a, b in self._runs()), rows=len(q_lo))
+
+    def _marked(self, q_lo: Int64) -> Ranges:
+        """Pieces of the sequence in which keys are marked, for each tile's batch element."""
+        mask = self._now
+        n = mask.shape[1]
+        side = max(_PIECE, -(-n // _PIECES))
+        used = np.logical_or.reduceat(mask, np.arange(0, n, side), axis=1)
+        first = np.arange(used.shape[1]) * side
+        row = q_lo >> ELEMENT_BITS if len(mask) > 1 else np.zeros_like(q_lo)
+        return Ranges(np.broadcast_to(first, (len(q_lo), len(first))), np.where(used[row], first + side, 0))
+
+    def _subset(self, lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
+        """Count chosen tokens of each tile side, and number which ones (relative to its start)."""
+        if isinstance(self.tokens, int):
+            count = np.clip(self.tokens - lo, 0, hi - lo)
+            return count, count
+        # few tiles hold chosen tokens: those are compared by the tokens' places in them
+        number = np.zeros(len(lo), np.int64)
+        known: dict[bytes, int] = {}
+        if self._mask is not None:
+            mask = self._now
+            before = np.append(0, np.cumsum(mask))
+            first = _place(lo, *mask.shape)
+            count = before[first + (hi - lo)] - before[first]
+            held = np.flatnonzero((count > 0) & (count < hi - lo))
+            sides, inverse = np.unique(np.stack([first, first + (hi - lo)])[:, held], axis=1, return_inverse=True)
+            flat = mask.reshape(-1)
+            numbers = [known.setdefault(flat[a:b].tobytes(), 1 + len(known)) for a, b in sides.T]
+            number[held] = np.array(numbers, np.int64)[inverse.reshape(-1)]
+            return count, np.where(count == hi - lo, -1, number)
+        listed = np.asarray(self.tokens, np.int64)
+        first, last = np.searchsorted(listed, lo), np.searchsorted(listed, hi)
+        held = np.flatnonzero(last > first)
+        sides, inverse = np.unique(np.stack([lo[held], first[held], last[held]]), axis=1, return_inverse=True)
+        numbers = [known.setdefault((listed[a:b] - start).tobytes(), 1 + len(known)) for start, a, b in sides.T]
+        number[held] = np.array(numbers, np.int64)[inverse.reshape(-1)]
+        return last - first, number
+
+    def tile_classes(self, tiles: Tiles) -> Int64:
+        count, subset = self._subset(tiles.k_lo, tiles.k_hi)
+        return classes(count == 0, count == tiles.k_hi - tiles.k_lo, subset)
+
+    def restride(self, rate: int, offset: int) -> Pattern:
+        if self._mask is not None:
+            chosen = self._mask[..., offset::rate].contiguous()
+            return type(self).own(chosen if chosen.numel() else 0)
+        if isinstance(self.tokens, int):
+            return type(self)(max(0, -((offset - self.tokens) // rate)))
+        return type(self)([(t - offset) // rate for t in self.tokens if t % rate == offset])
+
+    def lookback(self) -> Lookback | None:
+        return None if self.tables else Lookback(self._last + 1, 0, -1, False, 0)
+
+
+def _positions(tokens: object) -> int | tuple[int, ...]:
+    listed = sorted(integers("tokens", tokens, 0))
+    if len(set(listed)) != len(listed):
+        raise PatternError(message("tokens", shown(listed), "distinct positions", "Drop the repeated ones."))
+    return _shortest(listed)
+
+
+def _shortest(listed: list[int]) -> int | tuple[int, ...]:
+    """Shorten ascending positions to how many, where they are the first ones."""
+    return len(listed) if not listed or listed[-1] == len(listed) - 1 else tuple(listed)
+
+
+@declare("Global([0, 1, 2, 3, 512, 513, 514, 515])", "By chosen tokens")
+class Global(Sinks):
+    """Tokens that attend all and that all attend.
+
+    Args:
+        tokens: As of :class:`Sinks`; a bool tensor marks tokens that are both queries and keys.
+    Raises:
+        PatternError: As of :class:`Sinks`; at use, also queries behind the last token of a bool tensor.
+    Example:
+        >>> rw.Global([1]).to_dense(3)[0, 0].int()
+        tensor([[0, 1, 0],
+                [1, 1, 1],
+                [0, 1, 0]], dtype=torch.int32)
+
+    References:
+        Beltagy, Peters, Cohan (2020), Longformer, section 3.1; Zaheer et al. (2020), BigBird, section 2.
+    """
+
+    def fits(self, nq: int, nk: int, q_offset: int) -> None:
+        if self._mask is not None and (self._mask.shape[-1] != nk or q_offset + nq > nk):
+            got = f"a mask of {self._mask.shape[-1]} tokens for {nk} keys and queries up to position {q_offset + nq}"
+            wanted = "one of as many keys, and every query among them"
+            remedy = "Mark the tokens of this length; Sinks(mask) marks keys alone."
+            raise PatternError(message("Global", got, wanted, remedy))
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return self._is_chosen(k) | self._is_chosen(q)
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        keys = super().key_ranges(q_lo, q_hi, nk)
+        count, _ = self._subset(q_lo, q_hi)
+        everything = np.where(count > 0, nk, 0)[:, None]
+        return Ranges(
+            np.concatenate([np.zeros_like(everything), keys.start], 1), np.concatenate([everything, keys.stop], 1)
+        )
+
+    def tile_classes(self, tiles: Tiles) -> Int64:
+        q_count, q_subset = self._subset(tiles.q_lo, tiles.q_hi)
+        k_count, k_subset = self._subset(tiles.k_lo, tiles.k_hi)
+        full = (q_count == tiles.q_hi - tiles.q_lo) | (k_count == tiles.k_hi - tiles.k_lo)
+        return classes((q_count == 0) & (k_count == 0), full, q_subset, k_subset)
+
+
+P = TypeVar("P", Tensor, NDArray[np.int64])
+
+
+def _place(position: P, rows: int, n: int) -> P:
+    """Of positions on the axis of all batch elements, their places in a flat (rows, n)."""
+    inside = position & (ELEMENT - 1)
+    return inside + (position >> ELEMENT_BITS) * n if rows > 1 else inside
+
+
+@declare("Periodic(256, 192, 256)", "By chosen tokens")
+@dataclass(frozen=True, eq=False, repr=False)
+class Periodic(Pattern):
+    """Keys that every query attends, at ``start <= k % period < stop``.
+
+    Args:
+        period: Tokens after which the choice repeats.
+        start: First chosen token of a period.
+        stop: The one after the last.
+    Raises:
+        PatternError: Not ``0 <= start < stop <= period``.
+    Example:
+        >>> rw.patterns.Periodic(3, 2, 3).to_dense(1, 6)[0, 0].int()
+        tensor([[0, 0, 1, 0, 0, 1]], dtype=torch.int32)
+    """
+
+    period: int
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        whole_fields(self, start=0)
+        whole_fields(self, stop=self.start + 1)
+        whole_fields(self, period=self.stop)
+        super().__post_init__()
+
+    def _text(self) -> str:
+        return f"Periodic({self.period}, {self.start}, {self.stop})"
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        phase = k % self.period
+        return (phase >= self.start) & (phase < self.stop) & torch.ones_like(q, dtype=torch.bool)
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        width = int((q_hi - q_lo).max()) if len(q_lo) else 1
+        if self.period <= 2 * width:
+            return Ranges.of((0, nk), rows=len(q_lo))
+        first = np.arange(0, nk, self.period) + self.start
+        return Ranges.of(*((min(a, nk), min(a + self.stop - self.start, nk)) for a in first.tolist()), rows=len(q_lo))
+
+    def tile_classes(self, tiles: Tiles) -> Int64:
+        def chosen_before(position: Int64) -> Int64:
+            whole, rest = position // self.period, position % self.period
+            return whole * (self.stop - self.start) + np.clip(rest - self.start, 0, self.stop - self.start)
+
+        count = chosen_before(tiles.k_hi) - chosen_before(tiles.k_lo)
+        return classes(count == 0, count == tiles.k_hi - tiles.k_lo, tiles.k_lo % self.period)

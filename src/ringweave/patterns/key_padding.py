@@ -1,0 +1,142 @@
+"""Which keys exist, for each batch element: padding as a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import PatternError, message, shown
+from .base import Pattern
+from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
+from .declared import declare
+from .tiles import Int64, Ranges, Tiles, classes, mix
+from .validate import INTEGERS, integers, whole
+
+
+@declare("KeyPadding(832, 192)", "By position")
+class KeyPadding(Bounds):
+    """Keys [start, stop) exist, for each batch element its own: padding on the right or on the left.
+
+    Every query attends them: ``Causal() & KeyPadding(lengths)`` is causal attention over a padded batch. Tensors are
+    held, not copied, and read when a plan is made: a write to one counts from the next call on, and recompiles nothing.
+    Batch elements with equal bounds share their plan, and masks are made once for each place of a bound in a tile.
+
+    Args:
+        stop: The key after the last one, an int or an integer tensor (B,); a list becomes a tensor.
+        start: The first key, as ``stop``.
+    Raises:
+        PatternError: Bounds that are no whole numbers, or of different batches; at use, not
+            ``0 <= start <= stop <= Nk``, or another batch.
+    Example:
+        >>> rw.KeyPadding(torch.tensor([1, 3])).to_dense(1, 3, batch=2)[:, 0, 0].int()
+        tensor([[1, 0, 0],
+                [1, 1, 1]], dtype=torch.int32)
+        >>> rw.KeyPadding(3, start=1).to_dense(1, 4)[0, 0].int()
+        tensor([[0, 1, 1, 0]], dtype=torch.int32)
+    """
+
+    def __init__(self, stop: int | Sequence[int] | Tensor, start: int | Sequence[int] | Tensor = 0):
+        self.stop, self.start = _bound("stop", stop), _bound("start", start)
+        sizes = {table.numel() for table in self.tables} - {1}
+        if len(sizes) > 1:
+            got = f"{len(self.tables[0])} and {len(self.tables[1])} batch elements"
+            raise PatternError(message("stop, start", got, "one number of batch elements", "Pass tensors of one size."))
+        self._rows = sizes.pop() if sizes else 1
+        self.__post_init__()
+
+    def _text(self) -> str:
+        return self._written(lambda table: "_")
+
+    def __repr__(self) -> str:
+        # values are not waited for
+        return self._written(lambda table: f"<{len(table)} bounds>")
+
+    def _written(self, name: Callable[[Tensor], str]) -> str:
+        stop, start = (name(bound) if isinstance(bound, Tensor) else bound for bound in (self.stop, self.start))
+        return f"KeyPadding({stop})" if start == 0 else f"KeyPadding({stop}, {start})"
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        return tuple(bound for bound in (self.stop, self.start) if isinstance(bound, Tensor))
+
+    def extents(self) -> tuple[int | None, int | None]:
+        return (None if self._rows == 1 else self._rows), None
+
+    def select(self, b: int, h: int) -> Pattern:
+        if self._rows == 1:
+            return self
+        bounds = (x[b : b + 1] if isinstance(x, Tensor) and len(x) > 1 else x for x in (self.stop, self.start))
+        return KeyPadding(*bounds)
+
+    def _make(self) -> tuple[Int64, Int64]:
+        sides = (rows_of(x, 1) if isinstance(x, Tensor) else np.array([x]) for x in (self.start, self.stop))
+        start, stop = np.broadcast_arrays(*sides)
+        return start, stop
+
+    def numbers(self) -> Int64:
+        return mix(*self._now)
+
+    def fits(self, nq: int, nk: int, q_offset: int) -> None:
+        start, stop = self._now
+        wrong = (start < 0) | (start > stop) | (stop > nk)
+        if wrong.any():
+            b = int(wrong.argmax())
+            where = f" in batch element {b}" if self._rows > 1 else ""
+            raise PatternError(
+                message(
+                    "KeyPadding",
+                    f"start {start[b]} and stop {stop[b]}{where}",
+                    f"0 <= start <= stop <= {nk}, the number of keys",
+                    "Correct the bounds; an element without keys has start = stop.",
+                )
+            )
+
+    def spans(self) -> Spans:
+        start, stop = (side + np.arange(len(side)) * ELEMENT for side in self._now)
+        return Spans.of(start, stop, start, start, stop, self._rows == 1)
+
+    def _of(self, position: Int64) -> tuple[Int64, Int64]:
+        """The bounds for positions on the axis of all batch elements."""
+        start, stop = self._now
+        element = position >> ELEMENT_BITS if self._rows > 1 else np.zeros_like(position)
+        return start[element], stop[element]
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        start, stop = (torch.from_numpy(np.ascontiguousarray(side)).to(k.device) for side in self._now)
+        element, key = (k >> ELEMENT_BITS if self._rows > 1 else torch.zeros_like(k)), k & (ELEMENT - 1)
+        return (key >= start[element]) & (key < stop[element]) & torch.ones_like(q, dtype=torch.bool)
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        return Ranges.of(self._of(q_lo), rows=len(q_lo))
+
+    def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        start, stop = self._of(q_lo)
+        return Ranges.of((0, start), (stop, nk), rows=len(q_lo))
+
+    def tile_classes(self, tiles: Tiles) -> Int64:
+        start, stop = self._of(tiles.k_lo)
+        first, width = tiles.k_lo & (ELEMENT - 1), tiles.k_hi - tiles.k_lo
+        low, high = np.clip(start - first, 0, width), np.clip(stop - first, 0, width)
+        return classes(low >= high, (low == 0) & (high == width), low, high)
+
+    def restride(self, rate: int, offset: int) -> Pattern:
+        signed = (bound.long() if isinstance(bound, Tensor) else bound for bound in (self.stop, self.start))
+        return KeyPadding(*(-((offset - bound) // rate) for bound in signed))
+
+
+def _bound(name: str, value: object) -> int | Tensor:
+    """A bound as it is kept: an int, or an integer tensor (B,), whose values stay unread."""
+    if isinstance(value, Tensor):
+        if value.ndim == 1 and value.numel() and value.dtype in INTEGERS and value.layout == torch.strided:
+            return value
+        wanted = "an int or an integer tensor (B,)"
+        raise PatternError(message(name, shown(value), wanted, "Pass one whole number for each batch element."))
+    if isinstance(value, (list, tuple, range, np.ndarray)):
+        listed = integers(name, value, 0)
+        if not listed:
+            raise PatternError(message(name, shown(value), "a number for each batch element", f"Fill {name}."))
+        return torch.tensor(listed, device="cpu")
+    return whole(name, value, 0)

@@ -1,0 +1,126 @@
+"""A plan's lists of tiles: sorted, and assembled from row sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import PatternError, message
+from ..patterns.tiles import Int64
+from .block_plan import BlockPlan
+from .cuda_sync import waits
+
+_ALIGNED = 16  # elements: 64 bytes
+
+
+@dataclass(eq=False, repr=False)
+class RowSet:
+    """The non-empty tiles of a row set, or of several side by side, in row order; rows count on through the sets."""
+
+    row: NDArray[np.int64]
+    col: NDArray[np.int64]
+    mask_id: NDArray[np.int32]
+    sets: int = 1
+
+
+def stable_order(keys: Int64, bound: int) -> Int64:
+    """Sort keys in [0, bound) stably, ascending: numpy sorts 16 bits by counting, so 16 at a time."""
+    order: Int64 = np.argsort(keys.astype(np.uint16), kind="stable")
+    for low in range(16, (bound - 1).bit_length(), 16):
+        order = order[np.argsort((keys[order] >> low).astype(np.uint16), kind="stable")]
+    return order
+
+
+def assemble(
+    sets: list[RowSet],
+    group: torch.Tensor,
+    masks: torch.Tensor,
+    nq: int,
+    nk: int,
+    q_offset: int,
+    tile: tuple[int, int],
+    device: str | torch.device,
+) -> BlockPlan:
+    """Make a plan of its row sets: the lists by columns, the launch order, and all of it in one piece of memory."""
+    waits(device)
+    q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
+    limit(sum(len(each.row) for each in sets))
+    count = sum(each.sets for each in sets)
+    row, col, bits = _side_by_side(sets, q_tiles)
+    row_ptr = _offsets(row, count, q_tiles)
+    column = row // q_tiles
+    column *= kv_tiles
+    column += col
+    col_ptr = _offsets(column, count, kv_tiles)
+    if q_tiles > 1:
+        by_column = stable_order(column, count * kv_tiles)
+        row = row[by_column]
+        row %= q_tiles
+        bits_t = bits[by_column]
+    else:
+        # one row of tiles lies in the order of columns
+        row, bits_t = np.zeros_like(row), bits
+    del column
+
+    arrays: dict[str, NDArray[Any]] = {
+        "row_ptr": row_ptr,
+        "col": col,
+        "mask_id": bits,
+        "col_ptr": col_ptr,
+        "row": row,
+        "mask_id_t": bits_t,
+        "mask_words": masks.numpy(),
+        "row_set": group.numpy(),
+        "order": _launch_order(np.diff(row_ptr).reshape(-1)),
+    }
+    # in one piece: one copy to a device, and small plans take little more than their elements
+    sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays.values()]
+    whole = torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
+    for part, array in zip(whole.split(sizes), arrays.values(), strict=True):
+        np.copyto(part.numpy()[: array.size], array.reshape(-1), casting="unsafe")
+    parts = zip(arrays.items(), whole.to(device).split(sizes), strict=True)
+    return BlockPlan(
+        **{name: part[: array.size].view(array.shape) for (name, array), part in parts},
+        nq=nq,
+        nk=nk,
+        q_tile=tile[0],
+        kv_tile=tile[1],
+        q_offset=q_offset,
+    )
+
+
+def _side_by_side(sets: list[RowSet], q_tiles: int) -> tuple[Int64, Int64, NDArray[np.int32]]:
+    """(row, col, bits) of all sets, whose rows count on."""
+    if len(sets) == 1:
+        return sets[0].row, sets[0].col, sets[0].mask_id
+    row, col, bits = (np.concatenate([getattr(each, name) for each in sets]) for name in ("row", "col", "mask_id"))
+    first = np.cumsum([0, *(each.sets for each in sets)])
+    ends = np.cumsum([0, *(len(each.row) for each in sets)])
+    for before, begin, end in zip(first[1:], ends[1:], ends[2:], strict=False):
+        row[begin:end] += before * q_tiles
+    return row, col, bits
+
+
+def limit(tiles: int) -> None:
+    """Raise PatternError where numbers of tiles do not fit 32 bits."""
+    if tiles >= 2**31:
+        raise PatternError(message("pattern", f"{tiles} tiles", "fewer than 2**31", "Use larger tiles or less."))
+
+
+def _offsets(line: Int64, sets: int, lines: int) -> Int64:
+    """(sets, lines + 1): where the elements of each line of each set begin, and of the last one end."""
+    ends = np.cumsum(np.bincount(line, minlength=sets * lines))
+    of_sets = np.zeros((sets, lines + 1), np.int64)
+    of_sets[:, 1:] = ends.reshape(sets, lines)
+    of_sets[1:, 0] = of_sets[:-1, -1]
+    return of_sets
+
+
+def _launch_order(counts: Int64) -> Int64:
+    # longest first by classes of half an octave: rows of about one length keep their neighbours, who share keys
+    rank = np.floor(2 * np.log2(np.maximum(counts, 1))).astype(np.int16)
+    return np.argsort(-rank, kind="stable")

@@ -1,0 +1,592 @@
+"""Programs: a call compiled to steps, each a branch with the backend that computes it, and how they run.
+
+Branches are strided views of the same tensors. Forward merges their (out, lse) in place; backward needs no merge: with
+the whole attention's lse each branch's gradients are its share, and they are added.
+
+A program is kept by a cheap key of the call's arguments. So an equal call is neither checked, nor planned, nor turned
+into kernel arguments again: a small one costs less to compute than to look at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backends import BACKENDS, cpu, forks, gpu_check, tuning
+from .backends.backend import RENAMED, Backend, Heads, Upstream, delta_in_chunks, readable
+from .cache import PROGRAMS
+from .call import Arguments, Call, Operands, term_operands
+from .environment import setting
+from .errors import UnsupportedError, message, shown
+from .kv_cache import PagedCache, Pages
+from .merge import merge_into
+from .patterns import Pattern
+from .plan import BlockPlan, Branch, branches, step_plan
+from .plan.decode_plans import Run, run_of_lengths
+from .plan.from_pattern import default_tile
+from .precision import NATIVE
+from .terms import Term, TermOperands, tables_in, threshold_of
+from .torch_compat import plain, unwatched
+from .types import acc_dtype
+
+# what auto considers, best first; the last one runs everything
+PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "flash", "triton", "dense_batched")
+# tiles (128 x 128) beyond which a dense branch goes to a kernel that needs no plan: 16 bytes a tile add up
+_DENSE_TILES = 2**23
+
+
+class Step(NamedTuple):
+    """A branch of a call, and the backend that computes it."""
+
+    branch: Branch
+    backend: Backend
+
+
+def names() -> tuple[str, ...]:
+    """List what ``backend=`` takes."""
+    return ("auto", *BACKENDS)
+
+
+def choose(name: str, call: Call, branch: Branch) -> Backend:
+    """Choose the backend for one branch.
+
+    Raises:
+        UnsupportedError: An unknown name, or a named backend that cannot run the branch, with the reason.
+    """
+    return step(name, call, branch)[1]
+
+
+def step(name: str, call: Call, branch: Branch) -> Step:
+    """Choose one branch's backend, as :func:`choose`; auto may give it the tiles that were measured to suit both."""
+    if name == "auto":
+        usual = (backend for backend, reason in candidates(call, branch) if reason is None)
+        return measured(call, branch) or Step(branch, next(usual))
+    # a graph that another version compiled may hold an old name
+    backend = BACKENDS.get(RENAMED.get(name, name))
+    if backend is None:
+        raise UnsupportedError(message("backend", shown(name), f"one of {', '.join(names())}", "Use 'auto'."))
+    reason = unsupported_reason(backend, call, branch)
+    if reason is not None:
+        wanted = f"a case that it can run, but {reason}"
+        raise UnsupportedError(message("backend", repr(name), wanted, "Use backend='auto' or 'dense_batched'."))
+    return Step(branch, backend)
+
+
+def measured(call: Call, branch: Branch) -> Step | None:
+    """Look up what ``ringweave tune`` found fastest for this kind of call here, if that backend can run it."""
+    # what was measured was without terms, pages and scales
+    answer = None if call.features or call.paged or call.kv_dtype else tuning.lookup(call, branch)
+    backend = None if answer is None else BACKENDS.get(answer.backend)
+    if answer is None or backend is None or not backend.branched or backend.experimental:
+        return None
+    if unsupported_reason(backend, call, branch) is not None:
+        return None
+    if answer.tile is not None and backend.tiled:
+        other = dataclasses.replace(branch, sides=answer.tile)
+        branch = other if unsupported_reason(backend, call, other) is None else branch
+    return Step(branch, backend)
+
+
+def candidates(call: Call, branch: Branch) -> Iterator[tuple[Backend, str | None]]:
+    """List what auto considers where nothing was measured, in order, with why it does not take it (None: it does)."""
+    ordered = list(PREFERENCE)
+    if branch.structure != "sparse" and branch.nq * branch.nk > _DENSE_TILES * 128**2:
+        ordered.sort(key=lambda name: BACKENDS[name].planned)
+    for name in ordered:
+        yield BACKENDS[name], _why_not(BACKENDS[name], call, branch)
+
+
+def unsupported_reason(backend: Backend, call: Call, branch: Branch) -> str | None:
+    """Say why a backend cannot run a branch of a call; None where it can."""
+    if call.needs_grad and backend.backward is None:
+        return "it is forward-only, and an input requires gradients (detach the inputs, or use torch.no_grad)"
+    if missing := backend.lacks(call.features, call.device):
+        return f"it computes no {' and no '.join(sorted(missing))}"
+    if call.paged and not backend.paged:
+        return "it reads no pages"
+    if call.kv_dtype is not None and call.kv_dtype not in backend.kv_dtypes:
+        return f"it reads no keys and values in {call.kv_dtype}"
+    return backend.unsupported_reason(call, branch)
+
+
+def _why_not(backend: Backend, call: Call, branch: Branch) -> str | None:
+    """Say why auto does not take a backend by itself; None where it may."""
+    if backend.checked and not backend.planned and branch.structure == "sparse" and call.device != "cpu":
+        return "auto gives it sparse patterns only where ringweave tune found it fastest"
+    reason = unsupported_reason(backend, call, branch)
+    if reason is not None or not backend.checked:
+        return reason
+    # Triton's interpreter is for tests
+    if call.device == "cpu":
+        return "on a CPU it is used only when named"
+
+    return gpu_check.reason(backend, call, branch)
+
+
+class Returned(NamedTuple):
+    """What forward returned, and the gradients that came back for it.
+
+    Attributes:
+        dout: Gradient of out, (B, Hq, Nq, Dv).
+        dlse: Gradient of lse, (B, Hq, Nq), or None.
+        out: (B, Hq, Nq, Dv).
+        lse: (B, Hq, Nq).
+    """
+
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+    def detached(self) -> Returned:
+        """Give the same for kernels: channels adjacent; a row with an infinite score is NaN, and so are its weights."""
+        return self._replace(dout=readable(self.dout), lse=self.lse.masked_fill(torch.isposinf(self.lse), torch.nan))
+
+
+def compiled(call: Call) -> tuple[Step, ...]:
+    """Split a call into branches and choose a backend for each; auto may give them other tiles.
+
+    A named backend keeps the tiles that length and pattern suggest: the bits of what was named depend on no store.
+
+    Raises:
+        UnsupportedError: The named backend cannot run the call.
+    """
+    sizes = {"heads": call.heads, "batch": call.batch, "q_offset": call.q_offset}
+    named = BACKENDS.get(call.backend)
+    if named is not None and not named.branched:
+        whole = Branch.whole(call.pattern, call.nq, call.nk, **sizes)
+        return (Step(whole, choose(call.backend, call, whole)),)
+    if call.paged:
+        # a page is not cut into strided views, and lies in tiles or tiles in it: sides are powers of two
+        whole = Branch.whole(call.pattern, call.nq, call.nk, **sizes)
+        if whole.tile[1] & (whole.tile[1] - 1):
+            whole = dataclasses.replace(whole, sides=(default_tile(call.nq), default_tile(call.nk)))
+        return (step(call.backend, call, whole),)
+    split = branches(call.pattern, call.nq, call.nk, **sizes)
+    return tuple(step(call.backend, call, branch) for branch in split)
+
+
+class Program:
+    """A call and the steps that compute it.
+
+    Args:
+        call: The call.
+        constant: Whether the pattern cannot change: then the program holds the plans of a small call.
+    """
+
+    def __init__(self, call: Call, *, constant: bool = False):
+        self.call, self.constant = call, constant
+        #: Version of the tuning table that the program was compiled with.
+        self.read = tuning.current()
+        #: The pattern's tables, of a constant pattern.
+        self.tables = call.pattern.tables if constant else ()
+        #: Kernel arguments of a small call that the native kernel computes as a whole.
+        self.prepared: cpu.PreparedCall | None = None
+
+    def again(self, call: Call) -> Program:
+        """Give the program of another call that runs as this one does: of a piece."""
+        return type(self)(call)
+
+    def at(self, k: Tensor) -> Program:
+        """Give the program for these keys: those of another decoding step may share kernel arguments with this one."""
+        more = k.shape[2] - self.call.nk
+        if not more or self.call.paged:
+            return self
+        return Program(dataclasses.replace(self.call, nk=k.shape[2], q_offset=self.call.q_offset + more))
+
+    @functools.cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """Steps of forward."""
+        call = self.call
+        return self._kept(dataclasses.replace(call, needs_grad=False, learned=0) if call.needs_grad else call)
+
+    @functools.cached_property
+    def backward_steps(self) -> tuple[Step, ...]:
+        """Steps of backward, for which auto may choose other backends."""
+        return self._kept(self.call if self.call.needs_grad else dataclasses.replace(self.call, needs_grad=True))
+
+    @functools.cached_property
+    def native(self) -> bool:
+        """Whether the native kernel computes every step, which needs nothing of an operator's surroundings."""
+        return all(each.backend is _native for each in self.steps)
+
+    @functools.cached_property
+    def terms(self) -> TermOperands | None:
+        """The score terms of a constant program, where each call has the same: no table, nothing drawn."""
+        call = self.call
+        if not self.constant or not call.terms or call.dropout or tables_in(call.terms):
+            return None
+        return term_operands(call, (call.nq, call.nk), torch.device(call.device), ())
+
+    def operands(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], learns: Sequence[bool] | None = None
+    ) -> Operands:
+        """Sort the tensors of the call: see :meth:`Operands.of`."""
+        if self.terms is not None:
+            return Operands(q, k, v, self.call.scale, self.terms)
+        return Operands.of(self.call, q, k, v, tensors, learns)
+
+    def _kept(self, call: Call) -> tuple[Step, ...]:
+        steps = compiled(call)
+        small = -(-call.nq // 16) * call.batch * call.heads <= _MOST_ROWS
+        if not (self.constant and small and call.device == "cpu" and all(each.backend is _native for each in steps)):
+            return steps
+        return tuple(each._replace(branch=_planned(each.branch)) for each in steps)
+
+    def whole(self, steps: Sequence[Step]) -> Step | None:
+        """Give the only step, if it computes the call as it is: no view of it."""
+        one = steps[0] if len(steps) == 1 else None
+        return one if one is not None and is_whole(one.branch, self.call) else None
+
+    def forward(self, operands: Operands) -> tuple[Tensor, Tensor]:
+        """Compute (out, lse); out in q's dtype."""
+        forks.check(operands.q.device)
+        operands = operands.map(readable)
+        q, v = operands.q, operands.v
+        one = self.whole(self.steps)
+        if one is not None:
+            return one.backend.forward(operands, one.branch, q.dtype)
+        acc = acc_dtype(q.dtype)
+        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=acc)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=acc)
+        for branch, backend in self.steps:
+            view = BranchSlice(branch, self.call)
+            part, part_lse = backend.forward(view.of(operands), branch, acc)
+            merge_into(view.of_q(out), view.of_q(lse), part, part_lse)
+        return out.to(q.dtype), lse
+
+    def backward(
+        self, operands: Operands, returned: Returned, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute (dq, dk, dv) in a dtype, by default the queries'; the sums for terms' tables lie in the operands."""
+        forks.check(operands.q.device)
+        operands, returned = operands.map(readable), returned.detached()
+        dout, dlse, out, lse = returned
+        steps = self.backward_steps
+        delta = (steps[0].backend.delta if steps else delta_in_chunks)(dout, out, lse, dlse)
+        dtype = dtype or self.call.dtype
+        one = self.whole(steps)
+        if one is not None:
+            assert one.backend.backward is not None
+            upstream = Upstream(dout, lse, delta, out if dlse is None else None)
+            return one.backend.backward(upstream, operands, one.branch, dtype)
+        like = torch.contiguous_format
+        totals = [torch.zeros_like(x, dtype=lse.dtype, memory_format=like) for x in operands[:3]]
+        for branch, backend in steps:
+            assert backend.backward is not None
+            view = BranchSlice(branch, self.call)
+            upstream = Upstream(view.of_q(dout), view.of_q(lse), view.of_q(delta))
+            dq, dk, dv = backend.backward(upstream, view.of(operands), branch, lse.dtype)
+            view.of_q(totals[0]).add_(dq)
+            view.add_to_k(totals[1], dk)
+            view.add_to_k(totals[2], dv)
+        dq, dk, dv = (total.to(dtype) for total in totals)
+        return dq, dk, dv
+
+    def step(self, operands: Operands, keys: int, run: Run) -> Program:
+        """Give the program of another decoding step of this kind, which differs in its plan alone."""
+        call = self.call if self.call.paged else dataclasses.replace(self.call, nk=keys, q_offset=keys - 1)
+        program = Program(call)
+        program.constant, program.tables = True, self.tables
+        of_kind = self.steps[0].branch
+        near = keys - run.behind
+        branch = dataclasses.replace(of_kind, nk=near, q_offset=near - 1, known=None)
+        sizes = 1, near, branch.head_count, branch.batch, near - 1
+        plan = step_plan(branch.pattern, (*sizes, *(branch.sides or (default_tile(1), default_tile(near)))))
+        if plan.capacity <= _MOST_TILES:
+            if run.behind and operands.pages is None:
+                # of these keys only the shape is looked at
+                k, v = operands.k[:, :, run.behind :], operands.v[:, :, run.behind :]
+                operands = operands._replace(k=k, v=v)
+            operands = operands._replace(scale=call.scale)
+            if not operands.q.stride(3) == operands.k.stride(3) == operands.v.stride(3) == 1:
+                operands = operands.map(readable)
+            program.prepared = cpu.PreparedCall(operands, branch, plan, run.first)
+        return program
+
+    def small(self, steps: Sequence[Step]) -> BlockPlan | None:
+        """Give the plan of a small call that the native kernel computes as a whole; None for another."""
+        one = self.whole(steps)
+        if one is None or one.backend is not _native:
+            return None
+        plan = one.branch.known
+        return None if plan is None or plan.capacity > _MOST_TILES else plan
+
+    def describe(self) -> list[tuple[int, str]]:
+        """Count branches by backend, for people: [(branches, backend), ...] in order of first use."""
+        return describe(self.steps)
+
+
+def is_whole(branch: Branch, call: Call) -> bool:
+    """Whether a branch is the whole call: no view of it."""
+    return branch.rate == 1 and branch.head_count == call.heads
+
+
+def _planned(branch: Branch) -> Branch:
+    """Give a branch of a constant pattern its plan."""
+    return dataclasses.replace(branch, known=branch.plan("cpu"))
+
+
+def describe(steps: Sequence[Step]) -> list[tuple[int, str]]:
+    """Count branches by backend: [(branches, backend), ...] in order of first use."""
+    counts: dict[str, int] = {}
+    for each in steps:
+        counts[each.backend.name] = counts.get(each.backend.name, 0) + 1
+    return [(number, name) for name, number in counts.items()]
+
+
+class BranchSlice:
+    """A branch's part of tensors laid out (B, heads, tokens, ...): strided views, no copies where heads allow it.
+
+    Attributes:
+        heads: Its heads.
+        queries: Its queries.
+        keys: Its keys.
+    """
+
+    def __init__(self, branch: Branch, call: Call):
+        self.heads = Heads(branch, call.heads // call.kv_heads)
+        self.queries = slice(branch.q_first, None, branch.rate)
+        self.keys = slice(branch.k_first, None, branch.rate)
+
+    def of(self, operands: Operands) -> Operands:
+        """Its part of all."""
+        terms = operands.terms
+        if terms is not None:
+            heads, rows, columns = terms.heads[self.heads.queries], terms.rows, terms.columns
+            terms = terms._replace(heads=heads, rows=rows[self.queries], columns=columns[self.keys])
+        return operands._replace(q=self.of_q(operands.q), terms=terms).of_keys(self.of_k)
+
+    def of_q(self, x: Tensor) -> Tensor:
+        """Its queries of (B, Hq, Nq, ...)."""
+        return x[:, self.heads.queries, self.queries]
+
+    def of_k(self, x: Tensor) -> Tensor:
+        """Its keys of (B, Hkv, Nk, C), as a kernel takes them."""
+        return self.heads.for_kernel(self.heads.of_keys(x[:, :, self.keys]))
+
+    def add_to_k(self, total: Tensor, part: Tensor) -> None:
+        """Add what a kernel gives to (B, Hkv, Nk, C)."""
+        tokens = total[:, :, self.keys]
+        self.heads.update(tokens, Tensor.add_, self.heads.from_kernel(part))
+
+
+# ---- programs by a cheap key -----------------------------------------------------------------------------------------
+
+_native = cpu.BACKEND
+# Larger calls take longer to compute than to look at: rows of tiles over batch and heads, and listed tiles.
+_MOST_ROWS, _MOST_TILES = 2**12, 2**14
+_ROW_BYTES, _TILE_BYTES, _PROGRAM_BYTES = 64, 16, 16 * 2**10
+# A pattern's last program, as the layers of a model repeat it: a comparison reads less memory than a key takes.
+_last: dict[int, tuple[Pattern, tuple[object, ...], weakref.ref[Program]]] = PROGRAMS.front
+_MOST_LAST = 16
+
+
+def find(given: Arguments) -> tuple[Hashable | None, Program | None]:
+    """Look up (key, program) by the arguments of a call that nothing watches.
+
+    Without a key the call takes the operators, or has arguments that a key does not hold. With a key alone it is new.
+    """
+    q, k, v, pattern, scale, q_offset, backend = given[:7]
+    if not (
+        plain(q, k, v)
+        and unwatched()
+        and BACKENDS["cpu"] is _native
+        and (type(q_offset) is int and type(backend) is str and (scale is None or type(scale) is float))
+    ):
+        return None, None
+    options = _options(given)
+    if options is None:
+        return None, None
+    read = tuning.current()
+    # in place, as in a call: between layers of a model a function of its own costs a microsecond
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    means = q.dtype, k.dtype, v.dtype, scale, backend, torch.get_num_threads(), setting(cpu.VARIANT), options
+    exact = q_offset, q.shape, k.shape, v.shape, grad, means
+    last = _last.get(id(pattern))
+    if last is not None and last[0] is pattern and last[1] == exact:
+        known = last[2]()
+        if known is not None and known.read is read:
+            return None, known
+    if not (isinstance(pattern, Pattern) and pattern.fixed):
+        return None, None
+    spec = pattern._spec
+    # a decoding step: one query, the last of its keys
+    if (
+        len(options) == 1
+        and not (grad or read.answers)
+        and q.ndim == k.ndim == v.ndim == 4
+        and (q.shape[2] == 1 and q_offset == k.shape[2] - 1 == v.shape[2] - 1)
+    ):
+        keys = k.shape[2]
+        kind = spec, q.shape, k.shape[:2], k.shape[3], v.shape[:2], v.shape[3], means
+        found = _step(kind, Operands(q, k, v, 1.0), keys, default_tile(keys), read)
+        if found is not None:
+            key, program = found
+            if program is None or program.prepared is None:
+                return key, None
+            return None, _noted(pattern, exact, program)
+    key = spec, exact
+    program = PROGRAMS.get(key)
+    if program is None or program.read is not read:
+        return key, None
+    return None, _noted(pattern, exact, program)
+
+
+def _noted(pattern: Pattern, exact: tuple[object, ...], program: Program) -> Program:
+    """Note a pattern's last program."""
+    if len(_last) >= _MOST_LAST:
+        _last.clear()
+    _last[id(pattern)] = pattern, exact, weakref.ref(program)
+    return program
+
+
+_OTHERS = tuple(Arguments._field_defaults.values())[Arguments._fields.index("on_oom") - 2 :]
+
+
+def _options(given: Arguments) -> tuple[Hashable, ...] | None:
+    """Give the other arguments as a key, one of length 1 where they are defaults; None where a key cannot hold them."""
+    # learned sinks join after the program has run
+    k_offset, context, terms, _sinks, dropout, precision, on_oom = given[7:14]
+    if (
+        context is not None
+        or (precision is not None and precision is not NATIVE)
+        or type(k_offset) is not int
+        or type(on_oom) is not str
+        or (on_oom != "degrade" and on_oom != "raise")
+        or type(dropout) is not float
+        # options that no key holds yet
+        or (_OTHERS and any(map(operator.is_not, given[14:], _OTHERS)))
+    ):
+        return None
+    listed = terms if isinstance(terms, (tuple, list)) else () if terms is None else (terms,)
+    if not k_offset and not listed and dropout == 0.0:
+        return (on_oom,)
+    if not all(isinstance(term, Term) for term in listed) or not 0 <= dropout < 1 or k_offset < 0:
+        return None
+    kinds = []
+    for term in listed:
+        of_tables = []
+        for x in term.tables:
+            if not plain(x, x, x):
+                return None
+            of_tables.append((x.shape, x.dtype, x.requires_grad))
+        kinds.append((term.spec, tuple(of_tables)))
+    return on_oom, k_offset, tuple(kinds), threshold_of(dropout)
+
+
+class _StepKey(NamedTuple):
+    """The key of a decoding step: that of its kind, whatever its length, and that of its run."""
+
+    kind: tuple[Hashable, ...]
+    run: Run
+
+
+def _step(
+    kind: tuple[Hashable, ...], operands: Operands, keys: int, side: int, read: object
+) -> tuple[Hashable, Program | None] | None:
+    """Look up (key, program) of a decoding step by its kind, whose first part is the pattern; None: it has no run.
+
+    A kind that was checked before makes the programs of further steps, which differ in their plan alone.
+    """
+    run = run_of_lengths(str(kind[0]), keys, side)
+    if run is None:
+        return None
+    key = _StepKey(kind, run)
+    program = PROGRAMS.get((kind, run.key))
+    if program is None or program.read is not read:
+        of_kind = PROGRAMS.get(kind)
+        if of_kind is None or of_kind.read is not read:
+            return key, None
+        program = of_kind.step(operands, keys, run)
+        _put(key, program)
+    return key, program
+
+
+def _put(key: Hashable, program: Program) -> None:
+    """Keep a program by its key: a step's by that of its run."""
+    size, prepared = _PROGRAM_BYTES, program.prepared
+    if prepared is not None:
+        plan, call = prepared.plan, program.call
+        size += plan.nbytes + _ROW_BYTES * plan.q_tiles * call.batch * call.heads + _TILE_BYTES * plan.capacity
+    PROGRAMS.put((key.kind, key.run.key) if isinstance(key, _StepKey) else key, program, size)
+
+
+def keep(key: Hashable, call: Call, operands: Operands) -> Program:
+    """Compile a checked call of a constant pattern, and keep its program by its key."""
+    # before anything is copied: a forked process has no threads to do that
+    forks.check(operands.q.device)
+    program = Program(call, constant=True)
+    if isinstance(key, _StepKey):
+        # sides of tiles that a pattern asks for would be lost
+        if call.pattern.block_side is None and program.small(program.steps) is not None:
+            PROGRAMS.put(key.kind, program, _PROGRAM_BYTES)
+            program = program.step(operands, call.nk, key.run)
+    elif not call.features:
+        plan = program.small(program.steps)
+        if plan is not None:
+            branch = program.steps[0].branch
+            program.prepared = cpu.PreparedCall(operands.map(readable), branch, plan)
+    _put(key, program)
+    return program
+
+
+def find_paged(given: Arguments, cache: PagedCache) -> tuple[Hashable | None, Program | None, int]:
+    """Look up (key, program, keys) of a decoding step over sequences in pages that all have as many keys."""
+    q, k, v, pattern, scale, _, backend = given[:7]
+    lengths = cache._host_lengths
+    if lengths is None or cache.scales is not None or not len(lengths):
+        return None, None, 0
+    keys = int(lengths[0])
+    if keys < 1 or (len(lengths) > 1 and not bool((lengths == keys).all())):
+        return None, None, 0
+    if not (
+        plain(q, k, v)
+        and unwatched()
+        and BACKENDS["cpu"] is _native
+        and (type(backend) is str and (scale is None or type(scale) is float))
+        and (q.ndim == 4 and q.shape[2] == 1 and isinstance(pattern, Pattern) and pattern.fixed)
+    ) or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        return None, None, 0
+    options, columns = _options(given), cache.table.shape[1]
+    read = tuning.current()
+    if options is None or len(options) > 1 or keys > columns * cache.page or read.answers:
+        return None, None, 0
+    means = q.dtype, k.dtype, v.dtype, scale, backend, torch.get_num_threads(), setting(cpu.VARIANT)
+    of_kind = "pages", q.shape, k.shape, v.shape, len(lengths), columns, means
+    # the layers of a model repeat it
+    exact = keys, of_kind
+    last = _last.get(id(pattern))
+    if last is not None and last[0] is pattern and last[1] == exact:
+        known = last[2]()
+        if known is not None and known.read is read:
+            return None, known, keys
+    operands = Operands(q, k, v, 1.0, pages=Pages(cache.table, cache.lengths, cache.page))
+    found = _step((pattern._spec, *of_kind), operands, keys, default_tile(columns * cache.page), read)
+    if found is None:
+        return None, None, 0
+    key, program = found
+    if program is None or program.prepared is None:
+        return key, program, keys
+    return None, _noted(pattern, exact, program), keys
+
+
+def keep_paged(key: Hashable, call: Call, cache: PagedCache) -> None:
+    """Keep the kind of a checked step over pages, where the native kernel computes it as a whole."""
+    assert isinstance(key, _StepKey)
+    tensors = cache.table, cache.lengths
+    steps = compiled(call.at_lengths(cache.k, tensors))
+    one = steps[0] if len(steps) == 1 else None
+    rows = call.batch * call.heads
+    if one is not None and one.backend is _native and is_whole(one.branch, call) and rows <= _MOST_ROWS:
+        program = Program(call, constant=True)
+        whole = Branch.whole(call.pattern, 1, call.nk, heads=call.heads, batch=call.batch)
+        program.steps = (Step(dataclasses.replace(whole, sides=one.branch.tile), one.backend),)
+        PROGRAMS.put(key.kind, program, _PROGRAM_BYTES)

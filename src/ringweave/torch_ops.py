@@ -1,0 +1,437 @@
+"""The two ``torch.library`` operators of a call, with fakes, and the one way in which a call is differentiated.
+
+The operators take tensors and one text, so that ``torch.compile`` traces a call as one opaque node: planning and the
+choice of backends happen when it runs, and a new table of the same shape recompiles nothing. Eager calls go through one
+autograd function, which calls the operators wherever something watches them, and a program directly elsewhere. What has
+no derivative raises: an operator alone would answer a forward-mode derivative with zero.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from . import oom_retry
+from .cache import fact
+from .call import Call, Operands
+from .errors import UnsupportedError, is_out_of_memory, message
+from .host_offload import program_of
+from .patterns.function import pinned_closure
+from .program import Program, Returned
+from .torch_compat import all_plain, dispatch_modes, forward_mode, transforming, untraced, unwatched
+from .types import acc_dtype
+
+_library = torch.library.Library("ringweave", "DEF")
+# register_fake asks inspect whose line calls it, which looks through all modules that are loaded (6 ms) unless it knows
+getattr(inspect, "modulesbyfile", {})[inspect.getabsfile(sys.modules[__name__])] = __name__
+
+
+def operators(*kernels: tuple[Callable[..., Any], Callable[..., Any]]) -> list[Any]:
+    """Define ``ringweave::<name of the kernel>`` for each: its annotations are its schema, the fake tells shapes.
+
+    They belong together, and their overload is named for all their schemas: a graph that another version has left in
+    PyTorch's cache on disk may call the first alike and the others otherwise, and must not be found.
+    """
+    schemas = [_schema(kernel) for kernel, _ in kernels]
+    overload = "of_" + hashlib.blake2b("".join(schemas).encode(), digest_size=4).hexdigest()
+    return [_operator(*each, schema, overload) for each, schema in zip(kernels, schemas, strict=True)]
+
+
+def _operator(kernel: Callable[..., Any], fake: Callable[..., Any], schema: str, overload: str) -> Any:
+    name = f"{kernel.__name__}.{overload}"
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, untraced(kernel), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ringweave::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops.ringweave, kernel.__name__), overload)
+
+
+_SCHEMA = {
+    "Tensor": "Tensor", "Tensor | None": "Tensor?", "Sequence[Tensor]": "Tensor[]", "Sequence[bool]": "bool[]",
+    "list[Tensor]": "Tensor[]", "str": "str", "float": "float", "int": "SymInt", "bool": "bool",
+}  # fmt: skip
+
+
+def _schema(kernel: Callable[..., Any]) -> str:
+    """Write a kernel's annotations, which are text, as a schema: what ``infer_schema`` does, in no time."""
+    *arguments, (_, result) = kernel.__annotations__.items()
+    results = result.removeprefix("tuple[").removesuffix("]" if result.startswith("tuple[") else "").split(", ")
+    given = ", ".join(f"{_SCHEMA[kind]} {name}" for name, kind in arguments)
+    return f"({given}) -> ({', '.join(_SCHEMA[each] for each in results)})"
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: Sequence[Tensor],
+    call: str,
+    scale: float,
+    q_offset: int,
+    dropout: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) of a call: ``tensors`` and the text ``call`` are those of ``call.pack`` and ``Call.text``."""
+    program = program_of(Call.read(call, q, k, v, tensors, scale, q_offset, dropout), q, k)
+    return oom_retry.forward(program, program.operands(q, k, v, tensors))
+
+
+def attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor],
+    call: str,
+    scale: float,
+    q_offset: int,
+    dropout: int,
+    learns: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Compute (dq, dk, dv, those of ``tensors``); an empty tensor for one that ``learns`` says gets none."""
+    learned = sum(x.numel() for x, one in zip(tensors, learns, strict=True) if one)
+    about = replace(Call.read(call, q, k, v, tensors, scale, q_offset, dropout), needs_grad=True, learned=learned)
+    return _backward(program_of(about, q, k), (q, k, v, out, lse), tensors, learns, dout, dlse)
+
+
+def _backward(
+    program: Program,
+    saved: tuple[Tensor, ...],
+    tensors: Sequence[Tensor],
+    learns: Sequence[bool],
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    q, k, v, out, lse = saved
+    if program.call.paged or program.call.kv_dtype is not None:
+        refuse_gradient("keys and values in pages or in 8 bits")
+    operands = program.operands(q, k, v, tensors, learns)
+    # a hook of saved tensors may have given them back in another layout
+    returned = Returned(dout, dlse, out.contiguous(), lse.contiguous())
+    grads = oom_retry.backward(program, operands, returned)
+    return *grads, table_grads(tensors, learns, operands)
+
+
+def table_grads(tensors: Sequence[Tensor], learns: Sequence[bool], operands: Operands) -> list[Tensor]:
+    """Give the sum for each tensor that learns, in its dtype; for the others an empty tensor."""
+    totals = () if operands.terms is None else operands.terms.totals
+    return _by_tensor(tensors, learns, (total for total in totals if total is not None))
+
+
+def fake_grads(tensors: Sequence[Tensor], learns: Sequence[bool]) -> list[Tensor]:
+    """Give the same without values."""
+    return _by_tensor(tensors, learns, (x.new_empty(x.shape) for x, one in zip(tensors, learns, strict=True) if one))
+
+
+def _by_tensor(tensors: Sequence[Tensor], learns: Sequence[bool], grads: Iterable[Tensor]) -> list[Tensor]:
+    rest = iter(grads)
+    return [next(rest).to(x.dtype) if one else x.new_empty(0) for x, one in zip(tensors, learns, strict=True)]
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=acc_dtype(q.dtype))
+
+
+def _fake_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, ...]:
+    tensors, learns = rest[2], rest[-1]
+    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return *grads, fake_grads(tensors, learns)
+
+
+def differentiate(op: Any, setup: Callable[..., None] | None, backward: Callable[..., Any]) -> None:
+    """Give an operator its gradient, as ``torch.library.register_autograd``."""
+    torch.library.register_autograd(op.name(), backward, setup_context=setup, lib=_library)
+
+
+attention_op, attention_backward_op = operators((attention, _fake), (attention_backward, _fake_backward))
+
+
+def refuse_gradient(what: str) -> NoReturn:
+    """Raise UnsupportedError: stored keys and values are for inference."""
+    remedy = "Call it under torch.no_grad(), and train with attention() without kv."
+    raise UnsupportedError(message(what, "an input that requires gradients", "none: it is forward-only", remedy))
+
+
+class Differentiable(torch.autograd.Function):
+    """An operator under ``torch.func``: reverse mode, once; and ``vmap``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        """Refuse: the tangent of what is not a function of tangents would be zero."""
+        _refuse("a forward-mode derivative", "Use reverse mode: torch.func.vjp, jacrev or grad.")
+
+
+def refuse_forward_mode() -> None:
+    """Raise UnsupportedError under forward-mode differentiation, of which an operator alone knows nothing."""
+    if forward_mode():
+        Differentiable.jvp(None)
+
+
+def _refuse(got: str, remedy: str) -> NoReturn:
+    raise UnsupportedError(message("attention", got, "reverse-mode derivatives of first order", remedy))
+
+
+def refuse_twice(ctx: Any, *_: Any) -> NoReturn:
+    """Refuse the gradient of a gradient."""
+    _refuse("a second derivative", "Call the formula on small dense tensors for one.")
+
+
+def may_go_round(program: Program, tensors: Iterable[Tensor]) -> bool:
+    """Whether nothing would notice that a program runs without its operator.
+
+    That needs plain tensors in main memory, the native kernel, and no mode, transform, trace, profiler or autocast:
+    these watch operators or change them. It also needs a pattern without tables, which a transform may have wrapped.
+    """
+    return (
+        unwatched()
+        and all_plain(tensors)
+        and not program.call.pattern.tables
+        and program.native
+        and not torch.compiler.is_compiling()
+    )
+
+
+class _Backward(Differentiable):
+    backward = staticmethod(refuse_twice)
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        """As the operator, the gradients of a list side by side."""
+        *grads, of_tensors = attention_backward_op(*args)
+        return *grads, *of_tensors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep nothing: it has no derivative."""
+
+
+class _Attention(Differentiable):
+    """A call with its gradient: a program, and tensors."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, program: Program, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """As the operator; autograd sees no tensors in a list."""
+        # a constant program was found for a call that nothing watches
+        if program.constant or may_go_round(program, (q, k, v, *tensors)):
+            return run(program, q, k, v, tensors)
+        call = program.call
+        return attention_op(q, k, v, list(tensors), call.text, *call.numbers)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Keep what backward takes."""
+        q, k, v, ctx.program, *tensors = inputs
+        spec = "" if ctx.program.constant else ctx.program.call.pattern.spec
+        _save(ctx, spec, q, k, v, tensors, output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        learns = list(ctx.needs_input_grad[4:])
+        dq, dk, dv, of_tensors = _gradients(ctx, ctx.program, learns, dout, dlse)
+        return dq, dk, dv, None, *of_tensors
+
+
+# What Function.apply calls after it has bound the arguments by their names, for transforms; that takes 50 microseconds.
+_differentiable: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, tensors, *ctx.call = inputs
+    _save(ctx, ctx.call[0].partition("\n")[0], q, k, v, tensors, output)
+
+
+def _save(ctx: Any, spec: str, *saved: Any) -> None:
+    *inputs, tensors, output = saved
+    # alive until backward has run
+    ctx.held = pinned_closure(spec, tensors, inputs[0])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, *output, *savable(tensors))
+
+
+def savable(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Give what can be kept for backward: a pattern may be made in inference mode, for calls outside of it."""
+    return (x.clone() if x.is_inference() else x for x in tensors)
+
+
+def _gradients(
+    ctx: Any, program: Program | None, learns: list[bool], dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Any, ...]:
+    """(dq, dk, dv, those of the tensors), by the program where one is given and nothing watches."""
+    if ctx.held is not None:
+        ctx.held.check()
+    if dout is None and dlse is None:
+        return None, None, None, [None] * len(learns)
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    watched = q, k, v, out, lse, dout, *(tensors if dlse is None else (dlse, *tensors))
+    if program is not None and not torch.is_grad_enabled() and may_go_round(program, watched):
+        saved = q, k, v, out, lse
+        grads = None if program.prepared is None else _prepared_backward(program, saved, dout, dlse)
+        if grads is not None:
+            return *grads, [None] * len(learns)
+        *found, of_tensors = _backward(program.at(k), saved, tensors, learns, dout, dlse)
+    else:
+        every = dout, dlse, q, k, v, out, lse, tensors
+        if program is None:
+            *found, of_tensors = attention_backward_op(*every, *ctx.call, learns)
+        else:
+            call = program.at(k).call
+            args = *every, call.text, *call.numbers, learns
+            dq, dk, dv, *of_tensors = _Backward.apply(*args)  # type: ignore[no-untyped-call]
+            found = [dq, dk, dv]
+    return *found, [grad if one else None for grad, one in zip(of_tensors, learns, strict=True)]
+
+
+def _prepared_backward(
+    program: Program, saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    assert program.prepared is not None
+    try:
+        return program.prepared.backward(lambda: program.small(program.backward_steps), saved, dout, dlse)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def _backward_compiled(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    dq, dk, dv, of_tensors = _gradients(ctx, None, list(ctx.needs_input_grad[3]), *grads)
+    return dq, dk, dv, of_tensors, None, None, None, None
+
+
+differentiate(attention_op, _setup, _backward_compiled)
+differentiate(attention_backward_op, None, refuse_twice)
+
+
+def vectorize(op: Any) -> None:
+    """Give an operator its rule under ``torch.vmap``."""
+
+    def run(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        # tables, seeds and functions may know batch elements, which folded ones would be others of
+        apart = any(x if isinstance(x, (list, tuple)) else isinstance(x, str) and "TokenMask(" in x for x in args)
+        results = (_one_by_one if apart else _folded)(op, info.batch_size, in_dims, args)
+        several = isinstance(results, tuple)
+        dims = tuple(0 if isinstance(x, Tensor) else [0] * len(x) for x in results)
+        return results, dims if several else 0
+
+    torch.library.register_vmap(op, run, lib=_library)
+
+
+def _one_by_one(op: Any, count: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+    def at(x: Any, dim: Any, i: int) -> Any:
+        if isinstance(x, (list, tuple)):
+            return [at(y, place, i) for y, place in zip(x, dim or [None] * len(x), strict=True)]
+        return x if dim is None else x.select(dim, i)
+
+    each = [op(*(at(x, dim, i) for x, dim in zip(args, in_dims, strict=True))) for i in range(count)]
+    return tuple(
+        torch.stack(x) if isinstance(x[0], Tensor) else [torch.stack(y) for y in zip(*x, strict=True)]
+        for x in zip(*each, strict=True)
+    )
+
+
+def _folded(op: Any, count: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+    """Take what is mapped for more batch elements."""
+
+    def folded(x: Any, dim: int | None) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        x = x.movedim(dim, 0) if dim is not None else x.expand(count, *x.shape)
+        return x.flatten(0, 1)
+
+    results = op(*(folded(x, dim) for x, dim in zip(args, in_dims, strict=True)))
+    return tuple(x.unflatten(0, (count, -1)) if isinstance(x, Tensor) else x for x in results)
+
+
+vectorize(attention_op)
+vectorize(attention_backward_op)
+
+
+def run(
+    program: Program, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor] = (), with_lse: bool = True
+) -> tuple[Tensor, Any]:
+    """Compute (out, lse) of a program that nothing watches; lse maybe None where it is not asked for."""
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (tensors and any(x.requires_grad for x in tensors))
+    ):
+        return _differentiable(q, k, v, program, *tensors)  # type: ignore[no-any-return]
+    try:
+        if program.prepared is not None:
+            found = program.prepared.forward(q, k, v, with_lse)
+            if found is not None:
+                return found
+            program = program.at(k)
+        if program.call.paged:
+            program = Program(program.call.at_lengths(k, tensors))
+        return program.forward(program.operands(q, k, v, tensors))
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        program = program.at(k)
+        return oom_retry.forward(program, program.operands(q, k, v, tensors))
+
+
+def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) of a checked call, with its derivatives; ``tensors`` in the order of ``call.pack``."""
+    if torch.compiler.is_compiling():
+        refuse_forward_mode()
+        return attention_op(q, k, v, tensors, call.text, *call.numbers)  # type: ignore[no-any-return]
+    if "torch.utils.flop_counter" in sys.modules:
+        register()
+    stored = call.paged or call.kv_dtype is not None
+    if stored:
+        refuse_forward_mode()
+    elif forward_mode() or transforming(q, k, v, *tensors):
+        return _Attention.apply(q, k, v, program_of(call, q, k), *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    return attention_op(q, k, v, tensors, call.text, *call.numbers)  # type: ignore[no-any-return]
+
+
+_FORWARD, _BACKWARD = 2, 5  # matrix products
+
+
+def _pairs(call: Call, tables: Sequence[Tensor]) -> int:
+    if any(type(table) is not Tensor for table in tables):
+        # tensors without values: as many as there may be
+        return call.batch * call.heads * call.nq * call.nk
+    return sum(
+        branch.plan().computed_pairs() if backend.planned or branch.structure == "sparse" else branch.pairs()
+        for branch, backend in Program(call).steps
+    )
+
+
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], text: str, *rest: Any, **_: Any) -> int:
+    if "pages" in text.split("\n")[4]:
+        return 0
+    call = Call.read(text, q, k, v, tensors, *rest[:3])
+    return _FORWARD * (call.head_dim + call.value_dim) * _pairs(call, call.pattern.tables)
+
+
+def _backward_flops(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *call: Any, **_: Any) -> int:
+    return _forward_flops(q, k, v, *call[2:]) * _BACKWARD // _FORWARD
+
+
+@fact
+def register() -> None:
+    """Tell counters, also those that count already. Their module imports triton: call it once that is loaded."""
+    from torch.utils import flop_counter
+
+    formulas: dict[Any, Any] = {
+        torch.ops.ringweave.attention: _forward_flops,
+        torch.ops.ringweave.attention_backward: _backward_flops,
+    }
+    for packet, formula in formulas.items():
+        flop_counter.register_flop_formula(packet, get_raw=True)(formula)
+    for mode in dispatch_modes():
+        registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
+        if isinstance(registry, dict):
+            registry.update({packet: flop_counter.flop_registry[packet] for packet in formulas})

@@ -1,0 +1,157 @@
+"""Score terms and dropout in the Triton kernels, in Triton's interpreter.
+
+Run by test_triton.py in a process that has TRITON_INTERPRET=1 set. What takes the interpreter long is every step of
+every program, so the cases are few, drawn to cover each term in each place beside each way to cut work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringweave as rw
+from ringweave.backends import triton
+from ringweave.backends.triton import launch
+from ringweave.backends.triton.kernels import extras
+from ringweave.call import Call, Operands
+from ringweave.patterns import Pattern
+from ringweave.plan import Branch
+from ringweave.terms import KINDS
+
+from ..dropped import kept, next_seed
+from ..oracle import Inputs
+from ..test_terms import HEADS, check, dense, make, ours
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    # Triton before 3.7 with numpy before 2.4
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
+HALF, SINGLE = torch.float16, torch.float32
+
+
+def small(pattern: Pattern, n: int, offset: int = 0) -> Pattern:
+    """The pattern on tiles of 16."""
+    return pattern & rw.BlockTable(torch.ones(-(-(offset + n) // 16), -(-n // 16), dtype=torch.bool), 16)
+
+
+WINDOW = (rw.SlidingWindow(9) | rw.Sinks(2)) & rw.Causal()
+APART = rw.PerHead([rw.Causal(), rw.SlidingWindow(9), rw.Full(), ~rw.Causal()])
+
+
+@pytest.mark.parametrize(
+    ("names", "pattern", "n", "batch", "kv_heads", "dtype", "offset", "p"),
+    [
+        # one program of four heads; a bias of its own entries, which are added to in place
+        (("softcap", "bias"), rw.Full(), 16, 2, 1, SINGLE, 0, 0.0),
+        # whole numbers for many pairs an entry, and for distances that are far
+        (("distance", "softcap", "shared_bias"), WINDOW, 23, 1, 2, SINGLE, 0, 0.0),
+        (("alibi", "distance"), rw.Causal(), 16, 1, 4, HALF, 16, 0.0),
+        # a list for each head
+        (("shared_bias", "alibi"), APART, 16, 1, 4, SINGLE, 0, 0.25),
+        (("softcap",), WINDOW, 23, 1, 2, HALF, 0, 0.5),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
+)
+def test_formula(
+    names: tuple[str, ...], pattern: Pattern, n: int, batch: int, kv_heads: int, dtype: torch.dtype, offset: int,
+    p: float, poisoned: None,
+) -> None:  # fmt: skip
+    x = Inputs.random(n, batch=batch, heads=HEADS, kv_heads=kv_heads, dim=16, value_dim=24, dtype=dtype)
+    pattern = small(pattern, n, offset)
+    terms = make(names, n, dtype)
+    torch.manual_seed(3)
+    keep = kept(next_seed(), p, batch, HEADS, range(offset, offset + n), range(n)) if p else None
+    got = ours(x, pattern, terms, "triton", dropout=p, q_offset=offset)
+
+    def formula(kind: torch.dtype, order: int) -> dict[str, Tensor]:
+        return dense(x, pattern, names, terms, kind, keep=keep, q_offset=offset, order=order)
+
+    check(got, formula, dtype)
+
+
+def test_positions_and_places_of_views_and_of_elements_of_their_own() -> None:
+    """Every third token is a view; batch elements have offsets of their own, and the first key stands elsewhere."""
+    x, n = Inputs.random(15, 30, batch=2, heads=2, kv_heads=1, dim=8), 30
+    q_offset, k_offset = torch.tensor([31, 20]), torch.tensor([16, 0])
+    tables = [torch.randn(2, 2 * 7 + 1), torch.randn(1, 2, 15, n)]
+    found = []
+    for backend in ("triton", "reference"):
+        leaves = [y.clone().requires_grad_() for y in (x.q, x.k, x.v, *tables)]
+        terms = [rw.DistanceBias(leaves[3]), rw.Bias(leaves[4]), rw.ALiBi([0.25, 0.5])]
+        torch.manual_seed(1)
+        out = rw.attention(
+            *leaves[:3], rw.Strided(3), terms=terms, dropout=0.25, q_offset=q_offset, k_offset=k_offset, backend=backend
+        )
+        found.append([out, *torch.autograd.grad((out * x.dout).sum(), leaves)])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_the_same_pairs_in_tiles_of_any_size() -> None:
+    n, x = 40, Inputs.random(40, heads=1, dim=8)
+    call = Call.of(x.q, x.k, x.v, rw.Full(), scale=0.25, dropout=2**14, features=frozenset({"dropout"}))
+    record = Operands.of(call, x.q, x.k, x.v, [torch.tensor(77)])
+    want = None
+    for side in (16, 128):
+        branch = Branch(rw.Full(), (0, 1, 1), 1, 0, 0, n, n, 0, 1, sides=(side, side))
+        out, _ = launch.forward(record, branch, SINGLE)
+        torch.testing.assert_close(out, out if want is None else want)
+        want = out
+    dropped = 1 - kept(77, 0.25, 1, 1, range(n), range(n)).count_nonzero() / n**2
+    assert abs(dropped - 0.25) <= 4 * (0.25 * 0.75 / n**2) ** 0.5
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.axes])
+def test_each_kind_of_numbers_alone(name: str) -> None:
+    """Also in the kernel that adds to tables."""
+    n = 16
+    x = Inputs.random(n, heads=HEADS, kv_heads=2, dim=16, value_dim=24)
+    names = (KINDS[name].kernel, "distance")
+    terms = make(names, n, SINGLE)
+    got = ours(x, rw.Causal(), terms, "triton")
+    check(got, lambda kind, order: dense(x, rw.Causal(), names, terms, kind, order=order), SINGLE)
+
+
+def test_a_kind_without_a_formula_is_no_other_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listed and not computed: scores as they are would be wrong in silence; not listed: refused."""
+    x = Inputs.random(16, heads=1, dim=8)
+    assert not triton.BACKEND.lacks(frozenset({"Softcap"}), "cpu")
+    monkeypatch.setitem(extras.KINDS, "softcap", 99)
+    with pytest.raises(Exception, match="a kind without a formula"):
+        rw.attention(x.q, x.k, x.v, terms=rw.Softcap(1.0), backend="triton")
+    monkeypatch.delitem(extras.KINDS, "softcap")
+    # of another number: what a backend computes is asked once for a program
+    with pytest.raises(rw.UnsupportedError, match="it computes no Softcap"):
+        rw.attention(x.q, x.k, x.v, terms=rw.Softcap(2.0), backend="triton")
+
+
+def test_what_is_not_finite() -> None:
+    """A bias of -inf leaves a row without weight, whatever it holds; NaN reaches a table where its pairs are."""
+    n, x = 16, Inputs.random(16, heads=2, kv_heads=1, dim=8)
+    table = torch.randn(1, 2, n, n).requires_grad_()
+    with torch.no_grad():
+        table[:, :, 5], table[:, :, :, 2] = -torch.inf, -torch.inf
+    pattern = small(rw.Causal(), n)
+    clean = ours(x, pattern, [rw.Bias(table)], "triton")
+    assert (clean["out"][:, :, 5] == 0).all()
+    assert torch.isneginf(clean["lse"][:, :, 5]).all()
+    for name in ("dq", "table 0"):
+        assert not clean[name].isnan().any()
+    dead = x.dout.clone()
+    dead[:, :, 5] = 0.0
+    want = ours(dataclasses.replace(x, dout=dead), pattern, [rw.Bias(table)], "triton")
+    x.q[:, :, 5], x.dout[:, :, 5] = 3.0, torch.nan
+    got = ours(x, pattern, [rw.Bias(table)], "triton")
+    for name in ("dk", "dv", "table 0"):
+        assert torch.equal(got[name], want[name]), name
+    # a score that is none stays so, and reaches what its pairs reach
+    x.q[:, :, 5] = torch.nan
+    x.dout[:, :, 5] = 1.0
+    shared = rw.DistanceBias(torch.randn(2, 5, requires_grad=True))
+    got = ours(x, small(rw.SlidingWindow(1), n), [rw.Softcap(2.0), shared], "triton")
+    assert got["out"][:, :, 5].isnan().all()
+    assert got["table 0"].isnan().tolist() == [[False, True, True, False, False]] * 2

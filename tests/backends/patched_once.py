@@ -1,0 +1,33 @@
+"""A plugin of pytest for processes in which Triton's interpreter runs: ``-p tests.backends.patched_once``.
+
+Each call of one kernel's function by another looks through the whole language for what to replace, although the launch
+has replaced it: a quarter of the interpreter's time. Here only who finds something of the language as it was looks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+
+def pytest_configure() -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_LangPatchScope"):
+        # a release that does not take back what it replaces
+        return
+    replace = interpreter._patch_lang
+
+    @functools.cache
+    def seen(function: Callable[..., Any]) -> list[ModuleType]:
+        return [each for each in (tl, tl.core) if any(each is value for value in function.__globals__.values())]
+
+    def once(function: Callable[..., Any]) -> Any:
+        if any(tl.core.is_builtin(each.load) for each in seen(function)):
+            return replace(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = once

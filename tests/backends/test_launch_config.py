@@ -1,0 +1,206 @@
+"""Blocks of the Triton kernels: which suit, what of the store is taken, and that a call takes it and stays right."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.backends import tuning
+from ringweave.backends.triton import launch_config as module
+from ringweave.backends.triton.launch_config import Device, LaunchConfig, choose, misfit, overriding
+from ringweave.call import Call
+
+from .test_triton import in_a_process, needs_triton
+
+HERE = "a device; versions"
+HOPPER = Device("hopper", 227 * 1024, name=HERE)
+DEVICES = [
+    Device("ampere", 99 * 1024), Device("ampere", 163 * 1024), HOPPER, Device("blackwell", 227 * 1024),
+    Device("cdna", 64 * 1024),
+]  # fmt: skip
+SMALL = LaunchConfig(64, 32, 4, 3)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path))
+    yield tmp_path
+    module._of.cache_clear()
+
+
+def entry(blocks: object, **changes: object) -> dict[str, object]:
+    kind = {
+        "kernel": "forward", "where": HERE, "dtype": "bfloat16", "dims": [64, 64], "tile": [128, 128], "masked": True,
+    }  # fmt: skip
+    fields = dataclasses.asdict(blocks) if isinstance(blocks, LaunchConfig) else blocks
+    return kind | {"blocks": fields} | changes
+
+
+def asked(
+    kernel: str = "forward",
+    dtype: torch.dtype = torch.bfloat16,
+    dim: int = 64,
+    masked: bool = True,
+    tile: tuple[int, int] = (128, 128),
+    device: Device = HOPPER,
+) -> LaunchConfig:
+    return choose(kernel, dim, 64, dtype.itemsize, tile, device, (dtype, masked))
+
+
+USUAL = choose("forward", 64, 64, 2, (128, 128), HOPPER)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward_q", "backward_kv"])
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"{device.generation}-{device.shared}")
+def test_what_the_table_says_suits(kernel: str, device: Device) -> None:
+    for dim in (16, 64, 128):
+        for itemsize in (2, 4):
+            for tile in ((16, 128), (64, 64), (128, 128), (512, 64)):
+                blocks = choose(kernel, dim, dim, itemsize, tile, device)
+                assert misfit(blocks, kernel, dim, dim, itemsize, tile, device) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"m": 256}, "m is 256, which is no power of two from 16 to the tile's 128"),
+        ({"n": 48}, "n is 48, which is no power of two"),
+        ({"n": 8}, "n is 8, which is no power of two from 16"),
+        ({"warps": 3}, "warps is 3, which is none of 1, 2, 4, 8, 16"),
+        ({"stages": 0}, "stages is 0"),
+        ({"resident": -1}, "resident is -1"),
+        ({"pingpong": True}, "forward on Hopper: 128 x 128 described, 8 warps, programs that stay"),
+        ({"pingpong": True, "resident": 1, "stages": 1}, "take turns over 2 stages or more"),
+        ({"pingpong": True, "resident": 1, "stages": 7}, r"tiles need \d+ bytes of shared memory"),
+        ({"stages": 7}, r"tiles need \d+ bytes of shared memory, and \d+ of 232448 are for them"),
+    ],
+)
+def test_what_does_not_suit_says_why(changes: dict[str, int], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_compiler", lambda: (3, 7))
+    assert misfit(USUAL, "forward", 64, 64, 2, (128, 128), HOPPER) is None
+    found = misfit(dataclasses.replace(USUAL, **changes), "forward", 64, 64, 2, (128, 128), HOPPER)  # type: ignore[arg-type]
+    assert found is not None
+    with pytest.raises(ValueError, match=said):
+        raise ValueError(found)
+
+
+def test_an_older_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = dataclasses.replace(USUAL, resident=1, pingpong=True)
+    for version, said in (((3, 6), None), ((3, 5), "with Triton 3.6 or newer, and this is 3.5")):
+        monkeypatch.setattr(module, "_compiler", lambda version=version: version)
+        found = misfit(turns, "forward", 64, 64, 2, (128, 128), HOPPER)
+        assert found is None if said is None else found is not None and found.endswith(said)
+
+
+def test_descriptors_need_the_device() -> None:
+    ampere = DEVICES[1]
+    described = dataclasses.replace(choose("forward", 64, 64, 2, (128, 128), ampere), described=True)
+    assert misfit(described, "forward", 64, 64, 2, (128, 128), ampere) is not None
+    assert misfit(described, "forward", 64, 64, 2, (128, 128), HOPPER) is None
+
+
+def test_what_was_measured_is_taken_for_the_same_kernel_and_tiles_alone() -> None:
+    assert asked() == USUAL
+    tuning.record([], [entry(SMALL)])
+    assert asked() == SMALL
+    # the table alone, for those who compile it
+    assert choose("forward", 64, 64, 2, (128, 128), HOPPER) == USUAL
+    # 40 channels are padded to 64
+    assert asked(dim=40) == SMALL
+    for changes in (
+        {"kernel": "backward_q"}, {"dtype": torch.float16}, {"dim": 128}, {"masked": False}, {"tile": (64, 128)},
+        {"device": dataclasses.replace(HOPPER, name="another")}, {"device": dataclasses.replace(HOPPER, name="")},
+    ):  # fmt: skip
+        assert asked(**changes) != SMALL  # type: ignore[arg-type]
+    tuning.record([], [entry(USUAL)])
+    assert asked() == USUAL
+
+
+@pytest.mark.parametrize(
+    ("blocks", "said"),
+    [
+        (LaunchConfig(256, 32, 4, 3), "m is 256"),
+        (LaunchConfig(128, 128, 8, 7), "bytes of shared memory"),
+        ({"m": 64, "n": 32}, "their fields are not m, n, warps, stages, resident, described, pingpong"),
+        (dataclasses.asdict(SMALL) | {"cluster": 2}, "their fields are not"),
+    ],
+)
+def test_what_does_not_suit_is_ignored_with_one_line(
+    blocks: object, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tuning.record([], [entry(blocks)])
+    with caplog.at_level(logging.WARNING, "ringweave"):
+        assert [asked() for _ in range(3)] == [USUAL] * 3
+    (line,) = caplog.records
+    assert line.message.startswith("measured blocks of forward for tiles of 128 x 128 are ignored: ")
+    assert said in line.message
+
+
+def test_an_override_hides_the_store_and_hears_what_is_asked_for() -> None:
+    tuning.record([], [entry(SMALL)])
+    with overriding({}) as given:
+        assert asked() == USUAL
+    (heard,) = given.asked
+    kind = tuning.KernelKey("forward", HERE, "bfloat16", (64, 64), (128, 128), True)
+    assert (heard.key, heard.usual, heard.device) == (kind, USUAL, HOPPER)
+    other = LaunchConfig(128, 32, 4, 1)
+    with overriding({kind: SMALL}) as outer, overriding({kind: other}):
+        assert asked() == other
+        assert asked(masked=False) == USUAL
+    assert [each.key.masked for each in outer.asked] == [True, False]
+    assert asked() == SMALL
+
+
+def test_a_call_looks_at_the_file_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning.record([], [entry(SMALL)])
+    looked = []
+    state = tuning._state
+    monkeypatch.setattr(tuning, "_state", lambda path: looked.append(path) or state(path))
+    monkeypatch.setattr(tuning.time, "monotonic", lambda: 1e9)
+    assert [asked() for _ in range(100)] == [SMALL] * 100
+    assert len(looked) == 1
+
+
+def test_what_people_see_of_it() -> None:
+    case = Call(1, 2, 2, 256, 256, 64, 64, torch.bfloat16, "cpu")
+    assert module.measured(case) == []
+    tuning.record(
+        [], [entry(SMALL, where=tuning.where("cpu")), entry(SMALL, where=tuning.where("cpu"), dims=[128, 64])]
+    )
+    assert module.measured(case) == [
+        "forward on partial tiles of 128 x 128: m 64, n 32, warps 4, stages 3, resident 0, described False, "
+        "pingpong False"
+    ]
+
+
+@needs_triton
+def test_in_the_interpreter(tmp_path: Path) -> None:
+    """An override is what a call runs with, its results are right, and the search ends where it was led."""
+    command = [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.backends.patched_once",
+        "--show-capture=all",
+    ]
+    command += ["tests/backends/interpreted_configs.py"]
+    in_a_process(command, tmp_path, TRITON_INTERPRET="1")
+
+
+def test_explain_names_the_blocks_where_triton_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if rw.backends.triton.installed() is False:
+        pytest.skip("triton is not installed")
+    tuning.record([], [entry(SMALL, where=tuning.where("cpu"), dtype="float16")])
+    said = rw.explain(rw.SlidingWindow(9), 256, dtype=torch.float16, backend="triton")
+    assert "measured here: forward on partial tiles of 128 x 128: m 64, n 32, warps 4" in said
+    assert "measured here" not in rw.explain(rw.SlidingWindow(9), 256, dtype=torch.float16, backend="dense_batched")

@@ -1,0 +1,112 @@
+"""The torch_sparse backend beyond what the conformance tests ask of every one: its strips, and where it does not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave import program
+from ringweave.backends import torch_sparse
+from ringweave.call import Call
+from ringweave.errors import UnsupportedError
+from ringweave.plan import branches
+
+from ..cases import PATTERNS
+from ..oracle import Inputs
+from ..test_conformance import conforms
+
+
+@pytest.mark.parametrize("pairs", [1, 40_000])
+@pytest.mark.parametrize("name", ["sinks", "global", "table_per_head", "dilated"])
+def test_strips_of_any_length_are_the_whole(name: str, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One query tile at a time, or a few."""
+    monkeypatch.setattr(torch_sparse, "_PAIRS", pairs)
+    conforms(Inputs.random(700, heads=4, kv_heads=2, dim=8), PATTERNS[name](700), "torch_sparse")
+
+
+@pytest.mark.parametrize("name", list(PATTERNS))
+def test_entries_are_the_allowed_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_sparse, "_PAIRS", 20_000)
+    pattern, sizes = PATTERNS[name](200), (200, 130)
+    try:
+        plan = pattern.plan(*sizes, heads=4, batch=2, tile=(32, 64))
+    except rw.RingweaveError:
+        plan = pattern.plan(200, heads=4, batch=2, tile=(32, 64))
+    found = torch.zeros(2, 4, plan.nq, plan.nk)
+    for strip, b, h in torch_sparse._strips(plan):
+        assert strip.first[-1] == strip.key.numel() > 0
+        ones = torch.ones(strip.key.numel())
+        found[b, h, strip.rows, strip.keys] += strip.matrix(ones).to_dense()
+        assert torch.equal(strip.transposed(ones).to_dense().T, strip.matrix(ones).to_dense())
+    assert torch.equal(found.bool(), plan.to_dense())
+    assert found.max() <= 1
+
+
+def test_nothing_is_attended() -> None:
+    q, k, v = (torch.randn(2, 2, 70, 8, requires_grad=True) for _ in range(3))
+    nothing = ~rw.Full()
+    out, lse = rw.attention_with_lse(q, k, v, nothing, backend="torch_sparse")
+    assert not out.any()
+    assert lse.isneginf().all()
+    assert not any(x.any() for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_what_has_no_weight_gives_what_the_definition_gives() -> None:
+    """Rows whose scores are all -inf: of keys and values nothing, and of queries what 0 * inf is."""
+    q, k, v, dout = (torch.rand(1, 1, 40, 8) for _ in range(4))
+    k[..., 1] = -torch.inf
+    q[..., 1] = 1.0
+    dout[:, :, 7] = torch.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    grads = {}
+    for backend in ("reference", "torch_sparse"):
+        out = rw.attention(*leaves, backend=backend)
+        assert not out.any()
+        grads[backend] = torch.autograd.grad(out, leaves, dout)
+    assert not any(x.any() for x in grads["torch_sparse"][1:])
+    torch.testing.assert_close(grads["torch_sparse"], grads["reference"], equal_nan=True)
+
+
+def _call(**options: object) -> torch.Tensor:
+    x = torch.randn(1, 2, 64, 16)
+    return rw.attention(x, x, x, rw.SlidingWindow(9), backend="torch_sparse", **options)  # type: ignore[arg-type]
+
+
+def _paged(**options: object) -> torch.Tensor:
+    cache = rw.PagedCache.empty(1, 64, 2, 16, page=16, **options)  # type: ignore[arg-type]
+    cache.append(*(torch.randn(1, 2, 20, 16) for _ in range(2)))
+    return rw.paged_attention(torch.randn(1, 2, 1, 16), cache, backend="torch_sparse")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: _call(terms=rw.Softcap(3.0)), "it computes no Softcap. Use backend='auto' or 'dense_batched'"),
+        (lambda: _call(dropout=0.5), "it computes no dropout. Use backend='auto' or 'dense_batched'"),
+        (_paged, "it reads no pages. Use backend='auto' or 'dense_batched'"),
+    ],
+)
+def test_refusals(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        call()
+
+
+def test_on_a_gpu_it_is_refused() -> None:
+    case = Call(1, 2, 2, 64, 64, 16, 16, torch.float32, "cuda")
+    (branch,) = branches(rw.SlidingWindow(9), 64, 64)
+    with pytest.raises(UnsupportedError, match="CPU tensors alone, and these are on cuda. Use backend='auto'"):
+        program.choose("torch_sparse", case, branch)
+
+
+def test_it_runs_only_when_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where a store says that it was fastest: nothing that is ours writes that."""
+    assert "torch_sparse" not in program.PREFERENCE
+    case = Call(1, 2, 2, 64, 64, 16, 16, torch.float32, "cpu")
+    (branch,) = branches(rw.SlidingWindow(9), 64, 64)
+    monkeypatch.setattr("ringweave.backends.tuning.lookup", lambda *of: program.tuning.Answer("torch_sparse", None))
+    assert program.choose("auto", case, branch).name != "torch_sparse"
+    others = rw.explain(rw.SlidingWindow(9), 64, as_dict=True)["backend"]["others"]
+    assert others["torch_sparse"] == ["used only when named"]

@@ -1,0 +1,347 @@
+"""Memory that runs out: every rung computes the same function, forward and backward, and leaks nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import logging
+import resource
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringweave as rw
+from ringweave import oom_retry
+from ringweave.backends import BACKENDS
+from ringweave.backends.backend import Upstream
+from ringweave.call import Call, Operands
+from ringweave.errors import UnsupportedError
+from ringweave.memory.pressure import to_system
+from ringweave.oom_retry import Split
+
+from .. import oracle
+from ..parallel.processes import forked
+
+N, HEADS, KV_HEADS = 512, 4, 2
+
+
+@contextlib.contextmanager
+def short_of(most: int, *, said: BaseException | None = None) -> Iterator[list[tuple[int, int]]]:
+    """Every backend runs out of memory on more than so many (head, query) pairs; the shapes that were tried."""
+    tried: list[tuple[int, int]] = []
+    before = dict(BACKENDS)
+
+    def scarce(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            q = (args[1] if isinstance(args[0], Upstream) else args[0]).q
+            tried.append(tuple(q.shape[1:3]))
+            if q.shape[1] * q.shape[2] > most:
+                waste = torch.zeros(1000)
+                raise said or torch.OutOfMemoryError(f"out of memory beside {waste.numel()}")
+            return call(*args)
+
+        return run
+
+    for name, each in before.items():
+        backward = None if each.backward is None else scarce(each.backward)
+        BACKENDS[name] = dataclasses.replace(each, forward=scarce(each.forward), backward=backward)
+    try:
+        yield tried
+    finally:
+        BACKENDS.update(before)
+
+
+def results(x: oracle.Inputs, pattern: rw.Pattern, **options: Any) -> dict[str, Tensor]:
+    """All five, with the same seed of dropout each time."""
+    torch.manual_seed(1)
+    leaves = x.leaves()
+    out, lse = rw.attention_with_lse(*leaves, pattern, **options)
+    grads = oracle.gradients(out, lse, leaves, x)
+    return dict(zip(oracle.NAMES, [out.detach(), lse.detach(), *grads], strict=True))
+
+
+PATTERNS = {
+    "window": (rw.SlidingWindow(70) | rw.Sinks(3)) & rw.Causal(),
+    "documents": rw.Documents([100, 250, N - 350]) & rw.Causal(),
+    "table": rw.patterns.random_blocks(N, 0.5, block_size=64, heads=HEADS),
+    "by head": rw.PerHead([rw.Causal(), rw.SlidingWindow(9), ~rw.Causal(), rw.Full()]),
+    "keys": rw.KeyPadding(torch.tensor([N, 300]), torch.tensor([0, 50])) & rw.Causal(),
+    "mixture": rw.LongNet([128, 512], [1, 4]),
+    "dilated": rw.Dilated(8, 16) | rw.SlidingWindow(20),
+}
+# key heads are two: both at once, one at a time, then 128 of 512 queries
+RUNGS = {"heads": HEADS // 2 * N, "queries": 2 * 128}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "dense_batched"])
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_each_rung_computes_the_same(name: str, rung: str, backend: str) -> None:
+    if backend == "cpu":
+        pytest.importorskip("ringweave._cpu", exc_type=ImportError)
+    batch = 2 if name == "keys" else 1
+    x = oracle.Inputs.random(N, heads=HEADS, kv_heads=KV_HEADS, batch=batch)
+    whole = results(x, PATTERNS[name], backend=backend)
+    # what a head keeps goes by its number, among all
+    most = RUNGS[rung] * (2 if name == "mixture" else 1)
+    if (name, rung) == ("table", "queries"):
+        # it is made for all queries
+        with short_of(RUNGS[rung]), pytest.raises(torch.OutOfMemoryError):
+            results(x, PATTERNS[name], backend=backend)
+        return
+    with short_of(most) as tried:
+        got = results(x, PATTERNS[name], backend=backend)
+    if (name, rung) != ("mixture", "heads"):
+        assert max(heads * rows for heads, rows in tried) > most
+    for each, error in oracle.errors(got, {key: value.double() for key, value in whole.items()}).items():
+        assert error < 1e-6, each
+    if backend == "cpu" and name in ("window", "documents", "table", "by head"):
+        # tiles have the same sides, and a row its tiles in order
+        exact = ("out", "lse", "dq", *(("dk", "dv") if rung == "heads" else ()))
+        assert all(torch.equal(got[each], whole[each]) for each in exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_rung_against_the_oracle(dtype: torch.dtype) -> None:
+    """In 16 bits gradients of keys are rounded once, not once a piece: as exact as the whole."""
+    x = oracle.Inputs.random(N, heads=HEADS, kv_heads=KV_HEADS, dtype=dtype)
+    pattern = PATTERNS["window"]
+    counts = pattern.to_dense(N).double().expand(1, HEADS, N, N)
+    want = oracle.exact(x, counts)
+    alone, allowed = oracle.torch_errors(x, counts, want), oracle.rounding(x, counts, want)
+    with short_of(RUNGS["queries"]):
+        got = results(x, pattern)
+    for each, error in oracle.errors(got, want).items():
+        assert error <= 2 * max(alone[each], allowed[each]), each
+
+
+def test_terms_dropout_and_their_gradients_stay() -> None:
+    tables = [torch.randn(HEADS, 41, requires_grad=True), torch.randn(1, HEADS, N, N, requires_grad=True)]
+    terms = [rw.Softcap(20.0), rw.DistanceBias(tables[0]), rw.Bias(tables[1])]
+    x = oracle.Inputs.random(N, heads=HEADS, kv_heads=KV_HEADS)
+    found = []
+    for most in (10**9, *RUNGS.values()):
+        with short_of(most):
+            torch.manual_seed(5)
+            leaves = x.leaves()
+            out = rw.attention(*leaves, PATTERNS["window"], terms=terms, dropout=0.25, sink_logits=torch.ones(HEADS))
+            found.append([out, *torch.autograd.grad((out * x.dout).sum(), [*leaves, *tables])])
+    for other in found[1:]:
+        for got, want in zip(other, found[0], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_after_caches_are_given_back_the_call_is_made_again(caplog: pytest.LogCaptureFixture) -> None:
+    x = oracle.Inputs.random(N)
+    left = [1]
+
+    @rw.memory.on_trim
+    def give() -> int:
+        left.clear()
+        return 1
+
+    whole, real = results(x, rw.Causal()), BACKENDS["cpu"].forward
+    tries = []
+
+    def run(*args: Any) -> Any:
+        tries.append(1)
+        if left:
+            raise MemoryError
+        return real(*args)
+
+    before = BACKENDS["cpu"]
+    oom_retry._told.clear()
+    BACKENDS["cpu"] = dataclasses.replace(before, forward=run)
+    try:
+        with caplog.at_level(logging.WARNING, "ringweave"):
+            for _ in range(3):
+                left.append(1)
+                assert torch.equal(rw.attention(x.q, x.k, x.v, rw.Causal()), whole["out"])
+    finally:
+        BACKENDS["cpu"] = before
+    assert len(tries) == 6
+    assert [record.message for record in caplog.records] == [
+        "memory ran out: attention goes on, forward after caches were given back (the same result; cost: plans are made again)"
+    ]
+
+
+SAID = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"),
+    MemoryError(),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: 5 bytes"),
+    RuntimeError("std::bad_alloc"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+@pytest.mark.parametrize("error", SAID, ids=str)
+def test_the_first_error_comes_back_with_a_hint(error: Exception) -> None:
+    q, k, v = (torch.randn(1, 2, 256, 16) for _ in range(3))
+    with short_of(0, said=error) as tried, pytest.raises(type(error)) as caught:
+        rw.attention(q, k, v, rw.Causal())
+    assert caught.value is error
+    assert "on_oom='sparsify'" in caught.value.__notes__[-1]
+    assert tried == [(2, 256), (2, 256), (1, 256), (1, 128)]
+    tried.clear()
+    with short_of(0, said=error) as tried, pytest.raises(type(error)) as caught:
+        rw.attention(q, k, v, rw.Causal(), on_oom="raise")
+    assert tried == [(2, 256)]
+    assert "on_oom='degrade'" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("another matter"), ValueError("no"), KeyboardInterrupt()], ids=str)
+def test_other_errors_pass(error: BaseException) -> None:
+    q, k, v = (torch.randn(1, 2, 256, 16) for _ in range(3))
+    with short_of(0, said=error) as tried, pytest.raises(type(error)):
+        rw.attention(q, k, v, rw.Causal())
+    assert tried == [(2, 256)]
+
+
+def test_pieces_that_cannot_be_are_left_out() -> None:
+    """Of a dense kernel that is named, causal rows behind the first."""
+    x = oracle.Inputs.random(N)
+    whole = rw.attention(x.q, x.k, x.v, rw.Causal(), backend="sdpa")
+    with short_of(N):
+        assert torch.equal(rw.attention(x.q, x.k, x.v, rw.Causal(), backend="sdpa"), whole)
+    with short_of(128), pytest.raises(torch.OutOfMemoryError):
+        rw.attention(x.q, x.k, x.v, rw.Causal(), backend="sdpa")
+
+
+def test_sparsify_is_another_answer_and_says_so() -> None:
+    x = oracle.Inputs.random(N)
+
+    @contextlib.contextmanager
+    def few_tiles(most: int) -> Iterator[None]:
+        before = BACKENDS["cpu"]
+
+        def run(inputs: Any, branch: Any, *rest: Any) -> Any:
+            if branch.plan().computed_pairs() > most:
+                raise MemoryError
+            return before.forward(inputs, branch, *rest)
+
+        BACKENDS["cpu"] = dataclasses.replace(before, forward=run)
+        try:
+            yield
+        finally:
+            BACKENDS["cpu"] = before
+
+    with few_tiles(2 * 128 * 128), pytest.warns(RuntimeWarning, match="changes the answer") as said:
+        got = results(x, rw.Causal(), on_oom="sparsify", backend="cpu")
+    assert [str(each.message).split()[-3] for each in said] == ["256", "128"]
+    want = results(x, rw.Causal() & rw.SlidingWindow(128))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain = results(x, rw.Causal(), on_oom="sparsify")
+    torch.testing.assert_close(plain, results(x, rw.Causal()), rtol=0, atol=0)
+    # a mixture is no relation: nothing to leave out
+    with short_of(0), pytest.raises(torch.OutOfMemoryError):
+        rw.attention(x.q, x.k, x.v, rw.LongNet([128], [2]), on_oom="sparsify")
+
+
+@pytest.mark.parametrize("on_oom", ["", "fall back", None, 3, [], torch.ones(2)], ids=repr)
+def test_ways_that_there_are_not(on_oom: Any) -> None:
+    x = oracle.Inputs.random(32)
+    with pytest.raises(UnsupportedError, match="on_oom: got .*; wanted one of raise, degrade, stream, sparsify"):
+        rw.attention(x.q, x.k, x.v, on_oom=on_oom)
+
+
+def test_pages_are_read_in_pieces_of_heads() -> None:
+    cache = rw.PagedCache.empty(batch=1, length=128, heads=2, dim=16)
+    cache.append(torch.randn(1, 2, 70, 16), torch.randn(1, 2, 70, 16))
+    q = torch.randn(1, 4, 1, 16)
+    want = rw.paged_attention(q, cache)
+    with short_of(2) as tried:
+        assert torch.equal(rw.paged_attention(q, cache), want)
+    assert tried == [(4, 1), (4, 1), (2, 1), (2, 1)]
+
+
+SOAK = 50
+
+
+def failures(count: int) -> tuple[int, int]:
+    """How many tensors and bytes are left of calls that ran out of memory, in a process of its own."""
+    q, k, v = (torch.randn(1, 2, 256, 64, requires_grad=True) for _ in range(3))
+
+    def fail(count: int) -> None:
+        for _ in range(count):
+            with short_of(256):
+                rw.attention(q, k, v, rw.Causal()).sum().backward()
+            with short_of(0), contextlib.suppress(torch.OutOfMemoryError):
+                rw.attention(q, k, v, rw.Causal())
+
+    def held() -> tuple[int, int]:
+        gc.collect()
+        to_system()
+        # without pages of files, which come and go
+        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+        tensors = sum(1 for each in gc.get_objects() if type(each) is Tensor)
+        return tensors, (resident - shared) * resource.getpagesize()
+
+    fail(20)
+    before = held()
+    fail(count)
+    after = held()
+    return after[0] - before[0], after[1] - before[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_failures_leave_nothing() -> None:
+    tensors, nbytes = forked(failures, SOAK)
+    assert tensors <= 8
+    assert nbytes < 8 * 2**20
+
+
+def limited(backend: str, on_oom: str, spare: int) -> tuple[str, float]:
+    """Attention in a process whose address space may grow by so much: what became of it."""
+    torch.set_num_threads(1)
+    # what is freed leaves the address space at once: kept in the heap it would serve the limited call
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
+    n = 8100
+    q, k, v, dout = (torch.randn(1, 8, n, 64, dtype=torch.bfloat16) for _ in range(4))
+    q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    pattern = rw.SlidingWindow(128) & rw.Causal()
+    want = rw.attention(q, k, v, pattern, backend=backend)
+    wanted = torch.autograd.grad(want, [q, k, v], dout)
+    small = [x[:, :, :256] for x in (q, k, v)]
+    rw.attention(*small, pattern, backend=backend).sum().backward()
+    gc.collect()
+    rw.memory.trim()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + spare, resource.RLIM_INFINITY))
+    try:
+        got = rw.attention(q, k, v, pattern, backend=backend, on_oom=on_oom)
+        grads = torch.autograd.grad(got, [q, k, v], dout)
+    except (RuntimeError, MemoryError) as error:
+        return type(error).__name__, 0.0
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    off = max(
+        float((a.detach() - b).float().norm() / b.detach().float().norm())
+        for a, b in zip((got, *grads), (want, *wanted), strict=True)
+    )
+    return "done", off
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_a_process_with_too_little_address_space_goes_on() -> None:
+    # results take 4 x 8 MiB; dense_batched's tiles and gradients in float32 more than as much again
+    spare = 72 * 2**20
+    assert forked(limited, "dense_batched", "raise", spare)[0] in ("RuntimeError", "MemoryError")
+    became, off = forked(limited, "dense_batched", "degrade", spare)
+    assert became == "done"
+    assert off < 1e-6
+
+
+def test_cuts() -> None:
+    q, k = torch.zeros(1, 12, 1000, 8), torch.zeros(1, 6, 1000, 8)
+    rungs = list(oom_retry._splits(Operands(q, k, k, 1.0), Call.of(q, k, k, rw.Causal())))
+    assert rungs == [None, Split(2, 1000), Split(6, 1000), Split(6, 256), Split(6, 128)]

@@ -1,0 +1,17 @@
+"""A call by its operators: the way that calls take where something watches, and programs go round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ringweave.call import Arguments
+from ringweave.patterns import Pattern
+from ringweave.torch_ops import attend
+from ringweave.validate import checked
+
+
+def by_operators(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options: Any) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) of a call that is not looked up."""
+    return attend(*checked(Arguments(q, k, v, pattern, **options))[:5])

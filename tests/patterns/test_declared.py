@@ -1,0 +1,112 @@
+"""Each public pattern is declared once; whoever lists patterns lists all of them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+
+import pytest
+
+import ringweave as rw
+from ringweave import patterns
+from ringweave.patterns import base, declared
+from ringweave.patterns.base import Composite, Derived, Pattern
+from ringweave.patterns.declared import DECLARED, declare
+from ringweave.patterns.parse import names
+
+from .. import cases
+from ..fuzz import kinds
+
+#: What a pattern may define, as the docstring of Pattern lists it.
+REQUIRED = {"_text", "allows", "key_ranges", "tile_classes"}
+OPTIONAL = {"excluded_ranges", "extents", "select", "bound", "check", "restride", "lookback"}
+SAID = {"tables", "residue_rate", "block_side", "follows"}
+#: A function's mask has a key by what the function reads, bounds have one by what they hold, and a mixture is counted.
+BESIDES = {"TokenMask": {"key", "value"}, "Bounds": {"key"}, "LongNet": {"combinable", "to_dense"}}
+#: Of Composite and of what operators write.
+OF_PARTS = {"parts_within", "remade", "depth", "leaves"}
+
+
+def kinds_of(kind: type[Pattern]) -> Iterator[type[Pattern]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from kinds_of(each)
+
+
+INNER = [kind for kind in dict.fromkeys(kinds_of(Pattern)) if kind.__module__.startswith("ringweave.")]
+
+
+def test_a_new_pattern_defines_a_dozen_methods_at_most() -> None:
+    assert len(REQUIRED | OPTIONAL) <= 12
+    assert Pattern.__abstractmethods__ == REQUIRED
+    said = " ".join((inspect.getdoc(Pattern) or "").split())
+    for name in REQUIRED | OPTIONAL | SAID:
+        assert f"``{name}``" in said, name
+
+
+@pytest.mark.parametrize("kind", INNER, ids=lambda kind: kind.__name__)
+def test_patterns_define_no_other_method(kind: type[Pattern]) -> None:
+    own = {name for name in vars(kind) if name in vars(Pattern) and not name.startswith("__")} - {"_abc_impl"}
+    allowed = REQUIRED | OPTIONAL | SAID | BESIDES.get(kind.__name__, set())
+    assert own <= (allowed | OF_PARTS if issubclass(kind, Composite) else allowed)
+
+
+#: What operators and calls make; no user writes these names.
+MADE = {"And", "Or", "Not", "Combined", "Shared", "Shifted", "Offsets", "Composite", "Derived"}
+
+
+def test_every_pattern_is_declared_and_exported() -> None:
+    """In every module of the folder, imported or not."""
+    for info in pkgutil.iter_modules(patterns.__path__, f"{patterns.__name__}."):
+        for name, thing in vars(importlib.import_module(info.name)).items():
+            if not inspect.isclass(thing) or not issubclass(thing, Pattern) or thing.__module__ != info.name:
+                continue
+            if not name.startswith("_") and not inspect.isabstract(thing) and name not in MADE:
+                assert name in DECLARED, f"{name} of {info.name} has no @declare"
+    assert set(DECLARED) <= set(patterns.__all__)
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_declared_patterns_are_everywhere(name: str) -> None:
+    known = DECLARED[name]
+    assert name in patterns.__all__
+    assert getattr(patterns, name) is known.make
+    assert (name in names()) == known.text
+    if known.text:
+        pattern = rw.patterns.parse(known.example)
+        assert pattern.plot(known.tokens, heads=known.heads).startswith("<svg")
+        if inspect.isclass(known.make):
+            assert type(pattern) is known.make
+            assert rw.patterns.rebuild(pattern.spec, pattern.tables) == pattern
+    assert name in {*kinds.KINDS, *kinds.ELSEWHERE}
+    assert name in cases.NAMED | cases.ELSEWHERE | set(cases.PATTERNS)
+    # a class that is new is either among the first names, or under rw.patterns alone
+    assert name not in rw.__all__ or getattr(rw, name) is known.make
+
+
+def test_a_declaration_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(declared, "DECLARED", dict(DECLARED))
+
+    def other() -> Pattern:
+        return rw.Causal()
+
+    with pytest.raises(rw.PatternError, match=r"example: got 'Other\(\)'; wanted an expression other\(...\)"):
+        declare("Other()", "Presets")(other)
+    with pytest.raises(rw.PatternError, match="the section of other: got 'By taste'; wanted one of 'By position'"):
+        declare("other()", "By taste")(other)
+    other.__name__ = "Causal"
+    with pytest.raises(
+        rw.PatternError, match="got Causal of tests.patterns.test_declared beside that of ringweave.patterns.local"
+    ):
+        declare("Causal()", "Presets")(other)
+
+
+def test_base_imports_no_pattern() -> None:
+    """What other modules compute is registered, so that nothing leads in a circle."""
+    tree = ast.parse(inspect.getsource(base))
+    found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level}
+    assert found == {"errors", "cache_key", "declared", "tiles", "plan.block_plan", "plan.causality"}
+    assert issubclass(Derived, Pattern)

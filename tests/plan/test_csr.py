@@ -1,0 +1,208 @@
+"""Tables of lists are planned as masks are, in time and memory that grow with the blocks that are set."""
+
+from __future__ import annotations
+
+import math
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ringweave as rw
+from ringweave.patterns import Pattern
+from ringweave.plan import BlockPlan
+from ringweave.plan import from_table as tables
+from ringweave.plan.block_plan import Extent
+from ringweave.plan.from_pattern import _new_context, _table_context, build
+
+from ..patterns.test_table import listed
+
+SIDE = 16
+LISTS = ("col", "mask_id", "row", "mask_id_t")
+NOTHING = "~Full()"
+OTHERS = ("row_ptr", "col_ptr", "order", "row_set", "mask_words")
+
+
+def same(plan: BlockPlan, other: BlockPlan) -> None:
+    """Tile by tile; what is in places to spare makes no difference."""
+    nnz = int(other.row_ptr[-1, -1])
+    for name in OTHERS:
+        assert torch.equal(getattr(plan, name), getattr(other, name)), name
+    for name in LISTS:
+        assert torch.equal(getattr(plan, name)[:nnz], getattr(other, name)[:nnz]), name
+
+
+@settings(max_examples=80, deadline=None)
+@given(listed(SIDE), st.data())
+def test_lists_are_planned_as_their_mask(drawn: tuple[rw.BlockTable, Tensor], data: st.DataObject) -> None:
+    table, mask = drawn
+    of_mask = rw.BlockTable(mask, SIDE)
+    nq, nk = (
+        mask.shape[-2] * SIDE - data.draw(st.integers(0, 15)),
+        mask.shape[-1] * SIDE - data.draw(st.integers(0, 15)),
+    )
+    batch, heads = (side or 2 for side in table.extents())
+    sizes: dict[str, Any] = {"heads": heads, "batch": batch}
+    plan = build(of_mask, nq, nk, **sizes, tile=(SIDE, SIDE))
+    assert torch.equal(plan.to_dense(), of_mask.to_dense(nq, nk, heads, batch=batch))
+    same(build(table, nq, nk, **sizes, tile=(SIDE, SIDE)), plan)
+    for pattern in (table, of_mask):
+        spare = tables.from_table(pattern, Extent(nq, nk, heads, batch, (SIDE, SIDE)), spare=True)
+        assert spare.capacity == pattern.blocks.table.numel()
+        same(spare, plan)
+    # and on another grid, by the general way
+    tile = data.draw(st.sampled_from([(32, 32), (16, 64), (48, 16)]))
+    same(build(table, nq, nk, **sizes, tile=tile), build(of_mask, nq, nk, **sizes, tile=tile))
+
+
+INSIDE: dict[str, Pattern] = {
+    "causal": rw.Causal(),
+    "nothing": ~rw.Full(),
+    "everything": rw.Full(),
+    "window": rw.SlidingWindow(20, 3) | rw.Sinks(3),
+    "strided": rw.Strided(7),
+    "periodic": rw.patterns.Periodic(64, 0, 16),
+}
+
+
+@settings(max_examples=80, deadline=None)
+@given(listed(SIDE), st.data())
+def test_lists_among_patterns(drawn: tuple[rw.BlockTable, Tensor], data: st.DataObject) -> None:
+    """With codes looked up in runs, and tiles merged: the tiles and masks of the combination, evaluated."""
+    table, mask = drawn
+    nq, nk = (
+        mask.shape[-2] * SIDE - data.draw(st.integers(0, 15)),
+        mask.shape[-1] * SIDE - data.draw(st.integers(0, 15)),
+    )
+    batch, heads = (side or 3 for side in table.extents())
+    rest = INSIDE[data.draw(st.sampled_from(list(INSIDE)))]
+    if data.draw(st.booleans()):
+        rest = rw.PerHead([rest, *data.draw(st.permutations(list(INSIDE.values())))[: heads - 1]])
+    other = INSIDE[data.draw(st.sampled_from(list(INSIDE)))]
+    context = _table_context(rest.spec, other.spec, Extent(nq, nk, heads, batch, (SIDE, SIDE)), table.blocks.shape[:-2])
+    combined = table & rest | ~table & other
+    general = build(combined, nq, nk, heads=heads, batch=batch, tile=(SIDE, SIDE))
+    there, inside, outside = (each.to_dense(nq, nk, heads, batch=batch) for each in (table, rest, other))
+    dense = there & inside | ~there & outside
+    assert torch.equal(general.to_dense(), dense)
+    plans = [
+        tables.from_table(pattern, Extent(nq, nk, heads, batch, (SIDE, SIDE)), spare=spare, context=context)
+        for pattern in (table, rw.BlockTable(mask, SIDE))
+        for spare in (False, True)
+    ]
+    for plan in plans:
+        same(plan, plans[0])
+        assert torch.equal(plan.to_dense(), dense)
+        assert (plan.tiles, plan.pairs()) == (general.tiles, general.pairs())
+
+
+def test_runs_of_codes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A causal pattern has a run of full tiles, one of the diagonal and one of nothing in a row."""
+
+    def runs(tokens: int) -> int:
+        return len(_table_context("Causal()", NOTHING, Extent(tokens, tokens, 4, 1, (SIDE, SIDE)), (4,)).starts)
+
+    assert runs(128 * SIDE) <= 4 * 128
+    # some rows of tiles at a time
+    whole = _new_context("SlidingWindow(90)", NOTHING, Extent(999, 999, 1, 1, (SIDE, SIDE)), ())
+    monkeypatch.setattr(sys.modules[build.__module__], "_TILES_AT_ONCE", 1)
+    parts = _new_context("SlidingWindow(90)", NOTHING, Extent(999, 999, 1, 1, (SIDE, SIDE)), ())
+    place = torch.arange(63 * 63)
+    one, two = (each.at(torch.zeros_like(place), place, 63 * 63) for each in (whole, parts))
+    # masks are numbered as they are found
+    assert torch.equal(one < 0, two < 0)
+    assert torch.equal(one[one < 0], two[two < 0])
+    assert torch.equal(whole.mask_words[one[one >= 0]], parts.mask_words[two[two >= 0]])
+
+
+class _Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                # of a view, what it is a view of
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return result
+
+
+@contextmanager
+def bounded(arrays: int, tensor: int | None = None) -> Iterator[None]:
+    """No more bytes of arrays at any time, nor in any one tensor."""
+    with _Largest():
+        # what torch imports at its first use is not the plan's
+        rw.patterns.random_blocks(512, 0.1, block_size=SIDE).plan(512)
+    tracemalloc.start()
+    try:
+        with _Largest() as made:
+            yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= arrays
+    assert made.bytes <= (arrays if tensor is None else tensor)
+
+
+def test_the_bound_holds_what_is_dense() -> None:
+    with pytest.raises(AssertionError), bounded(2**20):
+        torch.zeros(2**10, 2**11, dtype=torch.bool)
+    with pytest.raises(AssertionError), bounded(2**20):
+        np.zeros(2**21, np.bool_)
+
+
+def test_bigbird_of_a_million_tokens_grows_with_its_tiles() -> None:
+    """Its random blocks are 3 of 16,384 in a row; a table of them all would take 268 MB."""
+    rw.patterns.bigbird(4096).plan(4096)
+    n, tiles = 2**20, 215_000
+    with bounded(40 * 3 * 2**14):
+        pattern = rw.patterns.bigbird(n)
+    with bounded(150 * tiles):
+        plan = build(pattern, n, n, tile=(64, 64))
+    assert 0.9 * tiles < plan.tiles < tiles
+
+
+@pytest.mark.parametrize("spare", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_top_k_grows_with_what_was_chosen(spare: bool, inside: bool) -> None:
+    """8 of 4,096 blocks in a row, for two heads: a mask would take 512 bytes for each that is chosen."""
+    blocks, heads, chosen = 4096, 2, 8
+    n = blocks * SIDE
+    indices = torch.randint(0, blocks, (heads, blocks, chosen), generator=torch.Generator().manual_seed(0))
+    counts = torch.full((heads, blocks), chosen)
+    places = heads * blocks * chosen
+    with bounded(80 * places):
+        table = rw.BlockTable(indices=indices, counts=counts, key_blocks=blocks, block_size=SIDE)
+        context = None
+        if inside:
+            context = _new_context("SlidingWindow(9999)", NOTHING, Extent(n, n, heads, 1, (SIDE, SIDE)), (heads,))
+        plan = tables.from_table(table, Extent(n, n, heads, 1, (SIDE, SIDE)), spare=spare, context=context)
+        build(table & rw.Causal(), n, n, heads=heads, tile=(SIDE, SIDE))
+    expected = places * (1 - (1 - 1 / blocks) ** chosen) * blocks / chosen
+    if not inside:
+        assert plan.tiles == pytest.approx(expected, rel=0.01)
+    assert math.prod(table.mask.shape) > 400 * places
+
+
+def test_a_mask_is_read_in_pieces() -> None:
+    """A table that comes as a mask costs itself, once, and no array of its size beside it."""
+    blocks = 4096
+    table = rw.BlockTable(torch.eye(blocks, dtype=torch.bool), SIDE)
+    n = blocks * SIDE
+    for pattern in (table, table & rw.SlidingWindow(100)):
+        with bounded(blocks**2 // 2, tensor=blocks**2):
+            assert build(pattern, n, n, tile=(SIDE, SIDE)).tiles == blocks

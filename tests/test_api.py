@@ -1,0 +1,462 @@
+"""The boundary: what is refused and in which words, autocast, offsets, LongNet's options, and the graph compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.backends import BACKENDS
+from ringweave.call import Call
+from ringweave.errors import PatternError, ShapeError, UnsupportedError
+from ringweave.torch_ops import attention_op
+
+from .cases import MIXTURES, PATTERNS
+from .oracle import Inputs, exact
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+Q, K = (1, 4, 10, 8), (1, 2, 12, 8)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "text"),
+    [
+        ([(4, 10, 8), K, K], r"q: got shape \(4, 10, 8\); wanted \(batch, heads, tokens, dim\)"),
+        ([Q, K, (1, 2, 12)], r"v: got shape \(1, 2, 12\)"),
+        ([Q, (2, 2, 12, 8), K], "k batch: got 2; wanted 1, as q"),
+        ([Q, (1, 2, 12, 16), K], "k head dim D: got 16; wanted 8, as q"),
+        ([Q, (1, 3, 12, 8), (1, 3, 12, 8)], "k heads: got 3; wanted a divisor of the 4 query heads"),
+        ([Q, K, (1, 4, 12, 8)], "v heads: got 4; wanted 2, as k"),
+        ([Q, K, (1, 2, 11, 8)], "v tokens: got 11; wanted 12, as k"),
+        ([(1, 4, 0, 8), K, K], "q tokens: got 0; wanted at least 1"),
+        ([Q, (1, 2, 0, 8), (1, 2, 0, 8)], "k tokens: got 0; wanted at least 1"),
+        ([(1, 0, 10, 8), K, K], "q heads: got 0; wanted at least 1"),
+        ([Q, (1, 0, 12, 8), (1, 0, 12, 8)], "k heads: got 0; wanted at least 1"),
+    ],
+)
+def test_shapes(shapes: list[tuple[int, ...]], text: str) -> None:
+    with pytest.raises(ShapeError, match=text):
+        rw.attention(*tensors(*shapes))
+
+
+def test_types() -> None:
+    q, k, v = tensors(Q, K, K)
+    for call, error, text in (
+        (lambda: rw.attention(q, k.half(), v), ShapeError, r"k.dtype: got torch.float16; wanted torch.float32, as q"),
+        (lambda: rw.attention(q.int(), k, v), ShapeError, r"q.dtype: got torch.int32; wanted float32, float16"),
+        (lambda: rw.attention(q, k, v.to("meta")), ShapeError, r"v.device: got meta; wanted cpu, as q"),
+        (lambda: rw.attention(None, k, v), ShapeError, "q: got NoneType; wanted a tensor"),
+        (lambda: rw.attention(q, k, v, lambda b, h, q, k: q >= k), PatternError, "pattern: got function; wanted a ringweave"),
+        (lambda: rw.attention(q, k, v, scale=float("nan")), ShapeError, "scale: got nan; wanted a finite number"),
+        (lambda: rw.attention(q, k, v, scale=1e39), ShapeError, r"scale: got 1e\+39; wanted a finite number of float32"),
+        (lambda: rw.attention(q, k, v, scale=-1e-40), ShapeError, "scale: got -1e-40; wanted a finite number of float32: 0, or 1e-37"),
+        (lambda: rw.attention(q, k, v, scale=2**2000), ShapeError, "scale: got an int of 2001 bits; wanted a finite number"),
+        (lambda: rw.attention(q, k, v, scale="a"), ShapeError, "scale: got 'a'; wanted a number"),
+        (lambda: rw.attention(q, k, v, scale=True), ShapeError, "scale: got True; wanted a number"),
+        (lambda: rw.attention(q, k, v, scale=torch.nn.Parameter(torch.tensor(0.1))), ShapeError, "Multiply q by it"),
+        (lambda: rw.attention_weights(q, k, rw.Full(), scale=torch.tensor(0.1)), ShapeError, "Multiply q by it"),
+        (lambda: rw.attention(q, k, v, q_offset=1.5), ShapeError, "q_offset: got 1.5; wanted an int. Pass Nk - Nq"),
+        (lambda: rw.attention(q, k, v, q_offset=None), ShapeError, "q_offset: got None; wanted an int"),
+        (lambda: rw.attention(q, k, v, q_offset=2**70), ShapeError, "q_offset: got 1180591620717411303424; wanted at most"),
+        (lambda: rw.attention(q, k, v, dropout=1), ShapeError, "dropout: got 1; wanted a number of at least 0 and below"),
+        (lambda: rw.attention(q, k, v, dropout="a"), ShapeError, "dropout: got 'a'; wanted a number"),
+        (lambda: rw.attention(q, k, v, backend=None), UnsupportedError, "backend: got None; wanted one of auto"),
+        (lambda: rw.attention(q, k, v, context=3), UnsupportedError, "context: got int; wanted a ContextParallel"),
+        (lambda: rw.attention(q.to_sparse(), k, v), ShapeError, "q: got a torch.sparse_coo tensor; wanted a dense one"),
+        (lambda: rw.attention(q, k, v, scale=float("inf")), ShapeError, "scale: got inf"),
+        (lambda: rw.attention(q, k, v, q_offset=-1), ShapeError, "q_offset: got -1; wanted an int of at least 0"),
+        (lambda: rw.attention(q, k, v, backend="fast"), UnsupportedError, "backend: got 'fast'; wanted one of auto"),
+        (lambda: rw.attention(q, k, v, rw.SlidingWindow(3), backend="sdpa"), UnsupportedError, "N x N memory"),
+        (lambda: rw.attention(q, k, v[..., :4], backend="sdpa"), UnsupportedError, "got D = 8, Dv = 4"),
+        (lambda: rw.attention(q, k, v, rw.Documents([3, 4])), PatternError, "documents of 7 tokens in all for 12 keys"),
+        (lambda: rw.attention(q, k, v, rw.PerHead([rw.Full()] * 3)), PatternError, "a call with heads = 4; wanted"),
+        (lambda: rw.attention_weights(q, k, rw.LongNet([4], [1])), PatternError, "weights of one branch's relation"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=text):
+            call()
+
+
+def test_a_forward_only_backend_refuses_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward_only = dataclasses.replace(BACKENDS["dense_batched"], name="peek", backward=None)
+    monkeypatch.setitem(BACKENDS, "peek", forward_only)
+    q, k, v = tensors(Q, K, K)
+    assert rw.attention(q, k, v, backend="peek").shape == Q
+    with pytest.raises(UnsupportedError, match=r"'peek'.*forward-only, and an input requires gradients"):
+        rw.attention(q.requires_grad_(), k, v, backend="peek")
+    with torch.no_grad():
+        rw.attention(q, k, v, backend="peek")
+
+
+def test_the_callers_tensors_stay_as_they_are() -> None:
+    q, k, v = tensors(Q, K, K)
+    versions = [x._version for x in (q, k, v)]
+    rw.attention(q, k, v, rw.SlidingWindow(3))
+    assert versions == [x._version for x in (q, k, v)]
+
+
+def test_patterns_and_terms_made_in_inference_mode_serve_training() -> None:
+    x = Inputs.random(40, heads=2, batch=2)
+    with torch.inference_mode():
+        pattern = rw.KeyPadding(torch.tensor([40, 9])) & rw.Documents(ids=torch.arange(40) // 9)
+        terms = [rw.ALiBi.of_heads(2), rw.Bias(torch.randn(1, 1, 40, 40))]
+        wanted = rw.attention(x.q, x.k, x.v, pattern, terms=terms)
+    q = x.q.clone().requires_grad_()
+    out = rw.attention(q, x.k, x.v, pattern, terms=terms)
+    assert torch.equal(out, wanted)
+    out.sum().backward()
+    assert q.grad is not None
+    assert bool(q.grad.isfinite().all())
+
+
+def test_weights_under_autocast_are_float32_of_what_attention_takes() -> None:
+    x = Inputs.random(40)
+    with torch.autocast("cpu", torch.bfloat16):
+        values = rw.attention_weights(x.q, x.k, rw.Causal()).values
+    assert torch.equal(values, rw.attention_weights(x.q.bfloat16(), x.k.bfloat16(), rw.Causal()).values)
+
+
+def test_autocast() -> None:
+    q, k, v = tensors((1, 2, 40, 8), (1, 2, 40, 8), (1, 2, 40, 8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert rw.attention(q, k.bfloat16(), v, rw.Causal()).dtype == torch.bfloat16
+    assert rw.attention(q, k, v, rw.Causal()).dtype == torch.float32
+
+
+def test_composes_with_gradient_checkpointing() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    x = Inputs.random(90, heads=4, kv_heads=2)
+    pattern = PATTERNS["sinks"](90)
+    plain, again = x.leaves(), x.leaves()
+    want = torch.autograd.grad((rw.attention(*plain, pattern) * x.dout).sum(), plain)
+    out = checkpoint(lambda q, k, v: rw.attention(q, k, v, pattern), *again, use_reentrant=False)
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad((out * x.dout).sum(), again), want, strict=True))
+
+
+def test_decode_step_equals_the_last_row() -> None:
+    q, k, v = tensors((2, 4, 300, 16), (2, 2, 300, 16), (2, 2, 300, 16))
+    pattern = (rw.SlidingWindow(50) | rw.Sinks(4)) & rw.Causal()
+    whole = rw.attention(q, k, v, pattern)
+    step = rw.attention(q[:, :, -1:], k, v, pattern, q_offset=299)
+    torch.testing.assert_close(step, whole[:, :, -1:])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("offset", ["interleaved", "grouped", 1])
+@pytest.mark.parametrize("heads", ["shared", "partitioned"])
+@pytest.mark.parametrize("kv_heads", [6, 3, 2])
+def test_longnet(causal: bool, offset: str | int, heads: str, kv_heads: int) -> None:
+    x = Inputs.random(203, heads=6, kv_heads=kv_heads, dtype=torch.float64)
+    options = {"segments": (32, 64, 256), "rates": (1, 2, 8), "causal": causal, "offset": offset, "heads": heads}
+    counts = rw.LongNet(**options).to_dense(203, heads=6)
+    leaves = x.leaves()
+    out = rw.longnet_attention(*leaves, **options)
+    x.dlse.zero_()
+    want = exact(x, counts)
+    torch.testing.assert_close(out, want["out"])
+    got = torch.autograd.grad((out * x.dout).sum(), leaves)
+    torch.testing.assert_close(got, tuple(want[name] for name in ("dq", "dk", "dv")))
+
+
+def test_longnet_detached_weights() -> None:
+    """Same output; the gradient is the one with the branch weights held constant, and it differs from the exact one."""
+    x = Inputs.random(100, heads=4, kv_heads=2, dtype=torch.float64)
+    options = {"segments": (16, 64), "rates": (1, 4), "causal": True}
+    leaves = x.leaves()
+    exact_out = rw.longnet_attention(*leaves, **options)
+    out = rw.longnet_attention(*leaves, **options, detach_weights=True)
+    torch.testing.assert_close(out, exact_out)
+    got = torch.autograd.grad((out * x.dout).sum(), leaves)
+
+    # by hand: each branch densely, weights without gradient
+    outs, lses = [], []
+    for segment, rate in zip(options["segments"], options["rates"], strict=True):
+        counts = rw.LongNet([segment], [rate], causal=True).to_dense(100, heads=4)
+        from .oracle import attention
+
+        part, lse = attention(*leaves, counts)
+        outs.append(part)
+        lses.append(lse.detach())
+    want = torch.autograd.grad((rw.merge(outs, lses).out * x.dout).sum(), leaves)
+    torch.testing.assert_close(got, want)
+    whole = torch.autograd.grad((exact_out * x.dout).sum(), leaves)
+    assert not torch.allclose(got[0], whole[0])
+
+
+def test_union_and_mixture_differ() -> None:
+    """A key in two branches counts twice in a LongNet, once in a union of relations."""
+    x = Inputs.random(64, heads=1, dtype=torch.float64)
+    mixture = rw.longnet_attention(x.q, x.k, x.v, segments=(8, 64), rates=(1, 1))
+    union = rw.attention(x.q, x.k, x.v, rw.Segments(8) | rw.Segments(64))
+    torch.testing.assert_close(union, rw.attention(x.q, x.k, x.v))
+    assert not torch.allclose(mixture, union)
+
+
+# ---- transforms: each is right, or raises
+
+
+def _dense(q: torch.Tensor) -> torch.Tensor:
+    scores = q @ (q + 1).mT * q.shape[-1] ** -0.5
+    future = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -torch.inf).softmax(-1) @ (q - 1)
+
+
+def _ours(q: torch.Tensor) -> torch.Tensor:
+    return rw.attention(q, q + 1, q - 1, rw.Causal())
+
+
+def test_reverse_mode_transforms() -> None:
+    q, tangent = tensors((2, 2, 19, 8), (2, 2, 19, 8), dtype=torch.float64)
+    for transform in (
+        lambda f: torch.func.grad(lambda q: f(q).square().sum())(q),
+        lambda f: torch.func.vjp(f, q)[1](tangent)[0],
+        lambda f: torch.func.jacrev(lambda q: f(q).sum((0, 1, 3)))(q),
+        lambda f: torch.vmap(f)(torch.stack([q, q + 1])),
+        lambda f: torch.vmap(f, in_dims=3, out_dims=1)(torch.stack([q, q + 1], 3)),
+        lambda f: torch.vmap(torch.vmap(f))(q.expand(2, 3, *q.shape)),
+        lambda f: torch.vmap(torch.func.grad(lambda q: f(q[None]).square().sum()))(q),
+    ):
+        torch.testing.assert_close(transform(_ours), transform(_dense))
+
+
+def test_vmap_over_some_inputs_and_tables() -> None:
+    x = Inputs.random(64, heads=4, kv_heads=2, batch=3)
+    table = rw.patterns.random_blocks(64, 0.5, block_size=16, heads=4)
+    got = torch.vmap(lambda q: rw.attention(q, x.k, x.v, table))(torch.stack([x.q, x.q * 2]))
+    torch.testing.assert_close(got[1], rw.attention(x.q * 2, x.k, x.v, table))
+
+
+def _vmapped(call, *inputs, **options) -> None:  # type: ignore[no-untyped-def]
+    """What torch.vmap gives is what a loop gives."""
+    wanted = torch.stack([call(*each) for each in zip(*inputs, strict=True)])
+    torch.testing.assert_close(torch.vmap(call, **options)(*inputs), wanted)
+
+
+def test_vmap_knows_batch_elements() -> None:
+    x = Inputs.random(48, heads=4, kv_heads=2, batch=2)
+    many, cache = torch.stack([x.q, x.q * 2, x.q - 1]), rw.PagedCache.empty(2, 64, 2, x.k.shape[3], page=16)
+    cache.append(x.k, x.v)
+    bias, seen = torch.randn(2, 4, 48, 48), torch.tensor([[20, 28], [3, 40], [48, 7]])
+    by_element = rw.TokenMask(lambda b, h, q, k: k <= q - 5 * b)
+    table = rw.patterns.random_blocks(48, 0.5, block_size=16, heads=4, batch=2)
+    offset = torch.tensor([0, 9])
+    _vmapped(lambda q: rw.attention(q, x.k, x.v, by_element), many)
+    _vmapped(lambda q: rw.attention(q, x.k, x.v, table), many)
+    _vmapped(lambda q: rw.attention(q, x.k, x.v, rw.Causal(), terms=rw.Bias(bias)), many)
+    _vmapped(lambda q: rw.attention(q[:, :, :5], x.k, x.v, rw.Causal(), q_offset=offset), many)
+    _vmapped(lambda q, stop: rw.attention(q, x.k, x.v, rw.KeyPadding(stop)), many, seen)
+    _vmapped(lambda q, bias: rw.attention(q, x.k, x.v, terms=rw.Bias(bias)), many, torch.randn(3, 1, 4, 48, 48))
+    _vmapped(lambda q: rw.paged_attention(q[:, :, -2:], cache), many)
+    _vmapped(lambda q: rw.attention(q, x.k, x.v, precision=rw.Precision(kv=torch.int8)), many)
+    _vmapped(torch.func.grad(lambda q: rw.attention(q, x.k, x.v, by_element).square().sum()), many)
+    alike = many[:1].expand(2, -1, -1, -1, -1)
+    for randomness in ("same", "different"):
+        out = torch.vmap(lambda q: rw.attention(q, x.k, x.v, dropout=0.5), randomness=randomness)(alike)
+        assert torch.equal(out[0], out[1]) == (randomness == "same")
+
+
+def test_functional_call() -> None:
+    layer = torch.nn.Linear(8, 8, dtype=torch.float64)
+    (q,) = tensors((1, 2, 19, 8), dtype=torch.float64)
+    parameters = {name: (p * 2).detach() for name, p in layer.named_parameters()}
+
+    def loss(parameters, attend):  # type: ignore[no-untyped-def]
+        return attend(torch.func.functional_call(layer, parameters, (q,))).square().sum()
+
+    torch.testing.assert_close(torch.func.grad(loss)(parameters, _ours), torch.func.grad(loss)(parameters, _dense))
+
+
+@pytest.mark.parametrize("transform", ["jvp", "jacfwd", "dual", "compiled"])
+def test_forward_mode_raises(transform: str) -> None:
+    q, tangent = tensors((1, 2, 19, 8), (1, 2, 19, 8))
+
+    def dual() -> torch.Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            return _ours(torch.autograd.forward_ad.make_dual(q, tangent))
+
+    def compiled() -> torch.Tensor:
+        torch._dynamo.reset()
+        step = torch.compile(lambda q: torch.func.jvp(_ours, (q,), (tangent,))[1], backend="eager")
+        return step(q)
+
+    calls = {
+        "jvp": lambda: torch.func.jvp(_ours, (q,), (tangent,)),
+        "jacfwd": lambda: torch.func.jacfwd(_ours)(q),
+        "dual": dual,
+        "compiled": compiled,
+    }
+    with pytest.raises(UnsupportedError, match="attention: got a forward-mode derivative; wanted reverse-mode"):
+        calls[transform]()
+
+
+def test_second_derivatives_raise() -> None:
+    (q,) = tensors((1, 2, 19, 8))
+    q.requires_grad_()
+    (first,) = torch.autograd.grad(_ours(q).square().sum(), q, create_graph=True)
+    for second in (
+        lambda: torch.autograd.grad(first.sum(), q),
+        lambda: torch.func.hessian(lambda q: _ours(q).sum())(q.detach()),
+        lambda: torch.func.jacrev(torch.func.jacrev(lambda q: _ours(q).sum()))(q.detach()),
+    ):
+        with pytest.raises(UnsupportedError, match="attention: got a (second|forward-mode) derivative"):
+            second()
+
+
+@pytest.mark.parametrize("counted_first", [True, False])
+def test_flop_counter(counted_first: bool) -> None:
+    """The products over the tiles that are computed, whichever came first, the counter or the first call."""
+    code = """
+import torch{first}
+import ringweave as rw
+q, k, v = (torch.randn(2, 4, 300, 32, requires_grad=True) for _ in range(3))
+if not {counted}:
+    rw.attention(q, k, v)
+from torch.utils.flop_counter import FlopCounterMode
+
+def count(call):
+    with FlopCounterMode(display=False) as counter:
+        call().sum().backward()
+    return counter.get_total_flops()
+
+# two products forward, five backward
+assert count(lambda: rw.attention(q, k, v)) == 7 * 2 * 32 * 2 * 4 * 300 * 300
+for pattern in (rw.SlidingWindow(20), rw.Causal(), rw.patterns.random_blocks(300, 0.4, block_size=16, heads=4), rw.LongNet([64], [2])):
+    facts = rw.explain(pattern, 300, heads=4, batch=2, head_dim=32, as_dict=True)["flops"]
+    assert count(lambda: rw.attention(q, k, v, pattern)) == facts["forward"] + facts["backward"], pattern
+"""
+    first = ", torch.utils.flop_counter" if counted_first else ""
+    subprocess.run([sys.executable, "-c", code.format(first=first, counted=counted_first)], check=True, timeout=120)
+
+
+def test_meta_tensors_have_the_shapes_of_results() -> None:
+    q, k, v = (x.to("meta") for x in tensors(Q, K, K))
+    assert rw.attention(q, k, v, rw.Causal()).shape == Q
+
+
+def test_the_first_call_imports_no_compiler() -> None:
+    code = (
+        "import sys, torch, ringweave as rw; q = torch.randn(1, 2, 64, 16, requires_grad=True);"
+        "rw.attention(q, q, q, rw.Causal()).sum().backward(); assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# ---- torch.library and torch.compile
+
+
+@pytest.mark.parametrize("name", ["sinks", "table_per_head", "longnet", "causal", "window_and_dilated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(name: str, dtype: torch.dtype) -> None:
+    pattern = (PATTERNS | MIXTURES)[name](150)
+    leaves = Inputs.random(150, heads=4, kv_heads=2, dtype=dtype).leaves()
+    call = Call.of(*leaves, pattern, scale=0.25)
+    torch.library.opcheck(attention_op, (*leaves, pattern.tables, call.text, *call.numbers))
+
+
+def test_a_compiled_call_asks_for_no_device_with_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of torch 2.11 cannot: a graph would break there."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda device: pytest.fail(device))
+    x = Inputs.random(20)
+    step = torch.compile(lambda q: rw.attention(q, x.k, x.v, rw.Causal()), fullgraph=True, backend="eager")
+    torch.testing.assert_close(step(x.q), rw.attention(x.q, x.k, x.v, rw.Causal()))
+
+
+@pytest.mark.parametrize("backend", ["auto", "dense_batched", "reference"])
+def test_compiles_in_one_graph(backend: str) -> None:
+    torch._dynamo.reset()
+    x = Inputs.random(100, heads=4, kv_heads=2)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(q, k, v, pattern):  # type: ignore[no-untyped-def]
+        return rw.attention(q * 1.5, k, v, pattern, backend=backend).sin()
+
+    # one compiled function, several patterns: none may be served another's result
+    for pattern in (rw.Causal(), rw.SlidingWindow(9), rw.SlidingWindow(30), rw.SlidingWindow(9) | rw.Sinks(2)):
+        compiled, eager = x.leaves(), x.leaves()
+        got = step(*compiled, pattern)
+        want = rw.attention(eager[0] * 1.5, eager[1], eager[2], pattern, backend=backend).sin()
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(
+            torch.autograd.grad((got * x.dout).sum(), compiled), torch.autograd.grad((want * x.dout).sum(), eager)
+        )
+
+
+def test_compiles_patterns_made_inside_and_longnet_and_merge() -> None:
+    torch._dynamo.reset()
+    x = Inputs.random(100, heads=4)
+
+    def step(q, k, v):  # type: ignore[no-untyped-def]
+        near = rw.attention_with_lse(q, k, v, (rw.SlidingWindow(9) | rw.Sinks(3)) & rw.Causal())
+        far = rw.attention_with_lse(q, k, v, rw.PrefixLM(5))
+        return rw.merge([near.out, far.out], [near.lse, far.lse]).out + rw.longnet_attention(
+            q, k, v, segments=[20, 40], rates=[1, 4]
+        )
+
+    def detached(q, k, v):  # type: ignore[no-untyped-def]
+        return rw.longnet_attention(q, k, v, segments=[20, 40], rates=[1, 4], detach_weights=True)
+
+    torch.testing.assert_close(
+        torch.compile(detached, fullgraph=True, backend="aot_eager")(x.q, x.k, x.v), detached(x.q, x.k, x.v)
+    )
+
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(x.q, x.k, x.v)
+    torch.testing.assert_close(got, step(x.q, x.k, x.v))
+
+
+@pytest.mark.parametrize(("density", "lists"), [(0.6, False), (0.1, True)])
+def test_a_new_table_of_the_same_shape_recompiles_nothing(density: float, lists: bool) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    x = Inputs.random(256, heads=4)
+    step = torch.compile(lambda q, k, v, p: rw.attention(q, k, v, p), fullgraph=True, backend=counter)
+    for seed in range(4):
+        table = rw.patterns.random_blocks(256, density, block_size=16, seed=seed) & rw.Causal()
+        assert ("key_blocks" in table.spec) == lists
+        torch.testing.assert_close(step(x.q, x.k, x.v, table), rw.attention(x.q, x.k, x.v, table))
+    assert counter.frame_count == 1
+
+
+def test_inductor() -> None:
+    torch._dynamo.reset()
+    x = Inputs.random(64, heads=2)
+    step = torch.compile(lambda q, k, v: rw.attention(q + 1, k, v, rw.SlidingWindow(9)) * 2, fullgraph=True)
+    torch.testing.assert_close(step(x.q, x.k, x.v), rw.attention(x.q + 1, x.k, x.v, rw.SlidingWindow(9)) * 2)
+
+
+def test_weights() -> None:
+    for name in ("sinks", "per_head", "documents", "table_per_head", "nothing"):
+        x = Inputs.random(150, heads=4, kv_heads=2, dtype=torch.float64)
+        pattern = PATTERNS[name](150)
+        weights = rw.attention_weights(x.q, x.k, pattern)
+        dense = weights.to_dense()
+        v = x.v.repeat_interleave(2, 1)
+        torch.testing.assert_close(dense @ v, rw.attention(x.q, x.k, x.v, pattern, backend="reference"))
+        assert (dense[~pattern.to_dense(150, heads=4)] == 0).all()
+        assert weights.values.shape[0] == weights.plan.tiles
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: rw.SlidingWindow(5) & rw.Causal() | rw.Sinks([4, 9]) | rw.Sinks([7]),
+        lambda: rw.Dilated(3, 4) | rw.PrefixLM(3),
+        lambda: rw.PerHead([rw.Causal(), rw.patterns.Periodic(5, 1, 2)]),
+        lambda: rw.LongNet([16, 32], [1, 2], causal=True),
+    ],
+)
+def test_patterns_are_made_inside_compiled_functions(make) -> None:  # type: ignore[no-untyped-def]
+    q = torch.randn(1, 2, 64, 16)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: rw.attention(q, q, q, make()), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q), rw.attention(q, q, q, make()))

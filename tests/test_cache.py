@@ -1,0 +1,154 @@
+"""Caches and facts: every one stands in the table of ``ringweave.cache``; nothing else remembers."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave import cache, names
+from ringweave.backends.gpu_check import _verdict
+from ringweave.cache import FACTS, LRUCache, beside, fact
+
+SOURCE = Path(cache.__file__).parent
+#: Containers that modules fill while the process runs, and what for: none holds what could be made again.
+REGISTERS = {
+    "backends/tuning.py": set[str](),
+    "host_offload.py": {"_told"},  # warnings that were given
+    "integrations/transformers/interface.py": {"_WARNED"},
+    "integrations/transformers/model_context.py": {"_LIVE"},  # objects by name, weakly
+    "memory/pressure.py": {"_callbacks"},  # functions of users
+    "oom_retry.py": {"_told"},
+    "parallel/execution/agreement.py": {"_callers"},
+    "parallel/operators.py": {"_contexts"},
+    "parallel/transport/lifelines.py": {"_sockets"},
+    "parallel/transport/mesh.py": {"_made"},  # process groups
+    "parallel/transport/transport.py": {"_made"},
+    "patterns/base.py": {"_provided"},
+    "patterns/declared.py": {"DECLARED"},
+    "patterns/function.py": {"_holders", "_by_state"},  # what lives, weakly
+    "plan/cuda_sync.py": {"_made", "_in_graphs"},  # events, and what graphs read
+    "terms.py": {"KINDS"},
+}
+_CONTAINERS = {"dict", "set", "list", "deque", "OrderedDict", "defaultdict", "Counter", "LRUCache"}
+
+
+def _filled(tree: ast.Module) -> Iterator[str]:
+    """Names of empty containers that a module makes."""
+    for node in tree.body:
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        empty = isinstance(value, ast.Dict | ast.List | ast.Set) and not ast.unparse(value).strip("{}[]")
+        called = value.func if isinstance(value, ast.Call) else None
+        if isinstance(called, ast.Subscript):
+            called = called.value
+        name = getattr(called, "attr", getattr(called, "id", ""))
+        if empty or name in _CONTAINERS or name.startswith("Weak"):
+            assert isinstance(node, ast.Assign | ast.AnnAssign)
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            yield ast.unparse(target)
+
+
+@pytest.mark.parametrize("file", sorted(SOURCE.rglob("*.py")), ids=lambda file: str(file.relative_to(SOURCE)))
+def test_no_module_has_a_cache_of_its_own(file: Path) -> None:
+    if file == Path(cache.__file__):
+        return
+    tree = ast.parse(file.read_text("utf-8"))
+    made = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Name | ast.alias)]
+    words = {getattr(node, "attr", getattr(node, "id", getattr(node, "name", ""))) for node in made}
+    assert not words & {"lru_cache", "cache_info"}
+    assert "functools.cache" not in {ast.unparse(node) for node in made if isinstance(node, ast.Attribute)}
+    found = set(_filled(tree))
+    assert found == REGISTERS.get(str(file.relative_to(SOURCE)), set())
+
+
+def test_what_a_module_remembers_is_found() -> None:
+    text = (
+        "a = {}\nb: dict[int, int] = dict[int, int]()\nc = weakref.WeakSet()\nd = LRUCache(1, 1)\ne = {1: 2}\nf = (1,)"
+    )
+    assert list(_filled(ast.parse(text))) == ["a", "b", "c", "d"]
+
+
+def test_the_page_lists_the_caches_and_their_bounds() -> None:
+    caches = {name: each for name, each in vars(cache).items() if isinstance(each, LRUCache)}
+    assert cache.__doc__ is not None
+    table = {line.split()[0]: line for line in cache.__doc__.splitlines() if line.startswith("    ") and line[4] != " "}
+    assert set(table) == {"cache", *caches, "beside", "scratch"}
+    assert len(table) - 1 <= 8
+    for name, each in caches.items():
+        mib = f"{each.max_bytes // 2**20} MiB, {each.most}" if each is not cache.COMPILED else str(each.most)
+        assert table[name].endswith(f"  {mib}")
+
+
+def test_trim_clears_all() -> None:
+    kept = [each for each in vars(cache).values() if isinstance(each, LRUCache)]
+    for each in kept:
+        each.put("a test", "value", 1)
+        each.front[0] = "value"
+    assert rw.memory.trim() >= len(kept)
+    assert [each for each in kept if each.get("a test") or each.front] == []
+
+
+def test_what_is_made_of_a_plan_goes_with_it() -> None:
+    plan = rw.PlanCache().get(rw.Causal(), 64, tile=(16, 16))
+    before = len(cache._beside)
+    beside(plan)["lists"] = object()
+    assert beside(plan)["lists"] is beside(plan)["lists"]
+    assert len(cache._beside) == before + 1
+    del plan
+    assert len(cache._beside) == before
+
+
+def test_facts_are_listed_and_asked_for_once() -> None:
+    """Facts take no tensors: what depends on a call has bounds."""
+    asked = []
+
+    @fact
+    def found(name: str) -> str | None:
+        asked.append(name)
+        return None
+
+    assert (found("a"), found("a"), found("b")) == (None, None, None)
+    assert asked == ["a", "b"]
+    assert FACTS.pop(f"{__name__}.{found.__wrapped__.__qualname__}") is found  # type: ignore[attr-defined]
+    assert FACTS["ringweave.backends.gpu_check._verdict"] is _verdict
+
+
+@pytest.fixture
+def unwarned() -> Iterator[None]:
+    names._warn_value.cache_clear()
+    yield
+    names._warn_value.cache_clear()
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_the_old_name_of_a_backend_warns_once() -> None:
+    q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
+    with pytest.warns(FutureWarning, match="backend 'gather' is now 'dense_batched'; the next release drops") as seen:
+        old = rw.attention(q, k, v, rw.Causal(), backend="gather")
+    assert [each.filename for each in seen] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = rw.attention(q, k, v, rw.SlidingWindow(9), backend="gather")
+        facts = rw.explain(rw.Causal(), 64, backend="gather", as_dict=True)
+        assert rw.adaptive.tile_mass(q, k, rw.attention_with_lse(q, k, v).lse, rw.Full(), backend="gather")
+    assert torch.equal(old, rw.attention(q, k, v, rw.Causal(), backend="dense_batched"))
+    assert torch.equal(again, rw.attention(q, k, v, rw.SlidingWindow(9), backend="dense_batched"))
+    assert facts["backend"]["asked"] == "dense_batched"
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_the_old_name_of_a_schedule_warns_once() -> None:
+    with pytest.warns(FutureWarning, match="schedule 'gather' is now 'allgather'; the next release drops"):
+        context = rw.ContextParallel(None, rw.Causal(), 64, heads=(2, 2), schedule="gather")
+    assert context.options.schedule == "allgather"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (
+            "Causal(): allgather"
+            in rw.ContextParallel(None, rw.Causal(), 64, heads=(2, 2), schedule="gather").explain()
+        )

@@ -1,0 +1,117 @@
+"""Calls as objects: equal by value, and the same again after they have crossed an operator as text and tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.call import Arguments, Call, Operands
+from ringweave.kv_cache import PagedCache
+from ringweave.program import Program
+from ringweave.validate import Checked, checked, paged
+
+from .cases import MIXTURES, PATTERNS
+
+N, HEADS, KV_HEADS, DIM = 60, 4, 2, 16
+EVERYTHING = PATTERNS | MIXTURES
+
+
+def drawn(name: str, seed: int) -> Checked:
+    """A checked call of a pattern, its options drawn at random."""
+    draw = random.Random(f"{name} {seed}")
+    q, k, v = (torch.randn(2, heads, N, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    stored = draw.random() < 0.3
+    terms: list[rw.terms.Term] = [
+        rw.Softcap(draw.choice([0.1, 5.0, 30.0])),
+        rw.ALiBi.of_heads(HEADS),
+        rw.DistanceBias(torch.randn(HEADS, 2 * draw.randint(1, 9) + 1)),
+        rw.Bias(torch.randn(draw.choice([1, 2]), draw.choice([1, HEADS]), N, N)),
+    ]
+    options: dict[str, Any] = {
+        "terms": draw.sample(terms, draw.randint(0, 3)),
+        "dropout": 0.0 if stored else draw.choice([0.0, 0.0, 0.1, 2**-16]),
+        "precision": rw.Precision(kv=torch.int8) if stored else None,
+        "scale": draw.choice([None, 0.1, -3.0, 0.0]),
+        "backend": draw.choice(["auto", "dense_batched", "reference"]),
+        "on_oom": draw.choice(["raise", "degrade", "stream"]),
+    }
+    with torch.no_grad():
+        return checked(Arguments(q, k, v, EVERYTHING[name](N), **options))
+
+
+@pytest.mark.parametrize("name", list(EVERYTHING))
+def test_a_call_crosses_an_operator_as_it_is(name: str) -> None:
+    """Every field: one that text and tensors leave out is lost to what computes the call."""
+    for seed in range(12):
+        call, q, k, v, tensors, _ = drawn(name, seed)
+        again = Call.read(call.text, q, k, v, tensors, *call.numbers)
+        for field in dataclasses.fields(Call):
+            assert getattr(again, field.name) == getattr(call, field.name), (field.name, seed)
+        assert again.text == call.text
+        assert (again == call, hash(again) == hash(call)) == (True, True)
+        given, read = (Operands.of(each, q, k, v, tensors) for each in (call, again))
+        assert (given.scales is not None) == (call.kv_dtype is not None)
+        assert (given.terms is not None) == bool(call.features)
+        if given.terms is not None and read.terms is not None:
+            assert given.terms.dropout == read.terms.dropout
+            assert [term.spec for term in given.terms.terms] == [term.spec for term in read.terms.terms]
+            assert torch.equal(given.terms.offsets, read.terms.offsets)
+
+
+@pytest.mark.parametrize("kv", [None, torch.int8])
+def test_a_call_over_pages_crosses_an_operator(kv: torch.dtype | None) -> None:
+    """All but its pattern, which is read for the lengths that sequences have by then."""
+    cache = PagedCache.empty(2, 64, KV_HEADS, DIM, page=16, precision=None if kv is None else rw.Precision(kv=kv))
+    cache.append(*(torch.randn(2, KV_HEADS, 40, DIM) for _ in range(2)))
+    pattern = rw.SlidingWindow(9) & rw.Causal()
+    for terms in ((), [rw.Softcap(3.0), rw.DistanceBias(torch.randn(HEADS, 5))]):
+        q = torch.randn(2, HEADS, 3, DIM)
+        given = Arguments(q, cache.k, cache.v, pattern, 0.3, 0, "dense_batched", terms=terms)
+        call, q, k, v, tensors, _ = paged(given, cache)
+        again = Call.read(call.text, q, k, v, tensors, *call.numbers)
+        assert dataclasses.replace(again, pattern=call.pattern) == call
+        assert (again.paged, again.kv_dtype, again.nk) == (True, kv, 64)
+        operands = Operands.of(again, q, k, v, tensors)
+        assert operands.pages is not None
+        assert torch.equal(operands.pages.lengths, cache.lengths)
+        out, _ = Program(again).forward(operands)
+        torch.testing.assert_close(
+            out, rw.paged_attention(q, cache, pattern, scale=0.3, terms=terms, backend="dense_batched")
+        )
+
+
+CALL = Call(1, 4, 2, 60, 60, 16, 16, torch.float32, "cpu", pattern=rw.Causal())
+CHANGED: dict[str, object] = {
+    "batch": 2, "heads": 8, "kv_heads": 4, "nq": 61, "nk": 61, "head_dim": 8, "value_dim": 8, "dtype": torch.float64,
+    "device": "cuda", "needs_grad": True, "features": frozenset({"Softcap"}), "learned": 3, "paged": True,
+    "kv_dtype": torch.int8, "pattern": rw.SlidingWindow(3), "scale": 2.0, "q_offset": 1, "backend": "dense_batched",
+    "terms": "Softcap(3.0)", "dropout": 5, "on_oom": "raise",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(Call)])
+def test_calls_are_equal_by_value(field: str) -> None:
+    """A field that is added needs a value here."""
+    same = dataclasses.replace(CALL, pattern=rw.Causal())
+    assert same == CALL
+    assert hash(same) == hash(CALL)
+    other = dataclasses.replace(CALL, **{field: CHANGED[field]})  # type: ignore[arg-type]
+    assert other != CALL
+    assert len({CALL, same, other}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(CALL, field, CHANGED[field])
+
+
+def test_every_argument_of_a_call_is_one_of_attention() -> None:
+    import inspect
+
+    for function in (rw.attention, rw.attention_with_lse):
+        parameters = inspect.signature(function).parameters
+        assert set(parameters) == set(Arguments._fields)
+        defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+        assert defaults == Arguments._field_defaults

@@ -1,0 +1,586 @@
+"""Calls that go round the operators: the same bits, nothing that watches is passed by, and nothing stale is served."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ringweave as rw
+from ringweave import program
+from ringweave.backends import BACKENDS, cpu
+from ringweave.call import Arguments
+from ringweave.merge import with_sinks
+from ringweave.plan import plan_cache
+from ringweave.precision import as_precision
+
+from .operators import by_operators
+
+pytest.importorskip("ringweave._cpu", exc_type=ImportError)
+
+PATTERN = (rw.SlidingWindow(9) | rw.Sinks(2)) & rw.Causal()
+
+
+def tensors(dtype: torch.dtype = torch.float32, grad: bool = False) -> list[Tensor]:
+    made = (torch.randn(2, heads, n, width, dtype=dtype) for heads, n, width in ((4, 37, 16), (2, 50, 16), (2, 50, 24)))
+    return [x.requires_grad_(grad) for x in made]
+
+
+def direct(*args: Any, **options: Any) -> rw.AttentionOutput:
+    """A call that was made before."""
+    rw.attention_with_lse(*args, **options)
+    return rw.attention_with_lse(*args, **options)
+
+
+def is_direct(out: Tensor) -> bool:
+    found = getattr(out.grad_fn, "program", None)
+    return found is not None and found.constant
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as they lie": lambda x: x,
+    "tokens before heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "every other token": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
+    "one for all": lambda x: x[:1].expand(2, -1, -1, -1),
+    "channels apart": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "a lazy negation": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag if x.dtype == torch.float32 else x,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_are_those_of_the_operators(dtype: torch.dtype, layout: str) -> None:
+    q, k, v = (LAYOUTS[layout](x) for x in tensors(dtype))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = direct(q, k, v, PATTERN, q_offset=5)
+    assert is_direct(out) != q.is_neg()
+    wanted, wanted_lse = by_operators(q, k, v, PATTERN, q_offset=5)
+    assert torch.equal(out, wanted)
+    assert torch.equal(lse, wanted_lse)
+    for names in (("out",), ("lse",), ("out", "lse")):
+        grads = [torch.randn_like({"out": out, "lse": lse}[name]) for name in names]
+        got, right = (
+            torch.autograd.grad([of[name] for name in names], (q, k, v), grads, retain_graph=True)
+            for of in ({"out": out, "lse": lse}, {"out": wanted, "lse": wanted_lse})
+        )
+        assert all(map(torch.equal, got, right))
+
+
+@pytest.fixture
+def straight(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each call that went straight to the kernel, whether it wanted lse."""
+    calls: list[bool] = []
+    forward = cpu.PreparedCall.forward
+
+    def spy(self: cpu.PreparedCall, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> Any:
+        found = forward(self, q, k, v, with_lse)
+        calls.extend([with_lse] * (found is not None))
+        return found
+
+    monkeypatch.setattr(cpu.PreparedCall, "forward", spy)
+    return calls
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_without_lse_bits_are_the_same(dtype: torch.dtype, layout: str, straight: list[bool]) -> None:
+    q, k, v = (LAYOUTS[layout](x) for x in tensors(dtype))
+    wanted = by_operators(q, k, v, PATTERN, q_offset=5)[0]
+    for _ in range(2):
+        out = rw.attention(q, k, v, PATTERN, q_offset=5)
+        assert torch.equal(out, wanted)
+        assert out.is_contiguous()
+    assert straight[-1:] == [False] * (q.stride(3) == 1 and not q.is_neg())
+    # a score out of range, which takes lse to tell what becomes of it
+    q, k, v = tensors()
+    q[0, 0, 33, 0] = torch.inf
+    q[1, 1, 30], k[1, 0, 30] = 1e38, -1e38
+    wanted = by_operators(q, k, v, PATTERN, q_offset=5)[0]
+    assert wanted.isnan().any()
+    for _ in range(2):
+        torch.testing.assert_close(rw.attention(q, k, v, PATTERN, q_offset=5), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore::UserWarning")
+def test_who_watches_sees_operators(straight: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors()
+
+    def call(x: Tensor) -> Tensor:
+        return rw.attention(x, k, v, PATTERN)
+
+    wanted = direct(q, k, v, PATTERN).out
+
+    def seen() -> bool:
+        straight.clear()
+        torch.testing.assert_close(call(q), wanted, rtol=0.05, atol=0.05, check_dtype=False)
+        return not straight
+
+    for context in (contextlib.nullcontext(), torch.no_grad(), torch.inference_mode()):
+        with context:
+            seen()
+            assert not seen()
+    for context in (
+        _Seen(), _SeenFunctions(), torch.device("cpu"), torch.autocast("cpu", torch.bfloat16),
+        torch.profiler.profile(), forward_ad.dual_level(),
+    ):  # fmt: skip
+        with context:
+            assert seen(), context
+    for transformed in (
+        lambda x: torch.vmap(call)(x[None])[0],
+        lambda x: torch.func.vjp(call, x)[0],
+        lambda x: make_fx(call)(x)(x),
+        lambda x: make_fx(call, pre_dispatch=True)(x)(x),
+        lambda x: torch.jit.trace(call, (x,), check_trace=False)(x),
+    ):
+        straight.clear()
+        assert torch.equal(transformed(q), wanted)
+        assert not straight
+    with FakeTensorMode() as mode:
+        assert rw.attention(*map(mode.from_tensor, (q, k, v)), PATTERN).shape == wanted.shape
+    assert not straight
+    monkeypatch.setitem(BACKENDS, "cpu", dataclasses.replace(cpu.BACKEND))
+    assert seen()
+    monkeypatch.undo()
+
+
+def test_modules_go_straight(straight: list[bool]) -> None:
+    """What they pass where nothing was asked for is as good as nothing."""
+    q, k, v = tensors()
+    wanted = direct(q, k, v, PATTERN).out
+    for options in ({"terms": []}, {"terms": None}, {"precision": as_precision(None)}):
+        straight.clear()
+        assert torch.equal(rw.attention(q, k, v, PATTERN, **options), wanted)
+        assert straight == [False]
+    layer, x = rw.nn.MultiheadAttention(64, 4, batch_first=True, pattern=rw.Causal()).eval(), torch.randn(1, 40, 64)
+    with torch.no_grad():
+        wanted = layer(x, x, x)[0]  # makes it
+        straight.clear()
+        assert torch.equal(layer(x, x, x)[0], wanted)
+    assert straight == [False]
+
+
+def test_layers_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two alike calls is not looked up by its kind; it is once anything differs, or the store is empty."""
+    q, k, v = (torch.randn(1, heads, n, 16) for heads, n in ((4, 1), (2, 300), (2, 300)))
+    pattern, looked = rw.SlidingWindow(50) & rw.Causal(), list[int]()
+    get = program.PROGRAMS.get
+    monkeypatch.setattr(program.PROGRAMS, "get", lambda key: looked.append(1) or get(key))
+
+    def looks(n: int = 300, grad: bool = False, **options: Any) -> int:
+        looked.clear()
+        x, now = q.clone().requires_grad_(grad), (k[:, :, :n], v[:, :, :n])
+        options = {"q_offset": n - 1} | options
+        out = rw.attention(x, *now, pattern, **options)
+        scale = options.get("scale", 0.25)
+        assert torch.equal(out, by_operators(q, *now, pattern, scale=scale, q_offset=options["q_offset"])[0])
+        return len(looked)
+
+    looks()
+    assert looks() == 1  # after it was made
+    assert looks() == 0
+    for changed in ({"n": 299}, {"scale": 0.5}, {"q_offset": 310}, {"grad": True}, {"backend": "cpu"}):
+        # to make it, and to find it: steps of one run share a program
+        assert looks(**changed)
+        looks(**changed)
+        assert looks(**changed) == 0
+        assert looks()
+    monkeypatch.setenv("RINGWEAVE_CPU_VARIANT", "generic")
+    assert looks()
+    monkeypatch.delenv("RINGWEAVE_CPU_VARIANT")
+    looks()
+    assert looks() == 0
+    program.PROGRAMS.clear()
+    # made anew: nothing else holds what was dropped
+    assert looks()
+
+
+def test_what_attends_nothing_and_what_is_infinite() -> None:
+    q, k, v = tensors(grad=True)
+    with torch.no_grad():
+        q[0, 0, 33, 0] = torch.inf
+        q[1, 1, 30] = 1e38
+    pattern = rw.Causal() & ~rw.SlidingWindow(20)
+    out, lse = direct(q, k, v, pattern)
+    wanted, wanted_lse = by_operators(q, k, v, pattern)
+    assert lse.isneginf().any()
+    assert (~lse.isfinite() & ~lse.isneginf()).any()
+    for x, y in ((out, wanted), (lse, wanted_lse)):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+    for x, y in zip(*(torch.autograd.grad(o.sum(), (q, k, v)) for o in (out, wanted)), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _SeenFunctions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [_Seen, _SeenFunctions])
+def test_modes_see_the_operators(mode: type) -> None:
+    q, k, v = tensors(grad=True)
+    out = direct(q, k, v, PATTERN).out
+    with mode() as seen:
+        rw.attention(q, k, v, PATTERN)
+        assert any("ringweave" in name for name in seen.names)
+        seen.names.clear()
+        out.sum().backward()
+        assert any("ringweave" in name for name in seen.names) or mode is _SeenFunctions
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_others_that_watch() -> None:
+    q, k, v = tensors()
+    wanted = direct(q, k, v, PATTERN).out
+    with torch.profiler.profile() as profile:
+        rw.attention(q, k, v, PATTERN)
+    assert any("ringweave::attention" in event.key for event in profile.key_averages())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rw.attention(q, k, v, PATTERN).dtype == torch.bfloat16
+    with torch.inference_mode():
+        assert torch.equal(direct(q, k, v, PATTERN).out, wanted)
+    assert torch.equal(torch.vmap(lambda x: rw.attention(x, k, v, PATTERN))(q[None])[0], wanted)
+    with pytest.raises(rw.UnsupportedError, match="forward-mode"):
+        torch.func.jvp(lambda x: rw.attention(x, k, v, PATTERN), (q,), (q,))
+    graph = torch.jit.trace(lambda x: rw.attention(x, k, v, PATTERN), (q,), check_trace=False).graph
+    assert "ringweave::attention" in str(graph)
+    spied = type("Spied", (Tensor,), {})
+    assert isinstance(rw.attention(q.as_subclass(spied), k, v, PATTERN), spied)
+
+
+def test_autograd_keeps_its_promises() -> None:
+    q, k, v = tensors(grad=True)
+    packed: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x.clone(), lambda x: x):
+        out = direct(q, k, v, PATTERN).out
+    assert is_direct(out)
+    assert len(packed) == 10
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(rw.UnsupportedError, match="second derivative"):
+        torch.autograd.grad(first.sum(), q)
+    out = rw.attention(q, k, v, PATTERN)
+    with torch.no_grad():
+        k.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "lse"])
+def test_saved_tensors_that_come_back_in_another_type(which: str) -> None:
+    """Their addresses mean nothing to the kernel then: it refuses them, however often the program ran before."""
+    q, k, v = tensors(grad=True)
+    direct(q, k, v, PATTERN).out.sum().backward()
+    place, seen = ["q", "k", "v", "out", "lse"].index(which), list[Tensor]()
+
+    def unpack(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x.bfloat16() if len(seen) == place + 1 else x
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        out = rw.attention(q, k, v, PATTERN)
+    assert is_direct(out)
+    with pytest.raises((TypeError, ValueError)):
+        out.sum().backward()
+    assert len(seen) == 5
+
+
+def test_nothing_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors()
+    wanted = direct(q, k, v, PATTERN).out
+    for wrong in (
+        {"scale": True},
+        {"scale": float("nan")},
+        {"q_offset": False},
+        {"backend": "gpu"},
+        {"dropout": False},
+    ):
+        with pytest.raises(rw.RingweaveError):
+            rw.attention(q, k, v, PATTERN, **wrong)
+    with pytest.raises(rw.ShapeError):
+        rw.attention(q, k, v[:, :, 1:], PATTERN)
+    assert not torch.equal(rw.attention(q, k, v, PATTERN, scale=0.5), wanted)
+    monkeypatch.setenv("RINGWEAVE_CPU_VARIANT", "sse9")
+    with pytest.raises(rw.UnsupportedError, match="sse9"):
+        rw.attention(q, k, v, PATTERN)
+    monkeypatch.delenv("RINGWEAVE_CPU_VARIANT")
+    assert torch.equal(rw.attention(q, k, v, PATTERN), wanted)
+    # a pattern with values that others may write is none of them
+    lengths = torch.tensor([50, 50])
+    before = rw.attention(q, k, v, rw.KeyPadding(lengths))
+    lengths[1] = 10
+    assert not torch.equal(rw.attention(q, k, v, rw.KeyPadding(lengths)), before)
+
+
+def runs_and_others() -> tuple[int, int]:
+    """Programs that serve a run of decoding steps, and those of one length."""
+    keys = [key[1] for key in program.PROGRAMS._entries if isinstance(key[0], tuple) and len(key) == 2]  # type: ignore[index, arg-type]
+    alone = sum("alone" in key for key in keys)
+    return len(keys) - alone, alone
+
+
+@pytest.mark.parametrize("pattern", [rw.Causal(), rw.Full(), PATTERN])
+def test_steps_of_decoding(pattern: rw.Pattern) -> None:
+    """A cache that grows by a token: one call serves all lengths of as many tiles, where every key is attended."""
+    q, k, v = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
+    program.PROGRAMS.clear()
+    for n in (127, 128, 129, 130, 255, 256, 257, 129, 300):
+        now = k[:, :, :n], v[:, :, :n]
+        wanted = by_operators(q, *now, pattern, q_offset=n - 1)
+        assert all(map(torch.equal, rw.attention_with_lse(q, *now, pattern, q_offset=n - 1), wanted))
+        assert torch.equal(rw.attention(q, *now, pattern, q_offset=n - 1), wanted[0])
+    # in a window, a step that leaves no whole tile behind has a program of its own
+    print(runs_and_others())
+    assert runs_and_others() == ((4, 4) if pattern is PATTERN else (3, 0))
+    # a sum that overflows to -inf is looked at in this length, not in the first one's
+    k[0, 0, 299], k[0, 1, 140] = -3e38, -3e38
+    out, lse = rw.attention_with_lse(q.abs() * 10, k, v, pattern, q_offset=299)
+    wanted = by_operators(q.abs() * 10, k, v, pattern, q_offset=299)
+    assert lse.isnan().any()
+    torch.testing.assert_close((out, lse), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("left", [5, 100, 127, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_in_a_window(left: int, dtype: torch.dtype) -> None:
+    """A window that has begun in every place of a tile plans nothing any more, and has the bits of the whole cache."""
+    pattern = rw.SlidingWindow(left) & rw.Causal()
+    q, k, v = (torch.randn(1, heads, n, 16).to(dtype) for heads, n in ((4, 700), (2, 700), (2, 700)))
+    whole = rw.attention_with_lse(q, k, v, pattern, backend="cpu")
+    program.PROGRAMS.clear()
+
+    def step(n: int) -> None:
+        got = rw.attention_with_lse(q[:, :, n - 1 : n], k[:, :, :n], v[:, :, :n], pattern, q_offset=n - 1)
+        assert all(torch.equal(each, of_all[:, :, n - 1 : n]) for each, of_all in zip(got, whole, strict=True))
+        alone = rw.attention(q[:, :, n - 1 : n], k[:, :, :n], v[:, :, :n], pattern, q_offset=n - 1)
+        assert torch.equal(alone, whole.out[:, :, n - 1 : n])
+
+    for n in range(left + 130, left + 258):
+        step(n)
+    misses = plan_cache.statistics().misses
+    for n in range(left + 258, 700, 7):
+        step(n)
+    assert plan_cache.statistics().misses == misses
+    # before it has left anything behind, it attends all keys
+    runs, _ = runs_and_others()
+    for n in range(129, left + 1):
+        step(n)
+    assert runs_and_others()[0] == runs + (left > 128)
+
+
+def test_forgotten_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors()
+    wanted = direct(q, k, v, PATTERN).out
+    program.PROGRAMS.clear()
+    results: list[bool] = []
+
+    def work() -> None:
+        results.extend(torch.equal(rw.attention(q, k, v, PATTERN), wanted) for _ in range(20))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 80
+
+
+def test_the_first_call_imports_no_compiler() -> None:
+    program = (
+        "import sys, torch, ringweave as rw; q = torch.ones(1, 2, 40, 16, requires_grad=True); "
+        "rw.attention(q, q, q, rw.Causal()).sum().backward(); rw.attention(q, q, q, rw.KeyPadding(torch.tensor([30]))).sum()"
+        ".backward(); print('torch._dynamo' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.strip() == "False"
+
+
+def test_a_policy_of_types_is_no_bare_call() -> None:
+    """What was prepared for calls without one is not taken for one with it."""
+    q, k, v = (torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(each)) for each in range(3))
+    exact = [rw.attention(q, k, v, rw.Causal()) for _ in range(3)][-1]
+    stored = [rw.attention(q, k, v, rw.Causal(), precision=rw.Precision(kv=torch.int8)) for _ in range(2)]
+    assert torch.equal(*stored)
+    assert not torch.equal(stored[0], exact)
+    assert rw.attention(q, k, v, rw.Causal(), precision=rw.Precision(compute=torch.float64)).dtype == torch.float32
+
+
+def options(name: str) -> dict[str, Any]:
+    """Options of a call, their tensors made anew."""
+    table = torch.randn(4, 9, requires_grad=True)
+    some: dict[str, dict[str, Any]] = {
+        "none": {},
+        "terms": {"terms": [rw.Softcap(3.0), rw.ALiBi.of_heads(4)]},
+        "a learned table": {"terms": rw.DistanceBias(table)},
+        "sinks": {"sink_logits": torch.randn(4, requires_grad=True)},
+        "dropout": {"dropout": 0.25},
+        "offsets": {"q_offset": 5, "k_offset": 2, "on_oom": "raise"},
+    }
+    every = {each: value for of in some.values() for each, value in of.items()}
+    return some.get(name, every)
+
+
+OPTIONS = ["none", "terms", "a learned table", "sinks", "dropout", "offsets", "everything"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nothing_that_watches_is_gone_round(name: str) -> None:
+    """Forward and backward, whatever a call asks for, once its program is kept."""
+    q, k, v = tensors(grad=True)
+    given = options(name)
+
+    def call(x: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return rw.attention(x, k, v, PATTERN, **given)
+
+    for _ in range(3):
+        kept = call(q)
+    assert is_direct(kept) or "sink_logits" in given
+    (wanted,) = torch.autograd.grad(kept.sum(), q)
+    for mode in (_Seen(), _SeenFunctions()):
+        with mode as seen:
+            out = call(q)
+        assert any("ringweave" in each for each in seen.names), mode
+        assert torch.equal(out, kept)
+    with _Seen() as seen:
+        (grad,) = torch.autograd.grad(out.sum(), q)
+    assert any("ringweave.attention_backward" in each for each in seen.names)
+    assert torch.equal(grad, wanted)
+    with torch.profiler.profile() as profile:
+        call(q).sum().backward()
+    events = {event.key for event in profile.key_averages()}
+    assert {"ringweave::attention", "ringweave::attention_backward"} <= events
+    # of a program that was found before anything watched
+    out = call(q)
+    with torch.profiler.profile() as profile:
+        out.sum().backward()
+    assert "ringweave::attention_backward" in {event.key for event in profile.key_averages()}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(q).dtype == torch.bfloat16
+    with torch.no_grad():
+        plain = q.detach()
+        torch.testing.assert_close(torch.func.grad(lambda x: call(x).sum())(plain), wanted)
+        if "dropout" not in given:
+            assert torch.equal(torch.vmap(call)(plain[None])[0], kept)
+        assert "ringweave.attention" in str(make_fx(call)(plain).graph)
+    with pytest.raises(rw.UnsupportedError, match="forward-mode"):
+        torch.func.jvp(call, (plain,), (plain,))
+
+
+@pytest.mark.parametrize("mode", [_Seen, _SeenFunctions])
+def test_calls_over_pages_are_seen(mode: type) -> None:
+    cache = rw.PagedCache.empty(2, 64, 2, 16, page=16)
+    cache.append(*(torch.randn(2, 2, 40, 16) for _ in range(2)))
+    q = torch.randn(2, 4, 1, 16)
+    for given in ({}, {"terms": rw.Softcap(3.0), "sink_logits": torch.zeros(4)}):
+        wanted = [rw.paged_attention(q, cache, PATTERN, **given) for _ in range(3)][-1]  # type: ignore[arg-type]
+        with mode() as seen:
+            out = rw.paged_attention(q, cache, PATTERN, **given)  # type: ignore[arg-type]
+        assert any("ringweave" in name for name in seen.names)
+        assert torch.equal(out, wanted)
+        with torch.profiler.profile() as profile:
+            rw.paged_attention(q, cache, PATTERN, **given)  # type: ignore[arg-type]
+        assert "ringweave::attention" in {event.key for event in profile.key_averages()}
+
+
+def fresh() -> None:
+    program.PROGRAMS.clear()
+    program._last.clear()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_programs_are_found_by_identity_and_by_equal_patterns(name: str) -> None:
+    q, k, v = tensors()
+    given = options(name)
+    fresh()
+    rw.attention(q, k, v, PATTERN, **given)
+    _, first = program.find(Arguments(q, k, v, PATTERN, **given))
+    equal = (rw.SlidingWindow(9) | rw.Sinks(2)) & rw.Causal()
+    for pattern in (PATTERN, equal, PATTERN):
+        _, found = program.find(Arguments(q, k, v, pattern, **given))
+        assert found is first is not None
+    # tables and functions may be written to
+    table = rw.BlockTable(torch.ones(1, 1, dtype=torch.bool), 64)
+    assert program.find(Arguments(q, k, v, table, **given)) == (None, None)
+
+
+# by argument: values of which each is another call than the defaults
+OTHERS: dict[str, list[Any]] = {
+    "q": [torch.zeros(2, 4, 36, 16), torch.zeros(2, 4, 37, 16).double(), torch.zeros(2, 4, 37, 16, requires_grad=True)],
+    "k": [torch.zeros(2, 1, 50, 16), torch.zeros(2, 2, 50, 16, requires_grad=True), torch.zeros(2, 2, 49, 16)],
+    "v": [torch.zeros(2, 2, 50, 16), torch.zeros(2, 2, 50, 24, requires_grad=True), torch.zeros(2, 2, 50, 24).half()],
+    "pattern": [rw.Causal(), (rw.SlidingWindow(10) | rw.Sinks(2)) & rw.Causal(), ~PATTERN],
+    "scale": [0.5, -0.25, 0.0],
+    "q_offset": [1, 2**40, torch.tensor(0), torch.tensor([0, 1])],
+    "backend": ["dense_batched", "reference", "cpu", "no such"],
+    "k_offset": [1, torch.tensor(0)],
+    "context": [object()],
+    "terms": [
+        rw.Softcap(2.0), [rw.Softcap(2.0)], [rw.Softcap(3.0)], [rw.Softcap(2.0), rw.Softcap(2.0)], rw.ALiBi.of_heads(4),
+        rw.DistanceBias(torch.zeros(4, 5)), rw.DistanceBias(torch.zeros(4, 7)), rw.Bias(torch.zeros(1, 1, 37, 50)),
+        rw.DistanceBias(torch.zeros(4, 5, requires_grad=True)), rw.DistanceBias(torch.zeros(4, 5).double()), ["no term"],
+    ],
+    "dropout": [0.5, 0.25, 2**-16, 1e-9, -1.0],
+    "precision": [rw.Precision(kv=torch.int8), rw.Precision(compute=torch.float64), rw.Precision(table=torch.bfloat16)],
+    "on_oom": ["raise", "stream", "sparsify", "no such"],
+}  # fmt: skip
+
+
+def test_no_program_serves_another_call() -> None:
+    """Each value of each argument has a key of its own or no key; learned sinks join a program's results."""
+    assert {*OTHERS, "sink_logits"} == set(Arguments._fields)
+    q, k, v = tensors()
+    usual = Arguments(q, k, v, PATTERN)
+    fresh()
+    rw.attention(q, k, v, PATTERN)
+    _, kept = program.find(usual)
+    assert kept is not None
+    keys: list[object] = []
+    for name, values in OTHERS.items():
+        for value in values:
+            try:
+                key, found = program.find(usual._replace(**{name: value}))
+            except rw.RingweaveError:
+                # a rate of dropout that there is not
+                continue
+            assert found is None, (name, value)
+            assert key is None or key not in program.PROGRAMS._entries
+            # a term alone is a list of one, and gradients are those of all three
+            of_another = value is OTHERS["terms"][1] or (name in ("k", "v") and value.requires_grad)
+            keys += [key] if key is not None and not of_another else []
+    assert len(keys) == len(set(keys)) > 20
+    sinks = torch.zeros(4)
+    assert program.find(usual._replace(sink_logits=sinks)) == (None, kept)
+    assert torch.equal(rw.attention(q, k, v, PATTERN, sink_logits=sinks), _with_sinks(q, k, v, sinks))
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    out, lse = by_operators(q, k, v, PATTERN)
+    return with_sinks(out, lse, sinks).out

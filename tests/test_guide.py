@@ -1,0 +1,306 @@
+"""The guides of CONTRIBUTING.md: their blocks, applied to a copy of the package, give what they say.
+
+Each guide runs in a process of its own, which imports the copy. The C++ and Triton blocks of the score term are
+applied too, but not compiled here: the copy has the kernel of this installation, which refuses the new term.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(
+    r"^`(?P<file>[^`]+)`, (?:a new file|(?:in (?P<scopes>`\w+`(?: and `\w+`)*), )?"
+    r"(?P<how>after|before|in place of) (?P<first>the first )?`(?P<anchor>[^`]+)`):\n```\w+\n(?P<code>.*?)^```$",
+    re.M | re.S,
+)
+
+
+class Block(NamedTuple):
+    """A block of a guide: where it stands, and its lines."""
+
+    file: str
+    how: str | None  # None: a new file
+    scopes: tuple[str, ...]
+    anchor: str
+    first: bool
+    code: str
+
+    def apply(self, root: Path) -> None:
+        """Write it into a copy of the repository."""
+        path = root / self.file
+        if self.how is None:
+            assert not path.exists(), f"{self.file} is there already"
+            path.write_text(self.code, "utf-8")
+            return
+        lines = path.read_text("utf-8").splitlines(keepends=True)
+        for scope in self.scopes or (None,):
+            at = self.place(lines, scope)
+            begin, end = {"after": (at + 1, at + 1), "before": (at, at), "in place of": (at, at + 1)}[self.how]
+            lines[begin:end] = self.code.splitlines(keepends=True)
+        path.write_text("".join(lines), "utf-8")
+
+    def place(self, lines: list[str], scope: str | None) -> int:
+        """The line that the block names: the only one, in a function or class if it names one."""
+        begin, end = 0, len(lines)
+        if scope is not None:
+            heads = [i for i, line in enumerate(lines) if re.match(rf"(?:def|class) {scope}\b", line)]
+            assert len(heads) == 1, f"{self.file} has {len(heads)} definitions of {scope}"
+            begin = heads[0] + 1
+            end = next((i for i in range(begin, end) if re.match(r"(?:def|class|@)\b|@", lines[i])), end)
+        found = [i for i in range(begin, end) if lines[i].strip() == self.anchor]
+        fits = len(found) == 1 or (self.first and found)
+        assert fits, f"{self.file} has {len(found)} lines {self.anchor!r}"
+        return found[0]
+
+
+def guides(page: str) -> dict[str, list[Block]]:
+    """The blocks of each guide, by its heading."""
+    found = {}
+    for section in page.partition("\n## Guides\n")[2].partition("\n## ")[0].split("\n### ")[1:]:
+        blocks = [
+            Block(
+                each["file"], each["how"], tuple(re.findall(r"\w+", (each["scopes"] or "").replace(" and ", " "))),
+                each["anchor"] or "", each["first"] is not None, each["code"],
+            )
+            for each in BLOCK.finditer(section)
+        ]  # fmt: skip
+        assert len(blocks) == len(re.findall(r"^```\w", section, re.M)), "a block does not say where it stands"
+        found[section.partition("\n")[0]] = blocks
+    return found
+
+
+GUIDES = guides((ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+
+SETUP = """
+import sys
+from importlib.machinery import PathFinder
+# an editable installation would lead to the sources that it was made of
+sys.meta_path.insert(0, PathFinder)
+import torch
+import ringweave as rw
+torch.set_num_threads(2)
+generator = torch.Generator().manual_seed(7)
+def draw(*shape, dtype=torch.float64):
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+def inputs(dtype=torch.float64, nq=200, nk=200):
+    return draw(2, 4, nq, 16, dtype=dtype), draw(2, 2, nk, 16, dtype=dtype), draw(2, 2, nk, 16, dtype=dtype)
+def grads_of(out, tensors):
+    return torch.autograd.grad((out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum(), tensors, retain_graph=True)
+def dense(q, k, v, mask, change=lambda t: t):
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = torch.where(mask, change(q @ k.mT / 4), -torch.inf)
+    return torch.softmax(scores, -1) @ v
+def close(got, wanted, dtype=torch.float64):
+    bound = 1e-9 if dtype == torch.float64 else 3e-5
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), atol=bound, rtol=bound)
+"""
+
+CHECKS = {
+    "Add a pattern": """
+from ringweave.patterns import Banded, parse
+q, k, v = inputs()
+for pattern in (Banded(7, 3), Banded(64, 16), Banded(300, 70), Banded(5, 9), Banded(128, 127)):
+    distance = torch.arange(200)[:, None] - torch.arange(200)
+    mask = (distance % pattern.period < pattern.width)[None, None]
+    assert torch.equal(pattern.to_dense(200), mask)
+    for tile in ((16, 16), (32, 64), (128, 128)):
+        assert torch.equal(pattern.plan(200, tile=tile).to_dense(), mask)
+    wide = torch.equal(pattern.plan(90, 700, q_offset=610, tile=16).to_dense(), pattern.to_dense(90, 700, q_offset=610))
+    assert wide
+    assert parse(str(pattern)) == pattern and parse(f"{pattern!r} & Causal()") == pattern & rw.Causal()
+    wanted = dense(q, k, v, mask)
+    for backend in ("reference", "dense_batched", "cpu"):
+        dtype = torch.float32 if backend == "cpu" else torch.float64
+        given = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        out = rw.attention(*given, pattern, backend=backend)
+        close((out, *grads_of(out, given)), (wanted, *grads_of(wanted, (q, k, v))), dtype)
+# empty and full tiles are found as such
+assert Banded(64, 16).plan(256, tile=16).nnz < 256 and Banded(5, 9).plan(256, tile=16).mask_words.shape[0] == 0
+try:
+    Banded(0, 1)
+except rw.PatternError:
+    pass
+else:
+    raise AssertionError("a period of 0")
+""",
+    "Add a score term": """
+from ringweave.terms import terms_of, written
+term, mask = rw.Clamp(-0.4, 0.7), torch.ones(200, 200, dtype=torch.bool).tril()
+q, k, v = inputs()
+wanted = dense(q, k, v, mask, lambda t: t.clamp(-0.4, 0.7))
+for backend in ("reference", "dense_batched", "auto"):
+    out = rw.attention(q, k, v, rw.Causal(), terms=term, backend=backend)
+    close((out, *grads_of(out, (q, k, v))), (wanted, *grads_of(wanted, (q, k, v))))
+# beside another, in its order
+both = dense(q, k, v, mask, lambda t: (2 * torch.tanh(t / 2)).clamp(-0.4, 0.7))
+close([rw.attention(q, k, v, rw.Causal(), terms=[rw.Softcap(2.0), term])], [both])
+assert terms_of(*written([term])) == (term,)
+narrow = [x.detach().float() for x in (q, k, v)]
+close([rw.attention(*narrow, rw.Causal(), terms=term)], [wanted], torch.float32)
+assert rw.attention(*narrow, rw.Causal(), terms=rw.Softcap(2.0), backend="cpu").shape == q.shape
+try:
+    rw.attention(*narrow, rw.Causal(), terms=term, backend="cpu")
+except rw.UnsupportedError as error:
+    assert "it computes no Clamp" in str(error), error
+else:
+    raise AssertionError("the kernel computed a term that it does not know")
+try:
+    rw.Clamp(1.0, 1.0)
+except rw.ShapeError:
+    pass
+else:
+    raise AssertionError("an empty range")
+""",
+    "Add a backend": """
+q, k, v = inputs(nq=150)
+table = draw(4, 33)
+cases = [
+    (rw.Causal(), {}), (rw.SlidingWindow(20, 5) | rw.Sinks(3), {"scale": -0.3}), (rw.Documents([40, 160]), {}),
+    (rw.Sinks(8) & ~rw.Causal(), {}), (rw.LongNet([64, 128], [1, 4]), {}),
+    (rw.PerHead([rw.Causal(), rw.Full(), rw.Segments(9), rw.Sinks(1)]), {}),
+    (rw.Causal(), {"terms": [rw.Softcap(1.5), rw.DistanceBias(table)], "q_offset": 50}),
+]
+for pattern, options in cases:
+    tensors = (q, k, v, table) if "terms" in options else (q, k, v)
+    found = []
+    for backend in ("dense", "reference"):
+        out, lse = rw.attention_with_lse(q, k, v, pattern, backend=backend, **options)
+        found.append([out, lse, *grads_of(out, tensors)])
+    close(*found)
+# a NaN that no query attends goes nowhere
+broken = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+with torch.no_grad():
+    broken[1][:, :, 150:] = broken[2][:, :, 150:] = torch.nan
+out = rw.attention(*broken, rw.Causal(), backend="dense")
+close(grads_of(out, broken)[:1], grads_of(rw.attention(q, k, v, rw.Causal(), backend="reference"), (q, k, v))[:1])
+for refused in ({"dropout": 0.5}, {"precision": rw.Precision(kv=torch.int8)}):
+    try:
+        with torch.no_grad():
+            rw.attention(q, k, v, backend="dense", **refused)
+    except rw.UnsupportedError:
+        pass
+    else:
+        raise AssertionError(refused)
+long = torch.zeros(1, 1, 5000, 8)
+try:
+    rw.attention(long, long, long, backend="dense")
+except rw.UnsupportedError as error:
+    assert "all pairs" in str(error), error
+else:
+    raise AssertionError("a long sequence")
+""",
+    "Add an option of a call": """
+q, k, v = inputs(torch.float32, 64, 64)
+scale = (torch.arange(1, 5) / 3).requires_grad_()
+tensors = (q, k, v, scale)
+scaled = q * scale[:, None, None]
+plain = rw.attention(scaled, k, v, rw.Causal())
+wanted = (plain, *grads_of(plain, tensors))
+# twice: programs are kept by the arguments that they depend on
+for _ in range(2):
+    out = rw.attention(q, k, v, rw.Causal(), logit_scale=scale)
+    close((out, *grads_of(out, tensors)), wanted, torch.float32)
+    with torch.no_grad():
+        close([rw.attention(q, k, v, rw.Causal(), logit_scale=scale)], [plain], torch.float32)
+        assert not torch.equal(rw.attention(q, k, v, rw.Causal()), plain)
+out, lse = rw.attention_with_lse(q, k, v, rw.Causal(), logit_scale=scale)
+close([lse], [rw.attention_with_lse(scaled, k, v, rw.Causal()).lse], torch.float32)
+context = rw.ContextParallel(None, rw.Causal(), 64, heads=(4, 2))
+out = rw.attention(q, k, v, rw.Causal(), context=context, logit_scale=scale)
+close((out, *grads_of(out, tensors)), wanted, torch.float32)
+packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+out = rw.varlen_attention(*packed, [0, 64], logit_scale=scale)
+close((out.transpose(0, 1)[None], grads_of(out, [scale])[0].isfinite()), (plain[:1], torch.ones(4)), torch.float32)
+assert grads_of(out, [scale])[0].abs().min() > 0
+layer = rw.nn.MultiheadAttention(32, 4, batch_first=True, pattern=rw.Causal(), logit_scales=True)
+x = draw(2, 64, 32, dtype=torch.float32)
+before = layer(x, x, x)[0]
+assert layer.logit_scale.grad is None and "logit_scale" in layer.state_dict()
+before.square().sum().backward()
+assert layer.logit_scale.grad.abs().min() > 0
+with torch.no_grad():
+    layer.logit_scale.mul_(2)
+assert not torch.allclose(layer(x, x, x)[0], before)
+for call in (
+    lambda: rw.attention(q, k, v, logit_scale=scale[:3]), lambda: rw.attention(q, k, v, logit_scale=2.0),
+    lambda: rw.attention(q, k, v, logit_scale=scale, precision=rw.Precision(kv=torch.int8)),
+    lambda: layer(x, x, x, need_weights=True),
+):
+    try:
+        call()
+    except rw.RingweaveError:
+        pass
+    else:
+        raise AssertionError("not refused")
+cache = rw.PagedCache.empty(batch=2, length=64, heads=2, dim=16)
+cache.append(k.detach(), v.detach())
+try:
+    rw.paged_attention(q[:, :, -1:].detach(), cache, logit_scale=scale.detach())
+except TypeError:
+    pass
+else:
+    raise AssertionError("pages took it")
+""",
+}
+
+
+def copied(to: Path) -> Path:
+    """A copy of what guides change, with the compiled kernel of this installation."""
+    shutil.copytree(ROOT / "src/ringweave", to / "src/ringweave", ignore=shutil.ignore_patterns("__pycache__"))
+    (to / "csrc").mkdir()
+    shutil.copy(ROOT / "csrc/terms.h", to / "csrc")
+    shutil.copy(pytest.importorskip("ringweave._cpu").__file__, to / "src/ringweave")
+    return to
+
+
+@pytest.mark.parametrize("guide", CHECKS)
+def test_a_guide_gives_what_it_says(guide: str, tmp_path: Path) -> None:
+    copied(tmp_path)
+    for block in GUIDES[guide]:
+        block.apply(tmp_path)
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"{SETUP}assert rw.__file__.startswith({str(tmp_path)!r}), rw.__file__\n{CHECKS[guide]}", "utf-8"
+    )
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "src"), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_guide_is_checked() -> None:
+    assert [*GUIDES] == [*CHECKS]
+    assert all(GUIDES.values())
+
+
+def test_a_guide_without_its_anchor_fails(tmp_path: Path) -> None:
+    """For each block of each guide: where its line is gone, or there twice."""
+    for blocks in GUIDES.values():
+        for block in blocks:
+            if block.how is None:
+                continue
+            lines = (ROOT / block.file).read_text("utf-8").splitlines(keepends=True)
+            with pytest.raises(AssertionError, match="has 0"):
+                block.place([line for line in lines if line.strip() != block.anchor], next(iter(block.scopes), None))
+
+
+def test_a_block_that_says_no_place_fails() -> None:
+    page = "\n## Guides\n\n### One\n\nSomewhere:\n```py\nx = 1\n```\n\n## Other\n"
+    with pytest.raises(AssertionError, match="where it stands"):
+        guides(page)

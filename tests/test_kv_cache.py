@@ -1,0 +1,466 @@
+"""Attention over pages: each row is its sequence's alone, whatever else is in the pool; and who holds which pages."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringweave as rw
+from ringweave import torch_ops
+from ringweave.backends import cpu
+from ringweave.call import Call
+from ringweave.patterns import Pattern
+from ringweave.terms import Term
+
+from .oracle import Inputs, errors, exact, rounding, torch_errors
+
+HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 24, 40
+BACKENDS = ["reference", "dense_batched", *(["cpu"] if cpu.module() is not None else [])]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WINDOW = (rw.SlidingWindow(40) | rw.Sinks(3)) & rw.Causal()
+PATTERNS: dict[str, Pattern] = {
+    "causal": rw.Causal(),
+    "full": rw.Full(),
+    "window": WINDOW,
+    "dilated": rw.Dilated(9, 5) & rw.Causal(),
+    "per head": rw.PerHead([rw.Causal(), WINDOW, rw.Strided(7), rw.SlidingWindow(300)]),
+    "function": rw.from_mask_mod(lambda b, h, q, k: (k <= q) & ((k + h) % 3 != 1)),
+}
+#: One less than a page, one more, none, and more than a tile.
+LENGTHS = [65, 0, 300, 256, 127]
+
+
+def drawn(lengths: list[int], nq: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Inputs]:
+    """Queries, keys and values of each sequence by itself."""
+    sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "value_dim": VALUE_DIM, "dtype": dtype}
+    return [Inputs.random(nq, n, seed=seed + i, **sizes) for i, n in enumerate(lengths)]
+
+
+def cached(rows: list[Inputs], page: int = 64, length: int = 320) -> rw.PagedCache:
+    """A cache of sequences, written in turn and in pieces, so that their pages lie among each other."""
+    cache = rw.PagedCache.empty(
+        len(rows), length, KV_HEADS, DIM, value_dim=VALUE_DIM, page=page, dtype=rows[0].k.dtype,
+        pages=len(rows) * -(-length // page) + 2,
+    )  # fmt: skip
+    for first in range(0, length, 100):
+        for b, x in enumerate(rows):
+            k, v = (side[:, :, first : first + 100] for side in (x.k, x.v))
+            if k.shape[2]:
+                cache.append(k, v, rows=[b])
+    return cache
+
+
+def queries(rows: list[Inputs]) -> Tensor:
+    return torch.cat([x.q for x in rows])
+
+
+def alone(x: Inputs, pattern: Pattern, backend: str, **options: Any) -> Tensor:
+    """What attention gives for a sequence by itself."""
+    nq, nk = x.q.shape[2], x.k.shape[2]
+    if nk == 0:
+        return torch.zeros(*x.q.shape[:3], VALUE_DIM, dtype=x.q.dtype)
+    return rw.attention(x.q, x.k, x.v, pattern, q_offset=nk - nq, backend=backend, **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("name", list(PATTERNS))
+def test_a_row_is_its_sequence_alone(name: str, backend: str) -> None:
+    """In any batch, over pages of any size; on a CPU to the bit."""
+    sizes = [(1, 16, "fp32"), (40, 128, "fp16"), (3, 64, "bf16"), (1, 256, "bf16"), (16, 32, "fp32")]
+    for nq, page, dtype in sizes if backend == "cpu" else sizes[:2]:
+        rows = drawn(LENGTHS, nq, DTYPES[dtype])
+        cache = cached(rows, page)
+        got = rw.paged_attention(queries(rows), cache, PATTERNS[name], backend=backend)
+        for b, x in enumerate(rows):
+            want = alone(x, PATTERNS[name], backend)[0]
+            # keys side by side are read as residues there, which pages are not cut into
+            if backend == "cpu" and name != "dilated":
+                assert torch.equal(got[b], want), (nq, page, dtype, b)
+            elif backend != "cpu" or dtype != "bf16":  # which rounds weights: the next test holds it to the definition
+                torch.testing.assert_close(got[b], want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_within_twice_the_error_of_torch(dtype: str, backend: str) -> None:
+    for nq, pattern in [(1, WINDOW), (5, rw.Causal()), (3, PATTERNS["dilated"])]:
+        rows = [x for x in drawn(LENGTHS, nq, DTYPES[dtype]) if x.k.shape[2]]
+        got = rw.paged_attention(queries(rows), cached(rows, 32), pattern, scale=0.3, backend=backend)
+        for b, x in enumerate(rows):
+            nk = x.k.shape[2]
+            counts = pattern.to_dense(nq, nk, HEADS, q_offset=nk - nq).double()
+            want = exact(x, counts, 0.3)
+            bound = 2 * max(torch_errors(x, counts, want, 0.3)["out"], rounding(x, counts, want, 0.3)["out"])
+            assert errors({"out": got[b : b + 1]}, {"out": want["out"]})["out"] <= bound
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pages_in_which_nothing_is_allowed_are_not_touched(backend: str) -> None:
+    """NaN in every other page of the pool, numbers of no page behind the end, pages of the past given to others."""
+    rows = drawn([300, 200, 0], 1)
+    cache = cached(rows, 16)
+    want = rw.paged_attention(queries(rows), cache, WINDOW, backend=backend)
+    used = torch.zeros(len(cache.k), dtype=torch.bool)
+    for b, n in enumerate([300, 200]):
+        for first in range(0, n, 16):
+            # a tile is touched as a whole
+            if first < 128 or first >= (n - 41) // 128 * 128:
+                used[cache.table[b, first // 16]] = True
+    assert 0 < int(used.sum()) < len(used)
+    cache.k[~used] = cache.v[~used] = torch.nan
+    for b, n in enumerate([300, 200, 0]):
+        if n % 16:
+            last = cache.table[b, n // 16]
+            cache.k[last, :, n % 16 :] = cache.v[last, :, n % 16 :] = torch.nan
+    table = cache.table.clone()
+    for b, n in enumerate([300, 200, 0]):
+        table[b, -(-n // 16) :] = torch.tensor([-1, 2**31 - 1])[b % 2]
+    poisoned = rw.PagedCache(cache.k, cache.v, table, cache.lengths)
+    got = rw.paged_attention(queries(rows), poisoned, WINDOW, backend=backend)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("backend", ["auto", "dense_batched", "reference"])
+def test_a_call_that_touches_no_page(backend: str) -> None:
+    cache = rw.PagedCache.empty(2, 32, 1, 8, page=16)
+    cache.append(torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8), rows=[0])
+    out = rw.paged_attention(torch.randn(2, 1, 1, 8), cache, ~rw.SlidingWindow(4) & rw.Causal(), backend=backend)
+    assert torch.equal(out, torch.zeros(2, 1, 1, 8))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "terms",
+    [rw.Softcap(3.0), rw.ALiBi.of_heads(HEADS), [rw.DistanceBias(torch.randn(HEADS, 41)), rw.Softcap(5.0)], "bias"],
+    ids=["softcap", "alibi", "distance, softcap", "bias"],
+)
+def test_terms_and_sinks(terms: Term | list[Term] | str, backend: str) -> None:
+    """Positions are those of the sequence; a bias has a column for each token."""
+    logits = torch.randn(HEADS)
+    for nq in (1, 20):
+        rows = drawn([300, 65], nq)
+        cache = cached(rows, 32)
+        table = torch.randn(2, HEADS, nq, 320)
+        of_all = rw.Bias(table) if terms == "bias" else terms
+        got = rw.paged_attention(
+            queries(rows),
+            cache,
+            WINDOW,
+            terms=of_all,
+            sink_logits=logits,
+            backend=backend,  # type: ignore[arg-type]
+        )
+        for b, x in enumerate(rows):
+            mine = rw.Bias(table[b : b + 1, ..., : x.k.shape[2]].contiguous()) if terms == "bias" else terms
+            want = alone(x, WINDOW, backend, terms=mine, sink_logits=logits)[0]
+            if backend == "cpu":
+                assert torch.equal(got[b], want)
+            else:
+                torch.testing.assert_close(got[b], want)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+@pytest.mark.parametrize("terms", [None, rw.Softcap(3.0)], ids=["plain", "softcap"])
+def test_scores_out_of_range(terms: Term | None, backend: str) -> None:
+    """A sum that overflows to -inf makes its row NaN, as ever; in a page that is not attended it does nothing."""
+    rows = drawn([300, 200], 1)
+    cache = cached(rows, 16)
+    want = rw.paged_attention(queries(rows), cache, WINDOW, terms=terms, backend=backend)
+    keys = cache.k.clone()
+    keys[cache.table[0, 150 // 16]] = -1e38
+    q = queries(rows).abs() + 1
+    want = rw.paged_attention(q, cache, WINDOW, terms=terms, backend=backend)
+    far = rw.PagedCache(keys, cache.v, cache.table, cache.lengths)
+    assert torch.equal(rw.paged_attention(q, far, WINDOW, terms=terms, backend=backend), want)
+    near = rw.paged_attention(q, far, rw.Causal(), terms=terms, backend=backend)
+    assert near[0].isnan().all()
+    assert not near[1].isnan().any()
+
+
+def test_strided_pages() -> None:
+    """Pages as another library has them, tokens before heads: read in place."""
+    rows = drawn([300, 65], 1)
+    cache = cached(rows, 16)
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k, cache.v))
+    assert k.stride() != cache.k.stride()
+    other = rw.PagedCache(k, v, cache.table, cache.lengths)
+    for backend in BACKENDS:
+        got = rw.paged_attention(queries(rows), other, WINDOW, backend=backend)
+        assert torch.equal(got, rw.paged_attention(queries(rows), cache, WINDOW, backend=backend))
+
+
+def test_block_tables() -> None:
+    """A table of blocks of a side that no page has."""
+    rows = drawn([300, 300], 16)
+    cache = cached(rows, 32, 300)
+    pattern = rw.patterns.random_blocks(320, 0.5, block_size=48) & rw.Causal()
+    got = rw.paged_attention(queries(rows), cache, pattern)
+    for b, x in enumerate(rows):
+        x.k, x.v = (torch.nn.functional.pad(side, (0, 0, 0, 20)) for side in (x.k, x.v))
+        want = rw.attention(x.q, x.k, x.v, pattern & rw.KeyPadding(300), q_offset=284, backend="reference")
+        torch.testing.assert_close(got[b], want[0])
+
+
+# ---- who holds which pages -------------------------------------------------------------------------------------------
+
+
+def held(cache: rw.PagedCache, b: int) -> list[float]:
+    """A sequence's tokens, of which all channels of a key are one number and those of the value its negative."""
+    token = torch.arange(int(cache.lengths[b]))
+    page, place = cache.table[b, token // cache.page], token % cache.page
+    k, v = (x[page, :, place].flatten(1) for x in (cache.k, cache.v))
+    assert torch.equal(v, -k)
+    assert torch.equal(k, k[:, :1].expand_as(k))
+    numbers: list[float] = k[:, 0].tolist()
+    return numbers
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_appending_forking_and_freeing(seed: int) -> None:
+    """Against lists of numbers; no page is lost, and one that is refused changes nothing."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(n: int) -> int:
+        return int(torch.randint(0, n, (), generator=generator))
+
+    batch, length, page = 4, 80, 16
+    cache = rw.PagedCache.empty(batch, length, 2, 8, page=page, pages=11)
+    rows: list[list[float]] = [[] for _ in range(batch)]
+    number, refused = 0.0, 0
+    for _ in range(80):
+        what = pick(8)
+        chosen = sorted({pick(batch) for _ in range(1 + pick(batch))})
+        if what < 5:
+            tokens = 1 + pick(20)
+            new = number + torch.arange(len(chosen) * tokens, dtype=torch.float32).view(-1, 1, tokens, 1)
+            number += new.numel()
+            before, free = [x.clone() for x in (cache.table, cache.lengths, cache.k)], cache.free_pages
+            k = new.expand(-1, 2, -1, 8)
+            error = None
+            try:
+                cache.append(k, -k, rows=chosen)
+            except (rw.PageError, rw.ShapeError) as raised:
+                error = raised
+            full = any(len(rows[b]) + tokens > length for b in chosen)
+            assert isinstance(error, rw.ShapeError) == full
+            if error is not None:
+                refused += 1
+                assert all(map(torch.equal, before, (cache.table, cache.lengths, cache.k)))
+                assert cache.free_pages == free
+                continue
+            for b, of in zip(chosen, new, strict=True):
+                rows[b] = rows[b] + of.flatten().tolist()
+        elif what < 7:
+            sources = [pick(batch) for _ in chosen]
+            most = min(len(rows[b]) for b in sources)
+            taken = pick(most + 1) if pick(2) else None
+            cache.fork(sources, chosen, taken)
+            copies = [rows[b][:taken] for b in sources]
+            for b, copy in zip(chosen, copies, strict=True):
+                rows[b] = copy
+        else:
+            cache.free(chosen)
+            for b in chosen:
+                rows[b] = []
+        assert [held(cache, b) for b in range(batch)] == rows
+        used = {int(x) for b in range(batch) for x in cache.table[b, : -(-len(rows[b]) // page)]}
+        assert cache.free_pages == 11 - len(used)
+    assert refused > 2
+    cache.free()
+    assert cache.free_pages == 11
+
+
+def test_a_shared_prefix_is_stored_once() -> None:
+    rows = drawn([100], 1)
+    cache = rw.PagedCache.empty(3, 320, KV_HEADS, DIM, value_dim=VALUE_DIM, page=32, pages=8)
+    cache.append(rows[0].k, rows[0].v, rows=[0])
+    assert cache.free_pages == 4
+    cache.fork([0, 0], [1, 2])
+    assert cache.free_pages == 4
+    q = rows[0].q.expand(3, -1, -1, -1)
+    before = rw.paged_attention(q, cache)
+    assert torch.equal(before[0], before[1])
+    new = torch.randn(1, KV_HEADS, 1, DIM), torch.randn(1, KV_HEADS, 1, VALUE_DIM)
+    cache.append(*new, rows=[1])
+    # the last page alone was copied
+    assert cache.free_pages == 3
+    assert torch.equal(cache.table[0, :3], cache.table[1, :3])
+    after = rw.paged_attention(q, cache)
+    assert torch.equal(after[::2], before[::2])
+    keys, values = torch.cat([rows[0].k, new[0]], 2), torch.cat([rows[0].v, new[1]], 2)
+    torch.testing.assert_close(after[1:2], rw.attention(rows[0].q, keys, values, rw.Causal(), q_offset=100))
+    # whoever is the last to hold a page writes to it
+    cache.append(*new, rows=[2])
+    cache.append(*new, rows=[0])
+    assert cache.free_pages == 2
+
+
+def test_a_copy_is_another_cache() -> None:
+    rows = drawn([20, 30], 1)
+    cache = cached(rows)
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        other.append(*(torch.ones(2, KV_HEADS, 1, dim) for dim in (DIM, VALUE_DIM)))
+        assert other.lengths.tolist() == [21, 31]
+    assert cache.lengths.tolist() == [20, 30]
+    with pytest.raises(rw.UnsupportedError, match="cache: got a shallow copy"):
+        copy.copy(cache)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_lengths_on_the_host_are_those_that_attention_reads(shared: bool) -> None:
+    """Also where the book is a copy, as on a GPU: it does not stand for lengths that were written by hand."""
+    cache = rw.PagedCache.empty(3, 64, KV_HEADS, DIM, page=16)
+    token = torch.randn(3, KV_HEADS, 1, DIM)
+    assert cache._host_lengths is not None
+    cache.append(token, token)
+    if not shared:
+        book = cache._opened()
+        book.table, book.lengths, book.shared = book.table.copy(), book.lengths.copy(), False
+    changes: list[Callable[[], object]] = [
+        *[lambda: cache.append(token, token)] * 20,
+        lambda: cache.append(token[:1], token[:1], rows=[1]),
+        lambda: cache.fork(1, 0),
+        lambda: cache.free([2]),
+        lambda: cache.append(token, token),
+    ]
+    for change in changes:
+        change()
+        assert cache._host_lengths is not None
+        assert cache._host_lengths.tolist() == cache.lengths.tolist()
+        page, place = cache.table[0, (cache.lengths[0] - 1) // 16], (cache.lengths[0] - 1) % 16
+        if change is changes[0]:
+            assert torch.equal(cache.k[page, :, place], token[0, :, 0])
+    assert cache.lengths.tolist() == [23, 23, 1]
+    cache.lengths[0] -= 1
+    by_hand = cache._host_lengths
+    assert (by_hand is None) if not shared else by_hand is not None and by_hand[0] == 22
+    cache.lengths = torch.tensor([1, 2, 3]).int()
+    by_hand = cache._host_lengths
+    assert (by_hand is None) if not shared else by_hand is not None and by_hand.tolist() == [1, 2, 3]
+
+
+def test_many_steps_hold_no_more() -> None:
+    """Sequences that end and begin again: the pages in use are those of the tokens, and no plan is kept for ever."""
+    cache = rw.PagedCache.empty(2, 64, 1, 8, page=16, pages=8)
+    token = torch.randn(2, 1, 1, 8)
+    for step in range(150):
+        if step % 20 == 19:
+            cache.free([step // 20 % 2])
+        if int(cache.lengths.max()) == 64:
+            cache.free([int(cache.lengths.argmax())])
+        cache.append(token, token)
+        rw.paged_attention(token, cache, rw.SlidingWindow(20) & rw.Causal())
+        assert cache.free_pages == 8 - sum(-(-n // 16) for n in cache.lengths.tolist())
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+def test_growing_lengths_compile_nothing_anew() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    rows = drawn([90, 0, 30], 1)
+    cache = cached(rows, 16)
+    q = queries(rows)
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def step(q: Tensor) -> Tensor:
+        return rw.paged_attention(q * 1.0, cache, WINDOW, terms=rw.Softcap(9.0), sink_logits=torch.zeros(HEADS)) + 0.0
+
+    with torch.no_grad():
+        for _ in range(20):
+            cache.append(torch.randn(3, KV_HEADS, 1, DIM), torch.randn(3, KV_HEADS, 1, VALUE_DIM))
+            want = rw.paged_attention(q, cache, WINDOW, terms=rw.Softcap(9.0), sink_logits=torch.zeros(HEADS))
+            assert torch.equal(step(q), want)
+    assert counter.frame_count == 1
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refusals() -> Iterator[tuple[type[Exception], str, Callable[[Tensor, rw.PagedCache], object]]]:
+    def other(cache: rw.PagedCache, **changed: Any) -> rw.PagedCache:
+        parts = {name: getattr(cache, name) for name in ("k", "v", "table", "lengths")} | changed
+        return rw.PagedCache(**parts)
+
+    attend = rw.paged_attention
+    unsupported, shape = rw.UnsupportedError, rw.ShapeError
+    yield unsupported, "requires gradients; wanted none.*no_grad", lambda q, c: attend(q.requires_grad_(), c)
+    yield unsupported, "it reads no pages", lambda q, c: attend(q, c, backend="sdpa")
+    yield unsupported, "backend: got 'nope'", lambda q, c: attend(q, c, backend="nope")
+    yield shape, "cache: got Tensor", lambda q, c: attend(q, q)  # type: ignore[arg-type]
+    yield shape, "q: got 5 queries of row 1, which has 3 tokens", lambda q, c: attend(q.expand(-1, -1, 5, -1), c)
+    yield shape, r"q: got Tensor.*wanted \(2, a multiple of 2, tokens, 24\)", lambda q, c: attend(q[:1], c)
+    yield shape, r"q: got torch\.float16 on cpu", lambda q, c: attend(q.half(), c)
+    yield rw.PatternError, "LongNet.*wanted a relation", lambda q, c: attend(q, c, rw.LongNet([16], [2]))
+    yield rw.PatternError, "pattern: got str", lambda q, c: attend(q, c, "causal")  # type: ignore[arg-type]
+    yield (
+        shape,
+        "table: got page 99 in row 0, column 1",
+        lambda q, c: attend(q, other(c, table=c.table.index_fill(1, torch.tensor([1]), 99))),
+    )
+    yield shape, "table: got page -1", lambda q, c: attend(q, other(c, table=c.table * 0 - 1))
+    yield (
+        shape,
+        "lengths: got 81 tokens in row 1.*0 to 80",
+        lambda q, c: attend(q, other(c, lengths=torch.tensor([1, 81]).int())),
+    )
+    yield (
+        shape,
+        "lengths: got -1 tokens in row 0",
+        lambda q, c: attend(q, other(c, lengths=torch.tensor([-1, 8]).int())),
+    )
+    yield (
+        shape,
+        "page: got 24",
+        lambda q, c: other(c, k=c.k.repeat(1, 1, 2, 1)[:, :, :24], v=c.v.repeat(1, 1, 2, 1)[:, :, :24]),
+    )
+    yield shape, "table: got Tensor of torch.int64", lambda q, c: other(c, table=c.table.long())
+    yield shape, "lengths: got", lambda q, c: other(c, lengths=c.lengths[:1])
+    yield shape, "v: got", lambda q, c: other(c, v=c.v[1:])
+    yield shape, "k: got a stride of", lambda q, c: other(c, k=c.k.mT.contiguous().mT)
+    yield (
+        shape,
+        "append: got 80 tokens for row 0, which has 40; wanted at most 80",
+        lambda q, c: c.append(*(x[:1].flatten(0, 0).repeat(1, 1, 5, 1) for x in (c.k, c.v)), rows=[0]),
+    )
+    yield shape, "k: got", lambda q, c: c.append(c.k[:1, :1], c.v[:1, :1], rows=[0])
+    yield shape, "rows: got.*each row once", lambda q, c: c.free([0, 0])
+    yield shape, "rows: got 2; wanted at most 1", lambda q, c: c.free([2])
+    yield shape, "target: got 1 rows for 2 sources", lambda q, c: c.fork([0, 1], [1])
+    yield shape, "length: got 4; wanted at most 3", lambda q, c: c.fork(1, 0, 4)
+    yield (
+        rw.PageError,
+        "append: got 3 pages to take; wanted at most the 2 free",
+        lambda q, c: c.append(*(x[:1].repeat(1, 1, 3, 1) for x in (c.k, c.v)), rows=[1]),
+    )
+
+
+@pytest.mark.parametrize("number", range(len(list(refusals()))))
+def test_refusals_say_what_to_do(number: int) -> None:
+    kind, said, call = list(refusals())[number]
+    rows = drawn([40, 3], 1)
+    cache = rw.PagedCache.empty(2, 80, KV_HEADS, DIM, value_dim=VALUE_DIM, page=16, pages=6)
+    for b, x in enumerate(rows):
+        cache.append(x.k, x.v, rows=[b])
+    with pytest.raises(kind, match=said):
+        call(queries(rows), cache)
+
+
+def test_a_gradient_of_the_operator_is_refused() -> None:
+    """Where the boundary did not see it: a graph that was made without gradients."""
+    rows = drawn([40], 1)
+    cache = cached(rows)
+    q = queries(rows).requires_grad_()
+    call = Call.of(q, cache.k, cache.v, rw.Causal(), page_table=cache.table)
+    out, _ = torch_ops.attend(call, q, cache.k, cache.v, [cache.table, cache.lengths])
+    with pytest.raises(rw.UnsupportedError, match="forward-only"):
+        out.sum().backward()
