@@ -581,6 +581,18 @@ def test_no_program_serves_another_call() -> None:
     assert torch.equal(rw.attention(q, k, v, PATTERN, sink_logits=sinks), _with_sinks(q, k, v, sinks))
 
 
+def test_a_table_learns_only_where_gradients_are_enabled() -> None:
+    q, k, v = tensors()
+    given = Arguments(q, k, v, PATTERN, terms=rw.Bias(torch.zeros(1, 1, 37, 50, requires_grad=True)))
+    fresh()
+    with torch.no_grad():
+        rw.attention(q, k, v, PATTERN, terms=given.terms)
+    assert program.find(given)[1] is None
+    rw.attention(q, k, v, PATTERN, terms=given.terms)
+    _, found = program.find(given)
+    assert found is not None and found.call.needs_grad
+
+
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     out, lse = by_operators(q, k, v, PATTERN)
     return with_sinks(out, lse, sinks).out

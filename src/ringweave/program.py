@@ -471,13 +471,13 @@ def _options(given: Arguments) -> tuple[Hashable, ...] | None:
         return (on_oom,)
     if not all(isinstance(term, Term) for term in listed) or not 0 <= dropout < 1 or k_offset < 0:
         return None
-    kinds = []
+    kinds, grad = [], torch.is_grad_enabled()
     for term in listed:
         of_tables = []
         for x in term.tables:
             if not plain(x, x, x):
                 return None
-            of_tables.append((x.shape, x.dtype, x.requires_grad))
+            of_tables.append((x.shape, x.dtype, grad and x.requires_grad))
         kinds.append((term.spec, tuple(of_tables)))
     return on_oom, k_offset, tuple(kinds), threshold_of(dropout)
 
