@@ -99,7 +99,8 @@ def test_a_declaration_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         declare("other()", "By taste")(other)
     other.__name__ = "Causal"
     with pytest.raises(
-        rw.PatternError, match="got Causal of tests.patterns.test_declared beside that of ringweave.patterns.local"
+        rw.PatternError,
+        match="got Causal of tests.patterns.test_declared and of ringweave.patterns.local; wanted one pattern per name",
     ):
         declare("Causal()", "Presets")(other)
 

@@ -271,7 +271,7 @@ def test_chosen_boxes(shape: tuple[int, ...], box: tuple[int, ...]) -> None:
         (lambda: rw.Grid((2**20, 2**20)), "shape: got 1099511627776; wanted at most 2147483647"),
         (lambda: rw.Grid((4, 4), 0), "tile: got 0; wanted at least 1"),
         (lambda: rw.Grid((4, 4), (2, 2, 2)), r"tile: got \(2, 2, 2\); wanted one number, or one for each of 2 axes"),
-        (lambda: rw.GridNeighborhood((8, 8), 3), r"grid: got \(8, 8\); wanted a Grid. Make one of the shape"),
+        (lambda: rw.GridNeighborhood((8, 8), 3), r"grid: got \(8, 8\); wanted a Grid. Make a grid of its shape"),
         (lambda: rw.GridNeighborhood(rw.Grid((8, 8)), 9), r"window, dilation: got \(9, 9\) times \(1, 1\) on a grid of \(8, 8\); wanted at most the grid's size along each axis"),
         (lambda: rw.GridNeighborhood(rw.Grid((8, 12)), 5, (1, 3)), r"got \(5, 5\) times \(1, 3\) on a grid of \(8, 12\)"),
         (lambda: rw.GridNeighborhood(rw.Grid((8, 8)), 0), "window: got 0; wanted at least 1"),
@@ -280,12 +280,12 @@ def test_chosen_boxes(shape: tuple[int, ...], box: tuple[int, ...]) -> None:
         (lambda: rw.GridNeighborhood(rw.Grid((8, 8)), 3, 0), "dilation: got 0; wanted at least 1"),
         (lambda: rw.GridNeighborhood(rw.Grid((8, 8)), 3, causal=1), "causal: got 1; wanted True or False"),
         (lambda: rw.GridNeighborhood(rw.Grid((8, 8)), 3, causal=(True,)), r"causal: got \(True\); wanted one bool, or one for each of 2 axes"),
-        (lambda: rw.GridNeighborhood(rw.Grid((8, 8)), 3).plan(65), r"GridNeighborhood: got a grid of \(8, 8\), 64 tokens, for 65 keys and queries up to 65; wanted as many keys, and every query among them. Build the grid for these tokens, and lay them out by grid.flatten."),
+        (lambda: rw.GridNeighborhood(rw.Grid((8, 8)), 3).plan(65), r"GridNeighborhood: got a grid of \(8, 8\), 64 tokens, for 65 keys and queries up to 65; wanted 64 keys, and every query among them. Build the grid for these tokens, and order them with grid.flatten."),
         (lambda: rw.GridNeighborhood(rw.Grid((8, 8)), 3).plan(8, 64, q_offset=60), "for 64 keys and queries up to 68"),
         (lambda: rw.GridWindows(rw.Grid((8, 8)), 0), "size: got 0; wanted at least 1"),
         (lambda: rw.GridWindows(rw.Grid((8, 8)), 4, 4), r"shift: got \(4, 4\) for windows of \(4, 4\); wanted less than the size"),
         (lambda: rw.GridWindows(rw.Grid((8, 8)), 4, -1), "shift: got -1; wanted at least 0"),
-        (lambda: rw.patterns.parse("Grid((2, 2))"), "got a Grid"),
+        (lambda: rw.patterns.parse("Grid((2, 2))"), "got Grid, at column 1; wanted a pattern"),
     ],
 )  # fmt: skip
 def test_errors(make: object, text: str) -> None:

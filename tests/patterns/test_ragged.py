@@ -270,7 +270,7 @@ def test_gradients_of_bounds_that_were_changed_are_refused(write: Callable[[Tens
     out = rw.attention(q, k, v, rw.Causal() & rw.KeyPadding(stop))
     write(stop)
     with pytest.raises(
-        PatternError, match="KeyPadding: got bounds that were changed; wanted what it read when the call"
+        PatternError, match="KeyPadding: got bounds that were changed; wanted the same values as when the call"
     ):
         out.sum().backward()
 
@@ -318,7 +318,7 @@ def test_numbers_that_a_trace_leaves_open() -> None:
         torch.testing.assert_close(step(q, first), rw.attention(q[:, :, :3], q, q, rw.Causal(), q_offset=first))
     torch._dynamo.reset()
     wrong = torch.compile(lambda q: rw.attention(q, q, q, rw.Documents([50, -2])), fullgraph=True, backend="eager")
-    with pytest.raises(PatternError, match="bounds that rise from 0"):
+    with pytest.raises(PatternError, match="bounds that increase from 0"):
         wrong(q)
 
 
@@ -444,26 +444,26 @@ def test_planning_grows_with_what_bounds_cross() -> None:
         (lambda: rw.Documents(cu_seqlens_q=[0, 3]), "got cu_seqlens_q; wanted exactly one of the two, or of ids and the pair"),
         (lambda: rw.Documents(ids=torch.tensor([0, 0, 0])).plan(4), "documents of 3 tokens in all for 4 keys"),
         (lambda: rw.Documents(ids=torch.zeros(2, 4).long()).plan(4, batch=3), "batch = 2, which the pattern is made for"),
-        (lambda: rw.Documents(torch.tensor([3, 0])).plan(3), r"cu_seqlens: got \[0, 3, 3\]; wanted bounds that rise from 0"),
-        (lambda: rw.Documents(torch.tensor([2**62] * 4 + [3])).plan(3), "cu_seqlens: got .*; wanted bounds that rise from 0"),
-        (lambda: rw.Documents(cu_seqlens=torch.tensor([1, 3])).plan(3), r"cu_seqlens: got \[1, 3\]; wanted bounds that rise"),
-        (lambda: rw.Documents(cu_seqlens_q=[0, 2, 1], cu_seqlens_k=[0, 1, 2]), "wanted bounds that rise from 0. Begin with 0"),
+        (lambda: rw.Documents(torch.tensor([3, 0])).plan(3), r"cu_seqlens: got \[0, 3, 3\]; wanted bounds that increase from 0"),
+        (lambda: rw.Documents(torch.tensor([2**62] * 4 + [3])).plan(3), "cu_seqlens: got .*; wanted bounds that increase from 0"),
+        (lambda: rw.Documents(cu_seqlens=torch.tensor([1, 3])).plan(3), r"cu_seqlens: got \[1, 3\]; wanted bounds that increase"),
+        (lambda: rw.Documents(cu_seqlens_q=[0, 2, 1], cu_seqlens_k=[0, 1, 2]), "wanted bounds that increase from 0. Begin with 0"),
         (lambda: rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 1, 2]).plan(3, 2), "got 1 documents of queries and 2 of keys"),
         (lambda: rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 5]).plan(4, 5), "documents of 5 tokens in all and 3 queries for 5 keys"),
         (lambda: rw.Sinks(1).within(rw.Causal()), r"bounds: got Causal\(\); wanted Documents or KeyPadding. Combine other patterns with &"),
-        (lambda: rw.Sinks(1).within([3, 4]), "bounds: got list; wanted Documents or KeyPadding"),
-        (lambda: rw.LongNet([8], [1]).within(rw.KeyPadding(3)), "wanted a relation. A LongNet keeps tokens by their place"),
+        (lambda: rw.Sinks(1).within([3, 4]), r"bounds: got \[3, 4\]; wanted Documents or KeyPadding"),
+        (lambda: rw.LongNet([8], [1]).within(rw.KeyPadding(3)), "wanted a relation. A LongNet selects tokens by their place"),
         (lambda: (rw.Causal() & rw.BlockTable(torch.ones(2, 2).bool(), 16)).within(rw.KeyPadding(3)), "wanted one without a block table. The blocks"),
         (lambda: rw.patterns.bigbird(64, block_size=16).within(rw.KeyPadding(3)), "wanted one without a block table"),
         (lambda: rw.patterns.natten_1d(3, tokens=9).within(rw.Documents([9, 8])).plan(17), "Build it with tokens=8"),
-        (lambda: rw.Causal().within(rw.Documents(ids=torch.tensor([0, 1, 0]))).plan(3), "got one in several pieces; wanted documents of tokens side by side"),
-        (lambda: rw.Causal().within(rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 2])).plan(3, 2), "got document 0 of 3 queries and 2 keys; wanted queries that are the last"),
+        (lambda: rw.Causal().within(rw.Documents(ids=torch.tensor([0, 1, 0]))).plan(3), "got one in several pieces; wanted documents of consecutive tokens"),
+        (lambda: rw.Causal().within(rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 2])).plan(3, 2), "got document 0 of 3 queries and 2 keys; wanted no more queries than keys, since a document's queries are its last tokens"),
         (lambda: rw.Global(torch.ones(2, 3, 4).bool()), r"tokens: got Tensor of torch.bool \(2, 3, 4\); wanted a bool tensor \(N,\) or"),
         (lambda: rw.Global(torch.ones(2, 3).bool()).plan(4, batch=2), "Global: got a mask of 3 tokens for 4 keys"),
         (lambda: rw.Sinks(torch.ones(2, 3).bool()).plan(9, 4, batch=2), "Sinks: got a mask of 3 tokens for 4 keys"),
         (lambda: rw.Global(torch.ones(2, 3).bool()).plan(3, batch=4), "batch = 2, which the pattern is made for"),
         (lambda: rw.Sinks(1).within(rw.Global(torch.ones(3).bool())), "wanted Documents or KeyPadding"),
-        (lambda: parse("KeyPadding(_)"), "a table where none is given"),
+        (lambda: parse("KeyPadding(_)"), "got '_', which stands for a tensor, at column 12"),
         (lambda: parse("Within(Causal(), Causal())"), "bounds: got Causal"),
     ],
 )  # fmt: skip

@@ -89,7 +89,7 @@ def same(got: rw.BlockPlan, want: rw.BlockPlan) -> None:
 @pytest.mark.parametrize("name", [*PATTERNS, *CASES])
 def test_reach_is_what_the_pattern_allows(name: str) -> None:
     n = 300
-    pattern = PATTERNS.get(name) or CASES[name](n)
+    pattern = PATTERNS[name] if name in PATTERNS else CASES[name](n)
     look = pattern.lookback()
     assert (look is not None) or name not in PATTERNS
     if look is None:

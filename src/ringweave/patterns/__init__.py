@@ -1,4 +1,4 @@
-"""What may attend: patterns, their set algebra, presets, and reading them from text."""
+"""Patterns of allowed (query, key) pairs, their set algebra, presets, and their parser."""
 
 from ..names import only
 from .algebra import And, Not, Or, PerHead

@@ -1,4 +1,4 @@
-"""Patterns made of patterns: intersection, union, complement, and one for each head."""
+"""Patterns that consist of patterns: intersection, union, complement, and one pattern per head."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .base import Composite, Lookback, Pattern, provide
 from .declared import declare
 from .global_tokens import Sinks
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, intersect, mix
-from .validate import nest, refuse, whole
+from .validate import called, nest, refuse, whole
 
 
 class _Operator(Composite):
-    """What operators do with the answers of their parts."""
+    """Base of the operators: the properties that follow from the parts."""
 
     @property
     def block_side(self) -> int | None:
@@ -33,7 +33,7 @@ class _Operator(Composite):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Combined(_Operator):
-    """Patterns under one operator; nested ones of the same kind are flattened."""
+    """Patterns under one operator; nested operators of the same kind are flattened."""
 
     parts: tuple[Pattern, ...]
     sign: ClassVar[str]
@@ -43,7 +43,7 @@ class Combined(_Operator):
         super().__post_init__()
 
     def appended(self, part: Pattern) -> Self:
-        """Append one more part; what is known of the others is kept, so that long unions may grow one by one."""
+        """Append a part and reuse the text of the others, so that building a long union is not quadratic."""
         new = object.__new__(type(self))
         object.__setattr__(new, "parts", (*self.parts, part))
         nest(new, max(self.depth, 1 + part.depth), self.leaves + part.leaves)
@@ -72,7 +72,7 @@ class Combined(_Operator):
     def _pairwise(self, tiles: Tiles, winner: int, neutral: int) -> Int64:
         keys = self.parts[0].tile_classes(tiles)
         for part in self.parts[1:]:
-            # what one part decides, the others are not asked for
+            # tiles that the parts so far have decided are not classified again
             left = np.flatnonzero(keys != winner)
             if not len(left):
                 break
@@ -86,7 +86,7 @@ class Combined(_Operator):
 
 
 class And(Combined):
-    """Allowed by every part."""
+    """The intersection: a pair is allowed if every part allows it."""
 
     sign: ClassVar[str] = " & "
 
@@ -117,7 +117,7 @@ class And(Combined):
 
 
 class Or(Combined):
-    """Allowed by at least one part; a key allowed by several counts once."""
+    """The union: a pair is allowed if any part allows it; a key that several parts allow counts once."""
 
     sign: ClassVar[str] = " | "
 
@@ -143,7 +143,7 @@ class Or(Combined):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Not(_Operator):
-    """Allowed where the part is not; complements of ``&`` and ``|`` are pushed to the leaves (De Morgan)."""
+    """The complement of a pattern; complements of ``&`` and ``|`` are pushed to the leaves (De Morgan)."""
 
     part: Pattern
 
@@ -186,7 +186,7 @@ def lookback_of(
     ahead: Callable[[Iterable[int]], int],
     far: Callable[[Iterable[bool]], bool],
 ) -> Lookback | None:
-    """How far what is made of some parts looks back; the others say how those of theirs combine."""
+    """Combine the lookbacks of parts by functions for ``every``, ``ahead`` and ``far``; None if a part has none."""
     known = [look for part in parts if (look := part.lookback()) is not None]
     if len(known) < len(parts):
         return None
@@ -195,7 +195,7 @@ def lookback_of(
 
 
 def leaves(pattern: Pattern) -> Iterator[Pattern]:
-    """List what a pattern combines, by its operators."""
+    """Iterate over the operands of a pattern's nested operators."""
     if isinstance(pattern, Combined):
         for part in pattern.parts:
             yield from leaves(part)
@@ -206,7 +206,7 @@ def leaves(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def replace(pattern: Pattern, change: Callable[[Pattern], Pattern]) -> Pattern:
-    """Combine other leaves in the same way."""
+    """Apply ``change`` to each leaf of a pattern's operators, and combine the results in the same way."""
     if isinstance(pattern, Combined):
         return join(type(pattern), *(replace(part, change) for part in pattern.parts))
     if isinstance(pattern, Not):
@@ -215,7 +215,7 @@ def replace(pattern: Pattern, change: Callable[[Pattern], Pattern]) -> Pattern:
 
 
 def join(kind: type[Combined], *operands: Pattern) -> Pattern:
-    """Join operands under an operator, without repeats and neutral elements; those with one form together become it."""
+    """Join operands under an operator; drop repeated and neutral operands, and unite lists of tokens."""
     parts: list[Pattern] = []
     for operand in operands:
         if not isinstance(operand, Pattern):
@@ -226,7 +226,7 @@ def join(kind: type[Combined], *operands: Pattern) -> Pattern:
                     "operand",
                     repr(operand),
                     "a relation",
-                    "LongNet is a mixture in which a key may count several times; merge() joins it with others.",
+                    "LongNet is a mixture in which a key may count several times; join its output with merge().",
                 )
             )
         parts += operand.parts if isinstance(operand, kind) else (operand,)
@@ -241,7 +241,7 @@ def join(kind: type[Combined], *operands: Pattern) -> Pattern:
     kept: list[Pattern] = []
     by_text: dict[str, list[Pattern]] = {}
     for part in parts if kind is And else _together(parts):
-        # few patterns of one text have tables to compare
+        # only patterns of equal text are compared, since comparing reads their tables
         alike = by_text.setdefault(part.spec, [])
         if part.spec != neutral and not any(part is old or part == old for old in alike):
             alike.append(part)
@@ -252,7 +252,7 @@ def join(kind: type[Combined], *operands: Pattern) -> Pattern:
 
 
 def _together(parts: list[Pattern]) -> list[Pattern]:
-    """Unite lists of chosen tokens, in the place of the first of each type."""
+    """Unite the lists of chosen tokens of each type, at the place of the first one."""
     united: list[Pattern] = []
     place: dict[type[Pattern], int] = {}
     for part in parts:
@@ -268,12 +268,12 @@ def _together(parts: list[Pattern]) -> list[Pattern]:
 
 @declare("PerHead([Causal(), SlidingWindow(128), Strided(64), Causal()])", "By table, function or head", heads=4)
 class PerHead(_Operator):
-    """Each query head has its own pattern; equal ones share their plan.
+    """One pattern for each query head; heads with equal patterns share their plan.
 
     Args:
         patterns: One pattern per query head.
     Raises:
-        PatternError: An empty list, or at use another number of heads.
+        PatternError: The list is empty or contains a mixture; at use, the number of heads is another one.
     Example:
         >>> rw.PerHead([rw.Causal(), rw.SlidingWindow(1)]).to_dense(3, heads=2)[0].sum((1, 2))
         tensor([6, 5])
@@ -282,8 +282,9 @@ class PerHead(_Operator):
     def __init__(self, patterns: Sequence[Pattern]):
         listed = isinstance(patterns, (list, tuple))
         if not listed or not patterns or not all(isinstance(p, Pattern) and p.combinable for p in patterns):
-            got = str([type(p).__name__ for p in patterns[:8]]) if listed else shown(patterns)
-            raise PatternError(message("patterns", got, "a list of relations", "Pass one per query head."))
+            remedies = [called(p) for p in patterns] if listed else []
+            remedy = next(filter(None, remedies), "Pass one per query head.")
+            raise PatternError(message("patterns", shown(patterns), "a list of relations", remedy))
         self.patterns = tuple(patterns)
         nest(self, 1 + max(p.depth for p in patterns), sum(p.leaves for p in patterns))
         self.__post_init__()
@@ -314,7 +315,7 @@ class PerHead(_Operator):
 
     def lookback(self) -> Lookback | None:
         look = lookback_of(self.patterns, min, max, any)
-        # heads that differ in what lies far have none together
+        # None if the heads differ in ``far``
         return look if look == lookback_of(self.patterns, min, max, all) else None
 
     @property
@@ -334,7 +335,7 @@ class PerHead(_Operator):
     def _only(self) -> Pattern:
         if len(set(self.patterns)) == 1:
             return self.patterns[0]
-        raise PatternError(message("pattern", repr(self), "the pattern of one head", "Take it with select(b, h)."))
+        raise PatternError(message("pattern", repr(self), "the pattern of one head", "Get it with select(b, h)."))
 
 
 def shard(pattern: Pattern, rank: int, ranks: int, heads: int | None) -> Pattern:
@@ -346,10 +347,10 @@ def shard(pattern: Pattern, rank: int, ranks: int, heads: int | None) -> Pattern
     made = bound.extents()[1]
     if heads is not None and heads != (made or heads):
         wanted = f"{made}, which {pattern!r} is made for"
-        raise PatternError(message("heads", heads, wanted, "Pass those of all ranks."))
+        raise PatternError(message("heads", heads, wanted, "Pass the number of heads of all ranks."))
     made = heads or made
     if made is not None and made % ranks:
-        raise PatternError(message("ranks", ranks, f"a divisor of the {made} query heads", "Take fewer ranks."))
+        raise PatternError(message("ranks", ranks, f"a divisor of the {made} query heads", "Use fewer ranks."))
     return bound.bound(heads, None, rank, ranks)
 
 

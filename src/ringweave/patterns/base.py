@@ -1,18 +1,18 @@
-"""What may attend: the base class of patterns.
+"""The base class of patterns.
 
-A pattern is a boolean relation over (query position, key position), possibly one per batch and head. It answers three
-questions, from cheap to exact:
+A pattern is a boolean relation over (query position, key position), which may differ between batch elements and heads.
+It answers three questions, from cheap to exact:
 
-- ``key_ranges``: for ranges of queries, a few key ranges outside of which nothing is allowed (a superset);
-- ``tile_classes``: for given tiles, 0 (empty), 1 (full) or a class number >= 2 such that tiles of one class hold the
-  same mask; so a mask is evaluated by token once per class, not once per tile;
-- ``allows``: the relation itself, by token, on index tensors. This one is the definition; the others must agree.
+- ``key_ranges`` returns, for ranges of queries, a few key ranges that contain every allowed key (a superset).
+- ``tile_classes`` returns, for given tiles, 0 (empty), 1 (full) or a class number >= 2. Tiles of one class have the
+  same mask, so a mask is evaluated by token once per class, not once per tile.
+- ``allows`` evaluates the relation by token, on index tensors. It is the definition; the others must agree with it.
 
 Every pattern is also text: ``spec`` is a Python expression that :func:`ringweave.patterns.parse` reads back, with an
 underscore in place of each tensor of ``tables``. Text and tensors can cross ``torch.library`` ops, objects cannot.
 
-This module imports nothing that knows of patterns. What patterns offer as methods and other modules compute (operators,
-plans, pictures), those modules register here when they load (:func:`provide`).
+This module imports no other module about patterns. Some methods of patterns (operators, plans, pictures) are computed
+by other modules, which register their functions here when they load (:func:`provide`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from ..plan.block_plan import BlockPlan
     from ..plan.causality import Causality
 
-# what a pattern writes of itself
+# attributes that a pattern derives from the others; they are not pickled
 _WRITTEN = ("_spec", "_follows", "_spelled_anew", "_fixed")
-# functions of other modules by name, or "module:function" of a module that loads at the first use
+# functions of other modules by name; "module:function" names a module that is imported at the first use
 _provided: dict[str, Callable[..., Any] | str] = {}
 
 
 def provide(**functions: Callable[..., Any] | str) -> None:
-    """Register functions that patterns offer as methods: a callable each, or "module:function" to load when called."""
+    """Register the functions behind methods of patterns: callables, or "module:function" to import at the first use."""
     _provided.update(functions)
 
 
@@ -58,15 +58,16 @@ def _function(name: str) -> Any:
 
 
 class Lookback(NamedTuple):
-    """How far back a query looks, where distances are all that a pattern asks for; every head's.
+    """The distances at which a query attends keys, for a pattern that depends on distance; valid for every head.
 
     Attributes:
-        first: Queries from here on attend keys from here on by distance alone.
-        back: Beyond this distance keys are attended or not as ``far`` says, and those before ``first`` by their place.
-        every: Up to this distance before itself a query attends all keys; -1 where it may not attend itself.
-        far: See ``back``.
-        ahead: Beyond this distance after itself a query attends no key but those before ``first``; ``sys.maxsize``
-            where that is not known.
+        first: From this position on, whether a query attends a key depends on their distance only.
+        back: A key that is further back than this, and not before ``first``, is attended if ``far`` is set. Whether a
+            key before ``first`` is attended depends on its position.
+        every: A query attends every key up to this distance back; -1 if it may not attend its own position.
+        far: Whether keys further back than ``back`` are attended.
+        ahead: A query attends no key further ahead than this, except keys before ``first``; ``sys.maxsize`` if
+            unknown.
     """
 
     first: int
@@ -77,15 +78,16 @@ class Lookback(NamedTuple):
 
 
 class Pattern(ABC):
-    """Which (head, query, key) triples may attend: immutable, hashable, device-free.
+    """A relation that says which keys each query of each head may attend: immutable, hashable, without a device.
 
-    Combine with ``&``, ``|`` and ``~``; a key allowed by both operands of ``|`` counts once.
+    Combine patterns with ``&``, ``|`` and ``~``; a key that both operands of ``|`` allow counts once.
 
-    A new pattern defines ``_text``, ``allows``, ``key_ranges`` and ``tile_classes``. It may define ``excluded_ranges``,
-    where its complement is bounded; ``extents``, ``select`` and ``bound``, where batch elements or heads differ;
-    ``check``, where it fits some lengths only; and ``restride`` and ``lookback``, which make plans cheaper. It may say
-    ``tables``, ``residue_rate``, ``block_side`` and ``follows``. It defines no other method of this class. A pattern of
-    patterns is a :class:`Composite`, and one that is a name for others is a :class:`Derived`.
+    A new pattern defines ``_text``, ``allows``, ``key_ranges`` and ``tile_classes``. It may define ``excluded_ranges``
+    if its complement is bounded; ``extents``, ``select`` and ``bound`` if batch elements or heads differ; ``check`` if
+    it fits certain lengths only; and ``restride`` and ``lookback``, which make plans cheaper. It may override the
+    properties ``tables``, ``residue_rate``, ``block_side`` and ``follows``. It overrides no other method of this class.
+    A pattern that contains patterns derives from :class:`Composite`, and a name for another pattern from
+    :class:`Derived`.
 
     Example:
         >>> rw.SlidingWindow(2) & ~rw.Segments(8) | rw.Sinks(1)
@@ -97,95 +99,100 @@ class Pattern(ABC):
                 [1, 0, 1, 1]], dtype=torch.int32)
     """
 
-    #: False for mixtures, in which a key may count several times: no set algebra over them.
+    #: False for mixtures, in which a key may count several times; set operators refuse them.
     combinable: ClassVar[bool] = True
-    # numpy's arrays leave an operator to the pattern, which refuses them
+    # Makes numpy's operators return NotImplemented, so that `array & pattern` reaches __rand__, which raises.
     __array_ufunc__ = None
 
-    #: How deep its operators nest, and how many patterns they combine.
+    #: Depth of its nested operators, and number of patterns that they combine.
     depth: int = 0
     leaves: int = 1
+    # The preset that made the pattern, and the number of tokens that it was made for; error messages name both.
+    _made_by: tuple[str, int] | None = None
 
-    # ---- what a pattern defines --------------------------------------------------------------------------------------
+    # ---- methods that a pattern defines ------------------------------------------------------------------------------
 
     @abstractmethod
     def _text(self) -> str:
-        """Spell what ``spec`` is to be."""
+        """Return the text of ``spec``."""
 
     @abstractmethod
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        """Evaluate the relation on broadcast int64 position tensors of one batch and head: bool."""
+        """Evaluate the relation of one batch element and head on int64 positions that broadcast: bool."""
 
     @abstractmethod
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        """Bound, by ranges, every key allowed to any query of [q_lo, q_hi); a superset, sorted or not."""
+        """Return ranges that contain every key allowed to any query of [q_lo, q_hi), in any order."""
 
     @abstractmethod
     def tile_classes(self, tiles: Tiles) -> Int64:
-        """Classify tiles: 0 empty, 1 full, else a class number: same class, same extents, same mask."""
+        """Classify tiles: 0 empty, 1 full, else a class number; tiles of one class and size have the same mask."""
 
-    # ---- what a pattern may add --------------------------------------------------------------------------------------
+    # ---- methods that a pattern may add ------------------------------------------------------------------------------
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
-        """List the tensors in the pattern (block tables, document bounds); private copies, never written."""
+        """Tensors of the pattern (block tables, document bounds); private copies unless ``follows`` is set."""
         return ()
 
     @property
     def follows(self) -> bool:
-        """Whether the pattern is known by what its tensors hold, which others may come to change."""
+        """Whether caches identify the pattern by the contents of its tensors, which their owner may change."""
         return False
 
     @property
     def residue_rate(self) -> int:
-        """Give r > 1 where only keys congruent to the query modulo r are allowed: then a strided view is denser."""
+        """The largest known r such that a query attends only keys congruent to it modulo r; 1 if there is none.
+
+        A pattern with r > 1 is denser in a strided view.
+        """
         return 1
 
     @property
     def block_side(self) -> int | None:
-        """Tokens of the blocks that the pattern is made of, if it is: what the side of a tile should be."""
+        """Tokens in a side of the blocks that the pattern consists of, the preferred side of a tile; else None."""
         return None
 
     def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        """Give ``key_ranges`` of the complement."""
+        """Return ``key_ranges`` of the complement."""
         return Ranges.of((0, nk), rows=len(q_lo))
 
     def extents(self) -> tuple[int | None, int | None]:
-        """Give (batch, heads) that the pattern is made for; None where it is the same for all."""
+        """Return the (batch, heads) that the pattern is made for; None for a side on which it does not depend."""
         return None, None
 
     def select(self, b: int, h: int) -> Pattern:
-        """Give the pattern of one batch element and head; itself where, and only where, it is the same for all."""
+        """Return the pattern of one batch element and head; ``self`` if and only if it is the same for all of them."""
         return self
 
     def bound(self, heads: int | None, kv_heads: int | None = None, rank: int = 0, ranks: int = 1) -> Pattern:
-        """Give the pattern of a call with so many heads: tables per key head become those of its query heads.
+        """Return the pattern for a call with these heads: a table per key head is assigned to query heads.
 
         Args:
-            heads: Query heads of all ranks, where they are known.
-            kv_heads: Key heads, where they are known.
-            rank: Which rank's heads to give, where heads are spread over ranks in order; see :meth:`shard`.
-            ranks: How many there are; divides the heads.
+            heads: Query heads of all ranks, or None if unknown.
+            kv_heads: Key heads, or None if unknown.
+            rank: Rank to return the heads of, when heads are distributed over ranks in order; see :meth:`shard`.
+            ranks: Number of ranks; divides the heads.
         """
         return self
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:  # noqa: B027  (most patterns fit any length)
-        """Raise PatternError where the pattern is made for other lengths."""
+        """Raise PatternError if the pattern is made for other lengths."""
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
-        """Restrict to positions offset, offset + rate, ..., renumbered 0, 1, ...; None if it has no such form."""
+        """Restrict the pattern to positions offset, offset + rate, ..., renumbered from 0; None if it cannot."""
         return None
 
     def lookback(self) -> Lookback | None:
-        """How far back a query looks, where distances say which keys it attends; None in other patterns."""
+        """Return the distances at which a query attends keys; None if the pattern does not depend on distance."""
         return None
 
     # ---- text --------------------------------------------------------------------------------------------------------
 
     _spec: str
-    # whether it follows what its tensors hold, or a part of it does
+    # whether this pattern, or a part of it, follows the contents of its tensors
     _follows: bool
-    # whether it is spelled anew each time: a function in it may come to read other values
+    # whether the text is written at each access, since a function in the pattern may read new values
     _spelled_anew: bool
 
     def __post_init__(self) -> None:
@@ -193,20 +200,20 @@ class Pattern(ABC):
         self.write(self._text(), any(part._follows for part in parts) if parts else self.follows)
 
     def write(self, text: str, follows: bool) -> None:
-        """Be the pattern of a text, which closes it to changes."""
-        # Written once: torch.compile guards on text as it is, but would turn changing numbers into symbols.
+        """Store the pattern's text; attributes cannot be assigned afterwards."""
+        # Stored, not computed: torch.compile guards on a stored string, but would make symbols of changing numbers.
         object.__setattr__(self, "_follows", follows)
         object.__setattr__(self, "_spelled_anew", follows and "TokenMask(" in text)
         object.__setattr__(self, "_spec", text)
 
     @property
     def spec(self) -> str:
-        """Spell the pattern as a Python expression, ``_`` for each tensor of ``tables`` in turn."""
+        """The pattern as a Python expression, with ``_`` for each tensor of ``tables`` in turn."""
         return self._text() if self._spelled_anew and not torch.compiler.is_compiling() else self._spec
 
     @property
     def fixed(self) -> bool:
-        """Whether its text is all there is of it: no tensors, and nothing that others may change."""
+        """Whether the text defines the pattern completely: it has no tensors and follows none."""
         known = self.__dict__.get("_fixed")
         if known is None:
             known = not self._follows and not self.tables
@@ -214,20 +221,20 @@ class Pattern(ABC):
         return bool(known)
 
     def parts_within(self) -> tuple[Pattern, ...]:
-        """List the patterns that this one is made of; none where it stands for itself."""
+        """Return the patterns that this one consists of; empty unless it is a composite."""
         return ()
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
     def value(self) -> Hashable:
-        """Make a key of a dict: text, and the tables' contents. For many patterns at once; costs a copy."""
+        """Return a hashable value, the text and the tables' contents; this copies the tables."""
         if parts := self.parts_within():
             return self.spec, tuple(part.value() for part in parts)
         arrays = (table.cpu().numpy() for table in self.tables)
         return self.spec, tuple((np.packbits(a) if a.dtype == np.bool_ else a).tobytes() for a in arrays)
 
     def key(self) -> CacheKey:
-        """Make a key of a cache: text, and the tables by address and version."""
+        """Return a cache key: the text, and the tables by address and version."""
         if not self._follows:
             tables = self.tables
             return CacheKey((self._spec, *map(address_key, tables)), tables)
@@ -241,7 +248,8 @@ class Pattern(ABC):
     def __setattr__(self, name: str, value: Any) -> None:
         if "_spec" in self.__dict__:
             got = f"an assignment to {name}"
-            raise PatternError(message(repr(self), got, "no change: plans are kept by what it was", "Build another."))
+            wanted = "no change: caches hold plans of the pattern as it was made"
+            raise PatternError(message(repr(self), got, wanted, "Build another."))
         object.__setattr__(self, name, value)
 
     def __copy__(self) -> Self:
@@ -255,7 +263,7 @@ class Pattern(ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # a function has another number in another process
+        # written again: a function has another number in another process
         Pattern.__post_init__(self)
 
     def __eq__(self, other: object) -> bool:
@@ -293,15 +301,21 @@ class Pattern(ABC):
         inverse: Pattern = _function("complement")(self)
         return inverse
 
+    def __bool__(self) -> NoReturn:
+        # `a and b` would be b, and `not a` False: a wrong pattern without an error
+        got = f"{self!r} in `and`, `or`, `not` or a condition"
+        remedy = "Write `a & b` for `a and b`, `a | b` for `a or b`, `~a` for `not a`, and `a is None` for a condition."
+        raise PatternError(message("pattern", got, "an operator of patterns: `&`, `|` or `~`", remedy))
+
     def within(self, bounds: Pattern) -> Pattern:
-        """This pattern inside each document or row, counted from its first key, and nothing across.
+        """Apply this pattern inside each document or row, counted from its first key; no pair crosses a bound.
 
         Args:
-            bounds: ``Documents``, or ``KeyPadding`` for rows that are padded.
+            bounds: ``Documents``, or ``KeyPadding`` for padded rows.
         Returns:
             A pattern; see :class:`ringweave.patterns.within.Within`.
         Raises:
-            PatternError: Bounds of another kind, a mixture, or a block table in this pattern.
+            PatternError: The bounds are of another kind, or this pattern is a mixture or contains a block table.
         Example:
             >>> rw.Sinks(1).within(rw.Documents([2, 1])).to_dense(3)[0, 0].int()
             tensor([[1, 0, 0],
@@ -312,16 +326,16 @@ class Pattern(ABC):
         return inside
 
     def shard(self, rank: int, ranks: int, heads: int | None = None) -> Pattern:
-        """Give the pattern of the heads of one rank, where heads are spread over ranks in order (tensor parallelism).
+        """Return the pattern of one rank's heads, when heads are distributed over ranks in order (tensor parallelism).
 
         Args:
-            rank: Which rank.
-            ranks: How many; divides the heads.
-            heads: Query heads of all ranks: needed where a pattern says what a head does by its number.
+            rank: The rank.
+            ranks: Number of ranks; divides the heads.
+            heads: Query heads of all ranks; required if the pattern depends on the number of a head.
         Returns:
-            A pattern of ``heads / ranks`` heads; itself where all heads are alike.
+            A pattern of ``heads / ranks`` heads; ``self`` if all heads are equal.
         Raises:
-            PatternError: Heads that the ranks do not divide, or that cannot be told apart from a rank's own.
+            PatternError: The ranks do not divide the heads, or ``heads`` is required and missing.
         Example:
             >>> rw.PerHead([rw.Causal(), rw.Full(), rw.SlidingWindow(1), rw.Sinks(1)]).shard(1, 2)
             PerHead([SlidingWindow(1), Sinks(1)])
@@ -329,22 +343,22 @@ class Pattern(ABC):
         some: Pattern = _function("shard")(self, rank, ranks, heads)
         return some
 
-    # ---- views of the relation (the layers above do the work) --------------------------------------------------------
+    # ---- views of the relation, computed by the layers above ---------------------------------------------------------
 
     def to_dense(self, nq: int, nk: int | None = None, heads: int = 1, *, batch: int = 1, q_offset: int = 0) -> Tensor:
-        """Evaluate the relation to a bool tensor (batch, heads, nq, nk): the definition, for small sizes and tests.
+        """Evaluate the relation to a bool tensor (batch, heads, nq, nk), for small sizes and tests.
 
         Args:
-            nq: Queries, at positions q_offset, q_offset + 1, ...
-            nk: Keys; nq + q_offset by default.
-            heads: Query heads.
-            batch: Batch elements.
+            nq: Number of queries, at positions q_offset, q_offset + 1, ...
+            nk: Number of keys; nq + q_offset by default.
+            heads: Number of query heads.
+            batch: Number of batch elements.
             q_offset: Position of the first query.
         Returns:
             Bool tensor (batch, heads, nq, nk).
         Raises:
             PatternError: The pattern is made for other sizes.
-            ShapeError: A size below 1, or more than 2**32 pairs in all.
+            ShapeError: A size is below 1, or there are more than 2**32 pairs.
         Example:
             >>> rw.Causal().to_dense(2)
             tensor([[[[ True, False],
@@ -373,7 +387,7 @@ class Pattern(ABC):
         tile: int | tuple[int, int] | None = None,
         device: str | torch.device = "cpu",
     ) -> BlockPlan:
-        """Plan the tiles that this pattern leaves non-empty; see :func:`ringweave.plan`.
+        """Plan the non-empty tiles of this pattern; see :func:`ringweave.plan`.
 
         Example:
             >>> rw.SlidingWindow(128).plan(1024).nnz
@@ -385,7 +399,7 @@ class Pattern(ABC):
         return planned
 
     def density(self, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0) -> float:
-        """Divide allowed pairs by all pairs, exactly, counted from the tiles (never N x N work).
+        """Return the share of allowed pairs, counted exactly from the tiles (never N x N work).
 
         Example:
             >>> rw.Causal().density(3)
@@ -395,7 +409,7 @@ class Pattern(ABC):
         return share
 
     def is_causal(self, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0) -> bool:
-        """Tell whether no query attends a key after its own position: exactly, counted from the tiles.
+        """Return whether no query attends a key after its own position, counted exactly from the tiles.
 
         Example:
             >>> (rw.SlidingWindow(192) & rw.Causal() | rw.Sinks(32)).is_causal(1024)  # the first queries see all sinks
@@ -408,7 +422,7 @@ class Pattern(ABC):
     def causality(
         self, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0
     ) -> Causality:
-        """Count pairs with a key after the query's position, and find the first; its text says it in words.
+        """Count the pairs with a key after the query's position, and find the first; ``str`` of the result says both.
 
         Example:
             >>> str(rw.Sinks(32).causality(1024))
@@ -418,7 +432,7 @@ class Pattern(ABC):
         return found
 
     def plot(self, tokens: int = 1024, *, heads: int = 1, path: str | Path | None = None) -> str:
-        """Draw the relation as SVG text; written to ``path`` (.svg, or .png with matplotlib) when given.
+        """Draw the relation as SVG text, and write it to ``path`` if given (.svg, or .png with matplotlib).
 
         Example:
             >>> rw.Causal().plot(256).startswith("<svg")
@@ -433,15 +447,15 @@ class Pattern(ABC):
 
 
 class Composite(Pattern):
-    """A pattern that is made of patterns, and differs between batch elements and heads where they do."""
+    """A pattern that consists of patterns, and depends on batch elements and heads as they do."""
 
     @abstractmethod
     def parts_within(self) -> tuple[Pattern, ...]:
-        """List the patterns that this one is made of."""
+        """Return the patterns that this one consists of."""
 
     @abstractmethod
     def remade(self, parts: Sequence[Pattern]) -> Pattern:
-        """Make the same pattern of other parts."""
+        """Build the same pattern from other parts."""
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
@@ -473,7 +487,9 @@ def _agree(name: str, a: int | None, b: int | None) -> int | None:
     if a is None or b is None or a == b:
         return b if a is None else a
     raise PatternError(
-        message("pattern", f"parts made for {name} = {a} and {b}", f"one number of {name}", "Build the parts alike.")
+        message(
+            "pattern", f"parts made for {name} = {a} and {b}", f"one number of {name}", "Build the parts for one call."
+        )
     )
 
 
@@ -510,12 +526,12 @@ class Full(Pattern):
 
 
 class Derived(Pattern):
-    """A named pattern that is defined by other patterns."""
+    """A name for a pattern that other patterns define."""
 
     @property
     @abstractmethod
     def definition(self) -> Pattern:
-        """Say what the name stands for."""
+        """The pattern that the name denotes."""
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self.definition.allows(q, k)

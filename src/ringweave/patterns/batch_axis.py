@@ -1,8 +1,8 @@
-"""Documents, and rows of a batch, as spans: which queries and which keys belong together.
+"""Documents, and rows of a batch, as spans of queries and keys that belong together.
 
-Questions about all batch elements are asked at once: positions of element b lie from ``b * ELEMENT`` on, on one axis,
-so that tiles of any number of elements are tiles of one long sequence. ``Shared`` takes a pattern that knows nothing of
-elements there, and patterns whose bounds differ between elements answer there by themselves.
+A plan asks about all batch elements in one call. To that end positions of element b begin at ``b * ELEMENT`` on one
+axis, so that the tiles of all elements are tiles of one long sequence. ``Shared`` puts a pattern that is the same for
+all elements on this axis; patterns with different bounds per element compute with such positions directly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .base import Composite, Pattern
 from .cache_key import CacheKey, address_key, content_key
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, mix
 
-#: Positions of a batch element, on the axis of all of them; more than any sequence has.
+#: Positions of a batch element on the axis of all elements; more than any sequence has.
 ELEMENT_BITS = 32
 ELEMENT = 1 << ELEMENT_BITS
 _END = 2**62
@@ -33,11 +33,12 @@ class Spans:
 
     Attributes:
         q_first: First query of each document.
-        q_stop: The one after its last query.
-        origin: Where a query would stand that has position 0 in its document.
-        k_first: First key, whose position in the document is 0.
-        k_stop: The one after its last key.
-        one: Whether all batch elements have the documents of the first.
+        q_stop: End of its queries, exclusive.
+        origin: Position on the axis of the query position 0 of the document; a document with fewer queries than keys
+            begins after it.
+        k_first: First key of each document, at position 0 of the document.
+        k_stop: End of its keys, exclusive.
+        one: Whether all batch elements have the documents of the first element.
     """
 
     q_first: Int64
@@ -49,21 +50,21 @@ class Spans:
 
     @staticmethod
     def of(q_first: Int64, q_stop: Int64, origin: Int64, k_first: Int64, k_stop: Int64, one: bool) -> Spans:
-        """With a document past all others, so that every position has one that ends after it."""
+        """Append a document after all others, so that for every position some document ends after it."""
         sides = [np.append(side, _END) for side in (q_first, q_stop, origin, k_first, k_stop)]
         return Spans(sides[0], sides[1], sides[2], sides[3], sides[4], one)
 
     def lengths(self) -> tuple[Int64, Int64]:
-        """Queries and keys of each document."""
+        """Return the number of queries and of keys of each document."""
         return (self.q_stop - self.q_first)[:-1], (self.k_stop - self.k_first)[:-1]
 
     def _along(self, position: Int64) -> tuple[Int64, Int64]:
-        """Where the positions' elements begin, and how far that is from the elements whose documents are theirs."""
+        """Return where the elements of positions begin, and the offset to subtract to reach their documents."""
         base = position & -ELEMENT
         return base, base if self.one else np.zeros_like(base)
 
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int, inner: Pattern) -> Ranges:
-        """Of a pattern inside the documents, as of :class:`Pattern`."""
+        """Compute :meth:`Pattern.key_ranges` of ``inner`` inside the documents."""
         base, off = self._along(q_lo)
         q_lo, q_hi = q_lo - off, q_hi - off
         first = np.searchsorted(self.q_stop, q_lo, side="right")
@@ -78,7 +79,7 @@ class Spans:
         found = inner.key_ranges(lo + moved, hi + moved, int(length.max()))
         key = (self.k_first[doc] & (ELEMENT - 1))[:, None]
         begin, end = (np.clip(side, 0, length[:, None]) + key for side in found)
-        # a tile with several documents has one range around all: those between its first and last are short
+        # A tile with several documents gets one range around them, which is tight: inner documents are short.
         start, stop = np.zeros((2, len(q_lo), begin.shape[1]), np.int64)
         count = np.bincount(tile, minlength=len(q_lo))
         alone = count[tile] == 1
@@ -93,14 +94,14 @@ class Spans:
         return Ranges(start, stop)
 
     def tile_classes(self, tiles: Tiles, inner: Pattern) -> Int64:
-        """Of a pattern inside the documents, as of :class:`Pattern`."""
+        """Compute :meth:`Pattern.tile_classes` of ``inner`` inside the documents."""
         base, off = self._along(tiles.q_lo)
         q_lo, q_hi, k_lo, k_hi = tiles = Tiles(*(side - off for side in tiles))
         first = np.searchsorted(self.q_stop, q_lo, side="right")
         first = np.maximum(first, np.searchsorted(self.k_stop, k_lo, side="right"))
         last = np.searchsorted(self.q_first, q_hi, side="left")
         last = np.minimum(last, np.searchsorted(self.k_first, k_hi, side="left"))
-        # the part of a tile that lies in a document, which is a tile of its own there
+        # the part of each tile inside each document, which ``inner`` classifies as a tile
         tile, doc = _listed(first, last - first)
         part = Tiles(
             np.maximum(q_lo[tile], self.q_first[doc]),
@@ -125,7 +126,7 @@ class Spans:
         keys[tile] = np.where((code == FULL) & (sum(margins) == 0), FULL, number)
         several = np.flatnonzero(count > 1)
         if len(several):
-            # known by the numbers of all its parts
+            # a tile with several documents is identified by the numbers of all its parts
             chosen = count[tile] > 1
             row = np.repeat(np.arange(len(several)), count[several])
             place = np.arange(len(row)) - np.repeat(np.cumsum(count[several]) - count[several], count[several])
@@ -135,13 +136,13 @@ class Spans:
         return keys
 
     def allows(self, q: Tensor, k: Tensor, inner: Pattern) -> Tensor:
-        """Of a pattern inside the documents, as of :class:`Pattern`."""
+        """Compute :meth:`Pattern.allows` of ``inner`` inside the documents."""
         q_doc, q_in = self._document(q, self.q_first, self.q_stop, self.origin)
         k_doc, k_in = self._document(k, self.k_first, self.k_stop, self.k_first)
         return (q_doc >= 0) & (q_doc == k_doc) & inner.allows(q_in, k_in)
 
     def _document(self, position: Tensor, first: Int64, stop: Int64, origin: Int64) -> tuple[Tensor, Tensor]:
-        """The document of each position, -1 where there is none, and the position in it."""
+        """Return the document of each position, -1 outside of documents, and the position in it."""
         base = position & -ELEMENT
         own = (position & (ELEMENT - 1) if self.one else position).contiguous()
         starts, stops, origins = (torch.from_numpy(side).to(position.device) for side in (first, stop, origin))
@@ -151,17 +152,17 @@ class Spans:
 
 
 def _listed(first: Int64, count: Int64) -> tuple[Int64, Int64]:
-    """Pairs (i, x) for each x of first[i], first[i] + 1, ..., of which there are count[i], or none."""
+    """Return the pairs (i, x) with first[i] <= x < first[i] + count[i], as two arrays."""
     count = np.maximum(count, 0)
     line = np.repeat(np.arange(len(count)), count)
     return line, np.arange(len(line)) - np.repeat(np.cumsum(count) - count - first, count)
 
 
 class Shared(Composite):
-    """A pattern that is the same for all batch elements, on the axis of all of them.
+    """A pattern that is the same for all batch elements, on the axis of all elements.
 
     Args:
-        part: The pattern, which need not know of elements.
+        part: The pattern, on positions of one element.
     """
 
     def __init__(self, part: Pattern):
@@ -191,20 +192,20 @@ class Shared(Composite):
 
 
 class Bounds(Pattern):
-    """A pattern of bounds in tensors, which are read when a plan is made and not before.
+    """A pattern with bounds in tensors, which are read only when a plan is made.
 
-    So it can be made where no value is known, such as inside ``torch.compile``.
+    Therefore it can be built where values are unknown, such as inside ``torch.compile``.
     """
 
     @property
     def follows(self) -> bool:
         return True
 
-    # what the tensors held when the pattern was read; None: they are read for each question
+    # contents of the tensors when ``read`` was called; None: each method reads them again
     _made: Any = None
 
     def read(self) -> Self:
-        """Make the same pattern with what its tensors hold now."""
+        """Return the same pattern with the present contents of its tensors."""
         known = object.__new__(type(self))
         known.__dict__.update(self.__dict__, _made=self._make())
         return known
@@ -215,22 +216,22 @@ class Bounds(Pattern):
 
     @abstractmethod
     def _make(self) -> Any:
-        """What the tensors hold; PatternError where that cannot be."""
+        """Read the tensors; raise PatternError if their contents are invalid."""
 
     @abstractmethod
     def numbers(self) -> Int64:
-        """(B,): equal numbers where, and only where, batch elements have equal bounds."""
+        """Return numbers (B,) that are equal if and only if batch elements have equal bounds."""
 
     @abstractmethod
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
-        """Raise PatternError where the bounds are not those of these lengths."""
+        """Raise PatternError if the bounds do not fit these lengths."""
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         if self.readable():
             self.fits(nq, nk, q_offset)
 
     def readable(self) -> bool:
-        """Whether the tensors hold values that nobody waits for: on other devices plans alone are waited for."""
+        """Return whether the tensors can be read without waiting for a device; others are read only for plans."""
         return all(
             table.device.type == "cpu" and type(table) in (Tensor, torch.nn.Parameter) and not wrapped(table)
             for table in self.tables
@@ -244,7 +245,7 @@ class Bounds(Pattern):
 
 
 def bounds_in(pattern: Pattern) -> Iterator[Bounds]:
-    """The patterns of bounds that a pattern is made of."""
+    """Iterate over the patterns inside a pattern that have bounds in tensors."""
     if isinstance(pattern, Bounds) and pattern.tables:
         yield pattern
     for part in pattern.parts_within():
@@ -252,6 +253,6 @@ def bounds_in(pattern: Pattern) -> Iterator[Bounds]:
 
 
 def rows_of(table: Tensor, sides: int) -> Int64:
-    """A copy of an integer tensor on the host, with sides in front where it has fewer than ``sides``."""
+    """Copy an integer tensor to the host, with leading axes of length 1 up to ``sides`` axes."""
     rows: Int64 = table.detach().cpu().numpy().astype(np.int64)
     return rows[(None,) * (sides - rows.ndim)]

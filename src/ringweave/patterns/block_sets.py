@@ -1,7 +1,7 @@
-"""Which blocks of a table are set: a mask, or ascending lists of them, one for every row.
+"""The set blocks of a table, stored as a mask or as an ascending list for every row.
 
-Both answer alike, in time and memory that grow with what they hold: the lists with their places, a mask with itself,
-which is read once and in pieces. Lists never become a mask, unless :meth:`BlockSet.mask` is asked for.
+Both classes have one interface. Lists take time and memory that grow with their places; a mask takes time and memory
+that grow with its size, and is read once, in pieces. Only :meth:`BlockSet.mask` converts lists to a mask.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from ..torch_compat import version, wrapped
 from .tiles import Int64
 
-# bytes of a mask that are looked at together, so that what is made of them stays in a processor's cache
+# bytes of a mask that are processed together, so that intermediate arrays stay in a processor's cache
 _AT_ONCE = 2**21
 
 
 class Runs(NamedTuple):
-    """Stretches [begin, end) of set blocks side by side, by ``line`` and ascending; arrays of one length."""
+    """Runs [begin, end) of adjacent set blocks, ordered by ``line`` and ascending; arrays of one length."""
 
     line: Int64
     begin: Int64
@@ -32,16 +32,16 @@ class Runs(NamedTuple):
 
 
 class BlockSet(ABC):
-    """Set blocks of one table, or of one for each head or batch element; never written.
+    """The set blocks of one table, or of a table for each head or batch element; never written.
 
     Attributes:
-        table: The tensor that says which, (..., blocks of queries, n).
-        key_blocks: Blocks of keys.
+        table: The mask or the lists, (..., blocks of queries, n).
+        key_blocks: Number of key blocks.
     """
 
     def __init__(self, table: Tensor, key_blocks: int):
         self.table, self.key_blocks = table, key_blocks
-        # (version of the table, what was made of it): nobody should write to a table, but even then
+        # (version of the table, value derived from it); the version guards against a write that should not happen
         self._made: tuple[Hashable, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -49,12 +49,12 @@ class BlockSet(ABC):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(..., blocks of queries, blocks of keys)."""
+        """Shape of the table as a mask, (..., blocks of queries, blocks of keys)."""
         return (*self.table.shape[:-1], self.key_blocks)
 
     @property
     def most(self) -> int:
-        """Bound how many blocks are set in a row, as far as known without reading the table."""
+        """Upper bound on the number of set blocks in a row, known without reading the table."""
         return self.table.shape[-1]
 
     def to(self, device: torch.device | str) -> Self:
@@ -63,7 +63,7 @@ class BlockSet(ABC):
         return self if table is self.table else type(self)(table, self.key_blocks)
 
     def one(self, b: int, h: int) -> Self:
-        """Take the table of a batch element and head; where there is one for all, a side of 1 or none, that one."""
+        """Return the table of a batch element and head; an axis of length 1, or a missing one, broadcasts."""
         table = self.table
         if table.ndim == 2:
             return self
@@ -72,14 +72,14 @@ class BlockSet(ABC):
         return type(self)(table[h if table.shape[0] > 1 else 0], self.key_blocks)
 
     def some(self, heads: slice) -> Self:
-        """Take the tables of some heads, of which there are several."""
+        """Return the tables of some heads; requires an axis of heads."""
         return type(self)(self.table[..., heads, :, :].contiguous(), self.key_blocks)
 
     def holds(self, row: Tensor, col: Tensor) -> Tensor:
-        """Tell which blocks of one table are set, bool, of broadcast int64 indices; asked once for neighbours alike."""
+        """Look up blocks of one table by int64 indices that broadcast: bool; equal neighbours are looked up once."""
         sides = max(row.ndim, col.ndim)
         if not sides:
-            # what FlexAttention's compiler asks
+            # scalar indices, which FlexAttention's compiler passes, have no neighbours
             return self.held(row, col)
         row, col = (x[(None,) * (sides - x.ndim)] for x in (row, col))
         spread = []
@@ -103,33 +103,33 @@ class BlockSet(ABC):
 
     @abstractmethod
     def mask(self) -> Tensor:
-        """Make a new bool tensor of ``shape``."""
+        """Return the mask as a new bool tensor of ``shape``."""
 
     @abstractmethod
     def listed(self) -> Tensor:
-        """List the set blocks of each row, int32 (..., blocks of queries, ``most``), ``key_blocks`` in other places.
+        """List the set blocks of each row, int32 (..., blocks of queries, ``most``), with ``key_blocks`` as filler.
 
-        Ascending but for those; made without reading values back.
+        The set blocks of a row ascend; fillers may stand between them. No value is read back from a device.
         """
 
     @abstractmethod
     def numbers(self) -> Tensor:
-        """Number the set blocks by place in a flat mask of ``shape``, int64, ascending; on a GPU this waits for it."""
+        """Return the places of set blocks in a flat mask of ``shape``, int64, ascending; on a GPU this waits for it."""
 
     @abstractmethod
     def lines(self) -> tuple[Int64, NDArray[np.int32]]:
-        """Count the set blocks of each row, through all tables, and list them all, row by row and ascending."""
+        """Return the number of set blocks of each row of all tables, and the set blocks, row by row and ascending."""
 
     @abstractmethod
     def runs(self, first: Int64, last: Int64) -> Runs:
-        """Find runs of one table's blocks that are set in any row from first to last, both included, for each pair."""
+        """Return, for each pair (first, last), the runs of blocks set in any row from first to last inclusive."""
 
     @abstractmethod
     def held(self, row: Tensor, col: Tensor) -> Tensor:
-        """Tell whether blocks are set, each asked on its own and nothing read back; rows count through all tables."""
+        """Look up each block without reading values back; rows are numbered through all tables."""
 
     def _once(self, make: Any) -> Any:
-        # kept with the table's version, as plans are
+        # recomputed if the table's version has changed
         now = version(self.table)
         if self._made is None or self._made[0] != now:
             self._made = (now, make())
@@ -137,7 +137,7 @@ class BlockSet(ABC):
 
 
 class MaskBlocks(BlockSet):
-    """Blocks set by a contiguous bool mask."""
+    """Set blocks as a contiguous bool mask."""
 
     def mask(self) -> Tensor:
         return self.table.clone()
@@ -164,7 +164,7 @@ class MaskBlocks(BlockSet):
             used = mask[lo]
             for below in range(1, high):
                 used |= mask[np.minimum(lo + below, hi)]
-            # a run begins and ends where neighbours differ, and an edge is a place before, between or after blocks
+            # a run begins and ends at an edge, a place before, between or after blocks where neighbours differ
             edge = np.empty((len(lo), self.key_blocks + 1), np.bool_)
             edge[:, 0], edge[:, -1] = used[:, 0], used[:, -1]
             np.not_equal(used[:, 1:], used[:, :-1], out=edge[:, 1:-1])
@@ -187,10 +187,10 @@ class MaskBlocks(BlockSet):
 
 
 class ListedBlocks(BlockSet):
-    """Blocks set by an int32 list for every row: ascending, each once, ``key_blocks`` in the places after them."""
+    """Set blocks as an int32 list for every row: ascending, each block once, then ``key_blocks`` as filler."""
 
     def mask(self) -> Tensor:
-        # the column past the end takes the places without a block
+        # the fillers are written to an additional column, which is cut off
         mask = torch.zeros(*self.shape[:-1], self.key_blocks + 1, dtype=torch.bool, device=self.table.device)
         return mask.scatter_(-1, self.table.long(), True)[..., :-1].contiguous()
 
@@ -222,7 +222,7 @@ class ListedBlocks(BlockSet):
             rows = [listed, *(table[np.minimum(first + below, last)] for below in range(1, high))]
             listed = np.sort(np.concatenate(rows, 1), axis=1)
         real = listed < self.key_blocks
-        # rows merged may list a block several times: a step of 0 or 1 goes on, any other begins anew
+        # merged rows may list a block several times: a step of 0 or 1 continues a run, a larger one begins the next
         apart = np.ones((len(listed), listed.shape[1] + 1), np.bool_)
         np.greater(listed[:, 1:] - listed[:, :-1], 1, out=apart[:, 1:-1])
         apart[:, 1:-1] |= ~real[:, 1:]
@@ -238,19 +238,19 @@ class ListedBlocks(BlockSet):
         return ordered[place] == wanted
 
     def _ordered(self) -> Tensor:
-        """Put row and block in one number, ascending; a place without a block has the number past its row's last."""
+        """Combine row and block to one ascending number per place; a filler has the number after its row's last."""
         listed = self.table.reshape(math.prod(self.table.shape[:-1]), -1)
         row = torch.arange(len(listed), device=listed.device)[:, None]
         return (row * (self.key_blocks + 1) + listed).reshape(-1)
 
 
 def ascending(indices: Tensor, counts: Tensor, key_blocks: int) -> Tensor:
-    """List, as :class:`ListedBlocks` does, those of ``indices`` that count and are in range; nothing is read back.
+    """Convert indices to the lists of :class:`ListedBlocks`, without those out of range; nothing is read back.
 
     Args:
-        indices: Integers (..., n), in any order, any number of times.
-        counts: Integers (...), how many count, from the first.
-        key_blocks: Blocks of keys.
+        indices: Integers (..., n), in any order, with or without repeats.
+        counts: Integers (...), how many of the first ``indices`` of each row are used.
+        key_blocks: Number of key blocks.
     """
     places = indices.shape[-1]
     counting = torch.arange(places, device=indices.device) < counts[..., None]
@@ -258,7 +258,7 @@ def ascending(indices: Tensor, counts: Tensor, key_blocks: int) -> Tensor:
     listed = torch.where(real, indices, key_blocks).int()
     traced = torch.compiler.is_compiling() or wrapped(listed)
     if type(listed) is Tensor and listed.device.type == "cpu" and not traced:
-        # a fifth of the time
+        # numpy takes a fifth of torch's time
         array = listed.numpy()
         array.sort(-1)
         repeated = (array[..., 1:] == array[..., :-1]) & (array[..., 1:] < key_blocks)
@@ -269,27 +269,29 @@ def ascending(indices: Tensor, counts: Tensor, key_blocks: int) -> Tensor:
     listed = listed.sort(-1).values
     new = torch.ones_like(listed, dtype=torch.bool)
     new[..., 1:] = listed[..., 1:] != listed[..., :-1]
-    # the place past the end takes repeats
+    # repeats are written to an additional place, which is cut off
     place = torch.where(new, new.cumsum(-1) - 1, places)
     result = torch.full((*listed.shape[:-1], places + 1), key_blocks, dtype=torch.int32, device=indices.device)
     return result.scatter(-1, place, listed)[..., : min(places, key_blocks)].contiguous()
 
 
-# from this share on a number is drawn for every block: at most eight for each that is set
+# from this density on a number is drawn for every block of the table: at most eight numbers per set block
 _DENSE = 1 / 8
 _DRAWN_AT_ONCE = 2**20
 
 
 def draw(lead: tuple[int, ...], side: int, total: int, *, seed: int, diagonal: bool) -> BlockSet:
-    """Draw ``total`` random blocks of ``side`` x ``side``, evenly over the rows to one block.
+    """Draw ``total`` random blocks of ``side`` x ``side``; the numbers of blocks in the rows differ by at most one.
 
-    Any choice of as many blocks of a row is as likely as any other; lists where they are few, else a mask.
+    All choices of the same number of blocks in a row are equally likely. The result is lists if the blocks are few,
+    else a mask.
 
     Args:
-        lead: Leading sides: (), (heads,) or (batch, heads), each drawn anew; rows have as many blocks in all of them.
+        lead: Leading sides: (), (heads,) or (batch, heads). Each table is drawn separately; a row has the same number
+            of blocks in all of them.
         side: Blocks in a row and in a column.
-        total: Blocks that are set; with ``diagonal`` at least ``side``.
-        seed: Of the generator.
+        total: Number of set blocks; with ``diagonal`` at least ``side``.
+        seed: Seed of the generator.
         diagonal: Whether the diagonal is set.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -299,12 +301,12 @@ def draw(lead: tuple[int, ...], side: int, total: int, *, seed: int, diagonal: b
 
 
 def _longer(side: int, total: int, generator: torch.Generator) -> Tensor:
-    """Draw the rows that have one block more than others."""
+    """Draw the rows that get one block more than others."""
     return torch.randperm(side, generator=generator, device="cpu")[: total % side]
 
 
 def _masked(lead: tuple[int, ...], side: int, total: int, generator: torch.Generator, diagonal: bool) -> Tensor:
-    # the blocks of a row with the highest numbers
+    # the blocks with the highest random numbers of each row are set
     mask = torch.zeros(*lead, side, side, dtype=torch.bool, device="cpu")
     flat, least = mask.view(-1, side), total // side
     following = torch.empty(len(flat), dtype=torch.int64, device="cpu")
@@ -323,7 +325,7 @@ def _masked(lead: tuple[int, ...], side: int, total: int, generator: torch.Gener
 
 
 def _listed(lead: tuple[int, ...], side: int, total: int, generator: torch.Generator, diagonal: bool) -> Tensor:
-    # numbers drawn twice in a row are drawn again until none is
+    # numbers that occur twice in a row are drawn again until all are distinct
     counts = np.full(side, total // side - diagonal)
     counts[_longer(side, total, generator).numpy()] += 1
     row = np.arange(math.prod(lead) * side) % side
@@ -341,7 +343,7 @@ def _listed(lead: tuple[int, ...], side: int, total: int, generator: torch.Gener
         listed[left] = part
         left = left[twice.any(1)]
     if diagonal:
-        # drawn among the blocks beside the diagonal
+        # the numbers were drawn without the diagonal block: shift those at or after it, and add it
         listed += (listed >= row[:, None]) & (listed < side)
         listed = np.sort(np.concatenate([listed, row[:, None].astype(np.int32)], 1), axis=1)
     return torch.from_numpy(listed).view(*lead, side, -1)

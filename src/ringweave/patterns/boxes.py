@@ -1,7 +1,7 @@
-"""An order of the tokens of an image or a video in which those of a tile are a compact box.
+"""An order of the tokens of an image or a video in which the tokens of a tile form a compact box.
 
-Along every axis boxes are intervals. Ranges of tokens become boxes here (``Pieces``), and boxes become ranges of tokens
-(``token_runs``).
+A box is an interval along every axis. ``Pieces`` converts ranges of tokens to boxes, and ``token_runs`` converts boxes
+to ranges of tokens.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from ..errors import PatternError, ShapeError, message, shown
 from .tiles import Int64, mix
 from .validate import LONGEST, integers, whole
 
-# Tokens of a box that is chosen. In the native kernel a pair of a tile of 32 takes 1.08 times as long as one of 64, and
-# 1.16 times one of 128; but boxes of 64 and 128 tokens compute 1.1 to 2.8 times as many (windows from 31 down to 7).
+# Tokens of a default box. In the native kernel a pair in a tile of 32 takes 1.08 times as long as in a tile of 64, and
+# 1.16 times as long as in one of 128; but boxes of 64 and 128 tokens compute 1.1 to 2.8 times as many pairs (windows
+# from 31 down to 7).
 _BOX = 32
-# and where there is one axis, whose order they do not change
+# Tokens of a default box on a grid of one axis, where boxes do not change the order.
 _LONG_BOX = 128
 
 
 def per_axis(name: str, value: object, axes: int, least: int) -> tuple[int, ...]:
-    """A whole number per axis, of one for all or of one for each."""
+    """Return a whole number per axis, given one for all axes or one for each."""
     if isinstance(value, (int, np.integer, set, frozenset)):
         return (whole(name, value, least),) * axes
     listed = tuple(integers(name, value, least))
@@ -40,7 +41,7 @@ def per_axis(name: str, value: object, axes: int, least: int) -> tuple[int, ...]
 
 
 def axes_text(values: tuple[int, ...]) -> str:
-    """A tuple as text, number by number: so torch.compile takes sizes that change for what they are."""
+    """Write a tuple as text, number by number, so that torch.compile can keep changing sizes symbolic."""
     said = ", ".join([f"{value}" for value in values])
     return f"({said},)" if len(values) == 1 else f"({said})"
 
@@ -49,10 +50,10 @@ class _Boxes(NamedTuple):
     """The boxes of a grid in its order.
 
     Attributes:
-        first: (boxes + 1,), the first token of each; the last is the number of tokens.
-        corner: (boxes, axes), the least coordinates.
+        first: (boxes + 1,), the first token of each box; the last entry is the number of tokens.
+        corner: (boxes, axes), the least coordinates of each box.
         side: (boxes, axes), tokens along each axis.
-        number: By place along each axis, which box lies there.
+        number: Number of the box at each place, with one axis per axis of the grid.
     """
 
     first: Int64
@@ -63,18 +64,18 @@ class _Boxes(NamedTuple):
 
 @dataclass(frozen=True, init=False, repr=False)
 class Grid:
-    """An order of the tokens of an image or a video: box by box, so that a tile of a plan is a compact box.
+    """An order of the tokens of an image or a video, box by box, so that a tile of a plan is a compact box.
 
-    Boxes follow one another row by row, and so do the tokens in a box. What is left at the ends of axes that the box
-    does not divide comes after all whole boxes, so that tiles lie on boxes.
+    Boxes follow one another row by row, and so do the tokens in a box. If a box does not divide an axis, the smaller
+    boxes at its end come after all whole boxes, so that tiles coincide with boxes.
 
     Args:
         shape: Tokens along each axis: (n,), (height, width) or (time, height, width); any sizes.
-        tile: Tokens of a box along each axis, or one number for all; the sides of tiles should be multiples of its
-            tokens. None: chosen, 32 tokens or fewer, as near to a cube as the shape allows. (1, width) is the plain
-            order row by row.
+        tile: Tokens of a box along each axis, or one number for all; the sides of tiles should be multiples of the
+            box's tokens. None chooses a box of 32 tokens or fewer, as near to a cube as the shape allows. (1, width)
+            is the plain order row by row.
     Raises:
-        PatternError: Another number of axes than one to three, or a size below 1.
+        PatternError: There are not one to three axes, or a size is below 1.
     Example:
         >>> grid = rw.Grid((4, 4), tile=2)
         >>> grid.flatten(torch.arange(16).view(4, 4), 0)
@@ -90,7 +91,7 @@ class Grid:
         box = _chosen(sizes) if tile is None else per_axis("tile", tile, len(sizes), 1)
         object.__setattr__(self, "shape", sizes)
         box = tuple(map(min, box, sizes))
-        # parts of rows side by side are rows: so boxes are not many more than they need be
+        # parts of one row that follow one another are joined to the whole row: fewer boxes, the same order
         if math.prod(box[:-1]) == 1 and sizes[-1] % box[-1] == 0 and len(box) > 1:
             box = (*box[:-1], sizes[-1])
         object.__setattr__(self, "tile", box)
@@ -100,24 +101,24 @@ class Grid:
 
     @property
     def tokens(self) -> int:
-        """Count all tokens."""
+        """Number of tokens."""
         return math.prod(self.shape)
 
     @property
     def positions(self) -> Tensor:
-        """The coordinates of all tokens in this order, int64 (tokens, axes)."""
+        """Coordinates of all tokens in this order, int64 (tokens, axes)."""
         return torch.stack(coordinates(self, torch.arange(self.tokens, device="cpu")), 1)
 
     def flatten(self, x: Tensor, dim: int) -> Tensor:
-        """Lay the grid's axes out as one axis of tokens, in this order.
+        """Flatten the grid's axes to one axis of tokens, in this order.
 
         Args:
             x: A tensor with the grid's axes side by side; any other axes, dtype, device and strides.
-            dim: The first of them; negative: from the end.
+            dim: The first of the grid's axes; a negative number counts from the end.
         Returns:
             The tensor with one axis of tokens in their place; differentiable. It may share memory with x.
         Raises:
-            ShapeError: Other axes than the grid's are there.
+            ShapeError: The axes do not have the grid's sizes.
         Example:
             >>> rw.Grid((8, 8)).flatten(torch.zeros(1, 2, 8, 8, 16), 2).shape
             torch.Size([1, 2, 64, 16])
@@ -127,7 +128,7 @@ class Grid:
         if x.shape[dim : dim + axes] != self.shape:
             got, wanted = f"{tuple(x.shape)}, from axis {dim} on", f"axes of {self.shape} there"
             raise ShapeError(message("x", got, wanted, "Pass the first of the grid's axes as dim."))
-        # of each axis the boxes before the tokens in them
+        # the axes of boxes come before the axes of tokens in a box
         order = [*range(dim), *range(dim, dim + 2 * axes, 2), *range(dim + 1, dim + 2 * axes, 2)]
         parts: list[Tensor] = []
         for region in itertools.product(*self._ends):
@@ -138,11 +139,11 @@ class Grid:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def unflatten(self, x: Tensor, dim: int) -> Tensor:
-        """Bring the grid's axes back: the inverse of :meth:`flatten`.
+        """Restore the grid's axes: the inverse of :meth:`flatten`.
 
         Args:
             x: A tensor with an axis of the grid's tokens.
-            dim: That axis; negative: from the end.
+            dim: The axis of tokens; a negative number counts from the end.
         Returns:
             The tensor with the grid's axes in its place; differentiable. It may share memory with x.
         Raises:
@@ -174,7 +175,7 @@ class Grid:
 
     @property
     def _ends(self) -> list[list[tuple[int, int, int]]]:
-        """Per axis the whole boxes and what is left: from which coordinate on, how many, and their side."""
+        """For each axis the whole boxes and the smaller one at the end, as (first coordinate, boxes, side)."""
         sides = list(zip(self.shape, self.tile, strict=True))
         return [[(0, n // side, side)] + [(n // side * side, 1, n % side)] * (n % side > 0) for n, side in sides]
 
@@ -188,11 +189,11 @@ def _boxes(grid: Grid) -> _Boxes:
 
 
 def _made(grid: Grid) -> _Boxes:
-    # of numpy, which no mode of torch makes something else of
+    # numpy, since modes of torch (fake tensors, default devices) would change torch's tensors
     axes = [np.arange(0, n, side) for n, side in zip(grid.shape, grid.tile, strict=True)]
     corner = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, len(axes))
     side = np.minimum(np.array(grid.shape) - corner, np.array(grid.tile))
-    # what is left at the end of the first axis comes last
+    # the smaller boxes at the end of the first axis come last
     left = (side < np.array(grid.tile)) @ (1 << np.arange(len(axes))[::-1])
     order = np.argsort(left, kind="stable")
     corner, side = corner[order], side[order]
@@ -201,7 +202,7 @@ def _made(grid: Grid) -> _Boxes:
 
 
 def coordinates(grid: Grid, position: Tensor) -> list[Tensor]:
-    """The coordinates of tokens along each axis."""
+    """Return the coordinates of tokens along each axis."""
     first, corner, side = (torch.from_numpy(part).to(position.device) for part in _boxes(grid)[:3])
     box = torch.searchsorted(first, position.contiguous(), right=True) - 1
     inner = position - first[box]
@@ -221,7 +222,7 @@ def _sizes(shape: object) -> list[int]:
 
 
 def _chosen(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Sides of a box: powers of two, the shortest doubled in turn, from the last axis on, while an axis has room."""
+    """Choose the sides of a box: powers of two; the shortest is doubled in turn, last axis first, while it fits."""
     if len(shape) == 1:
         return (_LONG_BOX,)
     box = [1] * len(shape)
@@ -252,15 +253,17 @@ def _axis(x: object, dim: object) -> int:
 
 
 class Pieces(NamedTuple):
-    """Ranges of tokens, each once, in pieces that are boxes: the grid's, cut at a range's ends, or several in a row.
+    """Distinct ranges of tokens, cut into pieces that are boxes.
+
+    A piece is a box of the grid, a part of one at an end of the range, or several equal boxes in a row.
 
     Attributes:
-        given: Which of them each given range is.
-        number: (ranges,), pieces.
-        begin: (ranges,), the first of them.
-        first: (pieces, axes), the least coordinates.
-        last: (pieces, axes), the largest ones; of a box that is cut both may hold more.
-        layout: (ranges,), equal where the tokens lie alike, but for where.
+        given: Number of the distinct range of each given range.
+        number: (ranges,), number of pieces of each range.
+        begin: (ranges,), first piece of each range.
+        first: (pieces, axes), least coordinates.
+        last: (pieces, axes), largest coordinates; for a part of a box, first and last may bound more than the part.
+        layout: (ranges,), equal numbers for ranges that differ only by a translation.
     """
 
     given: Int64
@@ -299,20 +302,20 @@ class Pieces(NamedTuple):
 
 
 def _between(grid: Grid, box: Int64, begin: Int64, end: Int64) -> tuple[Int64, Int64]:
-    """The least and the largest coordinates of the tokens begin..end of a box."""
+    """Return bounds of the coordinates of tokens begin..end of a box."""
     corner, side = (part[box] for part in _boxes(grid)[1:3])
     low, high = corner.copy(), corner + side - 1
     alike = np.ones(len(box), np.bool_)
     ends = (coordinates(grid, torch.from_numpy(each)) for each in (begin, end))
     for axis, (from_, to) in enumerate(zip(*ends, strict=True)):
-        # a run of tokens fills an axis as soon as one before it moves
+        # a run of tokens covers an axis completely if its ends differ along an axis before it
         low[alike, axis], high[alike, axis] = from_.numpy()[alike], to.numpy()[alike]
         alike &= (from_ == to).numpy()
     return low, high
 
 
 def token_runs(grid: Grid, first: list[Int64], last: list[Int64]) -> tuple[Int64, Int64, Int64]:
-    """The tokens of all boxes with coordinates from first to last, as runs: of which of them, from where to where."""
+    """Return runs of tokens that contain all tokens from coordinates first to last, as (number, begin, end)."""
     table, axes = _boxes(grid), len(first)
 
     def along(values: Int64, axis: int) -> Int64:
@@ -325,7 +328,7 @@ def token_runs(grid: Grid, first: list[Int64], last: list[Int64]) -> tuple[Int64
         place = begin[axis] + along(np.arange(int((end[axis] - begin[axis]).max(initial=0)) + 1), axis + 1)
         real = real & (place <= end[axis])
         places.append(place)
-    # along the last axis whole boxes are one run, and what is left at its end another
+    # along the last axis the whole boxes are one run, and the smaller box at its end is another
     whole_boxes = grid.shape[-1] // grid.tile[-1]
     left = along(np.arange(len(grid._ends[-1])), axes)
     low = np.where(left, np.maximum(begin[-1], whole_boxes), begin[-1])

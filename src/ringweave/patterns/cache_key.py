@@ -1,4 +1,4 @@
-"""What identifies a pattern in a cache."""
+"""Keys that identify patterns in caches."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 from ..torch_compat import digest, version
 
-#: Bytes up to which a tensor is known by its contents, so that no write to it goes unseen.
+#: Bytes up to which a tensor is identified by its contents, so that every write to it is noticed.
 SMALL = 2**20
 
 
 class CacheKey(NamedTuple):
-    """A pattern as a key of caches, for as long as ``tables`` live: they are in it by address and version.
+    """A pattern as a key of caches; it contains ``tables`` by address and version, and is valid while they live.
 
     Attributes:
-        value: What to compare.
-        tables: What a cache holds beside it, so that an address cannot come to mean another tensor.
-        versions: Of tensors that are known by what they hold: they tell of a change that was undone.
+        value: The hashable key.
+        tables: Tensors that a cache must keep alive with the entry, so that their addresses are not reused.
+        versions: Versions of the tensors that are identified by contents; they reveal a change that was undone.
     """
 
     value: Hashable
@@ -27,22 +27,22 @@ class CacheKey(NamedTuple):
     versions: tuple[Hashable, ...] = ()
 
     def same(self, other: CacheKey) -> bool:
-        """Tell whether nothing was changed between two looks at a pattern."""
+        """Return whether nothing was changed between the two times at which the keys were made."""
         return self.value == other.value and self.versions == other.versions
 
 
 def address_key(table: Tensor) -> Hashable:
-    """Identify a tensor while it lives: address, version, layout."""
+    """Identify a tensor while it lives, by address, version and layout."""
     return table.data_ptr(), version(table), tuple(table.shape), table.stride(), table.dtype, str(table.device)
 
 
 def content_key(table: Tensor) -> Hashable | None:
-    """Digest a tensor's contents; None of a large one that only torch writes to: its version tells."""
+    """Identify a CPU tensor by its contents; None for a large one that only torch writes to, which has a version."""
     if table.device.type != "cpu" or (table.nbytes > SMALL and _ours(table)):
         return None
     return digest(table), tuple(table.shape), table.dtype
 
 
 def _ours(table: Tensor) -> bool:
-    # a storage that numpy or another process may write to cannot be resized
+    # torch does not resize storages that numpy or another process may write to
     return not table.is_inference() and table.untyped_storage().resizable() and not table.is_shared()

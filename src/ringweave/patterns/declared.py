@@ -1,6 +1,6 @@
-"""The list of public patterns: each is declared once, where it is defined.
+"""The list of public patterns; each is declared once, beside its definition.
 
-The parser, the gallery and the explorer read this list; tests hold the other pages and the fuzzer to it.
+The parser, the gallery and the explorer read this list; tests compare the other pages and the fuzzer with it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..errors import PatternError, message, shown
 
 Make = TypeVar("Make", bound=Callable[..., Any])
-#: Sections of the gallery, in their order.
+#: Sections of the gallery, in order.
 SECTIONS = (
     "By position", "By chosen tokens", "By residue", "On a grid", "By table, function or head", "Presets",
 )  # fmt: skip
@@ -22,11 +22,11 @@ class Declared(NamedTuple):
 
     Attributes:
         make: The class, or the function that returns a pattern.
-        example: An expression that makes one.
-        section: Of the gallery; None where the pattern is the result of a method, which has a page of its own.
-        tokens: Queries and keys of the gallery's picture.
-        heads: Query heads of the picture.
-        text: Whether :func:`ringweave.patterns.parse` reads it. Tensors and functions have no text.
+        example: An expression that builds one.
+        section: Section of the gallery; None if a method returns the pattern, which is then described there.
+        tokens: Number of queries and keys in the gallery's picture.
+        heads: Number of query heads in the picture.
+        text: Whether :func:`ringweave.patterns.parse` reads it; tensors and functions have no text.
     """
 
     make: Callable[..., Any]
@@ -47,7 +47,7 @@ def declare(
     """Declare a pattern, or a function that returns one, as public; see :class:`Declared`.
 
     Raises:
-        PatternError: An example of another name, an unknown section, or a name that is declared already.
+        PatternError: The example does not call the pattern, the section is unknown, or the name is declared already.
     """
 
     def note(make: Make) -> Make:
@@ -58,10 +58,10 @@ def declare(
             wanted = f"one of {', '.join(map(repr, SECTIONS))}"
             raise PatternError(message(f"the section of {name}", shown(section), wanted, "Choose a section."))
         known = DECLARED.get(name)
-        # a module that is loaded again declares its patterns again
+        # a reloaded module declares its patterns again, which is allowed
         if known is not None and known.make.__module__ != make.__module__:
-            got = f"{name} of {make.__module__} beside that of {known.make.__module__}"
-            raise PatternError(message("pattern", got, "one pattern of a name", "Rename one of them."))
+            got = f"{name} of {make.__module__} and of {known.make.__module__}"
+            raise PatternError(message("pattern", got, "one pattern per name", "Rename one of them."))
         DECLARED[name] = Declared(make, example, section, tokens, heads, text)
         return make
 

@@ -22,12 +22,12 @@ from .validate import LONGEST, check_dense, fitting, flag, integers, whole, whol
 @declare("Strided(8)", "By residue", tokens=64)
 @dataclass(frozen=True, eq=False, repr=False)
 class Strided(Pattern):
-    """A query attends the keys at a multiple of ``stride`` from it.
+    """A query attends the keys at distances that are multiples of ``stride``.
 
     Args:
-        stride: Tokens between attended keys.
+        stride: Distance in tokens between attended keys.
     Raises:
-        PatternError: A stride below 1.
+        PatternError: The stride is below 1.
     Example:
         >>> rw.Strided(2).to_dense(3)[0, 0].int()
         tensor([[1, 0, 1],
@@ -79,14 +79,14 @@ class Strided(Pattern):
 class Dilated(Derived):
     """A window with holes: ``abs(q - k) <= window * rate`` and ``(q - k) % rate == 0``.
 
-    A relation, unlike :class:`LongNet`: it may be combined with others, and a key counts once. Where that computes
-    fewer tiles it runs in strided views, in which it is a plain window.
+    Unlike :class:`LongNet` it is a relation: it can be combined with other patterns, and a key counts once. It is
+    computed in strided views, where it is a plain window, if that takes fewer tiles.
 
     Args:
-        window: Attended keys on either side.
-        rate: Tokens between attended keys.
+        window: Number of attended keys on either side.
+        rate: Distance in tokens between attended keys.
     Raises:
-        PatternError: A negative window or a rate below 1.
+        PatternError: The window is negative, or the rate is below 1.
     Example:
         >>> rw.Dilated(1, 2).to_dense(4)[0, 0].int()
         tensor([[1, 0, 1, 0],
@@ -124,7 +124,7 @@ class Dilated(Derived):
 
 
 class StridedView(NamedTuple):
-    """Heads [start, stop) in steps, and among positions those congruent to ``offset`` modulo ``rate``."""
+    """Heads (start, stop, step), and the positions congruent to ``offset`` modulo ``rate``."""
 
     heads: tuple[int, int, int]
     rate: int
@@ -135,10 +135,10 @@ class StridedView(NamedTuple):
 class LongNet(Pattern):
     """LongNet's mixture of dilated branches: softmax over the multiset of their keys.
 
-    Branch b cuts the sequence in segments of ``segments[b]`` tokens; in each, a head keeps the tokens whose position is
-    congruent to its offset modulo ``rates[b]``, for queries and keys alike, and attends among them. The branches are
-    merged by their log-sum-exp. A key that two branches see counts twice, unlike in ``A | B``; so a LongNet is not a
-    relation and takes no part in set algebra.
+    Branch b cuts the sequence into segments of ``segments[b]`` tokens. In each segment a head attends among the tokens
+    at positions congruent to its offset modulo ``rates[b]``, as queries and as keys. The branches are merged by their
+    log-sum-exp. A key that two branches attend counts twice, unlike in ``A | B``, so a LongNet is not a relation, and
+    the set operators refuse it.
 
     Args:
         segments: Segment lengths in tokens, one per branch; each a multiple of its rate.
@@ -147,9 +147,9 @@ class LongNet(Pattern):
         offset: ``"interleaved"`` (h mod r, the paper), ``"grouped"`` (contiguous head groups, floor(h * r / H)) or an
             int.
         heads: ``"shared"`` (every head runs every branch) or ``"partitioned"`` (each head group runs one branch;
-            earlier groups take the remainder).
+            earlier groups have one head more if the branches do not divide the heads).
     Raises:
-        PatternError: Lists of different lengths, a rate that does not divide its segment, an unknown option.
+        PatternError: The lists have different lengths, a rate does not divide its segment, or an option is unknown.
     Example:
         >>> rw.LongNet([2, 4], [1, 2]).to_dense(4)[0, 0]
         tensor([[2, 1, 1, 0],
@@ -158,8 +158,8 @@ class LongNet(Pattern):
                 [0, 0, 1, 1]], dtype=torch.int32)
 
     References:
-        Ding et al. (2023), LongNet: scaling transformers to 1,000,000,000 tokens, sections 2.2 and 2.3. Here ragged
-        tails are neither padded nor dropped.
+        Ding et al. (2023), LongNet: scaling transformers to 1,000,000,000 tokens, sections 2.2 and 2.3. Unlike the
+        paper, ringweave neither pads nor drops a last segment that is short.
     """
 
     combinable: ClassVar[bool] = False
@@ -217,10 +217,10 @@ class LongNet(Pattern):
         return f"LongNet({list(self.segments)}, {list(self.rates)}{rest})"
 
     def views(self, heads: int) -> list[tuple[StridedView, Pattern]]:
-        """List the branches for a number of query heads: a view of heads and positions, and the relation inside it.
+        """Return the branches for a number of query heads, each a view of heads and positions and a relation inside.
 
         Raises:
-            PatternError: More branches than heads, when the heads are partitioned.
+            PatternError: The heads are partitioned, and there are fewer heads than branches.
         """
         count = len(self.segments)
         if self.heads == "partitioned" and count > heads:
@@ -251,12 +251,12 @@ class LongNet(Pattern):
     def bound(self, heads: int | None, kv_heads: int | None = None, rank: int = 0, ranks: int = 1) -> Pattern:
         shared = self.heads == "shared"
         every = shared and isinstance(self.offset, int)
-        # a rank's first head keeps the residue of the first of all
+        # each rank's first head has residue 0 modulo every rate, as head 0 has
         aligned = heads is not None and all(heads // ranks % rate == 0 for rate in self.rates)
         if ranks == 1 or every or (shared and self.offset == "interleaved" and aligned):
             return self
-        wanted = f"heads that do on {ranks} ranks what they do on one"
-        remedy = "Take an int as offset; or pass heads=, and spread so that each rate divides a rank's heads."
+        wanted = f"heads that attend the same keys on {ranks} ranks as on one"
+        remedy = "Use an int as offset; or pass heads=, and use so many ranks that each rate divides a rank's heads."
         raise PatternError(message("pattern", repr(self), wanted, remedy))
 
     def _offset(self, head: int, rate: int, heads: int) -> int:
@@ -265,7 +265,7 @@ class LongNet(Pattern):
         return head % rate if self.offset == "interleaved" else head * rate // heads
 
     def to_dense(self, nq: int, nk: int | None = None, heads: int = 1, *, batch: int = 1, q_offset: int = 0) -> Tensor:
-        """Count the branches that let each query attend each key: int32 (batch, heads, nq, nk)."""
+        """Count the branches in which each query attends each key: int32 (batch, heads, nq, nk)."""
         _, nq, nk, heads, batch, q_offset = fitting(self, nq, nk, heads, batch, q_offset)
         check_dense(nq, nk, heads, batch)
         q = torch.arange(q_offset, q_offset + nq, device="cpu")[:, None]

@@ -1,4 +1,4 @@
-"""Documents that are packed side by side in one sequence."""
+"""Documents packed side by side in one sequence."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .base import Full, Pattern
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
 from .declared import declare
 from .tiles import Int64, Ranges, Tiles, mix
-from .validate import INTEGERS, LONGEST, integers, whole
+from .validate import INTEGERS, LONGEST, integers, made_again, made_by, whole
 
 _LISTS = ("lengths", "cu_seqlens", "ids", "cu_seqlens_q", "cu_seqlens_k")
 
 
 class _Packed(NamedTuple):
-    """What the tensors of documents hold: their spans, None where one is in several pieces, and ids by token."""
+    """The contents of the tensors: spans of documents, None if a document is in several pieces, and ids by token."""
 
     spans: Spans | None
     ids: Int64 | None
@@ -29,22 +29,22 @@ class _Packed(NamedTuple):
 
 @declare("Documents([160, 480, 96, 288])", "By position")
 class Documents(Bounds):
-    """Packed variable-length documents: a query attends the keys of its own document.
+    """Packed variable-length documents: a query attends the keys of its document.
 
-    Give ``lengths``, ``cu_seqlens`` or ``ids``; or ``cu_seqlens_q`` with ``cu_seqlens_k``, where queries and keys are
-    packed apart. What it is made of is copied; tensors are read when a plan is made and not before, so it can be made
-    inside ``torch.compile``.
+    Pass ``lengths``, ``cu_seqlens`` or ``ids``; or pass ``cu_seqlens_q`` with ``cu_seqlens_k`` if queries and keys are
+    packed with different lengths. The arguments are copied. Tensors are read only when a plan is made, so the pattern
+    can be built inside ``torch.compile``.
 
     Args:
         lengths: Tokens of each document, in order; their sum is the sequence length.
-        cu_seqlens: The same as cumulative bounds (0, ..., N), as varlen kernels take them.
-        ids: The document of each token, an integer tensor (N,), or (B, N) for batch elements that are packed
-            differently; a token of a negative one attends nothing and is attended by none.
+        cu_seqlens: Cumulative bounds (0, ..., N) of the documents, as varlen kernels take them.
+        ids: The document of each token, an integer tensor (N,), or (B, N) if batch elements are packed differently.
+            A token with a negative id attends no key, and no query attends it.
         cu_seqlens_q: Cumulative bounds of the documents' queries.
-        cu_seqlens_k: Those of their keys.
+        cu_seqlens_k: Cumulative bounds of the documents' keys.
     Raises:
-        PatternError: A length below 1, bounds that do not start at 0 or do not rise, or a sum that is not N; of
-            tensors at use.
+        PatternError: A length is below 1, bounds do not start at 0 or do not increase, or the sum is not N; checked at
+            use for tensors.
     Example:
         >>> rw.Documents([1, 2]).to_dense(3)[0, 0].int()
         tensor([[1, 0, 0],
@@ -90,7 +90,7 @@ class Documents(Bounds):
 
     @classmethod
     def own(cls, **tables: Tensor) -> Documents:
-        """A pattern around tensors that are already private."""
+        """Build the pattern around tensors without copying them; they must not be written to."""
         pattern = cls.__new__(cls)
         pattern._tables = tables
         pattern.__post_init__()
@@ -144,9 +144,10 @@ class Documents(Bounds):
         raise PatternError(
             message(
                 "Documents",
-                f"documents of {keys} tokens in all{apart} for {nk} keys and queries up to position {q_offset + nq}",
+                f"documents of {keys} tokens in all{apart}{made_by(self)} for {nk} keys and queries up to position "
+                f"{q_offset + nq}",
                 "lengths that sum to the number of keys, and every query inside",
-                "Add the padding as a last document, or correct the lengths.",
+                made_again(self, nk) or "Add the padding as a last document, or correct the lengths.",
             )
         )
 
@@ -154,13 +155,13 @@ class Documents(Bounds):
         spans: Spans | None = self._now.spans
         if spans is None:
             raise PatternError(
-                message("documents", "one in several pieces", "documents of tokens side by side", "Sort the tokens.")
+                message("documents", "one in several pieces", "documents of consecutive tokens", "Sort the tokens.")
             )
         queries, keys = spans.lengths()
         longer = np.flatnonzero(queries > keys)
         if len(longer):
             got = f"document {longer[0]} of {queries[longer[0]]} queries and {keys[longer[0]]} keys"
-            wanted = "queries that are the last tokens of their documents"
+            wanted = "no more queries than keys, since a document's queries are its last tokens"
             raise PatternError(message("documents", got, wanted, "Combine the pattern with & instead of within."))
         return spans
 
@@ -188,7 +189,7 @@ class Documents(Bounds):
             return Documents.own(ids=ids.contiguous()) if ids.shape[-1] else None
         if "cu_seqlens" not in self._tables:
             return None
-        self._make()  # which refuses bounds that do not rise
+        self._make()  # raises if the bounds do not increase
         bounds = torch.unique(-((offset - self._tables["cu_seqlens"]) // rate))
         return Documents(cu_seqlens=bounds) if len(bounds) > 1 and int(bounds[0]) == 0 else None
 
@@ -214,22 +215,36 @@ def _of_bounds(bounds: dict[str, Int64]) -> Spans:
     q, k = next(iter(bounds.values())), list(bounds.values())[-1]
     if len(q) != len(k):
         got = f"{len(q) - 1} documents of queries and {len(k) - 1} of keys"
-        raise PatternError(message("cu_seqlens_q, cu_seqlens_k", got, "as many of both", "Pass bounds of one batch."))
-    # where there are fewer queries than keys they are the last ones
+        raise PatternError(
+            message("cu_seqlens_q, cu_seqlens_k", got, "the same number of both", "Pass bounds of one batch.")
+        )
+    # a document's queries are its last tokens
     return Spans.of(q[:-1], q[1:], q[1:] - np.diff(k), k[:-1], k[1:], True)
 
 
 def _check_rising(name: str, bounds: Int64, filled: bool) -> None:
-    # sums beyond 64 bits have wrapped round, and their differences with them
+    # sums beyond 64 bits wrap around, so differences alone do not show them
     outside = (bounds < 0) | (bounds > LONGEST)
     if len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) < filled).any() or outside.any():
-        remedy = "Drop empty documents." if filled else "Begin with 0, and let no bound be less than the one before."
-        raise PatternError(message(name, shown(bounds.tolist()), "bounds that rise from 0", remedy))
+        remedy = "Begin with 0, and let no bound be less than the one before."
+        if filled and len(bounds) and bounds[0] != 0:
+            remedy = "Begin with 0; pass the lengths of documents as Documents(lengths)."
+        elif filled:
+            remedy = "Drop empty documents."
+            if _cumulative(np.diff(bounds).tolist()):
+                # perhaps the cumulative sums of a tensor of bounds, given as lengths
+                remedy += " If bounds were given as lengths, name them: Documents(cu_seqlens=cu)."
+        raise PatternError(message(name, shown(bounds.tolist()), "bounds that increase from 0", remedy))
     whole(name, bounds[-1], 1, LONGEST)
 
 
+def _cumulative(listed: list[int]) -> bool:
+    """Return whether numbers start at 0 and increase, as the cumulative bounds of documents do."""
+    return len(listed) > 1 and listed[0] == 0 and all(a < b for a, b in itertools.pairwise(listed))
+
+
 def _deferred(value: object) -> bool:
-    """Whether a list of numbers is a tensor, which is not read."""
+    """Return whether a list of numbers is a tensor, which is read only when a plan is made."""
     return isinstance(value, Tensor) and value.ndim == 1 and value.dtype in INTEGERS and value.device.type != "meta"
 
 
@@ -238,7 +253,7 @@ def _bounds(name: str, value: Sequence[int] | Tensor, filled: bool) -> Tensor:
         return value.detach().to(torch.int64, copy=True)
     listed = integers(name, value)
     if torch.compiler.is_compiling():
-        # of an array it would not know the values: the operator checks them
+        # the compiler does not know the values of an array; the operator checks the bounds
         return torch.tensor(listed, dtype=torch.int64, device="cpu")
     bounds = np.array(listed, np.int64)
     _check_rising(name, bounds, filled)
@@ -251,6 +266,9 @@ def _summed(lengths: Sequence[int] | Tensor) -> Tensor:
     listed = integers("lengths", lengths)
     if torch.compiler.is_compiling():
         return torch.tensor([0, *itertools.accumulate(listed)], dtype=torch.int64, device="cpu")
+    if _cumulative(listed):
+        got, remedy = f"{shown(listed)}, which are cumulative bounds", "Name them: Documents(cu_seqlens=cu)."
+        raise PatternError(message("lengths", got, "the tokens of each document", remedy))
     sizes = np.array(listed, np.int64)
     if not len(sizes) or (sizes < 1).any():
         got = shown(sizes.tolist())

@@ -1,11 +1,11 @@
 """Patterns from functions of index tensors, in FlexAttention's signature.
 
-A pattern follows its function. Every call looks at the variables around the function, its defaults, and the globals
-that its code names (:class:`Reads`): numbers, text, tensors, containers and functions of such are compared by value.
-Whatever else the function reads could change without a trace: then every call evaluates the function anew.
+A pattern follows its function. Every call inspects the variables that the function closes over, its defaults, and the
+globals that its code names (:class:`Reads`). Numbers, text, tensors, containers and functions of these are compared by
+value. Anything else that the function reads could change unnoticed, so every call then evaluates the function again.
 
-Text names a function by a number. A number stands for a function and the values that it reads, tensors apart. It is
-never given again, and lasts until no pattern and no backward pass to come holds it.
+A pattern's text names a function by a number. A number identifies a function and the values that it reads, except
+tensors. It is never reused, and is valid while a pattern or a pending backward pass holds it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..cache import LRUCache
-from ..errors import PatternError, in_a_line, message
+from ..errors import PatternError, in_a_line, message, shown
 from ..torch_compat import wrapped
 from .algebra import PerHead
 from .base import Pattern
@@ -36,33 +36,33 @@ from .validate import whole
 
 V = TypeVar("V")
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-# of values with one function
+# entries of a cache that belongs to one function
 _KEPT = 16
-#: What a function may raise that is called with index tensors: a wrong arity, an ``if`` on many values, a wrong index.
+#: Exceptions of a function called with index tensors: a wrong arity, an ``if`` on many values, a wrong index.
 _RAISED = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, NameError, ArithmeticError, AssertionError)
 
 _VALUES = frozenset({type(None), bool, int, str, bytes, range, type(...), torch.Size, torch.dtype, torch.device})
-# modules, and their functions and classes, that do not change
+# modules that are taken to be constant, with their functions and classes
 _LIBRARIES = frozenset(
     {"torch", "numpy", "math", "cmath", "operator", "builtins", "functools", "itertools", "ringweave"}
 )
-# names through which code reads what it does not name
+# names through which code can read variables that it does not name
 _BACK_DOORS = frozenset({"globals", "__globals__", "vars", "eval", "exec", "__import__", "open"})
 _IMPORT = dis.opmap["IMPORT_NAME"]
 _MOST = 10_000
 
 
 class Reads:
-    """What a function reads at this moment.
+    """The values that a function reads at present.
 
     Args:
         fn: The function.
-        named: Tensors that the caller names, who vouches for all that cannot be seen.
+        named: Tensors that the caller names; the caller thereby asserts that other untracked values do not change.
     Attributes:
-        state: All but the tensors; equal where the function computes the same from equal tensors.
-        tables: The tensors, each once; none where there is something unseen.
-        kept: Objects with their ``id`` in the state: the owner of the state holds them.
-        unseen: Names something that could change without a trace; None where there is no such thing.
+        state: All values except tensors; equal states compute equal results from equal tensors.
+        tables: The tensors, each once; empty if ``unseen`` is set.
+        kept: Objects that the state contains by ``id``; the owner of the state must keep them alive.
+        unseen: Description of a value that could change unnoticed; None if there is none.
     """
 
     def __init__(self, fn: Callable[..., object], named: Sequence[Tensor] | None = None):
@@ -103,14 +103,14 @@ class Reads:
         if kind in (set, frozenset):
             return kind, frozenset(self.value(each, name) for each in list(x))
         if kind is dict:
-            # listed first: another thread may add to it
+            # copied to a list, since another thread may add to the dict
             return kind, *((self.value(key, name), self.value(each, name)) for key, each in list(x.items()))
         if kind is functools.partial:
             return kind, *(self.value(part, name) for part in (x.func, x.args, x.keywords, vars(x)))
         if kind is types.FunctionType:
             return self.function(x)
         if kind is types.MethodType:
-            # made anew wherever it is named
+            # each access makes a new method object, so its parts are compared
             return kind, self.value(x.__func__, name), self.opaque(x.__self__, name)
         if _of_library(x):
             self.kept.append(x)
@@ -138,7 +138,7 @@ class Reads:
                     if name in fn.__globals__:
                         inside.append((name, self.value(fn.__globals__[name], f"the global {name} {of}")))
                     elif name in _BACK_DOORS:
-                        inside.append(self.opaque(fn, f"what {name} gives {of}"))
+                        inside.append(self.opaque(fn, f"the variables behind {name} {of}"))
                 if _IMPORT in each.co_code[::2]:
                     names = [step.argval for step in dis.get_instructions(each) if step.opcode == _IMPORT]
                     inside += [self.opaque(fn, f"the module {name} {of}") for name in names if not _constant(name)]
@@ -153,18 +153,18 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _has_version(x: Tensor) -> bool:
-    """Tell whether each write to a tensor shows, in its version or in its contents."""
+    """Return whether each write to a tensor can be noticed, by its version or its contents."""
     counted = not x.is_inference() or x.device.type == "cpu"
     return counted and x.layout == torch.strided and not vars(x) and not wrapped(x)
 
 
 def _of_library(x: Any) -> bool:
-    # by its type: attributes of an object may be code
+    # decided by type: reading attributes of an object could run code
     kind = type(x)
     if issubclass(kind, types.ModuleType):
         return _constant(x.__name__)
     if kind is types.BuiltinFunctionType:
-        # a method that is bound to an object reads it
+        # a bound method reads its object, so only functions of modules are constant
         return type(x.__self__) in (types.NoneType, types.ModuleType) and _constant(x.__module__)
     return issubclass(kind, type) and _constant(x.__module__)
 
@@ -177,7 +177,7 @@ def _refused(what: str) -> PatternError:
     return PatternError(
         message(
             "mask_mod",
-            f"a function that reads {what}, which could change unseen",
+            f"a function that reads {what}, which could change unnoticed",
             "numbers, strings, tensors, and functions of such",
             "Read a number or a tensor instead, pass it as a default argument, or say what it reads with tables=[...].",
         )
@@ -185,32 +185,34 @@ def _refused(what: str) -> PatternError:
 
 
 class Holder:
-    """A function with the values that it read when its number was given; of one call where those cannot be seen.
+    """A function with a number, and the values that it read when it got the number.
+
+    A function with untracked values gets another holder, with another number, for each call.
 
     Attributes:
-        number: Stands for it in text.
+        number: Number of the function in text.
         fn: The function.
         named: Tensors that the caller named.
-        reads: What it read; None of a single call's.
-        unseen: As of ``reads``.
+        reads: The values that it read; None for the holder of a single call.
+        unseen: As in ``reads``.
     """
 
     def __init__(self, fn: MaskMod, named: tuple[Tensor, ...] | None, reads: Reads | None):
         self.number = next(_numbers)
         self.fn, self.named, self.reads = fn, named, reads
         self.unseen = None if reads is None else reads.unseen
-        #: what refers to its patterns goes with it
+        #: Caches of plans and programs of its patterns, which are dropped with it.
         self.stores: weakref.WeakKeyDictionary[LRUCache[Any], LRUCache[Any]] = weakref.WeakKeyDictionary()
-        #: Of a single call: whether gradients are computed by now, of the masks that it has.
+        #: Whether a single call has reached its backward pass, in which no new mask may appear.
         self.complete = False
-        # their digests by those of their indices
+        # digests of masks by the digests of their indices
         self._masks: dict[bytes, bytes] = {}
 
     def tables(self) -> tuple[Tensor, ...]:
-        """Read the tensors that the function reads.
+        """Return the tensors that the function reads.
 
         Raises:
-            PatternError: It reads other values now than those that the number stands for.
+            PatternError: The function reads other values than when it got its number.
         """
         if self.reads is None:
             return ()
@@ -220,7 +222,7 @@ class Holder:
         return tuple(reads.tables)
 
     def check(self, indices: Sequence[Tensor], mask: Tensor) -> None:
-        """Raise PatternError where a mask of a single call differs from the one that it had before."""
+        """Raise PatternError if a mask of a single call differs from an earlier mask of the same indices."""
         if self.reads is None:
             place, content = _digest(*indices), _digest(mask)
             known = self._masks.get(place) if self.complete else self._masks.setdefault(place, content)
@@ -242,7 +244,7 @@ _by_state: weakref.WeakValueDictionary[Hashable, Holder] = weakref.WeakValueDict
 
 
 def _holder_of(fn: MaskMod, named: tuple[Tensor, ...] | None, reads: Reads) -> Holder:
-    # threads that come at one moment may get two: equal patterns are then planned twice
+    # two threads may make two holders at the same time; equal patterns are then planned twice
     holder = _by_state.get(reads.state)
     if holder is None:
         holder = Holder(fn, named, reads)
@@ -251,7 +253,7 @@ def _holder_of(fn: MaskMod, named: tuple[Tensor, ...] | None, reads: Reads) -> H
 
 
 def holders(spec: str) -> list[Holder]:
-    """List the functions that a text names, as far as they live."""
+    """Return the holders of the functions that a text names, except those that no longer exist."""
     if "TokenMask(" not in spec:
         return []
     known = (_holders.get(int(number)) for number in re.findall(r"TokenMask\((\d+)", spec))
@@ -259,7 +261,7 @@ def holders(spec: str) -> list[Holder]:
 
 
 def for_one_call(spec: str) -> tuple[str, list[Holder]]:
-    """Give each function that reads what cannot be seen a number for one call; the text then, and who holds them."""
+    """Give each function with untracked values a number for one call; return the new text and the new holders."""
     made: list[Holder] = []
 
     def number(found: re.Match[str]) -> str:
@@ -274,22 +276,22 @@ def for_one_call(spec: str) -> tuple[str, list[Holder]]:
 
 
 def store_of(spec: str, common: LRUCache[V]) -> LRUCache[V]:
-    """Choose where to keep what refers to a pattern: with its function, where it has one, else in common."""
+    """Return the cache for entries about a pattern: that of its function if it has one, else the common one."""
     held = holders(spec)
     return held[0].stores.setdefault(common, common.like(common.max_bytes, _KEPT)) if held else common
 
 
 def table_keys(tables: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    """Identify tensors that others may write to, while they live."""
+    """Identify tensors that others may write to, by contents or by address and version."""
     return tuple(content_key(table) or address_key(table) for table in tables)
 
 
 class PinnedClosure:
-    """What a call's pattern follows, held until its backward pass, which must find it as it was.
+    """The functions and bounds that a call's pattern follows, kept to check in the backward pass that none changed.
 
     Args:
-        spec: The call's pattern.
-        tables: Its tensors.
+        spec: Text of the call's pattern.
+        tables: Tensors of the pattern.
     """
 
     def __init__(self, spec: str, tables: Sequence[Tensor]):
@@ -298,7 +300,7 @@ class PinnedClosure:
         self._read = table_keys(self._tables)
 
     def check(self) -> None:
-        """Raise PatternError where something holds something else than it did."""
+        """Raise PatternError if a function reads other values than in the forward pass, or bounds were changed."""
         for holder, key in self._held:
             holder.complete = True
             if table_keys(holder.tables()) != key:
@@ -308,33 +310,35 @@ class PinnedClosure:
 
 
 def pinned_closure(spec: str, tables: Sequence[Tensor], q: Tensor) -> PinnedClosure | None:
-    """Hold what a call's pattern follows; None where it follows nothing, or is being traced."""
+    """Keep the functions and bounds that a call's pattern follows; None if there are none, or the call is traced."""
     follows = "TokenMask(" in spec or "KeyPadding(" in spec
     return PinnedClosure(spec, tables) if follows and type(q) in (Tensor, torch.nn.Parameter) else None
 
 
 @declare("TokenMask(lambda b, h, q, k: (q // 64 + k // 64) % 3 == 0)", "By table, function or head", text=False)
 class TokenMask(Pattern):
-    """Any function ``fn(b, h, q, k)`` of int64 index tensors, in the signature of FlexAttention's ``mask_mod``.
+    """A function ``fn(b, h, q, k)`` of int64 index tensors, in the signature of FlexAttention's ``mask_mod``.
 
-    The function is called on broadcast index tensors. It is opaque, so planning evaluates every tile that the rest of
-    the expression leaves open: write ``TokenMask(fn) & SlidingWindow(1024)`` rather than a window inside ``fn``.
+    The function is called on broadcast index tensors. It is opaque, so planning evaluates every tile that the other
+    operands leave open: write ``TokenMask(fn) & SlidingWindow(1024)`` rather than a window inside ``fn``.
 
-    The pattern follows what the function reads: numbers, tensors, containers and functions of such, as variables around
-    it, globals, defaults. Where one has changed, the next call uses the new mask. Where the function reads something
-    else (an object, an attribute of a module, an array of numpy), every call evaluates it anew, which is slow, and
-    ``torch.compile`` refuses it, unless ``tables`` says what is read. A write to a tensor of more than 1 MiB counts
-    once torch knows of it: not through ``.data``. A function must give the same for the same: no random numbers.
+    The pattern follows the values that the function reads as closure variables, globals and defaults: numbers, tensors,
+    and containers and functions of these. If one has changed, the next call uses the new mask. If the function reads
+    anything else (an object, an attribute of a module, a numpy array), every call evaluates it again, which is slow,
+    and ``torch.compile`` refuses it, unless ``tables`` names the tensors that it reads. A write to a tensor of more
+    than 1 MiB is noticed if it changes torch's version counter, which a write through ``.data`` does not. A function
+    must return equal masks for equal arguments, so it must not draw random numbers.
 
     Args:
-        fn: Returns a bool tensor that broadcasts over its arguments. Build it once: each new function is a new pattern.
-        tables: Tensors that it reads, where the pattern cannot find them; what else it cannot see is then taken to stay
-            as it is. Tensors that it finds count too.
-        batch: The batch element to call it for; every one by default.
-        head: The query head to call it for; every one by default.
+        fn: Function that returns a bool tensor broadcastable to its arguments. Build it once: each new function is a
+            new pattern.
+        tables: Tensors that the function reads and the pattern cannot find; other values that it cannot find are then
+            assumed to be constant. Tensors that it finds are followed too.
+        batch: The batch element to call it for; by default every one.
+        head: The query head to call it for; by default every one.
     Raises:
-        PatternError: The function fails, returns something else than bool of its arguments' shape, changes what it
-            reads, or reads what was changed between a call and its gradient.
+        PatternError: The function fails, does not return bool of its arguments' shape, changes values that it reads, or
+            reads a value that was changed between a call and its gradient.
     Example:
         >>> even = rw.TokenMask(lambda b, h, q, k: k % 2 == 0)
         >>> even.to_dense(2, 3)[0, 0].int()
@@ -346,7 +350,7 @@ class TokenMask(Pattern):
         self, fn: MaskMod, *, tables: Sequence[Tensor] | None = None, batch: int | None = None, head: int | None = None
     ):
         if not callable(fn) or isinstance(fn, type):
-            raise PatternError(message("fn", type(fn).__name__, "a function of (b, h, q, k)", "Pass a mask_mod."))
+            raise PatternError(message("fn", shown(fn), "a function of (b, h, q, k)", "Pass a mask_mod."))
         batch = None if batch is None else whole("batch", batch, 0)
         head = None if head is None else whole("head", head, 0)
         if tables is not None and not (
@@ -358,18 +362,18 @@ class TokenMask(Pattern):
         self._of(_holder_of(fn, named, reads), tuple(reads.tables), batch, head)
         self._depends()
         if named is None and Reads(fn).state != reads.state:
-            raise _refused("what it changes itself")
+            raise _refused("values that it changes itself")
 
     def _of(self, holder: Holder, tables: tuple[Tensor, ...], batch: int | None, head: int | None) -> TokenMask:
         self.fn, self._named, self._batch, self._head = holder.fn, holder.named, batch, head
-        # as it was made, which is what torch.compile sees; and as it was last seen
+        # the holder when the pattern was built, which torch.compile uses, and the holder at the last inspection
         self._holder = self._seen = holder
         self._tables = tables
         self.__post_init__()
         return self
 
     def _now(self) -> tuple[Holder, tuple[Tensor, ...]]:
-        """Look at the function: who holds what it reads now, and the tensors."""
+        """Inspect the function; return the holder of its present values, and its tensors."""
         if self._holder.reads is None or torch.compiler.is_compiling():
             return self._holder, self._tables
         reads, seen = Reads(self.fn, self._named), self._seen
@@ -382,19 +386,19 @@ class TokenMask(Pattern):
 
     @classmethod
     def own(cls, number: int, *tables: Tensor, batch: int | None = None, head: int | None = None) -> TokenMask:
-        """Make the pattern of a function that has a number, which reads just these tensors now."""
+        """Build the pattern of a numbered function, which must read exactly these tensors at present."""
         holder = _holders.get(number)
         if holder is None:
             raise PatternError(
                 message(
                     "TokenMask",
-                    f"number {number}, of a function that is gone",
-                    "one that lives in this process",
-                    "Keep the pattern as long as its results need gradients.",
+                    f"number {number}, of a function that no longer exists",
+                    "a function of this process",
+                    "Keep a reference to the pattern until its gradients are computed.",
                 )
             )
         if holder.unseen:
-            # a call has a number of its own, a compiled graph that of the pattern
+            # a call has a number of its own, so this number comes from a compiled graph
             raise _refused(holder.unseen)
         live = holder.tables()
         if len(live) != len(tables) or not all(map(_same, live, tables)):
@@ -415,7 +419,7 @@ class TokenMask(Pattern):
         return f"TokenMask({getattr(self.fn, '__name__', type(self.fn).__name__)}{self._bound()})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # with its function, by whatever means the pickler has
+        # pickled with its function, which the pickler must be able to pickle
         return functools.partial(TokenMask, tables=self._named, batch=self._batch, head=self._head), (self.fn,)
 
     @property
@@ -436,7 +440,7 @@ class TokenMask(Pattern):
         return self.key().value
 
     def _depends(self) -> tuple[bool, bool]:
-        # an index that the function uses shows in the shape of its result
+        # if the function uses an index, its result is broadcast along the axis of that index
         zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu")
         result = self._call(zero.expand(2, 1, 1, 1), zero.expand(1, 2, 1, 1), zero, zero)
         shape = (1,) * (4 - result.ndim) + tuple(result.shape)
@@ -495,7 +499,7 @@ class TokenMask(Pattern):
         if ranks == 1 or self._head is not None or not self._depends()[1]:
             return self
         if heads is None:
-            remedy = "Pass heads=, those of all ranks."
+            remedy = "Pass heads=, the number of heads of all ranks."
             raise PatternError(message("heads", None, "a number, for a function that reads the head", remedy))
         count = heads // ranks
         return PerHead([self._chosen(self._batch, head) for head in range(rank * count, (rank + 1) * count)])
@@ -516,19 +520,19 @@ class TokenMask(Pattern):
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors are one, or of one value: a compiled graph may pass a copy."""
+    """Return whether two tensors share memory or have equal values; a compiled graph may pass a copy."""
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
     return (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()) or torch.equal(a, b)
 
 
 def changed(what: str, name: str = "TokenMask") -> PatternError:
-    """Make the error of a pattern that holds other things than when it was last looked at."""
+    """Return the error of a pattern that reads or contains other values than at its last inspection."""
     return PatternError(
         message(
             name,
             f"a function that reads {what}" if name == "TokenMask" else what,
-            "what it read when the call, or the compiled code, was made",
+            "the same values as when the call or the compiled code was made",
             "Change it after backward; with torch.compile wrap the function again, or change a tensor in place.",
         )
     )
@@ -538,12 +542,12 @@ def from_mask_mod(fn: MaskMod, *, tables: Sequence[Tensor] | None = None) -> Tok
     """Make a pattern of a FlexAttention ``mask_mod``; see :class:`TokenMask`.
 
     Args:
-        fn: ``fn(b, h, q, k)`` on int64 index tensors, returning bool.
-        tables: Tensors that it reads, where the pattern cannot find them.
+        fn: Function ``fn(b, h, q, k)`` of int64 index tensors that returns bool.
+        tables: Tensors that the function reads and the pattern cannot find.
     Returns:
         A pattern.
     Raises:
-        PatternError: The function fails, returns something else than bool, or changes what it reads.
+        PatternError: The function fails, does not return bool, or changes values that it reads.
     Example:
         >>> rw.from_mask_mod(lambda b, h, q, k: q >= k).density(2)
         0.75

@@ -18,24 +18,24 @@ from .declared import declare
 from .tiles import Int64, Ranges, Tiles, classes
 from .validate import integers, whole, whole_fields
 
-# first tokens, of which each is listed to be joined with others
+# the most first tokens that are listed one by one to be joined with others
 _WRITTEN_OUT = 1024
-# a mask's keys are looked for in pieces of so many tokens at least, and so many pieces at most
+# a mask is divided into at most _PIECES pieces of at least _PIECE tokens, to bound the keys that it marks
 _PIECE, _PIECES = 128, 64
 
 
 @declare("Sinks(64)", "By chosen tokens")
 class Sinks(Bounds):
-    """Keys that every query attends, such as the first few of a sequence, or those that a mask marks.
+    """Keys that every query attends, such as the first tokens of a sequence, or the tokens that a mask marks.
 
-    ``Causal() & Sinks(mask)`` is causal attention over the keys that exist, wherever the padding lies.
+    ``Causal() & Sinks(mask)`` is causal attention over the keys that exist, for padding at any place.
 
     Args:
         tokens: Positions as a list, or a 1-D array or tensor of integers; or an int n for the first n; or a bool tensor
-            (N,), or (B, N) for each batch element, which is copied and read when a plan is made.
+            (N,), or (B, N) for each batch element, which is copied, and read when a plan is made.
     Raises:
-        PatternError: Positions that are no ints, negative or repeated; at use, a bool tensor that does not have one
-            value for each key.
+        PatternError: Positions are not ints, negative or repeated; at use, a bool tensor does not have one value for
+            each key.
     Example:
         >>> rw.Sinks(1).to_dense(3)[0, 0].int()
         tensor([[1, 0, 0],
@@ -68,15 +68,15 @@ class Sinks(Bounds):
 
     @classmethod
     def own(cls, tokens: int | Sequence[int] | Tensor) -> Self:
-        """The pattern around a bool tensor that is already private, or of other tokens."""
+        """Build the pattern of tokens; a bool tensor is not copied, and must not be written to."""
         return cls.__new__(cls)._hold(tokens) if isinstance(tokens, Tensor) else cls(tokens)
 
     def either(self, other: Sinks) -> Sinks | None:
-        """Give one pattern of the tokens of both, which are of one type; None if it has no such form."""
+        """Return one pattern of the tokens of both patterns, of one type; None if there is no such form."""
         if self.tables or other.tables:
             return None
         for one, two in ((self, other), (other, self)):
-            # none of the other's is behind the first ones
+            # the first tokens of one contain all tokens of the other
             if isinstance(one.tokens, int) and one.tokens > two._last:
                 return one
         if any(isinstance(x.tokens, int) and x.tokens > _WRITTEN_OUT for x in (self, other)):
@@ -90,7 +90,7 @@ class Sinks(Bounds):
 
     @classmethod
     def _of(cls, tokens: int | tuple[int, ...]) -> Self:
-        """Make a pattern of positions that were checked."""
+        """Build the pattern of positions that were checked."""
         pattern = cls.__new__(cls)
         pattern.tokens = tokens
         pattern.__post_init__()
@@ -131,7 +131,7 @@ class Sinks(Bounds):
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
         if self._mask is not None and self._mask.shape[-1] != nk:
             got, remedy = f"a mask of {self._mask.shape[-1]} tokens for {nk} keys", "Mark the tokens of this length."
-            raise PatternError(message("Sinks", got, "one of as many keys", remedy))
+            raise PatternError(message("Sinks", got, f"a mask of {nk} tokens", remedy))
 
     def _is_chosen(self, position: Tensor) -> Tensor:
         if self._mask is not None:
@@ -159,7 +159,7 @@ class Sinks(Bounds):
         return Ranges.of(*((min(a, nk), min(b, nk)) for a, b in self._runs()), rows=len(q_lo))
 
     def _marked(self, q_lo: Int64) -> Ranges:
-        """Pieces of the sequence in which keys are marked, for each tile's batch element."""
+        """Return the pieces of the sequence that contain marked keys, for each tile's batch element."""
         mask = self._now
         n = mask.shape[1]
         side = max(_PIECE, -(-n // _PIECES))
@@ -169,11 +169,11 @@ class Sinks(Bounds):
         return Ranges(np.broadcast_to(first, (len(q_lo), len(first))), np.where(used[row], first + side, 0))
 
     def _subset(self, lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
-        """Count chosen tokens of each tile side, and number which ones (relative to its start)."""
+        """Count the chosen tokens of each tile side, and number their sets of places relative to its start."""
         if isinstance(self.tokens, int):
             count = np.clip(self.tokens - lo, 0, hi - lo)
             return count, count
-        # few tiles hold chosen tokens: those are compared by the tokens' places in them
+        # few tiles contain chosen tokens; these are compared by the tokens' places in them
         number = np.zeros(len(lo), np.int64)
         known: dict[bytes, int] = {}
         if self._mask is not None:
@@ -219,18 +219,18 @@ def _positions(tokens: object) -> int | tuple[int, ...]:
 
 
 def _shortest(listed: list[int]) -> int | tuple[int, ...]:
-    """Shorten ascending positions to how many, where they are the first ones."""
+    """Replace ascending positions by their number if they are the first ones."""
     return len(listed) if not listed or listed[-1] == len(listed) - 1 else tuple(listed)
 
 
 @declare("Global([0, 1, 2, 3, 512, 513, 514, 515])", "By chosen tokens")
 class Global(Sinks):
-    """Tokens that attend all and that all attend.
+    """Tokens that attend every key and that every query attends.
 
     Args:
-        tokens: As of :class:`Sinks`; a bool tensor marks tokens that are both queries and keys.
+        tokens: As in :class:`Sinks`; a bool tensor marks tokens that are both queries and keys.
     Raises:
-        PatternError: As of :class:`Sinks`; at use, also queries behind the last token of a bool tensor.
+        PatternError: As in :class:`Sinks`; at use, also if queries are past the last token of a bool tensor.
     Example:
         >>> rw.Global([1]).to_dense(3)[0, 0].int()
         tensor([[0, 1, 0],
@@ -244,7 +244,7 @@ class Global(Sinks):
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
         if self._mask is not None and (self._mask.shape[-1] != nk or q_offset + nq > nk):
             got = f"a mask of {self._mask.shape[-1]} tokens for {nk} keys and queries up to position {q_offset + nq}"
-            wanted = "one of as many keys, and every query among them"
+            wanted = f"a mask of {nk} tokens, and every query among them"
             remedy = "Mark the tokens of this length; Sinks(mask) marks keys alone."
             raise PatternError(message("Global", got, wanted, remedy))
 
@@ -270,7 +270,7 @@ P = TypeVar("P", Tensor, NDArray[np.int64])
 
 
 def _place(position: P, rows: int, n: int) -> P:
-    """Of positions on the axis of all batch elements, their places in a flat (rows, n)."""
+    """Convert positions on the axis of all batch elements to places in a flat (rows, n) array."""
     inside = position & (ELEMENT - 1)
     return inside + (position >> ELEMENT_BITS) * n if rows > 1 else inside
 
@@ -283,9 +283,9 @@ class Periodic(Pattern):
     Args:
         period: Tokens after which the choice repeats.
         start: First chosen token of a period.
-        stop: The one after the last.
+        stop: End of the chosen tokens of a period, exclusive.
     Raises:
-        PatternError: Not ``0 <= start < stop <= period``.
+        PatternError: ``0 <= start < stop <= period`` does not hold.
     Example:
         >>> rw.patterns.Periodic(3, 2, 3).to_dense(1, 6)[0, 0].int()
         tensor([[0, 0, 1, 0, 0, 1]], dtype=torch.int32)

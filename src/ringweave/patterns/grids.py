@@ -1,8 +1,8 @@
-"""Patterns of what is near in an image or a video, on the order of a grid.
+"""Patterns of nearby tokens in an image or a video, in the token order of a grid.
 
-Along an axis everything is an interval: a query attends the keys ``first(q) + j * dilation``, j = 0, 1, ... below
-``width``. A pattern is the product of its axes, and so are its bounds for a box of queries and the class of a pair of
-boxes: what two boxes allow depends on how far they lie apart, and near a border on where the queries' box lies.
+Along an axis a query attends an interval, the keys ``first(q) + j * dilation`` for j = 0, 1, ... below ``width``. A
+pattern is the product of its axes, and so are its bounds for a box of queries and the class of a pair of boxes. The
+pairs that two boxes allow depend on the distance of the boxes and, near a border, on the place of the queries' box.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, classes
 from .validate import flag
 
 _SMALLEST, _LARGEST = 32, 128  # sides of tiles
-_COMPARED = 256  # pairs of boxes in a tile, beyond which it is like no other
+_COMPARED = 256  # pairs of boxes that a tile may have; a tile with more gets a class of its own
 
 
 class OnGrid(Pattern):
@@ -35,19 +35,19 @@ class OnGrid(Pattern):
 
     @abstractmethod
     def _first(self, axis: int, q: Tensor) -> Tensor:
-        """The least coordinate that a query attends; it may lie before the axis."""
+        """Return the least coordinate that each query attends; it may be negative."""
 
     @abstractmethod
     def _bound(self, axis: int, q: Int64) -> Int64:
-        """At most ``_first`` of any query from here on, and less than ``dilation`` below that of any up to here."""
+        """Return a bound b(q): ``_first(p) >= b(q)`` for p >= q, and ``_first(p) < b(q) + dilation`` for p <= q."""
 
     @abstractmethod
     def _all_pairs(self) -> int:
-        """All allowed pairs: the product of those along the axes."""
+        """Count all allowed pairs, as the product over the axes."""
 
     @abstractmethod
     def _anchor(self, axis: int, first: Int64, last: Int64) -> Int64:
-        """What the relation of queries in [first, last] depends on, beside the keys' distance."""
+        """Number the relations of queries in [first, last]: equal numbers and equal distances allow the same keys."""
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         tokens = self.grid.tokens
@@ -56,19 +56,19 @@ class OnGrid(Pattern):
                 message(
                     type(self).__name__,
                     f"a grid of {self.grid.shape}, {tokens} tokens, for {nk} keys and queries up to {q_offset + nq}",
-                    "as many keys, and every query among them",
-                    "Build the grid for these tokens, and lay them out by grid.flatten.",
+                    f"{tokens} keys, and every query among them",
+                    "Build the grid for these tokens, and order them with grid.flatten.",
                 )
             )
 
     @property
     def block_side(self) -> int:
-        # of as many tokens as a box, where kernels take such tiles
+        # the tokens of a box, rounded to a side that kernels accept
         volume = math.prod(self.grid.tile)
         return min(max(-(-volume // 16) * 16, _SMALLEST), _LARGEST)
 
     def allowed_pairs(self, nq: int, nk: int) -> int | None:
-        """Allowed pairs of all tokens, by a formula; None of some of them, which are counted."""
+        """Return the number of allowed pairs of all tokens by a formula; None for fewer queries, which are counted."""
         return self._all_pairs() if nq == nk == self.grid.tokens else None
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class OnGrid(Pattern):
             first.append(np.clip(self._bound(axis, pieces.first[:, axis]), 0, n))
             last.append(np.clip(self._bound(axis, pieces.last[:, axis]) + self.reach[axis], first[-1], n) - 1)
         piece, begin, end = token_runs(self.grid, first, last)
-        # as a padded list per range
+        # a padded list of runs for each range
         line = np.repeat(np.arange(len(pieces.number)), pieces.number)[piece]
         counts = np.bincount(line, minlength=len(pieces.number))
         slot = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -97,13 +97,13 @@ class OnGrid(Pattern):
 
     def tile_classes(self, tiles: Tiles) -> Int64:
         q, k = Pieces.of(self.grid, tiles.q_lo, tiles.q_hi), Pieces.of(self.grid, tiles.k_lo, tiles.k_hi)
-        # along each axis, of every piece of queries: bounds of the first key and of the last query's, and the anchor
+        # along each axis, for every piece of queries: the bounds of its first and its last query, and the anchor
         reached = [
             (self._bound(axis, low), self._bound(axis, high), self._anchor(axis, low, high))
             for axis, (low, high) in enumerate(zip(q.first.T, q.last.T, strict=True))
         ]
         keys = np.zeros(len(q.given), np.int64)
-        # tiles of as many pieces at a time
+        # tiles with equal numbers of pieces are classified together
         number = q.number[q.given] << 31 | k.number[k.given]
         used = 0
         for each in np.unique(number):
@@ -128,7 +128,7 @@ class OnGrid(Pattern):
     def _pair(
         self, reached: list[tuple[Int64, Int64, Int64]], queries: Pieces, q: Int64, keys: Pieces, k: Int64
     ) -> Int64:
-        """Tile keys of pairs of pieces, but for their layout."""
+        """Classify pairs of pieces without regard to their layout."""
         empty, full = np.zeros(len(q), np.bool_), np.ones(len(q), np.bool_)
         parts = []
         for axis, (reach, dilation) in enumerate(zip(self.reach, self.dilation, strict=True)):
@@ -136,7 +136,7 @@ class OnGrid(Pattern):
             low, high, first = keys.first[k, axis], keys.last[k, axis], queries.first[q, axis]
             empty |= (high < before) | (low >= after + reach)
             if dilation > 1:
-                # no difference of coordinates is a multiple
+                # empty if no difference of coordinates is a multiple of the dilation
                 empty |= (high - first) // dilation * dilation < low - queries.last[q, axis]
                 full[:] = False
             else:
@@ -149,20 +149,20 @@ class OnGrid(Pattern):
 class GridNeighborhood(OnGrid):
     """Neighbourhood attention on a grid: along each axis ``window`` keys around the query, shifted inwards at borders.
 
-    A query attends the product of its axes' windows: exactly as many keys, wherever it is. Along an axis its neighbours
-    are the coordinates ``q + j * dilation``. Of an odd window as many lie before the query as after it; of an even one
-    there is one more before it (``window // 2`` before, ``window // 2 - 1`` after), as in NATTEN. Where that reaches
-    over a border, the window is shifted until it lies inside, in the same residue class. Along a causal axis the window
-    ends at the query, ``q - (window - 1) * dilation`` to q, and is not shifted: near the beginning are fewer keys.
+    A query attends the product of its axes' windows, so every query attends the same number of keys. Along an axis its
+    neighbours are the coordinates ``q + j * dilation``. An odd window is centred on the query. An even window has one
+    more key before the query than after it (``window // 2`` before, ``window // 2 - 1`` after), as in NATTEN. A window
+    that crosses a border is shifted inwards, within its residue class. Along a causal axis the window ends at the
+    query, from ``q - (window - 1) * dilation`` to q, and is not shifted: queries near the beginning attend fewer keys.
 
     Args:
         grid: The order of tokens.
-        window: Keys along each axis, the query's own among them; one number for all axes or one for each.
-        dilation: Tokens between neighbours; likewise.
-        causal: Whether an axis is causal (time, say); likewise.
+        window: Number of keys along each axis, including the query's coordinate; one for all axes or one for each.
+        dilation: Distance between neighbours; one for all axes or one for each.
+        causal: Whether an axis is causal (time, for example); one for all axes or one for each.
     Raises:
-        PatternError: A window or dilation below 1, or ``window * dilation`` larger than the axis; at use, other lengths
-            than the grid's tokens.
+        PatternError: A window or dilation is below 1, or ``window * dilation`` is larger than the axis; at use, the
+            lengths are not those of the grid.
     Example:
         >>> pattern = rw.GridNeighborhood(rw.Grid((16, 16)), (5, 7))
         >>> pattern.to_dense(256)[0, 0].sum(-1).unique()
@@ -225,7 +225,7 @@ class GridNeighborhood(OnGrid):
 
     @property
     def residue_rate(self) -> int:
-        # strided views of one axis of tokens: there are none of several
+        # a strided view has one axis of tokens, so only a grid of one axis has such views
         return self.dilation[0] if len(self.dilation) == 1 else 1
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
@@ -240,19 +240,18 @@ class GridNeighborhood(OnGrid):
 
 @declare("GridWindows(Grid((32, 32)), 8, shift=4)", "On a grid")
 class GridWindows(OnGrid):
-    """Windows of one size over a grid, as in Swin: attention stays inside a window. The last ones may be smaller.
+    """Windows of one size over a grid, as in Swin: a query attends its window. The last windows may be smaller.
 
-    Shifted windows begin at coordinate ``shift`` and not at 0, and what lies before is a window of its own. That is
-    what Swin computes by rolling the image by ``-shift`` and masking what the roll brings together; nothing is rolled
-    here.
+    Shifted windows begin at coordinate ``shift``, and the tokens before it are a smaller window. Swin computes the same
+    by rolling the image by ``-shift`` and masking pairs that the roll brings together; this pattern rolls nothing.
 
     Args:
         grid: The order of tokens. With boxes of ``size`` (``Grid(shape, tile=size)``) unshifted windows are tiles.
-        size: Tokens of a window along each axis; one number for all axes or one for each.
-        shift: Where the first whole window begins, less than the size; likewise.
+        size: Tokens in a window along each axis; one number for all axes or one for each.
+        shift: Coordinate of the first whole window, less than the size; one number for all axes or one for each.
     Raises:
-        PatternError: A size below 1, or a shift that is negative or not less than the size; at use, other lengths than
-            the grid's tokens.
+        PatternError: A size is below 1, or a shift is negative or not less than the size; at use, the lengths are not
+            those of the grid.
     Example:
         >>> rw.GridWindows(rw.Grid((4, 4)), 2, shift=1).to_dense(16)[0, 0].sum(-1).unique()
         tensor([1, 2, 4])
@@ -267,7 +266,7 @@ class GridWindows(OnGrid):
         self.size, self.shift = per_axis("size", size, axes, 1), per_axis("shift", shift, axes, 0)
         if any(shift >= size for shift, size in zip(self.shift, self.size, strict=True)):
             got = f"{self.shift} for windows of {self.size}"
-            raise PatternError(message("shift", got, "less than the size", "Take the rest of the division by it."))
+            raise PatternError(message("shift", got, "less than the size", "Pass shift % size."))
         self.dilation, self.reach = (1,) * axes, self.size
         self.__post_init__()
 
@@ -295,5 +294,5 @@ class GridWindows(OnGrid):
 
 def _grid(grid: object) -> Grid:
     if not isinstance(grid, Grid):
-        raise PatternError(message("grid", shown(grid), "a Grid", "Make one of the shape: Grid((height, width))."))
+        raise PatternError(message("grid", shown(grid), "a Grid", "Make a grid of its shape: Grid((height, width))."))
     return grid

@@ -1,4 +1,4 @@
-"""Which keys exist, for each batch element: padding as a pattern."""
+"""Padding as a pattern: the range of keys that exists in each batch element."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .validate import INTEGERS, integers, whole
 
 @declare("KeyPadding(832, 192)", "By position")
 class KeyPadding(Bounds):
-    """Keys [start, stop) exist, for each batch element its own: padding on the right or on the left.
+    """Every query attends the keys [start, stop) of its batch element, for padding on the right or on the left.
 
-    Every query attends them: ``Causal() & KeyPadding(lengths)`` is causal attention over a padded batch. Tensors are
-    held, not copied, and read when a plan is made: a write to one counts from the next call on, and recompiles nothing.
-    Batch elements with equal bounds share their plan, and masks are made once for each place of a bound in a tile.
+    ``Causal() & KeyPadding(lengths)`` is causal attention over a padded batch. Tensors are not copied, and are read
+    when a plan is made: a write to one takes effect at the next call, without recompilation. Batch elements with equal
+    bounds share their plan, and masks are made once for each place of a bound in a tile.
 
     Args:
-        stop: The key after the last one, an int or an integer tensor (B,); a list becomes a tensor.
-        start: The first key, as ``stop``.
+        stop: End of the keys, exclusive, an int or an integer tensor (B,); a list becomes a tensor.
+        start: First key, in the same form.
     Raises:
-        PatternError: Bounds that are no whole numbers, or of different batches; at use, not
-            ``0 <= start <= stop <= Nk``, or another batch.
+        PatternError: Bounds are not whole numbers, or have different numbers of batch elements; at use,
+            ``0 <= start <= stop <= Nk`` does not hold, or the batch is another one.
     Example:
         >>> rw.KeyPadding(torch.tensor([1, 3])).to_dense(1, 3, batch=2)[:, 0, 0].int()
         tensor([[1, 0, 0],
@@ -51,7 +51,7 @@ class KeyPadding(Bounds):
         return self._written(lambda table: "_")
 
     def __repr__(self) -> str:
-        # values are not waited for
+        # does not read the tensors, which may be on another device
         return self._written(lambda table: f"<{len(table)} bounds>")
 
     def _written(self, name: Callable[[Tensor], str]) -> str:
@@ -99,7 +99,7 @@ class KeyPadding(Bounds):
         return Spans.of(start, stop, start, start, stop, self._rows == 1)
 
     def _of(self, position: Int64) -> tuple[Int64, Int64]:
-        """The bounds for positions on the axis of all batch elements."""
+        """Return the bounds for positions on the axis of all batch elements."""
         start, stop = self._now
         element = position >> ELEMENT_BITS if self._rows > 1 else np.zeros_like(position)
         return start[element], stop[element]
@@ -128,7 +128,7 @@ class KeyPadding(Bounds):
 
 
 def _bound(name: str, value: object) -> int | Tensor:
-    """A bound as it is kept: an int, or an integer tensor (B,), whose values stay unread."""
+    """Check a bound: an int, or an integer tensor (B,), which is not read."""
     if isinstance(value, Tensor):
         if value.ndim == 1 and value.numel() and value.dtype in INTEGERS and value.layout == torch.strided:
             return value

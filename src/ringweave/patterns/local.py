@@ -1,4 +1,4 @@
-"""Patterns of nearness: causal, window, segments, neighbourhood, prefix."""
+"""Patterns of nearby positions: causal, window, segments, neighbourhood, prefix."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, message
+from ..errors import PatternError, message, shown
 from .base import Derived, Lookback, Pattern
 from .declared import declare
 from .global_tokens import Sinks
 from .tiles import Int64, Ranges, Tiles, classes
 from .validate import whole, whole_fields
+
+_NO_LIMIT = (
+    "For flash-attn's window_size, where -1 means no limit, write Causal() for (-1, 0), Full() for (-1, -1), and the "
+    "sequence length in place of another -1."
+)
 
 
 @declare("Causal()", "By position")
@@ -58,10 +63,10 @@ class SlidingWindow(Pattern):
     """A query attends ``left`` keys before itself, itself, and ``right`` keys after.
 
     Args:
-        left: Keys before the query's position.
-        right: Keys after it.
+        left: Number of keys before the query's position.
+        right: Number of keys after it.
     Raises:
-        PatternError: A negative width.
+        PatternError: A width is negative.
     Example:
         >>> rw.SlidingWindow(1).to_dense(4)[0, 0].int()
         tensor([[1, 0, 0, 0],
@@ -77,6 +82,13 @@ class SlidingWindow(Pattern):
     right: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.left, (tuple, list)) and len(self.left) == 2:
+            remedy = f"Pass two numbers: SlidingWindow({', '.join(map(shown, self.left))})."
+            remedy += " They count keys before and after the query, as flash-attn's window_size=(left, right) does."
+            raise PatternError(message("left", shown(self.left), "an int", remedy))
+        for name in ("left", "right"):
+            if type(width := getattr(self, name)) is int and width == -1:
+                raise PatternError(message(name, width, "at least 0", _NO_LIMIT))
         whole_fields(self, left=0, right=0)
         super().__post_init__()
 
@@ -109,12 +121,12 @@ class SlidingWindow(Pattern):
 @declare("Segments(256)", "By position")
 @dataclass(frozen=True, eq=False, repr=False)
 class Segments(Pattern):
-    """Consecutive segments of one length; attention stays inside a segment. The last one may be short.
+    """Consecutive segments of one length; a query attends the keys of its segment. The last segment may be short.
 
     Args:
         length: Tokens in a segment.
     Raises:
-        PatternError: A length below 1.
+        PatternError: The length is below 1.
     Example:
         >>> rw.Segments(2).to_dense(3)[0, 0].int()
         tensor([[1, 1, 0],
@@ -144,7 +156,8 @@ class Segments(Pattern):
         q_first, q_last, k_first, k_last = q_lo // length, (q_hi - 1) // length, k_lo // length, (k_hi - 1) // length
         empty = (q_last < k_first) | (k_last < q_first)
         full = (q_first == q_last) & (k_first == k_last) & (q_first == k_first)
-        # where the next bound lies in the tile (past its end: no bound), and how many segments apart they start
+        # the place of the next bound in each side of the tile (its length without one), and the number of
+        # segments between the starts of the two sides
         q_bound = np.minimum(length - q_lo % length, q_hi - q_lo)
         k_bound = np.minimum(length - k_lo % length, k_hi - k_lo)
         return classes(empty, full, q_bound, k_bound, q_first - k_first)
@@ -155,14 +168,14 @@ class Segments(Pattern):
 
 @declare("Neighborhood(7, 2, tokens=64)", "By residue", tokens=64)
 class Neighborhood(Pattern):
-    """Exactly ``window`` keys around each query, shifted inwards at the borders.
+    """A query attends exactly ``window`` keys around itself; at the borders the window is shifted inwards.
 
     Args:
-        window: Attended keys, the query's own among them.
-        dilation: Tokens between attended keys.
+        window: Number of attended keys, including the query's position.
+        dilation: Distance in tokens between attended keys.
         tokens: Sequence length.
     Raises:
-        PatternError: A window, dilation or length below 1; at use, another length.
+        PatternError: The window, dilation or length is below 1; at use, the length is another one.
     Example:
         >>> rw.patterns.Neighborhood(3, tokens=5).to_dense(5)[0, 0].sum(-1)
         tensor([3, 3, 3, 3, 3])
@@ -182,7 +195,7 @@ class Neighborhood(Pattern):
                 message(
                     "Neighborhood",
                     f"a pattern for {self.tokens} tokens with {nk} keys and queries up to position {q_offset + nq}",
-                    "as many keys, and every query among them",
+                    f"{self.tokens} keys, and every query among them",
                     f"Build it with tokens={nk}.",
                 )
             )
@@ -199,7 +212,7 @@ class Neighborhood(Pattern):
         return Ranges.of((np.maximum(q_lo - reach, 0), np.minimum(q_hi + reach, nk)), rows=len(q_lo))
 
     def tile_classes(self, tiles: Tiles) -> Int64:
-        # away from the borders a plain dilated window; near them every tile is its own class
+        # Away from the borders the pattern is a dilated window; near them each tile gets a class of its own.
         reach = self.window * self.dilation
         inner = (tiles.q_lo >= reach) & (tiles.q_hi + reach <= self.tokens)
         never = np.zeros(len(inner), np.bool_)
@@ -225,12 +238,12 @@ class Neighborhood(Pattern):
 @declare("PrefixLM(256)", "By position")
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefixLM(Derived):
-    """A prefix that all attend, and causal attention after it: ``k < n or k <= q``.
+    """A prefix that every query attends, and causal attention after it: ``k < n or k <= q``.
 
     Args:
-        n: Tokens of the prefix.
+        n: Tokens in the prefix.
     Raises:
-        PatternError: A negative n.
+        PatternError: n is negative.
     Example:
         >>> rw.PrefixLM(2).to_dense(3)[0, 0].int()
         tensor([[1, 1, 0],

@@ -1,7 +1,9 @@
-"""Text to pattern: a safe reader of the expressions that ``spec`` writes: calls, names, numbers, lists and & | ~."""
+"""A parser of the expressions in ``spec``: calls, names, numbers, lists and & | ~; it evaluates no Python."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,12 +20,12 @@ from .function import for_one_call
 from .key_padding import KeyPadding
 from .shifted import Offsets, Shifted
 
-# names of texts that an earlier release wrote
+# names in texts that an earlier release wrote
 _OLD: dict[str, Callable[..., object]] = {"Keys": KeyPadding}
-_LONGEST = 2**20  # characters of a text from outside
-_OPEN = 256  # brackets in brackets
-_SIGNS = 64  # of one value
-_KEPT = 512  # characters of a text whose tokens are kept
+_LONGEST = 2**20  # most characters of a user's text
+_OPEN = 256  # most nested brackets
+_SIGNS = 64  # most signs before one value
+_KEPT = 512  # most characters of a text that has its tokens cached
 _TOKEN = re.compile(
     r"""\s*(?:
         (?P<float>(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)
@@ -36,18 +38,26 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _NEXT = re.compile(r"\s*(.?)")
+_CLOSING = {"(": ")", "[": "]"}
+# Python's words that users write in place of & | ~
+_WORDS = ("and", "or", "not")
+# names that exist in Python only, by the argument that has no text
+_IN_PYTHON = {"from_mask_mod": "a function", "from_block_mask": "a BlockMask", "lambda": "a function"}
+_TAKES = {"TokenMask": "a function", "BlockTable": "a tensor"}
+_NO_MODULE = "Write Causal() in place of rw.Causal()."
+_NEAR = 64  # most characters of a name that is compared with known names
 
 
 def parse(text: str) -> Pattern:
     """Read a pattern from the Python expression that would build it, without evaluating any Python.
 
     Args:
-        text: Such as ``"(SlidingWindow(1024) | Sinks(64)) & Causal()"``: pattern and preset names with numbers,
-            strings, booleans, lists, and ``& | ~``.
+        text: An expression such as ``"(SlidingWindow(1024) | Sinks(64)) & Causal()"``: names of patterns and presets
+            with numbers, strings, booleans, lists, and ``& | ~``.
     Returns:
         The pattern.
     Raises:
-        PatternError: Anything else in the text, with the place.
+        PatternError: The text contains anything else; the message names the column.
     Example:
         >>> rw.patterns.parse("(SlidingWindow(2) | Sinks(1)) & Causal()")
         (SlidingWindow(2) | Sinks(1)) & Causal()
@@ -62,29 +72,29 @@ def parse(text: str) -> Pattern:
 
 
 def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
-    """Build the pattern of a ``spec`` and its ``tables``, as written by this process."""
+    """Build the pattern from a ``spec`` of this process and its ``tables``."""
 
-    # around the same tensors: plans are cached by their address
+    # tensors are not copied, since plans are cached by their address
     return _Reader(spec, _held(), iter(tables)).read()
 
 
 @fact
 def names() -> dict[str, Callable[..., object]]:
-    """Every name that a text may hold: patterns, and what they are made of besides."""
+    """Return every name that a text may contain, with its class or function: patterns, presets and Grid."""
     return {"Grid": Grid} | {name: each.make for name, each in DECLARED.items() if each.text}
 
 
 @fact
 def _held() -> dict[str, Callable[..., object]]:
-    """The names of a ``spec``, each with what makes its pattern around tensors that are already private."""
+    """Return the names of a ``spec``, with constructors that do not copy their tensors."""
     own = {name: each.make.own for name, each in DECLARED.items() if hasattr(each.make, "own")}
     return names() | own | {"Offsets": Offsets, "Shifted": Shifted}
 
 
 def of_call(pattern: Pattern) -> Pattern:
-    """Give the pattern for one call: itself, unless a function in it reads what cannot be seen.
+    """Return the pattern for one call: ``self``, unless a function in it reads untracked values.
 
-    What is planned for the call's pattern goes with it.
+    Plans of the call's pattern are dropped with it.
     """
     if torch.compiler.is_compiling():
         return pattern
@@ -96,7 +106,7 @@ def of_call(pattern: Pattern) -> Pattern:
 
 
 def split(text: str) -> Iterator[tuple[str, str, int]]:
-    """Split text into kind, token and where it ends; the last is the end, or something that is no token."""
+    """Split text into (kind, token, end); the last kind is "end", or "other" at text that is no token."""
     place, kind = 0, ""
     while kind not in ("end", "other"):
         match = _TOKEN.match(text, place)
@@ -107,12 +117,12 @@ def split(text: str) -> Iterator[tuple[str, str, int]]:
         yield kind, token, place
 
 
-# about, of one token
+# approximate bytes of one token
 _TOKEN_BYTES = 160
 
 
 def _kept(text: str) -> tuple[tuple[str, str, int], ...]:
-    # a pattern with tables is read at every call
+    # cached, since a pattern with tables is rebuilt at every call
     if torch.compiler.is_compiling():
         return tuple(split(text))
     tokens: tuple[tuple[str, str, int], ...] | None = PATTERNS.get(("tokens", text))
@@ -122,14 +132,22 @@ def _kept(text: str) -> tuple[tuple[str, str, int], ...]:
     return tokens
 
 
-class _Open:
-    """An open bracket: the values that commas ended in it, and the one that is being read.
+def _said(error: TypeError) -> str:
+    """Write Python's error about arguments as the end of a sentence."""
+    text = str(error)
+    if text.startswith("got "):
+        return text[4:]
+    return text.replace("missing a required argument:", "no argument", 1)
 
-    ``a & b | c`` is kept as [[a, b], [c]].
+
+class _Open:
+    """An open bracket: its values before the last comma, and the value that is being read.
+
+    ``a & b | c`` is stored as [[a, b], [c]].
     """
 
-    def __init__(self, sign: str, name: str | None = None):
-        self.sign, self.name = sign, name
+    def __init__(self, sign: str, at: int = 0, name: str | None = None):
+        self.sign, self.at, self.name = sign, at, name
         self.values: list[object] = []
         self.named: dict[str, object] = {}
         self.begin()
@@ -138,7 +156,7 @@ class _Open:
         self.word: str | None = None
         self.groups: list[list[object]] = [[]]
         self.signs = ""
-        #: Whether an operand stands here, so that an operator, a comma or the end has to follow.
+        #: Whether an operand was read, so that an operator, a comma or the end must follow.
         self.full = False
 
     @property
@@ -147,12 +165,12 @@ class _Open:
 
 
 class _Reader:
-    """Reads tokens from left to right with a list of open brackets: no length and no depth of a text recurses."""
+    """A reader of tokens from left to right, with a list of open brackets in place of recursion."""
 
     def __init__(self, text: str, names: dict[str, Callable[..., object]], tables: Iterator[Tensor]):
         self.text, self.names, self.tables = text, names, tables
         self.tokens = iter(_kept(text) if len(text) <= _KEPT else split(text))
-        self.place = 0
+        self.place = self.begin = 0
         self.open = [_Open("")]
 
     def read(self) -> Pattern:
@@ -161,27 +179,38 @@ class _Reader:
             (self._after if self.open[-1].full else self._operand)(kind, token)
             kind, token = self._next()
         if len(self.open) > 1:
-            raise self._error(f"a {self.open[-1].sign} that is not closed")
-        result = self._value(self.open[0]) if self.open[0].full else None
+            here = self.open[-1]
+            self.begin = here.at
+            closing = _CLOSING[here.sign]
+            raise self._error(f"{here.name or ''}{here.sign} without {closing!r}", repr(closing), f"Add a {closing!r}.")
+        here = self.open[0]
+        if not here.full:
+            got = "no pattern" if here.empty else "the end after an operator"
+            raise self._error(got, "a pattern", "Write a pattern there, such as Causal().")
+        result = self._value(here)
         if not isinstance(result, Pattern):
-            raise self._error("nothing" if result is None else f"a {type(result).__name__}")
+            self.begin = 0
+            raise self._error(shown(result), "a pattern", "Write a pattern such as Causal() or SlidingWindow(1024).")
         return result
 
     def _next(self) -> tuple[str, str]:
         kind, token, self.place = next(self.tokens)
+        self.begin = self.place - len(token)
         if kind == "other":
-            raise self._error(shown(token))
+            self.begin = len(self.text) - len(self.text[self.place :].lstrip())
+            remedy = _NO_MODULE if token.startswith(".") else "Combine patterns with & | ~, and remove other signs."
+            raise self._error(shown(token), remedy=remedy)
         return kind, token
 
     def _operand(self, kind: str, token: str) -> None:
-        """Take a token where a value has to begin."""
+        """Read a token at the beginning of a value."""
         here = self.open[-1]
         if token in ("~", "-"):
             here.signs += token
             if len(here.signs) > _SIGNS:
-                raise self._error(f"more than {_SIGNS} signs in a row")
+                raise self._error(f"more than {_SIGNS} signs in a row", remedy="Remove signs.")
         elif token in ("(", "["):
-            self._enter(_Open(token))
+            self._enter(_Open(token, self.begin))
         elif token in (")", "]") and here.empty:
             self._leave(token)
         elif kind == "name":
@@ -192,21 +221,21 @@ class _Reader:
             try:
                 self._put(int(token) if kind == "int" else float(token))
             except ValueError:
-                raise self._error(f"a number of {len(token)} digits") from None
+                raise self._error(f"a number of {len(token)} digits", remedy="Write fewer digits.") from None
         else:
-            raise self._error(f"{token!r} where a value is due")
+            got = f"{token!r} where a value begins"
+            raise self._error(got, "a pattern or another value", f"Write a value before {token!r}, or remove it.")
 
     def _name(self, here: _Open, token: str) -> None:
         match = _NEXT.match(self.text, self.place)
         after = match[1] if match is not None else ""
-        if after == "(":
-            if token not in self.names:
-                raise self._error(f"the unknown name {shown(token)}")
+        if after == "(" and token in self.names:
+            begin = self.begin
             self._next()
-            self._enter(_Open("(", token))
+            self._enter(_Open("(", begin, token))
         elif after == "=" and here.name is not None and here.empty:
             if token in here.named:
-                raise self._error(f"{shown(token)} twice")
+                raise self._error(f"{shown(token)} twice", remedy="Pass it once.")
             self._next()
             here.word = token
         elif token in ("True", "False"):
@@ -214,13 +243,37 @@ class _Reader:
         elif token == "_":
             table = next(self.tables, None)
             if table is None:
-                raise self._error("a table where none is given")
+                remedy = "A text holds no tensors: build this pattern in Python."
+                raise self._error("'_', which stands for a tensor", "a value", remedy)
             self._put(table)
         else:
-            raise self._error(f"the name {shown(token)} without arguments")
+            raise self._unknown(token, after)
+
+    def _unknown(self, name: str, after: str = "") -> PatternError:
+        """Return the error of a name that is no value; ``after`` is the sign that follows it."""
+        if after == ".":
+            return self._error(f"{shown(name)} and a dot", "names without a module", _NO_MODULE)
+        if name in _WORDS:
+            return self._error(f"the word {name!r}", "& | ~", "Write & for `and`, | for `or`, ~ for `not`.")
+        if name == "None":
+            return self._error(name, "a value", "Leave the argument out.")
+        if name in self.names:
+            example = DECLARED[name].example if name in DECLARED else "Grid((32, 32))"
+            remedy = f"Write {example}{'' if example.endswith('()') else ', for example'}."
+            return self._error(f"{name} without arguments", f"{name}(...)", remedy)
+        known = DECLARED.get(name)
+        takes = _IN_PYTHON.get(name) or (_TAKES.get(name, "a tensor") if known is not None else None)
+        if takes is not None:
+            remedy = f"It takes {takes}, and exists in Python only: build this pattern there."
+            return self._error(name, "a pattern that has a text", remedy)
+        # without case and underscores: sliding_window is near SlidingWindow
+        names = {each.lower().replace("_", ""): each for each in self.names if each not in _OLD}
+        near = difflib.get_close_matches(name.lower().replace("_", ""), names, 1) if len(name) <= _NEAR else []
+        remedy = f"Did you mean {names[near[0]]}?" if near else "dir(ringweave.patterns) lists the patterns."
+        return self._error(f"the unknown name {shown(name)}", "the name of a pattern or preset", remedy)
 
     def _after(self, kind: str, token: str) -> None:
-        """Take a token behind a value."""
+        """Read a token after a value."""
         here = self.open[-1]
         if token in ("&", "|"):
             here.full = False
@@ -238,28 +291,36 @@ class _Reader:
             else:
                 self._end(here)
                 self._leave(token)
+        elif token in _WORDS:
+            raise self._unknown(token)
         else:
-            raise self._error(f"{shown(token)} behind a value")
+            remedy = f"Write & or | before {shown(token)}, or remove it."
+            raise self._error(f"{shown(token)} after a value", "an operator, or the end", remedy)
 
     def _enter(self, bracket: _Open) -> None:
         self.open.append(bracket)
         if len(self.open) > _OPEN:
-            raise self._error(f"more than {_OPEN} brackets in each other")
+            raise self._error(f"more than {_OPEN} nested brackets", remedy="Remove brackets.")
 
     def _end(self, here: _Open) -> None:
-        """Take a comma, or the bracket's end: the value is an argument or a member."""
+        """Store the value that a comma or a closing bracket ends, as an argument or a member."""
         value = self._value(here)
         if here.word is not None:
             here.named[here.word] = value
         elif here.named:
-            raise self._error("a value without a name behind one with a name")
+            got = "an argument without a name after one with a name"
+            raise self._error(got, "arguments with names last", "Give its name, or write it first.")
         else:
             here.values.append(value)
         here.begin()
 
     def _matches(self, here: _Open, token: str) -> None:
         if here.sign + token not in ("()", "[]"):
-            raise self._error(f"{token!r} without its beginning")
+            if not here.sign:
+                raise self._error(f"{token!r} that closes no bracket", "an open bracket before it", "Remove it.")
+            wanted = _CLOSING[here.sign]
+            got = f"{token!r} for the {here.sign!r} of column {self._column(here.at)}"
+            raise self._error(got, repr(wanted), f"Write {wanted!r}.")
 
     def _leave(self, token: str) -> None:
         here = self.open[-1]
@@ -268,20 +329,33 @@ class _Reader:
         if here.name is None:
             self._put(here.values if token == "]" else tuple(here.values))
             return
+        make = self.names[here.name]
         try:
-            made = self.names[here.name](*here.values, **here.named)
+            made = make(*here.values, **here.named)
         except TypeError as error:
-            raise self._error(f"{here.name} with arguments that do not fit ({error})") from None
+            self.begin = here.at
+            raise self._misfit(here, make, error) from None
         self._put(made)
 
+    def _misfit(self, here: _Open, make: Callable[..., object], error: TypeError) -> PatternError:
+        """Return the error of arguments that do not fit a signature."""
+        signature = inspect.signature(make)
+        try:
+            signature.bind(*here.values, **here.named)
+        except TypeError as misfit:
+            error = misfit
+        plain = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+        right = f"{here.name}{inspect.Signature(plain)}"
+        return self._error(f"{here.name} with {_said(error)}", right, "Correct its arguments.")
+
     def _put(self, value: object) -> None:
-        """Let a value stand; the signs before it apply."""
+        """Store a value after applying the signs before it."""
         here = self.open[-1]
         for sign in reversed(here.signs):
             if sign == "~":
                 value = ~self._pattern(value)
             elif isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise self._error(f"- on a {type(value).__name__}")
+                raise self._error(f"- before {shown(value)}", "- before a number", "Remove the sign.")
             else:
                 value = -value
         here.signs, here.full = "", True
@@ -296,15 +370,21 @@ class _Reader:
 
     def _pattern(self, value: object) -> Pattern:
         if not isinstance(value, Pattern):
-            raise self._error(f"& | ~ on a {type(value).__name__}")
+            got = f"& | ~ on {shown(value)}"
+            raise self._error(got, "patterns under & | ~", "Write a pattern such as Causal().")
         return value
 
-    def _error(self, got: str) -> PatternError:
-        return PatternError(
-            message(
-                f"pattern {shown(self.text)}",
-                f"{got}, before character {self.place}",
-                "pattern names with numbers, lists, & | ~",
-                f"Known names: {', '.join(sorted(self.names.keys() - _OLD))}.",
-            )
-        )
+    def _column(self, at: int) -> str:
+        """Return the column of a character, counted from 1, and its line if the text has several."""
+        line = self.text.count("\n", 0, at)
+        column = at - self.text.rfind("\n", 0, at)
+        return f"{column} of line {line + 1}" if "\n" in self.text else str(column)
+
+    def _error(
+        self,
+        got: str,
+        wanted: str = "patterns with numbers and lists, and & | ~",
+        remedy: str = "Write a pattern such as (SlidingWindow(1024) | Sinks(64)) & Causal().",
+    ) -> PatternError:
+        name = f"pattern {shown(self.text)}"
+        return PatternError(message(name, f"{got}, at column {self._column(self.begin)}", wanted, remedy))

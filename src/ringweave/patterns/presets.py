@@ -1,13 +1,14 @@
-"""Well-known sparse patterns as plain functions that return patterns.
+"""Well-known sparse patterns, as functions that return patterns.
 
-They cover the family of layouts that block-sparse kernels used to ship as configuration classes (fixed, variable,
-longformer, bigbird), and neighbourhood attention in one dimension.
+They cover the layouts that block-sparse kernels used to ship as configuration classes (fixed, variable, longformer,
+bigbird), and neighbourhood attention in one dimension.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,13 +25,22 @@ from .local import Causal, Neighborhood, Segments, SlidingWindow
 from .table import BlockTable
 from .validate import flag, integers, number, whole
 
-# blocks that a generator is asked for at once; windows and chosen tokens
+# the most blocks that a preset draws; the most windows and chosen tokens that it lists
 _DRAWN, _LISTED = 2**28, 2**24
+
+
+P = TypeVar("P", bound=Pattern)
+
+
+def _noted(pattern: P, name: str, tokens: int) -> P:
+    """Note on a pattern which preset made it, and for how many tokens: its errors name both."""
+    object.__setattr__(pattern, "_made_by", (name, tokens))
+    return pattern
 
 
 @declare("longformer(96, 48)", "Presets")
 def longformer(window: int, global_tokens: int | Sequence[int] = 1, *, causal: bool = False) -> Pattern:
-    """A window of ``window`` tokens on either side, and global tokens.
+    """Return a window of ``window`` tokens on either side, joined with global tokens.
 
     Args:
         window: Tokens on either side (on the left when causal).
@@ -60,22 +70,23 @@ def random_blocks(
     seed: int = 0,
     diagonal: bool = True,
 ) -> BlockTable:
-    """Random blocks, as many as the density asks for: the same number in every row of blocks, to one block.
+    """Draw random blocks of a given density; the numbers of blocks in the rows of blocks differ by at most one.
 
     Time and memory grow with the blocks that are set.
 
     Args:
         tokens: Sequence length.
-        density: Share of pairs to allow, in (0, 1], by whole blocks.
+        density: Share of pairs to allow, in (0, 1], in whole blocks.
         block_size: Tokens in a block's side.
-        heads: Own blocks per query head, when given.
-        batch: Own blocks per batch element too, when given; needs heads.
-        seed: Of the generator.
-        diagonal: Whether each query block attends its own position.
+        heads: Number of query heads, each with blocks of its own; None draws one table for all heads.
+        batch: Number of batch elements, each with blocks of its own; requires heads.
+        seed: Seed of the generator.
+        diagonal: Whether each query block attends the key block at its position.
     Returns:
         A block table; ``round(density * blocks ** 2)`` blocks are set in each head.
     Raises:
-        PatternError: A density outside (0, 1] or too small for the diagonal, or more than 2**28 blocks to draw.
+        PatternError: The density is outside (0, 1] or too small for the diagonal, or there are more than 2**28 blocks
+            to draw.
     Example:
         >>> table = rw.patterns.random_blocks(1024, 0.25, block_size=64)
         >>> int(table.mask.sum()), table.density(1024)
@@ -85,7 +96,9 @@ def random_blocks(
     density, seed = number("density", density), whole("seed", seed, 0, 2**63 - 1)
     diagonal = flag("diagonal", diagonal)
     if batch is not None and heads is None:
-        raise PatternError(message("batch", shown(batch), "heads beside it", "Pass heads= too, 1 where all are alike."))
+        raise PatternError(
+            message("batch", shown(batch), "heads beside it", "Pass heads= too, 1 for one table per element.")
+        )
     lead = tuple(whole(name, n, 1) for name, n in (("batch", batch), ("heads", heads)) if n is not None)
     side = -(-tokens // block_size)
     total = round(density * side * side)
@@ -94,13 +107,14 @@ def random_blocks(
         raise PatternError(
             message("density", density, f"at most 1 and at least {least:g} for {side} rows", "Raise it.")
         )
-    # in each row the rounded share, and all of them where the share is large
+    # a mask is drawn if the share is large, else a list of the rounded share for each row
     places = math.prod(lead) * side * (side if total >= side * side / 8 else total // side + 1)
     if places > _DRAWN:
         raise PatternError(
             message("tokens, density", f"{places} blocks to draw", f"at most {_DRAWN}", "Raise block_size.")
         )
-    return BlockTable.of(draw(lead, side, total, seed=seed, diagonal=diagonal), (block_size, block_size))
+    table = BlockTable.of(draw(lead, side, total, seed=seed, diagonal=diagonal), (block_size, block_size))
+    return _noted(table, "random_blocks", tokens)
 
 
 @declare("bigbird(1024, window=96, random=2)", "Presets")
@@ -113,15 +127,15 @@ def bigbird(
     block_size: int = 64,
     seed: int = 0,
 ) -> Pattern:
-    """A window, global tokens and ``random`` random blocks for every query block.
+    """Return a window joined with global tokens and ``random`` random blocks for every query block.
 
     Args:
         tokens: Sequence length.
         window: Tokens on either side.
-        global_tokens: Positions that attend all and that all attend, or an int n for the first n.
-        random: Random blocks per query block.
+        global_tokens: Positions that attend every key and that every query attends, or an int n for the first n.
+        random: Number of random blocks per query block.
         block_size: Tokens in a random block's side.
-        seed: Of the random blocks.
+        seed: Seed of the random blocks.
     Returns:
         A pattern for that length.
     Example:
@@ -131,12 +145,12 @@ def bigbird(
     References:
         Zaheer et al. (2020), BigBird, section 2 (the internal transformer construction).
     """
-    table = _random(tokens, random, block_size, seed)
+    table = _noted(_random(tokens, random, block_size, seed), "bigbird", tokens)
     return SlidingWindow(window, window) | Global(global_tokens) | table
 
 
 def _random(tokens: int, random: int, block_size: int, seed: int) -> BlockTable:
-    """``random`` random blocks in each row of blocks."""
+    """Draw ``random`` random blocks in each row of blocks."""
     side = -(-whole("tokens", tokens, 1) // whole("block_size", block_size, 1))
     share = min(1.0, whole("random", random, 1) / side)
     return random_blocks(tokens, share, block_size=block_size, seed=seed, diagonal=False)
@@ -144,16 +158,16 @@ def _random(tokens: int, random: int, block_size: int, seed: int) -> BlockTable:
 
 @declare("sparse_transformer_fixed(128, 32)", "Presets")
 def sparse_transformer_fixed(block: int = 128, summary: int = 32, *, causal: bool = True) -> Pattern:
-    """Local blocks, and the last ``summary`` tokens of every block for all later queries ("fixed" attention).
+    """Return local blocks joined with the last ``summary`` tokens of every block ("fixed" attention).
 
     Args:
         block: Tokens in a local block.
-        summary: Tokens at the end of each block that stand for it.
+        summary: Tokens at the end of each block that every query attends (every later query when causal).
         causal: Whether keys after the query are left out.
     Returns:
         A pattern.
     Raises:
-        PatternError: A summary longer than its block.
+        PatternError: The summary is longer than its block.
     Example:
         >>> rw.patterns.sparse_transformer_fixed(4, 1).to_dense(6)[0, 0].int()[5]
         tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32)
@@ -178,19 +192,19 @@ def variable(
     block_size: int = 64,
     seed: int = 0,
 ) -> Pattern:
-    """Local windows of chosen sizes one after the other, global blocks anywhere, and random blocks.
+    """Return consecutive local windows of chosen sizes, joined with global blocks and random blocks.
 
     Args:
         tokens: Sequence length.
-        local_blocks: Sizes in blocks of consecutive local windows; the last one repeats to the end.
-        global_blocks: Blocks whose tokens attend all and that all attend.
-        random: Random blocks per query block.
+        local_blocks: Sizes, in blocks, of consecutive local windows; the last size repeats to the end.
+        global_blocks: Blocks with tokens that attend every key and that every query attends.
+        random: Number of random blocks per query block.
         block_size: Tokens in a block's side.
-        seed: Of the random blocks.
+        seed: Seed of the random blocks.
     Returns:
         A pattern for that length.
     Raises:
-        PatternError: A window below one block.
+        PatternError: A window is smaller than one block.
     Example:
         >>> rw.patterns.variable(256, local_blocks=(1, 2), block_size=32)
         Documents([32, 64, 64, 64, 32]) | Global(32)
@@ -202,28 +216,29 @@ def variable(
     blocks = np.array(integers("global_blocks", global_blocks, 0), np.int64)
     if not len(sizes):
         raise PatternError(message("local_blocks", "[]", "at least one size", "Pass sizes such as (4,)."))
-    # the last size again and again
+    # the last size repeats to the end
     repeats = max(0, -(-(tokens - int(sizes.sum())) // int(sizes[-1])))
     if repeats + len(sizes) + len(blocks) * block_size > _LISTED:
         raise PatternError(
             message("tokens", f"{tokens} in windows of {sizes[-1]}", f"at most {_LISTED} windows", "Raise block_size.")
         )
     bounds = np.minimum(np.concatenate([sizes, np.repeat(sizes[-1:], repeats)]).cumsum(), tokens)
-    pattern: Pattern = Documents(cu_seqlens=torch.from_numpy(np.unique(np.append(bounds, 0))))
+    documents = Documents(cu_seqlens=torch.from_numpy(np.unique(np.append(bounds, 0))))
+    pattern: Pattern = _noted(documents, "variable", tokens)
     inside = blocks[blocks * block_size < tokens][:, None] * block_size + np.arange(block_size)
     chosen = np.unique(inside[inside < tokens])
     if len(chosen):
         pattern = pattern | Global(chosen.tolist())
-    return pattern | _random(tokens, random, block_size, seed) if random else pattern
+    return pattern | _noted(_random(tokens, random, block_size, seed), "variable", tokens) if random else pattern
 
 
 @declare("local_global(64, 128)", "Presets")
 def local_global(window: int, stride: int, *, causal: bool = False) -> Pattern:
-    """A window, and every ``stride``-th key for all queries.
+    """Return a window joined with every ``stride``-th key.
 
     Args:
         window: Tokens on either side.
-        stride: Tokens between the keys that all attend.
+        stride: Distance in tokens between the keys that every query attends.
         causal: Whether keys after the query are left out.
     Returns:
         A pattern.
@@ -237,15 +252,15 @@ def local_global(window: int, stride: int, *, causal: bool = False) -> Pattern:
 
 @declare("dilated_blocks(2, [1, 4, 12])", "Presets", tokens=64)
 def dilated_blocks(window: int, rates: Sequence[int]) -> Pattern:
-    """The union of windows at several dilation rates; a key in two of them counts once.
+    """Return the union of windows at several dilation rates; a key in two windows counts once.
 
     Args:
-        window: Attended keys on either side, at each rate.
+        window: Number of attended keys on either side, at each rate.
         rates: Dilation rates.
     Returns:
         A pattern.
     Raises:
-        PatternError: No rates, or a rate below 1.
+        PatternError: There are no rates, or a rate is below 1.
     Example:
         >>> rw.patterns.dilated_blocks(1, [1, 4]).to_dense(6)[0, 0].int()[0]
         tensor([1, 1, 0, 0, 1, 0], dtype=torch.int32)
@@ -258,18 +273,18 @@ def dilated_blocks(window: int, rates: Sequence[int]) -> Pattern:
 
 @declare("natten_1d(192, tokens=1024)", "Presets")
 def natten_1d(window: int, dilation: int = 1, *, tokens: int) -> Pattern:
-    """Neighbourhood attention in one dimension: every query attends exactly ``window`` keys, if there are as many.
+    """Return neighbourhood attention in one dimension: every query attends exactly ``window`` keys, if that many exist.
 
-    Unlike in a sliding window, the neighbourhood of a query near a border is shifted inwards.
+    Unlike a sliding window, the neighbourhood of a query near a border is shifted inwards.
 
     Args:
-        window: Attended keys, the query's own among them.
-        dilation: Tokens between attended keys.
+        window: Number of attended keys, including the query's position.
+        dilation: Distance in tokens between attended keys.
         tokens: Sequence length; the borders depend on it.
     Returns:
         A pattern for that length.
     Raises:
-        PatternError: A window or dilation below 1.
+        PatternError: The window or dilation is below 1.
     Example:
         >>> rw.patterns.natten_1d(3, tokens=5).to_dense(5)[0, 0].int()[[0, 2]]
         tensor([[1, 1, 1, 0, 0],

@@ -1,4 +1,4 @@
-"""A call's first positions, where batch elements have their own or keys do not begin at 0."""
+"""First positions of queries and keys, for calls where they differ between batch elements or keys begin after 0."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SIDES = ("q_offset", "k_offset")
 
 
 class Offsets(Bounds, Full):
-    """Where the first query and the first key of each batch element stand, as a pattern that allows all.
+    """The positions of the first query and key of each batch element, as a pattern that allows every pair.
 
     Args:
-        table: (B, 2), or (1, 2) for all alike; int64. It is held, and read when a plan is made.
-        batch: Those of all batch elements, where these are of one.
+        table: (B, 2), or (1, 2) for all batch elements; int64. It is not copied, and read when a plan is made.
+        batch: The offsets of all batch elements, if ``table`` has those of one element.
     """
 
     def __init__(self, table: Tensor, batch: Offsets | None = None):
@@ -58,40 +58,40 @@ class Offsets(Bounds, Full):
                 raise ShapeError(message(name, got, wanted, "Positions count from 0: pad, or shift both sides."))
 
     def most(self) -> tuple[int, int]:
-        """The largest offsets of queries and of keys, which what is made for a length has to hold."""
+        """Return the largest offsets of queries and of keys over the batch; sizes are checked against them."""
         q, k = (self if self.batch is None else self.batch)._now.max(0).tolist()
         return q, k
 
     def added(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions of queries and keys, of their places on the axis of all batch elements."""
+        """Add the offsets to places of queries and keys on the axis of all batch elements."""
         now = torch.from_numpy(self._now)
         of_q, of_k = now.to(q.device).T
         one = len(now) == 1
         return q + (of_q if one else of_q[q >> ELEMENT_BITS]), k + (of_k if one else of_k[k >> ELEMENT_BITS])
 
     def of(self, position: Int64) -> tuple[Int64, Int64]:
-        """The offsets of queries and of keys, for positions on the axis of all batch elements."""
+        """Return the offsets of queries and of keys for positions on the axis of all batch elements."""
         now = self._now
         q, k = now[position >> ELEMENT_BITS if len(now) > 1 else np.zeros_like(position)].T
         return q, k
 
 
 class Shifted(Composite):
-    """A pattern by places in a call's q and k, of one by positions: ``pattern.allows(q + first_q, k + first_k)``.
+    """A pattern on places in q and k with given first positions: ``pattern.allows(q + first_q, k + first_k)``.
 
-    What ``q_offset`` and ``k_offset`` make of a call's pattern, unless they are an int and 0.
+    A call's ``q_offset`` and ``k_offset`` make one, unless ``q_offset`` is an int and ``k_offset`` is 0.
 
     Args:
-        pattern: A relation by positions.
+        pattern: A relation of positions.
         offsets: The first positions.
     Raises:
-        PatternError: What is no relation.
+        PatternError: The pattern is not a relation.
     """
 
     def __init__(self, pattern: Pattern, offsets: Offsets):
         if not pattern.combinable:
             got = f"{pattern!r} with a tensor, or a k_offset"
-            remedy = "A LongNet keeps tokens by their place: pass an int q_offset and all keys."
+            remedy = "A LongNet selects tokens by their place: pass an int q_offset and all keys."
             raise PatternError(message("q_offset, k_offset", got, "a relation", remedy))
         self.pattern, self.offsets = pattern, offsets
         nest(self, 1 + pattern.depth, pattern.leaves + 1)
@@ -116,12 +116,12 @@ class Shifted(Composite):
             self.fits(nq, nk, q_offset)
 
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
-        """Raise PatternError where the pattern is not made for the positions, ShapeError where those are none."""
+        """Raise PatternError if the pattern is made for other positions, ShapeError if a position is out of range."""
         self.offsets.fits(nq, nk, q_offset)
         self.pattern.check(*self.extent(nq, nk, q_offset))
 
     def extent(self, nq: int, nk: int, q_offset: int) -> tuple[int, int, int]:
-        """The sizes of the smallest call by positions that holds all batch elements."""
+        """Return (nq, nk, q_offset) of the smallest call without a k_offset that contains all batch elements."""
         q, k = self.offsets.most()
         return nq, nk + k, q_offset + q
 
@@ -145,24 +145,24 @@ class Shifted(Composite):
 
 
 def placed(pattern: Pattern, q_offset: int | Tensor, k_offset: int | Tensor, batch: int) -> tuple[Pattern, int]:
-    """The pattern of a call by what is left of its offsets, an int of the queries.
+    """Return the pattern of a call with its offsets applied, and the q_offset, an int, that is left.
 
     Args:
-        pattern: A pattern by positions.
+        pattern: A pattern of positions.
         q_offset: Position of the first query: an int, or an integer tensor () or (B,), which is not read.
-        k_offset: Position of the first key, alike.
-        batch: Batch elements.
+        k_offset: Position of the first key, in the same form.
+        batch: Number of batch elements.
     Raises:
-        ShapeError: An offset of another kind, or one below 0.
-        PatternError: A LongNet with a tensor, or with a k_offset.
+        ShapeError: An offset is of another kind, or below 0.
+        PatternError: The pattern is a LongNet, and an offset is a tensor or k_offset is not 0.
     """
     if not isinstance(pattern, Pattern):
         refuse(pattern)
-    sides = [_offset(*each, batch) for each in zip(_SIDES, (q_offset, k_offset), strict=True)]
+    sides = [checked_offset(*each, batch) for each in zip(_SIDES, (q_offset, k_offset), strict=True)]
     q, k = sides
     if isinstance(q, int) and isinstance(k, int) and k == 0:
         return pattern, q
-    # on a device where one of them is: nothing is waited for
+    # the table is on the device of an offset, so that no device is waited for
     devices = [side.device for side in sides if isinstance(side, Tensor)]
     device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
     rows = [
@@ -175,29 +175,29 @@ def placed(pattern: Pattern, q_offset: int | Tensor, k_offset: int | Tensor, bat
 
 
 def first_positions(pattern: Pattern, q_offset: int, batch: int, device: torch.device) -> Tensor:
-    """The positions of the first query and key of each batch element, (B, 2) int64, of what :func:`placed` gave."""
+    """Return the first query and key position of each batch element, (B, 2) int64, from the results of ``placed``."""
     first = torch.zeros(batch, 2, dtype=torch.int64, device=device)
     for part in (pattern, *pattern.parts_within()):
-        # sequences in pages have bounds beside their offsets
+        # a paged call combines the shifted pattern with bounds, so it is one of the parts
         if isinstance(part, Shifted):
             return first + part.offsets.table.to(device)
     first[:, 0] = q_offset
     return first
 
 
-def _offset(name: str, value: int | Tensor, batch: int) -> int | Tensor:
-    """An offset as it is kept: an int, or an integer tensor, whose values stay unread."""
+def checked_offset(name: str, value: int | Tensor, batch: int) -> int | Tensor:
+    """Check an offset: an int, or an integer tensor, which is not read."""
     if isinstance(value, Tensor):
         fits = value.ndim == 0 or (value.ndim == 1 and value.shape[0] == batch)
         if value.dtype in INTEGERS and value.layout == torch.strided and fits:
             return value.detach()
         wanted = f"an int, or an integer tensor () or ({shown(batch)},)"
-        remedy = f"Pass one for all, or one for each of the {shown(batch)} batch elements."
+        remedy = f"Pass one number for all, or one for each of the {shown(batch)} batch elements."
         raise ShapeError(message(name, shown(value), wanted, remedy))
-    remedy = "Pass Nk - Nq for a decode step." if name == "q_offset" else "Pass how many keys were dropped."
+    remedy = "Pass 'end' for a decode step." if name == "q_offset" else "Pass the number of keys that were dropped."
     if isinstance(value, int) and value < 0:
         raise ShapeError(message(name, shown(value), "an int of at least 0", remedy))
-    # a number that a trace leaves open stays so: a step of decoding compiles nothing
+    # a symbolic number stays symbolic, so that decoding steps do not recompile
     if isinstance(value, torch.SymInt):
         return value
     return whole(name, value, 0, error=ShapeError, remedy=remedy, settled=False)

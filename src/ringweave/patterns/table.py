@@ -1,4 +1,4 @@
-"""A table of blocks: the currency of content-based and other dynamic patterns."""
+"""A table of blocks, in which content-based and other dynamic patterns are expressed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .base import Pattern
 from .block_sets import BlockSet, ListedBlocks, MaskBlocks, ascending
 from .declared import declare
 from .tiles import Int64, Ranges, Tiles, classes
-from .validate import one_of, whole
+from .validate import made_again, made_by, one_of, whole
 
 P = TypeVar("P", Tensor, NDArray[np.int64])
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -25,29 +25,29 @@ _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     "BlockTable(torch.eye(8).bool() | (torch.arange(8) == 2), block_size=128)", "By table, function or head", text=False
 )
 class BlockTable(Pattern):
-    """The block of (query, key) is set in a table; per batch and per head if the table is.
+    """A query attends the key blocks that a table sets for its query block; per batch and per head if the table is.
 
-    A table with a single row of blocks is that of a decode step, of at most a block of queries at any position.
-    The table is copied, so a pattern never changes: a new table is a new pattern, and no stale plan can be served.
-    One made of indices keeps them, in ascending order, in four bytes each, and plans in time and memory that grow with
-    their number: of 8,192 x 8,192 blocks (a million tokens) 82 in each row take 2.7 MB, a mask 67. Tables with the same
-    blocks attend alike; they are equal as patterns where they were made alike, of a mask or of as many indices.
+    A table with a single row of blocks is for a decode step, with at most one block of queries at any position. The
+    table is copied, so a pattern never changes: a new table is a new pattern, and a stale plan is never used. A table
+    made of indices stores them in ascending order, four bytes each, and its plan takes time and memory that grow with
+    their number: for 8,192 x 8,192 blocks (a million tokens), 82 blocks in each row take 2.7 MB, and a mask takes 67
+    MB. Two patterns with the same blocks are equal if both were made of a mask, or both of the same number of indices.
 
     Args:
-        mask: Bool, (blocks of queries, blocks of keys), (Hq, ., .) or (B, Hq, ., .), where 1 stands for any
-            number of heads or batch elements; or None with ``indices``.
+        mask: Bool, (blocks of queries, blocks of keys), (Hq, ., .) or (B, Hq, ., .), where 1 broadcasts over heads or
+            batch elements; or None with ``indices``.
         block_size: Tokens in a block's side, or (query side, key side).
-        indices: Integer tensor (..., blocks of queries, n), leading sides as of ``mask``: key blocks of each query
-            block, in any order, once or more; with ``counts``.
-        counts: Integer tensor (..., blocks of queries): how many of ``indices`` count, from the first.
-        key_blocks: Blocks of keys, needed with ``indices``.
-        heads: ``"query"``, or ``"kv"``: the table's heads are those of the keys, each for all query heads that share
-            its keys.
+        indices: Integer tensor (..., blocks of queries, n), leading sides as in ``mask``: key blocks of each query
+            block, in any order, with or without repeats; requires ``counts``.
+        counts: Integer tensor (..., blocks of queries): how many of the first ``indices`` of each row are used.
+        key_blocks: Number of key blocks, required with ``indices``.
+        heads: ``"query"`` for a table per query head, or ``"kv"`` for a table per key head, which all query heads of
+            the key head share.
     Attributes:
-        blocks: Which blocks are set.
+        blocks: The set blocks.
     Raises:
-        PatternError: A mask that is not bool or has another rank, an index out of range; at use, another length.
-            On a GPU nothing is read back to check indices: one out of range stops the device with an assertion.
+        PatternError: The mask is not bool or has another rank, or an index is out of range; at use, the length is
+            another one. On a GPU indices are not read back: one out of range stops the device with an assertion.
     Example:
         >>> table = rw.BlockTable(torch.tensor([[True, False], [True, True]]), block_size=2)
         >>> table.to_dense(4)[0, 0].int()
@@ -76,14 +76,14 @@ class BlockTable(Pattern):
             raise PatternError(message("block_size", shown(sides), "one side or two", "Pass (queries, keys)."))
         self.block_size = whole("block_size", sides[0], 1), whole("block_size", sides[1], 1)
         self.blocks: BlockSet = _of_indices(indices, counts, key_blocks) if mask is None else _of_mask(mask)
-        # query heads for each of the table's; None until the call is known
+        # query heads for each head of the table; None until the number of heads of the call is known
         several = one_of("heads", heads, ("query", "kv")) == "kv" and (1, *self.blocks.shape)[-3] > 1
         self.group = None if several else 1
         self.__post_init__()
 
     @classmethod
     def of(cls, blocks: BlockSet, block_size: tuple[int, int], group: int | None = 1) -> BlockTable:
-        """Wrap blocks that are already private (a slice of another pattern's, or an op's argument)."""
+        """Build the pattern around blocks without copying them (a slice of another pattern's, or an op's argument)."""
         pattern = cls.__new__(cls)
         pattern.block_size, pattern.blocks, pattern.group = block_size, blocks, group
         pattern.__post_init__()
@@ -93,7 +93,7 @@ class BlockTable(Pattern):
     def own(
         cls, table: Tensor, block_size: int | tuple[int, int], key_blocks: int | None = None, group: int | None = 1
     ) -> BlockTable:
-        """Make the pattern of a text, around a table that is already private."""
+        """Build the pattern that a text describes, around a table that is not copied."""
         sides = (block_size, block_size) if isinstance(block_size, int) else block_size
         blocks = MaskBlocks(table, table.shape[-1]) if key_blocks is None else ListedBlocks(table, key_blocks)
         return cls.of(blocks, sides, group or None)
@@ -110,7 +110,7 @@ class BlockTable(Pattern):
 
     @property
     def mask(self) -> Tensor:
-        """Write the table as a new bool tensor (..., blocks of queries, blocks of keys), however it is kept."""
+        """The table as a new bool tensor (..., blocks of queries, blocks of keys)."""
         return self.blocks.mask()
 
     def __repr__(self) -> str:
@@ -120,7 +120,7 @@ class BlockTable(Pattern):
         return f"BlockTable(<{shape} blocks{most}>, {side[0] if side[0] == side[1] else side})"
 
     def extents(self) -> tuple[int | None, int | None]:
-        # a side of 1 broadcasts
+        # an axis of length 1 broadcasts
         batch, heads = (1, 1, *self.blocks.shape)[-4:-2]
         return (batch if batch > 1 else None), (heads * (self.group or 1) if heads > 1 else None)
 
@@ -132,14 +132,16 @@ class BlockTable(Pattern):
         made = self.blocks.shape[-3]
         if heads % made or made != (kv_heads or made):
             of_keys = "" if kv_heads is None else f" over {kv_heads} key heads"
-            wanted = "a table for each key head, which divide the query heads"
+            wanted = "a table for each key head, and query heads that are a multiple of them"
             got = f"tables of {made} key heads for {heads} query heads{of_keys}"
             raise PatternError(message("BlockTable", got, wanted, "Make it for the call."))
         return BlockTable.of(self.blocks, self.block_size, heads // made)
 
     def select(self, b: int, h: int) -> Pattern:
         if self.group is None:
-            raise PatternError(message("BlockTable", "tables per key head", "a call's heads", "Take bound(heads)."))
+            raise PatternError(
+                message("BlockTable", "tables per key head", "a call's heads", "Call bound(heads) first.")
+            )
         one = self.blocks.one(b, h // self.group)
         return self if one is self.blocks else BlockTable.of(one, self.block_size)
 
@@ -148,12 +150,12 @@ class BlockTable(Pattern):
             return self
         count, rest = divmod(self.blocks.shape[-3], ranks)
         if rest:
-            wanted = f"a multiple of {ranks}, so that each rank has tables of its own"
+            wanted = f"a multiple of {ranks}, so that each rank has whole tables"
             raise PatternError(
                 message("BlockTable", f"tables of {self.blocks.shape[-3]} heads", wanted, "Repeat them.")
             )
         some = self.blocks.some(slice(rank * count, (rank + 1) * count))
-        # a single one is that of all heads
+        # a single table is for all heads of the rank
         return BlockTable.of(some, self.block_size, self.group if count > 1 else 1)
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
@@ -163,9 +165,9 @@ class BlockTable(Pattern):
             raise PatternError(
                 message(
                     "BlockTable",
-                    f"a table of {self.blocks.shape[-2:]} blocks of {self.block_size}",
+                    f"a table of {self.blocks.shape[-2:]} blocks of {self.block_size}{made_by(self)}",
                     f"{wanted} blocks for queries up to position {q_offset + nq} and {nk} keys",
-                    "Build the table for these lengths, ceil(tokens / block_size) a side.",
+                    made_again(self, nk) or "Build the table for these lengths, ceil(tokens / block_size) a side.",
                 )
             )
 
@@ -177,13 +179,13 @@ class BlockTable(Pattern):
         return self.blocks.holds(self._row(q), k // self.block_size[1])
 
     def _row(self, q: P) -> P:
-        """The rows of blocks of positions; a single one is that of them all."""
+        """Return the rows of blocks of positions; a single row is used for all positions."""
         return q // self.block_size[0] if self.blocks.shape[-2] > 1 else q * 0
 
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
         size_k = self.block_size[1]
         line, begin, end = self.blocks.runs(self._row(q_lo), self._row(q_hi - 1))
-        # as a padded list per query tile
+        # a padded list of ranges for each query tile
         counts = np.bincount(line, minlength=len(q_lo))
         slot = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
         start = np.zeros((len(q_lo), max(int(counts.max(initial=0)), 1)), np.int64)
@@ -246,7 +248,7 @@ def _of_indices(indices: Tensor | None, counts: Tensor | None, key_blocks: int |
             )
         )
     key_blocks = whole("key_blocks", key_blocks, 1)
-    # fewer bits may not hold the number of blocks
+    # a narrower type may not be able to hold the number of blocks
     indices = indices if indices.dtype == torch.int64 else indices.int()
     listed = torch.arange(indices.shape[-1], device=device) < counts[..., None]
     wrong = listed & ((indices < 0) | (indices >= key_blocks))

@@ -1,4 +1,4 @@
-"""Tiles and key ranges as arrays, and the class numbers that say which tiles hold the same mask."""
+"""Tiles and key ranges as arrays, and class numbers of tiles; tiles of one class have the same mask."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class Tiles(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """Per query tile (axis 0) a padded list (axis 1) of key ranges [start, stop); start >= stop is padding."""
+    """A padded list (axis 1) of key ranges [start, stop) for each query tile (axis 0); start >= stop is padding."""
 
     start: Int64
     stop: Int64
 
     @staticmethod
     def of(*pairs: tuple[Int64 | int, Int64 | int], rows: int) -> Ranges:
-        """Stack per-row ranges, broadcasting scalars."""
+        """Stack pairs of starts and stops, each an array over rows or a number for all rows."""
         start = np.stack([np.broadcast_to(np.asarray(a, np.int64), (rows,)) for a, _ in pairs], 1)
         stop = np.stack([np.broadcast_to(np.asarray(b, np.int64), (rows,)) for _, b in pairs], 1)
         return Ranges(start, stop)
 
     def cost(self) -> int:
-        """Count tokens covered: the size of the candidate list that this superset would give."""
+        """Count the tokens in the ranges, a measure of the candidate tiles that they give."""
         return int(np.maximum(self.stop - self.start, 0).sum())
 
 
 def mix(*parts: Int64) -> Int64:
-    """Mix numbers to one class >= 2 per element, equal exactly where all parts are equal (mixed radix, no hashing)."""
+    """Combine numbers to one class >= 2 per element; classes are equal exactly if all parts are (mixed radix)."""
     total = np.zeros(parts[0].shape, np.int64)
     size = 1
     for part in parts:
@@ -59,7 +59,7 @@ def mix(*parts: Int64) -> Int64:
 
 
 def classes(empty: NDArray[np.bool_], full: NDArray[np.bool_], *parts: Int64) -> Int64:
-    """Classify tiles by the two decided cases and, for the rest, what the mask depends on."""
+    """Classify tiles as empty or full, and the others by ``parts``, the numbers that determine their mask."""
     keys = np.where(full, FULL, EMPTY).astype(np.int64)
     partial = ~(empty | full)
     if partial.any():
@@ -68,8 +68,7 @@ def classes(empty: NDArray[np.bool_], full: NDArray[np.bool_], *parts: Int64) ->
 
 
 def intersect(a: Ranges, b: Ranges) -> Ranges:
-    """Intersect ranges; the smaller operand where there are too many pairs to look at."""
-    # every pair of ranges while that stays small; else the smaller superset is superset enough
+    """Intersect ranges pair by pair; return the smaller operand, also a superset, if there are too many pairs."""
     if a.start.shape[1] * b.start.shape[1] > 256:
         return a if a.cost() <= b.cost() else b
     start = np.maximum(a.start[:, :, None], b.start[:, None, :]).reshape(len(a.start), -1)

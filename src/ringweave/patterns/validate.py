@@ -1,28 +1,32 @@
-"""Checks of numbers, sizes and patterns, shared by the library: each returns the plain value or raises an error."""
+"""Checks of numbers, sizes and patterns for the whole library; each returns the plain value or raises an error."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
+import types
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import PatternError, RingweaveError, ShapeError, UnsupportedError, message, shown
 from .base import Pattern, provide
+from .declared import DECLARED
 
-#: No position, length or width is larger: sums and products of two fit into int64.
+#: Largest position, length or width; sums and products of two fit into int64.
 LONGEST = 2**31 - 1
-_LISTED = 2**24  # members of a list
-_GROUPS = 2**24  # batch elements times heads
-# pairs of a dense relation: a byte each
+_LISTED = 2**24  # most members of a list
+_GROUPS = 2**24  # most batch elements times heads
+# most pairs of a dense relation, a byte each
 _DENSE = 2**32
-# operators within operators, and patterns under them
+# most nested operators, and most patterns under them
 _DEPTH, _LEAVES = 64, 2**12
-#: Types of whole numbers.
+#: Integer dtypes.
 INTEGERS = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
@@ -38,9 +42,10 @@ def whole(
     remedy: str | None = None,
     settled: bool = True,
 ) -> int:
-    """Check a whole number of least..most, as an int; numpy's are taken, no tensors: reading one may wait for a GPU.
+    """Check a whole number in least..most and return it as an int.
 
-    What a trace leaves open is settled, unless it is not to be: texts and shapes are made of it.
+    Accepts numpy's integers, but no tensors, since reading one may wait for a GPU. A number that is symbolic in a trace
+    becomes a constant if ``settled`` is set, because texts and shapes are made of it.
     """
     if type(value) is not int:
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
@@ -56,13 +61,13 @@ def whole(
 
 
 def whole_fields(pattern: Pattern, **least: int) -> None:
-    """Let fields of a frozen pattern be whole numbers, each with its least value."""
+    """Convert fields of a frozen pattern to whole numbers, each with its least value."""
     for name, low in least.items():
         object.__setattr__(pattern, name, whole(name, getattr(pattern, name), low))
 
 
 def flag(name: str, value: object, error: type[RingweaveError] = PatternError) -> bool:
-    """Check True or False, and nothing that only counts as one of them."""
+    """Check True or False; values that are only truthy or falsy are refused."""
     if not isinstance(value, (bool, np.bool_)):
         raise error(message(name, shown(value), "True or False", "Pass a bool."))
     return bool(value)
@@ -76,12 +81,12 @@ def number(
     *,
     error: type[RingweaveError] = PatternError,
 ) -> float:
-    """A finite number of least..most as a float."""
+    """Check a finite number in least..most and return it as a float."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise error(message(name, shown(value), "a number", f"Pass a number, such as float({name})."))
     if isinstance(value, int) and value.bit_length() > 64:
         raise error(message(name, shown(value), "a finite number", f"Correct {name}."))
-    # the same number, which a trace may not leave open
+    # ldexp returns the same number, and makes a symbolic one of a trace constant
     value = math.ldexp(value, 0)
     if not math.isfinite(value):
         raise error(message(name, shown(value), "a finite number", f"Correct {name}."))
@@ -92,21 +97,21 @@ def number(
 
 
 def seconds(name: str, value: object) -> float:
-    """A time to wait, from a millisecond to thirty years."""
+    """Check a time to wait, from a millisecond to thirty years."""
     return number(name, value, 1e-3, 1e9, error=ShapeError)
 
 
 def one_of(name: str, value: object, names: Sequence[str], wanted: str = "") -> str:
-    """The value, which is one of some names; ``wanted`` says what else would do."""
+    """Check that a value is one of some names; ``wanted`` begins the error's list of accepted values."""
     if isinstance(value, str) and value in names:
         return value
     raise UnsupportedError(message(name, shown(value), f"{wanted}one of {', '.join(names)}", f"Use {names[0]!r}."))
 
 
 def integers(name: str, value: object, least: int = -LONGEST) -> list[int]:
-    """List whole numbers anew: of a list, tuple, range or set, or of a 1-D array or tensor of integers.
+    """Copy whole numbers to a list, from a list, tuple, range or set, or a 1-D array or tensor of integers.
 
-    Of a list nothing becomes an array: ``torch.compile`` would not know its values.
+    A list is not converted to an array on the way, because ``torch.compile`` would not know the array's values.
     """
     if isinstance(value, Tensor) and value.ndim == 1 and value.device.type != "meta" and value.dtype in INTEGERS:
         value = value.detach().cpu().numpy()
@@ -129,10 +134,10 @@ def integers(name: str, value: object, least: int = -LONGEST) -> list[int]:
 def check_sizes(
     nq: int, nk: int | None, heads: int = 1, batch: int = 1, q_offset: int = 0
 ) -> tuple[int, int, int, int, int]:
-    """Check (nq, nk, heads, batch, q_offset) of a call, as ints, nk being nq + q_offset by default.
+    """Check the sizes of a call and return (nq, nk, heads, batch, q_offset) as ints; nk is nq + q_offset by default.
 
     Raises:
-        ShapeError: One that is no whole number, below 1 (q_offset: 0) or too large.
+        ShapeError: A size is not a whole number, below 1 (q_offset: below 0), or too large.
     """
     q_offset = _size("q_offset", q_offset, 0)
     nq = _size("nq", nq)
@@ -145,11 +150,11 @@ def check_sizes(
 
 
 def _size(name: str, value: object, least: int = 1) -> int:
-    return whole(name, value, least, error=ShapeError, remedy="Pass the sizes of the call, none of them empty.")
+    return whole(name, value, least, error=ShapeError, remedy="Pass the sizes of a call that is not empty.")
 
 
 def named_device(device: object) -> torch.device:
-    """Name a device, which need not be here; ShapeError for what is no name of one."""
+    """Convert a name to a device, which need not exist; raise ShapeError for any other value."""
     if isinstance(device, torch.device):
         return device
     if isinstance(device, str):
@@ -161,10 +166,10 @@ def named_device(device: object) -> torch.device:
 
 
 def check_device(device: object) -> torch.device:
-    """Check that a device is here and holds values.
+    """Check that a device exists on this machine and holds values.
 
     Raises:
-        ShapeError: No device, or none of this machine.
+        ShapeError: The value is not a device, or the device does not exist here.
     """
     place = named_device(device)
     try:
@@ -178,7 +183,7 @@ def check_device(device: object) -> torch.device:
 
 
 def nest(pattern: Pattern, depth: int, number: int) -> None:
-    """Say what a pattern combines; PatternError where that is more than reading and planning are made for."""
+    """Set a pattern's ``depth`` and ``leaves``; raise PatternError if the parser and planner would refuse it."""
     remedy = "Write chosen tokens as one Sinks([...]), and other unions as a BlockTable or from_mask_mod."
     if depth > _DEPTH:
         raise PatternError(message("pattern", f"operators nested {depth} deep", f"at most {_DEPTH}", remedy))
@@ -189,17 +194,90 @@ def nest(pattern: Pattern, depth: int, number: int) -> None:
 
 
 def refuse(value: object, name: str = "pattern") -> NoReturn:
-    """Raise PatternError for what is no pattern, with the way to make one of it."""
-    remedy = "Combine patterns with & | ~, or wrap a function in from_mask_mod."
+    """Raise PatternError for a value that is not a pattern, and say how to make a pattern of it."""
+    got = f"the function {value.__name__}" if isinstance(value, types.FunctionType) else shown(value)
+    raise PatternError(message(name, got, "a ringweave pattern", _way(value)))
+
+
+def _way(value: object) -> str:
+    """Say how to make the pattern that a value of another type probably means."""
     if type(value).__name__ == "BlockMask":
-        remedy = "Take FlexAttention's masks through from_block_mask."
-    elif isinstance(value, str):
-        remedy = "Read text with ringweave.patterns.parse."
-    elif isinstance(value, Tensor):
-        remedy = "Make a BlockTable of a table of blocks."
-    elif isinstance(value, type) and issubclass(value, Pattern):
-        remedy = f"Call it: {value.__name__}(...)."
-    raise PatternError(message(name, type(value).__name__, "a ringweave pattern", remedy))
+        return "Take FlexAttention's masks through rw.from_block_mask(mask)."
+    if isinstance(value, str):
+        return "Read it with rw.patterns.parse(text)."
+    if isinstance(value, (Tensor, np.ndarray)):
+        return _way_of_mask(value)
+    if isinstance(value, types.UnionType):
+        return "It is a union of classes: call each class, as in Causal() | Sinks(64)."
+    if value is None or isinstance(value, (bool, np.bool_)):
+        return "Pass rw.Full() to attend all keys, rw.Causal() for causal attention."
+    if isinstance(value, (list, tuple)) and any(isinstance(each, Pattern) for each in value):
+        return "Combine them with & | ~, or give each head one with rw.PerHead([...])."
+    if call := called(value):
+        return call
+    if callable(value) and not isinstance(value, type):
+        return "Wrap a function of (b, h, q, k) with rw.from_mask_mod(fn)."
+    return "Combine patterns with & | ~, or wrap a function in rw.from_mask_mod."
+
+
+def _way_of_mask(mask: Tensor | NDArray[Any]) -> str:
+    """Say how to make the pattern that a mask or a bias means, by its dtype and shape."""
+    if isinstance(mask, Tensor):
+        kind = "b" if mask.dtype == torch.bool else "f" if mask.is_floating_point() else "i"
+        kind = "" if kind == "i" and mask.dtype not in INTEGERS else kind
+        start = ""
+    else:
+        kind = {"u": "i"}.get(mask.dtype.kind, mask.dtype.kind)
+        start = "Make it a tensor with mask = torch.from_numpy(mask). "
+    shape, ndim = mask.shape, mask.ndim
+    if ndim not in (1, 2, 3, 4) or kind not in tuple("bif") or (ndim == 1 and kind == "f"):
+        return (
+            "Build the pattern by rules, such as rw.Causal(), or from a bool mask: rw.BlockTable(mask, block_size=1)."
+        )
+    if ndim == 1:
+        if kind == "b":
+            return f"{start}For a mask of keys write rw.Sinks(mask)."
+        return f"{start}For lengths write rw.KeyPadding(mask); for cumulative bounds rw.Documents(cu_seqlens=mask)."
+    dense = "mask" if kind == "b" else "mask.bool()"
+    pairs = f"rw.BlockTable({dense}, block_size=1)"
+    if ndim == 4 and shape[1] == shape[2] == 1:
+        # a padding mask that is shaped to be broadcast over heads and queries; as floats, 0 is a key and -inf none
+        keys = f"mask[:, 0, 0]{' == 0' if kind == 'f' else '' if kind == 'b' else '.bool()'}"
+        return f"{start}For a padding mask write rw.Sinks({keys}), & rw.Causal() for causal attention."
+    if kind == "f":
+        lead = {2: "[None, None]", 3: "[None]", 4: ""}[ndim]
+        padding = "For a padding mask (B, N) of ones and zeros write rw.Sinks(mask.bool()). "
+        start += padding if ndim == 2 and shape[0] != shape[1] else ""
+        return f"{start}For a bias that is added to scores pass rw.Full() and terms=rw.Bias(mask{lead})."
+    if ndim == 2 and shape[0] != shape[1]:
+        return (
+            f"{start}For a padding mask (B, N) write rw.KeyPadding(mask.sum(1)), or rw.Sinks({dense}) where it has "
+            f"holes or begins with padding; for a mask of pairs {pairs}."
+        )
+    return f"{start}For a mask of pairs write {pairs}; a rule such as rw.Causal() is faster where one fits."
+
+
+def called(value: object) -> str:
+    """Say that a pattern's class, or a preset, has to be called; empty for other values."""
+    preset = isinstance(value, types.FunctionType) and getattr(DECLARED.get(value.__name__), "make", None) is value
+    pattern = isinstance(value, type) and issubclass(value, Pattern) and not inspect.isabstract(value)
+    if not preset and not pattern:
+        return ""
+    name: str = value.__name__  # type: ignore[attr-defined]
+    example = DECLARED[name].example if name in DECLARED else f"{name}(...)"
+    return f"Call it: {example}{'' if example.endswith(('()', '(...)')) else ', for example'}."
+
+
+def made_by(pattern: Pattern) -> str:
+    """Say which preset made a pattern and for which length, as an addition to an error; empty if none did."""
+    made = pattern._made_by
+    return "" if made is None else f" (made by {made[0]} for {made[1]} tokens)"
+
+
+def made_again(pattern: Pattern, tokens: int) -> str:
+    """Say how to make a preset's pattern again for another length; empty for other patterns."""
+    made = pattern._made_by
+    return "" if made is None else f"Make it for this length: {made[0]}({tokens}, ...)."
 
 
 def fitting(
@@ -211,11 +289,11 @@ def fitting(
     q_offset: int = 0,
     kv_heads: int | None = None,
 ) -> tuple[Pattern, int, int, int, int, int]:
-    """The pattern of a call, and (nq, nk, heads, batch, q_offset), as ints; nk is nq + q_offset by default.
+    """Check a pattern and the sizes of a call; return the bound pattern and (nq, nk, heads, batch, q_offset) as ints.
 
     Raises:
-        PatternError: What is no pattern, or one that is made for other sizes.
-        ShapeError: A size that is no whole number, below 1 (q_offset: 0) or too large.
+        PatternError: The value is not a pattern, or is made for other sizes.
+        ShapeError: A size is not a whole number, below 1 (q_offset: below 0), or too large.
     """
     if not isinstance(pattern, Pattern):
         refuse(pattern)
@@ -227,7 +305,7 @@ def fitting(
 
 
 def check_dense(nq: int, nk: int, heads: int, batch: int) -> None:
-    """Raise ShapeError where a dense relation would be too large."""
+    """Raise ShapeError if a dense relation would be too large."""
     pairs = nq * nk * heads * batch
     if pairs > _DENSE:
         raise ShapeError(
@@ -236,28 +314,33 @@ def check_dense(nq: int, nk: int, heads: int, batch: int) -> None:
 
 
 def check_extents(pattern: Pattern, batch: int, heads: int, *, read: bool = True) -> None:
-    """Raise PatternError where the pattern is made for another number of batch elements or heads.
+    """Raise PatternError if the pattern is made for another number of batch elements or heads.
 
     Args:
         pattern: A pattern.
-        batch: Batch elements.
-        heads: Query heads.
-        read: Whether its tables will be read, so that they have to hold values.
+        batch: Number of batch elements.
+        heads: Number of query heads.
+        read: Whether the pattern's tables will be read, so that they must hold values.
     """
     made_batch, made_heads = pattern.extents()
-    for name, made, got in (("batch", made_batch, batch), ("heads", made_heads, heads)):
+    for name, what, made, got in (
+        ("batch", "batch elements", made_batch, batch),
+        ("heads", "query heads", made_heads, heads),
+    ):
         if made is not None and made != got:
             raise PatternError(
                 message(
                     f"pattern {pattern!r}",
                     f"a call with {name} = {got}",
                     f"{name} = {made}, which the pattern is made for",
-                    f"Pass tensors with {made} query {name}, or build the pattern for {got}.",
+                    f"Pass tensors with {made} {what}, or build the pattern for {got}.",
                 )
             )
     if read and any(table.device.type == "meta" for table in pattern.tables):
         raise PatternError(
-            message(f"pattern {pattern!r}", "a table on the meta device", "values", "Build it of a table with values.")
+            message(
+                f"pattern {pattern!r}", "a table on the meta device", "values", "Build it from a table with values."
+            )
         )
 
 

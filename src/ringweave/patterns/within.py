@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from ..errors import PatternError, message
+from ..errors import PatternError, message, shown
 from .algebra import Combined, Not, PerHead
 from .base import Composite, Pattern, provide
 from .batch_axis import ELEMENT, Bounds, Shared, bounds_in
@@ -17,23 +17,24 @@ from .key_padding import KeyPadding
 from .shifted import Offsets, Shifted
 from .table import BlockTable
 from .tiles import Int64, Ranges, Tiles, mix
-from .validate import nest, refuse
+from .validate import called, nest, refuse
 
 
 @declare("Within(Sinks(64), Documents([160, 480, 96, 288]))", None)
 class Within(Composite):
-    """A pattern that begins anew with the first key of every document or row, and allows nothing across.
+    """A pattern applied inside every document or row, with positions counted from its first key.
 
-    What ``pattern.within(bounds)`` makes. A query outside of its row, or of all documents, attends nothing. Where
-    queries and keys are packed apart, a document's queries are its last tokens. Planning grows with the tiles that are
-    not empty.
+    ``pattern.within(bounds)`` builds it. No pair crosses a bound. A query outside of its row, or of all documents,
+    attends no key. If queries and keys are packed with different lengths, a document's queries are its last tokens.
+    Planning time grows with the non-empty tiles.
 
     Args:
-        pattern: A relation, counted from each document's first key.
-        bounds: ``Documents``, or ``KeyPadding`` for rows that are padded.
+        pattern: A relation on positions from each document's first key.
+        bounds: ``Documents``, or ``KeyPadding`` for padded rows.
     Raises:
-        PatternError: What is no relation, or has a block table in it; bounds of another kind; at use, documents in
-            several pieces or with more queries than keys, or of a length that the pattern is not made for.
+        PatternError: The pattern is not a relation or contains a block table, or the bounds are of another kind; at
+            use, a document is in several pieces, has more queries than keys, or has a length that does not fit the
+            pattern.
     Example:
         >>> rw.Sinks(1).within(rw.Documents([2, 2])).to_dense(4)[0, 0].int()
         tensor([[1, 0, 0, 0],
@@ -51,13 +52,14 @@ class Within(Composite):
         if not isinstance(pattern, Pattern):
             refuse(pattern)
         if not isinstance(bounds, (KeyPadding, Documents)):
-            got = repr(bounds) if isinstance(bounds, Pattern) else type(bounds).__name__
-            raise PatternError(message("bounds", got, "Documents or KeyPadding", "Combine other patterns with &."))
+            got = repr(bounds) if isinstance(bounds, Pattern) else shown(bounds)
+            remedy = called(bounds) or "Combine other patterns with &."
+            raise PatternError(message("bounds", got, "Documents or KeyPadding", remedy))
         if not pattern.combinable:
-            remedy = "A LongNet keeps tokens by their place in the whole sequence: use Dilated or Segments."
+            remedy = "A LongNet selects tokens by their place in the whole sequence: use Dilated or Segments."
             raise PatternError(message("pattern", repr(pattern), "a relation", remedy))
         if _has_table(pattern):
-            remedy = "The blocks of a table are places of the whole sequence: build it so, and combine it with &."
+            remedy = "The blocks of a table count from the start of the whole sequence: combine it with & instead."
             raise PatternError(message("pattern", repr(pattern), "one without a block table", remedy))
         self.pattern, self.bounds = pattern, bounds
         nest(self, 1 + pattern.depth, pattern.leaves + 1)
@@ -86,10 +88,10 @@ class Within(Composite):
             self.fits()
 
     def fits(self) -> None:
-        """Raise PatternError where the pattern is not made for the documents' lengths."""
+        """Raise PatternError if the pattern does not fit the documents' lengths."""
         lengths = self.bounds.spans().lengths()[1]
         if lengths.any():
-            # what is made for one length is not made for two
+            # two lengths are enough: a pattern that is made for one length fits no second one
             for length in {int(lengths[lengths > 0].min()), int(lengths.max())}:
                 self.pattern.check(length, length, 0)
 
@@ -108,8 +110,8 @@ def _has_table(pattern: Pattern) -> bool:
 
 
 def batched(pattern: Pattern, head: int) -> Pattern | None:
-    """The pattern of a head on the axis of all batch elements, with its bounds read; None if it has no such form."""
-    if not any(bounds_in(pattern)):
+    """Return the pattern of a head on the axis of all batch elements, with its bounds read; None if it has none."""
+    if next(bounds_in(pattern), None) is None:
         one = pattern.select(0, head)
         apart = _function_in(pattern) and one.key().value != pattern.select(1, head).key().value
         return None if apart or pattern.extents()[0] is not None else Shared(one)
@@ -129,7 +131,7 @@ def batched(pattern: Pattern, head: int) -> Pattern | None:
 
 
 def check_bounds(pattern: Pattern, nq: int, nk: int, q_offset: int) -> None:
-    """Raise PatternError where bounds that were read are not those of these lengths."""
+    """Raise PatternError if bounds that were read do not fit these lengths."""
     if isinstance(pattern, Bounds):
         pattern.fits(nq, nk, q_offset)
     elif isinstance(pattern, Within):
@@ -144,23 +146,23 @@ def check_bounds(pattern: Pattern, nq: int, nk: int, q_offset: int) -> None:
 
 
 def by_head(pattern: Pattern) -> bool:
-    """Whether heads may have patterns of their own."""
+    """Return whether the pattern may differ between heads."""
     if pattern.extents()[1] is not None:
         return True
     return _function_in(pattern) and pattern.select(0, 0).key().value != pattern.select(0, 1).key().value
 
 
 def _function_in(pattern: Pattern) -> bool:
-    # what functions do with an index shows in no extent
+    # extents do not say whether a function uses the batch or head index
     return "TokenMask(" in pattern.spec
 
 
 def elements(pattern: Pattern, batch: int) -> tuple[Int64, Int64]:
-    """Where the elements begin that differ, on the axis of all of them; and (B,) which of those each is like.
+    """Return the starts of distinct elements on the axis of all elements, and (B,) which of them each element equals.
 
     Args:
-        pattern: What :func:`batched` made.
-        batch: Batch elements.
+        pattern: A pattern from :func:`batched`.
+        batch: Number of batch elements.
     """
     numbers = [bounds.numbers() for bounds in bounds_in(pattern) if bounds.extents()[0] is not None]
     if not numbers:

@@ -1,15 +1,17 @@
-"""Which tiles to compute: plans, their cache, and the branches of a pattern."""
+"""Plans of the tiles to compute, their cache, and the branches of a pattern."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ..names import only
 from ..patterns import Pattern
+from ..patterns.alignment import first_of_sizes
 from ..patterns.base import provide
+from ..patterns.shifted import placed
 from ..patterns.validate import check_device, fitting
 from .block_plan import BlockPlan, pack_masks, unpack_masks
 from .branches import Branch, Sizes, branches, mixture, tile_sides
@@ -41,7 +43,7 @@ __all__ = [
 __dir__ = only(__all__)
 
 
-# these load when asked for: importing ringweave stays quick
+# imported at the first use, so that importing ringweave stays quick
 _ELSEWHERE = {"from_block_mask": "interop"}
 
 
@@ -58,33 +60,36 @@ def plan(
     *,
     heads: int = 1,
     batch: int = 1,
-    q_offset: int = 0,
+    q_offset: int | Literal["end"] = 0,
     tile: int | tuple[int, int] | None = None,
     device: str | torch.device = "cpu",
 ) -> BlockPlan:
-    """Plan the tiles that a pattern leaves non-empty, by rows and columns, with the masks of partial ones; cached.
+    """Plan the non-empty tiles of a pattern, by rows and by columns, with the masks of partial tiles; cached.
 
-    Cost and memory grow with the non-empty tiles, never with N squared.
+    Time and memory grow with the non-empty tiles, never with N squared.
 
     Args:
         pattern: A relation.
-        nq: Queries, at positions q_offset, q_offset + 1, ...
-        nk: Keys; nq + q_offset by default.
-        heads: Query heads.
-        batch: Batch elements.
-        q_offset: Position of the first query.
-        tile: Side of a tile, or (queries, keys); multiples of 16. None: 128, less for short sequences,
-            and a block table's own block size from 32 to 128.
-        device: Where the plan's tensors live.
+        nq: Number of queries, at positions q_offset, q_offset + 1, ...
+        nk: Number of keys; nq + q_offset by default.
+        heads: Number of query heads.
+        batch: Number of batch elements.
+        q_offset: Position of the first query; ``"end"`` for that of the last tokens, as in :func:`ringweave.attention`.
+        tile: Side of a tile, or (queries, keys); multiples of 16. None chooses 128, less for short sequences, and the
+            block size of a block table if it is 32 to 128.
+        device: Device of the plan's tensors.
     Returns:
         The plan.
     Raises:
         PatternError: The pattern is made for other lengths, heads or batch, or is a LongNet.
-        ShapeError: A size below 1, or a tile that is not a multiple of 16.
+        ShapeError: A size is below 1, or a tile is not a multiple of 16.
     Example:
         >>> rw.plan((rw.SlidingWindow(1024) | rw.Sinks(64)) & rw.Causal(), 16384)
         BlockPlan(16384 x 16384 tokens, tiles 128 x 128, 1235 non-empty, 1 group(s), 4 masks, density 0.0643, cpu)
     """
+    if isinstance(q_offset, str):
+        first = first_of_sizes(pattern, q_offset, 0, batch=batch, nq=nq, nk=nk)
+        pattern, q_offset = placed(pattern, first, 0, batch)
     pattern, nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
     sides = tile_sides(tile, pattern, nq, nk)
     device = check_device(device)
@@ -94,7 +99,7 @@ def plan(
 def density(
     pattern: Pattern, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0
 ) -> float:
-    """Divide allowed pairs by all pairs, counted exactly; in a LongNet a pair counts once per branch that allows it."""
+    """Return the share of allowed pairs, counted exactly; a LongNet counts a pair once per branch that allows it."""
     pattern, nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
     program = branches(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
     return sum(branch.pairs() for branch in program) / (batch * heads * nq * nk)

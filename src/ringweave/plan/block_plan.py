@@ -1,4 +1,4 @@
-"""The tiles to compute, as tensors: all that a kernel sees of a pattern."""
+"""The tiles to compute, as tensors; kernels read a plan and never the pattern."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _SIZES = ("nq", "nk", "q_tile", "kv_tile", "q_offset", "counted")
 
 
 class Extent(NamedTuple):
-    """What a plan is made for, besides its pattern.
+    """The sizes and the device of a plan.
 
     Attributes:
-        nq: Queries.
-        nk: Keys.
-        heads: Query heads.
-        batch: Batch elements.
+        nq: Number of queries.
+        nk: Number of keys.
+        heads: Number of query heads.
+        batch: Number of batch elements.
         tile: Sides of a tile, (q_tile, kv_tile).
         q_offset: Position of the first query.
-        device: Where the plan goes.
+        device: Device of the plan's tensors.
     """
 
     nq: int
@@ -42,35 +42,35 @@ class Extent(NamedTuple):
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Count query tiles and key tiles."""
+        """Number of query tiles and of key tiles."""
         return -(-self.nq // self.tile[0]), -(-self.nk // self.tile[1])
 
 
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
-    """The non-empty tiles of a pattern by rows and by columns, with the masks of the partial ones.
+    """The non-empty tiles of a pattern by rows and by columns, with the masks of partial tiles.
 
-    G sets of rows serve all (batch, head) pairs; equal ones share a set. All tensors are int32 on one device. Sizes
-    grow with the non-empty tiles (nnz), never with N squared. On a GPU a block table's plan is made without reading
-    anything back: its lists have places to spare after the nnz tiles, which nothing points to.
+    All (batch, head) pairs with equal tiles share one of G row sets. All tensors are int32 on one device. Sizes grow
+    with the non-empty tiles (nnz), never with N squared. On a GPU the plan of a block table is made without reading
+    values back, so its lists may be longer than nnz; no pointer refers to the unused places at their end.
 
     Attributes:
         row_ptr: (G, query tiles + 1), offsets into ``col`` and ``mask_id``; the last is nnz.
         col: (capacity,), key tiles of each query tile, ascending.
-        mask_id: (capacity,), -1 where every pair of the tile inside the lengths is allowed, else an index into
+        mask_id: (capacity,), -1 if every pair of the tile inside the lengths is allowed, else an index into
             ``mask_words``.
         col_ptr: (G, key tiles + 1), offsets into ``row`` and ``mask_id_t``.
         row: (capacity,), query tiles of each key tile, ascending.
-        mask_id_t: (capacity,), as ``mask_id``, in column order.
+        mask_id_t: (capacity,), ``mask_id`` in column order.
         mask_words: (M, q_tile, ceil(kv_tile / 32)), distinct masks, key c of a row at bit c % 32 of word c // 32.
-        row_set: (B, Hq), which of the G sets a batch element and head uses.
+        row_set: (B, Hq), index of the row set of each batch element and head.
         order: (G * query tiles,), rows g * tiles + i in launch order: longest first, neighbours together.
-        nq: Queries, at positions q_offset and after.
-        nk: Keys.
+        nq: Number of queries, at positions q_offset and after.
+        nk: Number of keys.
         q_tile: Queries in a tile.
         kv_tile: Keys in a tile.
         q_offset: Position of the first query.
-        counted: Whether the host knows nnz: the lists have no places to spare then.
+        counted: Whether the host knows nnz; the lists then have no unused places.
     """
 
     row_ptr: Tensor
@@ -91,28 +91,28 @@ class BlockPlan:
 
     @property
     def q_tiles(self) -> int:
-        """Count the query tiles of one row set."""
+        """Number of query tiles in a row set."""
         return self.row_ptr.shape[1] - 1
 
     @property
     def kv_tiles(self) -> int:
-        """Count the key tiles of one row set."""
+        """Number of key tiles in a row set."""
         return self.col_ptr.shape[1] - 1
 
     @property
     def nnz(self) -> int:
-        """Count non-empty tiles over the distinct row sets; where they are not counted this waits for the device."""
+        """Number of non-empty tiles of all row sets; waits for the device unless ``counted`` is set."""
         return self.capacity if self.counted else int(self.row_ptr[-1, -1])
 
     @property
     def capacity(self) -> int:
-        """Give the length of the lists: at least nnz; on a CPU, just that."""
+        """Length of the lists, at least nnz; on a CPU it equals nnz."""
         return self.col.shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of all tensors, places to spare included."""
-        # a loop: programs count each step's
+        """Bytes of all tensors, including unused places."""
+        # a loop, which is faster than a generator: programs read this at each step
         total = 0
         for name in _TENSORS:
             total += getattr(self, name).nbytes
@@ -120,23 +120,23 @@ class BlockPlan:
 
     @property
     def device(self) -> torch.device:
-        """Say where the tensors are."""
+        """Device of the tensors."""
         return self.col.device
 
     @property
     def tiles(self) -> int:
-        """Count non-empty tiles over batch and heads: what a kernel computes."""
+        """Number of non-empty tiles over batch and heads, which a kernel computes."""
         per_group = (self.row_ptr[:, -1] - self.row_ptr[:, 0]).long()
         return int(per_group[self.row_set.long()].sum())
 
     @functools.cached_property
     def density(self) -> float:
-        """Divide allowed pairs by all pairs, over batch and heads; counted once."""
+        """Share of allowed pairs, over batch and heads; cached."""
         return self.pairs() / self._all
 
     @functools.cached_property
     def computed_density(self) -> float:
-        """Divide pairs inside the non-empty tiles by all pairs: what a kernel computes; counted once."""
+        """Share of pairs inside the non-empty tiles, which a kernel computes; cached."""
         return self.computed_pairs() / self._all
 
     @property
@@ -155,7 +155,7 @@ class BlockPlan:
         return self._summed(*self._areas()[:2])
 
     def _areas(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Give of each tile its row, its pairs inside the lengths, and its bits."""
+        """Return for each tile its row, its number of pairs inside the lengths, and its mask_id."""
         row, col, bits = self.listed()
         height = (self.nq - row % self.q_tiles * self.q_tile).clamp(max=self.q_tile)
         return row, height * (self.nk - col * self.kv_tile).clamp(max=self.kv_tile), bits
@@ -166,17 +166,17 @@ class BlockPlan:
         return int(per_group[self.row_set.long()].sum())
 
     def listed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """List the tiles as (row, col, bits), int64 (nnz,) each; row counts g * query tiles + i over the row sets."""
+        """Return the tiles as (row, col, mask_id), int64 (nnz,) each; row i of row set g is g * query tiles + i."""
         counts = self.row_ptr.diff(dim=1).reshape(-1).long()
         row = torch.arange(counts.numel(), device=self.device).repeat_interleave(counts)
         return row, self.col[: row.numel()].long(), self.mask_id[: row.numel()].long()
 
     def tile_rows(self) -> Tensor:
-        """Number the query tile of each tile, int64 (nnz,)."""
+        """Return the query tile of each tile, int64 (nnz,)."""
         return self.listed()[0] % self.q_tiles
 
     def to(self, device: torch.device | str) -> BlockPlan:
-        """Move the tensors to a device; without places to spare where that is the CPU."""
+        """Return the plan on a device; on the CPU its lists have no unused places."""
         device = check_device(device)
         moved = {name: getattr(self, name).to(device) for name in _TENSORS}
         if device.type != "cpu" or self.counted:
@@ -187,7 +187,7 @@ class BlockPlan:
         return dataclasses.replace(self, **moved, counted=True)
 
     def to_dense(self) -> Tensor:
-        """Spell the tiles out as a relation, bool (B, Hq, nq, nk); for tests and small sizes."""
+        """Return the relation as a bool tensor (B, Hq, nq, nk), for tests and small sizes."""
         groups = self.row_ptr.shape[0]
         tiles = torch.zeros(
             groups, self.q_tiles, self.kv_tiles, self.q_tile, self.kv_tile, dtype=torch.bool, device="cpu"
@@ -200,18 +200,18 @@ class BlockPlan:
         return dense[:, : self.nq, : self.nk][self.row_set.long().cpu()]
 
     def to_block_mask(self) -> Any:
-        """Write the plan as FlexAttention's ``BlockMask``; its ``mask_mod`` reads the packed masks.
+        """Convert the plan to FlexAttention's ``BlockMask``; its ``mask_mod`` reads the packed masks.
 
         Returns:
-            ``torch.nn.attention.flex_attention.BlockMask`` on the plan's device, for q_offset 0 or a flex call whose
-            queries start at 0: positions are those of the tensors.
+            A ``torch.nn.attention.flex_attention.BlockMask`` on the plan's device. Its ``mask_mod`` takes places in q
+            and k, which begin at 0 for any ``q_offset`` of the plan.
         """
         from .interop import to_block_mask
 
         return to_block_mask(self)
 
     def __repr__(self) -> str:
-        # what is on another device is not waited for
+        # reading the density of a plan on another device would wait for it
         known = self.device.type == "cpu" or "density" in self.__dict__
         tiles = f"{self.nnz} non-empty" if self.counted else f"at most {self.capacity} non-empty"
         return (
@@ -231,7 +231,7 @@ def pack_masks(dense: Tensor) -> Tensor:
     """Pack bool (M, q_tile, kv_tile) to int32 (M, q_tile, ceil(kv_tile / 32)), lowest bit first."""
     width = dense.shape[-1]
     dense = torch.nn.functional.pad(dense, (0, -width % 32))
-    # summed as int64, then wrapped: bit 31 is the sign
+    # summed as int64, then wrapped around, since bit 31 is the sign of an int32
     weights = torch.ones(32, dtype=torch.int64, device=dense.device) << torch.arange(32, device=dense.device)
     words = (dense.unflatten(-1, (-1, 32)) * weights).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).int()
@@ -244,7 +244,7 @@ def unpack_masks(masks: Tensor, kv_tile: int) -> Tensor:
 
 
 def set_bits(masks: Tensor) -> Tensor:
-    """Count the pairs that each packed mask allows: int64 (M,), in the memory of the masks."""
+    """Count the allowed pairs of each packed mask: int64 (M,); temporary tensors are as large as the masks."""
     x = masks - ((masks >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F

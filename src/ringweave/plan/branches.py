@@ -1,9 +1,9 @@
-"""Pattern to branches: strided views with a relation each, whose results merge into the whole.
+"""Split a pattern into branches: strided views, each with a relation, with results that are merged.
 
-A relation that is sparse by residue (``Dilated``, ``Strided``) leaves every tile partial in token order, but is a dense
-window among the positions congruent to one offset. So ``A | B`` with such a B becomes A in token order and, for every
-offset, ``B & ~A`` in the strided view: disjoint, joined by their log-sum-exp. A split is made where it computes fewer
-tiles. ``LongNet`` is a list of such branches by definition, and there the branches may overlap.
+A relation that is sparse by residue (``Dilated``, ``Strided``) makes every tile partial in token order, but is a dense
+window among the positions congruent to one offset. So ``A | B`` with such a B is split into A in token order and, for
+every offset, ``B & ~A`` in the strided view. These branches are disjoint, and are merged by their log-sum-exp. A
+pattern is split if that computes fewer tiles. ``LongNet`` is a list of such branches by definition, which may overlap.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .block_plan import BlockPlan
 from .cache import plan_cache
 from .from_pattern import check_tile, default_tile, estimate_tiles
 
-# Sides of blocks that are worth their own tiles: smaller ones drown in overhead.
+# Sides of blocks that are used as tile sides; the overhead of smaller tiles is too large.
 _BLOCK_SIDES = (32, 128)
-# Tiles of 128 x 128 whose computation costs as much as starting another branch and merging a row tile of it.
+# Cost of starting another branch, and of merging one of its row tiles, in computed tiles of 128 x 128.
 _BRANCH_COST = 16
 _MERGE_COST = 0.25
 
@@ -35,17 +35,17 @@ class Branch:
     """One relation over a strided view of some heads.
 
     Attributes:
-        pattern: The relation, in the view's own positions.
+        pattern: The relation, on positions of the view.
         heads: (start, stop, step) over query heads.
-        rate: Tokens between neighbours of the view.
+        rate: Distance in tokens between neighbours of the view.
         q_first: The first query of the view, as an index into q.
         k_first: The first key of the view, as an index into k.
-        nq: Queries in the view.
-        nk: Keys in the view.
-        q_offset: Position of the view's first query, in the view's own positions.
-        batch: Batch elements.
-        sides: Of the tiles of its plan, (q_tile, kv_tile), where others are asked for than length and pattern suggest.
-        known: Its plan on the CPU, where a program holds it.
+        nq: Number of queries in the view.
+        nk: Number of keys in the view.
+        q_offset: Position of the view's first query, in positions of the view.
+        batch: Number of batch elements.
+        sides: Tile sides of its plan, (q_tile, kv_tile); None for the default of length and pattern.
+        known: Its plan on the CPU, if a program holds it.
     """
 
     pattern: Pattern
@@ -62,28 +62,28 @@ class Branch:
 
     @staticmethod
     def whole(pattern: Pattern, nq: int, nk: int, *, heads: int, batch: int = 1, q_offset: int = 0) -> Branch:
-        """Make the branch that is the whole call: all heads, in token order."""
+        """Return the branch of the whole call: all heads, in token order."""
         return Branch(pattern, (0, heads, 1), 1, 0, 0, nq, nk, q_offset, batch)
 
     @property
     def head_count(self) -> int:
-        """Count the query heads of the branch."""
+        """Number of query heads of the branch."""
         return len(range(*self.heads))
 
     @property
     def structure(self) -> str:
-        """Say ``"full"`` or ``"causal"`` (top-left) where a dense kernel computes this relation, else ``"sparse"``."""
+        """``"full"`` or ``"causal"`` (top-left) if a dense kernel can compute this relation, else ``"sparse"``."""
         if self.pattern == Full():
             return "full"
         return "causal" if self.pattern == Causal() and self.q_offset == 0 else "sparse"
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Give the sides (q_tile, kv_tile) of its plan."""
+        """Sides (q_tile, kv_tile) of its plan."""
         return tile_sides(self.sides, self.pattern, self.nq, self.nk)
 
     def pairs(self) -> int:
-        """Allowed pairs, over batch and heads; without a plan where a formula has them."""
+        """Count the allowed pairs over batch and heads, by a formula if there is one, else from the plan."""
         if self.structure == "sparse":
             counted = self.pattern.allowed_pairs(self.nq, self.nk) if isinstance(self.pattern, OnGrid) else None
             return self.plan().pairs() if counted is None else counted * self.batch * self.head_count
@@ -92,7 +92,7 @@ class Branch:
         return (causal if self.structure == "causal" else self.nq * self.nk) * self.batch * self.head_count
 
     def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
-        """Plan the branch, cached."""
+        """Return the plan of the branch, cached."""
         if self.known is not None and tile is None and str(device) == "cpu":
             return self.known
         return plan_cache.get(
@@ -108,7 +108,7 @@ class Branch:
 
 
 def tile_sides(tile: int | tuple[int, int] | None, pattern: Pattern, nq: int, nk: int) -> tuple[int, int]:
-    """(q_tile, kv_tile) from a side, both sides or None; then the side of the pattern's own blocks, where it suits."""
+    """Return (q_tile, kv_tile) for a side, both sides or None; None uses the pattern's block side if it is suitable."""
     if tile is None:
         side = pattern.block_side
         if side is not None and _BLOCK_SIDES[0] <= side <= _BLOCK_SIDES[1] and side % 16 == 0:
@@ -117,7 +117,7 @@ def tile_sides(tile: int | tuple[int, int] | None, pattern: Pattern, nq: int, nk
     return check_tile(tile)
 
 
-# about, of one branch
+# approximate bytes of one branch
 _BRANCH_BYTES = 2048
 
 
@@ -128,13 +128,13 @@ def branches(
 
     Args:
         pattern: A relation or a LongNet.
-        nq: Queries.
-        nk: Keys.
-        heads: Query heads.
-        batch: Batch elements.
+        nq: Number of queries.
+        nk: Number of keys.
+        heads: Number of query heads.
+        batch: Number of batch elements.
         q_offset: Position of the first query.
     Returns:
-        At least one branch, unless no view of a LongNet holds a token.
+        At least one branch, unless no view of a LongNet contains a token.
     """
     parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
     whole = Branch.whole(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
@@ -142,7 +142,8 @@ def branches(
         return (whole,)
     look = pattern.lookback()
     if look is not None and not look.far and nk > q_offset:
-        # split as the first queries are that stand alike to the offsets and have as much behind them
+        # Split as for the earliest queries with the same residues and as many keys in reach. The split is the same for
+        # all later queries, so decoding steps share it.
         period = math.lcm(*(part.residue_rate for part in parts))
         later = (q_offset - look.first - look.back) // period * period
         if later > 0:
@@ -160,7 +161,7 @@ def branches(
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """The sizes of a call that branches depend on."""
+    """The sizes of a call, on which branches depend."""
 
     nq: int
     nk: int
@@ -189,7 +190,7 @@ def _branch(view: StridedView, pattern: Pattern, size: Sizes) -> Branch | None:
 
 
 def mixture(pattern: LongNet, size: Sizes) -> list[Branch]:
-    """List the branches of a LongNet: plain arithmetic, which ``torch.compile`` can trace."""
+    """Return the branches of a LongNet, by plain arithmetic that ``torch.compile`` can trace."""
     program = []
     for view, inside in pattern.views(size.heads):
         branch = _branch(view, inside, size)
@@ -200,7 +201,7 @@ def mixture(pattern: LongNet, size: Sizes) -> list[Branch]:
 
 def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
     parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
-    # as many views as this cost more to start than they can save
+    # starting this many views costs more than they can save
     cost = _cost([whole])
     views = sum(len(_offsets(part.residue_rate, size)) for part in parts)
     if (views - len(parts)) * _BRANCH_COST >= cost:
@@ -232,7 +233,7 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
 
 
 def _offsets(rate: int, size: Sizes) -> Sequence[int]:
-    """List the offsets of a rate at which there are queries and keys; few for a decode step, whatever the rate."""
+    """Return the offsets of a rate at which there are both queries and keys; few for a decode step at any rate."""
     first, end = size.q_offset % rate, min(rate, size.nk)
     if size.nq >= rate:
         return range(end)
@@ -242,7 +243,7 @@ def _offsets(rate: int, size: Sizes) -> Sequence[int]:
 
 
 def _fits(branch: Branch) -> bool:
-    """Tell whether a strided pattern is made for its view's lengths: a table's last block may hold no token of it."""
+    """Return whether a strided pattern fits its view's lengths; a table's last block may have no token in the view."""
     try:
         branch.pattern.check(branch.nq, branch.nk, branch.q_offset)
     except PatternError:
@@ -251,11 +252,11 @@ def _fits(branch: Branch) -> bool:
 
 
 def _cost(program: list[Branch]) -> float:
-    """Model cost in tiles of 128 x 128: computed, plus what further branches cost to start and merge."""
+    """Model the cost in tiles of 128 x 128: computed tiles, plus starting and merging further branches."""
     total = 0.0
     seen: dict[tuple[object, ...], float] = {}
     for branch in program:
-        # residues of one rate differ by a token at most: one plan stands for all of them
+        # views of one rate differ in length by at most a token, so one estimate serves all of them
         alike = (branch.pattern.spec, branch.rate, branch.nq // 64, branch.nk // 64)
         if alike not in seen:
             tiles = estimate_tiles(

@@ -1,4 +1,4 @@
-"""Plans by value: what was planned once is served again, within a budget of bytes."""
+"""A cache of plans by the pattern's value, bounded in bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .from_pattern import build, check_tile
 if TYPE_CHECKING:
     from .store import PlanStore
 
-# what a plan takes beside its elements: nine tensors in one piece, and its place here; measured
+# bytes of a plan besides its elements, for nine tensors in one piece and the cache entry; measured
 _PLAN_BYTES = 8 * 2**10
 
 
@@ -31,12 +31,12 @@ class CacheStatistics(NamedTuple):
     """Counters of a plan cache since it was made or cleared.
 
     Attributes:
-        hits: Plans that were there.
-        misses: Those that had to be made, or read from disk.
-        evictions: Those that made room.
-        plans: How many there are.
-        nbytes: Their bytes, with their tables'.
-        loaded: Of the misses, those that were read from disk.
+        hits: Number of requests for plans in the cache.
+        misses: Number of plans that were made, or read from disk.
+        evictions: Number of plans that were evicted.
+        plans: Number of plans in the cache.
+        nbytes: Bytes of these plans and their tables.
+        loaded: Number of the misses that were read from disk.
     """
 
     hits: int
@@ -48,14 +48,14 @@ class CacheStatistics(NamedTuple):
 
 
 class PlanCache:
-    """Least recently used plans, bounded in bytes and number; safe to share between threads.
+    """A least-recently-used cache of plans, bounded in bytes and number; safe to share between threads.
 
-    The key is the pattern's value: its text, and its tables by address and version. An entry holds its tables, so an
-    address cannot come to mean another table, and a table written in place has another version. What a function reads
-    is in the key too, and its plans go when no pattern has the function any more.
+    The key is the pattern's value: its text, and its tables by address and version. An entry keeps its tables alive, so
+    an address is not reused, and a table that is written in place has another version. The key also contains the values
+    that a function reads, and the function's plans are dropped when no pattern has the function.
 
     Args:
-        max_bytes: Bound on the plans' and tables' bytes; a plan larger than that is built and not kept.
+        max_bytes: Bound on the bytes of plans and tables; a plan that is larger is built and not cached.
     Example:
         >>> cache = rw.PlanCache()
         >>> a, b = (cache.get(rw.Causal(), 256, 256, tile=(128, 128)) for _ in range(2))
@@ -65,10 +65,10 @@ class PlanCache:
 
     def __init__(self, max_bytes: int = 512 * 2**20):
         self.max_bytes = whole("max_bytes", max_bytes, 0, 2**63 - 1)
-        # decoding makes a plan of one row of tiles a step, quickly made again
+        # a cache of its own for decoding steps: each makes a plan of one row of tiles, which is quick to make again
         self._kept: LRUCache[BlockPlan] = PLANS.like(max_bytes - max_bytes // 8)
         self._steps: LRUCache[BlockPlan] = STEPS.like(max_bytes // 16)
-        #: Where plans that took long to make are kept beyond this process, if anywhere; not those of decoding steps.
+        #: Store on disk for plans that took long to make, if any; plans of decoding steps are not stored.
         self.store: PlanStore | None = None
         self._loaded = 0
 
@@ -84,7 +84,7 @@ class PlanCache:
         tile: tuple[int, int],
         device: str | torch.device = "cpu",
     ) -> BlockPlan:
-        """Plan a pattern, or find its plan; arguments as of :func:`ringweave.plan`."""
+        """Return the plan of a pattern, from the cache if possible; arguments as in :func:`ringweave.plan`."""
         if not isinstance(pattern, Pattern):
             refuse(pattern)
         nq, nk, heads, batch, q_offset = check_sizes(nq, nk, heads, batch, q_offset)
@@ -106,7 +106,7 @@ class PlanCache:
         if plan is not None:
             used(plan, device)
             return plan
-        # one thread builds a plan, the others of the same key wait for it
+        # one thread builds a plan; other threads with the same key wait for it
         with kept.making(key):
             plan = kept.get(key)
             if plan is not None:
@@ -118,13 +118,13 @@ class PlanCache:
                 plan = self._made(pattern, sizes, device, kept is self._kept)
             ties = holders(pattern.spec)
             if (ties or made_of.versions) and not pattern.key().same(made_of):
-                raise changed("what was changed while it was planned", "TokenMask" if ties else "pattern")
+                raise changed("values that were changed during planning", "TokenMask" if ties else "pattern")
             if made(plan, device):
                 kept.put(key, plan, plan.nbytes + _PLAN_BYTES, made_of.tables, ties)
         return plan
 
     def _made(self, pattern: Pattern, sizes: tuple[int, ...], device: torch.device, lasting: bool) -> BlockPlan:
-        """Read a plan from disk, or build it and write it there if that took long."""
+        """Read a plan from disk, or build it and write it to disk if that took long."""
         store = self.store if lasting else None
         name = None if store is None else store.name(pattern, sizes)
         if store is not None and name is not None and (plan := store.load(name, sizes)) is not None:
@@ -137,7 +137,7 @@ class PlanCache:
         return plan
 
     def statistics(self) -> CacheStatistics:
-        """Count hits, misses, evictions, and what is held now."""
+        """Return the counters, and the number and bytes of cached plans."""
         every = self._kept, self._steps
         plans = sum(map(len, every))
         hits, misses, evictions, held = (
@@ -153,15 +153,20 @@ class PlanCache:
 
 
 def step_plan(pattern: Pattern, sizes: tuple[int, ...]) -> BlockPlan:
-    """Plan a decoding step on the CPU, which a program keeps: (nq, nk, heads, batch, q_offset, q_tile, kv_tile)."""
+    """Plan a decoding step on the CPU, uncached, for a program that stores it.
+
+    Args:
+        pattern: The step's pattern.
+        sizes: (nq, nk, heads, batch, q_offset, q_tile, kv_tile).
+    """
     device = torch.device("cpu")
     return _of_rows(pattern, sizes, device) or _built(pattern, sizes, device)
 
 
 def _of_rows(pattern: Pattern, sizes: tuple[int, ...], device: torch.device) -> BlockPlan | None:
-    """A step's plan, of rows that were planned before; None of others."""
+    """Assemble a step's plan from rows that were planned before; None if the sizes or the pattern do not allow it."""
     nq, nk, heads, batch, q_offset, *tile = sizes
-    # what begins with the keys is no step, and in one tile nothing is passed over
+    # queries that begin with the keys are no decoding step, and a step with one key tile has no tiles to skip
     if q_offset == 0 and (pattern.fixed or nk <= tile[1]):
         return None
     return gathered(pattern, Extent(nq, nk, heads, batch, (tile[0], tile[1]), q_offset, device))
@@ -174,19 +179,19 @@ def _built(pattern: Pattern, sizes: tuple[int, ...], device: torch.device) -> Bl
 
 
 def _place(device: str | torch.device) -> torch.device:
-    """Number a device: "cuda" is the current one, and tensors there say which that is."""
+    """Add the current index to the device "cuda", as the devices of tensors have it."""
     device = named_device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
-# what a text was parsed to is some ten times as large
+# approximate size of a parsed pattern, as a multiple of its text
 _PARSED = 10
 
 
 def pattern_of(spec: str, tables: Sequence[Tensor]) -> Pattern:
-    """Read the pattern of a spec; those without tables and functions are kept, being text alone."""
+    """Read the pattern of a spec; patterns without tables and functions are cached."""
     if tables or "TokenMask(" in spec:
         return rebuild(spec, tables)
     pattern: Pattern | None = PATTERNS.get(("pattern", spec))
@@ -196,6 +201,6 @@ def pattern_of(spec: str, tables: Sequence[Tensor]) -> Pattern:
     return pattern
 
 
-#: The cache that attention uses.
+#: The cache that attention calls use.
 plan_cache = PlanCache()
 plan_cache._kept, plan_cache._steps = PLANS, STEPS

@@ -1,4 +1,4 @@
-"""Which pairs of a pattern see the future: a key after the query's own position."""
+"""Count the pairs of a pattern that see the future: pairs with a key after the query's position."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ class Offender(NamedTuple):
 
 
 class Causality(NamedTuple):
-    """Whether a pattern sees the future, and where.
+    """The number of pairs of a pattern that see the future, and the first of them.
 
     Attributes:
-        pairs: Pairs with a key after the query's position, over batch and heads (and over the branches of a LongNet).
-        first: The first of them, by query, key, batch element and head; None where there is none.
-        many: Whether there are several batch elements or heads to tell apart.
+        pairs: Number of pairs with a key after the query's position, over batch and heads (and the branches of a
+            LongNet).
+        first: The first of them, by query, key, batch element and head; None without such pairs.
+        many: Whether there are several batch elements, and several heads; the text then names them.
     """
 
     pairs: int
@@ -46,7 +47,7 @@ class Causality(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Tell whether no pair sees the future."""
+        """Whether no pair sees the future."""
         return self.pairs == 0
 
     def __str__(self) -> str:
@@ -65,7 +66,7 @@ def causality(
 ) -> Causality:
     """Count the pairs of a pattern that see the future, in time that grows with their tiles; see ``Pattern.causality``.
 
-    Of a relation only what ``pattern & ~Causal()`` leaves is planned: for a causal one that is the diagonal.
+    For a relation, only ``pattern & ~Causal()`` is planned; if it is causal, only tiles on the diagonal are evaluated.
     """
     pattern, nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
     counts = [_of(branch) for branch in branches(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)]
@@ -81,18 +82,18 @@ def _of(branch: Branch) -> tuple[int, Offender | None]:
     first = first_positions(branch.pattern, branch.q_offset, branch.batch, torch.device("cpu")).tolist()
 
     def at(query: int, key: int, b: int, h: int) -> Offender:
-        # a query's place in the view as its position, which is congruent to the view's keys
+        # a place in the view as a position: the view's queries are congruent to its keys
         query, key = query + first[b][0], key + first[b][1]
         return Offender(branch.k_first + query * branch.rate, branch.k_first + key * branch.rate, b, heads[h])
 
     if branch.structure == "full":
-        # query p leaves out the keys up to p
+        # query p sees the keys after p: a sum over an arithmetic progression
         last = min(branch.nq, branch.nk - 1 - branch.q_offset)
         each = last * (branch.nk - 1 - branch.q_offset) - last * (last - 1) // 2
         return each * branch.batch * branch.head_count, at(0, branch.q_offset + 1, 0, 0)
     inside = (branch.pattern if moved is None else moved.pattern) & ~Causal()
     future = dataclasses.replace(branch, pattern=inside if moved is None else Shifted(inside, moved.offsets))
-    # asked for seldom: it takes no place from the plans of calls
+    # not cached: it is needed rarely, and would evict plans of calls
     plan = build(
         future.pattern,
         future.nq,
@@ -116,7 +117,7 @@ def _of(branch: Branch) -> tuple[int, Offender | None]:
 
 
 def _first(plan: BlockPlan, number: int) -> tuple[int, int] | None:
-    """Find the first query of a row set that attends a key, and the first of its keys, as indices."""
+    """Return the first query of a row set that attends a key, and the first of its keys, as indices."""
     filled = plan.row_ptr[number].diff().nonzero()
     if not len(filled):
         return None
@@ -126,7 +127,7 @@ def _first(plan: BlockPlan, number: int) -> tuple[int, int] | None:
     codes, place = bits.unique(return_inverse=True)
     whole = torch.ones(1, plan.q_tile, plan.kv_tile, dtype=torch.bool, device=plan.device)
     masks = torch.cat([unpack_masks(plan.mask_words[codes[codes >= 0]], plan.kv_tile), whole])
-    # the whole mask is the last one, whose code -1 is the first
+    # code -1, the first of the sorted codes, refers to the full mask, which is last
     masks = masks[
         torch.where(codes < 0, len(masks) - 1, torch.arange(len(codes), device=plan.device) - int((codes < 0).sum()))
     ]

@@ -1,4 +1,4 @@
-"""A plan's lists of tiles: sorted, and assembled from row sets."""
+"""Sort a plan's lists of tiles, and assemble plans from row sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALIGNED = 16  # elements: 64 bytes
 
 @dataclass(eq=False, repr=False)
 class RowSet:
-    """The non-empty tiles of a row set, or of several side by side, in row order; rows count on through the sets."""
+    """The non-empty tiles of one or several row sets, in row order; rows are numbered through all sets."""
 
     row: NDArray[np.int64]
     col: NDArray[np.int64]
@@ -28,7 +28,7 @@ class RowSet:
 
 
 def stable_order(keys: Int64, bound: int) -> Int64:
-    """Sort keys in [0, bound) stably, ascending: numpy sorts 16 bits by counting, so 16 at a time."""
+    """Return the stable ascending order of keys in [0, bound), 16 bits at a time: numpy radix-sorts 16-bit integers."""
     order: Int64 = np.argsort(keys.astype(np.uint16), kind="stable")
     for low in range(16, (bound - 1).bit_length(), 16):
         order = order[np.argsort((keys[order] >> low).astype(np.uint16), kind="stable")]
@@ -45,7 +45,7 @@ def assemble(
     tile: tuple[int, int],
     device: str | torch.device,
 ) -> BlockPlan:
-    """Make a plan of its row sets: the lists by columns, the launch order, and all of it in one piece of memory."""
+    """Assemble a plan from row sets: add the lists by columns and the launch order, in one piece of memory."""
     waits(device)
     q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
     limit(sum(len(each.row) for each in sets))
@@ -62,7 +62,7 @@ def assemble(
         row %= q_tiles
         bits_t = bits[by_column]
     else:
-        # one row of tiles lies in the order of columns
+        # one row of tiles is already in column order
         row, bits_t = np.zeros_like(row), bits
     del column
 
@@ -77,7 +77,7 @@ def assemble(
         "row_set": group.numpy(),
         "order": _launch_order(np.diff(row_ptr).reshape(-1)),
     }
-    # in one piece: one copy to a device, and small plans take little more than their elements
+    # one piece of memory needs one copy to a device, and small plans take little more than their elements
     sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays.values()]
     whole = torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
     for part, array in zip(whole.split(sizes), arrays.values(), strict=True):
@@ -94,7 +94,7 @@ def assemble(
 
 
 def _side_by_side(sets: list[RowSet], q_tiles: int) -> tuple[Int64, Int64, NDArray[np.int32]]:
-    """(row, col, bits) of all sets, whose rows count on."""
+    """Concatenate (row, col, mask_id) of all sets, with rows numbered through all sets."""
     if len(sets) == 1:
         return sets[0].row, sets[0].col, sets[0].mask_id
     row, col, bits = (np.concatenate([getattr(each, name) for each in sets]) for name in ("row", "col", "mask_id"))
@@ -106,13 +106,13 @@ def _side_by_side(sets: list[RowSet], q_tiles: int) -> tuple[Int64, Int64, NDArr
 
 
 def limit(tiles: int) -> None:
-    """Raise PatternError where numbers of tiles do not fit 32 bits."""
+    """Raise PatternError if the number of tiles does not fit in 32 bits."""
     if tiles >= 2**31:
         raise PatternError(message("pattern", f"{tiles} tiles", "fewer than 2**31", "Use larger tiles or less."))
 
 
 def _offsets(line: Int64, sets: int, lines: int) -> Int64:
-    """(sets, lines + 1): where the elements of each line of each set begin, and of the last one end."""
+    """Return (sets, lines + 1): the starts of the elements of each line of each set, and the end of the last line."""
     ends = np.cumsum(np.bincount(line, minlength=sets * lines))
     of_sets = np.zeros((sets, lines + 1), np.int64)
     of_sets[:, 1:] = ends.reshape(sets, lines)
@@ -121,6 +121,6 @@ def _offsets(line: Int64, sets: int, lines: int) -> Int64:
 
 
 def _launch_order(counts: Int64) -> Int64:
-    # longest first by classes of half an octave: rows of about one length keep their neighbours, who share keys
+    # Longest first, by classes of half an octave: rows of similar lengths stay beside neighbours that share keys.
     rank = np.floor(2 * np.log2(np.maximum(counts, 1))).astype(np.int16)
     return np.argsort(-rank, kind="stable")

@@ -1,4 +1,4 @@
-"""What is kept on a GPU: it is used from other streams than its own, and by CUDA graphs, which hold addresses alone."""
+"""Synchronise cached tensors on a GPU with other streams, and keep them alive for CUDA graphs that read them."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, message
 
-# until what made a thing has run, the streams that use it have to wait; by the thing
+# for each object: the stream that made it, an event after its making, and the streams that have waited for the event
 _made: weakref.WeakKeyDictionary[Any, tuple[Any, Any, set[Any]]] = weakref.WeakKeyDictionary()
-# what graphs read, as long as the process lives: nobody says when one is replayed for the last time
+# objects that captured graphs read, kept forever, since the last replay of a graph cannot be detected
 _in_graphs: set[object] = set()
 
 
 def capturing(device: torch.device | str) -> bool:
-    """Tell whether the current stream is captured in a CUDA graph: what is made then has no values before a replay."""
+    """Return whether a CUDA graph is captured on the current stream; new tensors then have no values until a replay."""
     return torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def waits(device: torch.device | str) -> None:
-    """Raise, while a graph is captured, where the host is about to copy to a device or to read from it.
+    """Raise if a graph is being captured; call this before a copy between host and device.
 
     Raises:
-        UnsupportedError: That would end the capture.
+        UnsupportedError: A graph is being captured, which the copy would end.
     """
     if capturing(device):
-        wanted = "a call that was made once before: what the host makes of a pattern is no part of a graph"
+        wanted = "a plan from an earlier call, since the host cannot make one during the capture"
         raise UnsupportedError(message("plan", "none yet, while a CUDA graph is captured", wanted, "Call it before."))
 
 
 def made(thing: object, device: torch.device) -> bool:
-    """Note what was just made on the current stream; False: it must not be kept, being part of a graph's capture.
+    """Record that an object was made on the current stream; return False if a graph captured it: do not cache it then.
 
     Args:
-        thing: A dataclass of tensors, which can be weakly referred to.
-        device: Where they are.
+        thing: A dataclass of tensors that supports weak references.
+        device: Device of the tensors.
     """
     if device.type != "cuda":
         return True
@@ -53,11 +53,11 @@ def made(thing: object, device: torch.device) -> bool:
 
 
 def used(thing: object, device: torch.device) -> None:
-    """Have the current stream wait for what was made on another one, and keep what a captured graph will read."""
+    """Make the current stream wait for an object from another stream; keep the object if a graph is being captured."""
     if device.type != "cuda":
         return
     if capturing(device):
-        # it was made, and waited for, before the capture began
+        # no wait is needed: the object was made, and waited for, before the capture began
         _in_graphs.add(thing)
         return
     stream = torch.cuda.current_stream(device)
@@ -65,7 +65,7 @@ def used(thing: object, device: torch.device) -> None:
     if known is None or known[0] == stream or stream in known[2]:
         return
     stream.wait_event(known[1])
-    # its memory is not given away while this stream still reads it
+    # the allocator must not reuse the memory while this stream may read it
     for tensor in _tensors(thing):
         tensor.record_stream(stream)
     known[2].add(stream)

@@ -1,8 +1,9 @@
-"""Plans of decoding steps, put together of rows that were planned before.
+"""Plans of decoding steps, assembled from rows of tiles that were planned before.
 
-Where a relation goes by distance (``Pattern.lookback``), queries that stand alike in a tile attend the same tiles, less
-those that they pass over between the first keys and the last. So a row of tiles is planned once for each way to stand,
-and the plan of a batch, whose elements each stand at a place of their own, is gathered from such rows.
+If a relation depends on distance (``Pattern.lookback``), queries at equal places in a tile attend the same tiles,
+except that later queries skip more tiles between the first keys and their window. So a row of tiles is planned once for
+each placement of queries and keys in their tiles, and the plan of a batch, with a placement for each element, is
+gathered from such rows.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from .csr import RowSet, assemble
 from .cuda_sync import waits
 from .from_pattern import MOST_IN_A_LINE, rows_of_elements
 
-# rows of tiles that are kept of one relation; a window has as many as it and a tile have keys, until it begins
+# most cached rows of tiles per relation; a window needs at most one per key of the window and of a tile
 _MOST_ROWS = 2**13
 _ROW_BYTES = 512
-# steps of a decoding that goes on, and elements of a batch for which they are planned ahead
+# decoding steps that are planned ahead, and the most batch elements for which they are
 _NEXT, _MOST_GOING = 16, 64
-# what is farther ahead is not told apart
+# larger distances ahead are treated as this one, so that sums fit into int64
 _AHEAD = 2**40
 
 
 class _Elements(NamedTuple):
-    """Where batch elements stand, one for all where they are alike; by place among the keys that are there.
+    """The placement of batch elements; arrays of one entry if all elements have the same.
 
     Attributes:
         q: Position of the first query.
         k: Position of the first key.
-        start: First key that exists.
-        stop: The one after the last.
+        start: Index of the first key that exists.
+        stop: End of the keys that exist, exclusive.
     """
 
     q: Int64
@@ -54,16 +55,16 @@ class _Elements(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """Rows that were planned, end to end, never written again.
+    """Planned rows of tiles, concatenated; immutable.
 
     Attributes:
-        known: Number of a row by where it stands: (q, k, start, stop).
+        known: Number of a row by its placement (q, k, start, stop).
         codes: Number of a mask by its bytes.
-        ptr: Where the tiles of each row begin, and of the last one end.
+        ptr: Start of each row's tiles, and the end of the last row's.
         col: Key tiles.
-        mask_id: As of a plan.
-        mask_words: Distinct ones.
-        leading: Of a mask that is the first keys for every query, how many; else 0.
+        mask_id: Mask number of each tile, as in a plan.
+        mask_words: Distinct masks.
+        leading: For each mask, n if it allows exactly the first n keys to every query, else 0.
     """
 
     known: dict[tuple[int, ...], int]
@@ -76,19 +77,19 @@ class _Planned(NamedTuple):
 
 
 class Rows:
-    """Rows of tiles of one relation, by where they stand.
+    """A cache of rows of tiles of one relation, by placement.
 
     Args:
-        relation: One of a single head.
-        look: How far it looks back.
-        nq: Queries, in one row of tiles.
-        tile: Its sides.
+        relation: The relation of a single head.
+        look: Its lookback.
+        nq: Number of queries, which fit in one row of tiles.
+        tile: Sides of a tile.
     """
 
     def __init__(self, relation: Pattern, look: Lookback, nq: int, tile: tuple[int, int]):
         self.relation, self.look, self.nq, self.tile = relation, look, nq, tile
         self.key = "rows", relation.spec, nq, *tile
-        # one thread plans, the others wait; a signal handler that has interrupted it plans for itself
+        # One thread plans at a time. Reentrant, since a signal handler may interrupt the thread and plan, too.
         self._lock = threading.RLock()
         none = np.zeros(0, np.int64)
         masks = np.zeros((0, tile[0], -(-tile[1] // 32)), np.int32)
@@ -96,13 +97,13 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of the cached rows."""
         planned = self.planned
-        # masks are held as bytes, too
+        # masks count twice, as words and as bytes in ``codes``
         return sum(x.nbytes for x in planned[2:]) + planned.mask_words.nbytes + _ROW_BYTES * (1 + len(planned.known))
 
     def at(self, places: Sequence[tuple[int, ...]]) -> tuple[_Planned, bool]:
-        """Rows with those that stand at (q, k, start, stop), and whether some of them were planned for it."""
+        """Return rows that include the given placements (q, k, start, stop), and whether some had to be planned."""
         with self._lock:
             planned = self.planned
             missing = [*dict.fromkeys(place for place in places if place not in planned.known)]
@@ -111,12 +112,12 @@ class Rows:
             missing += self._next(missing)
             if len(missing) + len(planned.known) > _MOST_ROWS:
                 planned, missing = self._empty, [*dict.fromkeys(places)]
-            # at once: what is interrupted changes nothing
+            # one assignment, so that an interrupted thread leaves the old rows
             self.planned = self._grown(planned, missing)
             return self.planned, True
 
     def _next(self, missing: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Where steps will stand that go on from one token to the next: to plan some at once takes little longer."""
+        """Return the next placements of decodings that advance token by token; planning them too costs little."""
         if len(missing) > _MOST_GOING:
             return []
         known = self.planned.known
@@ -155,7 +156,7 @@ class Rows:
 
 
 def gathered(pattern: Pattern, extent: Extent) -> BlockPlan | None:
-    """Plan one row of tiles as :func:`build` does, of rows that are kept; None of what does not go by distance."""
+    """Plan one row of tiles from cached rows; None if the pattern does not depend on distance."""
     nq, nk, heads, batch, tile, q_offset, device = extent
     taken = _taken_apart(pattern)
     if taken is None:
@@ -186,7 +187,7 @@ def gathered(pattern: Pattern, extent: Extent) -> BlockPlan | None:
 def _taken_apart(
     pattern: Pattern,
 ) -> tuple[tuple[str, ...], Offsets | None, list[KeyPadding], list[KeyPadding]] | None:
-    """The relations that a pattern joins, its offsets, and bounds by place and by position; None of other patterns."""
+    """Split a pattern into its relations, offsets, bounds on places and bounds on positions; None if it has others."""
     by_place, by_position, relations = list[KeyPadding](), list[KeyPadding](), list[str]()
     offsets: Offsets | None = None
     for part in pattern.parts if isinstance(pattern, And) else (pattern,):
@@ -210,12 +211,12 @@ def _taken_apart(
     return tuple(relations), offsets, by_place, by_position
 
 
-# about, of what is known of a pattern
+# approximate bytes of an entry about a pattern
 _PATTERN_BYTES = 2048
 
 
 def _kinds(specs: tuple[str, ...], heads: int) -> tuple[list[tuple[Pattern, Lookback]], Int64] | None:
-    """The different relations of heads, and which of them each has; None where one does not go by distance."""
+    """Return the distinct relations of heads, and each head's number; None if one does not depend on distance."""
     key = "kinds", specs, heads
     found = PATTERNS.get(key)
     if found is None:
@@ -254,7 +255,7 @@ def _elements(
     batch: int,
     q_offset: int,
 ) -> _Elements | None:
-    """Where elements stand; None where bounds are not those of the call, which planning says."""
+    """Return the placement of elements; None if bounds do not fit the call, so that planning raises the error."""
     q, k = np.full(1, q_offset, np.int64), np.zeros(1, np.int64)
     if offsets is not None:
         q, k = rows_of(offsets.table, 2).T
@@ -285,7 +286,7 @@ def _rows(relation: Pattern, look: Lookback, nq: int, tile: tuple[int, int]) -> 
 
 
 def _row_set(rows: Rows, elements: _Elements, nk: int, first_code: int) -> tuple[RowSet, NDArray[np.int32], Int64]:
-    """The different rows of a relation's elements, their masks, and which row each element has."""
+    """Return the distinct rows of a relation's elements, their masks, and the row of each element."""
     side = rows.tile[1]
     at, over, filled, places = _stand(rows.look, elements, rows.nq, side)
     lines: dict[tuple[int, ...], int] = {}
@@ -304,13 +305,13 @@ def _row_set(rows: Rows, elements: _Elements, nk: int, first_code: int) -> tuple
     col = col + np.where(later, over[line], 0)
     rest = nk % side
     if rest and len(leading):
-        # all there is of the last tile
+        # a mask that allows all existing keys of the last tile is a full tile
         bits = np.where((col == nk // side) & (bits >= 0) & (leading[bits] == rest), -1, bits)
     partial = bits >= 0
     used, codes = np.unique(bits[partial], return_inverse=True)
     bits[partial] = first_code + codes.reshape(-1)
     if filled.any():
-        # full tiles in between
+        # insert the skipped tiles, which are full
         between = over * filled
         place = np.arange(len(col)) + np.repeat(np.cumsum(between) - between, length) + later * between[line]
         before = np.bincount(line[~later], minlength=len(lines))
@@ -327,28 +328,30 @@ def _row_set(rows: Rows, elements: _Elements, nk: int, first_code: int) -> tuple
 def _stand(
     look: Lookback, elements: _Elements, nq: int, side: int
 ) -> tuple[list[int], list[int], list[bool], tuple[list[int], ...]]:
-    """How elements stand: from which tile on they pass over how many, whether those are full, and where they are then.
+    """Reduce placements to equivalent ones near the first keys, which many elements and steps share.
 
-    Where they are, (q, k, start, stop), is near the first keys, so that it is the same for many.
+    Returns:
+        For each element, the first tile that it may skip, the number of skipped tiles, whether these are full (else
+        they are empty), and the reduced placement (q, k, start, stop).
     """
     q, k, start, stop = elements
     first, back, far = np.full(len(q), look.first), np.full(len(q), look.back), np.full(len(q), look.far)
     if nq == 1 and look.every >= 0:
-        # all keys up to the query: by place, whatever the relation says of distances
+        # the query attends all keys up to itself, so only the places of keys matter
         near = (q <= look.every) & (stop + k == q + 1)
         first, back, far = np.where(near, 0, first), np.where(near, 0, back), far | near
         q, k = np.where(near, stop - 1, q), np.where(near, 0, k)
-    # without first keys only distances count
+    # past the first positions only distances matter, so subtract the common part of the positions
     dropped = np.maximum(np.minimum(q, k) - first, 0)
     q, k = q - dropped, k - dropped
-    # keys ahead that no query sees, and queries that are past all keys
+    # drop keys ahead of every query's reach, and move queries that are past the reach of all keys
     settled = q >= first
     seen = np.maximum(q + (nq + min(look.ahead, _AHEAD)), first) - k
     stop = np.where(settled, np.minimum(stop, np.maximum(seen, start)), stop)
     q = np.where(settled, np.minimum(q, np.maximum(stop + k, first) + back), q)
     none = start >= stop
     q, k, start, stop = [np.where(none, 0, x) for x in (q, k, start, stop)]
-    # tiles in which all keys are farther than the relation looks back
+    # skip tiles with all keys further back than ``look.back``
     at = -(-np.maximum(first - k, 0) // side)
     edge = at * side
     at = np.where(far, np.maximum(at, -(-start // side)), at)
@@ -360,12 +363,12 @@ def _stand(
 
 
 class Run(NamedTuple):
-    """Decoding steps that share a plan, but for the tiles that each passes over.
+    """A run of decoding steps that share a plan, except for the tiles that each step skips.
 
     Attributes:
-        key: What the steps have in common.
-        first: The first tile that a step may pass over.
-        behind: Keys that this step passes over from there on.
+        key: Key that is equal for all steps of the run.
+        first: The first tile that a step may skip.
+        behind: Number of keys that this step skips from there on.
     """
 
     key: Hashable
@@ -377,7 +380,7 @@ def _lookback(spec: str) -> Lookback | None:
     found: tuple[Lookback | None] | None = PATTERNS.get(("lookback", spec))
     if found is None:
         pattern = rebuild(spec, ())
-        # whether one is cut into strided views may depend on the length
+        # patterns with residues are excluded, since their split into strided views may depend on the length
         parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
         found = (pattern.lookback() if all(part.residue_rate == 1 for part in parts) else None,)
         PATTERNS.put(("lookback", spec), found, _PATTERN_BYTES)
@@ -385,14 +388,14 @@ def _lookback(spec: str) -> Lookback | None:
 
 
 def run_of_lengths(spec: str, keys: int, side: int) -> Run | None:
-    """Find the run of a decoding step: one query, the last of its keys. None of a pattern that does not go by distance.
+    """Return the run of a decoding step with one query at the last key; None if the pattern does not use distance.
 
-    Steps in which all keys are attended share a plan while those fill as many tiles, of which none is partial. Where
-    distances say what is attended, steps share one that end in the same place of a tile.
+    Steps that attend all keys share a plan while the keys fill the same number of tiles, since all tiles are full.
+    Steps of a window share a plan if they end at the same place in a tile.
 
     Args:
-        spec: A pattern without tables.
-        keys: How many keys there are.
+        spec: Text of a pattern without tables.
+        keys: Number of keys.
         side: Keys in a tile.
     """
     look = _lookback(spec)
@@ -401,7 +404,7 @@ def run_of_lengths(spec: str, keys: int, side: int) -> Run | None:
     if keys - 1 <= look.every:
         return Run((side, -(-keys // side)), 0, 0)
     first = -(-look.first // side)
-    # a whole tile is left
+    # at least one whole tile is not skipped
     behind = min((keys - 1 - look.back) // side - first, (keys - 1) // side - 1) * side
     return (
         Run((side, "alone", keys), 0, 0)
@@ -411,6 +414,6 @@ def run_of_lengths(spec: str, keys: int, side: int) -> Run | None:
 
 
 def _spread(begin: Int64, length: Int64) -> Int64:
-    """Indices of pieces, end to end."""
+    """Concatenate the index ranges begin[i], ..., begin[i] + length[i] - 1."""
     found: Int64 = np.arange(int(length.sum())) + np.repeat(begin - np.cumsum(length) + length, length)
     return found

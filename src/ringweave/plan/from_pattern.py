@@ -1,8 +1,8 @@
-"""Pattern to plan, in time and memory that grow with the non-empty tiles.
+"""Plan a pattern, in time and memory that grow with the non-empty tiles.
 
-Each query tile has a few key ranges outside of which the pattern allows nothing. The tiles of those ranges get a class
-(empty, full, or one of a few masks), one tile of each class is evaluated by token, and the masks are deduplicated.
-Everything is vectorised over tiles; the only Python loop runs over the distinct patterns among batch and heads.
+For each query tile, a few key ranges contain every allowed key. The tiles in those ranges are classified (empty, full,
+or one of a few masks), one tile of each class is evaluated by token, and the masks are deduplicated. Everything is
+vectorised over tiles; the only Python loop runs over the distinct patterns among batch and heads.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from .from_table import Listed, TableContext, fine, from_fine_table, from_table,
 _EVALUATED_AT_ONCE = 2**24  # mask bits
 _TILES_AT_ONCE = 2**18
 _TILES_SAMPLED = 2**22
-#: Tiles of a row, or of a column.
+#: Most tiles in a row or in a column.
 MOST_IN_A_LINE = 2**24
 DEFAULT_TILE = 128
-#: A pattern, and where the batch elements that differ in it begin on its axis.
+#: A pattern, and the starts of its distinct batch elements on the axis of all elements.
 _Alike = tuple[Pattern, Int64]
 
 
 def default_tile(n: int) -> int:
-    """Give the tile side for a length: 128, or the least power of two >= 16 that holds a shorter sequence."""
+    """Return the tile side for a length: 128, or the least power of two >= 16 that covers a shorter sequence."""
     return min(DEFAULT_TILE, max(16, 1 << (n - 1).bit_length()))
 
 
 def check_tile(tile: object) -> tuple[int, int]:
-    """Check a side or both, as (q_tile, kv_tile).
+    """Check one tile side or both, and return (q_tile, kv_tile).
 
     Raises:
-        ShapeError: Sides that are no multiples of 16, or too large.
+        ShapeError: A side is not a multiple of 16, or too large.
     """
     sides = tile if isinstance(tile, (tuple, list)) else (tile, tile)
     if len(sides) == 2 and all(_is_side(side) for side in sides):
@@ -71,7 +71,7 @@ def build(
     tile: tuple[int, int],
     device: str | torch.device = "cpu",
 ) -> BlockPlan:
-    """Plan a pattern, uncached; see :func:`ringweave.plan`."""
+    """Plan a pattern without the cache; see :func:`ringweave.plan`."""
     _check(pattern, nq, nk, heads, batch, q_offset, tile, device)
     extent = Extent(nq, nk, heads, batch, tile, q_offset, str(device))
     parts = split(pattern, tile)
@@ -94,7 +94,7 @@ def build(
 
 
 def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[_Alike], torch.Tensor]:
-    """The row sets of all batch elements and heads, each once, and which of them each uses, (B, Hq) int32."""
+    """Return the distinct patterns of all batch elements and heads, and the row set that each uses, (B, Hq) int32."""
     group = np.zeros((batch, heads), np.int32)
     found: list[_Alike] = []
     known: dict[Hashable, Int64] = {}
@@ -109,14 +109,14 @@ def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[_Alike], t
             starts, like = elements(each, batch)
             known[value] = count + like
             count += len(starts)
-            # on the axis of all elements only where they differ
+            # positions need the axis of all elements only if the elements differ
             found.append((each.part if isinstance(each, Shared) else each, starts))
         group[:, h:] = known[value][:, None]
     return found, torch.from_numpy(group)
 
 
 def _one_by_one(pattern: Pattern, heads: int, batch: int) -> tuple[list[_Alike], torch.Tensor]:
-    """As :func:`_distinct`, of a pattern that answers for one batch element at a time."""
+    """Compute :func:`_distinct` for a pattern that must be selected for one batch element at a time."""
     distinct: dict[Hashable, tuple[int, Pattern]] = {}
     known: dict[int, tuple[int, Pattern]] = {}
     group = np.zeros((batch, heads), np.int32)
@@ -125,7 +125,7 @@ def _one_by_one(pattern: Pattern, heads: int, batch: int) -> tuple[list[_Alike],
             each = pattern.select(b, h)
             numbered = known.get(id(each))
             if numbered is None:
-                # held with its number, so that no other has its address
+                # kept alive with its number, so that its id is not reused
                 numbered = known[id(each)] = (distinct.setdefault(each.value(), (len(distinct), each))[0], each)
             group[b, h] = numbered[0]
     return [(each, np.zeros(1, np.int64)) for _, each in distinct.values()], torch.from_numpy(group)
@@ -139,7 +139,7 @@ def _table_context(every: str, none: str, extent: Extent, table: tuple[int, ...]
         made(context, torch.device(extent.device))
         PATTERNS.put(key, context, context.nbytes)
     else:
-        # a graph that is captured reads it as long as the process lives
+        # a graph that is being captured may read it for the life of the process
         used(context, torch.device(extent.device))
     return context
 
@@ -152,7 +152,7 @@ def _new_context(every: str, none: str, extent: Extent, table: tuple[int, ...], 
     store = _Masks(tile)
 
     def listed(each: Pattern, starts: Int64) -> Iterator[Listed]:
-        # some rows at a time: of tiles side by side runs are kept, few where the tiles are many
+        # some rows at a time: adjacent tiles become runs, which are few even if the tiles are many
         for first in range(0, q_tiles, step):
             tiles = _rows(each, starts, nq, nk, q_offset, tile, store, slice(first, first + step))
             yield (first + tiles.row) * kv_tiles + tiles.col, tiles.mask_id
@@ -166,10 +166,10 @@ def _new_context(every: str, none: str, extent: Extent, table: tuple[int, ...], 
 
 
 def _by_context(table: BlockTable, tiles: int) -> bool:
-    """Whether what a table is combined with is planned for all tiles, and kept, for tables to come."""
+    """Return whether to plan the patterns around a table for all tiles, and cache that for other tables."""
     if table.tables[0].device.type != "cpu":
         return True
-    # where the host may look at a mask, its equal rows are found to be; and of many tiles only those that are set
+    # On the host, planning the whole pattern finds equal rows of a mask, and computes only the set tiles of many.
     return tiles <= _TILES_AT_ONCE and (isinstance(table.blocks, ListedBlocks) or table.blocks.shape[-2] == 1)
 
 
@@ -201,9 +201,9 @@ def _check(
 def rows_of_elements(
     pattern: Pattern, nq: int, nk: int, batch: int, tile: tuple[int, int], masks: dict[bytes, int]
 ) -> tuple[RowSet, Int64]:
-    """The rows of a pattern with bounds, of one head and unchecked, and which of them each batch element has.
+    """Return the row sets of one head of a pattern with bounds, and the row set of each batch element; no checks.
 
-    Bits are numbers of ``masks``, to which new ones are added.
+    Mask numbers are those of ``masks``, to which new masks are added.
     """
     each = batched(pattern, 0)
     assert each is not None
@@ -221,7 +221,7 @@ def _rows(
     store: _Masks,
     part: slice = slice(None),
 ) -> RowSet:
-    """The rows of batch elements that differ, of which each begins at one of ``starts`` on the pattern's axis."""
+    """Return the row sets of distinct batch elements, which begin at ``starts`` on the pattern's axis."""
     q_tile, kv_tile = tile
     lo = np.arange(0, nq, q_tile, dtype=np.int64)[part]
     hi = np.minimum(lo + q_tile, nq)
@@ -241,7 +241,7 @@ def _rows(
     partial = keys != FULL
     if not partial.any():
         return RowSet(row, col, bits, len(starts))
-    # clipped tiles at the ends hold other masks than whole ones of the same class
+    # tiles that are clipped at the ends have other masks than whole tiles of their class
     clipped = (tiles.q_hi - tiles.q_lo != q_tile) * 2 + (tiles.k_hi - tiles.k_lo != kv_tile)
     label = keys[partial] * 4 + clipped[partial]
     _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
@@ -252,9 +252,9 @@ def _rows(
 
 
 def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offset: int = 0, sample: int = 64) -> float:
-    """Estimate how many tiles of the default sides all heads of one batch element have, from a sample of query tiles.
+    """Estimate the tiles of default sides in all heads of one batch element, from a sample of query tiles.
 
-    Cost grows with the sampled rows alone, whatever the length; masks are not evaluated.
+    The cost depends only on the sampled rows, not on the length; masks are not evaluated.
     """
     q_tile, kv_tile = default_tile(nq), default_tile(nk)
     rows = -(-nq // q_tile)
@@ -277,7 +277,7 @@ def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offs
 
 
 def _candidates(ranges: Ranges, kv_tile: int, kv_tiles: int) -> tuple[Int64, Int64]:
-    """List the tiles that the ranges touch, by row and ascending, each once."""
+    """Return the tiles that the ranges touch, by row and ascending, each once."""
     start = np.maximum(ranges.start, 0) // kv_tile
     stop = np.minimum(-(-ranges.stop // kv_tile), kv_tiles)
     empty = (ranges.stop <= ranges.start) | (stop <= start)
@@ -300,7 +300,7 @@ def _candidates(ranges: Ranges, kv_tile: int, kv_tiles: int) -> tuple[Int64, Int
 
 
 class _Masks:
-    """Distinct packed masks; full and empty ones get a code of their own."""
+    """Distinct packed masks, numbered; full and empty masks have codes of their own."""
 
     FULL, EMPTY = -1, -2
 
@@ -310,17 +310,17 @@ class _Masks:
         self.index = {} if index is None else index
 
     def add(self, pattern: Pattern, sample: Tiles) -> NDArray[np.int32]:
-        """Evaluate the pattern on tiles by token: a mask index each, or FULL or EMPTY."""
+        """Evaluate the pattern on tiles by token; return for each its mask number, FULL or EMPTY."""
         q_tile, kv_tile = self.tile
         codes = np.empty(len(sample.q_lo), np.int32)
-        # a decoding step has one query
+        # only the rows that exist, since a decoding step has one query
         high = int((sample.q_hi - sample.q_lo).max(initial=1))
         rows, columns = (torch.arange(side, device="cpu") for side in (high, kv_tile))
         step = max(1, _EVALUATED_AT_ONCE // (high * kv_tile))
         for begin in range(0, len(codes), step):
             q_lo, q_hi, k_lo, k_hi = (torch.from_numpy(side[begin : begin + step])[:, None, None] for side in sample)
             q, k = q_lo + rows[:, None], k_lo + columns
-            # positions past the ends are clamped: a function may index tables by them
+            # positions past the ends are clamped, since a function may index tables by them
             allowed = pattern.allows(torch.minimum(q, q_hi - 1), torch.minimum(k, k_hi - 1))
             inside = np.where(q < q_hi, np.packbits((k < k_hi).numpy(), axis=2, bitorder="little"), np.uint8(0))
             bits = np.packbits(allowed.expand(len(q), high, kv_tile).numpy(), axis=2, bitorder="little") & inside
@@ -334,6 +334,6 @@ class _Masks:
         return codes
 
     def packed(self) -> torch.Tensor:
-        # as they were added
+        # in the order of their numbers
         words = np.frombuffer(bytearray().join(self.index), "<i4")
         return torch.from_numpy(words.reshape(-1, *self.words))

@@ -1,10 +1,10 @@
-"""A table of blocks on the tile grid is its own plan: every tile full, no token evaluated, on the table's device.
+"""Plan tables of blocks on the tile grid: every tile is full, no token is evaluated, all on the table's device.
 
-On a CPU the lists are exact. On a GPU their length would have to be read back, which waits for all that was queued
-before; so they get as many places as the table can have blocks, known without reading it, and ``row_ptr`` and
-``col_ptr`` say which hold tiles. That path calls nothing whose shape depends on values: it can be captured in a CUDA
-graph, and plans anew at every replay. A table combined with patterns that have none, such as a causal one or a
-window, is planned like that too: their tiles are planned once, and kept on the device.
+On a CPU the lists are exact. On a GPU their exact length would have to be read back, which waits for all queued work.
+So the lists get as many places as the table can have blocks, known without reading it, and ``row_ptr`` and ``col_ptr``
+tell which places hold tiles. No shape on that path depends on values, so it can be captured in a CUDA graph, which
+plans again at every replay. A table combined with patterns without tables, such as a causal pattern or a window, is
+planned in this way, too: the tiles of the other patterns are planned once and cached on the device.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from ..patterns.tiles import Int64
 from .block_plan import BlockPlan, Extent
 from .csr import stable_order
 
-#: Places of a list beyond which a GPU plan is made exact, for one wait: four lists of them take a quarter of a GiB.
+#: Most places of a list; a larger GPU plan is made exact, at the cost of one wait. Four such lists take 256 MiB.
 MOST_PLACES = 2**24
-# of masks that are made for all tiles of a fine table
+# most words of masks that are made for all tiles of a fine table
 _MOST_WORDS = 2**26
 
 
 def from_table(
     pattern: BlockTable, extent: Extent, spare: bool | None = None, context: TableContext | None = None
 ) -> BlockPlan:
-    """Plan a table whose blocks are the tiles.
+    """Plan a table with blocks that are the tiles.
 
     Args:
         pattern: The table.
-        extent: Its tile is the table's block size, and its offset is 0, but for a table with a single row. The table
-            is copied to its device.
-        spare: Whether the lists may have places to spare; by default on anything but a CPU, where they are few enough.
-        context: The pattern that the table is a part of.
+        extent: The extent; its tile is the table's block size, and its offset is 0 unless the table has a single row.
+            The table is copied to its device.
+        spare: Whether the lists may have unused places; by default if the device is not a CPU and there are at most
+            ``MOST_PLACES``.
+        context: The other patterns that the table is combined with.
     """
     nq, nk, heads, batch, tile, q_offset, _ = extent
     blocks = pattern.blocks.to(extent.device)
@@ -74,20 +75,22 @@ def from_table(
 
 
 def fine(pattern: BlockTable, tile: tuple[int, int]) -> bool:
-    """Whether a table's blocks fill the tiles, whole words of a mask each, and few enough to look at all of them."""
+    """Return whether blocks divide the tiles, cover whole words of masks, and are few enough to process them all."""
     high, wide = pattern.block_size
-    # of larger blocks few masks differ, and it is worth to find which
+    # masks of larger blocks have few distinct values, so the general path, which deduplicates them, is better
     fills = high <= 16 and tile[0] % high == 0 and tile[1] % wide == 0 and wide % 32 == 0
     return fills and math.prod(pattern.blocks.shape) * high * wide // 32 <= _MOST_WORDS
 
 
 def from_fine_table(pattern: BlockTable, extent: Extent, spare: bool | None = None) -> BlockPlan:
-    """Plan a table whose blocks are parts of the tiles, such as a list of key blocks for every token.
+    """Plan a table with blocks that are parts of the tiles, such as a list of key blocks for every token.
 
-    A tile's mask is made of its blocks. On a GPU every tile has one, so that nothing is read back.
+    A tile's mask is made of its blocks. On a GPU a mask is made for every tile, so that nothing is read back.
 
     Args:
-        pattern: A table that :func:`fine` takes; the others as of :func:`from_table`.
+        pattern: A table that :func:`fine` accepts.
+        extent: As in :func:`from_table`.
+        spare: As in :func:`from_table`.
     """
     nq, nk, heads, batch, tile, *_ = extent
     blocks, (side, across) = pattern.blocks.to(extent.device), pattern.block_size
@@ -112,7 +115,7 @@ def from_fine_table(pattern: BlockTable, extent: Extent, spare: bool | None = No
         number = (partial.view(-1).cumsum(0) - 1).view(full.shape)
     words = held.reshape(-1, high, 1, wide, 1).expand(-1, -1, side, -1, across // 32)
     words = words.reshape(-1, tile[0], tile[1] // 32).int().neg()
-    # past the ends nothing is allowed
+    # mask bits past the ends are 0
     row, col = (place.view(-1) // kv_tiles % q_tiles)[:, None], (place.view(-1) % kv_tiles)[:, None]
     here = row * tile[0] + torch.arange(tile[0], device=device) < nq
     left = (nk - col * tile[1] - torch.arange(0, tile[1], 32, device=device)).clamp(0, 32)
@@ -132,7 +135,7 @@ def from_fine_table(pattern: BlockTable, extent: Extent, spare: bool | None = No
 
 
 def _on_host(blocks: BlockSet, sets: int) -> tuple[Tensor, ...]:
-    """Make the lists of a table that is a plan by itself, on a CPU."""
+    """Make the lists of a table without a context, on a CPU."""
     rows, width = blocks.shape[-2:]
     counts, col = blocks.lines()
     ends = np.concatenate([np.zeros(1, np.int64), counts.cumsum()])
@@ -145,7 +148,7 @@ def _on_host(blocks: BlockSet, sets: int) -> tuple[Tensor, ...]:
     if sets * width <= 2**16:
         order = stable_order(column, sets * width)
     else:
-        # one set at a time stays in a processor's cache
+        # one set at a time, which stays in a processor's cache
         parts = [(int(each[0]), int(each[-1])) for each in row_ptr]
         order = np.concatenate(
             [lo + stable_order(column[lo:hi] - g * width, width) for g, (lo, hi) in enumerate(parts)]
@@ -156,7 +159,7 @@ def _on_host(blocks: BlockSet, sets: int) -> tuple[Tensor, ...]:
 
 
 def _exact(blocks: BlockSet, sets: int, context: TableContext | None) -> tuple[Tensor, ...]:
-    """Make the lists of a plan, no longer than they are."""
+    """Make the lists of a plan with exact lengths."""
     if context is None and blocks.table.device.type == "cpu":
         return _on_host(blocks, sets)
     rows, width = blocks.shape[-2:]
@@ -190,17 +193,17 @@ def _exact(blocks: BlockSet, sets: int, context: TableContext | None) -> tuple[T
 
 
 def _lines(sets: int, lines: int, device: torch.device) -> Tensor:
-    """Number the lines of each set, and the one after: (sets, lines + 1)."""
+    """Number the lines through all sets, with the end of each set: (sets, lines + 1)."""
     return torch.arange(sets, device=device)[:, None] * lines + torch.arange(lines + 1, device=device)
 
 
 def _starts(number: Tensor, sets: int, lines: int, width: int) -> Tensor:
-    """Find where lines of ``width`` numbers begin among ascending ones, and the last one's end: (sets, lines + 1)."""
+    """Find the starts of lines of ``width`` numbers in a sorted list, and the end of each set: (sets, lines + 1)."""
     return torch.searchsorted(number, (_lines(sets, lines, number.device) * width).to(number.dtype))
 
 
 def _with_room(blocks: BlockSet, sets: int, context: TableContext | None) -> tuple[Tensor, ...]:
-    """Make the lists of a plan with a place for every block that could be set; no shape depends on what is."""
+    """Make the lists of a plan with a place for every block that could be set, so that no shape depends on values."""
     listed, (rows, width) = blocks.listed(), blocks.shape[-2:]
     area, device = rows * width, listed.device
     listed = listed.reshape(math.prod(blocks.shape[:-2]), rows, blocks.most)
@@ -211,7 +214,7 @@ def _with_room(blocks: BlockSet, sets: int, context: TableContext | None) -> tup
     code = torch.full((place.numel(),), -1, dtype=torch.int32, device=device)
     if context is not None:
         code = torch.where((listed < width).reshape(-1), context.at(set_number, place, area), EMPTY)
-    # what is not set has the number past the end
+    # places without a tile get the number past the end, and are sorted last
     used = (listed < width).reshape(-1) if context is None else code != EMPTY
     number = torch.where(used, (set_number * area + place).reshape(-1), sets * area)
     if context is not None and context.outside.numel():
@@ -219,14 +222,14 @@ def _with_room(blocks: BlockSet, sets: int, context: TableContext | None) -> tup
         number, order = number.sort(stable=True)
         code = torch.cat([code, context.outside_codes])[order]
     else:
-        # they ascend already: what is set moves up
+        # they ascend already: used places are only moved to the front
         places = number.numel()
         target = torch.where(used, used.cumsum(0) - 1, places)
         number = torch.full((places + 1,), sets * area, device=device).scatter_(0, target, number)[:places]
         code = torch.full((places + 1,), -1, dtype=torch.int32, device=device).scatter_(0, target, code)[:places]
     line, col = number // width, number % width
     column = torch.where(number < sets * area, line // rows * width + col, sets * width)
-    # half the digits to sort by
+    # int32 has half the digits to sort by
     column = column.int() if sets * width < 2**31 else column
     column, order = column.sort(stable=True)
     ptrs = _starts(number, sets, rows, width), _starts(column, sets, width, 1)
@@ -234,14 +237,14 @@ def _with_room(blocks: BlockSet, sets: int, context: TableContext | None) -> tup
 
 
 EMPTY = -2
-#: Ascending places of tiles among all of a head, and their codes.
+#: Ascending places of tiles in a flat array of a head's tiles, and their codes.
 Listed = tuple[Int64, NDArray[np.int32]]
-#: Where runs of tiles with one code begin and end, and their codes.
+#: Begins, ends and codes of runs of tiles with one code.
 Runs = tuple[Int64, Int64, NDArray[np.int32]]
 
 
 def split(pattern: Pattern, tile: tuple[int, int]) -> tuple[BlockTable, Pattern, Pattern] | None:
-    """Split a pattern into its one table on the tile grid, itself with every block of that set, and with none."""
+    """Split a pattern into its only table, on the tile grid, and itself with every block set and with none set."""
     tables = [leaf for leaf in leaves(pattern) if leaf.tables]
     if not tables or not all(_same(tables[0], leaf) for leaf in tables):
         return None
@@ -253,9 +256,9 @@ def split(pattern: Pattern, tile: tuple[int, int]) -> tuple[BlockTable, Pattern,
 
 
 def of_sets(lead: tuple[int, ...], group: int, batch: int, heads: int, device: str | torch.device) -> Tensor:
-    """Number the row sets of a table of leading sides (), (H,) or (B, H) for batch elements and heads: (B, Hq) int64.
+    """Return the row set of each batch element and head, (B, Hq) int64.
 
-    Each of the table's heads is that of ``group`` query heads.
+    The table has leading sides (), (H,) or (B, H), and ``group`` query heads share each of its heads.
     """
     sets = torch.arange(math.prod(lead), device=device).view(lead)
     if lead and group > 1:
@@ -264,7 +267,7 @@ def of_sets(lead: tuple[int, ...], group: int, batch: int, heads: int, device: s
 
 
 def _same(a: Pattern, b: Pattern) -> bool:
-    """Tell whether two patterns are the same table; without a look at what it holds."""
+    """Return whether two patterns are the same table in memory, without reading it."""
     return a.spec == b.spec and all(
         one.data_ptr() == two.data_ptr() for one, two in zip(a.tables, b.tables, strict=True)
     )
@@ -272,22 +275,24 @@ def _same(a: Pattern, b: Pattern) -> bool:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TableContext:
-    """The tiles of a pattern that has one table in it, where that is set and where it is not; all on one device.
+    """The tiles of a pattern with one table in it, for blocks that are set and for blocks that are not; on one device.
 
-    A combination of a table and of patterns without one is, at a tile, one of two: what it would be with every block
-    set, or with none. Both are known before the table. Of the first, tiles side by side with one code are a run: a
-    causal pattern has three in a row of tiles, whatever the length. Of the second, all that are not empty are listed.
+    At each tile, a combination of a table with other patterns equals the combination with every block set, or the one
+    with no block set. Both are planned before the table is known. The tiles of the first are stored as runs of adjacent
+    tiles with one code: a causal pattern has three runs per row of tiles at any length. The non-empty tiles of the
+    second are listed.
 
     Attributes:
-        starts: (S,) int64, ascending, the first 0: where a run begins in a flat array (P, query tiles, key tiles).
-            Of equal ones the last counts.
+        starts: (S,) int64, ascending, beginning with 0: starts of runs in a flat array (P, query tiles, key tiles), for
+            P distinct patterns. Of equal starts the last is valid.
         codes: (S,) int32: EMPTY, -1 full, else an index into ``mask_words``.
-        outside: (E,) int64, ascending: tiles where the table is not set, in a flat array (G, query tiles, key tiles).
-        outside_codes: (E,) int32.
-        mask_words: As a plan's.
-        of_table: (G,) int64, which row set of the table each of the joint ones uses.
-        of_codes: (G,) int64, which of the P.
-        row_set: (B, Hq) int32, which of the G a batch element and head uses.
+        outside: (E,) int64, ascending: non-empty tiles with no block set, in a flat array (G, query tiles, key tiles),
+            for G joint row sets.
+        outside_codes: (E,) int32, codes of these tiles.
+        mask_words: Masks, as in a plan.
+        of_table: (G,) int64, row set of the table that each joint row set uses.
+        of_codes: (G,) int64, pattern, of P, that each joint row set uses.
+        row_set: (B, Hq) int32, joint row set of each batch element and head.
     """
 
     starts: Tensor
@@ -301,7 +306,7 @@ class TableContext:
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of all tensors."""
+        """Bytes of all tensors."""
         return sum(getattr(self, each.name).nbytes for each in fields(self))
 
     @staticmethod
@@ -313,20 +318,21 @@ class TableContext:
         area: int,
         device: str | torch.device,
     ) -> TableContext:
-        """Describe it by the tiles with every block set and with none, and by which sets of the table are whose.
+        """Build a context from the tiles with every block set and with none, and the table's row sets.
 
         Args:
-            inside: With every block set, the runs of each distinct pattern, in parts, and (B, Hq) int32 which pattern
-                each uses.
-            outside: The same with no block set, and all its tiles listed.
-            masks: As a plan's.
-            table: (B, Hq), which row set of the table each uses.
-            area: Tiles of a head.
-            device: Where it goes.
+            inside: For every block set, the runs of each distinct pattern, in parts, and the pattern that each batch
+                element and head uses, (B, Hq) int32.
+            outside: For no block set, the listed tiles of each distinct pattern, in parts, and the pattern that each
+                batch element and head uses, (B, Hq) int32.
+            masks: Masks, as in a plan.
+            table: (B, Hq), row set of the table that each uses.
+            area: Number of tiles of a head.
+            device: Device of the context.
         """
         runs = [(n * area + begin, n * area + end, code) for n, of in enumerate(inside[0]) for begin, end, code in of]
         begin, end, code = (np.concatenate(part) for part in zip(*runs, strict=True))
-        # what comes after a run is empty, unless another run begins there
+        # tiles after a run are empty, unless another run begins there
         starts = np.concatenate([np.zeros(1, np.int64), end, begin])
         codes = np.concatenate([np.full(1 + len(end), EMPTY, np.int32), code])
         order = np.argsort(starts, kind="stable")
@@ -341,19 +347,19 @@ class TableContext:
         return TableContext(*(x.to(device) for x in moved))
 
     def at(self, set_number: Tensor, place: Tensor, area: int) -> Tensor:
-        """Look up codes of tiles with a set block, by joint row set and place in its ``area``; int32, of int64."""
+        """Look up the codes of tiles with a set block, by joint row set and place in its ``area``; int64 to int32."""
         number = (self.of_codes[set_number] * area + place).reshape(-1)
         return self.codes[torch.searchsorted(self.starts, number, right=True) - 1]
 
     def free(self, blocks: BlockSet) -> Tensor:
-        """Tell whether the table is not set at the tiles outside of it, (E,)."""
+        """Return whether the table's block is not set at each tile of ``outside``, bool (E,)."""
         rows, width = blocks.shape[-2:]
         line = self.outside // width
         return ~blocks.held(self.of_table[line // rows] * rows + line % rows, self.outside % width)
 
 
 def runs_of(place: Int64, code: NDArray[np.int32]) -> Runs:
-    """Join tiles at ascending places, each with a code, to runs (begin, end, code) of neighbours with one code."""
+    """Join adjacent tiles of equal codes, at ascending places, to runs (begin, end, code)."""
     ends = np.ones(len(place) + 1, np.bool_)
     ends[1:-1] = (place[1:] != place[:-1] + 1) | (code[1:] != code[:-1])
     first, last = np.flatnonzero(ends[:-1]), np.flatnonzero(ends[1:])

@@ -1,4 +1,4 @@
-"""Plans and patterns to and from FlexAttention's BlockMask."""
+"""Conversion of plans and patterns to and from FlexAttention's BlockMask."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 
 def to_block_mask(plan: BlockPlan) -> Any:
-    """See :meth:`BlockPlan.to_block_mask`."""
+    """Convert a plan to a BlockMask; see :meth:`BlockPlan.to_block_mask`."""
     from torch.nn.attention.flex_attention import BlockMask
 
     groups, rows, columns = plan.row_ptr.shape[0], plan.q_tiles, plan.kv_tiles
     line, col, bits = plan.listed()
-    # -2 empty, -1 full, else the mask
+    # -2 for an empty tile, -1 for a full one, else the number of its mask
     table = torch.full((groups, rows, columns), -2, dtype=torch.int32, device=plan.device)
     table[line // rows, line % rows, col] = bits.int()
     group = plan.row_set.long()
     several = plan.row_set.shape[0] > 1, plan.row_set.shape[1] > 1
-    # as many as a power of two: compiled code is for a number of masks, and plans of one kind differ a little in it
+    # Padded to a power of two: compiled code is specialised to the number of masks, which varies between similar plans.
     missing = (1 << max(plan.mask_words.shape[0] - 1, 0).bit_length()) - plan.mask_words.shape[0]
     masks = torch.nn.functional.pad(plan.mask_words, (0, 0, 0, 0, 0, missing))
     q_tile, kv_tile = plan.q_tile, plan.kv_tile
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        # as in flex_attention, one batch element or head stands for any number
+        # as in flex_attention, one batch element or head broadcasts
         rows = group[b if several[0] else 0, h if several[1] else 0]
         code = table[rows, q // q_tile, k // kv_tile]
-        # the words of a mask begin anew in every tile
+        # words of a mask are indexed by the key's place in its tile
         place = k % kv_tile
         word = masks[code.clamp(min=0), q % q_tile, place // 32]
         return (code == -1) | ((code >= 0) & (((word >> (place % 32)) & 1) == 1))
@@ -54,14 +54,14 @@ def to_block_mask(plan: BlockPlan) -> Any:
 
 
 def from_block_mask(block_mask: Any) -> Pattern:
-    """Make a pattern of a FlexAttention ``BlockMask``: full blocks, and partial blocks under its ``mask_mod``.
+    """Make a pattern of a FlexAttention ``BlockMask``: its full blocks, and its partial blocks with ``mask_mod``.
 
     Args:
-        block_mask: From ``create_block_mask`` or ``BlockMask.from_kv_blocks``.
+        block_mask: Mask from ``create_block_mask`` or ``BlockMask.from_kv_blocks``.
     Returns:
-        A pattern for the mask's batch, heads and lengths (1 in the mask stands for any number).
+        A pattern for the mask's batch, heads and lengths (batch or heads of 1 broadcast).
     Raises:
-        PatternError: Not a BlockMask.
+        PatternError: The value is not a BlockMask.
     Example:
         >>> from torch.nn.attention.flex_attention import create_block_mask
         >>> causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
@@ -82,7 +82,7 @@ def from_block_mask(block_mask: Any) -> Pattern:
 
     def table(counts: Tensor, indices: Tensor) -> BlockTable:
         batch, heads, rows = counts.shape
-        # in a BlockMask 1 broadcasts, in a table every batch element and head has its own
+        # drop axes of length 1, which broadcast
         shape = ((batch, heads) if batch > 1 else (heads,) if heads > 1 else ()) + (rows,)
         return BlockTable(
             indices=indices.reshape(*shape, -1),

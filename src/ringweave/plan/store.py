@@ -1,4 +1,4 @@
-"""Plans on disk: those that took long to make, by value, for other processes and later ones."""
+"""A store on disk for plans that took long to make, by value, for other and later processes."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from ..patterns import Pattern
 from .block_plan import _TENSORS, BlockPlan, _unflatten
 
 _FORMAT = 2
-# row sets, listed tiles and masks: with the sizes of the call they give the shape of every tensor
+# numbers of row sets, listed tiles and masks; with the sizes of the call they determine the shape of every tensor
 _COUNTS = struct.Struct("<3q")
 _DIGEST = 32
-# hashing more than that costs as much as many a plan
+# most bytes of tables that are hashed; hashing more can cost more than planning
 _MOST_TABLES = 2**28
 _log = logging.getLogger("ringweave")
 
 
 class PlanStore:
-    """A folder of plans. A file is written whole or not at all, and one that is not what was written is ignored.
+    """A folder of plans. Files are written atomically, and a damaged file is ignored.
 
-    The name of a file is a digest of all that a plan depends on: the pattern's text, its tables' contents, the sizes,
-    the tile, the version of ringweave. Nothing is ever removed: remove the folder when you like.
+    The name of a file is a digest of everything that a plan depends on: the pattern's text, its tables' contents, the
+    sizes, the tile, and the version of ringweave. Files are never removed; the folder may be removed at any time.
 
     Args:
-        folder: Made where it is missing, at the first write.
-        seconds: Plans that took longer to make are kept.
+        folder: Folder of the files; created at the first write if it is missing.
+        seconds: Plans that took longer than this to make are stored.
     """
 
     def __init__(self, folder: str | Path, seconds: float = 0.05):
         self.folder, self.seconds = Path(folder), seconds
 
     def name(self, pattern: Pattern, sizes: tuple[int, ...]) -> str | None:
-        """Name what a plan is made of; None for what has no value on disk: functions, and tables on a GPU."""
+        """Return the name of a plan's file; None for patterns with functions, tables on a GPU, or very large tables."""
         tables = pattern.tables
         size = sum(table.nbytes for table in tables)
         if "TokenMask(" in pattern.spec or size > _MOST_TABLES or any(t.device.type != "cpu" for t in tables):
@@ -55,7 +55,7 @@ class PlanStore:
         return digest.hexdigest()
 
     def load(self, name: str, sizes: tuple[int, ...]) -> BlockPlan | None:
-        """Read a plan of these sizes; None where there is none, or a file that is broken."""
+        """Read a plan of these sizes; None if the file is missing or damaged."""
         try:
             data = (self.folder / name).read_bytes()
         except (OSError, MemoryError):
@@ -67,7 +67,7 @@ class PlanStore:
         return plan
 
     def save(self, name: str, plan: BlockPlan) -> None:
-        """Write a plan, if the folder can be written to."""
+        """Write a plan; log a warning if the folder cannot be written to."""
         plan = plan.to("cpu")
         counts = _COUNTS.pack(plan.row_ptr.shape[0], plan.capacity, plan.mask_words.shape[0])
         data = b"".join((counts, *(_bytes(getattr(plan, each)) for each in _TENSORS)))
@@ -86,12 +86,12 @@ class PlanStore:
 
 
 def _digest(name: str, body: bytes) -> bytes:
-    """Digest a file, its name too: under another name it would be another pattern's plan."""
+    """Digest a file's contents with its name, so that a renamed file is not taken for another pattern's plan."""
     return hashlib.blake2b(name.encode() + body, digest_size=_DIGEST).digest()
 
 
 def _plan_of(body: bytes, sizes: tuple[int, ...]) -> BlockPlan | None:
-    """Read a plan from what was written of it; None where a kernel would read past its ends."""
+    """Read a plan from a file's contents; None if a kernel would read out of bounds with it."""
     nq, nk, heads, batch, q_offset, q_tile, kv_tile = sizes
     rows, columns = -(-nq // q_tile), -(-nk // kv_tile)
     if len(body) < _COUNTS.size:
@@ -105,7 +105,7 @@ def _plan_of(body: bytes, sizes: tuple[int, ...]) -> BlockPlan | None:
     }  # fmt: skip
     if min(groups - 1, places, masks) < 0 or len(body) != _COUNTS.size + 4 * sum(map(math.prod, shapes.values())):
         return None
-    # a copy: it is written to, and lies as numbers do
+    # a copy, which is writable and aligned
     words, begin, found = np.frombuffer(body, np.int32, offset=_COUNTS.size).copy(), 0, {}
     for each in _TENSORS:
         found[each] = words[begin : begin + math.prod(shapes[each])].reshape(shapes[each])
@@ -130,7 +130,7 @@ def _plan_of(body: bytes, sizes: tuple[int, ...]) -> BlockPlan | None:
 
 
 def _bytes(table: Tensor) -> memoryview:
-    # of one element any stride is compact, and only stride 1 has bytes
+    # as_strided sets the strides of tensors of one element to 1, which view(uint8) requires
     flat = table.detach().contiguous().as_strided((table.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 

@@ -1,4 +1,4 @@
-"""Some rows and columns of a plan as a plan of their own: what one rank, or one piece of the keys, is of the whole."""
+"""Extract rows and columns of a plan as a plan, for one rank or for one piece of the keys."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .cuda_sync import made, used
 
 @dataclass(frozen=True, eq=False)
 class CutBranch(Branch):
-    """Some rows and columns of a branch, under a plan of their own."""
+    """A branch restricted to some rows and columns, with the plan of these."""
 
     tiles: BlockPlan
     _on: dict[str, BlockPlan] = field(default_factory=dict)
 
     @property
     def structure(self) -> str:
-        """Say that rows and columns are cut out: no dense kernel knows them."""
+        """Always ``"sparse"``, since no dense kernel computes a selection of rows and columns."""
         return "sparse"
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Keep the tile of the whole's plan."""
+        """Tile sides of the whole plan."""
         return self.tiles.q_tile, self.tiles.kv_tile
 
     def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
-        """Give the plan of the cut, on a device."""
+        """Return the plan of the selected rows and columns on a device, cached per device."""
         device = torch.device(device)
         plan = self._on.get(str(device))
         if plan is None:
@@ -52,18 +52,18 @@ def subplan(
     present: NDArray[np.bool_] | None = None,
     wanted: list[NDArray[np.bool_]] | None = None,
 ) -> BlockPlan:
-    """Take some rows and columns of a plan, renumbered in their order.
+    """Extract rows and columns of a plan, renumbered in their order.
 
-    The order of a row's tiles is kept, so a kernel adds them up as it would in the whole.
+    A row's tiles keep their order, so a kernel sums them in the same order as in the whole plan.
 
     Args:
-        plan: The whole, on the CPU.
+        plan: The whole plan, on the CPU.
         rows: Query tiles, ascending.
         columns: Key tiles, ascending.
-        present: (columns, kv_tile) which keys of a tile are there; the others are masked. None: all.
-        wanted: Per row set, which of its entries to take at most. None: all.
+        present: (columns, kv_tile), the keys of each tile that exist; others are masked. None for all.
+        wanted: For each row set, a mask of the entries that may be extracted. None for all.
     Returns:
-        A plan of ``rows`` by ``columns``; its lengths are clipped where the whole's last tile is among them.
+        A plan of ``rows`` by ``columns``; its lengths end inside a tile if the whole's last tile does and is extracted.
     """
     new_row, new_col = _numbers(rows, plan.q_tiles), _numbers(columns, plan.kv_tiles)
     pointers, all_columns, all_bits = plan.row_ptr.numpy(), plan.col.numpy(), plan.mask_id.numpy()
@@ -102,7 +102,7 @@ def _tokens(tiles: NDArray[np.int64], side: int, length: int) -> int:
 
 
 def _ended(present: NDArray[np.bool_], columns: NDArray[np.int64], plan: BlockPlan) -> NDArray[np.bool_]:
-    """Leave out what lies past the keys' end, where the last tile gets a mask: bits there are 0, in every plan."""
+    """Mark keys past the end as absent if the last tile gets a mask, since mask bits past the end must be 0."""
     if columns[-1] != plan.kv_tiles - 1 or present[-1].all():
         return present
     present = present.copy()
@@ -111,11 +111,11 @@ def _ended(present: NDArray[np.bool_], columns: NDArray[np.int64], plan: BlockPl
 
 
 def _masked(sets: list[RowSet], plan: BlockPlan, present: NDArray[np.bool_]) -> torch.Tensor:
-    """Put the absence of keys into the sets' masks; the masks to use."""
+    """Apply the absence of keys to the sets' masks in place; return the masks of the new plan."""
     shapes, kind = np.unique(present, axis=0, return_inverse=True)
     kind = kind.reshape(-1)
     whole: NDArray[np.bool_] = np.asarray(shapes.all(axis=1))
-    # pairs (mask or full, shape) that occur
+    # distinct pairs (mask or full, set of present keys)
     occurring = [
         np.stack([rows.mask_id.astype(np.int64) + 1, kind[rows.col]], 1)[~whole[kind[rows.col]]] for rows in sets
     ]
