@@ -54,7 +54,7 @@ def test_types() -> None:
         (lambda: rw.attention(q.int(), k, v), ShapeError, r"q.dtype: got torch.int32; wanted float32, float16"),
         (lambda: rw.attention(q, k, v.to("meta")), ShapeError, r"v.device: got meta; wanted cpu, as q"),
         (lambda: rw.attention(None, k, v), ShapeError, "q: got NoneType; wanted a tensor"),
-        (lambda: rw.attention(q, k, v, lambda b, h, q, k: q >= k), PatternError, "pattern: got function; wanted a ringweave"),
+        (lambda: rw.attention(q, k, v, lambda b, h, q, k: q >= k), PatternError, "pattern: got the function <lambda>; wanted a ringweave"),
         (lambda: rw.attention(q, k, v, scale=float("nan")), ShapeError, "scale: got nan; wanted a finite number"),
         (lambda: rw.attention(q, k, v, scale=1e39), ShapeError, r"scale: got 1e\+39; wanted a finite number of float32"),
         (lambda: rw.attention(q, k, v, scale=-1e-40), ShapeError, "scale: got -1e-40; wanted a finite number of float32: 0, or 1e-37"),
@@ -63,7 +63,7 @@ def test_types() -> None:
         (lambda: rw.attention(q, k, v, scale=True), ShapeError, "scale: got True; wanted a number"),
         (lambda: rw.attention(q, k, v, scale=torch.nn.Parameter(torch.tensor(0.1))), ShapeError, "Multiply q by it"),
         (lambda: rw.attention_weights(q, k, rw.Full(), scale=torch.tensor(0.1)), ShapeError, "Multiply q by it"),
-        (lambda: rw.attention(q, k, v, q_offset=1.5), ShapeError, "q_offset: got 1.5; wanted an int. Pass Nk - Nq"),
+        (lambda: rw.attention(q, k, v, q_offset=1.5), ShapeError, "q_offset: got 1.5; wanted an int. Pass 'end' for a decode step"),
         (lambda: rw.attention(q, k, v, q_offset=None), ShapeError, "q_offset: got None; wanted an int"),
         (lambda: rw.attention(q, k, v, q_offset=2**70), ShapeError, "q_offset: got 1180591620717411303424; wanted at most"),
         (lambda: rw.attention(q, k, v, dropout=1), ShapeError, "dropout: got 1; wanted a number of at least 0 and below"),
@@ -98,7 +98,7 @@ def test_a_forward_only_backend_refuses_gradients(monkeypatch: pytest.MonkeyPatc
 def test_the_callers_tensors_stay_as_they_are() -> None:
     q, k, v = tensors(Q, K, K)
     versions = [x._version for x in (q, k, v)]
-    rw.attention(q, k, v, rw.SlidingWindow(3))
+    rw.attention(q, k, v, rw.SlidingWindow(3), q_offset="end")
     assert versions == [x._version for x in (q, k, v)]
 
 
@@ -338,7 +338,7 @@ for pattern in (rw.SlidingWindow(20), rw.Causal(), rw.patterns.random_blocks(300
 
 def test_meta_tensors_have_the_shapes_of_results() -> None:
     q, k, v = (x.to("meta") for x in tensors(Q, K, K))
-    assert rw.attention(q, k, v, rw.Causal()).shape == Q
+    assert rw.attention(q, k, v, rw.Causal(), q_offset="end").shape == Q
 
 
 def test_the_first_call_imports_no_compiler() -> None:

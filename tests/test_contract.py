@@ -3,6 +3,8 @@
 Each row is a call that works; each of its arguments in turn becomes each hostile value. What is refused is refused by
 an error of the library's own; what is taken must be what the signature says, and the answer the same as for the plain
 value and right by the dense relation. A new public name, method or argument fails until it has its row.
+
+The second part lists plausible mistakes with their errors. ``python -m tests.test_contract`` writes them to docs/errors.md.
 """
 
 from __future__ import annotations
@@ -361,6 +363,14 @@ def is_grid_of(arguments: dict[str, Any], answer: Any) -> None:
     assert torch.equal(GRID.flatten(answer, arguments["dim"] % arguments["x"].ndim), arguments["x"])
 
 
+def is_of_neighbors(arguments: dict[str, Any], answer: Any) -> None:
+    names = ("window", "dilation", "is_causal")
+    pattern = rw.GridNeighborhood(GRID, *(arguments[name] for name in names))
+    flat = {name: GRID.flatten(arguments[name], 2) for name in "qkv"}
+    options = {"scale": arguments["scale"], "terms": arguments["terms"]}
+    is_attention(flat | options | {"pattern": pattern}, GRID.flatten(answer, 2))
+
+
 ROWS: dict[str, Row] = {
     "Full": made(),
     "Causal": made(),
@@ -440,6 +450,11 @@ ROWS: dict[str, Row] = {
         is_at_two_scales,
     ),
     "longnet_attention": Row(lambda: qkv() | LISTS | {"detach_weights": False} | {name: x for name, x in CALL.items() if name != "k_offset"}, is_attention),
+    "neighborhood_attention": Row(
+        lambda: {name: x.unflatten(2, (6, 8)) for name, x in qkv().items()}
+        | {"window": (3, 4), "dilation": (2, 1), "is_causal": (False, True), "scale": None, "terms": [rw.Softcap(2.0)], "backend": "auto"},
+        is_of_neighbors,
+    ),
     "attention_weights": Row(lambda: {"q": qkv()["q"], "k": qkv()["k"], "pattern": OWN, "scale": None, "q_offset": 0, "k_offset": 0}, is_weights),
     "Precision": Row(lambda: {"compute": torch.bfloat16, "accumulate": torch.float32, "wire": "int8", "table": None, "kv": torch.int8}, nothing),
     "merge": Row(lambda: {"outs": [torch.ones(2, 3), torch.zeros(2, 3)], "lses": [torch.ones(2), torch.zeros(2)]}, is_merged),
@@ -613,3 +628,86 @@ def test_names_that_are_not_there() -> None:
     with pytest.raises(AttributeError, match="module 'ringweave' has no attribute 'nope'"):
         _ = rw.nope
     assert not hasattr(rw, "nope")
+
+
+# ---- plausible mistakes ----------------------------------------------------------------------------------------------
+
+#: Calls that a user may write, by topic, with the errors that they raise. q, k and v are (1, 4, 256, 32).
+MISTAKES: dict[str, dict[str, type[Exception]]] = {
+    "Tensors": {
+        "rw.attention(q, k, v[:, :, :200])": rw.ShapeError,
+        "rw.attention(q, k[:, :3], v[:, :3])": rw.ShapeError,
+        "rw.attention(q[0], k[0], v[0])": rw.ShapeError,
+        "rw.attention(q, k, v, scale=torch.tensor(0.1))": rw.ShapeError,
+    },
+    "Patterns": {
+        "rw.attention(q, k, v, \"causal\")": rw.PatternError,
+        "rw.attention(q, k, v, rw.Causal)": rw.PatternError,
+        "rw.attention(q, k, v, torch.ones(256, 256).tril().bool())": rw.PatternError,
+        "rw.attention(q, k, v, rw.Documents([100, 100]))": rw.PatternError,
+        "rw.attention(q, k, v, rw.PerHead([rw.Causal(), rw.Full()]))": rw.PatternError,
+        "rw.SlidingWindow(-1)": rw.PatternError,
+        "rw.patterns.parse(\"Slidingwindow(64)\")": rw.PatternError,
+    },
+    "Arguments": {
+        "rw.attention(q, k, v, attn_mask=torch.ones(256, 256))": TypeError,
+        "rw.attention(q[:, :, -1:], k, v, rw.Causal(), q_offset=\"last\")": rw.ShapeError,
+        "rw.attention(q, k, v, terms=rw.Bias(torch.zeros(4, 10, 10)))": rw.ShapeError,
+        "rw.attention(q, k, v, sink_logits=torch.zeros(3))": rw.ShapeError,
+    },
+    "Backends": {
+        "rw.attention(q, k, v, backend=\"gpu\")": rw.UnsupportedError,
+        "rw.attention(q, k, v, rw.SlidingWindow(64), backend=\"sdpa\")": rw.UnsupportedError,
+    },
+    "Decoding and several processes": {
+        "cache.append(k[:, :, :200], v[:, :, :200])": rw.PageError,
+        "rw.paged_attention(q[:, :, -1:].requires_grad_(), cache)": rw.UnsupportedError,
+        "rw.attention(q, k, v, rw.Causal(), context=ctx, q_offset=1)": rw.UnsupportedError,
+        "rw.attention(q[:, :, :100], k, v, rw.Causal(), context=ctx)": rw.ShapeError,
+    },
+}  # fmt: skip
+ERRORS = Path(__file__).parents[1] / "docs" / "errors.md"
+BEGIN, END = "<!-- mistakes: written by python -m tests.test_contract -->\n", "<!-- end of mistakes -->\n"
+
+
+def raised(code: str) -> Exception:
+    """Return the error of a mistake."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 256, 32, generator=generator) for _ in range(3))
+    cache = rw.PagedCache.empty(batch=1, length=256, heads=4, dim=32, page=128, pages=1)
+    ctx = rw.ContextParallel(None, rw.Causal(), 256, heads=(4, 4))
+    try:
+        eval(code, {"rw": rw, "torch": torch, "q": q, "k": k, "v": v, "cache": cache, "ctx": ctx})
+    except Exception as error:  # noqa: BLE001
+        return error
+    pytest.fail(f"{code} raises nothing")
+
+
+def mistakes() -> str:
+    """Return the table of docs/errors.md."""
+    lines = []
+    for topic, cases in MISTAKES.items():
+        lines += [f"\n### {topic}\n", "| call | error |", "|---|---|"]
+        for code in cases:
+            error = raised(code)
+            text = f"{type(error).__name__}: {error}".replace("|", "\\|")
+            assert "`" not in text, text
+            lines.append(f"| `{code}` | `{text}` |")
+    return "\n".join([*lines, "", ""])
+
+
+@pytest.mark.parametrize("code", [code for cases in MISTAKES.values() for code in cases])
+def test_a_mistake_says_what_was_wanted(code: str) -> None:
+    (kind,) = [cases[code] for cases in MISTAKES.values() if code in cases]
+    error = raised(code)
+    assert type(error) is kind
+    assert "; wanted " in str(error)
+
+
+def test_the_page_of_errors_is_current() -> None:
+    assert ERRORS.read_text("utf-8").partition(BEGIN)[2].partition(END)[0] == mistakes()
+
+
+if __name__ == "__main__":
+    before, _, rest = ERRORS.read_text("utf-8").partition(BEGIN)
+    ERRORS.write_text(before + BEGIN + mistakes() + END + rest.partition(END)[2], "utf-8")

@@ -88,7 +88,7 @@ def test_weights_are_those_of_the_tiles() -> None:
     wanted = theirs(x, x, x, average_attn_weights=False)[1]
     assert weights is not None
     torch.testing.assert_close(weights.to_dense(), wanted)
-    with pytest.raises(rw.UnsupportedError, match="need_weights: got True; wanted a pattern alone"):
+    with pytest.raises(rw.UnsupportedError, match="need_weights: got True; wanted a call without terms"):
         ours(x, x, x, need_weights=True, key_padding_mask=torch.zeros(B, N, dtype=torch.bool))
 
 
@@ -243,7 +243,7 @@ def test_compiles_without_breaks() -> None:
         (lambda m, x: rw.nn.MultiheadAttention(32, 4, pattern=None), rw.PatternError, "pattern: got None"),
         (lambda m, x: rw.nn.MultiheadAttention(32, 4, dropout=1.0), rw.ShapeError, "dropout: got 1.0; wanted a number of at"),
         (lambda m, x: rw.nn.MultiheadAttention(12, 4, rotary_base=10.0), rw.ShapeError, "head dim: got 3; wanted an even num"),
-        (lambda m, x: m(x, x, x[..., :3]), rw.ShapeError, "value: got Tensor of torch.float32 (3, 40, 3); wanted a tensor of"),
+        (lambda m, x: m(x, x, x[..., :3]), rw.ShapeError, "value: got Tensor of torch.float32 (3, 40, 3); wanted 2 dimensions, or 3"),
         (lambda m, x: m(x, x, x, attn_mask=torch.ones(3, 3)), rw.ShapeError, "attn_mask: got Tensor of torch.float32 (3, 3)"),
         (lambda m, x: m(x, x, x, key_padding_mask=torch.ones(3, 3)), rw.ShapeError, "key_padding_mask: got Tensor of torch."),
         (lambda m, x: m(*[torch.nested.nested_tensor([*x], layout=torch.jagged)] * 3), rw.UnsupportedError, "query: got a nested tensor"),

@@ -3,7 +3,8 @@
     >>> import ringweave as rw
     >>> out = rw.attention(q, k, v, (rw.SlidingWindow(64) | rw.Sinks(4)) & rw.Causal())
 
-A pattern says what may attend, a plan which tiles that makes, a backend computes them, and merge joins partial results.
+A pattern says which pairs may attend. A plan lists the tiles that contain them, a backend computes these tiles, and
+merge combines partial results.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import patterns
-from .api import attention, attention_with_lse, longnet_attention, paged_attention, varlen_attention
+from .api import (
+    attention,
+    attention_with_lse,
+    longnet_attention,
+    neighborhood_attention,
+    paged_attention,
+    varlen_attention,
+)
 from .errors import PageError as PageError
 from .errors import PatternError as PatternError
 from .errors import RingError as RingError
@@ -66,7 +74,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# it loads with the first picture
+# imported with the first picture
 provide(plot="ringweave.picture:plot")
 
 
@@ -109,6 +117,7 @@ __all__ = [
     "longnet_attention",
     "memory",
     "merge",
+    "neighborhood_attention",
     "nn",
     "paged_attention",
     "parallel",
@@ -116,7 +125,7 @@ __all__ = [
     "plan",
     "varlen_attention",
 ]
-# public too, and seldom named: what calls return and raise
+# public names that dir() does not list, because users rarely write them: results, errors, and plans
 _UNLISTED = (
     "AttentionOutput",
     "BlockPlan",
@@ -132,7 +141,7 @@ _UNLISTED = (
 )
 
 
-# these load when asked for: importing ringweave stays quick
+# imported when first used, so that importing ringweave stays quick
 _SUBMODULES = ("adaptive", "audit", "integrations", "memory", "nn", "parallel", "tune")
 _ELSEWHERE = {
     "BlockWeights": "weights",
@@ -143,7 +152,7 @@ _ELSEWHERE = {
     "hierarchical_attention": "hierarchical",
 }
 
-# the old names go on for one release
+# old names, which warn and work for one more release
 _RENAMED = {"Keys": "KeyPadding"} | {
     name: f"patterns.{name}"
     for name in (

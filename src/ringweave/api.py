@@ -1,31 +1,49 @@
-"""Attention as functions: the boundary that checks a call once and hands it to the operators."""
+"""The attention functions: they look up or check a call and pass it to its program or to the operators."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Never, TypeVar
 
 import torch
 from torch import Tensor
 
 from .call import Arguments, Operands, pack
-from .errors import ShapeError, message, shown
+from .errors import ShapeError, UnsupportedError, message, shown
 from .kv_cache import PagedCache, Pages
 from .merge import merge, with_sinks
 from .oom_retry import check_on_oom, sparsified
-from .patterns import Causal, Documents, Full, LongNet, Pattern
+from .patterns import Causal, Documents, Full, Grid, GridNeighborhood, LongNet, Pattern
 from .patterns.validate import flag
 from .precision import NATIVE, Precision, as_precision
 from .program import find, find_paged, keep, keep_paged
-from .terms import Term, as_terms
+from .terms import Bias, Term, as_terms
 from .torch_ops import attend, run
-from .types import AttentionOutput
-from .validate import check_sinks, checked, converted, paged
+from .types import FIRST_POSITION, AttentionOutput
+from .validate import check_sinks, checked, converted, paged, refuse_unknown
 
 if TYPE_CHECKING:
     from .parallel import ContextParallel
 
+F = TypeVar("F", bound=Callable[..., Any])
 
+
+def _public(function: F) -> F:
+    """Let a function recognise a ``q_offset`` that was not passed, and hide ``**unknown`` from its signature.
+
+    The function itself is returned: a wrapper would cost each call, and would be traced by torch.compile.
+    """
+    defaults = function.__kwdefaults__
+    assert defaults is not None
+    defaults["q_offset"] = FIRST_POSITION
+    signature = inspect.signature(function)
+    listed = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=listed)  # type: ignore[attr-defined]
+    return function
+
+
+@_public
 def attention(
     q: Tensor,
     k: Tensor,
@@ -33,7 +51,7 @@ def attention(
     pattern: Pattern = Full(),  # noqa: B008  (immutable)
     *,
     scale: float | None = None,
-    q_offset: int | Tensor = 0,
+    q_offset: int | Tensor | Literal["end"] = 0,
     k_offset: int | Tensor = 0,
     backend: str = "auto",
     context: ContextParallel | None = None,
@@ -42,10 +60,11 @@ def attention(
     dropout: float = 0.0,
     precision: Precision | None = None,
     on_oom: str = "degrade",
+    **unknown: Never,
 ) -> Tensor:
     """Compute exact attention over the pairs that a pattern allows, differentiable in q, k and v.
 
-    ``out[i] = sum_j softmax_j(scale * <q[i], k[j]>) v[j]`` over the allowed j; a row that attends nothing gives 0. Cost
+    ``out[i] = sum_j softmax_j(scale * <q[i], k[j]>) v[j]`` over the allowed j. A row that attends nothing gives 0. Cost
     and memory grow with the pattern's non-empty tiles.
 
     Args:
@@ -53,30 +72,34 @@ def attention(
             strides.
         k: Keys, (B, Hkv, Nk, D), dtype and device of q; Hkv divides Hq (grouped queries).
         v: Values, (B, Hkv, Nk, Dv).
-        pattern: Which (head, query, key) triples may attend.
+        pattern: Pattern that says which (head, query, key) triples may attend.
         scale: Factor of the scores; 1 / sqrt(D) by default.
-        q_offset: Position of the first query; Nk - Nq for a decode step over a cache. An int, or an integer tensor ()
-            or (B,), which is read when the plan is made: a changed value recompiles nothing.
-        k_offset: Position of the first key, alike: how many a cache has dropped. Positions are what patterns and terms
-            count by, so the bounds of ``KeyPadding`` do not move with it.
-        backend: ``"auto"``, or one by name; see :func:`ringweave.explain`.
-        context: Ranks that share the sequence; q, k and v are then this rank's shards, and so is the output.
-        terms: What is added to or made of the scaled scores, in order: Softcap, ALiBi, DistanceBias, Bias.
-        sink_logits: (Hq,): one learned logit a head that joins the denominator and has no value.
-        dropout: Share of the weights that are dropped after the softmax, the others grow by 1 / (1 - dropout), rounded
-            to a multiple of 2 ** -16. Drawn from torch's default generator, one seed a call; pass it in training only.
-        precision: What is rounded to what, such as ``Precision(kv=torch.int8)``; None: nothing beyond the types given.
-        on_oom: When memory runs out: ``"degrade"`` computes the same in pieces, forward and backward, and logs what it
-            costs; ``"stream"`` degrades, and k and v may be on the host while q is on a GPU: what is attended comes in
-            pieces, and their gradients are made on the host; ``"raise"`` raises; ``"sparsify"`` degrades, then, with a
-            warning, leaves out far keys, which is another answer. With a context a rank raises, whatever is asked.
+        q_offset: Position of the first query: an int, an integer tensor () or (B,), or ``"end"``. Queries are then the
+            last tokens, as in a decode step over a cache: the position is k_offset + Nk - Nq, or stop - Nq for each
+            batch element of a ``KeyPadding``. A tensor is read when the plan is made, so a changed value recompiles
+            nothing.
+        k_offset: Position of the first key, an int or an integer tensor () or (B,): the number of keys that a cache has
+            dropped. Patterns, terms and the bounds of ``KeyPadding`` count positions, so they do not move with it.
+        backend: ``"auto"`` or the name of a backend; see :func:`ringweave.explain`.
+        context: Ranks that share the sequence; q, k, v and the output are then this rank's shards.
+        terms: Score terms, applied in order to the scaled scores: Softcap, ALiBi, DistanceBias, Bias.
+        sink_logits: (Hq,), one learned logit per head that joins the denominator and has no value.
+        dropout: Share of the weights that are dropped after the softmax, rounded to a multiple of 2 ** -16; the others
+            grow by 1 / (1 - dropout). Each call draws a seed from torch's default generator. Pass it in training only.
+        precision: Dtypes that inputs and intermediates are rounded to, such as ``Precision(kv=torch.int8)``; None
+            rounds nothing beyond the dtypes of the inputs.
+        on_oom: Action when memory runs out. ``"degrade"`` computes the same result in pieces, forward and backward, and
+            logs the cost. ``"stream"`` degrades too, and lets k and v be on the host while q is on a GPU: the attended
+            keys are copied in pieces, and their gradients are made on the host. ``"raise"`` raises. ``"sparsify"``
+            degrades, then leaves out far keys with a warning, which changes the result. With a context every choice
+            raises.
     Returns:
         Output, (B, Hq, Nq, Dv), dtype of q.
     Raises:
         ShapeError: Shapes, dtypes or devices do not fit; the message names the argument.
-        PatternError: The pattern is made for other lengths, heads or batch.
+        PatternError: The pattern is made for other lengths, heads or batch sizes.
         UnsupportedError: The named backend cannot run the case.
-        RingError: With a context: a rank is lost, or ranks call differently.
+        RingError: With a context, a rank is lost or the ranks' calls differ.
     Example:
         >>> rw.attention(q, k, v, (rw.SlidingWindow(64) | rw.Sinks(4)) & rw.Causal()).shape
         torch.Size([1, 4, 256, 32])
@@ -84,12 +107,15 @@ def attention(
     References:
         Dao et al. (2022), FlashAttention, section 3 (tiling and recomputation); here over non-empty tiles only.
     """
+    if unknown:
+        refuse_unknown("attention", unknown)
     given = Arguments(
         q, k, v, pattern, scale, q_offset, backend, k_offset, context, terms, sink_logits, dropout, precision, on_oom
     )
     return _attend(given, with_lse=False)[0]
 
 
+@_public
 def attention_with_lse(
     q: Tensor,
     k: Tensor,
@@ -97,7 +123,7 @@ def attention_with_lse(
     pattern: Pattern = Full(),  # noqa: B008  (immutable)
     *,
     scale: float | None = None,
-    q_offset: int | Tensor = 0,
+    q_offset: int | Tensor | Literal["end"] = 0,
     k_offset: int | Tensor = 0,
     backend: str = "auto",
     context: ContextParallel | None = None,
@@ -106,25 +132,27 @@ def attention_with_lse(
     dropout: float = 0.0,
     precision: Precision | None = None,
     on_oom: str = "degrade",
+    **unknown: Never,
 ) -> AttentionOutput:
-    """Compute attention and each row's log-sum-exp, which makes partial results mergeable; both are differentiable.
+    """Compute attention and the log-sum-exp of each row, both differentiable; :func:`ringweave.merge` takes them.
 
-    ``lse[i] = log sum_j exp(scale * <q[i], k[j]>)`` over the allowed j, -inf where there are none.
+    ``lse[i] = log sum_j exp(scale * <q[i], k[j]>)`` over the allowed j, and -inf for a row that attends nothing. The
+    arguments are those of :func:`ringweave.attention`.
 
     Args:
-        q: Queries, (B, Hq, Nq, D); all arguments as of :func:`ringweave.attention`.
+        q: Queries, (B, Hq, Nq, D).
         k: Keys, (B, Hkv, Nk, D).
         v: Values, (B, Hkv, Nk, Dv).
-        pattern: Which (head, query, key) triples may attend.
-        scale: Factor of the scores.
-        q_offset: Position of the first query.
+        pattern: Pattern that says which (head, query, key) triples may attend.
+        scale: Factor of the scores; 1 / sqrt(D) by default.
+        q_offset: Position of the first query, or ``"end"``.
         k_offset: Position of the first key.
-        backend: ``"auto"``, or one by name.
+        backend: ``"auto"`` or the name of a backend.
         context: Ranks that share the sequence.
-        terms: What is added to or made of the scaled scores, in order.
-        sink_logits: (Hq,): learned logits; lse includes them.
-        dropout: Share of the weights that are dropped; lse is as without.
-        precision: What is rounded to what.
+        terms: Score terms, applied in order to the scaled scores.
+        sink_logits: (Hq,), one learned logit per head; lse includes it.
+        dropout: Share of the weights that are dropped; lse does not depend on it.
+        precision: Dtypes that inputs and intermediates are rounded to.
         on_oom: ``"degrade"``, ``"stream"``, ``"raise"`` or ``"sparsify"``.
     Returns:
         ``AttentionOutput(out, lse)``: (B, Hq, Nq, Dv) in q's dtype and (B, Hq, Nq) in float32 (float64 for float64).
@@ -136,6 +164,8 @@ def attention_with_lse(
         >>> out, lse = rw.attention_with_lse(q, k, v, rw.Causal())
         >>> torch.testing.assert_close(lse[..., 0], (q[:, :, 0] * k[:, :, 0]).sum(-1) / 32**0.5)
     """
+    if unknown:
+        refuse_unknown("attention_with_lse", unknown)
     given = Arguments(
         q, k, v, pattern, scale, q_offset, backend, k_offset, context, terms, sink_logits, dropout, precision, on_oom
     )
@@ -143,9 +173,9 @@ def attention_with_lse(
 
 
 def _attend(given: Arguments, with_lse: bool = True) -> tuple[Tensor, Any]:
-    """Compute (out, lse) by the program of an equal call, or after the checks; without ``with_lse``, lse may be None.
+    """Compute (out, lse) by the program of an equal earlier call, or check the call first.
 
-    The learned sinks join after all branches and ranks are merged.
+    Without ``with_lse``, lse may be None. Learned sinks are applied after the results of branches and ranks are merged.
     """
     key = None
     if not torch.compiler.is_dynamo_compiling():
@@ -168,7 +198,7 @@ def _attend(given: Arguments, with_lse: bool = True) -> tuple[Tensor, Any]:
             lambda p: _attend(given._replace(pattern=p, on_oom="degrade"), with_lse), given.pattern, tokens
         )
     if sharded:
-        # loads torch.distributed
+        # imported here because it loads torch.distributed
         from .parallel.sharded import attend_sharded
 
         return attend_sharded(_attend, given)
@@ -201,28 +231,28 @@ def varlen_attention(
     dropout: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute attention of sequences that lie end to end on one axis, without padding; none attends another.
+    """Compute attention of sequences that are packed end to end on one axis; each attends only itself.
 
-    The pattern is counted from each sequence's own first key. Where a sequence has fewer queries than keys they are its
-    last tokens, as in a step over caches.
+    The pattern counts positions from each sequence's first key. If a sequence has fewer queries than keys, its queries
+    are its last tokens, as in a decode step over a cache.
 
     Args:
         q: Queries of all sequences, (tokens, Hq, D).
         k: Keys, (tokens, Hkv, D).
         v: Values, (tokens, Hkv, Dv).
-        cu_seqlens_q: Cumulative bounds of the sequences' queries, (sequences + 1,): 0, ..., tokens.
-        cu_seqlens_k: Those of their keys, where they are others.
+        cu_seqlens_q: Cumulative lengths of the sequences' queries, (sequences + 1,): 0, ..., tokens.
+        cu_seqlens_k: Cumulative lengths of their keys; None if they are those of the queries.
         pattern: A relation; causal by default.
         scale: Factor of the scores; 1 / sqrt(D) by default.
-        terms: As of :func:`ringweave.attention`; those of distances need queries and keys with the same bounds.
-        sink_logits: (Hq,): learned logits.
+        terms: Score terms, as in :func:`ringweave.attention`; terms of distance need cu_seqlens_k=None.
+        sink_logits: (Hq,), one learned logit per head.
         dropout: Share of the weights that are dropped.
-        backend: ``"auto"``, or one by name.
+        backend: ``"auto"`` or the name of a backend.
     Returns:
         Output, (tokens, Hq, Dv), dtype of q.
     Raises:
         ShapeError: Shapes, dtypes or devices do not fit.
-        PatternError: Bounds that are none, or a pattern that cannot be counted from a sequence's start.
+        PatternError: The bounds do not increase from 0, or the pattern cannot count from a sequence's first key.
         UnsupportedError: The named backend cannot run the case.
     Example:
         >>> packed = torch.randn(96, 4, 32)
@@ -231,7 +261,7 @@ def varlen_attention(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 3:
-            raise ShapeError(message(name, shown(x), "(tokens, heads, dim)", "Pack the sequences end to end."))
+            raise ShapeError(message(name, shown(x), "(tokens, heads, dim)", "Concatenate the sequences along dim 0."))
     if cu_seqlens_k is None:
         documents = Documents(cu_seqlens=cu_seqlens_q)
     else:
@@ -243,6 +273,7 @@ def varlen_attention(
         v,
         pattern.within(documents) if isinstance(pattern, Pattern) else pattern,
         scale=scale,
+        q_offset=0,
         terms=terms,
         sink_logits=sink_logits,
         dropout=dropout,
@@ -261,40 +292,41 @@ def paged_attention(
     sink_logits: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute attention of the last tokens of each sequence over the pages that hold it, read through the table.
+    """Compute attention of the last tokens of each sequence over its pages of a cache, without copying them together.
 
-    What :func:`ringweave.attention` gives for each sequence by itself at ``q_offset = lengths - Nq``. Pages in which
-    the pattern allows nothing are not touched. Forward only: a cache is no place for gradients.
+    The result is that of :func:`ringweave.attention` for each sequence alone, with ``q_offset="end"``. Pages in which
+    the pattern allows nothing are not read. There is no backward: a cache holds no gradients.
 
     Args:
-        q: Queries, (B, Hq, Nq, D), dtype (where that has 8 bits: any) and device of the cache: of the last Nq tokens of
-            each sequence, whose keys and values are in the cache already. What stands for an empty sequence gives 0.
+        q: Queries of the last Nq tokens of each sequence, (B, Hq, Nq, D), on the device of the cache and in its dtype;
+            in any dtype for a cache of 8 bits. Their keys and values are in the cache already. Rows of an empty
+            sequence give 0.
         cache: Keys and values.
-        pattern: A relation, counted from each sequence's first token; causal by default.
+        pattern: A relation that counts positions from each sequence's first token; causal by default.
         scale: Factor of the scores; 1 / sqrt(D) by default.
-        terms: What is added to or made of the scaled scores, in order; a Bias has a column for every token of
-            which a row of the table has room.
-        sink_logits: (Hq,): one learned logit a head that joins the denominator and has no value.
-        backend: ``"auto"``, or one that reads pages: cpu, triton, dense_batched, reference.
+        terms: Score terms, applied in order to the scaled scores; a Bias has one column for each token that a row of
+            the page table has room for.
+        sink_logits: (Hq,), one learned logit per head that joins the denominator and has no value.
+        backend: ``"auto"``, or a backend that reads pages: cpu, triton, dense_batched, reference.
     Returns:
         Output, (B, Hq, Nq, Dv), dtype of q.
     Raises:
-        ShapeError: Shapes, dtypes or devices do not fit; a sequence with fewer tokens than queries; a page number
-            out of range (on a GPU an assertion there).
-        PatternError: The pattern is made for other lengths, heads or batch, or is a LongNet.
-        UnsupportedError: A gradient is asked for, or the named backend reads no pages.
+        ShapeError: Shapes, dtypes or devices do not fit, a sequence has fewer tokens than queries, or a page number is
+            out of range (on a GPU this is a device-side assertion).
+        PatternError: The pattern is made for other lengths, heads or batch sizes, or is a LongNet.
+        UnsupportedError: An input requires gradients, or the named backend cannot read pages.
     Example:
         >>> cache = rw.PagedCache.empty(batch=1, length=512, heads=4, dim=32)
         >>> cache.append(k, v)
         >>> window = (rw.SlidingWindow(64) | rw.Sinks(4)) & rw.Causal()
-        >>> at_once = rw.attention(q, k, v, window)
-        >>> torch.testing.assert_close(rw.paged_attention(q[:, :, -1:], cache, window), at_once[:, :, -1:])
+        >>> whole = rw.attention(q, k, v, window)
+        >>> torch.testing.assert_close(rw.paged_attention(q[:, :, -1:], cache, window), whole[:, :, -1:])
 
     References:
         Kwon et al. (2023), PagedAttention, section 4.1.
     """
     if not isinstance(cache, PagedCache):
-        raise ShapeError(message("cache", type(cache).__name__, "a PagedCache", "Make one with PagedCache.empty."))
+        raise ShapeError(message("cache", type(cache).__name__, "a PagedCache", "Create one with PagedCache.empty."))
     given = Arguments(q, cache.k, cache.v, pattern, scale, 0, backend, terms=terms, sink_logits=sink_logits)
     key = None
     if not torch.compiler.is_dynamo_compiling():
@@ -314,6 +346,7 @@ def paged_attention(
     return out if sink_logits is None else with_sinks(out, lse, sink_logits).out
 
 
+@_public
 def longnet_attention(
     q: Tensor,
     k: Tensor,
@@ -326,14 +359,14 @@ def longnet_attention(
     heads: str = "shared",
     detach_weights: bool = False,
     scale: float | None = None,
-    q_offset: int = 0,
+    q_offset: int | Literal["end"] = 0,
     backend: str = "auto",
     context: ContextParallel | None = None,
 ) -> Tensor:
     """Compute LongNet's dilated attention: a mixture of dilated branches, merged by their log-sum-exp.
 
-    ``out = sum_b exp(lse_b - LSE) out_b``. A key that two branches see counts twice; for a union in which it counts
-    once, use :class:`ringweave.Dilated` with ``|``. Branches run over strided views, nothing is padded or dropped.
+    ``out = sum_b exp(lse_b - LSE) out_b``. A key that two branches attend counts twice; for a union in which it counts
+    once, use :class:`ringweave.Dilated` with ``|``. Branches run on strided views: nothing is padded or dropped.
 
     Args:
         q: Queries, (B, Hq, Nq, D).
@@ -342,18 +375,18 @@ def longnet_attention(
         segments: Segment length of each branch, in tokens.
         rates: Dilation rate of each branch; divides its segment.
         causal: Whether keys after the query are left out.
-        offset: ``"interleaved"``, ``"grouped"`` or an int: which residue a head keeps; see :class:`ringweave.LongNet`.
+        offset: Residue that a head keeps: ``"interleaved"``, ``"grouped"`` or an int; see :class:`ringweave.LongNet`.
         heads: ``"shared"`` or ``"partitioned"``.
-        detach_weights: Treat the branch weights as constants in the backward pass, as published implementations do;
-            the exact gradient includes them.
+        detach_weights: Whether backward treats the branch weights as constants, as published implementations do; the
+            exact gradient includes them.
         scale: Factor of the scores; 1 / sqrt(D) by default.
-        q_offset: Position of the first query.
-        backend: ``"auto"``, or one by name.
+        q_offset: Position of the first query; ``"end"`` for Nk - Nq, as in a decode step.
+        backend: ``"auto"`` or the name of a backend.
         context: Ranks that share the sequence; q, k and v are then this rank's shards.
     Returns:
         Output, (B, Hq, Nq, Dv), dtype of q; a position that no branch of a head keeps gives 0.
     Raises:
-        PatternError: Lists of different lengths, a rate that does not divide its segment, an unknown option.
+        PatternError: The lists differ in length, a rate does not divide its segment, or an option is unknown.
         ShapeError: Shapes, dtypes or devices do not fit.
         UnsupportedError: The named backend cannot run the case.
     Example:
@@ -364,7 +397,7 @@ def longnet_attention(
         Ding et al. (2023), LongNet: scaling transformers to 1,000,000,000 tokens, section 2.2.
     """
     pattern = LongNet(segments, rates, causal=causal, offset=offset, heads=heads)
-    # heads that run one branch each have nothing to weigh
+    # A head that runs one branch has no weights to detach.
     if not flag("detach_weights", detach_weights) or pattern.heads == "partitioned":
         return attention(q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, context=context)
     parts = [
@@ -383,9 +416,112 @@ def longnet_attention(
     return merge([part.out for part in parts], [part.lse.detach() for part in parts]).out
 
 
+def neighborhood_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | Sequence[int],
+    *,
+    dilation: int | Sequence[int] = 1,
+    is_causal: bool | Sequence[bool] = False,
+    scale: float | None = None,
+    terms: Term | Sequence[Term] | None = (),
+    backend: str = "auto",
+) -> Tensor:
+    """Compute NATTEN's neighborhood attention on tokens, images or video: each query attends the window around itself.
+
+    Along an axis, query i attends ``window`` keys of its dilation group, the indices congruent to i modulo
+    ``dilation``. The window is centred on the query and shifted inwards at borders. An even window has one more key
+    before the query than after it. Along a causal axis it ends at the query and is cut off at the first key. Tokens are
+    laid out by :class:`ringweave.Grid`, so that a tile of the plan is a compact box; q, k and v may have any strides.
+
+    Args:
+        q: Queries, (B, Hq, *grid, D), where grid is (n,), (height, width) or (time, height, width).
+        k: Keys, (B, Hkv, *grid, D); Hkv divides Hq.
+        v: Values, (B, Hkv, *grid, Dv).
+        window: Keys along each axis, one number for all axes or one for each. NATTEN calls it kernel_size.
+        dilation: Step between the keys of a window, one number for all axes or one for each.
+        is_causal: Whether an axis is causal, one bool for all axes or one for each.
+        scale: Factor of the scores; 1 / sqrt(D) by default.
+        terms: Score terms, as in :func:`ringweave.attention`. Rows and columns of a Bias are the grid's tokens in
+            row-major order. Terms of distance need a grid of one axis.
+        backend: ``"auto"`` or the name of a backend.
+    Returns:
+        Output, (B, Hq, *grid, Dv), dtype of q.
+    Raises:
+        ShapeError: The number of dimensions, or a grid, does not fit.
+        PatternError: A window or dilation is below 1, or ``window * dilation`` exceeds the grid's size along an axis.
+        UnsupportedError: A term counts distances on a grid of several axes, or the named backend cannot run the case.
+    Example:
+        >>> image = torch.randn(1, 4, 24, 20, 32)
+        >>> rw.neighborhood_attention(image, image, image, window=(7, 5), dilation=(1, 2)).shape
+        torch.Size([1, 4, 24, 20, 32])
+
+    References:
+        Hassani et al. (2023), Neighborhood attention transformer, section 3; Hassani, Shi (2022), Dilated neighborhood
+        attention transformer, section 3.
+    """
+    shape = _grid_shape(q, k, v)
+    grid, axes = Grid(shape), len(shape)
+    causal = is_causal if isinstance(is_causal, (list, tuple)) else [is_causal] * axes
+    if len(causal) != axes:
+        wanted = f"one bool, or one for each of the {axes} grid axes"
+        raise ShapeError(message("is_causal", shown(is_causal), wanted, f"Pass {axes} bools."))
+    pattern = GridNeighborhood(grid, window, dilation, [flag("is_causal", each, ShapeError) for each in causal])
+    out = attention(
+        grid.flatten(q, 2),
+        grid.flatten(k, 2),
+        grid.flatten(v, 2),
+        pattern,
+        scale=scale,
+        q_offset=0,
+        terms=[_on_grid(term, grid) for term in as_terms(terms)],
+        backend=backend,
+    )
+    return grid.unflatten(out, 2)
+
+
+def _grid_shape(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Return the grid's shape; raise ShapeError unless q, k and v have the same."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or not 4 <= x.ndim <= 6:
+            wanted = "(batch, heads, *grid, dim) with 1 to 3 grid axes"
+            raise ShapeError(message(name, shown(x), wanted, "Move the heads before the grid's axes."))
+        grid = tuple(x.shape[2:-1])
+        if 0 in grid:
+            raise ShapeError(message(f"{name} grid", grid, "at least 1 token along each axis", "Skip the empty call."))
+        if grid != tuple(q.shape[2:-1]):
+            wanted = f"{tuple(q.shape[2:-1])}, as q"
+            raise ShapeError(message(f"{name} grid", grid, wanted, "Queries and keys are tokens of one grid."))
+    return tuple(q.shape[2:-1])
+
+
+def _on_grid(term: Term, grid: Grid) -> Term:
+    """Return a term for tokens in the grid's order."""
+    if len(grid.shape) == 1:
+        # the order of one axis is the axis
+        return term
+    if term.distances:
+        got = f"{type(term).__name__} on a grid of {len(grid.shape)} axes"
+        remedy = "Pass a Bias, with rows and columns for the tokens in row-major order."
+        raise UnsupportedError(message("terms", got, "terms that count no distances", remedy))
+    if not isinstance(term, Bias) or term.table.shape[-2:] != (grid.tokens, grid.tokens):
+        # attention checks the shape of a table
+        return term
+    rows = grid.flatten(term.table.unflatten(-2, grid.shape), term.table.ndim - 2)
+    return term.over(grid.flatten(rows.unflatten(-1, grid.shape), rows.ndim - 1))
+
+
 def _is_sharded(x: object) -> bool:
-    """Tell whether something is a DTensor, without loading what makes them."""
+    """Tell whether a value is a DTensor, without importing torch.distributed.tensor."""
     return type(x) is not Tensor and hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
-__all__ = ["attention", "attention_with_lse", "longnet_attention", "paged_attention", "varlen_attention"]
+__all__ = [
+    "attention",
+    "attention_with_lse",
+    "longnet_attention",
+    "neighborhood_attention",
+    "paged_attention",
+    "varlen_attention",
+]

@@ -1,4 +1,4 @@
-"""A call of attention: everything about it except its tensors (`Call`), and its tensors (`Operands`)."""
+"""Describe an attention call: `Call` is everything about it except its tensors, `Operands` are its tensors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call as a user passed them to :func:`ringweave.attention`, unchecked.
+    """The unchecked arguments that a user passed to :func:`ringweave.attention`.
 
-    A new option is one field here and, where steps need it, one in :class:`Call`; its check is in ``validate``.
+    A new option is one field here and, if steps need it, one in :class:`Call`; ``validate`` checks it.
     """
 
     q: Tensor
@@ -34,7 +34,7 @@ class Arguments(NamedTuple):
     v: Tensor
     pattern: Pattern = Full()  # (immutable)
     scale: float | None = None
-    q_offset: int | Tensor = 0
+    q_offset: int | Tensor | str = 0
     backend: str = "auto"
     k_offset: int | Tensor = 0
     context: ContextParallel | None = None
@@ -45,36 +45,37 @@ class Arguments(NamedTuple):
     on_oom: str = "degrade"
 
 
-#: Arguments with one number for each query head: a rank that has some heads takes its part of them.
+#: Arguments with one number per query head; a rank that computes some of the heads takes its part of them.
 PER_HEAD = ("sink_logits",)
 
 
 @dataclass(frozen=True)
 class Call:
-    """Everything about one attention call except its tensors: frozen, hashable, and one text.
+    """Everything about one attention call except its tensors: frozen, hashable, and writable as one text.
 
     Attributes:
         batch: Batch elements.
         heads: Query heads.
         kv_heads: Key heads.
         nq: Queries.
-        nk: Keys, or the most that a page table has room for.
-        head_dim: D.
-        value_dim: Dv.
-        dtype: Of the queries.
-        device: Type of their device.
-        needs_grad: Whether a gradient is asked for.
+        nk: Keys; with pages, the most that a row of the page table has room for.
+        head_dim: D of queries and keys.
+        value_dim: Dv of values.
+        dtype: Dtype of the queries.
+        device: Type of the queries' device, such as "cpu".
+        needs_grad: Whether gradients are needed.
         features: Names of the score terms, and "dropout".
-        learned: Elements of the terms' tables that get gradients.
-        paged: Whether keys and values lie in pages.
-        kv_dtype: Type of keys and values that are stored in 8 bits with scales.
-        pattern: Which triples may attend; bound to these heads, by positions from which offsets are taken already.
+        learned: Number of elements of the terms' tables that get gradients.
+        paged: Whether keys and values are stored in pages.
+        kv_dtype: Dtype of keys and values stored in 8 bits with scales, else None.
+        pattern: The (head, query, key) triples that may attend, bound to these heads; tensor offsets and k_offset are
+            already part of it.
         scale: Factor of the scores.
         q_offset: Position of the first query.
-        backend: As it was asked for.
+        backend: Name that the caller passed.
         terms: Text of the score terms, with ``_`` for each table.
-        dropout: Of 2 ** 16 random numbers, those that drop a weight.
-        on_oom: What happens when memory runs out.
+        dropout: Threshold below which one of 2 ** 16 equally likely numbers drops a weight.
+        on_oom: Policy when memory runs out: "degrade", "stream", "raise" or "sparsify".
     """
 
     batch: int
@@ -103,7 +104,7 @@ class Call:
     def of(
         q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, page_table: Tensor | None = None, **rest: object
     ) -> Call:
-        """Describe a call by its tensors; ``rest`` are fields that they do not say."""
+        """Build a call from its tensors; ``rest`` are the fields that the tensors do not determine."""
         batch, heads, nq, head_dim = q.shape
         nk = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[2]
         sizes = batch, heads, k.shape[1], nq, nk, head_dim, v.shape[3]
@@ -112,9 +113,9 @@ class Call:
 
     @property
     def text(self) -> str:
-        """Spell what the tensors do not say, so that the call can cross an operator: see :meth:`read`.
+        """The call without its tensors as text, which an operator can take: see :meth:`read`.
 
-        The numbers that torch.compile may leave open go beside it: see :attr:`numbers`.
+        Numbers that ``torch.compile`` may treat as symbols are passed separately: see :attr:`numbers`.
         """
         dropout = "dropout" if self.dropout else ""
         kv = " ".join(["pages"] * self.paged + ["scales"] * (self.kv_dtype is not None))
@@ -136,7 +137,7 @@ class Call:
         q_offset: int = 0,
         dropout: int = 0,
     ) -> Call:
-        """Give the call of a text and its tensors, in the order of :func:`pack`."""
+        """Build the call from its text, numbers and tensors, the latter in the order of :func:`pack`."""
         spec, terms, seeded, on_oom, kv, backend = text.split("\n", 5)
         before = len(tensors) - tables_in(terms) - bool(seeded) - 2 * len(kv.split())
         call = Call.of(
@@ -147,7 +148,7 @@ class Call:
         return call.at_lengths(k, tensors) if call.paged else call
 
     def at_lengths(self, k: Tensor, tensors: Sequence[Tensor]) -> Call:
-        """Give the call of a paged one for the lengths that its sequences have now: queries are their last tokens."""
+        """Return a paged call for the current lengths of its sequences, with the queries as their last tokens."""
         last = len(tensors) - 2 * (self.kv_dtype is not None)
         table, lengths = tensors[last - 2 : last]
         size = k.shape[2]
@@ -161,7 +162,7 @@ class Call:
         return dataclasses.replace(self, pattern=last_tokens(self.pattern, known, self.nq) & KeyPadding(known))
 
     def part(self, operands: Operands, pattern: Pattern, q_offset: int) -> Call:
-        """Give the call of a part of its operands."""
+        """Return the call for a part of its operands."""
         q, k = operands.q, operands.k
         sizes = {"heads": q.shape[1], "kv_heads": k.shape[1], "nq": q.shape[2]}
         return dataclasses.replace(self, **sizes, pattern=pattern, q_offset=q_offset)  # type: ignore[arg-type]
@@ -174,7 +175,7 @@ def _page_table(tensors: Sequence[Tensor], kv: str) -> Tensor | None:
 
 
 def features_of(terms: str, dropout: float) -> frozenset[str]:
-    """Name what a call asks for beyond scale and mask."""
+    """Return the names of the score terms, and "dropout" if weights are dropped."""
     names = [part.partition("(")[0] for part in terms.split("), ")] if terms else []
     return frozenset(names + ["dropout"] * bool(dropout))
 
@@ -185,11 +186,11 @@ class Operands(NamedTuple):
     Attributes:
         q: Queries, (B, Hq, Nq, D).
         k: Keys, (B, Hkv, Nk, D); with pages (pages, Hkv, size, D).
-        v: Values, (B, Hkv, Nk, Dv), or in pages like the keys.
+        v: Values, (B, Hkv, Nk, Dv); with pages (pages, Hkv, size, Dv).
         scale: Factor of the scores.
-        terms: Score terms and dropout, if any.
-        pages: Where keys and values lie, if they are stored in pages.
-        scales: Of keys and values that are stored in 8 bits; k and v are then codes, and those of q have its dtype.
+        terms: Score terms and dropout, or None.
+        pages: Page table and lengths if keys and values are stored in pages, else None.
+        scales: Scales if k and v are 8-bit codes, else None.
     """
 
     q: Tensor
@@ -209,7 +210,10 @@ class Operands(NamedTuple):
         tensors: Sequence[Tensor] = (),
         learns: Sequence[bool] | None = None,
     ) -> Operands:
-        """Sort the tensors of a call, in the order of :func:`pack`; those that ``learns`` names get a sum."""
+        """Build the operands from a call's tensors, in the order of :func:`pack`.
+
+        Tables that ``learns`` flags get zeros to which backward adds their gradients.
+        """
         if not tensors and not call.terms:
             return Operands(q, k, v, call.scale)
         rest, scales, pages = list(tensors), None, None
@@ -225,11 +229,11 @@ class Operands(NamedTuple):
 
     @property
     def nk(self) -> int:
-        """Keys, or the most that a row of the table has room for."""
+        """Number of keys; with pages, the most that a row of the page table has room for."""
         return self.k.shape[2] if self.pages is None else self.pages.capacity
 
     def call(self, needs_grad: bool = False) -> Call:
-        """Describe the tensors: what a backend is asked about."""
+        """Describe these tensors as a call over the full pattern, for the choice of a backend."""
         table = None if self.pages is None else self.pages.table
         kv_dtype = None if self.scales is None else self.k.dtype
         features, learned = frozenset[str](), 0
@@ -242,16 +246,16 @@ class Operands(NamedTuple):
         )  # fmt: skip
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Operands:
-        """Change queries, keys and values."""
+        """Apply a function to queries, keys and values."""
         return self._replace(q=change(self.q), k=change(self.k), v=change(self.v))
 
     def of_keys(self, change: Callable[[Tensor], Tensor]) -> Operands:
-        """Change keys and values, and their scales: something about batch elements, heads and tokens."""
+        """Apply a function of batch elements, heads and tokens to keys, values and their scales."""
         scales = None if self.scales is None else Scales(*map(change, self.scales))
         return self._replace(k=change(self.k), v=change(self.v), scales=scales)
 
     def widened(self) -> Operands:
-        """Give keys and values as numbers, in the type that is summed in, if they are stored in 8 bits."""
+        """Convert keys and values stored in 8 bits to numbers in the dtype of sums; others stay as they are."""
         if self.scales is None:
             return self
         k, v = (widened(x, scale, acc_dtype(self.q.dtype)) for x, scale in zip(self[1:3], self.scales, strict=True))
@@ -259,9 +263,10 @@ class Operands(NamedTuple):
 
 
 def pack(pattern: Pattern, terms: Sequence[Term], dropout: int, *more: Tensor) -> tuple[str, list[Tensor]]:
-    """Give the terms' text, and the tensors of a call besides q, k and v, in their order.
+    """Return the text of the terms, and the tensors of a call besides q, k and v.
 
-    These are the pattern's tables, those of terms, a new seed of dropout, page table and lengths, scales of k and of v.
+    Their order is: tables of the pattern, tables of the terms, a new dropout seed, page table and lengths, and the
+    scales of k and v.
     """
     text, tables = written(terms) if terms else ("", [])
     tensors = [*pattern.tables, *tables]
@@ -277,14 +282,14 @@ def term_operands(
     tensors: Sequence[Tensor],
     learns: Sequence[bool] | None = None,
 ) -> TermOperands | None:
-    """Give the terms and dropout of a call over (queries, keys) tokens; None where it has neither.
+    """Return the terms and dropout of a call, or None if it has neither.
 
     Args:
         call: The call.
-        tokens: Queries and keys that positions count: those of the whole sequence, where ranks share it.
-        device: Where they are computed.
-        tensors: Those of the call up to the seed, in the order of :func:`pack`.
-        learns: Which of them get a sum of gradients.
+        tokens: (queries, keys) of the whole sequence, also where ranks share it.
+        device: Device of the computation.
+        tensors: Tensors of the call up to the seed, in the order of :func:`pack`.
+        learns: Whether each of these tensors gets a sum of gradients.
     """
     if not call.terms and not call.dropout:
         return None

@@ -1,14 +1,14 @@
-"""What a call would compute, with which backends, and what that costs; nothing is run.
+"""Explain a call without running it: its pairs, tiles, backends and costs.
 
-All numbers are exact counts of the plan that the call would use, except ``scratch``, which is a bound on a backend's
-own buffers.
+All numbers are exact counts from the plan that the call would use, except ``scratch``, which is a bound on a backend's
+buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from .call import Call
 from .errors import ShapeError, UnsupportedError, message, shown
 from .names import renamed_value
 from .patterns import Pattern
+from .patterns.alignment import first_of_sizes
 from .patterns.shifted import Shifted, first_positions, placed
 from .patterns.validate import fitting, flag, named_device, whole
 from .plan import BlockPlan, Branch, branches
@@ -44,7 +45,7 @@ def explain(
     batch: int = 1,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    q_offset: int | Tensor = 0,
+    q_offset: int | Tensor | Literal["end"] = 0,
     k_offset: int | Tensor = 0,
     backend: str = "auto",
     needs_grad: bool = True,
@@ -52,37 +53,39 @@ def explain(
     dropout: float = 0.0,
     as_dict: bool = False,
 ) -> Any:
-    """Say what an attention call would compute: pairs, tiles, branches, backends and why, memory, operations.
+    """Explain an attention call: its pairs, tiles, branches, backends and reasons, memory and operations.
 
     Args:
         pattern: A relation or a LongNet.
         nq: Queries.
-        nk: Keys; nq + q_offset by default, where that is an int and k_offset 0.
+        nk: Keys; nq + q_offset by default, if q_offset is an int and k_offset is 0.
         heads: Query heads.
-        kv_heads: Key heads; as many by default.
+        kv_heads: Key heads; ``heads`` by default.
         head_dim: D of queries and keys.
         value_dim: Dv of values; D by default.
         batch: Batch elements.
-        dtype: Of q, k and v.
-        device: Where they would be; it need not exist here.
-        q_offset: Position of the first query; an int, or an integer tensor () or (B,).
-        k_offset: Position of the first key, alike.
-        backend: ``"auto"``, or one by name.
-        needs_grad: Whether a gradient would be asked for.
-        terms: Of the scores, as of :func:`ringweave.attention`.
+        dtype: Dtype of q, k and v.
+        device: Device of q, k and v; it need not exist on this machine.
+        q_offset: Position of the first query: an int, an integer tensor () or (B,), or ``"end"``, as in
+            :func:`ringweave.attention`.
+        k_offset: Position of the first key: an int, or an integer tensor () or (B,).
+        backend: ``"auto"`` or the name of a backend.
+        needs_grad: Whether gradients would be needed.
+        terms: Score terms, as in :func:`ringweave.attention`.
         dropout: Share of the weights that would be dropped.
-        as_dict: Return the numbers as a dict of plain values, which ``json.dumps`` takes.
+        as_dict: Whether to return a dict of plain values, which ``json.dumps`` accepts, instead of text.
     Returns:
         Aligned text, or the dict.
     Raises:
-        ShapeError: A size below 1, or key heads that do not divide the query heads.
-        PatternError: No pattern, or one that is made for other sizes.
+        ShapeError: A size is below 1, or the key heads do not divide the query heads.
+        PatternError: ``pattern`` is not a pattern, or is made for other sizes.
         UnsupportedError: The named backend cannot run the case, with the reason.
     Example:
         >>> explain(rw.SlidingWindow(128), 1024, as_dict=True)["tiles"]["computed"]
         15
     """
-    pattern, q_offset = placed(pattern, q_offset, k_offset, batch)
+    first = first_of_sizes(pattern, q_offset, k_offset, batch=batch, nq=nq, nk=nk)
+    pattern, q_offset = placed(pattern, first, k_offset, batch)
     if nk is None and isinstance(pattern, Shifted):
         raise ShapeError(message("nk", None, "the number of keys, with a tensor or a k_offset", "Pass nk."))
     if kv_heads is not None:
@@ -94,7 +97,7 @@ def explain(
     needs_grad, as_dict = flag("needs_grad", needs_grad, ShapeError), flag("as_dict", as_dict, ShapeError)
     if heads % kv_heads:
         raise ShapeError(
-            message("kv_heads", kv_heads, f"a divisor of the {heads} query heads", "Repeat or drop key heads.")
+            message("kv_heads", kv_heads, f"a divisor of the {heads} query heads", "Change one of the two numbers.")
         )
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ShapeError(message("dtype", shown(dtype), "float32, float16, bfloat16 or float64", "Name one of them."))
@@ -121,7 +124,17 @@ def _size(name: str, value: int) -> int:
 
 @dataclass(frozen=True)
 class BranchWork:
-    """What one branch computes, over batch and heads."""
+    """The work of one branch, over batch and heads.
+
+    Attributes:
+        branch: The branch.
+        backend: Backend that computes it.
+        allowed: Number of allowed pairs.
+        computed: Number of computed pairs.
+        tiles: Number of computed tiles; 0 without a plan.
+        full: Number of these tiles in which all pairs are allowed.
+        plan: The plan, or None for a dense kernel.
+    """
 
     branch: Branch
     backend: Backend
@@ -135,10 +148,10 @@ class BranchWork:
     def of(branch: Branch, backend: Backend) -> BranchWork:
         """Count the pairs and tiles of a branch."""
         if not backend.planned and branch.structure != "sparse":
-            # dense kernels take no plan, and a causal one skips what is above the diagonal
+            # dense kernels take no plan, and causal ones skip the pairs above the diagonal
             return BranchWork(branch, backend, branch.pairs(), branch.pairs(), 0, 0, None)
         plan = branch.plan()
-        # how many batch elements and heads compute each tile
+        # number of (batch element, head) pairs that compute each tile
         uses = torch.bincount(plan.row_set.reshape(-1).long(), minlength=plan.row_ptr.shape[0])
         uses = uses.repeat_interleave((plan.row_ptr[:, -1] - plan.row_ptr[:, 0]).long())
         full = int(uses[plan.mask_id < 0].sum())
@@ -147,13 +160,13 @@ class BranchWork:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would compute: its text is for people, its dict for programs.
+    """The explanation of a call, as text for people or as a dict for programs.
 
     Attributes:
         call: The call.
-        steps: The branches that are computed, each with its backend.
-        work: What they compute; of a backend that takes the pattern whole, what branches would.
-        future: Which pairs see the future.
+        steps: The branches of the call, each with its backend.
+        work: Work of each branch. A backend without branches counts as if it had them.
+        future: Pairs with a key after the query.
     """
 
     call: Call
@@ -163,11 +176,11 @@ class Explanation:
 
     @staticmethod
     def of(call: Call) -> Explanation:
-        """Plan a call, and count what it would compute."""
+        """Plan a call and count its work."""
         size = {"heads": call.heads, "batch": call.batch, "q_offset": call.q_offset}
         steps = counted = program.compiled(call)
         if steps and not steps[0].backend.branched:
-            # it takes the pattern whole and computes every pair; the branches still say how sparse the pattern is
+            # this backend computes every pair of the whole pattern; the branches still show the pattern's sparsity
             split = branches(call.pattern, call.nq, call.nk, **size)
             counted = tuple(program.Step(branch, steps[0].backend) for branch in split)
         work = tuple(BranchWork.of(*each) for each in counted)
@@ -175,13 +188,13 @@ class Explanation:
 
     @property
     def first(self) -> tuple[int | list[int], int | list[int]]:
-        """Positions of the first query and key: one, or one for each batch element where they differ."""
+        """Positions of the first query and the first key; lists with one per batch element if these differ."""
         sides = first_positions(self.call.pattern, self.call.q_offset, self.call.batch, torch.device("cpu")).T.tolist()
         q, k = (side[0] if len(set(side)) == 1 else side for side in sides)
         return q, k
 
     def as_dict(self) -> dict[str, Any]:
-        """Say it in plain values, which ``json.dumps`` takes."""
+        """Return the explanation as a dict of plain values, which ``json.dumps`` accepts."""
         call, work, future, names = self.call, self.work, self.future, {chosen.name for _, chosen in self.steps}
         everything = call.batch * call.heads * call.nq * call.nk
         allowed = sum(each.allowed for each in work)
@@ -232,7 +245,7 @@ class Explanation:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        """Say it in aligned lines."""
+        """Format the explanation in aligned lines."""
         facts = self.as_dict()
         backend = facts["backend"]
         pairs, tiles, memory, work = (facts[name] for name in ("pairs", "tiles", "memory", "flops"))
@@ -288,7 +301,7 @@ def _listed(first: int | list[int]) -> str:
 
 
 def _branches(work: Sequence[BranchWork]) -> list[dict[str, Any]]:
-    """Describe views by rate, relation and backend: they differ in offset alone, and are one entry."""
+    """Describe the branches, with one entry for all views of a rate, relation and backend, which differ in offset."""
     alike: dict[tuple[int, str, str], list[BranchWork]] = {}
     for each in work:
         alike.setdefault((each.branch.rate, repr(each.branch.pattern), each.backend.name), []).append(each)
@@ -309,14 +322,14 @@ def _branches(work: Sequence[BranchWork]) -> list[dict[str, Any]]:
 
 
 def _configs(call: Call) -> list[str]:
-    # what this needs is not loaded for the other backends
+    # imported only here, since the other backends do not need triton
     from .backends.triton.launch_config import measured
 
     return measured(call)
 
 
 def _others(steps: Sequence[tuple[Branch, Backend]], call: Call, asked: str) -> dict[str, list[str]]:
-    """Say why the backends that were not taken for some branch were not."""
+    """Return the reasons against each backend that was not chosen for some branch."""
     reasons: dict[str, list[str]] = {}
     for branch, chosen in steps:
         refused = {backend.name: reason for backend, reason in program.candidates(call, branch)}
@@ -338,13 +351,13 @@ def _others(steps: Sequence[tuple[Branch, Backend]], call: Call, asked: str) -> 
 
 
 def _memory(call: Call, work: Sequence[BranchWork]) -> dict[str, int]:
-    """Count bytes of the plans, of the call's tensors, and a bound on the backends' own buffers."""
+    """Count the bytes of the plans and of the call's tensors, and bound the backends' buffers."""
     size = call.dtype.itemsize
     q = call.batch * call.heads * call.nq * call.head_dim * size
     out = call.batch * call.heads * call.nq * call.value_dim * size
     k, v = (call.batch * call.kv_heads * call.nk * dim * size for dim in (call.head_dim, call.value_dim))
     lse = call.batch * call.heads * call.nq * acc_dtype(call.dtype).itemsize
-    # views of one length share a plan
+    # views of equal length share a plan, which counts once
     plans = {id(each.plan): each.plan for each in work if each.plan is not None}
     return {
         "plan": sum(plan.nbytes for plan in plans.values()),

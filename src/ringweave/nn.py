@@ -1,18 +1,19 @@
-"""Modules: multi-head attention over a pattern, with the parameters of ``torch.nn.MultiheadAttention``."""
+"""Modules of multi-head attention: over a pattern, with the parameters of torch's own module, and on grids."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .api import attention, longnet_attention
+from .api import attention, longnet_attention, neighborhood_attention
 from .errors import ShapeError, UnsupportedError, message, shown
 from .hierarchical import COMBINATIONS, hierarchical_attention
 from .names import only
 from .patterns import Causal, Full, LongNet, Pattern
+from .patterns.alignment import first_query
 from .patterns.validate import flag, number, one_of, refuse, whole
 from .precision import NATIVE, Precision, as_precision
 from .terms import Bias, Term, as_terms
@@ -26,36 +27,36 @@ if TYPE_CHECKING:
 class MultiheadAttention(nn.Module):
     """Multi-head attention over the pairs that a pattern allows, in place of ``torch.nn.MultiheadAttention``.
 
-    Where both can do a thing, parameters, their names and initial values, arguments and results are the same: a
-    ``state_dict`` of one loads into the other. Different are: ``need_weights`` is False by default, and gives the
-    weights of the pattern's tiles; a row that may attend nothing gives the output projection's bias, not NaN.
+    Parameters, their names and initial values, arguments and results are those of torch's module, and a ``state_dict``
+    of one loads into the other. There are two differences: ``need_weights`` is False by default and gives the weights
+    of the pattern's tiles, and a row that may attend nothing gives the output projection's bias instead of NaN.
 
     Args:
         embed_dim: Channels of the queries and of the output.
         num_heads: Query heads; divides embed_dim.
-        dropout: Of attention weights, in training.
+        dropout: Share of the attention weights that are dropped in training.
         bias: Whether the projections have biases.
         add_bias_kv: Must be False.
         add_zero_attn: Must be False.
         kdim: Channels of the keys; embed_dim by default.
         vdim: Channels of the values; embed_dim by default.
         batch_first: Whether inputs are (batch, tokens, channels), not (tokens, batch, channels).
-        device: Of the parameters.
-        dtype: Of the parameters.
-        pattern: Which triples of head, query and key may attend.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+        pattern: Pattern that says which (head, query, key) triples may attend.
         num_kv_heads: Key heads; divides num_heads. With fewer, the projections of keys and values are smaller.
-        qk_norm: Whether each head's queries and keys are normalised (RMSNorm over their channels), before rotation.
-        rotary_base: Base of rotary position embeddings, such as 10000.0; None: no rotation.
-        terms: Score terms; those with parameters are the caller's to register, and to keep: what ``functional_call`` or
-            ``load_state_dict(assign=True)`` puts in their place is not seen.
-        sinks: Whether a logit per head is learned, that joins the denominator and has no value.
-        context: Ranks that share the sequence: inputs are this rank's shards, and rotation is by global positions.
-        precision: What attention rounds to what; projections have the types of the parameters.
-        backend: As of :func:`ringweave.attention`.
+        qk_norm: Whether each head's queries and keys are normalised before rotation, by RMSNorm over their channels.
+        rotary_base: Base of rotary position embeddings, such as 10000.0; None for no rotation.
+        terms: Score terms. The caller registers their parameters and keeps the tensors: the module does not see those
+            that ``functional_call`` or ``load_state_dict(assign=True)`` put in their place.
+        sinks: Whether to learn one logit per head that joins the denominator and has no value.
+        context: Ranks that share the sequence: inputs are this rank's shards, and rotation uses global positions.
+        precision: Dtypes that attention rounds to; projections have the dtype of the parameters.
+        backend: ``"auto"`` or the name of a backend, as in :func:`ringweave.attention`.
     Raises:
-        ShapeError: Sizes that do not divide, or are none.
-        PatternError: No pattern.
-        UnsupportedError: What torch's module has and this has not: ``add_bias_kv``, ``add_zero_attn``.
+        ShapeError: A size is below 1, or the heads do not divide it.
+        PatternError: The pattern is not a pattern.
+        UnsupportedError: ``add_bias_kv`` or ``add_zero_attn`` is True.
     Example:
         >>> x = torch.randn(2, 128, 64)
         >>> layer = rw.nn.MultiheadAttention(64, 4, batch_first=True, pattern=rw.SlidingWindow(16) & rw.Causal())
@@ -95,7 +96,7 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if flag(name, value, ShapeError):
-                raise UnsupportedError(message(name, True, "False", "Learned sinks (sinks=True) serve the same end."))
+                raise UnsupportedError(message(name, True, "False", "Pass sinks=True for a learned sink."))
         if not isinstance(pattern, Pattern):
             refuse(pattern)
         self.embed_dim = whole("embed_dim", embed_dim, 1, error=ShapeError)
@@ -113,7 +114,7 @@ class MultiheadAttention(nn.Module):
         self.vdim = self.embed_dim if vdim is None else whole("vdim", vdim, 1, error=ShapeError)
         self.rotary_base = None if rotary_base is None else number("rotary_base", rotary_base, error=ShapeError)
         if self.rotary_base is not None and self.head_dim % 2:
-            raise ShapeError(message("head dim", self.head_dim, "an even number, to rotate", "Take fewer heads."))
+            raise ShapeError(message("head dim", self.head_dim, "an even number, for rotary_base", "Change num_heads."))
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         kept = self.num_kv_heads * self.head_dim
         if (self.kdim, self.vdim) == (self.embed_dim, self.embed_dim):
@@ -143,11 +144,11 @@ class MultiheadAttention(nn.Module):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False: what ``nn.TransformerEncoderLayer`` asks before it takes a path that would go round this module."""
+        """False, so that ``nn.TransformerEncoderLayer`` calls this module instead of its fused path."""
         return False
 
     def reset_parameters(self) -> None:
-        """Draw the parameters as ``torch.nn.MultiheadAttention`` does."""
+        """Initialise the parameters as ``torch.nn.MultiheadAttention`` does."""
         for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
             if weight is not None:
                 nn.init.xavier_uniform_(weight)
@@ -167,41 +168,44 @@ class MultiheadAttention(nn.Module):
         is_causal: bool = False,
         *,
         positions: Tensor | None = None,
-        q_offset: int | Tensor = 0,
+        q_offset: int | Tensor | Literal["end"] = 0,
     ) -> tuple[Tensor, BlockWeights | None]:
-        """Attend.
+        """Compute attention of the projected inputs and project the result.
 
         Args:
             query: (tokens, batch, embed_dim), (batch, tokens, embed_dim) with ``batch_first``, or without a batch
                 (tokens, embed_dim).
-            key: As query, of kdim channels.
-            value: As key, of vdim channels.
-            key_padding_mask: (batch, keys): True where a key is padding, or a float that is added to its scores; with a
-                context of the whole sequence, as an ``attn_mask`` is.
-            need_weights: Also return the attention weights of each head, of the tiles that the pattern leaves.
-            attn_mask: A pattern, that holds besides the module's own; or a tensor (queries, keys) or (batch * heads,
-                queries, keys) as of torch's module: True where a pair may not attend, or a float that is added.
-            average_attn_weights: Must be left as it is: the weights returned are those of each head.
-            is_causal: Also leave out keys after the query; an ``attn_mask`` tensor is then taken for just that.
-            positions: (tokens,) or (batch, tokens), by which queries and keys are rotated; by default 0, 1, ... for
-                keys, from ``q_offset`` on for queries, and with a context its global positions.
-            q_offset: Position of the first query; keys - queries for a decode step. An int, or an integer tensor () or
-                (batch,).
+            key: Tensor with the layout of query and kdim channels.
+            value: Tensor with the layout of key and vdim channels.
+            key_padding_mask: (batch, keys), True where a key is padding, or a float that is added to its scores. With a
+                context its keys are those of the whole sequence.
+            need_weights: Whether to return the attention weights of each head, for the pattern's tiles.
+            attn_mask: A pattern, intersected with the module's own, or a tensor (queries, keys) or (batch * heads,
+                queries, keys) as in torch's module: True where a pair may not attend, or a float that is added. With a
+                context queries and keys are those of the whole sequence.
+            average_attn_weights: Ignored: the weights of each head are returned.
+            is_causal: Whether keys after the query are left out. An ``attn_mask`` tensor is then taken to say the same,
+                and is not read.
+            positions: (tokens,) or (batch, tokens), positions by which queries and keys are rotated. By default keys
+                count from 0 and queries from ``q_offset``; with a context its global positions are used.
+            q_offset: Position of the first query: an int, an integer tensor () or (batch,), or ``"end"`` for a decode
+                step, as in :func:`ringweave.attention`.
         Returns:
-            (output, of query's shape; weights or None).
+            (output, weights): output has query's shape; weights are None without ``need_weights``.
         Raises:
-            ShapeError: Tensors that do not fit.
-            UnsupportedError: Weights together with terms, sinks, masks of tensors, a context or dropout.
+            ShapeError: The tensors do not fit.
+            UnsupportedError: Weights are asked for with terms, sinks, tensor masks, a context or dropout.
         """
         x, batched = self._batch_first(query, key, value)
         q, k, v = self._projected(*x)
         pattern, terms = self._masks(attn_mask, key_padding_mask, is_causal, q, k, batched)
+        first = first_query(pattern, q_offset, 0, batch=q.shape[0], nq=q.shape[2], nk=k.shape[2])
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary_base is not None:
-            q, k = self._rotated(q, k, positions, q_offset)
+            q, k = self._rotated(q, k, positions, first)
         dropout = self.dropout if self.training else 0.0
-        out = self._attend(x[0], q, k, v, pattern, terms, dropout, q_offset)
+        out = self._attend(x[0], q, k, v, pattern, terms, dropout, first)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if not batched:
             out = out[0]
@@ -210,18 +214,18 @@ class MultiheadAttention(nn.Module):
         if not flag("need_weights", need_weights, ShapeError):
             return out, None
         if terms or dropout or self.sink_logits is not None or self.context is not None:
-            wanted = "a pattern alone: no terms, sinks, tensors as masks, dropout or context"
-            raise UnsupportedError(message("need_weights", True, wanted, "Ask for none."))
-        return out, self._weights(q, k, pattern, q_offset)
+            wanted = "a call without terms, sinks, tensor masks, dropout and context"
+            raise UnsupportedError(message("need_weights", True, wanted, "Pass need_weights=False."))
+        return out, self._weights(q, k, pattern, first)
 
     def _batch_first(self, *inputs: Tensor) -> tuple[list[Tensor], bool]:
         for name, x, dim in zip(("query", "key", "value"), inputs, (self.embed_dim, self.kdim, self.vdim), strict=True):
             if isinstance(x, Tensor) and x.is_nested:
-                remedy = "Make nn.TransformerEncoder with enable_nested_tensor=False."
+                remedy = "Create nn.TransformerEncoder with enable_nested_tensor=False."
                 raise UnsupportedError(message(name, "a nested tensor", "a padded one, with a mask", remedy))
             if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.ndim != inputs[0].ndim or x.shape[-1] != dim:
-                wanted = f"a tensor of as many dimensions as query, 2 or 3, the last of {dim}"
-                raise ShapeError(message(name, shown(x), wanted, "Pass tokens, batch and channels in torch's order."))
+                wanted = f"2 dimensions, or 3 with a batch, the same as query, and {dim} channels in the last"
+                raise ShapeError(message(name, shown(x), wanted, "Pass (tokens, batch, channels), or see batch_first."))
         batched = inputs[0].ndim == 3
         if not batched:
             return [x[None] for x in inputs], False
@@ -252,7 +256,7 @@ class MultiheadAttention(nn.Module):
         k: Tensor,
         batched: bool,
     ) -> tuple[Pattern, tuple[Term, ...]]:
-        """The pattern and the terms of a call."""
+        """Return the pattern and the terms of a call."""
         pattern, terms = self.pattern, list(self.terms)
         batch, heads, nq, nk = *q.shape[:3], k.shape[2]
         if self.context is not None:
@@ -281,14 +285,15 @@ class MultiheadAttention(nn.Module):
             for name, x in (("query", q), ("key", k)):
                 if positions.shape not in ((x.shape[2],), (x.shape[0], x.shape[2])):
                     wanted = f"({x.shape[2]},) or ({x.shape[0]}, {x.shape[2]}): one for each {name}"
-                    raise ShapeError(message("positions", shown(positions), wanted, "Rotate other cases yourself."))
+                    remedy = "Pass q_offset if queries and keys differ in number."
+                    raise ShapeError(message("positions", shown(positions), wanted, remedy))
         else:
             of_k = torch.arange(k.shape[2], device=k.device)
             first = q_offset[:, None] if isinstance(q_offset, Tensor) and q_offset.ndim else q_offset
             of_q = torch.arange(q.shape[2], device=q.device) + first
         assert self.rotary_base is not None
         half = self.head_dim // 2
-        # in float32 whatever the dtype: a bfloat16 position is off by many tokens
+        # Always in float32: positions rounded to bfloat16 would be off by many tokens.
         rates = self.rotary_base ** (-torch.arange(half, device=q.device, dtype=torch.float32) / half)
         return _rotate(q, of_q, rates), _rotate(k, of_k, rates)
 
@@ -317,11 +322,11 @@ class MultiheadAttention(nn.Module):
             backend=self.backend,
         )
 
-    def _weights(self, q: Tensor, k: Tensor, pattern: Pattern, q_offset: int) -> BlockWeights:
+    def _weights(self, q: Tensor, k: Tensor, pattern: Pattern, q_offset: int | Tensor) -> BlockWeights:
         return attention_weights(q, k, pattern, q_offset=q_offset)
 
     def extra_repr(self) -> str:
-        """The pattern, and what is not torch's."""
+        """Return the sizes and the pattern for the module's repr."""
         shared = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
         return f"{self.embed_dim}, {self.num_heads}{shared}, pattern={self.pattern!r}"
 
@@ -335,13 +340,13 @@ class LongNetAttention(MultiheadAttention):
         segments: Segment length of each branch, in tokens.
         rates: Dilation rate of each branch; divides its segment.
         causal: Whether keys after the query are left out.
-        offset: Which residue a head keeps.
+        offset: Residue that a head keeps: ``"interleaved"``, ``"grouped"`` or an int.
         heads: ``"shared"`` or ``"partitioned"``.
-        detach_weights: Treat the branch weights as constants in the backward pass.
-        **options: As of :class:`MultiheadAttention`, but for ``pattern`` and ``dropout``.
+        detach_weights: Whether backward treats the branch weights as constants.
+        **options: Options of :class:`MultiheadAttention`, except ``pattern`` and ``dropout``.
     Raises:
-        PatternError: Lists that do not fit each other.
-        UnsupportedError: Masks: the mixture is the pattern.
+        PatternError: The lists differ in length, or a rate does not divide its segment.
+        UnsupportedError: ``pattern`` or ``dropout`` is passed; in a call, a mask.
     Example:
         >>> x = torch.randn(2, 128, 64)
         >>> layer = rw.nn.LongNetAttention(64, 4, segments=[32, 128], rates=[1, 4], causal=True, batch_first=True)
@@ -366,7 +371,11 @@ class LongNetAttention(MultiheadAttention):
         **options: Any,
     ) -> None:
         for name in {"pattern", "dropout"} & set(options):
-            raise UnsupportedError(message(name, shown(options[name]), "nothing", "Leave it out: the mixture is all."))
+            raise UnsupportedError(
+                message(
+                    name, shown(options[name]), "no such option", f"Leave out {name}: the branches are the pattern."
+                )
+            )
         mixture = LongNet(segments, rates, causal=causal, offset=offset, heads=heads)
         super().__init__(embed_dim, num_heads, pattern=mixture, **options)
         self.detach_weights = flag("detach_weights", detach_weights, ShapeError)
@@ -385,7 +394,7 @@ class LongNetAttention(MultiheadAttention):
         if not self.detach_weights:
             return super()._attend(x, q, k, v, pattern, terms, dropout, q_offset)
         if terms or self.sink_logits is not None or self.precision != NATIVE:
-            wanted = "neither terms, sinks nor a precision"
+            wanted = "False with terms, sinks or a precision"
             raise UnsupportedError(message("detach_weights", True, wanted, "Use the exact gradient with them."))
         assert isinstance(pattern, LongNet)
         return longnet_attention(
@@ -398,30 +407,31 @@ class LongNetAttention(MultiheadAttention):
             offset=pattern.offset,
             heads=pattern.heads,
             detach_weights=True,
-            q_offset=q_offset,  # a tensor is refused there
+            q_offset=q_offset,  # attention() refuses a tensor
             context=self.context,
             backend=self.backend,
         )
 
 
 class HierarchicalAttention(MultiheadAttention):
-    """Multi-head attention at two scales, near and chosen keys and the means of all others.
+    """Multi-head attention at two scales: near and chosen keys one by one, and the means of all other blocks.
 
-    See :func:`ringweave.hierarchical_attention`. With ``combine="gates"`` a linear map of each query's input, then a
-    sigmoid, gives the factors of its means, chosen blocks and window, for each head.
+    See :func:`ringweave.hierarchical_attention`. With ``combine="gates"`` the factors of the means, the chosen blocks
+    and the window are the sigmoid of a linear map of the query's input, for each head.
 
     Args:
         embed_dim: Channels of the inputs and of the output.
         num_heads: Query heads; divides embed_dim.
-        pool: Tokens of a block of keys, and of a tile of queries.
-        top_k: Blocks that each tile of queries chooses.
-        window: Tokens around a query that it attends one by one.
+        pool: Tokens in a block of keys and in a tile of queries.
+        top_k: Number of blocks that each tile of queries chooses.
+        window: Number of tokens around a query that it attends one by one.
         causal: Whether keys after the query are left out.
         combine: ``"exact_cover"`` or ``"gates"``.
-        **options: As of :class:`MultiheadAttention`, but for what changes which pairs attend, and how.
+        **options: Options of :class:`MultiheadAttention`, except those named under UnsupportedError.
     Raises:
-        ShapeError: Sizes that are none.
-        UnsupportedError: Patterns, masks, terms, sinks, dropout, a context or weights.
+        ShapeError: A size is below 1; top_k or window is below 0.
+        UnsupportedError: ``pattern``, ``dropout``, ``terms``, ``sinks``, ``context`` or ``precision`` is passed; in a
+            call, a mask or ``need_weights``.
     Example:
         >>> x = torch.randn(2, 128, 64)
         >>> layer = rw.nn.HierarchicalAttention(64, 4, pool=16, top_k=2, window=16, causal=True, batch_first=True)
@@ -445,7 +455,9 @@ class HierarchicalAttention(MultiheadAttention):
         **options: Any,
     ) -> None:
         for name in {"pattern", "dropout", "terms", "sinks", "context", "precision"} & set(options):
-            raise UnsupportedError(message(name, shown(options[name]), "nothing", "Leave it out: both scales are all."))
+            raise UnsupportedError(
+                message(name, shown(options[name]), "no such option", f"Leave out {name}: this module has none.")
+            )
         self.causal = flag("causal", causal, ShapeError)
         super().__init__(embed_dim, num_heads, pattern=Causal() if self.causal else Full(), **options)
         self.pool = whole("pool", pool, 1, error=ShapeError)
@@ -466,11 +478,11 @@ class HierarchicalAttention(MultiheadAttention):
         q_offset: int | Tensor,
     ) -> Tensor:
         if isinstance(q_offset, Tensor):
-            wanted = "an int: blocks are chosen for queries that stand alike in every batch element"
+            wanted = "an int: queries have the same positions in every batch element"
             raise UnsupportedError(message("q_offset", "a tensor", wanted, "Pass an int."))
         if terms or pattern != self.pattern:
-            wanted = "neither masks nor is_causal"
-            raise UnsupportedError(message("attn_mask", repr(pattern), wanted, "Pass causal=True to the module."))
+            wanted = "no mask and is_causal=False"
+            raise UnsupportedError(message("attn_mask", repr(pattern), wanted, "Create the module with causal=True."))
         gates = None
         if self.gate is not None:
             gates = torch.sigmoid(self.gate(x)).unflatten(-1, (self.num_heads, 3)).transpose(1, 2)
@@ -488,8 +500,102 @@ class HierarchicalAttention(MultiheadAttention):
             backend=self.backend,
         )
 
-    def _weights(self, q: Tensor, k: Tensor, pattern: Pattern, q_offset: int) -> BlockWeights:
-        raise UnsupportedError(message("need_weights", True, "False: means have no pairs", "Ask for none."))
+    def _weights(self, q: Tensor, k: Tensor, pattern: Pattern, q_offset: int | Tensor) -> BlockWeights:
+        raise UnsupportedError(message("need_weights", True, "False", "The means of blocks have no weights by pair."))
+
+
+class NeighborhoodAttention(nn.Module):
+    """Multi-head neighborhood attention on tokens, images or video, as NATTEN's modules compute it.
+
+    See :func:`ringweave.neighborhood_attention`. One linear map, ``qkv``, projects the input, and another, ``proj``,
+    the result.
+
+    Args:
+        embed_dim: Channels of the input and of the output.
+        num_heads: Query heads; divides embed_dim.
+        window: Keys along each axis of the grid, one number for all axes or one for each.
+        dilation: Step between the keys of a window, one number for all axes or one for each.
+        is_causal: Whether an axis is causal, one bool for all axes or one for each.
+        bias: Whether the projections have biases.
+        num_kv_heads: Key heads; divides num_heads. With fewer, the projections of keys and values are smaller.
+        scale: Factor of the scores; 1 / sqrt(channels of a head) by default.
+        terms: Score terms, as in :func:`ringweave.neighborhood_attention`; the caller registers their parameters.
+        backend: ``"auto"`` or the name of a backend, as in :func:`ringweave.attention`.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    Raises:
+        ShapeError: A size is below 1, or the heads do not divide it; in a call, the input does not fit.
+        PatternError: In a call, the window, dilation or is_causal does not fit the grid.
+    Example:
+        >>> layer = rw.nn.NeighborhoodAttention(64, 4, window=7, dilation=2)
+        >>> layer(torch.randn(2, 16, 20, 64)).shape
+        torch.Size([2, 16, 20, 64])
+
+    References:
+        Hassani et al. (2023), Neighborhood attention transformer, section 3.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        window: int | Sequence[int],
+        dilation: int | Sequence[int] = 1,
+        is_causal: bool | Sequence[bool] = False,
+        *,
+        bias: bool = True,
+        num_kv_heads: int | None = None,
+        scale: float | None = None,
+        terms: Term | Sequence[Term] | None = (),
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed_dim = whole("embed_dim", embed_dim, 1, error=ShapeError)
+        self.num_heads = whole("num_heads", num_heads, 1, error=ShapeError)
+        kv_heads = self.num_heads if num_kv_heads is None else num_kv_heads
+        self.num_kv_heads = whole("num_kv_heads", kv_heads, 1, error=ShapeError)
+        self.head_dim = _part("embed_dim", self.embed_dim, "num_heads", self.num_heads)
+        _part("num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads)
+        self.window, self.dilation, self.is_causal = window, dilation, is_causal
+        self.scale, self.terms, self.backend = scale, as_terms(terms), backend
+        place: dict[str, Any] = {"bias": flag("bias", bias, ShapeError), "device": device, "dtype": dtype}
+        self.qkv = nn.Linear(self.embed_dim, self.embed_dim + 2 * self.num_kv_heads * self.head_dim, **place)
+        self.proj = nn.Linear(self.embed_dim, self.embed_dim, **place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute attention of the projected input and project the result.
+
+        Args:
+            x: (batch, *grid, embed_dim), where grid is (n,), (height, width) or (time, height, width).
+        Returns:
+            Output, of x's shape.
+        """
+        if not isinstance(x, Tensor) or not 3 <= x.ndim <= 5 or x.shape[-1] != self.embed_dim:
+            wanted = f"(batch, *grid, {self.embed_dim}) with 1 to 3 grid axes"
+            raise ShapeError(message("x", shown(x), wanted, "Pass channels last."))
+        kept = self.num_kv_heads * self.head_dim
+        parts = self.qkv(x).split([self.embed_dim, kept, kept], -1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).movedim(-2, 1) for part in parts)
+        out = neighborhood_attention(
+            q,
+            k,
+            v,
+            self.window,
+            dilation=self.dilation,
+            is_causal=self.is_causal,
+            scale=self.scale,
+            terms=self.terms,
+            backend=self.backend,
+        )
+        return self.proj(out.movedim(1, -2).flatten(-2))  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the window for the module's repr."""
+        shared = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
+        causal = f", is_causal={self.is_causal}" if self.is_causal else ""
+        return f"{self.embed_dim}, {self.num_heads}{shared}, window={self.window}, dilation={self.dilation}{causal}"
 
 
 def _part(name: str, whole: int, of: str, parts: int) -> int:
@@ -499,18 +605,18 @@ def _part(name: str, whole: int, of: str, parts: int) -> int:
 
 
 def _added(name: str, mask: object, shapes: Mapping[tuple[int, ...], tuple[int, ...]], q: Tensor) -> Tensor:
-    """A mask of torch's module as what is added to scores: True is -inf."""
+    """Return a mask of torch's module as a tensor that is added to scores: True becomes -inf."""
     fits = isinstance(mask, Tensor) and tuple(mask.shape) in shapes
     if not isinstance(mask, Tensor) or not fits or not (mask.dtype == torch.bool or mask.is_floating_point()):
         wanted = f"a bool or floating tensor {' or '.join(map(str, shapes))}"
-        raise ShapeError(message(name, shown(mask), wanted, "Or pass a pattern as attn_mask."))
+        raise ShapeError(message(name, shown(mask), wanted, "Pass such a tensor, or a pattern as attn_mask."))
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill_(mask, -torch.inf)
     return mask.view(shapes[tuple(mask.shape)])
 
 
 def _rotate(x: Tensor, positions: Tensor, rates: Tensor) -> Tensor:
-    """x, (batch, heads, tokens, channels), rotated; positions (tokens,) or (batch, tokens)."""
+    """Rotate x, (batch, heads, tokens, channels), by positions (tokens,) or (batch, tokens)."""
     angles = positions[..., None].float() * rates
     angles = angles if positions.ndim == 1 else angles[:, None]
     cos, sin = angles.cos(), angles.sin()
@@ -518,5 +624,5 @@ def _rotate(x: Tensor, positions: Tensor, rates: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
-__all__ = ["HierarchicalAttention", "LongNetAttention", "MultiheadAttention"]
+__all__ = ["HierarchicalAttention", "LongNetAttention", "MultiheadAttention", "NeighborhoodAttention"]
 __dir__ = only(__all__)

@@ -1,10 +1,10 @@
-"""Programs: a call compiled to steps, each a branch with the backend that computes it, and how they run.
+"""Compile a call to a program, a list of steps: each step is a branch and the backend that computes it.
 
-Branches are strided views of the same tensors. Forward merges their (out, lse) in place; backward needs no merge: with
-the whole attention's lse each branch's gradients are its share, and they are added.
+Branches are strided views of the same tensors. Forward merges their (out, lse) in place. Backward needs no merge: each
+branch's gradients are computed with the lse of the whole attention, so they add up.
 
-A program is kept by a cheap key of the call's arguments. So an equal call is neither checked, nor planned, nor turned
-into kernel arguments again: a small one costs less to compute than to look at.
+Programs are cached by a cheap key of the call's arguments. An equal call skips validation, planning and the preparation
+of kernel arguments, which take longer than the computation of a small call.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ from .errors import UnsupportedError, message, shown
 from .kv_cache import PagedCache, Pages
 from .merge import merge_into
 from .patterns import Pattern
+from .patterns.alignment import END
 from .plan import BlockPlan, Branch, branches, step_plan
 from .plan.decode_plans import Run, run_of_lengths
 from .plan.from_pattern import default_tile
 from .precision import NATIVE
 from .terms import Term, TermOperands, tables_in, threshold_of
 from .torch_compat import plain, unwatched
-from .types import acc_dtype
+from .types import NotGiven, acc_dtype
 
-# what auto considers, best first; the last one runs everything
+# backends that auto considers, best first; the last one runs every call
 PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "flash", "triton", "dense_batched")
-# tiles (128 x 128) beyond which a dense branch goes to a kernel that needs no plan: 16 bytes a tile add up
+# A dense branch of more tiles (128 x 128) prefers kernels that need no plan: a plan takes 16 bytes per tile.
 _DENSE_TILES = 2**23
 
 
 class Step(NamedTuple):
-    """A branch of a call, and the backend that computes it."""
+    """A branch of a call and the backend that computes it."""
 
     branch: Branch
     backend: Backend
 
 
 def names() -> tuple[str, ...]:
-    """List what ``backend=`` takes."""
+    """List the values that ``backend=`` accepts."""
     return ("auto", *BACKENDS)
 
 
@@ -58,17 +59,17 @@ def choose(name: str, call: Call, branch: Branch) -> Backend:
     """Choose the backend for one branch.
 
     Raises:
-        UnsupportedError: An unknown name, or a named backend that cannot run the branch, with the reason.
+        UnsupportedError: The name is unknown, or the named backend cannot run the branch; the message says why.
     """
     return step(name, call, branch)[1]
 
 
 def step(name: str, call: Call, branch: Branch) -> Step:
-    """Choose one branch's backend, as :func:`choose`; auto may give it the tiles that were measured to suit both."""
+    """Choose the backend of one branch, as :func:`choose` does; auto may also choose the measured tile sides."""
     if name == "auto":
         usual = (backend for backend, reason in candidates(call, branch) if reason is None)
         return measured(call, branch) or Step(branch, next(usual))
-    # a graph that another version compiled may hold an old name
+    # a graph compiled by an older version may contain an old name
     backend = BACKENDS.get(RENAMED.get(name, name))
     if backend is None:
         raise UnsupportedError(message("backend", shown(name), f"one of {', '.join(names())}", "Use 'auto'."))
@@ -80,8 +81,8 @@ def step(name: str, call: Call, branch: Branch) -> Step:
 
 
 def measured(call: Call, branch: Branch) -> Step | None:
-    """Look up what ``ringweave tune`` found fastest for this kind of call here, if that backend can run it."""
-    # what was measured was without terms, pages and scales
+    """Return the step that ``ringweave tune`` measured to be fastest here, or None without one that can run."""
+    # the measurements are made without terms, pages and scales
     answer = None if call.features or call.paged or call.kv_dtype else tuning.lookup(call, branch)
     backend = None if answer is None else BACKENDS.get(answer.backend)
     if answer is None or backend is None or not backend.branched or backend.experimental:
@@ -95,7 +96,7 @@ def measured(call: Call, branch: Branch) -> Step | None:
 
 
 def candidates(call: Call, branch: Branch) -> Iterator[tuple[Backend, str | None]]:
-    """List what auto considers where nothing was measured, in order, with why it does not take it (None: it does)."""
+    """Yield the backends that auto considers without measurements, in order, with a reason against each or None."""
     ordered = list(PREFERENCE)
     if branch.structure != "sparse" and branch.nq * branch.nk > _DENSE_TILES * 128**2:
         ordered.sort(key=lambda name: BACKENDS[name].planned)
@@ -104,7 +105,7 @@ def candidates(call: Call, branch: Branch) -> Iterator[tuple[Backend, str | None
 
 
 def unsupported_reason(backend: Backend, call: Call, branch: Branch) -> str | None:
-    """Say why a backend cannot run a branch of a call; None where it can."""
+    """Return why a backend cannot run a branch of a call, or None if it can."""
     if call.needs_grad and backend.backward is None:
         return "it is forward-only, and an input requires gradients (detach the inputs, or use torch.no_grad)"
     if missing := backend.lacks(call.features, call.device):
@@ -117,13 +118,13 @@ def unsupported_reason(backend: Backend, call: Call, branch: Branch) -> str | No
 
 
 def _why_not(backend: Backend, call: Call, branch: Branch) -> str | None:
-    """Say why auto does not take a backend by itself; None where it may."""
+    """Return why auto does not choose a backend, or None if it may."""
     if backend.checked and not backend.planned and branch.structure == "sparse" and call.device != "cpu":
         return "auto gives it sparse patterns only where ringweave tune found it fastest"
     reason = unsupported_reason(backend, call, branch)
     if reason is not None or not backend.checked:
         return reason
-    # Triton's interpreter is for tests
+    # On a CPU these backends run in Triton's interpreter, which is for tests.
     if call.device == "cpu":
         return "on a CPU it is used only when named"
 
@@ -131,13 +132,13 @@ def _why_not(backend: Backend, call: Call, branch: Branch) -> str | None:
 
 
 class Returned(NamedTuple):
-    """What forward returned, and the gradients that came back for it.
+    """The outputs of forward and their gradients.
 
     Attributes:
         dout: Gradient of out, (B, Hq, Nq, Dv).
         dlse: Gradient of lse, (B, Hq, Nq), or None.
-        out: (B, Hq, Nq, Dv).
-        lse: (B, Hq, Nq).
+        out: Output, (B, Hq, Nq, Dv).
+        lse: Log-sum-exp of each row's scaled scores, (B, Hq, Nq).
     """
 
     dout: Tensor
@@ -146,14 +147,18 @@ class Returned(NamedTuple):
     lse: Tensor
 
     def detached(self) -> Returned:
-        """Give the same for kernels: channels adjacent; a row with an infinite score is NaN, and so are its weights."""
+        """Return them as kernels read them: dout with adjacent channels, and lse NaN in rows with an infinite score.
+
+        The weights of such a row then are NaN.
+        """
         return self._replace(dout=readable(self.dout), lse=self.lse.masked_fill(torch.isposinf(self.lse), torch.nan))
 
 
 def compiled(call: Call) -> tuple[Step, ...]:
-    """Split a call into branches and choose a backend for each; auto may give them other tiles.
+    """Split a call into branches and choose a backend for each.
 
-    A named backend keeps the tiles that length and pattern suggest: the bits of what was named depend on no store.
+    Only auto may change the tile sides. A named backend keeps those that follow from lengths and pattern, so that its
+    bits do not depend on stored measurements.
 
     Raises:
         UnsupportedError: The named backend cannot run the call.
@@ -164,7 +169,7 @@ def compiled(call: Call) -> tuple[Step, ...]:
         whole = Branch.whole(call.pattern, call.nq, call.nk, **sizes)
         return (Step(whole, choose(call.backend, call, whole)),)
     if call.paged:
-        # a page is not cut into strided views, and lies in tiles or tiles in it: sides are powers of two
+        # Pages are not cut into strided views. Sides are powers of two, so that tiles and pages divide each other.
         whole = Branch.whole(call.pattern, call.nq, call.nk, **sizes)
         if whole.tile[1] & (whole.tile[1] - 1):
             whole = dataclasses.replace(whole, sides=(default_tile(call.nq), default_tile(call.nk)))
@@ -178,24 +183,27 @@ class Program:
 
     Args:
         call: The call.
-        constant: Whether the pattern cannot change: then the program holds the plans of a small call.
+        constant: Whether the pattern cannot change; the program of a small call then holds its plans.
     """
 
     def __init__(self, call: Call, *, constant: bool = False):
         self.call, self.constant = call, constant
         #: Version of the tuning table that the program was compiled with.
         self.read = tuning.current()
-        #: The pattern's tables, of a constant pattern.
+        #: The pattern's tables if it is constant, else empty.
         self.tables = call.pattern.tables if constant else ()
-        #: Kernel arguments of a small call that the native kernel computes as a whole.
+        #: Kernel arguments of a small call that the native kernel computes in one step, else None.
         self.prepared: cpu.PreparedCall | None = None
 
     def again(self, call: Call) -> Program:
-        """Give the program of another call that runs as this one does: of a piece."""
+        """Return a program of the same class for another call, such as a piece of this one."""
         return type(self)(call)
 
     def at(self, k: Tensor) -> Program:
-        """Give the program for these keys: those of another decoding step may share kernel arguments with this one."""
+        """Return the program for the length of these keys.
+
+        Decoding steps of one run share prepared kernel arguments, so their keys may be more than those of ``call``.
+        """
         more = k.shape[2] - self.call.nk
         if not more or self.call.paged:
             return self
@@ -203,23 +211,23 @@ class Program:
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
-        """Steps of forward."""
+        """The steps of forward."""
         call = self.call
         return self._kept(dataclasses.replace(call, needs_grad=False, learned=0) if call.needs_grad else call)
 
     @functools.cached_property
     def backward_steps(self) -> tuple[Step, ...]:
-        """Steps of backward, for which auto may choose other backends."""
+        """The steps of backward, for which auto may choose other backends."""
         return self._kept(self.call if self.call.needs_grad else dataclasses.replace(self.call, needs_grad=True))
 
     @functools.cached_property
     def native(self) -> bool:
-        """Whether the native kernel computes every step, which needs nothing of an operator's surroundings."""
+        """Whether the native kernel computes every step; only then may the program run without its operator."""
         return all(each.backend is _native for each in self.steps)
 
     @functools.cached_property
     def terms(self) -> TermOperands | None:
-        """The score terms of a constant program, where each call has the same: no table, nothing drawn."""
+        """Score terms of a constant program if all its calls share them: no tables and no dropout seed; else None."""
         call = self.call
         if not self.constant or not call.terms or call.dropout or tables_in(call.terms):
             return None
@@ -228,7 +236,7 @@ class Program:
     def operands(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], learns: Sequence[bool] | None = None
     ) -> Operands:
-        """Sort the tensors of the call: see :meth:`Operands.of`."""
+        """Build the operands from the tensors of the call: see :meth:`Operands.of`."""
         if self.terms is not None:
             return Operands(q, k, v, self.call.scale, self.terms)
         return Operands.of(self.call, q, k, v, tensors, learns)
@@ -241,12 +249,12 @@ class Program:
         return tuple(each._replace(branch=_planned(each.branch)) for each in steps)
 
     def whole(self, steps: Sequence[Step]) -> Step | None:
-        """Give the only step, if it computes the call as it is: no view of it."""
+        """Return the only step if it computes the whole call rather than a view of it, else None."""
         one = steps[0] if len(steps) == 1 else None
         return one if one is not None and is_whole(one.branch, self.call) else None
 
     def forward(self, operands: Operands) -> tuple[Tensor, Tensor]:
-        """Compute (out, lse); out in q's dtype."""
+        """Compute (out, lse), with out in q's dtype."""
         forks.check(operands.q.device)
         operands = operands.map(readable)
         q, v = operands.q, operands.v
@@ -265,7 +273,10 @@ class Program:
     def backward(
         self, operands: Operands, returned: Returned, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute (dq, dk, dv) in a dtype, by default the queries'; the sums for terms' tables lie in the operands."""
+        """Compute (dq, dk, dv) in ``dtype``, by default that of the queries.
+
+        Gradients of the terms' tables are added to ``operands.terms.totals``.
+        """
         forks.check(operands.q.device)
         operands, returned = operands.map(readable), returned.detached()
         dout, dlse, out, lse = returned
@@ -291,7 +302,7 @@ class Program:
         return dq, dk, dv
 
     def step(self, operands: Operands, keys: int, run: Run) -> Program:
-        """Give the program of another decoding step of this kind, which differs in its plan alone."""
+        """Return the program of another decoding step of this kind, which differs only in its plan."""
         call = self.call if self.call.paged else dataclasses.replace(self.call, nk=keys, q_offset=keys - 1)
         program = Program(call)
         program.constant, program.tables = True, self.tables
@@ -302,7 +313,7 @@ class Program:
         plan = step_plan(branch.pattern, (*sizes, *(branch.sides or (default_tile(1), default_tile(near)))))
         if plan.capacity <= _MOST_TILES:
             if run.behind and operands.pages is None:
-                # of these keys only the shape is looked at
+                # only the shapes of these keys and values are read
                 k, v = operands.k[:, :, run.behind :], operands.v[:, :, run.behind :]
                 operands = operands._replace(k=k, v=v)
             operands = operands._replace(scale=call.scale)
@@ -312,7 +323,7 @@ class Program:
         return program
 
     def small(self, steps: Sequence[Step]) -> BlockPlan | None:
-        """Give the plan of a small call that the native kernel computes as a whole; None for another."""
+        """Return the plan if the native kernel computes the whole call in one step and it is small, else None."""
         one = self.whole(steps)
         if one is None or one.backend is not _native:
             return None
@@ -320,17 +331,17 @@ class Program:
         return None if plan is None or plan.capacity > _MOST_TILES else plan
 
     def describe(self) -> list[tuple[int, str]]:
-        """Count branches by backend, for people: [(branches, backend), ...] in order of first use."""
+        """Count branches by backend: [(branches, backend), ...] in order of first use."""
         return describe(self.steps)
 
 
 def is_whole(branch: Branch, call: Call) -> bool:
-    """Whether a branch is the whole call: no view of it."""
+    """Whether a branch is the whole call rather than a view of it."""
     return branch.rate == 1 and branch.head_count == call.heads
 
 
 def _planned(branch: Branch) -> Branch:
-    """Give a branch of a constant pattern its plan."""
+    """Return a branch of a constant pattern with its plan on the CPU attached."""
     return dataclasses.replace(branch, known=branch.plan("cpu"))
 
 
@@ -343,12 +354,12 @@ def describe(steps: Sequence[Step]) -> list[tuple[int, str]]:
 
 
 class BranchSlice:
-    """A branch's part of tensors laid out (B, heads, tokens, ...): strided views, no copies where heads allow it.
+    """A branch's part of tensors laid out (B, heads, tokens, ...), as strided views without copies where heads allow.
 
     Attributes:
-        heads: Its heads.
-        queries: Its queries.
-        keys: Its keys.
+        heads: Query heads of the branch and the key heads that they share.
+        queries: Indices of the branch's queries.
+        keys: Indices of the branch's keys.
     """
 
     def __init__(self, branch: Branch, call: Call):
@@ -357,7 +368,7 @@ class BranchSlice:
         self.keys = slice(branch.k_first, None, branch.rate)
 
     def of(self, operands: Operands) -> Operands:
-        """Its part of all."""
+        """Return the branch's part of all operands."""
         terms = operands.terms
         if terms is not None:
             heads, rows, columns = terms.heads[self.heads.queries], terms.rows, terms.columns
@@ -365,15 +376,15 @@ class BranchSlice:
         return operands._replace(q=self.of_q(operands.q), terms=terms).of_keys(self.of_k)
 
     def of_q(self, x: Tensor) -> Tensor:
-        """Its queries of (B, Hq, Nq, ...)."""
+        """Return the branch's queries of (B, Hq, Nq, ...)."""
         return x[:, self.heads.queries, self.queries]
 
     def of_k(self, x: Tensor) -> Tensor:
-        """Its keys of (B, Hkv, Nk, C), as a kernel takes them."""
+        """Return the branch's keys of (B, Hkv, Nk, C), as a kernel takes them."""
         return self.heads.for_kernel(self.heads.of_keys(x[:, :, self.keys]))
 
     def add_to_k(self, total: Tensor, part: Tensor) -> None:
-        """Add what a kernel gives to (B, Hkv, Nk, C)."""
+        """Add a kernel's gradient of the branch's keys to (B, Hkv, Nk, C)."""
         tokens = total[:, :, self.keys]
         self.heads.update(tokens, Tensor.add_, self.heads.from_kernel(part))
 
@@ -381,32 +392,40 @@ class BranchSlice:
 # ---- programs by a cheap key -----------------------------------------------------------------------------------------
 
 _native = cpu.BACKEND
-# Larger calls take longer to compute than to look at: rows of tiles over batch and heads, and listed tiles.
+# Larger calls are not prepared, since their compute time hides the overhead. The bounds are rows of tiles over batch
+# and heads, and listed tiles.
 _MOST_ROWS, _MOST_TILES = 2**12, 2**14
 _ROW_BYTES, _TILE_BYTES, _PROGRAM_BYTES = 64, 16, 16 * 2**10
-# A pattern's last program, as the layers of a model repeat it: a comparison reads less memory than a key takes.
+# The last program of each pattern object, since the layers of a model repeat a call. Comparing its arguments touches
+# less memory than a look-up by key.
 _last: dict[int, tuple[Pattern, tuple[object, ...], weakref.ref[Program]]] = PROGRAMS.front
 _MOST_LAST = 16
 
 
-def find(given: Arguments) -> tuple[Hashable | None, Program | None]:
-    """Look up (key, program) by the arguments of a call that nothing watches.
+# "end" is a function of the other parts of a key: sizes, the first key, and paddings in the pattern's text
+_OFFSETS = (int, NotGiven, str)
 
-    Without a key the call takes the operators, or has arguments that a key does not hold. With a key alone it is new.
+
+def find(given: Arguments) -> tuple[Hashable | None, Program | None]:
+    """Look up a program by the arguments of a call.
+
+    Returns:
+        (None, program) for a known call; (key, None) for a new one, to be passed to :func:`keep`; (None, None) where
+        something watches operators, or an argument cannot be part of a key.
     """
     q, k, v, pattern, scale, q_offset, backend = given[:7]
     if not (
         plain(q, k, v)
         and unwatched()
         and BACKENDS["cpu"] is _native
-        and (type(q_offset) is int and type(backend) is str and (scale is None or type(scale) is float))
+        and (type(q_offset) in _OFFSETS and type(backend) is str and (scale is None or type(scale) is float))
     ):
         return None, None
     options = _options(given)
     if options is None:
         return None, None
     read = tuning.current()
-    # in place, as in a call: between layers of a model a function of its own costs a microsecond
+    # inlined: between the layers of a model a separate function costs a microsecond
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     means = q.dtype, k.dtype, v.dtype, scale, backend, torch.get_num_threads(), setting(cpu.VARIANT), options
     exact = q_offset, q.shape, k.shape, v.shape, grad, means
@@ -418,12 +437,13 @@ def find(given: Arguments) -> tuple[Hashable | None, Program | None]:
     if not (isinstance(pattern, Pattern) and pattern.fixed):
         return None, None
     spec = pattern._spec
-    # a decoding step: one query, the last of its keys
+    # a decoding step has one query, at the position of the last key
     if (
         len(options) == 1
         and not (grad or read.answers)
         and q.ndim == k.ndim == v.ndim == 4
-        and (q.shape[2] == 1 and q_offset == k.shape[2] - 1 == v.shape[2] - 1)
+        and (q.shape[2] == 1 and k.shape[2] == v.shape[2])
+        and (q_offset == k.shape[2] - 1 or (q_offset == END and "KeyPadding" not in spec))
     ):
         keys = k.shape[2]
         kind = spec, q.shape, k.shape[:2], k.shape[3], v.shape[:2], v.shape[3], means
@@ -441,7 +461,7 @@ def find(given: Arguments) -> tuple[Hashable | None, Program | None]:
 
 
 def _noted(pattern: Pattern, exact: tuple[object, ...], program: Program) -> Program:
-    """Note a pattern's last program."""
+    """Store a program as the pattern's last one and return it."""
     if len(_last) >= _MOST_LAST:
         _last.clear()
     _last[id(pattern)] = pattern, exact, weakref.ref(program)
@@ -452,8 +472,8 @@ _OTHERS = tuple(Arguments._field_defaults.values())[Arguments._fields.index("on_
 
 
 def _options(given: Arguments) -> tuple[Hashable, ...] | None:
-    """Give the other arguments as a key, one of length 1 where they are defaults; None where a key cannot hold them."""
-    # learned sinks join after the program has run
+    """Return the other arguments as a key, of length 1 if they are defaults, or None if a key cannot contain them."""
+    # learned sinks are not part of the key: they join after the program has run
     k_offset, context, terms, _sinks, dropout, precision, on_oom = given[7:14]
     if (
         context is not None
@@ -462,7 +482,7 @@ def _options(given: Arguments) -> tuple[Hashable, ...] | None:
         or type(on_oom) is not str
         or (on_oom != "degrade" and on_oom != "raise")
         or type(dropout) is not float
-        # options that no key holds yet
+        # options after on_oom are not part of the key yet, so they must be defaults
         or (_OTHERS and any(map(operator.is_not, given[14:], _OTHERS)))
     ):
         return None
@@ -483,7 +503,12 @@ def _options(given: Arguments) -> tuple[Hashable, ...] | None:
 
 
 class _StepKey(NamedTuple):
-    """The key of a decoding step: that of its kind, whatever its length, and that of its run."""
+    """The key of a decoding step.
+
+    Attributes:
+        kind: Everything about the step except its length.
+        run: The run of lengths that share its plan.
+    """
 
     kind: tuple[Hashable, ...]
     run: Run
@@ -492,9 +517,12 @@ class _StepKey(NamedTuple):
 def _step(
     kind: tuple[Hashable, ...], operands: Operands, keys: int, side: int, read: object
 ) -> tuple[Hashable, Program | None] | None:
-    """Look up (key, program) of a decoding step by its kind, whose first part is the pattern; None: it has no run.
+    """Look up the program of a decoding step by its kind, a tuple that begins with the pattern's text.
 
-    A kind that was checked before makes the programs of further steps, which differ in their plan alone.
+    Once a step of the kind was checked, further steps need no check: their programs differ only in the plan.
+
+    Returns:
+        (key, program); (key, None) if no step of the kind was checked yet; None if the pattern has no runs of lengths.
     """
     run = run_of_lengths(str(kind[0]), keys, side)
     if run is None:
@@ -511,7 +539,7 @@ def _step(
 
 
 def _put(key: Hashable, program: Program) -> None:
-    """Keep a program by its key: a step's by that of its run."""
+    """Cache a program by its key; a decoding step's by its kind and run."""
     size, prepared = _PROGRAM_BYTES, program.prepared
     if prepared is not None:
         plan, call = prepared.plan, program.call
@@ -520,12 +548,12 @@ def _put(key: Hashable, program: Program) -> None:
 
 
 def keep(key: Hashable, call: Call, operands: Operands) -> Program:
-    """Compile a checked call of a constant pattern, and keep its program by its key."""
-    # before anything is copied: a forked process has no threads to do that
+    """Compile a checked call of a constant pattern and cache its program by its key."""
+    # before any copy, since a forked process may lack the threads that a copy needs
     forks.check(operands.q.device)
     program = Program(call, constant=True)
     if isinstance(key, _StepKey):
-        # sides of tiles that a pattern asks for would be lost
+        # further steps are planned with default sides, so a pattern with its own block side is left out
         if call.pattern.block_side is None and program.small(program.steps) is not None:
             PROGRAMS.put(key.kind, program, _PROGRAM_BYTES)
             program = program.step(operands, call.nk, key.run)
@@ -539,7 +567,10 @@ def keep(key: Hashable, call: Call, operands: Operands) -> Program:
 
 
 def find_paged(given: Arguments, cache: PagedCache) -> tuple[Hashable | None, Program | None, int]:
-    """Look up (key, program, keys) of a decoding step over sequences in pages that all have as many keys."""
+    """Look up (key, program, keys) of a decoding step over pages; all sequences must have the same number of keys.
+
+    ``program.prepared`` may be None: such a step takes the checked path, and key is what :func:`keep_paged` takes.
+    """
     q, k, v, pattern, scale, _, backend = given[:7]
     lengths = cache._host_lengths
     if lengths is None or cache.scales is not None or not len(lengths):
@@ -561,7 +592,7 @@ def find_paged(given: Arguments, cache: PagedCache) -> tuple[Hashable | None, Pr
         return None, None, 0
     means = q.dtype, k.dtype, v.dtype, scale, backend, torch.get_num_threads(), setting(cpu.VARIANT)
     of_kind = "pages", q.shape, k.shape, v.shape, len(lengths), columns, means
-    # the layers of a model repeat it
+    # The layers of a model repeat a step.
     exact = keys, of_kind
     last = _last.get(id(pattern))
     if last is not None and last[0] is pattern and last[1] == exact:
@@ -579,7 +610,7 @@ def find_paged(given: Arguments, cache: PagedCache) -> tuple[Hashable | None, Pr
 
 
 def keep_paged(key: Hashable, call: Call, cache: PagedCache) -> None:
-    """Keep the kind of a checked step over pages, where the native kernel computes it as a whole."""
+    """Cache the kind of a checked step over pages if the native kernel computes it in one step."""
     assert isinstance(key, _StepKey)
     tensors = cache.table, cache.lengths
     steps = compiled(call.at_lengths(cache.k, tensors))

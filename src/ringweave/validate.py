@@ -1,22 +1,30 @@
-"""The checks of a call, each said as name, got, wanted, remedy; what autocast makes of its tensors."""
+"""Checks of a call's arguments, with errors of the form name, got, wanted, remedy; conversion by autocast.
+
+Arguments that look like a mistake, and are not one for certain, are warned about once in a process.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .backends.backend import RENAMED
+from .cache import fact
 from .call import Arguments, Call, pack
 from .errors import ShapeError, UnsupportedError, message, shown
 from .kv_cache import PagedCache
 from .names import renamed_value
 from .patterns import Pattern, check_extents
+from .patterns.alignment import END, ends_at_query, first_query, padded_keys
 from .patterns.parse import of_call
 from .patterns.shifted import placed
 from .patterns.validate import refuse
@@ -24,15 +32,16 @@ from .precision import as_precision, store
 from .program import compiled, names
 from .terms import Term, as_terms, rounded, threshold_of
 from .torch_ops import refuse_gradient
-from .types import DTYPES
+from .types import DTYPES, FIRST_POSITION
 
 _NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
-# room above float32's range for a factor log2(e)
+_PACKAGE = str(Path(__file__).parent)
+# Kernels multiply the scale by log2(e): the bounds leave room for that in float32.
 _SMALLEST_SCALE, _LARGEST_SCALE = 1e-37, 1e38
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, hosted: bool = False) -> None:
-    """Raise ShapeError unless q, k and v fit each other; ``hosted``: k and v may be on the host, and q on a GPU."""
+    """Raise ShapeError unless q, k and v fit each other. If ``hosted``, k and v may be on the host and q on a GPU."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ShapeError(message(name, type(x).__name__, "a tensor", "Pass torch tensors."))
@@ -42,14 +51,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, hosted: bool = False) -> N
                 message(name, f"a {layout} tensor", "a dense one", "Convert it with .to_dense() or pad it.")
             )
         if x.ndim != 4:
-            raise ShapeError(
-                message(
-                    name,
-                    f"shape {tuple(x.shape)}",
-                    "(batch, heads, tokens, dim)",
-                    "Add or split dimensions to make four.",
-                )
-            )
+            remedy = "Reshape it to four dimensions."
+            if x.ndim == 3:
+                remedy = f"Pass {name}[None] for a batch of one; packed sequences are for varlen_attention."
+            elif x.ndim in (5, 6):
+                remedy = "Flatten the tokens to one dimension, or call neighborhood_attention for a grid."
+            raise ShapeError(message(name, f"shape {tuple(x.shape)}", "(batch, heads, tokens, dim)", remedy))
         if x.dtype not in DTYPES:
             raise ShapeError(
                 message(
@@ -65,13 +72,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, hosted: bool = False) -> N
                 remedy = f"{remedy[:-1]}, or leave k and v there and pass on_oom='stream' to attention()."
             raise ShapeError(message(f"{name}.device", x.device, f"{q.device}, as q", remedy))
         if x.shape[0] != q.shape[0]:
-            raise ShapeError(message(f"{name} batch", x.shape[0], f"{q.shape[0]}, as q", "Expand or slice the batch."))
+            raise ShapeError(message(f"{name} batch", x.shape[0], f"{q.shape[0]}, as q", "Use one batch size."))
     if k.shape[3] != q.shape[3]:
         raise ShapeError(
-            message("k head dim D", k.shape[3], f"{q.shape[3]}, as q", "Project q and k to one dimension.")
+            message("k head dim D", k.shape[3], f"{q.shape[3]}, as q", "Project q and k to the same head dim.")
         )
     if v.shape[1] != k.shape[1]:
-        raise ShapeError(message("v heads", v.shape[1], f"{k.shape[1]}, as k", "Give k and v the same heads."))
+        raise ShapeError(
+            message("v heads", v.shape[1], f"{k.shape[1]}, as k", "Give k and v the same number of heads.")
+        )
     if v.shape[2] != k.shape[2]:
         raise ShapeError(message("v tokens", v.shape[2], f"{k.shape[2]}, as k", "Give k and v the same length."))
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -80,20 +89,25 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, hosted: bool = False) -> N
                 raise ShapeError(message(f"{name} {what}", 0, "at least 1", f"Skip the call when {what} is empty."))
     if q.shape[1] % k.shape[1]:
         raise ShapeError(
-            message("k heads", k.shape[1], f"a divisor of the {q.shape[1]} query heads", "Repeat or drop key heads.")
+            message(
+                "k heads",
+                k.shape[1],
+                f"a divisor of the {q.shape[1]} query heads",
+                "Use a number of key heads that divides it.",
+            )
         )
 
 
-# where a copy beside the computing is known; tensors of meta have shapes alone
+# devices whose copies can overlap with computation; meta is for calls on shapes
 _STREAMED = frozenset({"cuda", "meta"})
 
 
 def _on_host(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Tell whether keys and values are on the host, and queries on what they could be streamed to."""
+    """Tell whether keys and values are on the host and queries on a device to which they can be streamed."""
     return k.device.type == v.device.type == "cpu" and q.device.type in _STREAMED
 
 
-# asked once: what torch 2.11 compiles cannot ask
+# Looked up at import, because torch 2.11 cannot compile is_autocast_available.
 _AUTOCAST = frozenset(
     device
     for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", torch.device("privateuseone").type)
@@ -102,7 +116,7 @@ _AUTOCAST = frozenset(
 
 
 def autocast(*tensors: Tensor) -> list[Tensor]:
-    """Cast inputs to autocast's dtype where it is on, as for PyTorch's own attention."""
+    """Cast inputs to autocast's dtype if it is enabled, as PyTorch's own attention does."""
     if not all(isinstance(x, Tensor) for x in tensors):
         return list(tensors)
     device = tensors[0].device.type
@@ -113,14 +127,14 @@ def autocast(*tensors: Tensor) -> list[Tensor]:
 
 
 class Checked(NamedTuple):
-    """A call whose arguments fit, and its tensors.
+    """A checked call and its tensors.
 
     Attributes:
         call: The call.
-        q: Queries, as they are computed with.
-        k: Keys.
-        v: Values.
-        tensors: The others, in the order of ``call.pack``.
+        q: Queries, in the type that is computed with.
+        k: Keys, in 8 bits if the call stores them so.
+        v: Values, in 8 bits if the call stores them so.
+        tensors: The other tensors, in the order of ``call.pack``.
         terms: The score terms.
     """
 
@@ -133,11 +147,11 @@ class Checked(NamedTuple):
 
 
 def checked(given: Arguments) -> Checked:
-    """Check the arguments of a call; ``precision`` is applied before (see :func:`converted`).
+    """Check the arguments of a call whose tensors are :func:`converted` already.
 
     Raises:
         ShapeError: Shapes, dtypes or devices do not fit; the message names the argument.
-        PatternError: The pattern is made for other lengths, heads or batch.
+        PatternError: The pattern is made for other lengths, heads or batch sizes.
         UnsupportedError: The named backend cannot run the case.
     """
     q, k, v, pattern, context = given.q, given.k, given.v, given.pattern, given.context
@@ -146,16 +160,20 @@ def checked(given: Arguments) -> Checked:
     if not isinstance(pattern, Pattern):
         refuse(pattern)
     bound = of_call(pattern.bound(q.shape[1], k.shape[1]))
-    pattern, q_offset = placed(bound, given.q_offset, given.k_offset, q.shape[0])
-    if context is not None and pattern is not bound:
-        got = "a tensor, or a k_offset, with a context"
+    asked = 0 if given.q_offset is FIRST_POSITION else given.q_offset
+    first = first_query(bound, asked, given.k_offset, batch=q.shape[0], nq=q.shape[2], nk=k.shape[2])
+    pattern, q_offset = placed(bound, first, given.k_offset, q.shape[0])
+    if context is not None and (pattern is not bound or isinstance(given.q_offset, str)):
+        got = "'end', a tensor, or a k_offset, with a context"
         raise UnsupportedError(message("q_offset, k_offset", got, "0 with a context", "Decode on one device."))
     dropout = checked_dropout(given.dropout)
     terms = as_terms(given.terms)
     if context is not None and not callable(getattr(context, "attend", None)):
         got = type(context).__name__
-        raise UnsupportedError(message("context", got, "a ContextParallel or None", "Make one of the mesh."))
-    # of the whole sequence where ranks share it
+        raise UnsupportedError(
+            message("context", got, "a ContextParallel or None", "Construct one from the device mesh.")
+        )
+    # lengths of the whole sequence, if ranks share it
     nq, nk = (q.shape[2], k.shape[2]) if context is None else (context.seq_len, context.seq_len)
     check_terms(terms, dropout, pattern, (q.shape[0], q.shape[1], nq, nk), q.device)
     scale = checked_scale(given.scale, q.shape[3])
@@ -170,6 +188,7 @@ def checked(given: Arguments) -> Checked:
     if not torch.compiler.is_compiling():
         if context is None:
             _check_runnable(call)
+            _warn_of_mistakes(given, bound)
         else:
             context.check(q, k, pattern, q_offset, backend, call.features)
     if given.sink_logits is not None:
@@ -179,23 +198,25 @@ def checked(given: Arguments) -> Checked:
         terms = tuple(rounded(term, policy.table) for term in terms)
     if context is not None and policy.wire not in ("native", context.options.wire):
         got = f"{policy.wire!r} of a context whose wire is {context.options.wire!r}"
-        raise UnsupportedError(message("precision.wire", got, "that of the context", "Make it with this policy."))
+        raise UnsupportedError(
+            message("precision.wire", got, "the wire of the context", "Make the context with this policy.")
+        )
     more: tuple[Tensor, ...] = ()
     if policy.kv is not None:
         _check_stored(given, policy.kv, terms)
         (k, of_k), (v, of_v) = store(k, policy.kv), store(v, policy.kv)
         more = of_k, of_v
     text, tensors = pack(pattern, terms, call.dropout, *more)
-    # forward runs where a table's gradient is refused
+    # Set after the checks, so that forward runs even on a named backend that refuses the gradient of a table.
     learned = sum(x.numel() for term in terms if (x := term.learned) is not None and needs_grad and x.requires_grad)
     return Checked(replace(call, terms=text, kv_dtype=policy.kv, learned=learned), q, k, v, tensors, terms)
 
 
 def _check_stored(given: Arguments, dtype: torch.dtype, terms: Sequence[Term]) -> None:
-    """Raise UnsupportedError for what keys and values in 8 bits do not go with."""
-    for name, there in (("context", given.context is not None), ("dropout", bool(given.dropout))):
-        if there:
-            remedy = "Leave it out: what travels is the wire's, and storing is for inference."
+    """Raise UnsupportedError if keys and values in 8 bits cannot be combined with the other arguments."""
+    for name, given_too in (("context", given.context is not None), ("dropout", bool(given.dropout))):
+        if given_too:
+            remedy = f"Leave out {name} or kv: storage in 8 bits is for inference on one device."
             raise UnsupportedError(message("precision.kv", f"{dtype} with {name}", f"no {name}", remedy))
     learned = [x for term in terms for x in term.tables] + [x for x in (given.sink_logits,) if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in (given.q, given.k, given.v, *learned)):
@@ -209,18 +230,22 @@ def check_terms(
     sizes: tuple[int, int, int, int],
     device: torch.device,
 ) -> None:
-    """Raise unless terms fit a call of (batch, heads, queries, keys)."""
+    """Raise an error unless the terms fit a call of sizes (batch, heads, queries, keys)."""
     for term in terms:
         term.check(*sizes, device)
     of_distance = "cu_seqlens_q=" in pattern.spec and {type(term).__name__ for term in terms if term.distances}
     if of_distance:
-        # places on two axes, whose difference is no distance
+        # queries and keys are then indices of two axes, and their difference is not a distance
         got = f"{', '.join(sorted(of_distance))} where queries and keys are packed apart"
         raise UnsupportedError(message("terms", got, "one packing for both", "Pad the queries, or add a Bias."))
 
 
 def converted(given: Arguments) -> tuple[Arguments, torch.dtype | None]:
-    """Convert q, k and v as autocast and ``precision.compute`` say; the type of the output, where that is another."""
+    """Convert q, k and v to the dtype of autocast or ``precision.compute``.
+
+    Returns:
+        (arguments, dtype): the arguments with converted tensors, and the dtype of the output if it differs from theirs.
+    """
     q, k, v = autocast(given.q, given.k, given.v)
     compute = as_precision(given.precision).compute
     if compute is None:
@@ -230,12 +255,12 @@ def converted(given: Arguments) -> tuple[Arguments, torch.dtype | None]:
 
 
 def paged(given: Arguments, cache: PagedCache) -> Checked:
-    """Check the arguments of a call over a cache in pages; ``given`` has the cache's k and v.
+    """Check the arguments of a call over a paged cache; ``given`` has the cache's k and v.
 
     Raises:
         ShapeError: Shapes, dtypes or devices do not fit.
-        PatternError: The pattern is no relation.
-        UnsupportedError: A gradient is asked for, or an unknown backend.
+        PatternError: The pattern is not a relation.
+        UnsupportedError: An input requires gradients, or the backend is unknown.
     """
     q, pattern, backend = given.q, given.pattern, renamed_value("backend", given.backend, RENAMED)
     if not isinstance(pattern, Pattern):
@@ -245,7 +270,7 @@ def paged(given: Arguments, cache: PagedCache) -> Checked:
     fits = isinstance(q, Tensor) and q.ndim == 4 and q.shape[0] == len(cache.table) and q.shape[3] == k.shape[3]
     if not fits or q.shape[1] % heads or 0 in q.shape:
         wanted = f"({len(cache.table)}, a multiple of {heads}, tokens, {k.shape[3]})"
-        raise ShapeError(message("q", shown(q), wanted, "Give each sequence of the cache its queries."))
+        raise ShapeError(message("q", shown(q), wanted, "Pass queries for every sequence of the cache."))
     if q.dtype not in ((k.dtype,) if cache.scales is None else DTYPES) or q.device != k.device:
         got, dtype = f"{q.dtype} on {q.device}", k.dtype if cache.scales is None else "a floating type"
         raise ShapeError(message("q", got, f"{dtype} on {k.device}, as the cache", "Convert it with .to(...)."))
@@ -269,32 +294,39 @@ def paged(given: Arguments, cache: PagedCache) -> Checked:
 
 
 def features(terms: Sequence[Term], dropout: float) -> frozenset[str]:
-    """Name what a call asks for beyond scale and mask."""
+    """Return the names of the score terms of a call, and "dropout" if it drops weights."""
     return frozenset([type(term).__name__ for term in terms] + ["dropout"] * bool(dropout))
 
 
 def check_sinks(sink_logits: Tensor, q: Tensor) -> None:
-    """Raise ShapeError unless there is a logit for each query head of q."""
+    """Raise ShapeError unless ``sink_logits`` has one logit for each query head of q."""
     fits = isinstance(sink_logits, Tensor) and sink_logits.is_floating_point() and sink_logits.ndim == 1
     if not fits or sink_logits.shape[0] != q.shape[1]:
-        wanted = f"a floating tensor ({q.shape[1]},): one for each query head"
-        raise ShapeError(message("sink_logits", shown(sink_logits), wanted, "Pass the learned logits."))
+        wanted = f"a floating tensor ({q.shape[1]},): one logit for each query head"
+        raise ShapeError(
+            message(
+                "sink_logits",
+                shown(sink_logits),
+                wanted,
+                "Pass the learned logits, not tokens: those are the pattern Sinks.",
+            )
+        )
     if sink_logits.device != q.device:
-        remedy = "Move them with .to(q.device)."
+        remedy = "Move it with sink_logits.to(q.device)."
         raise ShapeError(message("sink_logits.device", sink_logits.device, f"{q.device}, as q", remedy))
 
 
 def checked_scale(scale: float | None, dim: int) -> float:
-    """The factor of the scores, 1 / sqrt(dim) by default; ShapeError for what is none."""
+    """Return the factor of the scores, 1 / sqrt(dim) for None; raise ShapeError if it is not a finite number."""
     if scale is None:
         return 1.0 / math.sqrt(dim)
     if isinstance(scale, Tensor):
-        # a number of it would be a constant to autograd, without a word
-        remedy = "Multiply q by it and pass scale=1.0: its gradient comes that way."
+        # Reading the number would silently cut its gradient.
+        remedy = "Multiply q by it and pass scale=1.0: the gradient then reaches it."
         raise ShapeError(message("scale", f"a tensor of shape {tuple(scale.shape)}", "a number", remedy))
     if isinstance(scale, bool) or not isinstance(scale, _NUMBERS):
         raise ShapeError(message("scale", shown(scale), "a number", "Leave it out for 1 / sqrt(D)."))
-    # a number of few bits would be compared in its own type
+    # A numpy number is compared in its own type, where the bounds may overflow.
     scale = scale.item() if isinstance(scale, np.generic) else scale
     if scale != 0 and not _SMALLEST_SCALE <= abs(scale) <= _LARGEST_SCALE:
         wanted = f"a finite number of float32: 0, or {_SMALLEST_SCALE:g} to {_LARGEST_SCALE:g} of either sign"
@@ -303,7 +335,7 @@ def checked_scale(scale: float | None, dim: int) -> float:
 
 
 def checked_dropout(dropout: float) -> float:
-    """The share of weights to drop, as a float; ShapeError for what is none."""
+    """Return the share of weights to drop as a float; raise ShapeError if it is not in [0, 1)."""
     number = isinstance(dropout, _NUMBERS) and not isinstance(dropout, bool)
     if not number or not 0 <= dropout < 1:
         raise ShapeError(message("dropout", shown(dropout), "a number of at least 0 and below 1", "Leave it out."))
@@ -312,8 +344,85 @@ def checked_dropout(dropout: float) -> float:
 
 
 def _check_runnable(call: Call) -> None:
-    # needs planning, which a trace leaves to the operator; there the same errors come when it runs
+    # These checks may plan, so a trace skips them: the operator raises the same errors when it runs.
     check_extents(call.pattern, call.batch, call.heads)
     call.pattern.check(call.nq, call.nk, call.q_offset)
-    if call.backend != "auto":  # which takes every case
+    # auto has a backend for every call
+    if call.backend != "auto":
         compiled(call)
+
+
+# ---- mistakes that are not certain -----------------------------------------------------------------------------------
+
+# No published model has as many key heads; tokens in their place are often more.
+_MANY_HEADS = 256
+_AT_FIRST = (
+    "q_offset: got 0 by default, with fewer queries than keys and a causal pattern, so the last keys are never "
+    f"attended; wanted the position of the first query. Pass q_offset={END!r} if the queries are the last tokens, or "
+    "q_offset=0 if they are the first."
+)
+_TOKENS_FIRST = (
+    "q, k, v: got more heads than tokens; wanted (batch, heads, tokens, dim). If they are (batch, tokens, heads, dim), "
+    "pass q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2)."
+)
+
+
+def _warn_of_mistakes(given: Arguments, pattern: Pattern) -> None:
+    """Warn of decoding at the first position, and of tensors that look like (B, N, H, D)."""
+    nq, (heads, nk) = given.q.shape[2], given.k.shape[1:3]
+    if given.q_offset is FIRST_POSITION and nq < nk and ends_at_query(pattern):
+        padding = padded_keys(pattern)
+        # Bounds in tensors are not read. Keys after the end of the padding do not exist, so none of them is missed.
+        if padding is None or (isinstance(padding[1], int) and nq < padding[1]):
+            _warn_once(_AT_FIRST)
+    # a pattern that is made for this number of heads confirms it
+    if heads >= max(_MANY_HEADS, 8 * nk) and pattern.extents()[1] is None:
+        _warn_once(_TOKENS_FIRST)
+
+
+@fact
+def _warn_once(text: str) -> None:
+    """Issue a UserWarning at the first caller outside of the package, once in a process."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, UserWarning, level)
+
+
+# ---- arguments of other libraries ------------------------------------------------------------------------------------
+
+_AS_PATTERN = "a pattern"
+#: For each argument of PyTorch, transformers, flash-attn and NATTEN: what takes its place, and how to write it.
+_OTHERS: Mapping[str, tuple[str, str]] = {
+    "attention_mask": (_AS_PATTERN, "Pass KeyPadding(lengths) for padding, with & Causal() for a decoder."),
+    "attn_bias": ("terms", "Pass terms=Bias(attn_bias)."),
+    "attn_mask": (
+        "a pattern, or terms",
+        "For a boolean mask pass a rule such as Causal(), or BlockTable(attn_mask, block_size=1). For a mask that is "
+        "added to the scores pass terms=Bias(attn_mask).",
+    ),
+    "alibi_slopes": ("terms", "Pass terms=ALiBi(alibi_slopes)."),
+    "block_mask": (_AS_PATTERN, "Pass from_block_mask(block_mask) as the pattern."),
+    "causal": (_AS_PATTERN, "Pass Causal() as the pattern, or pattern & Causal()."),
+    "dropout_p": ("dropout", "Pass dropout=dropout_p, in training only."),
+    "enable_gqa": ("no such argument", "Leave it out: k and v may have fewer heads than q."),
+    "is_causal": (_AS_PATTERN, "Pass Causal() as the pattern, or pattern & Causal()."),
+    "kernel_size": ("neighborhood_attention", "Call neighborhood_attention(q, k, v, window=kernel_size)."),
+    "key_padding_mask": (_AS_PATTERN, "Pass KeyPadding(lengths), or Sinks(mask) with True for the keys to keep."),
+    "mask": (_AS_PATTERN, "Pass a rule such as Causal(), or BlockTable(mask, block_size=1)."),
+    "mask_mod": (_AS_PATTERN, "Pass from_mask_mod(mask_mod) as the pattern."),
+    "score_mod": ("terms", "Pass terms=: a Softcap, ALiBi, DistanceBias or Bias, or several in order."),
+    "softcap": ("terms", "Pass terms=Softcap(softcap)."),
+    "softmax_scale": ("scale", "Pass scale=softmax_scale."),
+    "window_size": (_AS_PATTERN, "Pass SlidingWindow(left, right) as the pattern."),
+}
+
+
+def refuse_unknown(function: str, names: Mapping[str, object]) -> NoReturn:
+    """Raise TypeError for unknown keyword arguments, with the remedy for those of other libraries."""
+    name = next((each for each in names if each in _OTHERS), next(iter(names)))
+    if name not in _OTHERS:
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    wanted, remedy = _OTHERS[name]
+    got = f"an argument that {function}() does not have"
+    raise TypeError(message(name, got, wanted, f'{remedy} See "Coming from other libraries", docs/migration.md.'))

@@ -1,4 +1,4 @@
-"""Attention weights on request: the probabilities of the non-empty tiles, never a dense matrix."""
+"""Compute attention weights on request: the probabilities of the non-empty tiles, never a dense matrix."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class BlockWeights:
     """The attention probabilities of a plan's tiles.
 
     Attributes:
-        plan: Which tiles.
-        values: (T, q_tile, kv_tile), one matrix per tile in float32, for batch elements and heads in turn (heads
-            fastest), within each in the plan's row order.
-        first: (B, Hq) int64, where the tiles of each batch element and head begin.
+        plan: Plan of the tiles.
+        values: (T, q_tile, kv_tile), one matrix per tile in float32 (float64 for float64 queries), ordered by batch
+            element, head, and the plan's row order.
+        first: (B, Hq) int64, index of the first tile of each batch element and head.
     """
 
     plan: BlockPlan
@@ -32,7 +32,7 @@ class BlockWeights:
     first: Tensor
 
     def to_dense(self) -> Tensor:
-        """Spread them to the dense matrix (B, Hq, Nq, Nk), for small sizes."""
+        """Return the weights as a dense matrix (B, Hq, Nq, Nk), for small sizes."""
         p = self.plan
         batch, heads = p.row_set.shape
         rows = p.tile_rows()
@@ -52,20 +52,21 @@ def attention_weights(
     pattern: Pattern,
     *,
     scale: float | None = None,
-    q_offset: int | Tensor = 0,
+    q_offset: int | Tensor | str = 0,
     k_offset: int | Tensor = 0,
 ) -> BlockWeights:
-    """Compute the probabilities, as (plan, tile values): for inspection, at a cost of 4 bytes per pair of a tile.
+    """Compute the probabilities of each tile, for inspection; they take 4 bytes per pair of a tile.
 
     ``weights[i, j] = exp(scale * <q[i], k[j]> - lse[i])`` over the allowed pairs, 0 elsewhere. Differentiable.
 
     Args:
         q: Queries, (B, Hq, Nq, D).
         k: Keys, (B, Hkv, Nk, D).
-        pattern: A relation.
+        pattern: A relation, not a LongNet.
         scale: Factor of the scores; 1 / sqrt(D) by default.
-        q_offset: Position of the first query; an int, or an integer tensor () or (B,).
-        k_offset: Position of the first key, alike.
+        q_offset: Position of the first query: an int, an integer tensor () or (B,), or ``"end"``, as in
+            :func:`ringweave.attention`.
+        k_offset: Position of the first key: an int, or an integer tensor () or (B,).
     Returns:
         The weights of the non-empty tiles.
     Raises:
@@ -104,7 +105,7 @@ def _weights(q: Tensor, k: Tensor, call: Call) -> BlockWeights:
             row, col = rows[entries], p.col[entries].long()
             scores = torch.bmm(q_tiles[b, h, row], k_tiles[b, h * k.shape[1] // heads, col].mT)
             scores = torch.where(bank[p.mask_id[entries].long()] & bound[col], scores, -torch.inf)
-            # the rows' log-sum-exp, from those of their tiles
+            # softmax over each row, across its tiles
             top = scores.detach().new_full((p.q_tiles, p.q_tile), -torch.inf)
             top = top.scatter_reduce(0, row[:, None].expand(-1, p.q_tile), scores.detach().amax(-1), "amax")
             top = torch.where(torch.isfinite(top), top, 0.0)

@@ -1,0 +1,164 @@
+"""Neighborhood attention against NATTEN's definition in plain Python, and its module against the function."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringweave as rw
+from ringweave import nn
+
+B, H, KV, D = 2, 4, 2, 8
+
+
+def neighbors(i: int, n: int, window: int, dilation: int, causal: bool) -> list[int]:
+    """Return the keys that query i attends along an axis of n tokens."""
+    group = [j for j in range(n) if j % dilation == i % dilation]
+    place = group.index(i)
+    if causal:
+        return group[max(0, place - window + 1) : place + 1]
+    first = min(max(place - window // 2, 0), len(group) - window)
+    return group[first : first + window]
+
+
+def allowed(shape: tuple[int, ...], window: Any, dilation: Any, causal: Any) -> Tensor:
+    """Return the relation of all tokens in row-major order, (N, N)."""
+    per_axis = [x if isinstance(x, tuple) else (x,) * len(shape) for x in (window, dilation, causal)]
+    tokens = list(itertools.product(*map(range, shape)))
+    number = {token: at for at, token in enumerate(tokens)}
+    mask = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+    for token in tokens:
+        along = [neighbors(i, n, *each) for i, n, *each in zip(token, shape, *per_axis, strict=True)]
+        mask[number[token], [number[key] for key in itertools.product(*along)]] = True
+    return mask
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    """Compute attention of (B, H, *grid, D) tensors over a relation of their tokens in row-major order."""
+    flat = [x.flatten(2, -2) for x in (q, k, v)]
+    k, v = (x.repeat_interleave(H // KV, 1) for x in flat[1:])
+    scores = (flat[0] @ k.mT * D**-0.5 + bias).masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1) @ v).reshape(*q.shape[:-1], v.shape[-1])
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Make q, k and v with heads beside the channels, as projections do: their strides are not contiguous."""
+    generator = torch.Generator().manual_seed(len(shape))
+    made = [torch.randn(B, *shape, heads, D, generator=generator, dtype=dtype) for heads in (H, KV, KV)]
+    return [x.movedim(-2, 1).requires_grad_() for x in made]
+
+
+CASES: dict[str, tuple[tuple[int, ...], Any, Any, Any]] = {
+    "tokens": ((97,), 7, 1, False),
+    "dilated tokens": ((101,), 5, 3, False),
+    "causal tokens": ((70,), 6, 4, True),
+    "one key": ((9,), 1, 2, False),
+    "all tokens": ((33,), 33, 1, False),
+    "image": ((13, 10), 3, 1, False),
+    "even, dilated, causal columns": ((13, 10), (4, 3), (2, 3), (False, True)),
+    "whole image": ((6, 11), (6, 11), 1, False),
+    "causal image": ((9, 8), (3, 4), (3, 2), True),
+    "odd image": ((7, 19), (7, 2), (1, 9), (True, False)),
+    "video": ((5, 7, 6), (3, 2, 5), (1, 2, 1), (True, False, False)),
+    "dilated video": ((4, 6, 9), (2, 3, 3), (2, 2, 3), False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_outputs_and_gradients_are_those_of_the_definition(name: str, dtype: torch.dtype) -> None:
+    shape, window, dilation, causal = CASES[name]
+    q, k, v = inputs(shape, dtype)
+    out = rw.neighborhood_attention(q, k, v, window, dilation=dilation, is_causal=causal)
+    wanted = dense(q, k, v, allowed(*CASES[name]))
+    torch.testing.assert_close(out, wanted)
+    dout = torch.randn_like(wanted)
+    got, right = (torch.autograd.grad(each, (q, k, v), dout) for each in (out, wanted))
+    torch.testing.assert_close(got, right, rtol=1e-4 if dtype == torch.float32 else 1e-7, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["dense_batched", "reference"])
+def test_backends_and_scale(backend: str) -> None:
+    q, k, v = inputs((12, 9))
+    out = rw.neighborhood_attention(q, k, v, (5, 3), scale=0.5, backend=backend)
+    torch.testing.assert_close(out, dense(q * 0.5 * D**0.5, k, v, allowed((12, 9), (5, 3), 1, False)))
+
+
+def test_a_bias_has_rows_and_columns_in_row_major_order() -> None:
+    shape = (9, 10)
+    q, k, v = inputs(shape)
+    bias = torch.randn(1, H, 90, 90, dtype=torch.float64, requires_grad=True)
+    out = rw.neighborhood_attention(q, k, v, 5, terms=rw.Bias(bias))
+    wanted = dense(q, k, v, allowed(shape, 5, 1, False), bias)
+    torch.testing.assert_close(out, wanted)
+    got, right = (torch.autograd.grad(each.square().sum(), bias)[0] for each in (out, wanted))
+    torch.testing.assert_close(got, right)
+
+
+def test_distances_are_those_of_one_axis() -> None:
+    q, k, v = inputs((60,))
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+    out = rw.neighborhood_attention(q, k, v, 7, terms=rw.ALiBi(slopes))
+    away = (torch.arange(60)[:, None] - torch.arange(60)).abs()
+    torch.testing.assert_close(out, dense(q, k, v, allowed((60,), 7, 1, False), -slopes[:, None, None] * away))
+
+
+def test_compiles_in_one_graph() -> None:
+    torch._dynamo.reset()
+    q, k, v = (x.detach() for x in inputs((12, 9), torch.float32))
+    layer = nn.NeighborhoodAttention(16, 2, 3)
+    step = torch.compile(
+        lambda q, x: (rw.neighborhood_attention(q, k, v, (5, 3), is_causal=(True, False)), layer(x)),
+        fullgraph=True,
+        backend="eager",
+    )
+    x = torch.randn(1, 6, 7, 16)
+    out, projected = step(q, x)
+    torch.testing.assert_close(out, rw.neighborhood_attention(q, k, v, (5, 3), is_causal=(True, False)))
+    torch.testing.assert_close(projected, layer(x))
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda q, k, v: rw.neighborhood_attention(q, k, v, 11), rw.PatternError, "window, dilation: got (11, 11) times (1, 1) on a grid of (12, 9)"),
+        (lambda q, k, v: rw.neighborhood_attention(q, k, v, 5, dilation=2), rw.PatternError, "window, dilation: got (5, 5) times (2, 2)"),
+        (lambda q, k, v: rw.neighborhood_attention(q, k, v, 0), rw.PatternError, "window: got 0; wanted at least 1"),
+        (lambda q, k, v: rw.neighborhood_attention(q, k, v, (3, 3, 3)), rw.PatternError, "window: got (3, 3, 3); wanted one number"),
+        (lambda q, k, v: rw.neighborhood_attention(q, k, v, 3, dilation=0), rw.PatternError, "dilation: got 0; wanted at least 1"),
+        (lambda q, k, v: rw.neighborhood_attention(q, k, v, 3, is_causal=(True,)), rw.ShapeError, "is_causal: got (True); wanted one bool, or one for each of the 2 grid axes"),
+        (lambda q, k, v: rw.neighborhood_attention(q, k, v, 3, is_causal=1), rw.ShapeError, "is_causal: got 1; wanted True or False"),
+        (lambda q, k, v: rw.neighborhood_attention(q[0, 0], k, v, 3), rw.ShapeError, "q: got Tensor of torch.float64 (12, 9, 8); wanted (batch, heads, *grid, dim)"),
+        (lambda q, k, v: rw.neighborhood_attention(q, k, v[:, :, :7], 3), rw.ShapeError, "v grid: got (7, 9); wanted (12, 9), as q"),
+        (lambda q, k, v: rw.neighborhood_attention(q[:, :, :0], k, v, 3), rw.ShapeError, "q grid: got (0, 9); wanted at least 1 token"),
+        (lambda q, k, v: rw.neighborhood_attention(q, k, v, 3, terms=rw.ALiBi([1.0] * H)), rw.UnsupportedError, "terms: got ALiBi on a grid of 2 axes"),
+        (lambda q, k, v: rw.neighborhood_attention(q, k, v, 3, terms=rw.Bias(torch.zeros(1, 1, 3, 3))), rw.ShapeError, "wanted"),
+        (lambda q, k, v: nn.NeighborhoodAttention(30, 4, 3), rw.ShapeError, "num_heads: got 4; wanted a divisor of embed_dim, 30"),
+        (lambda q, k, v: nn.NeighborhoodAttention(32, 4, 3)(q), rw.ShapeError, "x: got Tensor of torch.float64 (2, 4, 12, 9, 8); wanted (batch, *grid, 32)"),
+    ],
+)  # fmt: skip
+def test_errors(call: Callable[..., object], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=re.escape(text)):
+        call(*inputs((12, 9)))
+
+
+@pytest.mark.parametrize("shape", [(40,), (9, 7), (3, 5, 4)])
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_the_module_projects_before_and_after(shape: tuple[int, ...], kv_heads: int | None) -> None:
+    layer = nn.NeighborhoodAttention(H * D, H, 3, is_causal=(True, *[False] * (len(shape) - 1)), num_kv_heads=kv_heads)
+    x = torch.randn(B, *shape, H * D, requires_grad=True)
+    out = layer(x)
+    kept = (kv_heads or H) * D
+    parts = layer.qkv(x).split([H * D, kept, kept], -1)
+    q, k, v = (part.unflatten(-1, (-1, D)).movedim(-2, 1) for part in parts)
+    inner = rw.neighborhood_attention(q, k, v, 3, is_causal=layer.is_causal)
+    torch.testing.assert_close(out, layer.proj(inner.movedim(1, -2).flatten(-2)))
+    assert all(each.isfinite().all() for each in torch.autograd.grad(out.sum(), [x, *layer.parameters()]))
+    assert {"qkv.weight", "qkv.bias", "proj.weight", "proj.bias"} == set(layer.state_dict())
+    assert f"{H * D}, {H}" in repr(layer)
