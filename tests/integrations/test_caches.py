@@ -1,4 +1,4 @@
-"""Caches: the project's own pages behind transformers' interface, and a quantised one."""
+"""Caches: ModelCache's pages, and a quantised cache of transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def said(model: Any, prompt: Tensor = IDS[:, :11], mask: Tensor = LEFT[:, :11], 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4_text"])
 @pytest.mark.parametrize("mode", ["greedy", "beam", "chunked prefill"])
 def test_pages_give_the_same_tokens(name: str, mode: str) -> None:
-    """Windows with a soft cap, sinks, chunks; beams share pages and part."""
+    """Windows with a soft cap, sinks, chunks; beams share pages and diverge."""
     options: dict[str, Any] = {"greedy": {}, "beam": {"num_beams": 3}, "chunked prefill": {"prefill_chunk_size": 7}}[
         mode
     ]
@@ -75,7 +75,7 @@ def test_a_pattern_of_ones_own_stands_where_a_static_caches_query_does() -> None
 
 def test_copies_of_a_prompts_pages_go_on_by_themselves() -> None:
     model, cache = model_of("llama", "ringweave").eval(), ModelCache(40, page=16)
-    # a cache of inference mode is written to outside of it
+    # the cache is made in inference mode and written outside of it
     with torch.inference_mode():
         model(IDS[:, :9], past_key_values=cache)
     whole = torch.ones_like(IDS[:, :11])
@@ -115,8 +115,10 @@ def test_an_assistant(mine: bool) -> None:
 
 
 def test_what_pages_cannot_do_is_said() -> None:
-    with pytest.raises(rw.ShapeError, match="length: got 0"):
+    with pytest.raises(rw.ShapeError, match="max_tokens: got 0"):
         ModelCache(0)
+    with pytest.raises(rw.ShapeError, match="max_tokens: got None"):
+        ModelCache()
     with pytest.raises(rw.ShapeError, match="page: got 7"):
         ModelCache(8, page=7)
     with pytest.raises(rw.UnsupportedError, match="precision: got str"):
@@ -133,8 +135,18 @@ def test_what_pages_cannot_do_is_said() -> None:
         model_of("llama", "ringweave")(IDS, past_key_values=ModelCache(32))
 
 
+def test_the_old_name_of_a_caches_size_warns() -> None:
+    with pytest.warns(FutureWarning, match=r"ModelCache\(length=\) is now ModelCache\(max_tokens=\)"):
+        cache = ModelCache(length=40, page=16)
+    assert cache.max_tokens == ModelCache(max_tokens=40, page=16).max_tokens == 48
+    with pytest.warns(FutureWarning, match="ModelCache.length is now ModelCache.max_tokens"):
+        assert cache.length == 48
+    with pytest.warns(FutureWarning), pytest.raises(rw.ShapeError, match="length: got 40; wanted max_tokens alone"):
+        ModelCache(40, length=40)
+
+
 def as_of_a_dynamic_cache(change: Any, steps: int = 2, **options: Any) -> None:
-    """Change a filled cache, and let its sequences go on: with the logits of the library's cache."""
+    """Change a filled cache, and compare the logits of the next steps with those of transformers' cache."""
     caches: tuple[Cache, Cache] = (ModelCache(32, page=16, **options), DynamicCache())
     models = [model_of("llama", attention).eval() for attention in ("ringweave", "sdpa")]
     with torch.no_grad():
@@ -166,7 +178,7 @@ CHANGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_sequences_that_are_repeated_and_chosen_go_on(name: str) -> None:
-    """Pages are shared until one writes to them, the last of a prompt first."""
+    """Sequences share pages until one writes to them, at first to the last page of the prompt."""
     as_of_a_dynamic_cache(CHANGES[name])
 
 
@@ -182,7 +194,7 @@ def test_repeated_sequences_share_pages_and_have_room_for_their_own() -> None:
         pages = cache.layers[0].pages
         cache.batch_repeat_interleave(2)
         grown = cache.layers[0].pages
-        # two full pages and two begun ones are held, of three for each of four sequences
+        # four sequences of three pages have room; two full pages and two partial ones are in use
         assert (pages.free_pages, grown.free_pages) == (2, 8)
         for _ in range(31):
             model(torch.full((4, 1), 5), past_key_values=cache)
@@ -192,7 +204,7 @@ def test_repeated_sequences_share_pages_and_have_room_for_their_own() -> None:
         assert cache.layers[0].pages.free_pages == 6
 
 
-# what each method of the library's cache is called with; those with the same answer, and those with another
+# arguments of each method of transformers' cache
 CALLS: dict[str, tuple[Any, ...]] = {
     "get_seq_length": (), "get_query_offset": (), "is_recording_past": (0,), "activate_past_recording": (),
     "has_previous_state": (), "reorder_cache": (torch.tensor([1, 0]),), "crop": (-2,), "reset": (),
@@ -207,7 +219,7 @@ OTHER: dict[str, Any] = {
 
 
 def test_every_method_of_the_librarys_cache() -> None:
-    """The same answer or error as of a dynamic cache, or what is said of pages; a new method is to be tried here."""
+    """Each method answers or raises as a dynamic cache does, or as listed for pages; add new methods to the list."""
     methods = {name for name, what in vars(Cache).items() if callable(what) and not name.startswith("_")} - {"update"}
     assert methods == CALLS.keys() | OTHER.keys()
 
@@ -272,7 +284,7 @@ def test_a_quantised_cache(name: str) -> None:
 
 
 class Rounded(DynamicLayer):
-    """What a cache of 8 bits stands for, in float32."""
+    """Return the values of an 8-bit cache in float32."""
 
     kv = torch.int8
 

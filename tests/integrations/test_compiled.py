@@ -1,4 +1,4 @@
-"""Models of transformers that are compiled: one graph for all lengths, and for all steps over a static cache."""
+"""Compiled models of transformers: one graph for all lengths, and one for all steps over a static cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_one_graph_of_a_padded_forward_for_all_lengths(name: str) -> None:
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
     with torch.no_grad():
         for n in (17, 20, 23):
-            # a slice of all that there is has other strides than a shorter one, and a graph of its own
+            # contiguous, because a slice of all tokens has other strides than a shorter one and so another graph
             ids, there = IDS[:, :n].contiguous(), LEFT[:, :n].contiguous()
             inputs = {"input_ids": ids, "attention_mask": there, "use_cache": False}
             torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits)

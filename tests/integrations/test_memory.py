@@ -1,4 +1,4 @@
-"""Nothing that grows with the square of a text is made: neither a mask nor scores, whatever the batch is like."""
+"""No tensor grows with the square of the text's length, neither a mask nor scores, for any kind of batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ["whole", "padded", "packed", "prefill"]
 
 
 class Largest(TorchDispatchMode):
-    """How many numbers the largest tensor has that any operator gives."""
+    """A mode that records the bytes of the largest tensor that any operator returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def test_no_operator_gives_a_tensor_of_tokens_times_tokens(name: str, kind: str)
     n = 2048
     with Largest() as mine:
         run(name, kind, "ringweave", n)
-    # the logits are the largest, of 64 words; a mask has a byte for each pair
+    # the logits are the largest tensor, with a vocabulary of 64; a mask has a byte for each pair
     assert mine.numel <= n * 64 * 4 < n * n
 
 
@@ -66,7 +66,7 @@ def test_what_is_counted_sees_the_librarys_mask() -> None:
 
 @pytest.mark.parametrize("kind", ["padded", "packed", "prefill"])
 def test_32k_tokens_of_a_window_take_less_than_a_mask_of_bytes(kind: str) -> None:
-    """What the kernels take besides tensors counts here, too."""
+    """This also counts memory that kernels allocate without tensors."""
     n = 32768
     to_system()
     peak.begin(torch.device("cpu"))

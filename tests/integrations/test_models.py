@@ -1,4 +1,4 @@
-"""Models of transformers compute with ringweave what they compute with their own attention."""
+"""Models of transformers give the same results with ringweave as with their own attention."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ringweave.integrations.transformers import (
     PatternMask,
     context_parallel,
     interface,
+    notices,
     patch,
     pattern_mask,
     set_pattern,
@@ -24,8 +25,10 @@ from ringweave.integrations.transformers import (
 
 from .tiny import DECODERS, ENCODERS, model_of
 
-# their own sdpa leaves out the soft cap and the learned sinks
+# transformers' sdpa ignores their soft caps and learned sinks
 EAGER = ("gemma2", "gpt_oss")
+# their packed documents attend each other: positions do not reach the masks
+TOLD = ("gpt_oss", "bert", "roberta", "modernbert")
 N = 23
 
 generator = torch.Generator().manual_seed(5)
@@ -48,7 +51,7 @@ def _quiet() -> None:
 
 
 def learned(model: Any, **inputs: Any) -> tuple[Tensor, list[Tensor | None]]:
-    """The logits of what is no padding, and all gradients."""
+    """Return the logits of tokens that are not padding, and all gradients."""
     logits = model.train()(input_ids=IDS, **inputs).logits
     real = inputs.get("attention_mask", torch.ones_like(IDS))[..., None]
     (logits.logsumexp(-1, keepdim=True) * real).mean().backward()
@@ -72,25 +75,25 @@ def assert_alike(mine: tuple[Tensor, list[Tensor | None]], theirs: tuple[Tensor,
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
 def test_logits_and_gradients(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if case == "packed" and name in ENCODERS:
-        pytest.skip("an encoder's masks know no packing")
+        pytest.skip("the masks of encoders ignore packing")
     calls = []
     attend = interface.attention
     monkeypatch.setattr(interface, "attention", lambda *args, **kw: calls.append(args[3]) or attend(*args, **kw))
     assert_alike(learned(model_of(name, "ringweave"), **CASES[case]), of_the_library(name, case))
-    # and it was ringweave, whose masks hold nothing
+    # ringweave computed it, once per layer
     assert len(calls) == 2
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_query_between_padding_attends_the_keys_that_exist(name: str) -> None:
-    """As in the library, which computes a token's row whether or not it is padding."""
+    """transformers, too, computes the rows of tokens that are padding."""
     mask = HOLES.clone()
     mask[1, :2] = 0
     mine, theirs = (
         model_of(name, attention).eval()(input_ids=IDS, attention_mask=mask).logits
         for attention in ("ringweave", "eager")
     )
-    # a causal model's tokens before all that exists attend nothing: 0 here, and in the library what stands there
+    # a causal model's tokens before the first one that exists attend nothing: 0 here, an average in transformers
     first = 2 if name == "llama" else 0
     torch.testing.assert_close(mine[:, first:], theirs[:, first:], atol=1e-4, rtol=0)
 
@@ -115,7 +118,7 @@ def test_gradient_checkpointing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     model = model_of(name, "ringweave")
     model.activation_checkpointing_enable()
     assert_alike(learned(model, **CASES["left"]), of_the_library(name, "left"))
-    # each layer once more, with the same mask
+    # the backward pass computes each layer again, with the same mask
     assert len(calls) == 4
     assert calls[2] == calls[1]
     assert calls[3] == calls[0]
@@ -227,7 +230,7 @@ def test_a_pattern_of_ones_own_counts_from_each_sequence() -> None:
     torch.testing.assert_close(packed[:, 6:], alone)
     set_pattern(model, None)
     assert (model(input_ids=IDS[1:, 6:]).logits - alone).abs().max() > 1e-3
-    # a step over a cache attends the same as all at once
+    # steps over a cache attend the same pairs as one call
     set_pattern(model, pattern, layers=[0])
     whole = model(input_ids=IDS).logits
     first = model(input_ids=IDS[:, :14], use_cache=True)
@@ -238,8 +241,8 @@ def test_a_pattern_of_ones_own_counts_from_each_sequence() -> None:
 def test_packing_that_a_model_does_not_tell_is_said_and_kept_apart_by_a_context(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """gpt-oss, in 5.23: every implementation lets packed sequences attend each other."""
-    monkeypatch.setattr(interface, "_WARNED", set())
+    """gpt-oss in 5.23: packed documents attend each other with every implementation."""
+    monkeypatch.setattr(notices, "SAID", set())
     for name in ("mistral", "gpt_oss"):
         model = model_of(name, "ringweave").train()
         with caplog.at_level("WARNING", "ringweave"):
@@ -248,7 +251,7 @@ def test_packing_that_a_model_does_not_tell_is_said_and_kept_apart_by_a_context(
             joined = model(IDS, position_ids=PACKED, use_cache=False).logits
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith(
-        "position_ids: got positions that restart, of which the mask of GptOssAttention"
+        "position_ids: got positions that restart, which the mask of GptOssAttention does not take into account;"
     )
     context = context_parallel(model)
     batch = context.shard(IDS, position_ids=PACKED)
@@ -257,6 +260,94 @@ def test_packing_that_a_model_does_not_tell_is_said_and_kept_apart_by_a_context(
     torch.testing.assert_close(apart, alone, atol=1e-4, rtol=0)
     assert (joined - alone).abs().max() > 1e-3
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_packed_documents_are_apart_or_the_user_is_told(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Try every model of this file. The recipe in the message separates the documents."""
+    monkeypatch.setattr(notices, "SAID", set())
+    caplog.set_level("WARNING", "ringweave")
+    mixed: list[bool] = []
+    attend = interface.attention
+
+    def looked_at(q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern, **options: Any) -> Tensor:
+        dense = pattern.to_dense(N, batch=2)
+        mixed.append(bool(dense[..., 9:, :9].any() or dense[..., :9, 9:].any()))
+        return attend(q, k, v, pattern, **options)
+
+    monkeypatch.setattr(interface, "attention", looked_at)
+    model = model_of(name, "ringweave").eval()
+    inputs: dict[str, Any] = {"position_ids": PACKED} | ({} if name in ENCODERS else {"use_cache": False})
+    with torch.no_grad():
+        model(IDS, **inputs)
+        assert len(mixed) == 2
+        assert any(mixed) == (name in TOLD)
+        assert len(caplog.messages) == any(mixed)
+        numbers = (PACKED == 0).cumsum(-1)
+        caplog.clear()
+        mixed.clear()
+        notices.SAID.clear()
+        set_pattern(model, rw.Documents(ids=numbers))
+        model(IDS, **inputs)
+        assert mixed == [False, False]
+        assert not [each for each in caplog.messages if each.startswith("position_ids")]
+
+
+@pytest.mark.parametrize("name", ["modernbert", "llama"])
+def test_a_model_that_mixes_documents_says_so_and_how_to_separate_them(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ModernBERT passes its positions only to its rotary embedding; a decoder with a cache ignores packing."""
+    monkeypatch.setattr(notices, "SAID", set())
+    caplog.set_level("WARNING", "ringweave")
+    model = model_of(name, "ringweave").eval()
+    with torch.no_grad():
+        model(IDS)
+        assert not caplog.messages
+        model(IDS, position_ids=PACKED)
+        joined = model(IDS, position_ids=PACKED).logits
+        (message,) = caplog.messages
+        assert message.startswith("position_ids: got positions that restart, which the mask of ")
+        assert "set_pattern(model, rw.Documents(ids=numbers)) before each batch" in message
+        set_pattern(model, rw.Documents(ids=(PACKED == 0).cumsum(-1)))
+        apart = model(IDS, position_ids=PACKED).logits
+        alone = torch.cat([model_of(name, "eager").eval()(part).logits for part in IDS.split([9, 14], 1)], 1)
+    torch.testing.assert_close(apart, alone, atol=1e-4, rtol=0)
+    assert (joined - alone).abs().max() > 1e-2
+
+
+def test_a_model_with_a_mask_of_its_own_says_that_it_mixes_documents(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notices, "SAID", set())
+    caplog.set_level("WARNING", "ringweave")
+    config = transformers.LayoutLMConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+    )
+    config._attn_implementation = "ringweave"
+    model = transformers.LayoutLMModel(config).eval()
+    with torch.no_grad():
+        model(IDS, position_ids=torch.arange(N)[None])
+        assert not caplog.messages
+        model(IDS, position_ids=PACKED)
+    (message,) = caplog.messages
+    assert message.startswith("position_ids: got positions that restart, in a model with its own mask of keys for ")
+    assert message.endswith("give each document a row.")
+
+
+def test_time_that_decreases_is_packing_in_positions_with_axes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notices, "SAID", set())
+    caplog.set_level("WARNING", "ringweave")
+    x = torch.randn(1, 4, 6, 8)
+    layer = torch.nn.Identity()
+    picture, packed = torch.tensor([0, 1, 1, 1, 4, 5]), torch.tensor([0, 1, 1, 0, 1, 2])
+    for time, said in ((picture, 0), (packed, 1)):
+        interface.attend(layer, x, x, x, pattern_mask(1, 6, 6), position_ids=time.expand(3, 1, -1))
+        assert len(caplog.messages) == said
 
 
 def test_a_function_that_has_no_symbols_is_a_mask_mod() -> None:
@@ -298,7 +389,7 @@ def test_a_mask_whose_values_are_read_says_so() -> None:
 
 @pytest.mark.parametrize("pattern", [None, rw.SlidingWindow(4) | rw.Sinks(1)])
 def test_steps_go_straight_to_the_kernel(pattern: rw.Pattern | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer's step is no more than a call of its own: nothing that the interface passes sends it to the operators."""
+    """A layer's step is one prepared call: no argument of the interface sends it through the operators."""
     pytest.importorskip("ringweave._cpu", exc_type=ImportError)
     straight: list[int] = []
     forward = cpu.PreparedCall.forward

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, by name: what tests and scripts make their models of."""
+"""Tiny random models of transformers, by name, for tests and scripts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2, "attention_dropout": 0.0,
 }  # fmt: skip
 _TYPES = {"layer_types": ["sliding_attention", "full_attention"]}
-# every token goes to all: which ones are chosen may hang on rounding, and of one alone the router learns nothing
+# every token uses all experts: a choice may depend on rounding, and with one expert the router has no gradient
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 
-#: what differs from SMALL, and the class of the model
+#: the class of each model, and the entries that differ from SMALL
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {"sliding_window": 5}),
@@ -61,19 +61,19 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(name: str, **changes: Any) -> Any:
-    """A tiny configuration by the library's name of a model."""
+    """Make a tiny config by the model type of transformers."""
     _, own = (DECODERS | ENCODERS)[name]
     kind = transformers.CONFIG_MAPPING[name]
     return kind(**(SMALL | own | changes))
 
 
 def model_of(name: str, attention: str, config: Any = None) -> Any:
-    """A tiny model with random weights, the same ones for every implementation."""
+    """Make a tiny model with random weights, the same for every implementation."""
     config = config_of(name) if config is None else config
     config._attn_implementation = attention
     torch.manual_seed(0)
     model = getattr(transformers, (DECODERS | ENCODERS)[name][0])(config)
-    # weights large enough for attention to matter
+    # large weights, so that attention changes the results
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:

@@ -1,1 +1,1 @@
-"""ringweave inside other libraries; each is imported only where it is used."""
+"""Integrations with other libraries; each imports its library, so import it only where you use it."""

@@ -1,15 +1,16 @@
-"""ringweave inside transformers: importing this registers ``attn_implementation="ringweave"``.
+"""The integration with transformers; importing it registers ``attn_implementation="ringweave"``.
 
     >>> import ringweave.integrations.transformers
 
-Needs transformers (the extra ``hf``), which is imported here and nowhere else.
+It needs transformers (the extra ``hf``), which no other part of ringweave imports.
 """
 
 from ...names import only
-from .interface import NAME, attend, patch, register, set_pattern
+from .interface import attend, patch, register, set_pattern
 from .masks import PatternMask, pattern_mask
 from .model_cache import ModelCache
 from .model_context import ModelContext, context_parallel
+from .saved_patterns import NAME
 
 register()
 

@@ -1,8 +1,7 @@
-"""ringweave as an attention implementation of transformers, and patterns of a user's own for a model's layers."""
+"""The attention function that transformers calls, and functions that give a model's layers a pattern."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -11,19 +10,32 @@ import transformers
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ...api import attention, paged_attention
 from ...errors import PatternError, ShapeError, UnsupportedError, message, shown
-from ...patterns import Causal, Full, Pattern
+from ...patterns import Causal, Full, Pattern, parse
+from ...patterns.validate import refuse
 from ...terms import Bias, Softcap, Term
-from .masks import PatternMask, pattern_mask
+from .masks import PatternMask, pattern_mask, positions_of_the_call
 from .model_cache import PagedStates
+from .notices import said, warn_once
+from .saved_patterns import (
+    ATTRIBUTE,
+    NAME,
+    RECORD,
+    first_use,
+    numbered,
+    outermost,
+    record,
+    restore,
+    self_attention,
+    separate,
+    text_of,
+    watch,
+)
 
-NAME = "ringweave"
-#: What a layer's own pattern is kept as.
-_ATTRIBUTE = "_ringweave_pattern"
-# what changes the meaning of a call, and is not known here
+# arguments that change the result of a call and that ringweave does not implement
 _REFUSED = {
     "head_mask": "weights scaled by head",
     "indices": "keys chosen by index",
@@ -31,10 +43,6 @@ _REFUSED = {
     "cache": "a paged cache of the library",
 }
 _OTHER = "Use attn_implementation='sdpa' or 'eager' for this model."
-
-_log = logging.getLogger("ringweave")
-# kinds of layers that were warned of
-_WARNED: set[str] = set()
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -54,27 +62,27 @@ def attend(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention: what transformers calls where the implementation is ``"ringweave"``.
+    """Compute a layer's attention; transformers calls this function if the implementation is ``"ringweave"``.
 
     Args:
-        module: The layer, which may have a pattern of its own.
+        module: The layer, which may have a pattern.
         query: (B, Hq, q, D).
-        key: (B, Hkv, k, D), of the cache too.
-        value: (B, Hkv, k, Dv).
-        attention_mask: What :func:`pattern_mask` made; or a mask of the caller's, (B or 1, H or 1, q, k), bool or
-            added to scores; None: causal if the layer is.
-        dropout: Share of dropped weights; 0 in evaluation.
-        scaling: Factor of scores.
-        is_causal: In place of the layer's own word.
-        softcap: What no score exceeds.
-        s_aux: (Hq,): learned sinks.
-        sinks: The same by another name.
-        position_bias: (B or 1, Hq or 1, q, k), added to scores.
-        kwargs: What other implementations need to know.
+        key: (B, Hkv, k, D), with the cached keys.
+        value: (B, Hkv, k, Dv), with the cached values.
+        attention_mask: A mask from :func:`pattern_mask`; or a mask (B or 1, H or 1, q, k), either bool or added to the
+            scores; None for causal attention if the layer is causal, else full attention.
+        dropout: Probability of dropping a weight; 0 in evaluation.
+        scaling: Factor of the scores.
+        is_causal: Whether attention without a mask is causal; by default the layer's ``is_causal``.
+        softcap: Bound on the absolute value of the scores.
+        s_aux: (Hq,), learned sinks.
+        sinks: Another name for ``s_aux``.
+        position_bias: (B or 1, Hq or 1, q, k), added to the scores.
+        kwargs: Arguments for other implementations.
     Returns:
-        (B, q, Hq, Dv), contiguous, and None: there are no weights to return.
+        The output (B, q, Hq, Dv), contiguous, and None in place of the weights.
     Raises:
-        UnsupportedError: The layer wants something that ringweave does not compute.
+        UnsupportedError: An argument that ringweave does not implement.
     """
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
@@ -82,27 +90,31 @@ def attend(
     if kwargs.get("output_attentions"):
         raise UnsupportedError(message("output_attentions", "True", "False", "Weights need the eager implementation."))
     if hasattr(module, "keep_window_size"):
-        # Doge: it leaves its own mask out where the library's is a BlockMask
+        # Doge ignores its own mask if the library's mask is a BlockMask
         raise UnsupportedError(message("layer", type(module).__name__, "one that chooses no keys by content", _OTHER))
     paged = key if isinstance(key, PagedStates) else None
     batch, nq = query.shape[0], query.shape[2]
     sizes = key.shape if paged is None else paged.sizes
     of_keys, nk = sizes[0], sizes[2]
     if batch != of_keys:
-        # learned queries, the same for all
+        # learned queries, which all batch elements share
         batch = max(batch, of_keys)
         query, key, value = (x.expand(batch, *x.shape[1:]) for x in (query, key, value))
-    # a number is text of the call: torch.compile would make a symbol of it
+    # the number becomes part of the call's text, so torch.compile must not replace it by a symbol
     terms: list[Term] = [] if softcap is None else [Softcap(guard_scalar(softcap))]
     mask = attention_mask if isinstance(attention_mask, PatternMask) else None
-    own: Pattern | None = getattr(module, _ATTRIBUTE, None)
+    own: Pattern | None = getattr(module, ATTRIBUTE, None)
+    if own is None and hasattr(getattr(module, "config", None), RECORD):
+        own = first_use(module)
     if mask is None:
         pattern, q_offset = _unmade(module, query, key, attention_mask, is_causal, own, terms)
     else:
-        if not (mask.positions_seen or mask.rows is not None or mask.context is not None):
+        if nq > 1 and not (mask.positions_seen or mask.rows is not None or mask.context is not None):
             positions = kwargs.get("position_ids")
-            if isinstance(positions, Tensor) and not torch.compiler.is_compiling():
-                _say_unseen_packing(module, mask, positions)
+            positions = mask.positions if positions is None else positions
+            apart = own is not None and _of_the_batch(own)
+            if isinstance(positions, Tensor) and not apart and not torch.compiler.is_compiling():
+                _warn_of_packing(module, mask, positions)
         if mask.sizes[2:] != (nq, nk):
             wanted = f"({nq}, {nk}), the queries and keys of {type(module).__name__}"
             raise ShapeError(message("attention mask", f"one of {mask.sizes[2:]}", wanted, _OTHER))
@@ -113,10 +125,10 @@ def attend(
         terms.append(_bias(position_bias, query, key))
     sink_logits = s_aux if sinks is None else sinks
     if paged is not None:
-        # a layer without a mask has all that came before, or nothing did
+        # without a mask a layer attends all earlier tokens, so a longer call must be the first one
         begins = paged.seen - nq if attention_mask is not None or nq == 1 else 0
         if isinstance(attention_mask, Tensor) or position_bias is not None or begins != paged.seen - nq:
-            got = "a mask or bias of numbers, or none for tokens that came before"
+            got = "a mask or bias of numbers, or no mask for several queries after cached tokens"
             remedy = "Pass past_key_values=DynamicCache()."
             raise UnsupportedError(message("past_key_values", got, "a mask (B, tokens) with keys in pages", remedy))
         out = paged_attention(query, paged.pages, pattern, scale=scaling, terms=terms, sink_logits=sink_logits)
@@ -145,13 +157,15 @@ def _unmade(
     own: Pattern | None,
     terms: list[Term],
 ) -> tuple[Pattern, int | Tensor]:
-    """The pattern of a call without a mask of :func:`pattern_mask`; a mask of numbers becomes a term."""
+    """Return (pattern, q_offset) of a call without a PatternMask; append a mask of numbers to the terms."""
     nq, nk = query.shape[2], key.shape[2]
     if isinstance(mask, Tensor):
         if own is not None:
             raise UnsupportedError(
                 message("attention mask", shown(mask), "none, or (B, tokens), with a pattern", _OTHER)
             )
+        if mask.ndim == 4 and mask.shape[2] == 1 < nq == nk and not torch.compiler.is_compiling():
+            _warn_of_own_mask(module, nk)
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
         terms.append(_bias(mask, query, key))
@@ -159,38 +173,57 @@ def _unmade(
     if mask is not None:
         raise UnsupportedError(message("attention mask", shown(mask), "a mask of 4 dimensions", _OTHER))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # as in the library: one query is the last one
+    # as in transformers: a single query is the last position
     pattern: Pattern = Causal() if nq > 1 and causal else Full()
     return (pattern if own is None else pattern & own), 0 if nq > 1 else nk - 1
 
 
-def _say_unseen_packing(module: nn.Module, mask: PatternMask, positions: Tensor) -> None:
-    """Warn once where positions restart and the mask was made without them: sequences then attend each other."""
+def _warn_of_packing(module: nn.Module, mask: PatternMask, positions: Tensor) -> None:
+    """Warn once if a call's positions restart but its mask does not separate the documents."""
     kind = type(module).__name__
-    if kind in _WARNED or positions.ndim != 2 or positions.shape[1] != mask.sizes[3]:
+    if said(f"packed {kind}") or positions.ndim not in (2, 3) or positions.shape[-1] != mask.sizes[3]:
         return
-    # once for all layers
+    # the layers of a call share the mask, so one of them looks at the positions
     mask.positions_seen = True
-    if bool((positions.diff(dim=-1) != 1).any()):
-        _WARNED.add(kind)
-        _log.warning(
-            message(
-                "position_ids",
-                f"positions that restart, of which the mask of {kind} was told nothing",
-                "a model that gives them to the library's masks, without attention_mask and cache",
-                "Packed sequences attend each other here, as with every implementation; context_parallel(model), "
-                "which one process may use too, keeps them apart.",
-            )
+    steps = positions.diff(dim=-1)
+    # of positions with axes (time, height, width) only the time never decreases within a document
+    if bool((steps[0] < 0 if positions.ndim == 3 else steps != 1).any()):
+        warn_once(
+            f"packed {kind}",
+            "position_ids",
+            f"positions that restart, which the mask of {kind} does not take into account",
+            "packing that the model passes on to its masks, without attention_mask and cache",
+            "Packed documents attend each other here, as with every implementation. Pass use_cache=False to a decoder. "
+            "If this model ignores packing, call set_pattern(model, rw.Documents(ids=numbers)) before each batch, with "
+            "each token's document number (B, tokens), or use context_parallel(model), in one process too.",
         )
 
 
+def _warn_of_own_mask(module: nn.Module, tokens: int) -> None:
+    """Warn once if positions restart in a model that makes its own padding mask, such as LayoutLM."""
+    kind = type(module).__name__
+    positions = None if said(f"packed {kind}") else positions_of_the_call()
+    if positions is None or positions.ndim != 2 or positions.shape[1] != tokens:
+        return
+    if bool((positions.diff(dim=-1) != 1).any()):
+        got = f"positions that restart, in a model with its own mask of keys for {kind}"
+        remedy = "Packed documents attend each other here, as with every implementation: give each document a row."
+        warn_once(f"packed {kind}", "position_ids", got, "one document in each row", remedy)
+
+
 def _with(mask: PatternMask, own: Pattern) -> Pattern:
+    """Restrict a mask to a layer's pattern, which counts from the first token of each sequence."""
     if mask.k_offset:
         got = f"a cache that has dropped its first {mask.k_offset} keys"
         raise UnsupportedError(
             message("pattern", got, "one that keeps all keys", "Pass past_key_values=DynamicCache().")
         )
-    return mask.pattern & (own if mask.rows is None else own.within(mask.rows))
+    return mask.pattern & (own if mask.rows is None or _of_the_batch(own) else own.within(mask.rows))
+
+
+def _of_the_batch(pattern: Pattern) -> bool:
+    """Whether a pattern holds the documents of a batch, so that it already counts the tokens of whole rows."""
+    return "Documents(" in pattern.spec
 
 
 def _bias(table: Tensor, query: Tensor, key: Tensor) -> Bias:
@@ -202,7 +235,9 @@ def _bias(table: Tensor, query: Tensor, key: Tensor) -> Bias:
 
 
 def register() -> None:
-    """Register the name ``"ringweave"`` with transformers; importing this package does.
+    """Register the name ``"ringweave"`` with transformers, and read the patterns in the configs of constructed models.
+
+    Importing this package calls it.
 
     Example:
         >>> from ringweave.integrations.transformers import register
@@ -210,25 +245,30 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, pattern_mask)
+    watch()
 
 
-def set_pattern(model: nn.Module, pattern: Pattern | None, layers: Sequence[int] | None = None) -> list[str]:
-    """Give a model's attention layers a pattern: what they attend is then what the model allows *and* the pattern.
+def set_pattern(model: nn.Module, pattern: Pattern | str | None, layers: Sequence[int] | None = None) -> list[str]:
+    """Restrict a model's self-attention layers to a pattern: they attend the pairs that the model *and* it allow.
 
-    So no layer attends padding, another packed sequence or the future, whatever the pattern says. Where sequences are
-    packed or padded on the left the pattern is counted from each one's own first token. It is of this process's model:
-    ``save_pretrained`` does not write it, and another ``set_attn_implementation`` knows nothing of it.
-    A pattern relates positions of one sequence: cross-attention keeps what the model allows.
+    A layer still attends no padding, no other packed document and no future token that the model hides. In sequences
+    that are packed or padded on the left, the pattern counts from the first token of each sequence; a pattern with
+    :class:`ringweave.Documents` counts from the first token of the row.
+    Cross-attention is not restricted, since a pattern relates the positions of one sequence.
+
+    The pattern is stored as text in the model's config (``config.ringweave``), so that ``save_pretrained`` saves it and
+    a loaded model has it again. The model gets its own copy of the config. A pattern of tensors or functions has no
+    text; a warning says that it is not saved. Other attention implementations ignore the pattern.
 
     Args:
-        model: A model of transformers, with the implementation ``"ringweave"``.
-        pattern: The pattern; None: that of the model alone again.
-        layers: The layers to set, by number (``layer_idx``); all of them by default.
+        model: A model of transformers with the implementation ``"ringweave"``.
+        pattern: The pattern, or its text; None to remove the layers' pattern.
+        layers: Numbers (``layer_idx``) of the layers to set; by default all.
     Returns:
         The names of the modules that were set.
     Raises:
-        PatternError: What is no pattern, or a mixture.
-        UnsupportedError: A model with another implementation, or none of whose modules are such layers.
+        PatternError: The pattern is not a pattern, or is a mixture.
+        UnsupportedError: The model has another implementation, or no such layers.
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from ringweave.integrations.transformers import patch
@@ -237,64 +277,107 @@ def set_pattern(model: nn.Module, pattern: Pattern | None, layers: Sequence[int]
         >>> model = patch(LlamaForCausalLM(config))
         >>> set_pattern(model, rw.SlidingWindow(128) | rw.Sinks(4), layers=[1])
         ['model.layers.1.self_attn']
+        >>> model.config.ringweave
+        {'layers': {'1': 'SlidingWindow(128) | Sinks(4)'}}
     """
-    if pattern is not None and (not isinstance(pattern, Pattern) or not pattern.combinable):
+    pattern = _relation(pattern)
+    modules = _layers(model, layers)
+    if pattern is not None:
+        for module in modules.values():
+            require(module.config)
+    _set(model, modules, pattern)
+    return list(modules)
+
+
+def _set(model: nn.Module, modules: dict[str, nn.Module], pattern: Pattern | None) -> None:
+    """Set the pattern of some of a model's layers, and write the change to the configs."""
+    text = text_of(pattern)
+    # the search for the whole model takes tens of milliseconds: a pattern of each batch's documents does without it
+    whole = None if all(_has_text(module, text) for module in modules.values()) else outermost(model)
+    if whole is not None:
+        restore(whole)
+    for module in modules.values():
+        setattr(module, ATTRIBUTE, pattern)
+    unsaved = [] if whole is None else record(whole)
+    if pattern is not None and (text is None or unsaved):
+        where = "" if text is None else f", set in {', '.join(unsaved)} but not in other layers of the same numbers"
+        warn_once(
+            f"unsaved {type(model).__name__} {text is None}",
+            "pattern",
+            f"{pattern}{where}",
+            "a pattern of numbers, which a config can hold as text",
+            "save_pretrained does not save it: call patch(model, pattern) again after from_pretrained.",
+        )
+
+
+def _has_text(module: nn.Module, text: str | None) -> bool:
+    """Whether a layer already has a pattern with this text."""
+    if ATTRIBUTE not in vars(module) and getattr(module.config, RECORD, None) is not None:
+        return False
+    return text_of(vars(module).get(ATTRIBUTE)) == text
+
+
+def _relation(pattern: object) -> Pattern | None:
+    """Check a pattern of layers, and parse its text."""
+    if isinstance(pattern, str):
+        if pattern == "eager" or pattern in ALL_ATTENTION_FUNCTIONS.valid_keys():
+            got = f"{pattern!r}, the name of an attention implementation"
+            remedy = f"Call model.set_attn_implementation({pattern!r}), or patch(model) for ringweave."
+            raise PatternError(message("pattern", got, "a pattern or its text", remedy))
+        pattern = parse(pattern)
+    if pattern is None:
+        return None
+    if not isinstance(pattern, Pattern):
+        refuse(pattern)
+    if not pattern.combinable:
         wanted = "a relation, such as SlidingWindow(1024) | Sinks(4)"
         raise PatternError(
-            message("pattern", shown(pattern), wanted, "A mixture is no mask: use rw.longnet_attention.")
+            message("pattern", shown(pattern), wanted, "A mixture is not a mask: use rw.longnet_attention.")
         )
-    found: list[str] = []
-    for name, module in model.named_modules():
-        if not isinstance(number := getattr(module, "layer_idx", None), int) or not _attends(name, module):
-            continue
-        if layers is not None and number not in layers:
-            continue
-        if pattern is None:
-            module.__dict__.pop(_ATTRIBUTE, None)
-        else:
-            require(module.config)
-            setattr(module, _ATTRIBUTE, pattern)
-        found.append(name)
+    return pattern
+
+
+def _layers(model: nn.Module, layers: Sequence[int] | None) -> dict[str, Any]:
+    """Return the self-attention modules of a model by name, all or those with certain numbers."""
+    found = {
+        name: module
+        for name, module, number in numbered(model)
+        if self_attention(name, module) and (layers is None or number in layers)
+    }
     if not found:
-        got = f"{type(model).__name__}, none of whose modules is an attention layer" + (
+        got = f"{type(model).__name__}, which has no attention layer" + (
             "" if layers is None else f" numbered {list(layers)}"
         )
-        raise UnsupportedError(message("model", got, "layers with a layer_idx", "Name layers that it has."))
+        raise UnsupportedError(message("model", got, "layers with a layer_idx", "Name layers that the model has."))
     return found
 
 
 def require(config: Any) -> None:
-    """Raise UnsupportedError where a configuration names another implementation.
+    """Raise UnsupportedError if a config names another attention implementation.
 
     Args:
-        config: Of a model or a layer.
+        config: Config of a model or a layer.
     """
     if config._attn_implementation != NAME:
         got = repr(config._attn_implementation)
         raise UnsupportedError(message("attn_implementation", got, repr(NAME), "Call patch(model) first."))
 
 
-def _attends(name: str, module: nn.Module) -> bool:
-    """Whether a module is a layer's attention of a sequence to itself."""
-    # a block has a number too; its attention calls the interface
-    if "Attention" not in type(module).__name__ or not hasattr(module, "config"):
-        return False
-    # BART's encoder_attn, T5's EncDecAttention, BERT's crossattention.self, and classes of that name
-    words = (*name.lower().split(".")[-2:], type(module).__name__.lower())
-    return not any("cross" in word or word.startswith(("encoder_attn", "encoder_decoder", "encdec")) for word in words)
+def patch(model: M, pattern: Pattern | str | None = None, layers: Sequence[int] | None = None) -> M:
+    """Switch a model to ringweave, as ``attn_implementation="ringweave"`` does when the model is made.
 
-
-def patch(model: M, pattern: Pattern | None = None, layers: Sequence[int] | None = None) -> M:
-    """Let a model compute attention with ringweave; the same as ``attn_implementation="ringweave"`` when it is made.
+    The model gets its own copy of its config, so another model that was made from the same config does not change.
 
     Args:
         model: A model of transformers.
-        pattern: A pattern of one's own for its layers, as of :func:`set_pattern`.
-        layers: Which ones.
+        pattern: A pattern for its layers, or its text; see :func:`set_pattern`. By default the layers keep their
+            patterns, and a loaded model gets the patterns in its config.
+        layers: Numbers of the layers that get the pattern; by default all.
     Returns:
         The model.
     Raises:
-        UnsupportedError: The model does not call attention through the library's interface.
+        UnsupportedError: The model does not call attention through transformers' interface.
+        PatternError: The pattern is not a pattern, or is a mixture.
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
@@ -302,15 +385,24 @@ def patch(model: M, pattern: Pattern | None = None, layers: Sequence[int] | None
         >>> model = patch(LlamaForCausalLM(config), rw.SlidingWindow(128) | rw.Sinks(4))
         >>> model(torch.arange(8)[None]).logits.shape
         torch.Size([1, 8, 64])
+        >>> model.config.ringweave
+        {'pattern': 'SlidingWindow(128) | Sinks(4)'}
     """
     if not isinstance(model, transformers.PreTrainedModel):
         raise UnsupportedError(
             message("model", shown(model), "a PreTrainedModel", "Use ringweave.nn for other modules.")
         )
     if not model._can_set_attn_implementation():
-        got = f"{type(model).__name__}, which does not call attention through the library's interface"
+        got = f"{type(model).__name__}, which does not call attention through transformers' interface"
         raise UnsupportedError(message("model", got, "one that does", "Replace its attention with rw.attention."))
+    pattern = _relation(pattern)
+    modules = {} if pattern is None else _layers(model, layers)
+    whole = outermost(model)
+    configs = [vars(module).get("config") for module in model.modules()]
+    if any(getattr(config, "_attn_implementation", NAME) != NAME for config in configs):
+        separate(whole)
     model.set_attn_implementation(NAME)
+    restore(whole)
     if pattern is not None:
-        set_pattern(model, pattern, layers)
+        _set(model, modules, pattern)
     return model

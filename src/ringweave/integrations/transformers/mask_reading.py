@@ -1,10 +1,9 @@
-"""What a mask function of transformers allows, read by calling it once with symbols in place of index tensors.
+"""Reading a mask function of transformers by calling it once with symbols in place of index tensors.
 
-transformers builds a mask as a function of four indices, out of closures of closures. Here that function is called with
-objects that note what is done to them: ``k <= q`` becomes a set of distances, ``ids[b, q] == ids[b, k]`` a relation of
-a table, ``&`` and ``|`` set algebra. So what it computes is read and not what it is called, a model's own function is
-read like the library's, and it works in the same way while torch.compile traces. What uses an index in another way is
-:class:`Unread`.
+transformers builds a mask as a function of four indices from nested closures. This module calls that function with
+symbols that record operations: ``k <= q`` becomes a set of distances, ``ids[b, q] == ids[b, k]`` a relation of a table,
+``&`` and ``|`` set algebra. The result depends on the computation and not on function names, so functions of models and
+users are read too, also while torch.compile traces. Any other use of an index raises :class:`Unread`.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ MaskFunction = Callable[..., Any]
 _RELATION_BYTES = 2 * 2**10
 _LIBRARY = vars(masking_utils)
 _contents = operator.attrgetter("cell_contents")
-# all names that code may look up: attributes of symbols, a constant of torch, and a builtin
+# the only names that the code of a cached function may look up: attributes of symbols, torch's dtypes, and a builtin
 _NAMES = frozenset({"abs", "bool", "device", "dtype", "new_ones", "new_zeros", "to", "torch"})
-# functions in functions, and the numbers that they hold
+# bound on the functions and numbers in a cached function
 _MOST_SEEN = 64
 
 
-class Unread(Exception):  # noqa: N818  (no error: whoever reads goes another way)
-    """A mask function does something to an index that has no symbol."""
+class Unread(Exception):  # noqa: N818  (not an error: the caller evaluates the function in another way)
+    """A mask function uses an index in a way that symbols do not support."""
 
 
 class Relation:
-    """A relation of query and key; the classes below, joined by ``&``, ``|`` and ``~``."""
+    """A relation of query and key; combine relations with ``&``, ``|`` and ``~``."""
 
-    # where the library moves masks to the device of others
+    # transformers moves masks to each other's device
     device = "cpu"
 
     def to(self, device: object) -> Relation:
-        """Be on every device."""
+        """Return self: a relation has no device."""
         return self
 
     def __and__(self, other: object) -> Relation:
@@ -62,11 +61,11 @@ class Relation:
 
 
 class Distances(Relation):
-    """Pairs whose ``query - key`` lies in one of some intervals, of places or of a table's numbers.
+    """Pairs with ``query - key`` in one of several intervals, where both are positions or numbers of a table.
 
     Args:
-        runs: Ascending disjoint intervals (least, most), both included; None: without an end.
-        table: (B, N), whose numbers are subtracted; None: the positions themselves.
+        runs: Ascending disjoint intervals (least, most), both included; None for an open end.
+        table: (B, N), the number of each position; None for the positions themselves.
     """
 
     def __init__(self, runs: tuple[tuple[int | None, int | None], ...], table: Tensor | None = None):
@@ -93,7 +92,7 @@ class Distances(Relation):
 
 
 class Same(Relation):
-    """Pairs with equal numbers in a table (B, N); of ``known`` only where the number is not negative."""
+    """Pairs with equal numbers in a table (B, N); if ``known``, only pairs with numbers that are not negative."""
 
     def __init__(self, table: Tensor, known: bool = False):
         self.table, self.known = table, known
@@ -105,21 +104,21 @@ class Same(Relation):
 
 
 class NotNegative(Relation):
-    """Pairs of which one side's number in a table is not negative; means something only next to :class:`Same`."""
+    """Pairs in which the number of one side in a table is not negative; supported only together with :class:`Same`."""
 
     def __init__(self, table: Tensor):
         self.table = table
 
 
 class Chunks(Relation):
-    """Pairs in the same chunk of a length, counted from an element's own origin, by place or by a table's numbers."""
+    """Pairs in the same chunk of positions or of a table's numbers, counted from each batch element's origin."""
 
     def __init__(self, length: int, origin: Tensor | None, table: Tensor | None):
         self.length, self.origin, self.table = length, origin, table
 
 
 class Known(Relation):
-    """Keys that a bool table (B, N) marks."""
+    """Pairs with a key that a bool table (B, N) marks."""
 
     def __init__(self, table: Tensor):
         self.table = table
@@ -142,11 +141,11 @@ class Any_(Relation):  # noqa: N801  (typing has the name)
 def _joined(kind: type[All] | type[Any_], one: Relation, other: object) -> Relation:
     if not isinstance(other, Relation):
         raise Unread(f"a mask joined with {type(other).__name__}")
-    # what everything is joined with, in the library's loops
+    # transformers starts its loops with everything or nothing, which changes nothing
     for a, b in ((one, other), (other, one)):
         if isinstance(a, Distances) and a.table is None and a.runs == (() if kind is Any_ else ((None, None),)):
             return b
-    # parts of one kind may have a form together
+    # merge parts that have a common form, such as two sets of distances
     parts: list[Relation] = []
     for part in (*_parts(kind, one), *_parts(kind, other)):
         for place, old in enumerate(parts):
@@ -180,7 +179,7 @@ def _overlap(
 
 
 def _united(runs: list[tuple[int | None, int | None]]) -> tuple[tuple[int | None, int | None], ...]:
-    """Intervals of integers in order, those that touch as one."""
+    """Sort intervals of integers, and merge those that overlap or touch."""
     left = list(runs)
     joined: list[tuple[int | None, int | None]] = []
     while left:
@@ -199,21 +198,21 @@ def _united(runs: list[tuple[int | None, int | None]]) -> tuple[tuple[int | None
 
 
 class Offset:
-    """A number for each batch element: ``table[b]``."""
+    """The symbol of a number for each batch element, ``table[b]``."""
 
     def __init__(self, table: Tensor):
         self.table = table
 
 
 class Index:
-    """A symbol of one of the four indices, or of what was made of it.
+    """The symbol of one of the four indices, or of a value computed from it.
 
     Args:
         axis: ``"b"``, ``"h"``, ``"q"`` or ``"k"``.
-        table: (B, N) in which it was looked up.
-        shift: What was added.
-        origin: (B,) that was subtracted.
-        chunk: What it was divided by, rounded down.
+        table: (B, N), the table that the index was looked up in.
+        shift: Number that was added.
+        origin: (B,), numbers that were subtracted.
+        chunk: Divisor of a division that rounds down.
     """
 
     device = "cpu"
@@ -229,11 +228,11 @@ class Index:
         self.axis, self.table, self.shift, self.origin, self.chunk = axis, table, shift, origin, chunk
 
     def new_ones(self, *shape: object, dtype: torch.dtype) -> Relation:
-        """Everything, as the library begins an intersection."""
+        """Return all pairs; transformers starts intersections with them."""
         return Distances(((None, None),))
 
     def new_zeros(self, *shape: object, dtype: torch.dtype) -> Relation:
-        """Nothing, as the library begins a union."""
+        """Return no pairs; transformers starts unions with them."""
         return Distances(())
 
     def __add__(self, other: object) -> Index:
@@ -299,7 +298,7 @@ class Index:
         ):
             raise Unread("an index compared with something else")
         from_ = None if least is None else other - self.shift + least
-        # positions are not negative; what is looked up may be
+        # positions are never negative, but numbers of a table may be
         if from_ == 0 and most is None and self.table is not None:
             return NotNegative(self.table)
         if from_ is not None and from_ <= 0 and most is None and self.table is None:
@@ -308,13 +307,13 @@ class Index:
 
 
 class Difference:
-    """``sign * (query - key) + shift``, of positions or of a table's numbers."""
+    """The symbol of ``sign * (query - key) + shift``, where both are positions or numbers of a table."""
 
     def __init__(self, sign: int, shift: int, table: Tensor | None):
         self.sign, self.shift, self.table = sign, shift, table
 
     def between(self, least: int | None, most: int | None) -> Relation:
-        """The pairs for which it lies between two numbers, both included."""
+        """Return the pairs for which the difference is between two numbers, both included."""
         low = None if least is None else least - self.shift
         high = None if most is None else most - self.shift
         if self.sign < 0:
@@ -341,7 +340,7 @@ class Difference:
 
 
 class Magnitude:
-    """The absolute value of a difference."""
+    """The symbol of a difference's absolute value."""
 
     def __init__(self, inner: Difference):
         self.inner = inner
@@ -367,7 +366,7 @@ def _difference(one: Index, other: Index) -> Difference:
 
 
 class _Looking(TorchFunctionMode):
-    """Notes which tables are read at symbols; everything else runs as it is."""
+    """A mode that turns table lookups with symbols into symbols, and runs other functions unchanged."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
@@ -388,14 +387,14 @@ class _Looking(TorchFunctionMode):
 
 
 def read(function: MaskFunction) -> Relation:
-    """Read what a mask function allows, by position.
+    """Return the relation of positions that a mask function computes.
 
-    The library's functions that read only numbers are called once: equal functions share the relation.
+    Equal functions of transformers share a cached relation if they depend on numbers only.
 
     Args:
         function: ``function(batch, head, query, key)``.
     Raises:
-        Unread: It does something that has no symbol.
+        Unread: The function uses an index in a way that symbols do not support.
     """
     of = None if torch.compiler.is_compiling() else _all_it_reads(function)
     key = None if of is None else ("mask function", of)
@@ -412,20 +411,20 @@ def read(function: MaskFunction) -> Relation:
 
 
 def _all_it_reads(function: object) -> Hashable | None:
-    """Make a key of a mask function: its code, the numbers in its closure, and the same of the functions there.
+    """Return a cache key of a mask function: its code, the numbers in its closure, and the keys of the functions there.
 
-    None where the function may read more: a tensor or another object, a global name, a default argument, or anything
-    through code from outside the library.
+    Return None if the function may read more: a tensor or another object, a global name, a default argument, or
+    anything through code from outside transformers.
     """
     if "abs" in _LIBRARY:
         return None
     seen: list[object] = []
-    # code and tuples come with the number of things in them: equal lists are of equal nesting
+    # code objects fix the size of their closures and tuples are listed with theirs, so equal lists have equal nesting
     left = [function]
     while left:
         each = left.pop()
         if type(each) is int or type(each) is bool or each is None:
-            # True equals 1
+            # the type is part of the key because True == 1
             seen += (type(each), each)
         elif type(each) is tuple:
             seen.append(len(each))
@@ -440,7 +439,7 @@ def _all_it_reads(function: object) -> Hashable | None:
             try:
                 left += map(_contents, closure)
             except ValueError:
-                # a cell without contents
+                # an empty cell
                 return None
         else:
             return None

@@ -1,14 +1,16 @@
-"""Masks of transformers as patterns: the function that makes one, and what carries it through a model."""
+"""Masks of transformers as patterns: the mask function, and the objects that carry a pattern through a model."""
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 
 from ...errors import ShapeError, UnsupportedError, in_a_line, message
@@ -21,31 +23,33 @@ if TYPE_CHECKING:
     from .model_context import ModelContext
 
 _CAUSAL = ((0, None),)
-# what calling a function with symbols may raise where it wants tensors
+# number of callers between a layer's attention or mask and the model's forward, with room for decorators
+_FRAMES = 40
+# errors of a mask function that is called with symbols but needs tensors
 _RAISED = (Unread, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 
 
 class _Carried:
-    """An argument that a model takes for a mask and passes on. A use of its values raises a typed error."""
+    """An object that a model passes on as a mask; using its values raises a typed error."""
 
     sizes: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes as a mask."""
+        """Shape of the mask."""
         return self.sizes
 
     @property
     def ndim(self) -> int:
-        """The number of its dimensions."""
+        """Number of dimensions."""
         return len(self.sizes)
 
     def dim(self) -> int:
-        """The number of its dimensions."""
+        """Return the number of dimensions."""
         return len(self.sizes)
 
     def size(self, dim: int | None = None) -> Any:
-        """Its sizes, as of a tensor."""
+        """Return the shape, or the size of a dimension, as a tensor does."""
         return self.sizes if dim is None else self.sizes[dim]
 
     def contiguous(self) -> Self:
@@ -57,18 +61,18 @@ class _Carried:
         return self
 
     def to(self, *args: object, **kwargs: object) -> Self:
-        """Return self: patterns belong to no device."""
+        """Return self: patterns have no device."""
         return self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        # an AttributeError, so that hasattr answers
+        # an AttributeError, so that hasattr returns False
         raise AttributeError(message("mask", f"a use of .{name}", _WANTED, _REMEDY))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse to be joined with other masks, and every other operation of torch on values."""
+        """Refuse operations of torch, such as concatenation with other masks."""
         _refuse_values(f"torch.{func.__name__}")
 
     def _no_arithmetic(self, other: object = None) -> NoReturn:
@@ -78,21 +82,21 @@ class _Carried:
 
 
 class PatternMask(_Carried, BlockMask):
-    """A mask that is a pattern: what the registered mask function gives, and the registered attention takes.
+    """A pattern as a mask: the mask function returns it, and the attention function reads it.
 
-    It goes through a model as a mask of shape (B, 1, queries, keys) would, without holding one: nothing grows with
-    queries times keys. transformers takes a 4-D mask that it is given for finished if it is a tensor or a BlockMask;
-    this is the second, in name. A call that would read its values raises.
+    A model passes it on like a mask of shape (B, 1, queries, keys). It holds no values, so its memory does not grow
+    with queries times keys. transformers accepts a finished 4-D mask if it is a tensor or a BlockMask, so this
+    class inherits from BlockMask. Reading its values raises an error.
 
     Args:
-        pattern: Which places of keys each query attends.
+        pattern: The pattern, over indices of the call's queries and keys.
         shape: (B, 1, queries, keys).
-        q_offset: Place of the first query among the keys.
-        rows: Where sequences begin and end, if they are packed or padded on the left; a pattern of a user is counted
-            from there.
+        q_offset: Index of the first query among the keys.
+        rows: Bounds of the sequences if they are packed or padded on the left; a layer's pattern counts from there.
         k_offset: Position of the first key.
-        context: Ranks that share the sequence, of which the pattern then is, and the shape this rank's share.
-        row: Place of the only query, where that is a tensor: the pattern is bounds of keys, wherever it stands.
+        context: Ranks that share the sequence. The pattern then covers the whole sequence, and the shape is this
+            rank's share.
+        row: Index of the only query if it is a tensor. The pattern then bounds the keys, whatever the query's index.
     """
 
     def __init__(
@@ -107,11 +111,13 @@ class PatternMask(_Carried, BlockMask):
     ):
         self.pattern, self.sizes, self.q_offset = pattern, shape, q_offset
         self.rows, self.k_offset, self.context, self.row = rows, k_offset, context, row
-        # whether positions were looked at, for packing that the mask was not told of
+        # for a warning about packing that the mask does not take into account: positions that the model's forward was
+        # called with, and whether a layer has looked at the call's positions
+        self.positions: Tensor | None = None
         self.positions_seen = False
 
     def __getitem__(self, at: object) -> PatternMask:
-        # models of before the interface cut a mask to the keys that there are
+        # older models cut the mask to the number of keys
         *before, last = at if isinstance(at, tuple) else (at,)
         whole = all(each == slice(None) or each is Ellipsis for each in before)
         rows = whole and (len(before) == 3 or Ellipsis in before) and isinstance(last, slice)
@@ -137,19 +143,19 @@ def _refuse_values(what: str) -> NoReturn:
 
 
 class ShardMask(_Carried):
-    """The ``attention_mask`` of a rank's shard, which carries the facts of its own whole batch to the layers' masks.
+    """The ``attention_mask`` of a rank's shard, which carries the facts about the whole batch to the mask function.
 
-    transformers hands the attention mask of a forward pass to the mask function of each kind of layer. So each forward
-    pass brings its own batch, in turn with others, with and without torch.compile, and from another process.
+    transformers passes the attention mask of a forward pass to the mask function of each kind of layer. The facts thus
+    belong to the batch: batches may alternate, be compiled, and come from another process.
 
     Args:
         owner: The model's context.
-        seq_len: Tokens of the whole sequence.
-        name: The batch's name; ranks that compute different batches at the same time raise.
-        local: (B, local) bool, the tokens of this rank that exist.
-        padding: (B or 1, N) bool, or None.
-        packed: (B, N), the number of each token's sequence, or None.
-        positions: (B, N), those that restart in each packed sequence, or None.
+        seq_len: Number of tokens in the whole sequence.
+        name: Name of the batch; ranks that compute different batches at the same time raise an error.
+        local: (B, local) bool, whether each token of this rank exists.
+        padding: (B or 1, N) bool, whether each token exists, or None.
+        packed: (B, N), the number of each token's packed document, or None.
+        positions: (B, N), positions that restart in each packed document, or None.
     """
 
     def __init__(
@@ -165,23 +171,23 @@ class ShardMask(_Carried):
         self.owner, self.seq_len, self.name = owner, seq_len, name
         self.local, self.padding, self.packed, self.positions = local, padding, packed, positions
         self.sizes = tuple(local.shape)
-        # here, and not when a layer asks: torch.compile traces the layers
+        # made here because torch.compile traces the layers and cannot make a context
         self.context = owner.context(seq_len).tagged(name)
 
     def __reduce__(self) -> Any:
-        """Leave the context behind: a worker of a DataLoader has none of its process's connections."""
+        """Pickle without the context, because the connections of a process do not reach its DataLoader workers."""
         facts = self.local, self.padding, self.packed, self.positions
         return type(self), (self.owner, self.seq_len, self.name, *facts)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move its tensors to a device; the type of its values stays."""
+        """Move the tensors to a device; a dtype has no effect."""
         device = kwargs.get("device", args[0] if args else None)
         if device is None or isinstance(device, torch.dtype) or torch.device(device) == self.local.device:
             return self
         return self._each(lambda x: x.to(device))
 
     def pin_memory(self) -> Self:
-        """Move its tensors to pinned memory; a DataLoader calls this."""
+        """Move the tensors to pinned memory; a DataLoader calls this."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> Self:
@@ -192,27 +198,27 @@ class ShardMask(_Carried):
         return moved
 
     def whole(self, batch: int, queries: int, keys: int, mask_function: Callable[..., Any] | None) -> PatternMask:
-        """Make the mask of the whole sequence from a function that was made for a rank's tokens.
+        """Return the mask of the whole sequence, given the mask function of a rank's tokens.
 
         Raises:
-            ShapeError: Other tokens than those of the shard, such as with a cache.
-            UnsupportedError: A mask with more than windows, chunks, packing and padding.
+            ShapeError: The call has other tokens than the shard, for example because of a cache.
+            UnsupportedError: The mask consists of more than windows, chunks, packing and padding.
         """
         n, local = self.seq_len, self.sizes[1]
         if (batch, queries, keys) != (self.sizes[0], local, local):
             wanted = f"{self.sizes[0]} x {local} queries and keys, this rank's share of {n}"
-            remedy = "Pass the model all that shard() gave, and no cache."
+            remedy = "Pass the model everything that shard() returned, and no cache."
             raise ShapeError(message("tokens", f"{batch} x {queries} queries, {keys} keys", wanted, remedy))
         try:
             relation = read(mask_function or causal_mask_function)
         except _RAISED as why:
-            raise _unshared(f"a mask that is read as no pattern ({in_a_line(why)})") from why
+            raise _unshared(f"a mask that cannot be read as a pattern ({in_a_line(why)})") from why
         place = Place(batch, n, n, 0, 0)
         pattern, rows = _padded(place, *_placed(place, self._of_whole(relation)), self.padding)
         return PatternMask(pattern, (batch, 1, local, local), 0, rows, context=self.context)
 
     def _of_whole(self, relation: Relation) -> Relation:
-        """A relation of a rank's tokens as that of the whole sequence: what tables hold of the shard is left out."""
+        """Return the relation over the whole sequence; tables of the shard are replaced by tables of the whole."""
         parts: list[Relation] = []
         for part in relation.parts if isinstance(relation, All) else (relation,):
             if isinstance(part, Distances):
@@ -221,29 +227,29 @@ class ShardMask(_Carried):
                 origin = None if self.padding is None else (self.padding.cumsum(-1) == 0).sum(-1)
                 parts.append(Chunks(part.length, origin, None if self.packed is None else self.positions))
             elif not isinstance(part, Same):
-                # a shard's tokens lie apart, and a rank's positions restart: packing is found in the whole
+                # Same is skipped: a shard's tokens are not adjacent, so its positions seem to restart everywhere
                 raise _unshared(f"a mask with {type(part).__name__.strip('_').lower()} of its own")
         if self.packed is not None:
             parts.append(Same(self.packed))
         return All(tuple(parts))
 
-    # ---- what models read of the mask's values, which are those of this rank's tokens --------------------------------
+    # ---- values that models read, for this rank's tokens -------------------------------------------------------------
 
     def cumsum(self, dim: int) -> Tensor:
-        """Count the tokens that exist; Llama 4 counts the padding before them."""
+        """Return the running count of tokens that exist; Llama 4 counts the padding before them."""
         return self.local.cumsum(dim)
 
     def sum(self) -> Tensor:
-        """Count the tokens that exist; the Trainer counts what it has seen."""
+        """Return the number of tokens that exist; the Trainer counts tokens."""
         return self.local.sum()
 
     def reshape(self, *sizes: int) -> Tensor:
-        """Flatten it; losses that balance experts weigh tokens so."""
+        """Flatten the mask; losses that balance experts weigh tokens with it."""
         return self.local.reshape(-1) if sizes == (-1,) else _refuse_values(f"mask.reshape{sizes}")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
-        """Let ``torch.zeros_like`` see its sizes, and nothing else."""
+        """Support ``torch.zeros_like``, and refuse other operations."""
         if func is torch.zeros_like:
             local: Tensor = args[0].local
             like: Tensor = torch.zeros_like(local)
@@ -280,23 +286,23 @@ def pattern_mask(
     cache_position: Tensor | None = None,
     **ignored: object,
 ) -> PatternMask:
-    """Make the mask of a call: what transformers calls where the implementation is ``"ringweave"``.
+    """Make the mask of a call; transformers calls this function if the implementation is ``"ringweave"``.
 
     Args:
-        batch_size: Batch elements.
-        q_length: Queries.
-        kv_length: Keys.
+        batch_size: Number of batch elements.
+        q_length: Number of queries.
+        kv_length: Number of keys.
         q_offset: Position of the first query; a 0-d tensor for a static cache.
         kv_offset: Position of the first key.
-        mask_function: ``f(batch, head, query, key)``, on positions; causal by default.
-        attention_mask: (B, N) bool, the positions that exist; or that of a rank's shard.
+        mask_function: ``f(batch, head, query, key)`` of positions; causal by default.
+        attention_mask: (B, N) bool, whether each position exists; or the mask of a rank's shard.
         cache_position: Positions of the queries, in place of ``q_length`` and ``q_offset`` (transformers before 5.3).
-        ignored: What other implementations need to know.
+        ignored: Arguments for other implementations.
     Returns:
-        What carries the pattern to attention.
+        The mask that carries the pattern to attention.
     Raises:
-        UnsupportedError: The function is none that can be read, while torch.compile traces.
-        PatternError: Nor can it be a mask_mod.
+        UnsupportedError: The function cannot be read as a pattern while torch.compile traces.
+        PatternError: The function is not a mask_mod either.
     """
     if cache_position is not None:
         q_length, q_offset = cache_position.shape[0], cache_position[0]
@@ -308,7 +314,7 @@ def pattern_mask(
     if isinstance(q_offset, Tensor) and not torch.compiler.is_compiling():
         if q_length == 1:
             try:
-                # bounds of keys are tensors then: compiled steps are one graph, and no step waits for a GPU
+                # the bounds of keys are tensors: compiled steps share one graph, and no step waits for a GPU
                 return _made(Place(*sizes, q_offset, kv_offset), mask_function, attention_mask)
             except UnsupportedError:
                 if q_offset.device.type != "cpu":
@@ -318,7 +324,7 @@ def pattern_mask(
 
 
 def _made(place: Place, mask_function: Callable[..., Any] | None, attention_mask: Tensor | None) -> PatternMask:
-    """The mask of a call at a place."""
+    """Return the mask of a call with queries and keys at the given positions."""
     rows: Documents | KeyPadding | None = None
     if mask_function is None:
         pattern = place.near(_CAUSAL)
@@ -333,11 +339,36 @@ def _made(place: Place, mask_function: Callable[..., Any] | None, attention_mask
             pattern = place.function(mask_function, why)
     pattern, rows = _padded(place, pattern, rows, attention_mask)
     shape = place.batch, 1, place.nq, place.nk
-    return PatternMask(pattern, shape, place.first, rows, place.kv_offset, row=place.row)
+    mask = PatternMask(pattern, shape, place.first, rows, place.kv_offset, row=place.row)
+    if rows is None and place.nq == place.nk and not torch.compiler.is_compiling():
+        mask.positions = positions_of_the_call()
+    return mask
+
+
+def positions_of_the_call() -> Tensor | None:
+    """Return the ``position_ids`` of the model's forward that is running, if the model does not pass them to its masks.
+
+    Encoders such as ModernBERT pass them only to their embeddings, so nothing but the forward's frame has them. Until
+    Python 3.13, reading a frame's variables keeps them alive until the forward returns.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        caller = frame.f_back
+        if caller is None:
+            return None
+        frame = caller
+        code = frame.f_code
+        if code.co_filename == masking_utils.__file__:
+            if "position_ids" in code.co_varnames and frame.f_locals.get("position_ids") is not None:
+                return None
+        elif code.co_name == "forward" and "position_ids" in code.co_varnames:
+            found = frame.f_locals.get("position_ids")
+            return found if isinstance(found, Tensor) else None
+    return None
 
 
 def _placed(place: Place, relation: Relation) -> tuple[Pattern, Documents | KeyPadding | None]:
-    """The pattern of a relation, and the rows where packed sequences begin and end."""
+    """Return a relation's pattern, and the bounds of its packed documents or None."""
     packed = place.packing(relation)
     return place.pattern(relation), None if packed is None else place.documents(packed.table, packed.known)
 
@@ -345,8 +376,9 @@ def _placed(place: Place, relation: Relation) -> tuple[Pattern, Documents | KeyP
 def _padded(
     place: Place, pattern: Pattern, rows: Documents | KeyPadding | None, padding: Tensor | None
 ) -> tuple[Pattern, Documents | KeyPadding | None]:
-    """Restrict a pattern to the keys that exist, and take the rows from their bounds."""
+    """Restrict a pattern to the keys that exist; return it, and the bounds of each sequence's tokens."""
     known = None if padding is None else place.padding(padding)
     if known is None:
         return pattern, rows
-    return joined([pattern, known]), bounds_of(known) or rows
+    bounds = bounds_of(known)
+    return joined([pattern, known]), rows if bounds is None else bounds

@@ -1,4 +1,4 @@
-"""A cache of transformers whose keys and values lie in pages, and are attended there."""
+"""A cache for transformers that stores keys and values in pages, where attention reads them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...errors import ShapeError, UnsupportedError, message, shown
 from ...kv_cache import SIZES, PagedCache
+from ...names import renamed, warn_renamed
 from ...patterns.validate import whole
 from ...precision import NATIVE, Precision, Scales, as_precision
 
@@ -18,20 +19,21 @@ _REMEDY = "Use attn_implementation='ringweave', or past_key_values=DynamicCache(
 
 
 class ModelCache(Cache):
-    """Keys and values of a model's layers in pages: ``generate(..., past_key_values=ModelCache(length))``.
+    """The keys and values of a model's layers in pages: ``generate(..., past_key_values=ModelCache(max_tokens=512))``.
 
-    A step writes its token and attends the pages that the layer's pattern allows; nothing is moved or joined as
-    sequences grow, and beams share the pages of what they have in common. For the implementation ``"ringweave"``,
-    without gradients. Layers with windows keep what lies behind them, too.
+    A step writes its token and attends the pages that the layer's pattern allows. Nothing is copied as sequences grow,
+    and beams share the pages of their common tokens. Layers with windows keep all tokens, too. The cache works with the
+    implementation ``"ringweave"``, without gradients.
 
     Args:
-        length: Most tokens of a sequence, padding included.
-        page: Tokens of a page: 16, 32, 64, 128 or 256.
-        precision: A policy, of whose ``kv`` all layers are stored in 8 bits: each row of a head is rounded once,
-            when it is written, and attended as it is stored.
+        max_tokens: Largest number of tokens in a sequence, padding included; rounded up to whole pages.
+        page: Number of tokens in a page: 16, 32, 64, 128 or 256.
+        precision: Precision policy. If it has an 8-bit ``kv``, each head's row of a token is rounded once, when it is
+            written, and attention reads it in 8 bits.
+        length: The old name of ``max_tokens``.
     Raises:
-        ShapeError: A length below 1, or a page of another size.
-        UnsupportedError: What is no policy.
+        ShapeError: ``max_tokens`` is below 1, or the page has another size.
+        UnsupportedError: ``precision`` is not a policy.
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from ringweave.integrations.transformers import patch
@@ -39,37 +41,51 @@ class ModelCache(Cache):
         ...                      num_attention_heads=4, num_key_value_heads=2)
         >>> model = patch(LlamaForCausalLM(config)).eval()
         >>> prompt = torch.arange(3, 11)[None]
-        >>> model.generate(prompt, past_key_values=ModelCache(64), max_new_tokens=4, min_new_tokens=4).shape
+        >>> model.generate(prompt, past_key_values=ModelCache(max_tokens=64), max_new_tokens=4, min_new_tokens=4).shape
         torch.Size([1, 12])
-        >>> small = ModelCache(64, precision=rw.Precision(kv=torch.int8))
+        >>> small = ModelCache(max_tokens=64, precision=rw.Precision(kv=torch.int8))
         >>> model.generate(prompt, past_key_values=small, max_new_tokens=4, min_new_tokens=4).shape
         torch.Size([1, 12])
     """
 
-    def __init__(self, length: int, page: int = 64, *, precision: Precision | None = None):
-        length = whole("length", length, 1, error=ShapeError)
+    def __init__(
+        self,
+        max_tokens: int | None = None,
+        page: int = 64,
+        *,
+        precision: Precision | None = None,
+        length: int | None = None,
+    ):
+        if length is not None:
+            warn_renamed("ModelCache(length=)", "ModelCache(max_tokens=)")
+            if max_tokens is not None:
+                raise ShapeError(message("length", shown(length), "max_tokens alone", "Leave out the old name."))
+            max_tokens = length
+        max_tokens = whole("max_tokens", max_tokens, 1, error=ShapeError)
         if page not in SIZES:
             raise ShapeError(message("page", shown(page), "16, 32, 64, 128 or 256", "Choose one of these."))
-        self.length = -(-length // page) * page
-        make: Any = partial(PagedLayer, self.length, page, as_precision(precision))
+        self.max_tokens = -(-max_tokens // page) * page
+        make: Any = partial(PagedLayer, self.max_tokens, page, as_precision(precision))
         super().__init__(layer_class_to_replicate=make)
 
+    length = renamed("ModelCache", "length", "max_tokens")
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Count all places, as of a static cache, so that masks are alike at each step; the first has position 0."""
-        return self.length, 0
+        """Return the number of keys, the same at each step as with a static cache, and the position of the first."""
+        return self.max_tokens, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Count the tokens that there is room for, in every layer."""
-        return self.length
+        """Return the largest number of tokens in a sequence."""
+        return self.max_tokens
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """The part of a :class:`ModelCache` that one layer writes.
+    """The keys and values of one layer in a :class:`ModelCache`.
 
     Args:
-        length: Most tokens of a sequence.
-        page: Tokens of a page.
-        precision: In what they are stored.
+        length: Largest number of tokens in a sequence.
+        page: Number of tokens in a page.
+        precision: Precision policy of the stored values.
     """
 
     is_sliding = False
@@ -81,11 +97,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.pages: PagedCache | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make room for sequences of a shape.
+        """Allocate the pages.
 
         Args:
-            key_states: (B, Hkv, any, D).
-            value_states: (B, Hkv, any, Dv).
+            key_states: Keys of the shape (B, Hkv, any, D).
+            value_states: Values of the shape (B, Hkv, any, Dv).
         """
         batch, heads, _, dim = key_states.shape
         self.batch_size = batch
@@ -104,15 +120,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Args:
             key_states: (B, Hkv, tokens, D).
             value_states: (B, Hkv, tokens, Dv).
-            args: What other caches need to know.
-            kwargs: The same.
+            args: Arguments for other caches.
+            kwargs: Arguments for other caches.
         Returns:
-            What stands for all keys, and for all values.
+            References to all keys and to all values of the layer.
         Raises:
-            ShapeError: More tokens than there is room for.
+            ShapeError: A sequence gets longer than the cache allows.
         """
         if self.pages is None or (self.seen == 0 and self.batch_size != len(key_states)):
-            # also after reset(), for another batch
+            # after reset() the next batch may have another size
             self.lazy_initialization(key_states, value_states)
         pages = self.pages
         assert pages is not None
@@ -122,57 +138,57 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return keys, PagedStates(pages, value_states, self.length, self.seen)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Give all places, and the position of the first."""
+        """Return the number of keys and the position of the first."""
         return self.length, 0
 
     def get_seq_length(self) -> int:
-        """Count the tokens that were written."""
+        """Return the number of tokens that were written."""
         return self.seen
 
     def get_max_length(self) -> int:
-        """Count the tokens that there is room for."""
+        """Return the largest number of tokens in a sequence."""
         return self.length
 
     def reset(self) -> None:
-        """Give all pages back."""
+        """Free all pages."""
         if self.pages is not None:
             self.pages.free()
         self.seen = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let each sequence go on as another; they share pages.
+        """Replace the sequences by others of the batch; copies share pages.
 
         Args:
-            beam_idx: (B,), which one.
+            beam_idx: (B,), indices of the sequences to continue.
         Raises:
-            ShapeError: No sequence is named.
+            ShapeError: ``beam_idx`` is empty.
         """
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Let several sequences go on from each one; they share pages.
+        """Repeat each sequence; the copies share pages.
 
         Args:
-            repeats: How many.
+            repeats: Number of copies of each sequence.
         Raises:
-            ShapeError: Fewer than one.
+            ShapeError: ``repeats`` is below 1.
         """
         repeats = whole("repeats", repeats, 1, error=ShapeError)
         if self.seen:
             self.batch_select_indices(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Let some sequences go on, in an order; one that is named several times goes on several times.
+        """Select sequences, in the given order and possibly several times.
 
         Args:
-            indices: Which ones.
+            indices: Indices of the sequences to continue.
         Raises:
-            ShapeError: No sequence is named.
+            ShapeError: ``indices`` is empty.
         """
         old = self.pages
         if old is None or not self.seen:
             return
-        # made for a later step, in whatever mode
+        # a later step may run outside of inference mode
         with torch.inference_mode(False):
             rows = torch.arange(self.batch_size, device="cpu")[torch.as_tensor(indices, device="cpu")]
             if rows.ndim != 1 or not len(rows):
@@ -183,16 +199,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 return
             k, v, scales = old.k, old.v, old.scales
             if (count := len(rows) * old.table.shape[1]) > len(k):
-                # room for each sequence to write all of its tokens
+                # each sequence may write its full length
                 k, v, *more = (_grown(x, count) for x in (k, v, *(scales or ())))
                 scales = Scales(*more) if more else None
             rows = rows.to(k.device)
-            # the pages that rows of the table have in common are counted when it is first written to
+            # the first write to the table counts the references to shared pages
             self.pages = PagedCache(k, v, old.table[rows], old.lengths[rows], scales=scales)
             self.batch_size = len(rows)
 
     def offload(self) -> None:
-        """Refuse: pages stay where attention reads them.
+        """Raise an error, because pages stay on the device that attention reads them from.
 
         Raises:
             UnsupportedError: Always.
@@ -203,16 +219,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     prefetch = offload
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens.
+        """Remove the last tokens.
 
         Args:
-            tokens_to_remove: How many, as a negative number; 0: none.
+            tokens_to_remove: The number of tokens as a negative number, or 0.
         Raises:
-            ShapeError: A positive number, or more tokens than there are.
+            ShapeError: The number is positive, or exceeds the tokens in the cache.
         """
         if not -self.seen <= tokens_to_remove <= 0:
             wanted = f"a number from {-self.seen} to 0"
-            raise ShapeError(message("tokens_to_remove", tokens_to_remove, wanted, "Say how many, below 0."))
+            raise ShapeError(message("tokens_to_remove", tokens_to_remove, wanted, "Pass a negative number of tokens."))
         if tokens_to_remove and self.pages is not None:
             every = range(self.batch_size)
             self.pages.fork(every, every, self.seen + tokens_to_remove)
@@ -220,25 +236,25 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class PagedStates(Tensor):
-    """Keys or values in pages, with the shape that they would have as a tensor; a use of their numbers raises.
+    """A reference to the keys or values of a layer, with a tensor's shape; reading its values raises an error.
 
     Args:
-        pages: Where they are.
-        new: (B, Hkv, tokens, D), the last ones.
-        length: Tokens that there is room for.
-        seen: How many there are.
+        pages: The pages with the keys and values.
+        new: (B, Hkv, tokens, D), the newest tokens.
+        length: Largest number of tokens in a sequence.
+        seen: Number of tokens in the pages.
     """
 
     pages: PagedCache
     seen: int
-    #: Its shape, for whoever knows what it is: that of a tensor passes through ``__torch_function__``.
+    #: The shape; reading this attribute is faster than ``shape``, which calls ``__torch_function__``.
     sizes: tuple[int, int, int, int]
 
     def __new__(cls, pages: PagedCache, new: Tensor, length: int, seen: int) -> Self:
-        """Stand for the tokens of a cache."""
+        """Make the reference."""
         batch, heads, _, dim = new.shape
         sizes = batch, heads, length, dim
-        # only shape, dtype and device are ever looked at: one element, which is repeated
+        # only the shape, dtype and device are used, so one element is expanded
         made: Self = new.new_empty(()).expand(sizes).as_subclass(cls)
         made.pages, made.seen, made.sizes = pages, seen, sizes
         return made
@@ -248,7 +264,7 @@ class PagedStates(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Give sizes and types; refuse the rest."""
+        """Return the shape, dtype and device; refuse other operations."""
         name = getattr(func, "__name__", str(func))
         getters = name == "__get__" and getattr(func, "__self__", None) in _KNOWN
         if getters or func in (Tensor.size, Tensor.dim):
@@ -259,12 +275,12 @@ class PagedStates(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        """Refuse what came another way."""
+        """Refuse operations that bypass ``__torch_function__``."""
         raise _used(str(func))
 
 
 def _grown(x: Tensor, pages: int) -> Tensor:
-    """A pool with more pages."""
+    """Copy a pool into a larger one."""
     grown = torch.zeros(pages, *x.shape[1:], dtype=x.dtype, device=x.device)
     grown[: len(x)].copy_(x)
     return grown

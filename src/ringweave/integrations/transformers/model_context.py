@@ -1,4 +1,4 @@
-"""One sequence of a model of transformers on several ranks."""
+"""Context parallelism for models of transformers: each sequence is sharded over several ranks."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
     from ...parallel.transport.mesh import DeviceMesh, ProcessGroup
 
 IGNORED = -100
-# lengths whose placements are kept
+# number of sequence lengths with a cached placement
 _KEPT = 8
-# the contexts of this process by name: what comes back from a worker of a DataLoader finds its own
+# the contexts of this process by name: a batch from a DataLoader worker finds its context here
 _LIVE: weakref.WeakValueDictionary[str, ModelContext] = weakref.WeakValueDictionary()
 
 
 class ModelContext:
-    """A model whose sequences lie on several ranks: what :func:`context_parallel` makes.
+    """A context that shards a model's sequences over ranks; :func:`context_parallel` makes it.
 
-    Every rank gives :meth:`shard` the same whole batch, and passes the model what comes of it. Layers with windows,
-    chunks and without share one placement for each length; padding and packing are those of the whole sequence.
-    Gradients are those of this rank's tokens: DDP or FSDP, over these ranks too, average them to the whole's.
+    Every rank passes the same whole batch to :meth:`shard`, and the result to the model. All layers share one placement
+    per sequence length, with and without windows and chunks. Padding and packing apply to the whole sequence. Gradients
+    are those of this rank's tokens; DDP or FSDP over the same ranks average them to the gradients of the whole.
 
-    A sharded batch carries all that its forward pass needs to know of it. So batches may be sharded ahead, in other
-    threads and in workers of a DataLoader, and passed in any order that is the same on all ranks. The model itself is
-    not changed: a forward pass that was given no sharded batch is an ordinary one, and so is ``generate``.
+    A sharded batch carries all facts that its forward pass needs. Batches may be sharded ahead of time, in other
+    threads and in workers of a DataLoader, and be computed in any order that is the same on all ranks. The model does
+    not change: a forward pass without a sharded batch is an ordinary one, and so is ``generate``.
 
     Args:
         model: A model of transformers with the implementation ``"ringweave"``, or DDP or FSDP around one.
-        mesh: As of :class:`ringweave.ContextParallel`.
-        options: Of :class:`ringweave.ContextParallel`: schedule, placement, wire, deadline.
+        mesh: See :class:`ringweave.ContextParallel`.
+        options: Options of :class:`ringweave.ContextParallel`: schedule, placement, wire, deadline.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | ProcessGroup | None = None, **options: Any):
@@ -64,20 +64,20 @@ class ModelContext:
     def _begin(self, name: str, config: Any, options: dict[str, Any], mesh: Any) -> None:
         self.config, self.options, self._name = config, options, name
         self.heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
-        # those of each length share its connections; of one token, since it only joins losses
+        # the contexts of all lengths share its connections; it only sums losses, so its length is 1
         self._root = ContextParallel(mesh, Full(), 1, heads=self.heads, **{**options, "placement": "contiguous"})
         self._contexts: LRUCache[ContextParallel] = LRUCache(max_bytes=1, most=_KEPT)
         _LIVE[name] = self
 
     def __reduce__(self) -> Any:
-        """Leave the model and its connections behind: elsewhere it only shards, here it is this one."""
+        """Pickle by name: in this process it loads as the same object, in another process as one that only shards."""
         return _found, (self._name, self.config, self.options, self._root.rank, self._root.size)
 
     def context(self, seq_len: int) -> ContextParallel:
-        """The context for sequences of a length, with all of the model's patterns under one placement.
+        """Return the context for a sequence length, with one placement for all patterns of the model.
 
         Args:
-            seq_len: Tokens of the whole sequence.
+            seq_len: Number of tokens in the whole sequence.
         """
         known = self._contexts.get(seq_len)
         if known is None:
@@ -87,10 +87,10 @@ class ModelContext:
         return known
 
     def patterns(self, seq_len: int) -> list[Pattern]:
-        """The patterns of the model's layers over a whole sequence, each once.
+        """Return the distinct patterns of the model's layers over a whole sequence.
 
         Args:
-            seq_len: Its tokens.
+            seq_len: Number of tokens in the whole sequence.
         """
         like = torch.empty(1, seq_len, 0, device="cpu")
         masks = create_masks_for_generate(self.config, like, attention_mask=None, past_key_values=None)
@@ -104,23 +104,23 @@ class ModelContext:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> dict[str, Any]:
-        """This rank's part of a batch, as the arguments of the model.
+        """Return this rank's share of a batch as the model's arguments.
 
-        Labels are shifted here, before tokens are dealt out: a model that shifts them inside a shard computes another
-        loss. With ``labels`` the model's own loss is such that its mean over ranks is the whole's.
+        Labels are shifted before the tokens are sharded, because shifting within a shard gives another loss. With
+        ``labels``, the mean over ranks of the model's own loss is the loss of the whole batch.
 
         Args:
             input_ids: (B, N), the same on all ranks.
-            labels: (B, N), not shifted, as the model takes them; -100 where there is no loss.
+            labels: (B, N), not shifted, as the model takes them; -100 for tokens without a loss.
             attention_mask: (B, N), the padding.
-            position_ids: (B or 1, N); where they restart a packed sequence begins.
+            position_ids: (B or 1, N); a packed document begins at each restart.
         Returns:
             ``input_ids``, ``attention_mask``, ``position_ids``, ``use_cache=False``, and with labels ``labels``,
-            ``shift_labels`` and ``num_items_in_batch``. The mask tells the model of the whole batch: pass all of them.
-            A model that is given these tokens without the mask attends this rank's tokens alone.
+            ``shift_labels`` and ``num_items_in_batch``. Pass all of them: the mask describes the whole batch, and
+            without it the model attends this rank's tokens only.
         Raises:
-            ShapeError: Sizes that differ.
-            RingError: In the forward pass: ranks have sharded different batches.
+            ShapeError: The sizes differ.
+            RingError: In the forward pass, if the ranks have sharded different batches.
         """
         batch, n = input_ids.shape
         for name, x in (("labels", labels), ("attention_mask", attention_mask), ("position_ids", position_ids)):
@@ -131,7 +131,7 @@ class ModelContext:
         if position_ids is not None:
             position_ids = position_ids.expand(batch, -1)
             packed = None if attention_mask is not None else find_packed_sequence_indices(position_ids)
-            # what is padded repeats a position that there is
+            # padding of the shard repeats an existing position, in case the model looks positions up in a table
             local_positions = context.shard(position_ids)
         else:
             local_positions = context.positions.to(input_ids.device).clamp(max=n - 1)[None].expand(batch, -1)
@@ -146,31 +146,31 @@ class ModelContext:
         }  # fmt: skip
         if labels is not None:
             targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-            # a shard's padding is zeros, and 0 is a word
+            # shard() pads with zeros, which would be the label 0
             local = context.shard(targets - IGNORED) + IGNORED
             found |= {"labels": local, "shift_labels": local}
             found["num_items_in_batch"] = (targets != IGNORED).sum() / context.size
         return found
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss over the tokens of all ranks; the same number on each.
+        """Return the mean loss over the tokens of all ranks, which is the same number on every rank.
 
-        Its gradient is that of this rank's tokens times the number of ranks, so that the mean over ranks, which DDP and
-        FSDP take, is the gradient of the whole.
+        The gradient is that of this rank's tokens times the number of ranks. The mean over ranks, which DDP and FSDP
+        compute, is then the gradient of the whole batch.
 
         Args:
-            logits: (B, local, words).
-            targets: (B, local), shifted; -100 where there is no loss: ``shard()["shift_labels"]``.
+            logits: (B, local, vocabulary).
+            targets: (B, local), shifted, such as ``shard()["shift_labels"]``; -100 for tokens without a loss.
         Returns:
-            A scalar, in float32.
+            A scalar in float32.
         Raises:
-            ShapeError: Logits of other tokens.
+            ShapeError: The logits do not match the targets.
             RingError: A rank is lost.
         """
         context = self._root
         if logits.shape[:2] != targets.shape:
-            wanted = f"{tuple(targets.shape)} and words, as the targets"
-            raise ShapeError(message("logits", tuple(logits.shape), wanted, "Pass those of the same batch."))
+            wanted = f"{tuple(targets.shape)} and a vocabulary, as the targets"
+            raise ShapeError(message("logits", tuple(logits.shape), wanted, "Pass the logits of the same batch."))
         total = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         mine = torch.stack([total.detach().double(), (targets != IGNORED).sum().double()])
         with context.call.calling(context._tag, shape="loss", dtype="float64") as call:
@@ -178,28 +178,28 @@ class ModelContext:
             pending.wait()
         whole, count = torch.stack(every).sum(0)
         loss = total * (context.size / count)
-        # the value of all ranks, the gradient of this one
+        # the value is that of all ranks, the gradient that of this rank
         joined: Tensor = loss.float() + (whole / count - loss.detach()).float()
         return joined
 
     def unshard(self, x: Tensor, batch: Mapping[str, Any], dim: int = 1) -> Tensor:
-        """Put all ranks' parts of something together; see :meth:`ringweave.ContextParallel.unshard`.
+        """Gather a tensor's shards from all ranks; see :meth:`ringweave.ContextParallel.unshard`.
 
         Args:
             x: (..., local, ...), such as the logits of this rank's tokens.
-            batch: What :meth:`shard` gave, of which x was computed.
+            batch: The result of :meth:`shard` that x was computed from.
             dim: The dimension of tokens.
         """
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else batch
         if not isinstance(mask, ShardMask) or mask.owner is not self:
-            raise UnsupportedError(message("batch", shown(mask), "what shard() gave", "Pass it beside x."))
+            raise UnsupportedError(message("batch", shown(mask), "a result of shard() of this context", "Pass it."))
         return mask.context.unshard(x, dim)
 
     def collate(self, inner: Callable[[Any], Mapping[str, Tensor]]) -> Callable[[Any], dict[str, Any]]:
-        """A data collator that gives the Trainer this rank's part; all ranks' samplers must draw the same samples.
+        """Return a data collator that gives the Trainer this rank's share; all ranks must draw the same samples.
 
         Args:
-            inner: The collator of whole batches; for workers that are spawned it can be pickled.
+            inner: The collator of whole batches; it must support pickling if DataLoader workers are spawned.
         """
         return partial(self._collate, inner)
 
@@ -212,14 +212,14 @@ _TAKEN = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
 class _Elsewhere:
-    """A rank's place in a group of another process: with it a context deals tokens out, and computes nothing."""
+    """A rank of a group in another process: a context with it shards batches, but computes nothing."""
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self.deadline, self.retries, self.step = rank, size, 0.0, 0, 0
         self.counters, self.trace = Counters(size), None
 
     def open(self) -> str:
-        """Name a context, which meets no other."""
+        """Return an empty name, since the context communicates with no other."""
         return ""
 
     def using(self, *args: object, **kwargs: object) -> NoReturn:
@@ -230,11 +230,11 @@ class _Elsewhere:
     agree = exchange = using
 
     def close(self) -> None:
-        """Do nothing: it has no connections."""
+        """Do nothing, because there are no connections."""
 
 
 def _found(name: str, config: Any, options: dict[str, Any], rank: int, size: int) -> ModelContext:
-    """Find the context by its name, or in another process make one that only shards."""
+    """Return the context with a name, or make one that only shards in another process."""
     known = _LIVE.get(name)
     if known is None:
         known = object.__new__(ModelContext)
@@ -243,7 +243,7 @@ def _found(name: str, config: Any, options: dict[str, Any], rank: int, size: int
 
 
 def _digest(*tensors: Tensor | None) -> str:
-    """Name a batch by its values, the same on all ranks that have the same one."""
+    """Return a name for a batch that depends on its values, so equal batches have equal names on all ranks."""
     found = hashlib.blake2b(digest_size=8)
     for x in tensors:
         found.update(b"" if x is None else f"{tuple(x.shape)}".encode() + x.long().cpu().contiguous().numpy().tobytes())
@@ -252,16 +252,16 @@ def _digest(*tensors: Tensor | None) -> str:
 
 
 def context_parallel(model: nn.Module, mesh: DeviceMesh | ProcessGroup | None = None, **options: Any) -> ModelContext:
-    """Share a model's sequences among ranks: windows, chunks, sinks, packing and padding included.
+    """Shard a model's sequences over ranks, with its windows, chunks, sinks, packing and padding.
 
     Args:
         model: A model of transformers with the implementation ``"ringweave"``, or DDP or FSDP around one.
         mesh: A device mesh of one or two dimensions, a process group, or None for this process alone.
-        options: Of :class:`ringweave.ContextParallel`: schedule, placement, wire, deadline.
+        options: Options of :class:`ringweave.ContextParallel`: schedule, placement, wire, deadline.
     Returns:
-        What shards batches and joins losses.
+        The context, which shards batches and combines losses.
     Raises:
-        UnsupportedError: A model with another implementation.
+        UnsupportedError: The model has another implementation, or cannot be sharded.
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from ringweave.integrations.transformers import patch

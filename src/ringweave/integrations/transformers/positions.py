@@ -1,4 +1,4 @@
-"""Relations of positions, which a mask function states, as patterns of the places of a call's queries and keys."""
+"""Conversion of a mask function's relation of positions to a pattern over the queries and keys of a call."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ...patterns import Causal, Documents, Full, KeyPadding, Pattern, Sinks, Sli
 from ...patterns.algebra import And
 from .mask_reading import All, Any_, Chunks, Distances, Known, NotNegative, Relation, Same, Unread
 
-# of a pattern, for each character: it and its parts each have their text, and an object
+# estimated size of a cached pattern per character of its text: it and each of its parts are an object with a text
 _BYTES_OF_TEXT = 64
 
 
 class Place:
-    """Where a call's queries and keys lie, and relations of positions as patterns of places.
+    """The positions of a call's queries and keys; it converts relations of positions to patterns of their indices.
 
     Args:
-        batch: Batch elements.
-        nq: Queries.
-        nk: Keys.
+        batch: Number of batch elements.
+        nq: Number of queries.
+        nk: Number of keys.
         q_offset: Position of the first query.
         kv_offset: Position of the first key.
     """
@@ -37,7 +37,7 @@ class Place:
                 got = f"{nq} queries at a position that is a tensor"
                 remedy = "Do not compile the prefill, or give it a cache that knows its length."
                 raise UnsupportedError(message("q_offset", got, "an int, or one query", remedy))
-            # one query: what it attends are bounds of keys, which need not be waited for. It stands at the last place
+            # one query: the pattern is bounds of keys, which may stay on the device; any query index will do
             self.row = q_offset - kv_offset
             self.first = nk - 1
         else:
@@ -46,10 +46,10 @@ class Place:
     # ---- relations ---------------------------------------------------------------------------------------------------
 
     def pattern(self, relation: Relation) -> Pattern:
-        """A relation of positions as a pattern of places.
+        """Convert a relation of positions to a pattern of indices.
 
         Raises:
-            Unread: It means something only next to another one, which is not there.
+            Unread: The relation depends on another one that is missing.
         """
         if isinstance(relation, All):
             return self._every(relation.parts)
@@ -61,20 +61,20 @@ class Place:
         return self._every((relation,))
 
     def packing(self, relation: Relation) -> Same | None:
-        """Which table packs sequences side by side, if one does."""
+        """Return the part of a relation that separates packed documents, or None."""
         parts = relation.parts if isinstance(relation, All) else (relation,)
         return next((part for part in parts if isinstance(part, Same)), None)
 
     def _every(self, parts: tuple[Relation, ...]) -> Pattern:
         packed = next((part for part in parts if isinstance(part, Same)), None)
         if any(isinstance(part, Chunks) and part.table is not None for part in parts) and packed is not None:
-            # chunks are numbered inside of sequences
+            # chunks are counted within documents, so they separate the documents too
             parts = tuple(part for part in parts if part is not packed)
         return joined([self._one(part, packed) for part in parts])
 
     def _one(self, part: Relation, packed: Same | None) -> Pattern:
         if isinstance(part, Distances):
-            # inside a packed sequence positions rise one by one: they are as far apart as places are
+            # within a document positions increase by one, so their differences are those of the indices
             if part.table is not None and packed is None:
                 raise Unread("positions of packed sequences without their numbers")
             return self.near(part.runs)
@@ -86,14 +86,14 @@ class Place:
             known = self.padding(part.table)
             return Full() if known is None else known
         if isinstance(part, (All, Any_)):
-            # what holds for a whole intersection holds for the unions in it
+            # a part of an intersection also restricts the unions and intersections in it
             inner = part if packed is None else type(part)(tuple(_beside(each, packed) for each in part.parts))
             return self.pattern(inner)
         assert isinstance(part, NotNegative)
-        raise Unread("numbers of sequences that are compared with 0 alone")
+        raise Unread("document numbers that are compared only with 0")
 
     def near(self, runs: tuple[tuple[int | None, int | None], ...]) -> Pattern:
-        """Pairs whose distance, query less key, lies in one of some intervals."""
+        """Return the pairs with a distance (query - key) in one of the intervals."""
         if self.row is not None:
             pattern = _not(Full())
             for least, most in runs:
@@ -103,13 +103,13 @@ class Place:
             return pattern
         if torch.compiler.is_compiling():
             return _intervals(runs)
-        # without bounds that no pair reaches: dense patterns are known as such, and steps of a decoding have the same
+        # drop bounds that no pair of the call reaches: dense patterns become Full, and decoding steps share a pattern
         nearest, farthest = self.first - self.nk + 1, self.first + self.nq - 1
         reached: tuple[tuple[int | None, int | None], ...] = ()
         for least, most in runs:
             low = None if least is None or least <= nearest else least
             reached += ((low, None if most is None or most >= farthest else most),)
-        # the same object for the same intervals: attention finds the call of a pattern by identity
+        # return one object for equal intervals, because attention looks up a pattern's prepared call by identity
         same: Pattern | None = PATTERNS.get(("intervals", reached))
         if same is None:
             same = _intervals(reached)
@@ -117,7 +117,7 @@ class Place:
         return same
 
     def documents(self, table: Tensor, known: bool) -> Documents:
-        """Pairs with one number in a table (B, positions); of ``known`` only numbers from 0 on."""
+        """Return the pairs with equal numbers in a table (B, positions); if ``known``, without negative numbers."""
         if self.row is not None:
             raise Unread("packed sequences with a static cache")
         if self.kv_offset + self.nk > table.shape[-1]:
@@ -142,10 +142,10 @@ class Place:
         else:
             at = part.table[:, self.kv_offset : self.kv_offset + self.nk]
         at = at if origin is None else at - origin[:, None]
-        # the first place of a chunk, and not its number: inductor (torch 2.13, CPU) computes such quotients wrong
+        # number chunks by their first position: inductor (torch 2.13, CPU) computes the quotient wrongly
         chunk = at - at.remainder(length)
         if packed is not None and part.table is not None:
-            # numbered anew where a sequence begins: chunks of two sequences have equal numbers
+            # count the changes of chunk or document: chunks of different documents have equal numbers
             numbers = packed.table[:, self.kv_offset : self.kv_offset + self.nk]
             change = (chunk.diff(dim=-1) != 0) | (numbers.diff(dim=-1) != 0)
             return Documents(ids=torch.nn.functional.pad(change.long().cumsum(-1), (1, 0)))
@@ -154,10 +154,13 @@ class Place:
     # ---- padding -----------------------------------------------------------------------------------------------------
 
     def padding(self, mask: Tensor) -> Pattern | None:
-        """The keys that exist, of a bool (B, positions) or shorter; None where that is known to be all.
+        """Return the pattern of the keys that exist, or None if all are known to exist.
 
-        Padding to the left, to the right or of both is bounds of keys. Padding between keys costs a mask of keys more.
-        Both are about keys alone: what a query attends does not depend on whether a key of its place exists.
+        Padding on the left and on the right becomes bounds of keys; padding between keys also needs a mask of keys.
+        Both restrict keys only: a query that is padding attends keys like any other query.
+
+        Args:
+            mask: (B or 1, positions) bool; missing positions at the end do not exist.
         """
         if mask.ndim != 2 or (mask.shape[0] != 1 and mask.shape[0] != self.batch):
             wanted = f"({self.batch}, tokens)"
@@ -173,20 +176,20 @@ class Place:
         start = mask.int().argmax(-1)
         stop = torch.where(some, self.nk - mask.flip(-1).int().argmax(-1), 0)
         keys = KeyPadding(stop, start)
-        # bounds leave tiles out, which they know without looking at the mask
+        # the bounds skip tiles without reading the mask, so they are kept beside it
         return keys if not compiling and bool((mask.sum(-1) == stop - start).all()) else keys & Sinks(mask)
 
-    # ---- what is not read --------------------------------------------------------------------------------------------
+    # ---- functions that are not read ---------------------------------------------------------------------------------
 
     def function(self, function: Callable[..., Any], why: Exception) -> Pattern:
-        """A mask function as one of index tensors, which planning calls for every tile.
+        """Return the pattern of a mask function that is called with index tensors, tile by tile, during planning.
 
         Raises:
-            UnsupportedError: While torch.compile traces, or with a position that is a tensor.
+            UnsupportedError: torch.compile traces the call, or the query's position is a tensor.
         """
         if torch.compiler.is_compiling() or self.row is not None:
-            got = f"a function that is read as no pattern ({in_a_line(why)})"
-            remedy = "Compile the model without fullgraph, or write the mask with comparisons of indices alone."
+            got = f"a function that cannot be read as a pattern ({in_a_line(why)})"
+            remedy = "Compile the model without fullgraph, or write the mask with comparisons of indices only."
             raise UnsupportedError(message("mask_function", got, "comparisons of indices and of tables", remedy))
         offset = self.kv_offset
 
@@ -198,12 +201,12 @@ class Place:
 
 
 def bounds_of(pattern: Pattern) -> KeyPadding | None:
-    """The bounds of keys in what :meth:`Place.padding` made: from the first of them a pattern of a user is counted."""
+    """Return the bounds of keys in a pattern from :meth:`Place.padding`; a layer's pattern counts from their start."""
     return next((part for part in pattern.parts_within() or (pattern,) if isinstance(part, KeyPadding)), None)
 
 
 def joined(patterns: list[Pattern]) -> Pattern:
-    """Patterns joined by ``&``, bounds of keys as one: torch.compile cannot ask whether two are the same."""
+    """Intersect patterns, with one KeyPadding for all bounds: torch.compile cannot compare two of them."""
     pattern: Pattern | None = None
     keys: KeyPadding | None = None
     for each in patterns:
@@ -214,7 +217,7 @@ def joined(patterns: list[Pattern]) -> Pattern:
                 keys = part
             else:
                 stop = _bound(keys.stop).minimum(_bound(part.stop))
-                # bounds that leave nothing meet
+                # for an empty range start must not exceed stop
                 keys = KeyPadding(stop, _bound(keys.start).maximum(_bound(part.start)).minimum(stop))
     if pattern is None:
         return Full() if keys is None else keys
@@ -226,12 +229,12 @@ def _beside(part: Relation, packed: Same) -> Relation:
 
 
 def _not(pattern: Pattern) -> Pattern:
-    # the operator itself is not traced by torch.compile
+    # torch.compile does not trace the operator ~
     return pattern.__invert__()
 
 
 def _intervals(runs: tuple[tuple[int | None, int | None], ...]) -> Pattern:
-    """Pairs whose distance lies in one of some intervals."""
+    """Return the pairs with a distance (query - key) in one of the intervals."""
     pattern = _not(Full())
     for least, most in runs:
         pattern = pattern | _interval(least, most)
@@ -239,7 +242,7 @@ def _intervals(runs: tuple[tuple[int | None, int | None], ...]) -> Pattern:
 
 
 def _interval(least: int | None, most: int | None) -> Pattern:
-    """Pairs whose distance, query less key, is at least one number and at most another."""
+    """Return the pairs with a distance (query - key) in one interval; None is an open end."""
     if least is not None and most is not None and least <= 0 <= most:
         return SlidingWindow(most, -least)
     pattern: Pattern = Full()
@@ -251,7 +254,7 @@ def _interval(least: int | None, most: int | None) -> Pattern:
 
 
 def _from(least: int) -> Pattern:
-    """Pairs whose distance is at least a number."""
+    """Return the pairs with a distance (query - key) of at least a number."""
     if least == 0:
         return Causal()
     return Causal() | SlidingWindow(0, -least) if least < 0 else Causal() & _not(SlidingWindow(least - 1))

@@ -1,0 +1,244 @@
+"""A model's patterns as text in its config: ``save_pretrained`` writes them, and ``from_pretrained`` restores them.
+
+The config attribute ``ringweave`` is a plain dict, which transformers reads and writes without ringweave:
+``{"pattern": text}`` if all attention layers of the config have the same pattern, else ``{"layers": {number: text}}``.
+
+At run time a layer's pattern is an attribute of its attention module. The config is read when a model is constructed,
+when it is patched, or at the latest when a layer without the attribute runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...errors import PatternError, UnsupportedError, in_a_line, message, shown
+from ...patterns import Pattern, parse
+from .notices import warn_once
+
+NAME = "ringweave"
+#: Attribute of a config that holds the texts of its layers' patterns.
+RECORD = "ringweave"
+#: Attribute of an attention module that holds its pattern, or None.
+ATTRIBUTE = "_ringweave_pattern"
+
+Record = dict[str, Any]
+
+
+def self_attention(name: str, module: nn.Module) -> bool:
+    """Whether a module is the self-attention of a layer."""
+    # a decoder block has a layer_idx too, but only its attention module calls the interface
+    if "Attention" not in type(module).__name__ or not hasattr(module, "config"):
+        return False
+    # cross-attention: BART's encoder_attn, T5's EncDecAttention, BERT's crossattention.self, and such class names
+    words = (*name.lower().split(".")[-2:], type(module).__name__.lower())
+    return not any("cross" in word or word.startswith(("encoder_attn", "encoder_decoder", "encdec")) for word in words)
+
+
+def numbered(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, int]]:
+    """Iterate over (name, module, layer number) of the modules with a layer number."""
+    for name, module in model.named_modules(prefix=prefix):
+        number = getattr(module, "layer_idx", None)
+        if isinstance(number, int):
+            yield name, module, number
+
+
+def text_of(pattern: Pattern | None) -> str | None:
+    """Return the text that :func:`ringweave.patterns.parse` reads back as the pattern, or None if there is none."""
+    if pattern is None:
+        return None
+    try:
+        return pattern.spec if parse(pattern.spec) == pattern else None
+    except PatternError:
+        # its tensors and functions are not part of the text
+        return None
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def restore(model: nn.Module, prefix: str = "") -> None:
+    """Give the layers that have no pattern attribute the pattern that their config names, or None."""
+    known: dict[str, Pattern | None] = {}
+    for name, module, number in numbered(model, prefix):
+        record = getattr(getattr(module, "config", None), RECORD, None)
+        if record is None or ATTRIBUTE in vars(module):
+            continue
+        pattern = None
+        if self_attention(name, module) and (text := _text_in(record, number)) is not None:
+            key = repr(text)
+            if key not in known:
+                known[key] = _parsed(text)
+            pattern = known[key]
+        setattr(module, ATTRIBUTE, pattern)
+
+
+def first_use(module: nn.Module) -> Pattern | None:
+    """Return the pattern that a layer's config names; restore the whole model's patterns if nothing has done so.
+
+    Raises:
+        UnsupportedError: torch.compile traces a model before its patterns were restored.
+    """
+    if hasattr(module, ATTRIBUTE) or not isinstance(getattr(module, "layer_idx", None), int):
+        return getattr(module, ATTRIBUTE, None)
+    if torch.compiler.is_compiling():
+        got = "a pattern in the config of a model that torch.compile traces before ringweave has read it"
+        raise UnsupportedError(message("config.ringweave", got, "a patched model", "Call patch(model) first."))
+    restore(outermost(module))
+    pattern: Pattern | None = getattr(module, ATTRIBUTE, None)
+    return pattern
+
+
+def _text_in(record: object, number: int) -> object:
+    if not isinstance(record, dict):
+        return record
+    if "pattern" in record:
+        return record["pattern"]
+    layers = record.get("layers")
+    return layers.get(str(number)) if isinstance(layers, dict) else record
+
+
+def _parsed(text: object) -> Pattern | None:
+    """Parse a text, or warn and return None."""
+    try:
+        pattern = parse(text)  # type: ignore[arg-type]
+        if pattern.combinable:
+            return pattern
+        why = "a mixture"
+    except PatternError as error:
+        why = in_a_line(error)
+    got = f"{shown(text)}, which this version does not read as a pattern of layers ({why})"
+    remedy = "The model runs without it: upgrade ringweave, or call patch(model, pattern)."
+    warn_once(f"unread {text}", "config.ringweave", got, "the text of a pattern", remedy)
+    return None
+
+
+def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Restore the patterns of a model that is being constructed: torch calls this for each module that gets a child.
+
+    Later there is no place from which to warn: another attention implementation never calls ringweave.
+    """
+    if child is None or not isinstance(parent, PreTrainedModel):
+        return
+    if not any(RECORD in vars(config) for config in _tree(vars(parent).get("config"))):
+        return
+    restore(child, name)
+    for _, module, _ in numbered(child, name):
+        pattern, config = vars(module).get(ATTRIBUTE), vars(module).get("config")
+        if pattern is None or (other := getattr(config, "_attn_implementation", NAME)) == NAME:
+            continue
+        got = f"the pattern {pattern}, with the attention implementation {other!r}"
+        remedy = f"The pattern is ignored: call patch(model), or load with attn_implementation={NAME!r}."
+        warn_once(f"ignored {pattern} {other}", "config.ringweave", got, repr(NAME), remedy)
+
+
+def watch() -> None:
+    """Let constructed models read the patterns in their configs."""
+    global _watching
+    if not _watching:
+        _watching = True
+        register_module_module_registration_hook(_on_registration)
+
+
+_watching = False
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def outermost(model: nn.Module) -> nn.Module:
+    """Return the largest live model of transformers that contains a module; the module itself if there is none.
+
+    A part of a model shares configs with the whole, which ``save_pretrained`` writes, and torch's modules do not know
+    their parents.
+    """
+    parents: dict[int, list[nn.Module]] = {}
+    for each in gc.get_objects():
+        # not isinstance, which asks proxies for their class
+        if issubclass(type(each), nn.Module):
+            for child in vars(each).get("_modules", {}).values():
+                parents.setdefault(id(child), []).append(each)
+    found, seen, left = model, {id(model)}, [model]
+    for each in left:
+        for parent in parents.get(id(each), ()):
+            if id(parent) not in seen:
+                seen.add(id(parent))
+                left.append(parent)
+                found = parent if isinstance(parent, PreTrainedModel) else found
+    return found
+
+
+def separate(whole: nn.Module) -> dict[int, Any]:
+    """Give a model its own copies of its configs, so that changes do not reach another model with the same ones.
+
+    Returns:
+        The copies by the ids of the originals.
+    """
+    memo: dict[int, Any] = {}
+    for module in whole.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig):
+                setattr(module, name, copy.deepcopy(value, memo))
+    return memo
+
+
+def record(whole: nn.Module) -> list[str]:
+    """Write the patterns of a model's layers into its configs.
+
+    Returns:
+        The names of the layers that have a pattern which cannot be written.
+    """
+    top = vars(whole).get("config")
+    saved = {id(config) for config in _tree(top)}
+    # by the config that save_pretrained writes: the configs with its layers, and each layer number's patterns
+    configs: dict[int, dict[int, Any]] = {}
+    patterns: dict[int, dict[int, list[tuple[str, Pattern | None]]]] = {}
+    for name, module, number in numbered(whole):
+        if not self_attention(name, module):
+            continue
+        # T5's encoder and decoder have copies of the config, which are not saved
+        home = module.config if id(module.config) in saved or top is None else top
+        configs.setdefault(id(home), {id(home): home})[id(module.config)] = module.config
+        each = name, vars(module).get(ATTRIBUTE)
+        patterns.setdefault(id(home), {}).setdefault(number, []).append(each)
+    unsaved: list[str] = []
+    changed: dict[int, Record | None] = {}
+    for home, layers in patterns.items():
+        texts: dict[str, str] = {}
+        for number, members in layers.items():
+            found = {text_of(pattern) for _, pattern in members}
+            text = found.pop() if len(found) == 1 else None
+            if text is None:
+                unsaved += [name for name, pattern in members if pattern is not None]
+            else:
+                texts[str(number)] = text
+        whole_record: Record | None = None
+        if texts:
+            alike = len(texts) == len(layers) and len(set(texts.values())) == 1
+            whole_record = {"pattern": next(iter(texts.values()))} if alike else {"layers": texts}
+        for key, config in configs[home].items():
+            if getattr(config, RECORD, None) != whole_record:
+                changed[key] = whole_record
+    if changed:
+        copies = separate(whole)
+        for key, value in changed.items():
+            if value is None:
+                vars(copies[key]).pop(RECORD)
+            else:
+                setattr(copies[key], RECORD, copy.deepcopy(value))
+    return unsaved
+
+
+def _tree(config: object) -> Iterator[Any]:
+    """Iterate over a config and the configs of its parts."""
+    if isinstance(config, PreTrainedConfig):
+        yield config
+        for name in config.sub_configs:
+            yield from _tree(getattr(config, name, None))
