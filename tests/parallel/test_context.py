@@ -314,6 +314,30 @@ def test_table_errors() -> None:
         ctx.share_table(torch.ones(3, 4, dtype=torch.bool), 96, version=0)
 
 
+def test_a_table_of_one_shard_names_share_table() -> None:
+    """A rank's own selection, of its keys or of all keys, is refused with the way to gather all ranks' rows."""
+    x = Inputs.random(512, heads=2, dim=8)
+
+    def job(transport: Transport) -> None:
+        ctx = ContextParallel(transport, rw.Causal(), 512, heads=(2, 2), placement="contiguous")
+        q, k, v = (ctx.shard(t, 2) for t in (x.q, x.k, x.v))
+        own = rw.adaptive.select(q, k, top_k=2, block_size=64)
+        of_all_keys = rw.BlockTable(torch.ones(4, 8, dtype=torch.bool), 64)
+        for table, shape in ((own, "(4, 4)"), (own & rw.Causal(), "(4, 4)"), (of_all_keys, "(4, 8)")):
+            wanted = (
+                f"BlockTable: got a table of {shape} blocks of (64, 64), made for one shard of 256 tokens; wanted "
+                "(8, 8) blocks for the whole sequence of 512 tokens. "
+                "Gather the rows of all ranks with context.share_table(rows, block_size, version)."
+            )
+            with pytest.raises(PatternError, match=f"^{re.escape(wanted)}$"):
+                rw.attention(q, k, v, table, context=ctx)
+        # a table of another length is no shard's
+        with pytest.raises(PatternError, match=r"Build the table for these lengths"):
+            rw.attention(q, k, v, rw.BlockTable(torch.ones(3, 3, dtype=torch.bool), 64), context=ctx)
+
+    run(2, job)
+
+
 def test_explain() -> None:
     def job(transport: Transport) -> str:
         ctx = ContextParallel(transport, [WINDOW, rw.Causal()], 4096, heads=(8, 2))

@@ -179,6 +179,6 @@ def test_a_silent_rank(pool4: Pool, schedule: str, where: str) -> None:
     for rank in (0, 2, 3):
         text, seconds = results[rank]
         place = rf"rank {rank}, step \d" + r", stage [123]" * (schedule == "ring")
-        cause = rf"no answer of rank 1 to rank \d in time \({SILENT[schedule, where]}, 0.5 s\)"
+        cause = rf"no answer from rank 1 to rank \d in time \({SILENT[schedule, where]}, 0.5 s\)"
         assert re.fullmatch(rf"{place}: got {cause}; wanted an answer of every rank. {LOST}", text), text
         assert 0.4 < seconds < 2.5

@@ -101,7 +101,7 @@ def test_alone_after_a_failure(pool: Pool) -> None:
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_a_rank_that_raises_in_a_call_tells_the_others(pool: Pool, schedule: str, where: str) -> None:
     """Long before their deadline of 60 s, and then again."""
-    cause = "got rank 2 raised KeyboardInterrupt: here; wanted no exception in the middle of a call. Make new contexts"
+    cause = "got rank 2 raised KeyboardInterrupt: here; wanted no exception during a call. Fix the cause on that rank"
     for rank, (said, seconds) in enumerate(pool.run("tests.parallel.jobs_ring:raising", schedule, where, 2)):
         assert seconds < 30.0
         assert len(said) == 2
@@ -114,5 +114,5 @@ def test_a_handler_calls_what_it_interrupted(pool: Pool, schedule: str) -> None:
     """It is refused before a message of its own meets another's."""
     told, *others = pool.run("tests.parallel.jobs_ring:nested", schedule)
     assert len(told) >= 2
-    assert all("in the middle of this thread's own, as from a signal handler" in said for said in told)
+    assert all("a call during another call of the same thread, such as from a signal handler" in said for said in told)
     assert others == [[]] * 3

@@ -110,8 +110,8 @@ def test_two_threads(pool2: Pool, late: bool) -> None:
     texts = [text for result in results for text in result["texts"] if "two threads" in text]
     for text in texts:
         assert text.endswith(
-            "in one context at once; wanted calls of one thread after the other. "
-            "Give each thread a context of its own, made and first used in one order on all ranks."
+            "in one context concurrently; wanted calls from one thread at a time. "
+            "Give each thread a separate context, created and first used in the same order on all ranks."
         )
 
 

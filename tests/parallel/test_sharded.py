@@ -27,12 +27,12 @@ def test_refusals(pool2: Pool) -> None:
         assert "k placements: got (Replicate(),)" in texts[1]
         assert "k heads: got 1; wanted a multiple of the 2 ranks" in texts[2]
         assert "dropout: got 0.1; wanted 0 with DTensors on several ranks" in texts[3]
-        assert "wanted one for all batch elements where ranks share them" in texts[4]
-        assert "wanted one for all batch elements where ranks share them" in texts[5]
+        assert "wanted one pattern for all batch elements if ranks share the batch" in texts[4]
+        assert "wanted one pattern for all batch elements if ranks share the batch" in texts[5]
         assert "LongNet([64], [8]): got" not in texts[6]
-        assert "wanted heads that do on 2 ranks what they do on one" in texts[6]
+        assert "wanted heads that attend the same keys on 2 ranks as on one" in texts[6]
         assert "dropout: got 0.1; wanted 0 with DTensors on several ranks" in texts[7]
-        assert "wanted a floating tensor (6,): one for each query head" in texts[8]
+        assert "wanted a floating tensor (6,): one logit for each query head" in texts[8]
         assert "slopes" in texts[9]
         assert "v heads: got 3; wanted 4, as k" in texts[10]
 
@@ -90,6 +90,6 @@ def test_shards_that_are_none() -> None:
         rw.LongNet([32], [2], offset="grouped"),
         rw.LongNet([8], [1], heads="partitioned"),
     ):
-        with pytest.raises(rw.PatternError, match="wanted heads that do on 2 ranks what they do on one"):
+        with pytest.raises(rw.PatternError, match="wanted heads that attend the same keys on 2 ranks as on one"):
             mixture.shard(0, 2, heads=4)
     assert rw.LongNet([32], [4], offset=1).shard(1, 2) == rw.LongNet([32], [4], offset=1)

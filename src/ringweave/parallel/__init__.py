@@ -1,8 +1,8 @@
-"""Context parallelism: one sequence around a ring of ranks, exact, moving only what the pattern needs.
+"""Context parallelism: exact attention of one sequence on several ranks, which exchange only the tiles in the pattern.
 
     pattern, placement  --demand-->  key tiles per rank  --exchange-->  messages  --allgather | ring-->  (out, lse)
 
-``ContextParallel`` joins them; ``Transport`` carries the messages, over torch.distributed, and turns failures into
+``ContextParallel`` runs these steps. ``Transport`` carries the messages over torch.distributed and turns failures into
 :class:`ringweave.RingError`.
 """
 
@@ -28,7 +28,7 @@ __dir__ = only(__all__)
 
 def __getattr__(name: str) -> object:
     if name == "regroup":
-        # imports torch.distributed, which a group of one does without
+        # imported lazily, because it imports torch.distributed, which a group of one does not need
         from .transport.rendezvous import regroup
 
         return regroup

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..backends import BACKENDS
 from ..call import Arguments, Call, Operands
-from ..errors import RingError, ShapeError, UnsupportedError, message
-from ..patterns import Pattern, check_extents
+from ..errors import PatternError, RingError, ShapeError, UnsupportedError, message
+from ..patterns import BlockTable, Pattern, check_extents
 from ..patterns.parse import of_call
 from ..patterns.validate import one_of, refuse, whole
 from ..precision import Precision, as_precision
@@ -42,39 +42,41 @@ if TYPE_CHECKING:
 
 
 class ContextParallel:
-    """One sequence around a group of ranks: who holds which tokens, and what they give each other for a pattern.
+    """A sequence that is split over a group of ranks: the placement of its tokens and the exchange for each pattern.
 
-    Every rank makes it with the same arguments, shards its inputs, and passes it as ``context=``. Results are exact,
-    and differentiable. A rank receives just the key tiles that its queries attend and it does not hold; gradients go
-    the same way back.
+    Every rank creates the context with the same arguments, shards its inputs, and passes it as ``context=``. Results
+    are exact and differentiable. A rank receives only the key tiles that its queries attend and that it does not hold;
+    gradients return along the same path.
 
     Args:
-        mesh: A device mesh of one dimension, or of two (nodes, ranks of a node): then a tile crosses to a node once and
-            is relayed inside. Or a process group, or a Transport. Or a context of another length, which then shares
-            its connections with this one: the ranks may make such contexts in any order. None: this process alone.
-        pattern: The pattern of all calls, or several (interleaved layers) that share a placement balanced for their
-            sum. Others may be used too; the placement is not chosen for them.
-        seq_len: Tokens of the whole sequence.
+        mesh: A device mesh, a process group, a Transport, another context, or None for this process alone. On a mesh
+            of two dimensions (nodes, ranks of a node) each tile crosses to a node once and is relayed inside it. A
+            context of another length shares its connections with this one; the ranks may create such contexts in any
+            order.
+        pattern: The pattern of all calls, or several patterns (interleaved layers) that share one placement, balanced
+            for their sum. Calls may use other patterns too, but the placement is not chosen for them.
+        seq_len: Number of tokens of the whole sequence.
         heads: Query heads and key heads, (Hq, Hkv).
-        schedule: ``"allgather"``: receive all, compute once; the forward bits are those of one device. ``"ring"``:
-            stage by stage, computing while the next stage's keys arrive; least memory, and queries travel where that
-            is cheaper. ``"auto"``: allgather, unless a rank would hold more than three shards, or ring moves less
-            than half.
-        placement: ``"auto"`` (by modelled time of bytes and work), a name, or a Placement.
-        wire: What keys and values travel as: ``"native"``, ``"bf16"`` or ``"int8"`` (a scale per token); None: as
-            ``precision`` says.
-        tolerance: Largest relative error of an encoded message, measured on a sample before sending; above it the
-            message goes as it is. None: no limit.
-        deadline: Seconds that a wait may last.
-        retries: How often a timed-out exchange is repeated on fresh connections.
-        precision: A policy, of which the wire is taken; calls are given the rest.
+        schedule: ``"allgather"``: receive everything, then compute once; the forward result is bitwise equal to one
+            device's. ``"ring"``: compute stage by stage while the next stage's keys arrive; this needs the least
+            memory, and queries travel where that is cheaper. ``"auto"``: allgather, unless a rank would hold more than
+            three shards or the ring moves less than half of the bytes.
+        placement: ``"auto"`` (the least modelled time of communication and compute), a name, or a Placement.
+        wire: Number format of keys and values in messages: ``"native"``, ``"bf16"`` or ``"int8"`` (one scale per
+            token); None takes the format of ``precision``.
+        tolerance: Largest relative error of an encoded message, measured on a sample before sending. A message with a
+            larger error is sent in the native format. None: no limit.
+        deadline: Longest wait for a message, in seconds.
+        retries: Number of times that a timed-out exchange may be repeated on new connections.
+        precision: A precision policy. The context uses only its wire format; pass the policy to each call for the rest.
     Raises:
-        ShapeError: No tokens, heads that do not divide, or a number that is none or out of bounds.
-        PatternError: A pattern that is made for another length or other heads.
-        UnsupportedError: An unknown schedule, placement or wire; a ring on a mesh of two dimensions; a group that is
-            destroyed, or that this process is no member of.
-        RingError: In calls: a rank is lost or silent, ranks call differently or in another order, as far as that can
-            be seen (:meth:`tagged` lets more be seen), or two threads call at once.
+        ShapeError: The sequence has no tokens, the heads do not divide, or a number is invalid or out of bounds.
+        PatternError: A pattern is made for another length or other heads. A call raises it for a block table that
+            ``adaptive.select`` made on one shard; :meth:`share_table` makes the table of the whole sequence.
+        UnsupportedError: The schedule, placement or wire is unknown, a ring is requested on a mesh of two dimensions,
+            or the group is destroyed or does not contain this process.
+        RingError: Raised by calls. A rank is lost or silent, the ranks' calls differ or come in a different order
+            (:meth:`tagged` detects more of these cases), or two threads call concurrently.
     Example:
         >>> ctx = rw.ContextParallel(None, rw.SlidingWindow(64), seq_len=256, heads=(4, 4))
         >>> local = [ctx.shard(x, dim=2) for x in (q, k, v)]
@@ -83,8 +85,8 @@ class ContextParallel:
         torch.Size([1, 4, 256, 32])
 
     References:
-        Liu, Zaharia, Abbeel (2023), Ring attention with blockwise transformers, section 3; here only what the pattern
-        needs is moved, and straight from its owner.
+        Liu, Zaharia, Abbeel (2023), Ring attention with blockwise transformers, section 3. Their ring passes on all
+        keys; here only the tiles that the pattern needs move, each directly from the rank that holds it.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class ContextParallel:
         self.options = options = ContextOptions(schedule, placement, wire, tolerance, deadline, retries)
         for each in self.patterns:
             self._check_pattern(each)
-        #: the context of which this is a handle with a tag
+        #: the original context, if this object is a tagged handle or copy of it
         self._whole: ContextParallel | None = None
         per_node, other = None, mesh if isinstance(mesh, ContextParallel) else None
         if isinstance(mesh, ContextParallel):
@@ -116,13 +118,13 @@ class ContextParallel:
         elif not isinstance(mesh, Communicator):
             group, per_node = group_of(mesh)
             if per_node is not None and schedule == "ring":
-                got, wanted = "'ring' on a mesh of two dimensions", "'allgather' or 'auto' there"
+                got, wanted = "'ring' on a mesh of two dimensions", "'allgather' or 'auto' on such a mesh"
                 raise UnsupportedError(message("schedule", got, wanted, "Flatten the mesh for a ring."))
             mesh = Transport(group, deadline=options.deadline, retries=options.retries)
         self.transport: Communicator = mesh
         transport = mesh
         self.placement = place(options.placement, self.patterns, self.seq_len, self.heads, transport.size)
-        #: (local,) int64, the global positions of this rank's tokens; padding is at and after ``seq_len``
+        #: (local,) int64, global positions of this rank's tokens; positions from ``seq_len`` on are padding
         self.positions = torch.from_numpy(self.placement.positions(transport.rank))
         self._held = self.placement.held(transport.rank)
         self.schedules: Schedules = Schedules(self.placement, self.heads, transport.rank, options.schedule, per_node)
@@ -136,21 +138,21 @@ class ContextParallel:
         encoding = wires.Wire(wires.code(wire), options.tolerance)
         self.call: Agreement = Agreement(transport, encoding, said=said, progress=progress)
         self._number = register(self)
-        # a tensor and not text: what is compiled for one layer serves all, whatever their tags
+        # The tag is a tensor, not text, so that one compiled graph serves layers with different tags.
         self._tag = torch.zeros(TAG_WORDS, dtype=torch.int64, device="cpu")
 
     def tagged(self, tag: str) -> ContextParallel:
-        """Name calls of this context: ranks whose calls meet under different names raise.
+        """Return a handle that tags its calls; the ranks raise if calls with different tags meet.
 
-        No counter can see that two calls alike, of the same pattern, shapes and types, come in another order on
-        another rank. A name tells them apart: a layer's, say. Backward carries the name of its forward.
+        Counters cannot detect that two calls with equal patterns, shapes and dtypes come in a different order on
+        another rank. A tag, such as the layer's name, distinguishes them. Backward carries the tag of its forward.
 
         Args:
-            tag: The name; the same for a call on all ranks.
+            tag: The name of the calls, equal on all ranks.
         Returns:
-            A handle of this context, which shares everything with it. Make it once, outside of what is compiled.
+            A handle of this context that shares all of its state. Create it once, outside of compiled code.
         Raises:
-            UnsupportedError: No text.
+            UnsupportedError: The tag is not text.
         Example:
             >>> ctx = rw.ContextParallel(None, rw.Causal(), seq_len=256, heads=(4, 4))
             >>> first, second = ctx.tagged("layer 1"), ctx.tagged("layer 2")
@@ -165,51 +167,51 @@ class ContextParallel:
         return named
 
     def __copy__(self) -> ContextParallel:
-        """Make another handle of this context."""
+        """Create another handle of this context."""
         handle = object.__new__(type(self))
         vars(handle).update(vars(self))
-        # what the operator finds by its number must live
+        # The operator finds the original context by its number in a weak dictionary, so the handle keeps it alive.
         handle._whole = self._whole or self
         return handle
 
     def __deepcopy__(self, memo: object) -> ContextParallel:
-        """Give itself: copies of a module share its connections, as its ranks do."""
+        """Return self: copies of a module share the context and its connections."""
         return self
 
     def __reduce__(self) -> NoReturn:
-        """Refuse: connections are one process's."""
-        remedy = "Make it in the other process; of a module save state_dict()."
+        """Refuse to be pickled, since connections belong to one process."""
+        remedy = "Create a context in the other process; to save a module, save its state_dict()."
         raise UnsupportedError(message("context", "a pickle of it", "the process that made it", remedy))
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        """Which rank of the group this process is."""
+        """This process's rank in the group."""
         return self.transport.rank
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """Number of ranks in the group."""
         return self.transport.size
 
     @property
     def local(self) -> int:
-        """How many tokens every rank's shard has, padding included."""
+        """Number of tokens of each rank's shard, including padding."""
         return self.placement.local
 
     # ---- shards ------------------------------------------------------------------------------------------------------
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Take this rank's tokens of a whole tensor, differentiably; padding is zero.
+        """Return this rank's tokens of a whole tensor, differentiably; padding is zero.
 
         Args:
-            x: (..., seq_len, ...), the same on all ranks.
-            dim: Its dimension of tokens.
+            x: (..., seq_len, ...), the same tensor on all ranks.
+            dim: Token dimension of x.
         Returns:
             (..., local, ...), in the order of ``positions``.
         Raises:
-            ShapeError: Another length.
+            ShapeError: x does not have ``seq_len`` tokens along ``dim``.
         """
         dim = _dim(x, dim)
         if x.shape[dim] != self.seq_len:
@@ -223,15 +225,15 @@ class ContextParallel:
         return torch.cat([mine, mine.new_zeros(shape)], dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Put all ranks' shards together, on every rank; without gradients, so for looking at and saving.
+        """Gather all ranks' shards into the whole tensor on every rank, without gradients: for inspecting and saving.
 
         Args:
-            x: (..., local, ...), each rank's own.
-            dim: Its dimension of tokens.
+            x: (..., local, ...), this rank's shard.
+            dim: Token dimension of x.
         Returns:
             (..., seq_len, ...), detached.
         Raises:
-            ShapeError: Another length.
+            ShapeError: x does not have ``local`` tokens along ``dim``.
         """
         dim = _dim(x, dim)
         self._check_local("x", x, dim)
@@ -251,13 +253,13 @@ class ContextParallel:
     def attend(
         self, call: Call, inputs: tuple[Tensor, Tensor, Tensor], tensors: Sequence[Tensor], given: Arguments
     ) -> tuple[Tensor, Tensor]:
-        """Compute (out, lse) of the shard, once ``rw.attention(..., context=)`` has checked its arguments.
+        """Compute (out, lse) of the shard; ``rw.attention(..., context=)`` has checked the arguments.
 
         Args:
             call: The call.
             inputs: q, k and v of the shard.
-            tensors: The others, in the order of ``call.pack``.
-            given: The arguments; the ranks compare all that are not defaults.
+            tensors: The other tensors of the call, in the order of ``call.pack``.
+            given: The arguments of the call; the ranks compare all that differ from their defaults.
         """
         refuse_forward_mode()
         if not torch.compiler.is_compiling() and transforming(*inputs):
@@ -281,14 +283,14 @@ class ContextParallel:
         backend: str,
         features: frozenset[str] = frozenset(),
     ) -> None:
-        """Raise a typed error unless a call, with ``features`` by name, fits this context."""
+        """Raise a typed error unless a call, which uses the named ``features``, fits this context."""
         if q_offset != 0:
             raise UnsupportedError(message("q_offset", q_offset, "0 with a context", "Decode on one device."))
         for name, x, heads in (("q", q, self.heads[0]), ("k", k, self.heads[1])):
             self._check_local(name, x, 2)
             if x.shape[1] != heads:
                 wanted = f"{heads}, as the context's"
-                raise ShapeError(message(f"{name} heads", x.shape[1], wanted, "Make a context for them."))
+                raise ShapeError(message(f"{name} heads", x.shape[1], wanted, "Make a context for these heads."))
         if backend != "auto":
             known = BACKENDS.get(backend) if isinstance(backend, str) else None
             if known is None or not (known.planned and known.branched):
@@ -298,27 +300,40 @@ class ContextParallel:
             if known.lacks(features, q.device.type):
                 wanted = f"one that computes {', '.join(sorted(features))}"
                 raise UnsupportedError(message("backend", repr(backend), wanted, "Use 'auto'."))
-        self._check_pattern(pattern, q.shape[0])
+        try:
+            self._check_pattern(pattern, q.shape[0])
+        except PatternError as error:
+            table = _table_of_shard(pattern, self.local, self.seq_len)
+            if table is None:
+                raise
+            blocks = f"{table.blocks.shape[-2:]} blocks of {table.block_size}"
+            got = f"a table of {blocks}, made for one shard of {self.local} tokens"
+            wanted = (
+                f"{_blocks(table, self.seq_len, self.seq_len)} blocks for the whole sequence of {self.seq_len} tokens"
+            )
+            remedy = "Gather the rows of all ranks with context.share_table(rows, block_size, version)."
+            raise PatternError(message("BlockTable", got, wanted, remedy)) from error
 
     def replicated(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, fallback: str = "raise", backend: str = "auto"
     ) -> Tensor:
-        """Compute attention of whole tensors that every rank holds: sharded, computed together, put together again.
+        """Compute attention of whole tensors that every rank holds: shard them, compute, and gather the output.
 
         Args:
-            q: (B, Hq, seq_len, D), the same on all ranks; without gradients.
+            q: (B, Hq, seq_len, D), the same on all ranks, without gradients.
             k: (B, Hkv, seq_len, D).
             v: (B, Hkv, seq_len, Dv).
-            pattern: Which triples may attend.
-            fallback: ``"raise"``, or ``"single"``: where a rank is lost, this one computes everything alone, exactly.
-                No other call can: a lost rank's shard is gone.
-            backend: As of :func:`ringweave.attention`.
+            pattern: The pattern.
+            fallback: Action after the loss of a rank. ``"raise"``: raise the RingError. ``"single"``: compute the whole
+                result exactly on this rank alone. Only this method can fall back, since in all other calls the lost
+                rank's shard is gone.
+            backend: Backend, as in :func:`ringweave.attention`.
         Returns:
             (B, Hq, seq_len, Dv), on every rank.
         Raises:
-            ShapeError: Operands of other shapes, or types that are not one.
-            UnsupportedError: An input that requires gradients, or an unknown fallback.
-            RingError: A rank is lost, and there is no fallback; or ranks differ.
+            ShapeError: The tensors' shapes do not fit, or their dtypes differ.
+            UnsupportedError: An input requires gradients, or the fallback is unknown.
+            RingError: A rank is lost and ``fallback`` is ``"raise"``, or the ranks' calls differ.
         """
         one_of("fallback", fallback, ("raise", "single"))
         if not isinstance(pattern, Pattern):
@@ -330,7 +345,8 @@ class ContextParallel:
                 raise ShapeError(message(f"{name} tokens", x.shape[2], f"{self.seq_len}", "Pass whole tensors."))
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             got = "inputs that require gradients"
-            raise UnsupportedError(message("q, k, v", got, "none", "Use shards, or torch.no_grad()."))
+            wanted, remedy = "inputs without gradients", "Use shards, or torch.no_grad()."
+            raise UnsupportedError(message("q, k, v", got, wanted, remedy))
         shards = self.shard(q, 2), self.shard(k, 2), self.shard(v, 2)
         self.check(shards[0], shards[1], pattern, 0, backend)
         scale = 1.0 / math.sqrt(q.shape[3])
@@ -348,15 +364,17 @@ class ContextParallel:
     # ---- other ranks, other tables -----------------------------------------------------------------------------------
 
     def rebuild(self, mesh: DeviceMesh | ProcessGroup | None) -> ContextParallel:
-        """Make the same context on other ranks, such as the survivors of a failure; the caller shards its inputs again.
+        """Create the same context on other ranks, such as the survivors of a failure, and close this one.
+
+        The caller has to shard its inputs again.
 
         Args:
-            mesh: As of the constructor.
+            mesh: Mesh or group of the new ranks, as in the constructor.
         Returns:
-            A new context; this one is closed.
+            The new context.
         """
         options = vars(self.options)
-        # a placement of its own is made for these ranks
+        # A Placement that the caller passed is made for the old ranks and does not fit the new ones.
         options = options | {"placement": "auto"} if isinstance(self.options.placement, Placement) else options
         again = ContextParallel(mesh, self.patterns, self.seq_len, heads=self.heads, **options)
         again._tag = self._tag
@@ -364,35 +382,35 @@ class ContextParallel:
         return again
 
     def share_table(self, rows: Tensor, block_size: int, version: int) -> PendingTable:
-        """Begin to put a block table together of the rows that each rank has found for its own tokens.
+        """Start to gather a block table from the rows that each rank chose for the queries of its shard.
 
-        It travels while the present step is computed. All ranks call it alike, with one version; a rank that is at
-        another version is told, and nothing is computed with half of a table.
+        The rows travel while the current step computes. All ranks call this method with the same version; if versions
+        differ, every rank raises, so no rank computes with a partly old table.
 
         Args:
             rows: Bool (local blocks, key blocks), (Hq, ., .) or (B, Hq, ., .): this rank's rows, in the order of its
-                shard; rows of padding are ignored.
-            block_size: Tokens in a block's side; divides the placement's block.
-            version: Of the table; a number that grows with each.
+                shard. Rows of padding are ignored.
+            block_size: Side of a block in tokens; must divide the placement's block.
+            version: Version number of the table, larger for each new table.
         Returns:
-            A :class:`PendingTable`, whose ``result()`` is the whole table.
+            A :class:`PendingTable`; its ``result()`` waits for the whole table.
         Raises:
-            ShapeError: Rows of another shape, or blocks that the placement cuts.
-            RingError: Ranks share different versions or shapes.
+            ShapeError: The rows have another shape, or the placement cuts through blocks.
+            RingError: The ranks' versions or shapes differ.
         """
         rows = rows_of(rows, self.placement, self.rank, block_size)
         version = whole("version", version, -(2**62), 2**62, error=ShapeError)
         with self.call.calling(self._tag, version=version, shape=f"{tuple(rows.shape)}, {block_size}") as call:
             return PendingTable(call, self.placement, rows, block_size, version)
 
-    # ---- looking at it -----------------------------------------------------------------------------------------------
+    # ---- inspection --------------------------------------------------------------------------------------------------
 
     def explain(self, *, head_dim: int = 128, itemsize: int = 2) -> str:
-        """Say where tokens lie, what moves and what it costs by the model, as text.
+        """Describe the placement, the exchanged bytes and the modelled time as text.
 
         Args:
             head_dim: Channels of q, k and v.
-            itemsize: Bytes of an element.
+            itemsize: Bytes per element.
         Example:
             >>> print(rw.ContextParallel(None, rw.Causal(), 4096, heads=(8, 8)).explain().splitlines()[0])
             4,096 tokens on 1 rank: contiguous placement, 4,096 tokens each
@@ -401,12 +419,15 @@ class ContextParallel:
 
     @property
     def statistics(self) -> WireStatistics:
-        """What encoding on the wire did."""
+        """Counts of encoded messages and bytes, and the largest measured error."""
         return self.call.wire.statistics
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Record when this rank computes, sends and receives, in the yielded :class:`Trace`: the innermost one."""
+        """Record when this rank computes, sends and receives, into the yielded :class:`Trace`.
+
+        Of nested traces only the innermost one records.
+        """
         trace, outer = Trace(self.rank), self.transport.trace
         self.transport.trace = trace.events
         try:
@@ -415,7 +436,7 @@ class ContextParallel:
             self.transport.trace = outer
 
     def close(self) -> None:
-        """Close the connections. A closed context computes nothing more."""
+        """Close the connections; later calls of this context raise."""
         self.transport.close()
         self.call.space.trim()
 
@@ -434,14 +455,30 @@ class ContextParallel:
     def _check_local(self, name: str, x: Tensor, dim: int) -> None:
         if x.shape[dim] != self.local:
             wanted = f"{self.local}, this rank's share of {self.seq_len}"
-            raise ShapeError(message(f"{name}.shape[{dim}]", x.shape[dim], wanted, "Take it with ctx.shard(x, dim)."))
+            raise ShapeError(message(f"{name}.shape[{dim}]", x.shape[dim], wanted, "Shard it: ctx.shard(x, dim)."))
+
+
+def _table_of_shard(pattern: Pattern, local: int, tokens: int) -> BlockTable | None:
+    """Find a block table within a pattern that is made for the queries of a shard and not for the whole sequence."""
+    if isinstance(pattern, BlockTable):
+        shape = pattern.blocks.shape[-2:]
+        of_shard = shape in (_blocks(pattern, local, local), _blocks(pattern, local, tokens))
+        return pattern if of_shard and shape != _blocks(pattern, tokens, tokens) else None
+    found = (_table_of_shard(part, local, tokens) for part in pattern.parts_within())
+    return next((table for table in found if table is not None), None)
+
+
+def _blocks(table: BlockTable, queries: int, keys: int) -> tuple[int, int]:
+    """Count the blocks of a table for some queries and keys."""
+    rows, columns = table.block_size
+    return -(-queries // rows), -(-keys // columns)
 
 
 def _dim(x: Tensor, dim: int) -> int:
-    """Count a dimension of a tensor from the front."""
+    """Return a dimension of a tensor as an index that is not negative."""
     if not isinstance(x, Tensor):
         raise ShapeError(message("x", type(x).__name__, "a tensor", "Pass a torch tensor."))
     dim = whole("dim", dim, -(2**31), error=ShapeError)
     if not -x.ndim <= dim < x.ndim:
-        raise ShapeError(message("dim", dim, f"a dimension of x, which has {x.ndim}", "Name that of its tokens."))
+        raise ShapeError(message("dim", dim, f"a dimension of x, which has {x.ndim}", "Pass the token dimension of x."))
     return dim % x.ndim

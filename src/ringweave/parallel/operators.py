@@ -1,4 +1,4 @@
-"""The two ``torch.library`` operators of a call with a context: opaque to ``torch.compile``, exchange and all."""
+"""The two ``torch.library`` operators of a call with a context; ``torch.compile`` does not trace into the exchange."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ _numbers = itertools.count(1)
 
 
 def register(context: ContextParallel) -> str:
-    """Give a context a number, which stands for it among an operator's arguments as long as it lives.
+    """Register a context and return its number, which identifies it in an operator's arguments while it is alive.
 
-    As text: dynamo turns an int that differs between compiled calls into a symbol, which no dictionary takes.
+    The number is text, because dynamo turns an int that differs between compiled calls into a symbol, which cannot be
+    a dictionary key.
     """
     number = str(next(_numbers))
     _contexts[number] = context
@@ -46,23 +47,23 @@ def register(context: ContextParallel) -> str:
 def _context(number: str) -> ContextParallel:
     context = _contexts.get(number)
     if context is None:
-        remedy = "Keep it as long as its results need gradients."
-        raise UnsupportedError(message("context", "one that is gone", "a live ContextParallel", remedy))
+        remedy = "Keep the context until the gradients of its results are computed."
+        raise UnsupportedError(message("context", "one that was deleted", "a live ContextParallel", remedy))
     return context
 
 
 class Saved(NamedTuple):
-    """What backward needs of forward.
+    """The tensors that forward saves for backward.
 
     Attributes:
         q: Queries of the shard.
-        k: Keys.
-        v: Values.
-        out: The results, in q's type.
-        lse: Their log-sum-exp.
-        received: The bytes that the first hop brought, where the schedule keeps them.
-        relayed: Those of the second.
-        forms: The format of each message, by hop and rank, the call's name, and the seed of its dropout.
+        k: Keys of the shard.
+        v: Values of the shard.
+        out: Outputs, in q's dtype.
+        lse: Log-sum-exp of the rows.
+        received: Bytes received in the first hop, if the schedule keeps them; else empty.
+        relayed: Bytes received in the second hop, if there is one and the schedule keeps them; else empty.
+        forms: int64: the format of each message by hop and rank, then the call's name, then the seed of its dropout.
     """
 
     q: Tensor
@@ -75,12 +76,12 @@ class Saved(NamedTuple):
     forms: Tensor
 
 
-#: Arguments that ranks have parts of, or that they compare once they are checked.
+#: Arguments that are sharded, or that the operator compares in other header fields.
 _COMPARED = frozenset({"q", "k", "v", "pattern", "scale", "backend", "context", "dropout"})
 
 
 def asked_for(given: Arguments) -> Iterator[tuple[str, object]]:
-    """List the arguments that are not their defaults, by name, which ranks compare besides."""
+    """Yield (name, value) of the remaining arguments that differ from their defaults; the ranks compare them too."""
     for name, value in given._asdict().items():
         if name not in _COMPARED and (isinstance(value, Tensor) or value != given._field_defaults[name]):
             yield name, value
@@ -97,11 +98,11 @@ def ring_attention(
     others: Sequence[Tensor],
     shared: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse) of the shard, and what else backward needs; see :class:`Saved`.
+    """Compute (out, lse) of the shard, and return the other tensors that backward needs (see :class:`Saved`).
 
-    The call is that of ``ringweave::attention``; its terms and dropout count over the whole sequence. Of ``others`` the
-    first is the tag, the rest are tensors that the ranks compare. ``shared`` has four lines: the context's number,
-    whether a gradient is asked for, for each compared tensor a 1 where its values count too, and the compared text.
+    ``call`` is the text that ``ringweave::attention`` takes; its terms and dropout use positions in the whole sequence.
+    ``others`` holds the tag, then the tensors that the ranks compare. ``shared`` has four lines: the context's number;
+    1 if gradients are needed, else 0; for each compared tensor 1 if its values are compared, else 0; the compared text.
     """
     number, grads, fixed, asked = shared.split("\n", 3)
     about, ctx = Call.read(call, q, k, v, tensors, scale, dropout=dropout), _context(number)
@@ -120,7 +121,7 @@ def ring_attention(
         out, lse, received, forms = executor.forward(schedule, agreed, operands, about.backend)
     kept = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
     forms = torch.cat([forms.flatten(), torch.tensor([*agreed.name, agreed.seed], dtype=torch.int64, device="cpu")])
-    # a compiled graph relies on the shapes and strides that the fake operator tells
+    # A compiled graph relies on the shapes and strides of the fake operator, which are contiguous.
     return out.contiguous(), lse.contiguous(), kept[0], kept[1], forms
 
 
@@ -135,8 +136,8 @@ def ring_attention_backward(
     shared: str,
     learns: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """(dq, dk, dv) of the shard, and of ``tensors`` the sums over the pairs that this rank has computed."""
-    # a hook of saved tensors may have given them back in another layout
+    """Compute (dq, dk, dv) of the shard, and gradients of ``tensors`` summed over the pairs that this rank computed."""
+    # A hook on saved tensors may return them in another memory layout.
     of = Saved(*saved[:3], *map(Tensor.contiguous, saved[3:]))
     about, ctx = Call.read(call, of.q, of.k, of.v, tensors, scale, dropout=dropout), _context(shared.partition("\n")[0])
     dout, q, k, v = map(readable, (dout, of.q, of.k, of.v))
@@ -157,7 +158,7 @@ def _prepared(
     tensors: Sequence[Tensor],
     learns: Sequence[bool] | None = None,
 ) -> tuple[Schedule, Operands]:
-    """Give the schedule of a call, and its operands, whose terms count over the whole sequence."""
+    """Return the schedule of a call, and its operands with terms over positions of the whole sequence."""
     schedule = ctx.schedules.of(call.pattern, call.batch)
     terms = term_operands(call, (ctx.seq_len, ctx.seq_len), inputs[0].device, tensors, learns)
     q, k, v = inputs
@@ -165,7 +166,7 @@ def _prepared(
 
 
 def _said(call: Call, tensors: Sequence[Tensor]) -> Opaque | None:
-    """What the ranks compare of terms and dropout: their text, and the shapes of tables."""
+    """Return the header value for terms and dropout: their text with the shapes of tables; None without either."""
     if not call.terms and not call.dropout:
         return None
     last = len(tensors) - (call.dropout > 0)
@@ -176,12 +177,12 @@ def _said(call: Call, tensors: Sequence[Tensor]) -> Opaque | None:
     return Opaque(text_words(f"{shown} {call.dropout}", 1)[0], shown)
 
 
-# entries of a tensor that are compared; of a larger one so many, evenly spaced
+# The ranks compare at most this many entries of a tensor; of a larger tensor they compare evenly spaced entries.
 _ENTRIES = 2**16
 
 
 def written_argument(value: object, tensors: list[Tensor]) -> str:
-    """Write an argument so that equal ones have equal texts, ``_`` for each tensor, which is put to the others."""
+    """Write an argument as text, equal for equal arguments; tensors become ``_`` and are appended to ``tensors``."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return "learned _" if value.requires_grad else "_"
@@ -198,7 +199,7 @@ def written_argument(value: object, tensors: list[Tensor]) -> str:
 
 
 def _arguments(asked: str, tensors: Sequence[Tensor], fixed: str) -> Opaque | None:
-    """What the ranks compare of a call's other arguments."""
+    """Return the header value for a call's remaining arguments; None if all have their defaults."""
     if not asked:
         return None
     digest = hashlib.blake2b(asked.encode(), digest_size=8)
@@ -240,7 +241,7 @@ ring_attention_op, ring_attention_backward_op = operators(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, tensors, ctx.text, ctx.scale, ctx.dropout, others, ctx.shared = inputs
-    # alive until backward has run
+    # The registry is weak: this reference keeps the context alive until backward has run.
     ctx.holder = _contexts.get(ctx.shared.partition("\n")[0])
     ctx.held, ctx.others = pinned_closure(ctx.text.partition("\n")[0], tensors, q), len(others)
     ctx.set_materialize_grads(False)
@@ -251,11 +252,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
     if ctx.held is not None:
         ctx.held.check()
-    # read once: checkpointing computes again what it gives out
+    # Read once: under checkpointing each access of saved_tensors may compute forward again.
     every, count = ctx.saved_tensors, len(Saved._fields)
     saved, tensors = Saved(*every[:count]), every[count:]
     learns = list(ctx.needs_input_grad[3])
-    # a rank whose results nobody uses still owes the others their gradients
+    # Other ranks need this rank's part of their gradients even if its output does not contribute to the loss.
     dout = torch.zeros_like(saved.out) if dout is None else dout
     args = dout, dlse, saved, tensors, ctx.text, ctx.scale, ctx.dropout, ctx.shared, learns
     *grads, sums = ring_attention_backward_op(*args)
@@ -263,6 +264,6 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     return *grads, of_tensors, None, None, None, [None] * ctx.others, None
 
 
-# its results' sizes are not known to a graph, which breaks there unless it is compiled with fullgraph=True
+# The graph does not know the sizes of the operator's outputs, so it breaks there unless compiled with fullgraph=True.
 differentiate(ring_attention_op, untraced(_setup), untraced(_backward))
 differentiate(ring_attention_backward_op, None, refuse_twice)

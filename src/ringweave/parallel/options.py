@@ -1,4 +1,4 @@
-"""What a context may be asked for, checked once."""
+"""The options of a context, checked at construction."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .execution.wire import FORMATS
 from .planning.placement import NAMED, Placement
 
 SCHEDULES = ("auto", "allgather", "ring")
-# the old name goes on for one release
+# the old name is accepted for one more release
 _RENAMED = {"gather": "allgather"}
 
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """How a context places tokens and moves them; attributes as of :class:`ContextParallel`.
+    """The options of a context for placement and exchange; see the arguments of :class:`ContextParallel`.
 
     Raises:
-        ShapeError: A number that is none or out of bounds.
-        UnsupportedError: An unknown schedule, placement or wire.
+        ShapeError: A number is invalid or out of bounds.
+        UnsupportedError: The schedule, placement or wire is unknown.
     """
 
     schedule: str = "auto"

@@ -1,4 +1,4 @@
-"""What a rank does for each pattern under one placement: allgather or ring, planned once and cached by value."""
+"""The schedule (allgather or ring) of one rank for each pattern under one placement, cached by the pattern's value."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from .planning.movement import Moves, movement
 from .planning.placement import Placement
 from .planning.workload import Widths
 
-# auto goes around the ring where a rank would receive more than this many shards of keys ...
+# "auto" chooses the ring if allgather would deliver more than this many shards of keys to a rank,
 _MOST_SHARDS = 2
-# ... or where the ring, in which queries may move instead, receives less than this part
+# or if the busiest rank receives less than this fraction of allgather's bytes in the ring, where queries may move.
 _WORTH_IT = 0.5
-# about, beside the tables that the key names
+# approximate size of a cached schedule, without the tables that its key refers to
 _SCHEDULE_BYTES = 2**16
 
 
 class Schedules:
-    """What one rank does for patterns under one placement; ``per_node`` ranks are a node where there are two levels."""
+    """The schedules of one rank under one placement; ``per_node`` is the node size of a mesh of two dimensions."""
 
     def __init__(
         self, placement: Placement, heads: tuple[int, int], rank: int, schedule: str, per_node: int | None = None
     ):
         self.placement, self.heads, self.rank = placement, heads, rank
         self.schedule, self.per_node = schedule, per_node
-        # stands for this object in keys, which must not hold it
+        # Cache keys identify this object by a token, because a key that held it would keep it alive.
         self._name = object()
 
     def of(self, pattern: Pattern, batch: int = 1) -> Schedule:
-        """Plan what the rank does for a pattern, or find it planned."""
+        """Return the rank's schedule for a pattern, planned on first use."""
         made_of = pattern.key()
         key, kept = ("schedule", self._name, made_of.value, batch), store_of(pattern.spec, PLACEMENTS)
         made: Schedule | None = kept.get(key)
@@ -51,24 +51,24 @@ class Schedules:
         if self.schedule_of(pattern) == "ring":
             moves = [_moves(demand) for demand in demands]
             bits = ((np.packbits(kind.keys), np.packbits(kind.queries)) for branch in moves for kind in branch)
-            said |= {"schedule": "ring", "moves": Opaque(_digest(bits), "its own")}
+            said |= {"schedule": "ring", "moves": Opaque(_digest(bits), "one plan")}
             made = ring(demands, moves, self.placement, self.rank, self.heads, said)
         else:
             said["schedule"] = "allgather"
             made = allgather(demands, self.placement, self.rank, self.heads, said, self.per_node)
         if kept is not PLACEMENTS and not pattern.key().same(made_of):
-            raise changed("what was changed while it was planned")
+            raise changed("values that changed while it was planned")
         kept.put(key, made, _SCHEDULE_BYTES, made_of.tables, (self,))
         return made
 
     def demands(self, pattern: Pattern, batch: int = 1) -> list[Demand]:
-        """Find what the ranks need of each other for a pattern, per branch."""
+        """Return, for each branch of a pattern, the key tiles that the ranks need from each other."""
         tokens = self.placement.tokens
         split = branches(pattern, tokens, tokens, heads=self.heads[0], batch=batch)
         return [Demand.of(branch, self.placement, self.heads[0] // self.heads[1]) for branch in split]
 
     def schedule_of(self, pattern: Pattern) -> str:
-        """Say how a pattern is computed: ``"allgather"`` or ``"ring"``."""
+        """Return the kind of schedule for a pattern: ``"allgather"`` or ``"ring"``."""
         if self.schedule != "auto":
             return self.schedule
         demands = self.demands(pattern, pattern.extents()[0] or 1)
@@ -82,7 +82,7 @@ class Schedules:
         return "ring" if Load.of(demands, widths).received.max() < _WORTH_IT * received else "allgather"
 
     def explain(self, patterns: Iterable[Pattern], widths: Widths) -> str:
-        """Say where tokens lie, what moves for each pattern, and what it costs by the model."""
+        """Describe the placement, and each pattern's exchanged bytes and modelled time, as text."""
         place, machine = self.placement, Machine()
         lines = [
             f"{place.tokens:,} tokens on {count(place.ranks, 'rank')}: {place.name} placement, "
@@ -110,13 +110,13 @@ class Schedules:
 
 
 def _moves(demand: Demand) -> tuple[Moves, ...]:
-    # the same whatever the channels of a call: forward, backward and all calls move alike
+    # Default widths, not the call's, so that forward, backward and calls of any width move the same tiles.
     widths = Widths()
     return movement(demand, widths.bytes_of_key * demand.tile, widths.bytes_of_query * demand.tile)
 
 
 def _words_of(demand: Demand) -> list[np.ndarray]:
-    """What is computed of a branch: contents, not names."""
+    """List the arrays that define the computation of a branch: its sizes and the contents of its plan, not its name."""
     plan, view = demand.plan, demand.branch
     sizes = (view.heads, view.rate, view.q_first, view.k_first, view.nq, view.nk)
     text = f"{sizes}{(view.q_offset, view.batch, plan.q_tile, plan.kv_tile)}"
@@ -125,7 +125,7 @@ def _words_of(demand: Demand) -> list[np.ndarray]:
 
 
 def _digest(content: Iterable[Sequence[np.ndarray]]) -> int:
-    """63 bits that differ where anything differs."""
+    """Return a 63-bit digest of the arrays' contents."""
     digest = hashlib.blake2b(digest_size=8)
     for array in (array for arrays in content for array in arrays):
         digest.update(array.data)

@@ -1,7 +1,7 @@
-"""Attention of DTensors whose heads, or batch elements, lie on several ranks: each computes its own, nothing is moved.
+"""Attention of DTensors sharded by heads or batch: each rank computes its part, without communication.
 
-Heads and batch elements do not meet in attention, so a sharding by them is the result's too. What belongs to a head,
-its pattern, its part of a table, its learned sink, is taken along; what could not be is refused.
+Attention treats heads and batch elements independently, so the result is sharded as q is. Each rank takes the patterns,
+table slices and learned sinks of its heads; arguments that cannot be sliced raise an error.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BATCH, HEADS = 0, 1
 
 
 def attend_sharded(attend: Callable[[Arguments], tuple[Tensor, Any]], given: Arguments) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of DTensors, sharded as q is, by ``attend`` on each rank's part.
+    """Compute (out, lse) of DTensors by calling ``attend`` on each rank's local part; the results are sharded as q is.
 
     Raises:
-        ShapeError: Tensors that do not fit each other, or are sharded otherwise than q, or unevenly.
-        PatternError: A pattern that differs by what is sharded, and cannot be taken apart.
-        UnsupportedError: A sharding of tokens or channels, or dropout on several ranks.
+        ShapeError: The tensors do not fit each other, their sharding differs from q's, or the parts are uneven.
+        PatternError: The pattern differs between the sharded heads or batch elements and cannot be split.
+        UnsupportedError: Tokens or channels are sharded, or dropout is used on several ranks.
     """
     from torch.distributed.tensor import DTensor
 
@@ -42,14 +42,14 @@ def attend_sharded(attend: Callable[[Arguments], tuple[Tensor, Any]], given: Arg
     inputs: list[DTensor] = []
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, DTensor):
-            raise ShapeError(message(name, type(x).__name__, "a DTensor, as q, k or v is", "Distribute all three."))
+            raise ShapeError(message(name, type(x).__name__, "a DTensor, like q, k or v", "Distribute all three."))
         inputs.append(x)
         if (x.device_mesh, x.placements) != (inputs[0].device_mesh, inputs[0].placements):
-            wanted = f"{inputs[0].placements} of one mesh, as q"
+            wanted = f"{inputs[0].placements} on the same mesh, as q"
             remedy = f"Redistribute {name}: .redistribute(placements=q.placements)."
-            raise ShapeError(message(f"{name} placements", f"{x.placements} of {x.device_mesh}", wanted, remedy))
+            raise ShapeError(message(f"{name} placements", f"{x.placements} on {x.device_mesh}", wanted, remedy))
     check_tensors(q, k, v)
-    # of all heads: a rank's part of a table for fewer may fit by chance
+    # Check terms against all heads: a slice of a table with too few heads could fit the local heads by chance.
     context = given.context
     nq, nk = (q.shape[2], k.shape[2]) if context is None else (context.seq_len, context.seq_len)
     for term in terms:
@@ -63,20 +63,20 @@ def attend_sharded(attend: Callable[[Arguments], tuple[Tensor, Any]], given: Arg
         for dim, what in ((BATCH, "batch elements"), (HEADS, "heads")):
             if x.shape[dim] % parts.count(dim):
                 wanted = f"a multiple of the {parts.count(dim)} ranks that share them"
-                raise ShapeError(message(f"{name} {what}", x.shape[dim], wanted, "Take fewer ranks."))
+                raise ShapeError(message(f"{name} {what}", x.shape[dim], wanted, "Use fewer ranks."))
     if given.dropout and mesh.size() > 1:
-        # ranks that all have the whole would drop different pairs of it
-        remedy = "Call it on local tensors, .to_local(), with a generator for each rank."
+        # Ranks that replicate a part would drop different pairs of it.
+        remedy = "Call attention on local tensors, .to_local(), with a generator for each rank."
         raise UnsupportedError(message("dropout", given.dropout, "0 with DTensors on several ranks", remedy))
     if parts.count(BATCH) > 1 and (pattern.extents()[0] is not None or pattern.select(0, 0) != pattern.select(1, 0)):
-        wanted = "one for all batch elements where ranks share them"
-        remedy = "Call it on local tensors, .to_local(), with the pattern of this rank's elements."
+        wanted = "one pattern for all batch elements if ranks share the batch"
+        remedy = "Call attention on local tensors, .to_local(), with the pattern of this rank's elements."
         raise PatternError(message("pattern", repr(pattern), wanted, remedy))
     for name, value in given._asdict().items():
         other = name not in ("q", "k", "v", *PER_HEAD)
         if other and isinstance(value, Tensor) and value.numel() > 1 and parts.count(BATCH) > 1:
-            wanted = "one number where ranks share the batch"
-            raise UnsupportedError(message(name, f"a tensor of {value.numel()}", wanted, "Call it on local tensors."))
+            wanted = "one number if ranks share the batch"
+            raise UnsupportedError(message(name, f"a tensor of {value.numel()}", wanted, "Pass local tensors."))
     mine: dict[str, Any] = {name: x.to_local() for name, x in zip("qkv", inputs, strict=True)}
     for name in PER_HEAD:
         value = getattr(given, name)
@@ -89,7 +89,7 @@ def attend_sharded(attend: Callable[[Arguments], tuple[Tensor, Any]], given: Arg
 
 
 class _Parts:
-    """Which part of the batch and of the heads this rank has."""
+    """The slices of batch and heads that this rank holds."""
 
     def __init__(self, mesh: DeviceMesh, placements: Sequence[Placement]):
         self.mesh, self.placements = mesh, placements
@@ -97,24 +97,24 @@ class _Parts:
         for axis, placement in enumerate(placements):
             if placement.is_replicate():
                 continue
-            # BATCH and HEADS; a subclass of Shard lays its parts out otherwise
+            # Only plain Shard is accepted, because a subclass of it lays its parts out differently.
             dim = getattr(placement, "dim", None)
             if type(placement).__name__ != "Shard" or dim not in (BATCH, HEADS) or dim in self._by:
                 wanted = "Replicate(), Shard(0) (batch) or Shard(1) (heads), each once"
-                remedy = "Share a sequence with a ContextParallel, channels not at all."
+                remedy = "Use a ContextParallel to shard the sequence; channels cannot be sharded."
                 raise UnsupportedError(message("placements", str(placements), wanted, remedy))
             self._by[dim] = axis
 
     def count(self, dim: int) -> int:
-        """How many ranks share batch or heads."""
+        """Return the number of ranks that share dimension ``dim`` (batch or heads)."""
         return self.mesh.size(self._by[dim]) if dim in self._by else 1
 
     def rank(self, dim: int) -> int:
-        """Which of them this rank is."""
+        """Return this rank's index among them."""
         return self.mesh.get_local_rank(self._by[dim]) if dim in self._by else 0
 
     def of_term(self, term: Term) -> Term:
-        """Take its part of a term's table."""
+        """Return a term with this rank's slice of its table."""
         if not term.tables:
             return term
         axes = [axis.along for axis in term.axes]
@@ -122,7 +122,7 @@ class _Parts:
         return term.over(self.of(term.tables[0], dims))
 
     def of(self, x: Tensor, dims: dict[int, int]) -> Tensor:
-        """Take the rank's part of a tensor whose dimensions of batch and heads are named; 1 stands for all."""
+        """Return this rank's slice of x; ``dims`` maps BATCH and HEADS to dimensions of x. A size of 1 broadcasts."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         shared = {dim: at for dim, at in dims.items() if at < x.ndim and x.shape[at] > 1 and dim in self._by}

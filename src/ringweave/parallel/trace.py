@@ -1,4 +1,4 @@
-"""When a step computed, sent and received: a timeline, written as torch.profiler writes its own."""
+"""Timelines of computing, sending and receiving, exported in the trace format of torch.profiler."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from ..errors import UnsupportedError, message
 from .transport.protocol import Event
 
 _KINDS = ("compute", "wait", "receive", "send")
-# rows of one kind
+# number of timeline rows reserved for each kind of event
 _LANES = 1000
 
 
 @dataclass
 class Trace:
-    """Events of one rank, in the order of their ends.
+    """The events of one rank, in the order in which they ended.
 
     Attributes:
-        rank: Whose.
-        events: Kind (compute, send, receive, wait), what, stage, start and end in seconds, bytes.
+        rank: The rank.
+        events: Events: kind (compute, send, receive or wait), description, stage, start and end in seconds, bytes.
     """
 
     rank: int
     events: list[Event] = field(default_factory=list)
 
     def seconds(self, kind: str) -> float:
-        """Sum up the length of a kind's events."""
+        """Return the total duration of the events of one kind."""
         return sum(event.end - event.start for event in self.events if event.kind == kind)
 
     @property
     def waited(self) -> float:
-        """Seconds in which the rank did nothing but wait for messages."""
+        """Seconds during which the rank only waited for messages."""
         return self.seconds("wait")
 
     def export_chrome_trace(self, path: str | Path) -> Path:
@@ -43,22 +43,22 @@ class Trace:
 
 
 def export_chrome_trace(traces: Iterable[Trace], path: str | Path) -> Path:
-    """Write the timelines of some ranks of one machine, whose clock they share, as Chrome's trace events.
+    """Write the timelines of ranks on one machine, which share a clock, as Chrome trace events.
 
-    A process is a rank, a thread what it did: messages that are under way together have a row each.
+    Each rank is shown as a process and each kind of event as a thread; concurrent messages get a row each.
 
     Args:
-        traces: What ``ContextParallel.trace()`` has yielded.
-        path: A file, such as ``step.json``.
+        traces: Traces yielded by ``ContextParallel.trace()``.
+        path: Path of the file to write, such as ``step.json``.
     Returns:
         The path.
     Raises:
-        UnsupportedError: No traces, or no events in them.
+        UnsupportedError: There are no traces, or they contain no events.
     """
     traces, path = list(traces), Path(path)
     if not all(isinstance(trace, Trace) for trace in traces):
         got = sorted({type(trace).__name__ for trace in traces})
-        raise UnsupportedError(message("traces", got, "traces", "Pass what ContextParallel.trace() yields."))
+        raise UnsupportedError(message("traces", got, "traces", "Pass traces of ContextParallel.trace()."))
     lines = [line for trace in traces for line in _lines(trace)]
     if not lines:
         raise UnsupportedError(message("trace", "no events", "a call inside the trace", "Call attention inside it."))
@@ -71,7 +71,7 @@ def _lines(trace: Trace) -> Iterator[dict[str, Any]]:
     ends: dict[int, float] = {}
     for event in sorted(trace.events, key=lambda event: event.start):
         row = _KINDS.index(event.kind) * _LANES
-        # slices of one row must not cross: the first row of the kind that is free
+        # Events on one row must not overlap, so take the first free row of the kind.
         while ends.get(row, event.start) > event.start:
             row += 1
         where = {"pid": trace.rank, "tid": row}

@@ -1,1 +1,1 @@
-"""What a rank does in a call: agree with the others, send and receive, compute, merge."""
+"""The steps of a rank in a call: agree with the other ranks, send and receive, compute, merge."""

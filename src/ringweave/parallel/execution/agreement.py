@@ -1,8 +1,7 @@
-"""What the ranks tell each other before anything moves, how a difference reads, and the call that they agreed on.
+"""The headers that ranks compare before any data moves, the error for a difference, and the agreed call.
 
-Each rank sends a header, a row of int64 words for the fields below, and all raise the same difference: the first field,
-in this order, that is not the same everywhere. What comes first explains what comes later: where lengths differ, so do
-patterns.
+Each rank sends a header, a row of int64 words for the fields below. All ranks raise for the same field: the first one,
+in this order, that differs. The order puts causes before consequences: if lengths differ, the patterns differ too.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from .wire import NATIVE, Wire
 
 _CALLS = "Make a new context, and the same calls in the same order on all ranks."
 _MADE = "Make a new context, with the same arguments on all ranks."
-_FIRST = "Make new contexts, and use them first, in the same order on all ranks."
+_FIRST = "Make new contexts, and create and first use them in the same order on all ranks."
 
 
 @dataclass(frozen=True)
 class Opaque:
-    """What is compared by a digest, and shown by each rank's own."""
+    """A value that ranks compare by its digest; an error shows only this rank's value."""
 
     digest: int
     shown: object
@@ -41,13 +40,13 @@ class Opaque:
 
 class _Field(NamedTuple):
     kind: type
-    words: int = 1  # of the header
+    words: int = 1  # size in the header
     remedy: str = _CALLS
 
 
-# a tuple: words of text
+# a tuple holds words of text
 Value = bool | int | float | str | tuple[int, ...] | Opaque | None
-#: Words of a tag: 32 bytes of its text; a longer one is compared by a digest.
+#: Words of a tag. They hold text of up to 32 bytes; a longer tag is replaced by its digest.
 TAG_WORDS = 4
 _FIELDS = {
     "operation": _Field(str),
@@ -78,21 +77,21 @@ _FIELDS = {
     "deadline": _Field(float, remedy=_MADE),
     "retries": _Field(int, remedy=_MADE),
 }
-# of a header
+# number of words in a header
 _WORDS = sum(field.words for field in _FIELDS.values())
 #: Words of a call's name.
 NAME_WORDS = 1 + TAG_WORDS
-_NONE = 2**63 - 1  # no text, no finite number
-_DIGEST = b"\xff"  # which no text in UTF-8 holds
+_NONE = 2**63 - 1  # encodes None; no text and no finite number has this value
+_DIGEST = b"\xff"  # last byte of a digest; UTF-8 text never contains it
 
 
 @dataclass
 class Progress:
-    """How far the calls over one transport are.
+    """The progress of all calls over one transport.
 
     Attributes:
-        calls: How many were made: forward calls, tables and shards.
-        ended: The error that ended them.
+        calls: Number of completed calls: forward passes, shared tables and gathered tensors.
+        ended: The error after which no further call is possible, or None.
     """
 
     calls: int = 0
@@ -101,15 +100,15 @@ class Progress:
 
 @dataclass
 class Agreement:
-    """What the ranks agree on before each exchange of a context, and the means of what they then do.
+    """The header values that ranks compare before an exchange, and the resources of the exchange.
 
     Attributes:
-        transport: Moves bytes.
-        wire: How keys and values travel.
-        space: Where buffers come from, the context's own.
-        said: What the ranks compare, by field of the header.
-        progress: How far the calls are, of all contexts that share the connections.
-        seed: Of a call's dropout: the rank's own, and once they have agreed that of rank 0.
+        transport: Transport that carries the messages.
+        wire: Format of keys and values in messages.
+        space: Workspace of this context, which provides buffers.
+        said: Values that the ranks compare, by header field.
+        progress: Progress of the calls, shared by all contexts over the same connections.
+        seed: Dropout seed of the call: this rank's own before the ranks agree, rank 0's afterwards.
     """
 
     transport: Communicator
@@ -120,15 +119,19 @@ class Agreement:
     seed: int = 0
 
     def saying(self, **said: Value) -> Agreement:
-        """Say more of the next exchange, which the ranks compare as well."""
+        """Return a copy with more header values to compare in the next exchange."""
         return replace(self, said={**self.said, **said})
 
     @contextmanager
     def calling(self, tag: Tensor | None = None, **said: Value) -> Iterator[Agreement]:
-        """Enter a call, of one thread at a time, and none after one in which ranks differed: who knows what met next.
+        """Enter a call, from one thread at a time.
 
-        ``tag`` is a forward call's, empty for that of the calling thread; None for a backward call, which is no call of
-        its own but says its forward's. ``said`` is what the ranks compare besides.
+        After a RingError every later call raises it again, because the ranks may be out of step.
+
+        Args:
+            tag: Tag of a forward call; all zeros stands for the name of the calling thread. None for a backward call,
+                which is not counted and sends the name of its forward call.
+            **said: Further header values to compare.
         """
         with self.transport.using():
             if tag is not None:
@@ -139,28 +142,29 @@ class Agreement:
             try:
                 yield self.saying(**said)
             except RingError as error:
-                # without the frames that it came through, which hold tensors
+                # a copy without traceback, since the frames of the original keep tensors alive
                 self.progress.ended = error.again()
                 raise
-            # not before it is done: a rank that fails and tries again is one behind, and told so
+            # Count a call only when it is done, so that a rank that fails and tries again is one call behind and the
+            # header shows it.
             self.progress.calls += tag is not None
 
     @property
     def name(self) -> tuple[int, ...]:
-        """Name the call, for its backward: its number and tag, as words."""
+        """Number and tag of the call as words, which its backward call sends again."""
         return tuple(word for name in ("call", "tag") for word in _encode(self.said.get(name), _FIELDS[name]))
 
     def agree(self, operation: str, forms: Sequence[int] = (), **said: Value) -> list[int]:
-        """Compare what the ranks are about to do, before anything is moved.
+        """Compare the headers of all ranks before any data moves.
 
         Args:
-            operation: Which one.
-            forms: The format of this rank's message to each peer; none: native.
-            **said: What the ranks compare besides.
+            operation: Name of the operation.
+            forms: Format of this rank's message to each peer; empty for native messages.
+            **said: Further header values to compare.
         Returns:
             The format of each peer's message to this rank.
         Raises:
-            RingError: On all ranks, for the first field that differs.
+            RingError: A field differs. All ranks raise for the first such field.
         """
         ranks, rank = self.transport.size, self.transport.rank
         if ranks == 1:
@@ -168,7 +172,7 @@ class Agreement:
         said = {**self.said, **said, "operation": operation}
         header = [word for name, each in _FIELDS.items() for word in _encode(said.get(name), each)]
         mine = torch.tensor([*header, *(forms or [NATIVE] * ranks)], dtype=torch.int64, device="cpu")
-        # a rank sends itself no message: the word for its format is free
+        # a rank sends no message to itself, so the word for that format carries the seed
         mine[_WORDS + rank] = self.seed
         every = self.transport.agree(mine, what="agree")
         _compare(said, every[:, :_WORDS], rank, self.transport.step)
@@ -178,7 +182,11 @@ class Agreement:
         return came
 
     def all_gather(self, x: Tensor, operation: str) -> tuple[list[Tensor], Pending]:
-        """Begin to give every rank's x, of one shape and type, to all; they are there when the messages are."""
+        """Start to gather x, of equal shape and dtype on all ranks.
+
+        Returns:
+            The tensors by rank, and the pending messages; the tensors are valid after ``wait()``.
+        """
         rank = self.transport.rank
         self.agree(operation)
         every = [x if other == rank else torch.empty_like(x) for other in range(self.transport.size)]
@@ -195,7 +203,7 @@ class Agreement:
 
 
 def _compare(said: Mapping[str, Value], every: Tensor, rank: int, step: int) -> None:
-    """Raise for the first field in which the ranks' headers, (ranks, words), differ."""
+    """Raise RingError for the first field in which the headers (ranks, words) differ."""
     same = (every == every[:1]).all(0).tolist()
     if all(same):
         return
@@ -220,7 +228,7 @@ def _compare(said: Mapping[str, Value], every: Tensor, rank: int, step: int) -> 
 
 
 def text_words(text: str, count: int) -> tuple[int, ...]:
-    """Write text as words: as it is where it fits, else a digest of it."""
+    """Encode text as words, directly if it fits, else as a digest."""
     raw, size = text.encode("utf-8", "surrogatepass"), 8 * count
     if len(raw) > size or b"\0" in raw:
         raw = hashlib.blake2b(raw, digest_size=size - 1).digest() + _DIGEST
@@ -229,7 +237,7 @@ def text_words(text: str, count: int) -> tuple[int, ...]:
 
 
 def words_text(words: Sequence[int]) -> str:
-    """Read the text that was made words, or its digest."""
+    """Decode words to text, or to the beginning of a digest."""
     raw = struct.pack(f"<{len(words)}q", *words)
     return f"#{raw[:4].hex()}" if raw.endswith(_DIGEST) else raw.rstrip(b"\0").decode("utf-8", "replace")
 
@@ -273,10 +281,10 @@ _callers: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDict
 
 
 def caller() -> str:
-    """Name the calling thread, on all ranks alike: empty for the main thread, and for autograd's.
+    """Name the calling thread equally on all ranks; the main thread and autograd's threads have an empty name.
 
-    Threads without a name of their own are numbered among those of their kind that live, since a process counts all:
-    one rank alone may have had another, to log with.
+    Threads with a default name are numbered among the live threads of their kind. Python's own numbers count all
+    threads of the process, and may differ if one rank has started another thread, such as a logger.
     """
     thread = threading.current_thread()
     if thread is threading.main_thread() or isinstance(thread, threading._DummyThread):
@@ -294,5 +302,5 @@ def _kind(thread: threading.Thread) -> str:
 
 
 def _number(thread: threading.Thread) -> bool:
-    """Tell whether its name is a number that the process gave it."""
+    """Return whether the thread has a default name, numbered by the process."""
     return re.match(r"Thread-\d+", thread.name) is not None

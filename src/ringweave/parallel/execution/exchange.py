@@ -1,8 +1,8 @@
-"""Which tokens a rank sends to which, and where it puts what it receives: each needed key tile once.
+"""The tokens that each rank sends to each other rank, and their places at the receiver; each needed tile moves once.
 
-A hop is one exchange among all ranks. One level of ranks needs one hop. Two levels (nodes of ranks) need two: a tile
-crosses the network once per node, to the rank of the owner's place there, which relays it inside. Gradients go the same
-way back.
+A hop is one exchange among all ranks. A mesh of one dimension needs one hop. A mesh of two dimensions (nodes, ranks of
+a node) needs two: a tile crosses the network once per node, to the rank with the owner's index within its node, which
+relays it inside the node. Gradients return along the same path.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ SHARD = -1
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """Tokens of one branch and kind of key heads within a message.
+    """The tokens of one branch and kind of key heads within a message.
 
     Attributes:
-        branch: Which branch.
-        kind: Which kind of its key heads.
-        members: (batch elements, key heads) as two index tensors; None: all of them.
-        count: Tokens.
-        heads: Key heads times batch elements.
-        source: Sender: the shard, or the peer that an earlier hop brought them from.
-        tokens: Sender: which tokens of that source.
-        used: Receiver: which of them this rank computes with.
-        target: Receiver: where those lie in the branch's buffer.
-        adjacent: Whether they lie side by side in the sender's shard.
+        branch: Number of the branch.
+        kind: Number of the kind of key heads.
+        members: (batch elements, key heads) as two index tensors; None for all.
+        count: Number of tokens.
+        heads: Number of (batch element, key head) pairs.
+        source: On the sender: ``SHARD``, or the peer from which an earlier hop brought the tokens.
+        tokens: On the sender: places of the tokens in that source.
+        used: On the receiver: the section's tokens that this rank computes with; None for all.
+        target: On the receiver: places of the used tokens in the branch's buffer.
+        adjacent: Whether the tokens are adjacent in the sender's shard.
     """
 
     branch: int
@@ -53,31 +53,31 @@ class Section:
 
     @property
     def rows(self) -> int:
-        """How many rows of channels it has: tokens times heads."""
+        """Number of rows of channels: tokens times heads."""
         return self.count * self.heads
 
     def of(self, x: Tensor) -> Tensor:
-        """Take the section's heads of (B, heads, tokens, C): (B, heads, ...), or (members, ...)."""
+        """Return the section's heads of x, (B, heads, tokens, C), as (B, heads, ...) or (members, ...)."""
         return x if self.members is None else x[self.members]
 
     def shape(self, batch: int, channels: int) -> tuple[int, ...]:
-        """Say the shape of its rows."""
+        """Return the shape of the section's tensor."""
         if self.members is None:
             return batch, self.heads // batch, self.count, channels
         return self.heads, self.count, channels
 
     def fills(self, keys: int) -> bool:
-        """Receiver: whether its rows are all keys of the branch's buffer, in their order."""
+        """Return whether, on the receiver, the rows are all ``keys`` keys of the branch's buffer, in order."""
         whole = self.members is None and self.used is None
         return whole and self.target is not None and self.target.span == (0, keys, 1)
 
     def _each(self, x: Tensor) -> list[Tensor]:
-        """The members' (tokens, C) of (B, heads, tokens, C), as views."""
+        """List the members' (tokens, C) of x, (B, heads, tokens, C), as views."""
         assert self.members is not None
         return [x[at] for at in zip(*(index.tolist() for index in self.members), strict=True)]
 
     def put(self, buffer: Tensor, rows: Tensor) -> None:
-        """Receiver: put its rows into the branch's (B, heads, tokens, C) buffer."""
+        """Write the received rows into the branch's buffer, (B, heads, tokens, C)."""
         if self.target is None or not self.target.count:
             return
         rows = rows if self.used is None else self.used.of(rows)
@@ -88,7 +88,10 @@ class Section:
                 self.target.put(head, values)
 
     def gradients(self, buffer: Tensor | None, like: Tensor, batch: int, channels: int) -> Tensor:
-        """Receiver: take the gradients of its rows out of the branch's buffer; those that it only relayed are zero."""
+        """Return, on the receiver, the gradients of the section's rows from the branch's buffer.
+
+        Rows that this rank only relays are zero.
+        """
         if buffer is None or self.target is None or not self.target.count:
             return like.new_zeros(self.shape(batch, channels))
         mine = self.of(self.target.of(buffer))
@@ -99,7 +102,7 @@ class Section:
         return rows
 
     def add(self, total: Tensor, rows: Tensor) -> None:
-        """Sender: add returned gradients to those of its source."""
+        """Add returned gradients, on the sender, to the gradients of the section's source."""
         assert self.tokens is not None
         if self.members is None or total.ndim == rows.ndim:
             self.tokens.add(total, rows)
@@ -113,7 +116,7 @@ Message = tuple[Section, ...]
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """One exchange among all ranks: the messages to each and from each."""
+    """One exchange among all ranks: the messages to each rank and from each rank."""
 
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
@@ -126,9 +129,14 @@ def direct_hop(
     ranks: int,
     needs: list[tuple[Bools, ...]] | None = None,
 ) -> Hop:
-    """Let every rank receive what it needs, by its demands or else by ``needs``, from the ranks that hold it.
+    """Build the hop in which every rank receives its needed key tiles directly from the ranks that hold them.
 
-    What a rank receives goes into the buffers of ``parts``, which it computes of each branch.
+    Args:
+        demands: The demand of each branch.
+        parts: This rank's attention of each branch; received tokens go into its buffers.
+        rank: This rank.
+        ranks: Number of ranks.
+        needs: The needed tiles by branch and kind of key heads; None for those of ``demands``.
     """
     return _across(list(_kinds(demands, parts, needs)), rank, ranks, 1)
 
@@ -136,17 +144,17 @@ def direct_hop(
 def node_hops(
     demands: list[Demand], parts: list[LocalAttention | None], rank: int, ranks: int, per_node: int
 ) -> tuple[Hop, Hop]:
-    """Go across nodes, then inside: ranks [n * per_node, (n + 1) * per_node) are node n.
+    """Build the two hops across and inside nodes; node n has ranks [n * per_node, (n + 1) * per_node).
 
-    A rank imports, from the rank of its own place on every other node, what any rank of its node needs from it; then
-    the ranks of a node give each other what they hold or have imported.
+    In the first hop a rank receives, from the rank with the same index on every other node, the tokens that any rank of
+    its node needs from that rank. In the second hop the ranks of a node exchange the tokens that they hold or imported.
     """
     kinds = list(_kinds(demands, parts))
     return _across(kinds, rank, ranks, per_node), _inside(kinds, rank, ranks, per_node)
 
 
 def remote_queries(demands: list[Demand], moves: list[tuple[Moves, ...]], owner: int, rank: int) -> Message:
-    """The query tiles of ``owner`` that ``rank`` computes for it, per branch: all of the branch's query heads."""
+    """Build the message of query tiles of ``owner`` that ``rank`` computes, with all query heads of each branch."""
     sections = []
     for number, (demand, branch) in enumerate(zip(demands, moves, strict=True)):
         if len(branch) != 1:
@@ -162,12 +170,12 @@ def remote_queries(demands: list[Demand], moves: list[tuple[Moves, ...]], owner:
 
 @dataclass(frozen=True, eq=False)
 class _Keys:
-    """The keys and values of one branch and kind of key heads, of which runs are sent and received.
+    """The keys and values of one branch and kind of key heads, exchanged in runs of tokens.
 
     Attributes:
-        section: What all sections of them have in common.
+        section: Template of their sections.
         demand: The branch's demand.
-        part: What this rank computes of the branch.
+        part: This rank's attention of the branch, or None.
         need: (ranks, key tiles) whether a rank needs a tile.
     """
 
@@ -178,16 +186,16 @@ class _Keys:
 
     @cached_property
     def needed(self) -> Bools:
-        """(ranks, runs) whether a rank needs a run."""
+        """Whether a rank needs a run, (ranks, runs)."""
         return self.need[:, np.arange(len(self.demand.owner)) // self.demand.runs_per_tile]
 
     def sent(self, runs: Int64) -> Section:
-        """Send some runs of this rank's shard."""
+        """Return the section that sends some runs of this rank's shard."""
         tokens = Tokens.at(self.demand.shard_places(runs))
         return replace(self.section, count=tokens.count, tokens=tokens, adjacent=tokens.adjacent)
 
     def received(self, runs: Int64, mine: Bools) -> Section:
-        """Receive some runs of another rank's shard, of which this rank computes with those that are ``mine``."""
+        """Return the section that receives runs of another rank's shard; this rank computes with those in ``mine``."""
         lengths = self.demand.lengths[runs]
         adjacent = Tokens.at(self.demand.shard_places(runs)).adjacent
         section = replace(self.section, count=int(lengths.sum()), adjacent=adjacent)
@@ -198,13 +206,13 @@ class _Keys:
         return replace(section, used=used, target=target)
 
     def relayed(self, runs: Int64, imported: Int64) -> Section:
-        """Send on some of the runs that this rank has imported of one other rank."""
+        """Return the section that relays some of the runs that this rank imported from one other rank."""
         tokens = Tokens.at(_inside_message(self.demand.lengths[imported], np.isin(imported, runs)))
         return replace(self.section, count=tokens.count, source=int(self.demand.owner[runs[0]]), tokens=tokens)
 
 
 def _inside_message(lengths: Int64, chosen: Bools) -> Int64:
-    """The places of chosen runs among those of a message."""
+    """Return the places of the chosen runs' tokens among the tokens of a message."""
     first = np.cumsum(lengths) - lengths
     return run_places(first[chosen], lengths[chosen], 1)
 
@@ -215,13 +223,13 @@ def _kinds(
     for branch, (demand, part) in enumerate(zip(demands, parts, strict=True)):
         for kind, need in enumerate(demand.needs if needs is None else needs[branch]):
             members = demand.kinds[kind].members
-            # of one kind are all heads
+            # a single kind contains all heads, so no index is needed
             index = None if len(demand.kinds) == 1 else tuple(torch.from_numpy(x.copy()) for x in members.T)
             yield _Keys(Section(branch, kind, index, 0, len(members), SHARD), demand, part, need)
 
 
 def _across(kinds: list[_Keys], rank: int, ranks: int, per_node: int) -> Hop:
-    """Exchange with the rank of the same place on every other node; of one rank each, where there is one level."""
+    """Build the hop with the rank of the same index on every other node; without nodes ``per_node`` is 1."""
     sends, receives = _empty(ranks), _empty(ranks)
     node, place = divmod(rank, per_node)
     for keys in kinds:
@@ -240,7 +248,10 @@ def _across(kinds: list[_Keys], rank: int, ranks: int, per_node: int) -> Hop:
 
 
 def _inside(kinds: list[_Keys], rank: int, ranks: int, per_node: int) -> Hop:
-    """Exchange among the ranks of a node: the sender's own first, then what it imported; on both sides alike."""
+    """Build the hop among the ranks of a node.
+
+    Each message has the sender's own tokens first, then its imported ones; sender and receiver use this same order.
+    """
     sends, receives = _empty(ranks), _empty(ranks)
     node, place = divmod(rank, per_node)
     origins = [node, *(other for other in range(ranks // per_node) if other != node)]

@@ -1,7 +1,7 @@
-"""The one executor of all schedules: start the next stage's messages, compute this stage, merge, wait.
+"""The executor of all schedules: start the next stage's messages, compute this stage, merge, wait.
 
-What comes and what goes back are two streams of messages beside the stages: a stage's keys fly while the stage before
-it is computed, its results while the stage after it is.
+Messages overlap with computing in both directions: a stage's keys arrive while the previous stage is computed, and its
+results return while the next stage is computed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .schedule import Schedule
 
 
 class Computed(NamedTuple):
-    """What forward makes of a shard.
+    """The results of forward for a shard.
 
     Attributes:
-        out: (B, Hq, tokens, Dv).
-        lse: (B, Hq, tokens).
-        received: The bytes of each hop, where the schedule keeps them for backward.
-        forms: (hops, ranks) int64, the formats of their messages.
+        out: Outputs, (B, Hq, tokens, Dv).
+        lse: Log-sum-exp of the rows, (B, Hq, tokens).
+        received: Received bytes of each hop, if the schedule keeps them for backward; else empty.
+        forms: int64 (hops, ranks), the formats of these messages.
     """
 
     out: Tensor
@@ -41,10 +41,10 @@ class Computed(NamedTuple):
 
 
 def forward(schedule: Schedule, agreement: Agreement, inputs: Operands, backend: str) -> Computed:
-    """Compute a shard's attention, exchange and all."""
+    """Compute a shard's attention, including the exchange with other ranks."""
     q, v = inputs.q, inputs.v
     acc = acc_dtype(q.dtype)
-    # of a shard that one kernel call computes there is nothing to merge
+    # a single kernel call needs no merge, so it can write q's dtype directly
     dtype = q.dtype if schedule.single else acc
     results = Channels(q.shape[0], (v.shape[3], 1), acc)
     traffic = Traffic(schedule, agreement, inputs)
@@ -63,7 +63,7 @@ def forward(schedule: Schedule, agreement: Agreement, inputs: Operands, backend:
                 remote[call.number] = [out, lse[..., None]]
             else:
                 total.add(call.attention, out, lse)
-            # its buffers serve the next one
+            # release its buffers before the next call takes them
             del call
         traffic.send_back(Way(results, partial(_of_branch, remote), merge))
     kept = (traffic.keys_in, traffic.forms_in) if schedule.keeps else ([], [])
@@ -81,7 +81,7 @@ def backward(
     """Compute (dq, dk, dv) of a shard, in the inputs' dtype, from the gradients of out and lse."""
     q, k, v = inputs[:3]
     dout, dlse = grads
-    # a row with an infinite score is NaN, its weights too
+    # forward gives NaN for a row with an infinite score, so its weights must be NaN too
     lse = computed.lse.masked_fill(torch.isposinf(computed.lse), torch.nan)
     batch, dims, acc = q.shape[0], (k.shape[3], v.shape[3]), lse.dtype
     first = next(iter(schedule.stages[0].own.values()), None)
@@ -121,14 +121,17 @@ def backward(
 
 
 class _Output:
-    """The running (out, lse) of a shard; a kernel's result that is all of it, if it comes first, becomes it."""
+    """The running (out, lse) of a shard.
+
+    If the first kernel result covers all heads and tokens of the shard, it becomes the running result without a copy.
+    """
 
     def __init__(self, inputs: Operands, dtype: torch.dtype, held: int):
         self._inputs, self._dtype, self._held = inputs, dtype, held
         self._running: tuple[Tensor, Tensor] | None = None
 
     def add(self, attention: LocalAttention, out: Tensor, lse: Tensor) -> None:
-        """Merge a kernel's result."""
+        """Merge the result of a kernel call of this rank's queries."""
         all_heads = lse.shape[1] == self._inputs.q.shape[1]
         if self._running is None and all_heads and attention.queries.span == (0, self._held, 1):
             self._running = out, lse
@@ -136,18 +139,18 @@ class _Output:
             self.merge(attention.heads, attention.queries, out, lse)
 
     def merge(self, heads: Heads, queries: Tokens, out: Tensor, lse: Tensor) -> None:
-        """Merge the result of some queries."""
+        """Merge the result of some heads and queries."""
         all_out, all_lse = (x[:, heads.queries] for x in self._whole())
         column = all_lse[..., None]
         some_out, some_lse = queries.of(all_out), queries.of(column)[..., 0]
         merge_into(some_out, some_lse, out, lse)
         if queries.span is None:
-            # copies were merged
+            # queries without an even spacing were copied, so write the merged copies back
             queries.put(all_out, some_out)
             queries.put(column, some_lse[..., None])
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Give (out, lse), out in a type."""
+        """Return (out, lse), with out converted to ``dtype``."""
         out, lse = self._whole()
         tokens = self._inputs.q.shape[2]
         return _padded(out.to(dtype), tokens), _padded(lse, tokens, -torch.inf)
@@ -161,7 +164,10 @@ class _Output:
 
 
 class _Sum:
-    """A sum of gradients of a shard; what a kernel adds first, if it is all of it, becomes it."""
+    """The running sum of gradients of a shard.
+
+    If the first addend covers all heads and tokens of the shard, it becomes the sum without a copy.
+    """
 
     def __init__(self, like: Tensor, dtype: torch.dtype, held: int):
         self._like, self._dtype, self._held = like, dtype, held
@@ -169,7 +175,7 @@ class _Sum:
 
     @property
     def whole(self) -> Tensor:
-        """Give what more is added to."""
+        """The sum over the whole shard, created as zeros if it is empty."""
         if self._total is None:
             self._total = torch.zeros(self._like.shape, dtype=self._dtype, device=self._like.device)
         return self._total
@@ -180,13 +186,13 @@ class _Sum:
             attention.queries.add(self.whole[:, attention.heads.queries], grad)
 
     def add_keys(self, attention: LocalAttention, grad: Tensor) -> None:
-        """Add, of the gradients of a kernel's keys, those that are the shard's."""
+        """Add the gradients of the kernel's keys that belong to the shard."""
         rows = grad if attention.own_at is None else attention.own_at.of(grad)
         if not self._begins(attention.own, rows):
             attention.heads.update(self.whole, attention.own.add, rows)
 
     def result(self) -> Tensor:
-        """Give it in the type and length of the shard: padding has no gradient."""
+        """Return the sum in the shard's dtype and length; the gradient of padding is zero."""
         total = self.whole.to(self._like.dtype)
         return _padded(total, self._like.shape[2]).contiguous()
 
@@ -199,7 +205,7 @@ class _Sum:
 
 
 def _padded(x: Tensor, tokens: int, fill: float = 0.0) -> Tensor:
-    """Fill (B, H, held, ...) up to the tokens of a shard."""
+    """Pad (B, H, held, ...) to ``tokens`` tokens with ``fill``."""
     if x.shape[2] == tokens:
         return x
     whole = x.new_full((*x.shape[:2], tokens, *x.shape[3:]), fill)
@@ -214,6 +220,6 @@ def _of_branch(results: Mapping[int, list[Tensor]], _peer: int, section: Section
 def _grads_of_keys(
     grads: Mapping[int, list[Tensor]], channels: Channels, like: Tensor, _peer: int, section: Section
 ) -> list[Tensor]:
-    """Take a section's rows out of the gradients of a branch's keys; where nothing was computed they are zero."""
+    """Take a section's rows from the gradients of a branch's keys; zeros if the branch was not computed."""
     both = grads.get(section.branch) or (None, None)
     return [section.gradients(x, like, channels.batch, dim) for x, dim in zip(both, channels.dims, strict=True)]

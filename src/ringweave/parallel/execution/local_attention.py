@@ -1,4 +1,4 @@
-"""One kernel call of a rank: some of its queries of a branch, against the keys that it holds or has received."""
+"""One kernel call of a rank: attention of some queries of a branch over keys that the rank holds or has received."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ..planning.placement import Int64
 
 @dataclass(frozen=True, eq=False)
 class SubBranch:
-    """Which tokens of the sequence a kernel's queries and keys are.
+    """The positions of a kernel's queries and keys in the whole sequence.
 
     Attributes:
-        view: The branch that is cut, over the whole sequence.
-        tile: Tokens of a side of its tiles.
-        rows: Its query tiles that are the kernel's.
-        columns: Its key tiles.
+        view: The branch over the whole sequence, from which the kernel's branch is cut.
+        tile: Side of its tiles in tokens.
+        rows: Query tiles of the kernel.
+        columns: Key tiles of the kernel.
     """
 
     view: Branch
@@ -36,7 +36,7 @@ class SubBranch:
     columns: Int64
 
     def of(self, scoring: TermOperands | None) -> TermOperands | None:
-        """Say to terms and dropout of a whole sequence where the kernel's heads, queries and keys stand in it."""
+        """Return the terms and dropout with the heads and positions of the kernel's queries and keys."""
         if scoring is None:
             return None
         view, device = self.view, scoring.heads.device
@@ -51,18 +51,18 @@ class SubBranch:
 
 @dataclass(frozen=True, eq=False)
 class LocalAttention:
-    """Queries and keys of one kernel call, as places in shards and buffers.
+    """The queries and keys of one kernel call, as places in shards and buffers.
 
     Attributes:
-        heads: Its heads.
-        queries: Its queries in the shard; remote ones in what came of them.
-        among: Where they lie among the kernel's queries; None: they are these, one after the other.
-        branch: What the kernel computes.
-        cut: Where that stands in the sequence.
-        own: The shard's keys that it computes with.
-        own_at: Their places in the kernel's keys; None: they are these, and are read where they lie.
-        tile_at: (key tiles of the whole,) where each lies among the kernel's keys, -1 for none.
-        holes: Whether the kernel's keys have places that nobody fills, under a mask.
+        heads: Heads of the call.
+        queries: Places of the queries in the shard or, for remote queries, in the received tensor.
+        among: Places of these queries among the kernel's queries; None if they are all of them, in order.
+        branch: The branch that the kernel computes.
+        cut: Positions of that branch's tokens in the whole sequence.
+        own: Places of the used keys in the shard.
+        own_at: Places of these keys among the kernel's keys; None if they are all of them, read without a copy.
+        tile_at: (key tiles of the whole sequence,) index of each tile among the kernel's key tiles, or -1.
+        holes: Whether some places of the kernel's keys stay empty; the plan masks them.
     """
 
     heads: Heads
@@ -85,17 +85,18 @@ class LocalAttention:
         available: Bools | None = None,
         edges: list[Bools] | None = None,
     ) -> LocalAttention | None:
-        """Compute a rank's queries against the key runs that are ``available``: all that they need by default.
+        """Build the attention of a rank's queries over the ``available`` key runs.
 
         Args:
-            demand: The branch, under a placement.
+            demand: The demand of a branch under a placement.
             rank: The rank.
-            ratio: Query heads of a key head.
-            needs: The key tiles that each rank computes with, instead of the demand's.
-            available: (runs,) which keys there are; where none is the rank's own, all are a received message's.
-            edges: Per row set which entries of the plan are computed; None: all.
+            ratio: Query heads per key head.
+            needs: Key tiles that each rank computes with; None for those of ``demand``.
+            available: (runs,) mask of the available key runs; None for all. A mask without runs of the rank's shard
+                means that all keys come from received messages.
+            edges: Mask of the plan's entries to compute, per row set; None for all.
         Returns:
-            None where the rank has nothing to compute.
+            The attention, or None if the rank has nothing to compute.
         """
         here = demand.owner == rank
         run_tile = _run_tile(demand)
@@ -116,9 +117,9 @@ class LocalAttention:
 
     @staticmethod
     def of_remote(demand: Demand, rank: int, ratio: int, edges: list[Bools] | None) -> LocalAttention | None:
-        """Compute another rank's query tiles against this rank's keys: the entries of ``edges``, of whole tiles.
+        """Build the attention of another rank's query tiles over this rank's keys, for the entries in ``edges``.
 
-        The queries come one tile after the other, in their order.
+        The received queries are whole tiles in ascending order.
         """
         if edges is None or not any(each.any() for each in edges):
             return None
@@ -128,20 +129,20 @@ class LocalAttention:
         return LocalAttention(Heads(demand.branch, ratio, remote=True), Tokens.at(np.arange(keys[0].nq)), None, *keys)
 
     def buffers(self, inputs: Operands, space: Workspace) -> Operands:
-        """Put the shard's own keys and values among the kernel's: (B, distinct key heads, keys, C) each.
+        """Return the inputs with buffers of the kernel's keys and values, (B, distinct key heads, keys, C) each.
 
-        The others are still to be put.
+        The buffers contain the shard's keys and values; the caller writes the received ones.
         """
         return inputs._replace(k=self._buffer(inputs.k, space), v=self._buffer(inputs.v, space))
 
     def forward(self, inputs: Operands, dtype: torch.dtype, backend: str) -> tuple[Tensor, Tensor]:
-        """Compute (out, lse) of its queries; q as ``queries`` knows it, k and v full buffers."""
+        """Compute (out, lse) of the queries; q is indexed by ``queries``, and k and v are complete buffers."""
         inputs = self._taken(inputs)
         out, lse = self.chosen(inputs, backend).forward(inputs, self.branch, dtype)
         return self._given(out), self._given(lse[..., None])[..., 0]
 
     def backward(self, inputs: Operands, upstream: Upstream, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute dq of its queries, and dk and dv of the buffers, in lse's dtype."""
+        """Compute dq of the queries, and dk and dv of the buffers, in lse's dtype."""
         inputs = self._taken(inputs)
         chosen = self.chosen(inputs, backend, needs_grad=True)
         assert chosen.backward is not None
@@ -151,7 +152,7 @@ class LocalAttention:
         return self._given(dq), self.heads.from_kernel(dk), self.heads.from_kernel(dv)
 
     def chosen(self, inputs: Operands, backend: str, needs_grad: bool = False) -> Backend:
-        """Choose who computes it."""
+        """Choose the backend."""
         return choose(backend, inputs.call(needs_grad), self.branch)
 
     def _buffer(self, x: Tensor, space: Workspace) -> Tensor:
@@ -165,12 +166,12 @@ class LocalAttention:
         return whole
 
     def _taken(self, inputs: Operands) -> Operands:
-        """Take (queries, buffers) as the kernel does."""
+        """Convert queries and buffers to the kernel's inputs."""
         k, v = self.heads.for_kernel(inputs.k), self.heads.for_kernel(inputs.v)
         return inputs._replace(q=self._take(inputs.q), k=k, v=v, terms=self.cut.of(inputs.terms))
 
     def _take(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """Take the kernel's queries of (B, Hq, tokens, C); places that are none of these hold ``fill``."""
+        """Return the kernel's queries from x, (B, Hq, tokens, C); places of other ranks' queries hold ``fill``."""
         mine = self.queries.of(x[:, self.heads.queries])
         if self.among is None:
             return mine
@@ -179,17 +180,17 @@ class LocalAttention:
         return whole
 
     def _given(self, x: Tensor) -> Tensor:
-        """Give back these queries of the kernel's."""
+        """Return the rows of this call's queries from a kernel result."""
         return x if self.among is None else self.among.of(x)
 
 
 def _keys(
     demand: Demand, own: Bools, rows: Int64, columns: Int64, available: Bools | None, edges: list[Bools] | None
 ) -> tuple[Branch, SubBranch, Tokens, Tokens | None, Int64, bool]:
-    """Cut a kernel's branch out, and say where its keys are: the fields from ``branch`` on."""
+    """Cut out a kernel's branch and locate its keys: the fields of :class:`LocalAttention` from ``branch`` on."""
     tiles = np.unique(_run_tile(demand)[own])
     shard = Tokens.at(demand.shard_places(own))
-    # the shard's own tiles, evenly spaced there, where they are all that is needed: the kernel reads them there
+    # If all needed tiles are whole in the shard and its tokens evenly spaced, the kernel reads them without a copy.
     if shard.span is not None and np.isin(columns, tiles).all() and _hold_whole(demand, own, tiles):
         tile_at = _places_of(tiles, demand.plan.kv_tiles)
         return *_cut(demand, rows, tiles, None, edges), shard, None, tile_at, False
@@ -212,7 +213,7 @@ def _places_of(chosen: Int64, count: int) -> Int64:
 
 
 def _attending(demand: Demand, rows: Int64, columns: Int64, edges: list[Bools] | None) -> Int64:
-    """Choose, of some query tiles, those that attend one of some key tiles."""
+    """Return the query tiles of ``rows`` that attend any key tile of ``columns``."""
     used = np.zeros(demand.plan.q_tiles, bool)
     there = np.zeros(demand.plan.kv_tiles, bool)
     there[columns] = True
@@ -223,7 +224,7 @@ def _attending(demand: Demand, rows: Int64, columns: Int64, edges: list[Bools] |
 
 
 def _hold_whole(demand: Demand, runs: Bools, tiles: Int64) -> bool:
-    """Tell whether all runs of some tiles are among some runs."""
+    """Return whether ``runs`` contains all runs of the tiles."""
     ends = np.minimum((tiles + 1) * demand.runs_per_tile, len(runs))
     before = np.concatenate([[0], np.cumsum(runs)])
     first = tiles * demand.runs_per_tile
@@ -231,7 +232,7 @@ def _hold_whole(demand: Demand, runs: Bools, tiles: Int64) -> bool:
 
 
 def _present(demand: Demand, available: Bools, columns: Int64) -> Bools:
-    """Mark which tokens of the key tiles are available, (columns, tile); those past the end count as there."""
+    """Mark the available tokens of the key tiles, (columns, tile); tokens past the end count as available."""
     tokens = np.ones(demand.plan.kv_tiles * demand.tile, bool)
     tokens[: len(available) * demand.run] = np.repeat(available, demand.run)
     tokens[demand.branch.nk :] = True
@@ -252,12 +253,12 @@ def _cut(
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Some places of an axis of tokens, ascending.
+    """Ascending places on an axis of tokens.
 
     Attributes:
-        count: How many.
-        span: (start, stop, step), where they are evenly spaced.
-        index: (count,) int64, where they are not.
+        count: Number of places.
+        span: (start, stop, step) if they are evenly spaced, else None.
+        index: int64 (count,) if they are not evenly spaced, else None.
     """
 
     count: int
@@ -266,7 +267,7 @@ class Tokens:
 
     @staticmethod
     def at(places: Int64) -> Tokens:
-        """Make them of an array of places."""
+        """Create the object from an array of places."""
         if len(places) == 0:
             return Tokens(0, (0, 0, 1), None)
         step = int(places[1] - places[0]) if len(places) > 1 else 1
@@ -277,18 +278,18 @@ class Tokens:
 
     @property
     def adjacent(self) -> bool:
-        """Tell whether they lie side by side."""
+        """Whether the places are consecutive."""
         return self.span is not None and self.span[2] == 1
 
     def of(self, x: Tensor) -> Tensor:
-        """Take these tokens of (..., tokens, channels): a view of an even spacing, else a copy."""
+        """Return these tokens of x, (..., tokens, channels), as a view if they are evenly spaced, else as a copy."""
         if self.span is not None:
             return x[..., slice(*self.span), :]
         assert self.index is not None
         return x.index_select(-2, self.index.to(x.device))
 
     def put(self, x: Tensor, values: Tensor) -> None:
-        """Write them."""
+        """Write values to these places of x."""
         if self.span is not None:
             x[..., slice(*self.span), :] = values
         else:
@@ -296,7 +297,7 @@ class Tokens:
             x.index_copy_(x.ndim - 2, self.index.to(x.device), values.to(x.dtype))
 
     def add(self, x: Tensor, values: Tensor) -> None:
-        """Add to them; every place is there once, so the order of additions is that of the calls."""
+        """Add values to these places of x; places are distinct, so the order of additions is the order of calls."""
         if self.span is not None:
             x[..., slice(*self.span), :] += values
         else:

@@ -1,4 +1,4 @@
-"""The messages of a pass over a schedule's stages: sections of tensors as bytes, on their way there and back."""
+"""The messages of a pass over a schedule's stages: sections of tensors as bytes, in both directions."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .exchange import SHARD, Hop, Message, Section
 from .local_attention import LocalAttention
 from .schedule import Schedule, Stage
 
-#: A section's tensors at its sender, by peer and section.
+#: Function of (peer, section) that returns the section's tensors at its sender.
 Source = Callable[[int, Section], Sequence[Tensor]]
-# tensors that the first hop brought, to be relayed, or their gradients: by peer, branch and kind of key heads
+# tensors that the first hop brought for relaying, or their gradients, by peer, branch and kind of key heads
 _Relayed = dict[tuple[int, int, int], list[Tensor]]
-# bytes of a head's keys from which on a message need not be packed
+# smallest size in bytes of one head's keys for which a message may be sent without packing
 _LARGE = 2**16
 
 
 @dataclass(frozen=True)
 class Channels:
-    """What travels per token and head: keys and values side by side, or their gradients.
+    """The layout of a message per token and head, such as keys and values, or their gradients.
 
     Attributes:
-        batch: Batch elements.
-        dims: Channels of each tensor.
-        dtype: Of the tensors here; on the wire it may be another.
+        batch: Number of batch elements.
+        dims: Number of channels of each tensor.
+        dtype: Dtype of the tensors on this rank; their format in the message may differ.
     """
 
     batch: int
@@ -44,15 +44,15 @@ class Channels:
 
     @staticmethod
     def of(*tensors: Tensor) -> Channels:
-        """Read them off tensors (B, ..., C) of one type."""
+        """Return the layout of tensors (B, ..., C) of one dtype."""
         return Channels(len(tensors[0]), tuple(x.shape[-1] for x in tensors), tensors[0].dtype)
 
     def nbytes(self, message: Message, form: int = wire.NATIVE) -> int:
-        """Count the bytes of a message in a format."""
+        """Return the size of a message in bytes in a format."""
         return sum(wire.nbytes(form, section.rows, dim, self.dtype) for section in message for dim in self.dims)
 
     def places(self, message: Message, form: int) -> Iterator[tuple[Section, list[slice]]]:
-        """Lay sections out in a message's bytes: a stretch for each of their tensors."""
+        """Yield each section of a message with the slices of the message's bytes that hold its tensors."""
         at = 0
         for section in message:
             sizes = (wire.nbytes(form, section.rows, dim, self.dtype) for dim in self.dims)
@@ -62,12 +62,12 @@ class Channels:
 
 
 class Way(NamedTuple):
-    """What goes one way between two stages: what it is here, and what becomes of it there.
+    """One kind of returning result: its layout, its source on the sender, and its use on the receiver.
 
     Attributes:
-        channels: What travels of each section.
-        source: Gives what goes.
-        apply: Takes what comes.
+        channels: Layout of each section.
+        source: Returns the tensors to send.
+        apply: Accumulates received tensors.
     """
 
     channels: Channels
@@ -77,15 +77,15 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Payload:
-    """What an exchange carries along a hop.
+    """The content of the messages of a hop.
 
     Attributes:
         hop: The messages, by peer.
-        channels: What travels of each section.
-        source: Gives what is sent.
-        forms: Formats of the messages sent, by peer; none: native.
-        forms_in: Formats of those received.
-        packed: Whether all are packed; else large ones travel from where they lie.
+        channels: Layout of each section.
+        source: Returns the tensors to send.
+        forms: Formats of the sent messages, by peer; empty for native.
+        forms_in: Formats of the received messages, by peer; empty for native.
+        packed: Whether all messages are packed. Otherwise large messages are sent directly from the tensors.
     """
 
     hop: Hop
@@ -97,13 +97,13 @@ class Payload:
 
     @property
     def nbytes_in(self) -> int:
-        """Count the bytes that come."""
+        """Size in bytes of all received messages."""
         return sum(self.channels.nbytes(*each[1:]) for each in _messages(self.hop.receives, self.forms_in))
 
     def sections(self, data: Tensor, branch: int | None = None) -> Iterator[tuple[int, Section, list[Tensor]]]:
-        """Read what has come: (peer, section, tensors), of one branch or of all.
+        """Decode the received messages and yield (peer, section, tensors), for one branch or for all.
 
-        Tensors are (B, heads, tokens, C), or (members, tokens, C).
+        Tensors are (B, heads, tokens, C), or (members, tokens, C) if the section has members.
         """
         channels = self.channels
         for peer, message, form, part in self._parts(data):
@@ -114,7 +114,7 @@ class Payload:
                     yield peer, section, [wire.read(part[place], shape, form, channels.dtype) for place, shape in pairs]
 
     def receive(self, data: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Say where messages come to lie in a flat uint8 tensor: (peer, bytes)."""
+        """Yield (peer, slice) of a flat uint8 tensor for each message to receive."""
         for peer, message, form, part in self._parts(data):
             if self._is_packed(message, form):
                 yield peer, part
@@ -125,11 +125,11 @@ class Payload:
             yield from ((peer, head) for x, size in zip(tensors, sizes, strict=True) for head in x.split(size))
 
     def send(self, take: Callable[[int], Tensor], count: Callable[[int, int, int], None]) -> list[tuple[int, Tensor]]:
-        """Make the messages that are sent: (peer, tensor).
+        """Return the messages to send as (peer, tensor).
 
         Args:
-            take: Gives a buffer of so many bytes, to pack messages in.
-            count: Is told of each message its format, its bytes, and those of the native format.
+            take: Returns a buffer of a given size in bytes for packed messages.
+            count: Receives for each message its format, its size in bytes, and its size in the native format.
         """
         channels, sends = self.channels, list[tuple[int, Tensor]]()
         messages = _messages(self.hop.sends, self.forms)
@@ -147,7 +147,7 @@ class Payload:
         return sends
 
     def _parts(self, data: Tensor) -> Iterator[tuple[int, Message, int, Tensor]]:
-        """Cut what comes, one peer's after the other's."""
+        """Yield each received message with its slice of ``data``; the messages follow each other in order of peers."""
         at = 0
         for peer, message, form in _messages(self.hop.receives, self.forms_in):
             size = self.channels.nbytes(message, form)
@@ -155,9 +155,10 @@ class Payload:
             at += size
 
     def _is_packed(self, message: Message, form: int) -> bool:
-        """Tell whether a message is packed, and does not travel from where it lies, head by head, in few large pieces.
+        """Return whether a message is packed; otherwise each head is sent directly from its tensor.
 
-        Both sides see it alike. Not to pack saves the sender a copy that would be as large as a stage.
+        Sender and receiver come to the same decision. Sending without packing saves a copy as large as a stage, and is
+        used if the message consists of few large contiguous pieces.
         """
         if self.packed or form != wire.NATIVE or len(message) != 1:
             return True
@@ -167,7 +168,7 @@ class Payload:
 
 
 def _messages(messages: Sequence[Message], forms: Sequence[int]) -> list[tuple[int, Message, int]]:
-    """List (peer, message, format) of those that there are."""
+    """List (peer, message, format) of the messages that are not empty."""
     return [(peer, message, forms[peer] if forms else wire.NATIVE) for peer, message in enumerate(messages) if message]
 
 
@@ -175,11 +176,11 @@ class KernelCall(NamedTuple):
     """One kernel call of a stage.
 
     Attributes:
-        number: Which branch.
-        attention: What is computed.
-        inputs: Queries, and full buffers of keys and values.
-        upstream: What its gradients are made of, in a backward pass.
-        remote: Whether the queries are another rank's.
+        number: Number of the branch.
+        attention: The queries and keys of the call.
+        inputs: Queries, and complete buffers of keys and values.
+        upstream: dout, lse and delta of the queries in a backward pass; else None.
+        remote: Whether the queries belong to another rank.
     """
 
     number: int
@@ -190,14 +191,14 @@ class KernelCall(NamedTuple):
 
 
 class Traffic:
-    """The messages of one pass: keys and remote queries that come, results that go back.
+    """The messages of one pass: arriving keys and remote queries, and returning results.
 
     Args:
         schedule: The stages.
-        agreement: The means.
-        inputs: The shard's.
-        upstream: Of a backward pass, what the shard's gradients are made of.
-        kept: Of a backward pass, what forward has kept: the bytes of each hop, and their formats.
+        agreement: The agreed call, with its transport, wire format and workspace.
+        inputs: The operands of the shard.
+        upstream: In a backward pass, dout, lse and delta of the shard.
+        kept: In a backward pass, the bytes of each hop that forward has saved, and the formats of their messages.
     """
 
     def __init__(
@@ -210,15 +211,15 @@ class Traffic:
     ):
         self._schedule, self._agreement, self._inputs, self._upstream = schedule, agreement, inputs, upstream
         self._channels = Channels.of(inputs.k, inputs.v)
-        # what queries take along that are computed elsewhere
+        # tensors that are sent with queries that another rank computes
         self._along: list[tuple[Tensor, ...]] = [(inputs.q,)]
         if upstream is not None:
             self._along = [(inputs.q, upstream.dout), (upstream.lse[..., None], upstream.delta[..., None])]
-        # of keys, by hop, the formats by peer of what is sent and of what comes
+        # formats of the sent messages of keys, by hop and peer
         self._forms: list[list[int]] = []
-        #: those of what comes
+        #: formats of the received messages of keys, by hop and peer
         self.forms_in: list[list[int]] = []
-        #: the bytes of the present stage's keys, by hop
+        #: received bytes of the current stage's keys, by hop
         self.keys_in: list[Tensor] = []
         self._queries_in: list[tuple[Payload, Tensor]] = []
         self._stage = schedule.stages[0]
@@ -229,7 +230,7 @@ class Traffic:
             self.keys_in, self.forms_in = list(kept[0][: len(self._stage.hops)]), kept[1].tolist()
 
     def stages(self, operation: str) -> Iterator[Stage]:
-        """Agree, and give each stage once its messages are there and those of the next are under way."""
+        """Agree with the other ranks, then yield each stage after its messages arrive and the next stage's start."""
         stages = self._schedule.stages
         self._agree(operation, [stage.hops[0] for stage in stages if stage.hops and not self._kept])
         coming = _started(self._come(stages[0]))
@@ -239,11 +240,15 @@ class Traffic:
                 coming = _started(self._come(following))
             yield stage
         _finish(self._going)
-        # payloads know this object: without this their buffers would wait for the garbage collector
+        # Payloads refer to this object. Without breaking that cycle, the garbage collector would have to free their
+        # buffers.
         self._queries_in = []
 
     def calls(self) -> Iterator[KernelCall]:
-        """Give the present stage's kernel calls; who lets go of one before the next needs room for one at a time."""
+        """Yield the current stage's kernel calls.
+
+        If the caller drops each call before it takes the next, only one call's buffers are in use at a time.
+        """
         stage, inputs, space = self._stage, self._inputs, self._agreement.space
         for number, attention in stage.own.items():
             yield KernelCall(number, attention, self._with_keys(number, attention), self._upstream)
@@ -253,18 +258,18 @@ class Traffic:
             if self._upstream is not None:
                 (_, dout), (lse, delta) = along
                 upstream = Upstream(dout, lse[..., 0], delta[..., 0])
-            # not bound here: its buffers go back before the next call's are taken
+            # not bound to a name here, so that its buffers are returned before the next call takes its own
             yield KernelCall(
                 number, attention, attention.buffers(inputs, space)._replace(q=along[0][0]), upstream, remote=True
             )
 
     def send_back(self, queries: Way, keys: Way | None = None) -> None:
-        """Start a stage's results on their way back; those of the stage before have arrived by then."""
+        """Wait for the previous stage's returning results, then start to return this stage's."""
         _finish(self._going)
         self._going = _started(self._go_back(self._stage, queries, keys))
 
     def _with_keys(self, number: int, attention: LocalAttention) -> Operands:
-        """Give the inputs a branch's keys and values; as a message brought them, if that is the kernel's order."""
+        """Return the inputs with a branch's keys and values, without a copy if one message has them in kernel order."""
         arrived = [
             (section, tensors)
             for level, data in enumerate(self.keys_in)
@@ -280,14 +285,14 @@ class Traffic:
         return inputs
 
     def _come(self, stage: Stage) -> Iterator[None]:
-        """Receive a stage's keys, hop after hop, and its remote queries; yields while messages are under way."""
+        """Receive a stage's keys, hop after hop, and its remote queries; yields while messages travel."""
         keys_in, queries_in = list(self.keys_in) if self._kept else [], list[tuple[Payload, Tensor]]()
         for level in range(0 if self._kept else len(stage.hops)):
             if level:
                 self._relay(stage, keys_in[0])
             keys = self._keys(stage, level)
             if self._schedule.keeps:
-                # as long as in the native format, whatever comes: its size must not depend on data
+                # always the size of the native format, since the size of a saved tensor must not depend on data
                 nbytes = sum(map(self._channels.nbytes, keys.hop.receives))
                 keys_in.append(self._inputs.k.new_empty(nbytes, dtype=torch.uint8))
             else:
@@ -303,10 +308,10 @@ class Traffic:
         self._stage, self.keys_in, self._queries_in = stage, keys_in, queries_in
 
     def _go_back(self, stage: Stage, queries: Way, keys: Way | None) -> Iterator[None]:
-        """Return a stage's results, the last hop's first; yields while messages are under way."""
+        """Return a stage's results, the last hop first; yields while messages travel."""
         what = "gradients" if self._schedule.keeps else "returns"
         if keys is not None and len(stage.hops) > 1:
-            # what this rank relayed: its own gradients first, then those that come back, in the order of ranks
+            # sums for relayed keys: this rank's gradients first, then the returning ones in the order of ranks
             for peer, message, _ in _messages(stage.hops[0].receives, ()):
                 for section in message:
                     tensors = [x.clone() for x in keys.source(peer, section)]
@@ -332,7 +337,7 @@ class Traffic:
                         section.add(total, rows)
 
     def _post(self, what: str, payloads: Sequence[tuple[Payload, Tensor]], stage: Stage, level: int) -> Pending:
-        """Start the messages of some payloads together, each of which comes to lie in its tensor."""
+        """Start the messages of several payloads together; each is received into its tensor."""
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         for payload, data in payloads:
@@ -344,7 +349,10 @@ class Traffic:
         return exchange(sends, receives, what=what, stage=stage.number)
 
     def _agree(self, operation: str, hops: Sequence[Hop]) -> None:
-        """Compare what the ranks do, and in which formats hops bring keys: one message to a peer in all of them."""
+        """Agree with the other ranks on the call and on the formats of the keys' messages.
+
+        Each peer receives at most one message of keys over all ``hops``, so one format per peer is enough.
+        """
         forms = [wire.NATIVE] * self._agreement.transport.size
         for hop in hops:
             for peer, message, _ in _messages(hop.sends, ()):
@@ -359,7 +367,7 @@ class Traffic:
             self.forms_in.append(forms_in)
 
     def _relay(self, stage: Stage, data: Tensor) -> None:
-        """Take what the first hop has brought, for the second, whose messages have formats of their own."""
+        """Decode the first hop's tensors for the second hop, and agree on the formats of the second hop's messages."""
         for peer, section, tensors in self._keys(stage, 0).sections(data):
             self._relayed[peer, section.branch, section.kind] = tensors
         if self._agreement.wire.form == wire.NATIVE:
@@ -374,7 +382,7 @@ class Traffic:
         return Payload(hop, self._channels, self._of_keys, forms, self.forms_in[level], packed)
 
     def _of_keys(self, peer: int, section: Section) -> Sequence[Tensor]:
-        """Give a section's keys and values: of the shard, or of what the first hop has brought."""
+        """Return a section's keys and values, from the shard or from the tensors that the first hop brought."""
         assert section.tokens is not None
         if section.source != SHARD:
             return [section.tokens.of(x) for x in self._of_relayed(section.source, section)]

@@ -1,6 +1,6 @@
-"""Block tables that are found while training: every rank finds its rows, all ranks need the whole.
+"""Block tables that are chosen during training: each rank chooses the rows of its shard, and all ranks get the table.
 
-The rows travel while the present step is computed; ranks that are at different versions do not go on.
+The rows travel while the current step computes. If the ranks' versions differ, all ranks raise.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .agreement import Agreement
 
 
 class PendingTable:
-    """A block table under way; see :meth:`ContextParallel.share_table`.
+    """A block table that is being gathered from all ranks; see :meth:`ContextParallel.share_table`.
 
     Attributes:
-        version: Which one.
+        version: Version number of the table.
     """
 
     def __init__(self, agreement: Agreement, placement: Placement, rows: Tensor, block_size: int, version: int):
@@ -33,7 +33,7 @@ class PendingTable:
         self._data, self._pending = agreement.all_gather(mine, "table")
 
     def result(self) -> BlockTable:
-        """Wait for it.
+        """Wait for the rows of all ranks and return the table.
 
         Returns:
             The whole table, the same on every rank.
@@ -56,16 +56,16 @@ class PendingTable:
 
 
 def block_numbers(placement: Placement, rank: int, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Number the global blocks that a rank's shard is made of, in its order.
+    """Return the global numbers of the blocks in a rank's shard, in the order of the shard.
 
     Raises:
-        ShapeError: Blocks that the placement cuts.
+        ShapeError: The placement cuts through blocks.
     """
     positions = placement.positions(rank)
     if placement.views > 1 or placement.block % block_size:
         got = f"{block_size} with a {placement.name} placement of {placement.block} tokens"
         wanted = "a divisor of the placement's block, in token order"
-        raise ShapeError(message("block_size", got, wanted, "Ask for placement='contiguous'."))
+        raise ShapeError(message("block_size", got, wanted, "Use placement='contiguous'."))
     return positions[::block_size] // block_size
 
 
@@ -75,7 +75,7 @@ def rows_of(rows: Tensor, placement: Placement, rank: int, block_size: int) -> T
     keys = -(-placement.tokens // block_size)
     wanted = f"bool (..., {blocks}, {keys})"
     if not isinstance(rows, Tensor):
-        raise ShapeError(message("rows", type(rows).__name__, wanted, "A row per local block."))
+        raise ShapeError(message("rows", type(rows).__name__, wanted, "Pass one row per local block."))
     if rows.dtype != torch.bool or rows.ndim not in (2, 3, 4) or tuple(rows.shape[-2:]) != (blocks, keys):
-        raise ShapeError(message("rows", f"{rows.dtype} {tuple(rows.shape)}", wanted, "A row per local block."))
+        raise ShapeError(message("rows", f"{rows.dtype} {tuple(rows.shape)}", wanted, "Pass one row per local block."))
     return rows

@@ -1,11 +1,14 @@
-"""What one rank does for a pattern, stage by stage, as data.
+"""Schedules: the work of one rank for a pattern, stage by stage, as data.
 
-*Gather* has one stage: receive all that is needed, then compute once, in the order of the whole's key tiles. So the
-forward result has the bits of one device. Memory: the shard's keys and values, and those received, which are kept for
-backward. *Ring* has a stage per rank: stage s computes with what rank - s holds, while the messages of stage s + 1 are
-under way. Memory: the shard, and the messages of two stages; backward receives keys and values anew. Where moving a
-query and its result is cheaper than moving keys and values (see movement), the holder of the keys computes for the
-query's rank, and returns (out, lse), or dq. Partial results are merged in the order of stages, in float32.
+*Allgather* has one stage: receive all needed tiles, then compute once, in the order of the key tiles of the whole
+sequence. The forward result is therefore bitwise equal to one device's. Memory: the keys and values of the shard and
+all received ones, which are kept for backward.
+
+*Ring* has one stage per rank: stage s computes with the keys that rank - s holds, while the messages of stage s + 1
+travel. Memory: the shard and the messages of two stages; backward receives keys and values again. If moving a query and
+its result is cheaper than moving keys and values (see :mod:`~ringweave.parallel.planning.movement`), the rank that
+holds the keys computes for the query's rank and returns (out, lse), or dq in backward. Partial results are merged in
+float32, in the order of the stages.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ class Stage:
     """One stage of one rank.
 
     Attributes:
-        number: Which; 0 has the rank's own keys.
-        own: By branch this rank's queries against the stage's keys.
-        hops: What brings those keys and values, one exchange after the other; their gradients go the same way back.
-        remote: By branch other ranks' queries against this rank's keys.
-        queries: What brings those queries, beside the first hop; their results go the same way back.
+        number: Number of the stage. Stage 0 uses the keys of this rank's shard.
+        own: Attention of this rank's queries over the stage's keys, by branch.
+        hops: Successive exchanges that bring those keys and values; their gradients return along the same path.
+        remote: Attention of other ranks' queries over this rank's keys, by branch.
+        queries: Exchange that brings those queries together with the first hop; their results return along it.
     """
 
     number: int
@@ -46,12 +49,12 @@ class Schedule:
     """The stages of one rank.
 
     Attributes:
-        stages: In order.
-        heads: By branch which heads it is.
-        said: What the ranks compare: the pattern's contents, and the schedule.
-        held: Tokens of the shard that are no padding.
-        keeps: Whether what forward received is kept for backward, which else receives it anew.
-        single: Whether one kernel call computes all queries of the shard, so that nothing is merged.
+        stages: The stages, in order.
+        heads: Heads of each branch.
+        said: Header values that the ranks compare: the pattern's contents and the schedule.
+        held: Number of tokens of the shard without padding.
+        keeps: Whether backward reuses the messages that forward received; otherwise it receives them again.
+        single: Whether one kernel call computes all queries of the shard, so that no results are merged.
     """
 
     stages: tuple[Stage, ...]
@@ -70,7 +73,7 @@ def allgather(
     said: Mapping[str, Value],
     per_node: int | None = None,
 ) -> Schedule:
-    """Make the schedule of one stage; ``per_node`` ranks make a node where there are two levels."""
+    """Build the allgather schedule; ``per_node`` is the node size on a mesh of two dimensions."""
     ratio, held = heads[0] // heads[1], placement.held(rank)
     own = [LocalAttention.of(demand, rank, ratio) for demand in demands]
     hops: tuple[Hop, ...] = (direct_hop(demands, own, rank, placement.ranks),)
@@ -90,7 +93,7 @@ def ring(
     heads: tuple[int, int],
     said: Mapping[str, Value],
 ) -> Schedule:
-    """Make the schedule of a stage per rank, with what moves per branch and kind of key heads."""
+    """Build the ring schedule; ``moves`` lists for each branch the moved tiles of each kind of key heads."""
     ranks, ratio = placement.ranks, heads[0] // heads[1]
     needs = [tuple(move.keys for move in branch) for branch in moves]
     edges = [_own_edges(demand, branch) for demand, branch in zip(demands, moves, strict=True)]
@@ -131,7 +134,7 @@ def _only(message: Message, peer: int, ranks: int) -> tuple[Message, ...]:
 
 
 def _own_edges(demand: Demand, moves: tuple[Moves, ...]) -> list[Bools] | None:
-    """Mark, per row set, the entries that are computed where their query is; None: all."""
+    """Mark the plan's entries, per row set, that are computed on the rank of their query; None for all."""
     if len(moves) != 1 or not moves[0].queries.any():
         return None
     owner = demand.owner
@@ -139,7 +142,7 @@ def _own_edges(demand: Demand, moves: tuple[Moves, ...]) -> list[Bools] | None:
 
 
 def _remote_edges(demand: Demand, moves: tuple[Moves, ...], source: int, rank: int) -> list[Bools] | None:
-    """Mark, per row set, the entries that a rank computes for the queries of their source; None: none."""
+    """Mark the plan's entries, per row set, that ``rank`` computes for the queries of ``source``; None for no entry."""
     if len(moves) != 1 or not moves[0].queries[rank].any():
         return None
     owner, taken = demand.owner, moves[0].queries[rank]

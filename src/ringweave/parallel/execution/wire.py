@@ -1,7 +1,7 @@
-"""How numbers travel: as they are, as bfloat16, or as 8-bit integers with a scale per token.
+"""Number formats of messages: native, bfloat16, or 8-bit integers with one scale per token.
 
-A format is chosen per message. Under a tolerance, some rows are encoded and decoded before sending; where that errs by
-more, the message goes as it is.
+Each message has a format. With a tolerance, a sample of rows is encoded and decoded before sending; if the error
+exceeds the tolerance, the message is sent in the native format.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _SAMPLED = 64
 
 
 def code(wire: str) -> int:
-    """Give the number of a format.
+    """Return the number of a format.
 
     Raises:
-        UnsupportedError: An unknown name.
+        UnsupportedError: The name is unknown.
     """
     return FORMATS.index(one_of("wire", wire, FORMATS))
 
 
 def nbytes(form: int, rows: int, channels: int, dtype: torch.dtype) -> int:
-    """Count the bytes of rows of channels in a format."""
+    """Return the size in bytes of ``rows`` rows of ``channels`` channels in a format."""
     if form == INT8:
         return rows * (channels + _SCALE_BYTES)
     return rows * channels * (2 if form == BF16 else dtype.itemsize)
@@ -47,14 +47,14 @@ def write(out: Tensor, x: Tensor, form: int) -> None:
         return
     dtype = torch.bfloat16 if form == BF16 else x.dtype
     if out.storage_offset() % dtype.itemsize:
-        # behind a message of an odd number of bytes
+        # a message with an odd number of bytes precedes, so a view as dtype would be misaligned
         out.copy_(x.to(dtype).contiguous().view(-1).view(torch.uint8))
     else:
         out.view(dtype).view(x.shape).copy_(x)
 
 
 def read(data: Tensor, shape: tuple[int, ...], form: int, dtype: torch.dtype) -> Tensor:
-    """Decode a flat uint8 tensor; a view of it in the native format, where it is aligned."""
+    """Decode a flat uint8 tensor; the result is a view of ``data`` if the format is native and the data is aligned."""
     if form == INT8:
         rows = data.numel() // (shape[-1] + _SCALE_BYTES)
         body = data[: rows * shape[-1]].view(torch.int8).view(shape)
@@ -67,7 +67,7 @@ def read(data: Tensor, shape: tuple[int, ...], form: int, dtype: torch.dtype) ->
 
 
 def error(x: Tensor, form: int) -> float:
-    """Measure a format's relative error (Euclidean norm) on some rows of (..., tokens, channels), evenly chosen."""
+    """Measure a format's relative error (Euclidean norm) on evenly spaced rows of x, (..., tokens, channels)."""
     rows = x[..., :: max(1, x.shape[-2] // _SAMPLED), :].float()
     if form == INT8:
         scale = _scale(rows)
@@ -84,14 +84,14 @@ def _scale(x: Tensor) -> Tensor:
 
 @dataclass
 class WireStatistics:
-    """What encoding did since the context was made.
+    """Counters of sent messages since the context was created.
 
     Attributes:
-        messages: Sent messages by format's name.
-        native_bytes: What all of them would have taken as they are.
-        sent_bytes: What they took.
-        worst_error: The largest measured relative error of one that was sent encoded.
-        refused: Messages that went as they are because encoding erred beyond the tolerance.
+        messages: Number of sent messages by name of their format.
+        native_bytes: Size of all sent messages if they were in the native format.
+        sent_bytes: Actual size of all sent messages.
+        worst_error: Largest measured relative error of an encoded message.
+        refused: Number of messages sent in the native format because their error exceeded the tolerance.
     """
 
     messages: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FORMATS, 0))
@@ -101,25 +101,25 @@ class WireStatistics:
     refused: int = 0
 
     def count(self, form: int, sent: int, native: int) -> None:
-        """Count a message that is sent: its bytes, and what they would be in the native format."""
+        """Count a sent message with its size in bytes, actual and in the native format."""
         self.messages[FORMATS[form]] += 1
         self.sent_bytes += sent
         self.native_bytes += native
 
     @property
     def ratio(self) -> float:
-        """Divide bytes sent by bytes as they are; 1 where nothing was sent."""
+        """Bytes sent over bytes in the native format; 1 if no message was sent."""
         return self.sent_bytes / self.native_bytes if self.native_bytes else 1.0
 
 
 @dataclass
 class Wire:
-    """How messages of keys and values are asked to travel, and how they did.
+    """The requested format of messages of keys and values, and counters of the sent ones.
 
     Attributes:
-        form: The format that is asked for.
-        tolerance: Largest relative error of an encoded message; None: encoded whatever the error.
-        statistics: What encoding did.
+        form: The requested format.
+        tolerance: Largest relative error of an encoded message; None to encode regardless of the error.
+        statistics: Counters of sent messages.
     """
 
     form: int = NATIVE
@@ -127,11 +127,11 @@ class Wire:
     statistics: WireStatistics = field(default_factory=WireStatistics)
 
     def choose(self, tensors: Iterable[Tensor]) -> int:
-        """Choose a message's format: what is asked for, where it errs within the tolerance on each of its tensors."""
+        """Choose a message's format: the requested one if the error of each of its tensors is within the tolerance."""
         if self.form == NATIVE:
             return NATIVE
         errors = [error(x, self.form) for x in tensors]
-        # written so that NaN, in any of them, goes as it is
+        # `not all(<=)` and not `any(>)`, so that a message with a NaN error is sent in the native format
         if self.tolerance is not None and not all(each <= self.tolerance for each in errors):
             self.statistics.refused += 1
             return NATIVE

@@ -1,1 +1,1 @@
-"""What each rank holds, needs and receives, and what that costs: arrays of tiles and tokens, without tensors."""
+"""Placements, the tiles that each rank needs and receives, and their modelled cost, as arrays without tensors."""

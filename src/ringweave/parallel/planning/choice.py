@@ -1,9 +1,10 @@
-"""The choice of a placement by the modelled time of what it moves and computes.
+"""The choice of a placement by the modelled time of its communication and compute.
 
-Candidates are the plain placements, and chunks of affinity: those that need the same keys come together, work and
-counts equal. Chunks are dealt heaviest first, each to the rank that already needs most of its keys and has room for its
-work; or they lie in order. Then they are swapped where that lowers the heaviest load, those first that add the least to
-receive. Whole numbers and stable orders only, and nothing that is measured: all ranks choose the same.
+Candidates are the plain placements and affinity placements. An affinity placement puts chunks that need the same keys
+on the same rank, with equal numbers of chunks and about equal work. Chunks are dealt heaviest first, each to the rank
+that already needs most of its keys and has room for its work; or they start in sequence order. Then chunks are swapped
+to lower the heaviest load, preferring swaps that add the fewest keys to receive. Affinity placements use only integers
+and stable orders, and no estimate uses a measurement, so all ranks choose the same placement.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from .placement import NAMED, Int64, Placement, block_for, blocks_for, contiguou
 from .workload import Workload
 
 _PIECES = (4, 8, 16, 32, 2)
-# estimates within this much of the least time count as equal: bytes decide
+# Estimates within this factor of the least time count as equal, and the received bytes decide.
 _EQUAL = 1.02
-# time to receive, over time to compute, that is not worth saving
+# A placement is good enough if receiving takes at most this fraction of the time to compute.
 _LITTLE = 0.25
-# about, beside the tables that the key names
+# approximate size of a cached choice, without the tables that its key refers to
 _CHOICE_BYTES = 2**14
 _MACHINE = Machine()
-# a rank takes work up to this many 256ths of the mean while chunks are dealt, and swaps while it has more than those
+# in 256ths of the mean work: the most that a rank gets while chunks are dealt, and the load at which swapping stops
 _ROOM = 262
 _ENOUGH = 259
 _SWAPS = 16
 _MAX_SWAPS = 1024
-# bounds on the time that this takes: nearly dense patterns have nothing to gain
+# These bound the time of planning. Patterns beyond them are nearly dense and gain nothing from affinity.
 _MAX_CHUNKS = 2048
 _MAX_TILES = 2**22
 _MAX_LOOKS = 2**27
 
 
 class Choice(NamedTuple):
-    """A placement, what it costs, and what all that were looked at cost."""
+    """A placement, its estimate, and the estimates of all candidates that were tried."""
 
     placement: Placement
     estimate: Estimate
@@ -55,18 +56,18 @@ class Choice(NamedTuple):
 def place(
     asked: str | Placement, patterns: Sequence[Pattern], tokens: int, heads: tuple[int, int], ranks: int
 ) -> Placement:
-    """Make the placement that is asked for, or choose the one that suits the patterns best.
+    """Return the requested placement, or choose the best one for the patterns if ``asked`` is ``"auto"``.
 
     Raises:
-        ShapeError: One that is made for another length or other ranks.
+        ShapeError: A given Placement has another length or another number of ranks.
     """
     if isinstance(asked, Placement):
         if (asked.tokens, asked.ranks) != (tokens, ranks):
             got, wanted = f"{asked.tokens} tokens on {asked.ranks} ranks", f"{tokens} on {ranks}"
-            raise ShapeError(message("placement", got, wanted, "Make it for this context."))
+            raise ShapeError(message("placement", got, wanted, "Create one for this context."))
         return asked
     calls = [branches(p, tokens, tokens, heads=heads[0], batch=p.extents()[0] or 1) for p in patterns]
-    # a view of a mixture may hold no token
+    # a strided view of a mixture may contain no token, and then has no branches
     workload = Workload([call for call in calls if call], tokens, heads)
     block = block_for(tokens, ranks, min((b.tile[0] for b in workload.branches if b.rate == 1), default=128))
     if asked == "auto" and workload.calls:
@@ -75,10 +76,11 @@ def place(
 
 
 def choose(workload: Workload, ranks: int, block: int, machine: Machine = _MACHINE) -> Choice:
-    """Find the placement with the least modelled time; among times within 2 % the one whose worst rank receives least.
+    """Choose the placement with the least modelled time; among times within 2 %, the one with the fewest bytes.
 
-    Cached by value, and the same on every rank. Blocks are tokens that stay together, as of
-    :func:`~ringweave.parallel.planning.placement.block_for`. Candidates end where one is near a bound that none beats.
+    These are the bytes that the busiest rank receives. The choice is cached by value and the same on every rank.
+    ``block`` is the number of tokens that stay together, from
+    :func:`~ringweave.parallel.planning.placement.block_for`. The search stops early at a candidate near a lower bound.
     """
     patterns = [branch.pattern for branch in workload.branches]
     calls = tuple(tuple(map(_value, call)) for call in workload.calls)
@@ -93,8 +95,8 @@ def choose(workload: Workload, ranks: int, block: int, machine: Machine = _MACHI
 
 
 def _choose(workload: Workload, ranks: int, block: int, machine: Machine) -> Choice:
-    # no placement can beat what the longest row asks for, beyond what a rank can hold of it; and hardly the bytes of
-    # one that keeps neighbours together
+    # Lower bound on received bytes: the keys of the longest row that do not fit into one shard. A placement that keeps
+    # neighbours together is hardly ever beaten in bytes.
     least = 0.0
     for branch in workload.branches:
         heads = len({head // workload.ratio for head in range(*branch.heads)})
@@ -116,7 +118,7 @@ def _choose(workload: Workload, ranks: int, block: int, machine: Machine) -> Cho
 
 
 def _longest(branch: Branch) -> int:
-    """How many tokens the longest row of tiles attends, in token order."""
+    """Return the number of tokens that the longest row of tiles attends; 0 for a dilated branch."""
     if branch.rate > 1:
         return 0
     plan = branch.plan("cpu")
@@ -132,7 +134,7 @@ def _value(branch: Branch) -> Hashable:
 
 
 def portfolio(tokens: int, ranks: int, block: int, rates: Sequence[int]) -> list[Placement]:
-    """List the plain placements, which are always worth a look; first what the rates of dilated branches ask for."""
+    """List the plain placements, which are always tried; residue placements for the dilation rates come first."""
     if ranks == 1:
         return [contiguous(tokens, 1, block)]
     plain = [contiguous(tokens, ranks, block), zigzag(tokens, ranks, block)]
@@ -152,9 +154,9 @@ def _candidates(workload: Workload, ranks: int, block: int) -> Iterator[Placemen
 
 
 def affinity(workload: Workload, ranks: int, block: int, pieces: int, *, deal: bool) -> Placement | None:
-    """Place chunks, ``pieces`` of them on each rank, by what they attend; None where that is not possible, or long.
+    """Place chunks, ``pieces`` per rank, by the keys that they attend; None if that is impossible or takes too long.
 
-    They are dealt, or else lie as stretches of the sequence, before they are swapped.
+    Before swapping, the chunks are dealt to ranks if ``deal``, else each rank has a contiguous part of the sequence.
     """
     blocks = blocks_for(workload.tokens, ranks, block)
     if (blocks // ranks) % pieces or ranks * pieces > _MAX_CHUNKS:
@@ -169,7 +171,7 @@ def affinity(workload: Workload, ranks: int, block: int, pieces: int, *, deal: b
         return None
     owner = _deal(chunks, ranks, pieces) if deal else np.arange(ranks * pieces) // pieces
     _swap(chunks, owner, ranks)
-    # ranks in the order of their first chunk: neighbours in the sequence are neighbours in a ring
+    # Number the ranks in the order of their first chunks: neighbours in the sequence become neighbours in the ring.
     _, first = np.unique(owner, return_index=True)
     name = np.empty(ranks, np.int32)
     name[np.argsort(first)] = np.arange(ranks, dtype=np.int32)
@@ -179,7 +181,10 @@ def affinity(workload: Workload, ranks: int, block: int, pieces: int, *, deal: b
 
 @dataclass(frozen=True, eq=False)
 class _Chunks:
-    """Chunks, their work, and the units of keys that each needs: ``unit[first[c] : first[c + 1]]``, ascending."""
+    """Chunks of the sequence, their work, and the chunks of keys (units) that each needs.
+
+    The units of chunk c are ``unit[first[c] : first[c + 1]]``, ascending.
+    """
 
     work: Int64
     first: Int64
@@ -187,7 +192,7 @@ class _Chunks:
 
     @staticmethod
     def of(calls: Sequence[Branch], length: int, count: int) -> _Chunks:
-        """Gather what chunks of a length need over all branches."""
+        """Collect the needs of ``count`` chunks of ``length`` tokens over all branches."""
         work = np.zeros(count, np.int64)
         needs = [np.arange(count, dtype=np.int64) * (count + 1)]
         for branch in calls:
@@ -200,18 +205,18 @@ class _Chunks:
                 np.add.at(work, rows, use * tiles * branch.tile[0] ** 2)
                 column = plan.col.numpy()[pointer[0] : pointer[-1]].astype(np.int64) // together
                 pair = np.repeat(rows, tiles) * count + column
-                # runs of one pair are long: most of them go before they are sorted
+                # equal pairs come in long runs, and removing the repetitions first makes the sort cheap
                 needs.append(np.unique(pair[np.flatnonzero(np.diff(pair, prepend=-1))]))
         pairs = np.unique(np.concatenate(needs))
         return _Chunks(work, np.searchsorted(pairs, np.arange(count + 1) * count), pairs % count)
 
     def units(self, chunk: int | np.integer[Any]) -> Int64:
-        """The units that a chunk needs."""
+        """Return the units that a chunk needs."""
         return self.unit[self.first[chunk] : self.first[chunk + 1]]
 
     @functools.cached_property
     def chunk(self) -> Int64:
-        """The chunk of each entry of ``unit``."""
+        """Chunk of each entry of ``unit``."""
         return np.repeat(np.arange(len(self.work)), np.diff(self.first))
 
     @functools.cached_property
@@ -220,23 +225,23 @@ class _Chunks:
         return self.chunk[order], np.searchsorted(self.unit[order], np.arange(len(self.work) + 1)).tolist()
 
     def users(self, units: Int64) -> Int64:
-        """The chunks that need one of some units, as often as they do."""
+        """Return the chunks that need the given units, repeated for each needed unit."""
         chunk, first = self._by_unit
         return np.concatenate([chunk[first[u] : first[u + 1]] for u in units.tolist()]) if len(units) else units
 
 
 def _deal(chunks: _Chunks, ranks: int, pieces: int) -> Int64:
-    """(chunks,) ranks, ``pieces`` chunks for each."""
+    """Deal ``pieces`` chunks to each rank and return the rank of each chunk."""
     owner = np.empty(len(chunks.work), np.int64)
     load = np.zeros(ranks, np.int64)
     free = np.full(ranks, pieces)
     wanted = np.zeros((len(chunks.work), ranks), bool)
-    # by chunk and rank, how many of its units that has to receive
+    # number of units of each chunk that each rank would have to receive, (chunks, ranks)
     missing = np.repeat(np.diff(chunks.first)[:, None], ranks, axis=1)
     limit = int(chunks.work.sum()) * _ROOM // (256 * ranks)
     far = 2**40
     for c in np.argsort(-chunks.work, kind="stable").tolist():
-        # least missing, of these the least loaded; where nothing fits the least loaded
+        # Fewest missing units, then least load. If the chunk fits no rank, only the load decides.
         key = np.where(load + chunks.work[c] <= limit, missing[c], far)
         key[free == 0] = 2 * far
         best = np.flatnonzero(key == key.min())
@@ -252,13 +257,13 @@ def _deal(chunks: _Chunks, ranks: int, pieces: int) -> Int64:
 
 
 def _swap(chunks: _Chunks, owner: Int64, ranks: int) -> None:
-    """Exchange chunks of the heaviest rank for lighter ones, those that add the least to receive first."""
+    """Swap chunks of the heaviest rank for lighter ones, in place, preferring swaps that add the fewest units."""
     chunk, work = chunks.chunk, chunks.work
     load = np.bincount(owner, weights=work, minlength=ranks).astype(np.int64)
     limit = int(work.sum()) * _ENOUGH // (256 * ranks)
     uses = np.zeros((len(work), ranks), np.int32)
     np.add.at(uses, (chunks.unit, owner[chunk]), 1)
-    # by chunk and rank, how many of its units that has to receive
+    # number of units of each chunk that each rank would have to receive, (chunks, ranks)
     missing = np.add.reduceat(uses[chunks.unit] == 0, chunks.first[:-1], dtype=np.int64)
     for _ in range(min(_SWAPS * ranks, _MAX_SWAPS)):
         r = int(np.argmax(load))
@@ -271,7 +276,7 @@ def _swap(chunks: _Chunks, owner: Int64, ranks: int) -> None:
         useful = after < load[r]
         if not useful.any():
             return
-        # what both sides would have to receive in addition
+        # units that both ranks would have to receive in addition
         extra = np.where(useful & (after <= limit), missing[:, r] + missing[mine][:, owner], np.inf)
         least = extra if np.isfinite(extra).any() else after
         i, j = divmod(int(np.argmin(least)), len(work))

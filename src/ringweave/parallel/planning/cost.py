@@ -1,8 +1,8 @@
-"""The modelled time of a forward step under a placement: what each rank computes, and what it receives.
+"""The modelled time of a forward step under a placement, from the operations and received bytes of each rank.
 
-Operations are those of the non-empty tiles, two products each: 2 (D + Dv) for each pair of a tile, masked or not.
-Bytes are those of the exchange: keys and values of the tiles that a rank needs and does not hold or, where that is
-cheaper, queries there and outputs back. Nothing else is counted: no launches but one per message, no memory traffic.
+Operations: two matrix products per non-empty tile, 2 (D + Dv) for each pair of the tile, masked or not. Bytes: keys and
+values of the needed tiles that a rank does not hold or, if that is cheaper, queries sent and outputs returned. The
+model counts one launch per message. It ignores other launches and memory traffic.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .workload import Widths, Workload
 
 @dataclass(frozen=True)
 class Machine:
-    """What the model knows of a rank.
+    """The model's parameters of a rank.
 
     Attributes:
-        flops: Operations per second that attention reaches.
+        flops: Operations per second of attention.
         bandwidth: Bytes per second that a rank receives.
-        latency: Seconds before a message's first byte, and for the launch that a stage of a ring costs.
+        latency: Seconds before a message's first byte, and seconds of the launch of a ring stage.
     """
 
     flops: float = 500e12
@@ -41,13 +41,13 @@ class Machine:
 
 @dataclass(eq=False)
 class Load:
-    """What the ranks do for one call.
+    """The work and received bytes of all ranks for one call.
 
     Attributes:
         local: (ranks,) operations on keys that the rank holds.
-        remote: (ranks,) operations that wait for others' keys or queries.
-        received: (ranks,) bytes.
-        senders: (ranks, ranks) whether a row's rank receives of a column's.
+        remote: (ranks,) operations that wait for keys or queries of other ranks.
+        received: (ranks,) received bytes.
+        senders: (ranks, ranks) whether the row's rank receives from the column's rank.
     """
 
     local: Float64
@@ -57,10 +57,13 @@ class Load:
 
     @staticmethod
     def of(demands: Sequence[Demand], widths: Widths, cap: float = 1.05, *, queries: bool = True) -> Load:
-        """Find the load of the branches of one call under one placement.
+        """Return the load of the branches of one call under one placement.
 
-        Queries may move where that saves, unless keys alone do, as in the allgather schedule; ``cap`` is as of
-        :func:`~ringweave.parallel.planning.movement.movement`.
+        Args:
+            demands: Demand of each branch.
+            widths: Channels and bytes of a head.
+            cap: Bound on a rank's work, as in :func:`~ringweave.parallel.planning.movement.movement`.
+            queries: Whether queries may move where that saves bytes; False for the allgather schedule.
         """
         ranks = demands[0].placement.ranks
         load = Load(np.zeros(ranks), np.zeros(ranks), np.zeros(ranks), np.zeros((ranks, ranks), bool))
@@ -85,7 +88,7 @@ class Load:
         self.senders[receiver, sender] = True
 
     def _queries(self, demand: Demand, moves: Sequence[Moves], widths: Widths) -> Float64:
-        """Count the queries that move, and their outputs back; (ranks,) the work that moves with them."""
+        """Add the bytes of moved queries and returned outputs; return the change of each rank's work, (ranks,)."""
         owner, moved = demand.owner, np.zeros(len(self.received))
         for kind, move in zip(demand.kinds, moves, strict=True):
             helper, tile = np.nonzero(move.queries)
@@ -101,18 +104,18 @@ class Load:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one forward step costs under a placement, for one batch element unless branches say otherwise.
+    """The modelled cost of one forward step under a placement, for one batch element unless the pattern has a batch.
 
     Attributes:
-        name: The placement's, or a system's.
-        ranks: How many.
-        bytes_worst: Received by the rank that receives most.
-        bytes_total: Received by all.
-        imbalance: Work of the busiest rank over the mean.
-        messages: Received by the rank that receives most.
-        stages: Distances between ranks over which something moves: stages of a ring.
-        allgather: Seconds where everything received is waited for at once, while local keys are computed.
-        ring: Seconds where each stage is computed while the next one is on its way.
+        name: Name of the placement or system.
+        ranks: Number of ranks.
+        bytes_worst: Bytes received by the rank that receives most.
+        bytes_total: Bytes received by all ranks.
+        imbalance: Work of the busiest rank over the mean work.
+        messages: Messages received by the rank that receives most of them.
+        stages: Number of ring stages with messages: distinct distances between senders and receivers.
+        allgather: Seconds of the allgather schedule, which computes local keys while everything else is received.
+        ring: Seconds of the ring schedule, which computes each stage while it receives the next one.
         ideal: Seconds of the mean work alone.
     """
 
@@ -129,19 +132,20 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """How long the better schedule takes."""
+        """Modelled seconds of the faster schedule."""
         return min(self.allgather, self.ring)
 
     @property
     def efficiency(self) -> float:
-        """How much of the step the mean rank computes."""
+        """Fraction of the step's time that the mean rank spends computing."""
         return self.ideal / self.seconds if self.seconds else 1.0
 
 
 def estimate(name: str, loads: Sequence[Load], machine: Machine) -> Estimate:
-    """Estimate calls one after the other, such as interleaved layers; each waits for its slowest rank.
+    """Estimate successive calls, such as interleaved layers; each call waits for its slowest rank.
 
-    ``allgather``: max(local, received) + remote; ``ring``: max(local + remote, received + the last of its stages).
+    ``allgather`` takes max(local, receive) + remote. ``ring`` takes max(local + remote, receive + the last stage) plus
+    one latency per message.
     """
     allgather = ring = ideal = 0.0
     stages = 0

@@ -1,7 +1,7 @@
-"""What the ranks of a placement need of each other for one branch: whole key tiles, as the plan lists them.
+"""The key tiles that the ranks of a placement need from each other for one branch, as the plan lists them.
 
-A branch is a strided view, so a tile of its plan may lie on several ranks. Views are cut into runs: tokens that a rank
-holds side by side, none longer than a tile, none across a tile's end. Where blocks and tiles agree a run is a tile.
+A branch is a strided view, so one tile of its plan may be spread over several ranks. Views are cut into runs: tokens
+that are adjacent on one rank, at most a tile long, and within one tile. If blocks and tiles agree, a run is a tile.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class HeadKind:
-    """A kind of key heads: those whose query heads attend the same tiles, and which are exchanged alike.
+    """A kind of key heads: heads that need the same tiles and are exchanged together.
 
     Attributes:
-        members: (n, 2) pairs of batch element and key head among the branch's.
-        groups: The plan's row sets that their query heads use.
-        uses: How many query heads of each member use each of them.
+        members: (n, 2) pairs of batch element and key head within the branch.
+        groups: Row sets of the plan that the query heads of each member use.
+        uses: Number of query heads of each member that use each of these row sets.
     """
 
     members: Int64
@@ -36,23 +36,23 @@ class HeadKind:
 
     @property
     def queries(self) -> int:
-        """How many query heads each member has."""
+        """Number of query heads of each member."""
         return sum(self.uses)
 
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """What the ranks of a placement need of each other for one branch.
+    """The demand of one branch: the tiles that the ranks of a placement need, and the ranks that hold them.
 
     Attributes:
         branch: The branch, over the whole sequence.
-        plan: Its plan.
-        placement: Which rank holds which tokens.
-        kinds: Its key heads by what they need.
-        run: Tokens of a run.
-        owner: (runs,) the rank of each run.
-        slot: (runs,) where its first token lies in the rank's shard.
-        stride: Distance of its tokens there.
+        plan: The branch's plan.
+        placement: The assignment of tokens to ranks.
+        kinds: The branch's key heads, grouped by the tiles that they need.
+        run: Number of tokens of a run.
+        owner: (runs,) rank of each run.
+        slot: (runs,) place of each run's first token in its rank's shard.
+        stride: Distance between a run's tokens in the shard.
     """
 
     branch: Branch
@@ -66,7 +66,7 @@ class Demand:
 
     @staticmethod
     def of(branch: Branch, placement: Placement, ratio: int) -> Demand:
-        """Find the demand of a branch whose query heads share each key head by ``ratio``."""
+        """Return the demand of a branch with ``ratio`` query heads per key head."""
         plan = branch.plan("cpu")
         together, stride = placement.runs(branch.rate)
         run = math.gcd(together, plan.kv_tile)
@@ -76,33 +76,33 @@ class Demand:
 
     @property
     def tile(self) -> int:
-        """How many tokens a side of the plan's tiles has."""
+        """Side of the plan's tiles in tokens."""
         return self.plan.kv_tile
 
     @property
     def runs_per_tile(self) -> int:
-        """How many runs a tile is cut into."""
+        """Number of runs per tile."""
         return self.tile // self.run
 
     @cached_property
     def lengths(self) -> Int64:
-        """(runs,) how many tokens each run has: the last one may be short."""
+        """Number of tokens of each run, (runs,); the last run may be shorter."""
         starts = np.arange(len(self.owner), dtype=np.int64) * self.run
         return np.minimum(self.branch.nk - starts, self.run)
 
     def shard_places(self, runs: Bools | Int64) -> Int64:
-        """Find where the tokens of some runs lie in their ranks' shards."""
+        """Return the places of some runs' tokens in their ranks' shards."""
         return run_places(self.slot[runs], self.lengths[runs], self.stride)
 
     def buffer_places(self, runs: Bools | Int64, tile_at: Int64) -> Int64:
-        """Find where they lie in a buffer of tiles, whose places ``tile_at`` gives."""
+        """Return the places of some runs' tokens in a buffer of tiles; ``tile_at`` is each tile's index there."""
         number = np.arange(len(self.owner))[runs]
         first = tile_at[number // self.runs_per_tile] * self.tile + number % self.runs_per_tile * self.run
         return run_places(first, self.lengths[runs], 1)
 
     @cached_property
     def holds(self) -> tuple[Int64, Int64, Int64]:
-        """(tile, rank, tokens) of every rank that holds tokens of a tile, by tile and rank."""
+        """(tile, rank, tokens) for each rank that holds tokens of a tile, sorted by tile and rank."""
         ranks = self.placement.ranks
         tile = np.arange(len(self.owner), dtype=np.int64) // self.runs_per_tile
         if self.runs_per_tile == 1:
@@ -113,7 +113,7 @@ class Demand:
 
     @cached_property
     def entries(self) -> list[tuple[Int64, Int64]]:
-        """(row, column) of the tiles that each row set of the plan lists."""
+        """(row, column) of the listed tiles, for each row set of the plan."""
         listed = []
         pointers, columns = self.plan.row_ptr.numpy(), self.plan.col.numpy()
         for pointer in pointers:
@@ -122,9 +122,9 @@ class Demand:
         return listed
 
     def _parts(self, tiles: Int64) -> tuple[Int64 | slice, Int64]:
-        """Find the entries of ``holds`` of each of some tiles: (index into ``tiles``, index into ``holds``)."""
+        """Find the entries of ``holds`` for some tiles: (index into ``tiles``, index into ``holds``)."""
         if self.runs_per_tile == 1:
-            # each has one, in its order
+            # each tile has one entry, at the tile's index
             return slice(None), tiles
         first = np.searchsorted(self.holds[0], np.arange(self.plan.q_tiles + 1))
         count = np.diff(first)[tiles]
@@ -133,7 +133,7 @@ class Demand:
 
     @cached_property
     def needs(self) -> tuple[Bools, ...]:
-        """Per kind (ranks, key tiles): whether some query of the rank attends some key of the tile."""
+        """Whether some query of a rank attends some key of a tile, (ranks, key tiles) for each kind."""
         by_group: dict[int, Bools] = {}
         for group in {group for kind in self.kinds for group in kind.groups}:
             row, col = self.entries[group]
@@ -143,9 +143,9 @@ class Demand:
         return tuple(np.logical_or.reduce([by_group[group] for group in kind.groups]) for kind in self.kinds)
 
     def receipts(self, keys: tuple[Bools, ...]) -> tuple[Int64, Int64, Int64]:
-        """(receiver, sender, tokens) of all that crosses where each rank gets the tiles that ``keys`` names, per kind.
+        """List (receiver, sender, tokens) of the exchange in which each rank gets the tiles in ``keys`` of each kind.
 
-        Tokens count for each key head and batch element; a pair of ranks may be named many times.
+        Tokens are counted for each key head and batch element. A pair of ranks may occur many times.
         """
         receivers, senders, amounts = [], [], []
         _, by_rank, held = self.holds
@@ -160,7 +160,10 @@ class Demand:
         return np.concatenate(receivers), np.concatenate(senders), np.concatenate(amounts)
 
     def work(self) -> NDArray[np.float64]:
-        """(ranks,) how many tiles each computes, over batch and heads; a query tile held in part counts in part."""
+        """Return the number of tiles that each rank computes over batch and heads, (ranks,).
+
+        A query tile that is spread over ranks counts for each rank in proportion to its tokens.
+        """
         lengths = np.zeros(self.plan.q_tiles)
         for count, pointer in zip(self._uses, self.plan.row_ptr.numpy(), strict=True):
             lengths += count * np.diff(pointer)
@@ -169,7 +172,7 @@ class Demand:
         return total.astype(np.float64)
 
     def local_work(self) -> NDArray[np.float64]:
-        """(ranks,) how much of the work is on key tiles that the rank holds whole."""
+        """Return the part of each rank's work on key tiles that the rank holds completely, (ranks,)."""
         ranks = self.placement.ranks
         total = np.zeros(ranks)
         if self.runs_per_tile == 1:
@@ -188,18 +191,18 @@ class Demand:
 
     @cached_property
     def _uses(self) -> Int64:
-        """(row sets,) how many heads of how many batch elements use each."""
+        """Number of (batch element, head) pairs that use each row set, (row sets,)."""
         return np.bincount(self.plan.row_set.numpy().reshape(-1), minlength=len(self.plan.row_ptr))
 
     @cached_property
     def _shares(self) -> NDArray[np.float64]:
-        """Which part of its tile each of ``holds`` is."""
+        """Fraction of its tile that each entry of ``holds`` has."""
         rows, _, tokens = self.holds
         return tokens / np.minimum(self.branch.nq - rows * self.tile, self.tile)
 
 
 def run_places(first: Int64, lengths: Int64, stride: int) -> Int64:
-    """List the places of runs, one after the other."""
+    """Return the places of the tokens of runs, concatenated."""
     which = np.repeat(np.arange(len(first)), lengths)
     inside = np.arange(len(which)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return first[which] + inside * stride

@@ -1,9 +1,10 @@
-"""Whether keys move to queries or queries to keys: a minimum weighted vertex cover of each pair of ranks.
+"""The decision whether keys move to queries or queries to keys: a minimum weighted vertex cover per pair of ranks.
 
-A query tile of rank a and a key tile of rank b that it attends are an edge; at least one of the two has to cross. A
-global row that attends everything is one query tile on one side and many key tiles on the other: sending it, and
-its output and log-sum-exp back, is cheaper than receiving all keys. A minimum cover is a minimum cut (König).
-Most pairs are proven to move keys only, and most others solved, by rules over all pairs at once; the rest is a flow.
+A query tile of rank a and a key tile of rank b that it attends form an edge, and at least one of the two has to move.
+For example, a global row that attends everything is one query tile with edges to many key tiles: sending the query and
+returning its output and log-sum-exp is cheaper than receiving all keys. A minimum cover is a minimum cut (König). Rules
+that are vectorized over all pairs prove for most pairs that moving only keys is optimal, and solve most other pairs.
+The remaining pairs are solved as flows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .placement import Int64
 
 Float64 = NDArray[np.float64]
 
-# edges that a flow is asked to solve, and what its numbers of 32 bits hold; beyond that keys move
+# Largest number of edges of a flow, and largest capacity in its 32-bit numbers. Beyond these limits only keys move.
 _MAX_FLOW_EDGES = 2**20
 _MAX_FLOW = 2**30
 _BALANCING = 4
@@ -29,14 +30,14 @@ _BALANCING = 4
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """What crosses for one kind of key heads.
+    """The tiles that move for one kind of key heads.
 
-    The edge of query tile i, owned by rank a, and key tile j, owned by b, is computed at b where ``queries[b, i]``,
-    else at a, and then ``keys[a, j]`` holds.
+    The edge of query tile i of rank a and key tile j of rank b is computed on b if ``queries[b, i]``, else on a. In the
+    second case ``keys[a, j]`` is set.
 
     Attributes:
-        keys: (ranks, key tiles), whether the rank has the tile: its own or a received one.
-        queries: (ranks, query tiles), whether the rank computes for a query tile of another rank.
+        keys: (ranks, key tiles) whether the rank holds or receives the tile.
+        queries: (ranks, query tiles) whether the rank computes for a query tile of another rank.
     """
 
     keys: Bools
@@ -45,14 +46,14 @@ class Moves:
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
-    """Edges between tiles of two ranks, a component or more for each pair of ranks.
+    """Edges between query and key tiles of different ranks; different pairs of ranks have no nodes in common.
 
     Attributes:
-        row: (edges,) the query tile.
-        col: (edges,) the key tile.
-        work: (edges,) what computing it takes, in tiles.
-        query: (edges,) the number of the query tile among those of all pairs, from 0 without gaps.
-        key: (edges,) the number of the key tile, likewise.
+        row: (edges,) query tile.
+        col: (edges,) key tile.
+        work: (edges,) work of computing the edge, in tiles.
+        query: (edges,) number of the query node, from 0 without gaps over all pairs of ranks.
+        key: (edges,) number of the key node, from 0 without gaps over all pairs of ranks.
         weights: Bytes of a query tile and of a key tile.
     """
 
@@ -65,37 +66,37 @@ class _Graph:
 
     @cached_property
     def sizes(self) -> tuple[int, int]:
-        """How many query tiles and key tiles there are."""
+        """Number of query nodes and of key nodes."""
         return int(self.query.max(initial=-1)) + 1, int(self.key.max(initial=-1)) + 1
 
     def some(self, edges: Bools | Int64) -> _Graph:
-        """Take some edges, whose ends are numbered anew."""
+        """Return the graph of some edges, with renumbered nodes."""
         query, key = _compact(self.query[edges]), _compact(self.key[edges])
         return replace(self, row=self.row[edges], col=self.col[edges], work=self.work[edges], query=query, key=key)
 
 
 def movement(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float = 1.05) -> tuple[Moves, ...]:
-    """What moves, per kind: the fewest bytes for each pair of ranks, under a bound on what a rank computes.
+    """Choose the tiles that move, with the fewest bytes for each pair of ranks under a bound on each rank's work.
 
-    Where tiles are cut between ranks, or key heads are of several kinds, only keys move, and likewise for pairs that
-    need a flow where scipy is missing.
+    Only keys move if tiles are spread over ranks or if there are several kinds of key heads. Without scipy, only keys
+    move between pairs of ranks that would need a flow.
 
     Args:
-        demand: One branch under one placement.
-        bytes_of_key: Of a tile of keys and values of one key head.
-        bytes_of_query: Of a tile of queries of one query head, and of its output and log-sum-exp on the way back.
-        cap: A rank takes others' queries while its work is at most this many times the mean.
+        demand: The demand of one branch under one placement.
+        bytes_of_key: Bytes of a tile of keys and values of one key head.
+        bytes_of_query: Bytes of a tile of queries of one query head, including its returned output and log-sum-exp.
+        cap: Bound on the work of a rank that accepts remote queries, relative to the mean work.
     Returns:
-        One for each of ``demand.kinds``.
+        The moves of each kind in ``demand.kinds``.
     """
     moves = keys_only(demand)
-    # a rank computes for all query heads of a remote query
+    # A rank computes all query heads of a remote query, so all heads must need the same tiles, and tiles must be whole.
     if demand.runs_per_tile > 1 or len(demand.kinds) > 1:
         return moves
     (kind,), (move,), owner = demand.kinds, moves, demand.owner
     move.keys[owner, np.arange(len(owner))] = True
     weights = bytes_of_query * kind.queries, bytes_of_key
-    # so few keys on a rank that no query tile outweighs them
+    # the keys of a whole shard weigh no more than one query tile, so moving queries cannot save bytes
     if demand.placement.ranks == 1 or np.bincount(owner).max() * weights[1] <= weights[0]:
         return moves
     graph = _unproven(demand, kind, weights)
@@ -109,12 +110,12 @@ def movement(demand: Demand, bytes_of_key: int, bytes_of_query: int, cap: float 
 
 
 def keys_only(demand: Demand) -> tuple[Moves, ...]:
-    """What moves where every rank receives what its own queries need."""
+    """Return the moves in which every rank receives all keys that its queries need, and no query moves."""
     return tuple(Moves(need.copy(), np.zeros_like(need)) for need in demand.needs)
 
 
 def edges(demand: Demand, kind: HeadKind) -> tuple[Int64, Int64, Float64]:
-    """(query tile, key tile, work) of a kind's non-empty tiles: work in tiles, over its query heads and members."""
+    """Return (query tile, key tile, work) of a kind's non-empty tiles; work counts query heads and members."""
     if len(kind.groups) == 1:
         row, col = demand.entries[kind.groups[0]]
         return row, col, np.full(len(row), float(kind.queries * len(kind.members)))
@@ -127,10 +128,10 @@ def edges(demand: Demand, kind: HeadKind) -> tuple[Int64, Int64, Float64]:
 
 
 def _unproven(demand: Demand, kind: HeadKind, weights: tuple[int, int]) -> _Graph | None:
-    """The graph of the pairs for which moving keys only is not proven to be best; None: there is no such pair.
+    """Return the graph of the pairs of ranks for which moving only keys is not proven optimal; None if there are none.
 
-    Keys only is a minimum where keys' weights can be shared out to the queries that need them without any query
-    getting more than its own weight: a flow as large as the cover.
+    Moving only keys is optimal if the weight of each key can be distributed to the queries that need it so that no
+    query receives more than its weight. Such a distribution is a flow as large as the cover.
     """
     ranks, owner = demand.placement.ranks, demand.owner
     row, col, work = edges(demand, kind)
@@ -148,7 +149,7 @@ def _unproven(demand: Demand, kind: HeadKind, weights: tuple[int, int]) -> _Grap
             return None
         is_open = np.zeros(ranks * ranks, bool)
         is_open[pair[over[graph.query]]] = True
-        # the busy give to the idle
+        # shift weight from overloaded queries to queries with less load
         share /= load[graph.query]
         inside = is_open[pair]
         if not inside.all():
@@ -157,9 +158,9 @@ def _unproven(demand: Demand, kind: HeadKind, weights: tuple[int, int]) -> _Grap
 
 
 def _compact(label: Int64) -> Int64:
-    """Number labels in their order, from 0 without gaps."""
+    """Renumber labels from 0 without gaps, keeping their order."""
     top = int(label.max(initial=0)) + 1
-    # a table of all labels where it is not much larger than the labels
+    # use a table of all possible labels unless it is much larger than the list of labels
     if top <= 16 * len(label) + 2**16:
         used = np.zeros(top, bool)
         used[label] = True
@@ -168,19 +169,19 @@ def _compact(label: Int64) -> Int64:
 
 
 def _solve(graph: _Graph) -> Bools:
-    """(queries,) whether a query is in a minimum cover; the keys in it are those of the edges that are left."""
+    """Return whether each query is in a minimum cover, (queries,); the keys of the other edges are the cover's keys."""
     ends, sizes, weights = (graph.query, graph.key), graph.sizes, graph.weights
     inside = [np.zeros(size, bool) for size in sizes]
     left, before = np.arange(len(graph.row)), -1
     while len(left) != before:
         before = len(left)
-        # all neighbours weigh no more than a node does: some minimum has them and not it
+        # If a node's neighbours together weigh no more than the node, some minimum cover has them instead of the node.
         for side, other in ((0, 1), (1, 0)):
             degree = np.bincount(ends[side][left], minlength=sizes[side])
             light = left[degree[ends[side][left]] * weights[other] <= weights[side]]
             inside[other][ends[other][light]] = True
             left = left[~inside[other][ends[other][left]]]
-        # neighbours that have no other edge weigh as much as a node: a minimum has it in their stead
+        # If a node's neighbours without other edges weigh at least as much as it, some minimum cover has the node.
         for side, other in ((0, 1), (1, 0)):
             degree = np.bincount(ends[other][left], minlength=sizes[other])
             own = np.bincount(ends[side][left[degree[ends[other][left]] == 1]], minlength=sizes[side])
@@ -193,7 +194,7 @@ def _solve(graph: _Graph) -> Bools:
 
 
 def _cut(graph: _Graph) -> Bools:
-    """(queries,) whether a query is in the minimum cover that a maximum flow finds."""
+    """Return whether each query is in a minimum cover, (queries,), found by a maximum flow."""
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
@@ -206,7 +207,7 @@ def _cut(graph: _Graph) -> Bools:
     key = graph.key + queries
     start = np.concatenate([np.full(queries, source), graph.query, np.arange(queries, source)])
     stop = np.concatenate([np.arange(queries), key, np.full(keys, sink)])
-    # a middle edge is never cut: it takes more than its query may send
+    # The capacity of a middle edge exceeds its query's capacity, so it is never cut.
     widths = np.repeat(np.array([of_query, of_query + 1, of_key], np.int32), (queries, len(key), keys))
     capacity = csr_array((widths, (start, stop)), shape=(sink + 1, sink + 1))
     residual = csr_array(capacity - maximum_flow(capacity, source, sink).flow)
@@ -217,7 +218,7 @@ def _cut(graph: _Graph) -> Bools:
 
 
 def _within(demand: Demand, graph: _Graph, taken: Bools, cap: float) -> Bools:
-    """``taken`` without the queries whose work would not fit the rank that they move to; best savings first."""
+    """Return ``taken`` without queries that exceed the work bound of their helper; the best savings are kept first."""
     (queries, keys), (of_query, of_key) = graph.sizes, graph.weights
     ranks, work = demand.placement.ranks, demand.work()
     room = cap * work.mean() - work
@@ -235,7 +236,8 @@ def _within(demand: Demand, graph: _Graph, taken: Bools, cap: float) -> Bools:
     before = np.where(first > 0, total[first - 1], 0.0)
     fits = np.zeros_like(taken)
     fits[order[total - before <= room[helper[order]]]] = True
-    # keys that come for those that do not fit may leave a pair less than its other queries cost
+    # Keys that now move for dropped queries no longer count as saved. If a pair of ranks then saves fewer bytes than
+    # its remaining queries cost, drop these too.
     pair = helper * ranks + asker
     pair_of_key = np.zeros(keys, np.int64)
     pair_of_key[graph.key] = pair[graph.query]

@@ -1,9 +1,8 @@
-"""Which rank holds which tokens.
+"""Placements: the assignment of tokens to ranks.
 
-A placement cuts the sequence into blocks and gives each rank equally many; a rank keeps its blocks in ascending order.
-Where attention is dilated, the sequence is first laid out by residue, one strided view after the other, and blocks are
-cut from that. Padding fills up: positions at and after the sequence's length, which nobody attends, and which come
-last on the ranks that hold them.
+A placement cuts the sequence into blocks and gives each rank the same number of blocks, in ascending order. For dilated
+attention the sequence is first laid out by residue, one strided view after another, and the blocks are cut from that
+layout. Positions from the sequence's length on are padding: no query attends them, and they come last in a shard.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ Int32 = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which rank holds which tokens of one sequence.
+    """The assignment of one sequence's tokens to ranks.
 
     Attributes:
-        name: What kind it is.
+        name: Name of the placement.
         tokens: Length of the sequence, without padding.
-        ranks: How many ranks.
-        block: Tokens that stay together, in token order or in a view.
-        owner: (blocks,) the rank of each block; every rank has equally many.
-        views: How many strided views lie one after the other before blocks are cut; divides ``ranks``, and a rank's
-            blocks are of one view. 1: token order.
+        ranks: Number of ranks.
+        block: Number of tokens of a block, which are adjacent in the sequence or in a strided view.
+        owner: (blocks,) rank of each block; every rank has the same number of blocks.
+        views: Number of strided views in the layout from which blocks are cut. It divides ``ranks``, and the blocks of
+            a rank belong to one view. 1 is token order.
     Raises:
-        ShapeError: Blocks that do not fit tokens, ranks or views.
+        ShapeError: The blocks do not fit the tokens, ranks or views.
     """
 
     name: str
@@ -51,29 +50,29 @@ class Placement:
             object.__setattr__(self, name, whole(name, getattr(self, name), 1, error=ShapeError))
         owner = np.asarray(self.owner)
         if owner.ndim != 1 or not np.issubdtype(owner.dtype, np.integer):
-            raise ShapeError(message("owner", f"{owner.dtype} {owner.shape}", "ints (blocks,)", "A rank per block."))
-        # a copy that cannot be written: nothing changes who holds what
+            raise ShapeError(message("owner", f"{owner.dtype} {owner.shape}", "ints (blocks,)", "Name block owners."))
+        # a read-only copy, so that later writes to the caller's array do not change the placement
         kept = owner.astype(np.int32)
         kept.setflags(write=False)
         object.__setattr__(self, "owner", kept)
         inside = len(owner) > 0 and bool((owner >= 0).all() and (owner < self.ranks).all())
         if not inside or len(np.unique(np.bincount(owner, minlength=self.ranks))) > 1:
-            wanted = f"equally many blocks of each of {self.ranks} ranks"
+            wanted = f"the same number of blocks for each of {self.ranks} ranks"
             raise ShapeError(message("owner", f"{len(owner)} blocks", wanted, "Name a rank for each block."))
         if len(owner) * self.block < self.tokens:
             got = f"{len(owner)} blocks of {self.block} tokens"
             raise ShapeError(
                 message("owner", got, f"{self.tokens} tokens or more", "Add blocks: padding is at the end.")
             )
-        # a view's blocks lie together
+        # the blocks of one view are consecutive in the layout
         by_view = owner.reshape(self.views, -1) if self.ranks % self.views == 0 else owner[None]
         if self.views > 1 and sum(len(np.unique(view)) for view in by_view) != len(by_view) * self.ranks // self.views:
             wanted = f"a divisor of {self.ranks} ranks, and each rank's blocks in one view"
-            raise ShapeError(message("views", self.views, wanted, "Use 1: token order."))
+            raise ShapeError(message("views", self.views, wanted, "Use views=1 for token order."))
 
     @property
     def local(self) -> int:
-        """How many tokens each rank has, padding included."""
+        """Number of tokens of each rank, including padding."""
         return len(self.owner) // self.ranks * self.block
 
     @property
@@ -81,13 +80,13 @@ class Placement:
         return self.local * self.ranks // self.views
 
     def positions(self, rank: int) -> Int64:
-        """(local,) where a rank's tokens are in the sequence, ascending; padding is at and after ``tokens``."""
+        """Return the positions of a rank's tokens, (local,), ascending; those from ``tokens`` on are padding."""
         blocks = np.flatnonzero(self.owner == rank)
         laid = (blocks[:, None] * self.block + np.arange(self.block)).reshape(-1)
         return laid % self._view * self.views + laid // self._view
 
     def held(self, rank: int) -> int:
-        """How many tokens of a rank are no padding: the first ones of its shard."""
+        """Return the number of a rank's tokens without padding, which come first in its shard."""
         return int(np.searchsorted(self.positions(rank), self.tokens))
 
     def _laid(self, positions: Int64) -> Int64:
@@ -96,11 +95,11 @@ class Placement:
         return positions % self.views * self._view + positions // self.views
 
     def owners(self, positions: Int64) -> Int64:
-        """Which rank holds each position."""
+        """Return the rank that holds each position."""
         return self.owner[self._laid(positions) // self.block].astype(np.int64)
 
     def slots(self, positions: Int64) -> Int64:
-        """Where each position lies in its rank's shard."""
+        """Return the place of each position in its rank's shard."""
         laid = self._laid(positions)
         return self._first_slot[laid // self.block] + laid % self.block
 
@@ -113,14 +112,15 @@ class Placement:
 
     @cached_property
     def _stretch(self) -> int:
-        """How many tokens lie side by side on one rank, aligned, as laid out."""
+        """Largest size of aligned token groups in the layout that are each on one rank; 0 if one rank has them all."""
         changes = np.flatnonzero(np.diff(self.owner)) + 1
         return int(np.gcd.reduce(changes)) * self.block
 
     def runs(self, rate: int) -> tuple[int, int]:
-        """How many neighbours of a strided view stay together, aligned, and their distance in the shard.
+        """Return (together, stride) of a strided view: aligned groups of ``together`` neighbours are on one rank.
 
-        Whatever divides the first number stays together too; 0, which everything divides: all that there are.
+        ``stride`` is the distance of these neighbours in the shard. Aligned groups of any size that divides
+        ``together`` are on one rank too. 0, which every size divides, means that the whole view is on one rank.
         """
         if rate % self.views:
             return 1, 1
@@ -132,13 +132,13 @@ class Placement:
 
     @cached_property
     def digest(self) -> int:
-        """63 bits, which two ranks compare."""
+        """A 63-bit digest of the placement, which ranks compare."""
         text = f"{self.name}/{self.tokens}/{self.ranks}/{self.block}/{self.views}/{self.owner.tobytes().hex()}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def block_for(tokens: int, ranks: int, tile: int) -> int:
-    """How many tokens a block has: a tile's where every rank gets two, else the next smaller power of two of 16 on."""
+    """Return the size of a block: a tile's side, halved (but not below 16) until every rank gets two blocks or more."""
     block = tile
     while block % 32 == 0 and -(-tokens // block) < 2 * ranks:
         block //= 2
@@ -146,38 +146,38 @@ def block_for(tokens: int, ranks: int, tile: int) -> int:
 
 
 def blocks_for(tokens: int, ranks: int, block: int) -> int:
-    """How many blocks cover a sequence and give every rank equally many; ShapeError without tokens or ranks."""
+    """Return the number of blocks that covers a sequence, a multiple of ``ranks``; both numbers must be positive."""
     if tokens < 1 or ranks < 1:
         got = f"{tokens}, {ranks}"
-        raise ShapeError(message("tokens, ranks", got, "at least 1 each", "Pass a sequence and ranks."))
+        raise ShapeError(message("tokens, ranks", got, "at least 1 each", "Pass positive numbers."))
     return -(-tokens // (block * ranks)) * ranks
 
 
 def contiguous(tokens: int, ranks: int, block: int) -> Placement:
-    """Give each rank a stretch of the sequence."""
+    """Give each rank a contiguous part of the sequence."""
     count = blocks_for(tokens, ranks, block)
     owner = np.arange(count, dtype=np.int32) // (count // ranks)
     return Placement("contiguous", tokens, ranks, block, owner)
 
 
 def zigzag(tokens: int, ranks: int, block: int) -> Placement:
-    """Give each rank a stretch from the front and its mirror from the back: causal work is equal."""
+    """Give each rank a part from the front and the mirrored part from the back, which balances causal work."""
     count = blocks_for(tokens, 2 * ranks, block)
     part = np.arange(count, dtype=np.int32) // (count // (2 * ranks))
     return Placement("zigzag", tokens, ranks, block, np.minimum(part, 2 * ranks - 1 - part).astype(np.int32))
 
 
 def striped(tokens: int, ranks: int, block: int) -> Placement:
-    """Deal blocks in turn."""
+    """Deal blocks to the ranks in turn."""
     owner = np.arange(blocks_for(tokens, ranks, block), dtype=np.int32) % ranks
     return Placement("striped", tokens, ranks, block, owner)
 
 
 def residues(tokens: int, ranks: int, block: int, views: int | None = None) -> Placement:
-    """Deal tokens in turn to ``views`` groups of ranks, and in a group a stretch of its view to each rank.
+    """Deal tokens in turn to ``views`` groups of ranks, and give each rank a contiguous part of its group's view.
 
-    With as many views as ranks, the default, a dilation whose rate the ranks divide stays on its rank. ShapeError where
-    views do not divide the ranks.
+    By default there is one view per rank; a dilation with a rate that is a multiple of the number of ranks then needs
+    no exchange. Raises ShapeError if ``views`` does not divide the number of ranks.
     """
     views = ranks if views is None else views
     if views < 1 or ranks % views:
@@ -185,5 +185,5 @@ def residues(tokens: int, ranks: int, block: int, views: int | None = None) -> P
     return dataclasses.replace(contiguous(tokens, ranks, block), name="residue", views=views)
 
 
-#: Placements by name, as ``ContextParallel`` takes them.
+#: Placements by the names that ``ContextParallel`` accepts.
 NAMED = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped, "residue": residues}

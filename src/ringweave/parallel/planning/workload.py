@@ -1,4 +1,4 @@
-"""What is planned: the attention calls of a step over one sequence, and how wide their heads are."""
+"""The input of planning: the attention calls of a step over one sequence, and the widths of their heads."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...plan import Branch
 
 @dataclass(frozen=True)
 class Widths:
-    """Channels of a head, and what a value takes.
+    """Channels of a head, and bytes per element.
 
     Attributes:
         key: Channels of q and k.
         value: Channels of v.
-        itemsize: Bytes of a value of q, k and v.
+        itemsize: Bytes per element of q, k and v.
     """
 
     key: int = 128
@@ -28,28 +28,28 @@ class Widths:
 
     @staticmethod
     def of(head_dim: int, itemsize: int) -> Widths:
-        """Heads whose keys and values are of one width; ShapeError for what is no such number."""
+        """Return the widths of heads with equally wide keys and values; ShapeError unless both numbers are positive."""
         head_dim = whole("head_dim", head_dim, 1, error=ShapeError)
         return Widths(head_dim, head_dim, whole("itemsize", itemsize, 1, error=ShapeError))
 
     @property
     def bytes_of_key(self) -> int:
-        """What a key and its value take."""
+        """Bytes of a key and its value."""
         return (self.key + self.value) * self.itemsize
 
     @property
     def bytes_of_query(self) -> int:
-        """What a query takes, and its output and log-sum-exp, in float32, on the way back."""
+        """Bytes of a query and of its returned output and log-sum-exp in float32."""
         return self.key * self.itemsize + self.bytes_back
 
     @property
     def bytes_back(self) -> int:
-        """What an output and its log-sum-exp take."""
+        """Bytes of an output and its log-sum-exp in float32."""
         return 4 * (self.value + 1)
 
     @property
     def pair(self) -> int:
-        """How many operations a query and a key take."""
+        """Number of operations per pair of a query and a key."""
         return 2 * (self.key + self.value)
 
 
@@ -61,7 +61,7 @@ class Workload:
         calls: The branches of each call.
         tokens: Length of the sequence.
         heads: Query heads and key heads.
-        widths: Channels and bytes.
+        widths: Channels and bytes of a head.
     """
 
     calls: Sequence[Sequence[Branch]]
@@ -71,7 +71,7 @@ class Workload:
 
     @property
     def ratio(self) -> int:
-        """Query heads of a key head."""
+        """Number of query heads per key head."""
         return self.heads[0] // self.heads[1]
 
     @property
@@ -81,10 +81,10 @@ class Workload:
 
 
 def patterns_of(asked: Pattern | Sequence[Pattern]) -> tuple[Pattern, ...]:
-    """One pattern or several, as a tuple.
+    """Return one pattern or several as a tuple.
 
     Raises:
-        PatternError: Something else, or none.
+        PatternError: There is no pattern, or an element is not a pattern.
     """
     if isinstance(asked, Pattern):
         return (asked,)
@@ -96,10 +96,10 @@ def patterns_of(asked: Pattern | Sequence[Pattern]) -> tuple[Pattern, ...]:
 
 
 def pair_of_heads(heads: object) -> tuple[int, int]:
-    """(query heads, key heads), checked.
+    """Check and return (query heads, key heads).
 
     Raises:
-        ShapeError: No such pair.
+        ShapeError: It is not a pair of positive integers, or the first is not a multiple of the second.
     """
     wanted = "query heads, a multiple of key heads"
     if not isinstance(heads, Sequence) or isinstance(heads, str) or len(heads) != 2:

@@ -1,1 +1,1 @@
-"""Bytes between ranks, with deadlines and failures that reach every rank; only this calls torch.distributed."""
+"""Messages between ranks, with deadlines and failures that reach every rank; the only user of torch.distributed."""

@@ -1,8 +1,8 @@
-"""Which processes of a group have ended, told before the ranks are connected to each other.
+"""Detection of ended processes of a group before the ranks are connected to each other.
 
-Each process listens on a socket and never reads from it. The kernel accepts connections for a process that computes or
-is stopped, and resets them when the process ends. So a dead rank and a late one look different, which a heartbeat of
-the process itself could not achieve: a late rank may be in a long call that lets no other thread run.
+Each process listens on a socket and never reads from it. The kernel accepts connections even while the process computes
+or is stopped, and resets them when the process ends. This distinguishes a dead rank from a late one. A heartbeat thread
+could not, because a late rank may be in a long call during which no other thread of the process runs.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 from ...cache import fact
 
-# of connections: one for each process that ever waited for this one
+# largest number of pending connections: one for each process that ever waited for this one
 _BACKLOG = 4096
-# ranks that one look at the store asks for
+# number of ranks that one call of look() asks the store for
 _ASKED = 4
 _KEY = "ringweave/lifelines"
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 class Lifelines:
-    """The processes of a group, seen from one of them.
+    """The lifelines of one process to the other processes of its group.
 
     Attributes:
-        said: Where this process listens, for the others; empty before :meth:`publish`.
+        said: Address at which this process listens; empty before :meth:`publish`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -44,12 +44,12 @@ class Lifelines:
         self._known: dict[int, str] = {}
 
     def publish(self, store: dist.Store) -> None:
-        """Say in the group's store where this process listens."""
+        """Write this process's address to the group's store."""
         self.said = _listener(_host_of(store))[1]
         store.set(f"{_KEY}/{self.rank}", self.said)
 
     def look(self, store: dist.Store) -> None:
-        """Read where some others listen, of those that have not been asked for the longest."""
+        """Read the addresses of a few ranks from the store, least recently asked first."""
         for _ in range(min(_ASKED, len(self._unknown))):
             other = self._unknown.popleft()
             if store.check([f"{_KEY}/{other}"]):
@@ -58,34 +58,37 @@ class Lifelines:
                 self._unknown.append(other)
 
     def learn(self, every: Sequence[str]) -> None:
-        """Take what all ranks have said, by rank."""
+        """Set the addresses of all ranks, by rank."""
         self._unknown.clear()
         self._known = {other: said for other, said in enumerate(every) if said and other != self.rank}
 
     def ended(self) -> int | None:
-        """Find a rank whose process has ended; without the store, which may not answer."""
+        """Return a rank with an ended process, or None; does not use the store, which may not answer."""
         return next((rank for rank, said in list(self._known.items()) if _line(said).ended()), None)
 
 
 class _Line:
-    """A connection to another process; shared by all transports, since the other side never takes one off its list."""
+    """A connection to another process.
+
+    All transports of this process share it, because each connection stays in the other side's backlog forever.
+    """
 
     def __init__(self, said: str) -> None:
         here, host, port, _ = said.split()
         self._near, self._ended = here == _here(), False
         self._socket: socket.socket | None = None
         if ip_address(host).is_loopback and not self._near:
-            # which is another machine's
+            # a loopback address of another machine cannot be reached
             return
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         _sockets.add(self._socket)
         self._socket.setblocking(False)
-        # under way, or refused, which the first look tells
+        # The connection is in progress or refused; ended() finds out which.
         with suppress(OSError):
             self._socket.connect((host, int(port)))
 
     def ended(self) -> bool:
-        """Tell whether the process has ended, as far as the network says so."""
+        """Return whether the network shows that the process has ended."""
         if self._socket is None:
             return self._ended
         try:
@@ -93,7 +96,8 @@ class _Line:
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.ENOTCONN):
                 return False
-            # a refusal may come from a firewall between machines, and what else is no connection from anywhere
+            # A refusal between machines may come from a firewall, so it counts only on this machine. Errors that are
+            # not about the connection may come from anywhere and do not count.
             refused = isinstance(error, ConnectionRefusedError)
             self._ended = self._near if refused else isinstance(error, ConnectionError)
         self._socket.close()
@@ -106,22 +110,22 @@ _line = fact(_Line)
 
 @fact
 def _listener(store_host: str) -> tuple[socket.socket, str]:
-    """Listen at the address by which this machine reaches the store's: the socket, and what others need to find it."""
+    """Listen at the address from which this machine reaches the store; return the socket and its address as text."""
     family, _, _, _, target = socket.getaddrinfo(store_host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as route:
-        # which sends nothing
+        # connecting a datagram socket sends nothing, but selects the local address
         route.connect(target)
         host = route.getsockname()[0]
     listener = socket.socket(family)
     _sockets.add(listener)
     listener.bind((host, 0))
     listener.listen(_BACKLOG)
-    # a port may come to be another process's
+    # a random suffix, since another process may get the same port later
     return listener, f"{_here()} {host} {listener.getsockname()[1]} {os.urandom(8).hex()}"
 
 
 def _forget() -> None:
-    """Close a forked process's copies of its parent's sockets, which would outlive the parent in them."""
+    """Close a forked process's copies of the parent's sockets, which would keep them open after the parent ends."""
     for each in list(_sockets):
         each.close()
     _listener.cache_clear()
@@ -133,7 +137,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _host_of(store: dist.Store) -> str:
-    """Name the machine of a store's server, where it has one."""
+    """Return the host of a store's server, or ``"localhost"`` if it has none."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", "localhost"))
@@ -141,7 +145,7 @@ def _host_of(store: dist.Store) -> str:
 
 @fact
 def _here() -> str:
-    """Name what has this process's loopback addresses: a machine, or a container on it."""
+    """Return a name of this process's loopback network: of the machine, or of the container on it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"

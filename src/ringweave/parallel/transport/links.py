@@ -1,7 +1,7 @@
-"""What carries messages: links, Gloo for CPU tensors and NCCL for CUDA tensors, and a transport's connection of them.
+"""Links, which carry messages by Gloo for CPU tensors and NCCL for CUDA tensors, and a transport's connection of links.
 
-A link is a process group of its own, made from a store: nothing that the caller's groups carry can mix with its
-messages, and cutting it breaks nothing else.
+A link is a separate process group created from a store. Its messages cannot mix with those of the caller's groups, and
+cutting it affects no other group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .watch import FailedError, Failure, Waiting, Watch
 
 
 class Tagged(NamedTuple):
-    """One tensor to or from a peer; both sides must give the same tag."""
+    """One tensor to or from a peer; both sides must use the same tag."""
 
     peer: int
     tensor: Tensor
@@ -36,7 +36,7 @@ class Tagged(NamedTuple):
 
 
 class LinkError(RuntimeError):
-    """A message failed: the connection to a peer is gone, or (timeout) the peer kept silent."""
+    """Raised when a message fails: the connection to the peer is lost, or (``timeout``) the peer was silent."""
 
     def __init__(self, peer: int, cause: str) -> None:
         super().__init__(peer, cause)
@@ -46,20 +46,20 @@ class LinkError(RuntimeError):
 
 
 def _first_line(error: BaseException) -> str:
-    # torch appends a stack of C++ frames, Gloo a file name in front
+    # torch appends a stack of C++ frames, and Gloo puts a file name in front
     return str(error).split("\n", 1)[0].split("] ", 1)[-1][:200]
 
 
 class GlooLink:
-    """Messages between CPU tensors: TCP, matched by peer and tag, one after another under one tag.
+    """Messages of CPU tensors over TCP, matched by peer and tag, and in order under equal tags.
 
-    A message that is longer than the buffer posted for it aborts the process inside Gloo, and nothing can catch that:
-    tags must therefore depend on the length, so that such a pair never meets.
+    Gloo aborts the process if a message is longer than the buffer posted for it, and this cannot be caught. Tags must
+    therefore depend on the length, so that such a pair is never matched.
 
-    Measured against alltoall (2 and 4 ranks on 2 shared cores): as fast for megabytes. Small messages may take a slice
-    of the scheduler, 4 ms against 0.3 to 1, when the posting thread is put off its core: it holds the pair's lock,
-    which Gloo's thread tries again and again. In return an error names its peer, and who has nothing to say sends
-    nothing.
+    Measured against alltoall (2 and 4 ranks on 2 shared cores): equally fast for messages of megabytes. Small messages
+    may take one slice of the scheduler, 4 ms instead of 0.3 to 1 ms, if the posting thread is descheduled while it
+    holds the pair's lock, on which Gloo's thread spins. In return an error names its peer, and no empty messages are
+    sent.
     """
 
     # a tag that no message has
@@ -70,7 +70,7 @@ class GlooLink:
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
 
     def post(self, sends: list[Tagged], receives: list[Tagged]) -> list[tuple[int, Any]]:
-        """Start all messages; (peer, work) of each, receives first, since they tell who is silent."""
+        """Start all messages; return (peer, work) of each, receives first, since they show which peer is silent."""
         works = []
         for messages, start in ((receives, self._group.recv), (sends, self._group.send)):
             for peer, tensor, tag in messages:
@@ -81,46 +81,46 @@ class GlooLink:
         return works
 
     def wait(self, peer: int, work: Any, seconds: float, cut: Callable[[], bool]) -> None:
-        """Wait until a message is through, or another thread cuts the link."""
+        """Wait until a message is complete, or another thread cuts the link."""
         try:
             work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
             raise LinkError(peer, _first_line(error)) from error
 
     def cut(self) -> None:
-        """Close every connection: waits of other threads end at once, with an error.
+        """Close every connection; waits of other threads end immediately with an error.
 
-        Neither abort() nor shutdown() of the group does that (torch 2.13). A wait that times out does: it closes all
-        pairs.
+        The group's abort() and shutdown() do not do this (torch 2.13). A wait that times out does, because it closes
+        all pairs.
         """
         scratch = torch.empty(1, dtype=torch.uint8, device="cpu")
         for step in range(1, self._size):
-            # a pair that is closed already refuses, and leaves the others open: so every peer is tried
+            # A pair that is already closed refuses and leaves the others open, so try every peer.
             with suppress(RuntimeError):
                 self._group.recv([scratch], (self._rank + step) % self._size, self.CUT).wait(timedelta(milliseconds=1))
 
 
 class NcclLink:
-    """Messages between CUDA tensors, started together; NCCL ignores tags and matches by order.
+    """Messages of CUDA tensors, started together; NCCL ignores tags and matches messages by order.
 
-    A wait blocks the host until the messages are through: a result computed from a stage that never arrived must not
-    exist.
+    A wait blocks the host until the messages are complete, so that no result is computed from a stage that did not
+    arrive.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, seconds: float) -> None:
         options = dist.ProcessGroupNCCL.Options()
-        # NCCL's own watchdog ends the process when it fires: the deadlines here come first
+        # NCCL's watchdog ends the process when it fires, so its timeout is much longer than the deadlines here.
         set_timeout(options, 10 * seconds + 600)
         self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         calls = coalescing(self._group)
         if calls is None:
             got = f"CUDA tensors, with torch {torch.__version__}"
             wanted = "a torch that starts NCCL's messages together"
-            raise UnsupportedError(message("context", got, wanted, "Install one that pyproject.toml names."))
+            raise UnsupportedError(message("context", got, wanted, "Install a torch that pyproject.toml allows."))
         self._begin, self._end = calls
 
     def post(self, sends: list[Tagged], receives: list[Tagged]) -> list[tuple[int, Any]]:
-        """Start all messages in one NCCL group; the one work stands for all peers."""
+        """Start all messages in one NCCL group, and return a single work for all peers."""
         messages = [*receives, *sends]
         if not messages:
             return []
@@ -135,7 +135,7 @@ class NcclLink:
             raise LinkError(messages[0].peer, _first_line(error)) from error
 
     def wait(self, peer: int, work: Any, seconds: float, cut: Callable[[], bool]) -> None:
-        """Wait until the messages are through, on the current stream and on the host."""
+        """Wait until the messages are complete, on the current stream and on the host."""
         until = time.perf_counter() + seconds
         pause = 2e-5
         try:
@@ -153,29 +153,29 @@ class NcclLink:
             raise LinkError(peer, _first_line(error)) from error
 
     def cut(self) -> None:
-        """Abort the communicator: its kernels end, whatever they wait for."""
+        """Abort the communicator, which ends its kernels even while they wait."""
         with suppress(RuntimeError):
             self._group.abort()
 
 
 Link = GlooLink | NcclLink
 Work = tuple[Link, int, Any]  # link, peer, torch's work
-# a link's own deadline lies this much after the watch's, which names the silent rank to all before anything closes
+# A link's deadline is this many seconds after the watch's, so that the watch first reports the silent rank to all.
 _GRACE = 3.0
-# who waits longer for others to connect asks whether they live
+# seconds of waiting for ranks to connect, after which their processes are checked
 _LATE = 0.3
 
 
 class Connection:
-    """A watch over the store's flag, a link for each kind of device, and the numbers of messages to and from each peer.
+    """A watch over the store's flag, one link per kind of device, and the message counts to and from each peer.
 
-    After a failure it carries nothing more: another one, in another scope of the store, takes its place.
+    After a failure the connection carries no more messages; a new one in another scope of the store replaces it.
 
     Args:
         store: Store that all ranks share, in the scope of this connection.
         rank: This rank.
         size: Number of ranks.
-        deadline: Seconds for which a wait may last.
+        deadline: Longest wait, in seconds.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, deadline: float) -> None:
@@ -185,23 +185,23 @@ class Connection:
         self._links = links
         self._sent, self._received = [0] * size, [0] * size
         self._watch = Watch(store, rank, lambda: _cut(links))
-        # the watch's thread must end before the interpreter does, whether or not anybody calls close()
+        # the watch's thread must end before the interpreter does, even if close() is never called
         self._stop = weakref.finalize(self, self._watch.stop)
 
     @property
     def failure(self) -> Failure | None:
-        """Tell the failure that ended it."""
+        """The failure that ended the connection, or None."""
         return self._watch.failure
 
     def end(self, failure: Failure) -> Failure:
-        """Tell all ranks of a failure that no message shows, from any thread; the one that was told first."""
+        """Report a failure that no message reveals, from any thread; return the first reported failure."""
         return self._watch.report(failure)
 
     def meet(self, number: int, seconds: float, lifelines: Lifelines, group_store: dist.Store) -> list[int]:
-        """Wait for all ranks, for some seconds at most, then connect: every rank's number.
+        """Wait for all ranks, at most ``seconds``, then connect and return every rank's ``number``.
 
         Raises:
-            FailedError: A rank's process has ended, it did not come in time, it has another version of ringweave, or
+            FailedError: A rank's process has ended, a rank did not come in time or has another version of ringweave, or
                 the store is lost.
         """
         rank, size, links, watch = self.rank, self.size, self._links, self._watch
@@ -216,7 +216,7 @@ class Connection:
 
             every = [text.split(" ", 2) for text in come("meeting", f"{number} {own} {lifelines.said}")]
             lifelines.learn([said for _, _, said in every])
-            # a rank may have died while it waited; Gloo would wait for it, and let nothing else use the store
+            # Meet again, because a rank may have died while it waited. Gloo would wait for it and block the store.
             come("all", "")
             links["cpu"] = GlooLink(dist.PrefixStore("gloo", store), rank, size, seconds)
             return every
@@ -227,7 +227,7 @@ class Connection:
         try:
             every = bounded(connect, 2 * seconds, lambda: watch.failure is not None or ended() is not None)
         except AbsentError as absent:
-            cause = f"ranks {absent.ranks} did not come to connect in {seconds:g} s"
+            cause = f"ranks {absent.ranks} did not connect within {seconds:g} s"
             failure = Failure(rank, absent.ranks[0], cause)
         except (RuntimeError, OSError) as error:
             dead, cause = ended(), f"rank {rank} could not connect ({str(error).splitlines()[0][:200]})"
@@ -244,10 +244,10 @@ class Connection:
         raise FailedError(watch.report(failure))
 
     def post(self, sends: Tensors, receives: Tensors, *, kind: int, words: str) -> list[Work]:
-        """Start messages of a kind, 0 or 1, which never meet those of the other; each needs its wait().
+        """Start messages of a kind, 0 or 1; messages of different kinds are never matched. Each work needs a wait().
 
         Raises:
-            FailedError: A rank is lost, in what ``words`` say.
+            FailedError: A rank is lost; the failure's text contains ``words``.
         """
         if self._watch.failure is not None:
             raise FailedError(self._watch.failure)
@@ -260,10 +260,10 @@ class Connection:
             raise self._failed(error, words) from error
 
     def wait(self, works: Sequence[Work], *, number: int, words: str) -> None:
-        """Wait until what post() started is through; ``number`` is the communication's, the same on all ranks.
+        """Wait for the messages that post() started; ``number`` identifies them and is the same on all ranks.
 
         Raises:
-            FailedError: A rank is lost, or silent for as long as the deadline.
+            FailedError: A rank is lost, or is silent until the deadline.
         """
         watch = self._watch
         until = time.monotonic() + self.deadline
@@ -278,7 +278,7 @@ class Connection:
             watch.waiting = None
 
     def close(self) -> None:
-        """End the watch's thread, and close the links."""
+        """End the watch's thread and close the links."""
         self._stop()
         self._links.clear()
 
@@ -297,7 +297,7 @@ class Connection:
 
 
 def _numbered(numbers: list[int], peer: int, tensor: Tensor, kind: int) -> Tagged:
-    # 6 bits of the message's number, one of its kind, 24 of a hash of its length: 31, and below the link's own tag
+    # 31 bits: 6 of the message's number, one of its kind, 24 of a hash of its length; always below GlooLink.CUT
     number = numbers[peer]
     numbers[peer] += 1
     length = (tensor.nbytes * 2654435761 & 0xFFFFFFFF) >> 8

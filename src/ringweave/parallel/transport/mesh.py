@@ -1,4 +1,4 @@
-"""From what users have, a device mesh or a process group, to a group of ranks and the size of its nodes."""
+"""The process group of a device mesh or group that a user passes, and the size of its nodes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
 _WANTED = "a device mesh, a live process group or a Transport"
-# whether this process has used a group
+# set once this process has used a group
 _SEEN = threading.Event()
-# groups by their ranks, where torch cannot flatten a mesh
+# groups by their ranks, for versions of torch that cannot flatten a mesh
 _made: dict[tuple[int, ...], ProcessGroup] = {}
 
 
 def group_of(mesh: DeviceMesh | ProcessGroup | None) -> tuple[ProcessGroup | None, int | None]:
-    """Find the group, and ranks per node where the mesh has two dimensions (nodes, ranks of a node).
+    """Return the group, and the number of ranks per node if the mesh has two dimensions (nodes, ranks of a node).
 
     Raises:
-        UnsupportedError: A mesh of more dimensions, or whose ranks are not in ascending order, or whose groups are
-            destroyed; None once the default group is destroyed, which is what ``dist.group.WORLD`` is then.
+        UnsupportedError: The mesh has more dimensions, its ranks are not ascending, or its groups are destroyed. Also
+            raised for None after the default group is destroyed, since ``dist.group.WORLD`` is None then.
     """
     if mesh is None and _was_destroyed():
-        remedy = "Make the groups again; to compute alone, pass ringweave.parallel.Transport(None)."
+        remedy = "Create the groups again; to compute on one rank, pass ringweave.parallel.Transport(None)."
         raise UnsupportedError(message("mesh", "None after destroy_process_group()", _WANTED, remedy))
     if mesh is None or not hasattr(mesh, "mesh_dim_names"):
         return mesh, None
@@ -44,7 +44,7 @@ def group_of(mesh: DeviceMesh | ProcessGroup | None) -> tuple[ProcessGroup | Non
         group = mesh.get_group() if mesh.ndim == 1 else _flat_group(mesh)
     except (RuntimeError, KeyError, ValueError) as error:
         got = f"a mesh without a group ({str(error).splitlines()[0][:200]})"
-        raise UnsupportedError(message("mesh", got, _WANTED, "Make the mesh again, on all ranks.")) from error
+        raise UnsupportedError(message("mesh", got, _WANTED, "Create the mesh again on all ranks.")) from error
     if mesh.ndim == 1:
         return group, None
     nodes, per_node = mesh.shape
@@ -52,14 +52,14 @@ def group_of(mesh: DeviceMesh | ProcessGroup | None) -> tuple[ProcessGroup | Non
 
 
 def _flat_group(mesh: DeviceMesh) -> ProcessGroup:
-    """Give the group of all ranks of a mesh, the same one at each call."""
+    """Return the group of all ranks of a mesh, the same group at each call."""
     import torch.distributed as dist
 
     one = flat(mesh)
     if one is not None:
         return cast("ProcessGroup", one.get_group())
     ranks = tuple(mesh.mesh.flatten().tolist())
-    with suppress(KeyError, ValueError, RuntimeError):  # none yet, or destroyed since
+    with suppress(KeyError, ValueError, RuntimeError):  # not created yet, or destroyed since
         dist.get_process_group_ranks(_made[ranks])
         return _made[ranks]
     _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
@@ -67,28 +67,29 @@ def _flat_group(mesh: DeviceMesh) -> ProcessGroup:
 
 
 def check_group(group: object) -> None:
-    """Raise UnsupportedError unless it is a process group of this process, and not destroyed."""
+    """Raise UnsupportedError unless ``group`` is a live process group that contains this process."""
     import torch.distributed as dist
 
     if not isinstance(group, dist.ProcessGroup):
         nobody = dist.GroupMember.NON_GROUP_MEMBER
         outside = type(group) is type(nobody) and group == nobody
         got = "a group that this process is no member of" if outside else type(group).__name__
-        raise UnsupportedError(message("mesh", got, _WANTED, "Make a context on the members alone."))
+        raise UnsupportedError(message("mesh", got, _WANTED, "Create the context only on the group's members."))
     _SEEN.set()
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):
-        # another group of as many ranks may have its store's keys by now
+        # its store's keys may already belong to a new group of the same size, so do not use it any further
         raise UnsupportedError(
-            message("mesh", "a process group that is destroyed", _WANTED, "Make the group again, on all ranks.")
+            message("mesh", "a process group that is destroyed", _WANTED, "Create the group again on all ranks.")
         ) from None
 
 
 def _was_destroyed() -> bool:
-    """Tell whether this process had a default group, and has none now, as far as torch lets it be seen."""
+    """Return whether this process had a default group that is destroyed now, if torch's state shows it."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or dist.is_initialized():
         return False
-    # torch keeps the method when the group is destroyed; it is None where the group was made with a store
+    # torch keeps the init method after the group is destroyed; it is None for a group created with a store, so _SEEN
+    # covers that case
     return _SEEN.is_set() or default_group_was_made()

@@ -1,4 +1,4 @@
-"""What a transport is: ranks that agree, and exchange messages; and what it tells of them."""
+"""The interface of a transport, by which ranks agree and exchange messages, with its counters and trace events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tensors = Sequence[tuple[int, Tensor]]
 
 
 class Event(NamedTuple):
-    """One line of a trace; times from time.perf_counter(), start to end."""
+    """One event of a trace; start and end are times of time.perf_counter()."""
 
     kind: str
     what: str
@@ -24,9 +24,9 @@ class Event(NamedTuple):
 
 
 class Counters:
-    """Count what a transport has carried: payload bytes by peer, messages sent, and bytes of agreements received.
+    """The counters of a transport: payload bytes by peer, sent messages, and received bytes of agreements.
 
-    Sent bytes count when they are posted, received bytes when they have arrived; a repeated message counts again.
+    Sent bytes are counted when a message is posted, received bytes after it arrives. Repeated messages count again.
     """
 
     sent: list[int]
@@ -39,16 +39,16 @@ class Counters:
         self.reset()
 
     def reset(self) -> None:
-        """Start again from zero."""
+        """Set all counters to zero."""
         self.sent, self.received = [0] * self._size, [0] * self._size
         self.messages = self.metadata = 0
 
 
 class Pending(Protocol):
-    """Messages under way. The received ones are the caller's to read after wait()."""
+    """Pending messages. The caller may read the received tensors after wait()."""
 
     def wait(self) -> None:
-        """Return when everything has arrived and everything sent is out of its tensors.
+        """Return when all messages have arrived and the sent tensors may be overwritten.
 
         Raises:
             RingError: A rank is lost or silent.
@@ -63,11 +63,11 @@ class Communicator(Protocol):
     Attributes:
         rank: This rank.
         size: Number of ranks.
-        deadline: Seconds for which a wait may last.
-        retries: How often a wait may be repeated.
-        step: Agreements so far.
-        counters: What was carried.
-        trace: When, while somebody records it.
+        deadline: Longest wait, in seconds.
+        retries: Number of times that a timed-out wait may be repeated.
+        step: Number of agreements so far.
+        counters: Counters of messages and bytes.
+        trace: List that collects events while a trace is recorded, else None.
     """
 
     rank: int
@@ -79,41 +79,46 @@ class Communicator(Protocol):
     trace: list[Event] | None
 
     def open(self) -> str:
-        """Name a context that is made over it, alike on all ranks that make theirs in one order."""
+        """Return a name for a new context, equal on all ranks if they create their contexts in the same order."""
         ...
 
     def using(self) -> AbstractContextManager[None]:
-        """Enter a call; one thread may be in one at a time.
+        """Enter a call; only one thread may be in a call at a time.
 
         Raises:
-            RingError: Another thread is in a call; this and all later calls raise, on all ranks.
-            UnsupportedError: It is closed.
+            RingError: Another thread is in a call. This call and all later ones raise, on all ranks.
+            UnsupportedError: The transport is closed.
         """
         ...
 
     def agree(self, header: Tensor, *, what: str) -> Tensor:
-        """Gather every rank's header, int64 (k,) of one k, by rank: (size, k); the caller compares.
+        """Gather every rank's header into (size, k); the caller compares them.
 
+        Args:
+            header: int64 (k,), of equal length on all ranks.
+            what: Description for errors and the trace.
         Raises:
-            RingError: A rank is lost or silent, which ``what`` says in the error and in the trace.
+            RingError: A rank is lost or silent.
         """
         ...
 
     def exchange(self, sends: Tensors, receives: Tensors, *, what: str, stage: int | None = None) -> Pending:
-        """Start messages between pairs of ranks; several to one peer arrive in their order; empty ones move nothing.
+        """Start messages between pairs of ranks.
+
+        Messages to one peer arrive in the order of ``sends``. Empty tensors send no message.
 
         Args:
-            sends: (peer, tensor), contiguous, any dtype; peer is another rank.
-            receives: (peer, tensor), of as many bytes as the peer sends.
-            what: Words for errors and the trace.
+            sends: (peer, tensor) pairs; the tensors are contiguous, of any dtype, and the peer is another rank.
+            receives: (peer, tensor) pairs; each tensor has the size in bytes of the tensor that the peer sends.
+            what: Description for errors and the trace.
             stage: Stage of the ring, for errors and the trace.
 
         Raises:
-            ShapeError: A tensor is not contiguous, or a peer is this rank or none.
+            ShapeError: A tensor is not contiguous, or a peer is this rank or not a rank of the group.
             RingError: A rank is known to be lost.
         """
         ...
 
     def close(self) -> None:
-        """Close the connections. What is closed carries nothing more."""
+        """Close the connections; later calls raise."""
         ...

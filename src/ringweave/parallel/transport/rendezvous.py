@@ -1,4 +1,4 @@
-"""Ranks find each other at a store within bounded time, and survivors of a failure become a smaller group."""
+"""Meeting of ranks at a store in bounded time, and regrouping of the survivors of a failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class AbsentError(RuntimeError):
-    """Some ranks did not come in time."""
+    """Raised when some ranks did not come in time."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(ranks)
@@ -32,18 +32,18 @@ class AbsentError(RuntimeError):
 def meet(
     store: dist.Store, word: str, rank: int, size: int, seconds: float, meanwhile: Callable[[], None]
 ) -> list[str]:
-    """Read every rank's word, once all `size` ranks have come.
+    """Wait until all ``size`` ranks have written their words to the store, and return the words.
 
     Args:
         store: Shared store, scoped to this meeting.
-        word: What the others read of this rank.
+        word: Word of this rank for the others.
         rank: This rank.
         size: Number of ranks.
-        seconds: How long to wait for the others.
-        meanwhile: Called between two looks for them.
+        seconds: Longest wait for the other ranks.
+        meanwhile: Called between two checks for them.
 
     Returns:
-        `size` words, by rank.
+        The words, by rank.
 
     Raises:
         AbsentError: A rank did not come in time.
@@ -54,7 +54,7 @@ def meet(
     missing = list(range(size))
     pause = 0.002
     while True:
-        # checked one after another: the absent are few, and known by name
+        # one check per rank, since few ranks are absent and an error has to name them
         while missing and store.check([str(missing[0])]):
             missing.pop(0)
         if not missing:
@@ -67,10 +67,11 @@ def meet(
 
 
 def bounded(function: Callable[[], T], seconds: float, given_up: Callable[[], bool]) -> T:
-    """Run a function that may block (a store, a rendezvous) on a thread of its own, for so long at most.
+    """Run a function that may block (on a store or a rendezvous) on a separate thread, for at most ``seconds``.
 
     Raises:
-        TimeoutError: It did not return in time, or `given_up()` became true. The thread is left to its own timeouts.
+        TimeoutError: The function did not return in time, or ``given_up()`` became true. Its thread keeps running until
+            the function returns or times out.
     """
     done = threading.Event()
     results: list[T] = []
@@ -94,17 +95,17 @@ def bounded(function: Callable[[], T], seconds: float, given_up: Callable[[], bo
     return results[0]
 
 
-# parts of the time allowed: to wait for ranks that may yet come, then to connect
+# fractions of the allowed time: for ranks that may still come, then for connecting
 _COMING, _CONNECTING = 0.5, 0.3
 _HERE, _MEMBERS = "here", "members"
 
 
 class Regrouped(NamedTuple):
-    """Who is left.
+    """The survivors of a failure.
 
     Attributes:
-        ranks: The survivors' old ranks; a survivor's new rank is its place in it.
-        group: Their group, torch.distributed's new default group.
+        ranks: Old ranks of the survivors; a survivor's new rank is its index in this list.
+        group: The survivors' group, which is torch.distributed's new default group.
     """
 
     ranks: list[int]
@@ -114,24 +115,24 @@ class Regrouped(NamedTuple):
 def regroup(
     store: dist.Store | None, rank: int, size: int, *, within: float = 3.0, lost: Collection[int] = ()
 ) -> Regrouped:
-    """Make the ranks that still answer the new default group of torch.distributed.
+    """Create a new default group of torch.distributed from the ranks that still answer.
 
-    Every survivor calls it after its RingError. Who comes first to know enough writes the list of members: as soon as
-    all ranks but the lost ones have come, else after half of the time. Who is not in the list raises. The old default
-    group and all its subgroups are destroyed, and so is every mesh over them: contexts must be built again.
+    Every survivor calls this function after its RingError. As soon as all ranks but the lost ones have come, or after
+    half of the time, the first rank to notice writes the list of members. A rank that is not in the list raises. The
+    old default group, all its subgroups and every mesh over them are destroyed, so contexts must be created again.
 
     Args:
-        store: Rendezvous store of the failed group whose ranks are given; None for that of the default group. Its host
-            must live: the launcher's agent, or a rank that survives.
+        store: Rendezvous store of the failed group; None for the store of the default group. Its host (the launcher's
+            agent or a surviving rank) must be alive.
         rank: This process's rank in the failed group.
         size: Size of the failed group.
-        within: Seconds for all of it.
-        lost: Ranks known to be lost, such as RingError.peer: nobody waits for them.
+        within: Longest duration of the whole regrouping, in seconds.
+        lost: Ranks known to be lost, such as RingError.peer; the survivors do not wait for them.
 
     Raises:
-        ShapeError: A rank that is none of the group's, or seconds that are no positive number.
-        UnsupportedError: No store, and no default group that has one.
-        RingError: The store is lost, this rank came too late, or a survivor was lost meanwhile.
+        ShapeError: A rank is not in the failed group, or ``within`` is not a positive number.
+        UnsupportedError: No store is given and there is no default group.
+        RingError: The store is lost, this rank came too late, or another survivor was lost meanwhile.
     """
     size, within = whole("size", size, 1, error=ShapeError), seconds("within", within)
     rank = whole("rank", rank, 0, size - 1, error=ShapeError)
@@ -146,12 +147,12 @@ def regroup(
 
     if store is None:
         if not dist.is_initialized():
-            raise UnsupportedError(message("store", None, "the store of the failed group", "Pass it."))
+            raise UnsupportedError(message("store", None, "the store of the failed group", "Pass this store."))
         store = _world().get_group_store()
     shared = store
 
     def agree() -> tuple[dist.Store, list[int]]:
-        # how often this rank has regrouped: the same on all that survived until now
+        # scoped by the number of this rank's regroupings, which is the same on all survivors
         own = dist.PrefixStore(f"ringweave/regroup/{shared.add(f'ringweave/regroups/{rank}', 1)}", shared)
         return own, _members(own, rank, size, begun + _COMING * within, gone - {rank})
 
@@ -160,14 +161,14 @@ def regroup(
     except (RuntimeError, OSError) as error:
         raise failed(f"the rendezvous store does not answer ({str(error).splitlines()[0][:200]})") from error
     if rank not in members:
-        raise failed(f"rank {rank} came after the others had gone on as {members}")
+        raise failed(f"rank {rank} came after the others had regrouped as {members}")
     backend = dist.get_backend_config(dist.group.WORLD) if dist.is_initialized() else "gloo"
     spare = max(left(), _CONNECTING * within)
 
     def connect() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-        # the time to connect, and after that the time that every operation of the group may take
+        # This timeout is for connecting; afterwards the group's operations get torch's default timeout.
         timeout, place = timedelta(seconds=spare), members.index(rank)
         dist.init_process_group(backend, store=scope, rank=place, world_size=len(members), timeout=timeout)
         _world().set_timeout(dist.default_pg_timeout)
@@ -191,7 +192,7 @@ def _members(store: dist.Store, rank: int, size: int, until: float, lost: set[in
     while not store.check([_MEMBERS]):
         here = [other for other in range(size) if other == rank or store.check([f"{_HERE}/{other}"])]
         if len(here) + len(lost - set(here)) == size or time.monotonic() > until:
-            # of several lists the first stands
+            # if several ranks write a list, the first list counts
             store.compare_set(_MEMBERS, "", ",".join(map(str, here)))
             break
         time.sleep(pause)

@@ -1,12 +1,12 @@
-"""Messages among the ranks of one process group: bytes, counted, with deadlines.
+"""Messages between the ranks of one process group, with byte counters and deadlines.
 
     transport = Transport(group)
     headers = transport.agree(header, what="plan")          # all ranks' headers; the caller compares
     pending = transport.exchange(sends, receives, stage=1, what="kv")
-    ...                                                     # compute, while they fly
-    pending.wait()                                          # all is here, or RingError
+    ...                                                     # compute while the messages travel
+    pending.wait()                                          # all messages have arrived, or RingError
 
-Nothing but this file and those beside it calls torch.distributed.
+Only the files of this folder call torch.distributed.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
     from .links import Connection, Work
 
-# how many transports were made over each group
+# number of transports created over each group
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class _Messages:
-    """Messages under way; keeps their tensors alive."""
+    """Pending messages, which keep their tensors alive."""
 
     def __init__(
         self,
@@ -62,32 +62,34 @@ class _Messages:
         self._transport = transport
 
     def wait(self) -> None:
-        """Return when all have arrived, and what is sent is out of its tensors."""
+        """Return when all messages have arrived and the sent tensors may be overwritten."""
         if not self.done:
             self._transport._finish(self)
 
 
 class Transport:
-    """Messages among the ranks of one process group: bytes, counted, with deadlines; failures raise RingError.
+    """Messages between the ranks of one process group, with byte counters and deadlines; failures raise RingError.
 
-    Ranks are those of the group. All ranks make their transports over one group in the same order, first use them in
-    one order, and use each from one thread at a time. It connects at its first message, with connections of its own:
-    the group serves for its store, ranks and size. The store's host must outlive all messages: a lost store is a
-    failure, since no other could be told.
+    Ranks are numbered as in the group. All ranks must create their transports over a group in the same order, first use
+    them in the same order, and use each transport from one thread at a time. A transport creates separate connections
+    at its first message, and uses only the store, rank and size of the group. The store's host must outlive all
+    messages. A lost store is a failure, since ranks could no longer report other failures to each other.
 
-    Two ranks must post equally many bytes to each other, which they agree() on beforehand. Gloo answers a longer
-    message by aborting the process; a tag made of the length keeps such a pair from meeting: it ends at the deadline.
+    The size that a rank sends must equal the size that its peer receives; ranks ensure this by a previous agree().
+    Gloo aborts the process if a message is longer than its buffer. Tags that depend on the length keep such a pair from
+    being matched, so it times out at the deadline instead.
 
     Args:
-        group: Process group; None for a group of one, which needs no torch.distributed.
-        deadline: Seconds for which a wait may last.
-        retries: How often a wait that timed out may be repeated on fresh connections, in the transport's life. All
-            ranks meet at the store, each at its next message and within the deadline, and repeat everything that any of
-            them misses. Costs a copy of what is sent, until the next agreement tells that all have it.
-        opening: Seconds for which the first message may wait until all ranks have come to theirs; None: the deadline.
+        group: Process group; None for a group of one, which does not need torch.distributed.
+        deadline: Longest wait, in seconds.
+        retries: Number of times, in the transport's lifetime, that a timed-out wait may be repeated on new connections.
+            All ranks then meet at the store, each at its next message and within the deadline, and repeat every message
+            that any rank misses. Retries need a copy of each sent message until the next agreement shows that all ranks
+            have received it.
+        opening: Longest wait, in seconds, of the first message for all ranks to connect; None for the deadline.
     Raises:
-        UnsupportedError: No process group, or one that is destroyed or that this process is no member of.
-        ShapeError: Seconds or retries that are no positive numbers.
+        UnsupportedError: ``group`` is not a process group, is destroyed, or does not contain this process.
+        ShapeError: ``deadline`` or ``opening`` is not a positive number, or ``retries`` is negative or not an integer.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Transport:
         if group is not None:
             check_group(group)
             _made[group] = _made.get(group, 0) + 1
-        # which one of its group's, as they were made, and how many contexts were made over it
+        # number of this transport among its group's, in order of creation, and number of contexts created over it
         self._number, self._contexts = 0 if group is None else _made[group], 0
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         self.deadline = seconds("deadline", deadline)
@@ -111,17 +113,17 @@ class Transport:
         self.trace: list[Event] | None = None
         self.step = 0
         self._group_store: dist.Store | None = None if group is None else group.get_group_store()
-        # this transport's part of it
+        # the part of the store that belongs to this transport
         self._store: dist.Store | None = None
         self._lifelines = Lifelines(self.rank, self.size)
         store = self._group_store
         if store is not None and self.size > 1:
-            # a store that does not answer is the first call's failure
+            # if the store does not answer, the first call reports the failure
             with suppress(RuntimeError, OSError):
                 bounded(lambda: self._lifelines.publish(store), self.deadline, lambda: False)
         self._connection: Connection | None = None
         self._generation = 0
-        # what is under way, or (with retries) may still be missed by some rank; numbered alike on all ranks
+        # Pending messages and, with retries, messages that some rank may still miss. All ranks number them equally.
         self._log: deque[_Messages] = deque()
         self._started = 0
         self._closed = False
@@ -130,7 +132,7 @@ class Transport:
         self._ended: Failure | None = None
 
     def open(self) -> str:
-        """Name a context by the transport's number and its own."""
+        """Return a context's name: the transport's number and, from the second context on, the context's number."""
         self._contexts += 1
         return str(self._number) if self._contexts == 1 else f"{self._number}.{self._contexts}"
 
@@ -138,18 +140,18 @@ class Transport:
     def using(self) -> Iterator[None]:
         """Enter a call; see :class:`Communicator`.
 
-        Who waited for another thread's call to end would call in an order that no other rank knows; so nobody waits,
-        except on a rank that is alone. What raises in the middle of one ends it for all ranks: the others wait for
-        messages that will not come.
+        If another thread is in a call, this raises instead of waiting, unless the group has one rank: after a wait the
+        order of calls could differ between ranks. An exception during a call ends the transport on all ranks, because
+        the other ranks wait for messages that will not come.
         """
         if self.size > 1 and interrupted(self._use):
-            got = "a call in the middle of this thread's own, as from a signal handler"
-            raise UnsupportedError(message("context", got, "calls one after the other", "Set a flag, call later."))
+            got = "a call during another call of the same thread, such as from a signal handler"
+            raise UnsupportedError(message("context", got, "one call at a time", "Set a flag there and call later."))
         if not self._use.acquire(blocking=self.size == 1):
             raise self._end(
-                f"two threads of rank {self.rank} in one context at once",
-                wanted="calls of one thread after the other",
-                remedy="Give each thread a context of its own, made and first used in one order on all ranks.",
+                f"two threads of rank {self.rank} in one context concurrently",
+                wanted="calls from one thread at a time",
+                remedy="Give each thread a separate context, created and first used in the same order on all ranks.",
             ).error(self.rank, None, self.step)
         try:
             self._check_open()
@@ -160,20 +162,20 @@ class Transport:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Tell all ranks what this one raises in a call, before its first message too."""
+        """Report an exception in a call to all ranks, even before this rank's first message."""
         try:
             yield
         except RingError:
             raise
         except BaseException as error:
             if self.size > 1:
-                # the others may still wait for this rank to connect
+                # other ranks may still wait for this rank to connect, so open a connection for the report
                 with suppress(FailedError):
                     self._open()
                 self._end(
                     f"rank {self.rank} raised {in_a_line(error)}",
-                    wanted="no exception in the middle of a call",
-                    remedy="Make new contexts on all ranks, once what was raised there is mended.",
+                    wanted="no exception during a call",
+                    remedy="Fix the cause on that rank, then create new contexts on all ranks.",
                 )
             raise
 
@@ -181,7 +183,7 @@ class Transport:
         """Gather every rank's header; see :class:`Communicator`."""
         if header.dtype != torch.int64 or header.dim() != 1 or header.device.type != "cpu":
             got = f"{header.dtype} {tuple(header.shape)} on {header.device.type}"
-            raise ShapeError(message("header", got, "int64 (k,) on the CPU", "Make it so."))
+            raise ShapeError(message("header", got, "int64 (k,) on the CPU", "Convert the header."))
         self.step += 1
         table = torch.empty(self.size, header.numel() + 1, dtype=torch.int64, device="cpu")
         table[self.rank, 0] = self._reached()
@@ -199,13 +201,13 @@ class Transport:
             for peer, tensor in messages:
                 if not tensor.is_contiguous():
                     got = f"strides {tensor.stride()}"
-                    raise ShapeError(message(name, got, "contiguous tensors", "Copy it first."))
+                    raise ShapeError(message(name, got, "contiguous tensors", "Call .contiguous() first."))
                 if peer == self.rank or not 0 <= peer < self.size:
-                    raise ShapeError(message(name, f"peer {peer}", f"another rank below {self.size}", "Leave it out."))
+                    raise ShapeError(message(name, f"peer {peer}", f"another rank below {self.size}", "Omit it."))
         return self._start(_Messages(self, sends, receives, what, stage))
 
     def close(self) -> None:
-        """Close the connections and end the thread. A closed transport carries nothing more."""
+        """Close the connections and end the watch's thread; later calls raise."""
         self._closed = True
         if self._connection is not None:
             self._connection.close()
@@ -213,14 +215,14 @@ class Transport:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UnsupportedError(message("transport", "a call after close()", "an open transport", "Make another."))
+            raise UnsupportedError(message("transport", "a call after close()", "an open transport", "Create another."))
         if self.size > 1 and os.getpid() != self._process:
-            # its messages would go out among the other's, over the same connections
-            got, wanted = "a call of a forked process", "the process that made it"
-            raise UnsupportedError(message("transport", got, wanted, "Make groups and contexts after the fork."))
+            # the forked process would mix its messages with the parent's on the same connections
+            got, wanted = "a call of a forked process", "the process that created it"
+            raise UnsupportedError(message("transport", got, wanted, "Create groups and contexts after the fork."))
 
     def _end(self, cause: str, *, wanted: str, remedy: str) -> Failure:
-        """End it for all ranks, for what no message shows."""
+        """End the transport on all ranks, for a failure that no message would reveal."""
         self._ended = Failure(self.rank, None, cause, wanted=wanted, remedy=remedy)
         connection = self._connection
         return self._ended if connection is None else connection.end(self._ended)
@@ -237,7 +239,7 @@ class Transport:
         if pending.done:
             return pending
         if self.retries and not pending.metadata:
-            # the caller may write into its tensors as soon as wait() returns, while another rank still misses them
+            # after wait() the caller may overwrite its tensors while another rank still misses their messages
             pending.sends = [(peer, tensor.clone()) for peer, tensor in pending.sends]
         pending.number = self._started
         self._started += 1
@@ -252,7 +254,8 @@ class Transport:
         assert self._connection is not None
         receives = pending.receives
         if pending.done:
-            # this rank has them, and may have written over them: only the others miss something
+            # This rank has received these messages and the caller may have overwritten the tensors, so the repetition
+            # for other ranks is received into new ones.
             receives = [(peer, torch.empty_like(tensor)) for peer, tensor in receives]
         pending.posted = time.perf_counter()
         pending.works = self._connection.post(pending.sends, receives, kind=int(pending.metadata), words=pending.what)
@@ -276,7 +279,8 @@ class Transport:
         pending.done = True
         self._record(pending, began, time.perf_counter())
         if not self.retries:
-            # whatever came before: messages of a call that failed, or of a table that nobody asks for, are never done
+            # Remove this entry even if earlier ones remain: the messages of a failed call, or of a table without a call
+            # of result(), are never done.
             self._log = deque(entry for entry in self._log if entry is not pending)
 
     def _reached(self) -> int:
@@ -284,7 +288,7 @@ class Transport:
 
     def _forget(self, number: int) -> None:
         while self._log and self._log[0].done and self._log[0].number < number:
-            # a repetition for the others' sake: nobody else waits for it
+            # a repetition for other ranks; no caller on this rank waits for it
             self._await(self._log[0])
             self._log.popleft()
 
@@ -313,14 +317,14 @@ class Transport:
             self.trace.append(Event("wait", pending.what, pending.stage, began, ended, nbytes))
 
     def _scope(self) -> dist.Store:
-        """Count this transport among the group's, as they are first used, and give it a part of the store."""
+        """Return this transport's part of the store, numbered by the order in which the group's transports are used."""
         store, rank = self._group_store, self.rank
         assert store is not None
 
         def scope() -> dist.Store:
             import torch.distributed as dist
 
-            # counted in the store, which lives as long as the group: a group made again starts again
+            # The count is kept in the group's store, so that a re-created group starts from zero.
             return dist.PrefixStore(f"ringweave/{store.add(f'ringweave/transports/{rank}', 1)}", store)
 
         try:
@@ -330,7 +334,7 @@ class Transport:
             raise FailedError(Failure(rank, None, f"rank {rank} lost the rendezvous store ({text})")) from error
 
     def _open(self) -> Connection:
-        """Give the connection of this generation, over which a failure can be told before the ranks meet."""
+        """Return the connection of this generation; a failure can be reported over it before the ranks meet."""
         import torch.distributed as dist
 
         from .links import Connection
@@ -342,7 +346,7 @@ class Transport:
         return self._connection
 
     def _connect(self) -> None:
-        """Meet the others on fresh connections, and post again what any of them misses."""
+        """Connect to all ranks again, and repeat the messages that any rank misses."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -1,4 +1,4 @@
-"""How a failure that one rank sees reaches all: a flag in the rendezvous store, and a thread that watches it."""
+"""Propagation of failures to all ranks, by a flag in the rendezvous store and a thread that watches it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from ...errors import RingError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-PERIOD = 0.2  # seconds between two looks at the flag: a survivor learns of a failure this late, and raises within 2 s
+PERIOD = 0.2  # seconds between two reads of the flag; a survivor learns of a failure this late and raises within 2 s
 _FLAG, _WAITS = "failed", "waits"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong: who saw it, who is lost or silent, whether trying again may help; and where nobody
-    is, what was wanted and what to do."""
+    """A failure of a connection.
+
+    Attributes:
+        rank: Rank that detected it.
+        peer: Rank that is lost or silent, or None.
+        cause: Description.
+        transient: Whether a retry may help.
+        wanted: Expected behaviour, if no rank is lost or silent; else empty.
+        remedy: Advice for the user, if no rank is lost or silent; else empty.
+    """
 
     rank: int
     peer: int | None
@@ -31,21 +39,21 @@ class Failure:
     remedy: str = ""
 
     def error(self, rank: int, stage: int | None, step: int) -> RingError:
-        """Make what a rank raises."""
+        """Return the error that a rank raises."""
         return RingError(rank, self.peer, stage, step, self.cause, self.wanted, self.remedy)
 
     def text(self) -> str:
-        """Write it as the flag holds it."""
+        """Return the failure as the text of the flag."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def parse(text: bytes) -> Failure:
-        """Read the failure that a flag holds."""
+        """Return the failure from the text of the flag."""
         return Failure(**json.loads(text))
 
 
 class Waiting(NamedTuple):
-    """A wait in progress: until when in time.monotonic(), for whom, in which of the transport's communications."""
+    """A wait in progress: its end in time.monotonic(), the awaited peer, and the number and words of the message."""
 
     until: float
     peer: int
@@ -54,7 +62,7 @@ class Waiting(NamedTuple):
 
 
 class FailedError(RuntimeError):
-    """A connection is over; the failure says why."""
+    """Raised when a connection has ended; ``failure`` is the reason."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.cause)
@@ -62,25 +70,24 @@ class FailedError(RuntimeError):
 
 
 class Watch:
-    """Watches the flag and the deadline of the wait in progress, on a daemon thread.
+    """A daemon thread that watches the flag and the deadline of the wait in progress.
 
-    The first failure reported among all ranks is the one that every rank raises: a rank that gives up closes its
-    connections, which its neighbours would otherwise take for its death. So a failure is written to the store before
-    any connection is closed.
+    Every rank raises the first failure that any rank reports. A failure is written to the store before connections are
+    closed, because the neighbours of a rank that gives up would take its closed connections for its death.
 
     Args:
-        store: Store that all ranks share, scoped to one generation of one transport. Its connection is the group's:
-            for another torch would look up the host's name (2.13), which takes seconds where the DNS is slow.
+        store: Store that all ranks share, scoped to one generation of one transport. It uses the group's connection: a
+            new one would make torch (2.13) look up the host's name, which takes seconds with a slow DNS.
         rank: This rank.
-        cut: Called once, when a failure is known: must make a wait in progress return.
+        cut: Called once when a failure is known; must make a wait in progress return.
     """
 
     def __init__(self, store: dist.Store, rank: int, cut: Callable[[], None]) -> None:
         self.failure: Failure | None = None
-        self.waiting: Waiting | None = None  # what the caller's thread waits for
+        self.waiting: Waiting | None = None  # the wait of the caller's thread
         self._store, self._rank, self._cut = store, rank, cut
         self._report: Failure | None = None
-        self._accused_at = 0.0  # when this rank wrote whom it waits for; 0: it has not
+        self._accused_at = 0.0  # time at which this rank wrote the peer that it waits for; 0 if it has not
         self._known = threading.Event()
         self._wake = threading.Event()
         self._stopped = False
@@ -88,11 +95,14 @@ class Watch:
         self._thread.start()
 
     def report(self, failure: Failure) -> Failure:
-        """Tell all ranks; the failure that was told first, which may be another's. Returns within about a second."""
+        """Report a failure to all ranks; return the first reported one, which may be another rank's.
+
+        Returns within about a second.
+        """
         self._report = failure
         self._wake.set()
         if not self._known.wait(1.0):
-            # the store does not answer: its host may be stopped
+            # the store does not answer; its host may be stopped
             self._adopt(failure)
         assert self.failure is not None
         return self.failure
@@ -126,10 +136,11 @@ class Watch:
             return seen or Failure(self._rank, None, f"rank {self._rank} lost the rendezvous store ({text})")
 
     def _overdue(self) -> Failure | None:
-        """End the wait, once its deadline has passed and every rank in the same state has had time to say so.
+        """Return a failure if the wait's deadline has passed and other waiting ranks have had time to say so.
 
-        Who is silent may itself wait for another: the last of such a chain is the one to name. Where the chain closes
-        (a message was lost, whose sender waits on), the wait for the earliest message is no consequence of the others.
+        A silent rank may itself wait for another rank, so the failure names the last rank of the chain of waits. If the
+        chain is a cycle (after the loss of a message its sender waits too), the wait for the earliest message is the
+        cause of the others, so the failure names that wait.
         """
         waiting, now = self.waiting, time.monotonic()
         if waiting is None or now < waiting.until:
@@ -151,7 +162,7 @@ class Watch:
                 break
         closed = waits[-1][2] in [rank for _, rank, _ in waits]
         _, waiter, peer = min(waits) if closed else waits[-1]
-        cause = f"no answer of rank {peer} to rank {waiter} in time ({waiting.words})"
+        cause = f"no answer from rank {peer} to rank {waiter} in time ({waiting.words})"
         return Failure(self._rank, peer, cause, transient=True)
 
     def _adopt(self, failure: Failure) -> None:
