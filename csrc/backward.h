@@ -1,24 +1,25 @@
-// Backward: a task owns a key tile (its dK and dV) with keys across lanes, and streams the query tiles of its column.
+// Backward: a task computes dK and dV of a key tile, with keys across lanes, and streams the query tiles of its column.
 //
 //     P = exp(scale S - lse)    dP = dO V^T    dS = P (dP - delta)
 //     dQ = scale dS K           dK = scale dS^T Q        dV = P^T dO
 //
-// dQ belongs to no task: each query tile has a sum that the columns add to in turn, in the order in which they start.
-// The wait costs little (columns in work at a time share few query tiles, or walk them one tile apart), the sums are
-// bitwise the same on any number of threads, and S and dP are computed once.
+// dQ belongs to no single task: each query tile has a sum, to which the columns add in turn, in the order in which they
+// start. Waiting costs little, since columns that are processed together share few query tiles, or walk them one tile
+// apart. In return, the sums are bitwise the same on any number of threads, and S and dP are computed only once.
 #pragma once
 #include "backward_keys.h"
 
 namespace ringweave {
 namespace {
 
-// What scores lie above: lse; +inf where the row attends nothing, so that P = 0; NaN of a score of +inf, as the rule is.
+// Converts lse to the number that is subtracted from scores: +inf for rows that attend nothing, so that P = 0, and NaN
+// for rows with a score of +inf, as the rule for infinite scores requires.
 inline void lows(float *lse, int n) {
   for (int i = 0; i < n; ++i) lse[i] = lse[i] == -kInf ? kInf : lse[i] == kInf ? kNan : lse[i];
 }
 
-// The rows whose own numbers may reach no key: dead ones, those that attend nothing after all, and those of NaN, which
-// have P of NaN where they attend, and 0 * NaN elsewhere.
+// Marks the rows of Q and dO that must not reach any key: dead rows, rows that attend nothing because of terms or
+// infinite scores, and rows of NaN. The latter have P = NaN where they attend, and would add 0 * NaN elsewhere.
 inline Dead broken_rows(const float *lse, int n, Dead dead, uint8_t *to) {
   bool some = false;
   for (int i = 0; i < n; ++i) {
@@ -43,7 +44,7 @@ inline void write_query_tile(const Problem &pb, int64_t b, int64_t h, int64_t fi
   }
 }
 
-// Marks the rows that hold a NaN or an infinity; whether any does.
+// Marks the rows that contain a NaN or an infinity; returns whether there are any.
 inline bool find_bad(const View &t, const Lanes &lanes, int width, uint8_t *bad, char *memory) {
   bool any = false;
   for (int r = 0; r < lanes.rows; ++r) {
@@ -56,7 +57,8 @@ inline bool find_bad(const View &t, const Lanes &lanes, int width, uint8_t *bad,
   return any;
 }
 
-// The mask of an entry of a column: rows are queries already. A pair of keys that straddles the end needs its bit.
+// The mask of an entry of a column. It has a row per query, so it needs no transposition. A full tile with an odd
+// number of keys needs a mask too, if products use pairs of keys.
 template <class Op>
 inline TileMask column_mask(const Problem &pb, int32_t bits, int rows, int keys, const BackwardMemory &m) {
   const Plan &plan = pb.plan;
@@ -71,7 +73,8 @@ inline TileMask column_mask(const Problem &pb, int32_t bits, int rows, int keys,
   return {m.mask, plan.words, nullptr};
 }
 
-// The list of a column is that of each query head of the K/V head, one after the other: their entries in the window.
+// Processes one piece of a column. Its list is the concatenation of the entries in the window over the query heads of
+// the K/V head.
 template <class Op, bool Scored>
 inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece, const Turns &turns, char *block,
                            float *partial) {
@@ -87,13 +90,13 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
   if (piece.begin < piece.end) {
     pack<Op>(pb.k, lanes, pb.d, scale.packed, m.x, m.rows);
     pack<Op>(pb.v, lanes, pb.dv_dim, 1, m.y, m.rows);
-    // For dS K without the broken ones: whoever attends one has dS of NaN, or 0 at a score of -inf, and 0 * NaN must not
-    // reach the others.
+    // The product dS K uses 0 for broken keys. A row that attends one has dS = NaN already, or 0 at a score of -inf.
+    // 0 * NaN must not spread to other rows.
     const Dead broken = find_bad(pb.k, lanes, pb.d, m.bad, m.rows) ? m.bad : nullptr;
     pack_channels<Op>(tile_columns<Op>(pb.k, u.batch, u.kv_head, lanes.first, lanes.rows, pb.d, broken, m.a),
                       lanes.rows, pb.d, m.keys);
   }
-  int64_t before = 0;  // entries of the heads already passed
+  int64_t before = 0;  // number of entries of the previous heads
   for (int h = u.head; h < u.head + u.heads; ++h) {
     const int64_t g = plan.group[u.batch * pb.q_heads + h];
     const Entries all = column_entries(plan, g, piece.tile, turns.first, turns.first + turns.tiles);

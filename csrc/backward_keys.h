@@ -1,4 +1,4 @@
-// dK and dV of a task: where they begin and end, and how they are kept between the windows of backward.
+// dK and dV of a task: their initial values, their results, and their storage between the windows of backward.
 #pragma once
 #include "backward_panel.h"
 
@@ -17,7 +17,7 @@ inline void write_scaled(const View &t, const Lanes &lanes, int width, const flo
   unpack(t, lanes, width, from, factors, memory);
 }
 
-// Calls f(result's element, lane's sum, byte beside it) for each channel of each key.
+// Calls f(element of the result, lane's sum, additional byte) for each channel of each key.
 template <class Sum, class Low, class F>
 RW_INLINE void each_sum(const View &t, const Lanes &lanes, int width, Sum *sums, Low *low, F f) {
   for (int p = 0; p < lanes.rows; p += panel_width(p, lanes.count)) {
@@ -31,8 +31,8 @@ RW_INLINE void each_sum(const View &t, const Lanes &lanes, int width, Sum *sums,
   }
 }
 
-// Sums of a column that another window goes on with: the upper bits where the result will be, and for a 16-bit result
-// eight more in `low`. 2^-17 of a rounding for each window is little beside the result's own.
+// Keeps the sums of a column for a later window. The upper bits are stored in the result's memory, and for a 16-bit
+// result eight more bits in `low`. The rounding error of 2^-17 per window is small compared to the result's.
 inline void keep_sums(const View &t, const Lanes &lanes, int width, const float *sums, uint8_t *low) {
   const bool whole = t.dtype == F32;
   each_sum(t, lanes, width, sums, low, [&](char *to, const float *sum, uint8_t *rest) {
@@ -55,7 +55,7 @@ inline void resume_sums(const View &t, const Lanes &lanes, int width, float *sum
   });
 }
 
-// dK and dV of a task before and after a window.
+// Set up dK and dV of a task before a window, and write or keep them after it.
 inline void begin_keys(const Problem &pb, const Lanes &lanes, const Visit &visit, const Turns &turns, float *dk) {
   const size_t before = (size_t)lanes.count * pb.d;
   memset(dk, 0, 4 * (size_t)lanes.count * (pb.d + pb.dv_dim));

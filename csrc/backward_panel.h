@@ -1,4 +1,4 @@
-// One query tile against one panel of keys: the five products of backward.
+// The five products of backward for one query tile and one panel of keys.
 #pragma once
 #include <sched.h>
 
@@ -7,14 +7,14 @@
 namespace ringweave {
 namespace {
 
-constexpr int kBackwardRows = kPanelRows;  // rows of P and dS at a time
+constexpr int kBackwardRows = kPanelRows;  // number of rows of P and dS that are computed together
 
 struct BackwardMemory {
   float *x, *y, *dx, *p, *p_pair, *ds, *ds_rows, *low, *delta;  // x, y: K and V across lanes
-  float *keys, *dt;  // K, channels across lanes; dS, where terms change it
+  float *keys, *dt;  // keys: K with channels across lanes; dt: gradient of the scores after the terms
   char *a, *b, *a_columns, *b_columns, *rows;
   uint32_t *mask;
-  uint8_t *dead, *broken, *bad;  // broken: see broken_rows; bad: keys
+  uint8_t *dead, *broken, *bad;  // broken: see broken_rows; bad: keys with a NaN or an infinity
   TermMemory terms;
   DropoutMemory dropout;
   size_t bytes;
@@ -44,7 +44,8 @@ struct BackwardMemory {
   }
 };
 
-// A block of M rows as the streamed side of a contraction over rows (pairs: rows 2i, 2i + 1 side by side).
+// Stores a block of M rows as the streamed side of a contraction over rows. With pairs, rows 2i and 2i + 1 are
+// interleaved.
 template <int M, int N>
 RW_INLINE void keep(float *to, int r, V (&x)[M][N], Single) {
 #pragma GCC unroll 16
@@ -72,7 +73,7 @@ RW_INLINE void add_product(Tile tile, int r0, int width, int rows, const float *
       [&](auto, int r, auto &acc) __attribute__((always_inline)) { add_block<P>(out, r, acc); });
 }
 
-// The same block narrowed row by row, as the broadcast side of dS K. Single precision reads `keep`'s copy.
+// Stores the block narrowed row by row, as the broadcast side of dS K. Single precision reads the copy of `keep`.
 template <int M, int N>
 RW_INLINE void keep_rows(float *, int, V (&)[M][N], Single) {}
 #if defined(RW_PAIRS)
@@ -94,7 +95,7 @@ RW_INLINE void add_rows(const char *ds, ptrdiff_t ld, int rows, int depth, const
       [&](auto, int r, auto &acc) __attribute__((always_inline)) { add_block<N>(out, r, acc); });
 }
 
-// Rows with channels across lanes, panel by panel of channels (padded to 16): the streamed side of dS K.
+// Writes rows with channels across lanes, in panels of channels (padded to 16), as the streamed side of dS K.
 template <class Op>
 inline void pack_channels(Tile t, int n, int width, float *to) {
   const int elements = (n + Op::depth - 1) / Op::depth, padded = pad_lanes(width);
@@ -108,12 +109,12 @@ inline void pack_channels(Tile t, int n, int width, float *to) {
   }
 }
 
-// One query tile of a column.
+// A query tile of a column.
 struct Streamed {
   Tile a, b, a_columns, b_columns;  // Q and dO by rows, and for contractions over rows
   TileMask mask;
   Ahead ahead;
-  float *dq;  // the tile's sum: panels of channels, each q_tile rows
+  float *dq;  // the tile's sum, in panels of channels with q_tile rows each
   int rows, key_count;
 };
 
@@ -122,7 +123,7 @@ inline void await(const int32_t *done, int32_t turn) {
     if (spin > 200) sched_yield();
 }
 
-// Rows of a panel in turn, two at a time but for a last single one, as f(row, x) has them.
+// Calls f(row, x) for the rows of a panel, two at a time except for a last single row.
 template <int N, class F>
 RW_INLINE void each_rows(const float *from, int n, F f) {
   auto some = [&](auto rows, int r) __attribute__((always_inline)) {
@@ -138,7 +139,7 @@ RW_INLINE void each_rows(const float *from, int n, F f) {
   if (r < n) some(Int<1>(), r);
 }
 
-// P of a panel of products, over them, and beside it in pairs what dropout keeps of it.
+// Replaces a panel of products by P, in place. With pairs, also stores P after dropout as pairs.
 template <class Op, int N>
 RW_INLINE void weights(const Pairs &pairs, const BackwardMemory &m, int r0, int n, int lane, const TileMask &mask,
                        const Kept &kept) {
@@ -158,8 +159,8 @@ RW_INLINE void weights(const Pairs &pairs, const BackwardMemory &m, int r0, int 
   });
 }
 
-// Some rows of a query tile against N vectors of a panel of keys that is P wide, from its `part`th on. Scored: with terms
-// or dropout.
+// Processes a chunk of a query tile's rows for N vectors of a panel of P vectors of keys, from vector `part` on.
+// Scored: the call has terms or dropout.
 template <class Op, int N, int P, bool Scored, class Turn>
 inline void backward_chunk(const Problem &pb, const BackwardMemory &m, float size, int panel, int part, Live live,
                            const Streamed &t, const Ahead &ahead, Turn wait, float *dk, float *dv, const Pairs &pairs) {
@@ -191,7 +192,7 @@ inline void backward_chunk(const Problem &pb, const BackwardMemory &m, float siz
         for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
           for (int j = 0; j < N; ++j) {
-            // at most 0 but for rounding, which is without bounds where scores are
+            // The exponent is at most 0, except for rounding errors, which are unbounded if scores are.
             V e = exp2(min(V{}, (rounded(acc[i][j] * sizes) - splat(low[r + i])) * splat(kLog2e)));
             if (bits) e = select(mask_at(bits + i * mask.words, lane + j * W), e, V{});
             acc[i][j] = e;
@@ -214,7 +215,7 @@ inline void backward_chunk(const Problem &pb, const BackwardMemory &m, float siz
                            float *weight = p + ((r + i) * N + j) * W;
                            V e = load(weight), slope = acc[i][j];
                            if constexpr (Scored) {
-                             store(weight, kept(e, r + i, j));  // as dV wants it
+                             store(weight, kept(e, r + i, j));  // dV uses the weights after dropout
                              slope = kept(slope * kept_factor, r + i, j);
                            }
                            e *= slope - splat(delta[r + i]);
@@ -258,7 +259,8 @@ inline void backward_chunk(const Problem &pb, const BackwardMemory &m, float siz
   }
 }
 
-// One query tile against one panel of keys, as forward_panel: without what is masked at both ends, and in halves.
+// Processes one query tile for one panel of keys. Like forward_panel, it skips masked rows at both ends, and may split
+// the panel into halves.
 template <class Op, int N, bool Scored>
 inline void backward_panel(const Problem &pb, const BackwardMemory &m, float size, int lane, const Streamed &t,
                            const int32_t *done, int32_t turn, float *dk, float *dv, const Pairs &pairs) {

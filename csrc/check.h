@@ -1,4 +1,4 @@
-// Checks of what Python passes: whatever could make a kernel read or write out of bounds raises ValueError here.
+// Checks of the arguments from Python. Arguments that could make a kernel access memory out of bounds raise ValueError.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -33,7 +33,7 @@ inline void check_shape(const char *name, const Array &a, std::initializer_list<
   refuse(name, "got shape " + got + "), wanted " + shape_text(shape));
 }
 
-// Of keys and values that are `stored` with scales 8 bits too; those of an E4M3 come as unsigned integers.
+// Accepts 8-bit types only for keys and values that are `stored` with scales; E4M3 is passed as unsigned integers.
 inline Dtype dtype_of(const char *name, const Array &a, bool stored = false) {
   const nb::dlpack::dtype t = a.dtype();
   const bool one = t.lanes == 1;
@@ -71,7 +71,7 @@ inline void check_compact(const char *name, const Array &a) {
     if (a.shape(j) > 1 && a.stride(j) != expected && a.size() > 0) refuse(name, "wanted a contiguous array");
 }
 
-// A contiguous int32 array; -1 in the shape means any size.
+// The data of a contiguous int32 array; -1 in the shape accepts any size.
 inline const int32_t *ints(const char *name, const Array &a, std::initializer_list<int64_t> shape) {
   const nb::dlpack::dtype t = a.dtype();
   if (t.lanes != 1 || t.code != (uint8_t)nb::dlpack::dtype_code::Int || t.bits != 32) refuse(name, "wanted int32");
@@ -88,14 +88,14 @@ inline const int32_t *ints(const char *name, const Array &a, std::initializer_li
   return (const int32_t *)a.data();
 }
 
-// Whether the values ascend, so that none is there twice.
+// Whether the values ascend strictly, without duplicates.
 inline bool ascends(const int32_t *x, int64_t n) {
   bool falls = false;
   for (int64_t i = 1; i < n; ++i) falls |= x[i] <= x[i - 1];
   return !falls;
 }
 
-// Every element in [low, high).
+// Checks that every element is in [low, high).
 inline void check_range(const char *name, const int32_t *x, int64_t n, int64_t low, int64_t high) {
   int32_t least = INT32_MAX, most = INT32_MIN;
   for (int64_t i = 0; i < n; ++i) {
@@ -107,7 +107,7 @@ inline void check_range(const char *name, const int32_t *x, int64_t n, int64_t l
                      std::to_string(low) + ", " + std::to_string(high - 1) + "]");
 }
 
-// `groups` lists of offsets, each ascending, all in [0, nnz].
+// Checks `groups` lists of offsets: each ascends, and all offsets are in [0, nnz].
 inline void check_offsets(const char *name, const int32_t *x, int64_t groups, int64_t n, int64_t nnz) {
   check_range(name, x, groups * n, 0, nnz + 1);
   for (int64_t g = 0; g < groups; ++g) {
@@ -117,7 +117,8 @@ inline void check_offsets(const char *name, const int32_t *x, int64_t groups, in
   }
 }
 
-// Backward finds a part of a column by halving and numbers the entries: lists ascend, and no two row sets share any.
+// Checks that lists ascend, since backward finds a part of a column by bisection, and that row sets share no entries,
+// since backward numbers them.
 inline void check_columns(const int32_t *row, const int32_t *offsets, int64_t groups, int64_t n) {
   bool falls = false;
   for (int64_t g = 0; g < groups; ++g, offsets += n) {

@@ -1,7 +1,7 @@
-// The register-blocked contraction that everything else is made of:
+// The register-blocked contraction that the kernels are built on:
 //     acc[i][lane] += sum_k a(i, k) * b[k][lane]
-// a is a tile used as it lies in memory, one element broadcast at a time; b is a panel of lanes, P vectors wide, of which
-// N take part.
+// a is a tile in its memory layout, read one element at a time and broadcast. b is a panel of lanes, P vectors wide, of
+// which the contraction uses N vectors.
 #pragma once
 #include "lanes.h"
 
@@ -13,7 +13,7 @@ struct Int {
   static constexpr int value = N;
 };
 
-// Rows: element (i, k) lies at a + i * ld + 4k. Otherwise at a + 4i + k * ld.
+// Rows: element (i, k) is at a + i * ld + 4k. Otherwise it is at a + 4i + k * ld.
 template <class Op, bool Rows, int P, int M, int N>
 RW_INLINE void contract(const char *a, ptrdiff_t ld, int depth, const float *b, V (&acc)[M][N]) {
   for (int k = 0; k < depth; ++k) {
@@ -31,7 +31,7 @@ RW_INLINE void contract(const char *a, ptrdiff_t ld, int depth, const float *b, 
   }
 }
 
-// Rows of a block, by panel width: what fits the registers beside one row of b.
+// Number of rows in a block, by panel width: as many as fit the registers together with one row of b.
 template <int N>
 struct Block {
 #if defined(__AVX512F__) || defined(RINGWEAVE_NEON)
@@ -43,8 +43,8 @@ struct Block {
 #endif
 };
 
-// Calls begin(block size, row, acc), contracts, calls end(block size, row, acc), over all rows.
-// The block size is even except for a last single row.
+// For each block of rows: calls begin(block size, row, acc), contracts, and calls end(block size, row, acc).
+// The block size is even, except for a last single row.
 template <class Op, bool Rows, int N, int P = N, class Begin, class End>
 RW_INLINE void sweep(const char *a, ptrdiff_t ld, int rows, int depth, const float *b, Begin begin, End end) {
   const ptrdiff_t step = Rows ? ld : 4;
@@ -73,8 +73,8 @@ RW_INLINE void clear(V (&acc)[M][N]) {
     for (int j = 0; j < N; ++j) acc[i][j] = V{};
 }
 
-// out += a block of products, which were summed from 0: adding each product to the whole running sum
-// would lose a bit of it every time.
+// Adds a block of products to out. The products were summed from 0, since adding each product to the large running sum
+// would round every time.
 template <int P, int M, int N>
 RW_INLINE void add_block(float *out, int r, const V (&acc)[M][N]) {
 #pragma GCC unroll 16

@@ -1,13 +1,13 @@
-// Forward for a task of a few query rows, such as a decoding step: reading K and V is then all the work. Keys, not
-// queries, lie across the lanes of products, for which K is turned in registers, and channels across those of sums.
-// Each number is the sum of the same products in the same order as in forward.h, so a row has the same bits.
+// Forward for a task of a few query rows, such as a decoding step, which is bound by reading K and V. For scores, the
+// lanes are keys, and K is transposed in registers; for sums of values, the lanes are channels. Each number is the sum
+// of the same products in the same order as in forward.h, so a row has the same bits.
 #pragma once
 #include "forward.h"
 
 namespace ringweave {
 namespace {
 
-// Queries and vectors of channels that are summed at a time: as many sums as registers hold.
+// Number of queries and of vectors of channels that are summed together, so that the sums fit the registers.
 constexpr int kBeside = kRegisters == 32 ? 4 : 2, kVectors = 4;
 
 typedef float F4 __attribute__((vector_size(16)));
@@ -18,7 +18,7 @@ RW_INLINE float max_lanes(V v) {
   return top;
 }
 
-// A square of 4-byte elements, turned.
+// Transposes a square of 4-byte elements.
 RW_INLINE void turn(V (&x)[W]) {
 #if defined(__AVX2__)
   V y[W];
@@ -66,7 +66,7 @@ RW_INLINE void turn(V (&x)[W]) {
 #endif
 }
 
-// W channels of a row that is stored as T, over unit<T>.
+// Loads W channels of a row that is stored as T, divided by unit<T>.
 template <int T>
 constexpr float unit = T == E4M3 ? 256.f : 1.f;
 template <int T>
@@ -75,7 +75,7 @@ RW_INLINE V load_as(const char *row, int c) {
   const char *at = row + (T == I8 || T == E4M3 ? c : 2 * c);
 #if defined(__AVX512F__)
   if constexpr (T == I8) return (V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
-  if constexpr (T == E4M3) {  // as e4m3_to_float
+  if constexpr (T == E4M3) {  // see e4m3_to_float
     const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)at));
     const __m256i magnitude = _mm256_and_si256(_mm256_slli_epi16(x, 7), _mm256_set1_epi16(0x3f80));
     const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x3f80));
@@ -126,19 +126,19 @@ RW_INLINE V load_as(const char *row, int c) {
 #endif
 }
 
-// A row of keys as 4-byte words: floats, or two or four of what is stored; halves are widened as they are loaded.
+// Number of channels in a 4-byte word of a row of keys. F16 channels are widened to one word each when they are loaded.
 template <int T>
 constexpr int in_word = T == BF16 ? 2 : T == I8 || T == E4M3 ? 4 : 1;
 template <int T>
 constexpr int word_bytes = T == F16 ? 2 : 4;
 
-// One of the channels of a word, over unit<T>.
+// Channel i of a word, divided by unit<T>.
 template <int T>
 RW_INLINE V channel(V word, int i) {
   const U bits = (U)word;
   if constexpr (T == BF16) return i ? (V)(bits & 0xffff0000u) : (V)(bits << 16);
   if constexpr (T == I8) return __builtin_convertvector((I)(bits << (24 - 8 * i)) >> 24, V);
-  if constexpr (T == E4M3) {  // as a half, that is: an exponent of 5 bits
+  if constexpr (T == E4M3) {  // the value as a half, which has an exponent of 5 bits
     const U byte = bits >> (8 * i), magnitude = byte & 0x7f;
     const V x = (V)(magnitude << 20) * splat(0x1p112f);
     return (V)((U)(magnitude == 0x7f ? x - x / V{} : x) | (byte & 0x80) << 24);
@@ -146,17 +146,17 @@ RW_INLINE V channel(V word, int i) {
   return word;
 }
 
-// How the words of K are multiplied: one channel after the other, or, with pairs, as they are.
+// Number of products per word of K: one for each channel, or a single product of the whole word with pairs.
 template <class Op, int T>
 constexpr int parts = Op::depth == 2 ? 1 : in_word<T>;
 
 alignas(64) constexpr char kZeros[4 * kMostChannels] = {};
 
-// Rows of a panel, wherever they lie.
+// Addresses of a panel's rows.
 struct Rows {
   const char *row[kPanelRows];
   int n = 0;
-  // Behind the last that one again, for products that nobody reads.
+  // After the last row, its address is repeated; the products there are not used.
   void set(const View &t, const Unit &u, int64_t first, int count) {
     n = count;
     for (int r = 0; !count && r < kPanelRows; ++r) row[r] = kZeros;
@@ -169,8 +169,8 @@ struct Rows {
   }
 };
 
-// Rows that are needed next, fetched while others are worked on: in the order in which they lie, for which the machine
-// fetches ahead by itself.
+// Prefetches the rows that are needed next while others are processed, in memory order, which the hardware prefetcher
+// also follows.
 struct Fetch {
   const Rows *rows;
   int bytes;
@@ -181,19 +181,19 @@ struct Fetch {
       if ((at += 64) >= bytes) at = 0, ++row;
     }
   }
-  // What is left.
+  // Prefetches the remaining lines.
   void rest() { lines(INT32_MAX); }
 };
 
 struct Few {
-  // aligned: a vector of theirs that lies across two cache lines costs a tenth of a step
+  // aligned, since vectors that cross cache lines make a step a tenth slower
   alignas(64) float s[kFew * kPanelRows], out[kFew * kMostChannels], total[kFew * kMostChannels];
-  alignas(64) uint16_t pairs[kFew * kPanelRows];  // weights, of a build with pairs
+  alignas(64) uint16_t pairs[kFew * kPanelRows];  // weights in bfloat16, in builds with pairs
   float top[kFew], sum[kFew], total_top[kFew], total_sum[kFew], shrink[kFew];
   int count, d, dv;  // dv: padded to whole vectors
 };
 
-// Adds the products of a word of some keys with N queries.
+// Adds the products of one word of W keys with N queries.
 template <class Op, int T, int N>
 RW_INLINE void add_word(V word, const float *q, int pw, Sum<Op> (&acc)[N]) {
 #pragma GCC unroll 4
@@ -204,7 +204,7 @@ RW_INLINE void add_word(V word, const float *q, int pw, Sum<Op> (&acc)[N]) {
   }
 }
 
-// Products of a panel of keys with N queries, each a sum over channels from the first to the last.
+// Computes the products of a panel of keys with N queries, each a sum over channels from first to last.
 template <class Op, int T, int N>
 RW_INLINE void products(Few &f, const Rows &k, const float *q, int pw, Fetch &ahead) {
   const int words = f.d / in_word<T>;
@@ -223,7 +223,7 @@ RW_INLINE void products(Few &f, const Rows &k, const float *q, int pw, Fetch &ah
         for (int i = 0; i < W; ++i) add_word<Op, T>(x[i], q + (ptrdiff_t)i * parts<Op, T> * pw, pw, acc);
       } else {
         alignas(64) float turned[W * W];
-        for (int i = 0; i < W; ++i) {  // what is left of a row, and zeros
+        for (int i = 0; i < W; ++i) {  // the end of a row, padded with zeros
           alignas(64) char end[4 * W] = {};
           memcpy(end, k.row[r + i] + at, (size_t)(words - w0) * word_bytes<T>);
           x[i] = load_as<T == F16 ? F16 : F32>(end, 0);
@@ -249,7 +249,7 @@ __attribute__((noinline)) void few_products(Few &f, const Rows &k, const float *
     products<Op, T, 1>(f, k, q, pw, ahead);
 }
 
-// Scores of a panel, where there are no terms: products times what their keys are scaled by, where they are allowed.
+// Converts a panel's products to scores, if there are no terms: multiplies by the keys' scales and masks.
 template <bool Scored>
 inline void few_scores(const Problem &pb, Few &f, int keys, const TileMask &mask, const float *scales) {
   const Scale scale(pb);
@@ -277,7 +277,7 @@ inline void few_scores(const Problem &pb, Few &f, int keys, const TileMask &mask
   }
 }
 
-// What the terms make of the keys of a tile from k0 on, where they are allowed.
+// Applies the terms to the scores of a tile's keys from k0 on, and masks.
 inline void few_terms(Pairs &pairs, Few &f, const Lanes &lanes, int k0, int keys, const TileMask &mask) {
   for (int l = 0; l < f.count; ++l) {
     float *s = f.s + l * kPanelRows;
@@ -289,7 +289,7 @@ inline void few_terms(Pairs &pairs, Few &f, const Lanes &lanes, int k0, int keys
   }
 }
 
-// The sums of the rows of weights, from the first key to the last as `exponentials` adds them.
+// The sums of the rows of weights, from first to last key in the order in which `exponentials` adds them.
 template <class Op>
 RW_INLINE F4 sum_keys(const float *p, int keys) {
   F4 sum = {};
@@ -313,7 +313,7 @@ RW_INLINE F4 sum_keys(const float *p, int keys) {
   return sum;
 }
 
-// Softmax of the rows of scores of a panel, in place, and what their sums so far shrink by.
+// Replaces a panel's scores by weights in place, and updates maxima, sums and the factors by which earlier sums shrink.
 template <class Op>
 inline void few_softmax(Few &f, int keys, float c) {
   for (int l = 0; l < f.count; ++l) {
@@ -333,7 +333,7 @@ inline void few_softmax(Few &f, int keys, float c) {
 }
 
 #if defined(RW_PAIRS)
-// Channels of two rows of bfloat16 as pairs: one half of them, or the other.
+// Interleaves the channels of two rows of bfloat16 to pairs, for one half of the channels or the other.
 RW_INLINE V beside(V a, V b, int half) {
 #if defined(__AVX512BF16__)
   return (V)(half ? _mm512_unpackhi_epi16((__m512i)a, (__m512i)b) : _mm512_unpacklo_epi16((__m512i)a, (__m512i)b));
@@ -343,10 +343,10 @@ RW_INLINE V beside(V a, V b, int half) {
 #endif
 }
 #endif
-// Where a channel of a row lies after that: 128 bits at a time are halved.
+// Index of a channel after `beside`, which halves 128 bits at a time.
 RW_INLINE int besides(int c) { return c / (2 * W) * 2 * W + c / 4 % 2 * W + c % (2 * W) / 8 * 4 + c % 4; }
 
-// Adds a panel's values from channel c on to the sums of N queries: C vectors of channels, or of pairs of rows.
+// Adds a panel's weighted values to the sums of N queries, from channel c on: C vectors of channels, or of row pairs.
 template <class Op, int T, int N, int C>
 RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int n, int l0, int c, float *out,
                         Fetch &ahead) {
@@ -399,7 +399,7 @@ RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int 
 template <class Op, int T, int N>
 RW_INLINE void add_rows(Few &f, const Rows &v, int l0, int dv, Fetch &ahead) {
   constexpr int channels = Op::depth * W, size = bytes_of((Dtype)T);
-  constexpr int most = is_tiled<Op> ? 1 : kVectors / Op::depth;  // of sums in three parts half as many
+  constexpr int most = is_tiled<Op> ? 1 : kVectors / Op::depth;  // fewer for tiled sums, which have three parts
   int c = 0;
   for (; c + most * channels <= dv; c += most * channels)
     add_rows<Op, T, N, most>(f, v.row, (ptrdiff_t)c * size, v.n, l0, c, f.out, ahead);
@@ -410,14 +410,14 @@ RW_INLINE void add_rows(Few &f, const Rows &v, int l0, int dv, Fetch &ahead) {
   for (; c + channels <= dv; c += channels)
     add_rows<Op, T, N, 1>(f, v.row, (ptrdiff_t)c * size, v.n, l0, c, f.out, ahead);
   if (c == dv) return;
-  alignas(64) char ends[kPanelRows * 64] = {};  // what is left of the rows, and zeros
+  alignas(64) char ends[kPanelRows * 64] = {};  // the ends of the rows, padded with zeros
   const char *row[kPanelRows];
   for (int r = 0; r < kPanelRows; ++r) row[r] = ends + r * 64;
   for (int r = 0; r < v.n; ++r) memcpy(ends + r * 64, v.row[r] + (ptrdiff_t)c * size, (size_t)(dv - c) * size);
   add_rows<Op, T, N, 1>(f, row, 0, v.n, l0, c, f.out, ahead);
 }
 
-// Adds a panel's values, weighted.
+// Adds a panel's weighted values for all queries.
 template <class Op, int T>
 __attribute__((noinline)) void few_values(Few &f, const Rows &v, Fetch &ahead) {
   for (int l = 0; l < f.count; l += kBeside) {
@@ -444,7 +444,7 @@ inline void few_join(Few &f, int l, float c) {
   f.top[l] = -kInf, f.sum[l] = 0;
 }
 
-// AddEntries. Not inlined: its loops of a few instructions would spill to what surrounds them.
+// An AddEntries function. It is not inlined, since its short loops would spill registers in a larger function.
 template <class Op, int T, bool Scored>
 __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, const Lanes &lanes, const ForwardMemory &m,
                                               const Running &state, int64_t at, int64_t begin, int64_t end,
@@ -455,7 +455,8 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
   Few f;
   alignas(64) float scales[kPanelRows];
   f.count = lanes.heads * lanes.rows, f.d = pb.d, f.dv = pb.dv_dim;
-  // of queries that fill up a block too, whose sums nobody reads; the sums over keys are of all kFew
+  // Three queries are computed as four, so the sums of the fourth are cleared too, although they are not used. The sums
+  // over keys always include kFew queries.
   const size_t sums = 4 * (size_t)kMostChannels * (f.count == 3 ? 4 : f.count);
   memset((void *)&f.s, 0, sizeof f.s);
   memset((void *)&f.out, 0, sums);
@@ -465,7 +466,7 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
     f.top[l] = f.total_top[l] = -kInf, f.sum[l] = f.total_sum[l] = 0, f.shrink[l] = 1;
   const Blocks blocks(m, f.count, at, plan.kv_tile);
   bool several = false;
-  const int pw = panel_width(0, lanes.count);  // a few lanes lie in the first panel
+  const int pw = panel_width(0, lanes.count);  // few queries fit the first panel
   const int k_bytes = pb.d * bytes_of(pb.k.dtype), v_bytes = pb.dv_dim * bytes_of(pb.v.dtype);
   const int64_t nk = keys_of(pb, u.batch);
   Rows keys_now, keys_next, v;
@@ -477,7 +478,7 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
   for (int64_t e = begin; e < end; ++e) {
     const int64_t first = (int64_t)plan.col[e] * plan.kv_tile;
     const int keys = (int)smaller(plan.kv_tile, nk - first);
-    if (keys <= 0) continue;  // of no page
+    if (keys <= 0) continue;  // past the last page
     TileMask mask;
     if (plan.bits[e] >= 0)
       mask = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words,
@@ -499,7 +500,8 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
       for (int r = 0; allowed.dead && r < n; ++r)
         if (allowed.dead[r]) v.row[r] = kZeros;
       if (n % 2) v.row[n] = kZeros;
-      // Reading is all the work: the scores fetch this panel's values, the values the next panel's keys.
+      // Reading dominates: while the scores are computed, this panel's values are prefetched; while the values are
+      // added, the next panel's keys.
       Fetch values{&v, v_bytes}, keys_ahead{&keys_next, k_bytes};
       few_products<Op, T>(f, keys_now, m.q, pw, values);
       if (pb.k.scales) row_scales(pb.k, u.batch, u.kv_head, first + k0, n, allowed.dead, unit<T>, scales);

@@ -1,7 +1,7 @@
-// Which weights dropout keeps: 16 random bits for each (batch, head, query, key), made anew by whoever asks.
+// Which weights dropout keeps: 16 random bits for each (batch, head, query, key), recomputed where they are needed.
 //
 // Philox 4x32 with 10 rounds (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", 2011). The
-// counter is (key >> 3, query, head, batch), and its four words are the bits of eight keys side by side.
+// counter is (key >> 3, query, head, batch), and its four words are the bits of eight neighbouring keys.
 #pragma once
 #include "lanes.h"
 #include "memory.h"
@@ -24,8 +24,8 @@ struct DropoutMemory {
   }
 };
 
-// The words of W counters that differ in the query and the head. Lanes of 64 bits, even and odd ones apart: of each,
-// the lower half counts and the upper one is left as it comes.
+// The words of W counters that differ in the query and the head. They are computed in 64-bit lanes, with even and odd
+// counters in separate vectors. Only the lower half of a lane is meaningful; the upper half is arbitrary.
 RW_INLINE void philox(uint32_t keys, U queries, U heads, uint32_t batch, uint64_t seed, U (&words)[4]) {
   L c0[2], c1[2], c2[2], c3[2];
   for (int i = 0; i < 2; ++i) {
@@ -48,7 +48,7 @@ RW_INLINE void philox(uint32_t keys, U queries, U heads, uint32_t batch, uint64_
   words[0] = both(c0), words[1] = both(c1), words[2] = both(c2), words[3] = both(c3);
 }
 
-// Bits by key and lane of the queries' heads, as a tile's mask in forward has them.
+// The bits of kept pairs by key and lane, in the layout of a tile's mask in forward.
 __attribute__((noinline)) inline TileMask kept_pairs(const Problem &pb, const Lanes &queries, int64_t first, int keys,
                                                      const DropoutMemory &m) {
   const Scoring &scoring = pb.scoring;
@@ -71,7 +71,7 @@ __attribute__((noinline)) inline TileMask kept_pairs(const Problem &pb, const La
         U random[4];
         philox((uint32_t)eight, q, h, (uint32_t)queries.batch, scoring.seed, random);
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i)  // 16 bits on top: what is below them decides nothing
+        for (int i = 0; i < 8; ++i)  // the upper 16 bits decide, since the threshold's lower bits are 0
           kept[i] = at_least(i & 1 ? random[i / 2] : random[i / 2] << 16, scoring.drop << 16);
       }
       m.bits[(ptrdiff_t)r * words + (lane >> 5)] |= kept[key & 7] << (lane & 31);
@@ -80,7 +80,7 @@ __attribute__((noinline)) inline TileMask kept_pairs(const Problem &pb, const La
   return {m.bits, words, nullptr};
 }
 
-// The same of one head, by query and key.
+// The bits of one head's kept pairs by query and key.
 inline TileMask kept_keys(const Problem &pb, const Lanes &queries, int64_t first, int keys, const DropoutMemory &m) {
   const Lanes across{queries.batch, 0, first, 1, keys, pad_lanes(keys)};
   const TileMask kept = kept_pairs(pb, queries, first, keys, m);

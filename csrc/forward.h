@@ -1,7 +1,7 @@
-// Forward: S^T = K Q^T with queries across lanes, an online softmax down the keys, O^T += V^T P^T.
+// Forward: S^T = K Q^T with queries across lanes, an online softmax over the keys, O^T += V^T P^T.
 //
-// Queries across lanes means that neither K nor V is ever transposed (each element of theirs is broadcast as it lies),
-// and that row maxima and sums are plain vector operations.
+// With queries across lanes, K and V are never transposed, since each of their elements is broadcast from its place in
+// memory. Row maxima and sums are plain vector operations.
 #pragma once
 #include "dropout.h"
 #include "terms.h"
@@ -10,17 +10,18 @@
 namespace ringweave {
 namespace {
 
-constexpr int kForwardKeys = kPanelRows;  // keys between two updates of the running maximum: S^T of a panel stays in L1
-// Queries of a tile, of all heads that share its keys, up to which decode.h sums it; above, a vector of queries is full
-// enough (measured).
+// Number of keys between two updates of the running maximum, so that S^T of a panel stays in L1.
+constexpr int kForwardKeys = kPanelRows;
+// Tiles with up to this many queries, over all heads that share its keys, are computed by decode.h. With more queries,
+// their vectors are full enough (measured).
 constexpr int kFew = 4;
 inline bool has_few(const Problem &pb, int64_t tile) { return tile_queries(pb, tile) <= kFew; }
 
-// A score is size * s, with size > 0, which keeps -inf a masked one. The packed side takes the sign of the scale, or 0,
-// and of a scale below 1 its power of two: a product is then in range wherever its score is, and no other bit changes.
-// Differences are taken of s and then multiplied by c = size * log2(e): a fused c s - c top would be off by the
-// rounding of c top, which is more than any exponent where scores are large. With terms, s is a product times `before`
-// and then what they make of it. Beyond `most`, s has a score that float32 cannot hold.
+// A score is size * s with size > 0, so that -inf keeps marking masked pairs. Packed queries are multiplied by the
+// scale's sign (or 0), and by its power of two if the scale is below 1: then a product is in range if its score is, and
+// no other bit changes. Differences of s are taken first and then multiplied by c = size * log2(e). A fused c s - c top
+// would be off by the rounding error of c top, which exceeds any exponent if scores are large. With terms, s is a
+// product times `before`, after the terms. If |s| exceeds `most`, the score is out of float32's range.
 struct Scale {
   float packed, before = 1, size = 1, c, most;
   explicit Scale(const Problem &pb) {
@@ -31,7 +32,7 @@ struct Scale {
   }
 };
 
-// The state of a task's lanes: O^T not yet divided, the running maximum of s, the running sum.
+// The state of a task's lanes: unnormalised O^T, the running maximum of s, and the running sum.
 struct Running {
   float *out, *top, *sum;
   size_t floats;
@@ -43,10 +44,10 @@ struct Running {
   }
 };
 
-// A later block's sum, added to the total: how it rounds may not depend on what surrounds it.
+// Adds a later block's sum to the total. The explicit rounding keeps the bits independent of the surrounding code.
 RW_INLINE V joined(V total, V a, V part, V b) { return total * a + rounded(part * b); }
 
-// Adds a later block's state to a total; with `full`, bits by lane, of these lanes alone, which are then reset.
+// Adds a later block's state to a total. With `full` (bits by lane), only these lanes are added, and then reset.
 inline void join_state(Running total, Running part, int lanes, int dv, float c, const uint32_t *full = nullptr) {
   for (int p = 0; p < lanes; p += panel_width(p, lanes)) {
     const int pw = panel_width(p, lanes);
@@ -71,7 +72,7 @@ inline void join_state(Running total, Running part, int lanes, int dv, float c, 
 }
 
 struct ForwardMemory {
-  float *q, *state, *total, *s, *factor, *k_scales = nullptr, *v_scales = nullptr;  // scales: null of what has none
+  float *q, *state, *total, *s, *factor, *k_scales = nullptr, *v_scales = nullptr;  // scales: null without 8-bit types
   char *k, *v, *turned, *rows;
   uint32_t *mask;
   uint8_t *dead;
@@ -81,7 +82,7 @@ struct ForwardMemory {
   size_t bytes;
   ForwardMemory(const Problem &pb, int lanes, char *block) {
     Carve m{block};
-    // no tile has more queries than the first, and few copy no keys
+    // the first tile has the most queries, and tiles with few queries do not copy keys
     const int width = (int)larger(pb.d, pb.dv_dim), keys = pb.plan.kv_tile, copied = has_few(pb, 0) ? 0 : keys;
     q = m.take<float>((size_t)lanes * pb.d);
     state = m.take<float>((size_t)lanes * (pb.dv_dim + 2));
@@ -102,7 +103,7 @@ struct ForwardMemory {
   }
 };
 
-// By lane, how many tiles it has attended, and at how many its block ends.
+// For each lane: the number of tiles that it has attended, and the number at which its current block ends.
 struct Blocks {
   int32_t *attended, *end;
   int lanes, kv_tile;
@@ -110,8 +111,8 @@ struct Blocks {
       : attended(m.attended), end(m.ends), lanes(lanes), kv_tile(kv_tile) {
     for (int i = 0; i < lanes; ++i) attended[i] = (int32_t)at, end[i] = (int32_t)block_end(at, kv_tile);
   }
-  // Counts a tile, of which each lane attends a key or none. Before one that begins another block of some lanes they are
-  // marked in `full`.
+  // Counts a tile for the lanes that attend a key of it. Marks in `full` the lanes for which the tile begins another
+  // block, and returns whether there are any.
   bool next(const TileMask &mask, int keys, uint32_t *full) const {
     bool any = false;
     for (int first = 0; first < lanes; first += 32) {
@@ -138,7 +139,7 @@ inline Lanes query_lanes(const Problem &pb, const Unit &u, int tile) {
   return {u.batch, u.head, first, u.heads, rows, pad_lanes((int64_t)u.heads * rows)};
 }
 
-// The weights of one panel that dropout keeps, times the scales of their values.
+// Factors of one panel's weights: Every keeps all weights; Kept applies dropout's bits and the scales of the values.
 struct Every {
   RW_INLINE V operator()(V p, int, int) const { return p; }
 };
@@ -152,7 +153,7 @@ struct Kept {
   }
 };
 
-// P of one chunk, over S in place, as far as it is kept; returns what all of it adds to the sum.
+// Replaces S of one chunk by P in place, after `kept`, and adds the weights before `kept` to the sums.
 template <int N, class Keep>
 RW_INLINE void exponentials(float *s, int keys, float c, const V (&low)[N], V (&sum)[N], Keep kept, Single) {
   const V cv = splat(c);
@@ -179,7 +180,7 @@ RW_INLINE void exponentials(float *s, int keys, float c, const V (&low)[N], V (&
 }
 #endif
 
-// What the terms make of a panel of products, in place, where they are allowed; and the largest of each lane.
+// Applies the terms to a panel of products in place, masks the result, and updates the maximum of each lane.
 template <int N>
 RW_INLINE void score(const Pairs &pairs, float *s, int k0, int n, int lane, const TileMask &mask, V (&top)[N]) {
   pairs.apply(s, k0, n, lane, N * W);
@@ -196,8 +197,9 @@ RW_INLINE void score(const Pairs &pairs, float *s, int k0, int n, int lane, cons
     }
 }
 
-// Some keys of a tile against N vectors of a panel that is P wide, from its `part`th on: their update of the running
-// maximum. Scored: with terms, dropout or scales, which multiply scores and weights, as where queries are few.
+// Processes a chunk of a tile's keys for N vectors of a panel of P vectors, from vector `part` on, with one update of
+// the running maximum. Scored: the call has terms, dropout or scales of 8-bit keys and values. As in decode.h, the
+// scales multiply scores and weights.
 template <class Op, int N, int P, bool Scored>
 inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Running &state, const Scale &scale,
                           int panel, int part, Tile k, Tile v, Live live, const TileMask &mask, const Ahead &ahead,
@@ -260,7 +262,7 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
     V before = load(state.top + lane + j * W);
     V now = max(top[j], before);
     least = min(bottom[j], least);
-    low[j] = no_inf(now);  // no key yet: every exponent is -inf, whatever is subtracted
+    low[j] = no_inf(now);  // without any key so far, every exponent is -inf whatever is subtracted
     shrink[j] = exp2((before - low[j]) * splat(c));
     sum[j] = V{};
     store(state.top + lane + j * W, now);
@@ -277,7 +279,7 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
   for (int j = 0; j < N; ++j) store(state.sum + lane + j * W, load(state.sum + lane + j * W) * shrink[j] + sum[j]);
 
   const auto add = [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-    // as add_block: the products were summed from 0
+    // as in add_block, the products were summed from 0
 #pragma GCC unroll 16
     for (int i = 0; i < decltype(block)::value; ++i)
 #pragma GCC unroll 8
@@ -291,7 +293,7 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
   if constexpr (is_tiled<Op>) {
     const int steps = tile_steps<N>(s, n);
     for (int r = 0; r < pb.dv_dim; r += kTile) {
-      float *sums = s + 32 * N * W;  // behind the pairs of weights
+      float *sums = s + 32 * N * W;  // after the pairs of weights
       tile_sums<N>(values + r * 64, v.ld, steps, s, sums);
       each_row<N>(sums, (int)smaller(kTile, pb.dv_dim - r),
                   [&](auto block, int i, auto &acc) __attribute__((always_inline)) { add(block, r + i, acc); });
@@ -304,8 +306,9 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
         [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); }, add);
 }
 
-// One key tile against one panel of lanes. Of a mask's rows those at both ends that no lane attends are passed over, and
-// where halves of the panel have other ones, by halves. No bit changes: what a lane does not attend adds 0 to it.
+// Processes one key tile for one panel of lanes. Keys at both ends of the mask that no lane attends are skipped, for
+// each half of the panel separately if that saves enough. Skipping changes no bit, since a key that a lane does not
+// attend adds 0.
 template <class Op, int N, bool Scored>
 inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Running &state, const Scale &scale, int lane,
                           Tile k, Tile v, int keys, const TileMask &mask, const Ahead &ahead, const Pairs &pairs) {
@@ -334,12 +337,13 @@ inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Runni
   }
 }
 
-// Divide and write. A row's lse is its top, rounded as backward rounds its scores, and the logarithm of its sum.
+// Normalises and writes the results. A row's lse is its maximum, rounded as backward rounds scores, plus the logarithm
+// of its sum.
 inline void forward_finish(const Problem &pb, const Lanes &lanes, const ForwardMemory &m, const Running &state) {
   const Scale scale(pb);
   const float size = scale.size, kept = pb.scoring.kept_factor();
   for (int i = 0; i < lanes.count; ++i) {
-    // of a score out of range the sum may be a number
+    // with a score out of range, the sum may still be a number
     const float sum = state.top[i] > scale.most ? kNan : state.sum[i];
     m.factor[i] = sum == 0 ? 0.f : kept / sum;
   }
@@ -353,14 +357,14 @@ inline void forward_finish(const Problem &pb, const Lanes &lanes, const ForwardM
   }
 }
 
-// Where the sums of blocks that several threads make lie.
+// Location of the sums of blocks that several threads compute.
 struct Partials {
   float *first;
   size_t stride;
 };
 
-// Adds the entries [begin, end) to a fresh state, before which the rows attended `at` tiles; those up to `last` come
-// next. Returns where the joined sum of their blocks lies.
+// Adds the entries [begin, end) to a fresh state; the rows have attended `at` tiles before. The entries up to `last`
+// follow. Returns the state with the joined sum of the blocks.
 typedef Running AddEntries(const Problem &, const Unit &, const Lanes &, const ForwardMemory &, const Running &state,
                            int64_t at, int64_t begin, int64_t end, int64_t last, const Next &);
 
@@ -369,7 +373,7 @@ inline int64_t first_entry(const Problem &pb, const Unit &u, int64_t tile) {
   return pb.plan.row_ptr[g * (pb.plan.q_tiles + 1) + tile];
 }
 
-// The blocks of a piece, left in the piece's slots; or the joined sum of all of them, where one piece is the whole list.
+// Sums the blocks of a piece into the piece's slots, or returns their joined sum if the piece is the whole list.
 inline Running sum_blocks(const Problem &pb, const Unit &u, const Piece &piece, const Next &next, const Lanes &lanes,
                           const ForwardMemory &m, const Partials &partials, AddEntries *add) {
   const int64_t start = first_entry(pb, u, piece.tile), last = start + piece.end;
@@ -390,10 +394,10 @@ inline Running sum_blocks(const Problem &pb, const Unit &u, const Piece &piece, 
 inline Ahead keys_ahead(const Problem &pb, const Unit &u, int64_t entry) {
   const int64_t first = (int64_t)pb.plan.col[entry] * pb.plan.kv_tile;
   const int keys = (int)smaller(pb.plan.kv_tile, keys_of(pb, u.batch) - first);
-  return keys > 0 ? Ahead(pb.k, pb.v, u.batch, u.kv_head, first, keys, pb.d, pb.dv_dim) : Ahead();  // else of no page
+  return keys > 0 ? Ahead(pb.k, pb.v, u.batch, u.kv_head, first, keys, pb.d, pb.dv_dim) : Ahead();  // past the pages
 }
 
-// Of a task's head h the rows that its results go to, and of the next one the queries.
+// Prefetches the rows of out that head h of a task writes, and the queries of the next task.
 inline Ahead rows_ahead(const Problem &pb, const Lanes &lanes, const Next &next, int h) {
   Ahead rows(pb.out, lanes.batch, lanes.head + h, lanes.first, lanes.rows, pb.dv_dim);
   if (!next.piece || h >= next.unit->heads) return rows;
@@ -403,7 +407,7 @@ inline Ahead rows_ahead(const Problem &pb, const Lanes &lanes, const Next &next,
   return rows;
 }
 
-// AddEntries, for queries that are packed.
+// An AddEntries function for packed queries.
 template <class Op, bool Scored>
 inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes, const ForwardMemory &m,
                             const Running &state, int64_t at, int64_t begin, int64_t end, int64_t last,
@@ -420,7 +424,7 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
   for (int64_t e = begin; e < end; ++e) {
     const int64_t first = (int64_t)plan.col[e] * plan.kv_tile;
     const int keys = (int)smaller(plan.kv_tile, nk - first);
-    if (keys <= 0) continue;  // of no page
+    if (keys <= 0) continue;  // past the last page
     if (Scored) pairs.set_rows(first, keys);
     if (Scored && pb.scoring.drop) pairs.kept = kept_pairs(pb, lanes, first, keys, m.dropout);
     TileMask mask;
@@ -445,7 +449,7 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
       row_scales(pb.v, u.batch, u.kv_head, first, keys, mask.dead, 1, m.v_scales);
     }
     Dead dead = mask.dead;
-    // pages begin where tiles do
+    // a paged tile is read from its first row, since run_of relies on the place of its start in a page
     const Live live = pb.k.pages ? Live{0, keys} : live_rows<Op>(keys, dead);
     const int64_t start = first + live.first;
     const Tile k = tile_rows<Op>(pb.k, u.batch, u.kv_head, start, live.count(), pb.d, nullptr, m.k).from(live.first);
@@ -468,7 +472,7 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
   return several ? total : state;
 }
 
-// Join the blocks of one list, first to last, as sum_blocks does.
+// Joins the blocks of one list from first to last, as sum_blocks does.
 inline void forward_join(const Problem &pb, const Unit &u, const Join &join, char *block, const float *partials,
                          size_t stride) {
   const Lanes lanes = query_lanes(pb, u, join.tile);

@@ -1,4 +1,4 @@
-// One instruction-set build of the kernels. Compiled several times; RINGWEAVE_VARIANT names the build.
+// One instruction-set build of the kernels. This file is compiled several times; RINGWEAVE_VARIANT names the build.
 #if !defined(RW_TILES)
 #include "backward.h"
 #include "mass.h"
@@ -11,8 +11,8 @@
 #define RW_JOIN(a, b) RW_JOIN_(a, b)
 
 namespace ringweave {
-// Pairs of bfloat16 where the machine multiplies them; else everything is widened to float32. A build with pairs has no
-// other loops of its own: what is not bfloat16 is for the build that it adds to.
+// bfloat16 is multiplied in pairs if the instruction set supports it; all other types are widened to float32. A build
+// with pairs only has the loops for bfloat16, and calls the build that it extends for other types.
 #if defined(RW_PAIRS)
 #if defined(RINGWEAVE_NEON)
 #define RW_ADDS_TO kernel_neon
@@ -36,7 +36,7 @@ using Own = Pair;
 #else
 using Own = Single;
 #endif
-// With terms or dropout, or as if there were no such thing.
+// Calls the instance of f with terms and dropout, or the one without.
 #define RW_CALL(f, ...) (pb.scoring.any() ? f<Own, true>(__VA_ARGS__) : f<Own, false>(__VA_ARGS__))
 
 size_t forward_bytes(const Problem &pb, int lanes) { return ForwardMemory(pb, lanes, nullptr).bytes; }
@@ -47,7 +47,7 @@ void run_forward(const Problem &pb, const Unit &u, const Piece &p, const Next &n
 }
 
 #if defined(RW_TILES)
-// Forward alone is by tiles.
+// Only forward uses tiles.
 size_t mass_bytes(const Problem &pb, int lanes) { return RW_ADDS_TO.mass_bytes(pb, lanes); }
 size_t backward_bytes(const Problem &pb, int lanes) { return RW_ADDS_TO.backward_bytes(pb, lanes); }
 void run_mass(const Problem &pb, const Unit &u, const Piece &p, const Mass &mass, char *m) {
@@ -88,7 +88,7 @@ void run_delta(const Problem &pb, int64_t b, int64_t h, int64_t first, int64_t l
   }
 }
 
-// The largest squared length of a row, of those that are finite.
+// The largest squared length of the finite rows.
 double longest(const View &t, int width, int64_t b, int64_t h, int64_t first, int64_t last) {
   float x[kMostChannels];
   double most = 0;
@@ -104,12 +104,12 @@ double longest(const View &t, int width, int64_t b, int64_t h, int64_t first, in
 template <class Op>
 int64_t fma_rounds(int64_t rounds) {
   constexpr int chains = kRegisters == 32 ? 24 : 12;
-  volatile float half = 0.5f;  // unknown to the compiler, so that the loop is multiplied out
+  volatile float half = 0.5f;  // unknown to the compiler, so that it cannot evaluate the loop
   V acc[chains], a = splat(half), b = splat(half);
 #pragma GCC unroll 24
   for (int i = 0; i < chains; ++i) acc[i] = splat(half);
   for (int64_t r = 0; r < rounds; ++r) {
-    a = rounded(a);  // else the product leaves the loop, and additions are timed
+    a = rounded(a);  // otherwise the compiler moves the product out of the loop, and only additions are timed
 #pragma GCC unroll 24
     for (int i = 0; i < chains; ++i) acc[i] = Op::madd(a, b, acc[i]);
   }

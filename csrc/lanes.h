@@ -1,7 +1,8 @@
-// Lanes: the rows that a task owns, laid across vector lanes, in panels a few vectors wide.
+// Lanes: the rows of a task, placed across vector lanes, in panels of a few vectors.
 //
-// A task's heads share lanes: row r of head s is lane s * rows + r, padded to 16. A matrix with `depth` rows over
-// the lanes is stored panel by panel, each panel depth x width floats, so that a kernel reads it front to back.
+// A task's heads share the lanes: row r of head s is lane s * rows + r, and the number of lanes is padded to a multiple
+// of 16. A matrix with `depth` rows over the lanes is stored panel by panel, each panel with depth x width floats, so
+// that a kernel reads it sequentially.
 #pragma once
 #include "rows.h"
 
@@ -11,8 +12,8 @@ namespace {
 constexpr int kWide = kRegisters == 32 ? 4 : 2;  // vectors in the widest panel
 
 struct Lanes {
-  int64_t batch, head, first;  // of the tensor whose rows they are
-  int heads, rows, count;      // count: padded
+  int64_t batch, head, first;  // batch element, first head and first token in the tensor
+  int heads, rows, count;      // count: number of lanes, padded
 };
 
 RW_INLINE int panel_width(int lane, int count) {
@@ -21,11 +22,11 @@ RW_INLINE int panel_width(int lane, int count) {
 }
 
 RW_INLINE const char *lane_row(const View &t, const Lanes &lanes, int lane) {
-  const int s = lane < lanes.rows ? 0 : lane / lanes.rows;  // a division takes long
+  const int s = lane < lanes.rows ? 0 : lane / lanes.rows;  // avoids the slow division for the first head
   return s < lanes.heads ? row_at(t, lanes.batch, lanes.head + s, lanes.first + lane - s * lanes.rows) : nullptr;
 }
 
-// Elements of Op times 0 or a power of two, of either sign: exact, so that pairs need no rounding.
+// Multiplies elements of Op by 0 or a power of two, of either sign. This is exact, so pairs need no rounding.
 RW_INLINE V times(V x, V factor, Single) { return x * factor; }
 #if defined(RW_PAIRS)
 RW_INLINE V times(V x, V factor, Pair) {
@@ -34,7 +35,7 @@ RW_INLINE V times(V x, V factor, Pair) {
 }
 #endif
 
-// Lay rows times a factor, as `times` takes it, across lanes: to[channel][lane], elements of Op; padding lanes are 0.
+// Writes rows times a factor (see `times`) across lanes: to[channel][lane], elements of Op; padding lanes are 0.
 template <class Op>
 inline void pack(const View &t, const Lanes &lanes, int width, float factor, float *to, char *memory) {
   const bool raw = Op::depth == 2 || t.dtype == F32;
@@ -63,7 +64,7 @@ inline void pack(const View &t, const Lanes &lanes, int width, float factor, flo
   }
 }
 
-// Write lanes back as rows, each lane times its factor.
+// Writes lanes back as rows, each lane multiplied by its factor.
 inline void unpack(const View &t, const Lanes &lanes, int width, const float *from, const float *factor, char *memory) {
   for (int p = 0; p < lanes.count; p += panel_width(p, lanes.count)) {
     const int pw = panel_width(p, lanes.count);
@@ -79,7 +80,7 @@ inline void unpack(const View &t, const Lanes &lanes, int width, const float *fr
       const V none = (V)(f == V{});
       for (int c = 0; c < width; c += 4) {
         V x[4];
-        // A lane without keys is 0 even where its sums are not finite.
+        // A lane with factor 0 has no keys. Its result is 0 even if its sums are not finite.
         for (int i = 0; i < 4; ++i) x[i] = (V)((I)(load(panel + (ptrdiff_t)(c + i) * pw + g) * f) & ~(I)none);
         turn_fourths(x);
         for (int i = 0; i < 4; ++i) store_fourth(to + i, 4 * c, x[i]);
@@ -89,7 +90,7 @@ inline void unpack(const View &t, const Lanes &lanes, int width, const float *fr
   }
 }
 
-// One float a lane from a (batch, head, token) tensor.
+// Reads one float per lane from a (batch, head, token) tensor.
 inline void gather(const View &t, const Lanes &lanes, float padding, float *to) {
   for (int i = 0; i < lanes.count; ++i) {
     const char *from = lane_row(t, lanes, i);
@@ -97,9 +98,9 @@ inline void gather(const View &t, const Lanes &lanes, float padding, float *to) 
   }
 }
 
-// The mask of a tile as the kernel reads it: bit `lane` of row r; and which rows have no bit.
+// The mask of a tile: bit `lane` of row r, and which rows have no bit set.
 struct TileMask {
-  const uint32_t *rows = nullptr;  // null: everything is allowed
+  const uint32_t *rows = nullptr;  // null: all pairs are allowed
   int words = 0;
   const uint8_t *dead = nullptr;
   TileMask from(int row) const {
@@ -107,13 +108,13 @@ struct TileMask {
   }
 };
 
-// Of rows of a tile the first and the one past the last that a mask leaves to some lanes.
+// The range of a tile's rows that a mask allows for some lane: the first row, and one past the last.
 struct Live {
   int first, last;
   int count() const { return last - first; }
 };
 
-// Of rows [r0, r0 + n), r0 a multiple of Op's step, those between empty ones at both ends; whole steps of them.
+// Trims empty rows at both ends of [r0, r0 + n), in whole steps of Op; r0 is a multiple of the step.
 template <class Op, class Empty>
 RW_INLINE Live between(int r0, int n, Empty empty) {
   int first = r0, last = r0 + n;
@@ -124,7 +125,7 @@ RW_INLINE Live between(int r0, int n, Empty empty) {
   return {first & ~below, (int)smaller((last + below) & ~below, r0 + n)};
 }
 
-// Of a panel's lanes.
+// The live rows for a panel's lanes.
 template <class Op>
 inline Live live_rows(const TileMask &mask, int r0, int n, int lane, int width) {
   if (!mask.rows) return {r0, r0 + n};
@@ -138,7 +139,8 @@ inline Live live_rows(const TileMask &mask, int r0, int n, int lane, int width) 
   });
 }
 
-// Of all lanes and a tile's n rows. `dead` then counts from the first of them, and is null where all of them are live.
+// The live rows of a tile's n rows for all lanes. Moves `dead` to the first live row, or sets it to null if all rows in
+// the range are live.
 template <class Op>
 inline Live live_rows(int n, Dead &dead) {
   if (!dead) return {0, n};
@@ -148,10 +150,11 @@ inline Live live_rows(int n, Dead &dead) {
   return live;
 }
 
-// Whether two halves of a panel, each with its own rows, take less than the whole: they are slower by pair.
+// Whether computing two halves of a panel, each with its own live rows, is faster than the whole panel. A half takes
+// more time per pair.
 inline bool apart(Live whole, Live low, Live high) { return 9 * (low.count() + high.count()) < 16 * whole.count(); }
 
-// Whether any of n rows of `words` words is empty; marks them.
+// Marks which of n rows of `words` words are empty; returns null if none is.
 inline Dead find_dead(const uint32_t *rows, int n, int words, uint8_t *dead) {
   bool any = false;
   for (int r = 0; r < n; ++r) {
@@ -163,7 +166,7 @@ inline Dead find_dead(const uint32_t *rows, int n, int words, uint8_t *dead) {
   return any ? dead : nullptr;
 }
 
-// A 32x32 block of bits, turned in place (Hacker's Delight, 7-3, mirrored for least-bit-first words).
+// Transposes a 32x32 block of bits in place (Hacker's Delight, 7-3, mirrored for least-bit-first words).
 inline void turn_bits(uint32_t *a) {
   uint32_t any = 0, all = ~0u;
   for (int k = 0; k < 32; ++k) any |= a[k], all &= a[k];
@@ -177,7 +180,8 @@ inline void turn_bits(uint32_t *a) {
     }
 }
 
-// Mask rows are queries; make rows keys and lanes queries, once for each head of the task.
+// Transposes a mask with a row per query to one with a row per key and queries as lanes, repeated for each head of the
+// task.
 inline TileMask turn_mask(const uint32_t *mask, int mask_words, const Lanes &lanes, int keys, uint32_t *to,
                           uint8_t *dead) {
   const int words = (lanes.count + 31) / 32, one = (lanes.rows + 31) / 32;

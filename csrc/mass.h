@@ -1,4 +1,4 @@
-// The weights of each tile, summed: of forward only the product and the exponentials, against a known lse.
+// Sums of the weights in each tile, computed from the products and a known lse.
 #pragma once
 #include "forward.h"
 
@@ -43,7 +43,7 @@ inline void mass_panel(const Problem &pb, const MassMemory &m, float size, int l
         for (int i = 0; i < decltype(block)::value; ++i)
 #pragma GCC unroll 8
           for (int j = 0; j < N; ++j) {
-            // as backward has them: a score is rounded before it is compared
+            // as in backward, a score is rounded before lse is subtracted
             V p = exp2((rounded(acc[i][j] * splat(size)) - low[j]) * splat(kLog2e));
             if (mask.rows) p = select(mask_at(mask.rows + (ptrdiff_t)(r + i) * mask.words, lane + j * W), p, V{});
             sum[j] += p;
@@ -53,7 +53,7 @@ inline void mass_panel(const Problem &pb, const MassMemory &m, float size, int l
   for (int j = 0; j < N; ++j) store(m.sum + lane + j * W, sum[j]);
 }
 
-// The entries of one piece; each tile's sums are made by one thread, in one order.
+// The entries of one piece. One thread computes a tile's sums, in a fixed order.
 template <class Op>
 inline void mass_piece(const Problem &pb, const Unit &u, const Piece &piece, const Mass &mass, char *block) {
   if (piece.begin == piece.end) return;
@@ -64,7 +64,7 @@ inline void mass_piece(const Problem &pb, const Unit &u, const Piece &piece, con
   const float size = scale.before * scale.size;
   pack<Op>(pb.q, lanes, pb.d, scale.packed, m.q, m.rows);
   gather(pb.lse, lanes, kInf, m.lse);
-  // a row that attends nothing has no weights
+  // a row that attends nothing has zero weights
   for (int i = 0; i < lanes.count; ++i) m.lse[i] = m.lse[i] == -kInf ? kInf : m.lse[i];
   const int64_t g = plan.group[u.batch * pb.q_heads + u.head];
   const int32_t *ends = plan.row_ptr + g * (plan.q_tiles + 1);

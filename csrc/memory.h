@@ -1,4 +1,4 @@
-// Scratch, carved front to back out of one block; run with a null block it measures.
+// Scratch arrays, taken sequentially from one block. With a null block, `at` measures the size.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

@@ -40,7 +40,7 @@ int head_dim(const char *name, const Array &a) {
 
 typedef std::optional<Array> Maybe;
 
-// Tokens of a table's pages, each of `size`.
+// The page table as Pages, with `size` tokens per page.
 Pages pages_of(const Array &table, const Array &lengths, int64_t batch, int64_t size, int64_t stored) {
   Pages pages;
   if (size < kLeastPage || size > kMostTile || size & (size - 1))
@@ -55,7 +55,7 @@ Pages pages_of(const Array &table, const Array &lengths, int64_t batch, int64_t 
   return pages;
 }
 
-// q, k, v, scale and sizes. With a table k and v are pages; with scales they may be of 8 bits.
+// A problem with q, k, v, scale and sizes. With a table, k and v are pages; with scales, they may have 8-bit types.
 Problem inputs(const Array &q, const Array &k, const Array &v, float scale, const Maybe &table = std::nullopt,
                bool scaled = false) {
   Problem pb;
@@ -129,7 +129,7 @@ void columns_of_plan(Problem &pb, const Array &col_ptr, const Array &row, const 
   check_range("bits_t", p.bits_t, nnz, -1, masks);
 }
 
-// The kinds of terms that every build has: they are compiled from one list.
+// The kinds of terms, which are the same in every build.
 std::vector<std::string> term_kinds() {
   std::vector<std::string> names;
   for (const TermKind *k = found()[0]->term_kinds; k->name; ++k) names.push_back(k->name);
@@ -139,7 +139,7 @@ std::vector<std::string> term_kinds() {
 // (kind, numbers, table)
 typedef std::vector<std::tuple<std::string, std::vector<float>, Maybe>> Terms;
 
-// A table of a term as a view; strides of a size of 1 are 0.
+// A term with its table as a view; strides of dimensions of size 1 are 0.
 Term term_of(const Problem &pb, const std::string &kind, const std::vector<float> &numbers, const Maybe &table) {
   Term t;
   const TermKind *known = found()[0]->term_kinds;
@@ -181,7 +181,7 @@ Term term_of(const Problem &pb, const std::string &kind, const std::vector<float
   return t;
 }
 
-// Where a table's gradient goes.
+// Sets the destination of a table's gradient.
 void gradient_of(Term &t, const Problem &pb, const Array &table, const Array &grad) {
   const char *name = "table_grads";
   if (t.kind == Term::distance)
@@ -202,14 +202,14 @@ void gradient_of(Term &t, const Problem &pb, const Array &table, const Array &gr
           ascends(pb.scoring.rows, pb.nq) && ascends(pb.scoring.columns, pb.nk);
 }
 
-// Positions that a distance of any two fits in 32 bits.
+// Checks that the distance of any two positions fits in 32 bits.
 void check_positions(const char *name, const int32_t *x, int64_t n, const int32_t *offset, int64_t offsets) {
   constexpr int64_t most = 1 << 29;
   check_range(name, x, n, -most, most);
   if (offset) check_range((name[0] == 'r' ? "q_offset" : "k_offset"), offset, offsets, -most, most);
 }
 
-// Terms and dropout as Python has them.
+// The arguments for terms and dropout from Python.
 struct ScoringArgs {
   const Terms &terms;
   const Maybe &rows, &columns, &q_offset, &k_offset, &heads;
@@ -371,8 +371,8 @@ void bind_delta(const Array &dout, const Array &out, const std::optional<Array> 
   delta(pb, kernel, threads);
 }
 
-// A call without terms whose sizes, types and plan were checked, and cut into work, when it was prepared. What is left
-// is where its tensors lie: whoever calls vouches for sizes and types, which are those of the tensors shown here.
+// A call without terms. The constructor checks its sizes, types and plan, and divides it into work. Later calls only
+// pass addresses and strides; the caller guarantees that sizes and types are those of the constructor's tensors.
 class Prepared {
  public:
   Prepared(const Array &q, const Array &k, const Array &v, const Array &row_ptr, const Array &col, const Array &bits,
@@ -396,20 +396,20 @@ class Prepared {
     pb.out.dtype = pb.dout.dtype = pb.dq.dtype = pb.dk.dtype = pb.dv.dtype = pb.q.dtype;
     work = row_work(pb);
   }
-  // Cuts it for backward, too.
+  // Divides the call into work for backward too.
   void columns(const Array &col_ptr, const Array &row, const Array &bits_t) {
     columns_of_plan(pb, col_ptr, row, bits_t, (int64_t)plan[3].shape(0));
     plan.insert(plan.end(), {col_ptr, row, bits_t});
     work = column_work(pb);
   }
-  // lse may be null: nobody asked for it.
-  // With pages: where their table and lengths lie, all of `keys` tokens.
+  // lse may be null if it is not requested. With pages, `table` and `lengths` are addresses, and all sequences have
+  // `keys` tokens.
   bool forward(uintptr_t q, const nb::tuple &qs, uintptr_t k, const nb::tuple &ks, uintptr_t v, const nb::tuple &vs,
                uintptr_t out, uintptr_t lse, int64_t keys, int first, int threads, uintptr_t table,
                uintptr_t lengths) const {
     check_threads(threads);
-    // A plan of which no tile is partial serves all lengths that fill as many tiles. Of a longer cache the tiles from
-    // `first` on are those at its end.
+    // A plan without partial tiles serves all lengths with the same number of tiles. In a longer cache, the tiles from
+    // `first` on move to its end.
     const int64_t later = (keys + pb.plan.kv_tile - 1) / pb.plan.kv_tile - pb.plan.k_tiles;
     if (keys < 1 || later < 0) refuse("keys", "fill fewer tiles: " + std::to_string(keys));
     Problem call = pb;
@@ -439,7 +439,7 @@ class Prepared {
     ringweave::forward(call, work, kernel, threads);
     return below != 0;
   }
-  // Out and lse as forward made them, dlse compact or null.
+  // out and lse are the results of forward; dlse is contiguous or null.
   void backward(uintptr_t dout, const nb::tuple &douts, uintptr_t q, const nb::tuple &qs, uintptr_t k,
                 const nb::tuple &ks, uintptr_t v, const nb::tuple &vs, uintptr_t out, uintptr_t lse, uintptr_t dlse,
                 uintptr_t dq, uintptr_t dk, uintptr_t dv, int threads) const {
@@ -456,8 +456,8 @@ class Prepared {
     call.dlse = pb.lse, call.dlse.data = (char *)dlse;
     delta(call, kernel, threads);
     for (int64_t i = 0; i < rows; ++i) {
-      if (lses[i] == -INFINITY) deltas[i] = 0;  // attends nothing, gives nothing
-      if (lses[i] == INFINITY) lses[i] = NAN;   // an infinite score: its weights are NaN
+      if (lses[i] == -INFINITY) deltas[i] = 0;  // a row that attends nothing has zero gradients
+      if (lses[i] == INFINITY) lses[i] = NAN;   // a row with an infinite score has weights of NaN
     }
     ringweave::backward(call, work, kernel, threads);
   }
@@ -476,9 +476,9 @@ class Prepared {
   }
   const Kernel &kernel;
   Problem pb;
-  std::vector<Array> plan;  // held, for pb points into it
+  std::vector<Array> plan;  // keeps the arrays alive that pb points into
   Work work;
-  int64_t stored = 0, size = 0, columns_of_table = 0;  // pages of the pool, their tokens, and columns of the table
+  int64_t stored = 0, size = 0, columns_of_table = 0;  // number of pages, tokens per page, and columns of the table
 };
 
 double bind_fma_peak(const std::string &dtype, int threads, double seconds, const std::string &variant) {
@@ -513,7 +513,7 @@ NB_MODULE(_cpu, m) {
   using namespace ringweave;
   using nb::literals::operator""_a;
   m.doc() = "Block-sparse attention kernels for CPUs.";
-  nb::set_leak_warnings(false);  // prepared calls are kept until the process ends
+  nb::set_leak_warnings(false);  // prepared calls are cached until the process ends
   m.def("variants", &variants, "Instruction-set builds that this machine can run, the best first.");
   m.def("term_kinds", &term_kinds, "The kinds of score terms that the kernels compute, by name.");
   m.def("forward", &bind_forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a,
@@ -531,8 +531,8 @@ NB_MODULE(_cpu, m) {
         "q_offset"_a = nb::none(), "k_offset"_a = nb::none(), "heads"_a = nb::none(), "drop"_a = 0, "seed"_a = 0,
         "table_grads"_a = std::vector<Maybe>());
   m.def("delta", &bind_delta, "dout"_a, "out"_a, "dlse"_a.none(), "delta"_a, "threads"_a, "variant"_a = "",
-        "delta = rowsum(dout * out) - dlse, what backward wants; dlse may be None.");
-  nb::class_<Prepared>(m, "Prepared", "A call that was checked: what is left is where its tensors lie, unchecked.")
+        "Compute delta = rowsum(dout * out) - dlse, an argument of backward; dlse may be None.");
+  nb::class_<Prepared>(m, "Prepared", "A checked call. Its methods take addresses and strides of tensors, unchecked.")
       .def(nb::init<const Array &, const Array &, const Array &, const Array &, const Array &, const Array &,
                     const Array &, const Array &, int, int, float, const std::string &, const Maybe &, int64_t>(),
            "q"_a, "k"_a, "v"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a, "group"_a, "q_tile"_a, "kv_tile"_a,
@@ -543,7 +543,7 @@ NB_MODULE(_cpu, m) {
       .def("backward", &Prepared::backward, "dout"_a, "dout_strides"_a, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a,
            "v"_a, "v_strides"_a, "out"_a, "lse"_a, "dlse"_a, "dq"_a, "dk"_a, "dv"_a, "threads"_a);
   m.def("fma_peak", &bind_fma_peak, "dtype"_a, "threads"_a, "seconds"_a, "variant"_a = "",
-        "FLOP/s of a loop of multiply-adds: what the machine gives at best.");
+        "FLOP/s of a loop of multiply-adds, the peak of the machine.");
   m.def("read_all", &bind_read_all, "words"_a, "threads"_a,
-        "The sum of some words, read front to back: how fast memory can be read is how long it takes.");
+        "Sum words from front to back; the time measures the speed of memory.");
 }

@@ -1,29 +1,29 @@
-// What a kernel is asked to do: tensors as byte-strided views, the plan's arrays, and pieces of work.
-// Plain data only: this header is shared by every instruction-set build.
+// The input of a kernel: tensors as byte-strided views, the plan's arrays, and pieces of work.
+// Only plain data, since all instruction-set builds share this header.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
 namespace ringweave {
 
-// I8 and E4M3 (an 8-bit float) are of keys and values alone, which then have scales.
+// I8 and E4M3 (an 8-bit float) are only for keys and values, which then have scales.
 enum Dtype { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, E4M3 = 4 };
 
 constexpr int kMostTile = 256, kMostLanes = 512, kMostChannels = 512, kLeastPage = 16;
 
 static constexpr int bytes_of(Dtype t) { return t == F32 ? 4 : t == BF16 || t == F16 ? 2 : 1; }
 
-// Keys and values in pages of 2^shift tokens: token t of batch element b lies in page numbers[b * columns + (t >> shift)],
-// and has lengths[b] before it and after it none.
+// Keys and values in pages of 2^shift tokens. Batch element b has lengths[b] tokens; token t is in page
+// numbers[b * columns + (t >> shift)].
 struct Pages {
   const int32_t *numbers, *lengths;
   int64_t columns;
   int shift;
 };
 
-// A (batch, head, token, channel) tensor; strides in bytes, channels adjacent. With pages it is one of (page, head, token
-// of the page, channel), and `batch` leads from page to page. With scales, which are laid out alike, (batch, head, token)
-// of float32, a row is what is stored times its scale.
+// A (batch, head, token, channel) tensor with strides in bytes and adjacent channels. With pages, its dimensions are
+// (page, head, token in the page, channel), and `batch` is the stride over pages. With scales, a row is the stored
+// codes times its scale; the scales are float32 (batch, head, token) in the same layout.
 struct View {
   char *data = nullptr;
   int64_t batch = 0, head = 0, token = 0;
@@ -36,23 +36,24 @@ struct Plan {
   const int32_t *row_ptr = nullptr, *col = nullptr, *bits = nullptr;
   const int32_t *col_ptr = nullptr, *row = nullptr, *bits_t = nullptr;
   const int32_t *masks = nullptr, *group = nullptr;
-  int q_tile = 0, kv_tile = 0, words = 0;  // words: 32-bit words of one mask row
+  int q_tile = 0, kv_tile = 0, words = 0;  // words: number of 32-bit words in a mask row
   int64_t q_tiles = 0, k_tiles = 0, groups = 0;
 };
 
 constexpr int kMostNumbers = 4;
 
-// One term of a score. Strides of the table in bytes, those of a size of 1 being 0: alibi (head), distance (head, its
-// columns adjacent), bias (batch, head, token: its rows, and `column`).
+// One term of a score. The table's strides are in bytes, and 0 for dimensions of size 1: alibi uses (head), distance
+// (head) with adjacent columns, and bias (batch, head, token) for its rows and `column`.
 struct Term {
-  // pointwise: without a table, a formula of one score
+  // pointwise: a formula of one score, without a table
   enum Kind { pointwise, alibi, distance, bias } kind = pointwise;
-  int id = 0;  // in the list of TermKind
+  int id = 0;  // index in the list of TermKind
   float numbers[kMostNumbers] = {};
   View table;
-  int64_t column = 0, reach = 0;  // reach: of distances, a table has 2 reach + 1 of them
-  // The table's gradient, compact, strides in elements. Where each pair has an element of its own, it is stored there;
-  // else pairs add to `sums`, multiples of Scoring::quantum, and mark what is not a number in `broken`.
+  int64_t column = 0, reach = 0;  // reach: a table of distances has 2 reach + 1 columns
+  // The table's gradient, contiguous, with strides in elements. If each pair has a separate element (`own`), the
+  // gradient is stored there. Otherwise pairs add integer multiples of Scoring::quantum to `sums`, and gradients that
+  // are not finite are marked in `broken`.
   float *grad = nullptr;
   int64_t grad_batch = 0, grad_head = 0, grad_row = 0, elements = 0;
   bool own = false;
@@ -60,25 +61,25 @@ struct Term {
   uint8_t *broken = nullptr;
 };
 
-// A kind of terms, as terms.h declares it.
+// A kind of terms, declared in terms.h.
 struct TermKind {
   const char *name;
   Term::Kind kind;
   int numbers;
-  const char *wanted;             // of the numbers, in words
-  bool (*takes)(const float *);   // whether numbers are such; null: there are none
-  // what becomes of n scores, in place, and the slopes there unless they are null; null but for a pointwise kind
+  const char *wanted;             // the condition on the numbers, in words
+  bool (*takes)(const float *);   // whether numbers fulfil the condition; null without numbers
+  // applies the term to n scores in place, and writes the slopes unless null; null unless the kind is pointwise
   void (*apply)(float *scores, int n, const float *numbers, float *slopes);
 };
 
-// What happens to a score between the product and the softmax, and to its weight after it. Query i of batch b has the
-// position rows[i] + q_offset[b], and keys have theirs alike; the offsets may be null.
+// The operations on a score between product and softmax, and on its weight afterwards. Query i of batch element b has
+// position rows[i] + q_offset[b], and key j has position columns[j] + k_offset[b]; the offsets may be null.
 struct Scoring {
   Term *terms = nullptr;
   int count = 0;
   const int32_t *rows = nullptr, *columns = nullptr, *q_offset = nullptr, *k_offset = nullptr, *heads = nullptr;
-  int64_t q_offset_step = 0, k_offset_step = 0;  // 0: one offset for all
-  uint32_t drop = 0;                             // weights are dropped where 16 random bits are less
+  int64_t q_offset_step = 0, k_offset_step = 0;  // 0: one offset for all batch elements
+  uint32_t drop = 0;                             // weights are dropped where 16 random bits are less than this
   uint64_t seed = 0;
   double quantum = 0;
 
@@ -96,60 +97,60 @@ struct Problem {
   int64_t batch = 0, q_heads = 0, kv_heads = 0, nq = 0, nk = 0;
   int d = 0, dv_dim = 0;
   float scale = 1;
-  int32_t *below = nullptr;  // set where an allowed score is below the range of float32: forward
+  int32_t *below = nullptr;  // forward sets it if an allowed score is below the range of float32
 };
 
-// Query heads [head, head + heads) of one batch that share a K/V head and a row set: they share every loaded tile.
+// Query heads [head, head + heads) of a batch element that share a K/V head and a row set, and so every loaded tile.
 struct Unit {
   int32_t batch, head, heads, kv_head;
 };
 
-// What a column's dK and dV do between the windows that visit it (see schedule.h): they start from the sums that an
-// earlier visit kept, and are kept for a later one. A slot of Turns::kept goes with them.
+// How a window's visit to a column (see schedule.h) continues dK and dV: whether it starts from the sums of an earlier
+// visit (resume), and whether it keeps them for a later one (keep). `slot` is an index of Turns::kept.
 struct Visit {
   int32_t slot = -1;
   bool resume = false, keep = false;
 };
 
-// Entries [begin, end) of the list of one tile. slot < 0: the whole list; else the partial sum to leave there, in
-// forward those of its blocks (see block_end) from there on.
+// Entries [begin, end) of the list of one tile. If slot < 0, they are the whole list. Otherwise the partial sum goes
+// to this slot; in forward, the sums of the blocks (see block_end) go to the slots from it on.
 struct Piece {
   int32_t unit, tile, begin, end, slot;
   Visit visit;
 };
 
-// The piece that a thread sums after this one, if it is known: what it reads first is fetched ahead.
+// The piece that a thread processes after the current one, if known, so that its first tile can be prefetched.
 struct Next {
   const Unit *unit = nullptr;
   const Piece *piece = nullptr;
 };
 
-// Partial sums [slot, slot + slots) of one list, to be added in this order.
+// Partial sums [slot, slot + slots) of one list, which are added in this order.
 struct Join {
   int32_t unit, tile, slot, slots;
   Visit visit;
 };
 
-// One window of backward: the query tiles [first, first + tiles) of each head of some units, the first of them `unit`;
-// and the turns in which entries of the column lists add to the dQ of their query tile.
+// One window of backward: the query tiles [first, first + tiles) of each head of several units, the first of which is
+// `unit`; and the order (turns) in which entries of the column lists add to the dQ of their query tile.
 struct Turns {
-  const int32_t *rank;   // by entry of `row`: how many entries of its query tile come before
-  const int32_t *total;  // (groups, query tiles)
-  int32_t *done;         // (unit, head, query tile): how many have been added
-  float *sums;           // as done: sum_floats each
+  const int32_t *rank;   // for each entry of `row`: the number of earlier entries of its query tile
+  const int32_t *total;  // number of entries, (groups, query tiles)
+  int32_t *done;         // number of entries added so far, (unit, head, query tile)
+  float *sums;           // dQ sums in the order of `done`, sum_floats each
   uint8_t *kept;         // slots of kept_bytes each
   int32_t unit, first, tiles;
 };
 
-// Where the sums of tiles go: those of a batch element and head begin at tile `first`, of `width` floats each, 1 or a
-// tile's queries.
+// Destination of the sums of weights. Each tile has `width` floats: 1, or one per query of a tile. `first` has the
+// index of the first tile of each batch element and head.
 struct Mass {
   float *values;
   const int64_t *first;
   int width;
 };
 
-// One instruction-set build. Each function works on one piece with memory of its own.
+// The functions of one instruction-set build. Each processes one piece with separate scratch memory.
 struct Kernel {
   const char *name;
   size_t (*forward_bytes)(const Problem &, int lanes);
@@ -162,48 +163,49 @@ struct Kernel {
   void (*backward)(const Problem &, const Unit &, const Piece &, const Turns &, char *memory, float *partial);
   void (*backward_join)(const Problem &, const Unit &, const Join &, const Turns &, char *memory, const float *partials,
                         size_t stride);
-  // delta of query rows [first, last) of one head
+  // computes delta for query rows [first, last) of one head
   void (*delta)(const Problem &, int64_t batch, int64_t head, int64_t first, int64_t last);
-  // the largest squared length of those rows of a tensor that are finite
+  // returns the largest squared length of the finite rows of a tensor
   double (*longest)(const View &, int width, int64_t batch, int64_t head, int64_t first, int64_t last);
   int64_t (*fma_loop)(Dtype, int64_t rounds);  // returns the FLOP done
-  const TermKind *term_kinds;  // ended by one without a name
-  bool (*agrees)();  // whether its two ways of adding up have the same bits on this processor; null: it has one
+  const TermKind *term_kinds;  // the last element has no name
+  bool (*agrees)();  // whether the build's two ways of summing have the same bits on this processor; null if it has one
 };
 
 static inline void mark_below(const Problem &pb) { __atomic_store_n(pb.below, 1, __ATOMIC_RELAXED); }
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-// Where the keys of a batch element end.
+// Number of keys of a batch element.
 static inline int64_t keys_of(const Problem &pb, int64_t b) { return pb.k.pages ? pb.k.pages->lengths[b] : pb.nk; }
 static inline int pad_lanes(int64_t n) { return (int)((n + 15) / 16 * 16); }
 
-// The queries of one tile, of all heads that share its keys.
+// Number of queries in one tile, over all heads that share its keys.
 static inline int64_t tile_queries(const Problem &pb, int64_t tile) {
   return smaller(pb.plan.q_tile, pb.nq - tile * pb.plan.q_tile) * (pb.q_heads / pb.kv_heads);
 }
 
-// A row is summed in blocks of the tiles that it attends, in ascending order, each from nothing; the blocks are joined
-// first to last, be it by the one thread that made them all, or from slots. Where the block ends that begins after `at`
-// such tiles: its length depends on nothing else, so whoever computes the row, among whichever others, gets the same
-// bits. A block is 2048 keys, and of long rows 1/32 of what comes before it.
+// A row is summed in blocks of the tiles that it attends, in ascending order. Each block starts from 0, and the blocks
+// are joined from first to last, whether one thread computed them all or several threads left them in slots. Returns
+// the end of the block that begins after `at` tiles. The end depends on nothing else, so a row has the same bits
+// whichever thread computes it, and together with whichever other rows. A block has 2048 keys, or in long rows about
+// 1/32 of the keys before it.
 static inline int64_t block_end(int64_t at, int64_t kv_tile) {
   int64_t length = larger(1, 2048 / kv_tile);
   while (length * 32 <= at) length *= 2;
   return at + length;
 }
 
-// The dQ of one query tile, summed in float32.
+// Number of floats in the float32 sum of one query tile's dQ.
 static inline int64_t sum_floats(const Problem &pb) { return (int64_t)pb.plan.q_tile * pad_lanes(pb.d); }
 
-// What the results cannot hold of the sums of one key tile: float32 is kept where the result will be, of 16-bit results
-// only the upper half.
+// Bytes of a key tile's float32 sums that do not fit in dK and dV between windows. A float32 result holds its sums
+// completely; a 16-bit result holds only their upper halves.
 static inline int64_t kept_bytes(const Problem &pb) {
   return (int64_t)pb.plan.kv_tile * ((pb.dk.dtype == F32 ? 0 : pb.d) + (pb.dv.dtype == F32 ? 0 : pb.dv_dim));
 }
 
-// The entries of a column of a row set whose query tiles lie in [first, last); they ascend.
+// The entries of a column of a row set with query tiles in [first, last); the query tiles ascend.
 struct Entries {
   int64_t begin, end;
 };

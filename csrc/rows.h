@@ -1,4 +1,4 @@
-// Rows of tensors: narrowing and widening, copies of a tile, and the turn from rows to lanes and back.
+// Rows of tensors: narrowing and widening, copies of a tile, and the transposition from rows to lanes and back.
 #pragma once
 #include "problem.h"
 #include "vec.h"
@@ -28,7 +28,7 @@ RW_INLINE uint16_t float_to_half(float x) {
   u &= 0x7fffffff;
   if (u > 0x7f800000u) return (uint16_t)(sign | 0x7e00);
   if (u >= 0x477ff000u) return (uint16_t)(sign | 0x7c00);
-  if (u < 0x38800000u)  // below 2^-14: let the adder round to a multiple of 2^-24
+  if (u < 0x38800000u)  // below 2^-14, the addition rounds to a multiple of 2^-24
     return (uint16_t)(sign | (bits_of(float_of(u) + 0.5f) - 0x3f000000u));
   return (uint16_t)(sign | ((u + 0xfff + ((u >> 13) & 1) - 0x38000000u) >> 13));
 }
@@ -39,7 +39,7 @@ RW_INLINE uint16_t float_to_bfloat(float x) {
   return (uint16_t)((u & 0x7fffffff) > 0x7f800000u ? (u >> 16) | 0x40 : rounded);
 }
 
-// 1 sign, 4 exponent, 3 mantissa bits: a half of which the exponent counts from 8 lower; all bits set is NaN.
+// 1 sign bit, 4 exponent bits, 3 mantissa bits. The exponent bias is 8 less than that of a half; all bits set is NaN.
 RW_INLINE float e4m3_to_float(uint8_t x) {
   const int magnitude = x & 0x7f;
   const uint32_t half = (uint32_t)(x & 0x80) << 8 | (magnitude == 0x7f ? 0x7e00 : (uint32_t)magnitude << 7);
@@ -47,14 +47,14 @@ RW_INLINE float e4m3_to_float(uint8_t x) {
 }
 
 #if defined(RINGWEAVE_NEON)
-// W channels of bfloat16 or float16, widened.
+// Loads W channels of bfloat16 or float16 and widens them.
 RW_INLINE V load_half(const char *p, Dtype type) {
   const uint16x4_t x = vld1_u16((const uint16_t *)p);
   return type == BF16 ? (V)vshll_n_u16(x, 16) : (V)vcvt_f32_f16(vreinterpret_f16_u16(x));
 }
 #endif
 
-// n channels (a multiple of 8) to float32, without their scale.
+// Widens n channels (a multiple of 8) to float32, without their scale.
 inline void widen(float *to, const char *from, Dtype type, int n) {
   if (type == F32) {
     memcpy(to, from, 4 * (size_t)n);
@@ -109,7 +109,7 @@ RW_INLINE char *row_at(const View &v, int64_t b, int64_t h, int64_t n) {
   return v.data + b * v.batch + h * v.head + n * v.token;
 }
 
-// A 4x4 block of 4-byte elements, turned.
+// Transposes a 4x4 block of 4-byte elements.
 RW_INLINE void turn4(const char *r0, const char *r1, const char *r2, const char *r3, char *to, ptrdiff_t ld) {
   I4 a = *(const I4U *)r0, b = *(const I4U *)r1, c = *(const I4U *)r2, d = *(const I4U *)r3;
   I4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
@@ -120,23 +120,23 @@ RW_INLINE void turn4(const char *r0, const char *r1, const char *r2, const char 
   *(I4U *)(to + 3 * ld) = __builtin_shufflevector(AB, CD, 2, 3, 6, 7);
 }
 
-// As row_at, of keys or values that may lie in pages.
+// Address of a token of keys or values, which may be paged.
 RW_INLINE const char *token_at(const View &v, int64_t b, int64_t h, int64_t n) {
   if (!v.pages) return row_at(v, b, h, n);
   const Pages &p = *v.pages;
   return row_at(v, p.numbers[b * p.columns + (n >> p.shift)], h, n & ((1 << p.shift) - 1));
 }
 RW_INLINE float scale_at(const View &v, int64_t b, int64_t h, int64_t n) { return load1(token_at(*v.scales, b, h, n)); }
-// What n rows that are stored with scales are multiplied by, times `unit`; 0 for those that nobody may touch.
+// Loads the scales of n rows, times `unit`; 0 for dead rows.
 inline void row_scales(const View &t, int64_t b, int64_t h, int64_t first, int n, const uint8_t *dead, float unit,
                        float *to) {
   for (int r = 0; r < n; ++r) to[r] = dead && dead[r] ? 0.f : scale_at(t, b, h, first + r) * unit;
 }
-// How many of a tile's n rows lie side by side: a tile begins where a page does, or lies in one.
+// Number of adjacent rows in each run of a tile's n rows: a tile begins at the start of a page, or is within one page.
 RW_INLINE int run_of(const View &v, int n) { return v.pages ? (int)smaller(n, 1 << v.pages->shift) : n; }
 
-// The rows of the next tile of two tensors, fetched into cache while this one is worked on: sparse lists jump about
-// in memory, so that no hardware prefetcher guesses them. Of small pages those of the first.
+// Prefetches the rows of the next tile of two tensors while the current one is processed. Sparse lists jump in memory,
+// which hardware prefetchers do not predict. If a tile has several pages, only the first one is prefetched.
 struct Ahead {
   const char *x = nullptr, *y = nullptr;
   ptrdiff_t x_step = 0, y_step = 0;
@@ -163,22 +163,22 @@ struct Ahead {
 struct Tile {
   const char *data;
   ptrdiff_t ld;
-  // The tile of which this is the part from a row of its memory on.
+  // The whole tile, if this one begins at its row `row`.
   Tile from(int row) const { return {data - row * ld, ld}; }
 };
 
-// Which rows of a tile nobody may touch (null: none); they count as zero so that a NaN in them stays there.
+// Which rows of a tile no query may attend; null if there are none. They are read as 0, so that a NaN does not spread.
 typedef const uint8_t *Dead;
 
-// Rows for a contraction over channels, without their scales.
+// A tile's rows for a contraction over channels, without their scales.
 template <class Op>
 inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n, int width, Dead dead, char *memory) {
   const char *from = token_at(t, b, h, first);
   const int run = run_of(t, n);
   const bool raw = Op::depth == 2 || t.dtype == F32;
   const ptrdiff_t size = (Op::depth == 2 ? 2 : 4) * (ptrdiff_t)width;
-  // Compact rows are used in place, if nothing reads behind the last; far-apart rows would crowd a few cache sets and
-  // TLB entries.
+  // Contiguous rows are used in place, if nothing reads past the last one. Rows that are far apart are copied, since
+  // they would compete for a few cache sets and TLB entries.
   if (raw && !dead && t.token == size && run == n && n % Op::rows == 0) return {from, size};
   for (int i = 0; i < n; ++i, from += t.token) {
     if (run < n && i % run == 0) from = token_at(t, b, h, first + i);
@@ -193,7 +193,7 @@ inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n,
   return {memory, size};
 }
 
-// Rows for a contraction over rows. With pairs, rows 2i and 2i+1 are interleaved channel by channel.
+// A tile's rows for a contraction over rows. With pairs, rows 2i and 2i+1 are interleaved channel by channel.
 template <class Op>
 inline Tile tile_columns(const View &t, int64_t b, int64_t h, int64_t first, int n, int width, Dead dead,
                          char *memory) {

@@ -44,7 +44,7 @@ int thread_index() {
 #endif
 }
 
-// The largest length of the rows of a tensor that are finite, and used(batch element, head, row).
+// The largest length of a tensor's rows that are finite and for which used(batch element, head, row) is true.
 template <class Used>
 double longest(const View &t, int width, int64_t batch, int64_t heads, int64_t n, const Kernel &kernel, int threads,
                const Used &used) {
@@ -62,13 +62,13 @@ double longest(const View &t, int width, int64_t batch, int64_t heads, int64_t n
   return std::sqrt(most);
 }
 
-// Which keys any query may attend, as words like a mask's, by row set and tile.
+// Which keys any query may attend, in words like those of a mask, by row set and tile.
 std::vector<uint32_t> attended(const Plan &plan, int64_t nq, int threads) {
   std::vector<uint32_t> keys(plan.groups * plan.k_tiles * plan.words, 0);
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t tile = 0; tile < plan.groups * plan.k_tiles; ++tile) {
     uint32_t *mine = keys.data() + tile * plan.words;
-    const int32_t *list = plan.col_ptr + tile + tile / plan.k_tiles;  // each row set has one more, its end
+    const int32_t *list = plan.col_ptr + tile + tile / plan.k_tiles;  // each row set has one more offset, its end
     for (int64_t e = list[0]; e < list[1]; ++e) {
       if (plan.bits_t[e] < 0) {
         std::fill(mine, mine + plan.words, ~0u);
@@ -82,8 +82,9 @@ std::vector<uint32_t> attended(const Plan &plan, int64_t nq, int threads) {
   return keys;
 }
 
-// What the tables' gradients are summed in: whole numbers, whose sum no order of adding changes. The weights of a query
-// sum to 1, so a bound of one pair's gradient bounds all sums, and the quantum is that bound over 2^61.
+// Sums of the tables' gradients as integers, so that the order of additions does not change them. The weights of a
+// query sum to 1, so a bound of one pair's gradient also bounds a query's sum. The quantum is 2^-61 times the bound for
+// all queries.
 class TableSums {
  public:
   TableSums(const Problem &pb, const Kernel &kernel, int threads) : scoring(pb.scoring), threads(threads) {
@@ -101,7 +102,7 @@ class TableSums {
       at += (9 * t.elements + 63) / 64 * 64;
       each_element(t, [&](int64_t i) { t.sums[i] = 0, t.broken[i] = 0; });
     });
-    // of pairs that there are: what lies in padding may be of any size
+    // only queries and keys that are attended count, since padding may contain numbers of any size
     const Plan &plan = pb.plan;
     const std::vector<uint32_t> keys = attended(plan, pb.nq, threads);
     const int64_t ratio = pb.q_heads / pb.kv_heads;
@@ -149,15 +150,15 @@ class TableSums {
   std::unique_ptr<char, Free> memory;
 };
 
-// Threads that have enough to do: to start one takes some microseconds. No bits depend on it.
+// Number of threads that have enough work, since starting a thread takes some microseconds. It changes no bits.
 int worth(const Problem &pb, const Work &work, int64_t queries, int64_t keys, int threads) {
-  constexpr double least = 1 << 19;  // FLOP of a thread
+  constexpr double least = 1 << 19;  // minimum FLOP of a thread
   const double flop = 2. * (double)work.tiles * (double)(queries * keys * (pb.d + pb.dv_dim));
   const auto pieces = (double)work.pieces.size();
   return (int)std::fmax(1, std::fmin(threads, std::fmin(pieces, flop / least)));
 }
 
-size_t padded(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }  // threads keep off each other's pages
+size_t padded(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }  // gives each thread separate pages
 
 }  // namespace
 
@@ -177,12 +178,13 @@ void forward(const Problem &pb, const Work &work, const Kernel &kernel, int thre
   auto join = [&](int64_t i, char *mine) {
     kernel.forward_join(pb, work.units[work.joins[i].unit], work.joins[i], mine, partials.get(), stride);
   };
-  if (threads == 1) {  // a team of one costs half a microsecond
+  if (threads == 1) {  // saves half a microsecond for an OpenMP team of one thread
     for (int64_t i = 0; i < pieces; ++i) sum(i, i + 1, memory.get());
     for (int64_t i = 0; i < joins; ++i) join(i, memory.get());
     return;
   }
-  // A thread takes its next piece before it begins one, but not of the last, which another may come to sooner.
+  // A thread takes its next piece before it starts the current one, to prefetch for it. It does not do so near the end,
+  // where another thread may be free sooner.
   std::atomic<int64_t> taken{0};
   const int64_t known = pieces - 2 * threads;
 #pragma omp parallel num_threads(threads)
@@ -243,7 +245,7 @@ void backward(const Problem &given, const Work &work, const Kernel &kernel, int 
       }
     }
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < pb.batch * pb.q_heads * plan.q_tiles; ++i) {  // queries without keys
+    for (int64_t i = 0; i < pb.batch * pb.q_heads * plan.q_tiles; ++i) {  // dQ = 0 for query tiles without entries
       const int64_t tile = i % plan.q_tiles, row = i / plan.q_tiles, first = tile * plan.q_tile;
       if (work.total[plan.group[row] * plan.q_tiles + tile]) continue;
       const View &dq = pb.dq;
@@ -296,7 +298,7 @@ extern const Kernel kernel_avx512bf16, kernel_avx512, kernel_avx2;
 #if defined(RINGWEAVE_AMX)
 extern const Kernel kernel_amx;
 
-// Whether the processor has tiles and multiplies bfloat16 by them, and the system keeps their state.
+// Whether the processor supports tiles with bfloat16 products, and the system saves their state.
 static bool has_amx() {
   uint32_t a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
@@ -305,7 +307,8 @@ static bool has_amx() {
   return (a >> 17 & 3) == 3;
 }
 
-// Linux keeps 8 KiB more for each thread of a process that has asked for it: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
+// A process must request tiles from Linux (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), which then saves 8 KiB more for
+// each thread.
 static bool may_use_amx() {
   static const bool may = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
   return may;
@@ -317,10 +320,10 @@ extern const Kernel kernel_amxmodel;
 #if defined(RINGWEAVE_ARM64)
 extern const Kernel kernel_neonbf16, kernel_neon;
 
-// Whether the processor multiplies pairs of bfloat16; every one of 64 bits has the rest.
+// Whether the processor multiplies pairs of bfloat16; all 64-bit processors have the other instructions.
 static bool has_bf16() {
 #if defined(__linux__)
-  return getauxval(AT_HWCAP2) >> 14 & 1;  // HWCAP2_BF16, which older headers do not name
+  return getauxval(AT_HWCAP2) >> 14 & 1;  // HWCAP2_BF16, which older headers do not define
 #elif defined(__APPLE__)
   int found = 0;
   size_t size = sizeof found;
@@ -339,7 +342,7 @@ std::vector<const Kernel *> kernels() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
-  // Golden Cove multiplies pairs of bfloat16 at half the speed of floats, so that it is faster to widen them
+  // Golden Cove multiplies pairs of bfloat16 at half the speed of floats, so widening them to floats is faster
   const bool slow_pairs = pairs && __builtin_cpu_is("intel") && !__builtin_cpu_is("cooperlake");
   if (slow_pairs) found.push_back(&kernel_avx512);
   if (pairs) found.push_back(&kernel_avx512bf16);
@@ -363,7 +366,7 @@ const char *refusal(const Kernel &kernel) {
 #if defined(RINGWEAVE_AMX)
   if (&kernel == &kernel_amx && !may_use_amx()) return "the system does not let this process use tiles";
 #endif
-  if (kernel.agrees && !kernel.agrees()) return "this processor adds up otherwise than its manual says";
+  if (kernel.agrees && !kernel.agrees()) return "this processor's sums differ from those that its manual specifies";
   return nullptr;
 }
 

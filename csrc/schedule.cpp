@@ -5,16 +5,16 @@
 namespace ringweave {
 namespace {
 
-constexpr int64_t kShares = 64;              // lists longer than this share of all work, or a window's, are cut ...
-constexpr int64_t kShortest = 4;             // ... unless they have this few tiles
-constexpr int64_t kSumBytes = 8 << 20;       // of dQ: malloc keeps it, and the last level of cache holds it
-constexpr int64_t kPartialBytes = 16 << 20;  // of forward's partial sums: where they would be more, fewer lists are cut
-constexpr int64_t kStateFloats = 65536;  // a task's state stays in a 1 MiB L2 beside a K and a V tile
+constexpr int64_t kShares = 64;              // lists longer than this share of all work, or a window's, are split ...
+constexpr int64_t kShortest = 4;             // ... unless they have at most this many tiles
+constexpr int64_t kSumBytes = 8 << 20;       // dQ sums of a window: malloc reuses this size, and the L3 cache holds it
+constexpr int64_t kPartialBytes = 16 << 20;  // limit of forward's partial sums; fewer lists are split to stay below it
+constexpr int64_t kStateFloats = 65536;  // a task's state fits a 1 MiB L2 cache together with a K and a V tile
 
 int64_t share_of(int64_t work, int64_t shares) { return larger(kShortest, (work + shares - 1) / shares); }
 
-// One list of `length` entries in at most `parts` pieces of whole blocks, which end at `ends_of`(); their sums go to
-// `slot` and on.
+// Adds a list of `length` entries as at most `parts` pieces of whole blocks, which end at `ends_of`(). The sums of the
+// blocks go to the slots from `slot` on.
 template <class Ends>
 void add_list(Work &work, int32_t &slot, int32_t unit, int32_t tile, int64_t length, int64_t parts, Ends ends_of,
               Visit visit = {}) {
@@ -42,15 +42,15 @@ std::vector<int64_t> even_ends(int64_t length, int64_t parts) {
   return ends;
 }
 
-// Where the blocks of a list end whose rows attend the first of its tiles, each as many as it attends at all.
+// The ends of a list's blocks, if every row attends a prefix of the list.
 std::vector<int64_t> block_ends(int64_t length, int64_t kv_tile) {
   std::vector<int64_t> ends;
   for (int64_t at = 0; at < length; ends.push_back(at)) at = smaller(length, block_end(at, kv_tile));
   return ends;
 }
 
-// Whether they do, so that blocks end at the same places of the list for all rows: a window's last rows leave out its
-// first tile, and count from another one.
+// Whether every row attends a prefix of the list, so that blocks end at the same entries for all rows. Not so with a
+// sliding window: the last rows of a tile do not attend its first key tile, and count from another one.
 bool from_the_first(const Plan &plan, int64_t begin, int64_t end, int64_t rows) {
   std::vector<uint8_t> ended(rows, 0);
   bool any = false;
@@ -74,7 +74,8 @@ void longest_first(Work &work) {
                    [&](const Piece &a, const Piece &b) { return cost(a) > cost(b); });
 }
 
-// How many units a window holds, or how many query tiles of one: a small share of the gradients' bytes, or kSumBytes.
+// Number of units in a window, or of query tiles of one unit: their sums need a small share of the gradients' bytes, or
+// kSumBytes.
 struct Extent {
   int64_t units, tiles;
 };
@@ -90,9 +91,9 @@ Extent extent_of(const Problem &pb) {
   return {1, (plan.q_tiles + parts - 1) / parts};
 }
 
-// The key tiles that a range of query tiles attends, in the order of starting: from several places at once, so that
-// columns in work at the same time seldom share a query tile (a window's columns share most of theirs with their
-// neighbours) and seldom wait.
+// The key tiles that each range of query tiles attends, in the order in which their columns start. The order
+// interleaves several distant places: neighbouring columns of a sliding window share most of their query tiles, so
+// columns that are processed together should be far apart and then rarely wait.
 std::vector<std::vector<int32_t>> column_sequences(const Plan &plan, int64_t tiles) {
   const int64_t ranges = (plan.q_tiles + tiles - 1) / tiles;
   std::vector<uint8_t> active(ranges * plan.k_tiles, 0);
@@ -114,7 +115,7 @@ std::vector<std::vector<int32_t>> column_sequences(const Plan &plan, int64_t til
   return sequences;
 }
 
-// Turns: how many entries of the same query tile start earlier.
+// Computes Turns::rank and Turns::total: for each entry, the number of entries of its query tile that start earlier.
 void rank_entries(const Plan &plan, const std::vector<std::vector<int32_t>> &sequences, int64_t tiles, Work &work) {
   int64_t entries = 0;
   for (int64_t g = 0; g < plan.groups; ++g)
@@ -129,7 +130,7 @@ void rank_entries(const Plan &plan, const std::vector<std::vector<int32_t>> &seq
       }
 }
 
-// Slots for sums that are kept between windows; one is free again after the window that resumes it last.
+// Slots for sums that are kept between windows. A slot is free again after the last window that resumes it.
 struct Slots {
   std::vector<int32_t> free, freed;
   int32_t count = 0;
@@ -166,7 +167,7 @@ Work row_work(const Problem &pb, bool longest) {
   };
   for (const Unit &u : work.units) work.tiles += (int64_t)u.heads * (ends(u)[plan.q_tiles] - ends(u)[0]);
   const int64_t total = work.tiles;
-  // use(unit, query tile, length, pieces) of every list; no piece of several blocks is much longer than a share
+  // calls use(unit, query tile, length, pieces) for every list; no piece of several blocks is much longer than a share
   auto each_list = [&](int64_t shares, auto use) {
     for (size_t i = 0; i < work.units.size(); ++i) {
       const Unit &u = work.units[i];
@@ -187,7 +188,7 @@ Work row_work(const Problem &pb, bool longest) {
     return slots * work.lanes * pb.dv_dim * 4;
   };
   int64_t shares = kShares;
-  while (partial_bytes(shares) > kPartialBytes) shares /= 2;  // of one share, none is cut
+  while (partial_bytes(shares) > kPartialBytes) shares /= 2;  // ends, since with one share no list is split
   work.pieces.reserve(work.units.size() * plan.q_tiles);
   int32_t slot = 0;
   each_list(shares, [&](int32_t unit, int32_t tile, int64_t n, int64_t parts) {
@@ -223,7 +224,7 @@ Work column_work(const Problem &pb) {
   int64_t sums = 0;
   for (int64_t first = 0; first < units; first += extent.units) {
     const int64_t last = smaller(units, first + extent.units);
-    // by unit and column: windows that visit it, those passed, and the slot between them
+    // for each unit and column: number of windows that visit it, number of visits so far, and its slot between windows
     std::vector<int32_t> visits((last - first) * plan.k_tiles, 0), passed(visits), slots(visits);
     for (size_t r = 0; r < sequences.size(); ++r)
       for (int32_t t : sequences[r])
@@ -258,7 +259,7 @@ Work column_work(const Problem &pb) {
           const int64_t parts = (n + most - 1) / most;
           add_list(work, slot, (int32_t)i, t, n, parts, [&] { return even_ends(n, parts); }, visit);
         }
-      if (r == 0)  // columns that nobody attends: their gradients are zero
+      if (r == 0)  // columns that no query attends have gradients of zero
         for (int64_t i = first; i < last; ++i)
           for (int64_t t = 0; t < plan.k_tiles; ++t)
             if (!visits[(i - first) * plan.k_tiles + t]) add_list(work, slot, (int32_t)i, (int32_t)t, 0, 1, [] { return std::vector<int64_t>(); });

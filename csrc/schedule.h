@@ -1,6 +1,6 @@
-// How a plan becomes pieces of work. Depends on the plan and the shapes only, never on the number of threads,
-// so that a result is bitwise the same on any number of them. Which rows' lists are cut depends on all of the work, and
-// changes no bits (see block_end).
+// Divides a plan into pieces of work. The division depends only on the plan and the shapes, never on the number of
+// threads, so the bits of a result do not depend on that number either. Which rows' lists are split depends on the
+// total work, but splitting changes no bits (see block_end).
 #pragma once
 #include <vector>
 
@@ -8,30 +8,31 @@
 
 namespace ringweave {
 
-// Backward goes window by window, because dQ is summed in float32 and the sums of all query tiles would cost more than
-// the gradients: a window is all query tiles of some units or, where those of one unit are too many, a range of them.
+// Backward runs window by window: dQ is summed in float32, and the sums of all query tiles would need more memory than
+// the gradients. A window has all query tiles of several units, or a range of one unit's query tiles if these are many.
 struct Window {
   int64_t first_piece, pieces, first_join, joins;
-  int64_t first_sum;           // of all windows' sums, counted up
-  int32_t unit, first, tiles;  // as Turns
+  int64_t first_sum;           // number of sums in all earlier windows
+  int32_t unit, first, tiles;  // as in Turns
 };
 
 struct Work {
   std::vector<Unit> units;
   std::vector<Piece> pieces;  // in the order in which they start
   std::vector<Join> joins;
-  std::vector<Window> windows;       // of columns only
-  std::vector<int32_t> rank, total;  // of columns only: as Turns
-  int64_t tiles = 0;                 // of all pieces and heads
-  int lanes = 0;                     // of the widest task
-  int32_t slots = 0;                 // partial sums at a time
-  int64_t sums = 0;                  // of dQ at a time
-  int32_t kept = 0;                  // slots of Turns::kept
+  std::vector<Window> windows;       // only for columns
+  std::vector<int32_t> rank, total;  // only for columns, as in Turns
+  int64_t tiles = 0;                 // number of tiles in all pieces and heads
+  int lanes = 0;                     // number of lanes of the widest task
+  int32_t slots = 0;                 // number of partial sums that exist together
+  int64_t sums = 0;                  // number of dQ sums that exist together
+  int32_t kept = 0;                  // number of slots of Turns::kept
 };
 
-// Longest first: a short piece at the end leaves no thread waiting. Else in the order of the rows, to see what that costs.
+// Starts the longest pieces first, so that threads do not wait for a long piece at the end; or pieces in the order of
+// their rows, to measure the difference.
 Work row_work(const Problem &pb, bool longest = true);
-// A piece waits for earlier ones only (see Turns), so the order of starting keeps it from waiting for ever.
+// A piece waits only for pieces that start earlier (see Turns), so there is no deadlock.
 Work column_work(const Problem &pb);
 
 }  // namespace ringweave

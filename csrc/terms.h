@@ -1,9 +1,9 @@
 // Score terms on the pairs of one tile, and the gradients of their tables.
 //
-// Pairs lie as a kernel has its scores, in rows of lanes: keys by queries (of several heads) in forward; queries by
-// keys of one head in backward and where queries are few. What depends on a pair's distance is one value for a diagonal
-// of the tile wherever both sides are evenly spaced, and a row of lanes is then one load; elsewhere, and for a bias,
-// the values are laid out first.
+// Pairs are in the layout of a kernel's scores, in rows of lanes: keys by queries (of several heads) in forward, and
+// queries by keys of one head in backward and in decode.h. If queries and keys are evenly spaced, a term of the
+// distance has one value per diagonal of the tile, and a row of lanes is one load. Otherwise, and for a bias, the
+// values are first written in the layout of the scores.
 #pragma once
 #include "lanes.h"
 #include "memory.h"
@@ -11,14 +11,14 @@
 namespace ringweave {
 namespace {
 
-constexpr int kPanelRows = 64;  // most rows of a panel
+constexpr int kPanelRows = 64;  // maximum number of rows in a panel
 
 struct TermMemory {
-  int32_t *row_at, *lane_at, *index, *distances;  // index: of a lane, in the diagonals
+  int32_t *row_at, *lane_at, *index, *distances;  // index: of each lane, in the diagonals
   float *diagonals, *values, *biases, *slopes = nullptr, *sums;  // slopes: null in forward
-  int span, panel;  // floats of one head's diagonals; of a panel
+  int span, panel;  // span: floats in one head's diagonals; panel: floats in a panel
   TermMemory() = default;
-  // backward: also the slopes of pointwise terms, and sums for what tables get
+  // backward: also allocate slopes of pointwise terms, and sums for the tables' gradients
   TermMemory(const Problem &pb, Carve &m, int lanes, bool backward) {
     const Plan &plan = pb.plan;
     const size_t count = pb.scoring.count, some = count > 0;
@@ -43,10 +43,11 @@ RW_INLINE float element(const char *p, Dtype type) {
 }
 
 // ---- The kinds of terms ----
-// A pointwise kind is a struct: its name, how many numbers it has and which, and `operator()`, which makes the scores
-// after it and, where `slope` is not null, their derivative: it is 0 where a score is not a number.
+// A pointwise kind is a struct with its name, the number of its parameters and a condition on them, and `operator()`,
+// which returns the scores after the term. If `slope` is not null, it also writes the derivative, which is 0 where a
+// score is NaN.
 
-// s = cap tanh(s / cap). Of 1 - tanh^2 nothing would be left where the cap is far below s.
+// s = cap tanh(s / cap). The slope is not computed as 1 - tanh^2, which cancels to 0 if the cap is far below s.
 struct Softcap {
   static constexpr const char *name = "softcap", *wanted = "a softcap above 0";
   static constexpr int numbers = 1;
@@ -68,7 +69,7 @@ template <class Kind>
 void apply_pointwise(float *s, int n, const float *numbers, float *slopes) {
   const Kind kind(numbers);
   for (int i = 0; i < n; i += W) {
-    V slope = splat(kNan);  // of a kind that does not say it
+    V slope = splat(kNan);  // remains NaN if the kind does not write it
     store(s + i, kind(load(s + i), slopes ? &slope : nullptr));
     if (slopes) store(slopes + i, slope);
   }
@@ -88,10 +89,10 @@ constexpr TermKind kTermKinds[] = {
     {nullptr, Term::pointwise, 0, nullptr, nullptr, nullptr},
 };
 
-// Adds to an element of a table's gradient, in any order with the same result.
+// Adds to an element of a table's gradient; the order of additions does not change the result.
 inline void add_to(const Term &t, int64_t at, float x, double per_quantum) {
   if (!(fabsf(x) < kInf)) return __atomic_store_n(t.broken + at, 1, __ATOMIC_RELAXED);
-  // what weights that do not sum to 1 could pass is cut off
+  // clamp, since rows whose weights do not sum to 1 could exceed the bound
   const double quanta = fmin(fmax(rint(x * per_quantum), -0x1p62), 0x1p62);
   if (quanta != 0) __atomic_fetch_add(t.sums + at, (int64_t)quanta, __ATOMIC_RELAXED);
 }
@@ -102,18 +103,18 @@ struct Pairs {
   const TermMemory &m;
   const int64_t batch;
   const bool keys_across;  // lanes are keys
-  TileMask kept;           // which weights dropout keeps, if it is there
+  TileMask kept;           // which weights dropout keeps; without dropout, no mask
   int head = 0, heads = 1;
   int64_t row_first = 0, lane_first = 0;
-  int rows = 0, lanes = 0;  // lanes: of a head
-  bool even = false;        // both sides, with the same step
-  bool adjacent = false;    // the keys, in the columns of a bias
+  int rows = 0, lanes = 0;  // lanes: number of lanes of a head
+  bool even = false;        // whether queries and keys are evenly spaced, with the same step
+  bool adjacent = false;    // whether the keys have adjacent columns in a bias
 
   Pairs(const Problem &pb, const TermMemory &m, int64_t batch, bool keys_across)
       : pb(pb), scoring(pb.scoring), m(m), batch(batch), keys_across(keys_across) {}
 
   void set_lanes(int64_t first, int n, int count) {
-    if (!scoring.count || !scoring.rows) return;  // pointwise terms need no places
+    if (!scoring.count || !scoring.rows) return;  // pointwise terms need no positions
     lane_first = first, lanes = n;
     place(keys_across, first, n, m.lane_at);
     for (int l = 0; l < count; ++l) {
@@ -122,7 +123,7 @@ struct Pairs {
     }
   }
 
-  // Rows come after lanes: the diagonals are laid.
+  // Call this after set_lanes: it computes the diagonals.
   void set_rows(int64_t first, int n) {
     if (!scoring.count || !scoring.rows) return;
     row_first = first, rows = n;
@@ -143,8 +144,8 @@ struct Pairs {
     if (m.slopes) memset(m.sums, 0, 4 * (size_t)scoring.count * m.span);
   }
 
-  // Scores of rows [r0, r0 + n) and of lanes [lane, lane + width), a row after the other. A product that is not finite
-  // stays so, whatever a pointwise term would make of it.
+  // Applies the terms to the scores of rows [r0, r0 + n) and lanes [lane, lane + width), row by row. A product that is
+  // not finite is unchanged, even if a pointwise term would make it finite.
   void apply(float *s, int r0, int n, int lane, int width) const {
     bool some = false;
     for (int i = 0; i < scoring.count; ++i) some |= scoring.terms[i].kind == Term::pointwise;
@@ -166,7 +167,7 @@ struct Pairs {
     float *slopes = m.slopes;
     const float *diagonals = m.diagonals;
     int i = 0;
-    auto each_alone = [&](int end) {  // the pointwise terms before a run, or the end
+    auto each_alone = [&](int end) {  // applies the pointwise terms before a run, or before the end
       for (; i < end && scoring.terms[i].kind == Term::pointwise; ++i) {
         const Term &t = scoring.terms[i];
         kTermKinds[t.id].apply(s, n * width, t.numbers, slopes);
@@ -185,7 +186,8 @@ struct Pairs {
     each_alone(scoring.count);
   }
 
-  // From the gradient of the last score to that of the first, in place; tables get theirs on the way. Keys lie across.
+  // Converts the gradient after the terms to the gradient before them, in place, and adds the tables' gradients. The
+  // lanes are keys.
   __attribute__((noinline)) void chain(float *dt, int r0, int n, int lane, int width) const {
     const float *slopes = m.slopes;
     bool tables = false;
@@ -208,7 +210,7 @@ struct Pairs {
     }
   }
 
-  // What tables of distances get from the whole tile.
+  // Adds the gradients of the whole tile to tables of distances.
   void end_rows() const {
     for (int i = 0; even && i < scoring.count; ++i)
       if (scoring.terms[i].grad && scoring.terms[i].kind == Term::distance)
@@ -217,7 +219,7 @@ struct Pairs {
 
  private:
   int sign() const { return keys_across ? 1 : -1; }
-  // How many lanes of a panel are keys: the last panel may have none.
+  // Number of lanes of a panel that are keys; the last panel may have none.
   int filled(int lane, int width) const { return (int)larger(0, smaller(width, lanes - lane)); }
   // key - query
   int32_t distance(int row, int lane) const { return sign() * (m.lane_at[lane] - m.row_at[row]); }
@@ -234,7 +236,7 @@ struct Pairs {
     return same;
   }
 
-  // f(begin, end, whether there are distances, biases) of each run of terms that add.
+  // Calls f(begin, end, has distances, has biases) for each run of additive terms.
   template <class F>
   RW_INLINE void each_run(F f) const {
     const Term *t = scoring.terms;
@@ -247,9 +249,9 @@ struct Pairs {
     }
   }
 
-  // The sum of a run's terms of distance, at n of m.distances.
+  // Writes the sum of a run's distance terms at the first n of m.distances.
   void lay(int begin, int end, int h, int n, float *to) const {
-    memset(to, 0, 4 * (size_t)(n + 16));  // a load may pass the last lane
+    memset(to, 0, 4 * (size_t)(n + 16));  // a load may read past the last lane
     for (int i = begin; i < end; ++i) {
       const Term &t = scoring.terms[i];
       const char *table = t.table.data + h * t.table.head;
@@ -283,7 +285,7 @@ struct Pairs {
     }
   }
 
-  // Every pair of a panel by itself, where positions are not evenly spaced.
+  // Writes the distance terms of every pair of a panel, for positions that are not evenly spaced.
   void lay_pairs(int begin, int end, int r0, int n, int lane, int width) const {
     memset(m.values, 0, 4 * (size_t)n * width);
     for (int r = 0; r < n; ++r)
@@ -321,7 +323,7 @@ struct Pairs {
     for (int i = 0; i < n * width; i += W) store(s + i, load(s + i) + load(m.biases + i));
   }
 
-  // The sum of a run's biases of a query and n keys.
+  // Writes the sum of a run's biases for one query and n keys.
   void bias_row(int begin, int end, int64_t h, int64_t query, int64_t key, int n, float *to) const {
     const int32_t *columns = scoring.columns + key;
     float other[kMostTile], *some = to;
@@ -368,7 +370,7 @@ struct Pairs {
     }
   }
 
-  // Adds n values at m.distances to a table's gradient; neighbours in one place are summed first.
+  // Adds n values at m.distances to a table's gradient; neighbouring values of one element are summed first.
   void scatter(const Term &t, const float *values, int n) const {
     const int64_t table = head * t.grad_head;
     for (int x = 0; x < n;) {

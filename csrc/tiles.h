@@ -1,5 +1,5 @@
-// AMX: products of bfloat16 by tiles of 16 rows of 64 bytes. The six instructions in use are below, or a model of them
-// (RINGWEAVE_MODEL), for a processor that has AVX-512-BF16 and no tiles.
+// AMX: products of bfloat16 in tiles of 16 rows of 64 bytes. This file has the six instructions, or a model of them
+// (RINGWEAVE_MODEL) for processors with AVX-512-BF16 but without tiles.
 #pragma once
 #include "contract.h"
 
@@ -12,11 +12,11 @@ constexpr bool kTiles = true;
 constexpr bool kTiles = false;
 #endif
 
-// A contraction in which a sum of 32 products, even and odd ones apart, is added to the sum of those before.
+// A tiled contraction sums 32 products, even and odd ones separately, and then adds them to the previous sum.
 template <class Op>
 constexpr bool is_tiled = Op::step == 32;
 
-// A sum of products a(k) b(k), as Op makes it.
+// A sum of products a(k) b(k), in the order and with the rounding of Op.
 template <class Op, bool Tiled = is_tiled<Op>>
 struct Sum {
   V x;
@@ -27,13 +27,14 @@ struct Sum {
 };
 
 #if defined(RW_TILES)
-constexpr int kTile = 16;  // rows, and 4-byte elements of a row
+constexpr int kTile = 16;  // number of rows, and of 4-byte elements in a row
 
 struct Tiled : Pair {
   static constexpr int step = 2 * kTile, rows = kTile;
 };
 
-// The same bits without a tile. VDPBF16PS rounds and flushes as TDPBF16PS does; a half that is 0 adds nothing.
+// Computes the bits of a tiled sum without tiles. VDPBF16PS rounds and flushes like TDPBF16PS, and a half that is 0
+// adds nothing.
 template <class Op>
 struct Sum<Op, true> {
   V total, even, odd;
@@ -52,10 +53,10 @@ struct Sum<Op, true> {
   }
 };
 
-// Tiles in use: sums 0 to 3, operands 4 and 5; 6 and 7 are operands of what `depth` channels leave over of 32.
+// Use of the tiles: 0 to 3 are sums, 4 and 5 operands; 6 and 7 are operands for the remainder of `depth` modulo 32.
 struct alignas(64) TileShapes {
   uint8_t palette = 0, start = 0, unused[14] = {};
-  uint16_t bytes[16] = {};  // of a row
+  uint16_t bytes[16] = {};  // bytes of a row
   uint8_t rows[16] = {};
   TileShapes() {}
   explicit TileShapes(int depth) : palette(1) {
@@ -66,7 +67,7 @@ struct alignas(64) TileShapes {
 };
 
 #if !defined(RINGWEAVE_MODEL)
-// As a compiler's intrinsics have them, of which some do not say that memory is read.
+// The instructions as inline assembly, since some compilers' intrinsics do not declare that memory is read.
 RW_INLINE void begin_tiles(const TileShapes &shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
 RW_INLINE void end_tiles() { asm volatile("tilerelease"); }
 template <int T>
@@ -81,13 +82,13 @@ template <int T>
 RW_INLINE void tile_store(void *p, ptrdiff_t ld) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(ld), "i"(T) : "memory");
 }
-// c += a b; a row of b holds pairs of rows.
+// c += a b; a row of b contains pairs of rows.
 template <int C, int A, int B>
 RW_INLINE void tile_multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 #else
-// By the pseudocode of Intel's manual, a row at a time. What would be an invalid opcode traps.
+// A model after the pseudocode in Intel's manual, row by row. Uses that would be an invalid opcode trap.
 struct TileModel {
   TileShapes shapes;
   alignas(64) char tile[8][kTile][64];
@@ -135,7 +136,7 @@ inline void tile_multiply() {
   const TileShapes &s = tiles.shapes;
   must(s.palette && s.rows[A] == s.rows[C] && s.bytes[B] == s.bytes[C] && s.bytes[A] == 4 * s.rows[B] && A != B &&
        B != C && C != A);
-  // round to nearest, denormals are 0 as operands and as results, nothing is raised
+  // round to nearest, treat denormal operands and results as 0, mask all exceptions
   uint32_t before, during = 0x9fc0;
   asm volatile("stmxcsr %0\n\tldmxcsr %1" : "=m"(before) : "m"(during) : "memory");
   model_multiply(tiles.tile[C], tiles.tile[A], tiles.tile[B], s.rows[A], s.rows[B]);
@@ -143,7 +144,7 @@ inline void tile_multiply() {
 }
 #endif
 
-// f(Int<0>()) to f(Int<N - 1>())
+// Calls f(Int<0>()) to f(Int<N - 1>()).
 template <int N, class F>
 RW_INLINE void each_tile(F f) {
   f(Int<0>());
@@ -151,7 +152,7 @@ RW_INLINE void each_tile(F f) {
   if constexpr (N > 2) f(Int<2>()), f(Int<3>());
 }
 
-// Adds tile 4, or, of what is left over, tile 6, times N tiles that lie side by side.
+// Adds tile 4 (or tile 6 for the remainder) times N adjacent tiles.
 template <int N, int A = 4>
 RW_INLINE void multiply_by(const float *b, int width) {
   each_tile<N>([&](auto j) __attribute__((always_inline)) {
@@ -160,7 +161,7 @@ RW_INLINE void multiply_by(const float *b, int width) {
   });
 }
 
-// Products of n rows as they lie, 16 at a time, with N vectors of a panel that is P wide.
+// Products of n rows in their memory layout, 16 at a time, with N vectors of a panel of P vectors.
 template <int N, int P>
 inline void tile_products(const char *a, ptrdiff_t ld, int n, int depth, const float *b, float *to) {
   for (int r = 0; r < n; r += kTile, a += kTile * ld, to += kTile * N * W) {
@@ -178,7 +179,7 @@ inline void tile_products(const char *a, ptrdiff_t ld, int n, int depth, const f
   }
 }
 
-// Calls f(block of one row, row, acc) on rows of products, as sweep calls its end.
+// Calls f(block of one row, row, acc) on rows of products, as `sweep` calls `end`.
 template <int N, class F>
 RW_INLINE void each_row(const float *from, int n, F f) {
   for (int r = 0; r < n; ++r) {
@@ -189,7 +190,7 @@ RW_INLINE void each_row(const float *from, int n, F f) {
   }
 }
 
-// How many tiles the pairs of n rows of N vectors fill, with zeros behind the last.
+// Number of tiles that the pairs of n rows of N vectors fill; writes zeros after the last pair.
 template <int N>
 inline int tile_steps(float *pairs, int n) {
   const int steps = (n + 2 * kTile - 1) / (2 * kTile), last = (n + 1) / 2;
@@ -197,7 +198,7 @@ inline int tile_steps(float *pairs, int n) {
   return steps;
 }
 
-// Sums over rows of 16 channels, of turn_pairs, with N vectors of pairs.
+// Sums over rows for 16 channels from turn_pairs, with N vectors of pairs.
 template <int N>
 inline void tile_sums(const char *a, ptrdiff_t ld, int steps, const float *pairs, float *to) {
   each_tile<N>([](auto j) __attribute__((always_inline)) { tile_zero<j.value>(); });
@@ -208,8 +209,8 @@ inline void tile_sums(const char *a, ptrdiff_t ld, int steps, const float *pairs
   each_tile<N>([&](auto j) __attribute__((always_inline)) { tile_store<j.value>(to + j.value * W, 4 * N * W); });
 }
 
-// Rows for a contraction over rows: for each 32 of them, zeros behind the last, 16 pairs of each channel. A row of what
-// it returns are 32 rows.
+// Rearranges pairs of rows for a contraction over rows: each row of the returned tile has 32 rows, as 16 pairs for each
+// channel. Zeros are written after the last row.
 inline Tile turn_pairs(Tile pairs, int n, int width, char *to) {
   const int blocks = (n + 2 * kTile - 1) / (2 * kTile), last = (n + 1) / 2;
   char *from = const_cast<char *>(pairs.data);
@@ -224,14 +225,14 @@ inline Tile turn_pairs(Tile pairs, int n, int width, char *to) {
   return turned;
 }
 
-// Whether the processor's tiles add up as Sum does: where they do not, a decoding step would not have forward's bits.
+// Whether the processor's tiles sum like Sum does. Otherwise a decoding step would not have the same bits as forward.
 inline bool tiles_agree() {
   static const bool agree = [] {
     bool same = true;
     begin_tiles(TileShapes(2 * kTile));
     uint32_t state = 1;
     const auto draw = [&](uint32_t n) { return (state = state * 1664525 + 1013904223) / 65536 % n; };
-    // exponents in the middle, those of which products vanish, denormals among others, and those that overflow
+    // exponents in the middle, exponents with products that underflow, denormals among others, and ones that overflow
     const struct {
       uint32_t least, some, odd, before;
     } kinds[] = {{115, 24, 127, 115}, {60, 16, 64, 1}, {56, 80, 0, 1}, {180, 20, 255, 220}};
@@ -266,7 +267,7 @@ inline bool tiles_agree() {
   return agree;
 }
 
-// FLOP of a loop of tiles.
+// Multiplies tiles in a loop; returns the FLOP.
 inline int64_t tile_rounds(int64_t rounds) {
   begin_tiles(TileShapes(2 * kTile));
   for (int64_t r = 0; r < rounds; ++r)

@@ -1,6 +1,6 @@
-// One vector of float32 lanes, by instruction set. GCC/Clang vector types carry the arithmetic;
-// intrinsics appear only where the language has no word (max, round, scale, narrow).
-// Everything is in an unnamed namespace: no build may lend its inline code to another.
+// Vectors of float32 lanes for each instruction set. Arithmetic uses GCC/Clang vector types; intrinsics are used only
+// where these have no operation (max, round, scale, narrow).
+// Everything is in an unnamed namespace, so that the linker never shares inline code between builds.
 #pragma once
 #include <math.h>
 #include <stddef.h>
@@ -12,7 +12,7 @@
 #include <arm_neon.h>
 #endif
 
-// Whether the processor multiplies pairs of bfloat16.
+// Whether the instruction set multiplies pairs of bfloat16.
 #if defined(__AVX512BF16__) || (defined(RINGWEAVE_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
 #define RW_PAIRS
 #endif
@@ -30,7 +30,7 @@ constexpr int W = 8;
 constexpr int W = 4;
 #endif
 
-// Vector registers.
+// Number of vector registers.
 #if defined(__AVX512F__) || defined(RINGWEAVE_NEON)
 constexpr int kRegisters = 32;
 #else
@@ -67,7 +67,7 @@ RW_INLINE V splat(float x) {
 #endif
 }
 
-// A 4-byte element (a float, or a pair of bfloat16) in every lane.
+// Broadcasts a 4-byte element (a float, or a pair of bfloat16) to every lane.
 RW_INLINE V splat_at(const char *p) { return splat(load1(p)); }
 
 // The larger; b where either is NaN.
@@ -118,7 +118,7 @@ RW_INLINE L low_product(L a, L b) {
 #endif
 }
 
-// Bit by lane: whether x is not less.
+// One bit per lane: whether x >= y.
 RW_INLINE uint32_t at_least(U x, uint32_t y) {
 #if defined(__AVX512F__)
   return _mm512_cmpge_epu32_mask((__m512i)x, _mm512_set1_epi32((int32_t)y));
@@ -151,7 +151,7 @@ RW_INLINE bool any_below(V x, float y) {
 #endif
 }
 
-// A product as float32 holds it: the compiler may not fuse it with what is added to it.
+// A product rounded to float32: prevents the compiler from fusing it with a following addition.
 RW_INLINE V rounded(V x) {
 #if defined(__AVX512F__)
   asm("" : "+v"(x));
@@ -199,10 +199,10 @@ RW_INLINE V exp2_fraction(V r) {
   return p * r + splat(1.f);  // exact at 0: a row of one key keeps its score as lse
 }
 
-// 2^x; 0 at -inf, NaN at NaN. Below 2^-126 the portable form gives 0.
+// 2^x; 0 at -inf, NaN at NaN. The portable form returns 0 for results below 2^-126.
 RW_INLINE V exp2(V x) {
 #if defined(__AVX512F__)
-  // vreduceps gives 0 at -inf and vscalefps then gives 0: no clamp is needed.
+  // No clamp is needed: vreduceps returns 0 at -inf, and then vscalefps returns 0.
   V r = (V)_mm512_reduce_ps((__m512)x, 0x09);
   return (V)_mm512_scalef_ps((__m512)exp2_fraction(r), (__m512)x);
 #else
@@ -237,7 +237,7 @@ RW_INLINE V tanh(V x) {
   return x * (p * y + splat(1.f)) / (q * y + splat(1.f));
 }
 
-// Four channels of W rows: W / 4 of them, four apart, in each of four vectors, or back.
+// Load or store four channels of W / 4 rows that are four apart. Four such vectors contain W rows.
 RW_INLINE V load_fourth(const char *const *row, ptrdiff_t at) {
 #if defined(__AVX512F__)
   __m512 x = _mm512_castps128_ps512(_mm_loadu_ps((const float *)(row[0] + at)));
@@ -265,7 +265,7 @@ RW_INLINE void store_fourth(char *const *row, ptrdiff_t at, V x) {
 #endif
 }
 
-// Blocks of 4x4, turned, each where it lies: rows that load_fourth has read become lanes, and lanes rows.
+// Transposes 4x4 blocks in place: rows that load_fourth has read become lanes, and lanes become rows.
 RW_INLINE void turn_fourths(V (&x)[4]) {
 #if defined(__AVX512F__)
   const __m512 a = (__m512)x[0], b = (__m512)x[1], c = (__m512)x[2], d = (__m512)x[3];
@@ -287,11 +287,11 @@ RW_INLINE void turn_fourths(V (&x)[4]) {
 #endif
 }
 
-// How a contraction multiplies: one float a lane, or a pair of bfloat16 a lane.
+// How a contraction multiplies: one float per lane (Single), or a pair of bfloat16 per lane (Pair).
 struct Single {
   static constexpr int depth = 1;  // channels in a 4-byte element
-  static constexpr int step = 1;   // rows that a contraction over rows takes together
-  static constexpr int rows = 1;   // rows that one over channels reads together
+  static constexpr int step = 1;   // rows that a contraction over rows combines
+  static constexpr int rows = 1;   // rows that a contraction over channels reads together
   static RW_INLINE V madd(V a, V b, V c) { return a * b + c; }
 };
 
@@ -306,7 +306,7 @@ struct Pair {
 #endif
   }
 };
-// (low, high) of each lane, narrowed to bfloat16 and placed side by side.
+// Narrows (low, high) of each lane to a pair of bfloat16.
 RW_INLINE V pair(V low, V high) {
 #if defined(__AVX512BF16__)
   __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
@@ -318,7 +318,7 @@ RW_INLINE V pair(V low, V high) {
   return (V)vzip1q_u16((uint16x8_t)x, (uint16x8_t)y);
 #endif
 }
-// A vector, narrowed to bfloat16.
+// Stores a vector narrowed to bfloat16.
 RW_INLINE void store_narrow(void *to, V x) {
 #if defined(__AVX512BF16__)
   const __m256bh h = _mm512_cvtneps_pbh((__m512)x);

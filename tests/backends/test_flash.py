@@ -123,10 +123,10 @@ def test_sparse_branches_without_flash_attn(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("major", "pattern", "about", "reason"),
     [
-        (8, rw.Segments(128), case(), "takes blocks on Hopper and Blackwell"),
-        (12, rw.Segments(128), case(), "takes blocks on Hopper and Blackwell"),
+        (8, rw.Segments(128), case(), "supports block sparsity only on Hopper and Blackwell"),
+        (12, rw.Segments(128), case(), "supports block sparsity only on Hopper and Blackwell"),
         (9, rw.Segments(128), case(dim=192, value_dim=192), "head dimensions up to 128, and got torch.bfloat16, 192"),
-        (9, rw.Segments(128), case(dtype=torch.float32), "takes 16-bit types"),
+        (9, rw.Segments(128), case(dtype=torch.float32), "needs a 16-bit type"),
     ],
 )
 def test_devices_and_types_that_flash_attn_does_not_take(

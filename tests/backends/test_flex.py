@@ -190,7 +190,7 @@ def test_what_a_table_learns_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
     terms = rw.DistanceBias(torch.zeros(4, 5, requires_grad=True))
     for call in (rw.attention_with_lse, by_operators):
         out, _ = call(x.q, x.k, x.v, rw.Full(), terms=terms, backend="flex")
-        with pytest.raises(UnsupportedError, match="FlexAttention's gradients of terms' tables were never measured"):
+        with pytest.raises(UnsupportedError, match="FlexAttention's gradients of terms' tables have not been tested"):
             out.sum().backward()
 
 
@@ -206,11 +206,11 @@ def unsupported_reason(about: Call) -> str | None:
     ("about", "reason"),
     [
         (case(), None),
-        (case("cpu"), "FlexAttention compiled for a CPU gives no lse and has no backward"),
+        (case("cpu"), "FlexAttention compiled for a CPU returns no lse and has no backward"),
         (case("mps"), "it runs on CUDA and ROCm tensors, and these are on mps"),
         (case(dtype=torch.float64), "it computes float32, bfloat16 and float16, and got torch.float64"),
         (case(dim=8), "it needs head dimensions of 16 to 256, and got D = 8"),
-        (case(n=2**20), "a BlockMask has a place for every tile, empty or not, and this one would take 5 GiB"),
+        (case(n=2**20), "a BlockMask has an entry for every tile, empty or not, and this one would take 5 GiB"),
     ],
 )
 def test_refusals(about: Call, reason: str | None) -> None:

@@ -44,9 +44,9 @@ def test_a_process_of_its_own_tries_and_a_machine_tries_once(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import ctypes; ctypes.string_at(0)", "it took its process down (SIGSEGV)"),
-        ("raise SystemExit(3)", "it took its process down (exit status 3)"),
-        ("import time; time.sleep(60)", "it was not done in 1 s"),
+        ("import ctypes; ctypes.string_at(0)", "it crashed its process (SIGSEGV)"),
+        ("raise SystemExit(3)", "it crashed its process (exit status 3)"),
+        ("import time; time.sleep(60)", "it did not finish in 1 s"),
         (r"print('a compiler\'s words\nringweave: found ' + '\"it is wrong\"')", "it is wrong"),
     ],
     ids=["crash", "exit", "hang", "wrong"],

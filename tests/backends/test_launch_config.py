@@ -69,16 +69,16 @@ def test_what_the_table_says_suits(kernel: str, device: Device) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"m": 256}, "m is 256, which is no power of two from 16 to the tile's 128"),
-        ({"n": 48}, "n is 48, which is no power of two"),
-        ({"n": 8}, "n is 8, which is no power of two from 16"),
-        ({"warps": 3}, "warps is 3, which is none of 1, 2, 4, 8, 16"),
+        ({"m": 256}, "m is 256, which is not a power of two from 16 to the tile's 128"),
+        ({"n": 48}, "n is 48, which is not a power of two"),
+        ({"n": 8}, "n is 8, which is not a power of two from 16"),
+        ({"warps": 3}, "warps is 3, which is not one of 1, 2, 4, 8, 16"),
         ({"stages": 0}, "stages is 0"),
         ({"resident": -1}, "resident is -1"),
-        ({"pingpong": True}, "forward on Hopper: 128 x 128 described, 8 warps, programs that stay"),
-        ({"pingpong": True, "resident": 1, "stages": 1}, "take turns over 2 stages or more"),
+        ({"pingpong": True}, "forward on Hopper with m 128, n 128, described, warps 8 and resident 1"),
+        ({"pingpong": True, "resident": 1, "stages": 1}, "pingpong needs at least 2 stages"),
         ({"pingpong": True, "resident": 1, "stages": 7}, r"tiles need \d+ bytes of shared memory"),
-        ({"stages": 7}, r"tiles need \d+ bytes of shared memory, and \d+ of 232448 are for them"),
+        ({"stages": 7}, r"tiles need \d+ bytes of shared memory, and \d+ of 232448 are available"),
     ],
 )
 def test_what_does_not_suit_says_why(changes: dict[str, int], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_what_does_not_suit_says_why(changes: dict[str, int], said: str, monkeyp
 
 def test_an_older_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = dataclasses.replace(USUAL, resident=1, pingpong=True)
-    for version, said in (((3, 6), None), ((3, 5), "with Triton 3.6 or newer, and this is 3.5")):
+    for version, said in (((3, 6), None), ((3, 5), "needs Triton 3.6 or newer, and this is 3.5")):
         monkeypatch.setattr(module, "_compiler", lambda version=version: version)
         found = misfit(turns, "forward", 64, 64, 2, (128, 128), HOPPER)
         assert found is None if said is None else found is not None and found.endswith(said)

@@ -97,7 +97,7 @@ def test_refusals(call: Callable[[], object], said: str) -> None:
 def test_on_a_gpu_it_is_refused() -> None:
     case = Call(1, 2, 2, 64, 64, 16, 16, torch.float32, "cuda")
     (branch,) = branches(rw.SlidingWindow(9), 64, 64)
-    with pytest.raises(UnsupportedError, match="CPU tensors alone, and these are on cuda. Use backend='auto'"):
+    with pytest.raises(UnsupportedError, match="only on CPU tensors, and these are on cuda. Use backend='auto'"):
         program.choose("torch_sparse", case, branch)
 
 

@@ -1,4 +1,4 @@
-"""The backends: each computes branches of a call from tensors and a plan."""
+"""Backends. Each computes branches of a call from tensors and a plan."""
 
 from __future__ import annotations
 

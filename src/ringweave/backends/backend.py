@@ -1,4 +1,4 @@
-"""What a backend is: how it is called, and what it says of itself."""
+"""The interface of a backend: its functions, and the record that describes it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from ..call import Call, Operands
 from ..plan import Branch
 from ..terms import KINDS
 
-#: Old names of backends, which go on for one release.
+#: Old names of backends, accepted for one more release.
 RENAMED = {"gather": "dense_batched"}
 
 
 class Forward(Protocol):
-    """The inputs of a branch's view to (out, lse); out in ``dtype``, lse at least float32."""
+    """A function that computes (out, lse) of one branch from its view of the inputs."""
 
     def __call__(self, operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
+        """Return (out, lse): out in ``dtype``, lse in float32 or wider."""
         ...
 
 
 class Upstream(NamedTuple):
-    """What a branch's gradients are made of besides its inputs: of the *whole* attention, not of the branch.
+    """The inputs of a backward pass besides the operands. They belong to the *whole* attention, not to the branch.
 
     Attributes:
         dout: Gradient of out, (B, Hq, Nq, Dv).
-        lse: (B, Hq, Nq).
-        delta: What the backend's own ``delta`` made of it, (B, Hq, Nq).
-        out: Given where ``delta`` is rowsum(dout * out) alone: a kernel that computes it itself may.
+        lse: Log-sum-exp of the rows, (B, Hq, Nq).
+        delta: Result of the backend's ``delta``, (B, Hq, Nq).
+        out: Output, (B, Hq, Nq, Dv), if ``delta`` equals rowsum(dout * out), so that a kernel may compute delta
+            itself; else None.
     """
 
     dout: Tensor
@@ -42,34 +43,38 @@ class Upstream(NamedTuple):
 
 
 class Backward(Protocol):
-    """Gradients of a branch's view, in ``dtype``; made with the whole's lse, those of the branches add up."""
+    """A function that computes the gradients of one branch's view.
+
+    It uses the lse of the whole attention, so the gradients of all branches add up to those of the whole.
+    """
 
     def __call__(
         self, upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv)."""
+        """Return (dq, dk, dv) in ``dtype``."""
         ...
 
 
 class Delta(Protocol):
-    """(dout, out, lse, dlse) to rowsum(dout * out) - dlse, of lse's dtype.
+    """A function that computes rowsum(dout * out) - dlse in lse's dtype.
 
-    0 where lse is -inf: a row that attends nothing gives nothing, whatever its queries and gradients hold.
+    The result is 0 where lse is -inf: a row that attends nothing has zero gradients, whatever its query and its
+    upstream gradient contain.
     """
 
     def __call__(self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-        """(B, Hq, Nq)."""
+        """Return delta, (B, Hq, Nq)."""
         ...
 
 
 def readable(x: Tensor) -> Tensor:
-    """Make a tensor one that kernels read: neighbouring channels side by side, other strides of any kind; detached."""
+    """Return a detached tensor with adjacent channels, copied only if needed; other strides may have any value."""
     x = x.detach()
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def per_query_head(x: Tensor, heads: int) -> Tensor:
-    """Repeat key heads for kernels that know no grouped queries."""
+    """Repeat key heads for kernels that do not support grouped queries."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -89,9 +94,10 @@ def tiled(x: Tensor, tile: int) -> Tensor:
 
 
 def with_sign(operands: Operands) -> tuple[Operands, int]:
-    """Move the scale's sign, or 0, to q, and leave a scale above 0; the sign, which dq takes too, comes along.
+    """Multiply q by the scale's sign, so that the scale is positive; return the sign, by which dq is multiplied too.
 
-    For kernels that find a row's largest score before they scale it, or scale what they have masked with -inf.
+    A scale of 0 becomes a sign of 0 and a scale of 1. Kernels need this that find a row's largest score before they
+    scale it, or that scale scores already masked with -inf.
     """
     sign = (operands.scale > 0) - (operands.scale < 0)
     if sign > 0:
@@ -103,7 +109,10 @@ _CHUNK = 2**20
 
 
 def delta_in_chunks(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """Compute delta by PyTorch, some rows at a time: a whole widened product would be larger than the gradients."""
+    """Compute delta with PyTorch, a chunk of rows at a time.
+
+    The widened product of all rows would need more memory than the gradients.
+    """
     delta = torch.empty_like(lse)
     rows = max(1, _CHUNK // (out[:, :, 0].numel()))
     for first in range(0, out.shape[2], rows):
@@ -114,17 +123,18 @@ def delta_in_chunks(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None)
     return delta.masked_fill_(torch.isneginf(lse), 0.0)
 
 
-#: Channels that :func:`delta_as_channels` adds; kernels of 16-bit types want multiples of 8.
+#: Number of channels that :func:`delta_as_channels` adds; kernels for 16-bit types need multiples of 8.
 DELTA_CHANNELS = 8
 
 
 def delta_as_channels(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Add channels to (dout, q, k, v, out), for a dense kernel that computes rowsum(dout * out) itself.
+    """Encode delta as extra channels of (dout, q, k, v, out), for a dense kernel that computes rowsum(dout * out).
 
-    That leaves no way in for the gradient of lse. The channels give it: they are zero in q, k and v, one in dout, and
-    in out, otherwise zero, they hold the pieces of delta: three, which is enough for a 16-bit type.
+    Such a kernel has no argument for the gradient of lse. The extra channels are zero in q, k and v. ``out`` is
+    replaced by zeros, except for its last three channels, which hold delta split into three parts of out's dtype;
+    dout is one there. Three parts represent delta precisely enough for 16-bit types.
     """
     dout, q, k, v = (torch.nn.functional.pad(x, (0, DELTA_CHANNELS)) for x in (dout, q, k, v))
     dout[..., -3:] = 1.0
@@ -136,37 +146,37 @@ def delta_as_channels(
 
 
 def no_terms(device: str) -> Iterable[str]:
-    """Name no kind of score terms."""
+    """Return no kinds of score terms."""
     return ()
 
 
 def by_formula(device: str) -> Iterable[str]:
-    """Name every kind: what computes with PyTorch computes any by the formula of its class."""
+    """Return all kinds of score terms, for backends that evaluate the formula of a term's class with PyTorch."""
     return KINDS
 
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """One way to compute a branch.
+    """A way to compute a branch.
 
     Attributes:
-        name: What users pass as ``backend=``.
-        forward: Computes a branch.
-        backward: Its gradients; None for a forward-only backend.
-        unsupported_reason: Why it cannot run a branch of a case; None where it can.
-        scratch: Bytes that it allocates beyond inputs and outputs, at most and about.
-        branched: Whether it takes compiled branches; the reference takes the pattern as it is.
-        planned: Whether it computes a plan's tiles; dense kernels need none.
-        delta: Computes what backward takes as ``delta``.
-        checked: Whether auto takes it only after a check on the GPU that is there (see gpu_check.py).
-        compiled: Whether that check is in a process of its own, once a machine: its kernels are compiled there, and may
-            crash.
-        terms: Names the kinds of score terms that it computes on a device of a type.
-        dropout: Whether it drops weights.
-        paged: Whether it reads keys and values that are stored in pages, through their table.
-        kv_dtypes: Types of 8 bits, with scales, in which it reads keys and values.
-        experimental: Whether it runs only when named: neither auto nor ``ringweave tune`` tries it.
-        tiled: Whether its tiles have the sides that a branch asks for; others have sides of their own, or no tiles.
+        name: Name that users pass as ``backend=``.
+        forward: Function that computes a branch.
+        backward: Function that computes its gradients; None for a forward-only backend.
+        unsupported_reason: Function that says why the backend cannot run a branch of a call; None if it can.
+        scratch: Function that estimates an upper bound of the bytes allocated beyond inputs and outputs.
+        branched: Whether it takes compiled branches. The reference takes the pattern itself.
+        planned: Whether it computes a plan's tiles. Dense kernels need no plan.
+        delta: Function that computes ``Upstream.delta`` for ``backward``.
+        checked: Whether auto chooses it only after a check on the current GPU (see gpu_check.py).
+        compiled: Whether that check runs in a separate process, once per machine, because compiling or running the
+            kernels may crash.
+        terms: Function from a device type to the kinds of score terms that it computes there.
+        dropout: Whether it supports dropout of weights.
+        paged: Whether it reads paged keys and values through their page table.
+        kv_dtypes: 8-bit types, with scales, in which it reads keys and values.
+        experimental: Whether it runs only when named; neither auto nor ``ringweave tune`` tries it.
+        tiled: Whether it uses the tile sizes that a branch requests. Other backends have fixed tile sizes or no tiles.
     """
 
     name: str
@@ -187,7 +197,7 @@ class Backend:
     experimental: bool = False
 
     def lacks(self, asked: frozenset[str], device: str) -> frozenset[str]:
-        """Which of some terms, and "dropout", it does not compute on a device of a type."""
+        """Return the features (kinds of terms, "dropout") in ``asked`` that it does not compute on a device type."""
         return asked.difference(self.terms(device), ["dropout"] if self.dropout else []) if asked else asked
 
 
@@ -196,13 +206,14 @@ class Heads:
 
     Attributes:
         queries: The branch's query heads.
-        keys: Its distinct key heads: a slice, so a view, where they are evenly spaced.
-        count: How many these are.
-        repeat: For each query head its place among ``keys``, where key heads serve unequally many; else None.
+        keys: Its distinct key heads: a slice if they are evenly spaced, so that indexing gives a view, else a list.
+        count: Number of distinct key heads.
+        repeat: Index into ``keys`` for each query head, if the key heads serve different numbers of query heads;
+            else None.
     """
 
     def __init__(self, branch: Branch, ratio: int, remote: bool = False):
-        # remote queries come without the other heads
+        # queries from another rank contain only the branch's heads
         self.queries = slice(None) if remote else slice(*branch.heads)
         of_query = [head // ratio for head in range(*branch.heads)]
         distinct = sorted(set(of_query))
@@ -215,22 +226,22 @@ class Heads:
         self.repeat = None if grouped else torch.tensor([distinct.index(head) for head in of_query], device="cpu")
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """Take the distinct key heads of (B, Hkv, ...)."""
+        """Select the distinct key heads of (B, Hkv, ...)."""
         return x[:, self.keys]
 
     def update(self, x: Tensor, change: Callable[[Tensor, Tensor], object], values: Tensor) -> None:
-        """Let ``change(heads, values)`` write to the distinct key heads of (B, Hkv, ...)."""
+        """Call ``change(heads, values)`` to write to the distinct key heads of (B, Hkv, ...)."""
         some = self.of_keys(x)
         change(some, values)
         if not isinstance(self.keys, slice):
             x[:, self.keys] = some
 
     def for_kernel(self, x: Tensor) -> Tensor:
-        """Repeat distinct key heads as a kernel takes them: once per query head where they do not group."""
+        """Return key heads in a kernel's layout: one per query head if they serve different numbers, else unchanged."""
         return x if self.repeat is None else x.index_select(1, self.repeat.to(x.device))
 
     def from_kernel(self, x: Tensor) -> Tensor:
-        """Undo ``for_kernel`` for gradients: they are summed over the query heads of each key head."""
+        """Undo ``for_kernel`` for gradients by summing over the query heads of each key head."""
         if self.repeat is None:
             return x
         total = x.new_zeros(x.shape[0], self.count, *x.shape[2:])

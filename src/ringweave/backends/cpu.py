@@ -1,4 +1,4 @@
-"""The native CPU kernel: block-sparse forward and backward over a plan's tiles, on strided views, without copies."""
+"""The native CPU kernel: block-sparse forward and backward over a plan's tiles, on strided views without copies."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .overflow import may_overflow, spoil
 if TYPE_CHECKING:
     from .._cpu import Prepared
 
-#: Names a lower instruction set than the best of the machine, for tests and comparisons.
+#: Environment variable that selects a lower instruction set than the machine's best, for tests and comparisons.
 VARIANT = "RINGWEAVE_CPU_VARIANT"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-# what is passed to the extension's functions: by place, and by name
+# arguments of the extension's functions: (positional, by keyword)
 _PLAN = "row_ptr col bits {columns}masks group q_tile kv_tile scale threads variant"
 _NAMED = "terms rows columns q_offset k_offset heads drop seed"
 _PARAMETERS = {
@@ -53,10 +53,10 @@ _PARAMETERS = {
 
 @fact
 def module() -> ModuleType | None:
-    """Import the extension module; None where the package was built without a compiler.
+    """Return the extension module, or None if the package was built without a compiler.
 
     Raises:
-        UnsupportedError: It was built from other sources.
+        UnsupportedError: The extension was built from other sources.
     """
     try:
         native = importlib.import_module("ringweave._cpu")
@@ -67,7 +67,7 @@ def module() -> ModuleType | None:
 
 
 def check_interface(native: ModuleType) -> None:
-    """Raise UnsupportedError unless the extension's functions take what this module passes: they say it themselves."""
+    """Raise UnsupportedError unless the signatures of the extension's functions match the arguments passed here."""
     for name, (by_place, by_name) in _PARAMETERS.items():
         function: Any = native
         for part in name.split("."):
@@ -82,17 +82,17 @@ def check_interface(native: ModuleType) -> None:
 
 
 def variant() -> str:
-    """Name the instruction set in use: the best of the machine, or what ``RINGWEAVE_CPU_VARIANT`` names.
+    """Return the instruction set in use: the one that ``RINGWEAVE_CPU_VARIANT`` names, or the machine's best.
 
     Raises:
-        UnsupportedError: The machine cannot run the named one, or there is no kernel.
+        UnsupportedError: The machine cannot run the named instruction set, or the native kernel is missing.
     """
     native = module()
     variants = [] if native is None else native.variants()
     asked = os.environ.get(VARIANT, "")
     if not variants or (asked and asked not in variants):
         raise UnsupportedError(
-            message(VARIANT, repr(asked), f"one of {', '.join(variants) or 'none: there is no kernel'}", "Unset it.")
+            message(VARIANT, repr(asked), f"one of {', '.join(variants) or 'none: no native kernel'}", "Unset it.")
         )
     return asked or str(variants[0])
 
@@ -100,7 +100,10 @@ def variant() -> str:
 def forward(
     operands: Operands, branch: Branch, dtype: torch.dtype, *, longest_first: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Call the kernel once; rows start in their own order only to measure what the other is worth."""
+    """Compute (out, lse) of one branch in one kernel call.
+
+    ``longest_first=False`` starts rows in plan order; only a benchmark uses it, to measure the gain of the default.
+    """
     native = module()
     assert native is not None
     plan = branch.plan("cpu")
@@ -111,19 +114,22 @@ def forward(
     stored = {} if pages is None else {"table": pages.table, "lengths": pages.lengths}
     if operands.scales is not None:
         stored |= {"k_scale": operands.scales.k, "v_scale": operands.scales.v}
-        # floats of 8 bits are passed as bytes
+        # the extension takes 8-bit floats as bytes
         k, v = (x if x.dtype == torch.int8 else x.view(torch.uint8) for x in (k, v))
     below = native.forward(
         q, k, v, out, lse, *_rows(plan), *_rest(plan, operands.scale), **given, **stored, longest_first=longest_first
     )
-    # a term may hide a score that is out of range, or make one that is not
+    # a term may hide a score that is out of range, or move a score out of range, so the kernel's flag does not suffice
     if may_overflow(operands, branch) if given else below:
         spoil(out, lse, operands, branch)
     return out, lse
 
 
 def prepared(operands: Operands, plan: BlockPlan, columns: bool = False) -> Prepared:
-    """Check a call like these inputs, of tensors without terms, and cut it into work, by columns for backward."""
+    """Return the checked kernel arguments and work list for calls with inputs like these, without terms.
+
+    ``columns`` adds the column lists, which backward needs.
+    """
     native = module()
     assert native is not None
     sides = plan.q_tile, plan.kv_tile
@@ -138,7 +144,11 @@ def prepared(operands: Operands, plan: BlockPlan, columns: bool = False) -> Prep
 def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Call the kernel once: dK and dV by columns, dQ summed in a fixed order; the same bits on any thread count."""
+    """Compute (dq, dk, dv) of one branch in one kernel call.
+
+    dK and dV are computed by columns, and dQ is summed in a fixed order, so the bits do not depend on the number of
+    threads.
+    """
     native = module()
     assert native is not None
     plan = branch.plan("cpu")
@@ -157,7 +167,10 @@ def backward(
 
 
 def tile_mass(operands: Operands, lse: Tensor, plan: BlockPlan, first: Tensor, per_row: bool) -> Tensor:
-    """Sum the weights in each tile, (T,) or per row (T, q_tile); the kernel finds ``first`` by itself."""
+    """Sum the weights in each tile, (T,) or per row (T, q_tile).
+
+    ``first`` is unused: the kernel derives it from the plan.
+    """
     native = module()
     assert native is not None
     q, k, _, scale = operands[:4]
@@ -166,12 +179,12 @@ def tile_mass(operands: Operands, lse: Tensor, plan: BlockPlan, first: Tensor, p
     return values if per_row else values[:, 0]
 
 
-# what its 32-bit distances hold
+# the kernel computes distances in 32 bits
 _FARTHEST = 2**29
 
 
 def _term_arguments(scoring: TermOperands | None) -> dict[str, object]:
-    """Terms and dropout as the kernel takes them."""
+    """Return terms and dropout as keyword arguments of the kernel."""
     if scoring is None:
         return {}
     heads, dropout = scoring.heads, scoring.dropout
@@ -192,14 +205,18 @@ def _term_arguments(scoring: TermOperands | None) -> dict[str, object]:
 
 
 def _heads_in(term: Term) -> int | None:
-    """The dimension of query heads in a term's table, if it has one."""
+    """Return the dimension of query heads in a term's table; None if the table has no heads or all share it."""
     along = [axis.along for axis in term.axes]
     dim = along.index("heads") if "heads" in along else None
     return None if dim is None or (term.axes[dim].shared and term.tables[0].shape[dim] == 1) else dim
 
 
 def _table(term: Term, heads: Tensor) -> Tensor | None:
-    """A term's table of some query heads; only one of all pairs is taken in the types of the inputs, as it lies."""
+    """Return a term's table for the given query heads, as float32 and contiguous.
+
+    A table with an entry for every pair is too large to copy: the kernel reads it in its own layout, and in float32,
+    bfloat16 or float16.
+    """
     if not term.axes:
         return None
     table, dim = term.tables[0], _heads_in(term)
@@ -211,7 +228,7 @@ def _table(term: Term, heads: Tensor) -> Tensor | None:
 
 
 def _grads(scoring: TermOperands | None) -> list[Tensor | None]:
-    """Where the kernel writes the gradients of terms' tables."""
+    """Allocate the float32 gradients of terms' tables for the kernel; None for a table without gradient."""
     grads: list[Tensor | None] = []
     for term, total in zip(scoring.terms, scoring.totals, strict=True) if scoring is not None else ():
         table = None if total is None or scoring is None else _table(term, scoring.heads)
@@ -231,7 +248,7 @@ def _add(scoring: TermOperands, grads: list[Tensor | None]) -> None:
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """Compute delta in one pass over both tensors."""
+    """Compute delta in one pass over dout and out."""
     native = module()
     assert native is not None
     result = torch.empty(out.shape[:3], dtype=torch.float32, device="cpu")
@@ -248,25 +265,25 @@ def _rest(plan: BlockPlan, scale: float) -> tuple[object, ...]:
 
 
 def terms(device: str) -> Iterable[str]:
-    """Name the terms of which the extension says that it computes them."""
+    """Return the kinds of terms that the extension reports as supported."""
     native = module() if device == "cpu" else None
     if native is None:
-        # nothing runs here, and :func:`unsupported_reason` says why
+        # this backend cannot run at all, and :func:`unsupported_reason` says why
         return KINDS
     known = set(native.term_kinds())
     return [name for name, kind in KINDS.items() if kind.kernel in known]
 
 
 def unsupported_reason(call: Call, branch: Branch) -> str | None:
-    """Refuse all but CPU tensors of up to 32 bits with head dimensions in steps of 8."""
+    """Return a reason unless tensors are on a CPU, have up to 32 bits, and head dimensions are multiples of 8."""
     if call.device != "cpu":
         return f"it runs on CPU tensors, and these are on {call.device}"
     if module() is None:
-        return "the native kernel is not there: ringweave was installed without a C++ compiler"
+        return "the native kernel is missing: ringweave was installed without a C++ compiler"
     if call.dtype not in _DTYPES:
         return f"it computes float32, bfloat16 and float16, and got {call.dtype}"
     if call.features and branch.rate * (branch.q_offset + branch.nq + branch.nk) > _FARTHEST:
-        return f"it takes terms and dropout at positions below {_FARTHEST}"
+        return f"it supports terms and dropout only at positions below {_FARTHEST}"
     for name, dim in (("D", call.head_dim), ("Dv", call.value_dim)):
         if dim % 8 or dim > 512:
             return f"it needs head dimensions of 8, 16, ... 512, and got {name} = {dim}"
@@ -274,7 +291,7 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
 
 
 def scratch(call: Call, branch: Branch) -> int:
-    """Count a few tiles per thread; backward, sums of dQ for a window, and 16-bit dK and dV kept between windows."""
+    """Count a few tiles per thread; for backward also a window's sums of dQ, and 16-bit dK and dV between windows."""
     lanes = 512
     forward_bytes = torch.get_num_threads() * 4 * lanes * (2 * call.head_dim + 2 * call.value_dim + 64)
     if not call.needs_grad:
@@ -288,7 +305,7 @@ def scratch(call: Call, branch: Branch) -> int:
     every_sum = call.batch * call.heads * call.nq * call.head_dim * 4
     sums = min(max(2**23, gradients // 64), every_sum)
     kept = call.nk * (call.head_dim + call.value_dim) if size == 2 and every_sum > sums else 0
-    # of a table a sum in whole numbers, where they broke, and the gradient that is made of both
+    # per learned table element: an 8-byte integer sum, a byte that marks NaN or overflow, and the float32 gradient
     return forward_bytes + sums + kept + (8 + 1 + 4) * call.learned
 
 
@@ -308,19 +325,20 @@ BACKEND = Backend(
 
 
 class PreparedCall:
-    """A small call with everything but its tensors worked out: kernel arguments, plan and results' shapes.
+    """Everything about a small call except its tensors: kernel arguments, plan and shapes of the results.
 
     Args:
-        operands: Tensors of its shapes and types, without terms.
-        branch: The whole call.
-        plan: Its plan.
-        first: The first tile of keys that lies later in a longer cache, by as many tiles as that has more.
+        operands: Example tensors with the call's shapes and types, without terms.
+        branch: Branch that is the whole call.
+        plan: Plan of the branch.
+        first: Index of the first key tile that moves when the cache is longer than in the plan: this tile and all
+            later ones shift by the number of additional tiles.
     """
 
     def __init__(self, operands: Operands, branch: Branch, plan: BlockPlan, first: int = 0):
         q, k, v, self.scale = operands[:4]
         self.shapes = q.shape, k.shape, v.shape
-        # one element each: empty_like of these takes half the time that sizes and strides take
+        # templates of one element: empty_like of an expanded tensor takes half the time of empty with sizes
         self._out = torch.empty(1, dtype=q.dtype, device="cpu").expand(*q.shape[:3], v.shape[3])
         self._lse = torch.empty(1, dtype=torch.float32, device="cpu").expand(q.shape[:3])
         self._threads, self._first, self._branch = torch.get_num_threads(), first, branch
@@ -330,10 +348,10 @@ class PreparedCall:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool, pages: Pages | None = None, keys: int = 0
     ) -> tuple[Tensor, Any] | None:
-        """Compute (out, lse), lse maybe None where it is not asked for; None where this takes another way.
+        """Compute (out, lse), with lse None if not ``with_lse``; return None if the call needs the general path.
 
-        That is where channels are not adjacent, or scores are infinite and lse is not asked for or lengths are others,
-        or a page table is wrong. With ``pages`` all sequences have ``keys`` tokens.
+        The general path handles channels that are not adjacent, invalid page tables, and scores out of range if lse is
+        not requested, keys are paged, or k has another length. With ``pages`` all sequences have ``keys`` tokens.
         """
         of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
         if of_q[3] != 1 or of_k[3] != 1 or of_v[3] != 1:
@@ -355,13 +373,16 @@ class PreparedCall:
     def backward(
         self, plan: Callable[[], BlockPlan | None], saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Compute (dq, dk, dv) from (q, k, v, out, lse); ``plan`` gives that of backward, None to take another way."""
+        """Compute (dq, dk, dv) from ``saved`` = (q, k, v, out, lse); return None if the call needs the general path.
+
+        ``plan`` returns the plan for backward, or None if there is none for this path.
+        """
         q, k, v, out, lse = saved
         if (q.shape, k.shape, v.shape) != self.shapes or not out.is_contiguous() or not lse.is_contiguous():
             return None
         if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
             return None
-        # addresses are passed: a hook of saved tensors may have given them back in another type
+        # raw addresses are passed, and a saved-tensor hook may have returned the tensors in another type
         if not q.dtype == k.dtype == v.dtype == out.dtype == dout.dtype or lse.dtype != torch.float32:
             return None
         forks.check(q.device)

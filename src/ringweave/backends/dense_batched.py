@@ -1,9 +1,9 @@
-"""Few large batched matrix products over gathered tiles: runs anywhere that PyTorch runs, with no compiler.
+"""A few large batched matrix products over gathered tiles. Runs wherever PyTorch runs, without a compiler.
 
-Query tiles with equally many key tiles are batched: their keys and values are gathered side by side, and scores,
-softmax and outputs are one batched product each. Batches are cut to a budget of score bytes, so that the scores stay in
-cache (CPU) or in bounded memory (GPU); a query tile with more key tiles than that is computed in pieces and merged.
-Products are in float32 (float64 for float64 inputs) whatever the storage type.
+Query tiles with the same number of key tiles form a batch: their keys and values are gathered into one tensor, and
+scores and outputs are one batched product each. Batches are cut to a budget of score bytes, so that the scores stay in
+cache (CPU) or in bounded memory (GPU). A query tile with more key tiles than the budget allows is computed in pieces,
+which are merged. Products are computed in float32 (float64 for float64 inputs) whatever the storage type.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..types import acc_dtype
 from .backend import Backend, Upstream, by_formula, tiled
 from .overflow import may_overflow, sides, spoil
 
-# Bytes of scores computed at a time. Measured: on a CPU the batch should stay in the second-level cache and yet be
-# large enough to amortise some ten operator calls.
+# Bytes of scores in a batch. Measured: on a CPU a batch should fit the second-level cache and still be large enough to
+# amortise about ten operator calls.
 _BUDGET = {"cpu": 2**23}
 _BUDGET_ELSEWHERE = 2**28
 _BANK_BYTES = 2**26
@@ -32,30 +32,30 @@ _BANK_BYTES = 2**26
 
 @dataclass(eq=False, repr=False)
 class _Batch:
-    """Some query tiles (lines) with equally many key tiles each, or a piece of them."""
+    """A batch of R query tiles (lines) with n key tiles each, or a piece of such a batch."""
 
-    line: Tensor  # (R,) index into query tiles of all batches and heads
+    line: Tensor  # (R,) index into the query tiles of all batch elements and heads
     entry: Tensor  # (R, n) index into the plan's lists
-    key: Tensor  # (R, n) index into key tiles of all batches and key heads
-    where: tuple[Tensor, Tensor]  # the partial tiles: (P,) rows and (P,) places of `key`
+    key: Tensor  # (R, n) index into the key tiles of all batch elements and key heads
+    where: tuple[Tensor, Tensor]  # the P partial tiles: (P,) rows and (P,) columns of `key`
     mask: Tensor  # (P, q_tile, kv_tile) bool
 
 
 @dataclass(eq=False, repr=False)
 class _Scored:
-    """The scores of a batch, (R, q_tile, n * kv_tile), and what its terms and dropout are about."""
+    """The scores of a batch, (R, q_tile, n * kv_tile), and the values that gradients of terms and dropout need."""
 
     scores: Tensor  # -inf where not allowed
     at: Pairs | None = None
-    states: list[Tensor] = field(default_factory=list)  # before the terms, and after each: 0 where not allowed
-    kept: Tensor | None = None  # what dropout multiplies weights by
+    states: list[Tensor] = field(default_factory=list)  # scores before the terms and after each; 0 where not allowed
+    kept: Tensor | None = None  # dropout's factor of each weight
 
 
 class _Layout:
-    """Tensors as tiles, and a plan's rows as batches over them."""
+    """The operands cut into tiles, and the plan's rows grouped into batches."""
 
     def __init__(self, operands: Operands, plan: BlockPlan):
-        # loaded when it is needed
+        # imported at first use, to keep `import ringweave` fast
         from ..memory.workspace import scratch
 
         self.space = scratch
@@ -76,11 +76,11 @@ class _Layout:
         self.bank = torch.cat([unpack_masks(plan.mask_words, plan.kv_tile), self.tail]) if fits else None
 
     def queries(self, x: Tensor) -> Tensor:
-        """Tile (B, Hq, Nq, C) to (B * Hq * query tiles, q_tile, C), padded with zeros."""
+        """Cut (B, Hq, Nq, C) into (B * Hq * query tiles, q_tile, C), padded with zeros."""
         return tiled(x, self.plan.q_tile).flatten(0, 2)
 
     def keys(self, x: Tensor) -> Tensor:
-        """Tile (B, Hkv, Nk, C) to (B * Hkv * key tiles, kv_tile, C), padded with zeros."""
+        """Cut (B, Hkv, Nk, C) into (B * Hkv * key tiles, kv_tile, C), padded with zeros."""
         return tiled(x, self.plan.kv_tile).flatten(0, 2)
 
     def _mask(self, code: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class _Layout:
         return torch.where((code == self.plan.mask_words.shape[0])[:, None, None], self.tail, masks)
 
     def batches(self) -> Iterator[_Batch]:
-        """Batch all tiles, each once; the pieces of one query tile come in ascending order of keys."""
+        """Yield batches that cover each tile once; pieces of one query tile come in ascending order of keys."""
         plan = self.plan
         device = plan.device
         line = torch.arange(self.batch * self.heads * plan.q_tiles, device=device)
@@ -121,7 +121,10 @@ class _Layout:
         return _Batch(line, entry, base + col, (rows, places), self._mask(code[rows, places]))
 
     def gathered(self, tiles: Tensor, batch: _Batch, only_attended: bool) -> Tensor:
-        """Gather key or value tiles, (R, n * kv_tile, C); columns that no query of a tile may attend as zero."""
+        """Gather key or value tiles, (R, n * kv_tile, C).
+
+        With ``only_attended``, tokens that no query of a tile may attend are zero.
+        """
         if self.pages is not None:
             gathered = self._of_pages(tiles, batch.key).to(self.acc)
         elif self.elsewhere:
@@ -140,22 +143,22 @@ class _Layout:
         return gathered.flatten(1, 2)
 
     def _of_pages(self, x: Tensor, key: Tensor) -> Tensor:
-        """Tiles (R, n, kv_tile, C) of keys or values in pages (pages, Hkv, size, C), by their numbers."""
+        """Gather tiles (R, n, kv_tile, C) with indices ``key`` from keys or values in pages (pages, Hkv, size, C)."""
         assert self.pages is not None
         table, lengths, size = self.pages
         head, tile = key // self.plan.kv_tiles, key % self.plan.kv_tiles
         of_batch, head = (head // self.kv_heads)[..., None], (head % self.kv_heads)[..., None]
-        # behind the last token is no page: the last token in its place, which nobody there may attend
+        # There is no page after the last token. The last token is read instead; masks exclude it there.
         token = tile[..., None] * self.plan.kv_tile + torch.arange(self.plan.kv_tile, device=x.device)
         token = torch.minimum(token, lengths.long()[of_batch] - 1).clamp_(min=0)
         return x[table[of_batch, token // size].long(), head, token % size]
 
     def taken(self, batch: _Batch) -> Tensor:
-        """The queries of a batch."""
+        """Return the queries of a batch, (R, q_tile, D)."""
         return self.q_tiles[batch.line].to(self.acc)
 
     def scored(self, queries: Tensor, keys: Tensor, batch: _Batch) -> _Scored:
-        """The scores of a batch; selected where they are allowed, so that a NaN in a masked key goes nowhere."""
+        """Compute the scores of a batch; -inf is selected where not allowed, so that a NaN in a masked key is lost."""
         before, after = sides(self.scale)
         scores = self.product(queries * before, keys.mT)
         if after != 1:
@@ -172,7 +175,7 @@ class _Layout:
         return _Scored(self.masked(scores, batch, -torch.inf), at, states, kept)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Multiply batches of matrices into scratch; on a GPU torch's own allocator has it."""
+        """Multiply batches of matrices, on a CPU into scratch memory, elsewhere into memory of torch's allocator."""
         if self.elsewhere:
             return torch.bmm(a, b)
         return torch.bmm(a, b, out=self.space.take((*a.shape[:2], b.shape[2]), a.dtype))
@@ -187,7 +190,7 @@ class _Layout:
         return self.scoring.pairs(of_batch, head, rows[:, :, None], columns.flatten(1)[:, None])
 
     def masked(self, x: Tensor, batch: _Batch, value: float) -> Tensor:
-        """Fill (R, q_tile, n * kv_tile) with a value where nothing is allowed, in place."""
+        """Fill (R, q_tile, n * kv_tile) with ``value`` in place where pairs are not allowed."""
         if batch.mask.shape[0]:
             by_tile = x.unflatten(2, (-1, self.plan.kv_tile)).transpose(1, 2)
             by_tile[batch.where] = by_tile[batch.where].masked_fill(~batch.mask, value)
@@ -195,7 +198,7 @@ class _Layout:
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute attention over a plan, batch by batch of equally long rows."""
+    """Compute (out, lse) over a plan, one batch of equally long rows at a time."""
     operands = operands.widened()
     q, _, v = operands[:3]
     plan = branch.plan(q.device)
@@ -230,9 +233,9 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
 
 
 def tile_mass(operands: Operands, lse: Tensor, plan: BlockPlan, first: Tensor, per_row: bool) -> Tensor:
-    """Sum the weights in each tile, (T,) or per row (T, q_tile), where a head's tiles begin at ``first``."""
+    """Sum the weights in each tile, (T,) or per row (T, q_tile); ``first`` is the index of each head's first tile."""
     layout = _Layout(operands, plan)
-    # a row that attends nothing has no weights, whatever it holds
+    # a row that attends nothing has zero weights, whatever it contains
     lse = lse.masked_fill(torch.isneginf(lse), torch.inf)
     missing = layout.q_tiles.shape[0] // (layout.batch * layout.heads) * plan.q_tile - layout.nq
     rows = torch.nn.functional.pad(lse, (0, missing), value=torch.inf).reshape(-1, plan.q_tile)
@@ -249,10 +252,10 @@ def tile_mass(operands: Operands, lse: Tensor, plan: BlockPlan, first: Tensor, p
 def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients over a plan: scores are recomputed, dK and dV are added per key tile."""
+    """Compute gradients over a plan: scores are recomputed, and dK and dV are summed per key tile."""
     dout, lse, delta, _ = upstream
-    # what attends nothing gives nothing, whatever it holds; a row of NaN has weights of NaN where it attends, and its
-    # own numbers would reach keys that it does not attend
+    # A row that attends nothing has zero gradients, whatever it contains. A row of NaN has NaN weights where it
+    # attends; elsewhere, 0 times its query or dout would still be NaN and reach keys that it does not attend.
     dead, broken = torch.isneginf(lse), bool(lse.isnan().any())
     if broken or bool(dead.any()):
         q, dout = (x.masked_fill((dead | lse.isnan())[..., None], 0.0) for x in (operands.q, dout))
@@ -261,7 +264,7 @@ def backward(
     layout = _Layout(operands, branch.plan(device))
     finite_keys = bool(operands.k.isfinite().all())
     dout_tiles = layout.queries(dout)
-    # rows past the last have no weights, however large a term makes their scores
+    # rows of padding have zero weights, however large a term makes their scores
     lse = torch.nn.functional.pad(lse, (0, -layout.nq % layout.plan.q_tile), value=torch.inf)
     row_lse, row_delta = (layout.queries(x[..., None].to(layout.acc)) for x in (lse, delta))
     dq = torch.zeros(layout.q_tiles.shape, dtype=layout.acc, device=device)
@@ -288,7 +291,8 @@ def backward(
             assert scored.at is not None
             score_grads = layout.scoring.gradient(scored.states, score_grads, scored.at)
         if not finite_keys:
-            # who attends one has gradients of NaN, or 0 at a score of -inf; it must not reach the others
+            # A row that attends an infinite or NaN key has gradients of NaN, or of 0 at a score of -inf, already.
+            # The key must not make the gradients of other rows NaN.
             keys = keys.nan_to_num(0.0, 0.0, 0.0)
         dq[batch.line] += layout.product(score_grads, keys).mul_(scale)
         dk.index_add_(0, where, layout.product(score_grads.mT, queries).view(-1, *dk.shape[1:]))
@@ -305,12 +309,12 @@ def backward(
 
 
 def unsupported_reason(call: Call, branch: Branch) -> str | None:
-    """This backend runs every case."""
+    """Return None: this backend runs every call."""
     return None
 
 
 def scratch(call: Call, branch: Branch) -> int:
-    """Count scores of a batch, the keys and values gathered beside them, and the outputs as tiles."""
+    """Count a batch's scores and gathered keys and values, and the tiled outputs."""
     plan = branch.plan()
     size = acc_dtype(call.dtype).itemsize
     tiles = max(1, _BUDGET.get(call.device, _BUDGET_ELSEWHERE) // (plan.q_tile * plan.kv_tile * 4))

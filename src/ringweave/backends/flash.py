@@ -1,10 +1,11 @@
-"""The vendors' kernels on a GPU: PyTorch's fused attention for dense branches, flash-attn-4 for tables of full tiles.
+"""Vendor kernels on a GPU: PyTorch's fused attention for dense branches, flash-attn-4 for plans of full tiles.
 
-Dense branches (full, or causal from position 0) go to the first of PyTorch's fused kernels that can, in an order by
-device: cuDNN's from Hopper on, FlashAttention's, the memory-efficient one; never the unfused form. They are called as
-operators, since the functions above them give no lse. A sparse branch goes to flash-attn-4 where it is installed
-(``flash_attn.cute``; its interface as of 4.0.0b36), on Hopper and Blackwell, if every tile of its plan is full: masks
-within a tile would have to be functions of its own compiler. FlashAttention-3 takes no blocks, and is not used.
+A dense branch (full, or causal from position 0) runs on the first of PyTorch's fused kernels that supports it. The
+order depends on the device: cuDNN (from Hopper on), FlashAttention, then the memory-efficient kernel. The unfused form
+is never used. The kernels are called as operators, since PyTorch's public functions do not return lse. A sparse branch
+runs on flash-attn-4 if it is installed (``flash_attn.cute``, with the interface of 4.0.0b36), on Hopper and Blackwell,
+if every tile of its plan is full: a mask within a tile would have to be written for flash-attn-4's compiler.
+FlashAttention-3 does not support block sparsity and is not used.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ from .backend import (  # fmt: skip
 )
 
 _HALVES = (torch.bfloat16, torch.float16)
-# PyTorch's fused kernels, forward and backward
+# (forward, backward) of PyTorch's fused kernels
 _FUSED = {
     name: (aten(f"{name}_attention"), aten(f"{name}_attention_backward")) for name in ("cudnn", "flash", "efficient")
 }
-# rows of lse that the memory-efficient kernel's backward reads at a time
+# the memory-efficient backward reads lse in blocks of this many rows
 _LSE_ROWS = 32
-#: Sides of the blocks that flash-attn-4 takes, by major compute capability.
+#: Block sizes (queries, keys) that flash-attn-4 supports, by major compute capability.
 SPARSE_TILES = {9: (128, 128), 10: (256, 128)}
 
 
 def order(major: int, hip: bool) -> tuple[str, ...]:
-    """List PyTorch's fused kernels for a device, best first, by its major compute capability."""
+    """Return the names of PyTorch's fused kernels for a major compute capability, in order of preference."""
     if hip or major == 8:
         return ("flash", "efficient")
     return ("cudnn", "flash", "efficient") if major >= 9 else ("efficient",)
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
-    """Give the first kernel of the device's order that PyTorch says can run the inputs."""
+    """Return the first kernel in the device's order that PyTorch reports as usable for the inputs."""
     from torch.backends.cuda import (
         SDPAParams,
         can_use_cudnn_attention,
@@ -65,24 +66,24 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
         "efficient": can_use_efficient_attention,
     }
     grouped = q.shape[1] != k.shape[1]
-    # cuDNN's and FlashAttention's causal mask ends at the last key, not at the first query's position
+    # cuDNN and FlashAttention align a causal mask with the last key; ours starts at the first query's position
     square = not causal or q.shape[2] == k.shape[2]
     for name in order(torch.cuda.get_device_capability(q.device)[0], torch.version.hip is not None):
         if None in _FUSED[name]:
             continue
         if name == "efficient":
-            # it knows no grouped queries: keys are repeated for it
+            # it does not support grouped queries, so its keys are repeated
             keys, values = (per_query_head(x, q.shape[1]) for x in (k, v))
             if able[name](SDPAParams(q, keys, values, None, 0.0, causal, False)):
                 return name
         elif square and able[name](SDPAParams(q, k, v, None, 0.0, causal, grouped)):
             return name
-    # what the refusal lets through, the memory-efficient kernel runs: it says itself why not
+    # unsupported_reason lets only such inputs pass that the memory-efficient kernel runs; if not, it raises the reason
     return "efficient"
 
 
 def dense_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, kernel: str) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) by one of PyTorch's kernels; lse in float32, (B, Hq, Nq), whatever the kernel's own shape."""
+    """Compute (out, lse) with one of PyTorch's kernels; lse is float32, reshaped to (B, Hq, Nq)."""
     run, _ = _FUSED[kernel]
     if kernel == "flash":
         out, lse = run(q, k, v, 0.0, causal, False, scale=scale)[:2]
@@ -97,12 +98,12 @@ def dense_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, k
 def dense_backward(
     dout: Tensor, operands: Operands, out: Tensor, lse: Tensor, causal: bool, kernel: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (dq, dk, dv) by one of PyTorch's fused kernels; any of them takes the lse of any other."""
+    """Compute (dq, dk, dv) with one of PyTorch's fused kernels; each accepts the lse of the others."""
     _, run = _FUSED[kernel]
     q, k, v, scale = operands[:4]
     nq, nk = q.shape[2], k.shape[2]
     if kernel == "flash":
-        # without dropout nothing reads it
+        # required, but not read without dropout
         seed = torch.zeros(2, dtype=torch.int64, device=q.device).view(torch.uint64)
         return run(  # type: ignore[no-any-return]
             dout, q, k, v, out, lse, None, None, nq, nk, 0.0, causal, seed, seed[0], scale=scale
@@ -113,7 +114,7 @@ def dense_backward(
             dout, q, k, v, out, lse[..., None], seed, seed, None, None, None, nq, nk, 0.0, causal, scale=scale
         )
     if torch.version.hip is None:
-        # rows that are not there weigh exp(-inf)
+        # padding rows must have weights of exp(-inf)
         lse = torch.nn.functional.pad(lse, (0, -nq % _LSE_ROWS), value=torch.inf)
     heads, kv_heads = q.shape[1], k.shape[1]
     k, v = (per_query_head(x, heads) for x in (k, v))
@@ -122,7 +123,7 @@ def dense_backward(
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Call one fused kernel."""
+    """Compute (out, lse) of one branch with one fused kernel."""
     operands, _ = with_sign(operands)
     if branch.structure == "sparse":
         out, lse = _sparse_forward(operands, branch)
@@ -136,7 +137,10 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
 def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Call the kernel's own backward; where delta is not rowsum(dout * out), it goes in beside it."""
+    """Compute the gradients with the kernel's backward.
+
+    Where delta is not rowsum(dout * out), it is passed as extra channels or as a gradient of lse.
+    """
     operands, sign = with_sign(operands)
     q, k, v, scale = operands[:4]
     dout = upstream.dout.to(q.dtype)
@@ -154,16 +158,16 @@ def backward(
 
 @fact
 def installed() -> bool:
-    """Tell whether flash-attn-4 is there; it is not imported."""
+    """Return whether flash-attn-4 is installed, without importing it."""
     try:
         return importlib.util.find_spec("flash_attn.cute") is not None
-    except ImportError:  # no flash_attn, or one of an older generation that does not load
+    except ImportError:  # flash_attn is not installed, or an older release does not load
         return False
 
 
 @fact
 def _cute() -> ModuleType | str:
-    """Import flash-attn-4's interface, or say why it cannot be used."""
+    """Return flash-attn-4's interface module, or the reason why it cannot be used."""
     try:
         interface = importlib.import_module("flash_attn.cute.interface")
     except ImportError as error:
@@ -176,7 +180,7 @@ def _cute() -> ModuleType | str:
 
 
 def _blocks(plan: BlockPlan) -> tuple[Any, Any]:
-    """Make flash-attn-4's lists of a plan, by rows and by columns, at first use; they are kept as long as the plan."""
+    """Return flash-attn-4's tile lists of a plan, by rows and by columns; they are cached with the plan."""
     known = beside(plan)
     if "flash" not in known:
         sparsity = importlib.import_module("flash_attn.cute.block_sparsity")
@@ -195,7 +199,15 @@ def _blocks(plan: BlockPlan) -> tuple[Any, Any]:
 
 
 def padded_lists(plan: BlockPlan, side: str) -> tuple[Tensor, Tensor]:
-    """Pad a plan's lists: counts (B, Hq, lines), indices (B, Hq, lines, longest), int32, zeros past the counts."""
+    """Pad a plan's tile lists to equal length.
+
+    Args:
+        plan: The plan.
+        side: ``"rows"`` or ``"columns"``.
+
+    Returns:
+        int32 counts (B, Hq, lines) and indices (B, Hq, lines, longest list), which are zero beyond the counts.
+    """
     ptr, tiles = (plan.row_ptr, plan.col) if side == "rows" else (plan.col_ptr, plan.row)
     counts = ptr.diff(dim=1)
     place = torch.arange(max(1, int(counts.max())), device=plan.device)
@@ -218,7 +230,10 @@ def _sparse_forward(operands: Operands, branch: Branch) -> tuple[Tensor, Tensor]
 def _sparse_backward(
     dout: Tensor, operands: Operands, out: Tensor | None, lse: Tensor, delta: Tensor, branch: Branch
 ) -> tuple[Tensor, ...]:
-    """It subtracts dlse from rowsum(dout * out): with no out there, -delta goes in as dlse."""
+    """Compute the gradients with flash-attn-4.
+
+    flash-attn-4 subtracts dlse from rowsum(dout * out). Without out, zeros are passed as out and -delta as dlse.
+    """
     q, k, v, scale = operands[:4]
     _, columns = _blocks(_plan(branch, q.device))
     dlse = None if out is not None else -delta.contiguous()
@@ -233,7 +248,7 @@ def _plan(branch: Branch, device: torch.device | str) -> BlockPlan:
 
 
 def unsupported_reason(call: Call, branch: Branch) -> str | None:
-    """Refuse all but CUDA tensors with Dv == D in steps of 8; sparse patterns but as flash-attn-4 takes them."""
+    """Return a reason unless tensors are CUDA, Dv == D is a multiple of 8, and flash-attn-4 runs a sparse pattern."""
     if call.device != "cuda":
         return f"it calls kernels for CUDA tensors, and these are on {call.device}"
     if call.dtype not in (*_HALVES, torch.float32):
@@ -246,7 +261,7 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
         return "PyTorch's fused kernels need compute capability 8 or later for bfloat16"
     if branch.structure == "sparse":
         return _sparse_refusal(call, branch)
-    # the one that takes whatever the others refuse
+    # the memory-efficient kernel runs the cases that the others do not support
     return f"it calls operators that torch {torch.__version__} does not have" if None in _FUSED["efficient"] else None
 
 
@@ -254,22 +269,22 @@ def _sparse_refusal(call: Call, branch: Branch) -> str | None:
     if not installed():
         return "the pattern is neither full nor causal from position 0, and flash-attn-4 is not installed"
     if not torch.cuda.is_available():
-        return "flash-attn-4's sparse kernels are chosen by device, and there is none"
+        return "flash-attn-4's sparse kernels depend on the device, and no CUDA device is available"
     tile = SPARSE_TILES.get(torch.cuda.get_device_capability()[0])
     if tile is None or torch.version.hip is not None:
-        return "flash-attn-4 takes blocks on Hopper and Blackwell data-centre devices alone"
+        return "flash-attn-4 supports block sparsity only on Hopper and Blackwell data-centre devices"
     if call.dtype not in _HALVES or call.head_dim > 128:
-        return f"flash-attn-4 takes 16-bit types with head dimensions up to 128, and got {call.dtype}, {call.head_dim}"
+        return f"flash-attn-4 needs a 16-bit type and head dimensions up to 128, and got {call.dtype}, {call.head_dim}"
     if branch.nq % tile[0] or branch.nk % tile[1]:
-        return f"flash-attn-4 takes whole blocks of {tile[0]} x {tile[1]} tokens here"
+        return f"flash-attn-4 needs lengths divisible by its blocks of {tile[0]} x {tile[1]} tokens"
     if branch.plan(f"cuda:{torch.cuda.current_device()}", tile=tile).mask_words.shape[0]:
-        return f"the pattern has partial tiles of {tile[0]} x {tile[1]}, and flash-attn-4 gets full ones here"
+        return f"the pattern has partial tiles of {tile[0]} x {tile[1]}, and flash-attn-4 is used only for full tiles"
     interface = _cute()
     return interface if isinstance(interface, str) else None
 
 
 def scratch(call: Call, branch: Branch) -> int:
-    """Count dQ in float32, which the kernels sum; where delta goes in as channels, the inputs once more."""
+    """Count the float32 sums of dQ, and copies of the inputs with delta as extra channels."""
     if not call.needs_grad:
         return 0
     size = call.dtype.itemsize

@@ -1,9 +1,9 @@
-"""PyTorch's FlexAttention over a branch's plan, compiled by ``torch.compile`` at the first call of each kind.
+"""PyTorch's FlexAttention over a branch's plan, compiled with ``torch.compile`` at the first call of each kind.
 
-A kind is the device, the type and all sizes, of the mask's tables too: each has a compiled function of its own, so a
-call of another size neither recompiles it nor falls back to FlexAttention's dense form. FlexAttention has no kernel for
-gradients apart from its own forward: backward computes the forward once more, and asks autograd for the branch's share
-of the whole.
+A kind comprises the device, the dtype and all sizes, including those of the mask's tables. Each kind has a separate
+compiled function, so a call with another size neither recompiles an existing one nor falls back to FlexAttention's
+dense form. FlexAttention's gradient kernel is only accessible through its forward: backward repeats the forward, and
+autograd computes the branch's share of the gradients.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..torch_compat import AUTOGRAD_WITHIN, autograd_within
 from .backend import Backend, Upstream
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# FlexAttention's own tile: smaller ones are not divided by the blocks that its kernels are compiled with
+# FlexAttention's default tile; smaller tiles are not multiples of the blocks that its kernels are compiled with
 _TILE = 128
-# a BlockMask has a place for every tile, empty or not
+# limit of a BlockMask's size, which has an entry for every tile, empty or not
 _MASK_BYTES = 2**32
 _KINDS = 64
 
@@ -35,7 +35,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Any, float, bool, TermOperands | None
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float, grouped: bool, scoring: TermOperands | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse), lse in natural logarithms: what is compiled."""
+    """Compute (out, lse) with lse in natural logarithms. This is the function that is compiled."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -51,10 +51,10 @@ def _attend(
 
 
 def compiled(kind: tuple[object, ...]) -> Attend:
-    """Compile the function of a kind.
+    """Return the compiled function of a kind.
 
-    The compiler keeps what it compiled with the code, and gives up beyond some variants of one: so every kind gets a
-    copy of the code, and what is forgotten here is freed there.
+    torch.compile caches its results per code object, and falls back to eager beyond a number of variants of one code
+    object. So every kind gets a copy of the code, and evicting a function here also frees the compiler's results.
     """
     made: Attend | None = COMPILED.get(kind)
     if made is None:
@@ -65,7 +65,7 @@ def compiled(kind: tuple[object, ...]) -> Attend:
 
 
 def _mask(branch: Branch, device: torch.device) -> Any:
-    """Make the branch a BlockMask, which is kept as long as its plan."""
+    """Return the branch's BlockMask, cached with its plan."""
     plan = branch.plan(device, tile=_TILE)
     known = beside(plan)
     if "flex" not in known:
@@ -74,7 +74,7 @@ def _mask(branch: Branch, device: torch.device) -> Any:
 
 
 def _part(operands: Operands, branch: Branch) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a branch, as FlexAttention gives them."""
+    """Compute (out, lse) of a branch as FlexAttention returns them."""
     q, k, v, scale, scoring = operands[:5]
     if scoring is not None:
         scoring = scoring._replace(terms=tuple(_ready(term, q.device) for term in scoring.terms))
@@ -89,13 +89,13 @@ def _part(operands: Operands, branch: Branch) -> tuple[Tensor, Tensor]:
 
 
 def _ready(term: Term, device: torch.device) -> Term:
-    """Give a term whose table a score_mod can index: it may convert what it read, and not what it reads from."""
-    # a bias of all pairs is read as it lies
+    """Return a term with a float32 table on the device, since a score_mod can convert an entry but not its table."""
+    # the table of a bias with an entry for every pair is too large to convert
     return term if term.places or not term.tables else term.over(term.tables[0].to(device, torch.float32))
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Call FlexAttention once; views are copied, so that strides do not multiply what is compiled."""
+    """Compute (out, lse) in one call of FlexAttention; views are copied, so that strides do not cause recompilation."""
     out, lse = _part(operands.map(lambda x: x.detach().contiguous()), branch)
     empty = torch.isneginf(lse)
     return out.masked_fill(empty[..., None], 0.0).to(dtype).contiguous(), lse.float().contiguous()
@@ -104,11 +104,11 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
 def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the forward once more, and its gradients by autograd.
+    """Compute gradients by repeating the forward and differentiating it with autograd.
 
-    With P the branch's own weights and w = exp(its lse - the whole lse), the whole's weights are w P, and the branch's
-    share of the score gradients is w P (dP - delta). Autograd computes P (dout' v - rowsum(dout' * out) + dlse') from
-    dout' = w dout and dlse' = rowsum(dout' * out) - w delta: the same.
+    Let P be the branch's softmax weights and w = exp(branch lse - whole lse). Then the whole's weights are w P, and the
+    branch's share of the score gradients is w P (dP - delta). Given dout' = w dout and
+    dlse' = rowsum(dout' * out) - w delta, autograd computes P (dout' v - rowsum(dout' * out) + dlse'), which is equal.
     """
     dout, lse, delta, _ = upstream
     with autograd_within():
@@ -126,15 +126,15 @@ def backward(
 
 
 def _mask_bytes(call: Call, branch: Branch) -> int:
-    """Count a BlockMask's bytes: lists of partial and full tiles by rows and columns, and the table of its mask."""
+    """Count a BlockMask's bytes: partial and full tile lists by rows and by columns, and the mask's table."""
     tiles = -(-branch.nq // _TILE) * -(-branch.nk // _TILE)
     return 5 * 4 * tiles * call.batch * branch.head_count
 
 
 def unsupported_reason(call: Call, branch: Branch) -> str | None:
-    """Refuse all but CUDA tensors of up to 32 bits, head dimensions from 16, and tiles that fit a dense table."""
+    """Return a reason unless tensors are CUDA with up to 32 bits, D and Dv are 16 to 256, and the BlockMask fits."""
     if call.device == "cpu":
-        return "FlexAttention compiled for a CPU gives no lse and has no backward"
+        return "FlexAttention compiled for a CPU returns no lse and has no backward"
     if call.device != "cuda":
         return f"it runs on CUDA and ROCm tensors, and these are on {call.device}"
     if call.dtype not in _DTYPES:
@@ -145,15 +145,15 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
     if call.needs_grad and not AUTOGRAD_WITHIN:
         return f"its gradients need private names that torch {torch.__version__} does not have"
     if call.learned:
-        return "FlexAttention's gradients of terms' tables were never measured (detach the tables)"
+        return "FlexAttention's gradients of terms' tables have not been tested (detach the tables)"
     if _mask_bytes(call, branch) > _MASK_BYTES:
         needed = _mask_bytes(call, branch) / 2**30
-        return f"a BlockMask has a place for every tile, empty or not, and this one would take {needed:.0f} GiB"
+        return f"a BlockMask has an entry for every tile, empty or not, and this one would take {needed:.0f} GiB"
     return None
 
 
 def scratch(call: Call, branch: Branch) -> int:
-    """Count the BlockMask; views copied once; backward, the forward's results."""
+    """Count the BlockMask, the copied views, and for backward the repeated forward's results."""
     size = call.dtype.itemsize
     keys = call.batch * call.kv_heads * branch.nk * (call.head_dim + call.value_dim)
     rows = call.batch * branch.head_count * branch.nq
@@ -163,7 +163,7 @@ def scratch(call: Call, branch: Branch) -> int:
 
 
 def terms(device: str) -> Iterable[str]:
-    """Name the terms that a score_mod computes: those of one score, and the tables that were tried."""
+    """Return the terms supported in a score_mod: all without tables, and the tested ones with tables."""
     return [*(name for name, kind in KINDS.items() if not kind.axes), "ALiBi", "DistanceBias", "Bias"]
 
 

@@ -1,11 +1,12 @@
-"""A kernel's check on the GPU that is here: auto takes a kernel for GPUs once it has computed a small case right on it.
+"""Check of a GPU kernel on the current GPU: auto chooses a kernel only after it has computed a small case correctly.
 
 One source is compiled for GPUs of many generations, by compilers of many versions, and no test machine has them all.
-So the first time that auto would give a GPU kernel work of some type, head dimensions and structure, the kernel first
-computes a few hundred tokens of that kind, which are compared with the definition. A kernel that does not compile or is
-wrong is left out while the process lives, and the log says so. Kernels that are compiled here are tried in a separate
-process (``tried``), which a crash or a hang ends alone, and the verdict is kept on disk; others are tried in this one.
-It is no proof of every size: tests are for that. A kernel that is named runs without a check.
+So before auto first uses a GPU kernel for a dtype, head dimensions and structure, the kernel computes a few hundred
+tokens of that kind, and the result is compared with the reference. A kernel that does not compile or is wrong is
+excluded for the life of the process, with a warning in the log. Kernels that are compiled on this machine are tried in
+a separate process (``tried``), so that a crash or a hang ends only that process, and the verdict is stored on disk.
+Other kernels are tried in this process. The check does not prove every size right; the tests do that. A backend that
+the user names runs without a check.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from . import reference, tuning
 from .backend import Backend, Upstream
 from .tuning import where
 
-# error over result, both as root mean squares: well above what rounding does, well below what a wrong kernel does
+# limits of the relative root mean square error: well above rounding errors, well below the errors of a wrong kernel
 _LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_TOKENS = 500  # the last tile of any size is cut short
+_TOKENS = 500  # not a multiple of any tile size, so the last tile is incomplete
 _HEADS, _KV_HEADS = 4, 2
 _log = logging.getLogger("ringweave")
 
 
 def reason(backend: Backend, call: Call, branch: Branch) -> str | None:
-    """Say why auto should not give a branch to a backend on the current GPU; None where its check went well.
+    """Return why auto should not use a backend for a branch on the current GPU; None if its check passed.
 
-    None, too, where there is no GPU to check it on.
+    Also None if there is no GPU to check it on.
     """
     if call.device != "cuda" or not torch.cuda.is_available():
         return None
@@ -62,16 +63,16 @@ def reason(backend: Backend, call: Call, branch: Branch) -> str | None:
     try:
         return _verdict(backend, small, structure, tuning.current() if backend.compiled else None)
     except _CapturingError:
-        return "it has not been tried on this GPU, and nothing can be while a graph is captured: call once before"
+        return "it has not been tried on this GPU, and no trial can run during a graph capture: call it once before"
 
 
 class _CapturingError(Exception):
-    """Nothing can be tried while a graph is captured: no verdict, and none to remember."""
+    """Raised instead of a verdict while a graph is captured, when no trial can run, so that none is cached."""
 
 
 @fact
 def _verdict(backend: Backend, small: Call, structure: str, blocks: object) -> str | None:
-    """Give the verdict on a small case with the measured blocks there are; it stands while the process lives."""
+    """Return the verdict on a small case with the current measured blocks; it is cached for the life of the process."""
     stored = known(*kept(backend.name, small, structure)) if backend.compiled else None
     if stored is None and torch.cuda.is_current_stream_capturing():
         raise _CapturingError
@@ -87,20 +88,20 @@ def _verdict(backend: Backend, small: Call, structure: str, blocks: object) -> s
 
 
 def check(backend: Backend, call: Call, structure: str) -> str | None:
-    """Compute small cases of a structure, and say what is wrong with the first that is wrong: None if nothing is."""
+    """Compute small cases of a structure and describe the first that is wrong; None if all are right."""
     verdicts = (_check(backend, call, pattern) for pattern in _patterns(structure))
     return next((verdict for verdict in verdicts if verdict is not None), None)
 
 
 def _patterns(structure: str) -> tuple[Pattern, ...]:
-    """Make what is tried of a structure: each way in which tiles are loaded."""
+    """Return the patterns to try for a structure; together they cover each way in which kernels load tiles."""
     if structure != "sparse":
         return (Full() if structure == "full" else Causal(),)
     blocks = torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0, 1]], device="cpu").bool()
     return (
-        SlidingWindow(260, 20) | Global(3),  # full tiles, partial ones with keys that nobody attends, longer rows
+        SlidingWindow(260, 20) | Global(3),  # full tiles, partial tiles with keys that no query attends, longer rows
         SlidingWindow(260, 0),  # partial tiles without such keys, which descriptors can load
-        BlockTable(blocks, 128),  # none partial
+        BlockTable(blocks, 128),  # only full tiles
     )
 
 
@@ -130,7 +131,7 @@ def _check(backend: Backend, call: Call, pattern: Pattern) -> str | None:
         return dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
     def with_tables(of: Backend) -> dict[str, Tensor]:
-        """Results, and what the terms' tables got."""
+        """Return the results and the gradients of the terms' tables."""
         learned = [] if operands.terms is None else [total for total in operands.terms.totals if total is not None]
         for total in learned:
             total.zero_()
@@ -141,14 +142,14 @@ def _check(backend: Backend, call: Call, pattern: Pattern) -> str | None:
     try:
         computed = with_tables(backend)
         errors = {name: _error(computed[name], exact[name]) for name in exact}
-    except Exception as error:  # noqa: BLE001 compilers raise whatever they stumble over
+    except Exception as error:  # noqa: BLE001 compilers raise exceptions of any type
         return f"tried on this GPU, it raises {in_a_line(error)}"
     wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= _LIMITS[call.dtype]]
     return f"tried on this GPU, it is wrong: {', '.join(wrong)} of its size" if wrong else None
 
 
 def _scoring(call: Call, generator: torch.Generator) -> TermOperands | None:
-    """The terms of a case, and its dropout, with numbers of their own; tables learn where gradients are computed."""
+    """Return example terms and dropout for a case; their tables have gradients if the case has."""
     if not call.features:
         return None
     device, sides = call.device, (call.batch, call.heads, call.nq, call.nk)
@@ -167,18 +168,18 @@ def _error(computed: Tensor, exact: Tensor) -> float:
     return float((computed.double() - exact).norm() / exact.norm())
 
 
-#: Seconds for a trial: compilers take a second or two for each of some ten kernels.
+#: Time limit of a trial in seconds; compiling takes one or two seconds for each of about ten kernels.
 LIMIT = 180.0
 _COMMAND = (sys.executable, "-P", "-m", __name__)
 _BEGAN, _FOUND = "ringweave: began", "ringweave: found "
 
 
 def kept(name: str, call: Call, structure: str) -> tuple[Path | None, str]:
-    """Name the file of a verdict on a kind of case (None where there is no folder), and spell what it is of."""
+    """Return the file that stores the verdict on a kind of case (None without a folder), and the case as text."""
     from .triton import launch_config
 
     folder = tuning.store()
-    # a set's members have another order in every process
+    # a set's order differs between processes, so the features are sorted below
     anywhere = dataclasses.replace(call, device=torch.device(call.device).type, features=frozenset())
     about = name, anywhere, *sorted(call.features), structure
     facts = where(call.device), _driver(), *about, _source(), *launch_config.measured(call)
@@ -188,7 +189,7 @@ def kept(name: str, call: Call, structure: str) -> tuple[Path | None, str]:
 
 
 def known(file: Path | None, of: str) -> tuple[str | None] | None:
-    """Read a verdict that was kept; None where there is none, or it is not readable."""
+    """Read a stored verdict as a tuple of one; None if the file is missing, unreadable or about another case."""
     try:
         line = {} if file is None else files.parse(files.read(file))
     except (OSError, ValueError):
@@ -199,13 +200,13 @@ def known(file: Path | None, of: str) -> tuple[str | None] | None:
 
 
 def tried(name: str, call: Call, structure: str, here: Callable[[], str | None]) -> str | None:
-    """Say why a backend should not be used for a kind of case; None where its trial goes well.
+    """Return why a backend should not be used for a kind of case; None if its trial passes.
 
     Args:
-        name: The backend.
-        call: A small one, on the device.
-        structure: Of its branch.
-        here: The check in this process, where no other can be begun on the device.
+        name: Name of the backend.
+        call: Small call on the device.
+        structure: Structure of the call's branch.
+        here: Function that runs the check in this process; used if no other process can start on the device.
     """
     file, of = kept(name, call, structure)
     verdict, lasts = _apart(name, call, structure, here)
@@ -215,9 +216,9 @@ def tried(name: str, call: Call, structure: str, here: Callable[[], str | None])
 
 
 def _apart(name: str, call: Call, structure: str, here: Callable[[], str | None]) -> tuple[str | None, bool]:
-    """What a process of its own found, and whether it would find the same again."""
+    """Run the trial in a separate process; return the verdict, and whether it may be stored."""
     if not Path(_COMMAND[0]).name.startswith(("python", "pypy")):
-        # Python is part of another program, which would begin once more
+        # Python is embedded in another program, and the command would start that program again
         return here(), True
     paths = os.pathsep.join(path for path in sys.path if path)
     try:
@@ -228,22 +229,22 @@ def _apart(name: str, call: Call, structure: str, here: Callable[[], str | None]
     except subprocess.TimeoutExpired as expired:
         if _BEGAN not in _text(expired.stdout):
             return here(), True
-        return f"tried on this GPU, it was not done in {LIMIT:.0f} s", True
+        return f"tried on this GPU, it did not finish in {LIMIT:.0f} s", True
     except OSError:
         return here(), True
     lines = _text(ended.stdout).splitlines()
     if _BEGAN not in lines:
-        _log.info("no trial of the backend %s in a process of its own: %s", name, _text(ended.stderr)[-200:])
+        _log.info("no trial of the backend %s in a separate process: %s", name, _text(ended.stderr)[-200:])
         return here(), True
     found = [line.removeprefix(_FOUND) for line in lines if line.startswith(_FOUND)]
-    # what a process prints as it dies may be cut
+    # the output of a dying process may be incomplete
     with contextlib.suppress(IndexError, ValueError):
         verdict: str | None = files.parse(found[0])
         return verdict, True
     code = ended.returncode
     how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-    # what ends processes for want of memory ends them so
-    return f"tried on this GPU, it took its process down ({how})", code != -signal.SIGKILL
+    # SIGKILL may come from the system's out-of-memory killer, so that verdict is not stored
+    return f"tried on this GPU, it crashed its process ({how})", code != -signal.SIGKILL
 
 
 def _text(printed: bytes | None) -> str:
@@ -258,11 +259,11 @@ def _keep(file: Path, line: dict[str, str | None]) -> None:
             json.dump(line, into)
         Path(temporary).replace(file)
     except OSError as error:
-        _log.info("the trial's verdict is not kept: %s", error)
+        _log.info("the trial's verdict is not stored: %s", error)
 
 
 def _driver() -> str:
-    """The version of the GPU's driver, where the system says it."""
+    """Return the version of the GPU's driver, if the system reports it."""
     for module in ("nvidia", "amdgpu"):
         try:
             return Path(f"/sys/module/{module}/version").read_text("utf-8").strip()
@@ -273,7 +274,7 @@ def _driver() -> str:
 
 @fact
 def _source() -> str:
-    """A digest of the kernels' and their launch code's source."""
+    """Return a digest of the source of the kernels and their launch code."""
     digest = hashlib.sha256()
     for file in sorted((Path(__file__).parent / "triton").rglob("*.py")):
         digest.update(file.read_bytes())
@@ -281,11 +282,11 @@ def _source() -> str:
 
 
 def main() -> None:
-    """Run a trial in this process, and print what it finds."""
+    """Run a trial in this process and print its verdict."""
     from . import BACKENDS
 
     name, call, structure = pickle.load(sys.stdin.buffer)
-    # a device that gives this process nothing says nothing of the kernel
+    # fail before the trial begins if this process cannot use the device, since that says nothing about the kernel
     torch.ones(1, device=call.device)
     _say(_BEGAN)
     _say(_FOUND + json.dumps(check(BACKENDS[name], call, structure)))

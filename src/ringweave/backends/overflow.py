@@ -1,12 +1,13 @@
-"""Rows whose scores leave the range of the type that they are computed in.
+"""Rows with scores beyond the range of the type that they are computed in.
 
-The rule, for every backend: an allowed score that is NaN or +inf makes its row's out NaN, and lse NaN or +inf. One
-that overflows to -inf from finite queries and keys, which a kernel would take for a key that is not there, makes both
-NaN. An allowed score of -inf that an infinite input makes has no weight, as in PyTorch.
+The rule for every backend: an allowed score of NaN or +inf makes its row's out NaN, and its lse NaN or +inf. An allowed
+score that overflows to -inf from finite queries and keys makes both NaN, since a kernel would otherwise treat the key
+as absent. An allowed score of -inf caused by an infinite input has no weight, as in PyTorch.
 
-A score is in range where its sum of absolute products is, times the scale: a backend takes the scale to the side where
-no product leaves the range before. A kernel finds the first kind by itself. For the second the tiles are computed once
-more, by PyTorch, where that may be: after a look at the largest elements, or at what the native kernel saw.
+A score is in range if the sum of its absolute products, times the scale, is in range. A backend applies the scale on
+the side (queries or products) where no product leaves the range first. Kernels handle NaN and +inf themselves. To find
+overflows to -inf, PyTorch computes the tiles once more, but only if an overflow is possible: according to the largest
+elements, or to a flag that the native kernel returns.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from ..precision import STORED, widened
 from ..types import acc_dtype
 from .backend import tiled
 
-# scores computed at a time
+# number of scores computed at a time
 _AT_ONCE = 2**22
 _PAGES_AT_ONCE = 64
 
 
 def sides(scale: float) -> tuple[float, float]:
-    """Split a scale: what queries are multiplied by, and what their products with the keys are."""
+    """Split a scale into (factor of the queries, factor of their products with the keys)."""
     return (scale, 1.0) if abs(scale) <= 1 else (1.0, scale)
 
 
 def may_overflow(operands: Operands, branch: Branch) -> bool:
-    """Tell whether a score may be out of range, by the largest elements; True where one is not finite."""
+    """Return whether a score may be out of range, judged by the largest elements; True if an element is not finite."""
     q, k = operands[:2]
     most = torch.finfo(acc_dtype(q.dtype)).max
     factor = 1.0
     if operands.scales is not None:
-        # a row's scale is its largest element, over the largest code
+        # a row's scale is its largest element divided by the largest code
         k, factor = operands.scales.k, STORED[k.dtype]
     there = [k] if operands.pages is None else _touched(k, operands.pages, branch)
     bound = _largest([q]) * _largest(there) * factor * abs(operands.scale) * q.shape[3]
@@ -52,7 +53,7 @@ def _largest(parts: Iterable[Tensor]) -> float:
 
 
 def _touched(k: Tensor, pages: Pages, branch: Branch) -> Iterator[Tensor]:
-    """The pages that tiles of the plan lie in, some at a time."""
+    """Yield the pages that tiles of the plan read, a few at a time."""
     plan = branch.plan(k.device)
     line, col, _ = plan.listed()
     tiles = torch.zeros(plan.row_ptr.shape[0], plan.kv_tiles, dtype=torch.bool, device=k.device)
@@ -62,13 +63,13 @@ def _touched(k: Tensor, pages: Pages, branch: Branch) -> Iterator[Tensor]:
     touched = tiled(touched[..., None], parts).any(2)[:, :columns, 0]
     used = touched & (torch.arange(columns, device=k.device) * pages.size < pages.lengths[:, None])
     for some in pages.table[used].long().unique().split(_PAGES_AT_ONCE):
-        # of no pages split makes one part
+        # splitting an empty tensor gives one empty part
         if len(some):
             yield k[some]
 
 
 def spoil(out: Tensor, lse: Tensor, operands: Operands, branch: Branch) -> None:
-    """Write what the rule says of rows whose largest score is NaN or infinite."""
+    """Overwrite out and lse of rows with a largest score of NaN or +-inf, as the rule above says."""
     q, k, pages = operands.q, operands.k, operands.pages
     stored = (k,) if operands.scales is None else (k, operands.scales.k)
     plan = branch.plan(q.device)
@@ -91,7 +92,7 @@ def spoil(out: Tensor, lse: Tensor, operands: Operands, branch: Branch) -> None:
                 row, column = line[some] % plan.q_tiles, col[some]
                 pair = queries[row] * before, keys[column].mT
                 scores = pair[0] @ pair[1] * after
-                # in any order of the sum
+                # the sum of absolute values bounds every partial sum, whatever the order of the addition
                 sizes = pair[0].abs() @ pair[1].abs() * abs(after)
                 allowed = bank[bits[some]] & real[column][:, None]
                 finite = finite_q[row][..., None] & finite_k[column][:, None]

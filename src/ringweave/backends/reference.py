@@ -1,6 +1,7 @@
-"""The definition, densely, in float64: what every other backend is tested against.
+"""Dense float64 attention: the definition that every other backend is tested against.
 
-Multiplicities rather than masks: a LongNet lets a key count several times, a relation at most once.
+It uses multiplicities instead of masks, since a key may count several times under LongNet. Under any other pattern it
+counts at most once.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from .backend import Backend, Upstream, by_formula, per_query_head
 
 
 class _Dense(NamedTuple):
-    """Everything of a call, densely."""
+    """The dense intermediate values of a call."""
 
-    scores: Tensor  # scaled, after the terms, -inf where nothing is allowed
+    scores: Tensor  # scaled, after the terms; -inf for pairs that are not allowed
     times: Tensor  # multiplicities
     keys: Tensor  # per query head
-    at: Pairs | None  # where there are terms or dropout
-    states: list[Tensor]  # scores before the terms, and after each
+    at: Pairs | None  # None without terms and dropout
+    states: list[Tensor]  # scores before the terms, and after each term
     weights: Tensor
-    kept: Tensor  # weights after dropout, of weights: 0 or what they are multiplied by
+    kept: Tensor  # factor of dropout for each weight: 0 if dropped, else 1 / (1 - p); 1 without dropout
 
 
 def _dense(operands: Operands, branch: Branch) -> _Dense:
@@ -37,7 +38,7 @@ def _dense(operands: Operands, branch: Branch) -> _Dense:
     count = count.to(q.device, torch.float64)
     keys = per_query_head(k.double(), heads)
     scores = scale * (q.double() @ keys.mT)
-    # what the type of the scores cannot hold; see overflow.py
+    # scores beyond the range of their type become inf or NaN; see overflow.py
     most = torch.finfo(acc_dtype(q.dtype)).max
     finite = q.isfinite().all(-1)[..., None] & keys.isfinite().all(-1)[..., None, :]
     scores = scores.masked_fill(scores > most, torch.inf).masked_fill((scores < -most) & finite, torch.nan)
@@ -52,13 +53,13 @@ def _dense(operands: Operands, branch: Branch) -> _Dense:
         if scoring.dropout is not None:
             kept = scoring.dropout.kept(at).double() * scoring.dropout.factor
     scores = torch.where(count > 0, scores + count.log(), -torch.inf)
-    # not exp(scores - lse): scores of 1e17 take up the logarithm of a sum
+    # not exp(scores - lse): beside a score of 1e17, the logarithm of the sum is lost to rounding
     weights = torch.where(torch.isneginf(scores), 0.0, torch.softmax(scores, -1))
     return _Dense(scores, count, keys, at, states, weights, kept)
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute attention by the formula of its definition."""
+    """Compute (out, lse) by the formula of the definition."""
     operands = _without_pages(operands.widened())
     dense = _dense(operands, branch)
     lse = torch.logsumexp(dense.scores, -1)
@@ -67,7 +68,7 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
 
 
 def _without_pages(operands: Operands) -> Operands:
-    """Lay keys and values out side by side, if they are stored in pages."""
+    """Gather paged keys and values into contiguous tensors."""
     pages = operands.pages
     if pages is None:
         return operands
@@ -82,12 +83,13 @@ def _without_pages(operands: Operands) -> Operands:
 def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients by the formula; weights are recomputed in float64."""
+    """Compute gradients by the formula, with weights recomputed in float64."""
     q, k, v, scale, scoring, *_ = operands
     dense = _dense(operands, branch)
     heads = q.shape[1]
     dead = torch.isneginf(dense.scores).all(-1, keepdim=True)
-    # a row of NaN has weights of NaN where it attends: its own numbers, and those of the keys, would reach other rows
+    # A row of NaN has NaN weights wherever it attends. Its other weights are 0, but 0 times a NaN in its query, its
+    # dout or a key would still spread to rows and keys that are not attended. So these numbers are set to 0.
     broken = dense.weights.isnan().any(-1, keepdim=True)
     dout, queries = (x.double().masked_fill(dead | broken, 0.0) for x in (upstream.dout, q))
     values = _only_attended(v, dense.times, heads)
@@ -112,12 +114,12 @@ def _only_attended(v: Tensor, count: Tensor, heads: int) -> Tensor:
 
 
 def unsupported_reason(call: Call, branch: Branch) -> str | None:
-    """The reference runs everything that fits into memory."""
+    """Return None: the reference runs every call that fits into memory."""
     return None
 
 
 def scratch(call: Call, branch: Branch) -> int:
-    """Count multiplicities, scores, weights and their gradients, N x N in float64."""
+    """Count N x N multiplicities, scores, weights and their gradients in float64."""
     return 4 * 8 * call.batch * call.heads * call.nq * call.nk
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's own dense kernel for full and causal patterns: no mask tensor, no plan."""
+"""PyTorch's fused CPU kernel for full and causal patterns, without a mask tensor or a plan."""
 
 from __future__ import annotations
 
@@ -18,33 +18,36 @@ _forward, _backward = aten("flash_attention_for_cpu"), aten("flash_attention_for
 
 
 def _rows_apart(x: Tensor) -> Tensor:
-    """PyTorch's matrix products take rows that neither repeat nor overlap."""
+    """Copy a tensor with repeated or overlapping rows, which PyTorch's matrix products do not support."""
     return x if x.stride(2) >= x.shape[3] else x.contiguous()
 
 
 def _products_overflow(operands: Operands, branch: Branch) -> bool:
-    """Tell whether PyTorch's kernel, which scales products, may leave the range of float32 with them."""
+    """Return whether products may leave the range of float32 in PyTorch's kernel, which scales after multiplying."""
     return may_overflow(operands._replace(scale=max(abs(operands.scale), 1.0)), branch)
 
 
 def _in_range(operands: Operands) -> tuple[Operands, float]:
-    """Multiply queries by a power of two, so that products are in range where scores are; dq takes it too."""
+    """Move a power of two from the scale to q, so that products are in range if scores are; return the power too.
+
+    dq has to be multiplied by the power.
+    """
     if not 0 < abs(operands.scale) < 1 or operands.q.dtype == torch.float16:
-        # products of float16 are in range, and its small numbers would be rounded
+        # products of float16 numbers are always in range, and small queries would be rounded
         return operands, 1.0
     power = 2.0 ** (math.frexp(abs(operands.scale))[1] - 1)
     return operands._replace(q=operands.q * power, scale=operands.scale / power), power
 
 
 def _attended(operands: Operands, branch: Branch) -> Operands:
-    """Leave out keys and values that no query may attend: a NaN in them must not be read."""
+    """Drop keys and values that no query may attend, since a NaN in them must not be read."""
     q, k, v = operands[:3]
     count = q.shape[2] if branch.structure == "causal" else k.shape[2]
     return operands._replace(k=k[:, :, :count], v=v[:, :, :count])
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute dense attention; key heads are repeated for grouped queries, as PyTorch does on a CPU."""
+    """Compute (out, lse) of dense attention; key heads are repeated for grouped queries, as PyTorch does on a CPU."""
     attended = _attended(operands, branch)
     risky = _products_overflow(attended, branch)
     q, k, v, scale = with_sign(_in_range(attended)[0] if risky else attended)[0][:4]
@@ -60,7 +63,7 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
 def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients of dense attention; delta goes in as channels where the kernel's own is another."""
+    """Compute gradients of dense attention; delta is passed as extra channels if it is not rowsum(dout * out)."""
     dout, lse, delta, out = upstream
     every_key = operands.k.shape[2]
     operands, power = _attended(operands, branch), 1.0
@@ -71,7 +74,8 @@ def backward(
     broken_keys = ~k.isfinite().all(-1)
     some_keys = bool(broken_keys.any())
     if some_keys:
-        # who attends one has a row of NaN, or a score of -inf; in a block, NaN would go to rows that do not
+        # Rows that attend such a key are NaN already, or have a score of -inf. Within a block of the kernel, the key
+        # would make rows NaN that do not attend it.
         k = k.masked_fill(broken_keys[..., None], 0.0)
     heads = q.shape[1]
     keys, values = per_query_head(k, heads), per_query_head(v, heads)
@@ -81,7 +85,8 @@ def backward(
     causal, broken = branch.structure == "causal", lse.isnan()
     some = bool(broken.any())
     if some:
-        # left out of the product: in a block, NaN would go to keys that these rows do not attend
+        # Within a block of the kernel, rows of NaN would make gradients of keys NaN that they do not attend. They are
+        # excluded here, and the keys that they attend become NaN below.
         dout, queries, out = (x.masked_fill(broken[..., None], 0.0) for x in (dout, queries, out))
         lse = lse.masked_fill(broken, torch.inf)
     tensors = map(_rows_apart, (dout, queries, keys, values, out))
@@ -104,7 +109,7 @@ def backward(
 
 
 def unsupported_reason(call: Call, branch: Branch) -> str | None:
-    """Refuse all but dense patterns on a CPU with equal head dimensions."""
+    """Return a reason unless the pattern is full or causal, tensors are on a CPU, and Dv == D."""
     if branch.structure == "sparse":
         return "the pattern is neither full nor causal from position 0, and a dense mask would need N x N memory"
     if call.device != "cpu":
@@ -117,7 +122,7 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
 
 
 def scratch(call: Call, branch: Branch) -> int:
-    """Count key heads repeated for grouped queries; the kernel's own blocks are small."""
+    """Count the key heads repeated for grouped queries; the kernel's internal blocks are small."""
     if call.heads == call.kv_heads:
         return 0
     return call.batch * call.heads * call.nk * (call.head_dim + call.value_dim) * call.dtype.itemsize

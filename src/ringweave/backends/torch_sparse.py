@@ -1,8 +1,8 @@
-"""Torch's sparse matrices, an entry for every allowed pair: experimental, to tell what that costs; only when named.
+"""PyTorch's sparse matrices with one entry per allowed pair: an experiment to measure their cost, run only by name.
 
-Scores are ``torch.sparse.sampled_addmm`` over a CSR matrix, their softmax runs over each row's entries, and results are
-products of that matrix, or of its transpose, with V, K, Q or the gradient of out. Nothing is a product of tiles, and an
-entry has an index beside its value. Entries are listed anew in each call, for some query tiles at a time.
+Scores are ``torch.sparse.sampled_addmm`` over a CSR matrix, the softmax runs over each row's entries, and results are
+products of that matrix, or of its transpose, with V, K, Q or the gradient of out. No product is computed by tiles, and
+each entry needs an index beside its value. Each call lists the entries again, for a few query tiles at a time.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ..types import acc_dtype
 from .backend import Backend, Upstream
 from .overflow import may_overflow, sides, spoil
 
-# pairs of tiles whose entries are listed at a time, beyond those of one query tile
+# number of (query, key) pairs in the tiles that are listed together; one query tile may exceed it
 _PAIRS = 2**20
-_BYTES = 32  # of an entry: index, value, and what is computed with them
+_BYTES = 32  # per entry: index, value and intermediate results
 
 
 @dataclass(eq=False, repr=False)
 class _Strip:
-    """The allowed pairs of some neighbouring query tiles of one head.
+    """The allowed pairs of a few neighbouring query tiles of one head.
 
     Attributes:
-        rows: Their queries.
-        keys: From the first key that one of them attends to the last.
-        first: (rows + 1,) int32, where each query's entries begin.
-        key: (entries,) int32, counted from the first of ``keys``; ascending within a row.
+        rows: Queries of these tiles.
+        keys: Range from the first to the last attended key.
+        first: Index of each query's first entry, (rows + 1,) int32.
+        key: Key of each entry, counted from the start of ``keys``, ascending within a row, (entries,) int32.
     """
 
     rows: slice
@@ -41,34 +41,34 @@ class _Strip:
     key: Tensor
 
     def matrix(self, values: Tensor) -> Tensor:
-        """Queries by keys."""
+        """Return the sparse matrix of ``values``, (queries, keys)."""
         size = self.first.numel() - 1, self.keys.stop - self.keys.start
         return torch.sparse_csr_tensor(self.first, self.key, values, size, check_invariants=False)
 
     def transposed(self, values: Tensor) -> Tensor:
-        """Keys by queries."""
+        """Return the transposed sparse matrix of ``values``, (keys, queries)."""
         size = self.keys.stop - self.keys.start, self.first.numel() - 1
         return torch.sparse_csc_tensor(self.first, self.key, values, size, check_invariants=False)
 
     def products(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        """Multiply rows of a (Nq, C) with rows of b (Nk, C), for each entry: (entries,)."""
+        """Compute ``scale`` times the product of a row of a (Nq, C) and of b (Nk, C) for each entry, (entries,)."""
         zero = self.matrix(a.new_zeros(self.key.numel()))
         sampled: Tensor = torch.sparse.sampled_addmm(zero, a[self.rows], b[self.keys].mT, beta=0.0, alpha=scale)
         return sampled.values()
 
     def spread(self, x: Tensor) -> Tensor:
-        """Repeat (rows,) for each entry."""
+        """Repeat a row's value for each of its entries: (rows,) to (entries,)."""
         return x.repeat_interleave(self.first.diff(), output_size=self.key.numel())
 
     def reduced(self, values: Tensor, how: str) -> Tensor:
-        """Reduce entries to (rows,); the largest of none is -inf."""
+        """Reduce the entries of each row, (rows,); the maximum of an empty row is -inf."""
         return torch.segment_reduce(values, how, offsets=self.first)
 
 
 def _strips(plan: BlockPlan) -> Iterator[tuple[_Strip, int, int]]:
-    """List strips that have entries, each with every (batch element, head) that has them."""
+    """Yield (strip, batch element, head) for every strip with entries."""
     whole = torch.full((1, *plan.mask_words.shape[1:]), -1, dtype=torch.int32, device=plan.device)
-    bank = torch.cat([plan.mask_words, whole])  # -1, a full tile, is its last one
+    bank = torch.cat([plan.mask_words, whole])  # a full tile has mask_id -1, which indexes the last mask
     most = max(1, _PAIRS // (plan.q_tile * plan.kv_tile))
     for group, begins in enumerate(plan.row_ptr.tolist()):
         heads = (plan.row_set == group).nonzero().tolist()
@@ -103,7 +103,7 @@ def _strip(plan: BlockPlan, bank: Tensor, begins: list[int], first: int, last: i
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute attention, some query tiles of a head after the other."""
+    """Compute (out, lse), strip by strip."""
     acc = acc_dtype(operands.q.dtype)
     q, k, v, scale = operands.map(lambda x: x.to(acc))[:4]
     before, after = sides(scale)
@@ -129,14 +129,14 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
 def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients: weights once more, from lse; those of keys and values by the transposed matrix."""
+    """Compute gradients with weights recomputed from lse; dK and dV are products of the transposed matrix."""
     acc = acc_dtype(operands.q.dtype)
     q, k, v, scale = operands.map(lambda x: x.to(acc))[:4]
     before, after = sides(scale)
     multiplied, usable = q * before, k.nan_to_num(0.0, 0.0, 0.0)
     ratio = q.shape[1] // k.shape[1]
     dead = torch.isneginf(upstream.lse)
-    # what attends nothing, or nothing but scores of -inf, gives nothing, whatever it holds
+    # rows that attend nothing, or only scores of -inf, have zero gradients, whatever they contain
     lse = upstream.lse.masked_fill(dead, torch.inf)
     queries, dout = (x.masked_fill(dead[..., None], 0.0) for x in (q, upstream.dout.to(acc)))
     dq, dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (q, k, v))
@@ -152,12 +152,12 @@ def backward(
 
 
 def unsupported_reason(call: Call, branch: Branch) -> str | None:
-    """Refuse all but CPU tensors."""
-    return None if call.device == "cpu" else f"it was tried on CPU tensors alone, and these are on {call.device}"
+    """Return a reason for tensors that are not on a CPU."""
+    return None if call.device == "cpu" else f"it was tested only on CPU tensors, and these are on {call.device}"
 
 
 def scratch(call: Call, branch: Branch) -> int:
-    """Count the entries of a strip; widened copies; results before they are rounded."""
+    """Count the entries of a strip, the widened copies, and the results before rounding."""
     plan = branch.plan()
     longest = int(plan.row_ptr.diff(dim=1).max())
     pairs = max(_PAIRS, longest * plan.q_tile * plan.kv_tile)

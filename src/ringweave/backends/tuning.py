@@ -1,9 +1,9 @@
-"""What ``ringweave tune`` measured on this machine: which backend, on which tiles, is fastest for a kind of call.
+"""The store of ``ringweave tune``: the fastest backend and tile size measured on this machine for each kind of call.
 
-Answers are kept by the kind of a call (``call_key``); beside them lie GPU kernels' configurations, those of
-``triton/launch_config.py``. All of it is one JSON file under the user's cache folder. It is read at the first choice
-that auto makes, never at import, and again when it has changed; a choice costs a look into a dict. Writing needs
-filelock, finding the folder platformdirs: the extra ``tune``.
+Answers are stored by the kind of a call (``call_key``), together with launch configurations of GPU kernels (see
+``triton/launch_config.py``), in one JSON file in the user's cache folder. The file is read when auto first chooses a
+backend, never at import, and again after it has changed; otherwise a choice costs one dict lookup. Writing needs
+filelock, and finding the folder needs platformdirs; the extra ``tune`` installs both.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from ..plan import Branch
 from ..plan.from_pattern import default_tile, estimate_tiles
 from .backend import RENAMED
 
-#: Names the folder of the store; by default the user's cache folder, as platformdirs knows it.
+#: Environment variable with the folder of the store; the default is the user's cache folder, from platformdirs.
 VARIABLE = "RINGWEAVE_CACHE"
 FORMAT = 2
-#: The longest side of a tile that every backend takes.
+#: Longest side of a tile that every backend supports.
 MOST_SIDE = 256
-_CHECKED_EVERY = 1.0  # seconds between two looks at the file's time
+_CHECKED_EVERY = 1.0  # seconds between two checks of the file's modification time
 _log = logging.getLogger("ringweave")
 
 
 def store() -> Path | None:
-    """Name the file; None where there is no folder for it: no platformdirs is installed, and no variable names one."""
+    """Return the store's file; None if platformdirs is not installed and the environment variable is not set."""
     return _file(setting(VARIABLE))
 
 
@@ -62,19 +62,33 @@ def _file(named: str) -> Path | None:
 
 
 class Answer(NamedTuple):
-    """What was fastest: a backend, and the sides of its tiles where others than a branch's own were."""
+    """The fastest backend for a kind of call.
+
+    Attributes:
+        backend: Name of the backend.
+        tile: Tile size (queries, keys); None if the branch's default was fastest.
+    """
 
     backend: str
     tile: tuple[int, int] | None = None
 
 
-# field and value
+# (name, value) of each field of a launch configuration
 Fields = tuple[tuple[str, int], ...]
 
 
 @dataclass(eq=False, repr=False)
 class _Read:
-    """What was read: answers by key without density, then by density; when, and of which state of the file."""
+    """The content of the store as last read.
+
+    Attributes:
+        named: Value of the environment variable at that time.
+        path: File that was read.
+        state: Modification time and size of the file, None if it is missing.
+        checked: Time of the last check of ``state``, in seconds.
+        answers: Answers by ``call_key``, then by density.
+        configs: Fields of launch configurations by kernel and tile.
+    """
 
     named: str = ""
     path: Path | None = None
@@ -88,22 +102,22 @@ _read = _Read()
 
 
 def refresh() -> None:
-    """Look at the file at the next choice, however recently it was looked at."""
+    """Make the next choice check the file, however recently it was checked."""
     _read.checked = -math.inf
 
 
 def answers() -> Mapping[str, Mapping[int, Answer]]:
-    """Give answers by key and density, from the file as it was at most a second ago."""
+    """Return answers by key and density; at most a second older than the file."""
     return current().answers
 
 
 def configs() -> Mapping[KernelKey, Fields]:
-    """Give fields of launch configurations by kernel and tiles, from the file as it was at most a second ago."""
+    """Return fields of launch configurations by kernel and tile; at most a second older than the file."""
     return current().configs
 
 
 def current() -> _Read:
-    """What is known now: another object once the file was read again."""
+    """Return the current content of the store, a new object whenever the file has been read again."""
     global _read
     named, now = setting(VARIABLE), time.monotonic()
     if named == _read.named and now - _read.checked < _CHECKED_EVERY:
@@ -148,7 +162,7 @@ def _nothing() -> Stored:
 
 
 def load(path: Path) -> Stored:
-    """Read ``entries`` and ``blocks``; none, and a warning in the log, where this version does not write such."""
+    """Read ``entries`` and ``blocks`` from a file; empty, with a warning in the log, if its format is not this one."""
     try:
         content = files.parse(files.read(path))
         _check(content)
@@ -163,20 +177,20 @@ def load(path: Path) -> Stored:
 
 
 def _check(content: object) -> None:
-    """Raise ValueError where a file's content is not a store of this format."""
+    """Raise ValueError if a file's content is not a store of this format."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"it is not of format {FORMAT}")
+        raise ValueError(f"its format is not {FORMAT}")
     for part, (types, right) in _PARTS.items():
         entries = content.get(part)
         if not isinstance(entries, dict):
-            raise ValueError(f"it holds no {part}")
+            raise ValueError(f"it has no {part}")
         for entry in entries.values():
             if (
                 not isinstance(entry, dict)
                 or any(type(entry.get(name)) is not of for name, of in types.items())
                 or not right(entry)
             ):
-                raise ValueError(f"one of its {part} is not of this format")
+                raise ValueError(f"one of its {part} does not have this format")
 
 
 def _two(value: object) -> bool:
@@ -193,7 +207,7 @@ def _is_blocks(entry: dict[str, Any]) -> bool:
     return numbers and _two(entry["dims"]) and _two(entry["tile"])
 
 
-# the types of an entry's fields, and what else is to be true of it
+# types of an entry's fields, and a further check of the entry
 _PARTS: dict[str, tuple[dict[str, type], Callable[[dict[str, Any]], bool]]] = {
     "entries": ({"kind": str, "density": int, "backend": str}, _is_answer),
     "blocks": (
@@ -204,16 +218,19 @@ _PARTS: dict[str, tuple[dict[str, type], Callable[[dict[str, Any]], bool]]] = {
 
 
 def record(answers: list[dict[str, Any]], configs: list[dict[str, Any]] | None = None) -> Path:
-    """Add to the store, in place of what it has of the same keys.
+    """Add entries to the store, replacing those with the same keys.
+
+    Concurrent processes may call it: a lock lets one process at a time read, extend and replace the file, and readers
+    see either the old file or the new one.
 
     Args:
-        answers: Each with kind, density, backend and tile (sides, or None for the branch's own).
-        configs: Of kernels, each with the fields of a :class:`KernelKey` and ``blocks``, their fields and values.
+        answers: Entries with kind, density, backend and tile (sides, or None for the branch's default).
+        configs: Entries for kernels, with the fields of a :class:`KernelKey` and ``blocks``, a launch configuration's
+            fields and values.
 
-    Safe under concurrent processes: one at a time reads, adds and replaces the file, and readers see either the old
-    one or the new one.
     Returns:
-        The file.
+        Path of the file.
+
     Raises:
         UnsupportedError: No folder is known, or filelock is not installed.
     """
@@ -239,14 +256,14 @@ def record(answers: list[dict[str, Any]], configs: list[dict[str, Any]] | None =
                 os.fsync(file.fileno())
             Path(temporary).replace(path)
         finally:
-            # gone where it has replaced the store
+            # already gone if it has replaced the store
             Path(temporary).unlink(missing_ok=True)
     refresh()
     return path
 
 
 def lookup(call: Call, branch: Branch) -> Answer | None:
-    """Look up what was fastest for this kind of call; None where nothing was measured."""
+    """Return the fastest measured backend and tile for this kind of call; None if none was measured."""
     known = answers()
     if not known:
         return None
@@ -259,11 +276,11 @@ class KernelKey(NamedTuple):
     """A GPU kernel on one kind of tiles.
 
     Attributes:
-        kernel: Its name.
-        where: Device and versions, as :func:`where` says them.
-        dtype: Of the inputs, such as ``"bfloat16"``.
+        kernel: Name of the kernel.
+        where: Device and versions, from :func:`where`.
+        dtype: Dtype of the inputs, such as ``"bfloat16"``.
         dims: D and Dv, padded.
-        tile: Queries and keys of what is cut into blocks.
+        tile: Size (queries, keys) of the tiles that the kernel cuts into blocks.
         masked: Whether some tiles are partial.
     """
 
@@ -276,7 +293,7 @@ class KernelKey(NamedTuple):
 
 
 def call_key(call: Call, branch: Branch) -> str | None:
-    """Spell the key of a call, but for its density; None where its device is not here."""
+    """Return the key of a call as text, without its density; None if its device is not available."""
     here = where(call.device)
     if here is None:
         return None
@@ -289,7 +306,7 @@ def call_key(call: Call, branch: Branch) -> str | None:
 
 
 def where(device: str) -> str | None:
-    """Name a device and the versions; None where it is not here."""
+    """Return a device's name and the versions of the software as text; None if the device is not available."""
     if device == "cpu":
         return _named(f"{processor()}, {torch.get_num_threads()} threads")
     if device.startswith("cuda") and torch.cuda.is_available():
@@ -303,14 +320,14 @@ def _named(device: str) -> str:
         triton = f"triton {importlib.metadata.version('triton')}"
     except importlib.metadata.PackageNotFoundError:
         triton = "no triton"
-    # the package imports this on its way to its own version
+    # the package imports this module before it defines its version
     own = sys.modules[__package__.partition(".")[0]].__version__
     return f"{device}; ringweave {own}; torch {torch.__version__}; {triton}"
 
 
 @fact
 def processor() -> str:
-    """Name the processor's model; its numbers too: what rents it out may hide the rest of its name."""
+    """Return the processor's model name with family and model numbers, since cloud providers may shorten the name."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         lines = (line.partition(":") for line in info.read_text().split("\n\n")[0].splitlines())
@@ -325,9 +342,9 @@ _DENSITY_BYTES = 1024
 
 
 def density(branch: Branch) -> int:
-    """Estimate the share of tiles as a power of 1/2: 0 all, 1 a half, and so on; from a sample, and kept.
+    """Return n such that about a share of 2^-n of the tiles is non-empty; estimated from a sample, and cached.
 
-    Of block tables on a GPU nothing is read: the share that they may have at most.
+    Block tables on a GPU are not read, since that would synchronise: they count with the largest share they may have.
     """
     if branch.structure != "sparse":
         return 0
@@ -344,7 +361,7 @@ def density(branch: Branch) -> int:
 def _share(branch: Branch) -> float:
     tables = [leaf for leaf in leaves(branch.pattern) if _on_gpu(leaf)]
     most = sum(table.blocks.most / table.blocks.key_blocks for table in tables)
-    # and what there is without them
+    # the rest of the pattern, without these tables
     pattern = replace(branch.pattern, lambda leaf: ~Full() if _on_gpu(leaf) else leaf) if tables else branch.pattern
     tiles = estimate_tiles(pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset)
     rows, columns = (-(-n // default_tile(n)) for n in (branch.nq, branch.nk))

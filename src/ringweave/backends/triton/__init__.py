@@ -1,6 +1,6 @@
-"""Triton kernels over a plan's tiles, forward and backward, for CUDA and ROCm; nothing here is loaded until it is used.
+"""Triton kernels over a plan's tiles, forward and backward, for CUDA and ROCm. Triton is imported at the first call.
 
-Tested in Triton's interpreter and compiled offline for real devices. Speed on a GPU is unmeasured so far.
+The kernels are tested in Triton's interpreter and compiled offline for real devices. Their GPU speed is unmeasured.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ..backend import Backend, Upstream
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_DIM = 512
-# multiprocessors of a large device, where the device is not asked
+# multiprocessors of a large device, for estimates that must not query the device
 _UNITS = 132
 
 
 @fact
 def installed() -> bool:
-    """Tell whether triton can be imported; it is not."""
+    """Return whether triton is installed, without importing it."""
     return importlib.util.find_spec("triton") is not None
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Launch one kernel; a second where long lists are split."""
+    """Compute (out, lse) with one kernel, and a second one if long lists are split."""
     from . import launch
 
     with launch.explained():
@@ -42,7 +42,10 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
 def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch two kernels, and those that join split lists; without atomics: the same bits each time."""
+    """Compute (dq, dk, dv) with two kernels, and further ones that join split lists.
+
+    The kernels use no floating-point atomics, so the bits are the same each time.
+    """
     from . import launch
 
     with launch.explained():
@@ -50,7 +53,7 @@ def backward(
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """Launch one kernel."""
+    """Compute delta with one kernel."""
     from . import launch
 
     with launch.explained():
@@ -58,9 +61,9 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
 
 
 def terms(device: str) -> Iterable[str]:
-    """Name the terms that the kernels have a formula of."""
+    """Return the kinds of terms that the kernels implement."""
     if not _runs_on(device) or not installed():
-        # nothing runs here, and :func:`unsupported_reason` says why
+        # this backend cannot run at all, and :func:`unsupported_reason` says why
         return KINDS
     from .kernels import extras
 
@@ -72,7 +75,7 @@ def _runs_on(device: str) -> bool:
 
 
 def unsupported_reason(call: Call, branch: Branch) -> str | None:
-    """Refuse all but CUDA and ROCm tensors of up to 32 bits, head dimensions up to 512, sides of powers of two."""
+    """Return a reason unless tensors are CUDA or ROCm with up to 32 bits, D, Dv <= 512 and tiles powers of two."""
     if not _runs_on(call.device):
         return f"it runs on CUDA and ROCm tensors, and these are on {call.device}"
     if not installed():
@@ -91,7 +94,7 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
 
 
 def scratch(call: Call, branch: Branch) -> int:
-    """Count queues by rows and columns, masks packed along queries too, partial sums of long lists."""
+    """Count the row and column queues, the transposed masks, and the partial sums of long lists."""
     from . import queues
 
     plan = branch.plan()

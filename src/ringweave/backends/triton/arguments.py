@@ -1,4 +1,4 @@
-"""Tensors, score terms and dropout as the kernels take them, and the gradients of the terms' tables."""
+"""Kernel arguments for tensors, score terms and dropout, and the gradients of the terms' tables."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from .launch_config import padded
 
 
 def strides(*tensors: Tensor) -> tuple[int, list[int]]:
-    """Find what divides the strides over batch, heads and tokens; it, and these divided by it.
+    """Return a common divisor of the strides over batch, heads and tokens, and the strides divided by it.
 
-    16 elements where some have 8 bits, 8 or 1: loads of 16 bytes at a time need strides that as many elements divide.
+    The divisor is 16 (only if a tensor has 8-bit elements), 8 or 1. Loads of 16 bytes at a time need strides that are
+    multiples of 16 bytes.
     """
-    # where a dimension has one element or none its stride says nothing: it may be anything
+    # the stride of a dimension with at most one element is arbitrary
     steps = [step if side > 1 else 0 for x in tensors for step, side in zip(x.stride()[:3], x.shape, strict=False)]
     units = (16, 8) if any(x.element_size() == 1 for x in tensors) else (8,)
     unit = next((unit for unit in units if all(step % unit == 0 for step in steps)), 1)
@@ -29,17 +30,17 @@ def strides(*tensors: Tensor) -> tuple[int, list[int]]:
 
 
 def wide(plan: BlockPlan, *tensors: Tensor) -> bool:
-    """Tell whether 32 bits are too few for addresses within a tile."""
+    """Return whether offsets within a tile need more than 32 bits."""
     return any(max(plan.q_tile, plan.kv_tile) * x.stride(2) >= 2**31 for x in tensors)
 
 
 def head_bytes(*tensors: Tensor) -> int:
-    """Count the bytes of one head of all the tensors."""
+    """Return the bytes of one head, summed over the tensors."""
     return sum(x.shape[2] * x.shape[3] * x.element_size() for x in tensors)
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Tell whether descriptors can describe tensors: from 16 bytes to 16 bytes, nothing broadcast, nothing empty."""
+    """Return whether tensor descriptors support all tensors: aligned to 16 bytes, not broadcast, not empty."""
     return all(
         x.numel() > 0
         and x.data_ptr() % 16 == 0
@@ -50,28 +51,28 @@ def describable(*tensors: Tensor) -> bool:
 
 
 def described(x: Tensor, tokens: int) -> TensorDescriptor:
-    """Describe tiles of (tokens, channels) of (B, H, N, D)."""
+    """Return a descriptor of tiles (tokens, channels) of a tensor (B, H, N, D)."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, tokens, padded(x.shape[3])])
 
 
-# what integers come times, see kernels/extras.py
+# factor of integer arguments, so that all are specialised in the same way; see kernels/extras.py
 _ALIKE = 16
-# bits of a sum of whole numbers, all pairs of which are at their bound
+# bits of an integer sum in which every pair reaches its bound
 _BITS = 61
-# tiles whose keys are looked at together
+# number of tiles processed together by _attended
 _AT_ONCE = 2**16
 
 
 class Extras(NamedTuple):
-    """What kernels take for terms and dropout; None for what there is not.
+    """Kernel arguments for terms and dropout; None if absent.
 
     Attributes:
         places: (heads, rows, columns, offsets), int64, as in TermOperands.
-        tables: Tensors by term.
-        numbers: Numbers by term, which are no reason to compile again.
-        drop: (the seed in four pieces of 16 bits, the lowest first, threshold, factor of what is kept).
-        terms: Kinds by term.
-        holes: Whether a term may leave a row without weight.
+        tables: Tensors of each term.
+        numbers: Numbers of each term; kernels are not compiled again for other values.
+        drop: (seed in four pieces of 16 bits, lowest first, threshold, factor of kept weights).
+        terms: Kind of each term.
+        holes: Whether a term may leave a row without any weight.
     """
 
     places: tuple[Tensor, ...] | None = None
@@ -83,14 +84,14 @@ class Extras(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments by name, of every kernel."""
+        """Keyword arguments that every kernel takes."""
         given: dict[str, Any] = {"places": self.places, "tables": self.tables}
         given |= {"numbers": self.numbers, "drop": self.drop}
         return given | {"TERMS": self.terms, "EXTRAS": self.places is not None}
 
 
 def of(scoring: TermOperands | None, device: torch.device) -> Extras:
-    """Take terms and dropout of a view."""
+    """Return the kernel arguments for the terms and dropout of a view."""
     if scoring is None:
         return Extras()
     dropout = scoring.dropout
@@ -108,12 +109,12 @@ def of(scoring: TermOperands | None, device: torch.device) -> Extras:
 
 
 def _table(term: Term, device: torch.device) -> tuple[Tensor, ...]:
-    """A bias of all pairs is read as it lies."""
+    """Return a term's tables in float32; a table with an entry for every pair is passed unchanged."""
     return tuple(x if term.places else x.to(device).float().contiguous() for x in term.tables)
 
 
 def _numbers(term: Term) -> tuple[float, ...]:
-    """A term's own; the reach of a table of distances; the strides of a bias, and of its gradient."""
+    """Return a term's numbers: for distances the table's reach, for a bias the strides of table and gradient."""
     if term.kernel == "distance":
         return (_ALIKE * (term.tables[0].shape[1] // 2),)
     if term.kernel != "bias":
@@ -126,12 +127,12 @@ def _numbers(term: Term) -> tuple[float, ...]:
 
 
 class Sums:
-    """What tables get of one call of backward: by term a way of adding, where there is something to be added to.
+    """Accumulators of the gradients of terms' tables in one backward call.
 
-    Where a table has an entry for every pair, that is added to in place. Elsewhere many pairs share one, and arrive in
-    any order: whole numbers are added then, of a quantum made from the largest gradients, so that the bits are the same
-    each time. Within a head the weights of a row sum to 1, so that a bound of one pair bounds a row. What is not finite
-    is written to the total, as NaN.
+    If a table has an entry for every pair, gradients are added to the total in place. Otherwise many pairs share an
+    entry and arrive in any order: gradients are then added as integer multiples of a quantum, which is derived from the
+    largest gradients, so that the bits are the same each time. The weights of a row sum to 1, so a bound of one pair
+    also bounds a row. A gradient that is not finite makes the total NaN.
     """
 
     def __init__(self, scoring: TermOperands, upstream: Upstream, v: Tensor, plan: BlockPlan):
@@ -144,7 +145,7 @@ class Sums:
         ]
         if SUMMED.value in self.ways:
             factor = 1.0 if scoring.dropout is None else scoring.dropout.factor
-            # of pairs that there are: what lies in padding may be of any size
+            # only rows and keys that are attended count, since padding may contain numbers of any size
             rows = ~torch.isneginf(upstream.lse)
             keys = _attended(plan).unflatten(1, (v.shape[1], -1)).any(2)
             pair = _largest(upstream.dout, rows) * _largest(v, keys) * (v.shape[3] * factor)
@@ -154,7 +155,7 @@ class Sums:
 
     @staticmethod
     def of(scoring: TermOperands, upstream: Upstream, v: Tensor, plan: BlockPlan) -> Sums | None:
-        """Make room, if any table learns."""
+        """Return the accumulators; None if no table has a gradient."""
         return Sums(scoring, upstream, v, plan) if any(total is not None for total in scoring.totals) else None
 
     def _way(self, term: Term, shape: torch.Size, batch: int) -> int:
@@ -163,7 +164,11 @@ class Sums:
         return int(OWN.value if own else SUMMED.value)
 
     def arguments(self, extras: Extras) -> dict[str, Any]:
-        """Add to the tables of each term that learns its whole numbers, its total, and how many quanta are 1."""
+        """Return the keyword arguments of kernels.
+
+        The tables of each term with a gradient are extended by its integer sums, its total, and the number of quanta
+        in 1.
+        """
         tables = tuple(
             given if total is None else (*given, sums, total, None if sums is None else self.per_quantum)
             for given, sums, total in zip(extras.tables or (), self.sums, self.scoring.totals, strict=True)
@@ -171,22 +176,25 @@ class Sums:
         return extras.arguments | {"tables": tables}
 
     def finish(self) -> None:
-        """Add the whole numbers to the totals."""
+        """Add the integer sums to the totals."""
         for sums, total in zip(self.sums, self.scoring.totals, strict=True):
             if sums is not None and total is not None:
                 total.add_(sums.double().div_(self.per_quantum.double()))
 
 
 def _largest(x: Tensor, used: Tensor) -> Tensor:
-    """The largest of used rows that is finite, float64: a pair of what is not is not finite either."""
+    """Return the largest finite magnitude in the used rows, float64.
+
+    Rows that are not finite need no bound, since their pairs are not finite either.
+    """
     largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dim=-1).double().nan_to_num(0.0, 0.0, 0.0)
     return largest.masked_fill(~used, 0.0).amax()
 
 
 def _attended(plan: BlockPlan) -> Tensor:
-    """Mark the keys that any query may attend, (B, Hq, keys); nothing is read back."""
+    """Return which keys any query may attend, bool (B, Hq, keys), without synchronising with the device."""
     live, sets, tiles = queues.masks(plan).live_keys.flatten(0, -2), plan.col_ptr.shape[0], plan.kv_tiles
-    # a code of -1 takes the last one: all
+    # a full tile has code -1, which indexes the last row: all keys
     live = torch.cat([live, live.new_full((1, live.shape[1]), -1)])
     bit = torch.arange(32, dtype=torch.int32, device=live.device)
     starts = plan.col_ptr[:, :-1].contiguous().flatten()

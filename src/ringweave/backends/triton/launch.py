@@ -1,4 +1,4 @@
-"""Calls of the kernels: strides, paddings, block sizes and queues."""
+"""Launches of the kernels: strides, padding, block sizes and queues."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from .launch_config import Device, LaunchConfig, Packing, Traits, choose, goes_p
 from .pairing import Rows, paired, single
 
 _LOG2_E = math.log2(math.e)
-# how float32 is multiplied: "tf32" would be faster and is not what float32 promises
+# "tf32" would multiply float32 faster, but with less than float32 precision
 _PRECISION = "ieee"
-# Triton's default is about to become that products are rounded before they are added
+# set explicitly, because a future default of Triton rounds products before they are added
 _OPTIONS = {"enable_fp_fusion": True}
-# queries of a decoding step, for whose lists nothing is compiled but the general form
+# up to this many queries count as a decoding step, which only uses the most general form of the kernel
 _FEW = 16
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Launch one kernel; a second joins where lists are split."""
+    """Compute (out, lse) with one kernel, and a second one that joins split lists."""
     q, k, v, scale, scoring, pages, scales = operands
     plan, device = branch.plan(q.device), _device(q.device)
     if k.dtype == torch.float8_e4m3fn and device.generation == "ampere":
-        # its compiler has no such type: bytes are converted by the kernel
+        # the compiler does not support this type on ampere, so the kernel converts bytes
         k, v = k.view(torch.uint8), v.view(torch.uint8)
     batch, heads, nq, _ = q.shape
     nk, dim = operands.nk, v.shape[3]
@@ -56,7 +56,7 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
     dead = described and queues.masks(plan).dead_keys
     plan, channels = lists.plan, max(padded(q.shape[3]), padded(dim))
     keys, values = (arguments.described(x, config.n) if described else x for x in (k, v))
-    # that kernel multiplies every value of a tile, by a weight of 0 too
+    # the pingpong kernel multiplies every value of a tile, even by a weight of 0, so a NaN there would spread
     turns = described and not dead and scoring is None
     if turns and launch_pingpong.takes(config, q, k, v, plan, packing, queue, scale):
         with torch.cuda.device_of(q):
@@ -82,7 +82,7 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """Compute rowsum(dout * out) - dlse, 0 where lse is -inf, in one launch."""
+    """Compute rowsum(dout * out) - dlse, which is 0 where lse is -inf, in one launch."""
     batch, heads, nq, dim = out.shape
     result = torch.empty(batch, heads, nq, dtype=torch.float32, device=out.device)
     lines = max(16, min(128, 8192 // padded(dim)))
@@ -100,9 +100,9 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
 def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch two kernels: dQ by rows, dK and dV by columns; each sum is joined by one more where lists are split.
+    """Compute dQ with a kernel by rows, then dK and dV with a kernel by columns; further kernels join split lists.
 
-    What terms' tables get is added to their totals by the first.
+    The first kernel also adds the gradients of terms' tables to their totals.
     """
     q, k, v, scale, scoring = operands[:5]
     dout = upstream.dout.to(q.dtype)
@@ -166,7 +166,7 @@ def backward(
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Make Triton's own errors ours, since they are no RuntimeErrors: a case that cannot be run here."""
+    """Convert Triton's errors, which are not RuntimeErrors, to UnsupportedError: the case cannot run on this GPU."""
     try:
         yield
     except TritonError as error:
@@ -177,7 +177,7 @@ def explained() -> Iterator[None]:
 
 
 class Cut(NamedTuple):
-    """How a kernel by rows is cut."""
+    """The division of a kernel by rows into programs."""
 
     lists: Rows
     config: LaunchConfig
@@ -186,20 +186,24 @@ class Cut(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Count the queries of a row of tiles."""
+        """Number of queries in a row of tiles."""
         return self.lists.plan.q_tile * self.lists.tiles
 
 
 def cut(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, extras: bool = False, describable: bool = True
 ) -> Cut:
-    """Query heads that share keys and lists fill what a tile leaves of a block, or else its neighbour does."""
+    """Return the lists, configuration, packing and queue of a kernel by rows.
+
+    If a tile has fewer rows than a block, query heads that share keys and lists fill the block, or else the
+    neighbouring tile does.
+    """
     device = _device(q.device)
     ratio = q.shape[1] // k.shape[1]
     members = _power(ratio) if queues.shared(plan, ratio) else 1
     height = min(plan.q_tile, _power(q.shape[2]))
     of = functools.partial(choose, kernel, q.shape[3], v.shape[3], q.element_size())
-    # what was measured was of keys and values as they are
+    # configurations were measured without 8-bit keys and values
     about = (q.dtype, plan.mask_words.shape[0] > 0) if k.dtype == q.dtype else None
     config, lists = (
         of((max(16, height * members), plan.kv_tile), device, about, Traits(False, extras, describable)),
@@ -225,7 +229,7 @@ def _grid(queue: queues.Queue, parts: int, config: LaunchConfig, device: torch.d
 
 
 def _partial(queue: queues.Queue, rows: int, dim: int, like: Tensor) -> Tensor:
-    """Make room for partial results, float32 (slots * rows, dim); the result itself where there are none."""
+    """Allocate partial results, float32 (slots * rows, dim); without slots, return ``like`` as an unused argument."""
     return like.new_empty(queue.slots * rows, dim, dtype=torch.float32) if queue.slots else like
 
 
@@ -238,7 +242,7 @@ def _join(
     span: int,
     packing: Packing,
 ) -> None:
-    """Join partial results, weighted by their lse where there are (partial, whole)."""
+    """Join partial results; with ``tops`` = (partial lse, lse), they are weighted by their lse."""
     if queue.splits is None:
         return
     tokens, dim = result.shape[2:]
@@ -262,7 +266,7 @@ def _sizes(
         "PAD_DV": padded(v.shape[3]),
         "Q_TILE": plan.q_tile,
         "KV_TILE": plan.kv_tile,
-        # a window's end meets that of a tile once in a while: that is no reason to compile again between two tokens
+        # in decoding, a window occasionally ends at a tile's end and needs no mask; that must not trigger compilation
         "MASKED": few or plan.mask_words.shape[0] > 0,
         "SPLIT": queue.splits is not None,
         "RESIDENT": config.resident > 0,
@@ -275,7 +279,7 @@ def _sizes(
 
 
 def _paged(pages: Pages | None) -> dict[str, Any]:
-    """How the forward kernel finds keys that are stored in pages; nothing of it is compiled where they are not."""
+    """Return the forward kernel's arguments for paged keys; with None, the kernel is compiled without paging."""
     if pages is None:
         return {"table": None, "lengths": None, "columns": None, "PAGE": 0}
     return {
@@ -284,7 +288,7 @@ def _paged(pages: Pages | None) -> dict[str, Any]:
 
 
 def _scaled(scales: Scales | None) -> dict[str, Any]:
-    """What stored keys and values are multiplied by, side by side; nothing of it is compiled where they are not."""
+    """Return the forward kernel's arguments for the scales of 8-bit keys and values; with None, none are compiled."""
     k, v = (None, None) if scales is None else (x.contiguous() for x in scales)
     return {"k_scale": k, "v_scale": v}
 
@@ -297,15 +301,15 @@ def _of_rows(packing: Packing) -> dict[str, int]:
 def _device(device: torch.device) -> Device:
     name = where(str(device)) or ""
     if interpreted():
-        # any will do
+        # the interpreter runs the configuration of any device
         return Device("ampere", 99 * 1024, units=8, name=name)
-    # tensors elsewhere are without data: what they would launch is compiled
+    # tensors on other devices have no data: they serve to compile kernels for the driver's current device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         return dataclasses.replace(_of_driver(), name=name)
 
 
 def _of_driver() -> Device:
-    """Ask Triton's own driver for the current device: it refuses kernels by what it says."""
+    """Return the current device's description from Triton's driver, since Triton applies these limits to kernels."""
     active = triton.runtime.driver.active
     target = active.get_current_target()
     facts = active.utils.get_device_properties(active.get_current_device())

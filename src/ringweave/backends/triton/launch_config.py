@@ -1,8 +1,9 @@
-"""How a kernel is launched: the blocks that it cuts tiles into, its warps, its stages.
+"""Launch configurations: the blocks that a kernel cuts tiles into, its warps and its pipeline stages.
 
-Looked up by sizes, unless ``ringweave tune`` found another to be faster here: a call times nothing. A program holds one
-side of the tiles, with its sums in registers, and streams the other through shared memory. The table's figures are the
-largest blocks that compile without spilling (lab/notes/kernel-resources.md): on a GPU they are still unmeasured.
+A configuration is looked up by sizes in a table, unless ``ringweave tune`` measured a faster one on this machine. A
+call never measures. A program holds one side of the tiles, with its sums in registers, and streams the other side
+through shared memory. The table has the largest blocks that compile without spilling (lab/notes/kernel-resources.md);
+their speed on a GPU is still unmeasured.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ _log = logging.getLogger("ringweave")
 
 @dataclass(frozen=True)
 class Device:
-    """What matters of a device.
+    """The properties of a device that configurations depend on.
 
     Attributes:
-        generation: ampere (and all with its instructions), hopper, blackwell or cdna.
-        shared: Shared memory of one block of threads, in bytes.
-        units: Multiprocessors.
-        name: It and the versions, by which measured configurations are kept; empty where there are none.
+        generation: ``"ampere"`` (also for other devices with its instructions), ``"hopper"``, ``"blackwell"`` or
+            ``"cdna"``.
+        shared: Bytes of shared memory per thread block.
+        units: Number of multiprocessors.
+        name: Name of the device and versions, the key of measured configurations; empty to use only the table.
     """
 
     generation: str
@@ -44,24 +46,25 @@ class Device:
 
     @staticmethod
     def of_cuda(major: int, shared: int, units: int = 132) -> Device:
-        """Describe a CUDA device; consumer Blackwell (12) has the instructions of ampere."""
+        """Return the description of a CUDA device; consumer Blackwell (12) has ampere's instructions."""
         return Device({9: "hopper", 10: "blackwell", 11: "blackwell"}.get(major, "ampere"), shared, units)
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """What one program computes at a time, and how many programs there are.
+    """The block that one program computes at a time, and the number of programs.
 
     Attributes:
-        m: Queries.
-        n: Keys.
-        warps: Warps.
-        stages: Stages of the pipeline.
-        resident: Programs per multiprocessor, that take the queue in turn; 0: one program for each item of the queue,
-            which the hardware hands out in order.
-        described: Whether tiles are loaded by tensor descriptors, where strides and masks permit.
-        pingpong: Whether two groups of warps take turns to multiply what a warp of its own loads (in Gluon); forward on
-            Hopper, of 128 x 128. Calls that it cannot compute take the other kernel with the same blocks.
+        m: Number of queries in a block.
+        n: Number of keys in a block.
+        warps: Number of warps of a program.
+        stages: Number of pipeline stages.
+        resident: Number of persistent programs per multiprocessor, which take items of the queue in turn. 0 launches
+            one program per item, in the order of the queue.
+        described: Whether tiles are loaded by tensor descriptors, if strides and masks permit it.
+        pingpong: Whether to use the Gluon kernel in which one warp loads and two groups of warps multiply in turn.
+            It is for forward on Hopper with blocks of 128 x 128. A call that it does not support uses the other
+            kernel with the same blocks.
     """
 
     m: int
@@ -75,7 +78,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class Packing:
-    """The rows of a program: of ``heads`` query heads, ``rows`` each; ``parts`` programs make a task."""
+    """The rows of a program: ``rows`` rows of each of ``heads`` query heads; ``parts`` programs compute a task."""
 
     heads: int
     rows: int
@@ -83,13 +86,13 @@ class Packing:
 
     @staticmethod
     def of(held: int, height: int, members: int) -> Packing:
-        """Pack ``held`` rows, where a tile has ``height`` and up to ``members`` heads share keys and lists."""
+        """Return the packing of ``held`` rows for tiles of ``height``; up to ``members`` heads share keys and lists."""
         heads = min(members, max(1, held // height))
         rows = held // heads
         return Packing(heads, rows, max(1, height // rows))
 
 
-# (kernel, generation) to (held, streamed, warps, stages) for up to 64, 128 and 256 channels of 16 bits
+# (kernel, generation) to (held, streamed, warps, stages), for up to 64, 128 and 256 channels of 16 bits
 _HALF: dict[tuple[str, str], tuple[tuple[int, int, int, int], ...]] = {
     ("forward", "ampere"): ((128, 128, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2)),
     ("forward", "hopper"): ((128, 128, 8, 2), (128, 128, 8, 2), (64, 64, 8, 2)),
@@ -104,13 +107,13 @@ _HALF: dict[tuple[str, str], tuple[tuple[int, int, int, int], ...]] = {
     ("backward_kv", "blackwell"): ((128, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
     ("backward_kv", "cdna"): ((128, 32, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
 }
-# float32 is multiplied without matrix instructions, on all devices alike
+# one table for all devices, since float32 is multiplied without matrix instructions
 _SINGLE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "forward": ((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
     "backward_q": ((64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
     "backward_kv": ((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
 }
-# up to 512 channels, by bytes of an element: on all devices alike
+# for up to 512 channels, by bytes of an element; one table for all devices
 _WIDEST: dict[int, dict[str, tuple[int, int, int, int]]] = {
     2: {"forward": (64, 32, 8, 1), "backward_q": (16, 32, 4, 1), "backward_kv": (32, 16, 8, 1)},
     4: {"forward": (16, 16, 4, 1), "backward_q": (16, 16, 8, 1), "backward_kv": (16, 16, 8, 1)},
@@ -118,17 +121,17 @@ _WIDEST: dict[int, dict[str, tuple[int, int, int, int]]] = {
 
 
 def padded(dim: int) -> int:
-    """Give the power of two, at least 16, that holds a head dimension."""
+    """Return the smallest power of two that is at least 16 and at least the head dimension."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 class Traits(NamedTuple):
-    """What a launch has besides sizes.
+    """Properties of a launch other than sizes.
 
     Attributes:
-        clear: Whether descriptors can load all tiles, and nothing is masked or cut.
-        terms: Whether there are terms or dropout.
-        describable: Whether descriptors can load what is streamed.
+        clear: Whether descriptors can load all tiles, and no tile is masked or incomplete.
+        terms: Whether the call has terms or dropout.
+        describable: Whether descriptors can load the streamed tensors.
     """
 
     clear: bool = False
@@ -148,7 +151,7 @@ def usual(
     device: Device,
     traits: Traits = _USUAL,
 ) -> LaunchConfig:
-    """Look up the configuration of ``forward``, ``backward_q`` or ``backward_kv`` for tiles of (queries, keys)."""
+    """Return the table's configuration of ``forward``, ``backward_q`` or ``backward_kv`` for (queries, keys) tiles."""
     clear, terms, describable = traits
     channels = max(padded(dim), padded(value_dim))
     table = _SINGLE[kernel] if itemsize == 4 else _HALF[kernel, device.generation]
@@ -158,10 +161,10 @@ def usual(
     of_columns = kernel == "backward_kv"
     described = describable and itemsize == 2 and device.generation in ("hopper", "blackwell")
     if kernel == "forward" and device.generation == "hopper" and not described and channels == 128 and itemsize == 2:
-        # addresses take the registers that 128 keys would need to go past masks
+        # without descriptors, addresses occupy the registers that the branch past the masks needs with 128 keys
         streamed = 64
     if terms and itemsize == 2:
-        # terms and dropout hold registers for each pair
+        # terms and dropout need registers for each pair
         streamed = min(streamed, 32 if kernel == "forward" else 16)
         if held > 64 and (kernel == "backward_q" or (kernel == "backward_kv" and channels >= 128)):
             held, warps = 64, 8 if channels >= 128 else 4
@@ -169,16 +172,16 @@ def usual(
     if sides[0] < held:
         held, warps = sides[0], min(warps, 8 if of_columns and (sides[0] == 64 or channels > 128) else 4)
         if kernel == "forward" and held < 64 and itemsize == 2 and device.generation != "cdna":
-            # a few queries wait for memory: more loads under way, each of fewer registers
+            # a few queries are bound by memory latency: more and smaller loads in flight, each with fewer registers
             streamed, stages = min(streamed, 64), 3
-    # hopper's products of 32 columns wait for shared memory; where nothing is masked, registers are left for 64
+    # on hopper, products of 32 columns are bound by shared memory; without masks there are registers for 64 columns
     spacious = clear and of_columns and device.generation == "hopper" and channels == 128 and itemsize == 2
     streamed = min(64 if spacious else streamed, sides[1])
     if clear and of_columns and device.generation == "hopper" and 128 < channels <= 256 and itemsize == 2:
-        # of one stage the compiler makes products of half the columns, and spills
+        # with one stage the compiler emits products of half the columns, and spills
         stages = 2
     if kernel == "forward" and device.generation == "blackwell" and channels <= 64 and streamed <= 64:
-        # of 8 warps the compiler makes two programs per multiprocessor, of half the registers each, and spills
+        # with 8 warps the compiler targets two programs per multiprocessor with half the registers each, and spills
         warps = 4
     while _shared(kernel, held, streamed, stages, dim, value_dim, itemsize, device) > _usable(device):
         if stages > 1:
@@ -196,15 +199,17 @@ def usual(
 def goes_past_masks(
     kernel: str, config: LaunchConfig, channels: int, device: Device, described: bool, shared: bool = False
 ) -> bool:
-    """Tell whether a loop goes past the masks of full tiles, nearly all there are: where that costs no spill.
+    """Return whether a kernel's loop branches past the masks of full tiles.
+
+    Nearly all tiles are full, so the branch pays wherever it does not make the compiler spill registers.
 
     Args:
         kernel: ``forward``, ``backward_q`` or ``backward_kv``.
-        config: Its blocks.
+        config: Configuration of the kernel.
         channels: The larger of D and Dv, padded.
-        device: What it is compiled for.
-        described: Whether descriptors load what is streamed.
-        shared: Whether a column's loop goes over several heads.
+        device: Device that the kernel is compiled for.
+        described: Whether descriptors load the streamed tensors.
+        shared: Whether the loop over a column covers several heads.
     """
     if channels > 256:
         return False
@@ -218,33 +223,33 @@ def goes_past_masks(
 def _shared(
     kernel: str, held: int, streamed: int, stages: int, dim: int, value_dim: int, itemsize: int, device: Device
 ) -> int:
-    """Count the bytes of shared memory that a program's tiles need."""
+    """Return the bytes of shared memory that a program's tiles need."""
     both = (padded(dim) + padded(value_dim)) * itemsize
-    # cdna keeps what a program holds in registers
+    # on cdna the held tiles are in registers
     of_held = 0 if device.generation == "cdna" else padded(dim) * itemsize if kernel == "forward" else both
     return held * of_held + stages * streamed * both
 
 
 def _usable(device: Device) -> int:
-    # an eighth is left for row sums, mask words and conversions of layout
+    # one eighth is reserved for row sums, mask words and layout conversions
     return device.shared * 7 // 8
 
 
 def misfit(
     config: LaunchConfig, kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int, int], device: Device
 ) -> str | None:
-    """Say why a configuration does not suit a kernel, tiles or a device; None where it does."""
+    """Return why a configuration does not suit a kernel, tiles or a device; None if it does."""
     for name, block, side in (("m", config.m, tile[0]), ("n", config.n, tile[1])):
         if block < 16 or block & (block - 1) or block > side:
-            return f"{name} is {block}, which is no power of two from 16 to the tile's {side}"
+            return f"{name} is {block}, which is not a power of two from 16 to the tile's {side}"
     for name, value, known in (
         ("warps", config.warps, (1, 2, 4, 8, 16)), ("stages", config.stages, range(1, 9)),
         ("resident", config.resident, range(33)),
     ):  # fmt: skip
         if value not in known:
-            return f"{name} is {value}, which is none of {', '.join(map(str, known))}"
+            return f"{name} is {value}, which is not one of {', '.join(map(str, known))}"
     if config.described and (itemsize != 2 or device.generation not in ("hopper", "blackwell")):
-        return "descriptors are for 16-bit types on Hopper and Blackwell"
+        return "descriptors need a 16-bit type, on Hopper or Blackwell"
     held, streamed = (config.n, config.m) if kernel == "backward_kv" else (config.m, config.n)
     needed, usable = _shared(kernel, held, streamed, config.stages, dim, value_dim, itemsize, device), _usable(device)
     if config.pingpong:
@@ -252,22 +257,22 @@ def misfit(
         if wanted != (
             kernel, device.generation, config.m, config.n, config.warps, config.resident, config.described,
         ):  # fmt: skip
-            return "groups of warps take turns in forward on Hopper: 128 x 128 described, 8 warps, programs that stay"
+            return "pingpong needs forward on Hopper with m 128, n 128, described, warps 8 and resident 1"
         if _compiler() < (3, 6):
-            return f"groups of warps take turns with Triton 3.6 or newer, and this is {'.'.join(map(str, _compiler()))}"
+            return f"pingpong needs Triton 3.6 or newer, and this is {'.'.join(map(str, _compiler()))}"
         if config.stages < 2 or not {padded(dim), padded(value_dim)} <= {64, 128}:
-            return "groups of warps take turns over 2 stages or more, and 64 or 128 channels"
-        # the next item's queries have room of their own; nothing but barriers is needed beside the tiles
+            return "pingpong needs at least 2 stages, and 64 or 128 channels"
+        # the next item's queries have a separate buffer; besides the tiles only barriers are in shared memory
         needed += config.m * padded(dim) * itemsize
         usable = device.shared - 1024
     if needed > usable:
-        return f"tiles need {needed} bytes of shared memory, and {usable} of {device.shared} are for them"
+        return f"tiles need {needed} bytes of shared memory, and {usable} of {device.shared} are available"
     return None
 
 
 @fact
 def _compiler() -> tuple[int, ...]:
-    """Read Triton's release, without loading it; (0,) where there is none."""
+    """Return Triton's version as (major, minor) without importing it; (0,) if it is not installed."""
     try:
         said = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -276,7 +281,14 @@ def _compiler() -> tuple[int, ...]:
 
 
 class Asked(NamedTuple):
-    """What a kernel asked for under :func:`overriding`, and the table's answer."""
+    """A configuration that a kernel requested under :func:`overriding`.
+
+    Attributes:
+        key: Kernel and tiles.
+        itemsize: Bytes of an element.
+        device: Device that the kernel was launched for.
+        usual: The table's configuration.
+    """
 
     key: KernelKey
     itemsize: int
@@ -284,13 +296,13 @@ class Asked(NamedTuple):
     usual: LaunchConfig
 
     def misfit(self, config: LaunchConfig) -> str | None:
-        """Say why a configuration would not do; None where it would."""
+        """Return why a configuration does not suit this request; None if it does."""
         return misfit(config, self.key.kernel, *self.key.dims, self.itemsize, self.key.tile, self.device)
 
 
 @dataclass
 class Overrides:
-    """Calls under :func:`overriding`: the configurations that they take, and what they asked for."""
+    """The state of :func:`overriding`: configurations to use, and the requests of kernels so far."""
 
     configs: Mapping[KernelKey, LaunchConfig]
     asked: list[Asked] = field(default_factory=list)
@@ -301,9 +313,9 @@ _overrides: ContextVar[Overrides | None] = ContextVar("overrides", default=None)
 
 @contextlib.contextmanager
 def overriding(configs: Mapping[KernelKey, LaunchConfig]) -> Iterator[Overrides]:
-    """Let kernels, in this thread, take these configurations, the table's for other keys, and nothing stored.
+    """Make kernels in this thread use the given configurations, the table's for other keys, and no stored ones.
 
-    Within another one the inner ones count, and both are told what was asked for.
+    When nested, the inner configurations apply, and requests are recorded for both.
     """
     outer = _overrides.get()
     given = Overrides(configs) if outer is None else Overrides(configs, outer.asked)
@@ -324,18 +336,18 @@ def choose(
     about: tuple[torch.dtype, bool] | None = None,
     traits: Traits = _USUAL,
 ) -> LaunchConfig:
-    """Choose a kernel's configuration: as ``ringweave tune`` measured it here, else the table's.
+    """Return a kernel's configuration: measured on this machine by ``ringweave tune``, else the table's.
 
     Args:
         kernel: ``forward``, ``backward_q`` or ``backward_kv``.
         dim: D.
         value_dim: Dv.
         itemsize: Bytes of an element.
-        tile: Queries and keys of what is cut.
-        device: What they are for.
-        about: The inputs' type, and whether some tiles are partial: what else measured ones are kept by. None for
-            the table's.
-        traits: What the launch has besides; configurations were measured without terms.
+        tile: Size (queries, keys) of the tiles that are cut into blocks.
+        device: Device that the kernel runs on.
+        about: The inputs' dtype and whether some tiles are partial, which are part of the key of measured
+            configurations. None to use only the table.
+        traits: Other properties of the launch. Measured configurations apply only without terms.
     """
     said = usual(kernel, dim, value_dim, itemsize, tile, device, traits)
     given = _overrides.get()
@@ -354,7 +366,7 @@ def choose(
 
 
 def measured(call: Call) -> list[str]:
-    """List the configurations stored for kernels of a case's device, type and head dimensions, for people."""
+    """Return readable descriptions of the configurations stored for a call's device, dtype and head dimensions."""
     dtype, dims = str(call.dtype).removeprefix("torch."), (padded(call.head_dim), padded(call.value_dim))
     here = where(call.device)
     said = []
@@ -367,7 +379,7 @@ def measured(call: Call) -> list[str]:
 
 @fact
 def _of(fields: tuning.Fields, key: KernelKey, itemsize: int, device: Device) -> LaunchConfig | None:
-    """Read a stored configuration; None, and once a line in the log, where this device cannot take it."""
+    """Return a stored configuration; None, with one warning in the log, if it does not suit this device."""
     known = {each.name: each.type for each in dataclasses.fields(LaunchConfig)}
     if {name for name, _ in fields} != set(known):
         reason: str | None = f"their fields are not {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""Calls of the kernel whose groups of warps take turns: when it can compute a case, and what it is given."""
+"""Calls of the pingpong kernel, in which two groups of warps multiply in turn: its conditions and its arguments."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from . import arguments, kernels
 from .launch_config import LaunchConfig, Packing, padded
 from .queues import Queue
 
-# rows of one of the two groups
+# rows of one of the two groups of warps
 _ROWS = 64
 
 
 def takes(config: LaunchConfig, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, packing: Packing, queue: Queue,
           scale: float) -> bool:  # fmt: skip
-    """Tell whether it computes a case whose keys and values descriptors load: tiles of 128, lists in one piece."""
+    """Return whether the kernel supports a case with describable keys and values: tiles of 128, no split lists."""
     return (
         config.pingpong
         and (plan.q_tile, plan.kv_tile) == (config.m, config.n)
@@ -26,7 +26,7 @@ def takes(config: LaunchConfig, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan
         and all(x.shape[3] == padded(x.shape[3]) for x in (q, v))
         and q.dtype == k.dtype == v.dtype
         and queue.splits is None
-        # folded into what is exponentiated: else the largest score would be the least
+        # the scale is applied after the row's maximum is taken, which a scale below 0 would turn into the minimum
         and scale > 0
         and arguments.describable(q)
     )
@@ -36,9 +36,9 @@ def launch(
     config: LaunchConfig, tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], plan: BlockPlan, queue: Queue,
     scale: float, units: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Launch a program for each multiprocessor, which take the queue in turn; ``scale`` is in powers of two.
+    """Launch one program per multiprocessor; the programs take items of the queue in turn.
 
-    The tensors are (q, k, v, out, lse).
+    The tensors are (q, k, v, out, lse). ``scale`` includes the factor log2(e), since the kernel uses powers of two.
     """
     q, k, v, out, lse = tensors
     heads, nq, nk = q.shape[1], q.shape[2], k.shape[2]
@@ -51,7 +51,7 @@ def launch(
 
 
 def _described(x: Tensor, tokens: int) -> Any:
-    """Describe tiles of (tokens, channels) of (B, H, N, D) with the layout that products read."""
+    """Return a descriptor of tiles (tokens, channels) of a tensor (B, H, N, D), in the layout that products read."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, tokens, x.shape[3]], _layout())

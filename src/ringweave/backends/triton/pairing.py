@@ -1,8 +1,8 @@
-"""Rows as the kernels take them: a plan's own, or those of neighbouring query tiles in pairs, over the union of lists.
+"""Rows as the kernels process them: the plan's rows, or pairs of neighbouring rows over the union of their lists.
 
-Tiles of 64 queries read keys at half the rate of arithmetic that tiles of 128 do. Two neighbours whose lists are about
-the same are one program of 128 rows: an entry of the union has a mask number for either tile, and a mask of zeros
-stands for the tile that is not in the plan.
+With tiles of 64 queries, a kernel does half as much arithmetic per key that it reads as with tiles of 128. So two
+neighbouring query tiles with similar lists become one program of 128 rows. Each entry of the union has one mask number
+per tile; a mask of zeros represents a tile that is not in the plan.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ...plan import BlockPlan
 from ...plan.cuda_sync import made, used, waits
 from . import queues
 
-# computed tiles for each one of the plan up to which half as many reads are worth it
+# pairing pays, by halving the reads of keys, up to this ratio of computed tiles to tiles of the plan
 _WASTE = 1.25
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Lists of key tiles by rows of ``tiles`` query tiles.
+    """Lists of key tiles, one for each row of ``tiles`` query tiles.
 
     Attributes:
-        plan: The plan, or one with the rows of pairs: ``bits`` is (nnz, 2), ``row_ptr`` counts pairs.
-        live: (M, words), keys that some query of a mask attends.
-        tiles: Query tiles of a row, 1 or 2.
+        plan: The plan, or a copy with paired rows, in which ``mask_id`` is (nnz, 2) and ``row_ptr`` counts pairs.
+        live: Bits of the keys that some query of a mask attends, (M, words).
+        tiles: Number of query tiles in a row, 1 or 2.
     """
 
     plan: BlockPlan
@@ -38,15 +38,18 @@ class Rows:
 
 
 def single(plan: BlockPlan) -> Rows:
-    """Take a plan's own rows."""
+    """Return a plan's rows, unpaired."""
     return Rows(plan, queues.masks(plan).live_keys, 1)
 
 
 def paired(plan: BlockPlan) -> Rows | None:
-    """Pair rows where these compute not many more tiles; once per plan, by a read of a device."""
+    """Return paired rows, or None if they would compute too many additional tiles.
+
+    The result is cached with the plan, since the decision synchronises with the device.
+    """
     known = beside(plan)
     if "pairs" not in known:
-        # of a plan that the host has not counted, nothing is read: a union must be
+        # a plan that the host has not counted must not be read, and pairing has to read the size of the union
         rows: Rows | None = _paired(plan) if plan.counted else None
         for thing in () if rows is None else (rows, rows.plan):
             made(thing, plan.device)
@@ -62,7 +65,7 @@ def _paired(plan: BlockPlan) -> Rows | None:
     sets, tiles = plan.row_ptr.shape[0], plan.q_tiles
     counts = plan.row_ptr.diff(dim=1).reshape(-1).long()
     row = torch.arange(sets * tiles, device=plan.device).repeat_interleave(counts, output_size=plan.nnz)
-    # ascending, as the lists are
+    # ascending, since the lists are
     place = row * plan.kv_tiles + plan.col
     first = row % tiles % 2 == 0
     second = torch.searchsorted(place, place + plan.kv_tiles).clamp(max=max(plan.nnz - 1, 0))
@@ -79,7 +82,7 @@ def _paired(plan: BlockPlan) -> Rows | None:
     bounds = torch.arange(sets * pairs + 1, device=plan.device) * plan.kv_tiles
     ends = torch.searchsorted(entries, bounds)
     ptr = torch.arange(sets, device=plan.device)[:, None] * pairs + torch.arange(pairs + 1, device=plan.device)
-    # without masks what should be live is the empty bank of masks
+    # without masks, the first word of the empty masks has the right shape for no live keys
     live = queues.masks(plan).live_keys if absent else plan.mask_words[:, 0]
     masks = plan.mask_words
     if absent or 2 * union > plan.nnz:

@@ -1,4 +1,4 @@
-"""What the kernels need of a plan beyond its tensors: queues of tasks, masks packed the other way, live positions."""
+"""Data that the kernels need in addition to a plan's tensors: queues of tasks, transposed masks, live positions."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from ...plan import BlockPlan, pack_masks, unpack_masks
 from ...plan.cuda_sync import made, used, waits
 
 _MASKS_AT_ONCE = 1024
-# keys and values that are meant to stay in the second-level cache while programs share them
+# bytes of keys and values that should stay in the second-level cache while programs share them
 _CACHE_BYTES = 2**25
-# keys (or queries) below which a list is not worth cutting
+# lists with fewer keys (or queries) are not split
 LEAST = 2048
 
 
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """A plan's masks as columns need them, and which positions take part in any pair of a mask.
+    """A plan's masks, transposed for columns, and the positions that occur in any pair of a mask.
 
     Attributes:
-        transposed: (M, kv_tile, words), query r of a key at bit r % 32 of word r // 32.
-        live_keys: (M, words), keys that some query of the tile attends.
-        live_queries: (M, words), queries that attend some key of the tile.
-        dead_keys: Whether a tile of the plan has a key, inside the length, that none of its queries attends; taken for
-            granted of a plan with masks that the host has not counted, so that nothing is read.
-        dead_queries: Whether one has a query that attends none of its keys; likewise.
+        transposed: Masks by key, (M, kv_tile, words); query r is bit r % 32 of word r // 32.
+        live_keys: Bits of the keys that some query of the tile attends, (M, words).
+        live_queries: Bits of the queries that attend some key of the tile, (M, words).
+        dead_keys: Whether a tile of the plan has a key, inside the length, that none of its queries attends. True for
+            a plan with masks that the host has not counted, so that nothing is read from the device.
+        dead_queries: Whether a tile has a query, inside the length, that attends none of its keys. True in the same
+            case.
     """
 
     transposed: Tensor
@@ -40,9 +41,9 @@ class Masks:
 
     @staticmethod
     def of(plan: BlockPlan) -> Masks:
-        """Make them of a plan's masks, some at a time: unpacked ones are large."""
+        """Compute them from a plan's masks, in parts, since unpacked masks are large."""
         if not plan.mask_words.shape[0]:
-            # kernels are told, and read none
+            # kernels are compiled without masks and read none of these
             return Masks(plan.mask_words, plan.mask_words, plan.mask_words)
         packed: list[tuple[Tensor, ...]] = []
         for part in plan.mask_words.split(_MASKS_AT_ONCE):
@@ -64,20 +65,21 @@ class Masks:
 
 
 def _dead(living: Tensor, code: Tensor, index: Tensor, length: int, side: int) -> Tensor:
-    """Tell whether any partial tile has fewer leading live positions than positions inside the length."""
+    """Return whether any partial tile has fewer leading live positions than positions inside the length."""
     return ((code >= 0) & (living[code.clamp(min=0).long()] < (length - index * side).clamp(max=side))).any()
 
 
 @dataclass(frozen=True, eq=False)
 class Queue:
-    """What programs take, in launch order: tasks, or shares of those whose lists are long.
+    """Work items in launch order: tasks, or shares of tasks with long lists.
 
     Attributes:
-        records: (items, lists, 6) int32, all that a program reads of an item: batch element, the first head that it
-            takes, tile, begin and end of its part of the list, and its slot among the partial results or -1. One list
-            for all heads of an item, or one for each.
-        splits: (split tasks, 5) int32, batch element, head and tile as above, first slot, shares; None where none is.
-        slots: Partial results.
+        records: Records of items, (items, lists, 6) int32: batch element, first head of the item, tile, begin and end
+            of its part of the list, and its slot among the partial results, or -1. There is one list for all heads of
+            an item, or one for each head.
+        splits: Split tasks, (split tasks, 5) int32: batch element, head, tile, first slot and number of shares; None
+            if no task is split.
+        slots: Number of partial results.
     """
 
     # in the order in which the kernels' ``record_of`` reads them
@@ -87,12 +89,12 @@ class Queue:
 
     @property
     def items(self) -> int:
-        """Count what programs take."""
+        """Number of items."""
         return self.records.shape[0]
 
 
 def masks(plan: BlockPlan) -> Masks:
-    """Make the masks of a plan at first use; they are kept as long as the plan."""
+    """Return the masks of a plan; made at first use and cached with the plan."""
     known = beside(plan)
     masks: Masks | None = known.get("masks")
     if masks is None:
@@ -105,9 +107,10 @@ def masks(plan: BlockPlan) -> Masks:
 
 
 def shared(plan: BlockPlan, ratio: int) -> bool:
-    """Tell whether the ``ratio`` query heads of every key head use one set of rows; one read of a device for a plan.
+    """Return whether the ``ratio`` query heads of every key head use one set of rows.
 
-    Of a plan that the host has not counted nothing is read: then heads are taken to differ.
+    This may synchronise with the device, once per plan. A plan that the host has not counted is not read: its heads
+    are assumed to differ.
     """
     sets, heads = plan.row_ptr.shape[0], plan.row_set
     if ratio == 1 or sets == 1:
@@ -123,14 +126,14 @@ def shared(plan: BlockPlan, ratio: int) -> bool:
 
 
 def row_queue(plan: BlockPlan, ratio: int, packed: int, head_bytes: int, units: int) -> Queue:
-    """Queue rows, longest first within heads that share the cache.
+    """Return the queue of a plan's rows, longest first within the heads that share the cache.
 
     Args:
-        plan: Whose rows.
-        ratio: Query heads of a key head.
-        packed: Of these, how many a program takes; they use one set of rows.
+        plan: Plan with the rows.
+        ratio: Number of query heads per key head.
+        packed: Number of query heads of a key head that a program processes; they use one set of rows.
         head_bytes: Bytes of a key head's keys and values.
-        units: Multiprocessors.
+        units: Number of multiprocessors.
     """
 
     def of() -> Queue:
@@ -148,7 +151,7 @@ def row_queue(plan: BlockPlan, ratio: int, packed: int, head_bytes: int, units: 
 
 
 def column_queue(plan: BlockPlan, ratio: int, head_bytes: int, units: int) -> Queue:
-    """Queue columns of key heads; the longest, over all query heads of a key head, first."""
+    """Return the queue of key heads' columns, longest first; lengths are summed over a key head's query heads."""
 
     def of() -> Queue:
         heads = _heads(plan, ratio).flatten(0, 1)
@@ -164,13 +167,17 @@ def column_queue(plan: BlockPlan, ratio: int, head_bytes: int, units: int) -> Qu
 
 
 def _heads(plan: BlockPlan, ratio: int) -> Tensor:
-    """Number query heads over all batch elements, (B, key heads, ratio)."""
+    """Return the indices of query heads over all batch elements, (B, key heads, ratio)."""
     batch, heads = plan.row_set.shape
     return torch.arange(batch * heads, device=plan.device).view(batch, heads // ratio, ratio)
 
 
 def _records(head: Tensor, heads: int, ptr: Tensor, sets: Tensor) -> Tensor:
-    """Write records of whole lists, (packs * tiles, lists, 6): of each pack its first head of all and sets of lists."""
+    """Return records of unsplit lists, (packs * tiles, lists, 6).
+
+    A pack is the heads that an item processes: ``head`` is its first head, counted over all batch elements, and
+    ``sets`` are its sets of lists.
+    """
     bounds = torch.stack([ptr[:, :-1], ptr[:, 1:]], 2)[sets].transpose(1, 2)
     records = bounds.new_full((*bounds.shape[:3], 6), -1)
     records[..., 0] = (head // heads)[:, None, None]
@@ -197,21 +204,22 @@ def _sharing(head_bytes: int) -> int:
 
 
 def _sorted(rank: Tensor, sharing: int, ranks: int) -> Tensor:
-    """Sort places of (packs, tiles) by ascending rank, ``sharing`` packs after the other."""
+    """Return the order of (packs, tiles) by ascending rank within each section of ``sharing`` packs."""
     section = torch.arange(rank.shape[0], device=rank.device) // sharing
     return (section[:, None] * ranks + rank).reshape(-1).argsort(stable=True)
 
 
 def _cut(records: Tensor, order: Tensor, counts: Tensor, plan: BlockPlan, most: int, least: int, units: int) -> Queue:
-    """Queue tasks in ``order``; those longer than a unit's even share of all work, in halves of that or less.
+    """Return the queue of tasks in ``order``, with long tasks split.
 
-    Sizes alone often say that no task can be so long; where they do not, lengths are read from the device, once a plan.
-    Of a plan that the host has not counted, nothing is read, and nothing cut.
+    A task longer than a unit's even share of all work is split into shares of at most half an even share. Often the
+    sizes alone exclude such tasks; otherwise lengths are read from the device, once per plan. A plan that the host has
+    not counted is not read, and its tasks are not split.
     """
     records = records[order]
     if not plan.counted:
         return Queue(records)
-    # every set of rows is used, a single one by all
+    # every set of rows is used at least once, and a single set by all packs
     total = plan.nnz * (counts.shape[0] if plan.row_ptr.shape[0] == 1 else 1)
     if most <= max(1, least, total // units):
         return Queue(records)

@@ -1,6 +1,6 @@
-"""Gradients: delta by rows, dQ by rows, dK and dV by columns."""
+"""Kernels that compute the gradients: delta by rows, dQ by rows, dK and dV by columns."""
 
-# Triton reads these functions' source: it wants neither annotations nor the usual style of names
+# Triton parses the source of these functions, which rules out annotations and the usual style of names
 # ruff: noqa: N803, N806
 
 from __future__ import annotations
@@ -64,13 +64,14 @@ def backward_q(
     TERMS: tl.constexpr, LEARNS: tl.constexpr, HOLES: tl.constexpr, EXTRAS: tl.constexpr, BRANCHED: tl.constexpr,
     DEAD: tl.constexpr,
 ):  # fmt: skip
-    """Compute dQ of HEADS x ROWS queries, and what terms' tables get; ``slope`` is delta.
+    """Compute dQ of HEADS x ROWS queries, and the gradients of terms' tables; ``slope`` is delta.
 
-    HOLES: a term may leave a row without weight. DEAD: descriptors load keys too that nobody attends in their tile.
+    HOLES: a term may leave a row without any weight. DEAD: descriptors also load keys that no query of their tile
+    attends, which have to be zeroed.
     """
     BLOCK_M: tl.constexpr = HEADS * ROWS
     PARTS_N: tl.constexpr = KV_TILE // BLOCK_N
-    # the pipeliner cannot move what is added to tables, and its registers are needed there
+    # the pipeliner cannot move the additions to tables, which need the registers that it would use
     AHEAD: tl.constexpr = STAGES if LEARNS is None else 1
     WORDS: tl.constexpr = (KV_TILE + 31) // 32
     q_b, q_h, q_n = strides(q_b, q_h, q_n, STEP, WIDE)
@@ -114,7 +115,7 @@ def backward_q(
             if TILES > 1:
                 other = tl.load(bits + entry * TILES + 1)
                 codes = tl.where(row < Q_TILE, code, other)
-            # keys that nobody here attends are summed over with weight 0: they must be finite
+            # keys that no query of the tile attends enter the sum with weight 0, so they must be finite
             used = living(live, code, other, part_n, keep, WORDS, BLOCK_N, TILES, MASKED)
             partial = partly(code, other, keep, BLOCK_N, TILES, MASKED)
             keys = tile(k, keys_at, b, kv_head, first, k_n, used, BLOCK_N, D, PAD_D, WIDE, DESCRIBED)
@@ -137,7 +138,7 @@ def backward_q(
                 value_slopes = tl.where(kept(b, head_at, query_at, key_at, drop), value_slopes * drop[5], 0.0)
             score_slopes = weights * (value_slopes - row_slope[:, None])
             if TERMS is not None and LEARNS is None:
-                # before the mask: a slope is none where a key is that a row may not attend
+                # before the mask, since a slope may be NaN for a key that the row may not attend
                 score_slopes = chained(score_slopes, caps, TERMS)
             line = row % Q_TILE if TILES > 1 else row
             score_slopes = held(
@@ -174,7 +175,7 @@ def backward_kv(
     SHARED: tl.constexpr, STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
     TERMS: tl.constexpr, HOLES: tl.constexpr, EXTRAS: tl.constexpr, BRANCHED: tl.constexpr,
 ):  # fmt: skip
-    """Compute dK and dV of BLOCK_N keys, over all query heads of their key head; scores are keys by queries."""
+    """Compute dK and dV of BLOCK_N keys, summed over the query heads of their key head; scores are keys by queries."""
     PARTS: tl.constexpr = KV_TILE // BLOCK_N
     PARTS_M: tl.constexpr = Q_TILE // BLOCK_M
     WORDS: tl.constexpr = (Q_TILE + 31) // 32
@@ -202,7 +203,7 @@ def backward_kv(
             column_at, key_at = standing(places[2], places[3], (k_first + local)[:, None], b, nk, 1)
         key_acc = tl.zeros([BLOCK_N, PAD_D], tl.float32)
         value_acc = tl.zeros([BLOCK_N, PAD_DV], tl.float32)
-        # heads that share a list are one loop over it, as often as there are heads
+        # if the heads share a list, one loop passes over it once per head
         for member in range(members):
             h = kv_head * ratio + member
             _, _, _, begin, end, _ = record_of(records, item * members + member, SPLIT)
@@ -220,7 +221,7 @@ def backward_kv(
                 code = tl.load(bits_t + entry)
                 keep = nq - first
                 of = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
-                # queries that attend nothing here are summed over with weight 0: they and their slopes must be finite
+                # queries that attend no key of the tile enter the sums with weight 0, so they and dout must be finite
                 partial = partly(code, code, keep, BLOCK_M, 1, MASKED)
                 used = alive(live_t, code, part_m, keep, WORDS, BLOCK_M, MASKED)
                 queries = tile(q, queries_at, b, h, first, q_n, used, BLOCK_M, D, PAD_D, WIDE, DESCRIBED)
@@ -264,7 +265,7 @@ def backward_kv(
                 score_slopes = weights * (value_slopes - row_slope[None, :])
                 if TERMS is not None:
                     score_slopes = chained(score_slopes, caps, TERMS)
-                # of a weight that is 0, times what may be infinite
+                # mask again, since a weight of 0 times an infinite number is NaN
                 score_slopes = held(
                     score_slopes, 0.0, partial, masks_t, code, KV_TILE, line, part_m,
                     keep, WORDS, BLOCK_M, MASKED, RAGGED, BRANCHED,

@@ -1,12 +1,12 @@
-"""Score terms and dropout on a block of pairs, and what the terms' tables get.
+"""Score terms and dropout on a block of pairs, and the gradients of the terms' tables.
 
-Everything here takes pairs as they lie in a block: what is of queries and what is of keys broadcasts along the other
-axis, so that blocks of queries by keys and of keys by queries are the same. TERMS is a tuple of kinds, in order, and
-``tables`` and ``numbers`` hold a tuple for each. All are None in a call without: then nothing of this is compiled.
-Triton compiles anew where an integer of a tuple is 1, or 16 divides it: they come times 16, and are all alike.
+Values that belong to queries or to keys broadcast along the other axis, so the functions work for blocks of queries by
+keys and of keys by queries. TERMS is a tuple of kinds, in order; ``tables`` and ``numbers`` have a tuple for each term.
+All are None in a call without terms, and then none of this is compiled. Triton specialises a kernel for integers in a
+tuple that are 1 or divisible by 16. So all integers are passed times 16, and other values cause no new compilation.
 """
 
-# Triton reads these functions' source: it wants neither annotations nor the usual style of names
+# Triton parses the source of these functions, which rules out annotations and the usual style of names
 # ruff: noqa: N803, RET505, RUF005
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# kinds with tables, and from POINTWISE on those of one score, which :func:`pointwise` computes
+# kinds with tables; kinds from POINTWISE on depend on the score alone, and :func:`pointwise` computes them
 ALIBI, DISTANCE, BIAS = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 POINTWISE = tl.constexpr(16)
 SOFTCAP = tl.constexpr(16)
-#: The kinds of terms that the kernels compute, by the name in the kind's class: the launcher refuses any other.
+#: Kinds of terms that the kernels support, by ``Term.kernel``; the launcher refuses any other.
 KINDS = {"softcap": SOFTCAP.value, "alibi": ALIBI.value, "distance": DISTANCE.value, "bias": BIAS.value}
-# how a table's gradient is summed: where every entry has one pair, in place; else as whole numbers
+# how a table's gradient is summed: OWN in place, if each entry has one pair; SUMMED as integers otherwise
 OWN, SUMMED = tl.constexpr(1), tl.constexpr(2)
 _TWO_LOG2_E = tl.constexpr(2.8853900817779268)
 
 
 @triton.jit
 def standing(places, offsets, index, b, count, SIDE: tl.constexpr):
-    """Find the places in the call, and the positions, of queries (SIDE 0) or keys (1) of a view; anything past the end.
+    """Return the indices in the call and the positions of a view's queries (SIDE 0) or keys (SIDE 1).
 
-    Positions and their differences fit 32 bits: a pattern has no longer ones.
+    The results are arbitrary past the end. Positions and their differences fit 32 bits, which patterns guarantee.
     """
     place = tl.load(places + index, mask=index < count, other=0)
     return place, (place + tl.load(offsets + 2 * b + SIDE)).to(tl.int32)
@@ -37,7 +37,7 @@ def standing(places, offsets, index, b, count, SIDE: tl.constexpr):
 
 @triton.jit
 def query_heads(heads, head, local, mine, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Find the heads in the call of a program's rows: one, or a column of them."""
+    """Return the heads, in the call, of a program's rows: one head, or a column of heads."""
     if HEADS > 1:
         return tl.load(heads + head + local // ROWS, mask=mine, other=0)[:, None]
     else:
@@ -46,7 +46,7 @@ def query_heads(heads, head, local, mine, HEADS: tl.constexpr, ROWS: tl.constexp
 
 @triton.jit
 def tanh(x):
-    """Compute tanh; the polynomial is that of Cephes."""
+    """Compute tanh, with the polynomial of Cephes near 0."""
     z = x * x
     near = -5.70498872745e-3 * z + 2.06390887954e-2
     near = near * z - 5.37397155531e-2
@@ -59,7 +59,7 @@ def tanh(x):
 
 @triton.jit
 def pointwise(t, KIND: tl.constexpr, numbers):
-    """Compute the scores after a term of one score, and its slopes."""
+    """Compute the scores after a pointwise term, and their derivatives (slopes)."""
     if KIND == SOFTCAP:
         y = tanh(t * (1.0 / numbers[0]))
         after = numbers[0] * y
@@ -71,9 +71,10 @@ def pointwise(t, KIND: tl.constexpr, numbers):
 
 @triton.jit
 def scored(t, b, head, rows, columns, distance, inside, TERMS: tl.constexpr, tables, numbers):
-    """Compute the scores after the terms; and, by term, the slopes of pointwise ones.
+    """Compute the scores after all terms, and a tuple with the slopes of each pointwise term.
 
-    ``distance`` is key - query; ``inside`` says which pairs have a place in tables. A score that is not finite stays.
+    ``distance`` is key - query, and ``inside`` marks the pairs with an entry in tables. A score that is not finite is
+    unchanged.
     """
     state = t
     slopes = ()
@@ -97,7 +98,7 @@ def scored(t, b, head, rows, columns, distance, inside, TERMS: tl.constexpr, tab
 
 @triton.jit
 def chained(grad, slopes, TERMS: tl.constexpr):
-    """Compute the gradient of the scores before the terms from that after them."""
+    """Compute the gradient of the scores before the terms from the gradient after them."""
     for i in tl.static_range(len(TERMS) - 1, -1, -1):
         if TERMS[i] >= POINTWISE:
             grad *= slopes[i]
@@ -108,16 +109,19 @@ def chained(grad, slopes, TERMS: tl.constexpr):
 def learned(
     grad, slopes, b, head, rows, columns, distance, TERMS: tl.constexpr, LEARNS: tl.constexpr, tables, numbers,
 ):  # fmt: skip
-    """As :func:`chained`; what tables get is added to theirs. Queries by keys; 0 where there is no pair."""
+    """Compute the gradient like :func:`chained`, and add the gradients of terms' tables to their sums.
+
+    Blocks are queries by keys; ``grad`` is 0 where there is no pair.
+    """
     for i in tl.static_range(len(TERMS) - 1, -1, -1):
         if TERMS[i] >= POINTWISE:
-            # a slope may be none where there is no pair
+            # a slope may be NaN where there is no pair
             grad = tl.where(grad == 0.0, 0.0, grad * slopes[i])
         if LEARNS[i]:
             if TERMS[i] == DISTANCE:
                 reach = numbers[i][0] >> 4
                 at = reach + head * (2 * reach + 1)
-                # most pairs of a long sequence are far: one sum of a row is added for them
+                # most pairs of a long sequence are beyond the reach, so one sum per row is added for them
                 _add(tl.sum(tl.where(distance <= -reach, grad, 0.0), 1, keep_dims=True), at - reach, tables[i])
                 _add(tl.sum(tl.where(distance >= reach, grad, 0.0), 1, keep_dims=True), at + reach, tables[i])
                 _add(tl.where(tl.abs(distance) < reach, grad, 0.0), at + distance, tables[i])
@@ -133,10 +137,13 @@ def learned(
 
 @triton.jit
 def _add(x, at, table):
-    """Add whole numbers of a table's quanta, in any order with the same result; what is not finite is written."""
+    """Add multiples of a table's quantum as integers, so that the order of addition does not change the result.
+
+    A gradient that is not finite makes the total NaN instead.
+    """
     finite = tl.abs(x) < float("inf")
     quanta = tl.floor(tl.where(finite, x, 0.0) * tl.load(table[3]) + 0.5)
-    # what weights that do not sum to 1 could pass is cut off
+    # clamp, since rows whose weights do not sum to 1 could exceed the bound
     quanta = tl.minimum(tl.maximum(quanta, -(2.0**62)), 2.0**62).to(tl.int64)
     sums, totals = tl.broadcast(table[1] + at, quanta)[0], tl.broadcast(table[2] + at, quanta)[0]
     tl.atomic_add(sums, quanta, mask=quanta != 0, sem="relaxed")
@@ -145,7 +152,10 @@ def _add(x, at, table):
 
 @triton.jit
 def kept(b, head, query, key, drop):
-    """Tell which pairs dropout keeps: Philox4x32-10 of (key // 8, query, head, batch), 16 bits each, as dropout.py."""
+    """Return which pairs dropout keeps.
+
+    Each pair uses 16 bits of Philox4x32-10 at the counter (key // 8, query, head, batch), as in terms.py.
+    """
     low, high = (drop[0] >> 4) | (drop[1] << 12), (drop[2] >> 4) | (drop[3] << 12)
     low, high = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
     counter = (key >> 3).to(tl.uint32, bitcast=True)

@@ -1,6 +1,6 @@
-"""out and lse by rows, and the join of what the shares of long lists leave."""
+"""Kernels that compute out and lse by rows, and join the partial results of long lists."""
 
-# Triton reads these functions' source: it wants neither annotations nor the usual style of names
+# Triton parses the source of these functions, which rules out annotations and the usual style of names
 # ruff: noqa: N803, N806
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ def forward(
     PRECISION: tl.constexpr, TERMS: tl.constexpr, EXTRAS: tl.constexpr, PAGE: tl.constexpr,
     BRANCHED: tl.constexpr, DEAD: tl.constexpr,
 ):  # fmt: skip
-    """Compute out and lse of HEADS x ROWS queries; ``scale`` is in powers of two, folded where it is positive.
+    """Compute out and lse of HEADS x ROWS queries.
 
-    With terms it is neither. Where PAGE is not 0, keys and values lie in pages of so many tokens, found through
-    ``table``, of ``columns``: ``k_b`` and ``v_b`` then lead from page to page, and ``lengths`` say where keys end.
-    With ``k_scale`` and ``v_scale`` they are stored in 8 bits: products are of what is stored, and scales join later.
-    DEAD: descriptors load values too of keys that nobody attends in their tile.
+    Without terms, ``scale`` includes the factor log2(e), and if it is positive (FOLDED), it is applied after the
+    maximum. With terms, neither holds. If PAGE is not 0, keys and values are stored in pages of PAGE tokens: ``table``,
+    with ``columns`` columns, has the page numbers, ``lengths`` the numbers of keys, and ``k_b`` and ``v_b`` are the
+    strides over pages. With ``k_scale`` and ``v_scale``, keys and values are stored in 8 bits: the stored codes are
+    multiplied, and the scales are applied to the products. DEAD: descriptors also load the values of keys that no query
+    of their tile attends, which have to be zeroed.
     """
     BLOCK_M: tl.constexpr = HEADS * ROWS
     PARTS_N: tl.constexpr = KV_TILE // BLOCK_N
@@ -121,7 +123,7 @@ def forward(
                 MASKED, RAGGED, BRANCHED,
             )  # fmt: skip
             new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-            # a row that has met no key yet: exp2(-inf - 0), not exp2(-inf + inf)
+            # a row without any key so far needs exp2(-inf - 0), not exp2(-inf + inf)
             guard = tl.where(new_top == float("-inf"), 0.0, new_top)
             weights = tl.math.exp2(scores * factor - guard[:, None])
             decay = tl.math.exp2(top - guard)
@@ -138,7 +140,7 @@ def forward(
             if v_scale is not None:
                 of = scales(v_scale, table, columns, b, kv_head, heads // ratio, nk, first, keep, used, BLOCK_N, PAGE)
                 if queries.dtype == tl.float16:
-                    # of weights times scales its exponents hold too few
+                    # float16's exponent range is too small for weights times scales
                     values = (of_codes(values, tl.float32) * of[:, None]).to(tl.float16)
                 else:
                     weights *= of[None, :]
@@ -168,7 +170,10 @@ def join(
     DIM: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Add partial results of split tasks, BLOCK rows at a time, in the order of their shares; out by its lse."""
+    """Add the partial results of split tasks in the order of their shares, BLOCK rows per program.
+
+    WEIGHTED: partial outs are weighted by their lse, and lse is written too.
+    """
     BLOCK_M: tl.constexpr = HEADS * ROWS
     BLOCKS: tl.constexpr = PARTS * BLOCK_M // BLOCK
     split = tl.program_id(0) // BLOCKS

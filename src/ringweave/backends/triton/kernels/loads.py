@@ -1,6 +1,6 @@
-"""What the kernels share: items of a queue, mask words, and tiles of memory."""
+"""Functions shared by the kernels: records of the queue, mask words, and loads and stores of tiles."""
 
-# Triton reads these functions' source: it wants neither annotations nor the usual style of names
+# Triton parses the source of these functions, which rules out annotations and the usual style of names
 # ruff: noqa: N803, RET505
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# what changes from call to call, while a cache grows: no reason to compile again. Of strides, those of lse and delta
-# over tokens are left: they are 1 or the rate of a view
+# Arguments that change from call to call while a cache grows. They are not specialised, so that a change causes no new
+# compilation. The strides of lse and delta over tokens are not listed, since they are 1 or the rate of a view.
 SIZES = (
     "items", "heads", "nq", "nk", "tokens", "columns",
     *(f"{of}_{axis}" for of in "qkvgo" for axis in "bhn"), "l_b", "l_h", "s_b", "s_h",
 )  # fmt: skip
-# int32 numbers of a record of a queue
+# int32 fields in a record of a queue
 FIELDS = tl.constexpr(6)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -22,7 +22,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def record_of(records, at, SPLIT: tl.constexpr):
-    """Load a record of ``queues.Queue``; its slot where lists are split, else -1."""
+    """Load a record of ``queues.Queue``; the slot is -1 unless SPLIT."""
     of = records + at * FIELDS
     slot = -1
     if SPLIT:
@@ -32,7 +32,7 @@ def record_of(records, at, SPLIT: tl.constexpr):
 
 @triton.jit
 def strides(b, h, n, STEP: tl.constexpr, WIDE: tl.constexpr):
-    """Multiply strides in steps of STEP elements to elements: so the compiler knows what divides them."""
+    """Convert strides from units of STEP elements to elements, so that the compiler knows that STEP divides them."""
     if WIDE:
         n = n.to(tl.int64)
     return b.to(tl.int64) * STEP, h.to(tl.int64) * STEP, n * STEP
@@ -40,7 +40,7 @@ def strides(b, h, n, STEP: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def within(local, head, ratio, first, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Tell which rows of a program there are: of heads from ``head`` on with its keys, of tokens before the end."""
+    """Return which rows of a program exist: their head shares the key head of ``head``, and their token is valid."""
     inside = first + (local % ROWS if HEADS > 1 else local) < tokens
     if HEADS > 1:
         inside = inside & (local // ROWS < ratio - head % ratio)
@@ -49,7 +49,7 @@ def within(local, head, ratio, first, tokens, HEADS: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def spread(local, head_step, step, HEADS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """Spread the rows of a program: offsets of ROWS of one head, then of the next."""
+    """Return the offsets of a program's rows: ROWS rows of the first head, then of the next."""
     row = local % ROWS if HEADS > 1 else local
     if WIDE:
         row = row.to(tl.int64)
@@ -61,7 +61,7 @@ def spread(local, head_step, step, HEADS: tl.constexpr, ROWS: tl.constexpr, WIDE
 
 @triton.jit
 def word(words, at, code, index: tl.constexpr, shift, keep, MASKED: tl.constexpr, RAGGED: tl.constexpr):
-    """Load mask word ``index`` of some rows from bit ``shift``, ones for a full tile, cut at the sequence's end."""
+    """Load mask word ``index`` of rows, shifted by ``shift``: ones for a full tile, zeros past the sequence's end."""
     bits = tl.full(at.shape, -1, tl.int32)
     if MASKED:
         bits = tl.load(words + at + index, mask=code >= 0, other=-1) >> shift
@@ -74,7 +74,7 @@ def word(words, at, code, index: tl.constexpr, shift, keep, MASKED: tl.constexpr
 @triton.jit
 def allowed(words, code, side, row, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr,
             MASKED: tl.constexpr, RAGGED: tl.constexpr):  # fmt: skip
-    """Tell which (rows, SIZE) pairs may attend; ``row`` in a mask of ``side`` rows, columns from ``first`` on."""
+    """Return which (rows, SIZE) pairs are allowed: ``row`` in a mask of ``side`` rows, columns from ``first`` on."""
     lane = tl.arange(0, SIZE)[None, :]
     at = (tl.maximum(code, 0).to(tl.int64) * side + row) * WORDS + first // 32
     # blocks of 16 may begin in the middle of a word
@@ -84,13 +84,13 @@ def allowed(words, code, side, row, first, keep, WORDS: tl.constexpr, SIZE: tl.c
     if SIZE > 64:
         bits = tl.where(lane < 64, bits, word(words, at, code, 2, 0, keep, MASKED, RAGGED)[:, None])
         bits = tl.where(lane < 96, bits, word(words, at, code, 3, 0, keep, MASKED, RAGGED)[:, None])
-    # a thread holds columns that differ in bits 0, 3 and 4: it shifts by the others once for all of them
+    # a thread's columns differ only in bits 0, 3 and 4, so the shift by the other bits is computed once for all columns
     return (((bits >> (lane & 6)) >> (lane & 25)) & 1) != 0
 
 
 @triton.jit
 def partly(code, other, keep, SIZE: tl.constexpr, TILES: tl.constexpr, MASKED: tl.constexpr):
-    """Tell whether a tile has pairs that may not attend: it has a mask, or the sequence ends in it."""
+    """Return whether a tile has pairs that are not allowed: it has a mask, or the sequence ends in it."""
     found = keep < SIZE
     if MASKED:
         found = found | (code >= 0)
@@ -102,7 +102,7 @@ def partly(code, other, keep, SIZE: tl.constexpr, TILES: tl.constexpr, MASKED: t
 @triton.jit
 def held(x, lacking, partial, words, code, side, row, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr,
          MASKED: tl.constexpr, RAGGED: tl.constexpr, BRANCHED: tl.constexpr):  # fmt: skip
-    """Put ``lacking`` in place of pairs that may not attend; BRANCHED goes past full tiles, nearly all there are."""
+    """Replace pairs that are not allowed by ``lacking``; BRANCHED skips this for full tiles, which most tiles are."""
     if MASKED or RAGGED:
         if BRANCHED:
             if partial:
@@ -114,7 +114,7 @@ def held(x, lacking, partial, words, code, side, row, first, keep, WORDS: tl.con
 
 @triton.jit
 def alive(live, code, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Tell which positions of a tile are inside the length and take part in at least one allowed pair of it."""
+    """Return which positions of a tile are inside the length and occur in at least one allowed pair."""
     lane = tl.arange(0, SIZE)
     inside = lane < keep
     if MASKED:
@@ -128,7 +128,7 @@ def alive(live, code, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr, MASK
 @triton.jit
 def zeroed(x, partial, live, code, other, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr,
            BRANCHED: tl.constexpr):  # fmt: skip
-    """Put 0 in rows of a described tile that are not ``alive``; BRANCHED as in ``held``, of which words are read."""
+    """Set rows of a described tile that are not ``alive`` to 0; BRANCHED skips this, and the loads, for full tiles."""
     if BRANCHED:
         if partial:
             x = tl.where(living(live, code, other, first, keep, WORDS, SIZE, TILES, True)[:, None], x, 0.0).to(x.dtype)
@@ -140,7 +140,7 @@ def zeroed(x, partial, live, code, other, first, keep, WORDS: tl.constexpr, SIZE
 @triton.jit
 def living(live, code, other, first, keep, WORDS: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr,
            MASKED: tl.constexpr):  # fmt: skip
-    """As ``alive``, of a pair of tiles where TILES is 2."""
+    """Return which positions are ``alive`` in a tile, or in either tile of a pair if TILES is 2."""
     inside = alive(live, code, first, keep, WORDS, SIZE, MASKED)
     if TILES > 1:
         inside = inside | alive(live, other, first, keep, WORDS, SIZE, MASKED)
@@ -150,9 +150,10 @@ def living(live, code, other, first, keep, WORDS: tl.constexpr, SIZE: tl.constex
 @triton.jit
 def tile(of, at, b, h, first, stride, inside, SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
          WIDE: tl.constexpr, DESCRIBED: tl.constexpr):  # fmt: skip
-    """Load (SIZE, PADDED) of a head's (tokens, DIM) from row ``first`` on; 0 where not ``inside`` and past DIM.
+    """Load (SIZE, PADDED) of a head's (tokens, DIM) from row ``first`` on.
 
-    By the descriptor ``of`` if DESCRIBED: then 0 past the ends alone. Else from the address ``at``.
+    If DESCRIBED, the descriptor ``of`` loads it, with zeros only past the ends of the tensor. Otherwise it is loaded
+    from the address ``at``, with zeros where not ``inside`` and past DIM.
     """
     if DESCRIBED:
         return of.load([b.to(tl.int32), h.to(tl.int32), first, 0]).reshape(SIZE, PADDED)
@@ -169,14 +170,14 @@ def tile(of, at, b, h, first, stride, inside, SIZE: tl.constexpr, DIM: tl.conste
 
 @triton.jit
 def of_head(of, b, batch_step, h, head_step, PAGE: tl.constexpr):
-    """Find a head of a batch element; in pages, a head of the first page."""
+    """Return the address of a batch element's head; with pages, of the first page's head."""
     return of + h * head_step if PAGE else of + b * batch_step + h * head_step
 
 
 @triton.jit
 def paged_tile(at, pages, first, keep, page_step, stride, inside, SIZE: tl.constexpr, DIM: tl.constexpr,
                PADDED: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
-    """As ``tile``, from ``pages``, the row of a table; of its numbers only those of tokens before the end are read."""
+    """Load (SIZE, PADDED) tokens from pages; ``pages`` is a row of the page table, read only before the last token."""
     token = first + tl.arange(0, SIZE)
     number = page_of(pages, first, keep, SIZE, PAGE)
     lines = number * page_step + (token % PAGE).to(tl.int64) * stride
@@ -185,7 +186,7 @@ def paged_tile(at, pages, first, keep, page_step, stride, inside, SIZE: tl.const
 
 @triton.jit
 def page_of(pages, first, keep, SIZE: tl.constexpr, PAGE: tl.constexpr):
-    """Look up the page of SIZE tokens from ``first`` on: one number, or one for each."""
+    """Return the page of SIZE tokens from ``first`` on: one number if they share a page, or one per token."""
     if PAGE % SIZE == 0:
         number = tl.load(pages + first // PAGE, mask=keep > 0, other=0)
     else:
@@ -196,7 +197,7 @@ def page_of(pages, first, keep, SIZE: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def scales(of, table, columns, b, h, heads, tokens, first, keep, inside, SIZE: tl.constexpr, PAGE: tl.constexpr):
-    """Load what SIZE rows of key head ``h`` are multiplied by, stored in 8 bits: of (B, heads, tokens), or of pages."""
+    """Load the scales of SIZE 8-bit rows of key head ``h`` from (B, heads, tokens), or from (pages, heads, PAGE)."""
     token = first + tl.arange(0, SIZE)
     if PAGE:
         page = page_of(table + b * columns, first, keep, SIZE, PAGE)
@@ -208,9 +209,9 @@ def scales(of, table, columns, b, h, heads, tokens, first, keep, inside, SIZE: t
 
 @triton.jit
 def of_codes(codes, dtype: tl.constexpr):
-    """Convert what is stored in 8 bits: exactly, to any type. Bytes are e4m3, where the compiler has no such type."""
+    """Convert 8-bit codes exactly to ``dtype``; uint8 codes are e4m3 for compilers without that type."""
     if codes.dtype == tl.uint8:
-        # sign, exponent and fraction in their places; float16's exponents are 8 more
+        # move sign, exponent and fraction to their places in float16, whose exponent bias is larger by 8
         code = (codes.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -16512
         half = code.to(tl.float16, bitcast=True) * 256.0
         return tl.where((code & 16256) == 16256, float("nan"), half).to(dtype)
@@ -220,7 +221,7 @@ def of_codes(codes, dtype: tl.constexpr):
 
 @triton.jit
 def rows(base, at, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Load (rows, PADDED) from the places ``at`` on; 0 where not ``inside`` and past DIM."""
+    """Load (rows, PADDED) from ``base`` at the offsets ``at``; 0 where not ``inside`` and past DIM."""
     channel = tl.arange(0, PADDED)[None, :]
     mask = inside[:, None]
     if DIM != PADDED:
@@ -230,6 +231,6 @@ def rows(base, at, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def store(base, at, values, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Store what ``rows`` would load, in the type of its storage."""
+    """Store (rows, PADDED) where ``rows`` would load it, converted to the destination's type."""
     channel = tl.arange(0, PADDED)[None, :]
     tl.store(base + at[:, None] + channel, values.to(base.dtype.element_ty), mask=inside[:, None] & (channel < DIM))

@@ -1,13 +1,13 @@
-"""out and lse by rows, for sm_90, in Gluon: a warp that loads, and two groups of warps that take turns to multiply.
+"""Gluon kernel for sm_90 that computes out and lse by rows: one warp loads, and two groups of warps multiply in turn.
 
-A program takes items of the queue in turn, as many as there are for it. Its first warp of the last group walks the
-lists and copies tiles of queries, keys and values into rings of buffers, those of the next item while this one's are
-computed. The other groups have 64 rows of each query tile. A group issues the product of its next scores and that of
-its last weights together, and then leaves the tensor cores to the other while it computes weights: barriers order
-them, so that one's softmax runs beside the other's products.
+The kernel is persistent: a program computes every ``num_programs``-th item of the queue. One warp walks the lists and
+copies tiles of queries, keys and values into rings of buffers; it loads the next item while the current one is
+computed. Each of the two groups computes 64 rows of a query tile. A group issues the product for its next scores and
+the product of its last weights together. Then it leaves the tensor cores to the other group while it computes its
+weights. Barriers enforce these turns, so that the softmax of one group overlaps with the products of the other.
 """
 
-# Triton reads these functions' source: it wants neither annotations nor the usual style of names
+# Triton parses the source of these functions, which rules out annotations and the usual style of names
 # ruff: noqa: N803, N806
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .loads import SIZES, record_of
 record = gluon.jit(record_of.fn)
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)
-# query tiles that are there at a time
+# number of query tiles in the ring of buffers
 HELD = gl.constexpr(2)
 
 
 @gluon.jit
 def barriers(number: gl.constexpr, arrivals: gl.constexpr):
-    """Make mbarriers that so many arrivals complete."""
+    """Allocate ``number`` mbarriers, each completed by ``arrivals`` arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(number):
         mbarrier.init(made.index(index), count=arrivals)
@@ -45,7 +45,7 @@ def pingpong(
     D: gl.constexpr, DV: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
     RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Compute out and lse of query tiles of 128; ``q``, ``k`` and ``v`` are descriptors, ``q`` of half a tile."""
+    """Compute out and lse of query tiles of 128; ``q``, ``k`` and ``v`` are descriptors, ``q`` for half a tile."""
     queries = gl.allocate_shared_memory(q.dtype, [2 * HELD, 1, 1, ROWS, D], q.layout)
     keys = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, KV_TILE, D], k.layout)
     values = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, KV_TILE, DV], v.layout)
@@ -70,7 +70,7 @@ def pingpong(
 
 @gluon.jit
 def load(q, k, v, tiles, marks, records, col, items, ratio, KV_TILE: gl.constexpr, STAGES: gl.constexpr):
-    """Copy the tiles of all items of a program, as buffers become free."""
+    """Copy the tiles of all of a program's items as buffers become free."""
     queries, keys, values = tiles
     q_full, q_free, k_full, k_free, v_full, v_free, _ = marks
     taken = 0
@@ -89,7 +89,7 @@ def load(q, k, v, tiles, marks, records, col, items, ratio, KV_TILE: gl.constexp
                 )
             taken += 1
             for step in range(begin, end):
-                # of the tile after this one, early: copies wait for it
+                # load the next tile's index early, since its copy waits for it
                 following = gl.load(col + gl.minimum(step + 1, end - 1)) * KV_TILE
                 slot, parity = done % STAGES, done // STAGES & 1 ^ 1
                 mbarrier.wait(k_free.index(slot), parity)
@@ -104,7 +104,7 @@ def load(q, k, v, tiles, marks, records, col, items, ratio, KV_TILE: gl.constexp
 
 @gluon.jit
 def held(scores, masks, code, row, keep, KV_TILE: gl.constexpr, MASKED: gl.constexpr):
-    """Put -inf in place of pairs that may not attend, by mask words and the sequence's end."""
+    """Replace scores of pairs that are masked or past the sequence's end by -inf."""
     WORDS: gl.constexpr = KV_TILE // 32
     layout: gl.constexpr = scores.type.layout
     lane = gl.arange(0, KV_TILE, layout=gl.SliceLayout(0, layout))[None, :]
@@ -117,7 +117,7 @@ def held(scores, masks, code, row, keep, KV_TILE: gl.constexpr, MASKED: gl.const
             word = gl.load(masks + at + index, mask=code >= 0, other=-1)
         word = word & gl.where(left >= 32, -1, (1 << gl.minimum(gl.maximum(left, 0), 31)) - 1)
         found = gl.where(lane // 32 == index, word[:, None], found)
-    # a thread holds columns that differ in bits 0, 3 and 4: it shifts by the others once for all of them
+    # a thread's columns differ only in bits 0, 3 and 4, so the shift by the other bits is computed once for all columns
     return gl.where((((found >> (lane & 6)) >> (lane & 25)) & 1) != 0, scores, float("-inf"))
 
 
@@ -127,7 +127,7 @@ def attend(
     D: gl.constexpr, DV: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
     RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Compute half of the rows of all items of a program."""
+    """Compute half of the rows of all of a program's items."""
     queries, keys, values = tiles
     q_full, q_free, k_full, k_free, v_full, v_free, turn = marks
     records, col, bits, masks, items = lists
@@ -189,7 +189,7 @@ def attend(
                     if (code >= 0) | (keep < KV_TILE):
                         scores = held(scores, masks, code, local, keep, KV_TILE, MASKED)
                 new_top = gl.maximum(top, gl.max(scores, 1) * scale)
-                # a row that has met no key yet: exp2(-inf - 0), not exp2(-inf + inf)
+                # a row without any key so far needs exp2(-inf - 0), not exp2(-inf + inf)
                 guard = gl.where(new_top == float("-inf"), 0.0, new_top)
                 weights = gl.exp2(scores * scale - guard[:, None])
                 decay = gl.exp2(top - guard)
