@@ -1,10 +1,29 @@
-"""Quantities as text for people: shares, counts, bytes, operations."""
+"""Format quantities for people (shares, counts, bytes, operations, times), and parse lengths that people write."""
 
 from __future__ import annotations
 
+import re
+
+_POWERS = {"": 0, "K": 10, "M": 20, "G": 30}
+
+
+def parse_size(text: str) -> int:
+    """Parse a positive whole number with an optional suffix K, M or G, which stand for 2**10, 2**20 and 2**30.
+
+    Raises:
+        ValueError: The text is not such a number.
+    Example:
+        >>> parse_size("65536"), parse_size("64K"), parse_size("1M")
+        (65536, 65536, 1048576)
+    """
+    found = re.fullmatch(r"([0-9]+)([KMG]?)", text.strip().upper())
+    if found is None or int(found[1]) < 1:
+        raise ValueError(f"{text!r} is not a number such as 65536, 64K or 1M")
+    return int(found[1]) << _POWERS[found[2]]
+
 
 def percent(share: float) -> str:
-    """A share with three significant digits.
+    """Format a share as a percentage with three significant digits.
 
     Example:
         >>> percent(0.06427)
@@ -14,7 +33,7 @@ def percent(share: float) -> str:
 
 
 def count(number: int, word: str) -> str:
-    """A number and what it counts.
+    """Format a number with its noun, which gets a plural s unless the number is 1.
 
     Example:
         >>> count(1, "tile"), count(2, "tile")
@@ -24,7 +43,7 @@ def count(number: int, word: str) -> str:
 
 
 def nbytes(number: float) -> str:
-    """Bytes in binary units.
+    """Format bytes in binary units.
 
     Example:
         >>> nbytes(80.5 * 2**20)
@@ -34,7 +53,7 @@ def nbytes(number: float) -> str:
 
 
 def flops(number: float) -> str:
-    """Floating-point operations in decimal units.
+    """Format floating-point operations in decimal units.
 
     Example:
         >>> flops(41.44e9)
@@ -44,7 +63,7 @@ def flops(number: float) -> str:
 
 
 def seconds(number: float) -> str:
-    """Time in decimal units.
+    """Format a time, given in seconds, in decimal units.
 
     Example:
         >>> seconds(0.00123)
@@ -55,7 +74,7 @@ def seconds(number: float) -> str:
 
 def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
     power = 0
-    # 999.6 would read 1e+03 with three digits
+    # with three digits, 999.6 would print as 1e+03
     while number >= 999.5 and power < len(units) - 1:
         number, power = number / base, power + 1
     return f"{number:.3g} {units[power]}"

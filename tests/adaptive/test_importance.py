@@ -1,4 +1,4 @@
-"""The tracker: masses as dense attention has them, bounded exchanges, recall that rises, one table on all ranks."""
+"""The tracker: masses equal dense attention's, exchanges are bounded, recall rises, and all ranks have one table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ N, SIDE, HEADS = 768, 32, 4
 
 
 def topics(seed: int = 0, noise: float = 1.0, n: int = N) -> tuple[Tensor, Tensor, Tensor]:
-    """Stretches of keys with topics of their own; queries look for topics anywhere, other ones in each head."""
+    """Keys in segments with different topics; queries look for topics anywhere, with other topics in each head."""
     generator = torch.Generator().manual_seed(7)
     stretches = -(-n // 48)
     centres = 2 * torch.randn(1, HEADS // 2, stretches, 16, generator=generator)
@@ -63,7 +63,7 @@ def test_masses_are_those_of_attention() -> None:
         real = listed < 22
         want = (dense[0, head] / queries[:, None])[rows[real], listed[real]]
         torch.testing.assert_close(state["mass"][head][real], want, rtol=1e-4, atol=1e-6)
-    # half of what comes is new
+    # with decay 0.5, half of the average comes from the new step
     assert torch.equal(blocks(tracker.pattern), before)
     tracker.decay = 0.5
     step(tracker, *(x.roll(1, 1) for x in (q, k, v)))
@@ -80,7 +80,7 @@ def test_exchanges_are_bounded_and_density_stays() -> None:
     forced |= forced.roll(-1, 1) & torch.ones(rows, rows, dtype=torch.bool).tril()
     forced[:, 0] = True
     changed = 0
-    # what is exchanged was on trial for an update before
+    # a block must be on trial for an update before it is exchanged
     for seed in range(10):
         before = blocks(tracker.pattern)
         step(tracker, *topics(seed))
@@ -105,7 +105,7 @@ def test_recall_rises_over_fifty_steps() -> None:
         if seed % 10 == 9:
             found.append(recall(tracker, q, k, v))
     assert tracker.version == 50
-    # the most that a table of this density can hold, own blocks included
+    # the largest mass that a table of this density can hold, with the local blocks
     dense = rw.attention_weights(q, k, rw.Causal()).to_dense()[0].unflatten(2, (-1, SIDE)).unflatten(1, (-1, SIDE))
     held, own = dense.sum((2, 4)), torch.eye(rows, dtype=torch.bool)
     order = torch.where(own, torch.inf, held).argsort(-1, descending=True)
@@ -117,7 +117,7 @@ def test_recall_rises_over_fifty_steps() -> None:
 
 
 def test_recall_of_a_trained_model_rises_and_stays() -> None:
-    """Other text at each update: blocks that look good from their means, and are not, are tried and not taken."""
+    """With new data at each update, blocks with good means but little mass are tried and not taken."""
     n, curve = 512, []
     known, held_out = standard_library(2**20).split(n)
     models: dict[str, ByteModel] = {}
@@ -160,7 +160,7 @@ def test_what_is_on_trial_holds_what_it_would_if_it_were_active() -> None:
 
 
 def test_a_table_in_use_does_not_change() -> None:
-    """An update comes between forward and backward: the gradient is that of the table that forward had."""
+    """After an update between forward and backward, the gradient still belongs to the table of forward."""
     q, k, v = (x.requires_grad_() for x in topics())
     tracker = ImportanceTracker(N, heads=HEADS, density=0.3, block_size=SIDE)
     step(tracker, *(x.detach() for x in (q, k, v)))
@@ -195,11 +195,11 @@ def test_what_looks_no_better_stays_out() -> None:
     q, k, v = topics()
     tracker = ImportanceTracker(N, heads=HEADS, density=0.2, block_size=SIDE, hysteresis=1e9)
     before = blocks(tracker.pattern)
-    # some blocks look better, by less than that
+    # some blocks look better, but by less than the hysteresis
     step(tracker, 0.1 * q, k, v)
     assert torch.equal(blocks(tracker.pattern), before)
     assert tracker.version == 1
-    # and where all keys are alike nothing is exchanged back and forth
+    # with equal keys, blocks are not exchanged back and forth
     tracker = ImportanceTracker(N, heads=HEADS, density=0.2, block_size=SIDE)
     for _ in range(3):
         step(tracker, q, torch.ones_like(k), v)
@@ -249,7 +249,7 @@ def test_ranks_have_one_table_which_travels_while_they_compute() -> None:
             q, k, v = (ctx.shard(x, 2) for x in topics(seed))
             _, lse = rw.attention_with_lse(q, k, v, tracker.pattern, context=ctx)
             tracker.update(q, k, lse)
-            # under way: its messages were posted, and none of its bytes has been waited for
+            # the exchange is pending: its messages were posted, and none was waited for
             assert transport.started[-1].startswith("table")
             got = sum(transport.counters.received)
             rw.attention(q, k, v, rw.SlidingWindow(8, 0), context=ctx)

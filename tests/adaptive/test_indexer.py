@@ -1,4 +1,4 @@
-"""The learned selector: what it minimises, that it learns, and that nothing else learns of it."""
+"""The learned selector: its loss, that it learns, and that no gradient reaches the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIDE = 32
 
 
 def inputs(n: int = 256) -> Inputs:
-    """Queries and keys with topics, so that blocks differ in what they hold."""
+    """Queries and keys with topics, so that blocks differ in mass."""
     x = Inputs.random(n, batch=2, heads=4, kv_heads=2, dim=16)
     generator = torch.Generator().manual_seed(1)
     topics = 1.5 * torch.randn(6, 16, generator=generator)
@@ -38,7 +38,7 @@ def mass_of(x: Inputs, pattern: rw.Pattern) -> rw.adaptive.TileMass:
 
 
 def test_the_divergence_is_that_of_dense_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the listed tiles only, whatever the chunks; the same gradients."""
+    """The loss covers the listed tiles only, and it and its gradients do not depend on the chunks."""
     x, one = inputs(), indexer()
     with torch.no_grad():
         for parameter in one.parameters():
@@ -62,7 +62,7 @@ def test_the_divergence_is_that_of_dense_arithmetic(monkeypatch: pytest.MonkeyPa
                 got = one.loss(x.q, x.k, mass)
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
                 for a, b in zip(torch.autograd.grad(got, list(one.parameters())), grads, strict=True):
-                    # by the largest of a gradient: a small entry is a sum of large ones of either sign
+                    # relative to the largest entry of a gradient: a small entry is a sum of large terms with both signs
                     torch.testing.assert_close(a, b, rtol=0, atol=4e-6 * float(b.abs().max()))
 
 
@@ -79,7 +79,7 @@ def test_it_learns_and_the_model_does_not() -> None:
     optimiser = torch.optim.Adam(one.parameters(), 3e-3)
     losses, before = [], recall()
     for step in range(40):
-        # dense, then on what it chooses
+        # train with dense attention's mass, then with the mass of the chosen blocks
         mass = dense if step < 30 else mass_of(x, one(x.q, x.k, top_k=3) & rw.Causal())
         loss = one.loss(x.q, x.k, mass)
         optimiser.zero_grad()
@@ -94,7 +94,7 @@ def test_it_learns_and_the_model_does_not() -> None:
 
 
 def test_at_first_it_scores_by_means() -> None:
-    """With one pool a block, it is the selector of means."""
+    """With one pool per block, the untrained indexer equals the selector by means."""
     x = inputs()
     torch.manual_seed(0)
     one = BlockIndexer(16, heads=4, kv_heads=2, block_size=SIDE, pool=SIDE)
@@ -149,7 +149,7 @@ def test_refusals(call: object, text: str) -> None:
 
 @pytest.mark.parametrize("heads", ["query", "kv", "shared"])
 def test_ranks_score_their_own_rows_and_have_one_table(heads: str) -> None:
-    """That of one process, for every placement that cuts at blocks; lengths that leave ranks padding."""
+    """The shared table equals that of one process, for every placement that splits at blocks, also with padding."""
     one = indexer()
 
     def job(transport: Threaded, placement: str, n: int) -> None:

@@ -1,4 +1,4 @@
-"""The attention that tiles hold, against the dense definition."""
+"""The attention mass of tiles, against the dense definition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..oracle import Inputs
 
 
 def dense_mass(x: Inputs, pattern: rw.Pattern, q_offset: int, scale: float, lse: Tensor | None = None) -> Tensor:
-    """The weights of all pairs, (B, Hq, Nq, Nk) float64."""
+    """Return the weights of all pairs, (B, Hq, Nq, Nk) float64."""
     q, k = x.q.double(), x.k.double()
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     allowed = pattern.to_dense(q.shape[2], k.shape[2], heads=q.shape[1], batch=q.shape[0], q_offset=q_offset)
@@ -23,7 +23,7 @@ def dense_mass(x: Inputs, pattern: rw.Pattern, q_offset: int, scale: float, lse:
 
 
 def in_tiles(weights: Tensor, plan: rw.BlockPlan) -> Tensor:
-    """Sums over the keys of tiles, (B, Hq, Nq, key tiles)."""
+    """Return the sums over the keys of tiles, (B, Hq, Nq, key tiles)."""
     missing = -weights.shape[-1] % plan.kv_tile
     return torch.nn.functional.pad(weights, (0, missing)).unflatten(-1, (-1, plan.kv_tile)).sum(-1)
 
@@ -79,7 +79,7 @@ def test_of_a_larger_attention_it_is_the_recall() -> None:
 
 
 def test_what_is_not_attended_is_not_seen() -> None:
-    """NaN in keys and queries that no pair has; a row that attends nothing holds 0."""
+    """NaN in keys and queries without pairs has no effect, and a row without keys holds 0."""
     x = Inputs.random(160, heads=2, dim=16)
     pattern = rw.KeyPadding(stop=100) & rw.Causal()
     lse = rw.attention_with_lse(x.q, x.k, x.v, pattern).lse

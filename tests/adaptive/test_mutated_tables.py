@@ -1,6 +1,6 @@
-"""Tables that change all the time, in threads and processes: no plan is ever that of another table.
+"""Tables that change constantly, in threads and processes: a plan never belongs to another table.
 
-``make soak`` takes 10,000 tables, in two processes, instead of a few.
+``make soak`` tests 10,000 tables in two processes, instead of a few.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def mask_of(indices: Tensor, counts: Tensor) -> Tensor:
 
 
 def check(pattern: rw.Pattern, mask: Tensor, causal: bool) -> None:
-    """A plan from the cache, and the attention that is computed with one."""
+    """Check a plan from the cache, and the attention computed with one."""
     plan = rw.plan(pattern, N, heads=2)
     allowed = mask.repeat_interleave(SIDE, -2).repeat_interleave(SIDE, -1)
     allowed = allowed & torch.ones(N, N, dtype=torch.bool).tril() if causal else allowed
@@ -40,7 +40,7 @@ def check(pattern: rw.Pattern, mask: Tensor, causal: bool) -> None:
 
 
 def tables(number: int, seed: int) -> int:
-    """Make and change ``number`` tables, of tensors that are written in place; how many were right."""
+    """Create ``number`` tables and modify their tensors in place, and check each; return ``number``."""
     generator = torch.Generator().manual_seed(seed)
     indices = torch.zeros(2, BLOCKS, 3, dtype=torch.int64)
     counts = torch.zeros(2, BLOCKS, dtype=torch.int64)
@@ -50,18 +50,18 @@ def tables(number: int, seed: int) -> int:
         causal = turn % 2 == 1
         kind = turn % 3
         if kind == 0 or kept is None:
-            # new ones of the same tensors
+            # new tables of the same tensors
             indices.random_(0, BLOCKS, generator=generator)
             counts.random_(0, 4, generator=generator)
             kept = rw.BlockTable(indices=indices, counts=counts, key_blocks=BLOCKS, block_size=SIDE)
             table, mask = kept, mask_of(indices, counts)
         elif kind == 1:
-            # one table, written where nobody should
+            # one table whose tensor is modified in place
             rows = torch.randint(0, BLOCKS, (), generator=generator)
             kept.blocks.table.copy_(kept.blocks.table.roll(int(rows), 1))
             table, mask = kept, kept.mask
         else:
-            # found in tensors that are written in place
+            # tables found in tensors that are modified in place
             x.normal_(generator=generator)
             table = select(x, x, top_k=2, block_size=SIDE, causal=False)
             mask = table.mask[0]

@@ -1,4 +1,4 @@
-"""Tables that are found from queries and keys: against their definitions, spelled a second time and densely."""
+"""Tables chosen from queries and keys, against a second, dense implementation of the definitions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..oracle import Inputs
 
 
 def blocks_of(n: int, side: int, first: int = 0) -> list[range]:
-    """Tokens of each block, the first of which stands at position ``first``."""
+    """Return the tokens of each block; the first token has position ``first``."""
     ends = sorted({0, n, *(p - first for p in range(0, first + n + side, side) if 0 < p - first < n)})
     return [range(a, b) for a, b in itertools.pairwise(ends)]
 
 
 def scores(x: Inputs, method: str, rows: list[range], columns: list[range], causal: bool, q_offset: int) -> Tensor:
-    """The score of every block, (B, Hq, rows, columns), by loops over blocks; a mass for antidiagonal."""
+    """Return the score of every block, (B, Hq, rows, columns), by loops over blocks; for antidiagonal, the mass."""
     q, k = x.q.double() * x.q.shape[3] ** -0.5, x.k.double().repeat_interleave(x.q.shape[1] // x.k.shape[1], 1)
     result = q.new_zeros(*q.shape[:2], len(rows), len(columns))
     for r, mine in enumerate(rows):
@@ -85,7 +85,7 @@ def test_the_best_blocks(name: str, method: str, heads: str) -> None:
     )  # fmt: skip
     want = scores(x, method, rows, columns, causal, q_offset)
     if causal:
-        # what holds keys after the row's last query is not scored
+        # blocks with keys after the row's last query are not scored
         ends = torch.tensor([q_offset + row.stop for row in rows])[:, None]
         want = want.masked_fill(torch.arange(1, len(columns) + 1) * sides[1] > ends, -torch.inf)
     if heads != "query":
@@ -99,7 +99,7 @@ def test_the_best_blocks(name: str, method: str, heads: str) -> None:
     assert not (mask & ~may).any()
     assert (mask | ~must).all()
     assert torch.equal(mask.sum(-1), may.sum(-1).clamp(max=top_k).expand(mask.shape[:-1]))
-    # what was chosen freely is no worse than what was not
+    # every freely chosen block scores at least as high as every block not chosen
     free = mask & ~must
     worst = want.masked_fill(~free, torch.inf).amin(-1)
     best = want.masked_fill(mask | ~may, -torch.inf).amax(-1)
@@ -107,7 +107,7 @@ def test_the_best_blocks(name: str, method: str, heads: str) -> None:
 
 
 def test_antidiagonals() -> None:
-    """Their share of a softmax over sums along antidiagonals, by the sums spelled out."""
+    """Scores are shares of a softmax over explicit sums along antidiagonals."""
     x = Inputs.random(256, heads=2, dim=8)
     stride, side = 8, 32
     s = (x.q.double() @ x.k.double().mT) * 8**-0.5
@@ -132,7 +132,7 @@ def test_antidiagonals() -> None:
 
 
 def parts(tokens: range, first: int, size: int) -> list[range]:
-    """Parts of `size` tokens of a block that stands at position `first` + its tokens."""
+    """Return the parts of `size` tokens of a block, whose boundaries depend on the position `first`."""
     places = range(first + tokens.start, first + tokens.stop)
     return [range(a - first, b - first) for a, b in itertools.pairwise(sorted({
         places.start, places.stop, *(p for p in places if p % size == 0)}))]  # fmt: skip
@@ -140,7 +140,7 @@ def parts(tokens: range, first: int, size: int) -> list[range]:
 
 def shares(x: Inputs, method: str, size: int, rows: list[range], columns: list[range], causal: bool, q_offset: int,
            aligned: bool) -> Tensor:  # fmt: skip
-    """The share of each block of a softmax over parts of blocks of keys, the mean over parts of a row's queries."""
+    """Return each block's share of a softmax over parts of key blocks, averaged over parts of a row's queries."""
     q, k = x.q.double() * x.q.shape[3] ** -0.5, x.k.double().repeat_interleave(x.q.shape[1] // x.k.shape[1], 1)
     result = q.new_zeros(*q.shape[:2], len(rows), len(columns))
     for r, mine in enumerate(rows):
@@ -154,7 +154,7 @@ def shares(x: Inputs, method: str, size: int, rows: list[range], columns: list[r
                     if method == "mean":
                         product = q[:, :, part.start : part.stop].mean(2) * k[:, :, keys.start : keys.stop].mean(2)
                     else:
-                        # places within the part: query p meets key size - 1 - p
+                        # places within the part: query p is multiplied with key size - 1 - p
                         begin = (q_offset + part.start) % size if aligned else 0
                         pairs = [(i, size - 1 - begin - i + part.start + keys.start) for i in part]
                         pairs = [(i, j) for i, j in pairs if j in keys]
@@ -169,7 +169,7 @@ def shares(x: Inputs, method: str, size: int, rows: list[range], columns: list[r
 @pytest.mark.parametrize("method", ["mean", "antidiagonal"])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "token"])
 def test_parts_of_blocks(name: str, method: str) -> None:
-    """Pools and antidiagonals, of blocks and of parts that are cut: by their shares, spelled out."""
+    """Pools and antidiagonals choose by their shares, also with incomplete blocks and parts."""
     nq, nk, block, causal, q_offset = CASES[name]
     sides = block if isinstance(block, tuple) else (block, block)
     x = Inputs.random(nq, nk, batch=2, heads=4, kv_heads=2, dim=8, dtype=torch.float64)
@@ -214,7 +214,7 @@ def test_as_many_as_hold_a_mass() -> None:
 
 
 def test_no_block_is_local() -> None:
-    """With ``local=0`` a row of queries over several blocks of keys takes the best, wherever they are."""
+    """With ``local=0``, a row of queries that spans several key blocks takes the best blocks anywhere."""
     x = Inputs.random(128, heads=1, dim=8)
     x.q[...], x.k[:, :, :8], x.k[:, :, 8:] = 1.0, 1.0, -1.0
     table = select(x.q, x.k, top_k=1, block_size=(32, 8), local=0, sinks=0)
@@ -241,7 +241,7 @@ AMOUNTS = {
 @pytest.mark.parametrize("heads", ["query", "kv", "shared"])
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_a_row_of_blocks_depends_on_no_later_token(amount: str, heads: str, local: int) -> None:
-    """And with blocks of one query, on none that decoding has not seen: both choose the same."""
+    """With blocks of one query, training and decoding choose the same blocks."""
     how: dict[str, Any] = {**AMOUNTS[amount], "heads": heads, "local": local, "sinks": local}
     x = Inputs.random(96, batch=1, heads=4, kv_heads=2, dim=8)
     for sides in ((32, 32), (16, 32), (32, 8), (1, 16)):
@@ -257,7 +257,7 @@ def test_a_row_of_blocks_depends_on_no_later_token(amount: str, heads: str, loca
 
 
 def test_attention_that_does_not_look_ahead() -> None:
-    """Bit for bit, with blocks of one query; with larger ones the choice of a row moves with later queries."""
+    """With blocks of one query the choice is bit-identical; with larger ones it depends on later queries."""
     x = Inputs.random(192, heads=2, dim=16)
     later = x.q.clone()
     later[:, :, 100:] = 50 * torch.randn(16)
@@ -336,7 +336,7 @@ def test_types_and_strides(dtype: torch.dtype) -> None:
 
 
 def test_compiled_in_one_graph() -> None:
-    """Selection and attention, one graph, the same table; and new values recompile nothing."""
+    """Selection and attention compile to one graph with the same table, and new values do not recompile it."""
     x = Inputs.random(256, heads=4, kv_heads=2, dim=16)
     compilations = []
 
@@ -362,7 +362,7 @@ def test_compiled_in_one_graph() -> None:
 
 
 def test_duplicate_empty_and_padded_rows_give_exact_gradients() -> None:
-    """Attention over a table by indices, however its rows are written, has the gradients of the mask."""
+    """Attention with a table of indices in any form has the gradients of the mask."""
     x = Inputs.random(128, heads=2, kv_heads=1, dim=16, dtype=torch.float64)
     indices = torch.tensor([[0, 0, 3], [1, 1, 1], [3, 7, 7], [2, 0, 9]]).expand(1, 2, 4, 3).clone()
     counts = torch.tensor([[2, 3, 1, 2], [0, 1, 0, 2]])[None]
@@ -391,7 +391,7 @@ def test_duplicate_empty_and_padded_rows_give_exact_gradients() -> None:
         ({"top_k": 3, "density": 0.5}, rw.PatternError, "top_k and density"),
         ({"top_k": 1}, rw.PatternError, "at least 2: local=1 and sinks=1"),
         ({"density": 1.5}, rw.PatternError, "density"),
-        ({"mass": 0.5, "method": "bounds"}, rw.PatternError, "which estimate none"),
+        ({"mass": 0.5, "method": "bounds"}, rw.PatternError, "which does not estimate it"),
         ({"top_k": 3, "method": "best"}, rw.UnsupportedError, "method"),
         ({"top_k": 3, "heads": "all"}, rw.UnsupportedError, "heads"),
         ({"top_k": 3, "method": "antidiagonal", "stride": 12}, rw.PatternError, "stride: got 12"),
@@ -406,7 +406,7 @@ def test_refusals(how: dict[str, object], error: type[Exception], text: str) -> 
 
 
 def test_a_mass_of_pools() -> None:
-    """With pools a row's blocks hold the mass of their softmax, and what is left out is less than the least of them."""
+    """With pools, a row's blocks hold the mass of the softmax, and no left-out block holds more than a chosen one."""
     x = Inputs.random(256, heads=2, dim=16)
     x.q.mul_(8)
     share = shares(x, "mean", 8, blocks_of(256, 32), blocks_of(256, 32), True, 0, True)
@@ -420,7 +420,7 @@ def test_a_mass_of_pools() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_means_of_16_bits_are_widened_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, whatever is widened at a time and however tokens lie."""
+    """Means are computed in float32, for any chunk size and memory layout."""
     from ringweave.adaptive import pooling
 
     x = torch.randn(2, 200, 3, 16).to(dtype).transpose(1, 2)
@@ -446,7 +446,7 @@ def test_block_means() -> None:
 
 @pytest.mark.parametrize("heads", ["query", "kv"])
 def test_decoding_reads_what_was_chosen(heads: str) -> None:
-    """A step at any position, with a table of one row: the attention of the dense mask of its blocks."""
+    """A decoding step with a table of one row equals attention with the dense mask of its blocks."""
     x = Inputs.random(1, 300, batch=2, heads=4, kv_heads=2, dim=16)
     table = select(x.q, x.k, method="bounds", top_k=4, block_size=32, heads=heads, q_offset=299)
     mask = table.mask.repeat_interleave(4 // table.mask.shape[1], 1)

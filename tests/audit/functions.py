@@ -1,7 +1,7 @@
-"""Attention functions that are right, and ones with the faults that the field's have; each with what was asked of it.
+"""Correct attention functions and functions with common faults, each with the pattern that it should compute.
 
-``FAULTS`` are caught by ``compare``, ``KERNELS`` by the rule of the kit that is beside them, ``LEAKS`` by ``leaks``.
-The table of docs/audit.md names them all.
+``compare`` finds the ``FAULTS``, the named rule of the kit finds each of the ``KERNELS``, and ``leaks`` the ``LEAKS``.
+The table of lab/notes/audit-functions.md names them all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def dense(pattern: Pattern, nq: int = N, nk: int = N, q_offset: int = 0) -> Tens
 
 
 def masked(allowed: Tensor, bias: Tensor | None = None, lowest: float = -torch.inf) -> Function:
-    """As eager attention is written in most models."""
+    """Eager attention as most models implement it."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -57,7 +57,7 @@ def ours(pattern: Pattern, **options: object) -> Function:
 
 
 def per_tile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A softmax for each tile of keys, summed."""
+    """Sum a separate softmax of each tile of keys."""
     allowed = dense(CAUSAL)
     return sum(  # type: ignore[return-value]
         masked(allowed & (torch.arange(N) // 16 == tile))(q, k, v) for tile in range(-(-N // 16))
@@ -65,7 +65,7 @@ def per_tile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A global token that is in the window as well, and counted in both."""
+    """Count a token twice that is global and in the window."""
     bias = torch.zeros(N).index_fill(0, torch.tensor([0]), 2.0**0.5).square().clamp(min=1).log()
     return masked(dense(CAUSAL), bias)(q, k, v)
 
@@ -85,12 +85,12 @@ def same(x: Tensor) -> Tensor:
 
 
 def side_by_side(x: Tensor) -> Tensor:
-    """Key heads, each as often as a query head reads it."""
+    """Repeat each key head for its query heads."""
     return x.repeat_interleave(HEADS // x.shape[1], 1)
 
 
 def in_turn(x: Tensor) -> Tensor:
-    """Key heads in turn: those of other query heads."""
+    """Repeat key heads in turn, so that query heads read the wrong ones."""
     return x.repeat(1, HEADS // x.shape[1], 1, 1)
 
 
@@ -98,7 +98,7 @@ def causal(
     scores: Change = same, k: Change = same, v: Change = same, weights: Change = same, q: Change = same,
     shared: tuple[Change, Change] = (side_by_side, side_by_side),
 ) -> Function:  # fmt: skip
-    """Causal attention with something done on the way."""
+    """Return causal attention with one step changed."""
 
     def fn(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         queries, keys, values = q(queries), k(shared[0](keys)), v(shared[1](values))
@@ -110,7 +110,7 @@ def causal(
 
 
 def largest(scores: Tensor) -> Tensor:
-    """The eight largest of the scores that a row may have."""
+    """Keep the eight largest allowed scores of a row."""
     seen = scores.masked_fill(~dense(CAUSAL), -torch.inf)
     return scores.masked_fill(seen < seen.topk(8, -1).values[..., -1:], -torch.inf)
 
@@ -132,7 +132,7 @@ def in_type(dtype: torch.dtype) -> Function:
 
 
 def tokens_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(B, N, H, D) inside."""
+    """Compute in the layout (B, N, H, D)."""
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     return fused(None, is_causal=True)(q, k, v).transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -142,7 +142,7 @@ def in_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def in_a_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Keys of one rank after the other, merged."""
+    """Merge the attention to the keys of one rank after the other."""
     parts = [
         rw.attention_with_lse(q, k[:, :, n : n + 10], v[:, :, n : n + 10], CAUSAL, q_offset=-n) if n == 0 else
         rw.attention_with_lse(q, k, v, CAUSAL & rw.KeyPadding(n + 10, n)) for n in range(0, N, 10)
@@ -151,7 +151,7 @@ def in_a_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def running(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A softmax that goes on from tile to tile, by powers of two."""
+    """Compute a running softmax over tiles with powers of two."""
     k, v = side_by_side(k).float(), side_by_side(v).float()
     most, total, out = torch.full((BATCH, HEADS, N, 1), -1e30), torch.zeros(BATCH, HEADS, N, 1), torch.zeros(q.shape)
     for tile in range(0, N, 16):
@@ -165,7 +165,7 @@ def running(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def raw(allowed: Tensor) -> Function:
-    """Rows without keys are NaN, as a plain softmax makes them."""
+    """Return NaN for rows without keys, as a plain softmax does."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = (q @ side_by_side(k).mT).float() * q.shape[-1] ** -0.5
@@ -186,7 +186,7 @@ HEADWISE = heads(CAUSAL, WINDOW, rw.SlidingWindow(3), CHUNKS)
 
 @dataclass(frozen=True)
 class Case:
-    """A function, what was asked of it, and what its audit has to say."""
+    """A function, the requested pattern, and the expected sentence of the audit."""
 
     fn: Function
     asked: Pattern
@@ -199,10 +199,10 @@ class Case:
 
 
 FAULTS = {
-    "window one short": Case(ours(rw.SlidingWindow(11)), WINDOW, r"this is SlidingWindow\(11\), asked was SlidingWindow\(12\)"),
-    "window one long": Case(fused(dense(rw.SlidingWindow(13))), WINDOW, r"this is SlidingWindow\(13\), asked"),
+    "window one short": Case(ours(rw.SlidingWindow(11)), WINDOW, r"attends SlidingWindow\(11\) instead of SlidingWindow\(12\)"),
+    "window one long": Case(fused(dense(rw.SlidingWindow(13))), WINDOW, r"attends SlidingWindow\(13\) instead of"),
     "window dropped": Case(fused(None, is_causal=True), WINDOW & CAUSAL, r"SlidingWindow\(12\) is ignored"),
-    "window to both sides": Case(ours(rw.SlidingWindow(12, 12)), WINDOW, r"this is SlidingWindow\(12, 12\), asked"),
+    "window to both sides": Case(ours(rw.SlidingWindow(12, 12)), WINDOW, r"attends SlidingWindow\(12, 12\) instead of"),
     "left padding ignored": Case(fused(None, is_causal=True), LEFT, "padding is ignored, in row 1"),
     "right padding ignored": Case(fused(None, is_causal=True), RIGHT, "padding is ignored, in row 1"),
     "packing ignored": Case(fused(None, is_causal=True), PACKED, "packing is ignored: documents attend each other"),
@@ -215,17 +215,17 @@ FAULTS = {
         masked(dense(CAUSAL) | (torch.arange(N) >= 17)[:, None]), CAUSAL, "future visible from token 17"
     ),
     "causal from the top left over a cache": Case(
-        fused(dense(CAUSAL, 8, N)), CAUSAL, "the mask is that of queries 32 positions earlier", q_offset=32, nq=8
+        fused(dense(CAUSAL, 8, N)), CAUSAL, "the mask is shifted: it fits queries 32 positions earlier", q_offset=32, nq=8
     ),
     "causal one late": Case(masked(dense(CAUSAL, N, N, 1)), CAUSAL, "1 positions later"),
     "sinks dropped": Case(ours(WINDOW & CAUSAL), SINKS, r"Sinks\(3\) is ignored"),
-    "one sink fewer": Case(ours((WINDOW | rw.Sinks(2)) & CAUSAL), SINKS, r"Sinks\(2\)\) & Causal\(\), asked was"),
-    "a learned sink where none is": Case(ours(CAUSAL, sink_logits=LOGITS), CAUSAL, "learned sinks .* and none was asked"),
+    "one sink fewer": Case(ours((WINDOW | rw.Sinks(2)) & CAUSAL), SINKS, r"Sinks\(2\)\) & Causal\(\) instead of"),
+    "a learned sink where none is": Case(ours(CAUSAL, sink_logits=LOGITS), CAUSAL, "learned sinks .* but no sinks were requested"),
     "learned sink dropped": Case(ours(CAUSAL), CAUSAL, "learned sinks are missing", options={"sinks": True}),
     "chunks misaligned": Case(
-        masked(dense(rw.Segments(8) & CAUSAL, N + 3, N + 3)[:, :, 3:, 3:]), CHUNKS, r"this is Causal\(\) & Documents\("
+        masked(dense(rw.Segments(8) & CAUSAL, N + 3, N + 3)[:, :, 3:, 3:]), CHUNKS, r"attends Causal\(\) & Documents\("
     ),
-    "chunks of another length": Case(ours(rw.Segments(9) & CAUSAL), CHUNKS, r"this is Segments\(9\) & Causal\(\)"),
+    "chunks of another length": Case(ours(rw.Segments(9) & CAUSAL), CHUNKS, r"attends Segments\(9\) & Causal\(\)"),
     "key heads interleaved": Case(
         causal(shared=(in_turn, in_turn)), CAUSAL, "head 1 of row 0 reads keys and values of key head 1, not 0"
     ),
@@ -242,9 +242,9 @@ FAULTS = {
         masked(dense(WINDOW) | (torch.arange(N) >= 32) & (torch.arange(N) >= 32)[:, None]), WINDOW, "future visible from token 32"
     ),
     "whole tiles": Case(masked(in_tiles(rw.SlidingWindow(5), 8)), rw.SlidingWindow(5), "whole tiles of 8 x 8"),
-    "one row's mask for all": Case(masked(dense(LEFT)[1:].expand(2, -1, -1, -1)), LEFT, "the mask of row 1 is taken"),
-    "one head's mask for all": Case(masked(dense(HEADWISE)[:, 1:2].expand(-1, 4, -1, -1)), HEADWISE, "the mask of head 1 is"),
-    "heads exchanged": Case(masked(dense(HEADWISE).flip(1)), HEADWISE, "heads have each other's masks"),
+    "one row's mask for all": Case(masked(dense(LEFT)[1:].expand(2, -1, -1, -1)), LEFT, "the mask of row 1 is used for every row"),
+    "one head's mask for all": Case(masked(dense(HEADWISE)[:, 1:2].expand(-1, 4, -1, -1)), HEADWISE, "the mask of head 1 is used for every head"),
+    "heads exchanged": Case(masked(dense(HEADWISE).flip(1)), HEADWISE, "the masks of heads are exchanged: head 0 uses the mask of head"),
     "transposed": Case(masked(dense(WINDOW).mT), WINDOW, "queries and keys are exchanged"),
     "softmax per tile": Case(per_tile, CAUSAL, "weights of a row sum to 3"),
     "a token counted twice": Case(twice, CAUSAL, "key 0 counts 2 times"),
@@ -253,8 +253,8 @@ FAULTS = {
     ),
     "keys of another row": Case(causal(k=lambda x: x.roll(1, 0)), CAUSAL, "head 0 of row 0 reads keys of row 1, not 0"),
     "values of another row": Case(causal(v=lambda x: x.roll(1, 0)), CAUSAL, "head 0 of row 0 reads values of row 1, not 0"),
-    "queries of another row": Case(causal(q=lambda x: x.roll(1, 0)), CAUSAL, "no softmax of q k"),
-    "keys one token late": Case(causal(k=lambda x: x.roll(1, 2)), CAUSAL, "no softmax of q k"),
+    "queries of another row": Case(causal(q=lambda x: x.roll(1, 0)), CAUSAL, "not a softmax of q k"),
+    "keys one token late": Case(causal(k=lambda x: x.roll(1, 2)), CAUSAL, "not a softmax of q k"),
     "values one token late": Case(causal(v=lambda x: x.roll(1, 2)), CAUSAL, "pairs missing"),
     "no scale": Case(causal(q=lambda x: x * x.shape[-1] ** 0.5), CAUSAL, "multiplied by 1, not by 0.25"),
     "scale of 1 / D": Case(causal(q=lambda x: x * x.shape[-1] ** -0.5), CAUSAL, "multiplied by 0.0625, not by 0.25"),
@@ -265,13 +265,13 @@ FAULTS = {
     "scores ignored": Case(causal(scores=lambda x: 0 * x), CAUSAL, "multiplied by .*, not by 0.25"),
     "soft cap that nobody asked for": Case(ours(CAUSAL, terms=rw.Softcap(20.0)), CAUSAL, "capped at 20, not by 0.25"),
     "soft cap dropped": Case(ours(CAUSAL), CAUSAL, "multiplied by 0.25, not by 0.25 and capped at 20", options={"softcap": 20.0}),
-    "scores clamped": Case(causal(scores=lambda x: x.clamp(-1, 1)), CAUSAL, "no softmax of q k"),
-    "scores without their sign": Case(causal(scores=torch.abs), CAUSAL, "no softmax of q k"),
-    "top-k": Case(causal(scores=largest), CAUSAL, "no softmax of q k"),
+    "scores clamped": Case(causal(scores=lambda x: x.clamp(-1, 1)), CAUSAL, "not a softmax of q k"),
+    "scores without their sign": Case(causal(scores=torch.abs), CAUSAL, "not a softmax of q k"),
+    "top-k": Case(causal(scores=largest), CAUSAL, "not a softmax of q k"),
     "small weights dropped": Case(
-        causal(weights=lambda x: x * (x > 0.1 * x.amax(-1, keepdim=True))), CAUSAL, "no softmax of q k"
+        causal(weights=lambda x: x * (x > 0.1 * x.amax(-1, keepdim=True))), CAUSAL, "not a softmax of q k"
     ),
-    "keys normalised": Case(causal(k=lambda x: F.normalize(x, dim=-1)), CAUSAL, "no softmax of q k|multiplied by"),
+    "keys normalised": Case(causal(k=lambda x: F.normalize(x, dim=-1)), CAUSAL, "not a softmax of q k|multiplied by"),
     "wrong in the last query only": Case(causal(scores=of_last_row(lambda x: x * 1.5)), CAUSAL, "query 39 of head 0"),
     "wrong for a head dimension of 16": Case(
         causal(k=lambda x: x * (1.25 if x.shape[-1] == 16 else 1)), CAUSAL, "multiplied by 0.31"
@@ -294,8 +294,8 @@ FAULTS = {
         lambda q, k, v: ((q @ side_by_side(k).mT * 0.25).softmax(-1) * dense(CAUSAL)) @ side_by_side(v), CAUSAL, "sum to"
     ),
     "masked scores of 0": Case(masked(dense(CAUSAL), lowest=0.0), CAUSAL, "future visible from token 0"),
-    "one late on the right": Case(ours(rw.SlidingWindow(12, 5)), rw.SlidingWindow(12, 4), r"this is SlidingWindow\(12, 5\)"),
-    "one early on the right": Case(ours(rw.SlidingWindow(12, 3)), rw.SlidingWindow(12, 4), r"this is SlidingWindow\(12, 3\)"),
+    "one late on the right": Case(ours(rw.SlidingWindow(12, 5)), rw.SlidingWindow(12, 4), r"attends SlidingWindow\(12, 5\)"),
+    "one early on the right": Case(ours(rw.SlidingWindow(12, 3)), rw.SlidingWindow(12, 4), r"attends SlidingWindow\(12, 3\)"),
     "last key of each tile lost": Case(masked(dense(CAUSAL) & (torch.arange(N) % 16 != 15)), CAUSAL, "pairs missing"),
     "first key of the last tile lost": Case(masked(dense(CAUSAL) & (torch.arange(N) != 32)), CAUSAL, "pairs missing"),
     "a document's boundary one late": Case(
@@ -305,7 +305,7 @@ FAULTS = {
     "first row attends nothing": Case(masked(dense(CAUSAL) & (torch.arange(N) > 0)[:, None]), CAUSAL, "pairs missing"),
     "dropout left on": Case(ours(CAUSAL, dropout=0.3), CAUSAL, "dropout is on"),
     "a bias that nobody asked for": Case(
-        masked(dense(CAUSAL), -0.1 * DISTANCES), CAUSAL, "a bias is at work, and none was asked for"
+        masked(dense(CAUSAL), -0.1 * DISTANCES), CAUSAL, "a bias is applied, but none was requested"
     ),
 }  # fmt: skip
 
@@ -383,12 +383,12 @@ def detached(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
 
 
 def uniform(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """Rows without keys give the mean of all values."""
+    """Return the mean of all values for rows without keys."""
     return exact(q, k, v, allowed | ~allowed.any(-1, keepdim=True))
 
 
 def by_address(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """Takes for granted that tensors are contiguous."""
+    """Assume that tensors are contiguous."""
     q, k, v = (x.as_strided(x.shape, torch.empty(x.shape).stride()) for x in (q, k, v))
     return exact(q, k, v, allowed)
 
@@ -421,7 +421,7 @@ def one_value_dimension(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Ten
 
 
 def wide_heads(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """Channels from 192 on are left out."""
+    """Leave out channels from 192 on."""
     return exact(q[..., :192], k[..., :192], v, allowed, q.shape[-1] ** -0.5)
 
 
@@ -435,7 +435,7 @@ def one_batch_size(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
 
 
 def one_length(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """No tile is left over: the last one is forgotten."""
+    """Forget an incomplete last tile."""
     return exact(q, k, v, allowed & (torch.arange(k.shape[2]) < (112 if k.shape[2] == 128 else 10**6)))
 
 
@@ -444,7 +444,7 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
 
 
 def from_the_left(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-    """Queries over a cache take the first positions."""
+    """Give queries over a cache the first positions."""
     allowed = pattern.to_dense(q.shape[2], k.shape[2], q.shape[1], batch=len(q), q_offset=0) > 0
     return exact(q, k, v, allowed)
 
@@ -469,7 +469,7 @@ def gradient_of_keys(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor
 
 
 def added_mask(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """NaN of keys that nobody attends is added to, and stays."""
+    """Add a mask to the scores, which keeps NaN of keys that no query attends."""
     scores = side(k, q) @ q.double().mT * q.shape[-1] ** -0.5
     bias = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, -1e300)
     weights = (scores.mT + bias).softmax(-1) * allowed.any(-1, keepdim=True)
@@ -507,7 +507,7 @@ KERNELS = {
 
 
 def careful(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The definition, and nothing of what no query attends."""
+    """Compute the definition without reading keys that no query attends."""
     seen = allowed.any(2).unflatten(1, (k.shape[1], -1)).any(2)[..., None]
     k, v = (torch.where(seen, x, 0.0).double() for x in (k, v))
     out, lse = conformance.dense(q.double(), k, v, allowed, scale)
@@ -536,12 +536,12 @@ def only_with_gradients(x: Tensor) -> Tensor:
 
 
 def by_content(x: Tensor) -> Tensor:
-    """The whole row is seen where a token is large."""
+    """Attend the whole row if a token is large."""
     return layer(rw.Full() if bool((x > 3).any()) else CAUSAL)(x)
 
 
 def padded_with_nan(pattern: Pattern) -> Callable[[Tensor], Tensor]:
-    """Rows without keys are NaN, and so are gradients beside them."""
+    """Return a function with NaN in rows without keys and in gradients next to them."""
     allowed = pattern.to_dense(12)
 
     def fn(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The kit finds what kernels get wrong, prints what can be pasted, and runs under pytest."""
+"""The kit finds faults of kernels, prints a script that reproduces them, and runs under pytest."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ringweave.errors import UnsupportedError
 from .functions import KERNELS, RIGHT_KERNELS
 
 ERRORS = {
-    "exact": "out is off by|lse is off by", "leaks": "with keys that it may not attend", "row_sums": "rows of ones give",
-    "gradients": "d[qkv] is off by", "strides": "give an output that is off by", "repeated": ".", "unattended_nan": ".",
+    "exact": "out is off by|lse is off by", "leaks": "with keys that it must not attend", "row_sums": "rows of ones give",
+    "gradients": "d[qkv] is off by", "strides": "the output is off by", "repeated": ".", "unattended_nan": ".",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(KERNELS))
 def test_faults(name: str) -> None:
-    """Each is caught by its rule, made small, and printed as a script that shows it."""
+    """Each fault is caught by its rule, reduced, and printed as a script that reproduces it."""
     kernel, rule = KERNELS[name]
     failure = conformance.judge(kernel, rule, examples=100).failure
     assert failure is not None
@@ -61,7 +61,7 @@ def test_under_pytest() -> None:
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "pytest_ringweave",
         "--pyargs", "ringweave.audit.conformance", "-k", "row_sums", "--kernel", "tests.audit.functions:a_softmax_a_tile",
     ]  # fmt: skip
-    # where it is installed it is there already
+    # an installed plugin is loaded already
     plugin = ["-p", "pytest_ringweave"]
     installed = "pytest_ringweave" in str(
         list(__import__("importlib.metadata").metadata.entry_points(group="pytest11"))

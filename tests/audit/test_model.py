@@ -1,4 +1,4 @@
-"""Layers of models as they are called: torch's, ours and transformers', with masks lost on the way."""
+"""Audits of models of torch, ringweave and transformers, with masks that get lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 
 
 class Block(nn.Module):
-    """A layer that calls torch's attention with a mask of its own."""
+    """A layer that calls torch's attention with a given mask."""
 
     def __init__(self, pattern: rw.Pattern):
         super().__init__()
@@ -41,7 +41,7 @@ def six(dropped: int | None = None) -> nn.Module:
 
 
 def make() -> nn.Module:
-    """For the command."""
+    """A model function for the command line."""
     return six(4)
 
 
@@ -54,7 +54,7 @@ def test_window_dropped_in_one_layer_of_six() -> None:
     assert (
         str(found)
         .splitlines()[4]
-        .startswith("4 (scaled_dot_product_attention): this is Causal(), asked was SlidingWindow(5)")
+        .startswith("4 (scaled_dot_product_attention): attends Causal() instead of SlidingWindow(5)")
     )
     by_name = {"4": rw.Causal()} | {str(n): rw.SlidingWindow(5) for n in (0, 1, 2, 3, 5)}
     assert audit.model(six(4), x, expect=by_name).agrees
@@ -82,11 +82,11 @@ def test_flex_and_ours() -> None:
         rw.attention(q, k, v, rw.SlidingWindow(20))
     assert [call.through for call in calls] == ["flex_attention", "ringweave"]
     assert audit.compare(calls[0].found, rw.SlidingWindow(19)).agrees
-    assert "this is SlidingWindow(20)" in str(audit.compare(calls[1].found, rw.SlidingWindow(19)))
+    assert "attends SlidingWindow(20)" in str(audit.compare(calls[1].found, rw.SlidingWindow(19)))
 
 
 class Bypassed(nn.MultiheadAttention):
-    """A subclass whose forward a fused path does not call."""
+    """A subclass with a forward that a fused path bypasses."""
 
     def forward(self, query: Tensor, *args: object, **options: object) -> tuple[Tensor, None]:  # type: ignore[override]
         out = super().forward(query, *args, **options)[0]  # type: ignore[arg-type]
@@ -99,14 +99,14 @@ def test_a_fused_path_that_goes_round_a_module() -> None:
     found = audit.model(encoder, torch.randn(2, 16, 32), expect=rw.Full())
     assert not found.agrees
     assert found.bypassed > 0.01
-    assert "a fused path goes round a module" in str(found)
+    assert "a fused path bypasses a module" in str(found)
 
 
 def results(name: str, implementation: str, *cases: str) -> list[targets.Result]:
     return list(targets.run(targets.target(name, 2), (implementation,), cases or tuple(targets.CASES)))
 
 
-# afmoe names the mask that it passes, bigbird's decoder is causal without saying so
+# afmoe passes its mask by keyword; bigbird's decoder is causal without is_causal
 @pytest.mark.parametrize(
     "name", ["mistral", "gemma3_text", "llama4_text", "modernbert", "gpt_oss", "afmoe", "bigbird_pegasus"]
 )
@@ -130,11 +130,11 @@ def test_what_a_configuration_promises() -> None:
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_mask_that_a_model_drops() -> None:
-    """Doge makes its mask of numbers only, and leaves out the one that flex_attention is given."""
+    """Doge builds its mask from numbers, and does not read the block mask of flex_attention."""
     (sound,) = results("doge", "eager", "unpadded")
     assert sound.agrees, page.lines(sound)
     (flex,) = results("doge", "flex_attention", "unpadded")
-    assert "future visible from token 0: this is Full(), asked was" in page.lines(flex)[0]
+    assert "future visible from token 0: attends Full() instead of" in page.lines(flex)[0]
 
 
 def test_padding_of_a_text_is_none_of_an_image_with_as_many_tokens() -> None:
@@ -151,7 +151,7 @@ def test_padding_of_a_text_is_none_of_an_image_with_as_many_tokens() -> None:
 
 
 class Across(nn.Module):
-    """A layer of a decoder, whose kind is said, over an encoder's keys: all of them, whatever its kind."""
+    """Cross-attention of a decoder may attend all keys of the encoder, regardless of the layer's kind."""
 
     is_causal, layer_idx = True, 0
 
@@ -176,12 +176,12 @@ def test_inputs_of_ones_own() -> None:
         assert result.agrees
         assert result.audit is not None
         shapes.add(tuple(result.audit.layers[0].found.pairs.shape[2:]))
-    # the cache holds what a window leaves
+    # the cache holds the keys within the window
     assert shapes == {(9, 9), (3, 9)}
 
 
 def test_masks_lost_in_transformers() -> None:
-    """An attention function without a mask function: transformers then builds none, and padding is lost in silence."""
+    """An attention function without a mask function: transformers then builds no mask, and padding is lost silently."""
     from transformers import AttentionInterface
 
     def bare(
@@ -197,9 +197,9 @@ def test_masks_lost_in_transformers() -> None:
         found = {result.case: result for result in results("mistral", "bare", "unpadded", "left")}
     finally:
         del AttentionInterface._global_mapping["bare"]
-    assert "this is Causal(), asked was SlidingWindow(7)" in page.lines(found["unpadded"])[0]
+    assert "attends Causal() instead of SlidingWindow(7)" in page.lines(found["unpadded"])[0]
     said = page.lines(found["left"])[0]
-    assert "this is Causal(), asked was SlidingWindow(7)" in said or "padding is ignored" in said or "row 1" in said
+    assert "attends Causal() instead of SlidingWindow(7)" in said or "padding is ignored" in said or "row 1" in said
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 class Hiding(torch.nn.Module):
-    """Hides some tokens by chance in evaluation too, as models for masked images do."""
+    """Hide random tokens in evaluation too, as models for masked images do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def test_a_page_with_pictures(tmp_path: Path) -> None:
     text = page.write_page("six", [result], 20, tmp_path / "a.html").read_text()
     assert text.count("<svg") == 1
     assert page.COLOURS["extra"] in text
-    assert "4: this is Causal(), asked was SlidingWindow(5)" in text
+    assert "4: attends Causal() instead of SlidingWindow(5)" in text
 
 
 def test_parts_of_a_model_in_training_stay_in_their_modes() -> None:
@@ -268,7 +268,7 @@ def test_a_name_of_no_module_that_attends_is_no_agreement() -> None:
 
 
 def test_audits_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other: what is put in the way of calls is gone afterwards, and what others call is none of theirs."""
+    """Blocks of two threads run one after the other, remove their patches, and do not record each other's calls."""
     import torch.nn.attention.flex_attention as module
 
     def original(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The table of docs/audit.md names every function that the audit is held to: ``python -m tests.audit.test_table``."""
+"""The table of lab/notes/audit-functions.md names every function of the audit's tests: ``python -m tests.audit.test_table``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 from .functions import FAULTS, KERNELS, LEAKLESS, LEAKS, RIGHT_KERNELS, SOUND
 
-PAGE = Path(__file__).parents[2] / "docs" / "audit.md"
+PAGE = Path(__file__).parents[2] / "lab" / "notes" / "audit-functions.md"
 BEGIN, END = "<!-- functions -->\n", "<!-- /functions -->\n"
 
 
 def table() -> str:
-    """The functions by the call that catches them, and those that pass."""
+    """Return the faulty functions by the check that finds them, and the correct functions."""
     kernels: dict[str, list[str]] = {}
     for name, (_, rule) in KERNELS.items():
         kernels.setdefault(rule, []).append(name)

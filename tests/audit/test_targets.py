@@ -1,4 +1,4 @@
-"""Files and names that a command is given: nothing runs without being asked, and nothing ends in a bare error."""
+"""Files and names as targets: no code runs without consent, and every failure is a typed error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 
 
 class Runs:
-    """A pickle that makes a folder as it is loaded."""
+    """A pickle that makes a folder when it is loaded."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -115,7 +115,7 @@ def test_a_broken_configuration_is_told(name: str, tmp_path: Path, no_network: N
 
 
 def test_flipped_bytes(tmp_path: Path, no_network: None) -> None:
-    """A target, a result that failed, or one that did not: nothing else."""
+    """Any text gives a target, a failed result or a result, and no other error."""
     draw, file = random.Random(0), tmp_path / "config.json"
     for _ in range(60):
         data = bytearray(SOUND)

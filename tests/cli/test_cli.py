@@ -1,4 +1,4 @@
-"""The command line: its commands and options, what they print, and how they fail."""
+"""The command line: commands and options, their output, and their errors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from ringweave.backends.triton.launch_config import LaunchConfig
 from ringweave.backends.tuning import KernelKey
 from ringweave.cli import bits, main
 from ringweave.cli.app import _blocks, app
-from ringweave.cli.doctor import diagnose
+from ringweave.cli.doctor import diagnose, verdict
 from ringweave.tune.descent import Descent, Tuned
 from ringweave_lab.simulation.simulate import simulate
 
@@ -66,7 +67,7 @@ def test_commands_and_options_are_frozen() -> None:
 
 
 def test_help_says_all_that_is_written() -> None:
-    """Markup in brackets, for one, is not text; and what is written fits a narrow terminal."""
+    """Help texts are printed in full (rich would drop brackets as markup) and fit a narrow terminal."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for name, command in commands.items():
         words = name.split()
@@ -135,7 +136,7 @@ def test_doctor_finds_this_python() -> None:
 
 
 def test_doctor_compares_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any threads, batch, chunks, steps, pages and padding: the same bits of every row, in each type and grouping."""
+    """Every row has the same bits for any threads, batch, chunks, steps, pages and padding, in each dtype and grouping."""
     pytest.importorskip("ringweave._cpu", exc_type=ImportError)
     found = bits.compared((300, 1300))
     assert {each.added: each.cases for each in found} == {"nothing": 18, "terms, sinks": 6, "dropout": 6, "8 bits": 6}
@@ -168,7 +169,61 @@ def test_doctor_says_why_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     found = diagnose()
     assert "without a working C++ compiler" in found["native kernel"]["in use"]
     assert "dense_batched" in found["native kernel"]["in use"]
-    assert found["backends"]["cpu"]["cpu"].startswith("not usable: the native kernel is not there")
+    assert found["backends"]["cpu"]["cpu"].startswith("not usable: the native kernel is missing")
+
+
+def test_doctor_ends_with_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cpu.VARIANT, raising=False)
+    *_, empty, last = run("doctor", columns=80).stdout.splitlines()
+    assert (empty, last) == ("", verdict(diagnose()))
+    native = cpu.module()
+    if native is not None:
+        assert last.startswith(f"Ready: the native kernel ({native.variants()[0]}) computes on this processor; ")
+        monkeypatch.setenv(cpu.VARIANT, "abacus")
+        assert verdict(diagnose()).startswith("Not ready: RINGWEAVE_CPU_VARIANT: got 'abacus'")
+        monkeypatch.delenv(cpu.VARIANT)
+    monkeypatch.setattr(cpu, "module", lambda: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = verdict(diagnose())
+    assert said.startswith("Works, but slowly on this processor: ringweave was built without its native kernel; ")
+    assert said.endswith(". Install a C++ compiler (g++ or clang++) and reinstall ringweave.")
+
+
+def _findings(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        "native kernel": {"in use": "avx2", "can run": "avx2, generic"}, "packages": {"transformers": "5.23.0"},
+        "devices": {"cpu": "2 processors"}, "backends": {},
+    } | changes  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "Ready: the native kernel (avx2) computes on this processor; transformers found; no GPU."),
+        (
+            {
+                "native kernel": {"in use": "none: ringweave._cpu does not load (ImportError); dense_batched"},
+                "packages": {"transformers": None},
+            },
+            "Works, but slowly on this processor: ringweave cannot load its native kernel; transformers not installed; "
+            "no GPU. Reinstall ringweave for this Python.",
+        ),
+        (
+            {
+                "devices": {"cpu": "2 processors", "cuda": "a card (80 GiB)"},
+                "backends": {
+                    "triton": {"cuda": "usable"}, "flash": {"cuda": "not usable: no package"},
+                    "sdpa": {"cuda": "usable, except for sparse patterns: masks"}, "cpu": {"cuda": "not usable: no"},
+                },
+            },
+            "Ready: the native kernel (avx2) computes on this processor; transformers found; cuda runs triton, sdpa.",
+        ),
+        ({"devices": {"mps": "available"}}, "Ready: the native kernel (avx2) computes on this processor; "
+                                            "transformers found; mps found, but no backend for it."),
+    ],
+)  # fmt: skip
+def test_verdicts(changes: dict[str, dict[str, Any]], said: str) -> None:
+    assert verdict(_findings(**changes)) == said
 
 
 @pytest.mark.parametrize(
@@ -204,6 +259,44 @@ def test_errors_of_a_call_are_one_line() -> None:
     assert run("explain", "Full()", "--tokens", "64", "--device", "toaster").exit_code == 2
     assert run("show", "Full()", "--tokens", "0").exit_code == 2
     assert run("show", "Full()").exit_code == 2
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("65536", 65536), ("64K", 65536), ("64k", 65536), ("1M", 2**20)])
+def test_lengths_may_have_a_suffix(text: str, tokens: int) -> None:
+    facts = json.loads(run("explain", WINDOW, "-n", text, "--json").stdout)
+    assert facts["sizes"]["nq"] == facts["sizes"]["nk"] == tokens
+    assert f"\n{tokens} tokens, density " in run("show", WINDOW, "-n", text).stdout
+
+
+def test_tune_takes_a_length_with_a_suffix() -> None:
+    result = run("tune", "Causal()", "-n", "1K", "--rounds", "1", "--seconds", "0", "--forward-only", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "Causal(), 1024 tokens, forward" in result.output
+
+
+@pytest.mark.parametrize("command", ["show", "explain", "tune", "simulate"])
+@pytest.mark.parametrize("text", ["0", "-1", "1Q", "64 K", "1.5K", "", "K", "\u0661"])
+def test_other_lengths_are_refused(command: str, text: str) -> None:
+    result = run(command, "Causal()", f"--tokens={text}", columns=200)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Invalid value for '--tokens' / '-n': " in result.stderr
+    assert f"{text!r} is not a number such as 65536, 64K or 1M." in result.stderr
+
+
+@pytest.mark.parametrize("command", ["explain", "tune"])
+def test_unknown_devices_are_refused(command: str) -> None:
+    result = run(command, "Full()", "--tokens", "64", "--device", "toaster", columns=200)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Invalid value for '--device': 'toaster' is not a device of PyTorch." in result.stderr
+
+
+@pytest.mark.parametrize("command", ["show", "explain", "tune", "simulate"])
+@pytest.mark.parametrize("text", ["Nothing()", "Causal(", "SlidingWindow(-1)", "Segments([3, 4])", "1"])
+def test_a_wrong_pattern_is_one_message_of_every_command(command: str, text: str) -> None:
+    result = run(command, text, "--tokens", "64")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("ringweave: ")
+    assert result.stderr.count("\n") == 1
 
 
 def test_version() -> None:

@@ -1,7 +1,7 @@
-"""Copies of a device that is not there: as late as what waits for them allows, and checked against each other.
+"""A simulated device whose copies happen as late as their waits allow, with a race detector.
 
-What is copied holds NaN until somebody waits for it, and is read only then. Each line of work (host, copies, computing)
-has a vector clock; two accesses to one memory, one of them a write, of which none comes before the other are a race.
+The target of a copy holds NaN until a wait, and the source is read only then. Each stream of work (host, copies,
+computing) has a vector clock. Two accesses to one memory race if one is a write and neither happens before the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HOST, COMPUTING, COPYING = range(3)
 
 
 class RaceError(AssertionError):
-    """Two lines of work use one memory, and nobody waits."""
+    """Two streams of work use one memory without a wait between them."""
 
 
 class Event(NamedTuple):
@@ -28,35 +28,35 @@ class Event(NamedTuple):
 
 
 class Late(TorchDispatchMode):
-    """Copies from the host to the host; entered, it also watches who uses its memory.
+    """Copies from host to host; used as a context, it also checks accesses to its memory.
 
     Args:
-        forgotten: A kind of wait and which of them, counted from 0, is left out.
+        forgotten: Kind and index (from 0) of a wait to leave out.
     """
 
     def __init__(self, forgotten: tuple[str, int] | None = None):
         super().__init__()
         self.forgotten = forgotten
         self.calls: Counter[str] = Counter()
-        #: Bytes that were copied.
+        #: Number of copied bytes.
         self.sent = self.returned = 0
         self.closed = False
         self._clocks = [[0] * 3 for _ in range(3)]
         self._queue: list[tuple[int, StorageWeakRef, int, StorageWeakRef, int]] = []
         self._done = 0
-        # whose memory by address, and its last accesses: (line, tick, whether it wrote)
+        # memory by address, with its last accesses: (stream, tick, whether it wrote)
         self._lines: dict[int, int] = {}
         self._used: dict[int, list[tuple[int, int, bool]]] = {}
         self._held: list[Tensor] = []
 
-    # ---- what is asked of copies -------------------------------------------------------------------------------------
+    # ---- the interface of copies -------------------------------------------------------------------------------------
 
     def on_host(self, nbytes: int) -> Tensor:
         return self._memory(nbytes, HOST)
 
     def on_device(self, nbytes: int) -> Tensor:
         memory = self._memory(nbytes, COMPUTING)
-        # what was computed in it before
+        # earlier work on the computing stream may have used this memory
         self._access(COMPUTING, memory, wrote=True)
         return memory
 
@@ -69,7 +69,7 @@ class Late(TorchDispatchMode):
         if back:
             self.returned += to.numel()
             if _address(of) not in self._lines:
-                # gradients were computed with what came last
+                # gradients were written by the latest work on the computing stream
                 self._lines[_address(of)] = COMPUTING
                 self._used[_address(of)] = [(COMPUTING, self._clocks[COMPUTING][COMPUTING], True)]
         else:
@@ -113,7 +113,7 @@ class Late(TorchDispatchMode):
         listed += [(each, kwargs[each.name]) for each in func._schema.arguments if each.name in kwargs]
         for argument, value in listed:
             wrote = argument.alias_info is not None and argument.alias_info.is_write
-            # a view is no access
+            # taking a view is not an access
             if argument.alias_info is not None and not wrote:
                 continue
             for x in value if isinstance(value, (list, tuple)) else [value]:
@@ -124,12 +124,12 @@ class Late(TorchDispatchMode):
     def _memory(self, nbytes: int, line: int) -> Tensor:
         memory = torch.full((nbytes,), 255, dtype=torch.uint8)
         self._lines[_address(memory)] = line
-        # addresses are never given to another
+        # keep the memory, so that its address is not reused
         self._held.append(memory)
         return memory
 
     def _given(self, line: int) -> None:
-        """The host gives a line work: that is after all that the host has done."""
+        """Launch work on a stream: it happens after everything that the host has done."""
         self._join(line, self._clocks[HOST])
 
     def _join(self, line: int, clock: Any) -> None:

@@ -1,4 +1,4 @@
-"""Keys and values that stay on the host: the same function, each key moved once, and nothing read before it is there."""
+"""Keys and values on the host: the same results, each key is copied once, and no read precedes its copy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKEN = KV_HEADS * 2 * DIM * 4  # bytes of a key and a value
 
 @contextlib.contextmanager
 def streaming(piece: int = 70 * TOKEN, forgotten: tuple[str, int] | None = None) -> Iterator[list[Late]]:
-    """Take keys and values for those of a host, and two tiles at once for what there is room for."""
+    """Treat keys and values as a host's, and let only two tiles fit on the device."""
     made: list[Late] = []
 
     def late(inputs: Operands) -> Late:
@@ -128,7 +128,7 @@ def test_each_key_that_is_attended_moves_once(pattern: rw.Pattern, tiles: Any) -
     moved = len(tiles) * 128 * TOKEN
     assert (forward.sent, forward.returned) == (moved, 0)
     assert (backward.sent, backward.returned) == (moved, moved)
-    # those that did not move have no gradient
+    # keys that were not copied have no gradient
     still = torch.ones(8, dtype=torch.bool).index_fill(0, torch.tensor(list(tiles), dtype=torch.long), False)
     for name in ("dk", "dv"):
         assert not got[name][:, :, still.repeat_interleave(128)].any()
@@ -154,7 +154,7 @@ def described(x: oracle.Inputs, pattern: rw.Pattern) -> tuple[Call, Operands]:
 
 
 def both(x: oracle.Inputs, pattern: rw.Pattern) -> tuple[Late, Late]:
-    """Forward and backward without operators, so that every access of PyTorch's is seen."""
+    """Run forward and backward without operators, so that every access of PyTorch is seen."""
     call, operands = described(x, pattern)
     with streaming() as made:
         out, lse = HostProgram(call).forward(operands)
@@ -271,7 +271,7 @@ def test_keys_in_8_bits_and_in_another_type() -> None:
 
 
 def test_key_heads_that_serve_unequally_many() -> None:
-    """Of six query heads a branch has three: two of one key head, one of another."""
+    """A branch has three of six query heads: two of one key head, and one of another."""
     x = random(200, heads=6, kv_heads=3)
     pattern = rw.LongNet([40, 200], [1, 2], heads="partitioned")
     want = results(x, pattern)
@@ -284,7 +284,7 @@ def test_key_heads_that_serve_unequally_many() -> None:
 
 @pytest.mark.parametrize("learns", ["q", "k", "v", "kv"])
 def test_layouts_and_some_gradients(learns: str) -> None:
-    """Transposed, with gaps, and one head's keys for all."""
+    """Keys that are transposed, have gaps, or are one head expanded to all."""
     found = []
     for stream in (False, True):
         x = random(150)
@@ -388,11 +388,11 @@ def test_compiled() -> None:
     assert step(q, k, k).device.type == "meta"
 
 
-# ---- what is allowed -------------------------------------------------------------------------------------------------
+# ---- the allowed cases -----------------------------------------------------------------------------------------------
 
 
 def test_where_gradients_are_made() -> None:
-    """By shapes alone: tensors of meta for a GPU's."""
+    """Check the rules with meta tensors in place of a GPU's."""
     q = torch.empty(1, HEADS, 64, DIM, device="meta", requires_grad=True)
     k, v = (torch.randn(1, KV_HEADS, 64, DIM, requires_grad=True) for _ in range(2))
     out, lse = rw.attention_with_lse(q, k, v, rw.Causal(), on_oom="stream")
@@ -416,7 +416,7 @@ def test_what_is_refused() -> None:
     context = rw.ContextParallel(None, rw.Causal(), 64, heads=(HEADS, KV_HEADS))
     with pytest.raises(UnsupportedError, match="on_oom: got 'stream' where ranks share the call"):
         rw.attention(torch.randn(1, HEADS, 64, DIM), k, k, rw.Causal(), context=context, on_oom="stream")
-    # the definition takes a part for the whole
+    # the reference backend cannot compute parts of a call
     x = random(64)
     for pattern in (rw.Full(), rw.SlidingWindow(9)):
         with streaming(), pytest.raises(UnsupportedError, match="backend: got 'reference'; wanted .* parts of a call"):
@@ -429,10 +429,10 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with streaming(2**26), caplog.at_level(logging.WARNING, "ringweave"):
         for _ in range(2):
             results(x, rw.Causal())
-    begins = "keys and values are on the host: attention computes"
+    begins = "keys and values are on the host: attention copies them"
     assert [record.message for record in caplog.records] == [
-        f"{begins}, forward in pieces of 64 MiB of them on cpu (the same result; cost: each key that a query attends is copied once)",
-        f"{begins}, backward in pieces of 64 MiB of them on cpu (the same result; cost: each key that a query attends is copied once more, and its gradients back)",
+        f"{begins}, forward in pieces of 64 MiB to cpu (the same result; cost: each key that a query attends is copied once)",
+        f"{begins}, backward in pieces of 64 MiB to cpu (the same result; cost: each key that a query attends is copied once more, and its gradients back)",
     ]
 
 
@@ -440,7 +440,7 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
 @pytest.mark.parametrize("name", ["causal", "sinks", "documents", "per_head", "longnet_causal"])
 def test_on_a_gpu(name: str, pinned: bool) -> None:
-    """Many pieces behind each other, on a stream that is not the default one, against the keys on the device."""
+    """Many pieces in sequence, on a stream other than the default, against keys on the device."""
     tokens = 4096
     x, pattern = random(tokens, dim=64, dtype=torch.bfloat16), (PATTERNS | MIXTURES)[name](tokens)
     want = results(x.to("cuda"), pattern)
@@ -463,7 +463,7 @@ def test_on_a_gpu(name: str, pinned: bool) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_with_less_room_than_the_keys_take() -> None:
-    """2 GiB of keys and values with 512 MiB of the device's memory beside the results."""
+    """2 GiB of keys and values need 512 MiB of device memory besides the results."""
     q = torch.randn(1, 2, 1024, 128, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(1, 2, 2**21, 128, dtype=torch.bfloat16) for _ in range(2))
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Keys and values in a file: attention reads them where they lie, and never copies them whole."""
+"""Memory-mapped keys and values: attention reads them in place and never copies them whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def held(name: str) -> int:
 
 
 def mapped(folder: str, backend: str, private: int) -> int:
-    """Bytes of keys and values that are attended with so much private memory at most."""
+    """Attend to mapped keys and values with limited private memory; return their bytes."""
     torch.set_num_threads(1)
     count = HEADS * TOKENS * DIM
     k, v = (
@@ -39,19 +39,19 @@ def mapped(folder: str, backend: str, private: int) -> int:
     rw.memory.trim()
     resource.setrlimit(resource.RLIMIT_DATA, (held("VmData") + private, resource.RLIM_INFINITY))
     out = rw.attention(q, k, v, pattern, backend=backend)
-    # of zeros and a value of ones where half of the keys are
+    # all scores are 0; the values of the second half of the keys are 1
     assert abs(float(out.float().mean()) - TOKENS // 2 / (TOKENS // 2 + 128)) < 1e-2
     return k.nbytes + v.nbytes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits private memory")
-# dense_batched's batches of scores, keys and values are there beside
+# dense_batched also holds batches of scores, keys and values
 @pytest.mark.parametrize(("backend", "private"), [("auto", 16 * MIB), ("dense_batched", 64 * MIB)])
 def test_keys_and_values_stay_in_their_file(tmp_path: Path, backend: str, private: int) -> None:
     for name in "kv":
         data = np.memmap(tmp_path / name, np.uint16, "w+", shape=(HEADS, TOKENS, DIM))
         if name == "v":
-            data[:, TOKENS // 2 :] = 0x3F80  # a one
+            data[:, TOKENS // 2 :] = 0x3F80  # 1.0 in bfloat16
         data.flush()
     assert forked(mapped, str(tmp_path), backend, private) == 128 * MIB
 

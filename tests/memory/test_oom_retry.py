@@ -1,4 +1,4 @@
-"""Memory that runs out: every rung computes the same function, forward and backward, and leaks nothing."""
+"""Out of memory: every smaller split computes the same results, forward and backward, and leaks no memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ N, HEADS, KV_HEADS = 512, 4, 2
 
 @contextlib.contextmanager
 def short_of(most: int, *, said: BaseException | None = None) -> Iterator[list[tuple[int, int]]]:
-    """Every backend runs out of memory on more than so many (head, query) pairs; the shapes that were tried."""
+    """Let every backend run out of memory above a number of (head, query) pairs; yield the shapes that were tried."""
     tried: list[tuple[int, int]] = []
     before = dict(BACKENDS)
 
@@ -60,7 +60,7 @@ def short_of(most: int, *, said: BaseException | None = None) -> Iterator[list[t
 
 
 def results(x: oracle.Inputs, pattern: rw.Pattern, **options: Any) -> dict[str, Tensor]:
-    """All five, with the same seed of dropout each time."""
+    """Return output, lse and gradients, with the same dropout seed each time."""
     torch.manual_seed(1)
     leaves = x.leaves()
     out, lse = rw.attention_with_lse(*leaves, pattern, **options)
@@ -77,7 +77,7 @@ PATTERNS = {
     "mixture": rw.LongNet([128, 512], [1, 4]),
     "dilated": rw.Dilated(8, 16) | rw.SlidingWindow(20),
 }
-# key heads are two: both at once, one at a time, then 128 of 512 queries
+# there are two key heads: both together, then one at a time, then 128 of 512 queries
 RUNGS = {"heads": HEADS // 2 * N, "queries": 2 * 128}
 
 
@@ -90,7 +90,7 @@ def test_each_rung_computes_the_same(name: str, rung: str, backend: str) -> None
     batch = 2 if name == "keys" else 1
     x = oracle.Inputs.random(N, heads=HEADS, kv_heads=KV_HEADS, batch=batch)
     whole = results(x, PATTERNS[name], backend=backend)
-    # what a head keeps goes by its number, among all
+    # dropout depends on a head's index among all heads
     most = RUNGS[rung] * (2 if name == "mixture" else 1)
     if (name, rung) == ("table", "queries"):
         # it is made for all queries
@@ -111,7 +111,7 @@ def test_each_rung_computes_the_same(name: str, rung: str, backend: str) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_last_rung_against_the_oracle(dtype: torch.dtype) -> None:
-    """In 16 bits gradients of keys are rounded once, not once a piece: as exact as the whole."""
+    """16-bit gradients of keys are rounded once, not once per piece, so they are as exact as in one piece."""
     x = oracle.Inputs.random(N, heads=HEADS, kv_heads=KV_HEADS, dtype=dtype)
     pattern = PATTERNS["window"]
     counts = pattern.to_dense(N).double().expand(1, HEADS, N, N)
@@ -169,7 +169,7 @@ def test_after_caches_are_given_back_the_call_is_made_again(caplog: pytest.LogCa
         BACKENDS["cpu"] = before
     assert len(tries) == 6
     assert [record.message for record in caplog.records] == [
-        "memory ran out: attention goes on, forward after caches were given back (the same result; cost: plans are made again)"
+        "memory ran out: attention continues, forward after the caches were cleared (the same result; cost: plans are made again)"
     ]
 
 
@@ -206,7 +206,7 @@ def test_other_errors_pass(error: BaseException) -> None:
 
 
 def test_pieces_that_cannot_be_are_left_out() -> None:
-    """Of a dense kernel that is named, causal rows behind the first."""
+    """The sdpa backend cannot compute causal rows after the first, so it cannot split queries."""
     x = oracle.Inputs.random(N)
     whole = rw.attention(x.q, x.k, x.v, rw.Causal(), backend="sdpa")
     with short_of(N):
@@ -242,7 +242,7 @@ def test_sparsify_is_another_answer_and_says_so() -> None:
         warnings.simplefilter("error")
         plain = results(x, rw.Causal(), on_oom="sparsify")
     torch.testing.assert_close(plain, results(x, rw.Causal()), rtol=0, atol=0)
-    # a mixture is no relation: nothing to leave out
+    # a LongNet mixture is not a relation, so no pairs can be left out
     with short_of(0), pytest.raises(torch.OutOfMemoryError):
         rw.attention(x.q, x.k, x.v, rw.LongNet([128], [2]), on_oom="sparsify")
 
@@ -268,7 +268,7 @@ SOAK = 50
 
 
 def failures(count: int) -> tuple[int, int]:
-    """How many tensors and bytes are left of calls that ran out of memory, in a process of its own."""
+    """Count in a separate process the tensors and bytes left by calls that ran out of memory."""
     q, k, v = (torch.randn(1, 2, 256, 64, requires_grad=True) for _ in range(3))
 
     def fail(count: int) -> None:
@@ -281,7 +281,7 @@ def failures(count: int) -> tuple[int, int]:
     def held() -> tuple[int, int]:
         gc.collect()
         to_system()
-        # without pages of files, which come and go
+        # without file pages, which vary
         _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
         tensors = sum(1 for each in gc.get_objects() if type(each) is Tensor)
         return tensors, (resident - shared) * resource.getpagesize()
@@ -301,9 +301,9 @@ def test_failures_leave_nothing() -> None:
 
 
 def limited(backend: str, on_oom: str, spare: int) -> tuple[str, float]:
-    """Attention in a process whose address space may grow by so much: what became of it."""
+    """Run attention in a process with a limited growth of its address space; return the outcome."""
     torch.set_num_threads(1)
-    # what is freed leaves the address space at once: kept in the heap it would serve the limited call
+    # freed memory must leave the address space: if the heap kept it, the limited call could use it
     ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
     n = 8100
     q, k, v, dout = (torch.randn(1, 8, n, 64, dtype=torch.bfloat16) for _ in range(4))

@@ -1,4 +1,4 @@
-"""How much memory is left, who gives some back, and the largest batch that fits."""
+"""Free memory, trimming, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ V1 = {
     "sys/fs/cgroup/memory/memory.usage_in_bytes": str(GIB),
     "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {GIB // 4}\n",
 }
-# from which on every allocation waits
+# the limit above which the kernel throttles allocations
 HIGH = V2 | {"sys/fs/cgroup/jobs/memory.high": str(13 * GIB // 4)}
 NO_LIMIT = V1 | {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"}
 BROKEN = {"proc/self/cgroup": "nonsense\n\n1:memory\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "\n"}
@@ -146,7 +146,7 @@ MIB = 2**20
 
 
 def _found_within(free: int, most: int) -> tuple[int, int, list[int]]:
-    """What is found for a step of 16 MiB and as much for each sample: of 1 to 1,000, of 1 to 5; and what was tried."""
+    """Return the batches found for a step of 16 MiB plus 16 MiB per sample, from 1 to 1,000 and 1 to 5, and the trials."""
     torch.set_num_threads(1)
     batch_size.pressure = lambda device: rw.memory.Pressure(free, free, "cgroup")
     tried: list[int] = []
@@ -163,7 +163,7 @@ def _found_within(free: int, most: int) -> tuple[int, int, list[int]]:
 @pytest.mark.skipif(not peak.is_known(torch.device("cpu")), reason="measures resident memory")
 @pytest.mark.parametrize("most", [1, 7, 40])
 def test_the_largest_batch_within_a_limit(most: int) -> None:
-    """With 10 % to spare; never a step that does not fit. In a process of its own, whose memory nothing else moves."""
+    """10 % stay free, and no step runs out of memory. Runs in a separate process, so that no other test uses memory."""
     found, few, tried = forked(_found_within, int((most + 1.5) * 16 * MIB / 0.9), most)
     assert 0.9 * most <= found <= most
     assert max(tried) <= most + 1
@@ -183,7 +183,7 @@ def test_a_limit_that_raises() -> None:
 
 
 def _fits_under_a_limit() -> tuple[int, int]:
-    """What is found in a process with little address space, and what is the most there."""
+    """Return the batch found in a process with a small address space, and the largest one that fits there."""
     torch.set_num_threads(1)
 
     def step(batch: int) -> None:

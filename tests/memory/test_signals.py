@@ -1,4 +1,4 @@
-"""Attention in a signal handler, wherever it interrupts attention: it neither waits for what it interrupted nor harms it."""
+"""Attention in a signal handler that interrupts attention at any point: it neither deadlocks nor corrupts state."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import ringweave as rw
 from ringweave.memory.workspace import scratch
 from ringweave.plan.cache import plan_cache
 
-# where locks are held
+# modules that hold locks
 FILES = ("recent.py", "plan/cache.py", "plan/decode_plans.py", "memory/workspace.py", "memory/pressure.py")
 
 
 def calls() -> list[Callable[[], Tensor]]:
-    """Calls that plan, step over a cache, and take scratch."""
+    """Return calls that plan, decode with a cache, and take scratch."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 150, 16).unbind()
     step = q[:, :, :1]
@@ -38,7 +38,7 @@ def calls() -> list[Callable[[], Tensor]]:
 
 
 def every_line() -> int:
-    """Call at each line that runs where locks are held, twice, as a handler would: how often that was."""
+    """Call a function twice at each line of modules with locks, as a handler would; return the number of calls."""
     every, lines, seen = calls(), 0, Counter[tuple[str, int]]()
     wanted = [call() for call in every]
 
@@ -82,7 +82,7 @@ def every_line() -> int:
 
 
 def timer(seconds: float) -> int:
-    """Call in the handler of a timer's signals, while calls run: how many signals came."""
+    """Call a function in the handler of a timer signal while calls run; return the number of signals."""
     every, came, inside = calls(), 0, False
     wanted = [call() for call in every]
 
@@ -117,6 +117,6 @@ def test_attention_in_a_handler(job: str) -> None:
 
 
 def limited() -> None:
-    """Have a process that hangs say where, and end."""
+    """Make a hanging process print where it hangs, and end it."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(300, exit=True)

@@ -1,4 +1,4 @@
-"""Plans on disk: by value, whole or not at all, and never trusted."""
+"""Plans on disk: identified by value, written whole or not at all, and never trusted."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ringweave.plan.store import PlanStore
 
 
 def cache(folder: Path) -> rw.PlanCache:
-    """A cache as a new process has it."""
+    """Return an empty plan cache with a folder, as in a new process."""
     made = rw.PlanCache()
     made.store = PlanStore(folder, seconds=0)
     return made
 
 
 def planned(folder: Path, pattern: rw.Pattern, n: int = 512) -> tuple[rw.BlockPlan, int]:
-    """A plan, and how many were read for it."""
+    """Return a plan, and the number of plans read from disk for it."""
     fresh = cache(folder)
     plan = fresh.get(pattern, n, n, heads=2, tile=(64, 64))
     return plan, fresh.statistics().loaded
@@ -82,7 +82,7 @@ def test_what_has_no_value_on_disk_and_what_is_quick_stay_away(tmp_path: Path) -
     slow = rw.PlanCache()
     slow.store = PlanStore(tmp_path, seconds=60)
     slow.get(rw.Causal(), 512, 512, tile=(64, 64))
-    # a decoding step's
+    # the plan of a decoding step
     cache(tmp_path).get(rw.Causal(), 1, 512, q_offset=511, tile=(64, 64))
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""Threads on scratch, plans and trims at once: no bytes are given out twice, no plan or answer is another one's.
+"""Concurrent use of scratch, plans and trim: no bytes are handed out twice, and no thread gets another's plan or result.
 
     python -m tests.memory.test_threads 60
 
@@ -25,7 +25,7 @@ WINDOWS = range(5, 200, 13)
 
 
 class Hammer:
-    """What threads do, again and again; each returns whether it found what it left."""
+    """The actions that threads repeat; each returns whether its data was intact."""
 
     def __init__(self) -> None:
         self.space = Workspace()
@@ -37,19 +37,19 @@ class Hammer:
         return rw.attention(self.q, self.k, self.v, rw.SlidingWindow(window), backend="dense_batched")
 
     def scratch(self, number: int, draw: random.Random, kept: list[Tensor]) -> bool:
-        """Writes its number over what it is given, and finds it there when it lets go."""
+        """Fill a scratch tensor with a number, and check it before releasing the tensor."""
         kept.append(self.space.take((draw.choice((100, 1000, 3000, 300_000)),), torch.int32).fill_(number))
         return len(kept) <= 4 or bool((kept.pop(draw.randrange(5)) == number).all())
 
     def plan(self, number: int, draw: random.Random, kept: list[Tensor]) -> bool:
-        """Asks for plans, and attends by them with scratch that all share."""
+        """Request plans, and compute attention with them and with the shared scratch."""
         n = draw.choice(WINDOWS)
         found, want = rw.plan(rw.SlidingWindow(n), 1000, tile=(32, 32)), self.plans[n]
         same = torch.equal(found.row_ptr, want.row_ptr) and torch.equal(found.col, want.col)
         return same and torch.equal(self._attended(n), self.outs[n])
 
     def trim(self, number: int, draw: random.Random, kept: list[Tensor]) -> bool:
-        """Has a callback of its own, and lets go of everything."""
+        """Register a callback, and trim the workspace or everything."""
         calls: list[int] = []
 
         def callback() -> int:
@@ -63,7 +63,7 @@ class Hammer:
 
 
 def hammer(seconds: float) -> dict[str, int]:
-    """Run all threads for so long; how often each kind was done."""
+    """Run all threads for a number of seconds; return how often each action ran."""
     state, until = Hammer(), time.monotonic() + seconds
     kinds: list[Callable[[int, random.Random, list[Tensor]], bool]] = [
         *(state.scratch,) * 20,
@@ -99,7 +99,7 @@ def hammer(seconds: float) -> dict[str, int]:
     assert now.asked == 0
     assert now.idle == now.held
     assert state.space.trim() == now.held
-    # nothing of the shared scratch is left in use either
+    # the shared scratch is not in use either
     assert scratch.statistics().asked == 0
     return done
 

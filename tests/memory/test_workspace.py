@@ -1,4 +1,4 @@
-"""Scratch: never given out twice, reused, bounded in waste, safe between threads and after a fork."""
+"""Scratch memory: never handed out twice, reused, with bounded waste, safe in threads and after a fork."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_tensors_are_cut_from_what_is_idle_and_join_it_again() -> None:
     parts = [space.take((n * 2**20,), torch.uint8) for n in (2, 1, 2, 3)]
     assert [x.data_ptr() - first for x in parts] == [n * 2**20 for n in (0, 2, 3, 5)]
     del parts[1]
-    # into the hole that it fits, not behind it
+    # placed in the gap that it fits, not after it
     parts.append(space.take((2**20 - 100,), torch.uint8))
     assert parts[-1].data_ptr() == first + 2 * 2**20
     assert space.statistics().idle == 0
@@ -56,7 +56,7 @@ def test_tensors_are_cut_from_what_is_idle_and_join_it_again() -> None:
 
 
 def test_no_two_tensors_share_a_byte_whatever_comes_back_in_which_order() -> None:
-    """Against a list of what is in use; and in the end each buffer is whole again."""
+    """Compare with a list of the tensors in use; at the end, each buffer is one block again."""
     draw, space = random.Random(1), Workspace()
     live: list[Tensor] = []
     for i in range(2000):
@@ -162,7 +162,7 @@ def test_a_failed_allocation_counts_nothing() -> None:
     with pytest.raises(RuntimeError):
         space.take((2**60,), torch.uint8)
     assert space.statistics() == (0, 0, 0, 0, 0, 0)
-    # nor is it what may be held from now on
+    # the failed allocation must not raise the limit either
     for size in (4, 6):
         space.take((size * 2**20,), torch.uint8)
     assert space.statistics().held == 6 * 2**20
@@ -187,7 +187,7 @@ def test_a_loop_of_calls_with_scratch_of_many_sizes_reuses_it() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_loop_of_calls_comes_to_rest(seed: int) -> None:
-    """Whatever sizes, held together or in turn: what was let go of and missed widens what may lie idle."""
+    """For any sizes, held together or in turn, freeing a buffer that is needed again raises the allowed idle memory."""
     draw, space = random.Random(seed), Workspace()
     calls = [[int(2 ** draw.uniform(8, 23)) for _ in range(draw.randrange(1, 9))] for _ in range(draw.randrange(1, 7))]
 
@@ -211,7 +211,7 @@ def test_any_loop_of_calls_comes_to_rest(seed: int) -> None:
 
 @pytest.mark.parametrize("count", [64, 256])
 def test_mixed_allocations_are_bounded(count: int) -> None:
-    """Tensors of any sizes, one replaced at a time: worse than loops of calls; little more is held than is in use."""
+    """With tensors of any sizes, replaced one at a time, little more memory is allocated than is in use."""
     draw, space = random.Random(0), Workspace()
     live: list[Tensor] = []
     unused = []
@@ -233,7 +233,7 @@ def test_a_forked_process_begins_without_idle_buffers_and_works() -> None:
     kept = space.take((5000,), torch.float32).fill_(2.0)
     gone = space.take((5000,), torch.float32)
     del gone
-    # as another thread might hold it
+    # as if another thread held it
     with space._lock:
         child = os.fork()
         if child == 0:

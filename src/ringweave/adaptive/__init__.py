@@ -1,4 +1,4 @@
-"""Sparsity that follows the data: which blocks to attend, what attention they hold, and an indexer that learns both.
+"""Data-dependent sparsity: block selection, measured attention mass, and a learned block indexer.
 
 >>> table = rw.adaptive.select(q, k, top_k=3, block_size=32)
 >>> out, lse = rw.attention_with_lse(q, k, v, table & rw.Causal())

@@ -1,4 +1,4 @@
-"""Which blocks matter, followed while training: what active ones hold is measured, and what a few others would."""
+"""Track during training which blocks matter: measure the mass of active blocks and of a few candidates."""
 
 from __future__ import annotations
 
@@ -18,41 +18,45 @@ from .pooling import block_means, stretches
 if TYPE_CHECKING:
     from ..parallel import ContextParallel, PendingTable
 
-# estimates of rows against all blocks that exist at a time
+# most numbers in one chunk of estimates (block rows against all blocks)
 _AT_ONCE = 2**20
 _SIDES = (32, 128)
 _STATE = ("indices", "mass", "trials", "tried", "weight")
 
 
 class ImportanceTracker:
-    """A table of blocks that follows attention: an update exchanges a few of the least attended blocks for better ones.
+    """A table of active blocks that follows attention: each update exchanges a few weak blocks for better ones.
 
-    A block that is active has the mean of :func:`tile_mass` over the updates, weighed by ``decay`` a step. Others,
-    ``turnover`` of a row, are on trial: what each would hold if it were active too is measured as well. One on trial
-    takes the place of the least active one where ``mean (1 - decay^updates)``, which one lucky update does not make, is
-    above that one's mean by ``hysteresis``, and leaves where its own mean is not. Those that follow are drawn: half of
-    them by ``exp(<mean q, mean k>)`` of their queries and keys, half evenly. Density stays as it is. Memory is that of
-    the active blocks.
+    The tracker keeps an exponential moving average of each active block's :func:`tile_mass`, with factor ``decay``.
+    Further blocks, ``turnover`` of a row's active ones, are on trial: the tracker also measures the mass that each
+    would hold if it were active. A trial block replaces the weakest active block when ``mean * (1 - decay^updates)``
+    exceeds that block's mean by ``hysteresis``; the factor keeps one lucky update from deciding. A trial ends when the
+    trial block's mean does not exceed this threshold. New trial blocks are drawn from an even mixture of two
+    distributions: proportional to ``exp(<mean q, mean k>)``, and uniform. The density stays constant. Memory is
+    proportional to the number of active blocks.
 
     Args:
         tokens: Length of the sequences.
-        heads: Query heads; each has a table.
+        heads: Number of query heads; each has a separate table.
         density: Share of the blocks that a row may attend, rounded up.
-        block_size: Tokens of a block's side: a multiple of 16 from 32 to 128.
-        causal: Whether keys after a query are left out.
-        local: Blocks that are always active: a row's own, and local - 1 before it (not causal: also after).
-        sinks: First blocks, which are always active.
-        decay: Weight of what was measured before, from 0 to below 1.
-        turnover: Share of a row's active blocks that are on trial, and may be exchanged; at least one. 0: none.
-        hysteresis: By which share a block has to hold more than the active one it replaces.
-        context: Ranks that share the sequence: ``update`` takes shards, each rank measures its own rows, and all have
-            one table. It travels while the present step is computed, and is waited for where ``pattern`` is next read.
+        block_size: Tokens per block: a multiple of 16 from 32 to 128.
+        causal: Whether to mask keys after a query.
+        local: Number of nearest blocks that are always active: the row's block and local - 1 before it (and after it,
+            if not causal).
+        sinks: Number of blocks at the beginning that are always active.
+        decay: Weight of earlier measurements, from 0 to below 1.
+        turnover: Share of a row's active blocks that is on trial and may be exchanged, at least one block. 0 disables
+            the exchange.
+        hysteresis: Relative margin by which a trial block must exceed the active block that it replaces.
+        context: Ranks that share the sequence. ``update`` then takes shards, each rank measures its rows, and all ranks
+            share one table. The exchange overlaps with the computation of the current step; reading ``pattern`` waits
+            for it.
     Attributes:
-        version: Number of updates behind the present table.
+        version: Number of updates that the current table includes.
     Raises:
-        ShapeError: Sizes that are none, or tensors of other sizes.
-        PatternError: Shares out of range.
-        RingError: With a context: ranks at different versions.
+        ShapeError: A size is invalid, or tensors have other sizes.
+        PatternError: A share is out of range.
+        RingError: With a context: ranks are at different versions.
     Example:
         >>> tracker = rw.adaptive.ImportanceTracker(256, heads=4, density=0.4, block_size=32)
         >>> for _ in range(3):
@@ -90,13 +94,15 @@ class ImportanceTracker:
         self.context = context
         if context is not None and (context.seq_len, context.heads[0]) != (self.tokens, self.heads):
             got = f"{context.seq_len} tokens, {context.heads[0]} heads"
-            raise ShapeError(message("context", got, f"{self.tokens} and {self.heads}, as here", "Make it alike."))
+            raise ShapeError(
+                message("context", got, f"{self.tokens} tokens, {self.heads} heads", "Use the context's sizes.")
+            )
         self.version = 0
         self._pending: PendingTable | None = None
         self._indices = self._nearest()
-        # NaN where nothing is measured yet
+        # NaN marks blocks without a measurement
         self._mass = torch.full(self._indices.shape, torch.nan, device="cpu")
-        # on trial, ascending: which, the sum of what they held by weight, and of the weights, 1 - decay^updates
+        # blocks on trial (ascending), their weighted sums of masses, and their sums of weights, 1 - decay^updates
         places = self._indices.shape[-1]
         places = min(max(1, math.ceil(self.turnover * places)) if self.turnover else 0, places)
         self._trials = torch.full((heads, self._rows, places), self._rows, dtype=torch.int32, device="cpu")
@@ -105,7 +111,7 @@ class ImportanceTracker:
 
     @property
     def pattern(self) -> Pattern:
-        """Give the present table, and causality with it; with a context this waits for what travels."""
+        """Current table, combined with ``Causal()`` if causal; with a context this waits for a pending exchange."""
         if self._pending is not None:
             blocks = self._pending.result().blocks
             assert isinstance(blocks, MaskBlocks)
@@ -117,32 +123,30 @@ class ImportanceTracker:
 
     @torch.no_grad()
     def update(self, q: Tensor, k: Tensor, lse: Tensor, *, scale: float | None = None) -> None:
-        """Measure what the active blocks hold and what those on trial would, and exchange a few.
+        """Measure the masses of active and trial blocks, and exchange a few blocks.
 
         Args:
             q: Queries, (B, heads, tokens, D), or with a context this rank's shard.
-            k: Keys, (B, Hkv, tokens, D), or this rank's shard: here all ranks then get all keys, once.
-            lse: (B, heads, tokens), of attention with ``pattern``.
+            k: Keys, (B, Hkv, tokens, D), or with a context this rank's shard; every rank then receives all keys once.
+            lse: Log-sum-exp of attention with ``pattern``, (B, heads, tokens).
             scale: Factor of the scores; 1 / sqrt(D) by default.
         Raises:
-            ShapeError: Tensors of other sizes.
+            ShapeError: The tensors have other sizes.
         """
         self.pattern  # noqa: B018  (waits for the table)
         local = self.tokens if self.context is None else self.context.local
         if q.ndim != 4 or tuple(q.shape[1:3]) != (self.heads, local) or k.shape[2] != local:
-            wanted = f"(B, {self.heads}, {local}, D) and keys of as many tokens"
-            raise ShapeError(
-                message("q, k", f"{tuple(q.shape)}, {tuple(k.shape)}", wanted, "Pass what it was made for.")
-            )
+            wanted = f"(B, {self.heads}, {local}, D) and {local} keys"
+            raise ShapeError(message("q, k", f"{tuple(q.shape)}, {tuple(k.shape)}", wanted, "Use the tracker's sizes."))
         scale = q.shape[3] ** -0.5 if scale is None else scale
         whole_k = k if self.context is None else self.context.unshard(k, 2)
-        # made on the host: a table is a few numbers
+        # tables are small, so they are computed on the host
         rows, means = [], []
         for stretch in stretches(self.context, self.tokens):
             mine = q[:, :, stretch.begin : stretch.end], lse[:, :, stretch.begin : stretch.end]
             rows.append(self._measure(*mine, whole_k, stretch.position, scale))
             means.append(block_means(mine[0], self.block_size))
-        # the present tables are their patterns', which a backward pass may still need
+        # copy the tables: the current pattern shares their memory, and a backward pass may still need it
         self._indices, self._trials = self._indices.clone(), self._trials.clone()
         if rows:
             own, queries = torch.cat(rows), torch.cat(means, 2)
@@ -154,15 +158,15 @@ class ImportanceTracker:
             self._share(own if rows else None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give tables, masses and version; with a context the masses and the trials are those of this rank's rows."""
+        """Return tables, masses and version; with a context, masses and trials are valid for this rank's rows only."""
         self.pattern  # noqa: B018  (waits for the table)
         return {name: getattr(self, f"_{name}").clone() for name in _STATE} | {"version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`.
+        """Resume from a :meth:`state_dict`.
 
         Raises:
-            ShapeError: The state of a tracker of other sizes.
+            ShapeError: The state is from a tracker with other sizes.
         """
         if set(state) != {*_STATE, "version"}:
             wanted = f"{', '.join(_STATE)} and version"
@@ -170,7 +174,7 @@ class ImportanceTracker:
         for name in _STATE:
             mine = getattr(self, f"_{name}")
             if state[name].shape != mine.shape or state[name].dtype != mine.dtype:
-                raise ShapeError(message(name, shown(state[name]), shown(mine), "Make the tracker as that one was."))
+                raise ShapeError(message(name, shown(state[name]), shown(mine), "Make a tracker with these sizes."))
         for name in _STATE:
             setattr(self, f"_{name}", state[name].clone())
         self.version = whole("version", state["version"], 0)
@@ -183,7 +187,7 @@ class ImportanceTracker:
         return -(-self.tokens // self.block_size)
 
     def _may(self, row: Tensor) -> Tensor:
-        """Count the blocks that rows may attend: from the first on."""
+        """Return the number of leading blocks that each row may attend."""
         return row + 1 if self.causal else torch.full_like(row, self._rows)
 
     def _forced(self, row: Tensor, block: Tensor) -> Tensor:
@@ -192,7 +196,7 @@ class ImportanceTracker:
         return near | (block < self.sinks)
 
     def _sizes(self) -> tuple[Tensor, Tensor]:
-        """Count of each row the sinks, and all active blocks, (rows,) each."""
+        """Return the number of sinks and of all active blocks of each row, (rows,) each."""
         row = torch.arange(self._rows, device="cpu")
         may = self._may(row)
         sinks = may.clamp(max=self.sinks)
@@ -201,7 +205,7 @@ class ImportanceTracker:
         return sinks, torch.maximum((may * self.density - 1e-9).ceil().long(), sinks + near.clamp(min=0))
 
     def _nearest(self) -> Tensor:
-        """List for each row its sinks and the nearest blocks, int32 (heads, rows, places)."""
+        """Return the initial lists: each row's sinks and nearest blocks, int32 (heads, rows, places)."""
         sinks, counts = (x[:, None] for x in self._sizes())
         row, place = torch.arange(self._rows, device="cpu")[:, None], torch.arange(int(counts.max()), device="cpu")
         width = counts - sinks
@@ -212,18 +216,18 @@ class ImportanceTracker:
         return listed.int().expand(self.heads, -1, -1).contiguous()
 
     def _pattern_of(self, listed: Tensor) -> Pattern:
-        """Make the pattern of lists of the first rows."""
+        """Return the pattern of these block lists, which cover the first rows."""
         table = BlockTable.of(ListedBlocks(listed.contiguous(), self._rows), (self.block_size, self.block_size))
         return table & Causal() if self.causal else table
 
     # ---- masses ------------------------------------------------------------------------------------------------------
 
     def _measure(self, q: Tensor, lse: Tensor, k: Tensor, position: int, scale: float) -> Tensor:
-        """Blend in what the active blocks of some rows hold and what those on trial would; the rows' numbers."""
+        """Update the averages of active and trial blocks of the rows of q; return the row numbers."""
         first = position // self.block_size
         mine = torch.arange(first, first - (-q.shape[2] // self.block_size), device="cpu")
         new, old = self._held(q, lse, k, mine, self._indices, scale), self._mass[:, mine]
-        # what a step without numbers says of a block is nothing
+        # keep the old average if this step gave NaN
         new = torch.where(new.isnan(), old, new)
         self._mass[:, mine] = torch.where(old.isnan(), new, self.decay * old + (1 - self.decay) * new)
         some = self._trials[:, mine] < self._rows
@@ -237,18 +241,18 @@ class ImportanceTracker:
     def _held(
         self, q: Tensor, lse: Tensor, k: Tensor, mine: Tensor, every: Tensor, scale: float, beside: bool = False
     ) -> Tensor:
-        """Measure what listed blocks of rows hold, of a query on average, (heads, rows, places).
+        """Measure the mass per query of the listed blocks in these rows, (heads, rows, places).
 
-        With ``beside``, of each what it would hold if it were attended beside those that lse is of.
+        With ``beside``, the mass that each block would hold if it were added to the blocks that lse covers.
         """
         first, last = int(mine[0]), int(mine[-1]) + 1
         pattern = self._pattern_of(every[:, :last])
         per = "row" if beside else "tile"
         found = tile_mass(q, k, lse, pattern, scale=scale, q_offset=first * self.block_size, per=per)
-        # of a weight x outside a softmax, x / (1 + x) inside
+        # a weight x relative to the softmax of the others is x / (1 + x) once it is part of the softmax
         values = (1 / (1 + 1 / found.values)).sum(1) if beside else found.values
         pair, row, block = (x.cpu() for x in found.tiles())
-        # where a block is in its row's list, which ascends
+        # find each block's place in its row's list; the lists are ascending
         listed = every[:, mine].long()
         numbers = listed + torch.arange(self.heads * len(mine), device="cpu").view(self.heads, -1, 1) * (self._rows + 1)
         number = (pair % self.heads * len(mine) + row) * (self._rows + 1) + block
@@ -260,7 +264,7 @@ class ImportanceTracker:
         return (total.view(listed.shape) / (len(q) * queries[:, None])).float()
 
     def _exchange(self, rows: Tensor) -> None:
-        """Let blocks on trial take places in rows of these numbers, and end the trials of those that will not."""
+        """Replace weak active blocks of these rows by better trial blocks, and end the trials that failed."""
         listed, mass = self._indices[:, rows].long(), self._mass[:, rows]
         trials, tried, weight = self._trials[:, rows].long(), self._tried[:, rows], self._weight[:, rows]
         places = trials.shape[-1]
@@ -284,13 +288,13 @@ class ImportanceTracker:
         return self._forced(rows[:, None], listed) | (listed == self._rows)
 
     def _try_others(self, rows: Tensor, q: Tensor, k: Tensor) -> None:
-        """Put others on trial where rows have room, by means of their queries, (B, heads, rows, D), and of keys."""
+        """Put further blocks on trial where rows have room, by mean queries, (B, heads, rows, D), and mean keys."""
         tokens = (
             (self.tokens - torch.arange(self._rows, device="cpu") * self.block_size).clamp(max=self.block_size).to(q)
         )
         k = k.repeat_interleave(self.heads // k.shape[1], 1)
         step = max(1, _AT_ONCE // (len(q) * self.heads * self._rows))
-        # of all rows, so that it is the same whoever has them
+        # draw for all rows, so that the result does not depend on which rank holds them
         drawn = torch.rand(self._trials.shape, generator=torch.Generator("cpu").manual_seed(self.version), device="cpu")
         for begin in range(0, len(rows), step):
             part = rows[begin : begin + step]
@@ -316,14 +320,14 @@ class ImportanceTracker:
             order.values,
             (x[:, rows].gather(-1, order.indices) for x in (self._tried, self._weight)),
         )
-        # drawn twice
+        # drop blocks that were drawn twice
         block[..., 1:][block[..., 1:] == block[..., :-1]] = self._rows
         order = block.sort(-1)
         self._trials[:, rows] = order.values.int()
         self._tried[:, rows], self._weight[:, rows] = (x.gather(-1, order.indices) for x in (tried, weight))
 
     def _share(self, rows: Tensor | None) -> None:
-        """Send this rank's rows to all others."""
+        """Start to send this rank's rows to all other ranks."""
         assert self.context is not None
         blocks = self.context.local // self.block_size
         mine = torch.zeros(self.heads, blocks, self._rows + 1, dtype=torch.bool, device="cpu")

@@ -1,4 +1,4 @@
-"""A learned selector: narrow heads that score blocks, trained to foresee where attention lies."""
+"""A learned block selector: narrow heads that score blocks, trained to predict the attention mass of each tile."""
 
 from __future__ import annotations
 
@@ -20,35 +20,34 @@ from .selection import HEADS, Grid, Score, amount_of, choose, chunk_rows, grid_o
 if TYPE_CHECKING:
     from ..parallel import ContextParallel, PendingTable
 
-# distances in pools, by their logarithm: both sides, and the same pool
+# largest bucket of the distance between pools, log2(distance + 1); the bias has 2 * 16 + 1 entries, for both directions
 _FAR = 16
 
 
 class BlockIndexer(nn.Module):
-    """Score blocks by a few narrow heads, choose the best, and learn from the attention that they really hold.
+    """A module that scores blocks with a few narrow heads, chooses the best, and learns from measured attention.
 
-    A block is a few pools of tokens; a pool of queries or keys is the mean, the least and the largest of its channels.
-    For a query pool i and a key pool j of a head
+    A block consists of pools of tokens. A pool is represented by the mean, the minimum and the maximum of each channel.
+    For query pool i and key pool j of a head, the score is
 
         s[i, j] = gain scale <mean q[i], mean k[j]> + sum_m w_m(q[i]) ReLU(<q_m[i], k'[j]>) + bias[distance]
 
-    with narrow learned projections q_m and k', as a lightning indexer scores tokens; a block's score is the logarithm
-    of the sum of exp s over its pools. At first all but the first term is 0. Queries and keys are detached: the model
-    that they come from learns nothing of it.
+    with narrow learned projections q_m and k', as in a lightning indexer, which scores tokens. A block's score is the
+    logarithm of the sum of exp s over its pools. All terms but the first are initially 0. Queries and keys are
+    detached, so no gradient reaches the model that they come from.
 
-    Train it on ``loss(q, k, mass)``, first with the mass of dense attention, then with that of the tiles that it
-    chooses alone.
+    Train it on ``loss(q, k, mass)``: first with the mass of dense attention, then with the mass of the chosen tiles.
 
     Args:
         head_dim: Channels of queries and keys.
-        heads: Query heads.
-        kv_heads: Key heads; as many as query heads by default.
-        index_heads: Narrow heads of each query head.
-        index_dim: Their channels.
-        block_size: Tokens in a block's side.
-        pool: Tokens of a pool; divides the block.
-        device: Where the parameters are.
-        dtype: Their type.
+        heads: Number of query heads.
+        kv_heads: Number of key heads; ``heads`` by default.
+        index_heads: Narrow heads per query head.
+        index_dim: Channels of a narrow head.
+        block_size: Tokens per block.
+        pool: Tokens per pool; must divide ``block_size``.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     Example:
         >>> indexer = rw.adaptive.BlockIndexer(32, heads=4, block_size=32, pool=16)
         >>> lse = rw.attention_with_lse(q, k, v, rw.Causal()).lse
@@ -58,7 +57,7 @@ class BlockIndexer(nn.Module):
         torch.Size([1, 4, 256, 32])
 
     References:
-        DeepSeek-AI (2025), DeepSeek-V3.2, section 2.1 (of tokens; here of blocks, and of each head).
+        DeepSeek-AI (2025), DeepSeek-V3.2, section 2.1 (which scores tokens; this module scores blocks, for each head).
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class BlockIndexer(nn.Module):
         self.pool = whole("pool", pool, 1, error=ShapeError)
         if self.heads % self.kv_heads:
             wanted = f"a divisor of the {self.heads} query heads"
-            raise ShapeError(message("kv_heads", self.kv_heads, wanted, "Repeat or drop key heads."))
+            raise ShapeError(message("kv_heads", self.kv_heads, wanted, "Change one of the two numbers."))
         if self.block_size % self.pool:
             raise ShapeError(message("pool", self.pool, f"a divisor of block_size={self.block_size}", "Lower pool."))
 
@@ -100,7 +99,7 @@ class BlockIndexer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the projections, and let nothing come of them yet."""
+        """Draw the projections at random, and set the weights that scale their terms to 0."""
         for projection in (self.query, self.key):
             nn.init.normal_(projection, std=projection.shape[1] ** -0.5)
         for zero in (self.weight, self.distance):
@@ -121,19 +120,19 @@ class BlockIndexer(nn.Module):
         heads: str = "query",
         q_offset: int = 0,
     ) -> BlockTable:
-        """Choose blocks, as :func:`ringweave.adaptive.select` does and with its arguments; no gradient.
+        """Choose blocks; takes the arguments of :func:`ringweave.adaptive.select`. No gradient.
 
         Args:
             q: Queries, (B, Hq, Nq, D).
             k: Keys, (B, Hkv, Nk, D).
-            top_k: Blocks of a row.
-            mass: Share of the foreseen attention.
+            top_k: Number of blocks in a row.
+            mass: Share of the predicted attention that the blocks of a row must hold.
             density: Share of the blocks that a row may attend.
-            causal: Whether blocks wholly in a row's future are left out.
-            local: Blocks that end with the row's own.
-            sinks: First blocks.
+            causal: Whether to leave out blocks that lie wholly in a row's future.
+            local: Number of nearest blocks that are always chosen.
+            sinks: Number of blocks at the beginning that are always chosen.
             heads: ``"query"``, ``"kv"`` or ``"shared"``.
-            q_offset: Position of the first query; a multiple of the block where there are several rows.
+            q_offset: Position of the first query; a multiple of ``block_size`` unless the queries fit in one block.
         """
         one_of("heads", heads, HEADS)
         grid = self._grid(q, k, q_offset, causal, local, sinks)
@@ -144,20 +143,22 @@ class BlockIndexer(nn.Module):
             return choose(score, grid, amount, self._step(q, grid), groups, self.heads, False, q.device)
 
     def share(self, context: ContextParallel, q: Tensor, k: Tensor, *, version: int, **options: Any) -> PendingTable:
-        """Choose blocks for this rank's queries, and begin to put all ranks' choices together: one table for all.
+        """Choose blocks for this rank's queries, and start to combine all ranks' choices into one common table.
 
-        It travels while the present step is computed; ``result()`` of what is given waits for it. Parameters have to be
-        alike on all ranks, as DDP keeps them.
+        The exchange overlaps with the computation of the current step; ``result()`` of the returned table waits for it.
+        The parameters must be equal on all ranks, as DDP keeps them.
 
         Args:
-            context: Ranks that share the sequence; its placement is cut at blocks, as ``"contiguous"`` and ``"zigzag"``
-                are.
+            context: Ranks that share the sequence. Its placement must split the sequence at block boundaries, as
+                ``"contiguous"`` and ``"zigzag"`` do.
             q: This rank's queries, (B, Hq, local, D).
-            k: This rank's keys, (B, Hkv, local, D): all ranks get all keys, once.
-            version: Of the table; a number that grows with each.
-            options: As the indexer is called with, without q_offset.
+            k: This rank's keys, (B, Hkv, local, D). Every rank receives all keys once.
+            version: Version of the table; must increase with each call.
+            options: Keyword arguments of a call of the indexer, except q_offset.
+        Returns:
+            The pending table.
         Raises:
-            ShapeError: Blocks that the placement cuts.
+            ShapeError: The placement splits a block.
             RingError: Ranks share different versions or shapes.
         """
         every, side = context.unshard(k, 2), self.block_size
@@ -171,21 +172,22 @@ class BlockIndexer(nn.Module):
         return context.share_table(rows[..., :-1].contiguous(), side, version)
 
     def loss(self, q: Tensor, k: Tensor, mass: TileMass, *, causal: bool = True, q_offset: int = 0) -> Tensor:
-        """Compute the KL divergence from attention's share of each tile to the foreseen one, over the tiles of a plan.
+        """Compute the KL divergence between the measured and the predicted shares of attention of a plan's tiles.
 
-        Rows of blocks are taken some at a time, and again in backward: memory is a chunk of scores.
+        Block rows are processed in chunks, which backward recomputes, so memory holds one chunk of scores.
 
         Args:
             q: Queries, (B, Hq, Nq, D).
             k: Keys, (B, Hkv, Nk, D).
-            mass: What :func:`ringweave.adaptive.tile_mass` found, per tile or row, on tiles of ``block_size``: of all
-                tiles to warm up, of those that were chosen later. A row of tiles counts by what it holds in all.
-            causal: As for the tables that are to be made.
-            q_offset: As there.
+            mass: Result of :func:`ringweave.adaptive.tile_mass`, per tile or per row, with tiles of ``block_size``: of
+                all tiles during warm-up, later of the chosen tiles. The masses of a block row are normalised to sum to
+                1; rows without mass are left out.
+            causal: Whether the tables will be causal.
+            q_offset: Position of the first query.
         Returns:
-            The mean over rows of blocks, nats; differentiable in the indexer's parameters alone.
+            The mean over block rows in nats; differentiable with respect to the indexer's parameters only.
         Raises:
-            ShapeError: Tiles of another size, or of other tensors.
+            ShapeError: The tiles have another size, or belong to tensors of other sizes.
         """
         grid = self._grid(q, k, q_offset, causal, 0, 0)
         p = mass.plan
@@ -197,7 +199,7 @@ class BlockIndexer(nn.Module):
             raise ShapeError(message("mass.plan", f"{names} = {sizes}", f"{wanted}", remedy))
         pair, row, column = mass.tiles()
         values = mass.by_tile().detach()
-        # tiles by row of blocks, all heads together
+        # sort the tiles of all heads by block row, so that a chunk of rows is a slice
         order = row.argsort(stable=True)
         step = self._step(q, grid)
         begins = range(0, grid.rows, step)
@@ -228,7 +230,7 @@ class BlockIndexer(nn.Module):
         return total / count.clamp(min=1)
 
     def extra_repr(self) -> str:
-        """Write the sizes."""
+        """Return the sizes for the module's repr."""
         names = ("head_dim", "heads", "kv_heads", "index_heads", "index_dim", "block_size", "pool")
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
@@ -236,12 +238,12 @@ class BlockIndexer(nn.Module):
         check_tensors(q, k, k)
         if (q.shape[1], k.shape[1], q.shape[3]) != (self.heads, self.kv_heads, self.head_dim):
             got = f"{q.shape[1]} and {k.shape[1]} heads of {q.shape[3]}"
-            wanted = f"{self.heads} and {self.kv_heads} of {self.head_dim}"
-            raise ShapeError(message("q, k", got, wanted, "Make an indexer for them."))
+            wanted = f"{self.heads} and {self.kv_heads} heads of {self.head_dim}"
+            raise ShapeError(message("q, k", got, wanted, "Construct an indexer with these sizes."))
         grid = grid_of(q, k, self.block_size, q_offset, causal, local, sinks)
         if not grid.one_row and q_offset % self.block_size:
-            wanted = f"a multiple of block_size={self.block_size}, or queries of one block"
-            raise ShapeError(message("q_offset", q_offset, wanted, "Cut chunks at blocks."))
+            wanted = f"a multiple of block_size={self.block_size}, or queries that fit in one block"
+            raise ShapeError(message("q_offset", q_offset, wanted, "Begin chunks at block boundaries."))
         return grid
 
     def _step(self, q: Tensor, grid: Grid) -> int:
@@ -249,7 +251,7 @@ class BlockIndexer(nn.Module):
         return chunk_rows(q, 2 * pools * pools * grid.columns)
 
     def _scorer(self, q: Tensor, k: Tensor, grid: Grid) -> Score:
-        """Make what scores rows of blocks: (B, Hq, rows, columns)."""
+        """Return the function that scores block rows: (B, Hq, rows, columns)."""
         q, k = q.detach(), k.detach()
         pools, acc, dim = self.block_size // self.pool, acc_dtype(self.query.dtype), self.head_dim
         q_parts, k_parts = (_parts(x, self.pool, acc) for x in (q, k))
@@ -257,14 +259,15 @@ class BlockIndexer(nn.Module):
         queries = (q_parts @ self.query.to(acc)).unflatten(-1, (-1, self.index_dim))
         own = self.weight.to(acc)
         weight = q_parts @ own[:, :-1] + own[:, -1:]
-        # by place within a block: what is joined then lies rows apart, not side by side
+        # Order pools by their place within a block, so that the final sum over a block's pools adds whole rows of the
+        # matrix instead of adjacent elements.
         lacking = -k_parts.shape[2] % pools
         means, keys = (
             nn.functional.pad(x, (0, 0, 0, lacking)).unflatten(2, (-1, pools)).transpose(2, 3).contiguous()
             for x in (k_parts[..., :dim], (k_parts @ self.key.to(acc)) * self.index_dim**-0.5)
         )
         shift = grid.q_offset // self.pool
-        # of no weight, and finite: a tile of nothing else has a gradient, of 0
+        # Masked scores are finite, so that a tile with only masked scores has gradient 0 instead of NaN.
         nothing = torch.finfo(acc).min / 2
 
         def score(rows: range, columns: int) -> Tensor:
@@ -274,7 +277,7 @@ class BlockIndexer(nn.Module):
             for head in range(self.index_heads):
                 relu = products(queries[:, :, mine, head], some_keys).relu_()
                 s.addcmul_(relu, weight[:, :, mine, head, None])
-            # a number for each distance, spread to pairs as a view
+            # compute the bias once per distance, and expand it to all pairs as a strided view
             count = s.shape[2]
             apart = torch.arange(mine.start + count - 1, mine.start - columns * pools, -1, device=s.device) + shift
             bucket = (apart.abs() + 1).log2().floor().long().clamp(max=_FAR) * apart.sign()
@@ -283,7 +286,7 @@ class BlockIndexer(nn.Module):
                 bias = bias.masked_fill(apart < 0, nothing)
             sizes = self.heads, count, pools, columns
             s = s.unflatten(3, (pools, columns)).add_(bias.as_strided(sizes, (len(apart), 1, 1, pools)).flip(1))
-            # pools that a last block lacks
+            # the last block has fewer pools; mask the padding
             if lacking and columns == grid.columns:
                 s[..., pools - lacking :, -1] = nothing
             s = nn.functional.pad(s, (0, 0, 0, 0, 0, -count % pools), value=nothing)
@@ -294,7 +297,7 @@ class BlockIndexer(nn.Module):
 
 
 def _parts(x: Tensor, pool: int, acc: torch.dtype) -> Tensor:
-    """Give of each pool the mean, the least and the largest of its channels: (..., N, D) to (..., pools, 3 D)."""
+    """Return the mean, minimum and maximum of each pool's channels: (..., N, D) to (..., pools, 3 D)."""
     reduce = in_cache(
         lambda part: torch.cat([part.mean(-2, dtype=acc), least(part).to(acc), largest(part).to(acc)], -1)
     )

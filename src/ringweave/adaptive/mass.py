@@ -1,4 +1,4 @@
-"""How much attention every tile of a plan holds: exact, in one pass over the tiles, in memory that grows with them."""
+"""The exact attention mass of every tile of a plan, in one pass over the tiles and memory linear in their number."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _BACKENDS = ("auto", "cpu", "dense_batched")
 
 @dataclass(frozen=True, eq=False)
 class TileMass:
-    """The attention that a plan's tiles hold.
+    """The attention mass of a plan's tiles.
 
     Attributes:
-        plan: Which tiles.
-        values: (T,) per tile or (T, q_tile) per row, float32 (float64 for float64), for batch elements and heads in
-            turn (heads fastest), within each in the plan's row order; rows past the last query hold 0.
-        first: (B, Hq) int64, where the tiles of each batch element and head begin.
+        plan: Plan with the tiles.
+        values: Masses, (T,) per tile or (T, q_tile) per row, float32 (float64 for float64). They are ordered by batch
+            element, then head, then the plan's row order; rows past the last query hold 0.
+        first: (B, Hq) int64, index in ``values`` of the first tile of each batch element and head.
     Example:
         >>> lse = rw.attention_with_lse(q, k, v, rw.Causal()).lse
         >>> mass = rw.adaptive.tile_mass(q, k, lse, rw.Causal())
@@ -48,7 +48,7 @@ class TileMass:
     first: Tensor
 
     def tiles(self) -> tuple[Tensor, Tensor, Tensor]:
-        """List, aligned with ``values``, int64 (T,) each: b * Hq + h, the query tile and the key tile."""
+        """Return b * Hq + h, query tile and key tile of each entry of ``values``; int64 (T,) each."""
         p = self.plan
         group, counts = p.row_set.reshape(-1).long(), (p.row_ptr[:, -1] - p.row_ptr[:, 0]).long()
         pair = torch.arange(group.numel(), device=p.device).repeat_interleave(counts[group])
@@ -57,11 +57,11 @@ class TileMass:
         return pair, p.tile_rows()[entry], p.col[entry].long()
 
     def by_tile(self) -> Tensor:
-        """Sum over the queries of each tile, (T,); as they are where they are per tile."""
+        """Return the mass of each tile, (T,): sums per-row values over the queries of the tile."""
         return self.values if self.values.ndim == 1 else self.values.sum(1)
 
     def to_dense(self) -> Tensor:
-        """Spread them to (B, Hq, query tiles, key tiles), or per row to (B, Hq, Nq, key tiles), for small sizes."""
+        """Return a dense tensor (B, Hq, query tiles, key tiles), or (B, Hq, Nq, key tiles) per row; for small sizes."""
         p = self.plan
         batch, heads = p.row_set.shape
         dense = self.values.new_zeros(batch * heads, p.q_tiles, p.kv_tiles, *self.values.shape[1:])
@@ -88,29 +88,30 @@ def tile_mass(
 ) -> TileMass:
     """Sum the attention weights in each non-empty tile of a pattern; no gradient.
 
-    ``mass[t] = sum_(i, j in t) exp(scale * <q[i], k[j]> - lse[i])`` over the allowed pairs. With the pattern's own lse
-    a row's tiles hold 1 in all; with that of a larger attention, the share of it that the pattern keeps: the recall.
-    One product a pair, no values; memory is one number a tile (per row: one a row of a tile).
+    ``mass[t] = sum_(i, j in t) exp(scale * <q[i], k[j]> - lse[i])`` over the allowed pairs. With the lse of the same
+    pattern, the masses of a query sum to 1. With the lse of a denser attention, they sum to the share of it that the
+    pattern keeps, its recall. The cost is one product per pair; values are not read. Memory is one number per tile, or
+    one per row of each tile.
 
     Args:
         q: Queries, (B, Hq, Nq, D).
         k: Keys, (B, Hkv, Nk, D).
-        lse: (B, Hq, Nq), as of :func:`ringweave.attention_with_lse`; a row of -inf holds 0.
-        pattern: A relation.
-        per: ``"tile"``, or ``"row"``: of each query in each tile.
+        lse: Log-sum-exp, (B, Hq, Nq), from :func:`ringweave.attention_with_lse`; a row of -inf holds 0.
+        pattern: A relation, not a LongNet.
+        per: ``"tile"`` for one mass per tile, ``"row"`` for one per query of each tile.
         scale: Factor of the scores; 1 / sqrt(D) by default.
         q_offset: Position of the first query; an int, or an integer tensor () or (B,).
-        k_offset: Position of the first key, alike.
-        terms: What was added to the scores: those that lse was made with.
-        tile: Side of a tile, or (queries, keys); multiples of 16. None: as of :func:`ringweave.plan`.
+        k_offset: Position of the first key, in the same forms.
+        terms: Score terms that lse was computed with.
+        tile: Side of a tile, or (queries, keys); multiples of 16. None: the tile of :func:`ringweave.plan`.
         backend: ``"cpu"`` (the native kernel: CPU tensors of up to 32 bits, no terms), ``"dense_batched"``, or
-            ``"auto"``: the first of them that can.
+            ``"auto"``, the first of these that can run the case.
     Returns:
-        The masses, with the plan whose tiles they are of.
+        The masses and their plan.
     Raises:
         ShapeError: Shapes, dtypes or devices do not fit.
         PatternError: The pattern does not fit the call, or is a LongNet.
-        UnsupportedError: The named backend cannot run the case; torch.vmap.
+        UnsupportedError: The named backend cannot run the case, or tile_mass is called inside torch.vmap.
     Example:
         >>> out, lse = rw.attention_with_lse(q, k, v, rw.Causal())
         >>> kept = rw.adaptive.tile_mass(q, k, lse, rw.SlidingWindow(63) & rw.Causal(), per="row")
@@ -132,8 +133,8 @@ def tile_mass(
         wanted = f"{acc} {tuple(q.shape[:3])} on {q.device}"
         raise ShapeError(message("lse", got, wanted, "Pass the lse of attention_with_lse."))
     if any(mapped(x) for x in (q, k, lse)):
-        wanted = "tensors with numbers of their own"
-        raise UnsupportedError(message("tile_mass", "tensors inside of torch.vmap", wanted, "Call it for each."))
+        wanted = "ordinary tensors"
+        raise UnsupportedError(message("tile_mass", "tensors inside of torch.vmap", wanted, "Call it without vmap."))
     batch, heads, nq, _ = q.shape
     p = plan(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=q.device)
     inputs = Operands(readable(q), readable(k), readable(k), call.scale, _scoring(q, call, terms))
@@ -141,9 +142,9 @@ def tile_mass(
         inputs.call(), Branch.whole(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset)
     )
     if reason is None and terms:
-        reason = "it sums no masses of scores with terms"
+        reason = "it computes no masses of scores with terms"
     if reason is None and any(wrapped(x) for x in (q, k, lse)):
-        reason = "it reads no tensors of a transform of torch.func"
+        reason = "it cannot read tensors of a torch.func transform"
     if backend == "cpu" and reason is not None:
         wanted = f"a case that it can run, but {reason}"
         raise UnsupportedError(message("backend", "'cpu'", wanted, "Use backend='auto' or 'dense_batched'."))

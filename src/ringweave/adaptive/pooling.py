@@ -1,4 +1,4 @@
-"""Blocks of tokens as one row each: means, bounds that a cache keeps, and the runs of tokens that a rank holds."""
+"""Reductions of token blocks to one row each (means and bounds), and a rank's runs of consecutive tokens."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 from ..errors import ShapeError, message
 from ..patterns.validate import whole
 
-# numbers that a CPU reduces at a time
+# elements that a CPU reduces in one step
 _AT_ONCE = 2**18
 
 
 def by_block(x: Tensor, side: int, reduce: Callable[[Tensor], Tensor], first: int | None = None) -> Tensor:
-    """Reduce blocks of tokens, (..., N, D) to (..., blocks, D), without a copy of the tokens.
+    """Reduce blocks of tokens, (..., N, D) to (..., blocks, D), without copying the tokens.
 
     Args:
-        x: Tokens, at their last dimension but one.
-        side: Tokens of a block.
-        reduce: Takes (..., blocks, tokens, D) to (..., blocks, D).
-        first: Tokens of the first block, where that is cut; ``side`` by default.
+        x: Tokens, (..., N, D).
+        side: Tokens per block.
+        reduce: Function from (..., blocks, tokens, D) to (..., blocks, D).
+        first: Tokens of the first block, if it is shorter; ``side`` by default.
     """
     n = x.shape[-2]
     head = min(n, side if first is None else first)
@@ -49,10 +49,10 @@ def block_means(x: Tensor, block_size: int, *, first: int | None = None) -> Tens
 
     Args:
         x: Tokens, (..., N, D).
-        block_size: Tokens of a block; the last one may have fewer, and is averaged over what it has.
-        first: Tokens of the first block, where that is cut too; ``block_size`` by default.
+        block_size: Tokens per block; the last block may have fewer and is averaged over those.
+        first: Tokens of the first block, if it is shorter too; ``block_size`` by default.
     Returns:
-        Means, (..., blocks, D).
+        The means, (..., blocks, D).
     Example:
         >>> rw.adaptive.block_means(torch.tensor([[1.0], [3.0], [8.0]]), 2)
         tensor([[2.],
@@ -67,7 +67,7 @@ def block_means(x: Tensor, block_size: int, *, first: int | None = None) -> Tens
 
 
 def in_cache(reduce: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Let a CPU reduce some blocks at a time: what is widened, or read more than once, stays in its cache."""
+    """Reduce a few blocks per step on a CPU, so that widened or repeatedly read data stays in its cache."""
 
     def some(part: Tensor) -> Tensor:
         if part.device.type != "cpu" or torch.compiler.is_compiling():
@@ -79,7 +79,7 @@ def in_cache(reduce: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 class Stretch(NamedTuple):
-    """Tokens [begin, end) of a shard, which stand side by side from a position on."""
+    """Tokens [begin, end) of a shard, which have consecutive positions from `position` on."""
 
     begin: int
     end: int
@@ -87,7 +87,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(context: ContextParallel | None, tokens: int) -> list[Stretch]:
-    """Split a rank's tokens where their positions are not consecutive; padding is left out."""
+    """Split a rank's tokens into runs of consecutive positions, without padding."""
     if context is None:
         return [Stretch(0, tokens, 0)]
     positions = context.positions.numpy()
@@ -98,21 +98,21 @@ def stretches(context: ContextParallel | None, tokens: int) -> list[Stretch]:
 
 
 class KeyBounds:
-    """The least and the largest of every channel over each block of keys, for ``select(method="bounds")``.
+    """The minimum and maximum of every channel over each block of keys, for ``select(method="bounds")``.
 
-    A query's score with any key of a block is at most ``sum_d max(q_d low_d, q_d high_d)``. Appending n tokens costs
-    what those n tokens cost, whatever is kept; all is allocated once.
+    A query's score with any key of a block is at most ``sum_d max(q_d low_d, q_d high_d)``. The cost of appending n
+    tokens depends on n only, not on the cache. All memory is allocated at construction.
 
     Args:
         k: Keys so far, (B, Hkv, N, D); N may be 0.
-        block_size: Tokens of a block.
-        capacity: Tokens that will come at most, N included.
+        block_size: Tokens per block.
+        capacity: Maximum number of tokens, including N.
     Attributes:
-        low: (B, Hkv, blocks, D), of the keys' dtype (float32 at least), inf where no token is.
-        high: As ``low``, -inf where no token is.
-        length: Tokens so far.
+        low: Minima, (B, Hkv, blocks, D), in the keys' dtype or float32 if that is wider; inf in blocks without tokens.
+        high: Maxima, with the shape and dtype of ``low``; -inf in blocks without tokens.
+        length: Number of tokens so far.
     Raises:
-        ShapeError: More tokens than the capacity, or of another shape.
+        ShapeError: The tokens exceed the capacity, or have another shape.
     Example:
         >>> bounds = rw.adaptive.KeyBounds(k[:, :, :100], block_size=32, capacity=256)
         >>> bounds.append(k[:, :, 100:110])
@@ -136,7 +136,7 @@ class KeyBounds:
 
     @torch.no_grad()
     def append(self, k: Tensor) -> None:
-        """Take in tokens that follow, (B, Hkv, n, D)."""
+        """Append the next n keys, (B, Hkv, n, D)."""
         batch, heads, _, dim = self.low.shape
         if k.ndim != 4 or (*k.shape[:2], k.shape[3]) != (batch, heads, dim):
             raise ShapeError(
@@ -157,10 +157,10 @@ class KeyBounds:
 
 
 def least(x: Tensor) -> Tensor:
-    """Find the least of each channel of a block, (..., tokens, D) to (..., D)."""
+    """Return the minimum of each channel of a block, (..., tokens, D) to (..., D)."""
     return x.amin(-2)
 
 
 def largest(x: Tensor) -> Tensor:
-    """Find the largest of each channel of a block."""
+    """Return the maximum of each channel of a block, (..., tokens, D) to (..., D)."""
     return x.amax(-2)

@@ -1,8 +1,8 @@
-"""Which blocks of keys each block of queries should attend, found from queries and keys: tables by indices.
+"""Choose from queries and keys which key blocks each query block attends, as a table of block indices.
 
-Every method scores query blocks against key blocks, some rows of blocks at a time, and keeps the best; no score
-outlives its rows, so memory is what is chosen and one chunk. Nothing is read back from a device, and no shape depends
-on a value (but where a CPU may look: the width of a list that a mass decides).
+Every method scores query blocks against key blocks, a chunk of block rows at a time, and keeps the best blocks. Scores
+are freed after each chunk, so memory holds the chosen indices and one chunk of scores. Nothing is read back from a
+device, and no shape depends on a value, with one exception: with ``mass`` on a CPU, the width of the lists does.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from .pooling import KeyBounds, block_means, by_block, largest, least
 METHODS = ("mean", "antidiagonal", "top_p", "bounds")
 _POOLED = ("mean", "top_p")
 HEADS = ("query", "kv", "shared")
-# bytes of scores at a time: in a processor's cache, or a bounded part of a GPU's memory
+# bytes of scores in one chunk: fits a CPU's cache, and a bounded part of a GPU's memory
 _CHUNK, _CHUNK_ELSEWHERE = 2**22, 2**28
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Blocks of queries by blocks of keys, and which of them have to or may be chosen.
+    """A grid of query blocks by key blocks, with the blocks that must be chosen and those that may be.
 
     Attributes:
-        nq: Queries, at positions q_offset and after.
-        nk: Keys.
-        sides: Tokens of a block of queries and of keys.
+        nq: Number of queries; the first has position q_offset.
+        nk: Number of keys.
+        sides: Tokens of a query block and of a key block.
         q_offset: Position of the first query.
-        causal: Whether blocks wholly after a block's last query are left out.
-        local: Blocks of keys that end with the query's own; to both sides where not causal.
-        sinks: First blocks of keys.
+        causal: Whether to leave out key blocks that begin after the last query of a query block.
+        local: Number of forced key blocks up to and including the query's block; on both sides if not causal.
+        sinks: Number of forced key blocks at the beginning.
     """
 
     nq: int
@@ -53,52 +53,52 @@ class Grid:
 
     @property
     def columns(self) -> int:
-        """Count the blocks of keys."""
+        """Number of key blocks."""
         return -(-self.nk // self.sides[1])
 
     @property
     def one_row(self) -> bool:
-        """Tell whether all queries are one row of blocks, wherever blocks begin."""
+        """Whether all queries form one block row, regardless of block boundaries."""
         return self.nq <= self.sides[0]
 
     @property
     def front(self) -> int:
-        """Count the rows of blocks before the first query's."""
+        """Number of block rows before the row of the first query."""
         return 0 if self.one_row else self.q_offset // self.sides[0]
 
     @property
     def rows(self) -> int:
-        """Count the rows of blocks that have queries."""
+        """Number of block rows that contain queries."""
         return 1 if self.one_row else -(-(self.q_offset + self.nq) // self.sides[0]) - self.front
 
     @property
     def first(self) -> int:
-        """Count the queries of the first row."""
+        """Number of queries in the first block row."""
         return self.nq if self.one_row else min(self.nq, (self.front + 1) * self.sides[0] - self.q_offset)
 
     @property
     def cut(self) -> int:
-        """Count the tokens that the first row of blocks lacks before its first query."""
+        """Number of positions of the first block row that precede the first query."""
         return 0 if self.one_row else self.q_offset - self.front * self.sides[0]
 
     def queries(self, rows: range) -> tuple[int, int]:
-        """Give the queries [begin, end) of some rows."""
+        """Return the range [begin, end) of queries in these block rows."""
         begin = 0 if rows.start == 0 else self.first + (rows.start - 1) * self.sides[0]
         return begin, min(self.nq, self.first + (rows.stop - 1) * self.sides[0])
 
     def reach(self, rows: range) -> int:
-        """Count the blocks of keys from the first on that some rows may attend."""
+        """Return the number of leading key blocks that contain every block these rows may attend."""
         if not self.causal:
             return self.columns
         last = self.q_offset + self.queries(rows)[1] - 1
         return min(self.columns, last // self.sides[1] + 1)
 
     def marks(self, rows: range, columns: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Tell which blocks may be chosen, which have to be, and which hold later keys; bool (rows, columns)."""
+        """Return three bool masks (rows, columns): allowed blocks, forced blocks, and blocks that hold later keys."""
         row = torch.arange(rows.start, rows.stop, device=device)[:, None]
         begin = torch.where(row == 0, 0, self.first + (row - 1) * self.sides[0]) + self.q_offset
         end = (self.first + row * self.sides[0]).clamp(max=self.nq) + self.q_offset
-        # the key blocks where the first and the last query of each row stand
+        # key blocks that contain the positions of each row's first and last query
         first, last = begin // self.sides[1], (end - 1) // self.sides[1]
         column = torch.arange(columns, device=device)
         may = column <= last if self.causal else torch.ones_like(column <= last)
@@ -109,7 +109,7 @@ class Grid:
         return may, forced & may, later
 
     def forced(self) -> int:
-        """Bound how many blocks of a row have to be chosen."""
+        """Return an upper bound on the number of forced blocks in a row."""
         rows, columns = self.sides
         if self.one_row:
             crossed = (self.q_offset + self.nq - 1) // columns - self.q_offset // columns + 1
@@ -121,20 +121,20 @@ class Grid:
 
 @dataclass(frozen=True)
 class Amount:
-    """How many blocks of a row are chosen: a number, a share of those that may be, or as many as hold a mass."""
+    """The number of blocks to choose in a row: a count, a share of the allowed blocks, or a target attention mass."""
 
     top_k: int | None
     mass: float | None
     density: float | None
 
     def places(self, grid: Grid) -> int:
-        """Bound how many are chosen of a row."""
+        """Return an upper bound on the number of blocks chosen in a row."""
         if self.density is not None:
             return max(min(grid.columns, math.ceil(self.density * grid.columns - 1e-9)), grid.forced())
         return grid.columns if self.top_k is None else min(grid.columns, self.top_k)
 
 
-#: Scores some rows of blocks against the first columns of blocks: (B, Hq, rows, columns).
+#: Function (rows, columns): scores of these block rows against the first `columns` key blocks, (B, Hq, rows, columns).
 Score = Callable[[range, int], Tensor]
 
 
@@ -157,60 +157,63 @@ def select(
     pool: int | None = None,
     bounds: KeyBounds | None = None,
 ) -> BlockTable:
-    """Choose the blocks of keys that each block of queries attends, by what queries and keys hold; no gradient.
+    """Choose the key blocks that each query block attends, from the values of queries and keys; no gradient.
 
-    The table has no blocks in the future where causal, but says nothing of single tokens: attend
-    ``select(...) & rw.Causal()``. The queries of a block choose together, so the choice of an early query depends on
-    the later tokens of its block: training and teacher forcing see them, decoding cannot. Blocks of one query,
-    ``block_size=(1, n)``, depend on no later token, and choose in training what they choose in decoding.
+    With ``causal``, the table leaves out blocks that lie wholly in the future, but it does not mask single tokens: use
+    ``select(...) & rw.Causal()`` as the pattern. All queries of a block share one choice, so the choice for an early
+    query depends on later tokens of its block. Those tokens are known in training and teacher forcing, but not in
+    decoding. With blocks of one query, ``block_size=(1, n)``, no choice depends on a later token, and training and
+    decoding choose the same blocks.
 
-    Methods, each a score of a block of queries against one of keys:
+    Each method scores a query block against a key block:
 
-    - ``"mean"``: the product of their means (MoBA, which has a block of queries of 1). With a ``pool``, their share of
-      a softmax over the products of the pools' means (NSA sums such shares): finer, at 1 / (2 pool^2) of what dense
-      attention costs.
-    - ``"antidiagonal"``: their share of a softmax over sums of scores along antidiagonals, ``stride`` tokens long
-      (XAttention): at 1 / (2 stride) of what dense attention costs.
-    - ``"top_p"``: as ``"mean"``, and of its softmax as many blocks as hold ``mass``, 0.9 unless ``density`` is given
-      (FlexPrefill).
-    - ``"bounds"``: the largest score that any query could have with any key of the block, by the least and the largest
-      of every channel (Quest): for decoding.
+    - ``"mean"``: the product of the two block means (MoBA, with query blocks of 1). With ``pool``, the block's share of
+      a softmax over products of pool means (NSA sums such shares): more precise, at 1 / (2 pool^2) of the cost of dense
+      attention.
+    - ``"antidiagonal"``: the block's share of a softmax over score sums along antidiagonals of ``stride`` tokens
+      (XAttention), at 1 / (2 stride) of the cost of dense attention.
+    - ``"top_p"``: the scores of ``"mean"``; a row gets the fewest blocks whose softmax sums to ``mass``, 0.9 unless
+      ``density`` is given (FlexPrefill).
+    - ``"bounds"``: an upper bound on the score of any query with any key of the block, from the minimum and maximum of
+      every key channel (Quest); meant for decoding.
 
     Args:
         q: Queries, (B, Hq, Nq, D).
         k: Keys, (B, Hkv, Nk, D).
         method: One of the above.
-        top_k: Blocks of a row, the forced ones included; beside ``mass`` the most.
-        mass: Share of the estimated attention that a row's blocks hold: rows differ in how many they have.
+        top_k: Number of blocks in a row, including the forced ones; together with ``mass``, the maximum.
+        mass: Share of the estimated attention that the blocks of a row must hold; the number of blocks varies by row.
         density: Share of the blocks that a row may attend, rounded up.
-        block_size: Tokens in a block's side, or (query side, key side).
-        causal: Whether blocks wholly in a row's future are left out.
-        local: Blocks that are always chosen: those where the row's queries stand, and local - 1 before (where not
-            causal, also after). 0: none.
-        sinks: First blocks, which are always chosen.
-        heads: A table for each ``"query"`` head, for each key head (``"kv"``) or one that is ``"shared"``: then the
-            softmax over a row's blocks is averaged over the heads.
-        q_offset: Position of the first query. Blocks are counted from position 0; queries that fit one block are one
-            row, wherever they stand.
+        block_size: Tokens per block, or (query side, key side).
+        causal: Whether to leave out blocks that lie wholly in a row's future.
+        local: Number of nearest blocks that are always chosen: the blocks at the row's positions and local - 1 before
+            them (and after them, if not causal). 0 forces none.
+        sinks: Number of blocks at the beginning that are always chosen.
+        heads: ``"query"`` for one table per query head, ``"kv"`` for one per key head, ``"shared"`` for a single table.
+            The last two average the softmax over a row's blocks over the heads that share a table.
+        q_offset: Position of the first query. Blocks are counted from position 0; queries that fit in one block form
+            one row even if they cross a block boundary.
         scale: Factor of the scores; 1 / sqrt(D) by default.
-        stride: Tokens of an antidiagonal; divides both sides of a block.
-        pool: For ``"mean"`` and ``"top_p"``: tokens of a pool; divides both sides of a block. None: a block is one.
-        bounds: Bounds of the keys, kept by the caller; then ``k`` is not read.
+        stride: Tokens of an antidiagonal; must divide both sides of a block.
+        pool: Tokens of a pool, for ``"mean"`` and ``"top_p"``; must divide both sides of a block. None uses the mean of
+            the whole block.
+        bounds: Key bounds that the caller maintains; ``k`` is then not read.
     Returns:
-        The table, by indices: (B, Hq or 1, rows of blocks, places). Where several rows are asked for at a ``q_offset``,
-        rows before it are empty.
+        A table of indices, (B, Hq, Hkv or 1 by ``heads``, block rows, places). With several rows and a ``q_offset``,
+        the rows before the first query are empty.
     Raises:
-        PatternError: Not one of ``top_k``, ``mass`` and ``density``, or fewer than are forced; a stride or a pool that
-            divides no block.
-        ShapeError: q and k do not fit each other, or bounds the keys.
+        PatternError: Not exactly one of ``top_k``, ``mass`` and ``density`` is given, ``top_k`` is less than the number
+            of forced blocks, or a stride or pool does not divide the block.
+        ShapeError: q and k do not fit each other, or the bounds do not fit the keys.
     Example:
         >>> table = rw.adaptive.select(q, k, density=0.25, block_size=32)
         >>> rw.attention(q, k, v, table & rw.Causal()).shape
         torch.Size([1, 4, 256, 32])
 
     References:
-        Lu et al. (2025), MoBA. Xu et al. (2025), XAttention. Lai et al. (2025), FlexPrefill; here of each row and not
-        of all together. Tang et al. (2024), Quest. Yuan et al. (2025), NSA, section 3.3.2.
+        Lu et al. (2025), MoBA. Xu et al. (2025), XAttention. Lai et al. (2025), FlexPrefill (which applies the mass to
+        all rows together; this function applies it to each row). Tang et al. (2024), Quest. Yuan et al. (2025), NSA,
+        section 3.3.2.
     """
     check_tensors(q, k, k)
     one_of("method", method, METHODS)
@@ -220,7 +223,7 @@ def select(
     amount = amount_of(method, top_k, mass, density, grid)
     scale = q.shape[3] ** -0.5 if scale is None else number("scale", scale)
     if pool is not None and method not in _POOLED:
-        raise PatternError(message("pool", shown(pool), f"none with {method!r}", f"Use one of {_POOLED}."))
+        raise PatternError(message("pool", shown(pool), f"no pool with method {method!r}", f"Use one of {_POOLED}."))
     with torch.no_grad():
         if method == "antidiagonal":
             score, width = _antidiagonals(q, k, grid, scale, stride)
@@ -243,20 +246,20 @@ def choose(
     is_mass: bool,
     device: torch.device,
 ) -> BlockTable:
-    """Make the table of the best blocks, ``step`` rows at a time.
+    """Return the table of the best-scored blocks, computed ``step`` block rows at a time.
 
     Args:
-        score: Scores rows of blocks.
-        grid: Which blocks there are.
-        amount: How many of them.
-        step: Rows at a time.
-        groups: Heads that get a table of their own; 0: all.
-        heads: Query heads.
-        is_mass: Whether scores are shares of attention already.
-        device: Where they are.
+        score: Function that scores block rows against key blocks.
+        grid: Grid of blocks.
+        amount: Number of blocks to choose in a row.
+        step: Block rows per chunk.
+        groups: Number of head groups that share a table; 0 gives every query head a separate table.
+        heads: Number of query heads.
+        is_mass: Whether the scores are already shares of attention.
+        device: Device of the scores.
     """
     places, width = amount.places(grid), grid.columns
-    # a CPU may look how long its lists are
+    # reading a value costs no synchronisation on a CPU, so its lists can be cut to the longest
     short = amount.mass is not None and device.type == "cpu" and not torch.compiler.is_compiling()
     chunks = []
     for begin in range(0, grid.rows, step):
@@ -265,7 +268,7 @@ def choose(
         may, forced, later = grid.marks(rows, columns, device)
         scores = score(rows, columns)
         if not is_mass:
-            # a block's score is of all its keys: where some come after the row, it would tell of the future
+            # a score covers all keys of a block; if some come after the row, it would leak the future into the choice
             scores = _cleaned(scores).masked_fill(later, -torch.inf)
             if groups or amount.mass is not None:
                 scores = scores.softmax(-1)
@@ -296,13 +299,13 @@ def choose(
 
 
 def _cleaned(scores: Tensor) -> Tensor:
-    """Make scores finite: infinite ones are the marks of blocks that have to be chosen, or may not."""
+    """Make scores finite: infinite values are reserved for blocks that are forced or not allowed."""
     most = torch.finfo(scores.dtype).max
     return scores.nan_to_num(nan=-most, posinf=most, neginf=-most)
 
 
 def chunk_rows(q: Tensor, width: int) -> int:
-    """Bound the rows of blocks that are scored together, of ``width`` numbers a head each."""
+    """Return the number of block rows to score in one chunk, with ``width`` numbers per row and head."""
     budget = _CHUNK if q.device.type == "cpu" else _CHUNK_ELSEWHERE
     return max(1, budget // (4 * q.shape[0] * q.shape[1] * width))
 
@@ -310,11 +313,11 @@ def chunk_rows(q: Tensor, width: int) -> int:
 def grid_of(
     q: Tensor, k: Tensor, block_size: object, q_offset: object, causal: object, local: object, sinks: object
 ) -> Grid:
-    """Check what makes a grid.
+    """Validate the arguments of a grid and build it.
 
     Raises:
-        PatternError: Sides, local or sinks that are no counts.
-        ShapeError: A q_offset that is no position.
+        PatternError: block_size, causal, local or sinks is invalid.
+        ShapeError: q_offset is not a position.
     """
     sides = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(sides) != 2:
@@ -331,20 +334,23 @@ def grid_of(
 
 
 def amount_of(method: str, top_k: object, mass: object, density: object, grid: Grid) -> Amount:
-    """Check how many blocks are asked for.
+    """Validate ``top_k``, ``mass`` and ``density``, and combine them.
 
     Raises:
-        PatternError: Not one way to say it, or fewer than are forced.
+        PatternError: Not exactly one of them is given (apart from top_k with mass), or a row has fewer blocks than are
+            forced.
     """
     if method == "top_p" and mass is None and density is None:
         mass = 0.9
     given = [name for name, value in (("top_k", top_k), ("mass", mass), ("density", density)) if value is not None]
     if given not in (["top_k"], ["mass"], ["density"], ["top_k", "mass"]):
         got = " and ".join(given) or "none of them"
-        wanted = "one of them (top_k beside mass bounds it)"
-        raise PatternError(message("top_k, mass, density", got, wanted, "Say how many blocks a row gets."))
+        wanted = "exactly one of them (top_k may limit mass)"
+        raise PatternError(message("top_k, mass, density", got, wanted, "Set the number of blocks in a row."))
     if mass is not None and method == "bounds":
-        raise PatternError(message("mass", shown(mass), "none with bounds, which estimate none", "Pass top_k."))
+        raise PatternError(
+            message("mass", shown(mass), "no mass with 'bounds', which does not estimate it", "Pass top_k.")
+        )
     most = None if top_k is None else whole("top_k", top_k, 1)
     if most is not None and most < min(grid.forced(), grid.columns):
         raise PatternError(
@@ -363,10 +369,11 @@ def amount_of(method: str, top_k: object, mass: object, density: object, grid: G
 
 
 def products(q: Tensor, k: Tensor) -> Tensor:
-    """Multiply rows of query heads with those of their key heads: (B, Hq, rows, columns)."""
+    """Multiply the rows of each query head with the rows of its key head: (B, Hq, rows, columns)."""
     q_rows = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
     if k.device.type == "cpu" and k.dtype.itemsize == 2 and len(k) and not torch.compiler.is_compiling():
-        # of 16 bits a CPU's batched product copies all keys where some are left out; one head's lie side by side
+        # A CPU's batched 16-bit product copies all keys if they are a slice. The keys of one head are contiguous, so
+        # multiply head by head.
         pairs = zip(q_rows.flatten(0, 1), k.flatten(0, 1), strict=True)
         product = torch.stack([each @ keys.mT for each, keys in pairs]).unflatten(0, k.shape[:2])
     else:
@@ -376,7 +383,7 @@ def products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _means(q: Tensor, k: Tensor, grid: Grid, scale: float, pool: object) -> tuple[Score, int]:
-    """Score blocks by their means, or by their share of a softmax over pools' means; and count a row's numbers."""
+    """Return a scorer by block means (with a pool: by a softmax over pool means) and its numbers per block row."""
     if pool is None:
         queries = block_means(q, grid.sides[0], first=grid.first) * scale
         keys = block_means(k, grid.sides[1])
@@ -391,27 +398,29 @@ def _means(q: Tensor, k: Tensor, grid: Grid, scale: float, pool: object) -> tupl
 
 
 def _shares(queries: Callable[[range], Tensor], keys: Tensor, grid: Grid, pool: int) -> tuple[Score, int]:
-    """Score blocks by the softmax over pools of keys, summed over a block's, averaged over the pools of its queries.
+    """Return a scorer by softmax over key pools, summed over a block's pools and averaged over its query pools.
 
     Args:
-        queries: Gives of some rows of blocks (B, Hq, pools, C), in whole blocks; scaled.
-        keys: (B, Hkv, pools, C), in whole blocks.
-        grid: Which blocks there are.
+        queries: Function from block rows to their scaled pooled queries, (B, Hq, pools, C), padded to whole blocks.
+        keys: Pooled keys, (B, Hkv, pools, C), padded to whole blocks.
+        grid: Grid of blocks.
         pool: Tokens of a pool.
+    Returns:
+        The scorer, and its numbers per block row and head.
     """
     mine, others = grid.sides[0] // pool, grid.sides[1] // pool
-    # positions of the first pool of a block of queries and of the queries themselves
+    # positions of the first block row's first pool, and of the first query
     start, begin = grid.q_offset - grid.cut, grid.q_offset
     most = torch.finfo(keys.dtype).max
 
     def score(rows: range, columns: int) -> Tensor:
         product = products(queries(rows), keys[:, :, : columns * others])
-        # a product that is none, or infinite, is an ordinary one: only marks are infinite
+        # NaN or infinite products become finite: -inf is reserved for masked pairs
         product.nan_to_num_(nan=-most, posinf=most, neginf=-most)
         first = start + torch.arange(rows.start * mine, rows.stop * mine, device=keys.device)[:, None] * pool
         key = torch.arange(columns * others, device=keys.device) * pool
         if grid.causal:
-            # of the columns that no row is before, nothing is in the future
+            # columns before the first query position of these rows need no causal mask
             past = min(max(0, (start + rows.start * grid.sides[0]) // pool), columns * others)
             limit = (first + pool).clamp(max=begin + grid.nq)
             product[..., past:].masked_fill_(key[past:] >= limit, -torch.inf)
@@ -433,8 +442,8 @@ def _bounds(q: Tensor, k: Tensor, grid: Grid, scale: float, bounds: KeyBounds | 
         low, high = by_block(k, grid.sides[1], least), by_block(k, grid.sides[1], largest)
     else:
         if bounds.block_size != grid.sides[1] or bounds.length != grid.nk or bounds.low.shape[1] != k.shape[1]:
-            got = f"{bounds.length} tokens of {bounds.low.shape[1]} heads in blocks of {bounds.block_size}"
-            wanted = f"{grid.nk} of {k.shape[1]} in blocks of {grid.sides[1]}, as k"
+            got = f"{bounds.length} tokens, {bounds.low.shape[1]} heads, blocks of {bounds.block_size}"
+            wanted = f"{grid.nk} tokens, {k.shape[1]} heads, blocks of {grid.sides[1]}, to match k"
             raise ShapeError(message("bounds", got, wanted, "Append every key once."))
         low, high = bounds.low, bounds.high
     acc = acc_dtype(q.dtype)
@@ -456,7 +465,7 @@ def _padded(x: Tensor, before: int, after: int) -> Tensor:
 
 def _antidiagonals(q: Tensor, k: Tensor, grid: Grid, scale: float, stride: object) -> tuple[Score, int]:
     stride = part_of("stride", stride, grid)
-    # keys in token order and queries against it: what their rows of `stride` tokens multiply to is an antidiagonal
+    # With keys in token order and queries reversed, the product of two rows of `stride` tokens sums an antidiagonal.
     keys = _padded(k, 0, -k.shape[2] % grid.sides[1]).unflatten(2, (-1, stride)).flatten(3)
 
     def queries(rows: range) -> Tensor:
@@ -470,12 +479,16 @@ def _antidiagonals(q: Tensor, k: Tensor, grid: Grid, scale: float, stride: objec
 
 
 def part_of(name: str, tokens: object, grid: Grid) -> int:
-    """Check how many tokens a part of a block has.
+    """Validate the number of tokens in a part of a block: a pool or a stride.
 
     Raises:
-        PatternError: Not a divisor of both sides.
+        PatternError: It does not divide both sides of the block.
     """
     count = whole(name, tokens, 1)
     if grid.sides[0] % count or grid.sides[1] % count:
-        raise PatternError(message(name, count, f"a divisor of {grid.sides}", "Pass a power of two below both."))
+        raise PatternError(
+            message(
+                name, count, f"a divisor of both sides of block_size={grid.sides}", "Pass a power of two below both."
+            )
+        )
     return count

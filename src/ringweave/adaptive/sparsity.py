@@ -1,4 +1,4 @@
-"""How dense attention is while training: dense first, sparser step by step, then as sparse as it stays."""
+"""A schedule for the density of attention during training: a dense warm-up, a ramp, then a constant density."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import PatternError, message, shown
 from ..patterns import Pattern
 from ..patterns.validate import number, one_of, whole
 
-#: How much of the way is gone at a share of the ramp.
+#: Progress from start to end (0 to 1), by the elapsed share of the ramp.
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda x: x,
     "cosine": lambda x: (1 - math.cos(math.pi * x)) / 2,
@@ -19,24 +19,24 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 
 class SparsitySchedule:
-    """A density that is held for a warm-up, goes from ``start`` to ``end``, and is held there; and the pattern of it.
+    """A schedule that holds a density for a warm-up, moves it from ``start`` to ``end``, and holds it there.
 
-    Step t has density ``start + (end - start) * shape((t - warmup) / ramp)``, which moves every ``every`` steps:
-    between two moves the pattern is the same object, planned once.
+    Step t has density ``start + (end - start) * shape((t - warmup) / ramp)``, updated every ``every`` steps. Between
+    two updates ``pattern`` returns the same object, so it is planned once.
 
     Args:
-        pattern: Makes the pattern of a density; None where ``density`` alone is wanted, for a selector.
+        pattern: Function from a density to a pattern; None if only ``density`` is used, for example with ``select``.
         start: Density of the first steps, above 0 and at most 1.
-        end: Density of the last steps.
-        warmup: Steps at ``start``.
-        ramp: Steps from ``start`` to ``end``.
-        shape: ``"linear"``, ``"cosine"`` (slow at both ends) or ``"cubic"`` (fast first, slow towards the end).
-        every: Steps between two moves of the density.
+        end: Density of the last steps, above 0 and at most 1.
+        warmup: Number of steps at ``start``.
+        ramp: Number of steps from ``start`` to ``end``.
+        shape: ``"linear"``, ``"cosine"`` (slow at both ends) or ``"cubic"`` (fast at first, slow towards the end).
+        every: Number of steps between two updates of the density.
     Attributes:
-        steps: How many steps were taken.
+        steps: Number of steps taken.
     Raises:
-        PatternError: Densities or steps that are none, or at a move something that is no pattern.
-        UnsupportedError: An unknown shape.
+        PatternError: A density or a number of steps is out of range, or ``pattern`` does not return a pattern.
+        UnsupportedError: The shape is unknown.
     Example:
         >>> schedule = rw.adaptive.SparsitySchedule(
         ...     lambda density: rw.patterns.random_blocks(256, density, block_size=16),
@@ -51,7 +51,7 @@ class SparsitySchedule:
         [0.5, 0.5, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1]
 
     References:
-        Zhu and Gupta (2017), To prune, or not to prune, section 3 (the cubic ramp, of weights).
+        Zhu and Gupta (2017), To prune, or not to prune, section 3 (the cubic ramp, for pruning weights).
     """
 
     def __init__(
@@ -80,19 +80,19 @@ class SparsitySchedule:
 
     @property
     def density(self) -> float:
-        """Give the density of the present step."""
+        """Density of the current step."""
         steps = self.steps - self.warmup
-        # the end is reached whether or not moves divide the ramp
+        # reach the end even if `every` does not divide the ramp
         steps = steps if steps >= self.ramp else steps // self.every * self.every
         way = _SHAPES[self.shape](min(max(steps / self.ramp, 0.0), 1.0))
         return self.end if way == 1 else self.start + (self.end - self.start) * way
 
     @property
     def pattern(self) -> Pattern:
-        """Give the pattern of the present step, made anew where the density has moved."""
+        """Pattern of the current step; rebuilt when the density changes."""
         density = self.density
         if self.make is None:
-            raise PatternError(message("pattern", None, "a function of a density", "Give the schedule one."))
+            raise PatternError(message("pattern", None, "a function of a density", "Pass pattern= to the schedule."))
         if self._made is None or self._made[0] != density:
             made = self.make(density)
             if not isinstance(made, Pattern):
@@ -101,18 +101,18 @@ class SparsitySchedule:
         return self._made[1]
 
     def step(self) -> None:
-        """Go on to the next step."""
+        """Advance to the next step."""
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what it takes to go on in another process: the steps taken."""
+        """Return the state to resume from: the number of steps taken."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`; everything else is as this one was made.
+        """Resume from a :meth:`state_dict`; all other settings remain those of this schedule.
 
         Raises:
-            PatternError: A state of something else.
+            PatternError: The state is not from a SparsitySchedule.
         """
         if set(state) != {"steps"}:
             raise PatternError(message("state", sorted(state), "['steps']", "Pass what state_dict gave."))

@@ -1,7 +1,7 @@
-"""Which mask really ran: what any attention callable, layer or model attends, against what was asked of it.
+"""Find which mask really ran: the pairs that an attention function, layer or model attends, against the expected ones.
 
-Masks are lost in silence: padding that no mask function was registered for, windows off by one, packing that a cache
-switches off, a fused path that goes round a module. Here every pair is found by value, whatever the source says.
+Masks get lost silently: padding without a registered mask function, windows off by one, packing that a cache switches
+off, a fused path that bypasses a module. The audit finds every attended pair from outputs, not from source code.
 """
 
 from __future__ import annotations

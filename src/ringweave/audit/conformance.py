@@ -1,9 +1,9 @@
-"""Whether somebody's attention kernel is right: the float64 definition, and what kernels get wrong in silence.
+"""Check any attention kernel against the float64 definition, and for faults that kernels often have.
 
-A kernel is a function of (q, k, v) and of what it asks for by name: ``allowed`` (bool, (B, Hq, Nq, Nk)), ``pattern`` (a
-ringweave pattern), ``scale``, ``q_offset``. It gives out, or (out, lse). What it cannot do it refuses by
-``NotImplementedError``. Calls are drawn so that each size comes up. One that fails is made small, and printed as ten
-lines to paste. Run
+A kernel is a function of (q, k, v) and of any of these parameters: ``allowed`` (bool, (B, Hq, Nq, Nk)), ``pattern`` (a
+ringweave pattern), ``scale``, ``q_offset``. It returns out, or (out, lse), and raises ``NotImplementedError`` for calls
+that it does not support. The calls are drawn so that every size occurs. A failing call is reduced to a small one, and
+printed as a short script that reproduces it. Run
 
     ringweave audit --kernel module:function
     pytest --pyargs ringweave.audit.conformance --kernel module:function
@@ -28,8 +28,8 @@ from ..patterns import Pattern, parse
 NAMES = ("out", "lse", "dq", "dk", "dv")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LAYOUTS = ("contiguous", "heads last", "every other token", "one batch element")
-# values of each field from simple to hard: a trial that fails is moved towards the first ones. 37 lengths: the usual 40
-# draws have each of them
+# Values of each field from simple to hard: a failing trial is reduced towards the first ones. There are 37 lengths, so
+# that the default of 40 draws contains each of them.
 _VALUES: dict[str, tuple[Any, ...]] = {
     "nk": (
         *range(1, 18), 24, 31, 32, 33, 48, 63, 64, 65, 77, 96, 127, 128, 129, 192, 200, 255, 256, 257, 300, 513,
@@ -44,9 +44,9 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "scale": (None, 1.0, 0.3, 0.02, -0.2),
     "seed": (0, 1, 2),
 }  # fmt: skip
-# scores of a trial, at most: heads and batch elements give way to length
+# largest number of scores in a trial; for long sequences, heads and batch elements are reduced
 _SCORES = 1 << 19
-#: By length; relations that kernels get wrong at their edges.
+#: Functions from a length to a pattern whose edges kernels often get wrong.
 _PATTERNS: tuple[Callable[[int], str], ...] = (
     lambda n: "Full()",
     lambda n: "Causal()",
@@ -66,18 +66,18 @@ class Trial:
     """One call of a kernel.
 
     Attributes:
-        pattern: A pattern, or one as text.
-        nq: Queries, the last ones of the sequence.
-        nk: Keys.
-        batch: Batch elements.
-        heads: Query heads.
-        kv_heads: Key heads.
+        pattern: Pattern, or its text.
+        nq: Number of queries, which are the last tokens of the sequence.
+        nk: Number of keys.
+        batch: Number of batch elements.
+        heads: Number of query heads.
+        kv_heads: Number of key heads.
         dim: Channels of queries and keys.
         value_dim: Channels of values.
-        dtype: Name of the inputs' type.
-        layout: How they lie in memory.
+        dtype: Name of the inputs' dtype.
+        layout: Memory layout of the inputs.
         scale: Factor of the scores; dim**-0.5 by default.
-        seed: Of the numbers.
+        seed: Seed of the random inputs.
     """
 
     pattern: str | Pattern
@@ -109,11 +109,11 @@ class Trial:
         return parse(self.pattern) if isinstance(self.pattern, str) else self.pattern
 
     def allowed(self) -> Tensor:
-        """(B, Hq, Nq, Nk) bool."""
+        """Return the allowed pairs, (B, Hq, Nq, Nk) bool."""
         return self.relation.to_dense(self.nq, self.nk, self.heads, batch=self.batch, q_offset=self.q_offset) > 0
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(q, k, v, dout), drawn in the trial's type and laid out as it says."""
+        """Return random (q, k, v, dout) in the trial's dtype and layout."""
         generator = torch.Generator("cpu").manual_seed(self.seed)
 
         def draw(heads: int, tokens: int, dim: int) -> Tensor:
@@ -128,7 +128,7 @@ class Trial:
         )
 
     def script(self, kernel: str, rule: str) -> str:
-        """Write the lines that make it fail again."""
+        """Return a script that reproduces the failure."""
         changed = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -149,7 +149,7 @@ class Trial:
 
 
 def laid(x: Tensor, layout: str) -> Tensor:
-    """The same numbers with other strides; ``one batch element`` repeats the first."""
+    """Return the numbers with other strides; ``one batch element`` repeats the first element."""
     if layout == "heads last":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "every other token":
@@ -158,7 +158,7 @@ def laid(x: Tensor, layout: str) -> Tensor:
 
 
 class Kernel:
-    """A function with what it asks for."""
+    """A kernel function, and the names of the parameters that it takes."""
 
     def __init__(self, function: Callable[..., Any], name: str):
         self.function, self.name = function, name
@@ -172,7 +172,7 @@ class Kernel:
             raise UnsupportedError(message("kernel", got, "a parameter named allowed or pattern", remedy))
 
     def __call__(self, trial: Trial, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(out, lse or None)."""
+        """Call the kernel; return out, and lse or None."""
         values: dict[str, Callable[[], Any]] = {
             "allowed": lambda: trial.allowed().to(q.device),
             "pattern": lambda: trial.relation,
@@ -190,7 +190,7 @@ def load(name: str) -> Kernel:
     """Import a kernel by ``module:function``.
 
     Raises:
-        UnsupportedError: There is no such function, or it asks for nothing that says what may attend.
+        UnsupportedError: There is no such function, or it has no parameter ``allowed`` or ``pattern``.
     Example:
         >>> load("ringweave:attention").wants
         ['pattern', 'scale', 'q_offset']
@@ -208,7 +208,7 @@ def load(name: str) -> Kernel:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) by the definition; plain autograd, safe for rows that attend nothing."""
+    """Compute (out, lse) by the definition; differentiable, and correct for rows without keys."""
     ratio = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
     empty = ~allowed.any(-1, keepdim=True)
@@ -219,7 +219,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tup
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> Tensor:
-    """torch's own attention of the same inputs in their type: what its error is, another's may be twice."""
+    """Compute torch's attention in the inputs' dtype; a kernel may have twice its error."""
     empty = ~allowed.any(-1, keepdim=True)
     grouped = q.shape[1] != k.shape[1]
     out = torch.nn.functional.scaled_dot_product_attention(
@@ -229,7 +229,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> Te
 
 
 def _close(name: str, got: Tensor, want: Tensor, own: Tensor, summed: float = 0.0) -> None:
-    """At most twice torch's own error, or a few roundings of the largest sums."""
+    """Assert an error of at most twice torch's, or a few roundings of the largest sums."""
     assert not got.isnan().any(), f"{name} holds NaN"
     finite = want.isfinite()
     assert torch.equal(got.isfinite(), finite), f"{name} is infinite where it should not be, or the other way round"
@@ -238,16 +238,16 @@ def _close(name: str, got: Tensor, want: Tensor, own: Tensor, summed: float = 0.
     want = want[finite]
     size = float(want.abs().max()) if want.numel() else 0.0
     error, allowed = float((got - want).norm()), 2 * float((own - want).norm())
-    # sums of many terms that cancel are small beside them: torch may be lucky there
+    # a sum of cancelling terms can be tiny, and torch's error on it small by luck, so allow roundings of the terms
     limit = max(allowed, (16 * torch.finfo(torch.float32).eps + stored) * max(float(want.norm()), size, summed, 1e-3))
-    assert error <= limit, f"{name} is off by {error:.2g} (norm), twice torch's own error is {limit:.2g}"
+    assert error <= limit, f"{name} is off by {error:.2g} (norm), the limit is {limit:.2g} (twice torch's error)"
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
 def exact(kernel: Kernel, trial: Trial) -> None:
-    """Out, and lse where there is one, are those of the definition."""
+    """The output, and lse if returned, match the definition."""
     q, k, v, _ = trial.inputs()
     allowed, scale = trial.allowed(), trial.factor
     out, lse = kernel(trial, q, k, v)
@@ -258,7 +258,7 @@ def exact(kernel: Kernel, trial: Trial) -> None:
 
 
 def gradients(kernel: Kernel, trial: Trial) -> None:
-    """Gradients of q, k and v are those of the definition."""
+    """The gradients of q, k and v match the definition."""
     q, k, v, dout = trial.inputs()
     allowed, scale = trial.allowed(), trial.factor
 
@@ -273,9 +273,9 @@ def gradients(kernel: Kernel, trial: Trial) -> None:
     got = grads(None, lambda q, k, v: kernel(trial, q, k, v)[0])
     want = grads(torch.float64, lambda q, k, v: dense(q, k, v, allowed, scale)[0])
     own = grads(None, lambda q, k, v: _fused(q, k, v, allowed, scale))
-    # one pair leaves no gradient but rounding: what is summed, not the sum, says how much of that there is
+    # With one key per row, the exact gradient of q and k is 0, and rounding depends on the terms, not on their sum.
     products = float(dout.norm(dim=-1).max() * v.norm(dim=-1).max())
-    # a score is rounded by its own size, and a weight by as much relative to itself
+    # the rounding error of a score grows with the score, and is the relative error of its weight
     products *= 1 + abs(scale) * float(q.norm(dim=-1).max() * k.norm(dim=-1).max()) / 16
     summed = abs(scale) * products * max(float(q.abs().max()), float(k.abs().max()))
     for name, mine, right, torchs in zip(NAMES[2:], got, want, own, strict=True):
@@ -283,7 +283,7 @@ def gradients(kernel: Kernel, trial: Trial) -> None:
 
 
 def row_sums(kernel: Kernel, trial: Trial) -> None:
-    """With values of 1 a row gives 1 wherever it attends anything, and else 0."""
+    """With values of 1, a row returns 1 if it attends any key, and otherwise 0."""
     q, k, v, _ = trial.inputs()
     ones, allowed = torch.ones_like(v), trial.allowed()
     out, _ = kernel(trial, q, k, ones)
@@ -296,7 +296,7 @@ def row_sums(kernel: Kernel, trial: Trial) -> None:
 
 
 def leaks(kernel: Kernel, trial: Trial) -> None:
-    """A row does not depend on keys and values that it may not attend."""
+    """A row does not depend on keys and values that it must not attend."""
     q, k, v, _ = trial.inputs()
     allowed = trial.allowed()
     before, _ = kernel(trial, q, k, v)
@@ -307,10 +307,10 @@ def leaks(kernel: Kernel, trial: Trial) -> None:
         moved = (after[:, :, row].double() - before[:, :, row].double()).abs()
         hidden = ~allowed[:, :, row]
         heads = seen.repeat_interleave(trial.heads // trial.kv_heads, 1)[..., 0]
-        # heads of a group may see what their neighbour does
+        # query heads of a group share keys; skip heads that must not attend keys which another head of the group sees
         alone = (hidden == ~heads).all(-1)
         worst = float(torch.where(alone[..., None], moved, 0.0).max())
-        assert worst <= 1e-5, f"query {row} moves by {worst:.2g} with keys that it may not attend"
+        assert worst <= 1e-5, f"query {row} changes by {worst:.2g} with keys that it must not attend"
 
 
 def unattended_nan(kernel: Kernel, trial: Trial) -> None:
@@ -319,11 +319,11 @@ def unattended_nan(kernel: Kernel, trial: Trial) -> None:
     seen = trial.allowed().any(2).unflatten(1, (trial.kv_heads, -1)).any(2)[..., None]
     k, v = (torch.where(seen, x, torch.nan) for x in (k, v))
     out, _ = kernel(trial, q, k, v)
-    assert not out.isnan().any(), "NaN of a key that nobody attends reaches the output"
+    assert not out.isnan().any(), "NaN in a key that no query attends reaches the output"
 
 
 def strides(kernel: Kernel, trial: Trial) -> None:
-    """Views give what contiguous copies give."""
+    """Views give the same output as contiguous copies."""
     q, k, v, _ = trial.inputs()
     for layout in _LAYOUTS[1:]:
         q, k, v = (laid(x, layout) for x in (q, k, v))
@@ -331,11 +331,11 @@ def strides(kernel: Kernel, trial: Trial) -> None:
         want, _ = kernel(trial, q.contiguous(), k.contiguous(), v.contiguous())
         worst = float((got.double() - want.double()).abs().max())
         slack = 16 * torch.finfo(got.dtype).eps * max(1.0, float(want.double().abs().max()))
-        assert worst <= slack, f"inputs that lie {layout} give an output that is off by {worst:.2g}"
+        assert worst <= slack, f"with the layout {layout!r}, the output is off by {worst:.2g}"
 
 
 def repeated(kernel: Kernel, trial: Trial) -> None:
-    """A batch of equal elements gives equal elements, and equal heads equal heads; inputs stay as they are."""
+    """Equal batch elements and heads give equal outputs, and the inputs are not modified."""
     trial = dataclasses.replace(trial, batch=2, layout="one batch element")
     q, k, v, _ = trial.inputs()
     q = q[:, :1].expand_as(q)
@@ -359,10 +359,10 @@ class Failure:
     """A rule that a kernel breaks.
 
     Attributes:
-        rule: Its name.
-        trial: The smallest call that was found to break it.
-        error: What is wrong.
-        script: Lines to paste.
+        rule: Name of the rule.
+        trial: The smallest failing call that was found.
+        error: Description of the error.
+        script: Script that reproduces the failure.
     """
 
     rule: str
@@ -373,14 +373,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one rule.
+    """The result of checking one rule.
 
     Attributes:
-        rule: Its name.
-        says: What it says.
-        tried: Calls that the kernel took.
-        refused: Calls that it refused.
-        failure: None where it holds.
+        rule: Name of the rule.
+        says: Description of the rule.
+        tried: Number of calls that the kernel executed.
+        refused: Number of calls that the kernel refused.
+        failure: The failure, or None if the rule holds.
     """
 
     rule: str
@@ -391,16 +391,16 @@ class Verdict:
 
 
 def judge(kernel: Kernel | Callable[..., Any] | str, rule: str, *, examples: int = 40) -> Verdict:
-    """Hold a kernel to one rule, over drawn calls; what fails is made small.
+    """Check a kernel against one rule on random calls, and reduce a failing call to a small one.
 
     Args:
-        kernel: A kernel, its function, or ``module:function``.
-        rule: A name of ``RULES``.
-        examples: Calls to draw.
+        kernel: A kernel, a function, or ``module:function``.
+        rule: Name of a rule in ``RULES``.
+        examples: Number of calls to draw.
     Returns:
         A :class:`Verdict`.
     Raises:
-        UnsupportedError: No such kernel.
+        UnsupportedError: There is no such kernel.
     Example:
         >>> judge("ringweave:attention", "row_sums", examples=5).failure is None
         True
@@ -424,7 +424,7 @@ def judge(kernel: Kernel | Callable[..., Any] | str, rule: str, *, examples: int
 def _breaks(
     kernel: Kernel, check: Callable[[Kernel, Trial], None], draw: dict[str, Any], counts: dict[str, int] | None = None
 ) -> str | None:
-    """What is wrong, if anything."""
+    """Check one call; return the error, or None."""
     outcome, error = "tried", None
     try:
         check(kernel, _trial(draw))
@@ -440,7 +440,7 @@ def _breaks(
 
 
 def _draws(examples: int, scaled: bool) -> Iterator[dict[str, Any]]:
-    """Every value of a field as often as any other, in an order of its own: all combinations would be too many."""
+    """Yield calls in which each value of a field occurs equally often, in random combinations."""
     draw = random.Random(0)
     fields = _VALUES | {"pattern": tuple(range(len(_PATTERNS))), "nq": (1.0, 1.0, 0.0, 0.4)}
     columns = {}
@@ -452,7 +452,7 @@ def _draws(examples: int, scaled: bool) -> Iterator[dict[str, Any]]:
     for n in range(examples):
         found = {name: column[n] for name, column in columns.items()}
         if found["nk"] > 24:
-            # the last two leave few pairs or none, which shows nothing of a length
+            # the last two patterns leave few pairs or none, which does not test a long sequence
             found["pattern"] %= len(_PATTERNS) - 2
         found["nq"] = max(1, round(found["nq"] * found["nk"]))
         if not scaled:
@@ -472,7 +472,7 @@ def _trial(draw: dict[str, Any]) -> Trial:
 def _smallest(
     kernel: Kernel, check: Callable[[Kernel, Trial], None], draw: dict[str, Any], error: str
 ) -> tuple[dict[str, Any], str]:
-    """Give each field in turn the simplest value with which the trial fails, until no field changes."""
+    """Set each field in turn to the simplest value with which the trial still fails, until no field changes."""
     fields = {"pattern": range(len(_PATTERNS)), **_VALUES}
     changed = True
     while changed:
@@ -483,7 +483,7 @@ def _smallest(
                     break
                 other = draw | {name: value}
                 if name == "nk":
-                    # as many queries as keys, unless it fails only with fewer
+                    # keep nq = nk if the failing call has it
                     other["nq"] = value if draw["nq"] == draw["nk"] else min(draw["nq"], value)
                 said = _breaks(kernel, check, other)
                 if said is not None:
@@ -500,7 +500,7 @@ def _smallest(
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
-    """One test for each rule."""
+    """Generate one test for each rule."""
     if "rule" in metafunc.fixturenames:
         kernel = metafunc.config.getoption("--kernel")
         if kernel is None:
@@ -511,7 +511,7 @@ def pytest_generate_tests(metafunc: Any) -> None:
 
 
 def test_kernel(rule: str, kernel: Kernel) -> None:
-    """The rule holds, or here is the smallest call that breaks it."""
+    """The kernel obeys the rule; a failure shows the smallest failing call."""
     failure = judge(kernel, rule).failure
     assert failure is None, f"{failure.error}\n\n{failure.script}"
 

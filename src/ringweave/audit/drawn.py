@@ -1,8 +1,8 @@
-"""A call on random queries, keys and values, held to the definition over the pairs that were found.
+"""Check a call on random queries, keys and values against the definition, over the pairs that were found.
 
-Equal scores show pairs and their weights W. They do not show which keys gave the scores, so a call on random numbers is
-held to P = W exp(f(q k^T)) / (1 - sum W + sum W exp(f(q k^T))), out = P v, which covers biases, repetition and sinks.
-f multiplies by a scale, and may cap; both are fitted.
+Calls with equal scores reveal the pairs and their weights W, but not which keys the scores come from. A call on random
+inputs must give P = W exp(f(q k^T)) / (1 - sum W + sum W exp(f(q k^T))), out = P v, which covers biases, repetition and
+sinks. f multiplies by a scale and may cap the result; both are fitted.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """One random call.
+    """One call on random inputs.
 
     Attributes:
-        q: (B, Hq, Nq, D), as the callable got it.
-        k: (B, Hkv, Nk, D).
-        v: (B, Hkv, Nk, Dv).
-        out: (B, Hq, Nq, Dv) float64: what it gave.
-        weights: (B, Hq, Nq, Nk) float64: weights where all scores are equal.
-        scale: The factor of the scores that fits; NaN where no row has two keys.
-        softcap: The cap that fits; 0 for no cap.
-        precision: The type with rounding errors of this size.
-        allowed: The error of a row that rounding explains.
+        q: Queries passed to the function, (B, Hq, Nq, D).
+        k: Keys, (B, Hkv, Nk, D).
+        v: Values, (B, Hkv, Nk, Dv).
+        out: Output of the function, (B, Hq, Nq, Dv) float64.
+        weights: Weights for equal scores, (B, Hq, Nq, Nk) float64.
+        scale: Fitted factor of the scores; NaN if no row has two keys.
+        softcap: Fitted cap of the scores; 0 for no cap.
+        precision: Dtype with rounding errors of the size found.
+        allowed: Largest error of a row that rounding explains.
     """
 
     q: Tensor
@@ -48,12 +48,12 @@ class Drawn:
     def of(
         call: Callable[[Tensor, Tensor, Tensor], Tensor], like: tuple[Tensor, Tensor, Tensor], weights: Tensor
     ) -> Drawn:
-        """Call with small scores for a first scale, and with scores of usual size for the rest.
+        """Call a function with small scores for a first estimate of the scale, then with scores of usual size.
 
         Args:
-            call: The callable, which gives float64.
-            like: q, k and v of the audit: their shapes, dtypes and devices.
-            weights: Weights where all scores are equal.
+            call: Function that returns its output in float64.
+            like: q, k and v with the shapes, dtypes and devices to use.
+            weights: Weights for equal scores.
         """
         dim = like[0].shape[-1]
         usual = dim**-0.5
@@ -72,11 +72,11 @@ class Drawn:
         return capped if better and not bool(capped.off(capped.scale, capped.softcap).any()) else drawn
 
     def off(self, scale: float, softcap: float) -> Tensor:
-        """Say which rows (B, Hq, Nq) are not those of the definition."""
+        """Return which rows (B, Hq, Nq) differ from the definition."""
         return self.errors(scale, softcap) > self.allowed
 
     def errors(self, scale: float, softcap: float) -> Tensor:
-        """Give the error of each row, relative to the norm of its weights, (B, Hq, Nq)."""
+        """Return the error of each row relative to the norm of its weights, (B, Hq, Nq)."""
         key = (scale, softcap)
         if key not in self._known:
             want, size = self._want(_number(scale), _number(softcap))
@@ -84,7 +84,7 @@ class Drawn:
         return self._known[key]
 
     def source(self, b: int, h: int, rows: Tensor, scale: float, softcap: float) -> str:
-        """Name the key head or batch element that a head reads instead of its own; empty for another fault."""
+        """Describe which key head or batch element a head reads by mistake; "" if that does not explain the error."""
         own = h // (self.q.shape[1] // self.k.shape[1])
         for x in range(self.k.shape[0]):
             for y in range(self.k.shape[1]):
@@ -106,18 +106,18 @@ class Drawn:
 
     @cached_property
     def _logs(self) -> Tensor:
-        """Logarithms of the weights, and of what sinks take, (B, Hq, Nq, Nk + 1)."""
+        """Logarithms of the weights, and in the last column of the sinks' share, (B, Hq, Nq, Nk + 1)."""
         sums = self.weights.sum(-1, keepdim=True)
         rest = torch.where(sums > 0, (1 - sums).clamp(min=0), 1.0)
         return torch.cat((self.weights.clamp(min=0), rest), -1).log()
 
     def _want(self, scale: Tensor, softcap: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """The definition, with inputs, scores and weights rounded to a type; and the norm of each row's weights.
+        """Compute the definition, with inputs, scores and weights rounded to a dtype, and the norm of each weights row.
 
         Args:
-            scale: (Hq,) or one number.
-            softcap: As scale; 0 for no cap.
-            dtype: The type.
+            scale: Factor of the scores, (Hq,) or one number.
+            softcap: Cap of the scores, (Hq,) or one number; 0 for no cap.
+            dtype: Dtype to round to.
         """
         ratio = self.q.shape[1] // self.k.shape[1]
         q, k = self.q.to(dtype), self.k.to(dtype).repeat_interleave(ratio, 1)
@@ -133,10 +133,10 @@ class Drawn:
         return (share.to(dtype) @ v).double(), torch.where(norm > 0, norm, 1.0)
 
     def _fit(self, cap: bool = False) -> tuple[float, float]:
-        """Fit the scale, and a cap if that is asked for, to each head by least squares; take the heads' median."""
+        """Fit the scale, and optionally a cap, to each head by least squares; return the medians over heads."""
         heads, count = self.q.shape[1], 1 + cap
         eye = torch.eye(2, dtype=torch.float64, device="cpu")[:count]
-        # the square of the cap's inverse: 0 is no cap
+        # columns: scale, and 1 / cap^2, which is 0 for no cap
         found = torch.tensor([self.scale, 0.0], dtype=torch.float64, device="cpu").repeat(heads, 1)
         steps = (1e-4 * self.q.shape[-1] ** -0.5, 1e-6)[:count]
 
@@ -161,12 +161,12 @@ class Drawn:
         return scale, inverse**-0.5 if inverse > 1e-6 else 0.0
 
     def _rounded(self, scale: float, softcap: float) -> Drawn:
-        """Find the type with rounding errors of this size: the inputs' own, or one that explains all errors."""
+        """Find the dtype that explains the rounding errors: the inputs' dtype, or a coarser one."""
         mine = dataclasses.replace(self, scale=scale, softcap=softcap)
         args = _number(scale), _number(softcap)
         want, size = mine._want(*args)
         errors = mine.errors(scale, softcap)
-        # a kernel that holds the logarithm of a row's sum rounds that: it is large beside a large sink; so are biases
+        # A kernel that stores the logarithm of a row's sum rounds it. The logarithm is large with a large sink or bias.
         sums, most = self.weights.sum(-1), self.weights.amax(-1, keepdim=True)
         logs = float(torch.where(sums > 0, sums, 1.0).log().abs().max())
         logs += 16.0 * bool(((self.weights > 0) & (self.weights < 0.9 * most)).any())

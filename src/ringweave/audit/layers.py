@@ -1,8 +1,8 @@
-"""Every attention layer of a model as it is really called, against what its configuration promises.
+"""Audit every attention call of a model against the masks that its configuration implies.
 
 Calls are intercepted where models make them: transformers' attention interface, ``scaled_dot_product_attention``,
-``flex_attention``, ``multi_head_attention_forward`` and ringweave's own operator. Each is probed with its own mask and
-arguments, and then made as it was.
+``flex_attention``, ``multi_head_attention_forward`` and ringweave's operator. Each call is first probed with its mask
+and arguments, and then executed unchanged.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .weight_probe import Attended, attended
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One attention call, as it was made.
+    """One intercepted attention call.
 
     Attributes:
-        name: The module that made it.
-        through: What it went through: transformers' name of the implementation, or a function's.
-        module: The module, where it is known.
-        found: What it attends.
-        bias: Whether it was given a bias beside its mask.
+        name: Name of the module that made the call.
+        through: Name of the implementation in transformers, or of the function.
+        module: The module, or None if unknown.
+        found: The attended pairs.
+        bias: Whether the call passed a bias in addition to its mask.
         sinks: Whether the module has learned sinks.
-        causal: What the call says of causality itself, if anything.
-        scale: Factor of the scores that the call asks for; "fitted" where it does not say.
-        softcap: Cap of the scores that the call asks for, 0 for no cap; "fitted" where it does not say.
+        causal: Causality as passed in the call, or None.
+        scale: Factor of the scores that the call passed; "fitted" if unknown.
+        softcap: Cap of the scores that the call passed, None or 0 for no cap; "fitted" if unknown.
     """
 
     name: str
@@ -56,14 +56,14 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer's verdict.
+    """The verdict on one attention call.
 
     Attributes:
-        name: The module that made the call.
-        through: What the call went through.
-        comparison: Found against promised; None where nothing is promised.
-        found: What it attends.
-        named: The pattern that is, of its first batch element and head, where it has a name.
+        name: Name of the module that made the call.
+        through: Name of the implementation in transformers, or of the function.
+        comparison: Attended pairs against the expected pattern; None if no pattern is expected.
+        found: The attended pairs.
+        named: Pattern attended by the first batch element and head, or None if no known pattern fits.
     """
 
     name: str
@@ -74,18 +74,18 @@ class Layer:
 
     @property
     def agrees(self) -> bool:
-        """Whether it attends what is promised, as far as something is."""
+        """Whether the call attends the expected pattern; True if no pattern is expected."""
         return self.comparison is None or self.comparison.agrees
 
     @property
     def sentence(self) -> str:
-        """What was found, in words."""
+        """Description of the result."""
         if self.comparison is not None:
             return self.comparison.sentence
-        return f"attends {self.named!r}" if self.named is not None else "attends pairs that have no name"
+        return f"attends {self.named!r}" if self.named is not None else "attends pairs that fit no known pattern"
 
     def as_dict(self) -> dict[str, Any]:
-        """Give what can be written as JSON."""
+        """Return the verdict as values that can be written as JSON."""
         sinks = self.found.sinks
         return {
             "layer": self.name,
@@ -100,12 +100,12 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class ModelAudit:
-    """What a model's attention layers attend.
+    """The verdicts on all attention calls of a model.
 
     Attributes:
-        layers: In the order of their calls.
-        bypassed: By how much the model's output differs where nothing is intercepted: a fused path goes round a
-            module then; 0 where it does not.
+        layers: Verdicts in the order of the calls.
+        bypassed: Largest difference between the model's outputs with and without interception, 0 if they agree. A
+            difference means that a fused path bypasses a module.
     """
 
     layers: tuple[Layer, ...]
@@ -113,7 +113,7 @@ class ModelAudit:
 
     @property
     def agrees(self) -> bool:
-        """Whether every layer attends what is promised, and no fused path gives something else."""
+        """Whether calls were seen, every call attends the expected pattern, and no fused path bypasses a module."""
         return bool(self.layers) and self.bypassed == 0 and all(layer.agrees for layer in self.layers)
 
     def __str__(self) -> str:
@@ -121,24 +121,22 @@ class ModelAudit:
         if not self.layers:
             lines.append("no attention call was seen")
         if self.bypassed:
-            lines.append(
-                f"a fused path goes round a module: without the audit the output differs by {self.bypassed:.2g}"
-            )
+            lines.append(f"a fused path bypasses a module: without the audit the output differs by {self.bypassed:.2g}")
         return "\n".join(lines)
 
 
-# what is put in the way of calls is of the process
+# interception patches functions of the whole process, so only one thread may intercept at a time
 _one = threading.RLock()
 
 
 @contextmanager
 def intercepted(model: nn.Module | None = None) -> Iterator[list[Call]]:
-    """Probe every attention call that this thread makes inside the block; another thread's block waits for its end.
+    """Probe every attention call that this thread makes inside the block; blocks of other threads wait.
 
     Args:
-        model: Names the modules that make the calls.
+        model: Model from which calls get the names of their modules.
     Returns:
-        The calls, as a list that grows.
+        The list of calls, which grows with each call.
     Example:
         >>> with rw.audit.intercepted() as calls:
         ...     _ = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -157,22 +155,22 @@ def model(
     *,
     q_offset: int = 0,
 ) -> ModelAudit:
-    """Audit every attention layer of a model as it is called.
+    """Audit every attention call of a model.
 
-    What a transformers model promises follows from its configuration: causality, each layer's window or chunk; and from
-    ``inputs``: padding, and documents packed by position ids. It is called twice, in evaluation mode, from the same
-    state of torch's random numbers, which is as it was afterwards.
+    For a transformers model, the expected patterns follow from the configuration (causality, each layer's window or
+    chunk) and from ``inputs`` (padding, and documents packed by position ids). The model is called twice, in evaluation
+    mode, from the same state of torch's random number generators; the state is restored afterwards.
 
     Args:
-        model: Any module; made smaller is enough, memory grows with the square of the tokens.
-        inputs: Its arguments: by name, in order, or the only one.
-        expect: What its layers should attend, where no configuration says it: one pattern, patterns by module name, or
-            a function of a :class:`Call`.
-        q_offset: Position of the first query, in a step with a cache.
+        model: Any module. Memory grows with the square of the number of tokens, so use a small one.
+        inputs: Arguments of the model: a mapping of keyword arguments, a tuple, or a single tensor.
+        expect: Expected patterns if no configuration implies them: one pattern for all calls, patterns by module name,
+            or a function from a :class:`Call` to a pattern or None.
+        q_offset: Position of the first query, for a step with a cache.
     Returns:
-        A :class:`ModelAudit`; ``agrees`` says it in one word, ``str()`` line by line.
+        A :class:`ModelAudit`; ``agrees`` is the overall result, ``str()`` lists every call.
     Raises:
-        ShapeError: A name in ``expect`` of no module that attends.
+        ShapeError: ``expect`` names a module that makes no attention call.
     Example:
         >>> encoder = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True).eval()
         >>> print(rw.audit.model(encoder, torch.randn(2, 16, 32), expect=rw.Full()))
@@ -183,17 +181,17 @@ def model(
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        # a cache is written to by the first call, and would be found longer by the second
+        # with a cache, call the model only once: a second call would find the cache longer
         cached = named_args.get("past_key_values") is not None
-        # as it is written: masks are the same, and each probe would be compiled anew
+        # run compiled parts eagerly: the masks are the same, and each probe would be compiled again
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            # what draws numbers draws the same in both
+            # fork the random state, so that dropout and other random parts draw the same numbers in both calls
             with torch.random.fork_rng():
                 plain = None if cached else _first(model(*args, **named_args))
             with torch.random.fork_rng(), intercepted(model) as calls:
                 seen = _first(model(*args, **named_args))
     finally:
-        # parts may be frozen
+        # restore each module's mode: some parts may have been in evaluation mode
         for module, mode in training.items():
             module.training = mode
     unknown = sorted({*expect} - {call.name for call in calls}) if isinstance(expect, Mapping) else []
@@ -247,7 +245,7 @@ def _apart(plain: Tensor | None, seen: Tensor | None) -> float:
 
 
 class _Watch:
-    """Who calls what, while it is on."""
+    """A recorder of attention calls, with the stack of running modules."""
 
     def __init__(self, model: nn.Module | None):
         self.model = model
@@ -259,7 +257,7 @@ class _Watch:
 
     @property
     def passes(self) -> bool:
-        """Whether a call is none of those that are looked at: a probe, or another thread's."""
+        """Whether to ignore a call, because it is a probe or comes from another thread."""
         return self.probing or threading.get_ident() != self._thread
 
     def record(
@@ -281,7 +279,7 @@ class _Watch:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Look at no call: what is called is a probe, or inside of one that was looked at."""
+        """Ignore calls inside the block: they are probes, or part of a call that was recorded."""
         self.probing = True
         try:
             yield
@@ -290,7 +288,7 @@ class _Watch:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Know which module is running."""
+        """Track by hooks which module is running."""
         handles = []
 
         def leave(*_: object) -> None:
@@ -307,7 +305,7 @@ class _Watch:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Put this in the way of what is no torch function: transformers' interface and flex_attention."""
+        """Patch the entry points that are not torch functions: transformers' interface and flex_attention."""
         undo: list[tuple[Any, str, Any]] = []
         utils = sys.modules.get("transformers.modeling_utils")
         if utils is not None:
@@ -323,8 +321,8 @@ class _Watch:
         flex = sys.modules.get("torch.nn.attention.flex_attention")
         if flex is not None:
             wrapper = self._flex(flex.flex_attention)
-            # models import the function by name; the collector's referrers would be quick to ask for, but it forgets
-            # what a server froze
+            # Models import the function by name, so patch it in every module. gc.get_referrers would be faster, but it
+            # misses objects that were frozen by gc.freeze, as servers do.
             for holder in list(sys.modules.values()):
                 if holder is not flex:
                     names = list(getattr(holder, "__dict__", {}).items())
@@ -348,7 +346,7 @@ class _Watch:
                 out: Tensor = function(module, q, k, v, *args, **options)[0]
                 return out.transpose(1, 2)
 
-            # some models give it by name
+            # some models pass the mask by keyword
             mask = args[0] if args else options.get("attention_mask")
             bias = options.get("position_bias") is not None or _is_bias(mask)
             says = {"causal": options.get("is_causal"), "softcap": options.get("softcap")}
@@ -378,19 +376,19 @@ class _Watch:
 
 
 def _is_bias(mask: Any) -> bool:
-    """Whether a dense mask adds finite numbers other than one that stands for minus infinity."""
+    """Whether a dense mask contains a bias: finite values other than 0 and large negative ones, which mask."""
     if not isinstance(mask, Tensor) or not mask.is_floating_point():
         return False
     return bool(((mask != 0) & (mask > -1e3)).any())
 
 
 def _with_heads(x: Tensor) -> Tensor:
-    """(..., N, D) as (B, H, N, D): what lies before the heads is the batch, and one head is one."""
+    """Reshape (..., N, D) to (B, H, N, D): flatten leading dimensions to the batch, and add missing ones of size 1."""
     return x[:, None] if x.ndim == 3 else x[None, None] if x.ndim < 3 else x.flatten(0, -4)
 
 
 def _is_ours(function: Any) -> bool:
-    """Whether it is ringweave's operator, which is named for its schema."""
+    """Whether a function is one of ringweave's forward operators."""
     if getattr(function, "namespace", "") != "ringweave":
         return False
     name = str(function.overloadpacket.__name__)
@@ -398,7 +396,7 @@ def _is_ours(function: Any) -> bool:
 
 
 class _Mode(TorchFunctionMode):
-    """Sees torch functions, whatever name a model has for them."""
+    """A mode that sees calls of torch functions, under whatever name a model imported them."""
 
     def __init__(self, watch: _Watch):
         super().__init__()
@@ -406,7 +404,7 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # of this thread alone, and compiled with what it sees
+        # a mode is active in its thread only, so ask `probing`, not `passes`; torch.compile traces this code too
         if self.watch.probing:
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
@@ -436,7 +434,7 @@ class _Mode(TorchFunctionMode):
         self.watch.record(fn, tuple(map(_with_heads, tensors)), "scaled_dot_product_attention", bias=bias, **says)  # type: ignore[arg-type]
 
     def _multi_head(self, function: Any, args: Any, kwargs: Any) -> None:
-        """As it is called, with projections that change nothing."""
+        """Record a call of multi_head_attention_forward, with its projections replaced by identities."""
         import inspect
 
         bound = inspect.signature(function).bind(*args, **kwargs)
@@ -470,7 +468,7 @@ _NOT_TEXT = re.compile("vision|image|video|audio|speech").match
 
 
 class _Promises:
-    """What a transformers configuration and the inputs promise of each layer."""
+    """The patterns that a transformers configuration and the inputs imply for each call."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], q_offset: int):
         self.config = getattr(model, "config", None)
@@ -488,18 +486,18 @@ class _Promises:
                 self.documents = Documents(ids=nn.functional.pad(restarts.long().cumsum(1), (1, 0)))
 
     def of(self, call: Call) -> tuple[Pattern | None, Tensor | None, int]:
-        """The pattern, the queries that count, and the position of the first key."""
+        """Return the expected pattern, the queries to compare, and the position of the first key."""
         module, (nq, nk) = call.module, call.found.pairs.shape[2:]
         config: Any = getattr(module, "config", None) or self.config
         if module is None or not hasattr(config, "model_type"):
             return None, None, 0
         total = self.q_offset + nq
         usual = self.decodes and config.model_type not in self.unread
-        # a call that says no may have a mask that says yes
+        # a call with is_causal=False may still pass a causal mask, so also ask the module and the model
         causal = bool(call.causal or getattr(module, "is_causal", usual))
-        # some decoders say only that they are one, of their attention to an encoder as well
+        # some decoders set only is_decoder, and set it for attention to an encoder too
         causal |= bool(getattr(module, "is_decoder", False)) and nk >= total
-        # of an encoder's keys all may be attended, whatever the layer's kind
+        # cross-attention may attend all keys of the encoder, regardless of the layer's kind
         crosses = _CROSS(call.name.lower()) is not None
         causal &= not crosses
         k_offset = max(0, total - nk) if causal else 0
@@ -507,7 +505,7 @@ class _Promises:
         pattern, rows = local, None
         padding = self.padding
         known = isinstance(padding, Tensor) and padding.ndim == 2 and padding.shape[1] in (total, nk)
-        # an image may be as many tokens as the text
+        # an image can have the same number of tokens as the text, so sizes cannot tell them apart
         known &= config.model_type not in self.unread
         if isinstance(padding, Tensor) and known and not bool(padding.bool().all()):
             keys = _keys(padding[:, : total if causal else nk].cpu())
@@ -530,7 +528,7 @@ def _keys(padding: Tensor) -> KeyPadding:
 
 
 def _local(config: Any, module: nn.Module, causal: bool) -> Pattern:
-    """What a layer's kind allows, apart from padding."""
+    """Return the pattern that a layer's kind implies, without padding."""
     base: Pattern = Causal() if causal else Full()
     index = getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
@@ -541,7 +539,7 @@ def _local(config: Any, module: nn.Module, causal: bool) -> Pattern:
     if kind == "chunked_attention":
         return Segments(int(config.attention_chunk_size)) & base
     if kind == "sliding_attention" and window:
-        # causal: the last `window` tokens, the query's own among them; else so many to either side
+        # causal: the last `window` tokens, including the query's; otherwise `window` tokens on each side
         return SlidingWindow(int(window) - 1) if causal else SlidingWindow(int(window), int(window))
     return base
 

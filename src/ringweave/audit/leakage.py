@@ -1,4 +1,4 @@
-"""Which inputs an output depends on, by gradients: whole models, whatever lies between."""
+"""Find by gradients which inputs each output of a function or a whole model depends on."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..patterns import Pattern
 
 @dataclass(frozen=True, eq=False)
 class Reach:
-    """Which inputs each output depends on.
+    """The inputs that each output depends on.
 
     Attributes:
-        agrees: Whether no output depends on an input to which no path of promised pairs leads.
-        sentence: What was found, in words.
-        depends: (B, Nq, B, Nk) bool: output i of element b depends on input j of element c.
-        promised: (B, Nq, Nk) bool: where a path of allowed pairs leads.
-        leaks: The first dependences that are not promised: (element, output, element, input).
+        agrees: Whether every dependency follows a path of allowed pairs.
+        sentence: Description of the result.
+        depends: (B, Nq, B, Nk) bool, whether output i of element b depends on input j of element c.
+        promised: (B, Nq, Nk) bool, whether a path of allowed pairs leads from output i to input j.
+        leaks: The first dependencies without such a path: (element, output, element, input).
     """
 
     agrees: bool
@@ -42,29 +42,29 @@ def leaks(
     *,
     rows: Tensor | None = None,
 ) -> Reach:
-    """Find outputs that depend on tokens which they may not see: the gradient of each output, through everything.
+    """Find outputs that depend on tokens they must not see, from the gradient of each output with respect to the input.
 
-    A backward pass for each output token: take some ten tokens to a hundred. Where a gradient is NaN, as it is beside
-    rows without keys, it says nothing: that input is changed, and outputs that change depend on it. Dependences that
-    rounding makes vanish are not found; one that is found is real.
+    Each output token takes a backward pass, so use ten to a hundred tokens. If a gradient is NaN, for example next to
+    rows without keys, the input is changed instead, and every output that changes depends on it. A dependency that
+    vanishes by rounding is missed; every reported dependency is real.
 
     Args:
-        fn: ``fn(x)`` for x of (B, N, C), to (B, Nq, ...) or something with ``last_hidden_state`` or ``logits``; or a
-            model that is called as ``fn(**inputs)`` with ``inputs_embeds``.
-        inputs: x, or the model's arguments with ``inputs_embeds``, or with ``input_ids`` for a model that has
+        fn: Function ``fn(x)`` from (B, N, C) to (B, Nq, ...), or to an object with ``last_hidden_state`` or ``logits``;
+            or a model that is called as ``fn(**inputs)`` with ``inputs_embeds``.
+        inputs: x, or the model's keyword arguments with ``inputs_embeds``, or with ``input_ids`` if the model has
             ``get_input_embeddings()``.
-        promise: The pattern of every layer, any number of them; or those of the layers in turn; or (B or 1, Nq, Nk)
-            bool, paths and all.
-        rows: (B, Nq) bool: outputs that count, where those of padding do not.
+        promise: One pattern for any number of layers, or a sequence with the pattern of each layer, or the allowed
+            dependencies of the whole model, (B or 1, Nq, Nk) bool.
+        rows: (B, Nq) bool, outputs to check; for example False for padding. All by default.
     Returns:
         A :class:`Reach`.
     Raises:
-        ShapeError: Operands of another rank, or outputs that do not follow from them.
+        ShapeError: An operand has another rank, or the output is not differentiable in the input.
     Example:
         >>> def future(x):
         ...     return x + x.roll(-1, 1)
         >>> print(rw.audit.leaks(future, torch.randn(1, 8, 4), rw.Causal()))
-        7 dependences leak, the first is of output 0 on input 1: the future is visible
+        7 leaks, first: output 0 depends on input 1: the future is visible
     """
     with torch.inference_mode(False), torch.enable_grad():
         return _found(fn, inputs, promise, rows)
@@ -82,7 +82,7 @@ def _found(
         raise ShapeError(message("fn", shown(out), f"out of ({x.shape[0]}, Nq, ...)", "Return one row for each token."))
     if not out.requires_grad:
         got = "an output without a gradient"
-        raise ShapeError(message("fn", got, "one that is differentiable in x", "Call it without no_grad or detach."))
+        raise ShapeError(message("fn", got, "an output differentiable in x", "Call it without no_grad or detach."))
     batch, nq, nk = x.shape[0], out.shape[1], x.shape[1]
     flat = out.reshape(batch, nq, -1)
     weights = torch.randn(flat.shape[-1], generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(flat)
@@ -110,18 +110,18 @@ def _found(
         wrong &= rows.cpu()[:, :, None, None]
     found = wrong.nonzero()
     if not len(found):
-        return Reach(True, "no output depends on a token that it may not see", depends, promised, ())
+        return Reach(True, "no output depends on a token that it must not see", depends, promised, ())
     first = tuple((b, i, c, j) for b, i, c, j in found[:5].tolist())
     return Reach(False, _sentence(len(found), first[0], nk - nq), depends, promised, first)
 
 
 def _sentence(number: int, first: tuple[int, int, int, int], q_offset: int) -> str:
     b, i, c, j = first
-    what = "1 dependence leaks, it is" if number == 1 else f"{number:,} dependences leak, the first is"
+    what = "1 leak:" if number == 1 else f"{number:,} leaks, first:"
     if b != c:
-        return f"{what} of output {i} of row {b} on row {c}: batch elements see each other"
+        return f"{what} output {i} of row {b} depends on row {c}: batch elements see each other"
     why = ": the future is visible" if j > i + q_offset else ""
-    return f"{what} of output {i} on input {j}{f' in row {b}' if b else ''}{why}"
+    return f"{what} output {i} depends on input {j}{f' in row {b}' if b else ''}{why}"
 
 
 def _leaf(fn: Callable[..., Any], inputs: Tensor | Mapping[str, Any]) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -157,14 +157,14 @@ def _output(found: Any) -> Tensor:
 
 
 def _paths(promise: Pattern | Sequence[Pattern] | Tensor, batch: int, nq: int, nk: int) -> Tensor:
-    """Where a path of allowed pairs leads, (B, Nq, Nk); queries are the last tokens."""
+    """Return where paths of allowed pairs lead, (B, Nq, Nk); the queries are the last tokens."""
     if isinstance(promise, Tensor):
         return promise.cpu().expand(batch, nq, nk)
 
     def step(pattern: Pattern) -> Tensor:
         heads = pattern.extents()[1] or 1
         dense = pattern.to_dense(nk, nk, heads, batch=batch).any(1)
-        # what a layer adds to, it keeps
+        # residual connections let every token see itself
         return dense | torch.eye(nk, dtype=torch.bool, device="cpu")
 
     if isinstance(promise, Pattern):

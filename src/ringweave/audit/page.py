@@ -1,4 +1,4 @@
-"""An audit as one HTML file: a table, and a picture of each mask that differs; no scripts, no links."""
+"""Write an audit as one HTML file: a table and a picture of each mask that differs, without scripts or links."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import UnsupportedError, message
 from .targets import Result
 from .verdict import Comparison
 
-#: Of a pair: attended as promised, missing, extra.
+#: Colours of pairs that are attended as expected, missing, or extra.
 COLOURS = {"as promised": "#5b7fa6", "missing": "#d98a00", "extra": "#c23b4e"}
 
 _PAGE = """<!doctype html>
@@ -30,7 +30,7 @@ figcaption { font-size: .85rem; } svg { background: #fff; border: 1px solid var(
 .key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; border-radius: 2px; }
 </style></head><body>
 <h1>Which mask really ran: {{ name }}</h1>
-<p>{{ summary }} Every pair was found by value, at {{ tokens }} tokens: what attends, whatever the source says.</p>
+<p>{{ summary }} Every attended pair was found from outputs, not from source code, at {{ tokens }} tokens.</p>
 <table><thead><tr><th>implementation</th><th>case</th><th></th><th>found</th></tr></thead><tbody>
 {% for r in results %}
 <tr><td>{{ r.implementation or "its own" }}</td><td>{{ r.case }}</td>
@@ -52,7 +52,7 @@ figcaption { font-size: .85rem; } svg { background: #fff; border: 1px solid var(
 
 
 def write_page(name: str, results: Sequence[Result], tokens: int, path: str | Path) -> Path:
-    """Write the page, and give its path.
+    """Write the page and return its path.
 
     Raises:
         UnsupportedError: jinja2 is not installed.
@@ -75,14 +75,14 @@ def write_page(name: str, results: Sequence[Result], tokens: int, path: str | Pa
 
 
 def summary(results: Iterable[Result]) -> str:
-    """Say in a sentence how many cases differ."""
+    """Return a sentence with the number of cases that differ."""
     looked = [result for result in results if result.audit is not None or result.failed]
     wrong = sum(not result.agrees for result in looked)
     return f"{wrong} of {len(looked)} cases differ." if wrong else f"All {len(looked)} cases agree."
 
 
 def lines(result: Result) -> list[str]:
-    """Say what was found, layers that are alike together."""
+    """Describe a result, one line for all layers with the same verdict."""
     if result.audit is None:
         return [result.reason]
     alike: dict[str, list[str]] = {}
@@ -93,7 +93,7 @@ def lines(result: Result) -> list[str]:
         who = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         said.append(f"{who}: {sentence}")
     if result.audit.bypassed:
-        said.append(f"a fused path goes round a module: the output is off by {result.audit.bypassed:.2g}")
+        said.append(f"a fused path bypasses a module: the output is off by {result.audit.bypassed:.2g}")
     return said or ["no attention call was seen"]
 
 
@@ -110,7 +110,7 @@ def _pictures(results: Sequence[Result]) -> Iterable[tuple[str, str]]:
 
 
 def svg(comparison: Comparison, row: int = 0, head: int = 0) -> str:
-    """Draw promised and found, one over the other, of one batch element and head.
+    """Draw the expected and the attended pairs of one batch element and head as an SVG.
 
     Example:
         >>> found = rw.audit.compare(rw.Full().to_dense(8), rw.Causal())
@@ -137,7 +137,7 @@ def svg(comparison: Comparison, row: int = 0, head: int = 0) -> str:
 
 
 def _cells(mask: Tensor) -> str:
-    """Runs of keys in each row, as rectangles."""
+    """Return the SVG path of a mask: each run of keys in a row is a rectangle."""
     parts = []
     for y, row in enumerate(mask.tolist()):
         x = 0

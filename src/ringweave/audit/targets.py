@@ -1,4 +1,4 @@
-"""What a command audits: small models of a transformers type or configuration, and how they are called."""
+"""Targets and cases of ``ringweave audit``: build small models, and call them padded, packed or with a cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..errors import UnsupportedError, message
 from .layers import ModelAudit, model
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "ringweave")
-#: Sizes of the small model, by the names that configurations give them; of those that it has.
+#: Sizes of the small model, by the configuration's field names; fields that a configuration lacks are skipped.
 _SMALL = {
     "hidden_size": 64, "d_model": 64, "n_embd": 64, "intermediate_size": 64, "d_ff": 64, "ffn_dim": 64, "head_dim": 16,
     "d_kv": 16, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 128, "attention_chunk_size": 8,
@@ -33,9 +33,9 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 _WINDOW = 8
 _ID = re.compile(r"\w[\w.-]*/[\w.-]+").fullmatch
-# a configuration from a file may ask for any size of what is not made small
+# most parameters of a model: a configuration from a file may set sizes that `shrink` does not know
 _NUMBERS = 1 << 28
-# what building or calling somebody's model may end in: a result, not an end
+# errors of building or calling a user's model; they become results instead of ending the audit
 _ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError, AssertionError, OSError)
 
 
@@ -44,9 +44,9 @@ class Target:
     """A model to audit.
 
     Attributes:
-        name: As it was asked for.
-        build: Makes the model with an implementation of attention.
-        inputs: What it is called with, by name; made from its configuration where it is None.
+        name: Name given by the user.
+        build: Function that builds the model with an implementation of attention.
+        inputs: Keyword arguments of the model; None to create them from its configuration.
     """
 
     name: str
@@ -55,19 +55,19 @@ class Target:
 
 
 def target(name: str, layers: int = 6, *, trust: bool = False) -> Target:
-    """Find what a command names.
+    """Find the target with a name.
 
     Args:
-        name: A transformers model type ("mistral"), a folder or file of a configuration, a model's id (with a "/"; its
-            configuration is then downloaded if it is not there), ``module:function`` that makes a module, or a
-            file that ``torch.save`` wrote a module to.
-        layers: Layers of the small model, at most.
-        trust: Whether code that a file names or holds may run: a saved module is a pickle, which runs what it likes as
-            it is loaded, and a configuration may name classes of its own.
+        name: A transformers model type ("mistral"), a folder or file with a configuration, a model id (with a "/";
+            its configuration is downloaded if it is not cached), ``module:function`` that returns a module, or a file
+            with a module saved by ``torch.save``.
+        layers: Maximum number of layers of the small model.
+        trust: Whether code from files may run: a saved module is a pickle, which can run any code when it is loaded,
+            and a configuration may name classes in files.
     Returns:
-        The target; nothing is built yet.
+        The target; the model is not built yet.
     Raises:
-        UnsupportedError: There is no such thing, or it needs trust.
+        UnsupportedError: The target does not exist, or needs ``trust``.
     """
     if ":" in name and not Path(name).exists():
         module, _, function = name.partition(":")
@@ -80,13 +80,13 @@ def target(name: str, layers: int = 6, *, trust: bool = False) -> Target:
         if not Path(name).is_file():
             raise _unknown(name, "There is no such file")
         if not trust:
-            got, wanted = f"{name!r}, a pickle, which may run any code as it is loaded", "your consent"
+            got, wanted = f"{name!r}, a pickle, which may run any code when it is loaded", "your consent"
             raise UnsupportedError(message("target", got, wanted, "Pass --trust (trust=True) if you know its author."))
         return Target(name, lambda _: _loaded(name))
     transformers = library()
     types = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     here = name in types or Path(name).exists()
-    # only an id asks the network; another name may be in the cache of downloads
+    # use the network only for an id (owner/name); for other names, look in the download cache only
     local = here or _ID(name) is None
     try:
         config = types[name]() if name in types else transformers.AutoConfig.from_pretrained(
@@ -104,7 +104,7 @@ def target(name: str, layers: int = 6, *, trust: bool = False) -> Target:
 
 
 def _loaded(name: str) -> nn.Module:
-    """Load a module that somebody trusts."""
+    """Load a saved module, which the user has declared trusted."""
     try:
         found = torch.load(name, weights_only=False, map_location="cpu")
     except Exception as error:  # noqa: BLE001  (of a pickle)
@@ -130,9 +130,7 @@ def library() -> Any:
         return importlib.import_module("transformers")
     except ModuleNotFoundError:
         raise UnsupportedError(
-            message(
-                "transformers", "not installed", "transformers, whose models these are", "pip install ringweave[hf]."
-            )
+            message("transformers", "not installed", "transformers, to build its models", "pip install ringweave[hf].")
         ) from None
 
 
@@ -141,12 +139,12 @@ def _made(function: Callable[..., Any], implementation: str | None) -> nn.Module
     found = function(implementation=implementation) if takes else function()
     if not isinstance(found, nn.Module):
         got = type(found).__name__
-        raise UnsupportedError(message("target", got, "a function that makes a torch.nn.Module", "Return the model."))
+        raise UnsupportedError(message("target", got, "a function that returns a torch.nn.Module", "Return the model."))
     return found
 
 
 def shrink(config: Any, layers: int = 6) -> Any:
-    """Make a configuration small; kinds of layers, sharing of key heads and windows stay."""
+    """Reduce the sizes of a configuration; keep its kinds of layers, sharing of key heads, and use of windows."""
     for name, value in _SMALL.items():
         if isinstance(getattr(config, name, None), int) and not isinstance(getattr(config, name), bool):
             _set(config, name, value)
@@ -184,7 +182,7 @@ def _set(config: Any, name: str, value: Any) -> None:
     try:
         setattr(config, name, value)
     except (AttributeError, TypeError, ValueError):
-        # some names are computed from others
+        # some fields are computed from others and cannot be set
         return
 
 
@@ -207,20 +205,20 @@ def small_model(config: Any, implementation: str | None, layers: int = 6, *, tru
             torch.manual_seed(0)
             built: nn.Module = make()
             return built.eval()
-    raise _unknown(config.model_type, "no model of the library is made of this configuration")
+    raise _unknown(config.model_type, "transformers has no model for this configuration")
 
 
 def _refuse_large(build: Callable[[], nn.Module]) -> None:
-    """Refuse a model that would not fit, before memory is taken."""
+    """Raise for a model that is too large, before allocating its memory."""
     try:
         with torch.device("meta"):
             numbers = sum(x.numel() for x in build().state_dict().values())
     except _ERRORS:
-        # not every model can be made without numbers
+        # some models cannot be built on the meta device
         return
     if numbers > _NUMBERS:
         raise UnsupportedError(
-            message("target", f"{numbers:,} numbers", f"at most {_NUMBERS:,}", "Make its configuration small.")
+            message("target", f"{numbers:,} parameters", f"at most {_NUMBERS:,}", "Reduce its configuration.")
         )
 
 
@@ -228,12 +226,12 @@ def _refuse_large(build: Callable[[], nn.Module]) -> None:
 
 
 class _NotTaken(Exception):  # noqa: N818
-    """A case of calls that a model has none of."""
+    """The model does not support a case."""
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """How a model is called: its configuration, tokens, what it is given if that is known, and what it can do."""
+    """A model, the number of tokens, and its inputs if given; derives the model's configuration and abilities."""
 
     module: nn.Module
     tokens: int
@@ -259,7 +257,7 @@ class _Shape:
         if "input_ids" not in self.takes:
             raise UnsupportedError(
                 message(
-                    "target", "a model without input_ids", "one that takes token ids or pixels", "Call audit.model."
+                    "target", "a model without input_ids", "a model that takes token ids or pixels", "Call audit.model."
                 )
             )
         text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
@@ -271,7 +269,7 @@ class _Shape:
 
     @property
     def generates(self) -> bool:
-        """Whether tokens come one after the other, over a cache."""
+        """Whether the model generates token by token with a cache."""
         modules = list(self.module.modules())
         causal = any(getattr(module, "is_causal", False) or getattr(module, "is_decoder", False) for module in modules)
         causal &= "input_ids" in (self.takes if self.inputs is None else self.inputs)
@@ -337,14 +335,14 @@ CASES: dict[str, Callable[[_Shape], ModelAudit]] = {
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """One case of one implementation.
+    """The result of one case with one implementation.
 
     Attributes:
-        implementation: Of attention; empty where the model has but its own.
-        case: How it was called.
-        audit: What was found; None where it could not be.
-        reason: Why not: the case is not the model's, or an error.
-        failed: Whether it was an error.
+        implementation: Implementation of attention; "" if the model does not offer a choice.
+        case: Name of the case.
+        audit: The audit, or None if the case could not run.
+        reason: Why the case did not run: the model does not support it, or an error.
+        failed: Whether an error occurred.
     """
 
     implementation: str
@@ -355,11 +353,11 @@ class Result:
 
     @property
     def agrees(self) -> bool:
-        """Whether nothing differs, as far as there was something to look at."""
+        """Whether no error occurred and the audit, if there is one, agrees."""
         return not self.failed and (self.audit is None or self.audit.agrees)
 
     def as_dict(self) -> dict[str, Any]:
-        """Give what can be written as JSON."""
+        """Return the result as values that can be written as JSON."""
         layers = [] if self.audit is None else [layer.as_dict() for layer in self.audit.layers]
         bypassed = 0.0 if self.audit is None else self.audit.bypassed
         return {
@@ -369,9 +367,9 @@ class Result:
 
 
 def run(target: Target, implementations: tuple[str, ...], cases: tuple[str, ...], tokens: int = 24) -> Iterator[Result]:
-    """Audit a target in every implementation and case; what a model cannot do is said, and errors are results.
+    """Yield a result for every implementation and case; unsupported cases and errors are results too.
 
-    What is compiled runs as it is written: masks are the same, and each probe would be compiled anew.
+    Compiled parts run eagerly: the masks are the same, and each probe would be compiled again.
     """
     for implementation in implementations or ("",):
         try:
@@ -385,7 +383,7 @@ def run(target: Target, implementations: tuple[str, ...], cases: tuple[str, ...]
                     audit = CASES[case](_Shape(built, tokens, target.inputs))
                 yield Result(implementation, case, audit)
             except _NotTaken:
-                yield Result(implementation, case, None, "not a call that this model takes")
+                yield Result(implementation, case, None, "this model does not support the case")
             except _ERRORS as error:
                 yield Result(implementation, case, None, _said(error), failed=True)
 

@@ -1,4 +1,4 @@
-"""What was attended against what was asked: which pairs differ, and which pattern that would be."""
+"""Compare attended pairs with a pattern: list the pairs that differ, and name the pattern that was attended instead."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _TILES = (8, 16, 32, 64, 128)
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Whether a callable attends what a pattern allows.
+    """The comparison of a function's attended pairs with a pattern.
 
     Attributes:
-        agrees: Whether pairs, how often each counts, sums of rows and the scores are as asked.
-        sentence: What was found, in words.
-        found: (B, Hq, Nq, Nk) bool.
-        promised: (B, Hq, Nq, Nk) bool.
+        agrees: Whether the pairs, their multiplicities, the sums of rows and the scores match the request.
+        sentence: Description of the result.
+        found: Attended pairs, (B, Hq, Nq, Nk) bool.
+        promised: Pairs that the pattern allows, (B, Hq, Nq, Nk) bool.
         offenders: The first pairs that differ: (batch element, head, query, key).
-        explanation: The pattern that was found instead, if it is one that has a name.
+        explanation: The pattern that was attended instead, or None if no known pattern fits.
     """
 
     agrees: bool
@@ -46,12 +46,12 @@ class Comparison:
 
     @property
     def missing(self) -> Tensor:
-        """Pairs that are promised and not attended, (B, Hq, Nq, Nk) bool."""
+        """Pairs that the pattern allows but the function does not attend, (B, Hq, Nq, Nk) bool."""
         return self.promised & ~self.found
 
     @property
     def extra(self) -> Tensor:
-        """Pairs that are attended and not promised, (B, Hq, Nq, Nk) bool."""
+        """Pairs that the function attends but the pattern does not allow, (B, Hq, Nq, Nk) bool."""
         return self.found & ~self.promised
 
     def __str__(self) -> str:
@@ -70,31 +70,31 @@ def compare(
     scale: float | Literal["fitted"] | None = None,
     softcap: float | Literal["fitted"] | None = None,
 ) -> Comparison:
-    """Compare what is attended with a pattern.
+    """Compare attended pairs with a pattern.
 
     Args:
-        found: What :func:`attended` gave, or pairs (B, Hq, Nq, Nk) bool.
-        pattern: What was asked for.
+        found: Result of :func:`attended`, or pairs (B, Hq, Nq, Nk) bool.
+        pattern: The expected pattern.
         q_offset: Position of the first query.
-        k_offset: Position of the first key, for caches that dropped old ones.
-        rows: (B, Nq) bool: queries that count, where those of padding do not.
-        bias: Whether weights may differ where scores are equal, as under ALiBi; else that is a fault.
-        sinks: Whether learned sinks take part of the weights; None: either is right.
-        scale: Factor of the scores, D**-0.5 by default; "fitted": any is right, and the sentence names it.
-        softcap: Cap of the scores, no cap by default; "fitted": any is right, and the sentence names it.
+        k_offset: Position of the first key, for caches that dropped older keys.
+        rows: (B, Nq) bool, queries to compare; for example False for padding. All by default.
+        bias: Whether weights may differ where scores are equal, as with ALiBi; otherwise that is a fault.
+        sinks: Whether learned sinks are expected; None accepts both.
+        scale: Expected factor of the scores, D**-0.5 by default; "fitted" accepts any factor and reports it.
+        softcap: Expected cap of the scores, no cap by default; "fitted" accepts any cap and reports it.
     Returns:
         A :class:`Comparison`.
     Raises:
-        ShapeError: Pairs of another rank or dtype.
-        PatternError: The pattern is not made for these sizes.
+        ShapeError: The pairs have another rank or dtype.
+        PatternError: The pattern does not fit these sizes.
     Example:
         >>> wrong = rw.audit.compare(rw.SlidingWindow(12).to_dense(64), rw.SlidingWindow(13))
         >>> print(wrong)
-        this is SlidingWindow(12), asked was SlidingWindow(13); 51 pairs missing, the first is query 13, key 0
+        attends SlidingWindow(12) instead of SlidingWindow(13); 51 pairs missing, the first is query 13, key 0
     """
     pairs = found.pairs if isinstance(found, Attended) else found
     if not isinstance(pairs, Tensor) or pairs.ndim != 4 or pairs.dtype != torch.bool:
-        raise ShapeError(message("found", shown(pairs), "bool (B, Hq, Nq, Nk)", "Pass what attended() gave."))
+        raise ShapeError(message("found", shown(pairs), "bool (B, Hq, Nq, Nk)", "Pass the result of attended()."))
     pairs = pairs.cpu()
     batch, heads, nq, nk = pairs.shape
     counts = _dense(pattern, (batch, heads, nq, nk), q_offset, k_offset).long()
@@ -118,7 +118,7 @@ def compare(
 
 
 def _dense(pattern: Pattern, shape: tuple[int, int, int, int], q_offset: int, k_offset: int) -> Tensor:
-    """How often each pair counts (B, H, Nq, Nk); positions below 0 attend nothing."""
+    """Return the multiplicity of each pair, (B, H, Nq, Nk); queries at negative positions attend no key."""
     batch, heads, nq, nk = shape
     skipped = max(0, -q_offset)
     if skipped >= nq:
@@ -139,33 +139,33 @@ def _numbers(pairs: Tensor, promised: Tensor, wrong: Tensor) -> Iterator[str]:
 
 
 def _weights(found: Attended, counts: Tensor, counted: Tensor, bias: bool, sinks: bool | None) -> Iterator[str]:
-    """Say what weights tell that pairs do not."""
+    """Describe faults that show in the weights but not in the pairs."""
     if not found.steady:
-        yield "weights are others at each call: dropout is on"
+        yield "weights differ from call to call: dropout is on"
         return
     alive = (found.sums > 0) & counted[:, None]
     sums = torch.where(alive, found.sums, 1.0)
     slack = found.noise * max(1.0, found.weights.shape[-1] ** 0.5)
     if bool((sums > 1 + slack).any()):
         worst = float(sums.max())
-        yield f"weights of a row sum to {worst:.3g}, not to 1: they are normalised in parts, and added"
+        yield f"weights of a row sum to {worst:.3g}, not to 1: parts are normalised separately and added"
     elif bool((sums < 1 - slack).any()):
         logits = found.sinks
         if logits is None:
-            yield f"weights of a row sum to {float(sums.min()):.3g}, not to 1: some are dropped"
+            yield f"weights of a row sum to {float(sums.min()):.3g}, not to 1: some weights are dropped"
         elif sinks is False:
             some = ", ".join(
                 [*(f"{logit:.3g}" for logit in logits[:4].tolist()), *(["..."] if len(logits) > 4 else [])]
             )
-            yield f"learned sinks ({some}) take part of each row, and none was asked for"
+            yield f"learned sinks ({some}) take a share of each row, but no sinks were requested"
     elif sinks is True and bool(alive.any()):
         yield "learned sinks are missing: rows sum to 1 without them"
     repeated = found.counts
     if repeated is None:
         if not bias:
-            yield "weights differ where scores are equal: a bias is at work, and none was asked for"
+            yield "weights differ where scores are equal: a bias is applied, but none was requested"
     else:
-        # a row's own unit: what the least of its pairs counts
+        # multiplicities are relative to the least one of each row
         unit = torch.where(counts > 0, counts, 2**30).amin(-1, keepdim=True)
         relative = torch.where(counts > 0, counts / unit, 0.0)
         both = (counts > 0) & found.pairs & counted[:, None, :, None]
@@ -177,9 +177,9 @@ def _weights(found: Attended, counts: Tensor, counted: Tensor, bias: bool, sinks
 
 
 def _scores(drawn: Drawn, counted: Tensor, scale: float | str | None, softcap: float | str | None) -> tuple[str, str]:
-    """Say what a call on random numbers tells that equal scores do not: a fault, and what else there is to say."""
+    """Describe the random call: a fault in the scores ("" if they are right), and remarks to append on success."""
     dim = drawn.q.shape[-1]
-    # what fits is named only where the default does not
+    # report a fitted scale only if the default does not fit
     plain = dim**-0.5 if drawn.softcap == 0 and not bool(drawn.off(dim**-0.5, 0.0).any()) else drawn.scale
     asked = (
         plain if isinstance(scale, str) else dim**-0.5 if scale is None else scale,
@@ -203,14 +203,14 @@ def _scores(drawn: Drawn, counted: Tensor, scale: float | str | None, softcap: f
             return source, also
     by = float(drawn.errors(*asked)[b, h, q])
     return (
-        f"query {q} of head {h} of row {b} is off by {by:.2g} where scores differ: these are no softmax of q k^T over "
+        f"query {q} of head {h} of row {b} is off by {by:.2g} where scores differ: this is not a softmax of q k^T over "
         "the pairs, at any scale",
         also,
     )
 
 
 class _Difference:
-    """What is attended where it differs from what was promised, and patterns held against it."""
+    """The (batch element, head) masks that differ from the expected ones, and tests for patterns that explain them."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class _Difference:
         self.where = wrong.flatten(2).any(2)  # (B, Hq)
 
     def fits(self, dense: Tensor) -> bool:
-        """Whether this is what is attended, in all rows and heads that differ."""
+        """Whether a dense mask equals the attended pairs in all rows and heads that differ."""
         differs = (self.pairs ^ dense) & self.counted
         return not bool(differs.flatten(2).any(2)[self.where].any())
 
@@ -240,25 +240,25 @@ class _Difference:
             return False
 
     def explain(self) -> tuple[str, Pattern | None]:
-        """A sentence, and the pattern that it names; an empty one where nothing fits."""
+        """Return a sentence and the pattern that it names; "" and None if no explanation fits."""
         place = self._place()
         for text, candidate in _without(self.pattern):
             if self.is_pattern(candidate):
                 return f"{text}{place}", candidate
         for candidate in _altered(self.pattern):
             if self.is_pattern(candidate):
-                return f"this is {candidate!r}, asked was {self.pattern!r}{place}", candidate
+                return f"attends {candidate!r} instead of {self.pattern!r}{place}", candidate
         said = self._moved()
         if said:
             return said + place, None
         future, known = self._future(), self._named()
         if known is not None:
-            text = f"this is {known!r}, asked was {self.pattern!r}{place}"
+            text = f"attends {known!r} instead of {self.pattern!r}{place}"
             return f"{future}: {text}" if future else text, known
         return future + place if future else "", None
 
     def _place(self) -> str:
-        """In which rows and heads it differs, where not in all."""
+        """Name the rows and heads that differ; "" if all do."""
         said = []
         rows = self.where.any(1).nonzero().flatten().tolist()
         heads = self.where.any(0).nonzero().flatten().tolist()
@@ -277,29 +277,29 @@ class _Difference:
         return f"future visible from token {int(seen.nonzero()[0]) + self.q_offset}" if bool(seen.any()) else ""
 
     def _moved(self) -> str:
-        """Say so where it is the promise in another place: another row's, transposed, shifted or rounded to tiles."""
+        """Describe a mask that is misplaced: another row's or head's, transposed, shifted or rounded to tiles."""
         batch, heads, nq, nk = self.pairs.shape
         for b in range(batch) if batch > 1 else ():
             if self.fits(self.promised[b : b + 1].expand_as(self.pairs)):
-                return f"the mask of row {b} is taken for every row"
+                return f"the mask of row {b} is used for every row"
         for h in range(heads) if heads > 1 else ():
             if self.fits(self.promised[:, h : h + 1].expand_as(self.pairs)):
-                return f"the mask of head {h} is taken for every head"
+                return f"the mask of head {h} is used for every head"
         if heads > 1:
             order = [self._like(h) for h in range(heads)]
             if all(place is not None for place in order):
-                return "heads have each other's masks: head 0 that of head " + str(order[0])
+                return "the masks of heads are exchanged: head 0 uses the mask of head " + str(order[0])
         if nq == nk and self.fits(self.promised.mT):
-            return "queries and keys are exchanged: this is the transposed mask"
+            return "queries and keys are exchanged: the mask is transposed"
         steps = sorted({*range(-8, 9), self.q_offset, -self.q_offset, nk - nq, nq - nk} - {0}, key=abs)
         for step in steps:
             if self.is_pattern(self.pattern, step):
                 way = "later" if step > 0 else "earlier"
-                return f"the mask is that of queries {abs(step)} positions {way}"
+                return f"the mask is shifted: it fits queries {abs(step)} positions {way}"
         for side in _TILES:
             small = side < min(nq, nk) or (nq == 1 and side < nk)
             if small and self.fits(_in_tiles(self.promised, side, self.q_offset)):
-                return f"whole tiles of {side} x {side} are attended where a part of them was asked for"
+                return f"whole tiles of {side} x {side} are attended, although the pattern allows only a part of them"
         return ""
 
     def _like(self, head: int) -> int | None:
@@ -311,12 +311,12 @@ class _Difference:
         return None
 
     def _named(self) -> Pattern | None:
-        """Name what all rows and heads that differ attend, if it is one pattern."""
+        """Return the pattern that all differing rows and heads attend, or None if they attend no common pattern."""
         kept = self.pairs[self.where]
         counted = self.counted[:, 0].expand(-1, *self.pairs.shape[2:])[self.where.nonzero()[:, 0]]
         if bool(((kept ^ kept[:1]) & counted & counted[:1]).any()):
             return None
-        # rows of queries that do not count are any row's
+        # uncounted queries fit any mask, so take the mask with the most counted queries
         best = int(counted[..., 0].sum(-1).argmax())
         candidate = named(kept[best], self.q_offset - self.k_offset, counted[best, :, 0])
         return candidate if candidate is not None and self.is_pattern(candidate) else None
@@ -331,7 +331,7 @@ def _listed(name: str, numbers: list[int]) -> str:
 
 
 def _in_tiles(promised: Tensor, side: int, q_offset: int) -> Tensor:
-    """Every pair of each tile that holds one."""
+    """Return the mask rounded up to whole tiles."""
     nq, nk = promised.shape[2:]
     query, key = (torch.arange(nq, device="cpu") + q_offset) // side, torch.arange(nk, device="cpu") // side
     shape = (*promised.shape[:2], int(query[-1]) + 1, int(key[-1]) + 1)
@@ -342,7 +342,7 @@ def _in_tiles(promised: Tensor, side: int, q_offset: int) -> Tensor:
 
 
 def _kind(leaf: Pattern) -> str:
-    """What it means that a part of a pattern is left out."""
+    """Describe the effect of leaving out a part of a pattern."""
     if isinstance(leaf, KeyPadding):
         return "padding is ignored"
     if isinstance(leaf, Documents):
@@ -353,7 +353,7 @@ def _kind(leaf: Pattern) -> str:
 
 
 def _without(pattern: Pattern) -> Iterator[tuple[str, Pattern]]:
-    """A pattern with one operand left out, and what that means."""
+    """Yield the pattern with one operand left out, each with a description of the effect."""
     if isinstance(pattern, Within):
         yield f"{_kind(pattern.bounds)}, and positions are counted from the start of the row", pattern.pattern
         yield "positions are counted from the start of the row", pattern.pattern & pattern.bounds
@@ -367,7 +367,7 @@ def _without(pattern: Pattern) -> Iterator[tuple[str, Pattern]]:
 
 
 def _altered(pattern: Pattern) -> Iterator[Pattern]:
-    """A pattern with one number in it off by one, or off by more."""
+    """Yield the pattern with one of its numbers changed by -1, 1, -2 or 2."""
     for step in (-1, 1, -2, 2):
         yield from _off_by(pattern, step)
 
@@ -395,14 +395,14 @@ def _off_by(pattern: Pattern, step: int) -> Iterator[Pattern]:
 
 
 def named(pairs: Tensor, q_offset: int = 0, counted: Tensor | None = None) -> Pattern | None:
-    """Name a mask (Nq, Nk): bands, sinks, documents, chunks, strides and padding, as few of them as it takes.
+    """Find a simple pattern for a mask, from bands, sinks, documents, chunks, strides and padding.
 
     Args:
-        pairs: Bool.
+        pairs: The mask, (Nq, Nk) bool.
         q_offset: Position of the first query.
-        counted: (Nq,) bool: queries that count; all by default.
+        counted: (Nq,) bool, queries to consider; all by default.
     Returns:
-        A pattern that is this mask; None where none of these is.
+        The pattern, or None if no combination equals the mask.
     Example:
         >>> rw.audit.named((rw.SlidingWindow(5) & rw.Causal() & rw.Segments(16)).to_dense(64)[0, 0])
         SlidingWindow(5) & Segments(16)
@@ -444,7 +444,7 @@ def named(pairs: Tensor, q_offset: int = 0, counted: Tensor | None = None) -> Pa
 
 
 def _band(pairs: Tensor, q_offset: int) -> tuple[Pattern, bool, int] | None:
-    """The least band that holds these pairs, whether it is causal, and a rate that all its distances divide by."""
+    """Return the narrowest band around these pairs, whether it is causal, and the gcd of the pairs' distances."""
     nq, nk = pairs.shape
     if not bool(pairs.any()):
         return None
@@ -453,7 +453,7 @@ def _band(pairs: Tensor, q_offset: int) -> tuple[Pattern, bool, int] | None:
     left, right = max(0, int(distance.max())), max(0, int(-distance.min()))
     causal = right == 0
     rate = math.gcd(*distance.unique().tolist())
-    # a band that the sides of the matrix end is none
+    # if the band reaches the edge of the matrix, its width is unknown
     ends_left, ends_right = left < nq - 1 + q_offset, right < nk - 1 - q_offset
     if not ends_left and (causal or not ends_right):
         return (Causal() if causal else Full()), causal, rate
@@ -461,7 +461,7 @@ def _band(pairs: Tensor, q_offset: int) -> tuple[Pattern, bool, int] | None:
 
 
 def _pieces(pairs: Tensor, q_offset: int) -> Iterator[Pattern]:
-    """Chunks or documents that nothing crosses, if there are several."""
+    """Yield candidate chunks or documents: boundaries that no pair crosses."""
     nq, nk = pairs.shape
     if q_offset != 0 or nq != nk:
         for length in range(2, nk):
@@ -469,7 +469,7 @@ def _pieces(pairs: Tensor, q_offset: int) -> Iterator[Pattern]:
         return
     query, key = pairs.nonzero().unbind(1)
     low, high = torch.minimum(query, key), torch.maximum(query, key)
-    # a cut before token n is crossed by pairs with low < n <= high
+    # a pair crosses a boundary before token n if low < n <= high
     crossed = torch.zeros(nk + 1, dtype=torch.int64, device="cpu")
     crossed.index_add_(0, low + 1, torch.ones_like(low))
     crossed.index_add_(0, high + 1, -torch.ones_like(high))

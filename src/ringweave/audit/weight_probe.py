@@ -1,9 +1,9 @@
-"""Which pairs an attention callable attends, by value and not by source.
+"""Find the pairs that an attention function attends, from its outputs instead of its source.
 
-With q = 0 all scores are equal, and with unit values the output is the row of weights: a pair is attended where its
-weight is not 0. A weight may also be 0 because a bias or a finite mask took it there. So every key without a weight is
-raised: its score grows by thousands, which brings it back from under a bias, and leaves it at 0 under a mask. A mask
-that sets scores instead of adding to them is seen where all scores are thousands below it.
+With q = 0 all scores are equal, and with unit vectors as values the output is the row of weights. A pair is attended if
+its weight is not 0. A strong bias can also round a weight to 0. So the scores of all keys with weight 0 are raised by
+thousands: this outweighs a bias, but not a mask. A function that sets masked scores to a finite value instead of adding
+one is detected by lowering all other scores thousands below that value.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 from ..errors import ShapeError, message, shown
 from .drawn import Drawn
 
-#: Attention as it is called: (q, k, v) to out, or to a tuple that begins with it.
+#: An attention function: (q, k, v) to out, or to a tuple that begins with out.
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
 
-# scores are raised or lowered by so much, at the default scale: more than a bias takes, far less than a mask
+# change of the scores at the default scale: larger than a bias, and far smaller than a mask
 _LIFT = 2000.0
 
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """What a callable attends, on the CPU; N x N, made at the small sizes of an audit.
+    """The pairs that a function attends, as dense tensors on the CPU; for the small sizes of an audit.
 
     Attributes:
-        pairs: (B, Hq, Nq, Nk) bool: the pair can have a weight.
-        weights: (B, Hq, Nq, Nk) float64: the weights where all scores are equal.
-        drawn: A call on random numbers, with the scale and the precision that fit it.
-        steady: Whether a second call gave the same; dropout does not.
+        pairs: Attended pairs, (B, Hq, Nq, Nk) bool.
+        weights: Weights for equal scores, (B, Hq, Nq, Nk) float64.
+        drawn: A call on random inputs, with the fitted scale and precision.
+        steady: Whether a second call gave the same output; False with dropout.
     """
 
     pairs: Tensor
@@ -43,31 +43,31 @@ class Attended:
 
     @property
     def scale(self) -> float:
-        """Factor of the scores that fits the random call; NaN where no row tells."""
+        """Factor of the scores that fits the random call; NaN if no row has two keys."""
         return self.drawn.scale
 
     @property
     def noise(self) -> float:
-        """Weights differ by so much, relative to their row's largest, where only rounding makes them differ."""
+        """Largest difference between weights, relative to the largest of the row, that rounding explains."""
         return 8 * torch.finfo(self.drawn.precision).eps
 
     @property
     def sums(self) -> Tensor:
-        """Sums of the weights of each row, (B, Hq, Nq) float64."""
+        """Sum of the weights of each row, (B, Hq, Nq) float64."""
         return self.weights.sum(-1)
 
     @property
     def sinks(self) -> Tensor | None:
-        """Learned logits that join the denominator, (Hq,) float64, -inf for none; None where nothing like that fits.
+        """Learned sink logits, (Hq,) float64, with -inf for heads without a sink; None if no sinks fit the weights.
 
-        A row of n equal weights w then has w = 1 / (n + exp(sink)), for every n.
+        With a sink, a row of n equal weights w has w = 1 / (n + exp(sink)), for every n.
         """
         count = self.pairs.sum(-1).double()
         missing = torch.where(count > 0, count * (1 / self.sums.clamp(min=1e-30) - 1), torch.nan)
         found = missing.transpose(0, 1).flatten(1)
         middle = found.nanmedian(1).values.nan_to_num(0.0)
         most = count.amax() + middle.clamp(min=0)
-        # a kernel that holds the logarithm of a sum rounds that
+        # allow for kernels that store and round the logarithm of the sum
         slack = (self.noise * most * (1 + most.log()))[:, None]
         if bool(((found - middle[:, None]).abs() > slack).any()) or bool((middle < -slack[:, 0]).any()):
             return None
@@ -75,9 +75,9 @@ class Attended:
 
     @property
     def counts(self) -> Tensor | None:
-        """How often each pair counts, (B, Hq, Nq, Nk) int64; None where weights differ by more than repetition."""
+        """Multiplicity of each pair, (B, Hq, Nq, Nk) int64; None if repetition does not explain the weights."""
         least = torch.where(self.pairs, self.weights, torch.inf).amin(-1, keepdim=True)
-        # a large sink may leave a row no weight that its type can hold
+        # beside a large sink, all weights of a row may underflow to 0
         ratio = torch.where(self.pairs, torch.where(self.sums[..., None] > 0, self.weights / least, 1.0), 0.0)
         whole = ratio.round()
         if (
@@ -91,20 +91,21 @@ class Attended:
 
 @torch.no_grad()
 def attended(fn: Attention, q: Tensor, k: Tensor, v: Tensor) -> Attended:
-    """Find every pair that an attention callable attends.
+    """Find every pair that an attention function attends.
 
-    Calls it about 3 ceil(Nk / D) times and three times more; up to Nk times more where a bias hides keys. Memory is
-    B * Hq * Nq * Nk numbers: take the sizes of an audit, some hundred tokens.
+    Calls the function about 3 ceil(Nk / D) + 3 times, and up to Nk times more if a bias hides keys. Memory is
+    B * Hq * Nq * Nk numbers, so use small sizes, up to a few hundred tokens.
 
     Args:
-        fn: ``fn(q, k, v)``, whatever mask it holds; gives out (B, Hq, Nq, Dv), or a tuple that begins with it.
-        q: (B, Hq, Nq, D); only its shape, dtype and device count.
-        k: (B, Hkv, Nk, D), as q.
-        v: (B, Hkv, Nk, Dv), as q.
+        fn: Attention function ``fn(q, k, v)`` with any mask; returns out (B, Hq, Nq, Dv), or a tuple that begins with
+            out.
+        q: Queries, (B, Hq, Nq, D); only shape, dtype and device are used.
+        k: Keys, (B, Hkv, Nk, D); only shape, dtype and device are used.
+        v: Values, (B, Hkv, Nk, Dv); only shape, dtype and device are used.
     Returns:
         An :class:`Attended`.
     Raises:
-        ShapeError: What comes back has another shape.
+        ShapeError: The output has another shape.
     Example:
         >>> found = rw.audit.attended(lambda q, k, v: rw.attention(q, k, v, rw.Causal()), q, k, v)
         >>> bool((found.pairs == rw.Causal().to_dense(256)).all())
@@ -120,14 +121,14 @@ def attended(fn: Attention, q: Tensor, k: Tensor, v: Tensor) -> Attended:
 
 
 class _Probe:
-    """One callable, asked with values that tell."""
+    """A function under audit, with calls on inputs that reveal its weights."""
 
     def __init__(self, fn: Attention, q: Tensor, k: Tensor, v: Tensor):
         self.fn, self.q, self.k, self.v = fn, q.detach(), k.detach(), v.detach()
         self.shape = (*q.shape[:3], v.shape[3])
 
     def out(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Call it; rows without keys that come back as NaN are rows of zeros."""
+        """Call the function; NaN, which some functions return for rows without keys, becomes 0."""
         found = self.fn(q, k, v)
         found = found[0] if isinstance(found, tuple) else found
         if not isinstance(found, Tensor) or tuple(found.shape) != self.shape:
@@ -137,10 +138,10 @@ class _Probe:
         return found.detach().cpu().double().nan_to_num(0.0, 0.0, 0.0)
 
     def weights(self, lowered: float = 0.0) -> Tensor:
-        """Read the rows of weights off unit values, as many keys at a time as a value has channels.
+        """Return the rows of weights, read with unit vectors as values; one call covers Dv keys.
 
         Args:
-            lowered: What scores are below 0, all by as much.
+            lowered: Amount by which all scores are below 0.
         """
         nk, width = self.v.shape[2:]
         q, k = torch.zeros_like(self.q), torch.zeros_like(self.k)
@@ -154,14 +155,14 @@ class _Probe:
         return torch.cat(parts, -1)
 
     def _side(self, score: float) -> float:
-        """The entry of q and of k that gives a score at the default scale."""
+        """Return the entry of q and k that gives a score at the default scale."""
         return float((score * self.q.shape[-1] ** 0.5) ** 0.5)
 
     def lifted(self, none: Tensor) -> Tensor:
-        """Raise the scores of keys without a weight, and find those that then get one.
+        """Raise the scores of keys without a weight, and return the keys that then get one.
 
-        A row asks about the largest halves, quarters, ... of the keys that hold none but such keys, and about each key
-        where a weight shows up. Each channel of q and k stands for one set of keys, so that a call asks about many.
+        Each row tests the largest sets (halves, quarters, ...) that consist of such keys only, and the single keys of
+        a set that gets a weight. Each channel of q and k represents one set of keys, so that one call tests many sets.
         """
         nk, width = none.shape[-1], min(self.q.shape[-1], self.v.shape[-1])
         side = self._side(_LIFT)
@@ -188,7 +189,7 @@ class _Probe:
 
 
 def _halves(nk: int) -> tuple[Tensor, Tensor]:
-    """All keys, halves, quarters, ... and at last single keys, (sets, Nk) bool; and the set that holds each."""
+    """Return the sets of all keys, halves, quarters, ..., single keys, (sets, Nk) bool, and the parent of each set."""
     places, side = torch.arange(nk, device="cpu"), 1 << (nk - 1).bit_length()
     rows: list[Tensor] = []
     parents = [0]

@@ -7,10 +7,10 @@ import sys
 
 
 def main() -> None:
-    """Run the command line, or say what to install for it."""
+    """Run the command line, or print which packages to install for it."""
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
-        print(  # noqa: T201  nothing nicer to write with is there
+        print(  # noqa: T201  (rich may be missing)
             f"ringweave: the command line needs {' and '.join(missing)}. Run: pip install 'ringweave[cli]'",
             file=sys.stderr,
         )

@@ -1,4 +1,4 @@
-"""The command-line application: show, explain and tune, and the way an error ends a command."""
+"""The command-line application: the commands show, explain and tune, and the handling of errors."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from ..laboratory import COMMANDS, REMEDY, registrations
 from ..patterns import parse
 from ..picture import ASCII_SHADES, SHADES, art_rows
 from . import auditing, doctor, terminal
-from .terminal import Heads, PatternText, Tokens
+from .terminal import HeadDim, Heads, KvHeads, PatternText, Tokens
 
 if TYPE_CHECKING:
     from ..tune import Finding
     from ..tune.descent import Tuned
 
 _GAP = 3
-_LEAST = 24  # characters below which panels go under each other rather than side by side
+_LEAST = 24  # narrowest panel in characters; if panels would be narrower, they are placed below each other
 _MOST = 64
 
 
 class Commands(TyperGroup):
-    """The commands; an error of ringweave's own ends any of them with one line and exit code 2, no traceback."""
+    """The commands. A RingweaveError ends a command with one line on stderr and exit code 2, without a traceback."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find a command of two words, such as ``bench --gate``, before that of the first alone."""
+        """Find a command; names of two words, such as ``bench --gate``, take precedence over the first word."""
         if args[0] in COMMANDS and args[0] not in self.commands:
             terminal.fail(f"{args[0]} belongs to the distribution ringweave-lab: {REMEDY}")
             raise typer.Exit(2)
@@ -45,7 +45,7 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, [name, *value, *args[2:]] if name in self.commands else args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command."""
+        """Run a command, and report a RingweaveError."""
         try:
             return super().invoke(ctx)
         except RingweaveError as error:
@@ -84,7 +84,10 @@ def show(
     pattern: PatternText,
     tokens: Tokens,
     heads: Heads = None,
-    out: Annotated[str | None, typer.Option("--out", "-o", help="Write a picture here: .svg, or .png.")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Write the picture to a file (.svg or .png) instead."),
+    ] = None,
 ) -> None:
     """Draw which keys each query attends."""
     relation = parse(pattern)
@@ -104,12 +107,12 @@ def show(
         row = drawn.panels[begin : begin + columns]
         lines += _row(row, tokens, margin, shades, headings=len(drawn.panels) > 1)
         lines.append("")
-    lines.append(f"queries downwards, keys to the right; pairs of a cell: {_legend(shades)}")
+    lines += ["queries downwards, keys to the right", f"allowed pairs in a cell: {_legend(shades)}"]
     console.print("\n".join(lines), markup=False, soft_wrap=True)
 
 
 def _row(panels: tuple[Panel, ...], tokens: int, margin: int, shades: str, *, headings: bool) -> list[str]:
-    """Draw panels side by side, framed, with token numbers on the axes."""
+    """Draw panels side by side with frames, and with token numbers on the axes."""
     arts = [art_rows(panel, shades) for panel in panels]
     unicode = shades == SHADES
     side, corners, flat = ("│", "┌┐└┘", "─") if unicode else ("|", "++++", "-")
@@ -138,20 +141,23 @@ def explain(
     pattern: PatternText,
     tokens: Tokens,
     heads: Heads = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads (default: as many as query heads).")] = None,
-    head_dim: Annotated[int, typer.Option(min=1, help="Dimension of a head.")] = 64,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = 64,
     dtype: Annotated[
-        Literal["float32", "float16", "bfloat16", "float64"], typer.Option(help="Type of q, k and v.")
+        Literal["float32", "float16", "bfloat16", "float64"],
+        typer.Option(metavar="TYPE", help="Type of q, k and v: float32, float16, bfloat16 or float64."),
     ] = "float32",
-    device: Annotated[str, typer.Option(help="Where they would be: cpu, cuda, mps; it need not exist here.")] = "cpu",
-    backend: Annotated[str, typer.Option(help="'auto', or a backend by name.")] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Device of q, k and v: cpu, cuda or mps. This machine need not have it."),
+    ] = "cpu",
+    backend: Annotated[
+        str, typer.Option(metavar="NAME", help="Backend, or auto to choose one (ringweave doctor lists them).")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
-    """Say what attention over a pattern would compute and cost; nothing is run."""
-    try:
-        torch.device(device)
-    except RuntimeError:
-        raise typer.BadParameter(f"{device!r} is no device of PyTorch", param_hint="'--device'") from None
+    """Print what attention with a pattern would compute and cost, without running it."""
+    terminal.check_device(device)
     relation = parse(pattern)
     facts = explained(
         relation,
@@ -178,26 +184,34 @@ def tune(
     pattern: PatternText,
     tokens: Tokens,
     heads: Heads = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads (default: as many as query heads).")] = None,
-    head_dim: Annotated[int, typer.Option(min=1, help="Dimension of a head.")] = 64,
-    batch: Annotated[int, typer.Option(min=1, help="Batch elements.")] = 1,
-    dtype: Annotated[Literal["float32", "float16", "bfloat16"], typer.Option(help="Type of q, k and v.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 7,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = 64,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Number of batch elements.")] = 1,
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"],
+        typer.Option(metavar="TYPE", help="Type of q, k and v: float32, float16 or bfloat16."),
+    ] = "float32",
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device to measure: cpu or cuda.")] = "cpu",
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Number of timed rounds.")] = 7,
     seconds: Annotated[
         float | None,
-        typer.Option(min=0.0, help="For each branch and direction (default: 20; on a GPU, which compiles, 120)."),
+        typer.Option(
+            min=0.0,
+            metavar="S",
+            help="Time limit for each branch and direction (default: 20; 120 on a GPU, where kernels are compiled).",
+        ),
     ] = None,
-    forward_only: Annotated[bool, typer.Option("--forward-only", help="Leave gradients out.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, and store nothing.")] = False,
+    forward_only: Annotated[bool, typer.Option("--forward-only", help="Measure without gradients.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, but store nothing.")] = False,
 ) -> None:
-    """Time what is right on these sizes, and store the fastest backend and tiles: backend="auto" takes them then."""
+    """Measure the fastest backend and tiles for a call, and store them for backend="auto"."""
     from ..tune import store
     from ..tune import tune as measure
     from ..tune.problem import DIRECTIONS, Problem
 
+    terminal.check_device(device)
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter("this torch finds no CUDA device", param_hint="--device")
+        raise typer.BadParameter("this torch finds no CUDA device.", param_hint="'--device'")
     relation = parse(pattern)
     console = terminal.out()
     problem = Problem(
@@ -225,7 +239,7 @@ def tune(
 
 
 def _candidates(choice: Finding) -> Table:
-    """Write a line for each candidate; fastest first, then what was not timed."""
+    """Return a table of the candidates: timed ones, fastest first, then the others with reasons."""
     title = f"{choice.problem.pattern!r}, {choice.problem.tokens} tokens, {choice.direction}"
     table = _table(title, "backend", "tiles", "", "milliseconds")
     chosen = choice.chosen
@@ -239,7 +253,7 @@ def _candidates(choice: Finding) -> Table:
 
 
 def _blocks(tuned: Tuned) -> Table:
-    """Write a line for each choice of blocks of one kernel; fastest first."""
+    """Return a table of the blocks that were tried for one kernel: timed ones, fastest first, then the others."""
     key, descent = tuned.key, tuned.descent
     title = f"triton, {key.kernel}, {key.tile[0]} x {key.tile[1]}, {'partial' if key.masked else 'full'} tiles"
     names = [field.name for field in dataclasses.fields(descent.start)]

@@ -1,4 +1,4 @@
-"""``ringweave audit``: which masks a model's layers, or a kernel, really have."""
+"""``ringweave audit``: find the masks that a model's layers or a kernel really apply."""
 
 from __future__ import annotations
 
@@ -18,33 +18,58 @@ def audit(
         str | None,
         typer.Argument(
             metavar="TARGET",
-            help="A transformers model type, configuration or id; module:function that makes a model; a saved model.",
+            help="Transformers model type, configuration or id; module:function that returns a model; or a saved "
+            "model.",
         ),
     ] = None,
     implementation: Annotated[
-        str | None, typer.Option("--implementation", "-i", help="Of attention, with commas: eager,sdpa,ringweave.")
+        str | None,
+        typer.Option(
+            "--implementation",
+            "-i",
+            metavar="NAMES",
+            help="Implementations of attention, separated by commas, such as eager,sdpa,ringweave "
+            "(default: eager,sdpa for transformers models).",
+        ),
     ] = None,
     case: Annotated[
-        str | None, typer.Option("--case", "-c", help="unpadded,left,right,packed,cached,static (default: all).")
+        str | None,
+        typer.Option(
+            "--case",
+            "-c",
+            metavar="NAMES",
+            help="Cases, separated by commas: unpadded, left, right, packed, cached, static (default: all).",
+        ),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", "-n", min=8, max=512, help="Sequence length.")] = 24,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the small model, at most.")] = 6,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "-n", min=8, max=512, metavar="N", help="Sequence length, 8 to 512.")
+    ] = 24,
+    layers: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of layers of the small model.")] = 6,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Run code that a saved model or a configuration brings; a pickle is code.")
+        bool,
+        typer.Option("--trust", help="Allow code from files to run: loading a saved model (a pickle) runs its code."),
     ] = False,
     kernel: Annotated[
-        str | None, typer.Option(help="Check module:function instead, a kernel of (q, k, v, allowed or pattern).")
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Check a kernel instead of a model: a function of (q, k, v, allowed or pattern).",
+        ),
     ] = None,
-    examples: Annotated[int, typer.Option(min=1, help="Calls that are drawn for each rule of --kernel.")] = 40,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a page with pictures here: .html.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    examples: Annotated[
+        int, typer.Option(min=1, metavar="N", help="With --kernel: number of calls for each rule.")
+    ] = 40,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write a page with pictures to an .html file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Find which pairs every attention layer of a model attends, against what its configuration promises.
+    """Find the pairs that each attention layer of a model attends, and compare them with its configuration.
 
-    Ends with status 1 where something differs. Models are made small, with random weights.
+    The exit code is 1 if they differ. Models are built small, with random weights.
     """
     if (target is None) == (kernel is None):
-        raise typer.BadParameter("give a TARGET, or --kernel", param_hint="TARGET")
+        raise typer.BadParameter("Pass either a TARGET or --kernel.", param_hint="TARGET")
     if kernel is not None:
         _kernel(kernel, examples, as_json)
         return
@@ -53,13 +78,13 @@ def audit(
     from ..audit.targets import target as find
 
     assert target is not None
-    cases = tuple(CASES) if case is None else tuple(case.split(","))
+    cases = tuple(CASES) if case is None else _names(case)
     for name in cases:
         if name not in CASES:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(CASES)}", param_hint="--case")
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(CASES)}.", param_hint="'--case'")
     found = find(target, layers, trust=trust)
     usual = () if ":" in target or target.endswith((".pt", ".pth")) else ("eager", "sdpa")
-    implementations = usual if implementation is None else tuple(implementation.split(","))
+    implementations = usual if implementation is None else _names(implementation)
     console = terminal.out()
     results = list(run(found, implementations, cases, tokens))
     if as_json:
@@ -70,7 +95,7 @@ def audit(
         for result in results:
             mark = Text("-", "dim") if result.reason and not result.failed else Text("agrees", "green")
             mark = mark if result.agrees else Text("differs", "red")
-            table.add_row(result.implementation or "its own", result.case, mark, Text("\n".join(lines(result))))
+            table.add_row(result.implementation or "default", result.case, mark, Text("\n".join(lines(result))))
         console.print(table)
         console.print(summary(results), markup=False)
     if out is not None:
@@ -79,6 +104,10 @@ def audit(
             console.print(f"wrote {out}", markup=False, soft_wrap=True)
     if not all(result.agrees for result in results):
         raise typer.Exit(1)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
 
 
 def _kernel(name: str, examples: int, as_json: bool) -> None:

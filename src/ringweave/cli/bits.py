@@ -1,6 +1,6 @@
-"""``ringweave doctor --bits``: in what ways of computing a row this machine gives the same bits.
+"""``ringweave doctor --bits``: check that different ways to compute a row give the same bits on this machine.
 
-Not a tolerance: outputs are equal or they are not. A case is a type, a grouping of heads and a length.
+Outputs are compared for equality, without a tolerance. A case is a dtype, a grouping of heads and a length.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _LENGTHS = (300, 1500, 3000)
 
 
 class Bits(NamedTuple):
-    """What one way of computing gave.
+    """The result of one way of computing.
 
     Attributes:
-        way: In which it differs from one causal call.
-        added: What the calls have besides.
-        equal: Cases with the same bits.
-        cases: All of them.
+        way: How the calls differ from one causal call over everything.
+        added: Further features of the calls, such as dropout.
+        equal: Number of cases with the same bits.
+        cases: Number of all cases.
     """
 
     way: str
@@ -47,7 +47,7 @@ def _terms(heads: int) -> dict[str, Any]:
     return {"terms": terms, "sink_logits": torch.linspace(-1, 1, heads, device="cpu")}
 
 
-#: What calls may have besides, of a number of query heads.
+#: Features to add to the calls, as functions from the number of query heads to arguments.
 ADDED: dict[str, Callable[[int], dict[str, Any]]] = {
     "nothing": lambda heads: {},
     "terms, sinks": _terms,
@@ -65,7 +65,7 @@ class _Whole(NamedTuple):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern = Causal(), q_offset: int = 0) -> Tensor:  # noqa: B008
         with torch.random.fork_rng([]):
-            torch.manual_seed(0)  # dropout's
+            torch.manual_seed(0)  # dropout draws the same numbers in every call
             return attention(q, k, v, pattern, q_offset=q_offset, **self.added)
 
 
@@ -85,7 +85,7 @@ def _alone(x: _Whole) -> bool:
 def _chunks(side: int) -> Callable[[_Whole], bool]:
     def run(x: _Whole) -> bool:
         n = x.q.shape[2]
-        # the first, some in between, the last
+        # check the first two chunks, one in the middle, and the last two
         starts = {*range(0, n, side)[:2], *range(0, n, side)[-2:], n // side // 2 * side}
         return all(_part(x, at, min(at + side, n)) for at in sorted(starts))
 
@@ -123,7 +123,7 @@ def _padded_left(x: _Whole) -> bool:
     return torch.equal(x.attend(q, k, v, Causal() & KeyPadding(k.shape[2], start=_TILE))[:, :, _TILE:], x.out)
 
 
-#: By what differs.
+#: Ways to compute a row, by name; each returns whether the bits are the same.
 WAYS: dict[str, Callable[[_Whole], bool]] = {
     "one thread": _one_thread,
     "a batch element alone": _alone,
@@ -136,14 +136,14 @@ WAYS: dict[str, Callable[[_Whole], bool]] = {
 }
 
 
-#: Not of dropout: calls with pages have none, and what it drops goes by position.
+#: Ways without dropout: paged calls do not support it, and padding on the left moves the positions that it drops.
 _WITHOUT_DROPOUT = {"pages of 16 tokens", "padding on the left, of a tile"}
 
 
 def compared(lengths: tuple[int, ...] = _LENGTHS) -> list[Bits]:
-    """Compare each way with one call of everything, by ``torch.equal``, on this machine's threads.
+    """Compare each way with one call over everything, by ``torch.equal``, with this machine's threads.
 
-    A third of the cases have something besides, so that each two of type, heads and length meet.
+    Each added feature is tested in a third of the cases, chosen so that every pair of dtype, heads and length occurs.
     """
     draw = torch.Generator("cpu").manual_seed(0)
     equal: dict[tuple[str, str], list[bool]] = {}

@@ -1,4 +1,4 @@
-"""``ringweave doctor``: what this machine has, and what of ringweave runs on it."""
+"""``ringweave doctor``: report what this machine has, which backends run on it, and a verdict."""
 
 from __future__ import annotations
 
@@ -43,6 +43,10 @@ _OPTIONAL = (
 )
 _COMPILERS = ("g++", "clang++", "c++", "nvcc")
 _MODULE = "ringweave._cpu"
+_NOT_BUILT = "none: ringweave was built without a working C++ compiler"
+_NOT_LOADED = f"none: {_MODULE} does not load"
+_SLOW = "Works, but slowly on this processor: ringweave {}"
+_COMPILER = " Install a C++ compiler (g++ or clang++) and reinstall ringweave."
 _VARIABLES = {
     cpu.VARIANT: "not set: the best instruction set is used",
     tuning.VARIABLE: "not set: the user's cache folder is used",
@@ -51,9 +55,11 @@ _VARIABLES = {
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-    same_bits: Annotated[bool, typer.Option("--bits", help="Compare ways of computing by their bits instead.")] = False,
+    same_bits: Annotated[
+        bool, typer.Option("--bits", help="Instead, check that different ways to compute a row give the same bits.")
+    ] = False,
 ) -> None:
-    """Check Python, PyTorch, devices, the native kernel, compilers, packages and backends."""
+    """Check Python, PyTorch, devices, the native kernel, compilers, packages and backends, and give a verdict."""
     if same_bits:
         _show_bits(as_json)
         return
@@ -72,6 +78,8 @@ def doctor(
         if not entries:
             table.add_row("  none", "")
     console.print(table)
+    # a redirected verdict stays one line; a terminal wraps it between words
+    console.print(f"\n{verdict(findings)}", markup=False, soft_wrap=not console.is_terminal)
 
 
 def _show_bits(as_json: bool) -> None:
@@ -79,9 +87,9 @@ def _show_bits(as_json: bool) -> None:
     if as_json:
         console.print(json.dumps([each._asdict() for each in found], indent=2), markup=False, soft_wrap=True)
     else:
-        console.print("Forward bits on this CPU, next to one causal call of everything (torch.equal):")
+        console.print("Bits of forward on this CPU, compared with one causal call over everything (torch.equal):")
         kinds = list(dict.fromkeys(each.added for each in found))
-        table = Table("cases with the same bits, of all", *kinds, box=None, pad_edge=False)
+        table = Table("cases with the same bits", *kinds, box=None, pad_edge=False)
         cells: dict[str, dict[str, str]] = {}
         for each in found:
             cells.setdefault(each.way, {})[each.added] = f"{each.equal} of {each.cases}"
@@ -89,7 +97,7 @@ def _show_bits(as_json: bool) -> None:
             table.add_row(way, *(row.get(kind, "") for kind in kinds))
         console.print(table)
     if any(each.equal < each.cases for each in found):
-        terminal.fail("bits differ where they are promised: please report this machine.")
+        terminal.fail("bits differ that must be equal. Please report this machine.")
         raise typer.Exit(1)
 
 
@@ -105,7 +113,7 @@ def _text(value: object) -> str:
 
 
 def diagnose() -> dict[str, dict[str, Any]]:
-    """Find what is here, as plain values by section.
+    """Examine this machine and installation; return plain values by section.
 
     Example:
         >>> from ringweave.cli.doctor import diagnose
@@ -135,8 +143,37 @@ def diagnose() -> dict[str, dict[str, Any]]:
     }
 
 
+def verdict(findings: dict[str, dict[str, Any]]) -> str:
+    """Summarise the findings of :func:`diagnose` in one line: whether ringweave is ready, and what to do if not."""
+    kernel, packages, backends = (findings[name] for name in ("native kernel", "packages", "backends"))
+    used = kernel["in use"]
+    if used in kernel.get("can run", "").split(", "):
+        said = f"Ready: the native kernel ({used}) computes on this processor"
+        remedy = ""
+    elif used.startswith(_NOT_BUILT):
+        said, remedy = _SLOW.format("was built without its native kernel"), _COMPILER
+    elif used.startswith(_NOT_LOADED):
+        said, remedy = _SLOW.format("cannot load its native kernel"), " Reinstall ringweave for this Python."
+    else:
+        return f"Not ready: {used}"
+    parts = [said, f"transformers {'found' if packages['transformers'] else 'not installed'}", _gpu(findings, backends)]
+    return "; ".join(parts) + "." + remedy
+
+
+def _gpu(findings: dict[str, dict[str, Any]], backends: dict[str, Any]) -> str:
+    kinds = [kind for kind in findings["devices"] if kind != "cpu"]
+    if not kinds:
+        return "no GPU"
+    able = [name for name in ("triton", "flex", "flash", "sdpa", "dense_batched") if _runs(backends, name, kinds[0])]
+    return f"{kinds[0]} runs {', '.join(able)}" if able else f"{kinds[0]} found, but no backend for it"
+
+
+def _runs(backends: dict[str, Any], name: str, kind: str) -> bool:
+    return str(backends.get(name, {}).get(kind, "not usable")).startswith("usable")
+
+
 def _kernel() -> dict[str, str]:
-    """Name the CPU kernel's instruction sets, in use and all that this machine can run; or why it is absent."""
+    """Return the instruction sets of the CPU kernel (in use, and supported by this machine), or why it is absent."""
     try:
         native = cpu.module()
     except RingweaveError as error:
@@ -151,10 +188,10 @@ def _kernel() -> dict[str, str]:
 
 
 def _store() -> dict[str, str | int]:
-    """Say where ``ringweave tune`` keeps what it found, and how much: answers, some with tiles, kernels with blocks."""
+    """Return the file where ``ringweave tune`` stores its results, and its numbers of answers, tiles and blocks."""
     path = tuning.store()
     if path is None:
-        return {"file": "none: platformdirs is not installed, and RINGWEAVE_CACHE names no folder"}
+        return {"file": "none: platformdirs is not installed, and RINGWEAVE_CACHE is not set"}
     tuning.refresh()
     answers = [answer for each in tuning.answers().values() for answer in each.values()]
     facts: dict[str, str | int] = {"file": str(path), "answers": len(answers)}
@@ -169,13 +206,12 @@ def _store() -> dict[str, str | int]:
 
 def _why_absent() -> str:
     if importlib.util.find_spec(_MODULE) is None:
-        why = "none: ringweave was built without a working C++ compiler, and the dense_batched backend runs instead"
-        return f"{why}. Install g++ or clang++, then ringweave again."
+        return f"{_NOT_BUILT}; the dense_batched backend computes instead"
     try:
         importlib.import_module(_MODULE)
     except ImportError as error:
-        return f"none: {_MODULE} does not load ({error}). Install ringweave again for this Python."
-    return f"none: {_MODULE} loads now and did not before"
+        return f"{_NOT_LOADED} ({error}); the dense_batched backend computes instead"
+    return f"none: {_MODULE} did not load at the start of this process, but loads now. Start it again."
 
 
 def _devices() -> dict[str, str]:
@@ -207,7 +243,7 @@ def _compiler(name: str) -> str | None:
 
 
 def _usable(name: str, device: str) -> str:
-    """Say ``usable``, or what a backend refuses of a dense and of a sparse case on a device."""
+    """Return ``usable``, or why a backend refuses a dense or a sparse case on a device."""
     case = Call(1, 1, 1, 256, 256, 64, 64, torch.float32, device, needs_grad=True)
     refused = {}
     for kind, pattern in (("dense", Causal()), ("sparse", SlidingWindow(64))):

@@ -1,4 +1,4 @@
-"""Staying alive: scratch that is reused, how much memory is left, the largest batch that fits, plans on disk."""
+"""Memory management: reusable scratch, free memory, the largest batch that fits, and plans stored on disk."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ __dir__ = only(__all__)
 
 
 def keep_plans(folder: str | Path | None, *, seconds: float = 0.05) -> None:
-    """Keep plans that take long to make in a folder, for other processes and later ones.
+    """Store plans that take long to compute in a folder, for other and later processes.
 
-    By value: the pattern's text, the contents of its tables (on a CPU), the sizes, and the version of ringweave. Not
-    those of functions and of decoding steps. Processes may share the folder, and it may be removed at any time.
+    A stored plan is identified by the pattern's text, the contents of its tables (on a CPU), the sizes, and the version
+    of ringweave. Plans of mask functions and of decoding steps are not stored. Several processes may share the folder,
+    and it may be removed at any time.
 
     Args:
-        folder: Where; None: nowhere any more.
-        seconds: Plans that took longer to make are written.
+        folder: Folder for the plans, created if missing; None stops storing plans.
+        seconds: Minimum time, in seconds, that a plan must have taken to be stored.
     Example:
         >>> import tempfile
         >>> rw.memory.keep_plans(tempfile.mkdtemp(), seconds=0)
@@ -51,9 +52,9 @@ def keep_plans(folder: str | Path | None, *, seconds: float = 0.05) -> None:
 
 
 def plan_statistics() -> CacheStatistics:
-    """Count what the cache of plans that attention uses has served, made and read.
+    """Return the counters of the plan cache that attention uses: hits, misses, and plans loaded from disk.
 
-    Small calls on a CPU that are alike hold their plan, and ask for it once.
+    Repeated small calls on a CPU keep their plan, so only the first one counts.
 
     Example:
         >>> before = rw.memory.plan_statistics()

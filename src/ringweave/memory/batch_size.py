@@ -1,4 +1,4 @@
-"""The largest batch that fits, found by trying."""
+"""Find the largest batch that fits in memory by trial steps."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ def fit_batch(
     device: torch.device | str = "cpu",
     headroom: float = 0.1,
 ) -> int:
-    """Find the largest batch for which a step fits, with room to spare, by measured probes.
+    """Find the largest batch for which a step fits in memory, with some headroom, by running and measuring steps.
 
-    What a step takes is measured, and the next batch is tried only if a line through the last two says that it fits,
-    so a limit that kills is not run into; one that raises ends the search from above. About ``2 * log2(high / low)``
-    steps are made, each on its own: no graph or gradient of one may be kept for the next.
+    The function measures the peak memory of each step, and tries a larger batch only if a line through the last two
+    measurements predicts that it fits. So the search does not run into a limit that kills the process; a limit that
+    raises an out-of-memory error bounds the search from above. About ``2 * log2(high / low)`` steps are run. They must
+    be independent: ``step`` must not keep a graph or gradients for the next one.
 
     Args:
-        step: Does what one step does, with a batch of that size, as ``step(8)``.
-        low: The smallest batch, which has to fit.
-        high: The largest one.
-        device: Whose memory: a CPU's (the process's resident memory is measured) or a GPU's.
-        headroom: Share of the free memory that stays free.
+        step: Function that runs one step with a batch of the given size, as in ``step(8)``.
+        low: Smallest batch, which must fit.
+        high: Largest batch to try.
+        device: Device of the step; on a CPU, the process's resident memory is measured.
+        headroom: Share of the free memory that must stay free.
     Returns:
-        A batch from low to high.
+        A batch size from low to high.
     Raises:
         UnsupportedError: The smallest batch does not fit.
-        ShapeError: Bounds that are none, or a head-room that is no share.
+        ShapeError: headroom is not a number from 0 to below 1.
+        PatternError: low or high is not a whole number, or high is less than low.
     Example:
         >>> def step(batch):
         ...     x = torch.randn(batch, 4, 128, 32, requires_grad=True)
@@ -54,13 +56,13 @@ def fit_batch(
     gc.collect()
     trim()
     free, held = pressure(device).free * (1 - headroom), peak.held(device)
-    # the first step also makes what is kept
+    # run the smallest batch twice: the first step also allocates caches, which later steps reuse
     taken, raised = _Taken(device), False
     probe = _probe(step, low, device, held)
     probe = None if probe is None else _probe(step, low, device, held)
     if probe is None or probe > free:
-        got = f"{low}, which takes " + ("more than there is" if probe is None else f"{probe} of {free:.0f} bytes")
-        raise UnsupportedError(message("low", got, "a batch that fits", "Take a smaller one, or a smaller model."))
+        got = f"{low}, which takes " + ("all free memory" if probe is None else f"{probe} of {free:.0f} bytes")
+        raise UnsupportedError(message("low", got, "a batch that fits", "Use a smaller batch or a smaller model."))
     taken.note(low, probe)
     good, bad = low, high + 1
     while bad - good > 1:
@@ -78,7 +80,7 @@ def fit_batch(
 
 
 class _Taken:
-    """Bytes that batches took, and what others would."""
+    """Measured bytes of the last two batches, and an estimate for other batches."""
 
     def __init__(self, device: torch.device):
         self._found: list[tuple[int, int]] = []
@@ -88,7 +90,7 @@ class _Taken:
         self._found = [*self._found[-1:], (batch, nbytes)]
 
     def expected(self, batch: int) -> float:
-        """By a line through the last two; by proportion of one."""
+        """Estimate the bytes of a batch by a line through the last two measurements; by proportion if there is one."""
         if not self._known:
             return 0.0
         (first, less), (last, more) = self._found[0], self._found[-1]
@@ -98,7 +100,7 @@ class _Taken:
 
 
 def _probe(step: Callable[[int], object], batch: int, device: torch.device, held: int) -> int | None:
-    """Bytes above those held that a step takes at its peak; None where memory ran out."""
+    """Run a step and return its peak use in bytes above ``held``, or None if memory ran out."""
     to_system()
     peak.begin(device)
     try:
@@ -108,7 +110,7 @@ def _probe(step: Callable[[int], object], batch: int, device: torch.device, held
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        # its frames hold what was allocated
+        # the frames of the traceback would keep the step's tensors alive
         error.__traceback__ = None
     else:
         return max(0, peak.highest(device) - held)

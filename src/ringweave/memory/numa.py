@@ -1,7 +1,7 @@
-"""Which processors and GPUs lie near which memory. Binding is torch's: ``torchrun --numa-binding=node``.
+"""List the NUMA nodes with their processors and GPUs. To bind processes, use ``torchrun --numa-binding=node``.
 
-A page lies near the processor that first writes to it, so what a bound process allocates, pinned buffers too, lies near
-its GPU; there is nothing else to place.
+The system places a page on the node of the processor that first writes to it. All memory of a bound process, including
+pinned buffers, is therefore near its GPU, and ringweave does not place memory explicitly.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 
 class Node(NamedTuple):
-    """One memory, and what lies near it.
+    """A NUMA node.
 
     Attributes:
-        number: The system's number.
-        processors: Numbers of its processors.
-        total: Its bytes.
+        number: Number of the node in the system.
+        processors: Numbers of the node's processors.
+        total: Size of the node's memory in bytes.
     """
 
     number: int
@@ -28,10 +28,10 @@ class Node(NamedTuple):
 
 
 def nodes(root: Path | str = "/") -> tuple[Node, ...]:
-    """List the machine's memories, by number; none where the system does not tell.
+    """List the machine's NUMA nodes by number; empty if the system does not report them.
 
     Args:
-        root: Where /sys is.
+        root: Folder that contains /sys.
     Example:
         >>> all(node.total >= 0 for node in rw.memory.numa.nodes())
         True
@@ -47,11 +47,11 @@ def nodes(root: Path | str = "/") -> tuple[Node, ...]:
 
 
 def near(gpu: int, root: Path | str = "/") -> int | None:
-    """Say near which node a GPU lies; None where the system does not tell.
+    """Return the number of the node that a GPU is attached to, or None if the system does not report it.
 
     Args:
-        gpu: Its index in torch.
-        root: Where /sys is.
+        gpu: Index of the GPU in torch.
+        root: Folder that contains /sys.
     """
     card: Any = torch.cuda.get_device_properties(gpu)
     place = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
@@ -60,10 +60,10 @@ def near(gpu: int, root: Path | str = "/") -> int | None:
 
 
 def described(root: Path | str = "/") -> str:
-    """Say in a line what there is and what to do.
+    """Describe the nodes, and how to bind processes to them, in one line.
 
     Args:
-        root: Where /sys is.
+        root: Folder that contains /sys.
     """
     found = nodes(root)
     if len(found) < 2:
@@ -82,7 +82,7 @@ def _text(path: Path) -> str:
 
 
 def _numbers(ranges: str) -> tuple[int, ...]:
-    """Read ``0-3,8``."""
+    """Parse a list of numbers such as ``0-3,8``."""
     found: list[int] = []
     for first, last in re.findall(r"\b([0-9]{1,6})(?:-([0-9]{1,6}))?\b", ranges):
         found.extend(range(int(first), int(last or first) + 1))

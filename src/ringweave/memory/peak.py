@@ -1,4 +1,4 @@
-"""The most memory that a process held: the CUDA allocator's figure, or the resident set's high-water mark on Linux."""
+"""Peak memory of the process: the CUDA allocator's peak, or the high-water mark of the resident set on Linux."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def is_known(device: torch.device) -> bool:
-    """Whether the highest use can be measured: on CUDA, and on Linux where the mark may be reset."""
+    """Whether the peak can be measured: on CUDA, and on Linux if the process may reset the high-water mark."""
     return device.type == "cuda" or os.access(_CLEAR, os.W_OK)
 
 
 def begin(device: torch.device) -> None:
-    """Reset the highest use to the use now."""
+    """Reset the peak to the current use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif is_known(device):
@@ -24,20 +24,20 @@ def begin(device: torch.device) -> None:
 
 
 def held(device: torch.device) -> int:
-    """Bytes in use now; 0 where they are not known."""
+    """Return the bytes in use now, or 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return resident("VmRSS") if is_known(device) else 0
 
 
 def highest(device: torch.device) -> int:
-    """The most bytes in use since :func:`begin`; 0 where they are not known."""
+    """Return the peak use in bytes since :func:`begin`, or 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resident("VmHWM") if is_known(device) else 0
 
 
 def resident(field: str = "VmRSS") -> int:
-    """Bytes of the process that lie in memory; ``"VmHWM"``: the most since the mark was reset. Linux only."""
+    """Return the resident bytes of the process; with ``"VmHWM"``, their peak since the last reset. Linux only."""
     lines = _STATUS.read_text("ascii", errors="replace").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

@@ -1,4 +1,4 @@
-"""How much memory is left, by every limit that counts, and who gives some back."""
+"""Free memory under every limit that applies to the process, and the functions that release cached memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _UNLIMITED = 2**60
 
 
 class Pressure(NamedTuple):
-    """What is left of memory under its tightest limit.
+    """Free memory under the tightest limit.
 
     Attributes:
-        free: Bytes that can still be taken.
-        total: Bytes that the limit allows in all.
-        limit: Which one it is: ``"machine"``, ``"cgroup"``, ``"address space"`` or ``"device"``.
+        free: Bytes that can still be allocated.
+        total: Bytes that the limit allows in total.
+        limit: Name of the limit: ``"machine"``, ``"cgroup"``, ``"address space"`` or ``"device"``.
     """
 
     free: int
@@ -34,22 +34,22 @@ class Pressure(NamedTuple):
 
     @property
     def free_share(self) -> float:
-        """Divide what is free by the total."""
+        """Free bytes divided by total bytes."""
         return self.free / max(1, self.total)
 
 
 def pressure(device: torch.device | str = "cpu", *, root: Path | str = "/") -> Pressure:
-    """Ask how much memory is left.
+    """Return the free memory under the tightest limit.
 
-    On a CPU of all limits the one that leaves least: the machine's memory, those of the process's control groups (v1
-    and v2, with all that are above it; the one that slows down as well as the one that kills; file pages that can be
-    dropped are free) and of its address space (RLIMIT_AS).
+    On a CPU the limits are the machine's memory, the process's control groups with all their parents (v1 and v2; in v2
+    both memory.max, which kills, and memory.high, which throttles), and the address space (RLIMIT_AS). File pages of a
+    control group that the kernel can drop count as free.
 
     Args:
-        device: Whose memory; a GPU's own tells what it has.
-        root: Where /proc and /sys are.
+        device: Device of the memory; a GPU reports its free memory.
+        root: Folder that contains /proc and /sys.
     Returns:
-        The tightest limit.
+        The limit with the fewest free bytes.
     Example:
         >>> left = rw.memory.pressure()
         >>> 0 <= left.free <= left.total, 0 <= left.free_share <= 1
@@ -77,7 +77,7 @@ def _machine(root: Path) -> Pressure:
 
 
 def _cgroups(root: Path) -> list[Pressure]:
-    """What the process's groups leave, from its own upwards."""
+    """Return the free memory of the process's control group and of each of its parents."""
     found = []
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -90,7 +90,7 @@ def _cgroups(root: Path) -> list[Pressure]:
             if new
             else (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
         )
-        # in a container its own group is mounted at the top, under another name than /proc knows
+        # in a container, the process's group is mounted at the top, so the path in /proc may not exist there
         folder = top / path.strip("/")
         for each in {top, *(p for p in (folder, *folder.parents) if p.is_relative_to(top))}:
             most = min((most for limit in limits if (most := _number(each / limit)) is not None), default=None)
@@ -120,7 +120,7 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-# of 64 bits, in ASCII
+# an unsigned 64-bit number in ASCII digits (int() would also accept others)
 _DECIMAL = re.compile("[0-9]{1,20}")
 
 
@@ -130,7 +130,7 @@ def _number(path: Path) -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Numbers by name, one a line, of a file of the system."""
+    """Read a system file with one name and number per line."""
     found = {}
     for line in _lines(path):
         name, *rest = line.replace(":", " ").split()[:2] or [""]
@@ -143,12 +143,13 @@ _callbacks: list[weakref.ref[Callable[[], int]]] = []
 
 
 def on_trim(callback: Callable[[], int]) -> Callable[[], int]:
-    """Have a function called by :func:`trim`: it gives back what it can, and says how many bytes that was.
+    """Register a function that :func:`trim` calls to release memory.
 
     Args:
-        callback: Takes nothing. It is held weakly: a function goes with its module, a method with its object.
+        callback: Function without arguments that releases what it can and returns the number of released bytes. It is
+            held by a weak reference, so a method does not keep its object alive.
     Returns:
-        The function, so that this can be a decorator.
+        The function, so that this can be used as a decorator.
     Example:
         >>> kept = {"tables": torch.zeros(1000)}
         >>> @rw.memory.on_trim
@@ -158,19 +159,19 @@ def on_trim(callback: Callable[[], int]) -> Callable[[], int]:
         (True, {})
     """
     kind: Any = weakref.WeakMethod if inspect.ismethod(callback) else weakref.ref
-    # in one step each, which no thread and no signal handler comes between
+    # append and remove are atomic, so neither threads nor signal handlers can corrupt the list
     _callbacks.append(kind(callback, _callbacks.remove))
     return callback
 
 
 def trim() -> int:
-    """Give back what is held for later: idle scratch, cached plans and schedules, and what :func:`on_trim` was told of.
+    """Release idle scratch, cached plans and schedules, and the memory of functions registered with :func:`on_trim`.
 
-    All of it is made again when it is needed. On a GPU torch's own cache goes too, and the C library's
-    freed memory to the system.
+    The caches are filled again on demand. On a GPU, torch's allocator cache is emptied too. On Linux, the C library
+    returns freed memory to the system.
 
     Returns:
-        Bytes that were given back, as far as they are counted.
+        Number of released bytes, without those of torch's and the C library's caches.
     Example:
         >>> _ = rw.plan(rw.Causal(), 4096)
         >>> rw.memory.trim() > 0
@@ -185,7 +186,7 @@ def trim() -> int:
 
 
 def to_system() -> None:
-    """Have the C library give back what was freed, where it is glibc, which keeps it."""
+    """Return freed memory to the system on glibc, which otherwise keeps it for later allocations."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if malloc_trim is not None:
         malloc_trim(ctypes.c_size_t(0))

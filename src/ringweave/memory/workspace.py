@@ -1,4 +1,4 @@
-"""Scratch that is kept from call to call. torch's caching allocator stays the owner of ordinary tensors."""
+"""Scratch memory that is reused between calls. Ordinary tensors still come from torch's allocator."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from ..patterns.validate import named_device
 from ..torch_compat import dispatched, transforming
 from .pressure import pressure
 
-# blocks begin at multiples of that many bytes
+# alignment of blocks in bytes
 _ALIGN = 256
-# smaller tensors have segments of their own: one that is kept for long holds no large segment
+# Tensors below this size use separate buffers, so that a small long-lived tensor does not keep a large buffer alive.
 _SMALL = 2**16
-# a tensor from here on gets a segment of its size, smaller ones share what they are cut from
+# Tensors of at least _LARGE bytes get a buffer of their size; smaller ones share buffers of at most _SHARED bytes.
 _LARGE, _SHARED = 2**20, 2**22
-# what may lie idle, beside as much as was in use at once: an eighth of it, or this
+# Idle memory allowed on top of the recent peak: the peak divided by _SLACK, but at least _FLOOR bytes.
 _SLACK, _FLOOR = 8, 2**17
-# tensors that are given out between two looks back at how much was in use
+# number of tensors in one turn; the least and most bytes in use are recorded per turn
 _TURN = 96
-# seconds between two looks at the system's memory
+# seconds between two queries of the system's free memory
 _LOOK = 1.0
-# less free memory than that share of all is pressure
+# share of free memory below which idle buffers are released
 _TIGHT = 0.05
 
 
 class WorkspaceStatistics(NamedTuple):
-    """Counters of a workspace since it was made.
+    """Counters of a workspace since its creation.
 
     Attributes:
-        taken: Tensors that were given out.
-        reused: Those of them over memory that was there.
-        buffers: Buffers that are held: allocations, each for one tensor or several.
-        held: Their bytes.
-        asked: Bytes that are in use, as they were asked for.
-        idle: Bytes of buffers that nobody uses.
+        taken: Number of tensors handed out.
+        reused: Number of tensors handed out from memory that was already allocated.
+        buffers: Number of allocated buffers; a buffer can hold several tensors.
+        held: Bytes of all buffers.
+        asked: Bytes of the tensors in use, as requested (before alignment).
+        idle: Allocated bytes that are not in use.
     """
 
     taken: int
@@ -55,17 +55,17 @@ class WorkspaceStatistics(NamedTuple):
     idle: int
 
 
-# device, stream, whether page-locked, whether for small tensors
+# device, stream, whether the memory is page-locked, whether the buffer is for small tensors
 _Place = tuple[str, int | None, bool, bool]
 
 
 class _Buffer:
-    """One allocation, which is cut into blocks."""
+    """One allocation, divided into blocks."""
 
     __slots__ = ("array", "bytes", "place", "size", "used")
 
     def __init__(self, place: _Place, size: int, device: torch.device):
-        # of no mode of the caller's: it outlives the call
+        # ignore the caller's inference mode: the buffer outlives the call
         with torch.inference_mode(False):
             self.bytes = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=place[2])
         self.array = self.bytes.numpy() if device.type == "cpu" else None
@@ -73,7 +73,7 @@ class _Buffer:
 
 
 class _Block:
-    """A stretch of a buffer, in use or idle, and its neighbours there."""
+    """A part of a buffer, in use or idle, linked to its neighbours."""
 
     __slots__ = ("after", "before", "buffer", "idle", "size", "start")
 
@@ -82,7 +82,7 @@ class _Block:
         self.before, self.after, self.idle = before, after, False
 
     def lend(self, nbytes: int) -> tuple[Any, Tensor]:
-        """Make a storage of its own over the first bytes, and what dies with that storage."""
+        """Return a lease, which is freed together with the tensor's storage, and a tensor over the first bytes."""
         part = slice(self.start, self.start + nbytes)
         if self.buffer.array is not None:
             array = self.buffer.array[part]
@@ -96,16 +96,16 @@ def _size(block: _Block) -> int:
 
 
 class Workspace:
-    """Buffers by device and stream, cut to the sizes that are asked for; safe to share between threads.
+    """A pool of reusable buffers per device and stream; safe to share between threads.
 
-    A tensor is its own handle: its bytes come back when the last tensor over its storage is gone (views, detached
-    ones and numpy's arrays count), and never before. It is cut from the smallest idle block that holds it, and joins
-    its idle neighbours again. What is held stays near the most that was in use at once of late: in the last minute or
-    two where calls come and go, among the last few hundred tensors where most stay while some are replaced. Buffers
-    that nobody has used for a while go, and all idle ones do when memory is short.
+    A tensor's memory returns to the pool when the last reference to its storage is gone, including views, detached
+    tensors and numpy arrays. A tensor is cut from the smallest idle block that holds it; on return, the block is merged
+    with its idle neighbours. The allocated bytes stay near the recent peak of bytes in use: the peak of the last one or
+    two minutes if calls come and go, or of the last few hundred tensors if most of the memory stays in use. Buffers
+    that have been idle for ``idle_seconds`` are freed, and all idle buffers are freed when memory is short.
 
     Args:
-        idle_seconds: After which an idle buffer goes, at the next use.
+        idle_seconds: Seconds after which an idle buffer is freed, at the next use of the workspace.
     Example:
         >>> space = rw.memory.Workspace()
         >>> x = space.take((2048, 64), torch.float32)
@@ -119,42 +119,43 @@ class Workspace:
         self.idle_seconds = idle_seconds
         self._back: deque[tuple[_Block, int]] = deque()
         self._taken = self._reused = 0
-        # the most bytes in use at once, in this period and in the one before
+        # peak of the bytes in use, in the current and in the previous period of idle_seconds
         self._peaks, self._since, self._looked = (0, 0), time.monotonic(), -math.inf
-        # and the least, in this turn and in the one before
+        # (most, least) bytes in use, in the current and in the previous turn
         self._turns = [(0, 0), (0, 0)]
-        # what may lie idle beside the peak, as a part of it, and the largest buffer that was too much
+        # divisor of the peak that gives the allowed idle bytes, and the largest buffer freed to stay within them
         self._slack, self._missed = _SLACK, 0
         self.renew()
         enlist(self)
 
     def renew(self) -> None:
-        """Begin anew in a forked process: another thread may have been at work in here."""
+        """Reset the workspace in a forked process, where another thread may have left it half updated."""
         self._lock = threading.RLock()
         self._buffers: set[_Buffer] = set()
-        # by size
+        # sorted by size
         self._idle: dict[_Place, list[_Block]] = {}
         self._held = self._asked = self._busy = 0
 
     def take(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", *, pinned: bool = False
     ) -> Tensor:
-        """Give out a contiguous tensor, its contents undefined as those of ``torch.empty``.
+        """Return a contiguous tensor with undefined contents, like ``torch.empty``.
 
         Args:
-            shape: Its sizes.
-            dtype: Of any kind: buffers are bytes.
-            device: Where; on a GPU for the current stream, and only there.
-            pinned: Whether host memory is page-locked.
+            shape: Shape of the tensor.
+            dtype: Dtype of the tensor.
+            device: Device of the tensor. On a GPU, the tensor may only be used on the current stream.
+            pinned: Whether to page-lock host memory.
         Raises:
-            ShapeError: A size below 0.
+            ShapeError: A size is negative.
         """
         count = math.prod(shape)
         nbytes = count * dtype.itemsize
         if min(shape, default=0) < 0:
             raise ShapeError(message("shape", shown(tuple(shape)), "sizes of at least 0", "Correct it."))
         if nbytes == 0 or dispatched() or transforming() or interrupted(self._lock):
-            # a mode or a transform makes tensors of its own kind, such as those without data
+            # a dispatch mode or transform may need other tensors, such as fake ones; a held lock means that this call
+            # interrupted the workspace
             return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
         device = named_device(device)
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -185,7 +186,7 @@ class Workspace:
                 self._cut(block, size)
             else:
                 self._reused += 1
-            # only now: what memory did not hold is no measure of what is needed
+            # update the peak only after the allocation succeeded
             self._peaks = max(self._peaks[0], self._busy), self._peaks[1]
             most, least = self._turns[0]
             self._turns[0] = max(most, self._busy), least
@@ -193,16 +194,16 @@ class Workspace:
         del lease
         tensor = tensor.view(dtype).view(shape)
         if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
-            # as torch.empty does
+            # torch.empty fills memory in this mode too
             number = dtype.is_floating_point or dtype.is_complex
             tensor.fill_(torch.nan if number else 1 if dtype == torch.bool else torch.iinfo(dtype).max)
         return tensor
 
     def trim(self, idle_seconds: float = 0.0) -> int:
-        """Give idle buffers back to their allocator; the bytes of those.
+        """Free idle buffers, and return their size in bytes.
 
         Args:
-            idle_seconds: How long they have been idle at least.
+            idle_seconds: Minimum idle time in seconds of a buffer to free.
         """
         if interrupted(self._lock):
             return 0
@@ -211,7 +212,7 @@ class Workspace:
             return self._trim(idle_seconds)
 
     def statistics(self) -> WorkspaceStatistics:
-        """Count what was given out, and what is held now."""
+        """Return the counters of the workspace."""
         if not interrupted(self._lock):
             with self._lock:
                 self._settle()
@@ -219,7 +220,8 @@ class Workspace:
         return WorkspaceStatistics(self._taken, self._reused, len(self._buffers), self._held, self._asked, idle)
 
     def _return(self, block: _Block, nbytes: int) -> None:
-        # a collector may run this anywhere
+        # The garbage collector may call this at any point, even while this thread holds the lock, so only queue the
+        # block and process the queue if the lock is free.
         self._back.append((block, nbytes))
         lock = self._lock
         if not interrupted(lock) and lock.acquire(blocking=False):
@@ -229,11 +231,11 @@ class Workspace:
                 lock.release()
 
     def _settle(self) -> None:
-        """Join what has come back to what is idle, and let go of what is too much or too old."""
+        """Make returned blocks idle, and free buffers that exceed the limit or have been idle too long."""
         now = time.monotonic()
         while self._back:
             block, nbytes = self._back.popleft()
-            # what a forked process has from before it only keeps alive
+            # skip blocks from before a fork: their buffers no longer belong to this workspace
             if block.buffer in self._buffers:
                 block.buffer.used = now
                 self._busy -= block.size
@@ -247,7 +249,7 @@ class Workspace:
         self._trim_to(self._most())
 
     def _begin(self, size: int, nbytes: int) -> None:
-        """Count a tensor."""
+        """Update the counters for a new tensor."""
         if self._taken % _TURN == 0:
             self._turns = [(self._busy, self._busy), self._turns[0]]
         self._taken += 1
@@ -255,7 +257,7 @@ class Workspace:
         self._asked += nbytes
 
     def _found(self, place: _Place, size: int) -> _Block | None:
-        """Take the smallest idle block that is large enough, cut to the size."""
+        """Take the smallest idle block that is large enough, and cut it to the size; None if there is none."""
         idle = self._idle.get(place, [])
         at = bisect_left(idle, size, key=_size)
         if at == len(idle):
@@ -266,7 +268,7 @@ class Workspace:
         return block
 
     def _cut(self, block: _Block, size: int) -> None:
-        """Leave a block that size; the rest is idle."""
+        """Shrink a block to the size, and make the rest an idle block."""
         if block.size == size:
             return
         rest = _Block(block.buffer, block.start + size, block.size - size, block, block.after)
@@ -276,7 +278,7 @@ class Workspace:
         self._lay_down(rest)
 
     def _join(self, block: _Block) -> None:
-        """Make a block idle, one with its idle neighbours."""
+        """Make a block idle, and merge it with its idle neighbours."""
         for low, high in ((block, block.after), (block.before, block)):
             other = high if low is block else low
             if low is None or high is None or other is None or not other.idle:
@@ -295,28 +297,28 @@ class Workspace:
 
     def _pick_up(self, block: _Block) -> None:
         idle = self._idle[block.buffer.place]
-        # the first of its size, or one of those behind it
+        # several idle blocks can have this size; search from the first of them
         del idle[idle.index(block, bisect_left(idle, block.size, key=_size))]
         block.idle = False
 
     def _room(self, place: _Place, size: int, device: torch.device) -> int:
-        """Say how large a buffer for a tensor shall be, once there is room for it."""
+        """Return the size of the new buffer for a tensor, after freeing idle buffers to make room for it."""
         now = time.monotonic()
         if now - self._looked > _LOOK and any(self._idle.values()):
             self._looked = now
             if pressure(device).free_share < _TIGHT:
                 self._trim(0.0)
         if self._missed >= size:
-            # one that was let go of would have served
+            # a buffer that was freed would have served: allow more idle memory
             self._slack, self._missed = max(1, self._slack // 2), 0
         shared = min(_LARGE if place[3] else _SHARED, self._held // 8 // _ALIGN * _ALIGN)
         room = size if size >= _LARGE else max(size, shared)
-        # before there is more of it
+        # free before allocating, so that the total stays within the limit
         self._trim_to(self._most() - room)
         return room
 
     def _most(self) -> int:
-        """What may be held in all."""
+        """Return the limit of the allocated bytes."""
         if self._stays():
             peak, slack = max(self._busy, *(most for most, _ in self._turns)), _SLACK
         else:
@@ -324,11 +326,11 @@ class Workspace:
         return peak + max(peak // slack, _FLOOR)
 
     def _stays(self) -> bool:
-        """Tell whether most of what is in use stays: no call ends, after which the next one needs as much again."""
+        """Whether most of the memory stays in use, so that use does not fall and rise again from call to call."""
         return 4 * min(least for _, least in self._turns) > max(most for most, _ in self._turns)
 
     def _trim_to(self, most: int) -> None:
-        """Let the oldest idle buffers go until no more is held than that."""
+        """Free idle buffers, the least recently used first, until at most ``most`` bytes are allocated."""
         while self._held > most and (whole := self._whole()):
             gone = self._drop(min(whole, key=lambda each: each.buffer.used))
             self._missed = self._missed if self._stays() else max(self._missed, gone)
@@ -338,7 +340,7 @@ class Workspace:
         return sum(self._drop(each) for each in self._whole() if each.buffer.used <= until)
 
     def _whole(self) -> list[_Block]:
-        """Buffers of which nothing is in use."""
+        """Return the idle blocks that cover a whole buffer."""
         return [each for idle in self._idle.values() for each in idle if each.size == each.buffer.size]
 
     def _drop(self, block: _Block) -> int:
@@ -348,5 +350,5 @@ class Workspace:
         return block.size
 
 
-#: What the backends take their scratch from.
+#: Workspace that the backends take their scratch from.
 scratch = Workspace()

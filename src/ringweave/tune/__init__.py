@@ -1,8 +1,8 @@
-"""Which backend, tiles and blocks are fastest for a kind of call here: what ``ringweave tune`` measures and stores.
+"""Measure and store the fastest backend, tiles and blocks for a kind of call on this machine (``ringweave tune``).
 
-Every candidate is checked against the float64 oracle on sampled rows, and those that are right are timed in turn: first
-every backend that can run a branch, then other sides of tiles for those that came near the fastest, then, where that is
-the Triton backend on a GPU, the blocks of its kernels. What auto would take anyway stays unless another is clearly
+Every candidate is checked against the float64 oracle on sampled rows, and the correct ones are timed in turn: first
+every backend that can run a branch; then other tile sides for the backends near the fastest; then, if the Triton
+backend is among these on a GPU, the blocks of its kernels. The default choice of auto stays unless another is clearly
 faster.
 """
 
@@ -29,18 +29,18 @@ __dir__ = only(__all__)
 
 @dataclass(frozen=True)
 class Finding:
-    """What was measured of one branch in one direction.
+    """The measurements of one branch in one direction.
 
     Attributes:
-        problem: The branch as a problem of its own.
-        branch: What was measured.
+        problem: The branch as a separate problem.
+        branch: The branch.
         direction: ``"forward"`` or ``"forward + backward"``.
-        first: Who computed forward before the candidates' backward; None for the candidates themselves.
-        kind: The kind of the call, but for its density.
-        density: The share of tiles as a power of 1/2.
-        timings: Seconds of the candidates that are right.
-        reasons: Why the others were not timed.
-        kernels: What was found of the blocks of GPU kernels.
+        first: Candidate that ran forward before the backward of all candidates; None if each ran both.
+        kind: Kind of the call, without its density.
+        density: Density of tiles, as a power of 1/2.
+        timings: Timings of the correct candidates.
+        reasons: Reasons why the other candidates were not timed.
+        kernels: Results of the search for the blocks of GPU kernels.
     """
 
     problem: Problem
@@ -55,16 +55,16 @@ class Finding:
 
     @property
     def chosen(self) -> Candidate | None:
-        """The fastest, or what auto would take where that is about as fast; None where nothing could be timed."""
+        """The fastest candidate, or auto's default if it is about as fast; None if no candidate was timed."""
         return pick(self.timings)
 
     @property
     def backend(self) -> str | None:
-        """The chosen one's name."""
+        """Name of the chosen candidate's backend, or None."""
         return None if self.chosen is None else self.chosen.backend
 
     def entry(self) -> dict[str, Any]:
-        """Write it as it is stored."""
+        """Return the entry for the tuning store."""
         chosen = self.chosen
         assert chosen is not None
         return {
@@ -79,13 +79,13 @@ class Finding:
 
     @property
     def of(self) -> str:
-        """Say what was measured."""
+        """Description of the problem."""
         problem = self.problem
         return f"{problem.pattern!r}, {problem.tokens} tokens, {problem.heads}/{problem.key_heads} heads"
 
 
 def now() -> str:
-    """Tell the time, UTC, to the second."""
+    """Return the current time in UTC, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
@@ -97,17 +97,17 @@ def tune(
     budget: float | None = 20.0,
     say: Say = silent,
 ) -> list[Finding]:
-    """Measure the candidates on each kind of branch of a problem; nothing is stored.
+    """Measure the candidates for each kind of branch of a problem; nothing is stored.
 
     Args:
-        problem: What to compute.
-        directions: Which of ``"forward"`` and ``"forward + backward"``.
-        rounds: Timed rounds.
-        budget: Seconds for a branch and direction once its backends are checked, after which no further candidate is
-            prepared and no further round starts; every backend is timed once in any case.
-        say: Told what happens next.
+        problem: The problem to tune.
+        directions: Directions to measure, ``"forward"`` and ``"forward + backward"``.
+        rounds: Number of timed rounds.
+        budget: Time limit in seconds per branch and direction, counted from the end of the backends' checks. Afterwards
+            no further candidate is prepared and no further round starts; every backend is timed at least once.
+        say: Function that is called with a description of the next step.
     Returns:
-        A choice for each kind of branch and direction.
+        A finding for each kind of branch and direction.
     """
     found: dict[tuple[str, int], Finding] = {}
     size = {"heads": problem.heads, "batch": problem.batch}
@@ -134,7 +134,7 @@ def tune(
 
 
 def _alone(problem: Problem, branch: Branch) -> Problem | None:
-    """Make a problem of a branch: its pattern over its view's tokens; None where queries and keys differ."""
+    """Return a branch as a problem over the tokens of its view; None if its queries and keys have other positions."""
     if branch.nq != branch.nk or branch.q_offset:
         return None
     heads = branch.head_count
@@ -144,15 +144,15 @@ def _alone(problem: Problem, branch: Branch) -> Problem | None:
         relation=branch.pattern,
         tokens=branch.nq,
         heads=heads,
-        # a share of the heads attends over as many key heads
+        # a branch of some of the heads is measured with the same number of key heads
         kv_heads=problem.kv_heads if same else None,
     )
 
 
 def store(choices: Sequence[Finding]) -> str | None:
-    """Store what was found, and give the file; None where no backend could be timed."""
+    """Store the findings and return the path of the file; None if no backend was timed."""
     entries = [choice.entry() for choice in choices if choice.backend is not None]
     kernels = [(choice, each) for choice in choices for each in choice.kernels if each.descent.seconds]
-    # the table's blocks too where nothing was faster, in place of others that were stored before
+    # also store the default blocks if nothing was faster, to replace earlier entries
     blocks = [each.entry(choice.of, now()) for choice, each in kernels]
     return str(tuning.record(entries, blocks)) if entries else None

@@ -1,6 +1,6 @@
-"""Coordinate descent to the blocks of one GPU kernel: one field at a time, from the table's choice, among near values.
+"""Search the blocks of one GPU kernel by coordinate descent: one field at a time, starting from the default table.
 
-What is measured is the caller's: :func:`descend` sees blocks and seconds, and needs no GPU.
+The caller measures; :func:`descend` only sees blocks and seconds, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 from ..backends.triton.launch_config import Asked, LaunchConfig
 from ..backends.tuning import KernelKey
 
-#: The best so far moves to blocks that take at most this part of its time.
+#: The search moves to other blocks if they take at most this fraction of the time of the best so far.
 STEP = 0.98
 _HELD, _STREAMED, _WARPS, _STAGES, _RESIDENT = (64, 128), (32, 64, 128), (4, 8), (1, 2, 3, 4), (0, 1, 2)
 
-#: Blocks to their seconds, or to why there are none; the first is the best so far.
+#: Function that times blocks, the best so far first: seconds of each, or the reason why it was not timed.
 Measure = Callable[[Sequence[LaunchConfig]], Mapping[LaunchConfig, float | str]]
 
 
 @dataclass
 class Descent:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        start: Where it began.
-        best: What was fastest.
-        seconds: The last measurement of each.
-        reasons: Why others were not measured.
+        start: Blocks that the search started from.
+        best: The fastest blocks.
+        seconds: Last measurement of each choice of blocks.
+        reasons: Reasons why other choices were not measured.
     """
 
     start: LaunchConfig
@@ -40,13 +40,13 @@ class Descent:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What the search for one kernel found, and which blocks are taken.
+    """The result for one kernel, and the chosen blocks.
 
     Attributes:
         key: The kernel and its tiles.
-        descent: What was found.
-        gain: The seconds of the table's blocks over those of the best, of calls in turn.
-        chosen: The best, or the table's where that is about as fast.
+        descent: Result of the search.
+        gain: Time of the default blocks divided by the time of the best, measured in turn.
+        chosen: The best blocks, or the default ones if they are about as fast.
     """
 
     key: KernelKey
@@ -55,16 +55,16 @@ class Tuned:
     chosen: LaunchConfig
 
     def entry(self, of: str, date: str) -> dict[str, Any]:
-        """Write it as it is stored."""
+        """Return the entry for the tuning store."""
         return {
             **self.key._asdict(), "blocks": dataclasses.asdict(self.chosen), "gain": self.gain, "of": of, "date": date,
         }  # fmt: skip
 
 
 def candidates(best: LaunchConfig, asked: Asked) -> Iterator[tuple[str, list[LaunchConfig]]]:
-    """List, field by field, the blocks that differ from the best in it and that the kernel can take, near values first.
+    """Yield for each field the supported blocks that differ from the best in this field, nearest values first.
 
-    Groups of warps that take turns come with their blocks.
+    The ``pingpong`` field, with which groups of warps take turns, also sets the other fields to the values it requires.
     """
     held, streamed = ("n", "m") if asked.key.kernel == "backward_kv" else ("m", "n")
     for name, values in (
@@ -84,15 +84,15 @@ def candidates(best: LaunchConfig, asked: Asked) -> Iterator[tuple[str, list[Lau
 
 
 def descend(start: LaunchConfig, asked: Asked, measure: Measure, left: Callable[[], bool]) -> Descent:
-    """Descend by coordinates: try each field's values with the best so far, until no field moves it.
+    """Search by coordinate descent: vary one field of the best blocks at a time, until no field improves them.
 
     Args:
-        start: Where to begin.
-        asked: What the kernel can take.
-        measure: Times blocks in turn; for those that are wrong or do not compile, says why.
-        left: Whether there is time for another field.
+        start: Blocks to start from.
+        asked: Requirements of the kernel.
+        measure: Function that times blocks in turn, and returns a reason for wrong or uncompilable ones.
+        left: Function that returns whether there is time for another field.
     Returns:
-        The best: the start, unless something took at most ``STEP`` of the time of what was best then.
+        The result. Its best blocks are the start, unless others took at most ``STEP`` of the time of the best so far.
     """
     descent = Descent(start, start)
     moved = True
@@ -110,7 +110,7 @@ def descend(start: LaunchConfig, asked: Asked, measure: Measure, left: Callable[
             descent.seconds |= seconds
             descent.reasons |= {blocks: value for blocks, value in found.items() if isinstance(value, str)}
             if descent.best not in seconds:
-                # what was right a moment ago is not any more: nothing that follows could be compared with it
+                # the best blocks failed this time, so later measurements would have no reference
                 return descent
             fastest = min(seconds, key=seconds.__getitem__)
             if seconds[fastest] <= STEP * seconds[descent.best]:

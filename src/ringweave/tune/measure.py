@@ -1,7 +1,7 @@
-"""Time and memory of callables, side by side in one run.
+"""Time callables side by side in one run.
 
-Machines drift: another process starts, a core throttles. So callables are timed in turn (A B C A B C ...), and a ratio
-is given both of medians and paired within rounds, where drift cancels.
+The speed of a machine drifts: another process starts, a core throttles. So callables are timed in turn (A B C A B C
+...), and a ratio is computed both from medians and within rounds, where drift cancels.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ import torch
 from ..errors import ShapeError, message
 
 Call = Callable[[], object]
-#: Seconds of a call, the mean of as many in a row as the number says.
+#: Function (call, times) that returns the mean seconds of this number of consecutive calls.
 Timer = Callable[[Call, int], float]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How many seconds one callable took, round by round."""
+    """The seconds per call of one callable, one entry per round."""
 
     seconds: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """The median of the rounds."""
+        """Median of the rounds."""
         return statistics.median(self.seconds)
 
     @property
     def min(self) -> float:
-        """The shortest round."""
+        """Shortest round."""
         return min(self.seconds)
 
     @property
     def max(self) -> float:
-        """The longest round."""
+        """Longest round."""
         return max(self.seconds)
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times longer one callable took than another.
+    """The ratio of the times of two callables.
 
     Attributes:
         medians: Ratio of the two medians.
         paired: Median over rounds of the ratio within a round.
-        low: The smallest ratio within a round.
-        high: The largest.
+        low: Smallest ratio within a round.
+        high: Largest ratio within a round.
     """
 
     medians: float
@@ -78,17 +78,17 @@ def ratio(numerator: Timing, denominator: Timing) -> Ratio:
 
 
 def by_clock(call: Call, times: int = 1) -> float:
-    """Time by the clock on the wall."""
+    """Return the wall-clock seconds per call."""
     return _passed(time.perf_counter, call, times)
 
 
 def by_processor(call: Call, times: int = 1) -> float:
-    """Time by what this process works: others may use the machine."""
+    """Return the CPU seconds of this process per call, which other processes disturb less than wall-clock time."""
     return _passed(time.process_time, call, times)
 
 
 def by_events(call: Call, times: int = 1) -> float:
-    """Time between two CUDA events on the current stream."""
+    """Return the seconds per call between two CUDA events on the current stream."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()
@@ -100,13 +100,13 @@ def by_events(call: Call, times: int = 1) -> float:
 
 
 def replayed(call: Call) -> Call:
-    """Capture a call in a CUDA graph and give its replay: events around a launch from Python would time the host.
+    """Capture a call in a CUDA graph and return its replay; events around launches from Python would time the host.
 
-    It has been called before. It is captured on the current stream, which is not the default one: there autograd
-    launches what it launched forward.
+    The call must have run before. It is captured on the current stream, which must not be the default stream: autograd
+    launches a backward kernel on the stream of its forward.
 
     Raises:
-        RuntimeError: It does what no graph can hold.
+        RuntimeError: The call does something that a graph cannot capture.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -120,18 +120,18 @@ def _passed(clock: Callable[[], float], call: Call, times: int) -> float:
     for _ in range(times):
         result = call()
     seconds = clock() - start
-    # what the callable returned is freed outside of the timed region
+    # free the result outside the timed region
     del result
     return seconds / times
 
 
 def on_device(device: str) -> AbstractContextManager[object]:
-    """Make a GPU the current one: events, streams and the allocator's figures are of that."""
+    """Make a GPU the current device, to which events, streams and the allocator's figures refer."""
     return torch.cuda.device(device) if torch.device(device).type == "cuda" else nullcontext()
 
 
 def _in_a_row(timer: Timer, call: Call, shortest: float) -> int:
-    """Return the number of calls to time together; on a GPU several short ones, so that its queue never runs dry."""
+    """Return the number of calls to time together; several for short calls on a GPU, to keep its queue filled."""
     if timer is by_events:
         return max(1, min(50, round(0.02 / max(timer(call, 2), 1e-6))))
     return max(1, round(shortest / max(timer(call, 1), 1e-7))) if shortest else 1
@@ -151,18 +151,18 @@ def interleaved(
     """Time callables in turn, round by round.
 
     Args:
-        calls: What to time, by name; called in this order in every round.
-        rounds: Timed rounds.
-        warmup: Rounds before, not timed.
-        device: ``"cuda"`` times by events on the current stream, anything else by the clock.
-        budget: Seconds after which no further round starts.
-        timer: Another timer than the device's.
-        fewest: Rounds that run whatever the budget says.
-        shortest: Seconds of a timed piece, at least: a shorter call runs several times.
+        calls: Callables by name; each round calls them in this order.
+        rounds: Number of timed rounds.
+        warmup: Number of untimed rounds before.
+        device: Device of the calls: ``"cuda"`` is timed by events on the current stream, others by the wall clock.
+        budget: Time in seconds after which no further round starts.
+        timer: Timer to use instead of the device's.
+        fewest: Minimum number of rounds, regardless of the budget.
+        shortest: Minimum length in seconds of a timed interval; shorter calls run several times in it.
     Returns:
         A timing for each name, all with the same number of rounds.
     Raises:
-        ShapeError: Fewer than one round.
+        ShapeError: There is less than one round, or warmup is negative.
     Example:
         >>> timings = interleaved({"a": lambda: sum(range(10)), "b": lambda: sum(range(1000))}, rounds=3)
         >>> [len(timing.seconds) for timing in timings.values()]

@@ -1,7 +1,7 @@
-"""The float64 oracle: what attention gives on some rows, by the definition, and how far a result may be from it.
+"""The float64 oracle: the exact attention of some rows by the definition, and the largest error of a correct result.
 
-A pattern is evaluated by token for a few queries against all keys: O(rows * N), so that any length can be checked. For
-gradients dout is zero outside those rows; then they alone make dK and dV.
+A pattern is evaluated by token for a few queries against all keys, in O(rows * N), so that any length can be checked.
+For gradients, dout is zero outside these rows, so that only they contribute to dK and dV.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def sample_rows(tokens: int, count: int = 48, seed: int = 0) -> Tensor:
 
 
 class Slice(NamedTuple):
-    """Attention on some rows: out and dQ of those rows, dK and dV of all keys for a dout on those rows alone."""
+    """Attention on some rows: out and dQ of these rows, and dK and dV of all keys for a dout on these rows only."""
 
     out: Tensor
     dq: Tensor
@@ -35,7 +35,7 @@ class Slice(NamedTuple):
 
 
 class Error(NamedTuple):
-    """A difference to the exact result: its root mean square, and its largest element."""
+    """The error of a result: root mean square and largest element of the difference to the exact result."""
 
     rms: float
     largest: float
@@ -43,7 +43,7 @@ class Error(NamedTuple):
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest root mean square error of output and gradients that is taken as correct."""
+    """The largest root mean square errors of output and gradients that count as correct."""
 
     out: float
     dq: float
@@ -56,7 +56,10 @@ class Accuracy:
     """Errors against the float64 oracle on the checked rows.
 
     Attributes:
-        out: The output's; ``dq``, ``dk``, ``dv`` are the gradients', None where they were not checked.
+        out: Error of the output.
+        dq: Error of the gradient of q; None if not checked.
+        dk: Error of the gradient of k; None if not checked.
+        dv: Error of the gradient of v; None if not checked.
     """
 
     out: Error
@@ -65,24 +68,24 @@ class Accuracy:
     dv: Error | None = None
 
     def excess(self, limit: Limit) -> str | None:
-        """Say which error is above its limit; None where all are within. NaN is not."""
+        """Describe the first error above its limit, or NaN; None if all errors are within their limits."""
         for name in ("out", "dq", "dk", "dv"):
             error, most = getattr(self, name), getattr(limit, name)
             if error is not None and not error.rms <= most:
-                return f"root mean square error of {name} {error.rms:.1e}, at most {most:.1e} is right"
+                return f"root mean square error of {name} is {error.rms:.1e}, the limit is {most:.1e}"
         return None
 
 
 class Oracle:
-    """The float64 result on some rows, and the error that torch's own attention makes there.
+    """The float64 result on some rows, and the error of torch's attention there.
 
     Args:
-        pattern: What may attend; a LongNet's keys count as often as branches see them.
-        inputs: Tensors of any dtype; promoted, so that only arithmetic errors are seen.
+        pattern: The pattern; each key of a LongNet counts once per branch that sees it.
+        inputs: Tensors of any dtype. They are promoted to float64, so that only arithmetic errors count.
         rows: Query positions to check.
-        key_heads: Key heads whose query heads are checked; None for all.
+        key_heads: Key heads to check, with their query heads; None for all.
     Attributes:
-        sliced: The inputs with a dout that is zero outside the rows.
+        sliced: The inputs, with dout set to zero outside the rows.
     """
 
     def __init__(self, pattern: Pattern, inputs: Sample, rows: Tensor, key_heads: Sequence[int] | None = None):
@@ -117,7 +120,7 @@ class Oracle:
         return Slice(out, dq, dk, dv)
 
     def _bias(self, b: int, h: int) -> Tensor:
-        """Count how often each key counts, and take the log: 0, -inf, or more in a LongNet."""
+        """Return the log of each key's multiplicity: 0 or -inf, or more in a LongNet."""
         q, k = self.rows[:, None], torch.arange(self.inputs.k.shape[2], device=self.rows.device)[None, :]
         if not isinstance(self.pattern, LongNet):
             allowed = self.pattern.select(b, h).allows(q, k).expand(len(self.rows), k.shape[1])
@@ -135,10 +138,10 @@ class Oracle:
 
     @property
     def limit(self) -> Limit:
-        """What is taken as correct: twice torch's own error on these rows, or two units of rounding if that is more.
+        """Largest correct errors: twice torch's error on these rows, or two units of rounding if that is larger.
 
-        Of root mean squares: the largest element is a matter of luck, and differs by a factor of 5 between seeds for
-        torch itself. An element that is wrong, and not rounded, shows in the root mean square as well.
+        The limits apply to root mean squares, because the largest element varies by a factor of 5 between seeds even
+        for torch. An element that is wrong rather than rounded shows in the root mean square too.
         """
         rounding = 2 * torch.finfo(self.inputs.q.dtype).eps
         bounds = (
@@ -148,7 +151,7 @@ class Oracle:
         return Limit(*bounds)
 
     def check_out(self, out: Tensor) -> Accuracy:
-        """Measure the error of a whole output, (B, H, N, Dv), on the rows; a NaN anywhere in it counts."""
+        """Measure the error of a whole output, (B, H, N, Dv), on the rows; NaN anywhere in it makes the error NaN."""
         if torch.isnan(out).any():
             return Accuracy(Error(math.nan, math.nan))
         return Accuracy(self._error(self._picked(out), 0))
@@ -164,7 +167,7 @@ class Oracle:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Compute one head's rows: by the formula in float64, by torch in any other dtype; empty rows give 0."""
+    """Compute rows of one head, by the formula in float64 and by torch in other dtypes; empty rows are 0."""
     empty = torch.isneginf(bias).all(1, keepdim=True)
     bias = bias.masked_fill(empty, 0.0)
     if q.dtype == torch.float64:

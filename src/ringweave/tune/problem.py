@@ -1,4 +1,4 @@
-"""What is measured: an attention, which is a pattern at one size, and its inputs."""
+"""The problems to measure: a pattern at one size, and its inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..call import Call
 from ..patterns import Causal, Full, LongNet, Pattern
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
-#: A forward call, and a call of forward and backward.
+#: Directions that are tuned.
 DIRECTIONS = (FORWARD, BOTH)
 #: (q, k, v) to out.
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -24,7 +24,7 @@ _TILE = 128
 
 
 class Sample(NamedTuple):
-    """What attention takes, and the gradient of what it gives: (B, H, N, D) each, k and v with the key heads."""
+    """The inputs of attention and the gradient of its output: (B, H, N, D) each, k and v with the key heads."""
 
     q: Tensor
     k: Tensor
@@ -34,12 +34,12 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawn:
-    """A block table that is drawn at random for a length, the same one each time; all heads share it.
+    """A random block table, reproducible for each length and shared by all heads.
 
     Attributes:
-        density: Share of blocks: random ones and the diagonal; more where a row would have none beside the diagonal.
-        block_size: Tokens of a block's side.
-        chosen: Key blocks of each query block, in place of ``density``.
+        density: Share of blocks, made of the diagonal and random blocks; raised if rows would have the diagonal only.
+        block_size: Tokens per block.
+        chosen: Number of key blocks of each query block, instead of ``density``.
     """
 
     density: float = 0.1
@@ -47,7 +47,7 @@ class Drawn:
     chosen: int | None = None
 
     def pattern(self, tokens: int, device: str = "cpu") -> Pattern:
-        """Draw the table of a length, on a device."""
+        """Return the table for a length on a device."""
         if self.chosen is None:
             density = min(1.0, max(self.density, 1.25 * self.block_size / tokens))
             table = rw.patterns.random_blocks(tokens, density, block_size=self.block_size)
@@ -61,18 +61,18 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Problem:
-    """An attention to be computed.
+    """An attention problem: a pattern with sizes, dtype and device.
 
     Attributes:
-        name: What people call it.
-        relation: What may attend: a pattern, or how to draw one.
-        tokens: Queries and keys.
-        heads: Query heads.
+        name: Name of the problem.
+        relation: The pattern, or a recipe for a random one.
+        tokens: Number of queries and of keys.
+        heads: Number of query heads.
         head_dim: Channels of queries, keys and values.
-        batch: Batch elements.
-        dtype: Type of the inputs.
-        device: Where they lie.
-        kv_heads: Key heads; as many as query heads where not given.
+        batch: Number of batch elements.
+        dtype: Dtype of the inputs.
+        device: Device of the inputs.
+        kv_heads: Number of key heads; ``heads`` by default.
     """
 
     name: str
@@ -87,31 +87,31 @@ class Problem:
 
     @functools.cached_property
     def pattern(self) -> Pattern:
-        """What may attend."""
+        """The pattern."""
         if isinstance(self.relation, Drawn):
             return self.relation.pattern(self.tokens, self.device)
         return self.relation
 
     @property
     def key_heads(self) -> int:
-        """How many key heads there are."""
+        """Number of key heads."""
         return self.kv_heads or self.heads
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What the inputs depend on: problems of one shape have the same ones."""
+        """Sizes, dtype and device; problems with the same shape have the same inputs."""
         return self.batch, self.heads, self.key_heads, self.tokens, self.head_dim, self.dtype, self.device
 
     def case(self, needs_grad: bool) -> Call:
-        """Make the case that backends are asked about."""
+        """Return the call to ask backends about."""
         n, dim, kind = self.tokens, self.head_dim, torch.device(self.device).type
         sizes = self.batch, self.heads, self.key_heads, n, n, dim, dim
         return Call(*sizes, self.dtype, kind, needs_grad, pattern=self.pattern)
 
     def inputs(self, seed: int = 0) -> Sample:
-        """Draw normal inputs, on the device, where a processor would take minutes; kernels are faster on zeros."""
+        """Draw normally distributed inputs, since kernels are faster on zeros; on the device, since a CPU is slow."""
         generator = torch.Generator(self.device).manual_seed(seed)
-        # a CPU draws in float32 for every type
+        # on a CPU, draw in float32 and convert, so that all dtypes get the same numbers
         dtype = torch.float32 if self.device == "cpu" else self.dtype
         q, kv = ((self.batch, heads, self.tokens, self.head_dim) for heads in (self.heads, self.key_heads))
         made = (torch.randn(size, generator=generator, device=self.device, dtype=dtype) for size in (q, kv, kv, q))
@@ -119,25 +119,25 @@ class Problem:
 
     @functools.cached_property
     def density(self) -> float:
-        """Which part of all pairs is allowed."""
+        """Share of all pairs that the pattern allows."""
         return self.pattern.density(self.tokens, heads=self.heads, batch=self.batch)
 
     def flops(self, direction: str) -> float:
-        """Count floating-point operations on the allowed pairs: two products forward, five backward."""
+        """Return the floating-point operations on the allowed pairs: two products forward, five backward."""
         products = {FORWARD: 2, BACKWARD: 5, BOTH: 7}[direction]
         return 2 * products * self.density * self.batch * self.heads * self.tokens**2 * self.head_dim
 
     def nbytes(self, direction: str) -> int:
-        """Count the bytes of what has to be read and written: each tensor once, whatever the pattern leaves out."""
+        """Return the bytes to read and write: each tensor once, regardless of the pattern."""
         rows, keys = self.heads * self.tokens, self.key_heads * self.tokens
-        # q and out, k and v; backward reads these and dout, and writes three gradients
+        # forward: q, out, k and v; backward reads these and dout, and writes three gradients
         forward, backward = 2 * rows + 2 * keys, 4 * rows + 4 * keys
         count = {FORWARD: forward, BACKWARD: backward, BOTH: forward + backward}[direction]
         return count * self.batch * self.head_dim * self.dtype.itemsize
 
     @functools.cached_property
     def dense_pattern(self) -> Pattern:
-        """The dense pattern that holds this one: causal where no query attends a later key, else full."""
+        """The smallest dense pattern that contains this one: causal if no query attends a later key, else full."""
         if isinstance(self.pattern, LongNet):
             return Causal() if self.pattern.causal else Full()
         later = self.pattern & ~Causal()

@@ -1,7 +1,7 @@
-"""The search for the fastest way to compute a branch: backends, tiles, blocks, each checked, timed in turn.
+"""Search the fastest way to compute a branch: backends, tiles and blocks, each checked and then timed in turn.
 
-A candidate is a backend, the sides of its tiles and its kernels' blocks, called without the operators. One for backward
-is timed behind the forward that auto would take, so that the two choices do not mix.
+A candidate is a backend with tile sides and kernel blocks, called without torch's operators. Candidates for backward
+are timed after the forward that auto would choose, so that the two choices are independent.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from .measure import Timing, ratio
 from .problem import FORWARD, Problem, Sample
 from .session import Built, Entry, Peer, Session, in_turn
 
-#: What auto would take anyway stays the choice where it is at most this much slower than the fastest.
+#: The default choice of auto stays if it takes at most this many times the fastest candidate's time.
 CLOSE = 1.05
-#: Backends up to this much slower than the fastest are tried on other tiles.
+#: Backends that take up to this many times the fastest one's time are also tried with other tiles.
 NEAR = 1.5
-# parts of the seconds, after which nothing more is checked, and after which no further round starts
+# For each stage: the share of the budget after which no candidate is checked, and after which no round starts.
 _BACKENDS = (0.0, 0.2)
 _TILES = (0.7, 1.0)
-# where blocks follow
+# tiles, if a search of blocks follows
 _FEW_TILES = (0.35, 0.5)
 _BLOCKS = (0.85, 1.0)
-#: Sides of tiles that are tried.
+#: Tile sides that are tried.
 SIDES = ((32, 32), (64, 64), (64, 128), (128, 64), (128, 128), (256, 128))
-# beyond as many tiles a plan is not made to be tried
+# largest plan that is made for a trial, in tiles
 _MOST_TILES = 2**22
 
 
@@ -50,9 +50,9 @@ class Candidate:
     """One way to compute a branch.
 
     Attributes:
-        backend: The backend's name.
-        tile: Sides of the tiles; None for those that the branch has by itself, or a backend without.
-        blocks: What kernels take where it is not the table's.
+        backend: Name of the backend.
+        tile: Sides of the tiles; None for the branch's default, or a backend without tiles.
+        blocks: Blocks of kernels that differ from the default table.
     """
 
     backend: str
@@ -65,24 +65,24 @@ class Candidate:
 
     @property
     def usual(self) -> bool:
-        """Whether it is a backend as it is."""
+        """Whether this is a backend with default tiles and blocks."""
         return self.tile is None and not self.blocks
 
     def step(self, branch: Branch) -> tuple[Backend, Branch]:
-        """The backend, and the branch with its sides."""
+        """Return the backend, and the branch with this candidate's tile sides."""
         return BACKENDS[self.backend], dataclasses.replace(branch, sides=self.tile)
 
     def unsupported_reason(self, case: Call, branch: Branch) -> str | None:
-        """Why it cannot run a case; None where it can."""
+        """Return why the candidate cannot run a case, or None if it can."""
         backend, own = self.step(branch)
         return unsupported_reason(backend, case, own)
 
     def peer(self, first: Candidate | None, name: str = "") -> Peer:
-        """The candidate as one that a comparison times, on the problem of one branch.
+        """Return the candidate as a peer, for problems of one branch.
 
         Args:
-            first: Who computes forward where gradients are asked for; itself where None.
-            name: What tables call it; the candidate's own by default.
+            first: Candidate that runs forward before this one's backward; None for this candidate.
+            name: Name in tables; a description of the candidate by default.
         """
         spelled = f"{self}, {self.blocks}" if self.blocks else f"{self}"
         behind = "" if first is None or first == self else f" behind {first}"
@@ -95,26 +95,26 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Direct(Built):
-    """A candidate made ready: the backend's own functions, without operators or autograd."""
+    """A candidate prepared for a problem: the backend's functions, without operators or autograd."""
 
     gradients: Callable[[Sample], tuple[Tensor, ...]] | None = None
 
     @staticmethod
     def of(candidate: Candidate, first: Candidate, problem: Problem) -> Direct:
-        """A candidate on a problem's only branch."""
+        """Prepare a candidate for a problem of one branch."""
         branch = whole(problem)
         attend = functools.partial(_forward, candidate, branch)
         gradients = functools.partial(_forward_backward, candidate, first, branch)
         return Direct(lambda q, k, v: attend(q, k, v)[0], problem.pattern, str(candidate), None, gradients)
 
     def forward_backward(self, inputs: Sample) -> Callable[[], tuple[Tensor, ...]]:
-        """A callable that gives (out, dq, dk, dv)."""
+        """Return a callable that computes (out, dq, dk, dv)."""
         assert self.gradients is not None
         return functools.partial(self.gradients, Sample(*(x.detach() for x in inputs)))
 
 
 def whole(problem: Problem) -> Branch:
-    """A problem as one branch in token order."""
+    """Return a problem as one branch in token order."""
     n = problem.tokens
     return Branch.whole(problem.pattern, n, n, heads=problem.heads, batch=problem.batch)
 
@@ -136,9 +136,9 @@ def _forward_backward(candidate: Candidate, first: Candidate, branch: Branch, in
 
 
 def sides(branch: Branch, device: str) -> list[tuple[int, int]]:
-    """List sides to try beside a branch's own: none much longer than its sequences, none that make too large a plan.
+    """List tile sides to try besides the default: not much longer than the sequences, and without too large a plan.
 
-    A block table on a GPU keeps its grid: a plan of other tiles would have to wait for the table.
+    A block table on a GPU keeps its grid, because a plan with other tiles would have to read the table back.
     """
     if device != "cpu" and branch.pattern.tables and branch.pattern.block_side is not None:
         return []
@@ -153,7 +153,7 @@ def sides(branch: Branch, device: str) -> list[tuple[int, int]]:
 
 
 def fastest(seconds: Mapping[str, float]) -> str | None:
-    """The name with the least seconds, or the one that auto prefers within a few per cent of it.
+    """Return the fastest backend, or one that auto prefers if it is within a few per cent of the fastest.
 
     Example:
         >>> fastest({"dense_batched": 1.02, "flex": 1.0}), fastest({"dense_batched": 1.2, "flex": 1.0}), fastest({})
@@ -167,7 +167,7 @@ def fastest(seconds: Mapping[str, float]) -> str | None:
 
 
 def pick(timings: Mapping[Candidate, Timing]) -> Candidate | None:
-    """Pick a backend as it is, unless other tiles or blocks are more than a few per cent faster.
+    """Pick a backend with default tiles and blocks, unless others are more than a few per cent faster.
 
     Example:
         >>> own, other = Candidate("cpu"), Candidate("cpu", (32, 32))
@@ -183,21 +183,22 @@ def pick(timings: Mapping[Candidate, Timing]) -> Candidate | None:
 
 
 def gain(slow: Timing, fast: Timing) -> float:
-    """How many times longer one took than the other: by medians and, of one run, within rounds; the lesser."""
+    """Return the ratio of two times: of the medians, or within rounds if both are of one run; the smaller one."""
     medians = slow.median / fast.median
     return min(medians, ratio(slow, fast).paired) if len(slow.seconds) == len(fast.seconds) else medians
 
 
 class Search:
-    """What is tried for one branch and direction, and what came of it.
+    """The search for one branch and direction, with its results.
 
     Args:
-        problem: The branch as a problem of its own.
-        session: Its inputs, and what was checked on them; failures of candidates are their reasons.
+        problem: The branch as a separate problem.
+        session: Session with the inputs and the results of checks.
         direction: ``"forward"`` or ``"forward + backward"``.
-        first: Who computes forward before a candidate's backward; None for the candidate itself.
-        rounds: Timed rounds.
-        budget: Seconds from when the backends have been checked; None for no end. They are timed once in any case.
+        first: Candidate that runs forward before a candidate's backward; None for the candidate itself.
+        rounds: Number of timed rounds.
+        budget: Time limit in seconds, counted from the end of the backends' checks; None for no limit. Backends are
+            timed at least once.
     """
 
     def __init__(
@@ -213,11 +214,11 @@ class Search:
         self.kernels: list[Tuned] = []
 
     def run(self) -> None:
-        """Try backends, then tiles of those near the fastest, then blocks of GPU kernels."""
+        """Try all backends, then other tiles for those near the fastest, then blocks of GPU kernels."""
         known = [name for name, backend in BACKENDS.items() if backend.branched and not backend.experimental]
         backends = [Candidate(name) for name in known]
         calls = self.check(backends, until=None)
-        # some of them were compiled for longer than there are seconds
+        # start the budget here: compiling the backends alone can take longer than the budget
         self.began = time.monotonic()
         self.timings = self.time(calls, _BACKENDS[1])
         if not self.timings:
@@ -234,28 +235,28 @@ class Search:
             self.tune_blocks(min(own, key=lambda each: self.timings[each].median))
 
     def compete(self, candidates: Sequence[Candidate], until: float | None, part: float) -> None:
-        """Check candidates until a part of the seconds is gone, and time them in turn until another one is.
+        """Check candidates until a share ``until`` of the budget is spent, and time them in turn until ``part`` is.
 
-        Those that were timed before are timed once more.
+        Candidates that were timed before are timed again.
         """
         calls = self.check(candidates, until)
         if len(calls) > 1:
             self.timings |= self.time(calls, part)
 
     def spent(self) -> float:
-        """Which part of the seconds is gone."""
+        """Return the share of the budget that is spent."""
         return 0.0 if self.budget is None else (time.monotonic() - self.began) / max(self.budget, 1e-9)
 
     def check(self, candidates: Sequence[Candidate], until: float | None) -> dict[Candidate, Entry]:
-        """Find out which are right, ready to be timed, and note why the others are not.
+        """Return the correct candidates, ready to be timed, and record why the others are not.
 
         Args:
-            candidates: What to check.
-            until: The part of the seconds after which no further one is; None for all.
+            candidates: Candidates to check.
+            until: Share of the budget after which no further candidate is checked; None to check all.
         """
         ready: dict[Candidate, Entry] = {}
         for each in candidates:
-            reason: str | None = "not tried: the seconds were used up"
+            reason: str | None = "not tried: the time limit was reached"
             if until is None or each in self.timings or self.spent() <= until:
                 entry = self.session.check(self.problem, each.peer(self.first), self.direction)
                 reason = entry.reason
@@ -267,14 +268,14 @@ class Search:
         return ready
 
     def time(self, entries: dict[Candidate, Entry], part: float) -> dict[Candidate, Timing]:
-        """Time in turn, until a part of the seconds is gone; at least once."""
+        """Time candidates in turn until a share of the budget is spent, at least once."""
         self.session.say(f"{self.problem.name}: timing {len(entries)} candidates in turn")
         budget = None if self.budget is None else max(0.0, part - self.spent()) * self.budget
         in_turn([*entries.values()], rounds=self.rounds, budget=budget)
         return {each: entry.timing for each, entry in entries.items() if entry.timing is not None}
 
     def tune_blocks(self, start: Candidate) -> None:
-        """Search the blocks of the kernels behind a candidate of the Triton backend, one kernel after the other."""
+        """Search the blocks of each kernel that a Triton candidate runs, one kernel after the other."""
         best = start
         for asked in self.asked(start):
             measure = functools.partial(self.measure, best, asked)
@@ -296,19 +297,19 @@ class Search:
     def measure(
         self, candidate: Candidate, asked: Asked, blocks: Sequence[LaunchConfig]
     ) -> dict[LaunchConfig, float | str]:
-        """Seconds of a candidate with other blocks for one kernel, or why there are none."""
+        """Return the candidate's seconds with other blocks for one kernel, or the reason why they were not timed."""
         tried = {dataclasses.replace(candidate, blocks=(*candidate.blocks, (asked.key, each))): each for each in blocks}
         timings = self.time(self.check(list(tried), until=None), _BLOCKS[1])
         found: dict[LaunchConfig, float | str] = {tried[each]: timing.median for each, timing in timings.items()}
         for each in tried:
-            # they are the kernel's business
+            # report reasons with the kernel's blocks, not with the candidates
             reason = self.reasons.pop(each, None)
             if reason is not None:
                 found[tried[each]] = reason
         return found
 
     def asked(self, candidate: Candidate) -> list[Asked]:
-        """What the kernels of a direction ask for: forward's, or the two of backward."""
+        """Return the requirements of the kernels of this direction: one forward kernel, or two backward kernels."""
         _, branch = candidate.step(self.branch)
         inputs = self.session.inputs
         if self.direction == FORWARD:
@@ -321,7 +322,7 @@ class Search:
 
 
 def _of_rows(kernel: str, inputs: Sample, branch: Branch) -> Asked:
-    """What a kernel by rows of tiles asks for: it asks twice, for one row and for two side by side, and takes one."""
+    """Return a row kernel's requirements; it asks for one row and for two side by side, and runs one of these."""
     from ..backends.triton import launch
 
     q, k, v, _ = inputs

@@ -1,6 +1,6 @@
-"""Checks each way to compute an attention against the oracle, then times the correct ones in turn.
+"""Check each way to compute an attention problem against the oracle, and time the correct ones in turn.
 
-A peer that fails its check is not timed: the speed of a wrong result is of no interest.
+A peer that fails its check is not timed, because the speed of a wrong result is irrelevant.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from .measure import Call, Timer, Timing, interleaved, on_device, replayed
 from .oracle import Accuracy, Limit, Oracle, sample_rows
 from .problem import BACKWARD, BOTH, FORWARD, Attend, Problem, Sample
 
-#: Called with a line of text about the next step.
+#: Function that is called with a description of the next step.
 Say: TypeAlias = Callable[[str], None]
-#: Of peers whose kernel, compiler or memory may fail: the others are measured all the same. Compilers raise whatever
-#: they stumble over; ValueError is not among them, since a peer that writes to others' inputs raises one.
+#: Errors of a peer (kernel, compiler or memory) that do not stop the measurement of the others. Compilers raise many
+#: types. ValueError is not included, because a peer that modifies the shared inputs raises one (ShapeError).
 FAILURES: tuple[type[Exception], ...] = (
     UnsupportedError, RuntimeError, AssertionError, TypeError, AttributeError, LookupError, ImportError,
 )  # fmt: skip
 
 
 def silent(text: str) -> None:
-    """Say nothing."""
+    """Ignore the text."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """A peer made ready for one problem.
+    """A peer prepared for one problem.
 
     Attributes:
-        attend: (q, k, v) to out.
-        function: The pattern that it computes.
-        how: The backend or kernel behind it.
-        setup_seconds: Seconds spent once, before the first result: planning or compilation.
+        attend: Function from (q, k, v) to out.
+        function: Pattern that the peer computes.
+        how: Backend or kernel that the peer uses.
+        setup_seconds: Seconds spent once before the first result, on planning or compilation.
     """
 
     attend: Attend
@@ -49,7 +49,7 @@ class Built:
     setup_seconds: float | None = None
 
     def forward(self, inputs: Sample) -> Callable[[], Tensor]:
-        """Make a callable without gradients."""
+        """Return a callable that computes out without gradients."""
         q, k, v = (x.detach() for x in inputs[:3])
 
         def call() -> Tensor:
@@ -59,7 +59,7 @@ class Built:
         return call
 
     def forward_backward(self, inputs: Sample) -> Callable[[], tuple[Tensor, ...]]:
-        """Make a callable that gives (out, dq, dk, dv)."""
+        """Return a callable that computes (out, dq, dk, dv)."""
         q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
 
         def call() -> tuple[Tensor, ...]:
@@ -69,13 +69,13 @@ class Built:
         return call
 
     def backward(self, inputs: Sample) -> Callable[[], tuple[Tensor, ...]]:
-        """Make a callable that gives (dq, dk, dv) of a graph that is kept."""
+        """Return a callable that computes (dq, dk, dv) from a retained graph."""
         q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
         out = self.attend(q, k, v)
         return lambda: torch.autograd.grad(out, (q, k, v), inputs.dout, retain_graph=True)
 
     def call(self, inputs: Sample, direction: str) -> Callable[[], object]:
-        """Make the callable of a direction."""
+        """Return the callable for a direction."""
         made = {FORWARD: self.forward, BACKWARD: self.backward, BOTH: self.forward_backward}
         return made[direction](inputs)
 
@@ -85,11 +85,11 @@ class Peer:
     """One way to compute attention.
 
     Attributes:
-        name: What tables and ``--list`` call it.
-        summary: One line for people.
-        supports: Why it cannot run a problem (with gradients or without); None where it can.
-        build: Makes it ready.
-        how: What is behind it with gradients or without, where that may differ.
+        name: Name in tables and in ``--list``.
+        summary: One-line description.
+        supports: Function (problem, needs_grad) that returns why the peer cannot run a problem, or None.
+        build: Function that prepares the peer for a problem.
+        how: Function (problem, needs_grad) that names the backend or kernel, if it depends on the direction.
     """
 
     name: str
@@ -104,17 +104,17 @@ class Entry:
     """A peer on a problem in one direction, and the results of its check and its timing.
 
     Attributes:
-        problem: The attention to compute.
-        peer: The peer's name.
+        problem: The problem.
+        peer: Name of the peer.
         direction: ``"forward"``, ``"backward"`` or ``"forward + backward"``.
-        computes: The function that the peer computes, as a pattern.
-        how: The backend or kernel behind it.
-        accuracy: Errors on the checked rows, against the oracle of the function that it computes.
-        limit: The largest errors that count as correct.
+        computes: Pattern that the peer computes, as text.
+        how: Backend or kernel that the peer uses.
+        accuracy: Errors on the checked rows, against the oracle of this pattern.
+        limit: Largest errors that count as correct.
         setup_seconds: Seconds spent once, on planning or compilation.
-        timing: Seconds; None before it is timed, and where ``reason`` says why it is not.
-        reason: Why it is not timed.
-        call: The callable to time; None where the peer could not be built or is wrong.
+        timing: The timing; None before it, or if ``reason`` is set.
+        reason: Why the peer is not timed, or None.
+        call: The callable to time; None if the peer could not be built or is wrong.
     """
 
     problem: Problem
@@ -139,14 +139,14 @@ class Entry:
 
 
 class Session:
-    """Sample of one shape: peers are built once for them, oracles evaluated once, and a function is checked once.
+    """Inputs of one shape, with caches: peers are built once, oracles evaluated once, and each function checked once.
 
     Args:
-        inputs: What all problems of the session are computed on.
-        say: Told what happens next.
-        rows: How many rows are checked.
-        ends: Whether the first and the last key head alone are checked.
-        failures: Errors of a peer that are its reason, and do not end the run.
+        inputs: Inputs of all problems of the session.
+        say: Function that is called with a description of the next step.
+        rows: Number of rows to check.
+        ends: Whether to check the first and the last key head only.
+        failures: Errors of a peer that become its reason instead of ending the run.
     """
 
     def __init__(
@@ -167,13 +167,13 @@ class Session:
         self._checked: dict[tuple[str, Pattern, str], tuple[dict[str, Any], Call | None]] = {}
 
     def oracle(self, function: Pattern) -> Oracle:
-        """Evaluate the oracle of a function on the inputs, once."""
+        """Return the oracle of a pattern on the inputs; it is evaluated once."""
         if function not in self._oracles:
             self._oracles[function] = Oracle(function, self.inputs, self.rows, self.key_heads)
         return self._oracles[function]
 
     def check(self, problem: Problem, peer: Peer, direction: str) -> Entry:
-        """Check a peer: the entry says what was found, and has a callable to be timed if that is right."""
+        """Check a peer; return an entry with the errors, and with a callable to time if the result is correct."""
         reason = self._broken.get((peer.name, problem)) or peer.supports(problem, direction != FORWARD)
         entry = Entry(problem, peer.name, direction, reason=reason)
         if reason is None:
@@ -183,7 +183,7 @@ class Session:
                 reason = str(error) if isinstance(error, UnsupportedError) else in_a_line(error)
                 entry.learn(reason=reason)
                 if (peer.name, problem) not in self._built:
-                    # to compile it for the other direction would fail again
+                    # remember the failure: preparing it again for the other direction would fail too
                     self._broken[peer.name, problem] = reason
         return entry
 
@@ -203,9 +203,9 @@ class Session:
             else:
                 accuracy = oracle.check_gradients(*built.forward_backward(oracle.sliced)())
             if versions != [version(x) for x in self.inputs]:
-                # whatever came after it would be checked against what it left
+                # stop: later peers would be checked on the modified inputs
                 got = "a peer that writes to its inputs"
-                raise ShapeError(message(peer.name, got, "one that leaves them as they are", "Let it copy them."))
+                raise ShapeError(message(peer.name, got, "a peer that does not modify them", "Copy the inputs in it."))
             excess = accuracy.excess(oracle.limit)
             known = {
                 "computes": repr(built.function),
@@ -222,9 +222,9 @@ class Session:
 
 
 def in_turn(entries: Sequence[Entry], *, rounds: int, budget: float | None = None, timer: Timer | None = None) -> None:
-    """Time what is right, in turn; who is the same for several problems once. The check was the warm-up.
+    """Time the correct entries in turn, and entries with the same callable once. The checks served as warm-up.
 
-    On a GPU replays of graphs are timed, and of what cannot be captured the calls themselves, which is said.
+    On a GPU, replays of CUDA graphs are timed. A call that cannot be captured is timed directly, and ``how`` says so.
     """
     calls = {str(id(entry.call)): entry.call for entry in entries if entry.call is not None}
     if not calls:
@@ -239,7 +239,7 @@ def in_turn(entries: Sequence[Entry], *, rounds: int, budget: float | None = Non
 
 
 def _graphs(entries: Sequence[Entry], device: str) -> dict[str, Call]:
-    """Capture what is to be timed: replays, by call."""
+    """Capture the calls of entries in CUDA graphs; return the replays by call."""
     made: dict[str, Call] = {}
     refused: dict[str, str] = {}
     with on_device(device):
