@@ -167,3 +167,9 @@ def test_bad_sizes() -> None:
         plot(rw.Causal(), 0)
     with pytest.raises(rw.PatternError, match="heads = 3"):
         plot(rw.PerHead([rw.Causal(), rw.Full()]), 16, heads=3)
+
+
+def test_a_notebook_shows_what_plot_returns() -> None:
+    svg = rw.Causal().plot(256)
+    assert isinstance(svg, str)
+    assert svg._repr_svg_() == svg  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The option of ``pytest --pyargs ringweave.audit.conformance --kernel module:function``; does not import ringweave."""
+"""Add the option ``--kernel`` for ``pytest --pyargs ringweave.audit.conformance``, without importing ringweave."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def pytest_addoption(parser: Any) -> None:
-    """Add ``--kernel``."""
+    """Add the option ``--kernel MODULE:FUNCTION`` to pytest."""
     parser.getgroup("ringweave").addoption(
         "--kernel", metavar="MODULE:FUNCTION", help="the attention kernel that ringweave.audit.conformance checks"
     )

@@ -1,4 +1,4 @@
-"""``python -m ringweave``."""
+"""Run the command line as ``python -m ringweave``."""
 
 from .cli import main
 

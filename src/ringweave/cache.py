@@ -1,20 +1,20 @@
-"""Every cache of the library on one page: what each holds, its key, its bounds, and who clears it.
+"""Declare every cache of the library, with its contents, key and bounds.
 
     cache       holds                                                         key                        bound
     PROGRAMS    compiled calls; the branches of a pattern                     arguments; pattern, sizes  168 MiB, 4224
     PLANS       plans                                                         pattern, sizes, device     448 MiB, 1024
-    STEPS       plans of one row of tiles, which decoding makes               as PLANS                   32 MiB, 256
+    STEPS       plans of decoding steps, which have one row of tiles          as PLANS                   32 MiB, 256
     PATTERNS    facts about patterns: parsed text, boxes of grids, rows of    kind, and text or value    192 MiB, 8192
                 relations, densities, tiles around tables, masks of models
-    PLACEMENTS  where tokens lie around a ring; what a rank does then         patterns, sizes, ranks     512 MiB, 320
+    PLACEMENTS  placements of tokens around a ring, and the work of a rank    patterns, sizes, ranks     512 MiB, 320
     COMPILED    functions that FlexAttention compiled                         shapes, types, terms       64
-    beside      what backends make of a plan: lists, queues, masks            plan, and a name           the plan's life
+    beside      a backend's lists, queues and masks for a plan                plan, and a name           the plan's life
     scratch     idle scratch memory (``memory/workspace.py``)                 device, size               the last peak
 
-:func:`ringweave.memory.trim` clears all of them; what is made of a plan goes with the plan. A forked process begins
-with empty ones. A ``PlanCache`` that a user makes, a mask function, and a ``ModelContext`` have caches with bounds of
-their own, which trim clears too. What never changes while a process lives, such as whether a package is installed, is
-a :func:`fact`.
+:func:`ringweave.memory.trim` clears all of them; entries beside a plan also go with the plan. A forked process starts
+with empty caches. A ``PlanCache`` that a user makes, a mask function, and a ``ModelContext`` have separate caches with
+separate bounds; trim clears these too. A value that never changes while a process lives, such as whether a package is
+installed, is a :func:`fact`.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ R = TypeVar("R", covariant=True)
 
 
 class _Tie(weakref.ref[object]):
-    """A weak reference that knows the key of what falls with its object."""
+    """A weak reference with the key of the entry to drop when its object is gone."""
 
     __slots__ = ("key",)
     key: Hashable
 
 
 class _Making:
-    """A value that is being made; weakly referred to by those who wait."""
+    """A lock on a value that is being made; the cache refers to it weakly, so it is dropped after its last use."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
 
 
-# whether this thread is making something
+# ``making``: whether this thread is inside LRUCache.making
 _here = threading.local()
 
 
 def interrupted(lock: threading.RLock) -> bool:
-    """Whether this very thread holds a lock: a signal handler, or the collector, has interrupted who does.
+    """Whether the current thread holds a lock, because a signal handler or the garbage collector interrupted it.
 
-    It would wait for itself, and what it would find is half done: it goes past.
+    Such code must skip the cache: it would enter a lock that its own thread holds and find an entry half written.
     """
     return lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
@@ -66,37 +66,37 @@ class _Entry(Generic[V]):
 
     def __init__(self, value: V, tables: tuple[Tensor, ...], nbytes: int, ties: tuple[_Tie, ...]):
         self.value, self.nbytes, self.ties = value, nbytes, ties
-        # held so that an address in the key cannot be given to another table
+        # keep the tables alive, so that no other table gets an address that the key contains
         self.tables = tables
 
 
 class LRUCache(Generic[V]):
-    """Values by key, the least recently used first to go; safe to share between threads, and with signal handlers.
+    """A cache that evicts the least recently used entry; safe to use from several threads and from signal handlers.
 
     Args:
         max_bytes: Bound on the bytes of values and of the tables that their keys name.
-        most: Bound on their number.
+        most: Bound on the number of entries.
     """
 
     def __init__(self, max_bytes: int, most: int):
         self.max_bytes, self.most = max_bytes, most
         self._entries: OrderedDict[Hashable, _Entry[V]] = OrderedDict()
-        # keys whose objects are gone
+        # ties to objects that are gone; their entries are still to be dropped
         self._fallen: deque[_Tie] = deque()
         self._making: weakref.WeakValueDictionary[Hashable, _Making] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
         self.hits = self.misses = self.evictions = self.nbytes = 0
-        #: Values by identity in front of the keys, for whoever fills and bounds it; dropped with the entries.
+        #: Values by identity, to be tried before the keys. The user of the cache fills and bounds it; trim empties it.
         self.front: dict[int, Any] = {}
         enlist(self)
 
     def like(self, max_bytes: int, most: int | None = None) -> LRUCache[V]:
-        """Make an empty cache with bounds of its own for what this one holds; its number is the same unless given."""
+        """Make an empty cache for the same kind of values with other bounds; ``most`` is the same unless given."""
         return LRUCache(max_bytes, self.most if most is None else most)
 
     def get(self, key: Hashable) -> V | None:
-        """Look up what was put under a key; None where it has gone."""
-        # as :func:`interrupted`, without a call
+        """Return the value of a key, or None if there is none."""
+        # :func:`interrupted`, inlined to save a call
         if self._lock._is_owned():  # type: ignore[attr-defined]
             return None
         with self._lock:
@@ -111,9 +111,10 @@ class LRUCache(Generic[V]):
 
     @contextmanager
     def making(self, key: Hashable) -> Iterator[None]:
-        """Enter as the one thread that makes what a key stands for, while others wait.
+        """Enter as the one thread that makes the value of a key, while other threads wait.
 
-        A signal handler that has interrupted who makes something never waits: others may wait for what it interrupted.
+        A thread that is already making a value does not wait: this may be a signal handler, and the thread that it
+        would wait for may itself wait for the interrupted one.
         """
         making = _Making()
         if not interrupted(self._lock):
@@ -132,14 +133,14 @@ class LRUCache(Generic[V]):
     def put(
         self, key: Hashable, value: V, nbytes: int, tables: Sequence[Tensor] = (), ties: Sequence[object] = ()
     ) -> None:
-        """Keep a value, unless it is larger than the bound.
+        """Store a value, unless it is larger than the bound.
 
         Args:
-            key: Where.
-            value: What.
-            nbytes: Its size, all told but for the tables.
-            tables: What the key names by address.
-            ties: Objects with which it goes; the value must not hold them.
+            key: The key.
+            value: The value.
+            nbytes: Size of the value in bytes, without the tables.
+            tables: Tensors that the key names by address.
+            ties: Objects that the entry must not outlive; the value must not refer to them.
         """
         nbytes += sum([table.nbytes for table in tables]) if tables else 0
         tied = tuple([_Tie(each, self._fall) for each in ties]) if ties else ()
@@ -159,19 +160,19 @@ class LRUCache(Generic[V]):
                 self.evictions += 1
 
     def clear(self) -> None:
-        """Drop everything, and the counts."""
+        """Drop all entries and reset the counts."""
         self.trim()
         self.hits = self.misses = self.evictions = 0
 
     def trim(self) -> int:
-        """Drop everything, and no counts; the bytes that were held."""
+        """Drop all entries, keep the counts, and return the number of bytes dropped."""
         if interrupted(self._lock):
             return 0
         with self._lock:
             dropped, entries = self.nbytes, self._entries
             self._entries, self.nbytes = OrderedDict(), 0
         self.front.clear()
-        # outside of the lock: what falls with a value may come here again
+        # outside of the lock, since a finalizer of a value may enter this cache
         entries.clear()
         return dropped
 
@@ -182,14 +183,14 @@ class LRUCache(Generic[V]):
         return len(self._entries)
 
     def renew(self) -> None:
-        """Begin anew in a forked process: another thread may have been at work in here."""
+        """Replace lock and entries in a forked process: another thread may have held the lock during the fork."""
         self._lock, self._making = threading.RLock(), weakref.WeakValueDictionary()
         self._entries, self.nbytes = OrderedDict(), 0
         self.front.clear()
 
     def _fall(self, tie: _Tie) -> None:
         self._fallen.append(tie)
-        # at once, unless the lock is held: then at the next use
+        # immediately if the lock is free, otherwise at the next use
         lock = self._lock
         if not interrupted(lock) and lock.acquire(blocking=False):
             try:
@@ -207,17 +208,17 @@ class LRUCache(Generic[V]):
             self.nbytes -= entry.nbytes
 
 
-# with trim() and renew()
+# objects with trim() and renew()
 _every: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def enlist(store: Any) -> None:
-    """Have a store, as long as it lives, trimmed by :func:`trim_all`, and renewed in forked processes."""
+    """Register a store, weakly, to be trimmed by :func:`trim_all` and renewed in forked processes."""
     _every.add(store)
 
 
 def trim_all() -> int:
-    """Drop what every store holds and no call uses; it is made again when it is asked for. The bytes that were held."""
+    """Drop everything that stores hold and no call uses, and return its bytes; it is made again when needed."""
     return sum(each.trim() for each in list(_every))
 
 
@@ -230,20 +231,20 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_all)
 
 
-# ---- the caches of the table above; their bounds are in bytes and number ---------------------------------------------
+# ---- the caches of the table above; their bounds are bytes and number of entries -------------------------------------
 
 PROGRAMS: LRUCache[Any] = LRUCache(168 * 2**20, 4224)
 PLANS: LRUCache[Any] = LRUCache(448 * 2**20, 1024)
 STEPS: LRUCache[Any] = LRUCache(32 * 2**20, 256)
 PATTERNS: LRUCache[Any] = LRUCache(192 * 2**20, 8192)
 PLACEMENTS: LRUCache[Any] = LRUCache(512 * 2**20, 320)
-# one byte each: their number bounds them
+# each entry counts one byte, so that the number bounds them
 COMPILED: LRUCache[Any] = LRUCache(64, 64)
 _beside: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
 def beside(owner: object) -> dict[Hashable, Any]:
-    """Give the place for what is made of an object, such as a plan, and goes with it; by names of those who make it."""
+    """Return the dict of values derived from an object, such as a plan; it is dropped with the object."""
     found = _beside.get(owner)
     return _beside.setdefault(owner, {}) if found is None else found
 
@@ -252,14 +253,14 @@ def beside(owner: object) -> dict[Hashable, Any]:
 
 
 class Fact(Protocol[P, R]):
-    """A function that remembers what it found."""
+    """A function that caches its results for the life of the process."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Find it, or give what was found."""
+        """Return the cached result, computing it first if needed."""
         ...
 
     def cache_clear(self) -> None:
-        """Forget it: the machine is another one, or so it seems to a test."""
+        """Forget all results, for tests that simulate another machine."""
         ...
 
 
@@ -268,10 +269,10 @@ FACTS: dict[str, Fact[..., Any]] = {}
 
 
 def fact(find: Callable[P, R]) -> Fact[P, R]:
-    """Have a function remember what it finds, for each argument: something that never changes while the process lives.
+    """Cache a function's result for each argument, without bounds; it must never change while the process lives.
 
-    Such as whether a package is installed, or what a device can do. What depends on a call belongs to a cache with
-    bounds.
+    Examples are whether a package is installed, or the capabilities of a device. Results that depend on a call belong
+    to a cache with bounds.
 
     Example:
         >>> from ringweave.cache import fact

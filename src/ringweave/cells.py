@@ -1,9 +1,9 @@
-"""A pattern by cells: how many pairs a pattern allows in squares of tokens, without looking at each pair.
+"""Count the pairs that a pattern allows in cells (squares of tokens), without evaluating every pair.
 
-Cells are counted as a plan counts tiles, level by level: ``tile_classes`` decides the empty and the full ones, one cell
-stands for all of its class, and what is left open is cut finer or, when small, evaluated by token. So a million tokens
-cost about as much as a thousand. Where a pattern is opaque (a mask function) and too large for that, open cells are
-sampled, and the count says that it is not exact.
+Cells are classified like the tiles of a plan, level by level. ``tile_classes`` finds the empty and the full cells, and
+one cell represents all others of its class. The remaining cells are divided further or, if small, evaluated by token.
+A million tokens therefore cost about as much as a thousand. If a pattern is opaque (a mask function) and too large for
+this, the remaining cells are sampled, and the count is marked as not exact.
 """
 
 from __future__ import annotations
@@ -29,22 +29,27 @@ Shares = NDArray[np.float64]
 CELLS = 64
 PANELS = 8
 
-_EVALUATED = 2**24  # pairs evaluated by token at one level
-_TILES = 2**21  # cells decided at one level
-_CUT = 16  # finer cells along a side of an open cell
-_PLANNED = 2**20  # tiles up to which a caption counts them
+_EVALUATED = 2**24  # maximum number of pairs evaluated by token at one level
+_TILES = 2**21  # maximum number of cells classified at one level
+_CUT = 16  # smaller cells along a side of a divided cell
+_PLANNED = 2**20  # maximum number of tiles that a caption counts
 
 
 @dataclass(frozen=True)
 class Panel:
-    """The cells of heads that are alike: shares of allowed pairs (queries, keys), above 1 where branches overlap."""
+    """The cells of heads with equal patterns: shares of allowed pairs (queries, keys), above 1 where branches overlap.
+
+    Attributes:
+        heads: The heads.
+        shares: Share of allowed pairs in each cell.
+    """
 
     heads: tuple[int, ...]
     shares: Shares
 
     @property
     def caption(self) -> str:
-        """Name the heads, such as ``head 0``, ``heads 0-3`` or ``heads 0, 4, 8, ...``."""
+        """Text that names the heads, such as ``head 0``, ``heads 0-3`` or ``heads 0, 4, 8, ...``."""
         first, last = self.heads[0], self.heads[-1]
         if first == last:
             return f"head {first}"
@@ -55,13 +60,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """What there is to draw of a pattern.
+    """The contents of a pattern's picture.
 
     Attributes:
-        title: The pattern.
-        caption: Sizes, density, tiles and causality in a line.
-        tokens: Queries and keys.
-        side: Tokens in a cell's side.
+        title: Text of the pattern.
+        caption: Sizes, density, tiles and causality in one line.
+        tokens: Number of queries and of keys.
+        side: Tokens along a cell's side.
         panels: One per distinct head, at most ``PANELS``.
     """
 
@@ -76,14 +81,14 @@ def picture(pattern: Pattern, tokens: int, *, heads: int = 1, cells: int = CELLS
     """Count a pattern's allowed pairs by cells, for each distinct head.
 
     Args:
-        pattern: A relation or a LongNet. Of a pattern made per batch element, the first is taken.
-        tokens: Queries and keys.
-        heads: Query heads; 1 stands for as many as the pattern is made for.
-        cells: Cells along a side, at most; one pair each when there are no more tokens.
+        pattern: A relation or a LongNet. If batch elements differ, the first one is drawn.
+        tokens: Number of queries and of keys.
+        heads: Query heads; 1 means the number of heads that the pattern is made for.
+        cells: Maximum number of cells along a side; with no more tokens than this a cell is one pair.
     Returns:
         The panels and texts of a picture.
     Raises:
-        ShapeError: A size below 1.
+        ShapeError: A size is below 1.
         PatternError: The pattern is made for other lengths or heads.
     Example:
         >>> picture(rw.Causal(), 4).panels[0].shares[1]
@@ -124,10 +129,10 @@ def picture(pattern: Pattern, tokens: int, *, heads: int = 1, cells: int = CELLS
 def _planned(
     pattern: Pattern, alike: Collection[tuple[Layer, ...]], tokens: int, heads: int, batch: int | None
 ) -> list[str]:
-    """Count tiles and causality, where planning for them takes no longer than drawing."""
+    """Return the caption's texts on tiles and causality, if planning for them takes no longer than drawing."""
     rows = np.arange(0, tokens, 128, dtype=np.int64)
     stops = np.minimum(rows + 128, tokens)
-    # what planning would look at, tile by tile
+    # the relations that planning would evaluate tile by tile
     parts = {part.pattern for each in alike for part in each}
     texts = []
     if batch is None and sum(part.key_ranges(rows, stops, tokens).cost() / 128 for part in parts) <= _PLANNED:
@@ -145,7 +150,7 @@ def _planned(
 
 
 class Layer(NamedTuple):
-    """A relation of one batch element and head, among the positions first, first + rate, ..."""
+    """A relation of one batch element and head over the positions first, first + rate, and so on."""
 
     pattern: Pattern
     rate: int
@@ -153,7 +158,7 @@ class Layer(NamedTuple):
 
 
 def layers(pattern: Pattern, tokens: int, head: int, heads: int) -> tuple[Layer, ...]:
-    """List what a head sees: the pattern itself, or the branches of a LongNet."""
+    """Return the layers of a head: the pattern itself, or the branches of a LongNet."""
     if not isinstance(pattern, LongNet):
         return (Layer(pattern.select(0, head), 1, 0),)
     split = branches(pattern, tokens, tokens, heads=heads)
@@ -161,14 +166,14 @@ def layers(pattern: Pattern, tokens: int, head: int, heads: int) -> tuple[Layer,
 
 
 def allowed_pairs(parts: tuple[Layer, ...], tokens: int, side: int) -> tuple[Shares, bool]:
-    """Count allowed pairs per cell of ``side`` x ``side`` tokens, and tell whether they are exact.
+    """Count allowed pairs per cell of ``side`` x ``side`` tokens.
 
     Args:
-        parts: What a head sees; a pair counts once per layer that allows it.
-        tokens: Queries and keys.
-        side: Tokens in a cell's side; the last cells may be smaller.
+        parts: Layers of a head; a pair counts once for each layer that allows it.
+        tokens: Number of queries and of keys.
+        side: Tokens along a cell's side; the last cells may be smaller.
     Returns:
-        Pairs (queries, keys), and False where some cells were sampled.
+        Numbers of pairs (queries, keys), and whether they are exact: False if some cells were sampled.
     Example:
         >>> allowed_pairs(layers(rw.Causal(), 4, 0, 1), 4, 2)[0]
         array([[3., 0.],
@@ -187,14 +192,14 @@ def allowed_pairs(parts: tuple[Layer, ...], tokens: int, side: int) -> tuple[Sha
 
 
 class _Counter:
-    """Allowed pairs of one relation (of one batch element and head) in tiles of any size."""
+    """A counter of the pairs that one relation, of one batch element and head, allows in tiles of any size."""
 
     def __init__(self, pattern: Pattern, nk: int):
         self.pattern, self.nk, self.exact = pattern, nk, True
         self.random = torch.Generator("cpu").manual_seed(0)
 
     def pairs(self, tiles: Tiles) -> Shares:
-        """Count allowed pairs of each tile; an estimate where ``exact`` turns False."""
+        """Return the allowed pairs of each tile; ``exact`` becomes False if some are estimates."""
         height, width = tiles.q_hi - tiles.q_lo, tiles.k_hi - tiles.k_lo
         result = np.zeros(len(height))
         cells = np.flatnonzero((height > 0) & (width > 0))
@@ -205,7 +210,7 @@ class _Counter:
         result[cells] = np.where(keys == FULL, height[cells] * width[cells], 0.0)
         cells = cells[open_ := (keys != FULL) & (keys != EMPTY)]
         if cells.size:
-            # tiles of one class and size hold the same mask
+            # tiles of one class and size have the same mask, so one of them is counted
             label = mix(keys[open_], height[cells], width[cells])
             _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
             result[cells] = self._open(_take(tiles, cells[first]))[inverse.reshape(-1)]
@@ -244,7 +249,7 @@ class _Counter:
             q_lo, q_hi, k_lo, k_hi = (torch.from_numpy(side[begin : begin + step])[:, None, None] for side in tiles)
             q = q_lo + torch.arange(height, device="cpu")[:, None]
             k = k_lo + torch.arange(width, device="cpu")
-            # positions past the ends are clamped: a function may index tables by them
+            # positions past the ends are clamped, since a mask function may index tables by them
             allowed = self.pattern.allows(torch.minimum(q, q_hi - 1), torch.minimum(k, k_hi - 1))
             result[begin : begin + step] = (allowed & (q < q_hi) & (k < k_hi)).sum((1, 2)).numpy()
         return result
@@ -264,7 +269,7 @@ class _Counter:
         return result
 
     def _spread(self, lo: torch.Tensor, hi: torch.Tensor, points: int) -> torch.Tensor:
-        # evenly spread with a jitter: a regular grid would beat with a regular pattern
+        # evenly spread with a jitter: a regular grid would alias with a regular pattern
         jitter = torch.rand(len(lo), points, generator=self.random, device="cpu")
         place = (torch.arange(points, device="cpu") + jitter) / points
         return torch.minimum(lo[:, None] + (place * (hi - lo)[:, None]).long(), hi[:, None] - 1)

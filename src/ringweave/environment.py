@@ -1,4 +1,4 @@
-"""Variables of the environment, for whoever asks for them in every call."""
+"""Read environment variables quickly enough for every call."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 
 from .cache import fact
 
-# os.environ.get raises an error and catches it, twice, where a variable is not set: a microsecond
+# For a variable that is not set, os.environ.get raises and catches two exceptions, which takes a microsecond.
 _values = os.environ._data  # type: ignore[attr-defined]
 _key = fact(os.environ.encodekey)
 
 
 def setting(name: str) -> str:
-    """Give a variable's value, "" where it is not set.
+    """Return a variable's value, or "" if it is not set.
 
     Example:
         >>> setting("RINGWEAVE_NO_SUCH_VARIABLE")
@@ -23,5 +23,5 @@ def setting(name: str) -> str:
 
 
 def interpreted() -> bool:
-    """Tell whether Triton runs kernels on the CPU: its own switch, set before they are loaded."""
+    """Whether Triton interprets kernels on the CPU; its variable must be set before kernels are loaded."""
     return os.environ.get("TRITON_INTERPRET") == "1"

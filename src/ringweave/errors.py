@@ -1,4 +1,4 @@
-"""Exceptions: each names the argument, what came, what is wanted and what to do."""
+"""Exceptions: each message names the argument, its value, the wanted values and a remedy."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class UnsupportedError(RingweaveError, RuntimeError):
 
 
 class PageError(RingweaveError, RuntimeError):
-    """No page is free for what was to be appended; nothing was written."""
+    """Too few pages are free for the appended tokens; nothing was written."""
 
 
 class RingError(RingweaveError, RuntimeError):
-    """No answer is right: a rank is lost or silent, and its shard with it, or the ranks do not do the same.
+    """The ranks cannot compute a correct result: one is lost or silent, with its shard, or their calls differ.
 
     Attributes:
         rank: Rank that raises, in its group.
-        peer: Rank that is lost or silent, or does something else, where known.
+        peer: Rank that is lost, silent or makes a different call, if known.
         stage: Stage of the ring in which this rank was, None outside of one.
-        step: Steps (agreements of all ranks) that this rank had begun.
-        cause: What was seen, and by whom.
-        lost: Whether a rank is lost or silent; else all are there, and do not do the same.
+        step: Number of steps (agreements of all ranks) that this rank had begun.
+        cause: The observation, and the rank that made it.
+        lost: Whether a rank is lost or silent; otherwise all ranks respond, but their calls differ.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RingError(RingweaveError, RuntimeError):
         super().__init__(message(place, cause, wanted, remedy))
 
     def again(self) -> RingError:
-        """Make the same error once more, for a later call."""
+        """Return a copy of the error, for a later call to raise."""
         kind, said = self.__reduce__()
         return kind(*said)
 
@@ -68,12 +68,12 @@ class RingError(RingweaveError, RuntimeError):
 
 
 def in_a_line(error: BaseException) -> str:
-    """An error by its type and the beginning of what it says first."""
+    """Return an error's type and the beginning of its first line."""
     said = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {said[:200]}"
 
 
-# how allocators say it that have no type for it
+# texts of allocators that raise no exception type of their own
 _NO_MEMORY = (
     "out of memory",
     "can't allocate memory",
@@ -85,19 +85,19 @@ _NO_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an allocator had no memory left: Python's, numpy's, torch's on any device, or C++'s."""
+    """Whether an allocator had no memory left: Python's, numpy's, torch's on any device, or C++'s."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and not isinstance(error, RingweaveError) and says_no_memory(str(error))
 
 
 def says_no_memory(text: str) -> bool:
-    """Tell whether an error's text is an allocator's."""
+    """Whether an error's text is that of an allocator without memory."""
     return any(each in text.lower() for each in _NO_MEMORY)
 
 
 def message(name: str, got: object, wanted: str, remedy: str) -> str:
-    """Compose the one shape of error text used everywhere: name, got, wanted, remedy."""
+    """Compose an error text in the form that all errors share: name, got, wanted, remedy."""
     return f"{name}: got {got}; wanted {wanted}. {remedy}"
 
 
@@ -106,7 +106,7 @@ _TEXT = 120  # characters of a text
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: numbers, texts and the beginning of lists as they are, others by their type."""
+    """Format a value for a message: numbers, strings and the beginning of lists by value, other objects by type."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an int of {value.bit_length()} bits"
     if value is None or isinstance(value, (int, float, complex, np.generic, torch.dtype, torch.device)):
@@ -119,4 +119,6 @@ def shown(value: object) -> str:
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return f"{type(value).__name__} of {value.dtype} {tuple(value.shape)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     return type(value).__name__

@@ -1,4 +1,4 @@
-"""Read files as data: nothing in them is executed, and whatever they hold raises OSError or ValueError alone."""
+"""Read files as data: nothing in them is executed, and bad contents raise only OSError or ValueError."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-#: Bytes of a file that is read whole; no file that the library writes as JSON comes near.
+#: Maximum size in bytes of a file that is read whole; JSON files that the library writes are far smaller.
 MOST = 2**26
 
 
@@ -15,8 +15,8 @@ def read(path: Path) -> bytes:
     """Read a file.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is too large.
+        OSError: The file cannot be read.
+        ValueError: The file is larger than ``MOST``.
     """
     with path.open("rb") as file:
         data = file.read(MOST + 1)
@@ -29,7 +29,7 @@ def parse(data: bytes | str) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: It is not JSON, or nested too deep.
+        ValueError: The text is not JSON, or nested too deep.
     """
     try:
         return json.loads(data)
@@ -38,7 +38,7 @@ def parse(data: bytes | str) -> Any:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Give the JSON objects of a file of lines, without lines that are not: a run that is killed leaves one.
+    """Yield the JSON objects of a file, one per line; skip other lines, such as the last one of a killed run.
 
     Raises:
         OSError: The file cannot be read.

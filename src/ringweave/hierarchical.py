@@ -1,4 +1,4 @@
-"""Attention at two scales: blocks of keys by their means, those that matter most token by token, joined exactly."""
+"""Compute attention at two scales: selected blocks of keys token by token, the others by their means."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .types import AttentionOutput, acc_dtype
 from .validate import autocast, checked
 
 COMBINATIONS = ("exact_cover", "gates")
-# scores of queries against pooled keys that exist at a time
+# maximum number of scores of queries against pooled keys in memory together
 _AT_ONCE = 2**21
 
 
@@ -45,35 +45,37 @@ def hierarchical_attention(
     """Compute attention at two scales: near and chosen keys token by token, all others through the means of blocks.
 
     Keys and values are averaged in blocks of ``pool`` tokens. Each tile of ``pool`` queries attends some blocks token
-    by token: its own, those in its window, and the ``top_k`` others that its queries attend most by their means. With
-    ``"exact_cover"`` the means stand for the blocks that are left: a mean's score has the logarithm of its tokens
-    added, and both scales are joined by :func:`ringweave.merge`, so that the result is dense attention with the blocks
-    that were not chosen replaced by their means, and dense attention itself once all are chosen. With ``"gates"``
-    three attentions, each normalised by itself, are summed with given factors: over all means, over own and chosen
-    blocks, and over the window. The queries of a tile choose together: where causal too, an early query's choice
-    depends on the later queries of its tile, which teacher forcing sees and decoding does not. Time is that of the
-    chosen tiles and of Nk / pool keys for each query; of the scores against means a piece is kept at a time, and made
-    again in backward.
+    by token: its own, those in its window, and the ``top_k`` others to which its queries give the most weight by mean.
+
+    With ``"exact_cover"`` the means represent all other blocks. The logarithm of a block's token count is added to the
+    score of its mean, and :func:`ringweave.merge` joins both scales. The result is dense attention with the blocks that
+    were not chosen replaced by their means; once all blocks are chosen it is dense attention itself. With ``"gates"``,
+    three separately normalised attentions are summed with the given factors: over all means, over own and chosen
+    blocks, and over the window.
+
+    The queries of a tile choose together. Even with ``causal``, an early query's choice therefore depends on the later
+    queries of its tile, which exist in teacher forcing but not in decoding. The time is that of the chosen tiles plus
+    Nk / pool keys for each query. The scores against means are computed in pieces, and again in backward.
 
     Args:
         q: Queries, (B, Hq, Nq, D), float32, float16, bfloat16 or float64.
         k: Keys, (B, Hkv, Nk, D).
         v: Values, (B, Hkv, Nk, Dv).
-        pool: Tokens of a block of keys, and of a tile of queries.
-        top_k: Blocks that each tile of queries chooses, besides those of the window.
-        window: Tokens before a query, and after it unless causal, that it attends one by one; with ``"exact_cover"``
-            rounded up to blocks, for a whole tile.
-        causal: Whether keys after the query are left out; a mean is attended if its whole block is in the past.
+        pool: Tokens in a block of keys and in a tile of queries.
+        top_k: Number of blocks that each tile of queries chooses, besides those of the window.
+        window: Number of tokens before a query, and after it unless causal, that it attends token by token; with
+            ``"exact_cover"`` rounded up to blocks, for a whole tile.
+        causal: Whether keys after the query are excluded; a mean is attended only if its whole block is in the past.
         combine: ``"exact_cover"`` or ``"gates"``.
         gates: (B, Hq, Nq, 3) with ``"gates"``: factors of means, chosen blocks and window.
         scale: Factor of the scores; 1 / sqrt(D) by default.
         q_offset: Position of the first query; Nk - Nq for a decode step.
-        backend: What computes the chosen tiles; see :func:`ringweave.explain`.
+        backend: Backend for the chosen tiles; see :func:`ringweave.explain`.
     Returns:
         Output, (B, Hq, Nq, Dv), dtype of q. Differentiable in q, k, v and gates; the choice has no gradient.
     Raises:
-        ShapeError: Shapes, dtypes or devices do not fit, gates without ``"gates"`` or the other way round.
-        UnsupportedError: An unknown combination, or a backend that cannot run the case.
+        ShapeError: Shapes, dtypes or devices do not fit, or only one of ``gates`` and ``combine="gates"`` is given.
+        UnsupportedError: ``combine`` is unknown, or the backend cannot run the case.
     Example:
         >>> out = rw.hierarchical_attention(q, k, v, pool=32, top_k=2, window=32, causal=True)
         >>> every = rw.hierarchical_attention(q, k, v, pool=32, top_k=8, window=32, causal=True)
@@ -81,7 +83,7 @@ def hierarchical_attention(
 
     References:
         Yuan et al. (2025), Native sparse attention, section 3.3 (``"gates"``); Zhu and Soricut (2021), H-Transformer-1D
-        (means that stand for their tokens). The logarithm of the count and the exact merge are not theirs.
+        (means that represent their tokens). The logarithm of the count and the exact merge are additions of ringweave.
     """
     causal = flag("causal", causal, ShapeError)
     q_offset = whole("q_offset", q_offset, 0, error=ShapeError, remedy="Pass Nk - Nq for a decode step.")
@@ -91,7 +93,8 @@ def hierarchical_attention(
     top_k, window = (whole(name, x, 0, error=ShapeError) for name, x in (("top_k", top_k), ("window", window)))
     gated = one_of("combine", combine, COMBINATIONS) == "gates"
     _check_gates(gates, gated, q)
-    # tiles are counted out in a trace: with lengths left open it takes minutes, and holds for no other
+    # A trace unrolls the tiles, so lengths must be constants: with symbolic lengths a trace takes minutes, and it would
+    # not be valid for other lengths anyway.
     nq, nk = operator.index(q.shape[2]), operator.index(k.shape[2])
     tiles = _Tiles(pool, nq, nk, q_offset, top_k, 0 if gated else -(-window // pool), causal)
     with torch.autocast(q.device.type, enabled=False):
@@ -102,23 +105,23 @@ def hierarchical_attention(
     if gates is None:
         return merge([fine.out, coarse.out.to(q.dtype)], [fine.lse, coarse.lse]).out
     near = SlidingWindow(window, 0 if causal else window)
-    # keys may end before the window of late queries begins: a row that attends nothing gives 0
+    # late queries may have no keys in their window; such rows give 0
     local = attention(q, k, v, near, scale=scale, q_offset=q_offset, backend=backend)
     parts = zip((coarse.out, fine.out, local), gates.to(coarse.out.dtype).unbind(-1), strict=True)
     return torch.stack([gate[..., None] * part for part, gate in parts]).sum(0).to(q.dtype)
 
 
 class _Tiles(NamedTuple):
-    """Which blocks a tile of queries may attend: numbers of tiles and blocks count from position 0.
+    """The geometry of query tiles and key blocks; both are numbered from position 0.
 
     Attributes:
-        pool: Tokens of a tile and of a block.
-        nq: Queries.
-        nk: Keys.
+        pool: Tokens in a tile and in a block.
+        nq: Number of queries.
+        nk: Number of keys.
         q_offset: Position of the first query.
-        top_k: Blocks that a tile chooses.
-        reach: Blocks before its own, and after it unless causal, that a tile attends in any case.
-        causal: Whether later keys are left out.
+        top_k: Number of blocks that a tile chooses.
+        reach: Number of blocks before a tile's own, and after it unless causal, that the tile always attends.
+        causal: Whether later keys are excluded.
     """
 
     pool: int
@@ -131,25 +134,25 @@ class _Tiles(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Count the blocks of keys."""
+        """Number of key blocks."""
         return -(-self.nk // self.pool)
 
     @property
     def first(self) -> int:
-        """Number the first query's tile."""
+        """Index of the first query's tile."""
         return self.q_offset // self.pool
 
     @property
     def last(self) -> int:
-        """Number the last query's tile."""
+        """Index of the last query's tile."""
         return (self.q_offset + self.nq - 1) // self.pool
 
     def rows(self, tile: int) -> int:
-        """Count the queries before a tile."""
+        """Return the number of queries before a tile."""
         return min(max(tile * self.pool - self.q_offset, 0), self.nq)
 
     def near(self, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """First and last block that tiles attend in any case; where keys have ended the last ones."""
+        """Return the first and last block that tiles always attend, clamped to the existing blocks."""
         low, high = tile - self.reach, tile if self.causal else tile + self.reach
         return low.clamp(0, self.blocks - 1), high.clamp(max=self.blocks - 1)
 
@@ -157,12 +160,13 @@ class _Tiles(NamedTuple):
 def _attend_means(
     q: Tensor, k: Tensor, v: Tensor, tiles: _Tiles, scale: float, *, cover: bool
 ) -> tuple[AttentionOutput, BlockTable]:
-    """Attention over the means, in the dtype of sums, and the blocks that its weights choose."""
+    """Compute attention over the means, in the dtype of sums, and the table of blocks that its weights choose."""
     acc, (batch, heads, *_), device = acc_dtype(q.dtype), q.shape, q.device
     ratio = heads // k.shape[1]
     tokens = (tiles.nk - torch.arange(tiles.blocks, device=device) * tiles.pool).clamp(max=tiles.pool).to(acc)
     means = [block_means(x, tiles.pool).repeat_interleave(ratio, 1) for x in (k, v)]
-    # the scores of a piece are made again in backward: all pieces together are N x N / pool. torch.func cannot
+    # The scores of all pieces together are N x N / pool numbers, so backward recomputes those of each piece. Transforms
+    # of torch.func do not support the checkpoint.
     transformed = not torch.compiler.is_compiling() and transforming(q, k, v)
     step = max(1, _AT_ONCE // (batch * heads * tiles.pool * tiles.blocks))
     outs: list[Tensor] = []
@@ -170,7 +174,7 @@ def _attend_means(
     chosen: list[Tensor] = []
     for begin in range(tiles.first, tiles.last + 1, step):
         end = min(begin + step, tiles.last + 1)
-        # blocks after the last tile of a piece are nobody's there
+        # no tile of this piece attends later blocks
         blocks = min(end, tiles.blocks) if tiles.causal else tiles.blocks
         part = q[:, :, tiles.rows(begin) : tiles.rows(end)].to(acc) * scale
         inputs = (part, means[0][:, :, :blocks], means[1][:, :, :blocks], tokens[:blocks].log())
@@ -189,7 +193,7 @@ def _attend_means(
     near = torch.minimum(near, high[:, None]).expand(batch, heads, -1, -1)
     listed = torch.cat([near, listed], -1)
     listed = ascending(listed, torch.full(listed.shape[:-1], listed.shape[-1], device=device), tiles.blocks)
-    # a table begins at position 0
+    # a table's rows begin at position 0
     listed = pad(listed, (0, 0, tiles.first, 0), value=tiles.blocks)
     table = BlockTable.of(ListedBlocks(listed, tiles.blocks), (tiles.pool, tiles.pool))
     return AttentionOutput(torch.cat(outs, 2), torch.cat(lses, 2)), table
@@ -198,7 +202,11 @@ def _attend_means(
 def _attend_piece(
     q: Tensor, k: Tensor, v: Tensor, logs: Tensor, tiles: _Tiles, begin: int, end: int, cover: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse) of the queries of tiles [begin, end) over means; the blocks they choose, (B, Hq, tiles, n), or -1."""
+    """Attend means for the queries of tiles [begin, end).
+
+    Returns:
+        out, lse, and the chosen blocks, (B, Hq, tiles, n), with -1 for missing choices.
+    """
     device = q.device
     position = torch.arange(tiles.rows(begin), tiles.rows(end), device=device) + tiles.q_offset
     block = torch.arange(k.shape[2], device=device)
@@ -217,7 +225,7 @@ def _attend_piece(
         best = torch.where(far, mass, -1.0).topk(min(tiles.top_k, len(block)), -1)
         chosen = torch.where(best.values < 0, -1, best.indices)
         if cover:
-            # the place past the end takes what is none
+            # the extra last column takes the writes of missing choices
             free = pad(far, (0, 1)).expand(*q.shape[:2], -1, -1)
             free = free.scatter(-1, torch.where(chosen < 0, len(block), chosen), False)[..., :-1]
             allowed = free[:, :, row]
@@ -225,7 +233,7 @@ def _attend_piece(
             ends = ((block + 1) * tiles.pool).clamp(max=tiles.nk)
             allowed = ends <= position[:, None] + 1 if tiles.causal else torch.ones_like(far[row])
     scores = torch.where(allowed, scores, -torch.inf)
-    # log-sum-exp by hand: torch.logsumexp has a NaN gradient where every score is -inf
+    # not torch.logsumexp, since its gradient is NaN where every score is -inf
     top = scores.detach().amax(-1, keepdim=True)
     weights = torch.exp(scores - torch.where(torch.isneginf(top), 0.0, top))
     total = weights.sum(-1, keepdim=True)
@@ -241,7 +249,7 @@ def _check_gates(gates: Tensor | None, gated: bool, q: Tensor) -> None:
     if not gated or not isinstance(gates, Tensor) or not gates.is_floating_point():
         raise ShapeError(message("gates", shown(gates), wanted, "Pass both or neither."))
     if tuple(gates.shape) != (*q.shape[:3], 3) or gates.device != q.device:
-        raise ShapeError(message("gates", f"{tuple(gates.shape)} on {gates.device}", wanted, "Make one of each query."))
+        raise ShapeError(message("gates", f"{tuple(gates.shape)} on {gates.device}", wanted, "Pass three per query."))
 
 
 __all__ = ["hierarchical_attention"]

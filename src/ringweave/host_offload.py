@@ -1,12 +1,12 @@
-"""Attention of queries on a device to keys and values that stay on the host: these come in pieces of whole tiles.
+"""Compute attention of queries on a device to keys and values on the host, which are copied in pieces of whole tiles.
 
-A piece is the next few key tiles that any query attends; the others never move. It is computed against the rows that
-attend it, under its own part of the plan, so every pattern can be cut and positions are those of the whole. Forward
-merges pieces by their log-sum-exp. Backward has the whole's: pieces come once more, dQ is summed on the device, and dK
-and dV of a piece go back, each once.
+A piece is the next few key tiles that any query attends; other tiles are never copied. It is computed for the rows that
+attend it, with its part of the plan, so every pattern can be cut and positions do not change. Forward merges pieces by
+their log-sum-exp. Backward uses the lse of the whole: it copies each piece once more, sums dQ on the device, and copies
+dK and dV of each piece back once.
 
-Two slots of memory take turns: while a piece is computed the next one comes, and gradients of the one before return.
-``Copies`` holds everything about CUDA's streams and events; a test puts another in its place.
+Two slots of memory alternate: while one piece is computed, the next piece arrives and the gradients of the previous one
+return. ``Copies`` contains all use of CUDA's streams and events; tests replace it.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from .types import acc_dtype
 
 _log = logging.getLogger("ringweave")
 
-#: Bytes of keys and values that are copied at a time; there are two such pieces, and of gradients as many.
+#: Bytes of keys and values in a piece; memory holds two pieces, and in backward the gradients of two.
 PIECE = 2**26
-# where a tensor may begin in a slot
+# alignment in bytes of tensors in a slot
 _ALIGN = 256
 
 
 def copies_of(inputs: Operands) -> Copies:
-    """Begin to copy them."""
+    """Create the streams that copy these operands."""
     return Copies(inputs.q.device)
 
 
 class Stretch(NamedTuple):
-    """Some key tiles of a branch.
+    """A piece of a branch: some key tiles, and the rows that attend them.
 
     Attributes:
-        runs: Which keys of the view.
-        rows: The queries of the view that attend one of them, and what lies between.
-        branch: These rows and keys.
+        runs: Keys of the view, as contiguous slices.
+        rows: Queries of the view, from the first to the last that attend one of these keys.
+        branch: The branch of these rows and keys.
     """
 
     runs: tuple[slice, ...]
@@ -63,9 +63,9 @@ class Stretch(NamedTuple):
 
 
 def stretches(branch: Branch, tiles: int) -> list[Stretch]:
-    """Cut the keys of a branch that queries attend, so many tiles at a time."""
+    """Cut the attended keys of a branch into pieces of at most ``tiles`` tiles."""
     if branch.structure != "sparse":
-        # what dense kernels know, of which nobody makes a plan, is cut into what they know
+        # full and causal branches have no plan, and are cut into full and causal pieces for dense kernels
         side = tiles * branch.tile[1]
         return [_dense(branch, key, min(key + side, branch.nk)) for key in range(0, _attended(branch), side)]
     plan = branch.plan("cpu")
@@ -88,7 +88,7 @@ def _attended(branch: Branch) -> int:
 
 
 def _dense(branch: Branch, start: int, stop: int) -> Stretch:
-    # causal from the first key on is causal again
+    # the rows from a piece's first key on see that piece causally again
     first = 0 if branch.structure == "full" else start
     part = replace(branch, rate=1, q_first=0, k_first=0, nq=branch.nq - first, nk=stop - start)
     return Stretch((slice(start, stop),), slice(first, branch.nq), part)
@@ -100,35 +100,35 @@ def _stretch(branch: Branch, plan: BlockPlan, columns: Int64, first: np.int64, l
         for run in np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1)
     )
     part, begin = subplan(plan, np.arange(first, last), columns), int(first) * plan.q_tile
-    # of the view's heads: views of others may share the plan
+    # heads are counted within the view, because views of other heads may share the plan
     heads = (0, branch.head_count, 1)
     cut = CutBranch(branch.pattern, heads, 1, 0, 0, part.nq, part.nk, 0, branch.batch, part)
     return Stretch(runs, slice(begin, begin + part.nq), cut)
 
 
 class _Work(NamedTuple):
-    """A piece of a branch, and the branch's view."""
+    """A piece of a branch, and the view of the branch."""
 
     view: BranchSlice
     stretch: Stretch
 
     def of_host(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The piece's keys in (B, Hkv, Nk, ...) where they lie, run by run, and their places in the piece."""
+        """Yield (indices in the piece, view of the keys in x) for each run of keys; x is (B, Hkv, Nk, ...)."""
         tokens, end = x[:, :, self.view.keys], 0
         for run in self.stretch.runs:
             begin, end = end, end + run.stop - run.start
             yield slice(begin, end), tokens[:, :, run]
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
-        """Of the piece's keys: distinct heads, each once."""
+        """Return the shape of the piece's keys, with each distinct key head once."""
         return x.shape[0], self.view.heads.count, self.stretch.branch.nk, *x.shape[3:]
 
     def rows(self, x: Tensor) -> Tensor:
-        """The piece's rows of (B, Hq, Nq, ...)."""
+        """Return the piece's rows of (B, Hq, Nq, ...)."""
         return self.view.of_q(x)[:, :, self.stretch.rows]
 
     def inputs(self, inputs: Operands, keys: Iterator[Tensor]) -> Operands:
-        """What the kernel gets, of keys on the device."""
+        """Return the kernel's operands for the piece; ``keys`` yields its tensors on the device."""
         asked, view = inputs.terms, self.view
         if asked is not None:
             columns = asked.columns[view.keys]
@@ -142,20 +142,20 @@ class _Work(NamedTuple):
 
 
 class _Slot:
-    """Memory of one piece on both sides, and the events that say whose it is."""
+    """Memory of one piece on host and device, and the events that tell when it may be reused."""
 
     def __init__(self, copies: Copies, nbytes: int, returned: int = 0):
         self.copies = copies
         self.host, self.device = copies.on_host(nbytes), copies.on_device(nbytes)
-        # what had this memory may still be computed with
+        # earlier work may still use this memory
         self.read = copies.computed()
         self.sent: Any = None
         self.back = copies.on_host(returned) if returned else None
-        #: A piece's gradients on their way to the host: the event of their arrival, and themselves.
+        #: Gradients on their way to the host: the event of their arrival, their piece, and the tensors.
         self.returning: tuple[Any, _Work, list[Tensor]] | None = None
 
     def send(self, work: _Work, tensors: Sequence[Tensor]) -> None:
-        """Begin to copy a piece of the host's tensors."""
+        """Start to copy a piece of the host's tensors to the device."""
         if self.sent is not None:
             self.copies.wait(self.sent)
         shapes = [(work.shape(x), x.dtype) for x in tensors]
@@ -167,12 +167,12 @@ class _Slot:
         self.sent = self.copies.copy(self.device[:used], self.host[:used])
 
     def keys(self, work: _Work, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """The piece on the device, once it is there."""
+        """Return the piece's tensors on the device; computation waits until they have arrived."""
         self.copies.compute_after(self.sent)
         return _carved(self.device, [(work.shape(x), x.dtype) for x in tensors])
 
     def give_back(self, work: _Work, grads: Sequence[Tensor]) -> None:
-        """Begin to copy gradients of a piece to the host."""
+        """Start to copy the gradients of a piece to the host."""
         assert self.back is not None
         held = [grad.contiguous() for grad in grads]
         self.copies.copy_after(self.copies.computed())
@@ -180,11 +180,11 @@ class _Slot:
         for grad in held:
             event = self.copies.copy(self.back[begin : begin + grad.nbytes], grad.view(-1).view(torch.uint8))
             begin = _aligned(begin + grad.nbytes)
-        # until they have arrived their memory is theirs
+        # keep the tensors, so that their memory is not reused before the copies end
         self.returning = event, work, held
 
     def settle(self, totals: Sequence[Tensor]) -> None:
-        """Add what was given back to the host's gradients, once it is there."""
+        """Wait for returning gradients, if any, and add them to those on the host."""
         if self.returning is None:
             return
         assert self.back is not None
@@ -198,17 +198,17 @@ class _Slot:
 
 
 def hosted(q: Tensor, k: Tensor) -> bool:
-    """Tell whether keys and values are on another device than queries."""
+    """Whether keys and values are on another device than queries."""
     return k.device != q.device
 
 
 def program_of(call: Call, q: Tensor, k: Tensor) -> Program:
-    """Give the program of a call on these tensors; one with keys and values on the host reads them piece by piece."""
+    """Return the program of a call on these tensors, a :class:`HostProgram` if keys and values are on the host."""
     return HostProgram(call) if hosted(q, k) else Program(call)
 
 
 class HostProgram(Program):
-    """A call whose keys and values are on the host: they are read piece by piece, and dk and dv are made there."""
+    """The program of a call with keys and values on the host: it copies them piece by piece, and dk and dv back."""
 
     def forward(self, operands: Operands) -> tuple[Tensor, Tensor]:
         """Compute (out, lse) on the queries' device."""
@@ -236,7 +236,7 @@ class HostProgram(Program):
         delta_of = choose(backend, call, works[0].stretch.branch).delta if works else delta_in_chunks
         delta = delta_of(dout, out, lse, dlse)
         dtype = dtype or call.dtype
-        # a key may be in several branches
+        # a key in several branches gets several gradients, which are summed in float32
         sums = dtype if len({id(work.view) for work in works}) < 2 else lse.dtype
         dq = torch.zeros(operands.q.shape, dtype=lse.dtype, device=operands.q.device)
         totals = [torch.zeros(x.shape, dtype=sums, device=x.device) for x in (operands.k, operands.v)]
@@ -250,7 +250,7 @@ class HostProgram(Program):
                 of_q, *of_keys = chosen.backward(upstream, mine, branch, lse.dtype)
                 work.rows(dq).add_(of_q)
                 slot.give_back(work, [work.view.heads.from_kernel(x).to(sums) for x in of_keys])
-                # while this piece is computed
+                # the host adds the previous piece's gradients while this piece is computed
                 for other in slots:
                     if other is not slot:
                         other.settle(totals)
@@ -260,10 +260,10 @@ class HostProgram(Program):
         return dq.to(dtype), dk, dv
 
     def _works(self, operands: Operands) -> tuple[Operands, list[_Work]]:
-        """What is computed, in order; strides of keys and values are the staging's matter."""
+        """Return detached operands and their pieces in order; keys and values may have any strides."""
         name = self.call.backend
         if name in BACKENDS and not BACKENDS[name].branched:
-            # it would take a part's weights for those of the whole
+            # the reference would normalise a piece as if it were the whole
             wanted = "a backend that computes parts of a call"
             raise UnsupportedError(message("backend", repr(name), wanted, "Use backend='auto' or 'dense_batched'."))
         operands = operands._replace(q=readable(operands.q)).of_keys(Tensor.detach)
@@ -277,29 +277,29 @@ class HostProgram(Program):
         return operands, works
 
 
-# what was told of the host
+# messages that were logged already
 _told: set[str] = set()
 
 
 def _tell(direction: str, operands: Operands) -> None:
-    """Log that keys and values come from the host, once."""
+    """Log that keys and values come from the host, once per process and message."""
     cost = "each key that a query attends is copied once"
     if direction == "backward":
         cost += " more, and its gradients back"
-    what = f"{direction} in pieces of {PIECE // 2**20} MiB of them on {operands.q.device.type}"
+    what = f"{direction} in pieces of {PIECE // 2**20} MiB to {operands.q.device.type}"
     if what not in _told:
         _told.add(what)
-        why = "keys and values are on the host: attention computes"
+        why = "keys and values are on the host: attention copies them"
         _log.warning("%s, %s (the same result; cost: %s)", why, what, cost)
 
 
 def _tensors(inputs: Operands) -> list[Tensor]:
-    """What is on the host, in the order in which ``Operands.of_keys`` asks for it."""
+    """Return the tensors on the host, in the order in which ``Operands.of_keys`` uses them."""
     return [*(inputs.scales or ()), inputs.k, inputs.v]
 
 
 def _slots(copies: Copies, inputs: Operands, works: Sequence[_Work], sums: torch.dtype | None = None) -> list[_Slot]:
-    """Memory for the largest piece, twice if there are two; with gradients of a type, for these too."""
+    """Make one or two slots for the largest piece; with ``sums``, also for its gradients of this dtype."""
 
     def most(dtype: torch.dtype | None) -> int:
         return max(_used([(work.shape(x), dtype or x.dtype) for x in _tensors(inputs)]) for work in works)
@@ -310,7 +310,7 @@ def _slots(copies: Copies, inputs: Operands, works: Sequence[_Work], sums: torch
 def _arriving(
     copies: Copies, slots: Sequence[_Slot], works: Sequence[_Work], inputs: Operands
 ) -> Iterator[tuple[_Work, _Slot, Operands]]:
-    """Give each piece once it is on the device; the next one is on its way then."""
+    """Yield each piece with its slot and operands on the device, while the next piece is being copied."""
     tensors, turns = _tensors(inputs), list(zip(works, itertools.cycle(slots), strict=False))
     for work, slot in turns[:1]:
         slot.send(work, tensors)
@@ -322,7 +322,7 @@ def _arriving(
 
 
 def _carved(memory: Tensor, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Iterator[Tensor]:
-    """Tensors that lie one after the other in bytes."""
+    """Yield tensors of these shapes and dtypes, one after the other in a tensor of bytes."""
     begin = 0
     for shape, dtype in shapes:
         nbytes = math.prod(shape) * dtype.itemsize
@@ -339,12 +339,12 @@ def _aligned(nbytes: int) -> int:
 
 
 class Copies:
-    """Memory on both sides, and the order of work, by the streams and events of CUDA or ROCm.
+    """Memory on host and device, and the order of copies and computation, by streams and events of CUDA or ROCm.
 
     Args:
-        device: Where to, and back from.
+        device: The device.
     Raises:
-        UnsupportedError: While a CUDA graph is captured: the host is no part of it.
+        UnsupportedError: A CUDA graph is being captured, which cannot include work on the host.
     """
 
     def __init__(self, device: torch.device):
@@ -356,41 +356,41 @@ class Copies:
         self._copying: Any = torch.cuda.Stream(device)
 
     def on_host(self, nbytes: int) -> Tensor:
-        """Take page-locked bytes."""
-        # loaded when it is needed
+        """Allocate page-locked bytes on the host."""
+        # imported only when needed
         from .memory.workspace import scratch
 
         return scratch.take((nbytes,), torch.uint8, pinned=True)
 
     def on_device(self, nbytes: int) -> Tensor:
-        """Take bytes of the device; what was computed before may still use them."""
+        """Allocate bytes on the device; earlier computation may still use them."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def copy(self, to: Tensor, of: Tensor) -> Any:
-        """Copy bytes, after the copies before; the event of its end."""
+        """Copy bytes after earlier copies, and return the event of the copy's end."""
         with torch.cuda.stream(self._copying):
             to.copy_(of, non_blocking=True)
             return self._copying.record_event()
 
     def computed(self) -> Any:
-        """Give the event of the end of what is to be computed so far."""
+        """Return the event of the end of all computation queued so far."""
         return self._computing.record_event()
 
     def copy_after(self, event: Any) -> None:
-        """Let copies from now on wait."""
+        """Let later copies wait for an event."""
         self._copying.wait_event(event)
 
     def compute_after(self, event: Any) -> None:
-        """Let what is computed from now on wait."""
+        """Let later computation wait for an event."""
         self._computing.wait_event(event)
 
     def wait(self, event: Any) -> None:
-        """Let the host wait."""
+        """Let the host wait for an event."""
         event.synchronize()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # what copies read and write may go then
+        # after this the memory that copies use may be freed
         self._copying.synchronize()

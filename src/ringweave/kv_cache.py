@@ -1,4 +1,4 @@
-"""Keys and values in pages: the cache that serves many sequences, and what a call over it means."""
+"""A paged cache of keys and values for many sequences, and the page arguments of a call over it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .precision import STORED, Precision, Scales, as_precision, store
 from .torch_compat import version
 from .types import DTYPES
 
-#: Tokens that a page may have.
+#: Allowed numbers of tokens in a page.
 SIZES = (16, 32, 64, 128, 256)
 
 
 class Pages(NamedTuple):
-    """Where keys and values lie that are stored in pages: token t in page ``table[b, t // size]``, at ``t % size``.
+    """The location of keys and values in pages: token t is in page ``table[b, t // size]``, at ``t % size``.
 
     Attributes:
-        table: Page numbers, (B, n) int32; those behind an element's last token mean nothing and are not used.
-        lengths: Tokens of each batch element, (B,) int32.
-        size: Tokens of a page: 16, 32, 64, 128 or 256.
+        table: Page numbers, (B, n) int32; entries after an element's last token are not used.
+        lengths: Number of tokens of each batch element, (B,) int32.
+        size: Tokens in a page: 16, 32, 64, 128 or 256.
     """
 
     table: Tensor
@@ -37,35 +37,35 @@ class Pages(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Tokens for which a row of the table has room."""
+        """Number of tokens for which a row of the table has room."""
         return self.table.shape[1] * self.size
 
     def gathered(self, x: Tensor, b: int, h: int) -> Tensor:
-        """Copy one head of one batch element out of its pages, (capacity, D); what lies behind its end is not its own.
+        """Copy one head of one batch element out of its pages, (capacity, D); rows after its last token are arbitrary.
 
-        For the definition, and for rare second looks: kernels read through the table.
+        Only the reference and rare re-checks use this; kernels read through the table.
         """
         return x[self.table[b].long().clamp(0, len(x) - 1), h].flatten(0, 1)
 
 
 class PagedCache:
-    """Keys and values of several sequences in pages of one pool, found through a table.
+    """A cache of the keys and values of several sequences, in pages of one pool that a table maps to tokens.
 
-    Token t of sequence b lies in page ``table[b, t // page]``, at ``t % page``. Sequences may share pages, such as
-    those of a common prompt; one that is written to while others hold it is copied first. Nothing is moved as sequences
-    grow, and what one gives back another takes. The cache keeps book on the host, from the first ``append``, ``fork``
-    or ``free`` on; until then what it was made of may be written by hand.
+    Token t of sequence b is in page ``table[b, t // page]``, at ``t % page``. Sequences may share pages, such as those
+    of a common prompt; a shared page is copied before a sequence writes to it. Nothing is moved when sequences grow,
+    and pages that one sequence frees are used by others. From the first ``append``, ``fork`` or ``free`` on, the cache
+    keeps its own record of pages on the host; until then the tensors may be written by hand.
 
     Args:
-        k: Keys, (pages, Hkv, page, D), a page being 16, 32, 64, 128 or 256 tokens.
-        v: Values, (pages, Hkv, page, Dv), alike.
-        table: Page numbers, (B, n) int32: a sequence has at most n * page tokens. Those behind its last token may be
-            anything.
-        lengths: Tokens of each sequence, (B,) int32.
-        scales: Of k and v that are stored in 8 bits (int8, float8_e4m3fn), both (pages, Hkv, page) float32: what each
-            token's row of a head is multiplied by.
+        k: Keys, (pages, Hkv, page, D), with pages of 16, 32, 64, 128 or 256 tokens.
+        v: Values, (pages, Hkv, page, Dv), dtype and device of k.
+        table: Page numbers, (B, n) int32: a sequence has at most n * page tokens. Entries after its last token may have
+            any value.
+        lengths: Number of tokens of each sequence, (B,) int32.
+        scales: Factors of k and v stored in 8 bits (int8, float8_e4m3fn), one per head and token: two float32 tensors
+            (pages, Hkv, page).
     Raises:
-        ShapeError: Tensors that do not fit each other; at use, a length or a page number out of range.
+        ShapeError: The tensors do not fit each other; when the cache is used, a length or page number is out of range.
     Example:
         >>> cache = rw.PagedCache.empty(batch=2, length=1024, heads=4, dim=32)
         >>> cache.append(k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1))
@@ -73,7 +73,7 @@ class PagedCache:
         torch.Size([2, 4, 1, 32])
 
     References:
-        Kwon et al. (2023), PagedAttention, sections 4.1 to 4.4; here a kernel reads through the table on a CPU too.
+        Kwon et al. (2023), PagedAttention, sections 4.1 to 4.4; here kernels read through the table on CPUs too.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class PagedCache:
                 raise ShapeError(message(name, got, "1", f"Call {name}.contiguous() once."))
         if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
             got = f"{shown(v)} on {v.device}"
-            raise ShapeError(message("v", got, f"as k but for Dv: {shown(k)} on {k.device}", "Make them alike."))
+            raise ShapeError(message("v", got, f"k's form except for Dv: {shown(k)} on {k.device}", "Convert it."))
         if k.shape[2] not in SIZES:
-            raise ShapeError(message("page", k.shape[2], "16, 32, 64, 128 or 256 tokens", "Store them in such pages."))
+            raise ShapeError(message("page", k.shape[2], "16, 32, 64, 128 or 256 tokens", "Use one of these sizes."))
         for name, x, ndim in (("table", table, 2), ("lengths", lengths, 1)):
             if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.ndim != ndim or not x.is_contiguous():
                 wanted = "a contiguous int32 tensor " + ("(B, n)" if ndim == 2 else "(B,)")
@@ -106,7 +106,7 @@ class PagedCache:
             if x.device != k.device:
                 raise ShapeError(message(f"{name}.device", x.device, f"{k.device}, as k", "Move it there."))
         if len(table) != len(lengths) or 0 in table.shape:
-            raise ShapeError(message("lengths", shown(lengths), f"one for each row of {shown(table)}", "Add them."))
+            raise ShapeError(message("lengths", shown(lengths), f"one for each row of {shown(table)}", "Pass as many."))
         self.k, self.v, self.table, self.lengths = k, v, table, lengths
         self.scales = _checked_scales(scales, k)
         self._book: _Book | None = None
@@ -129,20 +129,19 @@ class PagedCache:
         """Make a cache without tokens.
 
         Args:
-            batch: Sequences.
-            length: Most tokens of one.
-            heads: Key heads.
+            batch: Number of sequences.
+            length: Maximum number of tokens of a sequence.
+            heads: Number of key heads.
             dim: D of keys.
             value_dim: Dv of values; D by default.
-            page: Tokens of a page.
-            pages: Pages of the pool; by default as many as all sequences have room for.
-            dtype: Of keys and values; torch's default.
-            device: Where they live.
-            precision: A policy, of whose ``kv`` they are stored in 8 bits: what is appended is rounded, a row at a
-                time, and read as it is stored.
+            page: Tokens in a page.
+            pages: Pages in the pool; by default enough for every sequence at its maximum length.
+            dtype: Dtype of keys and values; torch's default dtype if None.
+            device: Device of all tensors.
+            precision: A policy; its ``kv`` selects storage in 8 bits, to which each appended row of a head is rounded.
         Raises:
-            ShapeError: A size below 1, another number of tokens in a page, or more than memory holds.
-            UnsupportedError: Both a dtype and 8 bits.
+            ShapeError: A size is below 1, ``page`` is not an allowed number, or memory does not suffice.
+            UnsupportedError: Both ``dtype`` and ``precision.kv`` are given.
         """
         sizes = {"batch": batch, "length": length, "heads": heads, "dim": dim, "page": page}
         sizes |= {"value_dim": dim if value_dim is None else value_dim}
@@ -155,11 +154,11 @@ class PagedCache:
             raise ShapeError(message("dtype", shown(dtype), "a floating type", "Use float32, float16 or bfloat16."))
         stored = as_precision(precision).kv
         if stored is not None and dtype is not None:
-            raise UnsupportedError(message("dtype", dtype, f"none beside precision.kv={stored}", "Leave it out."))
+            raise UnsupportedError(message("dtype", dtype, f"None with precision.kv={stored}", "Leave it out."))
         place = check_device(device)
         scales = None
         try:
-            # written to later, in whatever mode
+            # not inference tensors, since append may write to them outside of inference mode
             with torch.inference_mode(False):
                 k, v = (
                     torch.zeros(count, sizes["heads"], page, sizes[of], dtype=stored or dtype, device=place)
@@ -172,16 +171,16 @@ class PagedCache:
                     scales = Scales(*(torch.zeros(k.shape[:3], dtype=torch.float32, device=place) for _ in range(2)))
         except RuntimeError as error:
             remedy = "Lower batch, length or pages."
-            raise ShapeError(message("pages", f"{count} pages of {page}", "what memory holds", remedy)) from error
+            raise ShapeError(message("pages", f"{count} pages of {page}", "a pool within memory", remedy)) from error
         return cls(k, v, table, lengths, scales=scales)
 
     def __getstate__(self) -> dict[str, Any]:
-        # on a CPU the book is kept in this cache's own tensors: a copy opens another
+        # On a CPU the book shares the memory of this cache's tensors, so a copy opens another one.
         return self.__dict__ | {"_book": None}
 
     def __copy__(self) -> NoReturn:
-        remedy = "Use copy.deepcopy, or fork() for sequences that go on from the same tokens."
-        raise UnsupportedError(message("cache", "a shallow copy", "one keeper of its pages", remedy))
+        remedy = "Use copy.deepcopy, or fork() for sequences that continue from the same tokens."
+        raise UnsupportedError(message("cache", "a shallow copy", "a single owner of its pages", remedy))
 
     def __repr__(self) -> str:
         pages, heads, page, dim = self.k.shape
@@ -194,35 +193,35 @@ class PagedCache:
 
     @property
     def page(self) -> int:
-        """Tokens of a page."""
+        """Number of tokens in a page."""
         return self.k.shape[2]
 
     @property
     def _host_lengths(self) -> NDArray[np.int32] | None:
-        """Tokens of each sequence, known without waiting for a device; None where ``lengths`` may say otherwise."""
+        """Lengths of the sequences without waiting for a device; None if ``lengths`` may have been changed by hand."""
         book = self._book
         if book is None or book.shared:
             return self.lengths.numpy() if self.lengths.device.type == "cpu" else None
-        # a write by hand under inference mode is not counted
+        # inference tensors count no writes, so a write by hand would go unnoticed
         if book.published[0] is not self.lengths or self.lengths.is_inference():
             return None
         return book.lengths if book.published[1] == version(self.lengths) else None
 
     @property
     def free_pages(self) -> int:
-        """How many pages nobody holds."""
+        """Number of pages that no sequence holds."""
         return len(self._opened().free)
 
     def append(self, k: Tensor, v: Tensor, rows: Sequence[int] | None = None) -> None:
         """Write the next tokens of sequences.
 
         Args:
-            k: Keys, (R, Hkv, tokens, D), of the cache's dtype; of any floating type where that has 8 bits.
+            k: Keys, (R, Hkv, tokens, D), in the cache's dtype, or any floating dtype for a cache in 8 bits.
             v: Values, (R, Hkv, tokens, Dv).
-            rows: R sequences, each once; all by default.
+            rows: The R sequences, each once; all by default.
         Raises:
-            ShapeError: Tensors that do not fit the cache, or tokens for which a row of the table has no room.
-            PageError: No page is free; nothing was written.
+            ShapeError: The tensors do not fit the cache, or a row of the table has no room for the tokens.
+            PageError: Too few pages are free; nothing was written.
         """
         book = self._book or self._opened()
         chosen = book.rows if rows is None else self._rows("rows", rows)
@@ -230,7 +229,7 @@ class PagedCache:
             wanted = (len(chosen), of.shape[1], k.shape[2] if isinstance(k, Tensor) and k.ndim == 4 else 1, of.shape[3])
             types = (of.dtype,) if self.scales is None else DTYPES
             if not isinstance(x, Tensor) or x.shape != wanted or x.dtype not in types or x.device != of.device:
-                remedy = "Append tokens as the cache takes them."
+                remedy = "Convert the tokens to the cache's form."
                 one = of.dtype if self.scales is None else "a floating type"
                 raise ShapeError(message(name, shown(x), f"{one} {wanted} on {of.device}", remedy))
         own = book.own_place(chosen) if len(chosen) == k.shape[2] == 1 and self.scales is None else None
@@ -265,14 +264,15 @@ class PagedCache:
             self._publish(book)
 
     def fork(self, source: int | Sequence[int], target: int | Sequence[int], length: int | None = None) -> None:
-        """Let sequences begin as others: they share their pages, until one writes to a page of both.
+        """Let target sequences start with the tokens of sources; they share pages until one of them writes.
 
         Args:
-            source: A sequence, or several; one may be named more than once.
-            target: As many, each once, which give back what they held. A source may be among them.
-            length: Tokens that are taken over; all by default.
+            source: A sequence, or several; one may occur more than once.
+            target: One sequence for each source, each once; it may also be a source. Its own pages are freed.
+            length: Number of first tokens that are shared; all by default.
         Raises:
-            ShapeError: A row that there is not, another number of targets, or more tokens than a source has.
+            ShapeError: A row does not exist, the numbers of sources and targets differ, or a source has fewer tokens
+                than ``length``.
         """
         book = self._opened()
         sources = self._rows("source", source if isinstance(source, Sequence) else [source], once=False)
@@ -289,12 +289,12 @@ class PagedCache:
         self._publish(book)
 
     def free(self, rows: Sequence[int] | None = None) -> None:
-        """Empty sequences: pages that no other holds are free again.
+        """Empty sequences and free the pages that no other sequence holds.
 
         Args:
-            rows: Which ones; all by default.
+            rows: The sequences; all by default.
         Raises:
-            ShapeError: A row that there is not.
+            ShapeError: A row does not exist.
         """
         book = self._opened()
         book.release(self._rows("rows", rows))
@@ -326,32 +326,32 @@ class PagedCache:
 
 
 def _checked_scales(scales: object, k: Tensor) -> Scales | None:
-    """The scales of a pool, which has them where it is stored in 8 bits; ShapeError for what is none."""
+    """Return the checked scales of a pool, None for one that is not stored in 8 bits; raise ShapeError otherwise."""
     if scales is None and k.dtype not in STORED:
         return None
-    wanted = f"two float32 tensors {tuple(k.shape[:3])} on {k.device}" if k.dtype in STORED else f"none of {k.dtype}"
+    wanted = f"two float32 tensors {tuple(k.shape[:3])} on {k.device}" if k.dtype in STORED else f"None with {k.dtype}"
     pair = scales if isinstance(scales, (tuple, list)) and len(scales) == 2 else (None, None)
     for x in pair:
         fits = isinstance(x, Tensor) and x.dtype == torch.float32 and x.shape == k.shape[:3] and x.device == k.device
         if k.dtype not in STORED or not fits:
-            remedy = "Pass those of the cache that k and v are of: scales=cache.scales."
+            remedy = "Pass the scales of the cache that k and v belong to: scales=cache.scales."
             raise ShapeError(message("scales", shown(x), wanted, remedy))
     return Scales(*pair)
 
 
 def _indexed(x: Tensor) -> Tensor:
-    """A tensor that can be indexed: floats of 8 bits cannot, as bytes they can."""
+    """Return a tensor that supports indexed writes: 8-bit floats do not, so they are viewed as bytes."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def check_pages(table: NDArray[np.int32], lengths: NDArray[np.int32], pages: int, size: int) -> None:
-    """Raise ShapeError where a length has no room in its row, or a number that is used is not that of a page."""
+    """Raise ShapeError if a length exceeds its row of the table, or an entry in use is not a page number."""
     room = table.shape[1] * size
     if lengths.min() < 0 or lengths.max() > room:
         row = int(lengths.argmax() if lengths.max() > room else lengths.argmin())
         got = f"{lengths[row]} tokens in row {row}"
-        raise ShapeError(message("lengths", got, f"0 to {room}, which a row has room for", "Add columns to the table."))
-    # as unsigned numbers those below 0 are too large
+        raise ShapeError(message("lengths", got, f"0 to {room}, the room of a table row", "Add columns to the table."))
+    # read as unsigned, negative numbers are too large as well
     wrong = (table.view(np.uint32) >= pages) & (np.arange(table.shape[1]) * size < lengths[:, None])
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
@@ -360,22 +360,22 @@ def check_pages(table: NDArray[np.int32], lengths: NDArray[np.int32], pages: int
 
 
 def last_tokens(pattern: Pattern, lengths: Tensor, nq: int) -> Pattern:
-    """A pattern by places in q, where each sequence's last nq tokens are, and in its row of pages.
+    """Shift a pattern so that q holds the last nq tokens of each sequence and keys start at its first token.
 
     Args:
         pattern: A pattern, counted from each sequence's first token.
-        lengths: Tokens of each sequence, (B,), on the host.
-        nq: Queries.
+        lengths: Number of tokens of each sequence, (B,), on the host.
+        nq: Number of queries.
     Raises:
-        ShapeError: A sequence with fewer tokens than queries, and not none.
-        PatternError: A LongNet.
+        ShapeError: A sequence that is not empty has fewer tokens than queries.
+        PatternError: The pattern is a LongNet.
     """
     known = lengths.numpy()
     short = (known < nq) & (known > 0)
     if short.any():
         row = int(short.argmax())
         got = f"{nq} queries of row {row}, which has {known[row]} tokens"
-        raise ShapeError(message("q", got, "at most as many as each sequence has", "Attend it in a call of its own."))
+        raise ShapeError(message("q", got, "at most as many as each sequence has", "Attend it in a separate call."))
     if not pattern.combinable:
         remedy = "A LongNet keeps tokens by their place: use Dilated or Segments."
         raise PatternError(message("pattern", repr(pattern), "a relation", remedy))
@@ -383,20 +383,20 @@ def last_tokens(pattern: Pattern, lengths: Tensor, nq: int) -> Pattern:
 
 
 class _Book:
-    """Who holds which pages, on the host.
+    """The host's record of pages, their holders and the lengths of sequences.
 
     Args:
         table: Page numbers of each sequence.
-        lengths: Tokens of each sequence.
-        pages: Pages of the pool.
-        page: Tokens of a page.
-        shared: Whether these arrays are the memory of the cache's own tensors.
+        lengths: Number of tokens of each sequence.
+        pages: Number of pages in the pool.
+        page: Tokens in a page.
+        shared: Whether these arrays share memory with the cache's tensors.
     """
 
     def __init__(self, table: NDArray[np.int32], lengths: NDArray[np.int32], pages: int, page: int, shared: bool):
         self.table, self.lengths, self.page, self.shared = table, lengths, page, shared
         self.rows = np.arange(len(table))
-        # the tensor that the lengths were last written to, and its version then
+        # the tensor to which the lengths were last copied, and its version after that
         self.published: tuple[Tensor, Hashable]
         check_pages(table, lengths, pages, page)
         held = table[np.arange(table.shape[1]) * page < lengths[:, None]]
@@ -407,7 +407,7 @@ class _Book:
         return -(-length // self.page)
 
     def own_place(self, rows: NDArray[np.int64]) -> tuple[int, int] | None:
-        """Give the page and place of one row's next token, where that goes on in a page that it alone holds."""
+        """Return (page, place) of one row's next token if it fits in a page that only this row holds, else None."""
         row = rows.item()
         last, place = divmod(self.lengths.item(row), self.page)
         if not place:
@@ -418,16 +418,16 @@ class _Book:
     def reserve(
         self, rows: NDArray[np.int64], tokens: int
     ) -> tuple[list[tuple[int, int]], NDArray[np.int64], NDArray[np.int64]]:
-        """Give rows the pages of their next tokens.
+        """Assign pages to the next tokens of rows.
 
         Returns:
-            (from, to) of pages to be copied, since others hold them too; the page and the place in it of each token,
-            (R, tokens) each.
+            (from, to) of the shared pages that must be copied before the write; the page of each token, and its place
+            in the page, both (R, tokens).
         """
         before = self.lengths[rows]
         last, place = np.divmod(before, self.page)
         if tokens == 1 and np.count_nonzero(place) == len(rows):
-            # most steps: each row goes on in a page that it alone holds
+            # fast path of most steps: each row continues in a page that only it holds
             pages = self.table[rows, last]
             if np.count_nonzero(self.holders[pages] == 1) == len(rows):
                 return [], pages.astype(np.int64)[:, None], place.astype(np.int64)[:, None]
@@ -442,7 +442,7 @@ class _Book:
         pages = self.table[written, last[place > 0]]
         holders, shared = dict[int, int](), list[int]()
         for row, number in zip(written[self.holders[pages] > 1], pages[self.holders[pages] > 1].tolist(), strict=True):
-            # the last one to hold it may write
+            # the last holder writes to the page in place
             left = holders.setdefault(number, int(self.holders[number]))
             if left > 1:
                 holders[number] = left - 1
@@ -470,7 +470,7 @@ class _Book:
         return number
 
     def share(self, sources: NDArray[np.int64], targets: NDArray[np.int64], lengths: NDArray[np.int32]) -> None:
-        """Let targets hold the pages of the first tokens of sources."""
+        """Let targets hold the pages with the first ``lengths`` tokens of sources."""
         taken = [self.table[row, :held].copy() for row, held in zip(sources, self._held(lengths), strict=True)]
         for pages in taken:
             np.add.at(self.holders, pages, 1)
@@ -480,7 +480,7 @@ class _Book:
         self.lengths[targets] = lengths
 
     def release(self, rows: NDArray[np.int64]) -> None:
-        """Give back what rows hold."""
+        """Free the pages of rows that no other row holds, and set their lengths to 0."""
         for row, held in zip(rows, self._held(self.lengths[rows]), strict=True):
             pages, times = np.unique(self.table[row, :held], return_counts=True)
             self.holders[pages] -= times

@@ -1,4 +1,4 @@
-"""Parts of the separate distribution ``ringweave-lab``, found through its entry points and never imported by name."""
+"""Find parts of the separate distribution ``ringweave-lab`` by its entry points, never by importing it by name."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
-#: Commands that the laboratory adds to ``ringweave``.
+#: Commands that ``ringweave-lab`` adds to ``ringweave``.
 COMMANDS = ("bench", "demo", "explore", "profile", "simulate")
 REMEDY = "pip install ringweave-lab, or in a clone pip install ./lab."
 
 
 def registrations() -> list[Callable[[Any], None]]:
-    """Return the functions that add commands to the command line; empty where the laboratory is not installed."""
+    """Return the functions that add commands to the command line; empty if ``ringweave-lab`` is not installed."""
     return [each.load() for each in entry_points(group="ringweave.commands")]
 
 
 def attribute(module: str, name: str) -> Any:
-    """Return the object that the laboratory adds to a module under a name.
+    """Return the object that ``ringweave-lab`` adds to a module under a name.
 
     Raises:
-        AttributeError: The laboratory is not installed.
+        AttributeError: ``ringweave-lab`` is not installed.
     """
     found = entry_points(group="ringweave.attributes", name=f"{module}.{name}")
     if not found:

@@ -1,4 +1,4 @@
-"""The exact combination of partial attention results by their log-sum-exp."""
+"""Combine partial attention results exactly, by their log-sum-exp."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .types import AttentionOutput, acc_dtype
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
-    """Join partial results over disjoint key sets (or over branches that may overlap) into the whole.
+    """Merge partial results over disjoint key sets, or over branches that may overlap, into the whole.
 
-    ``lse = log sum_i exp(lse_i)``, ``out = sum_i exp(lse_i - lse) out_i``, in float32 (float64 for float64 parts);
-    a row that no part attends gives 0 and -inf. A part with an lse of -inf adds nothing, whatever its out holds.
+    ``lse = log sum_i exp(lse_i)``, ``out = sum_i exp(lse_i - lse) out_i``, in float32 (float64 for float64 parts). A
+    row without keys in any part gives 0 and -inf. A part with an lse of -inf adds nothing, even if its out is NaN.
     Associative and commutative to rounding; differentiable in all inputs.
 
     Args:
         outs: Partial outputs, (..., Nq, Dv) each.
-        lses: Their log-sum-exp, (..., Nq) each.
+        lses: Log-sum-exp of the parts' scores, (..., Nq) each.
     Returns:
-        The joined output, dtype of the first part, and lse.
+        The merged output, dtype of the first part, and lse.
     Raises:
-        ShapeError: No parts, or parts of different shapes.
+        ShapeError: There are no parts, or their shapes, dtypes or devices differ.
     Example:
         >>> near = rw.attention_with_lse(q, k, v, rw.SlidingWindow(64))
         >>> rest = rw.attention_with_lse(q, k, v, rw.Causal() & ~rw.SlidingWindow(64))
@@ -55,12 +55,12 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
                     "outs, lses",
                     f"out {out.dtype} on {out.device}, lse {lse.dtype} on {lse.device}",
                     f"out {outs[0].dtype} and lse {lses[0].dtype} on {outs[0].device} in every part",
-                    "Convert or move the parts alike.",
+                    "Convert the parts to one dtype and device.",
                 )
             )
     acc = acc_dtype(lses[0].dtype)
     stacked = torch.stack([lse.to(acc) for lse in lses])
-    # log-sum-exp by hand: torch.logsumexp has a NaN gradient where every part is -inf
+    # not torch.logsumexp, since its gradient is NaN where every part is -inf
     top = stacked.detach().amax(0)
     top = torch.where(torch.isfinite(top), top, 0.0)
     weights = torch.exp(stacked - top)
@@ -69,20 +69,20 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
     safe = torch.where(alive, total, 1.0)
     joined = torch.zeros_like(outs[0], dtype=acc)
     for out, weight, empty in zip(outs, weights, stacked.isneginf(), strict=True):
-        # others may leave NaN in a row that attends nothing
+        # other libraries may return NaN for a row that attends nothing
         joined = joined + (weight / safe)[..., None] * out.to(acc).masked_fill(empty[..., None], 0.0)
     lse = torch.where(alive, top + torch.log(safe), -torch.inf)
     return AttentionOutput(joined.to(outs[0].dtype), lse)
 
 
 def with_sinks(out: Tensor, lse: Tensor, logits: Tensor) -> AttentionOutput:
-    """(out, lse) with a logit of each head, (Hq,), in the denominator; it has no value. Differentiable in all three.
+    """Add one logit per head, (Hq,), without a value, to the softmax of (out, lse).
 
-    ``lse' = logaddexp(lse, logit)``, ``out' = out exp(lse - lse')``.
+    ``lse' = logaddexp(lse, logit)``, ``out' = out exp(lse - lse')``. Differentiable in all three.
     """
     logits = logits.to(lse.dtype)[:, None]
-    # by hand: torch.logaddexp has a NaN gradient where both are -inf
-    # detached first: logits made in inference mode cannot be saved
+    # Not torch.logaddexp: its gradient is NaN where both are -inf. Detached before maximum, which would otherwise save
+    # logits made in inference mode and raise.
     top = torch.maximum(lse.detach(), logits.detach())
     top = torch.where(torch.isneginf(top), 0.0, top)
     own = torch.exp(lse - top)
@@ -94,17 +94,17 @@ def with_sinks(out: Tensor, lse: Tensor, logits: Tensor) -> AttentionOutput:
 
 
 def _tensors(name: str, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Check that the parts are a list of floating-point tensors."""
+    """Check that the parts are a list of floating-point tensors, and return them."""
     if not isinstance(parts, (list, tuple)):
         raise ShapeError(message(name, shown(parts), "a list of tensors", "Pass the parts in a list."))
     for part in parts:
         if not isinstance(part, Tensor) or not part.is_floating_point():
-            raise ShapeError(message(name, shown(part), "floating-point tensors", "Pass what attention_with_lse gave."))
+            raise ShapeError(message(name, shown(part), "floating-point tensors", "Pass attention_with_lse's results."))
     return parts
 
 
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merge a partial result into running (out, lse) in place, without gradients; out and lse may be strided views."""
+    """Merge a partial result into (out, lse) in place, without gradients; out and lse may be strided views."""
     top = torch.maximum(lse, part_lse)
     top = torch.where(torch.isfinite(top), top, 0.0)
     old, new = torch.exp(lse - top), torch.exp(part_lse - top)

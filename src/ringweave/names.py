@@ -1,4 +1,4 @@
-"""The names that a module lists, and the old names that go on for one release."""
+"""Public names of modules, and old names that still work for one release."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
 
 
 def renamed(owner: str, old: str, new: str) -> property:
-    """Make the attribute of an old name, which warns and reads the new one."""
+    """Make a property for an old name that warns and returns the attribute of the new name."""
 
     def read(self: Any) -> Any:
         warn_renamed(f"{owner}.{old}", f"{owner}.{new}")
@@ -27,7 +27,7 @@ def renamed(owner: str, old: str, new: str) -> property:
 
 
 def renamed_value(option: str, given: Any, names: Mapping[str, str]) -> Any:
-    """Give the value that an option's old one stands for, with a warning, once in a process; others as they are."""
+    """Return the new form of an option's old value, with a warning once per process; other values stay unchanged."""
     new = names.get(given) if type(given) is str else None
     if new is None:
         return given
@@ -38,10 +38,10 @@ def renamed_value(option: str, given: Any, names: Mapping[str, str]) -> Any:
 
 @fact
 def _warn_value(option: str, old: str, new: str) -> None:
-    # past this file, the checks and the function that was called
+    # the stack level skips this file, the checks and the public function
     warnings.warn(f"{option} {old!r} is now {new!r}; the next release drops the old name.", FutureWarning, 6)
 
 
 def only(names: Sequence[str]) -> Callable[[], list[str]]:
-    """Make a module's ``__dir__``: completion offers its public names, without what it imports."""
+    """Make a module's ``__dir__``, so that completion offers its public names but not its imports."""
     return lambda: sorted(names)

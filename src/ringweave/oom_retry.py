@@ -1,15 +1,15 @@
-"""What a call does when memory runs out: the same function with less at once; with nothing left, the first error.
+"""Retry a call that ran out of memory: the same function in smaller pieces, then the first error.
 
-The library makes these attempts in order, each when the one before it runs out of memory too:
+The library makes these attempts in order, each after the previous one ran out of memory:
 
-1. It gives back what is cached, and makes the call again.
-2. It computes some key heads and their query heads at a time.
-3. It computes some queries of one key head at a time. A pattern that is made for all queries, such as a table with
-   several rows of blocks, is not cut.
+1. Clear the caches and repeat the call.
+2. Compute some key heads and their query heads at a time.
+3. Compute some queries of one key head at a time. This is skipped for a pattern that cannot be cut by queries, such as
+   a table with several rows of blocks.
 
-In each attempt keys and values that are on the host come in pieces (host_offload.py), where the call asked for that.
-Backward computes the scores again, as always. A row sees its keys in their order, so where pieces are whole tiles of
-the same sides the native kernel gives the same bits; gradients of keys are sums over pieces of queries, in float32.
+In each attempt, keys and values on the host are copied in pieces (host_offload.py) if the call asked for that. Backward
+recomputes the scores, as always. Every row sees its keys in the same order, so if pieces are whole tiles of the same
+sides the native kernel gives the same bits. Gradients of keys are summed over pieces of queries in float32.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from .types import acc_dtype
 R = TypeVar("R")
 
 ON_OOM = ("raise", "degrade", "stream", "sparsify")
-_FEWER = 4  # a fourth of the queries of the attempt before
+_FEWER = 4  # each attempt has a quarter of the queries of the previous one
 _log = logging.getLogger("ringweave")
 _told: set[str] = set()
 
 
 class Split(NamedTuple):
-    """How a call is cut.
+    """A division of a call into pieces.
 
     Attributes:
-        groups: Into how many groups of key heads.
-        rows: How many queries a piece has at most.
+        groups: Number of groups of key heads.
+        rows: Maximum number of queries in a piece.
     """
 
     groups: int
@@ -51,7 +51,7 @@ class Split(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some query heads and rows of a call, and the key heads that they read."""
+    """Query heads and rows of a call, and the key heads that they read."""
 
     heads: slice
     kv_heads: slice
@@ -59,7 +59,7 @@ class Piece(NamedTuple):
 
 
 def forward(program: Program, operands: Operands) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a program, in pieces where memory does not suffice for the whole."""
+    """Compute (out, lse) of a program, in pieces if memory does not suffice for the whole."""
     call = program.call
 
     def whole() -> tuple[Tensor, Tensor]:
@@ -77,11 +77,11 @@ def forward(program: Program, operands: Operands) -> tuple[Tensor, Tensor]:
 
 
 def backward(program: Program, operands: Operands, returned: Returned) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (dq, dk, dv) of a program, in pieces where memory does not suffice for the whole."""
+    """Compute (dq, dk, dv) of a program, in pieces if memory does not suffice for the whole."""
     call = program.call
 
     def fresh() -> None:
-        # what was added before memory ran out
+        # discard the partial sums of an attempt that ran out of memory
         for total in () if operands.terms is None else operands.terms.totals:
             if total is not None:
                 total.zero_()
@@ -94,7 +94,7 @@ def backward(program: Program, operands: Operands, returned: Returned) -> tuple[
         fresh()
         q, k, v = operands[:3]
         dout, dlse, out, lse = returned
-        # sums over pieces are not rounded to 16 bits between them
+        # sums over pieces of queries stay in float32 until the last piece
         summed = cut.rows < q.shape[2]
         acc = acc_dtype(q.dtype) if summed else q.dtype
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -113,12 +113,12 @@ def backward(program: Program, operands: Operands, returned: Returned) -> tuple[
 
 
 def sparsified(call: Callable[[Pattern], R], pattern: Pattern, tokens: int) -> R:
-    """Make a call with ever fewer keys near each query, until there is memory for it; each step is warned of.
+    """Halve a window around each query until the call fits in memory, with a warning at each step.
 
     Args:
-        call: Computes a pattern.
-        pattern: The pattern that was asked for.
-        tokens: Positions that it spans.
+        call: Function that computes a pattern.
+        pattern: The requested pattern.
+        tokens: Number of positions that it spans.
     """
     asked, window, first = pattern, tokens, None
     while True:
@@ -140,21 +140,21 @@ def sparsified(call: Callable[[Pattern], R], pattern: Pattern, tokens: int) -> R
 
 
 def _retry(direction: str, operands: Operands, call: Call, whole: Callable[[], R], cut_up: Callable[[Split], R]) -> R:
-    """Try one split after the other."""
+    """Run the whole call, then each split in order until one fits in memory."""
     try:
         return whole()
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         if call.on_oom == "raise":
-            error.add_note("ringweave: on_oom='degrade' computes the same in pieces that need less memory.")
+            error.add_note("ringweave: on_oom='degrade' computes the same result in pieces that need less memory.")
             raise
         first = error
-    # its frames hold what was allocated
+    # the frames of the traceback keep tensors alive
     first.__traceback__ = None
     for cut in _splits(operands, call):
         if cut is None:
-            # loaded when it is needed
+            # imported only when needed
             from .memory import trim
 
             trim()
@@ -162,21 +162,21 @@ def _retry(direction: str, operands: Operands, call: Call, whole: Callable[[], R
         try:
             return whole() if cut is None else cut_up(cut)
         except (UnsupportedError, PatternError, ShapeError):
-            # a named backend, or the pattern, knows no such pieces
+            # the named backend or the pattern does not support these pieces
             continue
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             error.__traceback__ = None
     first.add_note(
-        "ringweave: memory also ran out after caches were given back, and in pieces of one key head and few queries. "
-        "Free memory, shorten the sequence or the batch, or, if another answer will do, pass on_oom='sparsify'."
+        "ringweave: memory also ran out after the caches were cleared, and in pieces of one key head and few queries. "
+        "Free memory, shorten the sequence or the batch, or, if an approximation will do, pass on_oom='sparsify'."
     )
     raise first
 
 
 def _splits(operands: Operands, call: Call) -> Iterator[Split | None]:
-    """What is tried in order; None: the whole, once more."""
+    """Yield the splits to try, in order; None repeats the whole call."""
     yield None
     heads, groups, nq = operands.k.shape[1], 1, operands.q.shape[2]
     while groups < heads:
@@ -186,14 +186,14 @@ def _splits(operands: Operands, call: Call) -> Iterator[Split | None]:
             break
         yield Split(groups, nq)
     rows = nq
-    # whole tiles; where keys lie in pages there are few queries
+    # whole tiles; calls over pages have few queries and are not cut
     while rows > DEFAULT_TILE and operands.pages is None:
         rows = -(-rows // (_FEWER * DEFAULT_TILE)) * DEFAULT_TILE
         yield Split(groups, rows)
 
 
 def _apart(operands: Operands, call: Call, groups: int) -> bool:
-    """Tell whether a pattern's heads can be taken apart."""
+    """Whether a pattern can be divided into groups of heads."""
     try:
         call.pattern.shard(0, groups, operands.q.shape[1])
     except PatternError:
@@ -202,7 +202,7 @@ def _apart(operands: Operands, call: Call, groups: int) -> bool:
 
 
 def _pieces(operands: Operands, call: Call, cut: Split) -> Iterator[tuple[Piece, Operands, Call]]:
-    """The pieces of a call with what they are computed of: all of a group's rows, one group after the other."""
+    """Yield each piece of a call with its operands and its call, group by group with all rows of a group."""
     nq, asked = operands.q.shape[2], operands.terms
     for group in range(cut.groups):
         heads, kv_heads = (
@@ -218,17 +218,17 @@ def _pieces(operands: Operands, call: Call, cut: Split) -> Iterator[tuple[Piece,
 
 
 def _tell(direction: str, operands: Operands, cut: Split | None) -> None:
-    """Log a split, once."""
+    """Log a split, once per process."""
     if cut is None:
-        what, cost = "after caches were given back", "plans are made again"
+        what, cost = "after the caches were cleared", "plans are made again"
     elif cut.rows == operands.q.shape[2]:
         what = "in pieces of key heads"
-        cost = f"{cut.groups} calls, as many plans, and one result more of a piece"
+        cost = f"{cut.groups} calls, one plan for each, and memory for the result of a piece"
     else:
         what = "in pieces of queries"
         pieces = cut.groups * -(-operands.q.shape[2] // cut.rows)
-        cost = f"{pieces} calls that read all keys each" + ", gradients of keys in float32" * (direction == "backward")
-    _say("memory ran out: attention goes on", f"{direction} {what}", cost)
+        cost = f"{pieces} calls that each read all keys" + ", gradients of keys in float32" * (direction == "backward")
+    _say("memory ran out: attention continues", f"{direction} {what}", cost)
 
 
 def _say(why: str, what: str, cost: str) -> None:
@@ -238,13 +238,19 @@ def _say(why: str, what: str, cost: str) -> None:
 
 
 def check_on_oom(on_oom: object, context: object = None, sharded: bool = False) -> None:
-    """Raise UnsupportedError for what is no way to go on, and for one that ranks could not go together."""
+    """Raise UnsupportedError unless ``on_oom`` is a known policy that the call supports.
+
+    Args:
+        on_oom: The policy.
+        context: The context if ranks share the call.
+        sharded: Whether the inputs are DTensors.
+    """
     if not isinstance(on_oom, str) or on_oom not in ON_OOM:
         wanted = f"one of {', '.join(ON_OOM)}"
         raise UnsupportedError(message("on_oom", shown(on_oom), wanted, "Use 'degrade': it changes no result."))
     if on_oom == "stream" and (context is not None or sharded):
         got = "'stream' where ranks share the call"
-        remedy = "Leave it out: ranks hold their shards on their devices."
+        remedy = "Leave it out: ranks keep their shards on their devices."
         raise UnsupportedError(message("on_oom", got, "'raise' or 'degrade'", remedy))
     if on_oom == "sparsify" and (context is not None or sharded or torch.compiler.is_compiling()):
         got = "'sparsify' where ranks share the call, or under torch.compile"

@@ -1,4 +1,4 @@
-"""Pictures of a pattern: SVG, PNG, and block art for a terminal, all drawn from the share of allowed pairs per cell."""
+"""Draw a pattern as SVG, PNG or block art for a terminal, from the share of allowed pairs in each cell."""
 
 from __future__ import annotations
 
@@ -17,26 +17,33 @@ from .patterns import Pattern
 SHADES = " ░▒▓█"
 ASCII_SHADES = " .:+#"
 
-_LEVELS = 24  # steps of shade: an SVG holds one path per step
-# A card of its own, so that a picture reads the same on white and on dark pages.
+_LEVELS = 24  # number of shades; an SVG has one path for each
+# The picture has an opaque background, so that it looks the same on light and dark pages.
 _CARD, _EDGE, _INK, _FAINT = "#ffffff", "#d0d7de", "#1f2328", "#59636e"
 _LIGHT, _DARK = (0xDC, 0xE9, 0xF7), (0x0B, 0x3A, 0x75)
 _FONT = "ui-sans-serif, -apple-system, 'Segoe UI', 'DejaVu Sans', Arial, sans-serif"
 _MONO = "ui-monospace, SFMono-Regular, Menlo, 'DejaVu Sans Mono', Consolas, monospace"
 
 
-def plot(pattern: Pattern, tokens: int, *, heads: int = 1, path: str | Path | None = None) -> str:
-    """Draw a pattern as SVG text: queries downwards, keys to the right, the darker the more pairs are allowed.
+class Drawing(str):
+    """SVG text that notebooks show as a picture."""
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+
+def plot(pattern: Pattern, tokens: int, *, heads: int = 1, path: str | Path | None = None) -> Drawing:
+    """Draw a pattern as SVG text, with queries downwards and keys to the right; cells with more pairs are darker.
 
     Args:
         pattern: A relation or a LongNet.
-        tokens: Queries and keys.
+        tokens: Number of queries and of keys.
         heads: Query heads; heads that differ get a panel each, up to 8.
-        path: Where to write it: ``.svg``, or ``.png`` with matplotlib.
+        path: File to write, ``.svg``, or ``.png`` with matplotlib; None writes none.
     Returns:
-        The SVG, self-contained.
+        The self-contained SVG; a notebook shows it.
     Raises:
-        UnsupportedError: Another ending than these two, or no matplotlib for a PNG.
+        UnsupportedError: The path has another ending, it cannot be written, or matplotlib is missing for a PNG.
     Example:
         >>> plot(rw.Causal(), 256).startswith("<svg")
         True
@@ -45,7 +52,7 @@ def plot(pattern: Pattern, tokens: int, *, heads: int = 1, path: str | Path | No
     if path is not None and ending not in (".svg", ".png"):
         raise UnsupportedError(message("path", shown(path), "a name that ends in .svg or .png", "Rename it."))
     drawn = picture(pattern, tokens, heads=heads)
-    svg = _svg(drawn)
+    svg = Drawing(_svg(drawn))
     try:
         if path is not None and ending == ".svg":
             Path(path).write_text(svg, encoding="utf-8")
@@ -57,11 +64,11 @@ def plot(pattern: Pattern, tokens: int, *, heads: int = 1, path: str | Path | No
 
 
 def art_rows(panel: Panel, shades: str = SHADES) -> list[str]:
-    """Draw a panel as rows of text, two characters a cell, so that they look square in a terminal.
+    """Draw a panel as rows of text, with two characters per cell so that cells look square in a terminal.
 
     Args:
         panel: Cells of some heads.
-        shades: Five characters: nothing allowed, less than a quarter, than three quarters, than all, and all.
+        shades: Five characters for shares of 0, below 25 %, below 75 %, below 100 %, and 100 %.
     """
     levels = np.where(panel.shares > 0, np.searchsorted([0.0, 0.25, 0.75, 1.0], panel.shares, side="right"), 0)
     return ["".join(2 * shades[level] for level in row) for row in levels]
@@ -71,7 +78,7 @@ _LEGEND = ((0.0, "none"), (0.01, "1 %"), (0.1, "10 %"), (0.5, "50 %"), (1.0, "al
 
 
 def fill(share: float) -> str:
-    """Colour a cell: white for nothing, else by the root of the share, so that thin bands show."""
+    """Return the colour of a cell: white for 0, otherwise by the root of the share, so that thin bands are visible."""
     level = round(_LEVELS * math.sqrt(min(share, 1.0)))
     if share <= 0:
         return _CARD
@@ -80,7 +87,7 @@ def fill(share: float) -> str:
 
 
 def _paths(shares: Shares, length: float) -> Iterator[tuple[str, str]]:
-    """Draw (colour, path data) in cell units up to ``length``, runs of one colour in a row as one rectangle."""
+    """Return (colour, path data) in cell units up to ``length``; a run of one colour in a row is one rectangle."""
     paths: dict[str, list[str]] = {}
     for y, row in enumerate(shares):
         colours = [fill(float(share)) for share in row]
@@ -133,7 +140,7 @@ def _frame(x: int, y: int, size: int, colour: str) -> str:
 
 def _svg_panel(drawn: Picture, panel: Panel, x: int, y: int, size: int, *, heading: bool, first: bool) -> list[str]:
     cells = len(panel.shares)
-    # the last cell may be smaller than the others: the frame ends where the tokens do
+    # the last cell may be smaller than the others, so the frame ends at the number of tokens
     scale = size * drawn.side / drawn.tokens
     parts = [f'<g class="cells" transform="translate({x} {y}) scale({scale:.6g})" shape-rendering="crispEdges">']
     parts += [f'<path fill="{colour}" d="{data}"/>' for colour, data in _paths(panel.shares, drawn.tokens / drawn.side)]

@@ -1,8 +1,8 @@
-"""In what types attention is computed, moved and kept: one policy for calls, modules, contexts and caches.
+"""Choose the dtypes of computation, communication and storage: one policy for calls, modules, contexts and caches.
 
-Keys and values may be stored in 8 bits, each token's row of a head times a scale of its own. A scale for more tokens,
-such as a page's, would have to grow as a page fills: what is there already would be rounded again, and a row's bits
-would depend on how it came.
+Keys and values may be stored in 8 bits with one scale for each token and head. A scale for several tokens, such as a
+page, would grow as the page fills. Earlier tokens would then be rounded again, and their bits would depend on the order
+of writes.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from torch import Tensor
 from .errors import UnsupportedError, message, shown
 from .patterns.validate import one_of
 
-#: How keys and values may travel between ranks.
+#: Formats in which keys and values may be sent between ranks.
 WIRES = ("native", "bf16", "int8")
-#: What keys and values may be stored in, and the largest number that each type holds.
+#: Dtypes of stored keys and values, with the largest number of each.
 STORED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _COMPUTED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What is rounded to what; by default nothing beyond the types that tensors have.
+    """A precision policy; by default nothing is rounded beyond the dtypes of the tensors.
 
     Args:
-        compute: What queries, keys and values are converted to before they are multiplied: float32, bfloat16, float16
-            or float64; the output has the type of q. None: as they are. Float32 is never multiplied as TF32.
-        accumulate: What sums are in: float32, and float64 of float64 inputs; nothing else is computed.
-        wire: What keys and values travel as between ranks: ``"native"``, ``"bf16"`` or ``"int8"``.
-        table: What the tables of Bias and DistanceBias are read as; None: as they are.
-        kv: What keys and values are stored in: ``torch.int8`` or ``torch.float8_e4m3fn``, with a scale for each token
-            and key head, or None: as they are. For inference: such a call has no gradients.
+        compute: Dtype to which queries, keys and values are converted before multiplication: float32, bfloat16, float16
+            or float64; None keeps theirs. The output has the dtype of q. Float32 is never multiplied as TF32.
+        accumulate: Dtype of sums: only float32, which means float64 for float64 inputs.
+        wire: Format of keys and values sent between ranks: ``"native"``, ``"bf16"`` or ``"int8"``.
+        table: Dtype to which the tables of Bias and DistanceBias are converted; None keeps theirs.
+        kv: Dtype of stored keys and values: ``torch.int8`` or ``torch.float8_e4m3fn``, with a scale for each token and
+            key head; None keeps theirs. Stored keys and values are for inference: the call has no gradients.
     Raises:
-        UnsupportedError: A type that is none of these.
+        UnsupportedError: A dtype or format is not one of these.
     Example:
         >>> policy = rw.Precision(kv=torch.int8)
         >>> rw.attention(q, k, v, rw.Causal(), precision=policy).shape
@@ -67,12 +67,12 @@ class Precision:
         one_of("precision.wire", self.wire, WIRES)
 
 
-#: Nothing rounded.
+#: The policy that rounds nothing.
 NATIVE = Precision()
 
 
 def as_precision(precision: object) -> Precision:
-    """Give the policy of an argument; none is the native one."""
+    """Return the policy of an argument; None means the native one."""
     if precision is None:
         return NATIVE
     if not isinstance(precision, Precision):
@@ -82,30 +82,30 @@ def as_precision(precision: object) -> Precision:
 
 
 class Scales(NamedTuple):
-    """What the rows of stored keys and values are multiplied by: float32, their shapes without the channels."""
+    """Factors of the rows of stored keys and values, float32, in the shapes of k and v without the channels."""
 
     k: Tensor
     v: Tensor
 
 
 def scale_of(x: Tensor, most: float) -> Tensor:
-    """Give the scale of rows (..., channels), of which the largest element becomes ``most``.
+    """Return the scales of rows (..., channels) that map each row's largest magnitude to ``most``.
 
-    A row that holds what is not finite has the scale NaN: it is NaN where it is read, and no number.
+    A row with an element that is not finite gets the scale NaN, so that all its elements are read as NaN.
     """
     scale = (x.float().abs().amax(-1) / most).clamp_(min=torch.finfo(torch.float32).tiny)
     return scale.masked_fill_(scale.isinf(), torch.nan)
 
 
 def store(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round rows (..., channels) to 8 bits: (what is stored, scales (...))."""
+    """Round rows (..., channels) to 8 bits and return (codes, scales (...))."""
     scale = scale_of(x, STORED[dtype])
     codes = x.float() / scale[..., None]
-    # a row of NaN is one by its scale
+    # NaN has no code in int8; the scale makes such a row NaN
     codes = codes.nan_to_num_(0.0)
     return (codes.round_() if dtype == torch.int8 else codes).to(dtype), scale
 
 
 def widened(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What stored rows stand for."""
+    """Return the values of stored rows: codes times scales."""
     return x.to(dtype) * scale[..., None]

@@ -1,9 +1,9 @@
-"""Score terms: what a model adds to a scaled score, besides which pairs exist.
+"""Score terms: functions that a model applies to scaled scores before the softmax.
 
     t = scale * <q, k>;  t = term(t) for each term, in order;  weights = softmax of t over the allowed keys
 
-A term is a small frozen record. It crosses the operators as a pattern does, as text and tensors, and says its formula
-once, for arrays of scores of any shape, with its gradient; kernels that compute it themselves read the record.
+A term is a small frozen record. Like a pattern it crosses the operators as text and tensors. It defines its formula and
+gradient once, for arrays of scores of any shape. Kernels that have the formula built in read only the record.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .patterns.validate import flag, number, whole
 
 
 class Pairs(NamedTuple):
-    """Where an array of scores stands: int64 index tensors that broadcast to its shape.
+    """Indices of an array of scores: int64 tensors that broadcast to its shape.
 
     Attributes:
         batch: Batch element.
         head: Query head of the call.
-        row: Place of the query in the call's q.
-        column: Place of the key in the call's k.
+        row: Index of the query in the call's q.
+        column: Index of the key in the call's k.
         query: Position of the query.
         key: Position of the key.
     """
@@ -46,9 +46,9 @@ class Axis(NamedTuple):
     """An axis of a term's table.
 
     Attributes:
-        along: What its entries are for: "batch", "heads", "queries" and "keys" have the call's sizes; "distance" has
+        along: Meaning of its entries: "batch", "heads", "queries" and "keys" have the call's sizes; "distance" has
             2 R + 1 entries, for any R.
-        shared: Whether a size of 1, one entry for all, is allowed too.
+        shared: Whether a size of 1 is allowed too, with one entry for all.
     """
 
     along: str
@@ -63,17 +63,17 @@ KINDS: dict[str, type[Term]] = {}
 
 
 class Term(ABC):
-    """What becomes of a score: one of the terms of this module.
+    """A function applied to scaled scores; base of the kinds of terms in this module.
 
-    A kind is a frozen dataclass: its fields are numbers, and one tensor if it has ``axes``. What is declared here is
-    all that checks, operators, backends and ranks know of a kind.
+    A kind is a frozen dataclass with number fields, and one tensor field if it has ``axes``. Checks, operators,
+    backends and ranks know nothing about a kind beyond the attributes and methods declared here.
 
     Attributes:
-        kernel: The name by which kernels know the kind. A kernel that has no such name refuses it.
-        axes: The axes of its table; without axes it has no table.
-        learns: Whether gradients reach the table; else its entries are constants, which may lie on the CPU.
+        kernel: Name of the kind in kernels. A kernel without this name does not support the kind.
+        axes: Axes of its table; a kind without axes has no table.
+        learns: Whether gradients reach the table; otherwise its entries are constants, which may be on the CPU.
         distances: Whether the formula needs the positions of queries and keys.
-        places: Whether the formula needs their places in q and k.
+        places: Whether the formula needs the indices of queries and keys in q and k.
     """
 
     kernel: ClassVar[str]
@@ -83,8 +83,8 @@ class Term(ABC):
     places: ClassVar[bool] = False
 
     _numbers: ClassVar[tuple[str, ...]]
-    _table: ClassVar[str]  # the tensor's field, or ""
-    _also: ClassVar[str] = ""  # what else the field takes, for its error
+    _table: ClassVar[str]  # name of the tensor field, or ""
+    _also: ClassVar[str] = ""  # other values that the field accepts, for its error text
     _spec: str
 
     def __init_subclass__(cls) -> None:
@@ -95,9 +95,9 @@ class Term(ABC):
             raise TypeError(f"{cls.__name__} has fields {fields}; a term has floats, then a Tensor if it has axes")
         wanted = ["kernel", *["slope"] * (not cls.axes), *["entry"] * cls.learns]
         if unsaid := [name for name in wanted if name not in vars(cls)]:
-            raise TypeError(f"{cls.__name__} does not say its {' and '.join(unsaid)}")
+            raise TypeError(f"{cls.__name__} does not define {' and '.join(unsaid)}")
         if cls.__name__ in KINDS or cls.kernel in {kind.kernel for kind in KINDS.values()}:
-            raise TypeError(f"{cls.__name__}, {cls.kernel!r} to kernels, is declared already")
+            raise TypeError(f"{cls.__name__}, or {cls.kernel!r} in kernels, is declared already")
         cls._table = tensors[0] if tensors else ""
         KINDS[cls.__name__] = cls
 
@@ -110,37 +110,37 @@ class Term(ABC):
         if self._table:
             _floating(self._table, getattr(self, self._table), self.axes, self._also)
             text.append("_")
-        # written once, as a pattern's: a trace may leave a number open
+        # written once, like a pattern's text, because a trace may turn a number into a symbol
         object.__setattr__(self, "_spec", f"{type(self).__name__}({', '.join(text)})")
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Its numbers, in the order of its fields."""
+        """Values of the number fields, in order."""
         return tuple(map(self.__getattribute__, self._numbers))
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
-        """Its tensors: none or one."""
+        """Tuple of the table, empty for a kind without one."""
         return (getattr(self, self._table),) if self._table else ()
 
     @property
     def learned(self) -> Tensor | None:
-        """Its tensor, where gradients may reach it."""
+        """The table if gradients reach it, else None."""
         return getattr(self, self._table) if self.learns else None
 
     @property
     def spec(self) -> str:
-        """The text that :func:`terms_of` reads: its numbers, and ``_`` for the tensor."""
+        """Text that :func:`terms_of` reads, with the numbers, and ``_`` for the tensor."""
         return self._spec
 
     def over(self, table: Tensor) -> Term:
-        """Make the same term with another table."""
+        """Return the same term with another table."""
         return type(self)(*self.numbers, table)  # type: ignore[call-arg]
 
     def total(self, acc: torch.dtype) -> Tensor:
-        """Make zeros for the sum of its table's gradient."""
+        """Return zeros to which backward adds the gradient of the table."""
         assert self.learned is not None
-        # every pair of a head is added to the few entries of a table of distances
+        # float64, since every pair of a head is added to one of few entries
         few = any(axis.along == "distance" for axis in self.axes)
         dtype = torch.float64 if few else acc
         return torch.zeros_like(self.learned, dtype=dtype, memory_format=torch.contiguous_format)
@@ -149,7 +149,7 @@ class Term(ABC):
         """Raise ShapeError unless its table fits a call."""
         sizes = {"batch": batch, "heads": heads, "queries": nq, "keys": nk}
         for table in self.tables:
-            # constants are a few numbers: from the CPU they are taken to any device
+            # constants are few numbers, so those on the CPU are copied to any device
             here = device if self.learns or table.device.type != "cpu" else table.device
             for dim, axis in enumerate(self.axes):
                 if axis.along in sizes:
@@ -158,29 +158,32 @@ class Term(ABC):
     @classmethod
     @abstractmethod
     def example(cls, batch: int, heads: int, nq: int, nk: int, generator: torch.Generator) -> Term:
-        """Draw a term of this kind that fits a call, on the generator's device."""
+        """Return a random term of this kind that fits a call, on the generator's device."""
 
     @abstractmethod
     def apply(self, t: Tensor, at: Pairs) -> Tensor:
-        """Give the scores after it."""
+        """Return the scores after the term."""
 
     def slope(self, before: Tensor, after: Tensor) -> Tensor | None:
-        """What the gradient of the scores after it is multiplied by; None: 1. A kind without a table says it."""
+        """Return the derivative of the scores after the term by those before it, or None if it is 1.
+
+        A kind without a table must define it.
+        """
         return None
 
     def entry(self, at: Pairs) -> Tensor:
-        """Where each pair reads the flattened table, int64. A kind that learns says it."""
+        """Return each pair's index into the flattened table, int64. A kind that learns must define it."""
         raise NotImplementedError
 
     def gradient(self, before: Tensor, after: Tensor, grad: Tensor, at: Pairs, total: Tensor | None) -> Tensor:
-        """The gradient of the scores before it, of that after it; what the table gets is added to ``total``.
+        """Return the gradient of the scores before the term, and add the gradient of the table to ``total``.
 
         Args:
-            before: The scores before it.
-            after: The scores after it.
-            grad: Their gradient.
-            at: Where they stand.
-            total: The table's gradient so far; None: not wanted.
+            before: Scores before the term.
+            after: Scores after the term.
+            grad: Gradient of the scores after the term.
+            at: Indices of the scores.
+            total: Gradient of the table so far; None if it is not needed.
         """
         if total is not None:
             places, grads = torch.broadcast_tensors(self.entry(at), grad)
@@ -192,12 +195,12 @@ class Term(ABC):
 @final
 @dataclass(frozen=True)
 class Softcap(Term):
-    """Scores that saturate: ``cap * tanh(t / cap)``.
+    """A saturating bound on scores: ``cap * tanh(t / cap)``.
 
     Args:
-        cap: What no score exceeds: 1e-37 to 1e37.
+        cap: Bound on the absolute value of scores, 1e-37 to 1e37.
     Raises:
-        ShapeError: A number out of that range.
+        ShapeError: The cap is out of this range.
     Example:
         >>> rw.attention(q, k, v, rw.Causal(), terms=rw.Softcap(50.0)).shape
         torch.Size([1, 4, 256, 32])
@@ -213,14 +216,14 @@ class Softcap(Term):
     def __post_init__(self) -> None:
         given = self.cap
         super().__post_init__()
-        # scores are multiplied by 1 / cap, which float32 holds too
+        # kernels multiply by 1 / cap, so float32 must be able to represent it as well
         if not 1e-37 <= self.cap <= 1e37:
             wanted = "a number above 0, of 1e-37 to 1e37"
             raise ShapeError(message("cap", shown(given), wanted, "Leave the term out for no cap."))
 
     @classmethod
     def example(cls, batch: int, heads: int, nq: int, nk: int, generator: torch.Generator) -> Softcap:
-        """A cap that some scores come near."""
+        """Return a cap that some scores come near."""
         return Softcap(20.0)
 
     def apply(self, t: Tensor, at: Pairs) -> Tensor:
@@ -228,12 +231,12 @@ class Softcap(Term):
         return self.cap * torch.tanh(t / self.cap)
 
     def slope(self, before: Tensor, after: Tensor) -> Tensor:
-        """``1 - tanh^2``."""
+        """Return ``1 - tanh^2``."""
         return (1 - (after / self.cap) ** 2).clamp(min=0)
 
 
 def _floating(name: str, table: object, axes: Sequence[Axis], also: str = "") -> Tensor:
-    """Check a floating tensor with some axes; ``also`` says what else would do."""
+    """Check a floating tensor against its axes and return it; ``also`` names other accepted values in the error."""
     fits = isinstance(table, Tensor) and table.ndim == len(axes) and table.is_floating_point()
     if not fits or min(table.shape) == 0 or table.layout != torch.strided:  # type: ignore[attr-defined]
         sizes = ", ".join(_LETTERS.get(axis.along, axis.along) + " or 1" * axis.shared for axis in axes)
@@ -259,12 +262,12 @@ def _check_place(name: str, table: Tensor, dim: int, size: int, axis: Axis, devi
 @final
 @dataclass(frozen=True, eq=False)
 class ALiBi(Term):
-    """A penalty that grows with distance: ``t - slopes[h] * |q - k|``, without a table, for any length.
+    """A penalty proportional to distance: ``t - slopes[h] * |q - k|``, for any length.
 
     Args:
-        slopes: One per query head, (Hq,): a tensor, or a sequence of numbers. They are constants: without gradients.
+        slopes: One per query head, (Hq,): a tensor or a sequence of numbers. They are constants without gradients.
     Raises:
-        ShapeError: Slopes of another shape, or that require gradients.
+        ShapeError: The slopes have another shape, or require gradients.
     Example:
         >>> rw.attention(q, k, v, rw.Causal(), terms=rw.ALiBi([0.5, 0.25, 0.125, 0.0625])).shape
         torch.Size([1, 4, 256, 32])
@@ -291,7 +294,10 @@ class ALiBi(Term):
 
     @staticmethod
     def of_heads(heads: int) -> ALiBi:
-        """The slopes of the paper: a geometric sequence from 2 ** (-8 / heads), its gaps filled for other counts.
+        """Return the slopes of the paper: a geometric sequence from 2 ** (-8 / heads) if heads is a power of two.
+
+        Otherwise the sequence is that of the next lower power of two, and the remaining slopes are every second one of
+        the sequence for twice that power.
 
         Args:
             heads: Query heads.
@@ -307,7 +313,7 @@ class ALiBi(Term):
 
     @classmethod
     def example(cls, batch: int, heads: int, nq: int, nk: int, generator: torch.Generator) -> ALiBi:
-        """Slopes that are small beside the scores."""
+        """Return slopes that are small compared with the scores."""
         return ALiBi(torch.full((heads,), 2.0**-6, device=generator.device))
 
     def apply(self, t: Tensor, at: Pairs) -> Tensor:
@@ -321,9 +327,9 @@ class DistanceBias(Term):
     """A bias by head and distance: ``t + table[h, clip(k - q, -R, R) + R]``.
 
     Args:
-        table: (Hq, 2 R + 1), floating; it may require gradients. What lies farther than R takes the last entry.
+        table: (Hq, 2 R + 1), floating; it may require gradients. Distances beyond R use the outermost entry.
     Raises:
-        ShapeError: A table of another shape.
+        ShapeError: The table has another shape.
     Example:
         >>> table = torch.zeros(4, 2 * 16 + 1, requires_grad=True)
         >>> rw.attention(q, k, v, rw.Causal(), terms=rw.DistanceBias(table)).shape
@@ -343,13 +349,13 @@ class DistanceBias(Term):
 
     @staticmethod
     def from_buckets(weight: Tensor, *, max_distance: int = 128, bidirectional: bool = True) -> DistanceBias:
-        """T5's relative attention bias: a bucket for each short distance, wider ones for farther keys.
+        """Build T5's relative attention bias: one bucket per short distance, wider buckets for longer ones.
 
         Args:
-            weight: (buckets, Hq): of the model's embedding; gradients reach it.
-            max_distance: Where the last bucket begins.
-            bidirectional: Whether keys after the query have half of the buckets (an encoder); a decoder's have the
-                first bucket.
+            weight: (buckets, Hq): weight of the model's embedding; gradients reach it.
+            max_distance: Distance at which the last bucket begins.
+            bidirectional: Whether keys after the query use half of the buckets, as in an encoder; otherwise they use
+                the first bucket, as in a decoder.
         Example:
             >>> bias = rw.DistanceBias.from_buckets(torch.zeros(32, 4))
             >>> bias.table.shape
@@ -367,16 +373,16 @@ class DistanceBias(Term):
         distance = torch.arange(-far, far + 1, device=weight.device)
         after = (distance > 0) * half if bidirectional else torch.zeros_like(distance)
         steps = distance.abs() if bidirectional else (-distance).clamp(min=0)
-        # in float32, as the models round it
+        # in float32, because the models compute it so, with the same rounding
         share = torch.log(steps.clamp(min=1).float() / exact) / math.log(far / exact)
         wide = (exact + (share * (half - exact)).long()).clamp(max=half - 1)
         bucket = after + torch.where(steps < exact, steps, wide)
-        # many distances share a bucket, and what they give it may cancel: it is summed in float64, and rounded once
+        # Many distances share a bucket and their gradients may cancel, so they are summed in float64 and rounded once.
         return DistanceBias(weight.double()[bucket].T)
 
     @classmethod
     def example(cls, batch: int, heads: int, nq: int, nk: int, generator: torch.Generator) -> DistanceBias:
-        """A table that ends before the distances do."""
+        """Return a table that is shorter than the distances of the call."""
         return DistanceBias(torch.randn(heads, 65, generator=generator, device=generator.device))
 
     def _place(self, at: Pairs) -> Tensor:
@@ -384,27 +390,27 @@ class DistanceBias(Term):
         return (at.key - at.query).clamp(-reach, reach) + reach
 
     def apply(self, t: Tensor, at: Pairs) -> Tensor:
-        """Add the bias."""
+        """Add the bias to the scores."""
         return t + self.table.to(t.dtype)[at.head, self._place(at)]
 
     def entry(self, at: Pairs) -> Tensor:
-        """That of the distance, in the row of the head."""
+        """Return the index of the distance in the row of the head."""
         return at.head * self.table.shape[1] + self._place(at)
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Bias(Term):
-    """The caller's own bias of each pair: ``t + table[b, h, i, j]``, read tile by tile.
+    """A bias for each pair, from a tensor of the caller: ``t + table[b, h, i, j]``, read tile by tile.
 
-    Only the pairs that the pattern allows are read. An entry of -inf leaves its pair without weight; to leave out
-    tiles, say so in the pattern.
+    Only pairs that the pattern allows are read. An entry of -inf gives its pair the weight 0, but does not skip
+    computation; only the pattern skips tiles.
 
     Args:
-        table: (B or 1, Hq or 1, Nq, Nk), floating, any strides; it may require gradients, which are summed over what
-            it is broadcast over. i and j are places in q and k, not positions.
+        table: (B or 1, Hq or 1, Nq, Nk), floating, any strides; it may require gradients, which are summed over
+            broadcast dimensions. i and j are indices into q and k, not positions.
     Raises:
-        ShapeError: A table of another shape.
+        ShapeError: The table has another shape.
     Example:
         >>> bias = torch.randn(1, 4, 256, 256, requires_grad=True)
         >>> rw.attention(q, k, v, rw.Segments(64), terms=rw.Bias(bias)).shape
@@ -420,21 +426,21 @@ class Bias(Term):
 
     @classmethod
     def example(cls, batch: int, heads: int, nq: int, nk: int, generator: torch.Generator) -> Bias:
-        """A table for all batch elements."""
+        """Return a table that all batch elements share."""
         return Bias(torch.randn(1, heads, nq, nk, generator=generator, device=generator.device))
 
     def _place(self, at: Pairs) -> tuple[Tensor, ...]:
         batch, heads = self.table.shape[:2]
         nq, nk = self.table.shape[2:]
-        # the places past the end of a tile are masked
+        # indices past the end, in a last tile, are clamped; these pairs are masked
         return at.batch * (batch > 1), at.head * (heads > 1), at.row.clamp(max=nq - 1), at.column.clamp(max=nk - 1)
 
     def apply(self, t: Tensor, at: Pairs) -> Tensor:
-        """Add the bias."""
+        """Add the bias to the scores."""
         return t + self.table[self._place(at)].to(t.dtype)
 
     def entry(self, at: Pairs) -> Tensor:
-        """The pair's element."""
+        """Return the index of the pair's element."""
         b, h, i, j = self._place(at)
         _, heads, nq, nk = self.table.shape
         return ((b * heads + h) * nq + i) * nk + j
@@ -444,10 +450,10 @@ _WRITTEN = re.compile(r"(\w+)\(([^)]*)\)")
 
 
 def as_terms(terms: object) -> tuple[Term, ...]:
-    """The terms of a call, of one or a sequence; of None none.
+    """Return a tuple of terms from one term, a list or tuple, or None (an empty tuple).
 
     Raises:
-        UnsupportedError: Something else.
+        UnsupportedError: The argument, or a member of it, is not a term.
     """
     listed = tuple(terms) if isinstance(terms, (list, tuple)) else () if terms is None else (terms,)
     for term in listed:
@@ -459,25 +465,25 @@ def as_terms(terms: object) -> tuple[Term, ...]:
 
 
 def rounded(term: Term, dtype: torch.dtype) -> Term:
-    """A term whose table of biases, if it has one, is read in another type; gradients reach the table."""
+    """Return a term with its learned table, if any, converted to a dtype; gradients reach the original table."""
     return term if term.learned is None else term.over(term.learned.to(dtype))
 
 
 def written(terms: Sequence[Term]) -> tuple[str, list[Tensor]]:
-    """(text, tensors) of terms, as they cross an operator."""
+    """Return the (text, tensors) of terms, which an operator takes."""
     return ", ".join(term.spec for term in terms), [table for term in terms for table in term.tables]
 
 
 def tables_in(spec: str) -> int:
-    """Count the tensors of what :func:`written` wrote."""
+    """Count the tensors that belong to a text of :func:`written`."""
     return spec.count("(_")
 
 
 def terms_of(spec: str, tables: Sequence[Tensor]) -> tuple[Term, ...]:
-    """The terms of what :func:`written` wrote.
+    """Rebuild the terms from the (text, tensors) of :func:`written`.
 
     Raises:
-        UnsupportedError: A kind that is not declared: the text of another version.
+        UnsupportedError: The text names a kind that is not declared, so another version wrote it.
     """
     rest, terms = iter(tables), []
     for name, arguments in _WRITTEN.findall(spec):
@@ -489,7 +495,7 @@ def terms_of(spec: str, tables: Sequence[Tensor]) -> tuple[Term, ...]:
     return tuple(terms)
 
 
-#: A pair is dropped where its 16 bits are below the threshold.
+#: Number of values of a pair's 16 random bits; the pair is dropped if they are below the threshold.
 STEPS = 2**16
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -501,8 +507,8 @@ class Dropout(NamedTuple):
     """Dropout of a call.
 
     Attributes:
-        threshold: Of 2 ** 16 numbers, those that drop.
-        seed: The key of all pairs, of 64 bits.
+        threshold: A pair is dropped if its 16-bit random number is below it.
+        seed: 64-bit key of the random generator.
     """
 
     threshold: int
@@ -510,16 +516,16 @@ class Dropout(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """What kept weights are multiplied by."""
+        """Factor of the weights that are kept."""
         return STEPS / (STEPS - self.threshold)
 
     def kept(self, at: Pairs) -> Tensor:
-        """Which pairs stay: bool, of the pairs' shape."""
+        """Return a bool tensor of the pairs' shape that is True where a weight is kept."""
         first = at.key[..., ::8]
         steps = torch.arange(at.key.shape[-1], device=at.key.device)
         aligned = first.repeat_interleave(8, -1)[..., : steps.numel()] + steps % 8 == at.key
         if bool(aligned.all()) and bool((first % 8 == 0).all()):
-            # keys side by side share their counters
+            # eight adjacent keys share a counter
             words = philox(self.seed, first >> 3, at.query, at.head, at.batch)
             halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], -1)
             return halves.flatten(-2)[..., : steps.numel()] >= self.threshold
@@ -531,11 +537,11 @@ class Dropout(NamedTuple):
 
 
 def philox(seed: int, *counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of 32 bits, as int64, for counters of four int64 tensors that broadcast."""
+    """Return four 32-bit random words, as int64, for counters of four int64 tensors that broadcast."""
     a, b, c, d = torch.broadcast_tensors(*(x & _WORD for x in counter))
     low, high = seed & _WORD, seed >> 32 & _WORD
     for _ in range(_ROUNDS):
-        # of int64, whose product wraps: the lower 64 bits are right
+        # the int64 product wraps, which keeps its lower 64 bits correct
         first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
         a, b, c, d = (second >> 32 & _WORD) ^ b ^ low, second & _WORD, (first >> 32 & _WORD) ^ d ^ high, first & _WORD
         low, high = low + _INCREMENTS[0] & _WORD, high + _INCREMENTS[1] & _WORD
@@ -543,10 +549,10 @@ def philox(seed: int, *counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def threshold_of(p: float) -> int:
-    """The threshold nearest to a drop rate.
+    """Return the threshold nearest to a drop rate.
 
     Raises:
-        ShapeError: A rate above 0 so small, or so near to 1, that it would become 0 or 1.
+        ShapeError: The rate is above 0, and so small or so close to 1 that it would round to 0 or 1.
     """
     threshold = round(p * STEPS)
     if p > 0 and not 0 < threshold < STEPS:
@@ -556,16 +562,16 @@ def threshold_of(p: float) -> int:
 
 
 class TermOperands(NamedTuple):
-    """What is done to scores and weights besides scale and mask, and where a view's queries and keys stand in the call.
+    """The terms and dropout of a call, and the indices of a view's heads, queries and keys in the call.
 
     Attributes:
-        terms: In their order.
-        dropout: None: no weight is dropped.
-        heads: (Hq,) int64, the call's heads that are the view's.
-        rows: (Nq,) int64, places in the call's q.
-        columns: (Nk,) int64, places in the call's k.
-        offsets: (B, 2) int64, the positions of each batch element's first query and first key.
-        totals: Per term what its table's gradient is added to; None: nothing.
+        terms: Terms in the order of their application.
+        dropout: Dropout, or None.
+        heads: (Hq,) int64, query heads of the view as indices into the call's.
+        rows: (Nq,) int64, queries of the view as indices into the call's q.
+        columns: (Nk,) int64, keys of the view as indices into the call's k.
+        offsets: (B, 2) int64, positions of each batch element's first query and first key.
+        totals: For each term the sum of its table's gradient, or None if there is none.
     """
 
     terms: tuple[Term, ...]
@@ -577,17 +583,20 @@ class TermOperands(NamedTuple):
     totals: tuple[Tensor | None, ...]
 
     def seeded(self, seed: int) -> TermOperands:
-        """Change the seed of the dropout, and nothing else."""
+        """Return the operands with another seed of the dropout, if there is one."""
         return self if self.dropout is None else self._replace(dropout=self.dropout._replace(seed=seed))
 
     @property
     def names(self) -> frozenset[str]:
-        """What a backend has to be able to do."""
+        """Names of the terms, and "dropout": the features that a backend needs."""
         dropped = {"dropout"} if self.dropout is not None else set()
         return frozenset(type(term).__name__ for term in self.terms) | dropped
 
     def pairs(self, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Pairs:
-        """Where pairs of the view stand; what lies past its end, in a last tile, goes on by ones."""
+        """Return the call's indices and positions of the view's pairs.
+
+        Indices past the end of the view, in a last tile, continue in steps of one.
+        """
 
         def place(index: Tensor, places: Tensor) -> Tensor:
             inside = index.clamp(max=places.numel() - 1)
@@ -598,9 +607,12 @@ class TermOperands(NamedTuple):
         return Pairs(batch, self.heads[head], row, column, row + first[..., 0], column + first[..., 1])
 
     def apply(self, t: Tensor, at: Pairs, held: torch.dtype | None = None) -> list[Tensor]:
-        """The scores before the terms, and after each. One that is not finite stays so, whatever a term makes of it.
+        """Return the scores before the terms and after each; scores that are not finite stay unchanged at the end.
 
-        ``held``: the type of scores where t is wider; one that it cannot hold is infinite.
+        Args:
+            t: Scaled scores.
+            at: Indices of the scores.
+            held: Dtype of the scores, if that of t is wider; a score out of its range becomes infinite.
         """
         states = [t]
         for term in self.terms:
@@ -614,7 +626,7 @@ class TermOperands(NamedTuple):
         return states
 
     def gradient(self, states: list[Tensor], grad: Tensor, at: Pairs) -> Tensor:
-        """The gradient of scaled scores, of that of what the terms made of them."""
+        """Return the gradient of the scaled scores from that of the scores after all terms."""
         steps = list(zip(self.terms, states, states[1:], self.totals, strict=False))
         for term, before, after, total in reversed(steps):
             grad = term.gradient(before, after, grad, at, total)

@@ -1,7 +1,8 @@
-"""Every private name of torch that the library uses, looked up once.
+"""Look up every private name of torch that the library uses, once.
 
-``WITHOUT`` says what happens where this torch lacks a name: the library is slower, or refuses what only that name can
-do; it is never wrong. No other module uses a private name of torch: it calls a function of this one.
+``WITHOUT`` describes the effect if this version of torch lacks a name. The library is then slower, or raises for the
+feature that needs the name, but its results stay correct. Other modules never use a private name of torch; they call
+functions of this module.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from torch.autograd import forward_ad
 
 from .cache import fact
 
-_QUICK = "small calls take the operators: some microseconds more"
-_FLEX = "the flex backend refuses calls with gradients"
-_SDPA = "the sdpa backend refuses, and auto takes another one"
-_FUSED = "the flash backend goes without this one of PyTorch's kernels"
-_NCCL = "a ring of CUDA tensors is refused"
+_QUICK = "small calls go through the operators, which takes some microseconds more"
+_FLEX = "the flex backend does not support calls with gradients"
+_SDPA = "the sdpa backend is not available, and auto chooses another one"
+_FUSED = "the flash backend does not use this kernel of PyTorch"
+_NCCL = "a ring of CUDA tensors raises an error"
 
-#: What happens without each name, by its path below ``torch``.
+#: Effect of the absence of each name, by its path below ``torch``.
 WITHOUT = {
-    "Tensor._version": "a table is known by a digest of its contents: to make sure of a plan reads the whole table",
+    "Tensor._version": "a table is identified by a digest of its contents, so each look-up of a plan reads all of it",
     "_C.DispatchKey.ADInplaceOrView": f"{_QUICK}; {_FLEX}",
     "_C.DispatchKey.AutocastCPU": _QUICK,
     "_C.DispatchKey.AutogradCPU": _QUICK,
@@ -40,22 +41,22 @@ WITHOUT = {
     "_C.DispatchKey.BackendSelect": _QUICK,
     "_C.DispatchKey.CPU": _QUICK,
     "_C.DispatchKeySet": _QUICK,
-    "_C.DisableTorchFunction": "a caller's function modes see the calls by which audit probes a layer",
+    "_C.DisableTorchFunction": "a caller's function modes see the calls with which audit probes a layer",
     "_C._ForceDispatchKeyGuard": _FLEX,
-    "_C._are_functorch_transforms_active": f"{_QUICK}; a transform is known by the tensors that it wraps",
+    "_C._are_functorch_transforms_active": f"{_QUICK}; a transform is detected by the tensors that it wraps",
     "_C._autograd._profiler_enabled": _QUICK,
     "_C._dispatch_keys": _QUICK,
     "_C._dispatch_tls_local_exclude_set": _FLEX,
     "_C._dispatch_tls_local_include_set": f"{_QUICK}; {_FLEX}",
-    "_C._functorch.is_batchedtensor": "torch.vmap is known by an item that it will not give; a GPU is waited for",
-    "_C._functorch.is_functorch_wrapped_tensor": "a wrapped tensor is known by the memory that it does not have",
+    "_C._functorch.is_batchedtensor": "torch.vmap is detected by a failing item(), for which the host waits for a GPU",
+    "_C._functorch.is_functorch_wrapped_tensor": "a wrapped tensor is detected by its lack of memory",
     "_C._len_torch_function_stack": _QUICK,
-    "_assert_async": "indices on a GPU are checked at once: the host waits for them",
-    "_dynamo": "the first operator imports the compiler, a second",
-    "autograd.forward_ad._current_level": f"{_QUICK}; forward mode is known by trying it",
+    "_assert_async": "the host waits for checks of indices on a GPU",
+    "_dynamo": "the first operator imports the compiler, which takes a second",
+    "autograd.forward_ad._current_level": f"{_QUICK}; forward mode is detected by trying it",
     "distributed.device_mesh.DeviceMesh._flatten": "a mesh of two dimensions gets a new group for its ranks",
     "distributed.distributed_c10d._default_pg_init_method": (
-        "mesh=None computes alone after a default group that ringweave never used was destroyed"
+        "mesh=None computes on one rank after a default group that ringweave never used was destroyed"
     ),
     "distributed.ProcessGroupNCCL.Options._timeout": "NCCL's watchdog may end the process before a longer deadline",
     "distributed.ProcessGroupNCCL._end_coalescing": _NCCL,
@@ -70,7 +71,7 @@ WITHOUT = {
     "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": _SDPA,
     "utils._python_dispatch._get_current_dispatch_mode": "scratch memory is allocated anew at each use",
     "utils._python_dispatch._get_current_dispatch_mode_stack": (
-        "a FlopCounterMode that was made before ringweave registers counts its calls as nothing"
+        "a FlopCounterMode made before ringweave registers its formulas counts 0 for its calls"
     ),
     "utils._pytree.register_pytree_node": "a BlockPlan is one leaf to torch.export and tree_map",
 }
@@ -78,10 +79,10 @@ WITHOUT = {
 
 @fact
 def find(path: str) -> Any:
-    """Look up a name of ``WITHOUT``; None where this torch lacks it."""
+    """Return the object of a name in ``WITHOUT``, or None if this torch lacks it."""
     assert path in WITHOUT, path
     if path == "_dynamo":
-        # not by attribute: that would import it
+        # not by attribute, which would import the compiler
         return importlib.util.find_spec("torch._dynamo")
     try:
         return attrgetter(path)(torch)
@@ -89,7 +90,7 @@ def find(path: str) -> Any:
         return None
 
 
-# ---- whether something watches operators -----------------------------------------------------------------------------
+# ---- detection of modes, transforms and profilers that watch operators -----------------------------------------------
 
 _keys_of, _included = find("_C._dispatch_keys"), find("_C._dispatch_tls_local_include_set")
 _functions, _transforms = find("_C._len_torch_function_stack"), find("_C._are_functorch_transforms_active")
@@ -98,7 +99,7 @@ _autocast = torch.is_autocast_enabled
 
 
 def _key_sets(*sets: tuple[str, ...]) -> Any:
-    """Give sets of dispatch keys as numbers; None where a key is missing."""
+    """Return sets of dispatch keys as numbers, or None if a key is missing."""
     kind, keys = find("_C.DispatchKeySet"), [[find(f"_C.DispatchKey.{name}") for name in names] for names in sets]
     if kind is None or any(key is None for names in keys for key in names):
         return None
@@ -106,15 +107,15 @@ def _key_sets(*sets: tuple[str, ...]) -> Any:
     return frozenset(int(each.raw_repr()) for each in found)
 
 
-# tensors as they are, and those of inference mode; a lazy negation, a wrapper or another device has other keys
+# keys of inference tensors and of ordinary ones; a lazy negation, a wrapper or another device has other keys
 _PLAIN = _key_sets(("CPU", "AutocastCPU"), ("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU"))
-# active on every thread, with and without inference mode: modes of dispatch, transforms and traces add more
+# Dispatch keys active on every thread, without and with inference mode; dispatch modes, transforms and traces add more.
 _USUAL = _key_sets(("BackendSelect", "ADInplaceOrView"), ("BackendSelect",))
 
 if _has_level and None not in (_keys_of, _included, _functions, _transforms, _profiled, _PLAIN, _USUAL):
 
     def plain(a: Tensor, b: Tensor, c: Tensor) -> bool:
-        """Whether three tensors are ordinary ones in main memory."""
+        """Whether three tensors are ordinary tensors in main memory."""
         # unrolled by hand: a generator expression doubles the overhead
         return (
             type(a) is type(b) is type(c) is Tensor
@@ -124,15 +125,15 @@ if _has_level and None not in (_keys_of, _included, _functions, _transforms, _pr
         )
 
     def all_plain(tensors: Iterable[Tensor]) -> bool:
-        """Whether tensors are ordinary ones in main memory."""
-        # a loop: a generator expression doubles the overhead
+        """Whether all tensors are ordinary tensors in main memory."""
+        # a plain loop, since a generator expression doubles the overhead
         for x in tensors:  # noqa: SIM110
             if type(x) is not Tensor or _keys_of(x).raw_repr() not in _PLAIN:
                 return False
         return True
 
     def unwatched() -> bool:
-        """Whether nothing would see that operators were gone round: no mode, transform, trace, profiler or autocast."""
+        """Whether no mode, transform, trace, profiler or autocast is active that would see or change operators."""
         return not (
             _included().raw_repr() not in _USUAL
             or _functions()
@@ -145,26 +146,26 @@ if _has_level and None not in (_keys_of, _included, _functions, _transforms, _pr
 else:
 
     def plain(a: Tensor, b: Tensor, c: Tensor) -> bool:
-        """Unknown: False takes the operators."""
+        """Return False, since this cannot be known: the call then goes through the operators."""
         return False
 
     def all_plain(tensors: Iterable[Tensor]) -> bool:
-        """Unknown: False takes the operators."""
+        """Return False, since this cannot be known: the call then goes through the operators."""
         return False
 
     def unwatched() -> bool:
-        """Unknown: False takes the operators."""
+        """Return False, since this cannot be known: the call then goes through the operators."""
         return False
 
 
 def forward_mode() -> bool:
-    """Whether forward-mode differentiation is on."""
+    """Whether forward-mode differentiation is active."""
     if _has_level:
         return forward_ad._current_level >= 0
     one = torch.zeros((), device="cpu")
     try:
         forward_ad.make_dual(one, one)
-    except RuntimeError:  # there is no level
+    except RuntimeError:  # no level is active
         return False
     return True
 
@@ -174,15 +175,15 @@ _batches = find("_C._functorch.is_batchedtensor")
 
 
 def transforming(*tensors: Tensor) -> bool:
-    """Whether a transform of ``torch.func`` is active; ``tensors``: those that it may have wrapped."""
+    """Whether a transform of ``torch.func`` is active, which may have wrapped ``tensors``."""
     if _transforms is not None:
         return bool(_transforms())
-    # what differentiates wraps new tensors too
+    # a new tensor detects differentiating transforms, which wrap new tensors too
     return any(map(wrapped, (torch.zeros((), device="cpu"), *tensors)))
 
 
 def wrapped(x: Tensor) -> bool:
-    """Whether a transform of ``torch.func`` stands in for a tensor."""
+    """Whether a tensor is a wrapper of a ``torch.func`` transform."""
     if _wraps is not None:
         return bool(_wraps(x))
     try:
@@ -192,7 +193,7 @@ def wrapped(x: Tensor) -> bool:
 
 
 def mapped(x: Tensor) -> bool:
-    """Whether ``torch.vmap`` stands in for a tensor."""
+    """Whether a tensor is a wrapper of ``torch.vmap``."""
     if _batches is not None:
         return bool(_batches(x))
     if not wrapped(x):
@@ -209,12 +210,12 @@ _modes = find("utils._python_dispatch._get_current_dispatch_mode_stack")
 
 
 def dispatched() -> bool:
-    """Whether a dispatch mode may make tensors of its own kind."""
+    """Whether a dispatch mode may be active, which could make tensors of another class."""
     return _mode is None or _mode() is not None
 
 
 def dispatch_modes() -> list[Any]:
-    """List the dispatch modes that are on."""
+    """Return the active dispatch modes."""
     return [] if _modes is None else _modes()
 
 
@@ -222,7 +223,7 @@ _no_functions = find("_C.DisableTorchFunction")
 
 
 def without_functions() -> AbstractContextManager[None]:
-    """Keep calls from function modes and subclasses."""
+    """Return a context in which function modes and subclasses do not see calls."""
     return nullcontext() if _no_functions is None else _no_functions()
 
 
@@ -231,19 +232,19 @@ def without_functions() -> AbstractContextManager[None]:
 if find("Tensor._version") is not None:
 
     def version(x: Tensor) -> Hashable:
-        """Identify a tensor's state between writes; inference mode counts none."""
+        """Return a value that changes with each write to a tensor; inference tensors count no writes."""
         return 0 if x.is_inference() else x._version
 
 else:
 
     def version(x: Tensor) -> Hashable:
-        """Identify a tensor's state by its contents."""
+        """Return a digest of a tensor's contents, which changes with its values."""
         return 0 if x.is_inference() or x.is_meta else digest(x)
 
 
 def digest(x: Tensor) -> bytes:
-    """Digest what a tensor holds, on the host."""
-    # a copy: exposing the memory itself would fix its size for its owner
+    """Return a digest of a tensor's contents, computed on the host."""
+    # of a copy, since numpy access to the memory itself would forbid its owner to resize it
     data = x.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
     return hashlib.blake2b(data.view(torch.uint8).numpy().data, digest_size=16).digest()
 
@@ -252,7 +253,7 @@ _assert_async = find("_assert_async")
 
 
 def require(condition: Tensor, words: str) -> None:
-    """Raise RuntimeError, maybe later, unless a tensor of one bool on another device is true; nobody waits for it."""
+    """Raise RuntimeError unless a one-element bool tensor on another device is true, if possible without waiting."""
     if _assert_async is not None:
         _assert_async(condition, words)
     elif not condition.is_meta and not bool(condition):
@@ -260,7 +261,7 @@ def require(condition: Tensor, words: str) -> None:
 
 
 def aten(name: str) -> Any:
-    """Give one of PyTorch's attention operators, and None where there is none of the name."""
+    """Return one of PyTorch's attention operators, or None if this torch lacks it."""
     return find(f"ops.aten._scaled_dot_product_{name}")
 
 
@@ -277,7 +278,7 @@ AUTOGRAD_WITHIN = None not in (_guard, _excluded, _included, *_AUTOGRAD)
 
 @contextmanager
 def autograd_within() -> Iterator[None]:
-    """Allow autograd inside an operator, which runs below it: the dispatch keys that were taken out are put back."""
+    """Enable autograd inside an operator, where the dispatcher has excluded its keys."""
     excluded = _excluded()
     for key in _AUTOGRAD:
         excluded = excluded.remove(key)
@@ -289,7 +290,7 @@ _COMPILER = None if find("_dynamo") is None else "torch._dynamo"
 
 
 def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the compiler out of a function that PyTorch calls for an operator, without importing it (a second)."""
+    """Disable the compiler in a function that implements an operator, without importing it (which takes a second)."""
 
     @fact
     def disabled() -> Callable[..., Any]:
@@ -302,34 +303,34 @@ def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def register_pytree(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any], name: str) -> None:
-    """Make a class a node of trees, whose leaves ``flatten`` gives."""
+    """Register a class as a pytree node; ``flatten`` returns its leaves."""
     register = find("utils._pytree.register_pytree_node")
     if register is not None:
         register(kind, flatten, unflatten, serialized_type_name=name)
 
 
-# ---- processes; looked up when asked for, since torch may import these modules late ----------------------------------
+# ---- processes; looked up at each use, since torch may import these modules late -------------------------------------
 
 
 def flat(mesh: Any) -> Any:
-    """Give the mesh of one dimension over all ranks of a mesh; None where torch cannot."""
+    """Return the one-dimensional mesh over all ranks of a mesh, or None if torch cannot make it."""
     flatten = find("distributed.device_mesh.DeviceMesh._flatten")
     return None if flatten is None else flatten(mesh)
 
 
 def default_group_was_made() -> bool:
-    """Tell whether torch remembers a default group by its method, which is None where it was made with a store."""
+    """Whether torch recorded an init method of a default group; a group made with a store leaves none."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     return getattr(c10d, "_default_pg_init_method", None) is not None
 
 
 def set_timeout(options: Any, seconds: float) -> None:
-    """Set how long NCCL's watchdog waits."""
-    with suppress(AttributeError):  # the class takes no attribute that it does not have
+    """Set the timeout of NCCL's watchdog."""
+    with suppress(AttributeError):  # the class accepts only attributes that it defines
         options._timeout = timedelta(seconds=seconds)
 
 
 def coalescing(group: Any) -> tuple[Callable[[], None], Callable[[], Any]] | None:
-    """Give what begins and what ends one NCCL group of messages; None where torch has no such calls."""
+    """Return the functions that begin and end one NCCL group of messages, or None if torch has no such calls."""
     begin, end = getattr(group, "_start_coalescing", None), getattr(group, "_end_coalescing", None)
     return None if begin is None or end is None else (begin, end)

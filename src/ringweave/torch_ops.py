@@ -1,9 +1,10 @@
-"""The two ``torch.library`` operators of a call, with fakes, and the one way in which a call is differentiated.
+"""Define the two ``torch.library`` operators of a call, their fakes, and the one autograd function.
 
-The operators take tensors and one text, so that ``torch.compile`` traces a call as one opaque node: planning and the
-choice of backends happen when it runs, and a new table of the same shape recompiles nothing. Eager calls go through one
-autograd function, which calls the operators wherever something watches them, and a program directly elsewhere. What has
-no derivative raises: an operator alone would answer a forward-mode derivative with zero.
+The operators take tensors and one text, so ``torch.compile`` traces a call as one opaque node. Planning and the choice
+of backends happen when it runs, and a new table of the same shape causes no recompilation. Eager calls go through one
+autograd function. It calls the operators where a mode, transform or profiler watches them, and otherwise runs the
+program directly. A derivative that does not exist raises, because an operator alone would return zero for a
+forward-mode derivative.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from .torch_compat import all_plain, dispatch_modes, forward_mode, transforming,
 from .types import acc_dtype
 
 _library = torch.library.Library("ringweave", "DEF")
-# register_fake asks inspect whose line calls it, which looks through all modules that are loaded (6 ms) unless it knows
+# register_fake asks inspect for the module of its caller; without this entry inspect searches all loaded modules (6 ms)
 getattr(inspect, "modulesbyfile", {})[inspect.getabsfile(sys.modules[__name__])] = __name__
 
 
 def operators(*kernels: tuple[Callable[..., Any], Callable[..., Any]]) -> list[Any]:
-    """Define ``ringweave::<name of the kernel>`` for each: its annotations are its schema, the fake tells shapes.
+    """Define an operator ``ringweave::<name of the kernel>`` for each (kernel, fake) and return them.
 
-    They belong together, and their overload is named for all their schemas: a graph that another version has left in
-    PyTorch's cache on disk may call the first alike and the others otherwise, and must not be found.
+    A kernel's annotations are the operator's schema; the fake computes shapes. All operators share one overload name, a
+    hash of their schemas, so that PyTorch never reuses a graph from its cache on disk that another version compiled.
     """
     schemas = [_schema(kernel) for kernel, _ in kernels]
     overload = "of_" + hashlib.blake2b("".join(schemas).encode(), digest_size=4).hexdigest()
@@ -59,7 +60,7 @@ _SCHEMA = {
 
 
 def _schema(kernel: Callable[..., Any]) -> str:
-    """Write a kernel's annotations, which are text, as a schema: what ``infer_schema`` does, in no time."""
+    """Write a kernel's annotations, which are text, as a schema; torch's ``infer_schema`` does the same, slowly."""
     *arguments, (_, result) = kernel.__annotations__.items()
     results = result.removeprefix("tuple[").removesuffix("]" if result.startswith("tuple[") else "").split(", ")
     given = ", ".join(f"{_SCHEMA[kind]} {name}" for name, kind in arguments)
@@ -76,7 +77,7 @@ def attention(
     q_offset: int,
     dropout: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a call: ``tensors`` and the text ``call`` are those of ``call.pack`` and ``Call.text``."""
+    """Compute (out, lse) of a call, given as the text ``Call.text`` and the ``tensors`` of ``call.pack``."""
     program = program_of(Call.read(call, q, k, v, tensors, scale, q_offset, dropout), q, k)
     return oom_retry.forward(program, program.operands(q, k, v, tensors))
 
@@ -96,7 +97,7 @@ def attention_backward(
     dropout: int,
     learns: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Compute (dq, dk, dv, those of ``tensors``); an empty tensor for one that ``learns`` says gets none."""
+    """Compute (dq, dk, dv, gradients of ``tensors``); where ``learns`` is False the gradient is an empty tensor."""
     learned = sum(x.numel() for x, one in zip(tensors, learns, strict=True) if one)
     about = replace(Call.read(call, q, k, v, tensors, scale, q_offset, dropout), needs_grad=True, learned=learned)
     return _backward(program_of(about, q, k), (q, k, v, out, lse), tensors, learns, dout, dlse)
@@ -114,20 +115,20 @@ def _backward(
     if program.call.paged or program.call.kv_dtype is not None:
         refuse_gradient("keys and values in pages or in 8 bits")
     operands = program.operands(q, k, v, tensors, learns)
-    # a hook of saved tensors may have given them back in another layout
+    # a saved-tensor hook may have changed their layout
     returned = Returned(dout, dlse, out.contiguous(), lse.contiguous())
     grads = oom_retry.backward(program, operands, returned)
     return *grads, table_grads(tensors, learns, operands)
 
 
 def table_grads(tensors: Sequence[Tensor], learns: Sequence[bool], operands: Operands) -> list[Tensor]:
-    """Give the sum for each tensor that learns, in its dtype; for the others an empty tensor."""
+    """Return the summed gradient of each tensor that learns, in its dtype, and an empty tensor for the others."""
     totals = () if operands.terms is None else operands.terms.totals
     return _by_tensor(tensors, learns, (total for total in totals if total is not None))
 
 
 def fake_grads(tensors: Sequence[Tensor], learns: Sequence[bool]) -> list[Tensor]:
-    """Give the same without values."""
+    """Return tensors with the shapes and dtypes of :func:`table_grads`, without values."""
     return _by_tensor(tensors, learns, (x.new_empty(x.shape) for x, one in zip(tensors, learns, strict=True) if one))
 
 
@@ -147,7 +148,7 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: T
 
 
 def differentiate(op: Any, setup: Callable[..., None] | None, backward: Callable[..., Any]) -> None:
-    """Give an operator its gradient, as ``torch.library.register_autograd``."""
+    """Register an operator's gradient, as ``torch.library.register_autograd`` does."""
     torch.library.register_autograd(op.name(), backward, setup_context=setup, lib=_library)
 
 
@@ -155,24 +156,24 @@ attention_op, attention_backward_op = operators((attention, _fake), (attention_b
 
 
 def refuse_gradient(what: str) -> NoReturn:
-    """Raise UnsupportedError: stored keys and values are for inference."""
-    remedy = "Call it under torch.no_grad(), and train with attention() without kv."
+    """Raise UnsupportedError, since keys and values in pages or 8 bits are for inference."""
+    remedy = "Call it under torch.no_grad(); train with attention() on tensors of a floating dtype."
     raise UnsupportedError(message(what, "an input that requires gradients", "none: it is forward-only", remedy))
 
 
 class Differentiable(torch.autograd.Function):
-    """An operator under ``torch.func``: reverse mode, once; and ``vmap``."""
+    """Base of the autograd functions: ``torch.func`` may take first-order reverse mode and ``vmap`` of them."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        """Refuse: the tangent of what is not a function of tangents would be zero."""
+        """Raise UnsupportedError, since without a rule the tangent would silently be zero."""
         _refuse("a forward-mode derivative", "Use reverse mode: torch.func.vjp, jacrev or grad.")
 
 
 def refuse_forward_mode() -> None:
-    """Raise UnsupportedError under forward-mode differentiation, of which an operator alone knows nothing."""
+    """Raise UnsupportedError under forward-mode differentiation, which an operator alone would silently ignore."""
     if forward_mode():
         Differentiable.jvp(None)
 
@@ -182,15 +183,15 @@ def _refuse(got: str, remedy: str) -> NoReturn:
 
 
 def refuse_twice(ctx: Any, *_: Any) -> NoReturn:
-    """Refuse the gradient of a gradient."""
+    """Raise UnsupportedError for the gradient of a gradient."""
     _refuse("a second derivative", "Call the formula on small dense tensors for one.")
 
 
 def may_go_round(program: Program, tensors: Iterable[Tensor]) -> bool:
-    """Whether nothing would notice that a program runs without its operator.
+    """Whether a program may run without its operator, with no difference that anything could observe.
 
-    That needs plain tensors in main memory, the native kernel, and no mode, transform, trace, profiler or autocast:
-    these watch operators or change them. It also needs a pattern without tables, which a transform may have wrapped.
+    This needs plain tensors in main memory, the native kernel, and no mode, transform, trace, profiler or autocast,
+    which watch or change operators. It also needs a pattern without tables, which a transform may have wrapped.
     """
     return (
         unwatched()
@@ -206,22 +207,22 @@ class _Backward(Differentiable):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
-        """As the operator, the gradients of a list side by side."""
+        """Call the operator and return the gradients of its tensor list as separate outputs."""
         *grads, of_tensors = attention_backward_op(*args)
         return *grads, *of_tensors
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keep nothing: it has no derivative."""
+        """Save nothing, since there is no second derivative."""
 
 
 class _Attention(Differentiable):
-    """A call with its gradient: a program, and tensors."""
+    """The differentiable call of a program on tensors."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, program: Program, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """As the operator; autograd sees no tensors in a list."""
-        # a constant program was found for a call that nothing watches
+        """Run the program or its operator; tensors are separate arguments because autograd ignores those in lists."""
+        # a constant program was looked up only because nothing watches the call
         if program.constant or may_go_round(program, (q, k, v, *tensors)):
             return run(program, q, k, v, tensors)
         call = program.call
@@ -229,7 +230,7 @@ class _Attention(Differentiable):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Keep what backward takes."""
+        """Save the program and the tensors for backward."""
         q, k, v, ctx.program, *tensors = inputs
         spec = "" if ctx.program.constant else ctx.program.call.pattern.spec
         _save(ctx, spec, q, k, v, tensors, output)
@@ -241,7 +242,7 @@ class _Attention(Differentiable):
         return dq, dk, dv, None, *of_tensors
 
 
-# What Function.apply calls after it has bound the arguments by their names, for transforms; that takes 50 microseconds.
+# Skips Function.apply, which first binds the arguments by name for transforms; the binding takes 50 microseconds.
 _differentiable: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
 
 
@@ -252,21 +253,24 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _save(ctx: Any, spec: str, *saved: Any) -> None:
     *inputs, tensors, output = saved
-    # alive until backward has run
+    # kept alive for backward, which checks that the pattern's function and key bounds have not changed
     ctx.held = pinned_closure(spec, tensors, inputs[0])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs, *output, *savable(tensors))
 
 
 def savable(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Give what can be kept for backward: a pattern may be made in inference mode, for calls outside of it."""
+    """Yield tensors that can be saved for backward; those of a pattern made in inference mode are cloned."""
     return (x.clone() if x.is_inference() else x for x in tensors)
 
 
 def _gradients(
     ctx: Any, program: Program | None, learns: list[bool], dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Any, ...]:
-    """(dq, dk, dv, those of the tensors), by the program where one is given and nothing watches."""
+    """Compute (dq, dk, dv, gradients of the tensors).
+
+    The given program runs directly if nothing watches operators; otherwise the backward operator does.
+    """
     if ctx.held is not None:
         ctx.held.check()
     if dout is None and dlse is None:
@@ -314,10 +318,10 @@ differentiate(attention_backward_op, None, refuse_twice)
 
 
 def vectorize(op: Any) -> None:
-    """Give an operator its rule under ``torch.vmap``."""
+    """Register an operator's rule under ``torch.vmap``."""
 
     def run(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        # tables, seeds and functions may know batch elements, which folded ones would be others of
+        # Folding changes the numbers of batch elements, on which tables, seeds and functions may depend.
         apart = any(x if isinstance(x, (list, tuple)) else isinstance(x, str) and "TokenMask(" in x for x in args)
         results = (_one_by_one if apart else _folded)(op, info.batch_size, in_dims, args)
         several = isinstance(results, tuple)
@@ -341,7 +345,7 @@ def _one_by_one(op: Any, count: int, in_dims: tuple[Any, ...], args: tuple[Any, 
 
 
 def _folded(op: Any, count: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-    """Take what is mapped for more batch elements."""
+    """Fold the mapped dimension into the batch."""
 
     def folded(x: Any, dim: int | None) -> Any:
         if not isinstance(x, Tensor):
@@ -360,7 +364,7 @@ vectorize(attention_backward_op)
 def run(
     program: Program, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor] = (), with_lse: bool = True
 ) -> tuple[Tensor, Any]:
-    """Compute (out, lse) of a program that nothing watches; lse maybe None where it is not asked for."""
+    """Compute (out, lse) of a program where nothing watches operators; without ``with_lse``, lse may be None."""
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (tensors and any(x.requires_grad for x in tensors))
     ):
@@ -382,7 +386,7 @@ def run(
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a checked call, with its derivatives; ``tensors`` in the order of ``call.pack``."""
+    """Compute (out, lse) of a checked call, differentiably; ``tensors`` are in the order of ``call.pack``."""
     if torch.compiler.is_compiling():
         refuse_forward_mode()
         return attention_op(q, k, v, tensors, call.text, *call.numbers)  # type: ignore[no-any-return]
@@ -401,7 +405,7 @@ _FORWARD, _BACKWARD = 2, 5  # matrix products
 
 def _pairs(call: Call, tables: Sequence[Tensor]) -> int:
     if any(type(table) is not Tensor for table in tables):
-        # tensors without values: as many as there may be
+        # these tensors have no values, so every pair counts
         return call.batch * call.heads * call.nq * call.nk
     return sum(
         branch.plan().computed_pairs() if backend.planned or branch.structure == "sparse" else branch.pairs()
@@ -422,7 +426,10 @@ def _backward_flops(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: 
 
 @fact
 def register() -> None:
-    """Tell counters, also those that count already. Their module imports triton: call it once that is loaded."""
+    """Register flop formulas with torch, and with counters that are already active.
+
+    ``torch.utils.flop_counter`` imports triton, so call this only once a caller has loaded it.
+    """
     from torch.utils import flop_counter
 
     formulas: dict[Any, Any] = {
