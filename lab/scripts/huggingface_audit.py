@@ -44,7 +44,7 @@ JUDGED: tuple[tuple[str, str, str], ...] = (
         "Finding: position ids are not handed on to the mask function, so that packed documents attend each other.",
     ),
     (
-        r"asked was KeyPadding|pairs missing", "aimv2.*|videoprism_text_model",
+        r"instead of KeyPadding|pairs missing", "aimv2.*|videoprism_text_model",
         "Finding: without `attention_mask` tokens see all others, with one, though it hide nothing, only earlier ones.",
     ),
     (
@@ -66,7 +66,7 @@ JUDGED: tuple[tuple[str, str, str], ...] = (
         "Promised: in the last blocks a query of a segment attends where its mask of the block before lies.",
     ),
     (
-        "this is Segments", "pixtral",
+        "attends Segments", "pixtral",
         "Promised: the images of a batch lie in one row, and do not see each other.",
     ),
     (

@@ -1,4 +1,4 @@
-"""The explorer: its endpoint says what explain says, refuses strangers, and the page shows what the endpoint says."""
+"""The explorer: its answers equal explain's and simulate's, it refuses other sites, and the page shows its answers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlencode
 
+import numpy as np
 import pytest
 
 import ringweave as rw
@@ -23,8 +24,9 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from ringweave.cli.app import app
-from ringweave.units import flops, nbytes, percent
-from ringweave_lab.explorer.answer import Asked, answer
+from ringweave.units import flops, nbytes, percent, seconds
+from ringweave_lab.explorer.answer import Asked, answer, filled
+from ringweave_lab.explorer.neighbours import neighbours
 from ringweave_lab.explorer.server import EXAMPLES, PIECES, Server, page
 from ringweave_lab.explorer.spots import python, spots
 
@@ -99,7 +101,7 @@ def spelled(facts: dict[str, Any]) -> dict[str, str]:
     ratio = work["dense_over_this"]
     return {
         "pairs.density": percent(pairs["density"]), "pairs.computed_density": percent(pairs["computed_density"]),
-        "causality.causal": "causal" if facts["causality"]["causal"] else "sees the future",
+        "causality.causal": "causal" if facts["causality"]["causal"] else "not causal",
         "tiles.computed": f"{facts['tiles']['computed']:,}" if facts["tiles"]["computed"] else "none: dense kernels",
         "tiles.full": f"{facts['tiles']['full']:,}",
         "flops.forward": flops(work["forward"]), "flops.backward": flops(work["backward"]),
@@ -142,6 +144,149 @@ def test_million_tokens_and_every_example(server: Server) -> None:
         assert asked(server, pattern=f"Full() & {piece}", tokens="1K", ranks="1")[0] == 200
 
 
+# the figures of a rank of each device, as options of simulate
+MACHINES = {
+    "cpu": ("--flops", "0.34e12", "--bandwidth", "1.25e9", "--latency", "50e-6"),
+    "cuda": ("--flops", "500e12", "--bandwidth", "50e9", "--latency", "10e-6"),
+}
+
+
+def simulated(pattern: str, tokens: str, gpus: str, *options: str) -> list[dict[str, Any]]:
+    """Return the rows that ``ringweave simulate --json`` prints."""
+    command = [
+        "simulate",
+        pattern,
+        "-n",
+        tokens,
+        "--gpus",
+        gpus,
+        "--heads",
+        "8:8",
+        "--head-dim",
+        "64",
+        *options,
+        "--json",
+    ]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    return cast("list[dict[str, Any]]", json.loads(result.stdout))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_times_are_those_of_the_named_device(server: Server, device: str) -> None:
+    machine = MACHINES[device.partition(":")[0]]
+    _, found = asked(server, pattern="SlidingWindow(64)", tokens="4096", ranks="4", device=device)
+    step = found["step"]
+    one, four = (row["ringweave"]["seconds"] for row in simulated("SlidingWindow(64)", "4096", "1,4", *machine))
+    assert {row["of"]: row["text"] for row in step["shown"] if row["of"].endswith("seconds")} == {
+        "one.seconds": seconds(one), "ranks.seconds": seconds(four),
+    }  # fmt: skip
+    assert step["title"] == f"One forward step on 4 {device} ranks"
+    assert [float(text) for text in step["usual"].values()] == pytest.approx(
+        [float(machine[1]) / 1e12, float(machine[3]) / 1e9, float(machine[5]) * 1e6]
+    )
+    assert f"for a {device} rank that computes {step['usual']['tflops']} TFLOP/s" in step["notes"][0]
+
+
+def test_a_device_without_figures_has_no_times(server: Server) -> None:
+    query = {"pattern": "SlidingWindow(64)", "tokens": "4096", "ranks": "4", "device": "mps"}
+    _, found = asked(server, **query, tflops="3", gbytes="2")
+    assert found["facts"]["sizes"]["device"] == "mps"
+    assert found["step"] == {
+        "usual": {"tflops": "", "gbytes": "", "micros": ""},
+        "error": "mps rank: got no figures; wanted TFLOP/s, GB/s and us / message. "
+        "Enter all three: the page has no defaults for this device.",
+    }
+    _, found = asked(server, **query, tflops="3", gbytes="2", micros="20")
+    (one,) = simulated("SlidingWindow(64)", "4096", "1", "--flops", "3e12", "--bandwidth", "2e9", "--latency", "2e-5")
+    assert found["step"]["figures"]["one"]["seconds"] == one["ringweave"]["seconds"]
+    assert "for a mps rank that computes 3 TFLOP/s" in found["step"]["notes"][0]
+
+
+def test_tables_have_no_empty_column(server: Server) -> None:
+    assert filled([["a", "b", "c"], ["x", "", ""], ["y", "", "1"]]) == [["a", "c"], ["x", "-"], ["y", "1"]]
+    for ranks in ("1", "2", "3", "16"):
+        _, found = asked(server, pattern="SlidingWindow(64)", tokens="4096", kv_heads="2", ranks=ranks)
+        step = found["step"]
+        # on one rank all systems are equal, so there is no comparison and only one time
+        assert (step["systems"] == []) == (step["map"] is None) == (ranks == "1")
+        assert all(any(cell != "-" for cell in column) for column in zip(*step["systems"][1:], strict=True))
+        labels = [row["label"] for row in step["shown"]]
+        assert len(labels) == len(set(labels))
+        dashes = any("-" in line for line in step["systems"])
+        assert dashes == any("Ulysses needs" in note for note in step["notes"]) == (ranks in ("3", "16"))
+
+
+def test_no_two_sliders_are_equal() -> None:
+    texts = [*EXAMPLES.values()]
+    patterns = [each["pattern"] for each in texts] + list(PIECES.values())
+    patterns += [f"({first}) | {second}" for first in PIECES.values() for second in PIECES.values()]
+    for pattern in patterns:
+        found = [spot.name for spot in spots(pattern)]
+        assert len(found) == len(set(found)), (pattern, found)
+        assert not {"tokens", "query heads", "ranks", "number"} & set(found)
+
+
+GRIDS = {
+    "GridNeighborhood(Grid([6, 9]), [3, 5])": (6, 9),
+    "GridNeighborhood(Grid([4, 5, 6]), 3, causal=[True, False, False])": (4, 5, 6),
+    "GridWindows(Grid([7, 8], [2, 4]), 4, shift=2)": (7, 8),
+    "GridNeighborhood(Grid([40]), 5, dilation=2)": (40,),
+    "Neighborhood(5, 2, tokens=37)": (37,),
+    "~GridWindows(Grid([6, 6]), 3) & Causal()": (6, 6),
+}
+
+
+@pytest.mark.parametrize("text", GRIDS)
+def test_the_image_of_a_grid_shows_the_keys_of_the_query(server: Server, text: str) -> None:
+    shape = GRIDS[text]
+    grid = rw.Grid(shape) if "[2, 4]" not in text else rw.Grid(shape, (2, 4))
+    dense = rw.patterns.parse(text).to_dense(grid.tokens)[0, 0]
+    r = random.Random(text)
+    for pixel in [tuple(r.randrange(n) for n in shape) for _ in range(5)]:
+        status, found = asked(server, pattern=text, pixel=",".join(map(str, pixel)), ranks="1")
+        assert status == 200, found
+        drawn = found["grid"]
+        assert (drawn["pixel"], drawn["shape"]) == (list(pixel), list(shape))
+        assert grid.positions[drawn["token"]].tolist() == list(pixel)
+        keys = {tuple(each) for each in grid.positions[dense[drawn["token"]]].tolist()}
+        (panel,) = drawn["panels"]
+        assert panel["attended"] == len(keys)
+        coloured = set()
+        for frame, shades in enumerate(panel["frames"]):
+            for cell, shade in enumerate(base64.b64decode(shades)):
+                if shade:
+                    assert shade == 255
+                    row, col = divmod(cell, drawn["cols"])
+                    coloured.add((row * drawn["width"] + col,) if len(shape) == 1 else (frame, row, col)[-len(shape) :])
+        assert coloured == keys
+        frame, row, col = drawn["query"]
+        assert (frame, row, col)[-len(shape) :] == pixel if len(shape) > 1 else row * drawn["width"] + col == pixel[0]
+
+
+def test_the_image_of_a_large_grid_has_cells_and_frames() -> None:
+    drawn = neighbours(rw.GridWindows(rw.Grid((300, 300)), 30), rw.Grid((300, 300)), [0], "31,299")
+    assert (drawn["side"], drawn["rows"], drawn["cols"], drawn["query"]) == (3, 100, 100, [0, 10, 99])
+    shares = np.frombuffer(base64.b64decode(drawn["panels"][0]["frames"][0]), np.uint8).reshape(100, 100)
+    assert np.argwhere(shares).min(0).tolist() == [10, 90]
+    assert (shares[10:20, 90:] == 255).all()
+    assert drawn["panels"][0]["attended"] == 900
+    video = rw.Grid((40, 4, 4))
+    drawn = neighbours(rw.GridWindows(video, 2), video, [0], "39,0,0")
+    assert (drawn["first"], len(drawn["panels"][0]["frames"]), drawn["query"][0]) == (28, 12, 11)
+
+
+def test_a_pixel_that_does_not_fit_is_moved() -> None:
+    grid = rw.Grid((8, 6))
+    for pixel, place in (("", [4, 3]), ("99,2", [7, 2]), ("1,2,3", [4, 3]), ("-1,0", [4, 3]), ("x", [4, 3])):
+        assert neighbours(rw.GridWindows(grid, 2), grid, [0], pixel)["pixel"] == place
+    assert answer(Asked(pattern="Causal()", tokens="64"))["grid"] is None
+    # the grid's own order wins over a line of tokens, and each distinct head has its image
+    text = "PerHead([Neighborhood(3, tokens=48), GridWindows(Grid([8, 6]), 2)])"
+    found = answer(Asked(pattern=text, ranks="1"))["grid"]
+    assert (found["shape"], [panel["attended"] for panel in found["panels"]]) == ([8, 6], [3, 4])
+
+
 def test_step_is_simulates(server: Server) -> None:
     found = asked(
         server, pattern="SlidingWindow(64)", tokens="4096", heads="8", kv_heads="2", ranks="4", dtype="bfloat16"
@@ -159,6 +304,7 @@ def test_step_is_simulates(server: Server) -> None:
             "8:2",
             "--head-dim",
             "64",
+            *MACHINES["cpu"],
             "--json",
         ],
     )
@@ -173,11 +319,11 @@ def test_step_is_simulates(server: Server) -> None:
 @pytest.mark.parametrize(
     ("query", "said"),
     [
-        ({"pattern": "__import__('os').system('true')"}, "wanted pattern names"),
-        ({"pattern": ""}, "got nothing"),
+        ({"pattern": "__import__('os').system('true')"}, "wanted the name of a pattern or preset"),
+        ({"pattern": ""}, "got no pattern"),
         ({"pattern": "SlidingWindow(-1)"}, "left"),
         ({"tokens": "0"}, "tokens: got '0'"),
-        # what a pattern is made for is as bounded as what is asked for
+        # sizes that the pattern sets have the same limits as requested sizes
         ({"pattern": "GridNeighborhood(Grid([100000, 100000]), 3)"}, "shape: got 10000000000"),
         ({"pattern": f"PerHead([{'Causal(), ' * 1025}])"}, "heads: got '1025'"),
         ({"tokens": "99M"}, "tokens: got '99M'"),
@@ -227,7 +373,12 @@ def test_numbers_of_a_text_are_named() -> None:
     text = "PerHead([SlidingWindow(3), random_blocks(64, density=0.5)]) & GridWindows(Grid([8, 8]), (4, 2))"
     assert [spot.name for spot in spots(text)] == [
         "SlidingWindow left", "random_blocks tokens", "random_blocks density", "Grid shape 1", "Grid shape 2",
-        "GridWindows size", "GridWindows size",
+        "GridWindows size 1", "GridWindows size 2",
+    ]  # fmt: skip
+    text = "SlidingWindow(3, 4) | (Sinks(2) & SlidingWindow(right=5, left=6))"
+    assert [spot.name for spot in spots(text)] == [
+        "SlidingWindow #1 left", "SlidingWindow #1 right", "Sinks tokens", "SlidingWindow #2 right",
+        "SlidingWindow #2 left",
     ]  # fmt: skip
     assert python("Causal()\n  | Sinks(2)") == "out = rw.attention(q, k, v, rw.Causal()   | rw.Sinks(2))"
 
@@ -306,7 +457,7 @@ def test_the_page_by_keyboard(server: Server, browser: Any) -> None:
     browser.execute_async_script(SETTLE, {})
     assert (
         browser.find_element("id", "python").text
-        == "out = rw.attention(q, k, v, rw.SlidingWindow(10) & rw.SlidingWindow(256))"
+        == f"out = rw.attention(q, k, v, rw.SlidingWindow(10) & rw.{PIECES['SlidingWindow']})"
     )
     browser.find_element("id", "undo").send_keys(Keys.ENTER)
     browser.execute_async_script(SETTLE, {})
@@ -314,6 +465,38 @@ def test_the_page_by_keyboard(server: Server, browser: Any) -> None:
     assert browser.find_element("id", "cell").text.startswith("Queries 8-15, keys 0-7: ")
     browser.execute_async_script(SETTLE, {"pattern": "Oops("})
     assert "Oops" in browser.find_element("id", "error").text
+
+
+def test_the_page_shows_the_grid_of_a_chosen_query(server: Server, browser: Any) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    browser.get(server.url + "#pattern=GridNeighborhood(Grid([16, 16]), 3)")
+    browser.execute_async_script(SETTLE, {"pixel": "0,15"})
+    assert browser.find_element("id", "pixel").text == "The query at row 0, column 15 attends 9 of 256 tokens."
+    # the pattern's own sliders set the length
+    assert not browser.find_element("id", "tokens-slider").is_displayed()
+    canvas = browser.find_element("css selector", "#frames canvas")
+    canvas.send_keys(Keys.ARROW_DOWN, Keys.ARROW_LEFT, Keys.ARROW_LEFT)
+    browser.execute_async_script(SETTLE, {})
+    assert browser.find_element("id", "pixel").text == "The query at row 1, column 13 attends 9 of 256 tokens."
+    # three pixels right of and below the centre: inside row 8 and column 8
+    ActionChains(browser).move_to_element_with_offset(canvas, 3, 3).click().perform()
+    browser.execute_async_script(SETTLE, {})
+    assert browser.find_element("id", "pixel").text == "The query at row 8, column 8 attends 9 of 256 tokens."
+    browser.execute_async_script(SETTLE, {"pattern": "Causal()", "tokens": "1K"})
+    assert not browser.find_element("id", "grid").is_displayed()
+    assert browser.find_element("id", "tokens-slider").is_displayed()
+
+
+def test_another_device_drops_the_figures_of_the_last_one(server: Server, browser: Any) -> None:
+    browser.get(server.url + "#pattern=Causal()&tokens=1K")
+    browser.execute_async_script(SETTLE, {"tflops": "7"})
+    assert "cpu rank that computes 7 TFLOP/s" in browser.find_element("id", "step-note").text
+    browser.find_element("css selector", "#device option[value=cuda], #device option:nth-child(2)").click()
+    browser.execute_async_script(SETTLE, {})
+    assert "cuda rank that computes 500 TFLOP/s" in browser.find_element("id", "step-note").text
+    assert browser.find_element("id", "tflops").get_attribute("placeholder") == "500"
 
 
 def test_the_page_fits_narrow_windows(server: Server, browser: Any) -> None:

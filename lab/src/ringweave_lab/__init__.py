@@ -1,4 +1,4 @@
-"""The laboratory of ringweave: benchmarks, the demonstration, the explorer, models of many ranks, the GPU campaign.
+"""Benchmarks, a demonstration, the explorer, a model of many ranks and the GPU campaign of ringweave.
 
 It is a separate distribution, ``ringweave-lab``, which adds its commands to ``ringweave``.
 """

@@ -44,9 +44,9 @@ def test_every_peer_computes_what_it_says(name: str) -> None:
         if outcome.timing is None:
             said = {
                 "ringweave:sdpa": "neither full nor causal",
-                "ringweave:cpu": "native kernel is not there",
+                "ringweave:cpu": "native kernel is missing",
                 "ringweave:triton": "it runs on CUDA and ROCm tensors",
-                "ringweave:flex": "gives no lse and has no backward",
+                "ringweave:flex": "returns no lse and has no backward",
                 "ringweave:flash": "it calls kernels for CUDA tensors",
             }
             assert name in said, outcome.reason

@@ -35,31 +35,31 @@ from .report import case_pages, read_lines, write_figures
 
 
 def bench(
-    case: Annotated[str, typer.Argument(help="What to measure; see --list.")] = "attention",
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, seconds instead of minutes.")] = False,
-    tokens: Annotated[int | None, typer.Option(min=128, help="Sequence length instead of the case's own.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Heads instead of the case's own.")] = None,
+    case: Annotated[str, typer.Argument(help="Name of the case; --list shows all.")] = "attention",
+    quick: Annotated[bool, typer.Option("--quick", help="Use small sizes: seconds instead of minutes.")] = False,
+    tokens: Annotated[int | None, typer.Option(min=128, help="Sequence length; default: the case's.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Number of heads; default: the case's.")] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Of q, k and v (default: float32; kernels: the first two)."),
+        typer.Option(help="Type of q, k and v. Default: float32; kernels: float32 and bfloat16."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds instead of the case's own.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="The whole grid of sizes of kernels; hours.")] = False,
+    device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of timed rounds; default: the case's.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Measure all sizes of the kernels case; takes hours.")] = False,
     folder: Annotated[
-        Path | None, typer.Option(help="Keep what is measured there, and go on from it (quality).")
+        Path | None, typer.Option(help="Folder for the results of quality; a later run continues from it.")
     ] = None,
-    part: Annotated[str | None, typer.Option(help="One part of kernels on a GPU.")] = None,
+    part: Annotated[str | None, typer.Option(help="Part of the kernels case on a GPU.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Append the figures to this file as JSON lines; to .html, write a page.")
+        Path | None, typer.Option(help="File to append the figures to as JSON lines; a .html file becomes a page.")
     ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="List the cases and peers.")] = False,
 ) -> None:
-    """Measure attention side by side with its peers: time, ratio, memory; every peer is checked before it is timed.
+    """Compare the time and memory of attention with other implementations, checking each result before timing it.
 
-    A borrowed GPU: ringweave bench campaign --help. Whether what was fast still is: ringweave bench --gate --help.
-    A page of figures that were kept: ringweave bench page --help.
+    See also: ringweave bench campaign --help (measure a GPU), ringweave bench --gate --help (find slowdowns) and
+    ringweave bench page --help (draw stored figures).
     """
     console = Console(highlight=False)
     if show_list:
@@ -75,7 +75,7 @@ def bench(
     console.print(where_line(where))
     kind = getattr(torch, dtype) if dtype else None
     options = Options(quick, tokens, heads, kind, device, rounds, full, None if folder is None else str(folder), part)
-    # where a folder lies is nobody's business
+    # the path of a folder may be private, so it is not stored
     shown = dataclasses.replace(options, folder=None)
     head = {"case": case, "environment": plain(where), "options": plain(shown)}
     paged = out is not None and out.suffix.lower() in (".html", ".htm")
@@ -84,7 +84,7 @@ def bench(
     def keep(record: Record) -> None:
         lines.append(head | plain(record))
         if out is not None and not paged:
-            # at once: a run that is killed keeps what it measured
+            # written immediately, so that a run that is killed keeps its figures
             write_lines(out, lines[-1:])
 
     with console.status("starting") as status:
@@ -100,9 +100,9 @@ def bench(
 
 def page(
     files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="JSON lines of ringweave bench --out.")],
-    out: Annotated[Path, typer.Option(help="Where the page goes: one HTML file.")] = Path("figures.html"),
+    out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("figures.html"),
 ) -> None:
-    """Print every goal of figures that were kept, and make a page of them: charts, a roofline, goals, tables."""
+    """Print the goals of stored figures, and write them to a page with charts, a roofline and tables."""
     console, pages = Console(highlight=False), case_pages(read_lines(files))
     for each in pages:
         _print_targets(console, each.goals, escape("\n".join((each.case, *each.machines))))
@@ -126,14 +126,15 @@ _WRAPPED = ("note", "what", "size")
 
 
 def print_result(console: Console, result: CaseResult) -> bool:
-    """Print a case's tables and conclusion, and tell whether any peer was wrong."""
+    """Print a case's tables and conclusion, and return whether any peer was wrong."""
     outcomes = [record for record in result.records if isinstance(record, Outcome)]
     _print_plans(console, [record for record in result.records if isinstance(record, PlanCost)])
     (_print_grid if result.grid else _print_outcomes)(console, outcomes)
     _print_scores(console, [record for record in result.records if isinstance(record, Score)])
     _print_targets(console, [record for record in result.records if isinstance(record, Target)])
     _print_published(console, [record for record in result.records if isinstance(record, Published)])
-    console.print(result.conclusion)
+    for sentence in re.split(r"(?<=[.;]) (?=[A-Z])", result.conclusion):
+        console.print(f"- {escape(sentence)}")
     wrong = [outcome for outcome in outcomes if outcome.wrong]
     for outcome in wrong:
         console.print(
@@ -154,7 +155,7 @@ def _print_plans(console: Console, plans: list[PlanCost]) -> None:
 
 
 def _print_outcomes(console: Console, outcomes: list[Outcome]) -> None:
-    """Print a table for each problem and direction, with a line for each peer."""
+    """Print a table for each problem and direction, with a row for each peer."""
     groups: dict[tuple[str, int, str], list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault((outcome.workload, outcome.tokens, outcome.direction), []).append(outcome)
@@ -192,7 +193,7 @@ def _cells(outcome: Outcome) -> list[str]:
 
 
 def _print_grid(console: Console, outcomes: list[Outcome]) -> None:
-    """Print a table for each type and direction: sizes and densities are its lines, peers its columns."""
+    """Print a table for each type and direction, with a row per size and density and a column per peer."""
     groups: dict[tuple[str, str], dict[tuple[int, ...], dict[str, Outcome]]] = {}
     for each in outcomes:
         key = (each.tokens, each.head_dim, each.heads, each.kv_heads, round(each.density * 10000))
@@ -227,7 +228,7 @@ def _ratio(outcome: Outcome | None) -> str:
 
 
 def _print_scores(console: Console, scores: list[Score]) -> None:
-    """Print a table for each part and length: a line for each method, with the spread over its seeds."""
+    """Print a table for each part and length: a row for each method, with the spread over its seeds."""
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for line in spread(scores):
         groups.setdefault((line["part"], line["tokens"]), []).append(line)
@@ -264,7 +265,7 @@ def _print_published(console: Console, rows: list[Published]) -> None:
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """Make a table with a bold title, if any; numbers stand to the right, words to the left."""
+    """Return an empty table with a bold title, if any; columns of numbers are aligned right, others left."""
     table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=column not in _WRAPPED)
@@ -272,7 +273,7 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def where_line(where: Environment) -> str:
-    """Say in a line what the machine is, and whether others use it."""
+    """Return a line that describes the machine and warns if it is busy."""
     busy = ""
     if where.load is not None and where.load > 0.5 * where.cores:
         load = f"load {where.load:.1f} on {where.cores} cores"

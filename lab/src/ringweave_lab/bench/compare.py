@@ -1,6 +1,6 @@
-"""Peers side by side: checked against the oracle first, then timed in turn, then weighed. Every case goes this way.
+"""Compare peers: check each one against the oracle, time them in turn, and record the outcomes.
 
-A peer that fails its check is not timed: the speed of a wrong result is of no interest.
+A peer that fails its check is not timed, since the speed of a wrong result is of no interest.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .record import Outcome
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is measured in turn.
+    """Problems and peers that are measured in turn.
 
     Attributes:
-        entries: Problems, each with who computes it: peers, or their names as in
-            :func:`~ringweave_lab.bench.peers.taking_part`. Ratios are over the first peer of all on the same
-            problem, or where it does not take part in that, on the first one.
-        directions: Which of ``"forward"``, ``"backward"`` (by itself) and ``"forward + backward"``.
-        rounds: Timed rounds.
+        entries: Problems, each with its peers or their names, as in
+            :func:`~ringweave_lab.bench.peers.taking_part`. Ratios are over the first entry's peer on the same problem,
+            or on the first problem if that peer does not take part in the same one.
+        directions: Some of ``"forward"``, ``"backward"`` (alone) and ``"forward + backward"``.
+        rounds: Number of timed rounds.
         budget: Seconds after which no further round of a direction starts.
         memory: Whether peak memory is measured too.
-        ends: Whether the first and the last key head alone are checked.
-        failures: Errors of a peer that are its reason, and do not end the run.
+        ends: Whether only the first and the last key head are checked.
+        failures: Errors of a peer that become its reason and do not end the run.
     """
 
     entries: Sequence[tuple[Problem, Sequence[str | Peer]]]
@@ -51,14 +51,14 @@ def weighed(
     peak: float | None = None,
     memory: float | None = None,
 ) -> Outcome:
-    """Give an entry as a record, with what its time means.
+    """Return the outcome of an entry, with its rates and ratios.
 
     Args:
         entry: A peer on a problem, checked and timed.
-        first: The timing that it is compared with.
-        held: The most memory that the peer held.
-        peak: Operations per second that the device reaches.
-        memory: Bytes per second that it reads.
+        first: Timing to compare it with.
+        held: Peak memory of the peer.
+        peak: Peak operations per second of the device.
+        memory: Bytes per second that the device reads.
     """
     problem, rate, moved = entry.problem, None, None
     if entry.timing is not None:
@@ -97,18 +97,18 @@ def outcomes(
     peak: float | None = None,
     memory: float | None = None,
 ) -> Generator[Outcome, None, list[Outcome]]:
-    """Check, time and weigh what is to be compared.
+    """Check and time the peers of a comparison.
 
     Args:
-        comparison: The problems, and who computes them.
-        say: Told what happens next.
-        inputs: The inputs of all problems; random ones by default.
-        peak: Operations per second that the device reaches.
-        memory: Bytes per second that it reads.
+        comparison: Problems and peers.
+        say: Function that receives progress messages.
+        inputs: Inputs of all problems; random by default.
+        peak: Peak operations per second of the device.
+        memory: Bytes per second that the device reads.
     Yields:
         An outcome for each direction, problem and peer, in that order, as soon as its direction is measured.
     Returns:
-        All of them.
+        All outcomes.
     """
     found: list[Outcome] = []
     sessions: dict[tuple[object, ...], Session] = {}
@@ -140,7 +140,7 @@ def outcomes(
 
 
 def _check_names(entries: Sequence[Entry]) -> None:
-    """Check that what is filed by a peer's name is of one peer."""
+    """Raise ShapeError if two peers of a problem have the same name."""
     names = [(entry.problem, entry.peer) for entry in entries]
     if not names or len(set(names)) < len(names):
         got = ", ".join(name for _, name in names) or "none"
@@ -158,17 +158,17 @@ def compare(
     memory: bool = True,
     say: Say = silent,
 ) -> list[Outcome]:
-    """Check, time and weigh peers on one problem.
+    """Check and time peers on one problem.
 
     Args:
-        problem: What to compute.
-        peers: Who computes it; ratios are against the first.
-        inputs: Its inputs; random by default.
-        directions: ``"forward"``, ``"backward"`` by itself, ``"forward + backward"``, or several.
-        rounds: Timed rounds.
+        problem: Problem to compute.
+        peers: Peers that compute it; ratios are over the first.
+        inputs: Inputs of the problem; random by default.
+        directions: Some of ``"forward"``, ``"backward"`` (alone) and ``"forward + backward"``.
+        rounds: Number of timed rounds.
         budget: Seconds after which no further round of a direction starts.
         memory: Whether to measure peak memory too.
-        say: Told what happens next.
+        say: Function that receives progress messages.
     Returns:
         An outcome for each direction and peer, in that order.
     """

@@ -1,11 +1,11 @@
-"""The gate: eight ratios within a run, held to committed ones, so that a change that makes something slow is seen.
+"""Find slowdowns: compare eight ratios of time with committed ones.
 
-Each ratio is ringweave's time over that of something beside it that does not change with ringweave, such as torch's
-dense attention, on one thread, in the processor's time of this process: what others do on the machine does not count.
-The two run in turn, and the median of the ratios within rounds counts. A ratio that is too large is measured again, up
-to three times, after all others and for longer: what a neighbour did passes, what a change did stays. Where the time
-ends before that, nothing is decided, and nothing fails. What only waits, and threads that wait for each other, is not
-seen.
+Each ratio is ringweave's time over the time of a call that does not change with ringweave, such as torch's dense
+attention. Both run on one thread, in turn, and are measured in this process's processor time, so that other processes
+hardly matter; the median of the ratios within rounds counts. A ratio that is too large is measured again after all
+others, up to three times and for longer, since the effect of another process passes and a slowdown stays. If the time
+ends before that, the ratio is undecided and does not fail. Processor time does not show waiting, nor threads that wait
+for each other.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from ringweave.tune.session import Say, Session, silent
 from .peers import peers
 from .record import environment
 
-#: The slowdown that is to be caught.
+#: The slowdown that the gate must find.
 CAUGHT = 1.3
-# a tolerance is at least this; and no more than lies midway, or the slowdown would be missed sooner than a run without
-# it is refused
+# Bounds of a tolerance. The upper one is the geometric middle between 1 and CAUGHT: above it, missing a slowdown would
+# be likelier than failing without one.
 _LEAST, _MOST = 1.1, CAUGHT**0.5
 _AGAIN = 3
-_LONGER = 2  # times as many rounds as before, and seconds
-_WITHIN = 240.0  # seconds after which nothing is measured again
+_LONGER = 2  # factor on the rounds and seconds of each repetition
+_WITHIN = 240.0  # seconds after which no ratio is measured again
 _ROUNDS, _SECONDS = 61, 5.0
 _REPEATS = 5  # runs of a new baseline
-_FEWEST = 7  # rounds, whatever they take
-_WIDTH = 3  # times how far the runs of a baseline lie from their median, all but one
-_PART = 0.006  # seconds of a call, at least: shorter ones run several times
+_FEWEST = 7  # minimum number of rounds, regardless of time
+_WIDTH = 3  # a tolerance in deviations of a baseline's runs from their median, without the largest deviation
+_PART = 0.006  # minimum seconds of a sample; shorter calls run several times
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,11 @@ class Headline:
     """One of the ratios.
 
     Attributes:
-        name: What files call it.
-        what: What it is, in words.
-        pair: Makes ringweave's call, checked against the oracle where it computes attention, and the one beside it,
-            which works alike, on as much memory: what others do on the machine is to slow both as much.
+        name: Name in files.
+        what: Description.
+        pair: Function that returns ringweave's call, checked against the oracle if it computes attention, and the
+            call to compare it with, which uses similar operations and as much memory, so that other processes slow
+            both down equally.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Headline:
 
 
 def _checked(problem: Problem, direction: str, name: str, say: Say) -> Call:
-    """A peer's call, of which the oracle has seen that it is right."""
+    """Return a peer's call after checking it against the oracle."""
     (peer,) = peers(name)
     entry = Session(problem.inputs(), say).check(problem, peer, direction)
     if entry.call is None:
@@ -77,7 +78,7 @@ def _checked(problem: Problem, direction: str, name: str, say: Say) -> Call:
 def _attention(
     problem: Problem, direction: str, ours: str = "ringweave", beside: torch.dtype | None = None
 ) -> Callable[[Say], tuple[Call, Call]]:
-    """A call, and torch's dense attention beside it, in another type where that is given."""
+    """Return a function that makes a call and torch's dense attention, in another type if one is given."""
     other = replace(problem, dtype=beside or problem.dtype)
 
     def pair(say: Say) -> tuple[Call, Call]:
@@ -87,7 +88,7 @@ def _attention(
 
 
 def _mixed(say: Say) -> tuple[Call, Call]:
-    """A mixture; beside it torch's dense attention in each segment of its branches, joined without weights."""
+    """Return a mixture's call, and torch's dense attention in each segment of its branches, joined without weights."""
     ours = _checked(Problem("LongNet", rw.LongNet([256, 1024], [1, 4]), 2048, 2), FORWARD, "ringweave", say)
     q = torch.randn(1, 2, 2048, 64)
     branches = [x.unflatten(2, (-1, 256)).transpose(1, 2).flatten(0, 1) for x in (q, q[:, :, ::4])]
@@ -102,7 +103,7 @@ def _mixed(say: Say) -> tuple[Call, Call]:
 
 
 def _planned(say: Say) -> tuple[Call, Call]:
-    """A plan that no cache has; beside it as many small steps of numpy and torch, of the kinds that planning takes."""
+    """Return a call that plans without a cache, and as many small numpy and torch operations of the same kinds."""
     pattern, tokens = (rw.SlidingWindow(1024) | rw.Sinks(64)) & rw.Causal(), 65536
     rows, places = np.arange(512), torch.arange(128)
     tiles = np.random.default_rng(0).integers(512, size=2**13)
@@ -128,7 +129,7 @@ def _planned(say: Say) -> tuple[Call, Call]:
 
 
 def _called(say: Say) -> tuple[Call, Call]:
-    """A call so small that its kernel takes no time; beside it torch's calls, as small."""
+    """Return a call so small that its kernel takes hardly any time, and torch's calls of the same size."""
     ours = _checked(Problem("small", rw.Causal(), 16, 1, 16), FORWARD, "ringweave:cpu", say)
     q = torch.randn(1, 1, 16, 16)
 
@@ -164,7 +165,7 @@ HEADLINES = (
 
 @dataclass(frozen=True)
 class Held:
-    """A ratio as it was, and how much larger it may be: measured from how far runs lie apart."""
+    """A stored ratio and its tolerance, which follows from the deviation of its runs."""
 
     ratio: float
     tolerance: float
@@ -172,13 +173,13 @@ class Held:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gate found of one ratio.
+    """The gate's result for one ratio.
 
     Attributes:
-        headline: Which.
-        found: The least of what was measured, once or again.
-        held: What it is held to; None where nothing is known of this processor.
-        times: How often it was measured.
+        headline: The ratio's definition.
+        found: Smallest measured value.
+        held: Stored ratio; None if none is stored for this processor.
+        times: Number of measurements.
     """
 
     headline: Headline
@@ -188,33 +189,33 @@ class Verdict:
 
     @property
     def slower(self) -> float | None:
-        """How many times slower than it was."""
+        """Measured ratio over the stored one."""
         return None if self.held is None else self.found / self.held.ratio
 
     @property
     def within(self) -> bool:
-        """Whether it is as fast as it was, within its tolerance."""
+        """Whether the ratio is within its tolerance."""
         return self.held is None or self.found <= self.held.ratio * self.held.tolerance
 
     @property
     def passed(self) -> bool:
-        """Whether it is not found to be slower: one that was too slow once may have had a neighbour."""
+        """Whether no slowdown is established; one slow measurement may have another cause, so it is not enough."""
         return self.within or self.times <= _AGAIN
 
     @property
     def stale(self) -> bool:
-        """Whether it is so much faster than it was that the slowdown would no longer be caught."""
+        """Whether the ratio is so much smaller than the stored one that a slowdown would no longer be found."""
         return self.held is not None and self.found * CAUGHT <= self.held.ratio * self.held.tolerance
 
 
 def kind() -> str:
-    """Name what ratios depend on beside ringweave: the processor, the kernel's instruction set, and torch."""
+    """Return a text of the processor, the kernel's instruction set and torch's version, on which ratios depend."""
     where = environment()
     return f"{where.cpu}, kernel {where.kernel or 'none'}, torch {where.torch.split('+')[0]}"
 
 
 def slowed(call: Call, factor: float, timer: Timer = by_processor) -> Call:
-    """Make a call that works for ``factor`` times as long: what the gate is to notice."""
+    """Return a call that takes ``factor`` times as long, to test the gate."""
 
     def slow() -> object:
         result: list[object] = []
@@ -234,9 +235,9 @@ def measured(
 
     Args:
         pair: The calls.
-        rounds: How many, at most.
-        seconds: After which no further round starts, by the clock.
-        timer: What times them.
+        rounds: Maximum number of rounds.
+        seconds: Wall-clock seconds after which no further round starts.
+        timer: Function that times a call.
     """
     timings = interleaved(
         {"ours": pair[0], "other": pair[1]}, rounds=rounds, budget=seconds, timer=timer, fewest=_FEWEST, shortest=_PART
@@ -251,13 +252,13 @@ def run(
     slow: Sequence[str] = (),
     headlines: Sequence[Headline] | None = None,
 ) -> list[Verdict]:
-    """Measure the headlines, those that are too slow again, and hold them to what they were.
+    """Measure the ratios, repeat those that are too large, and compare them with stored ones.
 
     Args:
-        held: What they were, by name; those that are not in it are measured alone.
-        say: Told what happens next.
-        slow: Names of those that are slowed by ``CAUGHT``, to see that it is noticed.
-        headlines: Which; all eight by default.
+        held: Stored ratios by name; a ratio that is missing here is measured and not compared.
+        say: Function that receives progress messages.
+        slow: Names of ratios to slow down by ``CAUGHT``, to test the gate.
+        headlines: Ratios to measure; all eight by default.
     """
     verdicts, pairs, start = [], [], time.monotonic()
     with _one_thread():
@@ -277,7 +278,7 @@ def run(
 
 
 def prepared(headlines: Sequence[Headline] | None = None, say: Say = silent) -> list[Headline]:
-    """Make headlines' calls, and check them, once for several runs."""
+    """Return headlines with calls that are made and checked once for several runs."""
     headlines = HEADLINES if headlines is None else headlines
     return [replace(each, pair=_made(each.pair(say))) for each in headlines]
 
@@ -287,24 +288,24 @@ def _made(pair: tuple[Call, Call]) -> Callable[[Say], tuple[Call, Call]]:
 
 
 def update(path: Path, say: Say = silent, *, headlines: Sequence[Headline] | None = None) -> dict[str, Held]:
-    """Measure what the ratios are on this processor, and write it; what the file has of others stays.
+    """Measure the ratios on this processor and store them; the file's ratios of other processors stay.
 
-    A tolerance is three times how far all runs but one lie from their median, within bounds.
+    A tolerance is three times the second largest deviation of a run from the median, within bounds.
 
     Raises:
-        UnsupportedError: Runs lie so far apart that the slowdown would be missed.
+        UnsupportedError: The runs deviate so much that a slowdown would be missed.
     """
     runs = []
     headlines = HEADLINES if headlines is None else headlines
     for number in range(_REPEATS):
         say(f"gate: run {number + 1} of {_REPEATS}")
-        # calls are made anew each time: where their tensors lie is a part of how far runs lie apart
+        # calls are made anew for each run, since the addresses of their tensors contribute to the deviation
         runs.append({each.headline.name: each.found for each in run({}, say, headlines=headlines)})
     held = {}
     for headline in headlines:
         found = [each[headline.name] for each in runs]
         middle = statistics.median(found)
-        # all runs but the one that is farthest off: on a busy machine one often is
+        # without the largest deviation, since a busy machine often disturbs one run
         apart = sorted(abs(each / middle - 1) for each in found)[-2]
         if apart > 1 - _MOST / CAUGHT:
             got = f"runs from {min(found):.3g} to {max(found):.3g}"
@@ -318,10 +319,10 @@ def update(path: Path, say: Say = silent, *, headlines: Sequence[Headline] | Non
 
 
 def baseline(path: Path) -> dict[str, Held]:
-    """Read what a file has of this processor; nothing, where it has none.
+    """Return the stored ratios of this processor; empty if the file has none.
 
     Raises:
-        UnsupportedError: What is no file of baselines.
+        UnsupportedError: The file is not a file of ratios.
     """
     try:
         return {name: Held(**each) for name, each in _file(path).get(kind(), {}).items()}

@@ -1,4 +1,4 @@
-"""``ringweave bench --gate``: whether what was fast still is."""
+"""``ringweave bench --gate``: find slowdowns against stored ratios."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .command import new_table
 
 
 def gated(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the ratios of each processor are kept.")],
-    update: Annotated[bool, typer.Option("--update", help="Write what this processor has now.")] = False,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File with the ratios of each processor.")],
+    update: Annotated[bool, typer.Option("--update", help="Store the current ratios of this processor.")] = False,
     slow: Annotated[
         list[str] | None,
-        typer.Option(metavar="RATIO", help="Slow one of the ratios by 1.3, to see that it is caught; several times."),
+        typer.Option(metavar="RATIO", help="Slow this ratio down by 1.3 to test the gate; may be repeated."),
     ] = None,
 ) -> None:
-    """Hold eight ratios of speed to those of a file; exit code 1 where one is slower. Five minutes at most."""
+    """Compare eight ratios of time with stored ones; exit with 1 if one is slower. Takes five minutes at most."""
     names = [each.name for each in gate.HEADLINES]
     for name in slow or ():
         if name not in names:

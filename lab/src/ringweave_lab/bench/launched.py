@@ -1,6 +1,6 @@
-"""Commands that start processes of their own, bounded in time, none left behind: torchrun, and the example trainer.
+"""Run torchrun and the example trainer with a time limit, and end all their processes.
 
-The trainer runs as a user starts it: as one process alone, and as several that share a sequence.
+The trainer runs as a user starts it: as one process, and as several processes that share a sequence.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ import numpy as np
 import ringweave
 from ringweave.units import percent
 
-# on the relative difference of losses: float32 sums in another order, which training amplifies
+# Bound on the relative difference of losses: float32 sums differ in order, which training amplifies.
 LIMIT = 1e-4
 _PERIOD = 0.1
-# the line of an exception, of any rank; torchrun's own says nothing more
+# the line of an exception of any rank, except torchrun's, which adds nothing
 _CAUSE = re.compile(r"^(?:\[rank\d+\]: )?((?!.*ChildFailedError)[\w.]+Error: .+)$", re.MULTILINE)
 
 
 class LaunchError(RuntimeError):
-    """A command failed, or was not done in time; the message says why."""
+    """Raised if a command fails or exceeds its time; the message gives the reason."""
 
 
 def torchrun(processes: int, *target: object, restarts: int = 0) -> list[str]:
-    """Give the command line that starts a script, or a module after ``-m``, in some processes of this machine.
+    """Return the command line that starts a script, or a module after ``-m``, in processes on this machine.
 
     Args:
-        processes: How many.
+        processes: Number of processes.
         target: The script and its arguments.
-        restarts: How often all are started again when one has died.
+        restarts: Number of times that all processes are restarted after one has died.
     """
-    # on this machine's loopback, whatever its name resolves to
+    # uses the loopback address, since the machine's name may resolve to another one
     launcher: tuple[str, ...] = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
     launcher = (*launcher, f"--nproc-per-node={processes}", f"--max-restarts={restarts}")
     return [sys.executable, *map(str, (*launcher, *target))]
@@ -51,16 +51,16 @@ def torchrun(processes: int, *target: object, restarts: int = 0) -> list[str]:
 def run(
     words: list[str], *, threads: int, until: float, look: Callable[[], None] = lambda: None, may_fail: bool = False
 ) -> str:
-    """Run a command to its end, and give what it printed.
+    """Run a command to its end, and return its output.
 
     Args:
         words: The command.
-        threads: How many each of its processes has.
-        until: When it must have ended, in time.monotonic().
-        look: Called now and then.
-        may_fail: Whether its exit status says nothing.
+        threads: Threads of each process.
+        until: Value of time.monotonic() at which it must have ended.
+        look: Function that is called from time to time.
+        may_fail: Whether to ignore its exit status.
     Raises:
-        LaunchError: It failed, or was not done in time.
+        LaunchError: The command failed or exceeded its time.
     """
     with tempfile.TemporaryFile() as log, started(words, threads=threads, log=log.fileno()) as process:
         while process.poll() is None:
@@ -78,26 +78,26 @@ def run(
 
 @contextmanager
 def started(words: list[str], *, threads: int, log: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command; at exit whoever is left of it and its descendants is ended.
+    """Start a command, and end it and its descendants at exit.
 
     Args:
         words: The command.
-        threads: How many each of its processes has.
-        log: File descriptor that takes what they print.
+        threads: Threads of each process.
+        log: File descriptor for their output.
     """
     import psutil
 
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    # waiting threads sleep: spinning ones would take the cores from the other processes
+    # waiting threads sleep, since spinning threads would take the cores of the other processes
     environment.setdefault("OMP_WAIT_POLICY", "passive")
-    # torch looks up a name for every connection to a store: where the DNS is slow, for 1 s and not for 5
+    # torch looks up a name for every connection to a store; this limits a slow DNS to 1 s instead of 5
     environment.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
     family = psutil.Process(process.pid)
     try:
         yield process
     finally:
-        # torchrun's workers are sessions of their own: they outlive it unless it ends them, or this does
+        # torchrun's workers run in separate sessions and outlive it unless it or this function ends them
         try:
             left = [*family.children(recursive=True), family]
         except psutil.NoSuchProcess:
@@ -113,15 +113,15 @@ def started(words: list[str], *, threads: int, log: int) -> Iterator[subprocess.
 
 @dataclass(frozen=True)
 class Steps:
-    """What a run of the trainer printed.
+    """The figures of a run of the trainer.
 
     Attributes:
-        processes: How many share a sequence.
-        threads: How many each has.
+        processes: Number of processes that share a sequence.
+        threads: Threads of each process.
         losses: Nats per byte, by step.
         tokens_per_second: Median, without the first step.
         received: Bytes that the busiest process received in a forward pass.
-        full_ring: Bytes that it would receive if all keys and values went around.
+        full_ring: Bytes that it would receive if all keys and values went around the ring.
     """
 
     processes: int
@@ -133,7 +133,7 @@ class Steps:
 
     @staticmethod
     def read(path: Path, processes: int, threads: int) -> Steps:
-        """Read the trainer's metrics."""
+        """Return the figures of the trainer's metrics file."""
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return Steps(
             processes,
@@ -147,13 +147,13 @@ class Steps:
 
 @dataclass(frozen=True)
 class SharedTraining:
-    """One process, and several that share its sequences: the same weights, the same excerpts.
+    """Training by one process, and by several that share its sequences, with equal weights and excerpts.
 
     Attributes:
         tokens: Length of a sequence.
-        window: Tokens that a token sees before itself.
-        alone: One process.
-        shared: Several.
+        window: Tokens before a token that it attends.
+        alone: Figures of one process.
+        shared: Figures of several processes.
     """
 
     tokens: int
@@ -163,13 +163,13 @@ class SharedTraining:
 
     @property
     def difference(self) -> float:
-        """The largest of a step's losses, relative; NaN where one of them is."""
+        """Largest relative difference of the losses of a step; NaN if a loss is NaN."""
         one, several = np.array(self.alone.losses), np.array(self.shared.losses)
         return float(np.max(np.abs(several - one) / np.abs(one)))
 
     @property
     def share(self) -> float:
-        """Which part of a full ring's bytes was received."""
+        """Received bytes over the bytes of a full ring."""
         return self.shared.received / self.shared.full_ring
 
     @property
@@ -178,7 +178,7 @@ class SharedTraining:
         return self.difference <= LIMIT
 
     def summary(self) -> str:
-        """Say the figures in words."""
+        """Return the figures in words."""
         losses = "same losses as" if self.correct else "WRONG: other losses than"
         return (
             f"{self.shared.processes} processes share {self.tokens:,} tokens and receive "
@@ -187,7 +187,7 @@ class SharedTraining:
 
 
 def example() -> Path | None:
-    """``examples/train_lm.py`` of the checkout that this package is imported from; None where it is installed alone."""
+    """Return the path of ``examples/train_lm.py``; None if this package was not imported from a checkout."""
     root = Path(ringweave.__file__).resolve().parents[2]
     path = root / "examples" / "train_lm.py"
     return path if path.is_file() and (root / "pyproject.toml").is_file() else None
@@ -207,14 +207,14 @@ def around(
 
     Args:
         tokens: Length of a sequence.
-        window: Tokens that a token sees before itself.
+        window: Tokens before a token that it attends.
         steps: Steps of each run.
-        threads: What the one process has; the several have as many together, one each at least.
+        threads: Threads of the one process; several processes have as many in total, and at least one each.
         limit: Seconds that both runs may take together.
-        processes: How many share a sequence.
-        advance: Told the share done and what happens.
+        processes: Number of processes that share a sequence.
+        advance: Function that receives the share done and a progress message.
     Returns:
-        Both runs; or, in words, why there are none.
+        Both runs, or the reason why they are missing.
     """
     script = example()
     if script is None:
@@ -240,7 +240,7 @@ def around(
 
 
 def command(script: Path, processes: int, *options: object, restarts: int = 0) -> list[str]:
-    """Give the command line of the trainer, through torchrun if there are several processes."""
+    """Return the command line of the trainer, through torchrun if there are several processes."""
     if processes > 1:
         return torchrun(processes, script, *options, restarts=restarts)
     return [sys.executable, *map(str, (script, *options))]

@@ -18,8 +18,8 @@ from ringweave.tune.measure import Call, on_device
 
 @contextmanager
 def aside(device: str) -> Iterator[None]:
-    """Work on a stream of its own on a GPU, as graphs are captured; its work is done at exit."""
-    # what asks for a GPU that is not there is refused in words, later
+    """Run the block on a separate stream of a GPU, as graphs are captured, and wait for its work at exit."""
+    # a missing GPU raises a clear error later
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         yield
         return
@@ -30,7 +30,7 @@ def aside(device: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory that a callable held at once beyond what was there before, results included.
+    """The peak memory of a callable above the memory before it, including its results.
 
     Attributes:
         nbytes: The rise in bytes.
@@ -48,9 +48,9 @@ def peak_memory(call: Call, *, device: str = "cpu", warm: bool = True) -> Peak:
     trimmed and the mark reset before. Elsewhere a thread samples the resident set, which can miss short peaks.
 
     Args:
-        call: What to measure; its result counts.
-        device: Where it allocates.
-        warm: Run it once before, so that caches and thread pools do not count.
+        call: Callable to measure; its result counts.
+        device: Device on which it allocates.
+        warm: Whether to run it once before, so that caches and thread pools do not count.
     """
     where = torch.device(device)
     with on_device(device):

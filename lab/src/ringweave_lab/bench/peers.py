@@ -1,7 +1,7 @@
-"""What is compared: each way to compute an attention, with what it computes and why it cannot.
+"""The implementations of attention that benchmarks compare, called peers.
 
-Every peer names the function that it computes as a pattern. A dense peer computes more than a sparse pattern asks for:
-its time is what dense attention costs, and it is checked against the oracle of its own function.
+Every peer names the function that it computes as a pattern. A dense peer computes all pairs even for a sparse pattern,
+so its time is the cost of dense attention, and it is checked against the oracle of dense attention.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _SCORE_BYTES = 4 * 2**30
 
 
 def peers(*names: str) -> list[Peer]:
-    """Find peers by name.
+    """Return peers by name.
 
     Raises:
-        UnsupportedError: An unknown name.
+        UnsupportedError: A name is unknown.
     Example:
         >>> [peer.name for peer in peers("ringweave", "sdpa")]
         ['ringweave', 'sdpa']
@@ -48,10 +48,10 @@ def peers(*names: str) -> list[Peer]:
 
 
 def taking_part(problem: Problem, names: Sequence[str | Peer], direction: str) -> list[Peer]:
-    """Find the peers behind some names, each function once.
+    """Return the peers of some names, without duplicates.
 
-    ``ringweave:*`` stands for the backends that compute plans and can run the problem; beside ``ringweave`` itself the
-    backend that it takes is left out.
+    ``ringweave:*`` means the backends that compute plans and can run the problem. If ``ringweave`` is among the names,
+    the backend that it chooses is left out.
     """
     chosen = chosen_backend(problem, backward=direction != FORWARD) if "ringweave" in names else None
     found: list[Peer] = []
@@ -148,8 +148,8 @@ def _flex(problem: Problem, inputs: Sample, **options: bool) -> Built:
     block_mask = plan.to_block_mask()
     batch, heads = pattern.extents()
     if batch is None and heads is None:
-        # its natural form: the relation itself, inlined by the compiler, and one list of blocks for all heads; of a
-        # table that is the mask, which is indexed where lists are searched
+        # FlexAttention's usual form: the compiler inlines the relation, and all heads share one list of blocks. For a
+        # table that is the mask, which is indexed, while lists would be searched.
         relation = BlockTable(pattern.mask, pattern.block_size) if isinstance(pattern, BlockTable) else pattern
 
         def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def _flex(problem: Problem, inputs: Sample, **options: bool) -> Built:
             mask_mod=mask_mod,
             seq_lengths=(problem.tokens, problem.tokens),
         )
-    # other problems' graphs would count against the compiler's limit of variants
+    # graphs of other problems would count towards the compiler's limit of variants
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     grouped = problem.key_heads != problem.heads
@@ -239,7 +239,7 @@ def gather_scatter(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Tensor:
 
 
 def _pairs(plan: BlockPlan) -> tuple[Tensor, Tensor, Tensor]:
-    """List query tile, key tile (of all batches and heads) and mask of each pair to compute."""
+    """Return the query tile, the key tile (of all batches and heads) and the mask of each pair to compute."""
     rows = plan.tile_rows()
     found = []
     for number, group in enumerate(plan.row_set.reshape(-1).tolist()):
@@ -316,7 +316,7 @@ PEERS: dict[str, Peer] = {
         ),
     )
 }
-#: Dense attention by one kernel of a GPU, and FlexAttention with its descriptors, for the cases that name them.
+#: Dense attention by single GPU kernels, and FlexAttention with descriptors, for cases that name them.
 VENDORS: dict[str, Peer] = {
     name: _vendor(name, kernel)
     for name, kernel in (("sdpa:cudnn", SDPBackend.CUDNN_ATTENTION), ("sdpa:flash", SDPBackend.FLASH_ATTENTION))

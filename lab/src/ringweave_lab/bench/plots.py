@@ -1,4 +1,4 @@
-"""Charts and their palette; those of the report are SVG that takes the colour of the page's text, light or dark."""
+"""Charts and their palette. SVG charts take the colour of the page's text, in light and dark themes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from .record import Outcome, Score
     from .text import Training
 
-# stands for the page's own text colour, put in after drawing
+# placeholder that is replaced by the page's text colour after drawing
 _INK = "#010203"
 BLUE, PALE_BLUE, ORANGE, GREEN, PURPLE, GREY = "#2f81f7", "#8db9f0", "#e08a1e", "#3fa45b", "#a371f7", "#888888"
-#: Losses of so many steps have one mean: each step reads another text.
+#: Number of steps in a mean of losses; single losses vary, since each step reads another text.
 MEAN = 5
-#: What every chart looks like.
+#: Style of all charts.
 STYLE: dict[Any, Any] = {"svg.hashsalt": "ringweave", "axes.spines.top": False, "axes.spines.right": False}
 _COLOURS = {
     "ringweave": BLUE,
@@ -44,41 +44,60 @@ _PAGE = STYLE | {
 }
 
 
+# Bars whose lengths differ by more than this factor get a logarithmic axis: on a linear one the shortest would vanish.
+_MOST_LINEAR = 20
+
+
 def bars(
-    outcomes: Sequence[Outcome], value: Callable[[Outcome], float | None], label: Callable[[Outcome], str], axis: str
+    outcomes: Sequence[Outcome],
+    value: Callable[[Outcome], float | None],
+    label: Callable[[Outcome], str],
+    axis: str,
+    title: str,
 ) -> str:
-    """Draw horizontal bars in groups of one length and direction; a peer without a value shows its label alone."""
+    """Draw horizontal bars in groups of one length and direction; a peer without a value shows only its label."""
     pyplot = _pyplot()
     groups = [list(group) for _, group in itertools.groupby(outcomes, lambda o: (o.tokens, o.direction))]
     height = sum(len(group) + 1.35 for group in groups)
+    lengths = [length for outcome in outcomes if (length := value(outcome))] or [1.0]
+    longest, shortest = max(lengths), min(lengths)
+    logarithmic = longest > _MOST_LINEAR * shortest
+    start = shortest / 3 if logarithmic else 0.0
     with pyplot.rc_context(_PAGE):
-        figure, axes = pyplot.subplots(figsize=(5.2, 0.55 + 0.27 * height))
-        longest = max((value(o) or 0.0 for o in outcomes), default=1.0) or 1.0
+        figure, axes = pyplot.subplots(figsize=(4.2, 0.8 + 0.27 * height))
+        axes.set_title(title, loc="left", size=11, weight="bold")
+        if logarithmic:
+            axes.set_xscale("log")
         at = 0.0
         ticks: list[tuple[float, str]] = []
         for group in groups:
-            axes.text(0, at, f"{group[0].tokens:,} tokens, {group[0].direction}", va="center", weight="bold", size=9)
+            heading = f"{group[0].tokens:,} tokens, {group[0].direction}"
+            axes.text(start, at, heading, va="center", weight="bold", size=9)
             at += 0.95
             for outcome in group:
-                length = value(outcome) or 0.0
-                axes.barh(at, length, height=0.7, color=_COLOURS.get(outcome.peer, GREY))
-                axes.text(length + 0.012 * longest, at, label(outcome), va="center", size=8.5)
-                ticks.append((at, outcome.peer))
+                end = value(outcome) or start
+                axes.barh(at, end - start, left=start, height=0.7, color=_COLOURS.get(outcome.peer, GREY))
+                axes.annotate(label(outcome), (end, at), (3, 0), textcoords="offset points", va="center", size=8.5)
+                ticks.append((at, outcome.peer.removeprefix("ringweave:")))
                 at += 1
             at += 0.4
         axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
         axes.tick_params(axis="y", length=0)
-        axes.set_xlim(0, longest * 1.42)
-        axes.locator_params(axis="x", nbins=6)
+        if logarithmic:
+            # leaves about as much room for labels as the longest bar takes
+            axes.set_xlim(start, longest * (longest / start) ** 0.6)
+        else:
+            axes.set_xlim(0, longest * 1.6)
+            axes.locator_params(axis="x", nbins=6)
         axes.xaxis.set_major_formatter(lambda number, _: f"{number:,.4g}" if number < 1e3 else f"{number:,.0f}")
         axes.spines["left"].set_visible(False)
         axes.set_ylim(at - 0.8, -0.6)
-        axes.set_xlabel(axis)
+        axes.set_xlabel(f"{axis}, logarithmic" if logarithmic else axis)
         return _svg(figure, pyplot)
 
 
 def scores(found: Sequence[Score]) -> str:
-    """Draw a bar for each method of each part and length, with a line from its least to its most over seeds."""
+    """Draw a bar for each method of each part and length, with a line over the range of its seeds."""
     pyplot = _pyplot()
     groups: dict[tuple[str, int], dict[str, list[float]]] = {}
     for each in found:
@@ -106,8 +125,8 @@ def curves(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], x:
 
     Args:
         panels: Points of each peer, by the panel's title.
-        x: What they are against.
-        y: What they are, with its unit.
+        x: Name of the horizontal axis.
+        y: Unit of the vertical axis.
     """
     pyplot, rows = _pyplot(), -(-len(panels) // 2)
     with pyplot.rc_context(_PAGE):
@@ -135,7 +154,7 @@ def curves(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], x:
 
 
 def roofline(outcomes: Sequence[Outcome]) -> str:
-    """Draw where each outcome lies under what computing and memory permit: those that have a share of both."""
+    """Draw a roofline with the outcomes that have a share of the computing peak and of the memory speed."""
     pyplot = _pyplot()
     with pyplot.rc_context(_PAGE):
         figure, axes = pyplot.subplots(figsize=(5.2, 3.2))
@@ -166,18 +185,18 @@ def roofline(outcomes: Sequence[Outcome]) -> str:
 
 
 def _colour(peer: str) -> str:
-    """A peer's colour: its own, or one of those that are left, the same each time."""
+    """Return a peer's colour: a fixed one, or one chosen from the others by the peer's name."""
     return _COLOURS.get(peer) or _OTHERS[zlib.crc32(peer.encode()) % len(_OTHERS)]
 
 
 def loss_curves(training: dict[str, Training]) -> str:
-    """Draw losses over steps, and over the seconds that each model's own steps took: pale, and means of a few dark."""
+    """Draw losses over steps and over the seconds of each model: single losses pale, means of a few steps dark."""
     pyplot = _pyplot()
     with pyplot.rc_context(_PAGE):
         figure, (steps, seconds) = pyplot.subplots(1, 2, figsize=(5.2, 2.7), sharey=True)
         for number, (name, run) in enumerate(training.items()):
             colour = _COLOURS.get(name, GREY)
-            # two curves that lie on each other are both to be seen
+            # a dashed second curve keeps both visible if they coincide
             dark: dict[str, Any] = {"label": name, "linewidth": 1.8, "linestyle": "-" if number == 0 else (0, (4, 2))}
             means = [statistics.mean(run.losses[max(0, end - MEAN) : end]) for end in range(1, len(run.losses) + 1)]
             for axes, places in (
@@ -206,7 +225,7 @@ def shared_sequence(around: SharedTraining) -> str:
         moved.set_ylabel("MiB received in a step")
         moved.set_ylim(0, 1.15 * max(sizes) / 2**20)
         steps = range(1, len(around.alone.losses) + 1)
-        # they lie on each other, and both are to be seen
+        # a thick pale line below a thin one keeps both visible if they coincide
         losses.plot(steps, around.alone.losses, color=dense, linewidth=3.5, alpha=0.6, label="one process")
         losses.plot(
             steps, around.shared.losses, color=mine, linewidth=1.6, linestyle=(0, (4, 2)),
@@ -237,7 +256,7 @@ def _svg(figure: Any, pyplot: Any) -> str:
 
 
 def inline(svg: str) -> str:
-    """Make SVG fit the body of an HTML page: without prologue, metadata, fixed size and names of XML spaces."""
+    """Return SVG for the body of an HTML page, without prologue, metadata, fixed size and XML namespaces."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"\sxmlns(:\w+)?=\"[^\"]*\"", "", svg)
@@ -248,5 +267,5 @@ def inline(svg: str) -> str:
 
 
 def standing_alone(svg: str) -> str:
-    """Give inlined SVG the names of XML spaces back, which a file of its own must have."""
+    """Return inlined SVG with the XML namespaces that a separate file needs."""
     return svg.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"', 1)

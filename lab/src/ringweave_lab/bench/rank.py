@@ -1,6 +1,6 @@
-"""A rank of the case ``ring``: torchrun starts ``python -m ringweave_lab.bench.rank FOLDER SECONDS`` on both.
+"""Run one rank of the case ``ring``: torchrun starts ``python -m ringweave_lab.bench.rank FOLDER SECONDS`` twice.
 
-Options lie pickled in the folder, and there rank 0 leaves what was measured.
+The folder contains the pickled options, and rank 0 writes the pickled records there.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _HOW = "interleaved rounds"
 
 @dataclass(frozen=True)
 class Spread(Built):
-    """Attention of this rank's shard; what is checked is put together, what is timed is not."""
+    """Attention on this rank's shard; checks gather the shards of all ranks, timed calls do not."""
 
     shard: Callable[[Tensor], Tensor] = torch.clone
     unshard: Callable[[Tensor], Tensor] = torch.clone
 
     def forward_backward(self, inputs: Sample) -> Callable[[], tuple[Tensor, ...]]:
-        """Make a callable that gives the whole (out, dq, dk, dv)."""
+        """Return a callable that returns the gathered (out, dq, dk, dv)."""
         shards = self.call(inputs, BOTH)
         return lambda: tuple(map(self.unshard, shards()))
 
     def call(self, inputs: Sample, direction: str) -> Callable[[], tuple[Tensor, ...]]:
-        """Make a callable that gives the shards' (out, dq, dk, dv)."""
+        """Return a callable that returns (out, dq, dk, dv) of this rank's shard."""
         return super().forward_backward(Sample(*map(self.shard, inputs)))
 
 
 def alone() -> Peer:
-    """Make the peer of one rank that computes everything."""
+    """Return the peer in which one rank computes everything."""
 
     def build(problem: Problem, inputs: Sample) -> Built:
         return Built(lambda q, k, v: rw.attention(q, k, v, PATTERN), PATTERN, _HOW)
@@ -59,7 +59,7 @@ def alone() -> Peer:
 
 
 def together(ctx: ContextParallel) -> Peer:
-    """Make the peer of two ranks that share the sequence."""
+    """Return the peer in which two ranks share the sequence."""
 
     def build(problem: Problem, inputs: Sample) -> Built:
         return Spread(
@@ -71,9 +71,9 @@ def together(ctx: ContextParallel) -> Peer:
 
 
 def measure(carrier: Transport, options: Options) -> list[Record]:
-    """Time 2 ranks of 1 thread and 1 rank of 2 threads on the same work, in turn, once both are found right.
+    """Check 2 ranks of 1 thread and 1 rank of 2 threads on the same problem, and time them in turn.
 
-    What rank 0 returns counts.
+    Rank 0 returns the records; other ranks return an empty list.
     """
     dtype = options.dtype or torch.float32
     name = str(dtype).removeprefix("torch.")
@@ -88,7 +88,7 @@ def measure(carrier: Transport, options: Options) -> list[Record]:
 
     def timer(call: Call, times: int) -> float:
         torch.set_num_threads(2 if call is one.call else 1)
-        # both begin at once; rank 1 waits for the next agreement, without a core, while rank 0 computes alone
+        # both start together; while rank 0 computes alone, rank 1 waits for the next agreement without using a core
         carrier.agree(torch.zeros(1, dtype=torch.int64), what="speed")
         return by_clock(call, times) if call is two.call or ctx.rank == 0 else 0.0
 
@@ -103,7 +103,7 @@ def measure(carrier: Transport, options: Options) -> list[Record]:
     every = carrier.agree(mine, what="figures").tolist()
     if ctx.rank:
         return []
-    # the first round is for warming up; a round is over when the slower rank is
+    # the first round warms up; a round ends when the slower rank ends
     one.learn(timing=Timing(one.timing.seconds[1:]))
     slower = (max(seconds) / 1e9 for seconds in zip(*(rank[2:] for rank in every), strict=True))
     two.learn(timing=Timing(tuple(slower)))
@@ -111,12 +111,12 @@ def measure(carrier: Transport, options: Options) -> list[Record]:
 
 
 def records(one: Entry, two: Entry, options: Options, share: float | None = None) -> list[Record]:
-    """File the two timings, their ratio next to its target, and the bytes that moved.
+    """Return the records of the two timings, of their ratio and its target, and of the received bytes.
 
     Args:
-        one: One rank.
-        two: Two of them.
-        options: Sizes that were asked for.
+        one: Entry of one rank.
+        two: Entry of two ranks.
+        options: Requested sizes.
         share: Bytes that the busier rank received over those of a full ring.
     """
     problem = two.problem
@@ -137,15 +137,15 @@ def records(one: Entry, two: Entry, options: Options, share: float | None = None
 
 
 def _full_ring(problem: Problem, ranks: int) -> float:
-    """Count a rank's bytes where all keys and values go around, and their gradients, in float32, back."""
+    """Return the bytes that a rank receives if all keys and values, and their float32 gradients, go around the ring."""
     elements = problem.tokens * (ranks - 1) / ranks * problem.key_heads * 2 * problem.head_dim
     return elements * (problem.dtype.itemsize + 4)
 
 
 def main() -> None:
-    """Measure the type that the options name."""
+    """Measure with the options of the folder, and write the records."""
     folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
-    # whatever happens to the launcher, no rank outlives its time
+    # ends this rank after its time even if the launcher is gone
     faulthandler.dump_traceback_later(seconds, exit=True)
     options: Options = pickle.loads((folder / "options").read_bytes())
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))

@@ -1,4 +1,4 @@
-"""What a case is asked and what it gives: options, records of what was measured, targets, the machine, JSON lines."""
+"""Options and records of a benchmark case: outcomes, targets, the machine, and JSON lines."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from .peak import Peak
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may change of a case; None keeps the case's own size.
+    """The settings of a case that a user may change; None keeps the case's size.
 
     Attributes:
-        quick: Take small sizes, for seconds.
+        quick: Whether to use small sizes, which take seconds.
         tokens: Sequence length.
         heads: Query heads.
-        dtype: Type of the inputs; without one float32, or every type that a case is about.
-        device: Where the inputs lie.
-        rounds: Timed rounds.
-        full: Take every size of a case that has a grid of them, for hours.
-        part: One part of a case that has parts with names; None: all.
-        folder: Where a case that takes long keeps what it has measured, and goes on from; None: nowhere.
+        dtype: Type of the inputs; None means float32, or every type that the case measures.
+        device: Device of the inputs.
+        rounds: Number of timed rounds.
+        full: Whether to measure every size of a case with a grid of sizes, which takes hours.
+        part: Name of one part of a case that has parts; None means all.
+        folder: Folder in which a long case stores its figures and from which it continues; None stores nothing.
     """
 
     quick: bool = False
@@ -55,13 +55,13 @@ class Options:
 
     @property
     def sized(self) -> bool:
-        """Whether sizes are others than a case's own: targets hold for these alone."""
+        """Whether the sizes differ from the case's; targets hold only for the case's sizes."""
         return bool(self.quick or self.tokens or self.heads)
 
     def of(self, problem: Problem) -> Problem:
-        """Give a problem the sizes and the type that were asked for."""
+        """Return a problem with the requested sizes and type."""
         heads = self.heads or problem.heads
-        # as many query heads over a key head, where they can be shared so
+        # keeps the number of query heads per key head if the requested heads are divisible
         ratio = problem.heads // problem.key_heads
         return dataclasses.replace(
             problem,
@@ -75,15 +75,15 @@ class Options:
 
 @dataclass(frozen=True)
 class PlanCost:
-    """What planning one pattern at one length costs.
+    """The cost of planning one pattern at one length.
 
     Attributes:
-        workload: Name of what was planned.
-        pattern: Its pattern as text.
-        tokens: Its length.
-        tiles: Non-empty tiles.
-        timing: Seconds of a cold plan.
-        nbytes: Size of the plan.
+        workload: Name of the problem.
+        pattern: The pattern as text.
+        tokens: Sequence length.
+        tiles: Number of non-empty tiles.
+        timing: Seconds to build a plan that is not cached.
+        nbytes: Bytes of the plan.
     """
 
     workload: str
@@ -95,42 +95,42 @@ class PlanCost:
 
     @property
     def nanoseconds_per_tile(self) -> float:
-        """How long a tile takes, by the median."""
+        """Median nanoseconds per tile."""
         return self.timing.median / self.tiles * 1e9
 
     @property
     def bytes_per_tile(self) -> float:
-        """How many bytes a tile takes."""
+        """Bytes per tile."""
         return self.nbytes / self.tiles
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one peer on one problem.
+    """The result of one peer on one problem.
 
     Attributes:
-        workload: The problem's name.
-        tokens: Its length.
-        heads: Its query heads.
-        kv_heads: Its key heads.
-        head_dim: Its head dimension.
-        dtype: Its type.
-        density: Its allowed pairs over all pairs.
+        workload: Name of the problem.
+        tokens: Sequence length.
+        heads: Query heads.
+        kv_heads: Key heads.
+        head_dim: Channels of a head.
+        dtype: Type of the inputs.
+        density: Share of allowed pairs.
         direction: ``"forward"``, ``"backward"`` or ``"forward + backward"``.
-        peer: The peer's name.
-        computes: The function that it computes, as a pattern; another one than the problem's for dense peers.
-        how: The backend or kernel behind it.
-        timing: Seconds; None where it was not timed, and ``reason`` says why.
-        over_first: How many times longer than the first peer it took; None where one of them was not timed.
-        gflops: Operations on the *problem's* allowed pairs per second, in 10^9: the same count for every peer.
-        peak: The most memory that it held.
-        accuracy: Errors on the checked rows, against the oracle of the function it computes.
-        limit: What was taken as correct.
+        peer: Name of the peer.
+        computes: Pattern that the peer computes; for dense peers it differs from the problem's.
+        how: Name of the backend or kernel.
+        timing: Seconds; None if the peer was not timed, for the reason in ``reason``.
+        over_first: Ratio of the peer's time to the first peer's; None if one of them was not timed.
+        gflops: Operations on the *problem's* allowed pairs per second, in 10^9; the count is the same for every peer.
+        peak: Peak memory.
+        accuracy: Errors on the checked rows against the oracle of ``computes``.
+        limit: Largest errors that count as correct.
         setup_seconds: Seconds spent once, on planning or compilation.
-        peak_share: ``gflops`` over the device's peak in the same run, where that was measured.
-        memory_share: Bytes of all tensors, each read or written once, over the time, next to the speed at which memory
-            is read in the same run, where that was measured.
-        reason: Why there is no timing.
+        peak_share: ``gflops`` over the device's peak in the same run, if that was measured.
+        memory_share: Bytes of all tensors, each read or written once, per second, over the speed of reading memory in
+            the same run, if that was measured.
+        reason: Reason why the peer was not timed.
     """
 
     workload: str
@@ -163,16 +163,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Target:
-    """A figure, and what it is to be.
+    """A measured figure and the bound that it should keep.
 
     Attributes:
-        what: What the figure is, in words.
-        size: At which size it was taken.
-        figure: What was measured; None where it could not be, and ``reason`` says why.
-        bound: What it is to be; None where the size is too small to say.
-        at_least: Whether ``bound`` is the least or the most.
-        unit: ``"x"``, a ratio, ``"%"``, a share shown in hundredths, or a unit as it is written.
-        reason: Why there is no figure.
+        what: Description of the figure.
+        size: Size at which it was measured, as text.
+        figure: The measured figure; None if it could not be measured, for the reason in ``reason``.
+        bound: The bound; None if the size is too small for one.
+        at_least: Whether ``bound`` is a lower bound; otherwise it is an upper one.
+        unit: ``"x"`` for a ratio, ``"%"`` for a share, or another unit as it is printed.
+        reason: Reason why there is no figure.
     """
 
     what: str
@@ -185,13 +185,13 @@ class Target:
 
     @property
     def met(self) -> bool | None:
-        """Whether the figure is as it should be; None where nothing can be said."""
+        """Whether the figure keeps its bound; None if one of them is missing."""
         if self.figure is None or self.bound is None:
             return None
         return self.figure >= self.bound if self.at_least else self.figure <= self.bound
 
     def spelled(self, value: float | None) -> str:
-        """Write a figure in the target's unit."""
+        """Return a figure as text in the target's unit."""
         if value is None:
             return "-"
         return f"{value:.1%}" if self.unit == "%" else f"{value:.2f} {self.unit}"
@@ -199,18 +199,18 @@ class Target:
 
 @dataclass(frozen=True)
 class Score:
-    """How well one method does one thing, with one seed.
+    """The score of one method with one seed.
 
     Attributes:
-        part: What is scored.
-        method: Who.
-        tokens: At which length.
-        seed: With which seed, or on which excerpt.
-        steps: After how many training steps.
-        unit: What the value is.
-        density: Share of the causal pairs that the method has.
+        part: Name of the experiment.
+        method: Name of the method.
+        tokens: Sequence length.
+        seed: Seed, or number of the excerpt.
+        steps: Number of training steps.
+        unit: Unit of the value.
+        density: Share of the causal pairs that the method attends.
         value: The score.
-        curve: What led to it: losses, or recall over updates.
+        curve: Losses during training, or recall over updates.
     """
 
     part: str
@@ -225,21 +225,21 @@ class Score:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What it is a score of."""
+        """Values that identify the scored experiment."""
         return self.part, self.method, self.tokens, self.seed, self.steps
 
 
 @dataclass(frozen=True)
 class Published:
-    """A figure that was published of another system, and ours of the same thing.
+    """A published figure of another system, and ringweave's figure for the same quantity.
 
     Attributes:
-        what: What the figure is, in words.
-        published: The figure as it was published.
-        size: At which size ours was taken.
-        figure: Ours; None where there is none, and ``note`` says why.
-        unit: Of ours.
-        note: What there is to say of either.
+        what: Description of the figure.
+        published: The figure as published.
+        size: Size at which ringweave was measured, as text.
+        figure: Ringweave's figure; None if it is missing, for the reason in ``note``.
+        unit: Unit of ringweave's figure.
+        note: Remark on either figure.
     """
 
     what: str
@@ -252,16 +252,16 @@ class Published:
 
 @dataclass(frozen=True)
 class Rule:
-    """Which outcomes have a target.
+    """A target for the outcomes that have given attributes.
 
     Attributes:
-        what: Words for the figure; ``{dtype}``, ``{direction}`` and ``{workload}`` are the outcome's.
-        of: Attributes that an outcome has, such as its peer, or what they are to be.
-        figure: What is looked at.
-        bound: What it is to be.
-        at_least: Whether that is the least or the most.
-        unit: The figure's unit, as in :class:`Target`.
-        tokens: The length at which the bound holds; None for any.
+        what: Description of the figure; ``{dtype}``, ``{direction}`` and ``{workload}`` are the outcome's.
+        of: Values of the outcome's attributes, such as its peer, or functions that test them.
+        figure: Function that returns an outcome's figure.
+        bound: The bound.
+        at_least: Whether ``bound`` is a lower bound; otherwise it is an upper one.
+        unit: Unit of the figure, as in :class:`Target`.
+        tokens: Length at which the bound holds; None for any length.
     """
 
     what: str
@@ -274,12 +274,12 @@ class Rule:
 
 
 def targets(rules: Sequence[Rule], outcomes: Sequence[Outcome], density: str = ".1%") -> list[Target]:
-    """Set outcomes next to their targets, in their order.
+    """Return the targets of outcomes, in the outcomes' order.
 
     Args:
-        rules: Which outcomes have one.
-        outcomes: What was measured.
-        density: How a density is written.
+        rules: Rules that select outcomes and set their bounds.
+        outcomes: Measured outcomes.
+        density: Format of a density.
     """
     return [
         Target(
@@ -302,30 +302,30 @@ def _is(value: object, wanted: object) -> bool:
 
 
 def over_first(outcome: Outcome) -> float | None:
-    """Tell how many times longer than the first peer it took."""
+    """Return the ratio of the outcome's time to the first peer's; None if one of them was not timed."""
     return None if outcome.over_first is None else outcome.over_first.medians
 
 
 Record: TypeAlias = Outcome | PlanCost | Published | Score | Target
-#: A case at work: it gives records as they come, and at its end a conclusion in words.
+#: A running case: it yields records as they are measured, and returns a conclusion in words.
 Measuring: TypeAlias = Generator[Record, None, str]
-#: Told what happens next.
+#: A function that receives progress messages.
 Say: TypeAlias = Callable[[str], None]
 
 
 def silent(text: str) -> None:
-    """Say nothing."""
+    """Ignore a progress message."""
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """A case's figures, and what they say in a sentence.
+    """The figures of a case, and a conclusion.
 
     Attributes:
-        case: The case's name.
-        records: What was measured.
-        conclusion: What that says, in words.
-        grid: Whether outcomes are many sizes of one thing: shown a line each, with peers as columns.
+        case: Name of the case.
+        records: Measured records.
+        conclusion: Conclusion in words.
+        grid: Whether the outcomes are many sizes of one problem, shown with a row per size and a column per peer.
     """
 
     case: str
@@ -336,25 +336,25 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Environment:
-    """Where and when figures were taken.
+    """The machine, the software and the time of a measurement.
 
     Attributes:
-        date: UTC, to the second.
+        date: Time in UTC, to the second.
         cpu: Processor model.
-        cores: Processors that this process may use.
-        threads: Threads that torch uses.
-        load: Load average of the last minute when taken; far above 0 before a run, figures are noisy.
-        memory: Bytes of main memory, where known.
-        accelerator: The GPU's name, if the figures are of one.
-        driver: Its driver's version.
-        cuda: Version that torch was built with.
-        triton: Version.
-        platform: Operating system.
-        python: Version.
-        torch: Version.
-        ringweave: Version.
-        kernel: Instruction set of the native CPU kernel; None where it is absent.
-        commit: Short commit of the source tree, if it is one; ``+`` marks local changes.
+        cores: Number of processors that this process may use.
+        threads: Number of torch threads.
+        load: Load average of the minute before the run; figures are noisy if it is far above 0.
+        memory: Bytes of main memory, if known.
+        accelerator: Name of the GPU, if one was measured.
+        driver: Version of the GPU's driver.
+        cuda: CUDA version that torch was built with.
+        triton: Version of Triton.
+        platform: Operating system and architecture.
+        python: Version of Python.
+        torch: Version of torch.
+        ringweave: Version of ringweave.
+        kernel: Instruction set of the native CPU kernel; None if the kernel is missing.
+        commit: Short commit of the source tree, if it is a repository; ``+`` marks local changes.
     """
 
     date: str
@@ -376,13 +376,13 @@ class Environment:
 
     @property
     def machine(self) -> str:
-        """What computes, in a few words."""
+        """Short description of the machine."""
         kernel = f", kernel {self.kernel}" if self.kernel else ""
         return f"{self.accelerator or self.cpu}, {self.threads} threads, torch {self.torch}{kernel}"
 
 
 def environment(device: str = "cpu") -> Environment:
-    """Record this process's surroundings."""
+    """Return the environment of this process."""
     affinity = getattr(os, "sched_getaffinity", None)
     load = getattr(os, "getloadavg", None)
     return Environment(
@@ -443,7 +443,7 @@ def _commit() -> str | None:
         return found.stdout.strip()
 
     try:
-        # an installed copy may lie inside some other repository: only a tracked one counts
+        # an installed copy may be inside another repository, so the commit counts only if the file is tracked
         git("ls-files", "--error-unmatch", "__init__.py")
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.SubprocessError):
@@ -451,7 +451,7 @@ def _commit() -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """Make a value what JSON knows: dataclasses as objects, anything that has no JSON form as its text."""
+    """Convert a value for JSON: dataclasses become objects, and values without a JSON form become text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -462,7 +462,7 @@ def plain(value: Any) -> Any:
 
 
 def write_lines(path: str | Path, records: Iterable[Any]) -> int:
-    """Append records as JSON lines, each as soon as it comes, and count them."""
+    """Append records to a file as JSON lines, each immediately, and return their number."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0

@@ -1,4 +1,4 @@
-"""Figures as one HTML file, from records or from JSON lines: charts and tables, no scripts, in light and dark."""
+"""Write figures to one HTML file with charts and tables, without scripts, for light and dark themes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from . import plots
 from .peak import Peak
 from .record import Environment, Outcome, PlanCost, Published, Record, Score, Target, plain
 
-#: In lines, what tells each kind of record from the others.
+#: The key that identifies each kind of record in a JSON line.
 _KINDS: tuple[tuple[str, type[Any]], ...] = (
     ("peer", Outcome), ("published", Published), ("bound", Target), ("method", Score), ("tiles", PlanCost),
 )  # fmt: skip
@@ -34,7 +34,7 @@ _PARTS: dict[str, Callable[[Any], Any]] = {
 
 
 def rendered(template: str, **values: object) -> str:
-    """Write out a template, named by its path in the laboratory's package."""
+    """Return the text of a template, named by its path in this package."""
     environment = Templates(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         loader=PackageLoader("ringweave_lab", ""),
@@ -50,29 +50,29 @@ def rendered(template: str, **values: object) -> str:
 
 
 def as_json(value: object) -> str:
-    """Write JSON for a script element, which ends at the first ``</``."""
+    """Return JSON for a script element, without ``</``, which could end the element."""
     return json.dumps(value).replace("</", "<\\/")
 
 
 def milliseconds(seconds: float) -> str:
-    """Write seconds as milliseconds: ``12.3``, ``1,234``."""
+    """Return seconds as text in milliseconds: ``12.3``, ``1,234``."""
     return f"{seconds * 1e3:,.1f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
 
 
 def error_text(error: float) -> str:
-    """Write an error with two digits: ``3.6e-07``."""
+    """Return an error as text with two digits: ``3.6e-07``."""
     return f"{error:.1e}"
 
 
 @dataclasses.dataclass(frozen=True)
 class CasePage:
-    """A case of a page.
+    """The part of a page about one case.
 
     Attributes:
-        case: Its name.
-        machines: Where its figures were taken, a line for each run.
-        records: What was measured; of two of the same thing the later.
-        charts: (caption, SVG) of each.
+        case: Name of the case.
+        machines: Descriptions of the machines, one for each run.
+        records: Measured records; a later record replaces an earlier one of the same quantity.
+        charts: Caption and SVG of each chart.
     """
 
     case: str
@@ -82,7 +82,7 @@ class CasePage:
 
     @property
     def problems(self) -> dict[str, list[Outcome]]:
-        """What came of every peer, by problem and direction."""
+        """Outcomes of all peers, by problem and direction."""
         found: dict[str, list[Outcome]] = {}
         for each in self.records:
             if isinstance(each, Outcome):
@@ -95,29 +95,29 @@ class CasePage:
 
     @property
     def goals(self) -> list[Target]:
-        """The figures that something is asked of."""
+        """Targets with a bound."""
         return [each for each in self.records if isinstance(each, Target) and each.bound is not None]
 
     @property
     def met(self) -> int:
-        """How many goals are met."""
+        """Number of goals that are met."""
         return sum(bool(each.met) for each in self.goals)
 
     @property
     def others(self) -> list[Target]:
-        """The figures that nothing is asked of."""
+        """Targets without a bound."""
         return [each for each in self.records if isinstance(each, Target) and each.bound is None]
 
     def of(self, kind: str) -> list[Record]:
-        """List the records of a kind, by the name of its class."""
+        """Return the records of a class, given by name."""
         return [each for each in self.records if type(each).__name__ == kind]
 
 
 def read_lines(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Read the lines of files; one that was cut short, by a run that was killed, is none.
+    """Return the JSON lines of files, without lines that a killed run left incomplete.
 
     Raises:
-        ShapeError: A file that is not there.
+        ShapeError: A file does not exist.
     """
     found: list[dict[str, Any]] = []
     for path in map(Path, paths):
@@ -128,7 +128,7 @@ def read_lines(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
 
 
 def record_of(line: Mapping[str, Any]) -> Record | None:
-    """Read a line as the record that it was, without its errors; None for lines of other programs."""
+    """Return the record of a line, without accuracy and limit; None for lines of other programs."""
     for name, kind in _KINDS:
         if name in line:
             known = {field.name for field in dataclasses.fields(kind)} - {"accuracy", "limit"}
@@ -143,10 +143,10 @@ def record_of(line: Mapping[str, Any]) -> Record | None:
 
 
 def case_pages(lines: Iterable[Mapping[str, Any]]) -> list[CasePage]:
-    """Sort lines by case.
+    """Group lines by case.
 
     Args:
-        lines: As :func:`read_lines` gives them.
+        lines: Lines from :func:`read_lines`.
     Raises:
         ShapeError: No line is a record of a case.
     """
@@ -166,14 +166,14 @@ def case_pages(lines: Iterable[Mapping[str, Any]]) -> list[CasePage]:
 
 
 def rendered_figures(pages: Iterable[CasePage]) -> str:
-    """Write out the page of cases."""
+    """Return the page of cases as HTML."""
     pages = list(pages)
     data = [{"case": page.case, "machines": page.machines, "records": plain(page.records)} for page in pages]
     return rendered("bench/figures.html.j2", title="Figures of ringweave", cases=pages, data=as_json(data))
 
 
 def write_figures(pages: Iterable[CasePage], path: str | Path) -> Path:
-    """Write the page of cases, and give its path."""
+    """Write the page of cases to a file, and return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(rendered_figures(pages), "utf-8")
@@ -181,7 +181,7 @@ def write_figures(pages: Iterable[CasePage], path: str | Path) -> Path:
 
 
 def _same(record: Record) -> object:
-    """What two records of one thing have in common."""
+    """Return a key that is equal for two records of the same quantity."""
     results = {
         "timing", "over_first", "gflops", "peak", "accuracy", "limit", "setup_seconds", "peak_share", "memory_share",
         "reason", "figure", "value", "curve", "nbytes", "how", "density",
@@ -192,7 +192,7 @@ def _same(record: Record) -> object:
 
 
 def _machine(given: Mapping[str, Any]) -> str:
-    # older lines lack what was added since
+    # lines of older versions lack some fields
     known: dict[str, Any] = {field.name: given.get(field.name) for field in dataclasses.fields(Environment)}
     where = Environment(**known)
     load = "" if where.load is None else f", load {where.load}"
@@ -208,7 +208,7 @@ def _charts(records: list[Record]) -> Iterable[tuple[str, str]]:
     of_density = ("tokens", "direction", "dtype", "heads", "head_dim")
     for caption, x, value, names, axis, least in (
         ("Time against length", "tokens", time, of_length, "ms", 2),
-        # two patterns of one length have two densities as well
+        # three points at least, since two patterns of one length already have two densities
         ("Time against density", "density", time, of_density, "ms", 3),
         ("Memory at the peak against length", "tokens", peaks, of_length, "MiB", 2),
     ):
@@ -230,7 +230,7 @@ def _charts(records: list[Record]) -> Iterable[tuple[str, str]]:
 def _panels(
     outcomes: list[Outcome], x: str, value: Mapping[int, float], names: tuple[str, ...], least: int
 ) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Curves of each peer, by what they have in common; of fewer points than the least, none."""
+    """Return the curves of each peer by panel title, without curves of fewer than ``least`` points."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for each in outcomes:
         if id(each) in value:
@@ -239,7 +239,7 @@ def _panels(
     panels = {}
     for title, peers in found.items():
         curves = {peer: sorted(points) for peer, points in peers.items() if len({at for at, _ in points}) >= least}
-        # several problems at the same place say nothing about it
+        # several problems with equal x do not form a curve
         if curves and all(len({at for at, _ in points}) == len(points) for points in curves.values()):
             panels[title] = curves
     return panels

@@ -1,8 +1,10 @@
-"""What a process holds while it trains, decodes, or attends more than it has room for; each in a process of its own.
+"""Measure the memory of a process that trains, decodes, or attends more keys than fit into memory.
+
+Each measurement runs in a separate process:
 
     python -c "from ringweave_lab.bench.resident import main; main('joined', 5000)"
 
-writes a JSON object. Resident memory is what counts, after the C library has given back what was freed.
+writes a JSON object. The measure is resident memory after the C library has returned freed pages.
 """
 
 from __future__ import annotations
@@ -27,32 +29,32 @@ from ringweave.memory.pressure import to_system
 
 from .launched import run
 
-#: Parts of a run, and how many of them it has to settle.
+#: Number of parts of a run, and of the first parts that do not count.
 PARTS, SETTLED = 20, 4
 HEADS, DIM = 4, 64
-# queries of a piece of what is mapped
+# queries of a piece of the mapped tensors
 _PIECE = 2**18
-# seconds that a process may take
+# time limit of a process in seconds
 _PATIENCE = 3600.0
 
 
 def growth(kind: str, steps: int) -> float:
-    """Measure by what share resident memory grows at most, once a process of some steps has settled.
+    """Return the largest relative growth of a process's resident memory after its first steps.
 
     Args:
         kind: ``"training"``, ``"pages"`` or ``"joined"``, a cache that is copied to grow, without its own bytes.
-        steps: How many.
+        steps: Number of steps.
     """
     held: list[int] = _measured(kind, steps)["held"]
     return max(held[SETTLED:]) / held[SETTLED - 1] - 1
 
 
 def peak(kind: str, tokens: int) -> float:
-    """Measure the most GiB that lie in memory of a process that attends so many tokens.
+    """Return the peak resident memory, in GiB, of a process that attends some tokens.
 
     Args:
         kind: ``"mapped"``: forward, keys and values in files; ``"long"``: forward and backward.
-        tokens: How many.
+        tokens: Number of tokens.
     """
     most: int = _measured(kind, tokens)["peak"]
     return most / 2**30
@@ -65,7 +67,7 @@ def _measured(kind: str, size: int) -> Any:
 
 
 def _parts(steps: int, step: Callable[[], int]) -> Iterator[int]:
-    """Run a step, which gives the bytes of its cache, many times; bytes that are held beside it after each part."""
+    """Run a step, which returns the bytes of its cache, many times; yield the other resident bytes after each part."""
     for _ in range(PARTS):
         for _ in range(steps // PARTS):
             kept = step()
@@ -79,7 +81,7 @@ def _training() -> Callable[[], int]:
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> int:
-        # lengths of many kinds: plans and scratch come and go
+        # many lengths, so that plans and scratch are replaced
         x = torch.randn(2, int(torch.randint(16, 48, ())) * 16, 128)
         for layer in model:
             x = x + layer(x, x, x)[0]
@@ -98,7 +100,7 @@ def _pages(steps: int) -> Callable[[], int]:
         q, k, v = (torch.randn(2, HEADS, 1, DIM, dtype=torch.bfloat16) for _ in range(3))
         cache.append(k, v)
         rw.paged_attention(q, cache, _pattern(256))
-        # its room is made at the beginning
+        # the room for the cache is allocated at the beginning
         return 0
 
     return step
@@ -121,7 +123,7 @@ def _pattern(window: int) -> rw.Pattern:
 
 
 def _mapped(tokens: int) -> None:
-    """Attend keys and values that lie in files, some queries at a time, and let go of what they have read."""
+    """Attend keys and values in mapped files, some queries at a time, and release the pages after reading them."""
     generator = torch.Generator().manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         maps, tensors = list[Any](), list[Tensor]()
@@ -146,7 +148,7 @@ def _mapped(tokens: int) -> None:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """Raise RingweaveError where one of some rows is not what float64 makes of it, to two units of bfloat16."""
+    """Raise RingweaveError if one of some rows differs from the float64 result by more than two units of bfloat16."""
     tokens = q.shape[2]
     for row in (0, tokens // 2, tokens - 1):
         keys = _pattern(512).to_dense(1, tokens, q_offset=row).view(-1).nonzero()[:, 0]
@@ -159,7 +161,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
 
 
 def _let_go(array: Any) -> None:
-    """Give the pages of numpy's map back: they are in the file."""
+    """Release the pages of a numpy map, which remain in the file."""
     array._mmap.madvise(mmap.MADV_DONTNEED)
 
 
@@ -174,7 +176,7 @@ def _long(tokens: int) -> None:
 
 
 def main(kind: str, size: int) -> None:
-    """Run one kind and write what it held."""
+    """Run one kind of process, and print its memory as JSON."""
     if kind in ("mapped", "long"):
         (_mapped if kind == "mapped" else _long)(size)
         sys.stdout.write(json.dumps({"peak": resident("VmHWM")}) + "\n")

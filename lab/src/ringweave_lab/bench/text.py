@@ -1,6 +1,6 @@
-"""Real text that is on every machine, a small transformer over bytes, and its training, for the demo and the example.
+"""Text that every machine has, and a small transformer over bytes with its training, for the demo and the example.
 
-The text is the running Python's standard library, bytes as tokens.
+The text is the source of Python's standard library; its bytes are the tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Corpus:
 
     Attributes:
         tokens: (N,) uint8.
-        files: How many files it is made of.
-        source: Where they are.
+        files: Number of files.
+        source: Folder of the files.
     """
 
     tokens: Tensor
@@ -39,18 +39,18 @@ class Corpus:
     source: str
 
     def batch(self, length: int, generator: torch.Generator) -> Tensor:
-        """Cut a random excerpt, and the token after it: (1, length + 1) int64."""
+        """Return a random excerpt and the token after it, (1, length + 1) int64."""
         start = int(torch.randint(0, len(self.tokens) - length, (), generator=generator))
         return self.tokens[None, start : start + length + 1].long()
 
     def split(self, held_out: int) -> tuple[Corpus, Tensor]:
-        """Split the text from its last ``held_out`` tokens, (1, held_out) int64."""
+        """Return the text without its last ``held_out`` tokens, and these tokens, (1, held_out) int64."""
         kept = Corpus(self.tokens[:-held_out], self.files, self.source)
         return kept, self.tokens[None, -held_out:].long()
 
 
 def standard_library(limit: int = 4 * 2**20) -> Corpus:
-    """Join the library's ``*.py`` files in sorted order, up to ``limit`` bytes.
+    """Return the library's ``*.py`` files in sorted order, up to ``limit`` bytes.
 
     Raises:
         UnsupportedError: This Python has no source files on disk.
@@ -71,10 +71,11 @@ def standard_library(limit: int = 4 * 2**20) -> Corpus:
 
 
 def text_inputs(corpus: Corpus, tokens: int, *, heads: int, head_dim: int, seed: int = 0) -> Sample:
-    """Make q, k, v and dout of the first tokens of a text, by a fixed random embedding and projections.
+    """Return q, k, v and dout of the first tokens of a text, from a fixed random embedding and projections.
 
-    Each byte has a random vector, each position a sinusoidal one; their sum is projected to q, k and v. So equal words
-    at different places look alike, as in a model. The gradient of the output is the next token's values.
+    Each byte has a random vector, each position a sinusoidal one; their sum is projected to q, k and v. Equal words at
+    different places therefore have similar vectors, as in a model. The gradient of the output is the values of the next
+    token.
     """
     generator = torch.Generator().manual_seed(seed)
     width = heads * head_dim
@@ -93,7 +94,7 @@ def text_inputs(corpus: Corpus, tokens: int, *, heads: int, head_dim: int, seed:
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Turn pairs of channels by an angle that grows with the token's place in the sequence: rotary positions."""
+    """Apply rotary positions: rotate pairs of channels by an angle that grows with the token's position."""
     half = x.shape[-1] // 2
     angle = positions[:, None] * torch.logspace(0, -4, half)
     cos, sin = angle.cos(), angle.sin()
@@ -102,7 +103,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each on normalised input, each added."""
+    """Attention and a two-layer network, each on normalised input and with a residual connection."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, attend: Attend):
         super().__init__()
@@ -124,13 +125,13 @@ class Block(nn.Module):
 
 
 class ByteModel(nn.Module):
-    """Bytes to logits of the next byte; the embedding is shared with the output.
+    """A model from bytes to logits of the next byte; the embedding is shared with the output.
 
     Args:
-        attends: (q, k, v) to out, causal, of each layer.
+        attends: Causal attention function of each layer, from (q, k, v) to out.
         width: Channels.
         heads: Query heads.
-        kv_heads: Key heads; as many as query heads where not given.
+        kv_heads: Key heads; by default as many as query heads.
         seed: Seed of the initial weights, which are the same for every attention.
     """
 
@@ -146,7 +147,7 @@ class ByteModel(nn.Module):
             nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Map (B, N) tokens to (B, N, 256) logits; positions are 0 to N - 1, unless others are given."""
+        """Map (B, N) tokens to (B, N, 256) logits; positions default to 0 to N - 1."""
         positions = torch.arange(tokens.shape[1]) if positions is None else positions
         x: Tensor = self.embedding(tokens)
         for block in self.blocks:
@@ -155,21 +156,21 @@ class ByteModel(nn.Module):
         return hidden @ self.embedding.weight.T
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Take the mean cross entropy, in nats, of every token given those before it."""
+        """Return the mean cross entropy, in nats, of each token given the tokens before it."""
         logits = self(tokens[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 @dataclass(frozen=True)
 class Training:
-    """What came of training one model.
+    """The figures of training one model.
 
     Attributes:
         losses: Nats per byte before each step.
-        seconds: What each step took.
+        seconds: Seconds of each step.
         tokens: Tokens of a step.
-        parameters: How many weights the model has.
-        held_out: Loss after training on text that was not trained on.
+        parameters: Number of weights.
+        held_out: Loss on held-out text after training.
     """
 
     losses: tuple[float, ...]
@@ -180,12 +181,12 @@ class Training:
 
     @property
     def tokens_per_second(self) -> float:
-        """How many tokens the median step takes in a second, the first one left out."""
+        """Tokens per second in the median step, without the first step."""
         return self.tokens / float(torch.tensor(self.seconds[1:] or self.seconds).median())
 
     @property
     def bits_per_byte(self) -> float:
-        """How many bits a byte of held-out text takes."""
+        """Bits per byte of held-out text."""
         return self.held_out / math.log(2)
 
 
@@ -209,14 +210,14 @@ def train(
         attends: Attention functions by name.
         corpus: The text; its last ``excerpts * context + 1`` tokens are held out.
         context: Tokens in a step.
-        steps: How many each model takes.
+        steps: Steps of each model.
         budget: Seconds after which no further step starts; all models stop at the same step.
-        learning_rate: AdamW's, after a short warm-up.
-        seed: What weights and excerpts depend on.
-        excerpts: How many contexts of held-out text the final loss is the mean of.
-        initial: Whose weights to begin with; by default those of the seed.
-        advance: Told the share done and the losses.
-        finish: Given each trained model.
+        learning_rate: AdamW's learning rate, after a short warm-up.
+        seed: Seed of weights and excerpts.
+        excerpts: Number of held-out contexts in the mean of the final loss.
+        initial: Model with the initial weights; by default the seed's.
+        advance: Function that receives the share done and the losses.
+        finish: Function that receives each trained model.
     Returns:
         A training for each name.
     """

@@ -1,1 +1,1 @@
-"""Everything that can be measured on a GPU in a limited time, each part in a process of its own."""
+"""Measurements of a GPU in a limited time, each in a separate process."""

@@ -1,9 +1,9 @@
-"""A borrowed GPU turned into figures: units of work, each in a process of its own with a limit of its own.
+"""Measure a GPU in limited time: units of work, each in a separate process with a time limit.
 
-A unit leaves one line in ``units.jsonl``, synced before the next begins, and what it said in a file beside it. A
-campaign that is killed goes on from its folder: units with a line are not run again, whatever came of them, so that a
-kernel which takes the device down costs one line. What is compiled and tuned is kept there as well: each command may
-find another machine.
+A unit adds one line to ``units.jsonl``, synced before the next unit begins, and writes its output to a file beside it.
+A killed campaign continues from its folder: units with a line are not run again, whatever their result, so that a
+kernel that crashes the device costs one unit. Compiled kernels and tuning results are stored there too, since each
+command may run on another machine.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ringweave.errors import RingweaveError, message
 from .units import UNITS
 
 LINES = "units.jsonl"
-#: Share of a unit's limit that has to be left for it to begin.
+#: Share of a unit's limit that must remain for the unit to begin.
 _WORTH = 0.25
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Something to run.
+    """A command with a name and a time limit.
 
     Attributes:
-        name: What people call it.
+        name: Name of the unit.
         command: Program and arguments.
-        seconds: After which it is ended, with all that it began.
+        seconds: Seconds after which it is killed with all its descendants.
     """
 
     name: str
@@ -48,14 +48,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of a unit.
+    """The result of a unit.
 
     Attributes:
-        unit: Its name.
+        unit: Name of the unit.
         result: ``"done"``, ``"failed"`` or ``"timed out"``.
-        code: Its exit status; of a signal, the negative number.
-        seconds: How long it took.
-        said: The end of what it said, where it failed.
+        code: Exit status; the negative number of a signal.
+        seconds: Seconds that it took.
+        said: End of its output, if it failed.
     """
 
     unit: str
@@ -65,18 +65,18 @@ class Ended:
     said: str
 
 
-#: Seconds after which a unit is ended, by the first word of its name.
+#: Seconds after which a unit is killed, by the first word of its name.
 _LIMITS = {"tests": 240.0, "ahead": 180.0, "small": 180.0, "part": 180.0, "tune": 180.0, "tuned": 120.0}
 
 
 def units(folder: Path, device: str = "cuda", checkout: Path | None = None, dry: bool = False) -> list[Unit]:
-    """List what a campaign runs, what matters most first.
+    """Return the units of a campaign, the most important first.
 
     Args:
-        folder: Where figures go.
-        device: What is measured.
-        checkout: A working tree, whose tests for GPUs are run too.
-        dry: Whether everything but the device's work is done.
+        folder: Folder for figures.
+        device: Device to measure.
+        checkout: Working tree whose GPU tests are run too.
+        dry: Whether to do everything except the device's work.
     """
     own = (sys.executable, "-m", "ringweave")
     options = ("--folder", str(folder), "--device", device, *(["--dry"] if dry else []))
@@ -90,14 +90,14 @@ def units(folder: Path, device: str = "cuda", checkout: Path | None = None, dry:
         limit = _LIMITS.get(name.split()[0], 60.0)
         found.append(Unit(name, command, limit))
         if name == "small" and shutil.which("compute-sanitizer"):
-            # beside it: there are machines whose device this tool refuses
+            # in addition to the plain run, since compute-sanitizer refuses the device of some machines
             checked = ("compute-sanitizer", "--error-exitcode", "9", *command)
             found.append(Unit("small, under compute-sanitizer", checked, limit))
     return found
 
 
 def read(folder: Path) -> list[Ended]:
-    """Read the lines of a folder; one that was cut short is none."""
+    """Return the lines of a folder, without incomplete ones."""
     file = folder / LINES
     found = []
     for line in files.json_lines(file) if file.exists() else ():
@@ -118,16 +118,16 @@ def run(
     """Run units in order until the time is used up.
 
     Args:
-        todo: What.
-        folder: Where lines, figures and what units say go.
-        seconds: In which all ends: no unit begins without a quarter of its limit left.
-        resume: Go on where the folder stands.
-        say: Told what happens next.
-        clock: Tells the time.
+        todo: Units to run.
+        folder: Folder for lines, figures and outputs.
+        seconds: Time limit; a unit begins only if a quarter of its limit remains.
+        resume: Whether to continue the folder's campaign.
+        say: Function that receives progress messages.
+        clock: Function that returns the time in seconds.
     Returns:
-        What came of every unit that has a line, earlier ones included.
+        Results of all units that have a line, including earlier ones.
     Raises:
-        RingweaveError: The folder has lines, and ``resume`` is not set.
+        RingweaveError: The folder has lines, and ``resume`` is False.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ended = read(folder)
@@ -141,7 +141,7 @@ def run(
         say(f"{unit.name}: up to {min(unit.seconds, left):.0f} s")
         came = _run(unit, folder, min(unit.seconds, left))
         if came.result == "timed out" and left < unit.seconds:
-            # it had less than its time: another command gives it that
+            # the unit had less time than its limit, so it gets no line and the next command runs it again
             say(f"{unit.name}: begins anew next time")
             continue
         with (folder / LINES).open("a") as file:
@@ -167,7 +167,7 @@ def _run(unit: Unit, folder: Path, limit: float) -> Ended:
         except subprocess.TimeoutExpired:
             result, code = "timed out", -signal.SIGKILL
         finally:
-            # it, and what it began
+            # ends the unit and its descendants
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

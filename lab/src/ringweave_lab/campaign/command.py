@@ -1,4 +1,4 @@
-"""``ringweave bench campaign``: all that a borrowed GPU can be asked."""
+"""``ringweave bench campaign``: run every measurement of a GPU."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from . import units as campaign_units
 
 
 def campaigned(
-    out: Annotated[Path, typer.Option(help="The folder for figures, and for what each unit said.")],
-    device: Annotated[str, typer.Option(help="The GPU: cuda, or cuda:1.")] = "cuda",
-    seconds: Annotated[float, typer.Option(min=1, help="In which all ends.")] = 540.0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from where the folder stands.")] = False,
-    dry: Annotated[bool, typer.Option("--dry", help="Do everything but the GPU's work, without one.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the figures and the output of each unit.")],
+    device: Annotated[str, typer.Option(help="GPU to measure: cuda or cuda:1.")] = "cuda",
+    seconds: Annotated[float, typer.Option(min=1, help="Time limit of the whole run, in seconds.")] = 540.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run of this folder.")] = False,
+    dry: Annotated[bool, typer.Option("--dry", help="Do everything except the GPU's work; needs no GPU.")] = False,
 ) -> None:
-    """Measure all that a borrowed GPU can be asked, each unit in a process of its own with a limit of its own."""
+    """Run all measurements of a GPU, each in a separate process with a time limit."""
     if not device.startswith("cuda"):
         raise typer.BadParameter(f"{device!r} is no GPU", param_hint="--device")
     console = terminal.out()

@@ -1,6 +1,6 @@
-"""Kernels compiled without a launch: the launch code runs as it would, on tensors without data.
+"""Compile kernels without launching them: the launch code runs on tensors without data.
 
-Its driver loads and launches nothing, so that no device is needed; what it compiles goes into Triton's own cache.
+A stand-in for Triton's driver loads and launches nothing, so no device is needed. The kernels go into Triton's cache.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Target(NamedTuple):
-    """What is compiled for: Triton's name of it, and what the launch code reads of a device."""
+    """A device to compile for: Triton's name of it, and the properties that the launch code reads."""
 
     backend: str
     arch: int | str
@@ -20,7 +20,7 @@ class Target(NamedTuple):
     units: int
 
 
-#: An H100, where there is no device to ask.
+#: An H100, the target if no device is present.
 HOPPER = Target("cuda", 90, 32, 227 * 1024, 132)
 
 
@@ -31,34 +31,34 @@ class Driver:
         self.target, self.utils, self._functions = target, self, itertools.count(1)
 
     def get_current_target(self) -> Any:
-        """Name what is compiled for."""
+        """Return the target in Triton's form."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget(self.target.backend, self.target.arch, self.target.warp)
 
     def get_current_device(self) -> int:
-        """Number the only device."""
+        """Return the number of the only device."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """Give the default stream."""
+        """Return the default stream."""
         return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """Say what the launch code asks."""
+        """Return the properties that the launch code reads."""
         return {"max_shared_mem": self.target.shared, "multiprocessor_count": self.target.units}
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
-        """Give a module, a function, registers, spills and most threads of what is not loaded."""
+        """Return placeholders for a module, a function, registers, spills and the maximum number of threads."""
         return 1, next(self._functions), 0, 0, 1024
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """Make a launcher of nothing."""
+        """Return a launcher that does nothing."""
         return lambda *arguments: None
 
 
 def here() -> Target:
-    """Ask Triton's own driver for the current device."""
+    """Return the current device as reported by Triton's driver."""
     import triton
 
     active = triton.runtime.driver.active
@@ -74,7 +74,7 @@ def begin(target: Target) -> None:
 
 
 def kernels() -> set[str]:
-    """Name what this process has compiled, by what Triton's cache calls it."""
+    """Return the names in Triton's cache of the kernels that this process has compiled."""
     from ringweave.backends.triton import kernels as module
 
     caches = [getattr(module, name).device_caches for name in module.__all__]

@@ -1,6 +1,6 @@
-"""Variants of the Triton kernels compiled ahead, in as many processes as there are cores, into Triton's own cache.
+"""Compile variants of the Triton kernels ahead of time into Triton's cache, with a process per core.
 
-What is compiled is what a call on the device asks for, and no device is needed (``compiling.py``).
+The variants are those that calls on the device use; compiling them needs no device (see ``compiling.py``).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .compiling import Target, begin, kernels
 
 @dataclass(frozen=True)
 class Variant:
-    """Kernels of a problem."""
+    """The kernels of a problem."""
 
     problem: Problem
     direction: str
 
 
 def compiled(variant: Variant) -> str | None:
-    """Compile a variant's kernels in a process that has begun; say what went wrong."""
+    """Compile a variant's kernels in a prepared process, and return the error if there was one."""
     from ringweave.backends import triton
 
-    # a table on a GPU is planned without a look at it, anything else by the host
+    # the plan of a table on a GPU does not read its data; the host plans everything else
     device = "meta" if isinstance(variant.problem.relation, Drawn) else "cpu"
     problem = dataclasses.replace(variant.problem, device=device)
     heads = (problem.heads, problem.key_heads, problem.key_heads, problem.heads)
@@ -67,11 +67,11 @@ def precompile(
     """Compile variants in a pool of processes.
 
     Args:
-        variants: What.
-        target: What for.
-        processes: How many; by default as many as cores.
+        variants: Variants to compile.
+        target: Device to compile for.
+        processes: Number of processes; by default the number of cores.
     Returns:
-        Why those that failed did, and how many kernels there are.
+        Errors of the variants that failed, and the number of kernels.
     """
     count = max(1, min(len(variants), processes or os.cpu_count() or 1))
     found: set[str] = set()
@@ -79,7 +79,7 @@ def precompile(
     pending, alone = list(variants), False
     while pending:
         with ProcessPoolExecutor(1 if alone else count, get_context("spawn"), begin, (target,)) as pool:
-            # anew: a pattern that was made on a device stays here
+            # problems are copied, so that a pattern with tensors on a device is not sent to other processes
             anew = (dataclasses.replace(each, problem=dataclasses.replace(each.problem)) for each in pending)
             waiting = [(each, pool.submit(_in_a_worker, each)) for each in anew]
             pending = []
@@ -93,7 +93,7 @@ def precompile(
                 if reason is not None:
                     failed[each] = reason
         if pending and alone:
-            # one after the other, the first without an answer is the one
+            # variants run one after another here, so the first one without an answer is the cause
             failed[pending.pop(0)] = "the compiler took its process down"
         alone = not alone
     return failed, len(found)

@@ -1,8 +1,9 @@
-"""What a campaign measures: each unit is run by name, in a process of its own, and adds its figures to the folder.
+"""The units of a campaign: each one runs by name in a separate process and adds its figures to the folder.
 
     python -m ringweave_lab.campaign.units NAME --folder DIR [--device cuda] [--checkout DIR] [--dry]
 
-Dry, a unit does everything but the device's work: it plans, compiles for an H100 and writes its lines, without figures.
+With ``--dry`` a unit does everything except the device's work: it plans, compiles for an H100 and writes lines without
+figures.
 """
 
 from __future__ import annotations
@@ -41,25 +42,25 @@ from . import compiling, precompile
 from .precompile import Variant
 
 FIGURES = "figures.jsonl"
-#: Why a dry unit has no figures.
+#: Reason for missing figures in a dry unit.
 DRY = "dry: nothing was measured"
 _PAGE = 64
 _STREAMED = 2**18
-#: Seconds for the tests of all files: less than their unit has, so that one that hangs leaves lines, its own too.
+#: Seconds for the tests of all files: less than the unit's limit, so that a file that hangs still gets a line.
 _TESTS = 220.0
-# the parts that are tuned, and measured again; seconds for each direction of one
+# parts that are tuned and measured again, and seconds for each direction of a part
 _HEADLINES, _TUNED = ("16K", "64 x 64", "causal", "D 64"), 40.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """How a unit is run.
+    """The settings of a unit.
 
     Attributes:
-        folder: Where figures go.
-        device: What is measured.
-        dry: Whether everything but the device's work is done.
-        checkout: A working tree, whose tests for GPUs are run.
+        folder: Folder for figures.
+        device: Device to measure.
+        dry: Whether to do everything except the device's work.
+        checkout: Working tree whose GPU tests are run.
     """
 
     folder: Path
@@ -70,7 +71,7 @@ class Job:
     def figure(
         self, what: str, size: str, figure: Callable[[], float], unit: str = "x", most: float | None = None
     ) -> Target:
-        """Measure a figure, unless this is dry, or say why there is none; ``most`` is what it may be."""
+        """Return a measured figure with its upper bound ``most``, or the reason why it is missing."""
         value: float | None = None
         reason: str | None = DRY
         if not self.dry:
@@ -82,7 +83,7 @@ class Job:
 
 
 def peaks(job: Job) -> Iterator[Target]:
-    """Measure what the device can do: a copy, a product."""
+    """Measure the device's peaks with a copy and a matrix product."""
 
     def copy() -> float:
         x = torch.randn(2**29, device=job.device)
@@ -114,7 +115,7 @@ def ahead(job: Job) -> Iterator[Target]:
 
 
 def small(job: Job) -> Iterator[Target]:
-    """Compute eight small cases: under compute-sanitizer, where it is there."""
+    """Compute eight small cases, under compute-sanitizer if it is installed."""
     for dtype in (torch.bfloat16, torch.float16):
         for dim in (64, 128):
             for structure in ("sparse", "causal"):
@@ -129,7 +130,7 @@ def small(job: Job) -> Iterator[Target]:
 
 
 def tests(job: Job) -> Iterator[Target]:
-    """Run the tests for GPUs, a process for each file, several at a time."""
+    """Run the GPU tests, several files at a time, each in a separate process."""
     root = Path.cwd() if job.checkout is None else job.checkout
     files = [file for file in sorted((root / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text("utf-8")]
 
@@ -146,7 +147,7 @@ def tests(job: Job) -> Iterator[Target]:
             say((expired.stdout or b"").decode(errors="replace")[-4000:])
             return None, f"not done in the {_TESTS:.0f} s that all files have"
         say(ended.stdout[-4000:])
-        # 5: none of them is for this machine
+        # pytest's status 5: no test of the file is for this machine
         return float(ended.returncode if ended.returncode != 5 else 0), ended.stdout[-200:]
 
     if job.dry:
@@ -159,7 +160,7 @@ def tests(job: Job) -> Iterator[Target]:
 
 
 def bits(job: Job) -> Iterator[Target]:
-    """Compute five times, and count results whose bits differ from the first."""
+    """Compute five times, and count results with bits that differ from the first."""
     for name in ("16K", "causal", "window", "documents", "sinks"):
         problem = Options(device=job.device).of(gpu.PARTS[name].entries[0][0]) if not job.dry else None
 
@@ -171,7 +172,7 @@ def bits(job: Job) -> Iterator[Target]:
             for _ in range(5):
                 out = rw.attention(q, k, v, problem.pattern, backend="triton")
                 found.append((out.detach(), *torch.autograd.grad(out, (q, k, v), inputs.dout)))
-                # what is allocated next is dirty
+                # fills memory with NaN, so that reading unwritten values shows
                 torch.full((2**28,), math.nan, device=job.device)
             return float(sum(not torch.equal(a, b) for each in found[1:] for a, b in zip(found[0], each, strict=True)))
 
@@ -192,7 +193,7 @@ def part(name: str, job: Job) -> Iterator[Record]:
 
 
 def decode(job: Job) -> Iterator[Target]:
-    """Time one query over a long cache, side by side and in pages, beside SDPA and next to a copy's speed."""
+    """Time one query over a long cache, contiguous and paged, next to SDPA and to the speed of a copy."""
     for tokens in (32768, 131072):
         size = f"32 over 8 heads of 128, {tokens:,} tokens"
         rates = functools.cache(partial(_decoding, tokens, job.device))
@@ -208,7 +209,7 @@ def decode(job: Job) -> Iterator[Target]:
 
 
 def _decoding(tokens: int, device: str) -> Mapping[str, float | str]:
-    """Give terabytes of keys and values a second, or why there are none: it errs more than twice as much as SDPA."""
+    """Return terabytes of keys and values per second; a text if the error exceeds twice SDPA's."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = ((32, 1), (8, tokens), (8, tokens))
     q, k, v = (
@@ -249,7 +250,7 @@ def _decoding(tokens: int, device: str) -> Mapping[str, float | str]:
 
 
 def streamed(job: Job) -> Iterator[Target]:
-    """Time keys and values that stay on the host, beside the same on the device: by the clock, since no graph can."""
+    """Time keys and values on the host and on the device by the clock, since CUDA graphs cannot contain the copies."""
     tokens, window, on_gpu = _STREAMED, rw.SlidingWindow(1023, 0), torch.device(job.device).type == "cuda"
     size = f"8 heads of 128, {tokens:,} tokens, window of 1,024"
 
@@ -310,12 +311,12 @@ def tuned(name: str, job: Job) -> Iterator[Target]:
 
 
 def say(text: str) -> None:
-    """Tell what happens, in the unit's own file."""
+    """Print a progress message into the unit's file."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-#: Units by name, what matters most first.
+#: Units by name, the most important first.
 UNITS: dict[str, Callable[[Job], Iterable[Record]]] = {
     "peaks": peaks,
     "ahead": ahead,
@@ -331,7 +332,7 @@ UNITS: dict[str, Callable[[Job], Iterable[Record]]] = {
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run one unit: 1 where anything is wrong."""
+    """Run one unit, and return 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("name", choices=UNITS)
     parser.add_argument("--folder", type=Path, required=True)

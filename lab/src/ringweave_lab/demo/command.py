@@ -19,11 +19,11 @@ from .report import write_report
 
 
 def demo(
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, without FlexAttention; for tests.")] = False,
-    out: Annotated[Path, typer.Option(help="Where the report goes: one HTML file.")] = Path("report.html"),
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Use small sizes, without FlexAttention; for tests.")] = False,
+    out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads.")] = None,
 ) -> None:
-    """Run ringweave on real text, the running Python's standard library, and write a report with pictures."""
+    """Run ringweave on real text, the source of Python's standard library, and write a report with pictures."""
     if threads is not None:
         torch.set_num_threads(threads)
     console = Console(highlight=False)
@@ -52,14 +52,14 @@ def demo(
 
 
 def print_summary(console: Console, result: DemoResult) -> None:
-    """Print what a demonstration found."""
+    """Print the results of a demonstration."""
     figures = Table.grid(padding=(0, 2))
     for name, value in result.summary():
         figures.add_row(f"[bold]{name}[/bold]", escape(value))
     console.print(figures)
     rows = result.speeds()
     names = list(rows[0][1])
-    # eighty columns hold five of these
+    # short names, so that five columns fit into eighty characters
     heads = [name.removeprefix("ringweave:") for name in names]
     table = new_table("Median milliseconds, in brackets over ringweave's; both: forward and backward", "tokens", *heads)
     for title, cells in rows:

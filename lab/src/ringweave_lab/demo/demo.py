@@ -1,6 +1,6 @@
-"""The main job on real input: exactness, speed, memory, and models trained, on the text of Python's own library.
+"""Measure exactness, speed, memory and training on real input: the source of Python's standard library.
 
-Everything that the report says is in :class:`DemoResult`; nothing is written down beforehand.
+The report contains only figures of :class:`DemoResult`, all of which are measured in the run.
 """
 
 from __future__ import annotations
@@ -24,31 +24,38 @@ from ..bench.peers import chosen_backend, peers
 from ..bench.record import Environment, Outcome, environment
 from ..bench.text import Corpus, Training, standard_library, text_inputs, train
 
-#: (part, share done, what happens now)
+#: A function that receives the part, the share of it that is done, and a progress message.
 Advance = Callable[[str, float, str], None]
 _TRAINED = ("ringweave", "dense causal")
 
 
+def faster(ratio: float) -> str:
+    """Return a text such as ``2.0 times faster`` for the ratio of another time to ringweave's."""
+    if round(ratio, 1) == 1:
+        return "no faster"
+    return f"{ratio:.1f} times faster" if ratio > 1 else f"{1 / ratio:.1f} times slower"
+
+
 @dataclass(frozen=True)
 class DemoSizes:
-    """How large the demonstration is.
+    """The sizes of the demonstration.
 
     Attributes:
         lengths: Tokens at which speed and memory are measured; exactness at the first.
         context: Tokens of a training step.
-        window: Tokens that a token sees before itself.
-        sinks: First tokens, that every token sees.
+        window: Tokens before a token that it attends.
+        sinks: Tokens at the beginning that every token attends.
         heads: Heads of the measured attention.
-        head_dim: Its head dimension.
-        rounds: Timed rounds.
+        head_dim: Channels of a head.
+        rounds: Number of timed rounds.
         steps: Training steps of each model.
         around: Tokens, window and steps of the training that several processes share.
         speed_budget: Seconds after which no further timed round of a length and direction starts.
-        around_budget: Seconds after which the training that several processes share is given up.
+        around_budget: Seconds after which the shared training is stopped.
         train_budget: Seconds after which no further training step starts.
-        train_least: Seconds for training where the parts before it were slow.
-        whole_budget: Seconds after the start of all when training ends; what several processes share comes after it.
-        peers: Who is timed beside ringweave's own backends.
+        train_least: Minimum seconds for training, even if the parts before it were slow.
+        whole_budget: Seconds after the start when training ends; the shared training follows it.
+        peers: Names of the peers that are timed next to ringweave's backends.
     """
 
     lengths: tuple[int, ...]
@@ -82,15 +89,15 @@ QUICK = DemoSizes(
 
 @dataclass(frozen=True)
 class Exactness:
-    """How far results are from the float64 oracle on some rows.
+    """Errors against the float64 oracle on some rows.
 
     Attributes:
         tokens: Length of the text.
         rows: Checked rows, in every head.
-        ringweave: Its errors.
-        torch: Those of torch's SDPA with the pattern as a dense mask, on the same inputs.
-        limit: What is taken as correct: see :attr:`Oracle.limit`.
-        backend: What computed ringweave's.
+        ringweave: Errors of ringweave.
+        torch: Errors of torch's SDPA with the pattern as a dense mask, on the same inputs.
+        limit: Largest errors that count as correct; see :attr:`Oracle.limit`.
+        backend: Name of ringweave's backend.
     """
 
     tokens: int
@@ -103,7 +110,7 @@ class Exactness:
 
 @dataclass(frozen=True)
 class PatternFacts:
-    """What the pattern is at one length."""
+    """Facts about the pattern at one length."""
 
     text: str
     tokens: int
@@ -117,7 +124,7 @@ class PatternFacts:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """All figures of a demonstration; ``around`` is text where it could not be run: why."""
+    """All figures of a demonstration; ``around`` is the reason if the shared training could not run."""
 
     environment: Environment
     quick: bool
@@ -135,7 +142,7 @@ class DemoResult:
 
     @property
     def kernel(self) -> str:
-        """The native kernel's instruction set, or that there is none."""
+        """Text with the native kernel's instruction set, or that the kernel is missing."""
         found = self.environment.kernel
         return f"native kernel for {found}" if found else "no native kernel: ringweave was built without a C++ compiler"
 
@@ -146,21 +153,21 @@ class DemoResult:
 
     @property
     def correct(self) -> bool:
-        """Whether every result that was checked is right."""
+        """Whether every checked result is correct."""
         together = isinstance(self.around, str) or self.around.correct
         return self.exact and together and not any(outcome.wrong for outcome in self.outcomes)
 
     def find(self, tokens: int, direction: str, peer: str) -> Outcome:
-        """Find the outcome of a peer."""
+        """Return the outcome of a peer."""
         return next(o for o in self.outcomes if (o.tokens, o.direction, o.peer) == (tokens, direction, peer))
 
     def speed_up(self) -> float:
-        """How many times as many tokens a second ringweave trains on as dense attention does."""
+        """Training speed with ringweave over training speed with dense attention."""
         sparse, dense = (self.training[name] for name in _TRAINED)
         return sparse.tokens_per_second / dense.tokens_per_second
 
     def speeds(self) -> list[tuple[str, dict[str, str]]]:
-        """Say what each peer took in milliseconds, by length and direction."""
+        """Return the milliseconds of each peer as texts, by length and direction."""
         rows: dict[str, dict[str, str]] = {}
         for outcome in self.outcomes:
             what = "forward" if outcome.direction == "forward" else "both"
@@ -174,11 +181,11 @@ class DemoResult:
         return list(rows.items())
 
     def remarks(self) -> list[str]:
-        """Say what the peers could not do, each once."""
+        """Return the reasons why peers were not timed, each once."""
         return sorted({f"{o.peer}, {o.direction}: {o.reason}." for o in self.outcomes if o.reason is not None})
 
     def summary(self) -> list[tuple[str, str]]:
-        """Say the other figures in words."""
+        """Return the other figures as (name, text)."""
         mine, torchs = self.exactness.ringweave.out, self.exactness.torch.out
         sparse, dense = (self.training[name] for name in _TRAINED)
         return [
@@ -192,7 +199,7 @@ class DemoResult:
             (
                 "training",
                 f"{sparse.tokens_per_second:,.0f} tokens/s, with dense attention {dense.tokens_per_second:,.0f}: "
-                f"{self.speed_up():.2f} x",
+                f"{faster(self.speed_up())}",
             ),
             (
                 "loss",
@@ -207,8 +214,8 @@ def run_demo(*, quick: bool = False, advance: Advance = lambda part, done, text:
     """Run the demonstration.
 
     Args:
-        quick: Small sizes, without FlexAttention.
-        advance: Told the part, the share of it that is done, and what happens now.
+        quick: Whether to use small sizes, without FlexAttention.
+        advance: Function that receives the part, the share of it that is done, and a progress message.
     Raises:
         UnsupportedError: This Python has no source files.
     """
@@ -267,7 +274,7 @@ def _exactness(pattern: rw.Pattern, corpus: Corpus, sizes: DemoSizes) -> Exactne
 
 def _speed(pattern: rw.Pattern, corpus: Corpus, sizes: DemoSizes, advance: Advance) -> list[Outcome]:
     part = "Speed and memory"
-    # ringweave:dense_batched is what runs where the native kernel is absent
+    # ringweave:dense_batched runs if the native kernel is missing
     names = ("ringweave", "ringweave:dense_batched", *sizes.peers)
     found: list[Outcome] = []
     for done, tokens in enumerate(sizes.lengths):

@@ -1,4 +1,4 @@
-"""A demonstration as one HTML file: no scripts, no links, readable on a phone, in light and dark."""
+"""Write a demonstration to one HTML file without scripts or links, for phones and for light and dark themes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..bench.launched import LIMIT
 from ..bench.plots import MEAN, bars, inline, loss_curves, shared_sequence
 from ..bench.record import Outcome, plain
 from ..bench.report import as_json, milliseconds, rendered
-from .demo import DemoResult
+from .demo import DemoResult, faster
 
 _FUNCTIONS = {"Causal()": "dense, causal", "Full()": "dense, not causal"}
 
 
 def write_report(result: DemoResult, path: str | Path) -> Path:
-    """Write the report, and give its path."""
+    """Write the report to a file, and return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render(result), encoding="utf-8")
@@ -25,36 +25,36 @@ def write_report(result: DemoResult, path: str | Path) -> Path:
 
 
 def render(result: DemoResult) -> str:
-    """Write out the report's text."""
+    """Return the report as HTML."""
     outcomes = list(result.outcomes)
     return rendered(
         "demo/demo.html.j2",
         title="ringweave on real text",
         r=result,
         picture=inline(result.pattern.picture),
-        times=bars(outcomes, _milliseconds, _time_label, "milliseconds, median"),
-        memory=bars(outcomes, _mebibytes, _memory_label, "MiB at the peak"),
+        times=bars(outcomes, _milliseconds, _time_label, "milliseconds, median", "Time: shorter is better"),
+        memory=bars(outcomes, _mebibytes, _memory_label, "MiB at the peak", "Memory: shorter is better"),
         losses=loss_curves(result.training),
         shared="" if isinstance(result.around, str) else shared_sequence(result.around),
         loss_limit=LIMIT,
         mean=MEAN,
         function=lambda outcome: _FUNCTIONS.get(outcome.computes, "the pattern"),
         ratio=ratio_text,
+        faster=faster,
         groups=_grouped(outcomes),
         data=as_json(_figures(result)),
     )
 
 
-def ratio_text(outcome: Outcome) -> str:
-    """Write the ratio to the first peer, with its range over rounds."""
+def ratio_text(outcome: Outcome) -> tuple[str, str]:
+    """Write the ratio to the first peer, and its range over rounds."""
     if outcome.over_first is None or outcome.timing is None:
-        return "-"
+        return "-", ""
     ratio = outcome.over_first
     if outcome.peer == "ringweave":
-        return "1"
-    if len(outcome.timing.seconds) == 1:
-        return f"{ratio.medians:.2f} (1 round)"
-    return f"{ratio.medians:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+        return "1", ""
+    single = len(outcome.timing.seconds) == 1
+    return f"{ratio.medians:.2f}", "(1 round)" if single else f"({ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def _grouped(outcomes: list[Outcome]) -> list[tuple[str, list[Outcome]]]:
@@ -65,7 +65,7 @@ def _grouped(outcomes: list[Outcome]) -> list[tuple[str, list[Outcome]]]:
 
 
 def _figures(result: DemoResult) -> object:
-    """Collect all figures, for those who want to compute with them; the picture is on the page already."""
+    """Return all figures for the page's JSON, without the picture, which the page already contains."""
     pattern = dataclasses.replace(result.pattern, picture="")
     return plain(dataclasses.replace(result, pattern=pattern))
 
@@ -79,7 +79,9 @@ def _time_label(outcome: Outcome) -> str:
         return "wrong, not timed" if outcome.wrong else "not available"
     text = f"{milliseconds(outcome.timing.median)} ms"
     ratio = outcome.over_first
-    return text if ratio is None or outcome.peer == "ringweave" else f"{text} ({ratio.medians:.2f} x)"
+    if ratio is None or outcome.peer == "ringweave":
+        return text
+    return f"{text}, {ratio.medians:.1f} x"
 
 
 def _mebibytes(outcome: Outcome) -> float | None:

@@ -1,4 +1,4 @@
-"""``ringweave explore``: one local page on which a pattern is composed, drawn, counted and modelled."""
+"""``ringweave explore``: a local page on which users compose a pattern and see its picture and cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command, and the server of its page: on this machine alone, and for this page alone."""
+"""The command ``ringweave explore`` and the server of its page, which only this machine and this page can reach."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ringweave.patterns.parse import parse
 from .answer import Asked, answer, as_json
 
 _HERE = "127.0.0.1"
-# scripts and styles are the page's own, and nothing is loaded from anywhere
+# scripts and styles are inline, and the page loads nothing from elsewhere
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
-#: What the page offers to begin with.
+#: Patterns that the page offers as starting points.
 EXAMPLES: dict[str, dict[str, str]] = {
     "Causal window with sinks": {"pattern": "(SlidingWindow(1024) | Sinks(64)) & Causal()", "tokens": "16K"},
     "Longformer": {"pattern": "longformer(512, 16)", "tokens": "64K"},
@@ -54,7 +54,7 @@ def _fits_any_length(example: str) -> bool:
     return pattern.combinable and pattern.extents() == (None, None)
 
 
-#: What the page adds to a pattern: examples that fit any length.
+#: Patterns that the page can add to another: examples that fit any length.
 PIECES = {
     name: known.example
     for name, known in sorted(DECLARED.items())
@@ -63,7 +63,7 @@ PIECES = {
 
 
 def start() -> dict[str, Any]:
-    """What the page begins with."""
+    """Return the values that the page starts with."""
     return {
         "version": __version__, "defaults": asdict(Asked()), "examples": EXAMPLES, "pieces": PIECES,
         "names": sorted(name for name, known in DECLARED.items() if known.text),
@@ -71,10 +71,10 @@ def start() -> dict[str, Any]:
 
 
 def page(recorded: dict[str, Any] | None = None) -> str:
-    """Write the page: one file with its script and style.
+    """Return the page: one HTML file with its script and style.
 
     Args:
-        recorded: Answers by the page's requests; then it stands for itself, and asks no server.
+        recorded: Answers by pattern and length. The page then shows only these and needs no server.
     """
     text = Path(__file__).with_name("page.html").read_text("utf-8")
     return text.replace("$START", as_json(start())).replace("$RECORDED", as_json(recorded))
@@ -84,7 +84,7 @@ class Server(ThreadingHTTPServer):
     """A server on 127.0.0.1 that computes one answer at a time."""
 
     daemon_threads = True
-    # a port that another one listens on is not shared
+    # raise if another server already listens on the port
     allow_reuse_address = False
 
     def __init__(self, port: int = 0):
@@ -93,12 +93,12 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """Address of the page."""
         return f"http://{_HERE}:{self.server_port}/"
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET of the page and of ``answer?pattern=...``."""
+    """A handler of GET requests for the page and for ``answer?pattern=...``."""
 
     server: Server
     server_version, sys_version = "ringweave", ""
@@ -107,15 +107,15 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         if not self._own():
-            # another site that is open in the same browser, or a name that was pointed here
-            self._send(HTTPStatus.FORBIDDEN, "text/plain", "This page is for this machine alone.\n")
+            # a request of another site in the same browser, or of a host name that resolves to this machine
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", "Only this machine can open this page.\n")
         elif url.path == "/":
             self._send(HTTPStatus.OK, "text/html", page())
         elif url.path == "/answer":
             status, body = self._answer(url.query)
             self._send(status, "application/json", body)
         else:
-            self._send(HTTPStatus.NOT_FOUND, "text/plain", "There is nothing here.\n")
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", "Not found.\n")
 
     def _own(self) -> bool:
         hosts = {f"{name}:{self.server.server_port}" for name in (_HERE, "localhost")}
@@ -146,19 +146,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the page says what is wrong."""
+        """Log nothing; the page shows errors."""
 
 
 def explore(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of 127.0.0.1; 0: any that is free.")] = 8765,
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 takes any free port.")] = 8765,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
 ) -> None:
-    """Compose a pattern on a local page: its picture, what it costs, how it spreads over ranks."""
+    """Compose a pattern on a local page that shows its picture, cost and distribution over ranks."""
     try:
         server = Server(port)
     except OSError as error:
-        remedy = "Take another with --port, or 0 for any that is free."
-        raise UnsupportedError(message("--port", port, "a port that is free", f"{error.strerror}. {remedy}")) from None
+        remedy = "Choose another with --port, or 0 for any free port."
+        raise UnsupportedError(message("--port", port, "a free port", f"{error.strerror}. {remedy}")) from None
     with server:
         terminal.out().print(f"{server.url}  (Ctrl+C ends it)", soft_wrap=True)
         if browser:

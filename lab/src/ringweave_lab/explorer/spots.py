@@ -1,9 +1,10 @@
-"""The numbers in a pattern's text, each with what it means there, and the Python that builds the pattern."""
+"""The numbers in a pattern's text with the names of their parameters, and the Python that builds the pattern."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,9 +17,9 @@ class Spot:
     """A number in the text of a pattern.
 
     Attributes:
-        name: What it is there, such as ``SlidingWindow left`` or ``LongNet rates 2``.
-        begin: Its first character.
-        end: The character behind its last one.
+        name: Name of the parameter, such as ``SlidingWindow left`` or ``LongNet rates 2``; unique in the text.
+        begin: Index of its first character.
+        end: Index after its last character.
         value: The number.
     """
 
@@ -30,33 +31,46 @@ class Spot:
 
 @dataclass
 class _Open:
-    """An open bracket: whose it is, if a call's, and which argument or member is read."""
+    """An open bracket.
+
+    Attributes:
+        call: Name of the call that the bracket belongs to; None for a list, a tuple or a plain bracket.
+        listed: Whether the bracket is a list's or a tuple's.
+        index: Number of the argument or member that is being read.
+        word: Keyword of that argument, if it has one.
+    """
 
     call: str | None
-    sign: str
+    listed: bool
     index: int = 0
     word: str | None = None
 
 
 def spots(text: str) -> list[Spot]:
-    """Find the numbers in the text of a pattern that can be read.
+    """Return the numbers in the text of a valid pattern.
 
     Example:
+        >>> [spot.name for spot in spots("SlidingWindow(9) | SlidingWindow(64)")]
+        ['SlidingWindow #1 left', 'SlidingWindow #2 left']
         >>> [spot.name for spot in spots("SlidingWindow(9, right=2) | LongNet([64, 256], [1, 4])")]
         ['SlidingWindow left', 'SlidingWindow right', 'LongNet segments 1', 'LongNet segments 2', 'LongNet rates 1', 'LongNet rates 2']
     """  # noqa: E501
     found: list[Spot] = []
-    stack = [_Open(None, "")]
+    stack = [_Open(None, False)]
     tokens = list(split(text))
+    calls = [token for (kind, token, _), (_, after, _) in itertools.pairwise(tokens) if kind == "name" and after == "("]
+    number, seen, tuples = Counter(calls), Counter[str](), _tuples(text)
     call: str | None = None
     for (kind, token, place), (_, after, _) in itertools.pairwise(tokens):
         here = stack[-1]
         if kind == "name" and after == "(":
-            call = token
+            seen[token] += 1
+            # a pattern that occurs several times is numbered
+            call = token if number[token] == 1 else f"{token} #{seen[token]}"
         elif kind == "name" and after == "=":
             here.word = token
         elif token in ("(", "[") and kind == "sign":
-            stack.append(_Open(call, token))
+            stack.append(_Open(call, call is None and (token == "[" or place in tuples)))
             call = None
         elif token in (")", "]") and kind == "sign":
             stack.pop()
@@ -68,21 +82,35 @@ def spots(text: str) -> list[Spot]:
     return found
 
 
+def _tuples(text: str) -> set[int]:
+    """Return the places of the opening brackets that have a comma at their own level."""
+    opened: list[int] = []
+    found = set()
+    for kind, token, place in split(text):
+        if kind == "sign" and token in ("(", "["):
+            opened.append(place)
+        elif kind == "sign" and token in (")", "]"):
+            opened.pop()
+        elif kind == "sign" and token == ",":
+            found.add(opened[-1])
+    return found
+
+
 def _named(stack: list[_Open]) -> str:
-    """Name the value that is read: by the innermost call around it, its parameter, and its place in a list."""
+    """Name the value that is read: the innermost call around it, the parameter, and the place in a list."""
     place = ""
     for here in reversed(stack):
         if here.call is not None:
-            parameters = list(inspect.signature(names()[here.call]).parameters)
+            parameters = list(inspect.signature(names()[here.call.partition(" ")[0]]).parameters)
             named = here.word or (parameters[here.index] if here.index < len(parameters) else "")
             return f"{here.call} {named}{place}".strip()
-        if here.sign == "[":
+        if here.listed:
             place = f" {here.index + 1}{place}"
     return "number"
 
 
 def python(text: str) -> str:
-    """Write the call of attention that takes the pattern of a text.
+    """Return the call of ``attention`` with the pattern of a text.
 
     Example:
         >>> python("SlidingWindow(9) & Causal()")

@@ -1,1 +1,1 @@
-"""Where the time of a call goes."""
+"""Profiles of calls."""

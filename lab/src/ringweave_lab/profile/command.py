@@ -1,4 +1,4 @@
-"""``ringweave profile``: a trace of a call, and a table of where its time goes."""
+"""``ringweave profile``: write a trace of a call, and print the time of its parts."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .profile import PARTS, PROBLEMS, profiled
 
 
 def profile(
-    case: Annotated[str, typer.Argument(metavar="CASE", help=f"One of {', '.join(PROBLEMS)}.")] = "window",
+    case: Annotated[str, typer.Argument(metavar="CASE", help=f"Case to profile: {', '.join(PROBLEMS)}.")] = "window",
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="The trace, for ui.perfetto.dev or chrome://tracing.")
+        Path, typer.Option("--out", "-o", help="Trace file to write, for ui.perfetto.dev or chrome://tracing.")
     ] = Path("ringweave-trace.json"),
-    quick: Annotated[bool, typer.Option("--quick", help="An eighth of the tokens.")] = False,
-    tokens: Annotated[int | None, typer.Option(min=128, help="Sequence length instead of the case's own.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Heads instead of the case's own.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Use an eighth of the tokens.")] = False,
+    tokens: Annotated[int | None, typer.Option(min=128, help="Sequence length; default: the case's.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Number of heads; default: the case's.")] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of q, k and v.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch.")] = None,
+    device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads.")] = None,
 ) -> None:
-    """Trace calls forward and backward, and say where their time goes: plan, kernel, merge, exchange, Python."""
+    """Profile forward and backward calls, and print the time of planning, kernels, merging, messages and Python."""
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise typer.BadParameter("this torch finds no CUDA device", param_hint="--device")
     if threads is not None:

@@ -1,7 +1,7 @@
-"""``ringweave profile``: where the time of a call goes, as torch.profiler sees it, by parts of ringweave.
+"""Split the time of a call, as torch.profiler measures it, into parts of ringweave.
 
-Parts are marked while a profile is taken, and at no other time: planning, kernels, merging of partial results, messages
-to other ranks. What is in none of them is Python: checks, dispatch, autograd.
+The parts are planning, kernels, merging of partial results, and messages to other ranks; they are marked only while a
+profile is taken. The remaining time is Python: checks, dispatch, autograd.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LATER = 5  # calls after the first
 _SECONDS = 240.0
 
 _WINDOW = (rw.SlidingWindow(1024) | rw.Sinks(64)) & rw.Causal()
-#: What may be profiled, by name.
+#: Problems that can be profiled, by name.
 PROBLEMS = {
     "window": Problem("a causal window with sinks", _WINDOW, 8192),
     "random": Problem("a tenth of the tiles, at random", Drawn(0.1), 4096),
@@ -58,12 +58,12 @@ PROBLEMS = {
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of a call went, forward and backward.
+    """The time of a call, forward and backward, by parts.
 
     Attributes:
-        problem: What was computed.
+        problem: The computed problem.
         first: Seconds of each part of ``PARTS`` in the first call, which plans.
-        later: Of later ones: medians.
+        later: Median seconds of each part in later calls.
     """
 
     problem: Problem
@@ -72,15 +72,15 @@ class Profile:
 
 
 def profiled(case: str, options: Options, path: Path, say: Say = silent) -> Profile:
-    """Take the profile of a case.
+    """Profile a case.
 
     Args:
         case: One of ``PROBLEMS``.
         options: Sizes.
-        path: Where torch.profiler's trace goes, for Perfetto or chrome://tracing; around a ring, rank 0's.
-        say: Told what happens next.
+        path: File for torch.profiler's trace, which Perfetto and chrome://tracing open; on a ring, rank 0's trace.
+        say: Function that receives progress messages.
     Raises:
-        UnsupportedError: No case of that name, a ring on another device than the CPU, or a file that cannot be written.
+        UnsupportedError: The case is unknown, the device of a ring is not the CPU, or the file cannot be written.
     """
     if case not in PROBLEMS:
         raise UnsupportedError(message("case", repr(case), f"one of {', '.join(PROBLEMS)}", "Name one of them."))
@@ -133,7 +133,7 @@ def _settle(device: str) -> None:
 
 @contextmanager
 def _marked(device: str) -> Iterator[None]:
-    """Mark the parts of ringweave in profiles. Kernels of a GPU are waited for, so that their time is theirs."""
+    """Mark the parts of ringweave in profiles, and wait for GPU kernels so that their time is counted as theirs."""
 
     def mark(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -167,7 +167,7 @@ def _marked(device: str) -> Iterator[None]:
 
 
 def _parts(events: Sequence[Any]) -> list[dict[str, float]]:
-    """Split each call into its parts' own seconds: what lies inside another part counts there alone."""
+    """Return the seconds of each call by part; time in nested parts counts only for the innermost part."""
     marks = [(each.time_range.start, each.time_range.end, each.name.removeprefix(_MARK)) for each in events
              if each.name.startswith(_MARK)]  # fmt: skip
     calls: list[dict[str, float]] = []
@@ -177,7 +177,7 @@ def _parts(events: Sequence[Any]) -> list[dict[str, float]]:
         found = dict.fromkeys(PARTS, 0.0)
         for a, b in itertools.pairwise(moments):
             over = [mark for mark in inside if mark[0] <= a and b <= mark[1]]
-            # the innermost is the one that began last
+            # the innermost part is the one that began last
             part = max(over)[2] if over else "Python"
             found[part] += (b - a) / 1e6
         calls.append(found)
@@ -185,7 +185,7 @@ def _parts(events: Sequence[Any]) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """Take the profile of one of the ranks that torchrun started."""
+    """Profile one of the ranks that torchrun started."""
     folder = Path(sys.argv[1])
     problem, path = pickle.loads((folder / "problem").read_bytes())
     dist.init_process_group("gloo", timeout=timedelta(seconds=_SECONDS))

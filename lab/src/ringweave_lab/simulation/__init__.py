@@ -1,1 +1,1 @@
-"""Models of many ranks, next to other ways to spread attention."""
+"""Models of attention on many ranks, for ringweave and other systems."""

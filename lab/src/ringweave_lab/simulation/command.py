@@ -1,4 +1,4 @@
-"""``ringweave simulate``: what a pattern would move and cost on many GPUs, next to other ways to spread attention."""
+"""``ringweave simulate``: model attention over a pattern on many GPUs, for ringweave and other systems."""
 
 from __future__ import annotations
 
@@ -13,53 +13,50 @@ import typer
 from rich.table import Table
 
 from ringweave.cli import terminal
-from ringweave.cli.terminal import PatternText
+from ringweave.cli.terminal import PatternText, Tokens
 from ringweave.errors import UnsupportedError, message
 from ringweave.parallel.planning.cost import Estimate, Machine
 from ringweave.patterns import parse
-from ringweave.units import nbytes
+from ringweave.units import nbytes, parse_size
 
 from ..bench.plots import BLUE, GREEN, ORANGE, PURPLE, STYLE
 from .simulate import Row, simulate
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-
 
 def simulated(
     pattern: PatternText,
-    tokens: Annotated[str, typer.Option("--tokens", "-n", metavar="N", help="Sequence length, such as 65536 or 1M.")],
+    tokens: Tokens,
     gpus: Annotated[
-        str, typer.Option(metavar="RANGE", help="Numbers of GPUs: 8..4096 by powers of two, or 8,12,16.")
+        str, typer.Option(metavar="RANGE", help="Numbers of GPUs: 8..4096 in powers of two, or 8,12,16.")
     ] = "8..1024",
     heads: Annotated[str, typer.Option(metavar="Q:K", help="Query heads and key heads.")] = "32:8",
-    head_dim: Annotated[int, typer.Option(min=1, help="Dimension of a head.")] = 128,
+    head_dim: Annotated[int, typer.Option(min=1, help="Channels of a head.")] = 128,
     itemsize: Annotated[int, typer.Option(min=1, max=8, help="Bytes of a value of q, k and v.")] = 2,
-    flops: Annotated[float, typer.Option(min=1, help="Operations per second of a GPU.")] = 500e12,
+    flops: Annotated[float, typer.Option(min=1, help="Operations per second that a GPU computes.")] = 500e12,
     bandwidth: Annotated[float, typer.Option(min=1, help="Bytes per second that a GPU receives.")] = 50e9,
-    latency: Annotated[float, typer.Option(min=0, help="Seconds before a message's first byte.")] = 10e-6,
-    out: Annotated[str | None, typer.Option("--plot", help="Write a picture here: .svg, or .png.")] = None,
+    latency: Annotated[float, typer.Option(min=0, help="Seconds until a message's first byte arrives.")] = 10e-6,
+    out: Annotated[str | None, typer.Option("--plot", help="Picture to write: .svg or .png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
-    """Model a forward step of attention over a pattern on many GPUs; nothing is run."""
+    """Model a forward step of attention over a pattern on many GPUs, without running it."""
     relation = parse(pattern)
-    length = size_of(tokens, "'--tokens'")
     pair = re.fullmatch(r"(\d+):(\d+)", heads)
     if pair is None:
         raise typer.BadParameter(f"{heads!r} is not like 32:8", param_hint="'--heads'")
     sizes: dict[str, Any] = {"heads": (int(pair[1]), int(pair[2])), "head_dim": head_dim, "itemsize": itemsize}
-    rows = simulate(relation, length, _range(gpus), **sizes, machine=Machine(flops, bandwidth, latency))
+    rows = simulate(relation, tokens, _range(gpus), **sizes, machine=Machine(flops, bandwidth, latency))
     console = terminal.out()
     if as_json:
         console.print(json.dumps([_facts(row) for row in rows], indent=2), markup=False, soft_wrap=True)
     else:
-        said = f"{length} tokens, {pair[1]} heads over {pair[2]} key heads, D {head_dim}, {itemsize} bytes a value"
+        said = f"{tokens} tokens, {pair[1]} heads over {pair[2]} key heads, D {head_dim}, {itemsize} bytes a value"
         modelled = f"modelled: {flops / 1e12:g} TFLOP/s, {bandwidth / 1e9:g} GB/s, {latency * 1e6:g} us a message"
         console.print(f"{pattern}\n{said}\n{modelled}\n", markup=False, soft_wrap=True)
         console.print(_table(rows))
         console.print(_LEGEND, markup=False, soft_wrap=True)
     if out is not None:
         try:
-            plot(rows, out, title=f"{pattern}, {length} tokens")
+            plot(rows, out, title=f"{pattern}, {tokens} tokens")
         except OSError as error:
             raise UnsupportedError(
                 message("--plot", repr(out), "a file that can be written", f"{error.strerror or error}.")
@@ -69,7 +66,7 @@ def simulated(
 
 
 _SUFFIXES = (".svg", ".png")
-# colour, marker, line: to be told apart without colours too, and where curves lie on each other
+# colour, marker and line, so that curves are distinct without colours and where they coincide
 _LOOKS = {
     "ringweave": (BLUE, "o", "-"),
     "full ring": (ORANGE, "s", "-"),
@@ -134,19 +131,14 @@ def _numbers(estimate: Estimate) -> dict[str, Any]:
     return {**facts, "seconds": estimate.seconds, "efficiency": estimate.efficiency}
 
 
-def size_of(text: str, hint: str) -> int:
-    """Read a length such as 65536, 64K or 1M; BadParameter where it is none."""
-    size = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
-    if size is None or int(size[1]) < 1:
-        raise typer.BadParameter(f"{text!r} is not a number such as 65536, 64K or 1M", param_hint=hint)
-    return int(size[1]) * _UNITS[size[2]]
-
-
 def _range(text: str) -> list[int]:
     first, dots, last = text.partition("..")
-    if not dots:
-        return [size_of(each, "'--gpus'") for each in text.split(",")]
-    number, stop = size_of(first, "'--gpus'"), size_of(last, "'--gpus'")
+    try:
+        if not dots:
+            return [parse_size(each) for each in text.split(",")]
+        number, stop = parse_size(first), parse_size(last)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.", param_hint="'--gpus'") from None
     if number > stop:
         raise typer.BadParameter(f"{text!r} has nothing in it", param_hint="'--gpus'")
     return [number << power for power in range((stop // number).bit_length())]
@@ -156,7 +148,7 @@ def _range(text: str) -> list[int]:
 
 
 def plot(rows: Sequence[Row], path: str, *, title: str) -> None:
-    """Draw efficiency and received bytes over the number of GPUs, four systems, into an .svg or .png file."""
+    """Draw the efficiency and received bytes of four systems over the number of GPUs, into an .svg or .png file."""
     if not path.lower().endswith(_SUFFIXES):
         raise UnsupportedError(message("--plot", repr(path), "a name that ends in .svg or .png", "Rename it."))
     import matplotlib
@@ -188,7 +180,7 @@ def plot(rows: Sequence[Row], path: str, *, title: str) -> None:
             axes.set_axisbelow(True)
         share.set_ylim(0, 104)
         share.set_title("Modelled efficiency: computing over step time, %", fontsize=9)
-        # zero bytes, which a placement may need, lie on the axis
+        # symlog, since a placement may receive zero bytes
         received.set_yscale("symlog", base=2, linthresh=2**20)
         received.set_ylim(0, 2 * received.get_ylim()[1])
         received.yaxis.set_major_formatter(FuncFormatter(lambda value, _: nbytes(value)))

@@ -1,7 +1,7 @@
-"""What other ways to spread attention over ranks cost, in closed form and at their best.
+"""Closed-form costs of other systems that distribute attention over ranks, under favourable assumptions.
 
-Each computes the pattern's tiles alone, as ringweave does, and the ring is as balanced as the best of the plain
-placements: what differs is what moves, and what is waited for.
+Each system computes only the pattern's tiles, as ringweave does, and the ring is as balanced as the best plain
+placement. The systems differ only in the bytes that they move and in the messages that they wait for.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ NAMES = ("full ring", "all-gather", "Ulysses")
 
 
 def other_systems(workload: Workload, ranks: int, block: int, machine: Machine) -> dict[str, Estimate | None]:
-    """Estimate them by name; None for what cannot run: Ulysses where the ranks do not divide the key heads."""
+    """Return estimates by name; Ulysses is None if the number of ranks does not divide the key heads."""
     rates = [branch.rate for branch in workload.branches]
-    # the plain ones: a ring's work is in token order
+    # only placements with one view, since a ring computes in token order
     placements = [each for each in portfolio(workload.tokens, ranks, block, rates) if each.views == 1]
     works = []
     for placement in placements:
@@ -31,7 +31,7 @@ def other_systems(workload: Workload, ranks: int, block: int, machine: Machine) 
         works.append(work)
     work = min(works, key=lambda each: float(each.max()))
     busiest, calls = float(work.max()), len(workload.calls)
-    # every key to every rank
+    # every rank receives every key
     size = calls * workload.tokens * (ranks - 1) / ranks * workload.heads[1] * workload.widths.bytes_of_key
     waits = calls * (ranks - 1)
     receive = size / machine.bandwidth + waits * machine.latency
@@ -45,7 +45,7 @@ def other_systems(workload: Workload, ranks: int, block: int, machine: Machine) 
 
 
 def _ulysses(workload: Workload, ranks: int, machine: Machine) -> Estimate:
-    """Estimate two exchanges of everything, tokens for heads and back, with all computation between them."""
+    """Estimate two all-to-all exchanges, from tokens to heads and back, with all computation between them."""
     (of_queries, of_keys), widths, calls = workload.heads, workload.widths, len(workload.calls)
     of_head = np.zeros(of_queries)
     for branch in workload.branches:
@@ -62,7 +62,7 @@ def _ulysses(workload: Workload, ranks: int, machine: Machine) -> Estimate:
 
 
 def _estimate(name: str, work: Float64, size: float, counts: tuple[int, int], seconds: float) -> Estimate:
-    """Estimate a system of (ranks,) seconds of work, all alike in bytes and in (messages, stages)."""
+    """Return the estimate of a system with (ranks,) seconds of work, and equal bytes and messages per rank."""
     ranks, ideal = len(work), float(work.mean())
     imbalance = float(work.max()) / ideal if ideal else 1.0
     return Estimate(name, ranks, size, size * ranks, imbalance, *counts, seconds, seconds, ideal)

@@ -1,4 +1,4 @@
-"""Plans many ranks in one process: what a step would move and cost, next to other ways to spread attention."""
+"""Model a step of attention on many ranks in one process, for ringweave and other systems."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from ringweave.plan.from_pattern import estimate_tiles
 
 from .other_systems import other_systems
 
-# tiles of one row set beyond which larger ones are counted, where ranks hold whole ones
-_MANY = 2**20
-_TOO_MANY = 2**24
-_MAX_SIDE = 1024
+_MANY = 2**20  # tiles of a branch beyond which larger tiles are counted
+_TOO_MANY = 2**24  # tiles of a branch beyond which a rank may hold a single larger tile
+_MAX_SIDE = 1024  # maximum side of the larger tiles
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a step costs on one number of ranks.
+    """The modelled cost of a step on one number of ranks.
 
     Attributes:
-        ranks: How many.
-        ringweave: The estimate of the placement that was chosen; its name is the placement's.
-        other_systems: Those of other systems by name; None where one cannot run.
-        placement: The placement that was chosen.
+        ranks: Number of ranks.
+        ringweave: Estimate of the chosen placement; its name is the placement's.
+        other_systems: Estimates of other systems by name; None for a system that cannot run.
+        placement: The chosen placement.
     """
 
     ranks: int
@@ -41,7 +40,7 @@ class Row:
 
     @property
     def systems(self) -> dict[str, Estimate | None]:
-        """Give all of them by name, ringweave first."""
+        """Estimates of all systems by name, ringweave first."""
         return {"ringweave": self.ringweave, **self.other_systems}
 
 
@@ -55,24 +54,24 @@ def simulate(
     itemsize: int = 2,
     machine: Machine | None = None,
 ) -> list[Row]:
-    """Model what a forward step over a pattern would move and cost on many ranks; nothing is run.
+    """Model the bytes and the time of a forward step over a pattern on many ranks, without running it.
 
-    Bytes, work and stages are counts of the plans that such a step would use; times are modelled.
+    Bytes, work and stages are counted from the plans of the step; times are modelled.
 
     Args:
-        patterns: One, or those of interleaved layers, which share a placement.
-        tokens: Length of the sequence.
+        patterns: A pattern, or the patterns of interleaved layers, which share a placement.
+        tokens: Sequence length.
         ranks: Numbers of ranks.
         heads: Query heads and key heads.
         head_dim: Channels of a head.
         itemsize: Bytes of a value of q, k and v.
-        machine: What a rank is taken to be.
+        machine: Model of a rank; the default is a GPU.
     Returns:
         One row for each number of ranks.
     Raises:
-        ShapeError: Query heads that are no multiple of key heads; no ranks, or more than 16 tokens each allow; a number
-            that is none.
-        PatternError: No pattern, or one that is made for another length or other heads.
+        ShapeError: The query heads are not a multiple of the key heads, ``ranks`` is empty, a rank would hold fewer
+            than 16 tokens, or a value is not a whole number.
+        PatternError: A pattern is invalid, or made for another length or other heads.
     Example:
         >>> from ringweave_lab.simulation.simulate import simulate
         >>> (row,) = simulate(rw.SlidingWindow(4096) & rw.Causal(), 2**20, [256])
@@ -102,10 +101,10 @@ def simulate(
 
 
 def _coarse(branch: Branch, local: int) -> Branch:
-    """Give a nearly dense branch larger tiles: nothing else would differ."""
+    """Return a branch with many tiles with larger tiles, which keeps planning fast; other branches stay unchanged."""
     side = branch.tile[0]
     tiles = estimate_tiles(branch.pattern, branch.nq, branch.nk)
-    # two tiles for each rank, or one where memory would not hold the others
+    # at least two tiles per rank, or one if the smaller tiles would not fit into memory
     while tiles > _MANY and side < _MAX_SIDE and (4 if tiles < _TOO_MANY else 2) * side * branch.rate <= local:
         side, tiles = 2 * side, tiles / 4
     return branch if side == branch.tile[0] else replace(branch, sides=(side, side))

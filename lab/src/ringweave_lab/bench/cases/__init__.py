@@ -1,4 +1,4 @@
-"""Named cases of ``ringweave bench``: what is measured, at which sizes, against whom."""
+"""The named cases of ``ringweave bench``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class BenchCase:
     """A named measurement.
 
     Attributes:
-        name: What the command line calls it.
-        summary: One line for people.
-        measure: Begins to measure.
-        grid: Whether outcomes are shown a line each, by the options.
+        name: Name on the command line.
+        summary: Description in one line.
+        measure: Function that starts the measurement.
+        grid: Function of the options that returns whether sizes are shown as rows and peers as columns.
     """
 
     name: str
@@ -79,15 +79,15 @@ CASES: dict[str, BenchCase] = {
 def run_case(
     name: str, options: Options = USUAL, say: Say = silent, keep: Callable[[Record], object] = lambda record: None
 ) -> CaseResult:
-    """Run a named case.
+    """Run a case by name.
 
     Args:
         name: One of ``CASES``.
         options: Sizes.
-        say: Told what happens next.
-        keep: Given every record as soon as it is measured.
+        say: Function that receives progress messages.
+        keep: Function that receives each record immediately after its measurement.
     Raises:
-        UnsupportedError: No case of that name.
+        UnsupportedError: The case is unknown.
     Example:
         >>> run_case("planning", Options(quick=True)).records[0].workload
         'window + sinks'

@@ -30,7 +30,7 @@ from ..record import Measuring, Options, Outcome, PlanCost, Target
 
 
 def window_with_sinks(window: int, sinks: int) -> rw.Pattern:
-    """Make the pattern that most cases run: a causal window, and the first tokens for all later queries."""
+    """Return the pattern of most cases: a causal window, and the first tokens for all later queries."""
     return rw.SlidingWindow(window) & rw.Causal() | rw.Sinks(sinks) & rw.Causal()
 
 
@@ -47,7 +47,7 @@ def attention(options: Options, say: Say) -> Measuring:
 
 
 def backends(options: Options, say: Say) -> Measuring:
-    """Compare every backend that this machine can run, those that are named only too, on a random table."""
+    """Compare every backend that this machine can run, including those that auto never chooses, on a random table."""
     tokens = options.tokens or (512 if options.quick else 4096)
     problem = options.of(Problem("random 10%", Drawn(0.1, min(128, tokens // 16)), tokens, 2))
     names = [f"ringweave:{name}" for name in BACKENDS]
@@ -110,7 +110,7 @@ def crossover(options: Options, say: Say) -> Measuring:
 
 
 def _crossing(records: Sequence[Outcome], direction: str) -> str:
-    """Say where the two take equally long, between measured densities by the logarithm of the ratio."""
+    """Return a text with the density at which both take equally long, interpolated in the logarithm of the ratio."""
     points = [
         (record.density, math.log(record.over_first.medians))
         for record in records
@@ -125,7 +125,7 @@ def _crossing(records: Sequence[Outcome], direction: str) -> str:
 
 
 def planning(options: Options, say: Say) -> Measuring:
-    """Time cold plans of a window at many lengths, and of a random table."""
+    """Time uncached plans of a window at many lengths, and of a random table."""
     lengths = [options.tokens] if options.tokens else [2**n for n in range(14, 17 if options.quick else 21)]
     table = options.tokens or (8192 if options.quick else 65536)
     problems = [Problem("window + sinks", window_with_sinks(4096, 64), n) for n in lengths]
@@ -153,7 +153,7 @@ def planning(options: Options, say: Say) -> Measuring:
 
 
 def ordering(options: Options, say: Say) -> Measuring:
-    """Time a kernel that starts long rows first, as it does, in turn with one that starts rows in their own order."""
+    """Time the kernel, which starts long rows first, in turn with one that starts rows in index order."""
     tokens = options.tokens or (1024 if options.quick else 8192)
     share = tokens // 32
     documents = rw.Documents([share] * 16 + [tokens - 16 * share])
@@ -180,7 +180,7 @@ def ordering(options: Options, say: Say) -> Measuring:
 
 
 def _starts(problem: Problem) -> dict[str, Callable[[], tuple[Tensor, Tensor]]] | None:
-    """A kernel's call, by how its rows start; None where there is no kernel."""
+    """Return a kernel's calls by the order in which rows start; None if there is no kernel."""
     n, heads, dtype = problem.tokens, problem.heads, problem.dtype
     branch = Branch.whole(problem.pattern, n, n, heads=heads)
     q, k, v = problem.inputs()[:3]
@@ -205,9 +205,9 @@ def _starts(problem: Problem) -> dict[str, Callable[[], tuple[Tensor, Tensor]]] 
 
 
 def tuned(options: Options, say: Say) -> Measuring:
-    """Tune shapes, then check and time the choice and what auto takes where nothing is stored, in turn.
+    """Tune shapes, then check the tuned choice and auto's default, and time them in turn.
 
-    The figures are not those that the choice was made by. Nothing is stored.
+    The figures are new measurements, not those that led to the choice. No choice is stored.
     """
     tokens = options.tokens or (1024 if options.quick else 8192)
     heads, rounds = (2, 3) if options.quick else (8, 7)
@@ -238,7 +238,7 @@ def _said(found: list[Outcome]) -> str:
 
 
 def _again(choice: Finding, before: Finding | None, rounds: int) -> Comparison:
-    """Compare the choice with the heuristic, each behind its own forward."""
+    """Return the comparison of the tuned choice with the default."""
     usual, chosen = _usual(choice, False), choice.chosen
     own = choice.direction == FORWARD
     tuned = (usual if chosen is None else chosen).peer(None if own or before is None else before.chosen, "tuned")
@@ -247,6 +247,6 @@ def _again(choice: Finding, before: Finding | None, rounds: int) -> Comparison:
 
 
 def _usual(choice: Finding, needs_grad: bool) -> Candidate:
-    """Find what auto takes of a branch where nothing is stored."""
+    """Return the candidate that auto takes for a branch without stored choices."""
     usual = candidates(choice.problem.case(needs_grad), whole(choice.problem))
     return Candidate(next(backend.name for backend, reason in usual if reason is None))

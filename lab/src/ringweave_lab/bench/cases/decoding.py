@@ -1,7 +1,7 @@
-"""The case ``decode``: one query a head over a long cache, beside how fast this machine reads memory, in one run.
+"""The case ``decode``: one query per head over a long cache, next to the speed at which this machine reads memory.
 
-A decoding step reads all keys and values once and does little else. Its share of the speed of memory is the bytes that
-it reads over its time, next to those of a loop that adds up an array, timed in turn with it on as many threads.
+A decoding step reads all keys and values once and does little else. Its share of the speed of memory is its bytes per
+second over those of a loop that adds up an array, timed in turn with it on as many threads.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _PAGE = 64
 _SHAPES = (((32, 8, 128), 32768), ((32, 8, 128), 131072), ((8, 8, 128), 32768), ((32, 8, 64), 32768))
 _QUICK = (((4, 1, 128), 1024),)
 _SHARES = {"float32": 0.8, "bfloat16": 0.7}
-_OVER_SDPA = 15.0  # where four queries share keys: there SDPA reads them for each
+_OVER_SDPA = 15.0  # bound where four query heads share keys, which SDPA reads once per query head
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, *STORED)
 
 
 def measure(options: Options, say: Say) -> Measuring:
-    """Time each type of cache in turn with reading and with SDPA; then what each policy errs."""
+    """Time each type of cache in turn with reading and with SDPA, and measure the errors of each policy."""
     if cpu.module() is None:
         raise UnsupportedError(message("decode", "no native kernel", "one", "Install ringweave with a C++ compiler."))
     said = []
@@ -57,7 +57,7 @@ def measure(options: Options, say: Say) -> Measuring:
 
 
 def _shares(heads: int, kv_heads: int, dim: int, tokens: int, options: Options) -> Iterator[tuple[str, float, float]]:
-    """(cache, share by medians, share by the best rounds) of every type, in pages too; ("sdpa", ratio, ratio)."""
+    """Yield (cache, share by medians, share by best rounds) of every type, paged too, and ("sdpa", ratio, ratio)."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, h, n, dim, generator=generator) for h, n in ((heads, 1), (kv_heads, tokens), (kv_heads, tokens))
@@ -85,7 +85,7 @@ def _shares(heads: int, kv_heads: int, dim: int, tokens: int, options: Options) 
 
 
 def _caches(k: Tensor, v: Tensor, dtype: torch.dtype) -> list[tuple[Callable[[Tensor], object], int]]:
-    """(call, bytes that it reads) of keys and values side by side, and in pages that lie in any order."""
+    """Return (call, bytes that it reads) of contiguous keys and values, and of pages in random order."""
     tokens, dim = k.shape[2:]
     scales: tuple[Tensor, ...] = ()
     if dtype in STORED:
@@ -118,7 +118,7 @@ def _caches(k: Tensor, v: Tensor, dtype: torch.dtype) -> list[tuple[Callable[[Te
 
 
 def _errors(tokens: int) -> Iterator[Target]:
-    """What a policy's output errs, in the Euclidean norm: of what was given, and of what it made of it."""
+    """Yield the errors of each policy's output in the Euclidean norm, on the original and on the stored values."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 8, n, 128, generator=generator) for n in (16, tokens, tokens))
     policies = {

@@ -1,10 +1,9 @@
 """The case ``kernels`` on a GPU: the Triton kernels next to the vendors' kernels.
 
 Results are checked on sampled rows of two key heads. Kernels are timed in turn as replays of CUDA graphs, short ones
-several times between two events: a launch from Python takes the host longer than many of them run. Backward is timed by
-itself, on autograd's graph that is kept. The peak is a
-square matrix product of the same type in the same run; the best until then counts. No comparison starts once the time
-is used up: the result says so.
+several times between two events, since a launch from Python takes longer than many kernels. Backward is timed alone, on
+a retained autograd graph. The peak is the best square matrix product of the same type so far in the run. When the time
+is used up, no further comparison starts, and the result reports this.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from ..record import Measuring, Options, Outcome, Rule, Target, over_first, targ
 OWN = "ringweave:triton"
 _ALL = (OWN, "flex", "flex:tma", "ringweave:flash")
 _DENSE = ("sdpa:cudnn", "sdpa:flash")
-#: Seconds after which no further comparison starts: the last ones are large, and all end in ten minutes.
+#: Seconds after which no further comparison starts; the last ones are large, and the whole case ends in ten minutes.
 BUDGET = 440.0
 
 
 def _with_turns(problem: Problem, inputs: Sample) -> Built:
-    """Make the Triton kernel ready whose groups of warps take turns.
+    """Prepare the Triton kernel in which groups of warps take turns.
 
     Raises:
-        UnsupportedError: This device or these sizes have none.
+        UnsupportedError: The kernel does not support this device or these sizes.
     """
     own = Candidate("triton")
     (asked,) = Search(problem, Session(inputs), FORWARD).asked(own)
@@ -62,10 +61,10 @@ def part(
     """Compare kernels on one problem.
 
     Args:
-        problem: What is computed.
+        problem: Problem to compute.
         names: Sparse kernels; ratios are over the first.
-        dense: Whether dense attention is timed beside it.
-        whole: Forward and backward in one go, with peak memory, instead of each by itself.
+        dense: Whether dense attention is timed too.
+        whole: Whether to time forward and backward together, with peak memory, instead of separately.
     """
     entries: list[tuple[Problem, Sequence[str | Peer]]] = [(problem, names)]
     if dense:
@@ -79,14 +78,14 @@ def _problem(name: str, relation: Pattern | Drawn, tokens: int, heads: int = 16,
 
 
 def _series(densities: Sequence[float], tokens: int) -> Comparison:
-    """Compare densities of one length, in turn."""
+    """Return the comparison of densities of one length."""
     first, *rest = (_problem("densities", Drawn(density), tokens) for density in densities)
     of = part(first, (OWN,))
     return dataclasses.replace(of, entries=[*of.entries, *((each, (OWN,)) for each in rest)])
 
 
 _CAUSAL = (*_ALL, PINGPONG)
-#: By the names that ``ringweave bench kernels --part`` takes.
+#: Comparisons by the names that ``ringweave bench kernels --part`` accepts.
 PARTS = {
     "16K": part(_problem("stage A", Drawn(0.1), 16384), _CAUSAL, dense=True),
     "32K": part(_problem("stage A", Drawn(0.1), 32768), _CAUSAL, dense=True),
@@ -117,7 +116,7 @@ def _milliseconds(each: Outcome) -> float | None:
 
 
 def _extra_memory(each: Outcome) -> float | None:
-    """Tell what forward and backward in one go hold beyond inputs, output, lse and gradients, over those tensors."""
+    """Return the memory of forward and backward beyond inputs, out, lse and gradients, as a share of these."""
     item = 4 if each.dtype == "float32" else 2
     rows, keys = each.heads * each.tokens, each.kv_heads * each.tokens
     held = rows * (each.head_dim * item + 4)  # out and lse
@@ -127,7 +126,7 @@ def _extra_memory(each: Outcome) -> float | None:
 
 
 def _stage(direction: str, first: float, last: float) -> tuple[Rule, ...]:
-    """Ask for TFLOP/s of active tiles, in two stages, and for a ratio to FlexAttention's time."""
+    """Return targets for TFLOP/s of active tiles, in two stages, and for the ratio to FlexAttention's time."""
     own = {"workload": "stage A", "peer": OWN, "direction": direction}
     return (
         Rule("stage A: {direction}", own, _teraflops, first, unit="TFLOP/s"),
@@ -137,7 +136,7 @@ def _stage(direction: str, first: float, last: float) -> tuple[Rule, ...]:
 
 
 def _at_most(name: str, tokens: int, bound: float) -> Rule:
-    """Bound the milliseconds of forward, at one length."""
+    """Return the upper bound on a kernel's forward milliseconds at one length."""
     own = {"workload": name, "peer": OWN, "direction": FORWARD}
     return Rule("{workload}: forward", own, _milliseconds, bound, at_least=False, unit="ms", tokens=tokens)
 
@@ -161,14 +160,14 @@ _LINEAR = 1.15
 
 
 def linear(records: Sequence[Outcome]) -> list[Target]:
-    """Compare the time per tile over the densities of one length: the slowest over the fastest."""
+    """Return the slowest time per tile over the fastest, among the densities of one length."""
     made = []
     for direction in (FORWARD, BACKWARD):
         of = "densities", OWN, direction
         series = [each for each in records if (each.workload, each.peer, each.direction) == of]
         if not series:
             continue
-        # operations per second are tiles per second: their size is the same at every density
+        # tiles have the same size at every density, so operations per second are proportional to tiles per second
         rates = [each.gflops for each in series if each.gflops]
         low, high = min(each.density for each in series), max(each.density for each in series)
         size = f"{series[0].tokens:,} tokens, density {low:.1%} to {high:.1%}"
@@ -180,16 +179,16 @@ def linear(records: Sequence[Outcome]) -> list[Target]:
 
 
 def matmul_peak(dtype: torch.dtype, device: str, side: int = 8192) -> float:
-    """Measure a square matrix product in operations a second: the best of ten samples."""
+    """Return the operations per second of a square matrix product, the best of ten samples."""
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / interleaved({"product": lambda: a @ b}, rounds=10, device=device)["product"].min
 
 
 def asked(options: Options) -> list[Comparison]:
-    """Choose what is measured: all, one, the quick ones, or stage A at a length of the user's.
+    """Return the comparisons to measure: all, one, the quick ones, or stage A at the user's length.
 
     Raises:
-        UnsupportedError: No part of that name.
+        UnsupportedError: The part is unknown.
     """
     if options.part is not None and options.part not in PARTS:
         raise UnsupportedError(message("part", repr(options.part), f"one of {', '.join(PARTS)}", "Name one of them."))
@@ -205,7 +204,7 @@ def asked(options: Options) -> list[Comparison]:
 
 
 def measure(options: Options, say: Say, clock: Callable[[], float] = time.perf_counter) -> Measuring:
-    """Measure one comparison after the other, and set the figures beside their targets.
+    """Measure the comparisons one after another, and compare the figures with their targets.
 
     Raises:
         UnsupportedError: There is no CUDA device.

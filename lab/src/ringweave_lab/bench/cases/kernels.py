@@ -1,4 +1,4 @@
-"""The case ``kernels`` on a CPU: how much of the processor's peak a kernel reaches, over densities, sizes and types.
+"""The case ``kernels`` on a CPU: the share of the processor's peak that a kernel reaches, by density, size and type.
 
 All densities of one size are timed in turn with each other and with their peers, so that every ratio is of one run.
 The peak is a loop of fused multiply-adds in registers on the same number of threads, taken before each size of the same
@@ -37,7 +37,7 @@ def _size(
     kv_heads: int | None = None,
     rounds: int = 2,
 ) -> Comparison:
-    """Compare one size at some densities: who runs it beside ringweave."""
+    """Return the comparison of ringweave and its peers on one size at some densities."""
     problems = (
         Problem(f"random {density:.0%}", Drawn(density), tokens, heads, head_dim, kv_heads=kv_heads)
         for density in densities
@@ -60,7 +60,7 @@ QUICK = (_size(1024, (0.25, 1.0), *_OTHERS, heads=4, kv_heads=2),)
 
 
 def whole_grid() -> Iterable[Comparison]:
-    """List every length, density, head dimension and grouping."""
+    """Return comparisons of every length, density, head dimension and grouping."""
     for tokens in (4096, 8192, 16384, 32768, 65536):
         for head_dim in (64, 128):
             for kv_heads in (8, 2):
@@ -71,7 +71,7 @@ def whole_grid() -> Iterable[Comparison]:
 
 
 def _headline(dtype: str, flex: float, share: float, dense: float) -> tuple[Rule, ...]:
-    """What is asked of the kernel in a type, at the size that it is asked for."""
+    """Return the kernel's targets in a type, at the size for which they hold."""
     size = {"dtype": dtype, "tokens": 8192, "head_dim": 64, "heads": 8, "kv_heads": 8, "workload": "random 10%"}
     forward, both = size | {"direction": FORWARD}, size | {"direction": BOTH}
     return (
@@ -95,7 +95,7 @@ TARGETS = (
 
 
 def measure(options: Options, say: Say) -> Measuring:
-    """Measure, and set the figures beside their targets."""
+    """Measure the figures, and compare them with their targets."""
     native = cpu.module() is not None
     dtypes = (options.dtype,) if options.dtype else (torch.float32, torch.bfloat16)
     peaks: dict[torch.dtype, float] = {}
@@ -107,7 +107,7 @@ def measure(options: Options, say: Say) -> Measuring:
                 peaks[dtype] = max(peaks.get(dtype, 0.0), fma_peak(dtype))
                 memory = max(memory or 0.0, memory_speed(options.quick))
             for each in outcomes(asked(size, options, dtype), say, peak=peaks.get(dtype), memory=memory):
-                # others' kernels are not held to it
+                # the target is only for ringweave's kernels
                 own = each.peer.startswith("ringweave")
                 records.append(each if own else dataclasses.replace(each, peak_share=None, memory_share=None))
                 yield records[-1]
@@ -122,7 +122,7 @@ def measure(options: Options, say: Say) -> Measuring:
 
 
 def asked(size: Comparison, options: Options, dtype: torch.dtype) -> Comparison:
-    """Give a size what the user asked for, without densities that leave no room for the diagonal."""
+    """Return a size with the user's options, without densities that leave no room for the diagonal."""
     entries = []
     for problem, names in size.entries:
         problem = dataclasses.replace(options.of(problem), dtype=dtype)
@@ -136,7 +136,7 @@ def asked(size: Comparison, options: Options, dtype: torch.dtype) -> Comparison:
 
 
 def reading(quick: bool) -> tuple[Call, int]:
-    """Make a loop that adds up an array larger than any cache on torch's threads, and tell the bytes that it reads."""
+    """Return a loop that adds up an array larger than any cache on torch's threads, and the bytes that it reads."""
     native, threads = cpu.module(), torch.get_num_threads()
     assert native is not None
     words = torch.zeros((2**22 if quick else 2**28) // 8, dtype=torch.int64)
@@ -144,15 +144,15 @@ def reading(quick: bool) -> tuple[Call, int]:
 
 
 def memory_speed(quick: bool, samples: int = 5) -> float:
-    """Measure how many bytes of memory are read in a second: the best of short samples."""
+    """Return the bytes of memory that are read per second, the best of short samples."""
     call, nbytes = reading(quick)
     return nbytes / interleaved({"memory": call}, rounds=samples)["memory"].min
 
 
 def fma_peak(dtype: torch.dtype, seconds: float = 0.02, samples: int = 10) -> float:
-    """Measure a loop of fused multiply-adds on torch's threads, in operations a second: the best of short samples.
+    """Return the operations per second of fused multiply-adds on torch's threads, the best of short samples.
 
-    A peak is what the machine can do: what others take of it at a moment does not count.
+    The best sample counts, since the peak should not include the load of other processes.
     """
     native = cpu.module()
     assert native is not None
@@ -162,7 +162,7 @@ def fma_peak(dtype: torch.dtype, seconds: float = 0.02, samples: int = 10) -> fl
 
 
 def overheads(options: Options, dtypes: Iterable[torch.dtype], say: Say) -> Iterator[Target]:
-    """Measure what a kernel spends besides multiplying tiles: on sparse rows, on uneven ones, on strides, in memory.
+    """Measure a kernel's overheads: sparse rows, uneven rows, strides, memory.
 
     Each is a ratio of two runs of the same kernel, checked and timed in turn; small sizes have no target.
     """
@@ -255,12 +255,12 @@ def _strided(options: Options, dtype: torch.dtype, direction: str, say: Say) -> 
 
 
 def _memory(options: Options, direction: str, say: Say) -> Target:
-    """Measure what a call holds beyond what it was given and gives, as a share of those."""
+    """Return a call's peak memory beyond its inputs and results, as a share of these."""
     tokens, heads = _tokens(options, 262144), options.heads or 8
     window = min(256 if options.quick else 1024, tokens // 4)
     problem = Problem("window", rw.SlidingWindow(window), tokens, heads, dtype=torch.bfloat16, device=options.device)
     found = list(outcomes(Comparison([(problem, ("ringweave",))], (direction,), 1, ends=True), say))
-    # tensors of the queries' size that it makes, and those of which the rest is a share
+    # results in tensors of the queries' size, tensors in the denominator, and the bound
     made, share, bound = (1, 4, 0.05) if direction == FORWARD else (4, 3, 0.10)
     what = "bfloat16 forward: memory beyond q, k, v and out, of these"
     if direction == BOTH:

@@ -1,4 +1,4 @@
-"""The case ``memory``: peaks at great lengths, in processes of their own too; scratch; what long runs hold."""
+"""The case ``memory``: peaks of long sequences, reuse of scratch, and memory of long runs."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from ..record import Measuring, Options, Target
 from . import attention
 
 _MIXED = 10_000
-# tensors that are alive at once; of few the sum varies by a fifth, and what is held follows it late
+# numbers of live tensors; with few, their sum varies by a fifth, and the held memory follows it late
 _ALIVE = (64, 256)
 _KIB = 2**10
-# what a process of its own does, steps, and steps of a quick run
+# kind of a separate process, steps, and steps of a quick run
 _STEADY = (("training", 500, 0), ("pages", 5000, 0), ("joined", 5000, 100))
-# tokens, and the most GiB resident
+# kind, tokens, and the bound on resident GiB
 _LONG = (("mapped", 2**22, 8.0), ("long", 2**20, 6.0))
 _WORDS = {
     "training": "steps of training", "pages": "steps of decoding in pages",
     "joined": "steps of decoding over a tensor that grows, without it", "mapped": "forward, keys and values in files",
     "long": "forward + backward",
 }  # fmt: skip
-# scratch of calls of several kinds, in KiB: taken side by side, and given back together
+# scratch of several kinds of calls in KiB, taken together and returned together
 _CALLS = ((8192, 3072, 3100), (6000, 2048, 2048), (8192, 5000, 5000, 9000), (1024, 333), (7000, 7000, 7000))
 
 _Take = Callable[[int], Tensor]
 
 
 def measure(options: Options, say: Say) -> Measuring:
-    """Measure peaks; then, at the case's own sizes, loops of calls and random replacement of scratch."""
+    """Measure peaks and, at the case's sizes, loops of calls and random replacement of scratch."""
     conclusion = yield from attention.memory(options, say)
     if options.tokens or options.heads or options.dtype or options.device != "cpu":
         return conclusion
@@ -61,10 +61,10 @@ def measure(options: Options, say: Say) -> Measuring:
 
         run(take, count)
         now = space.statistics()
-        # the first ones are new: of few calls many
+        # the first buffers are new, which are many among few calls
         least = 0.95 if run is _loops or not options.quick else None
         yield Target(f"scratch reused, {name}", size, now.reused / now.taken, least, True, "%")
-        # all that a call takes is in use at its end alone
+        # a call uses all its scratch only at its end
         bound = 0.25 if run is not _loops and not options.quick else None
         yield Target(f"held but unused, {name}", size, sum(unused) / len(unused), bound, False, "%")
     space = rw.memory.Workspace()
@@ -83,7 +83,7 @@ def measure(options: Options, say: Say) -> Measuring:
 
 def _loops(take: _Take, count: int) -> None:
     for i in range(count):
-        # held together, and given back together
+        # held together and returned together
         _ = [take(each * _KIB) for each in _CALLS[i % len(_CALLS)]]
         del _
 
@@ -98,7 +98,7 @@ def _replaced(take: _Take, count: int, alive: int) -> None:
 
 
 def _processes(options: Options, say: Say) -> Iterator[Target]:
-    """What processes of their own hold: how much more as they go on, and at the most."""
+    """Return the growth and the peak of separate processes' resident memory."""
     for kind, steps, few in _STEADY:
         count = few if options.quick else steps
         if not count:
@@ -125,7 +125,7 @@ def _tried(measure: Callable[[], float]) -> tuple[float | None, str | None]:
 
 
 def _made_by_gather(steps: int) -> int:
-    """Count the buffers that steps of training allocate after three of them."""
+    """Return the number of buffers that training allocates after its first three steps."""
     q, k, v = (torch.randn(1, 2, 1000, 32, requires_grad=True) for _ in range(3))
 
     def step() -> None:

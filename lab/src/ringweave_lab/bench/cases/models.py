@@ -18,7 +18,7 @@ from ringweave.units import nbytes
 from ..peak import peak_memory
 from ..record import Measuring, Options, Target
 
-#: Of eager's or sdpa's tensors of tokens times tokens, in bytes; more is not tried.
+#: Maximum bytes of eager's or sdpa's tensors of tokens x tokens; larger models are skipped.
 _MOST = 4 * 2**30
 _QUICK = 128
 _WORDS = 512
@@ -29,12 +29,12 @@ class _Shape:
     """A model to measure.
 
     Attributes:
-        name: What people call it.
-        kind: transformers' name of it, before ``Model`` and ``Config``.
-        tokens: Length of its text.
-        heads: Query heads, of 64 each.
-        sizes: The rest of its configuration.
-        bound: The most that ringweave may take, as a part of sdpa's time.
+        name: Name in tables.
+        kind: Prefix of transformers' class names, before ``Model`` and ``Config``.
+        tokens: Sequence length.
+        heads: Query heads of 64 channels.
+        sizes: Other settings of its configuration.
+        bound: Upper bound on ringweave's time over sdpa's.
     """
 
     name: str
@@ -59,7 +59,7 @@ _SHAPES = (
 
 
 def measure(options: Options, say: Say) -> Measuring:
-    """Check that all give the same, and time them in turn."""
+    """Check that all attentions give the same results, and time them in turn."""
     transformers = library()
     importlib.import_module("ringweave.integrations.transformers")
     said = []
@@ -70,7 +70,7 @@ def measure(options: Options, say: Say) -> Measuring:
         )
         size = f"{tokens:,} tokens, {heads} heads"
         models = {name: _model(transformers, shape, name, tokens, heads) for name in ("ringweave", "sdpa", "eager")}
-        # a mask of bytes; scores and weights, of which backward keeps one for each layer
+        # sdpa: a mask of bytes; eager: scores and weights, one of which backward keeps for each layer
         for name, squares in (("sdpa", 1), ("eager", 4 * heads * (shape.sizes["num_hidden_layers"] + 1))):
             if squares * tokens**2 > _MOST:
                 del models[name]

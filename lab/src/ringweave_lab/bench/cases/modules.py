@@ -1,4 +1,4 @@
-"""The case ``module``: what ``nn.MultiheadAttention`` costs over its projections and the functional call."""
+"""The case ``module``: the time of ``nn.MultiheadAttention`` over its projections and the functional call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PATTERN = rw.SlidingWindow(128) & rw.Causal()
 
 
 def measure(options: Options, say: Say) -> Measuring:
-    """Check that both give the same, and time them in turn."""
+    """Check that both give the same results, and time them in turn."""
     tokens, heads = options.tokens or (512 if options.quick else 4096), options.heads or _HEADS
     dtype, device = options.dtype or torch.float32, options.device
     torch.manual_seed(0)

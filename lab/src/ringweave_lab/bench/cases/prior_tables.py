@@ -1,8 +1,8 @@
-"""The case ``seeds``: the tables of the system that ringweave began with, row by row, each next to what runs here now.
+"""The case ``seeds``: the published tables of the system that ringweave began with, next to ringweave's figures.
 
-Its figures were taken on a GPU of 8 GB, with sizes that are not all known, and several of functions other than exact
-attention; ours are of this machine, of results that were checked. So a row says what became of a figure, not who is
-faster: times are to be compared within a column.
+The published figures are from a GPU with 8 GB, their sizes are not all known, and several are of functions other than
+exact attention. Ringweave's figures are from this machine, and its results are checked. A row therefore does not
+compare speeds; only times within a column are comparable.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SPARSE = "ringweave"  # kernels over a plan, whatever the pattern
 _BATCHED = "ringweave:dense_batched"  # rows of equal length in few matrix products
 _ENTRIES = "ringweave:torch_sparse"  # torch's sparse matrices
 
-# (published name, milliseconds, MiB or None, what was wrong with it, which peer it is here)
+# (published name, milliseconds, MiB or None, defect of the published figure, peer that replaces it)
 _AT_4K: tuple[tuple[str, float, float | None, str, str], ...] = (
     ("BlockSparse, original", 68.36, 28.44, _WRONG, _SPARSE),
     ("BlockSparse, optimised", 28.23, 148.13, _WRONG, _BATCHED),
@@ -52,7 +52,7 @@ _LONG: tuple[tuple[int, float | None, float, str], ...] = (
 
 
 def measure(options: Options, say: Say) -> Measuring:
-    """Measure every row that this machine can; larger ones with ``--full``."""
+    """Measure the rows that this machine can compute; the larger ones only with ``--full``."""
     tokens = options.tokens or (512 if options.quick else 4096)
     heads = options.heads or (1 if options.quick else 2)
 
@@ -75,7 +75,7 @@ def measure(options: Options, say: Say) -> Measuring:
         found = _timed(problem(Drawn(density, min(128, tokens // 16)), tokens), (_SPARSE, _BATCHED), options, say)
         yield from _rows(f"density {density:.0%}: before vectorising", before, None, _WRONG, found[_SPARSE])
         yield from _rows(f"density {density:.0%}: after", after, None, _WRONG, found[_BATCHED])
-    # other sizes than the case's own have one long row, of sixteen times their tokens
+    # with a user's sizes there is only one long row, with sixteen times their tokens
     for length, milliseconds, held, note in _LONG if options.full else _LONG[:1]:
         if options.sized and length > _LONG[0][0]:
             continue
@@ -94,10 +94,10 @@ def measure(options: Options, say: Say) -> Measuring:
 def _timed(
     problem: Problem, peers: Sequence[str], options: Options, say: Say, rounds: int = _ROUNDS
 ) -> dict[str, Outcome]:
-    """Check, time and weigh forward calls of each peer."""
+    """Return the outcomes of checked and timed forward calls, by peer."""
     comparison = Comparison([(problem, peers)], (FORWARD,), options.rounds or rounds, 30.0, ends=True)
     found = {each.peer: each for each in outcomes(comparison, say)}
-    # auto may have taken the same backend
+    # auto may have chosen the backend of a peer, which then has no separate outcome
     return {peer: found.get(peer, found[_SPARSE]) for peer in peers}
 
 
@@ -116,7 +116,7 @@ def _rows(
 
 
 def _counted(tokens: int, options: Options, say: Say) -> Iterator[Published]:
-    """Count what is no time: cache hits, kernel calls; and the cost of the first plan."""
+    """Return the figures that are not times of calls: cache hits, kernel calls, and the cost of the first plan."""
     say("seeds: counting")
     size = f"{tokens:,} tokens"
     cache = PlanCache()

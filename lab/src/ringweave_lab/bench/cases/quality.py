@@ -1,8 +1,9 @@
-"""The case ``quality``: what attention with a tenth of the pairs loses on real text and in retrieval, method by method.
+"""The case ``quality``: the loss of quality of methods that attend a tenth of the pairs, on text and in retrieval.
 
-Three parts: how much of dense attention's weight each choice of blocks holds, in a model that was trained densely; bits
-per byte of models trained with each; and whether a value is found among thousands of keys. The text is the sources of
-Python's own library. With a folder every figure is kept as it comes, and a later run goes on from there.
+There are three parts: the share of dense attention's weight that each choice of blocks holds, in a densely trained
+model; bits per byte of models trained with each method; and how often a value is found among thousands of keys. The
+text is the source of Python's standard library. With a folder every figure is stored immediately, and a later run
+continues from it.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ _HEADS = 4
 _POOLS = "means of pools"
 _LOCAL_RANDOM = "local + random"
 _INDEXER_RATE = 1e-2
-# steps of an indexer that learns from a trained model, for each update of the tracker
+# training steps of an indexer on a trained model, per update of the tracker
 _INDEXER_STEPS = 4
-# blocks before a row's own that count as its window, which every choice has
+# blocks before a row's block that form its window, which every choice contains
 _NEAR = 2
-# held-out contexts of which bits are the mean; and what makes the excerpts of later steps others than of earlier ones
+# held-out contexts in the mean of bits, and the offset of seeds that gives later steps other excerpts than earlier ones
 _EXCERPTS, _OTHER = 8, 1000
 _FAR_RECALL = "recall beyond the window"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the parts are.
+    """The sizes of the three parts.
 
     Attributes:
-        density: Share of the causal pairs that sparse methods have.
+        density: Share of the causal pairs that sparse methods attend.
         recall: Tokens, training steps and updates of the tracker, of the first part; its seeds are held-out excerpts. A
             step is of a quarter of the tokens; those that follow, a twentieth as many, of all.
         text: Tokens and training steps of the second, and dense steps before them, which all methods share.
-        retrieval: Lengths of the third.
-        seeds: How often everything is done.
+        retrieval: Lengths of the third part.
+        seeds: Number of repetitions with different seeds.
     """
 
     density: float
@@ -67,7 +68,7 @@ QUICK = Sizes(0.25, (512, 3, 2), (256, 2, 1), (512,), 1)
 
 
 def measure(options: Options, say: Say) -> Measuring:
-    """Measure the three parts in turn, and set what they say next to its targets."""
+    """Measure the three parts in turn, and compare the scores with their targets."""
     sizes = QUICK if options.quick else WHOLE
     if options.tokens:
         sizes = dataclasses.replace(
@@ -98,10 +99,10 @@ def measure(options: Options, say: Say) -> Measuring:
 
 
 class Kept:
-    """Scores that a folder has, and will have: what was measured there before is not measured again.
+    """The scores stored in a folder; a stored score is not measured again.
 
     Args:
-        folder: Where; None: nothing is kept.
+        folder: The folder; None stores nothing.
     """
 
     def __init__(self, folder: str | None):
@@ -113,14 +114,14 @@ class Kept:
                 self.add(score, write=False)
 
     def add(self, score: Score, write: bool = True) -> Score:
-        """Keep a score."""
+        """Store a score, and return it."""
         self.scores[score.key] = score
         if write and self.path is not None:
             write_lines(self.path, [score])
         return score
 
     def or_made(self, blank: Score, make: Callable[[], tuple[float, float, Sequence[float]]]) -> Score:
-        """Give what is known of a score without figures; else make (density, value, curve), and keep it."""
+        """Return the stored score of a blank one; if missing, make its (density, value, curve) and store it."""
         known = self.scores.get(blank.key)
         if known is not None:
             return known
@@ -132,17 +133,17 @@ class Kept:
 
 
 def side_of(n: int) -> int:
-    """Side of a block at a length: 64 blocks at 4,096 tokens, 32 at 1,024."""
+    """Return the side of a block for a length; there are 64 blocks at 4,096 tokens and 32 at 1,024."""
     return 64 if n >= 4096 else 32
 
 
 def share(pattern: rw.Pattern, n: int, heads: int = _HEADS) -> float:
-    """Divide allowed pairs by those of causal attention."""
+    """Return the allowed pairs over those of causal attention."""
     return pattern.density(n, n, heads=heads) / rw.Causal().density(n, n)
 
 
 def ranked(scores: Tensor, density: float, side: int) -> rw.Pattern:
-    """Take of each row the own and the first block, and those with the highest scores, (H, blocks, blocks); causal."""
+    """Return the causal blocks of each row's own, the first and the highest scores, (H, blocks, blocks)."""
     blocks = scores.shape[-1]
     row, column = torch.arange(blocks)[:, None], torch.arange(blocks)
     scores = torch.where((column == row) | (column == 0), torch.inf, scores)
@@ -153,7 +154,7 @@ def ranked(scores: Tensor, density: float, side: int) -> rw.Pattern:
 
 
 def local_and_random(n: int, density: float, seed: int) -> rw.Pattern:
-    """Half of the blocks of each row the nearest, the others at random, for each head."""
+    """Return blocks for each head: half of each row's are the nearest, the others are random."""
     side = side_of(n)
     blocks = -(-n // side)
     row, column = torch.arange(blocks)[:, None], torch.arange(blocks)
@@ -163,7 +164,7 @@ def local_and_random(n: int, density: float, seed: int) -> rw.Pattern:
 
 
 def static(n: int, density: float, seed: int) -> dict[str, rw.Pattern]:
-    """Patterns that do not look at what is attended, of about one density."""
+    """Return patterns of about one density that do not depend on queries and keys."""
     side = side_of(n)
     bigbird = rw.patterns.bigbird(
         n, window=n // 32, global_tokens=n // 64, random=1, block_size=max(16, n // 32), seed=seed
@@ -176,7 +177,7 @@ def static(n: int, density: float, seed: int) -> dict[str, rw.Pattern]:
 
 
 def chosen(method: str, q: Tensor, k: Tensor, density: float) -> rw.Pattern:
-    """What a selector chooses at a density; where it takes a mass, the one that comes nearest to it from below."""
+    """Return a selector's choice at a density; if it takes a mass, use the mass with the nearest smaller density."""
     n, side = q.shape[2], side_of(q.shape[2])
     if method == _POOLS:
         return select(q, k, density=density, block_size=side, pool=side // 4) & rw.Causal()
@@ -195,12 +196,12 @@ def chosen(method: str, q: Tensor, k: Tensor, density: float) -> rw.Pattern:
 
 
 def indexer_of(q: Tensor, side: int) -> BlockIndexer:
-    """Make an indexer of queries, (1, H, N, D), with as many key heads."""
+    """Return an indexer for queries (1, H, N, D) with as many key heads as query heads."""
     return BlockIndexer(q.shape[3], heads=q.shape[1], block_size=side, pool=side // 4)
 
 
 def learn(indexer: BlockIndexer, optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
-    """Take a step of an indexer's own training; what its loss was."""
+    """Train an indexer by one step, and return its loss."""
     optimizer.zero_grad()
     torch.autograd.backward(loss, inputs=list(indexer.parameters()))
     optimizer.step()
@@ -210,7 +211,7 @@ def learn(indexer: BlockIndexer, optimizer: torch.optim.Optimizer, loss: Tensor)
 def trained_densely(
     corpus: Corpus, n: int, steps: int, *, initial: ByteModel | None = None, seed: int = 0
 ) -> ByteModel:
-    """Train a model with dense attention on excerpts of n tokens, from a seed's weights or those of another."""
+    """Train a model with dense attention on excerpts of n tokens, from a seed's weights or another model's."""
     models: dict[str, ByteModel] = {}
     dense: Mapping[str, Attend] = {"dense": lambda q, k, v: rw.attention(q, k, v, rw.Causal())}
     train(dense, corpus, context=n, steps=steps, budget=1e9, seed=seed, initial=initial, finish=models.__setitem__)
@@ -222,7 +223,7 @@ def trained_densely(
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """Queries and keys of a layer on an excerpt, and what dense attention weighs them by: (1, H, N, D), (1, H, N)."""
+    """Queries and keys of a layer on an excerpt, (1, H, N, D), with the lse of dense attention, (1, H, N)."""
 
     q: Tensor
     k: Tensor
@@ -233,14 +234,14 @@ class Seen:
         return float(tile_mass(self.q, self.k, self.lse, pattern).values.double().sum()) / self.lse.numel()
 
     def far(self, pattern: rw.Pattern, side: int) -> float:
-        """Weight of a pattern beyond the window: of blocks that are two apart or more, but for the first of keys."""
+        """Weight of a pattern in blocks at a distance of two or more, without the first block of keys."""
         mass = tile_mass(self.q, self.k, self.lse, pattern, tile=side)
         _, row, column = mass.tiles()
         return float(mass.values.double()[(row - column >= _NEAR) & (column > 0)].sum())
 
 
 def look(model: ByteModel, tokens: Tensor) -> list[Seen]:
-    """Run a model, densely, and keep what its layers attend by."""
+    """Run a model with dense attention, and return its layers' queries and keys."""
     seen: list[Seen] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -259,7 +260,7 @@ def look(model: ByteModel, tokens: Tensor) -> list[Seen]:
 
 
 def recall(sizes: Sizes, corpus: Corpus, kept: Kept, say: Say) -> Iterator[Score]:
-    """Train a dense model, and ask how much of its weight on held-out text each choice of blocks holds."""
+    """Train a dense model, and measure the share of its weight on held-out text that each choice of blocks holds."""
     (n, steps, updates), density = sizes.recall, sizes.density
     side = side_of(n)
     known, held_out = corpus.split(sizes.seeds * n)
@@ -347,11 +348,11 @@ class Trained:
     """Attention of all layers of a model in training, by a method; measures its own density.
 
     Args:
-        method: Its name.
-        n: Tokens.
+        method: Name of the method.
+        n: Number of tokens.
         density: Share of the causal pairs.
-        steps: Training steps.
-        seed: What is random.
+        steps: Number of training steps.
+        seed: Seed of random choices.
     """
 
     def __init__(self, method: str, n: int, density: float, steps: int, seed: int):
@@ -372,11 +373,11 @@ class Trained:
         ]  # fmt: skip
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend, and go on to the next layer."""
+        """Compute attention of the current layer, and advance to the next one."""
         layer, self.calls = self.calls % LAYERS, self.calls + 1
         if self.method == "hierarchical":
             side, blocks = side_of(self.n), -(-self.n // side_of(self.n))
-            # the means are pairs too
+            # attending the blocks' means costs pairs too
             top_k = max(1, round(self.share * blocks / 2))
             return hierarchical_attention(q, k, v, pool=side, top_k=top_k, window=0, causal=True)
         if self.method == "tracker":
@@ -397,7 +398,7 @@ class Trained:
         return rw.attention(q, k, v, pattern)
 
     def _indexed(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend what an indexer chooses, and train it: densely first, then on what it has chosen."""
+        """Attend the blocks that an indexer chooses, and train it, first on dense attention and then on its choice."""
         side = side_of(self.n)
         if len(self.indexers) <= layer:
             indexer = indexer_of(q, side)
@@ -421,7 +422,7 @@ class Trained:
 
 
 def bits(sizes: Sizes, corpus: Corpus, kept: Kept, say: Say) -> Iterator[Score]:
-    """Go on from a dense model with each method, on the same text, and weigh held-out text."""
+    """Continue training a dense model with each method on the same text, and measure bits of held-out text."""
     n, steps, before = sizes.text
 
     @functools.cache
@@ -450,10 +451,10 @@ def bits(sizes: Sizes, corpus: Corpus, kept: Kept, say: Say) -> Iterator[Score]:
 
 
 def questions(kind: str, n: int, seed: int, dim: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Make queries that look for single keys: q, k, v, (1, H, n, dim), and (rows, H) which key each row looks for.
+    """Return queries that look for single keys: q, k, v, (1, H, n, dim), and the key of each row, (rows, H).
 
-    A ``"needle"`` is one key that all queries of the last block look for. In ``"associative recall"`` blocks of keys
-    have something in common, and each of the last half's blocks of queries looks for keys of two blocks before it.
+    A ``"needle"`` is one key that all queries of the last block look for. In ``"associative recall"`` the keys of a
+    block share a component, and each of the last half's blocks of queries looks for keys of two blocks before it.
     """
     generator = torch.Generator().manual_seed(seed)
     side = side_of(n)
@@ -473,14 +474,14 @@ def questions(kind: str, n: int, seed: int, dim: int = 64) -> tuple[Tensor, Tens
         which = torch.randint(0, 2, (n // 2, _HEADS), generator=generator)
         blocks = of_tile.repeat_interleave(side, 0).gather(1, which[:, None])[:, 0]
         wanted = blocks * side + torch.randint(0, side, (n // 2, _HEADS), generator=generator)
-    # at 16 over chance a row of dense attention gives its key nearly all weight
+    # 16 above chance, so that a row of dense attention gives nearly all weight to its key
     head = torch.arange(_HEADS)
     q[0, head[:, None], rows] = 16 * dim**0.5 * k[0, head[:, None], wanted.T]
     return q, k, v, torch.stack([rows[:, None].expand(-1, _HEADS), wanted])
 
 
 def retrieval(sizes: Sizes, corpus: Corpus, kept: Kept, say: Say) -> Iterator[Score]:
-    """Look keys up among n, through the blocks that each method chooses: how often the value found is the right one."""
+    """Measure how often attention over the blocks that each method chooses finds the right value among n keys."""
 
     def made(kind: str, method: str, n: int, seed: int) -> tuple[float, float, Sequence[float]]:
         say(f"{kind}: {method}, {n:,} tokens, seed {seed + 1} of {sizes.seeds}")
@@ -537,7 +538,7 @@ def _targets(scores: Sequence[Score], options: Options) -> Iterator[Target]:
 
 
 def spread(scores: Sequence[Score]) -> list[dict[str, Any]]:
-    """Sum scores of one part, length and method up, in their order: mean, least and most over seeds."""
+    """Return the mean, least and largest score over seeds for each part, length and method, in the scores' order."""
     groups: dict[tuple[str, int, str], list[Score]] = {}
     for each in scores:
         groups.setdefault((each.part, each.tokens, each.method), []).append(each)

@@ -1,7 +1,7 @@
-"""The case ``ring``: how fast context parallelism is, what it moves, and what the planner's model says of many ranks.
+"""The case ``ring``: speed and received bytes of context parallelism, and the planner's model of many ranks.
 
-Two processes that torchrun starts on this machine, over Gloo, are timed next to one; the planning code is asked about
-more. That results are exact, that failures are told and that no byte moves in vain is proven by ``tests/parallel``.
+Two processes that torchrun starts on this machine, over Gloo, are timed next to one; figures of more ranks come from
+the planning code. ``tests/parallel`` checks exactness, failures, and that no byte is sent needlessly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ringweave.tune.session import Say
 from ..launched import LaunchError, run, torchrun
 from ..record import Measuring, Options, Record, Target
 
-# seconds that a launch may last: several times what it takes on two quiet cores
+# time limit of a launch in seconds, several times its duration on two idle cores
 _LIMIT = 400.0
 _TILE = 128
 _LONG, _MILLION = 2048 * _TILE, 2**20
@@ -39,7 +39,7 @@ _BALANCE, _EFFICIENCY, _PLANNING = 1.05, 0.8, 50.0
 
 
 def documents(tokens: int, seed: int, *, median: int = 2048, sigma: float = 1.2, longest: int = 32768) -> list[int]:
-    """Draw lengths that fill a sequence as corpora do, most short, a few long: log-normal, cut at ``longest``."""
+    """Return random document lengths that fill a sequence: log-normal as in corpora, cut at ``longest``."""
     generator = np.random.default_rng(seed)
     found: list[int] = []
     while sum(found) < tokens:
@@ -52,7 +52,7 @@ def _corpora(quick: bool) -> list[Pattern]:
     return [rw.Documents(documents(_LONG, seed)) & rw.Causal() for seed in range(1 if quick else 6)]
 
 
-# name, patterns, tokens, heads; the most that the busiest of 8 ranks may receive, of a full ring's bytes
+# name, patterns, tokens, heads, and the bound on the busiest of 8 ranks' bytes over a full ring's
 _PLACED: tuple[tuple[str, Callable[[bool], list[Pattern]], int, tuple[int, int], float | None], ...] = (
     ("32-tile window", lambda quick: [rw.SlidingWindow(32 * _TILE) & rw.Causal()], _LONG, _HEADS, 0.02),
     ("documents", _corpora, _LONG, _HEADS, 0.30),
@@ -69,12 +69,12 @@ _MODELLED: tuple[tuple[str, Callable[[], Pattern]], ...] = (
 
 
 def measure(options: Options, say: Say) -> Measuring:
-    """Measure, and set the figures beside their targets.
+    """Measure the figures, and compare them with their targets.
 
-    ``tokens``, ``heads``, ``dtype`` and ``rounds`` are those of the comparison of speeds.
+    ``tokens``, ``heads``, ``dtype`` and ``rounds`` apply to the comparison of speeds.
 
     Raises:
-        UnsupportedError: Another device than the CPU.
+        UnsupportedError: The device is not the CPU.
     """
     if options.device != "cpu":
         raise UnsupportedError(message("device", repr(options.device), "'cpu'", "The ring is measured over Gloo."))
@@ -97,7 +97,7 @@ def _records(options: Options, say: Say) -> Iterator[Record]:
 
 
 def launch(options: Options) -> list[Record]:
-    """Let two processes measure; where they do not come to their end, a record says why."""
+    """Return the records of two processes; if they fail, the reason is a record."""
     with tempfile.TemporaryDirectory(prefix="ringweave-") as name:
         folder = Path(name)
         (folder / "options").write_bytes(pickle.dumps(options))
@@ -114,23 +114,23 @@ def launch(options: Options) -> list[Record]:
 
 
 def chosen(pattern: Pattern, tokens: int, ranks: int, heads: tuple[int, int] = _HEADS) -> Choice:
-    """Find the placement that a context would choose."""
+    """Return the placement that a context would choose."""
     program = branches(pattern, tokens, tokens, heads=heads[0])
     return choose(Workload([program], tokens, heads), ranks, block_for(tokens, ranks, _TILE))
 
 
 def full_ring(tokens: int, ranks: int, key_heads: int) -> float:
-    """Count the bytes that a rank receives where all keys and values go around."""
+    """Return the bytes that a rank receives if all keys and values go around the ring."""
     return tokens * (ranks - 1) / ranks * key_heads * Widths().bytes_of_key
 
 
 def placements(options: Options, say: Say) -> Iterator[Target]:
-    """Ask what the busiest rank receives, and how even the work is, under the placements that are chosen."""
+    """Return the busiest rank's received bytes and the balance of work under the chosen placements."""
     for name, patterns, tokens, heads, bound in _PLACED:
         say(f"placing {name}")
         found = [chosen(pattern, tokens, 8, heads).estimate for pattern in patterns(options.quick)]
         size = f"{tokens // _TILE:,} tiles, 8 ranks, {heads[0]}:{heads[1]} heads, "
-        # log-normal lengths: each corpus has its own placement
+        # corpora with different lengths may have different placements
         size += f"{found[0].name} placement" if len(found) == 1 else f"worst of {len(found)} corpora"
         share = max(each.bytes_worst for each in found) / full_ring(tokens, 8, heads[1])
         if bound is not None:
@@ -140,7 +140,7 @@ def placements(options: Options, say: Say) -> Iterator[Target]:
 
 
 def planning(say: Say) -> Target:
-    """Plan windows of different widths, so that none is cached."""
+    """Time planning of windows with different widths, so that no plan is cached."""
     say("planning 8,192 tiles on 64 ranks")
     widths = iter(range(32 * _TILE, 0, -1))
 
@@ -153,7 +153,7 @@ def planning(say: Say) -> Target:
 
 
 def modelled(options: Options, say: Say) -> Iterator[Target]:
-    """Model the efficiency on many GPUs by bytes and operations."""
+    """Return the efficiency on many GPUs, modelled from bytes and operations."""
     counts = (8, 256) if options.quick else (8, 32, 64, 128, 256)
     size = f"1M tokens, 32:8 heads, D 128, bfloat16, {counts[0]} to {counts[-1]} GPUs, modelled"
     for name, make in _MODELLED:

@@ -1,4 +1,4 @@
-"""The case ``terms``: what score terms and dropout cost, next to the same call without them."""
+"""The case ``terms``: the time of score terms and dropout over the same call without them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ringweave.tune.session import Say
 
 from ..record import Measuring, Options, Target
 
-# of forward time, at the most; of the rest nothing is asked
+# upper bounds on the ratio of forward times; other kinds of calls have no target
 _BOUNDS = {"softcap": 1.25, "distance": 1.25, "dropout": 1.4}
 _CHECKED = 256  # tokens of the check
 
 
 def _calls(heads: int, device: str) -> dict[str, dict[str, Any]]:
-    """The arguments of each kind of call."""
+    """Return the arguments of each kind of call."""
     generator = torch.Generator(device).manual_seed(0)
     table = torch.randn(heads, 257, generator=generator, device=device).requires_grad_()
     return {
@@ -36,7 +36,7 @@ def _calls(heads: int, device: str) -> dict[str, dict[str, Any]]:
 
 
 def measure(options: Options, say: Say) -> Measuring:
-    """Check each kind of call against the reference, and time it in turn with the call without."""
+    """Check each kind of call against the reference, and time it in turn with the plain call."""
     dtypes = [options.dtype] if options.dtype else [torch.float32, torch.bfloat16]
     said: list[str] = []
     for dtype in dtypes:
@@ -73,7 +73,7 @@ def _call(problem: Problem, inputs: tuple[Tensor, ...], direction: str, extras: 
 
 
 def _check(problem: Problem, kinds: dict[str, dict[str, Any]]) -> None:
-    """Raise UnsupportedError unless the results are those of the reference: the same pairs are dropped there."""
+    """Raise UnsupportedError unless the results equal the reference's, which drops the same pairs."""
     q, k, v, _ = (x[:, :, :_CHECKED] for x in problem.inputs())
     for kind, extras in kinds.items():
         results = []

@@ -1,7 +1,7 @@
-"""The case ``tiles``: what the native kernel's time depends on the sides of tiles, over windows, documents and others.
+"""The case ``tiles``: the native kernel's time by the sides of tiles, for windows, documents and other patterns.
 
-A tile of 128 x 128 is computed where its mask has something to compute, so its sides should hardly matter: that is held
-to measurements of smaller ones. Time is the processor's, so that a busy machine says the same.
+The kernel computes only the parts of a 128 x 128 tile that its mask allows, so the sides should hardly matter; the case
+checks this against smaller tiles. It measures processor time, so that other processes hardly matter.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..compare import weighed
 from ..record import Measuring, Options, Target
 
 _SIDES = ((128, 128), (64, 64), (32, 32))
-# the usual tiles' time over that of the best ones
+# bound on the time with the usual tiles over the time with the best ones
 _BOUND = 1.25
 
 
 def documents(length: int, tokens: int) -> rw.Documents:
-    """Draw documents of around a length, from half of it to half again."""
+    """Return documents with random lengths from 0.5 to 1.5 times a length."""
     draw, lengths, left = random.Random(length), [], tokens
     while left:
         lengths.append(min(left, draw.randint(length // 2, length * 3 // 2)))
@@ -35,7 +35,7 @@ def documents(length: int, tokens: int) -> rw.Documents:
 
 
 def patterns(tokens: int) -> dict[str, rw.Pattern]:
-    """Name what is measured: from narrow to dense."""
+    """Return the measured patterns by name, from narrow to dense."""
     windows = {f"window {width}": rw.SlidingWindow(width) & rw.Causal() for width in (16, 32, 64, 128, 256, 512, 1024)}
     packed = {f"documents {n}": documents(n, tokens) & rw.Causal() for n in (16, 32, 64, 128, 256, 512)}
     return windows | packed | {
