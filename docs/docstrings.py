@@ -1,7 +1,7 @@
-"""A griffe extension: reads the library's docstrings as they are written.
+"""A griffe extension that adapts the library's docstrings to mkdocstrings.
 
-Sections may follow each other without a blank line, "Example" stands in the singular, and Sphinx roles name other
-objects, which become links to the API page.
+The library writes sections without blank lines between them, "Example" in the singular, and Sphinx roles. The roles
+become links to the API pages.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ def _link(match: re.Match[str]) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites each docstring before it is parsed."""
+    """An extension that rewrites each docstring before it is parsed."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if isinstance(obj, griffe.Function) and "unknown" in obj.parameters:
+            # **unknown only catches wrong keywords, and is hidden from inspect.signature too
+            del obj.parameters["unknown"]
         if obj.docstring is None:
             return
         text = _SECTION.sub(lambda found: f"\n{found[1].replace('Example', 'Examples')}:\n", obj.docstring.value)

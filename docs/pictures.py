@@ -1,6 +1,6 @@
-"""Draws the documentation's pictures and the gallery of docs/patterns.md from the patterns themselves.
+"""Draw the documentation's pictures and the gallery of docs/patterns.md from the patterns.
 
-And asks the backends what they can, for the table of docs/backends.md.
+The script also asks the backends which calls they support, for the table of docs/backends.md.
 
 python docs/pictures.py            write docs/pictures/*.svg, the gallery and the table
 python docs/pictures.py --check    write nothing; end with 1 where a committed file is stale
@@ -29,7 +29,7 @@ from ringweave.patterns.declared import DECLARED, SECTIONS, Declared
 from ringweave.plan import branches
 from ringweave.program import unsupported_reason
 from ringweave.terms import KINDS
-from ringweave.units import count, percent
+from ringweave.units import count
 
 HERE = Path(__file__).parent
 WRITTEN, END = "<!-- {}: written by docs/pictures.py -->", "<!-- end of {} -->"
@@ -40,11 +40,11 @@ class Entry:
     """One picture of the gallery.
 
     Attributes:
-        name: The public name that it shows.
-        code: The expression that builds the pattern.
-        build: The same, to call.
-        tokens: Queries and keys drawn.
-        heads: Query heads drawn.
+        name: Public name of the pattern or preset.
+        code: Expression that builds the pattern.
+        build: Function that builds the pattern.
+        tokens: Number of queries and keys in the picture.
+        heads: Number of query heads in the picture.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Entry:
 
 
 def triples(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """The gallery's mask function: spelled out in its entry's code."""
+    """Return the mask of the gallery's TokenMask; the entry's code repeats the formula."""
     return (q // 64 + k // 64) % 3 == 0
 
 
-#: What the gallery builds where an example has no text.
+#: Patterns whose declared example cannot be parsed from text.
 BUILT: dict[str, Callable[[], rw.Pattern]] = {
     "BlockTable": lambda: rw.BlockTable(torch.eye(8).bool() | (torch.arange(8) == 2), block_size=128),
     "TokenMask": lambda: rw.TokenMask(triples),
@@ -101,55 +101,45 @@ ALGEBRA = [
         "((SlidingWindow(96) | Sinks(32)) & Causal()).within(Documents([160, 480, 96, 288]))",
         lambda: ((rw.SlidingWindow(96) | rw.Sinks(32)) & rw.Causal()).within(rw.Documents([160, 480, 96, 288])),
     ),
-    Entry("complement", "~(Causal() | Sinks(64))", lambda: ~(rw.Causal() | rw.Sinks(64))),
 ]
 
 
 # ---- the gallery -----------------------------------------------------------------------------------------------------
 
 
+def reference(name: str) -> str:
+    """Return the address of a name on the page of docs/api that describes it."""
+    thing = DECLARED[name].make
+    path = f"{thing.__module__}.{thing.__qualname__}"
+    (page,) = (page for page in sorted((HERE / "api").glob("*.md")) if f"::: {path}\n" in page.read_text("utf-8"))
+    return f"api/{page.name}#{path}"
+
+
 def gallery() -> str:
+    """Return the cards of all patterns and presets; the pictures state density, tiles and causality."""
     lines: list[str] = []
     for section, entries in GALLERY.items():
         lines += [f"## {section}", "", '<div class="gallery" markdown>', ""]
         for each in entries:
-            thing = DECLARED[each.name].make
-            sentence = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+            sentence = " ".join((inspect.getdoc(DECLARED[each.name].make) or "").split("\n\n")[0].split())
             sentence = re.sub(r":\w+:`(?:ringweave\.)?([\w.]+)`", r"`\1`", sentence).replace("``", "`")
-            wide = " wide" if each.heads > 1 else ""
+            wide = ' class="wide"' if each.heads > 1 else ""
             lines += [
-                f'<div class="card{wide}" markdown>',
+                f"<div{wide} markdown>",
                 "",
                 f"### {each.name}",
                 "",
-                f"{sentence} [Reference](api.md#{thing.__module__}.{thing.__qualname__})",
+                f"{sentence} [API]({reference(each.name)})",
                 "",
                 f"`{each.code}`",
                 "",
-                f"![{each.name}: queries downwards, keys to the right](pictures/{each.file})",
-                "",
-                facts(each),
+                f"![{each.name}](pictures/{each.file})",
                 "",
                 "</div>",
                 "",
             ]
         lines += ["</div>", ""]
     return "\n".join(lines)
-
-
-def facts(each: Entry) -> str:
-    """Density, causality and tiles of what is drawn, as ``explain`` counts them for the dense_batched backend."""
-    pattern = each.build()
-    numbers = rw.explain(pattern, each.tokens, heads=each.heads, backend="dense_batched", as_dict=True)
-    tiles = numbers["tiles"]
-    partial = tiles["computed"] - tiles["full"]
-    views = sum(branch["views"] for branch in numbers["branches"])
-    where = f" in {views} strided views" if views > 1 else ""
-    sizes = f"{each.tokens} tokens" + (f", {each.heads} heads" if each.heads > 1 else "")
-    density = percent(numbers["pairs"]["density"])
-    kinds = f"{tiles['full']} full, {partial} partial"
-    said = numbers["causality"]["text"]
-    return f"{sizes}, density {density}: {count(tiles['computed'], 'tile')}{where}, {kinds}; {said}"
 
 
 # ---- diagrams --------------------------------------------------------------------------------------------------------
@@ -180,7 +170,7 @@ def text(x: float, y: float, words: str, rest: str = "") -> str:
 
 
 def grid(x: float, y: float, size: float, colours: list[list[str | None]], line: float = 0.5) -> list[str]:
-    """A square of coloured cells with a frame."""
+    """Return a square of coloured cells with a frame."""
     rows, columns = len(colours), len(colours[0])
     high, wide = size / rows, size / columns
     parts = [
@@ -202,7 +192,7 @@ def key(x: float, y: float, items: list[tuple[str, str]], step: int) -> list[str
 
 
 def flow() -> str:
-    """The one walk of the library, from a pattern to the output."""
+    """Draw the way of a call from a pattern to the output."""
     boxes = [
         ("pattern", "which pairs may attend", "(head, query, key)"),
         ("plan", "which tiles are not empty", "full or partial"),
@@ -230,7 +220,7 @@ def flow() -> str:
 
 
 def tiles() -> str:
-    """A relation by pairs beside its plan by tiles."""
+    """Draw the pairs of a relation beside the tiles of its plan."""
     tokens, side = 128, 16
     pattern = (rw.SlidingWindow(40) | rw.Sinks(6)) & rw.Causal()
     plan = pattern.plan(tokens, tile=side)
@@ -244,7 +234,7 @@ def tiles() -> str:
         text(left, 58, f"pattern: {int(dense.sum())} of {tokens**2} pairs allowed", f'fill="{FAINT}"'),
         text(right, 58, f"plan: {plan.nnz} of {plan.q_tiles * plan.kv_tiles} tiles not empty", f'fill="{FAINT}"'),
     ]
-    # runs of allowed keys as one rectangle each
+    # one rectangle for each run of allowed keys keeps the file small
     step = size / tokens
     for i, row in enumerate(dense.tolist()):
         j = 0
@@ -270,7 +260,7 @@ def tiles() -> str:
 
 
 def views() -> str:
-    """A dilated relation in token order, and in its strided views."""
+    """Draw a dilated relation in token order and in its strided views."""
     tokens, window, rate = 32, 2, 4
     pattern = rw.Dilated(window, rate)
     dense = pattern.to_dense(tokens)[0, 0].tolist()
@@ -295,7 +285,7 @@ def views() -> str:
 
 
 def mixture() -> str:
-    """Head 0 of a LongNet beside the union of the same branches: how often a key counts."""
+    """Draw how often a key counts in head 0 of a LongNet and in the union of its branches."""
     tokens = 32
     counts = rw.LongNet([8, 32], [1, 4]).to_dense(tokens)[0, 0]
     union = (rw.Segments(8) | rw.Strided(4) & rw.patterns.Periodic(4, 0, 1)).to_dense(tokens)[0, 0]
@@ -316,7 +306,7 @@ def mixture() -> str:
 
 
 def exchange() -> str:
-    """The tiles of a window on four ranks: computed with keys that the rank holds, or with others'."""
+    """Draw the tiles of a window on four ranks, coloured by the rank that holds the keys."""
     side, ranks, size, top = 16, 4, 320, 74
     pattern = rw.SlidingWindow(3 * side) & rw.Causal()
     plan = pattern.plan(16 * side, tile=side)
@@ -338,11 +328,16 @@ def exchange() -> str:
         parts += grid(left, top, size, cells, line=2)
     items = [(hue, f"rank {rank}'s own keys") for rank, hue in enumerate(HUES)] + [(LIGHT, "another rank's")]
     parts += key(40, top + size + 14, items, 142)
-    return card(420 + size + 40, top + size + 44, "What a window needs of other ranks, contiguous and striped", parts)
+    return card(
+        420 + size + 40,
+        top + size + 44,
+        "Keys that a window needs from other ranks: contiguous and striped placement",
+        parts,
+    )
 
 
 def audited() -> str:
-    """What was found where masks are lost, over what was asked."""
+    """Draw the attended pairs of three lost masks, and mark the extra ones."""
     size, step, top = 216, 256, 62
     padded = rw.KeyPadding(24, torch.tensor([8]))
     finds = {
@@ -363,7 +358,7 @@ def audited() -> str:
         parts.append(text(40 + n * step, 40, words, 'font-weight="600" font-size="14"'))
         parts += grid(40 + n * step, top, size, cells)
     parts += key(40, top + size + 14, [(COLOURS[name], name) for name in ("as promised", "extra")], 120)
-    return card(40 + 3 * step, top + size + 44, "Pairs that are attended, and those that nobody asked for", parts)
+    return card(40 + 3 * step, top + size + 44, "Attended pairs: as promised, and extra", parts)
 
 
 DIAGRAMS = {
@@ -376,7 +371,7 @@ DIAGRAMS = {
 
 
 def files() -> dict[Path, str]:
-    """Every file that this script writes, with its text."""
+    """Return every file that this script writes, with its text."""
     found = {HERE / "pictures" / name: draw() for name, draw in DIAGRAMS.items()}
     for each in [*(each for entries in GALLERY.values() for each in entries), *ALGEBRA]:
         found[HERE / "pictures" / each.file] = each.build().plot(each.tokens, heads=each.heads)
@@ -387,7 +382,7 @@ def files() -> dict[Path, str]:
     return found
 
 
-# a call that every backend can run where it runs at all, and what is changed about it
+# a call that every backend can run on its device, and the changes that are tried one by one
 USUAL = Call(1, 8, 8, 4096, 4096, 64, 64, torch.float32, "cpu")
 CHANGES: dict[str, dict[str, object]] = {
     "gradients": {"needs_grad": True},
@@ -406,7 +401,7 @@ CHANGES: dict[str, dict[str, object]] = {
 
 
 def abilities() -> str:
-    """What each backend says to a call with one thing changed; GPUs' are asked about tensors of CUDA."""
+    """Return the table of backends over changes of one call; GPU backends are asked about CUDA tensors."""
     length = USUAL.nq
     (sparse,), (dense,) = (branches(each, length, length) for each in (rw.SlidingWindow(256), rw.Full()))
     lines = ["| | " + " | ".join(f"`{name}`" for name in BACKENDS) + " |", "|---" * (1 + len(BACKENDS)) + "|"]

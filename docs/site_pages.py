@@ -1,4 +1,4 @@
-"""Adds pages that are made elsewhere: the explorer, with recorded answers, figures, DESIGN.md: a hook of mkdocs."""
+"""A hook of mkdocs that adds generated pages: the recorded explorer, the pages of figures, and DESIGN.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECORDED = {
 
 
 def recorded() -> dict[str, Any]:
-    """Answers by pattern and length: those of the call and the ring that the page begins with."""
+    """Return the explorer's answers by pattern and length, for the page's default call and ranks."""
     found = {}
     for name, lengths in RECORDED.items():
         for tokens in lengths:
@@ -33,12 +33,12 @@ def recorded() -> dict[str, Any]:
 
 
 def figures(folder: Path) -> str:
-    """The page of the lines that are kept in a folder, which are of one processor."""
+    """Return the page of a folder's result lines, which are from one processor."""
     return rendered_figures(case_pages(read_lines(sorted(folder.glob("*.jsonl")))))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add them beside those that are written by hand."""
+    """Add the generated pages to the written ones."""
     root = Path(config.config_file_path).parent
     results = root / "lab" / "results"
     for name, content in (

@@ -1,9 +1,9 @@
-"""Read a long prompt with a sparse pattern, and decode densely over what it left in the cache.
+"""Read a long prompt with a sparse pattern, then decode densely over the cache.
 
 python examples/sparse_prefill.py --tokens 4096
 
-A tiny model with random weights, so what it says means nothing: put your own checkpoint in its place. The prompt is
-read with a window and sinks; each step after that attends to the whole cache.
+The model is tiny and has random weights, so its output is meaningless: put your own checkpoint in its place. It reads
+the prompt with a window and sinks, and each decoding step attends the whole cache.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ringweave.integrations.transformers import patch, set_pattern
 
 
 def main() -> None:
-    """Read, and go on."""
+    """Read the prompt and decode."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096, help="length of the prompt")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--sinks", type=int, default=16)
-    parser.add_argument("--new", type=int, default=8, help="tokens to add")
+    parser.add_argument("--new", type=int, default=8, help="number of tokens to decode")
     args = parser.parse_args()
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

@@ -1,12 +1,12 @@
-"""Train a byte-level language model whose attention becomes sparse while it learns, on the sources of Python's library.
+"""Train a byte model on the sources of Python's library, with attention that becomes sparse during training.
 
     python examples/sparse_training.py
     python examples/sparse_training.py --density 0.05 --checkpoint sparse.pt --out metrics.jsonl
 
-Attention is dense at first. Meanwhile each layer's indexer, a few narrow heads that score blocks of keys, learns where
-attention lies. Then the schedule takes density down, the indexer chooses which blocks are left, and goes on learning
-from what those hold. What it takes is marked (1) to (5); the rest is as in any training script. With --checkpoint,
-training goes on from that file: a run that was stopped and one that was not take the same steps.
+Attention is dense at first. Meanwhile each layer's indexer, a few narrow heads that score blocks of keys, learns the
+share of attention in each block. Then the schedule lowers the density, the indexer chooses the remaining blocks, and it
+continues to learn from their attention. The lines that sparsity needs are marked (1) to (5); the rest is an ordinary
+training script. With --checkpoint, training continues from that file, with the steps of a run that was never stopped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ringweave_lab.bench.text import ByteModel, standard_library
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--tokens", type=int, default=2048, help="length of a sequence")
@@ -32,52 +32,52 @@ def arguments() -> argparse.Namespace:
     add("--layers", type=int, default=2)
     add("--width", type=int, default=128)
     add("--heads", type=int, default=4)
-    add("--block", type=int, default=32, help="tokens of a block's side")
-    add("--density", type=float, default=0.1, help="share of the blocks that is attended in the end")
+    add("--block", type=int, default=32, help="tokens along one side of a block")
+    add("--density", type=float, default=0.1, help="share of attended blocks at the end")
     add("--lr", type=float, default=2e-3)
     add("--seed", type=int, default=0)
-    add("--checkpoint", type=Path, help="file to save to, and to go on from")
+    add("--checkpoint", type=Path, help="file to save to and to resume from")
     add("--every", type=int, default=10, help="steps between checkpoints")
-    add("--out", type=Path, help="file of metrics, to which each step adds a line of JSON")
+    add("--out", type=Path, help="file of metrics, one line of JSON for each step")
     return parser.parse_args()
 
 
 class SparseAttention(nn.Module):
-    """Causal attention of one layer, over the blocks that its indexer chooses: (q, k, v) to out."""
+    """Causal attention of one layer over the blocks that its indexer chooses: (q, k, v) to out."""
 
     def __init__(self, head_dim: int, heads: int, block: int, schedule: rw.adaptive.SparsitySchedule):
         super().__init__()
-        # (1) the indexer scores blocks; it is trained by itself, and the model learns nothing of it
+        # (1) the indexer scores blocks; it has a separate loss and does not affect the gradients of the model
         self.indexer = rw.adaptive.BlockIndexer(head_dim, heads, block_size=block, pool=block // 2)
         self.schedule, self.block = schedule, block
         self.loss = torch.zeros(())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend, and weigh what the indexer foresaw."""
+        """Compute attention, and the loss of the indexer."""
         density = self.schedule.density
-        # (2) a table of blocks, made of these very queries and keys
+        # (2) a table of blocks, chosen from these queries and keys
         pattern = rw.Causal() if density == 1 else self.indexer(q, k, density=density) & rw.Causal()
         # (3) exact attention over those blocks, and each row's log-sum-exp
         out, lse = rw.attention_with_lse(q, k, v, pattern)
         if torch.is_grad_enabled():
-            # (4) how much attention each block really held: what the indexer should have foreseen
+            # (4) the attention in each block is the target of the indexer
             mass = rw.adaptive.tile_mass(q.detach(), k.detach(), lse.detach(), pattern, tile=self.block)
             self.loss = self.indexer.loss(q, k, mass)
         return out
 
 
 def excerpt(text: Tensor, length: int, *, seed: int, step: int) -> Tensor:
-    """(1, length + 1): the excerpt of a step, the same whenever it is asked for, so that a restart changes nothing."""
+    """Return the excerpt of a step, (1, length + 1). It depends on the arguments only, so a restart changes nothing."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     start = int(torch.randint(0, len(text) - length, (), generator=generator))
     return text[None, start : start + length + 1].long()
 
 
 def main() -> None:
-    """Train."""
+    """Train the model."""
     args = arguments()
     torch.manual_seed(args.seed)
-    # (5) dense for a fifth of the steps, then sparser, fast at first, and as it stays for the last third
+    # (5) dense for a fifth of the steps, then sparser, quickly at first, and constant for the last third
     schedule = rw.adaptive.SparsitySchedule(
         start=1.0, end=args.density, warmup=args.steps // 5, ramp=max(1, args.steps // 2)
     )
@@ -92,7 +92,7 @@ def main() -> None:
         state = torch.load(args.checkpoint, weights_only=True)
         for name, part in parts.items():
             part.load_state_dict(state[name])
-        print(f"goes on with step {schedule.steps}")
+        print(f"continues with step {schedule.steps}")
 
     corpus = standard_library()
     text, held_out = corpus.tokens[: -args.tokens - 1], corpus.tokens[None, -args.tokens - 1 :].long()

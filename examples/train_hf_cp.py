@@ -1,12 +1,12 @@
-"""Train a model of transformers with its own Trainer, each sequence shared by processes; text: the project's own docs.
+"""Train a model of transformers with its Trainer, sharing each sequence among processes, on the project's own docs.
 
     python examples/train_hf_cp.py                                                     one process
     torchrun --nproc-per-node 2 examples/train_hf_cp.py --model gpt_oss                on two
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_hf_cp.py --folder run  goes on when a process is killed
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_hf_cp.py --folder run  survives killed processes
 
-The model is a tiny Mistral or gpt-oss with random weights: windows, and for the second also learned sinks and experts.
-What sharing takes is marked (1) to (3). A process that loses another raises RingError and ends, torchrun starts all
-again, and the Trainer goes on from the last checkpoint in --folder.
+The model is a tiny Mistral or gpt-oss with random weights: windows, and for gpt-oss also learned sinks and experts. The
+lines that share a sequence are marked (1) to (3). A process that loses another raises RingError and ends, torchrun
+restarts all processes, and the Trainer continues from the last checkpoint in --folder.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ SIZES: dict[str, Any] = {
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", choices=("mistral", "gpt_oss"), default="mistral")
     add("--tokens", type=int, default=1024, help="length of a sequence")
-    add("--window", type=int, default=128, help="tokens that a token sees, itself included")
+    add("--window", type=int, default=128, help="tokens that each token sees, itself included")
     add("--steps", type=int, default=20)
     add("--every", type=int, default=5, help="steps between checkpoints")
-    add("--deadline", type=float, default=60.0, help="seconds after which a silent process is taken for lost")
-    add("--folder", type=Path, default=Path("train_hf_cp"), help="of checkpoints and metrics.jsonl")
+    add("--deadline", type=float, default=60.0, help="seconds after which a silent process counts as lost")
+    add("--folder", type=Path, default=Path("train_hf_cp"), help="folder of checkpoints and metrics.jsonl")
     return parser.parse_args()
 
 
 def model_of(args: argparse.Namespace) -> Any:
-    """A tiny model with random weights."""
+    """Return a tiny model with random weights."""
     torch.manual_seed(0)
     sizes = SIZES | {"sliding_window": args.window, "max_position_embeddings": args.tokens}
     if args.model == "mistral":
@@ -57,7 +57,7 @@ def model_of(args: argparse.Namespace) -> Any:
 
 
 class Docs(Dataset):  # type: ignore[type-arg]
-    """Pieces of the project's documentation, by byte."""
+    """Pieces of the project's documentation as bytes."""
 
     def __init__(self, tokens: int):
         files = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
@@ -72,11 +72,11 @@ class Docs(Dataset):  # type: ignore[type-arg]
 
 
 class SharedTrainer(transformers.Trainer):
-    """The library's Trainer, whose processes share sequences in place of taking one each.
+    """A Trainer with processes that share sequences instead of taking one each.
 
     Args:
-        context: What shards batches.
-        options: The Trainer's own.
+        context: Context that shards batches.
+        options: Arguments of the Trainer.
     """
 
     def __init__(self, context: ModelContext, **options: Any):
@@ -84,18 +84,18 @@ class SharedTrainer(transformers.Trainer):
         super().__init__(**options)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """(2) The same pieces for every process, of which the collator leaves its own tokens."""
+        """(2) Load the same pieces on every process; the collator keeps the process's tokens."""
         collate = self.context.collate(transformers.default_data_collator)
         return DataLoader(self.train_dataset, self.args.per_device_train_batch_size, collate_fn=collate)
 
 
 class Metrics(transformers.TrainerCallback):
-    """A line of JSON a step: the loss, the busiest process's bytes of the forward pass, those of gathering all K and V.
+    """A line of JSON for each step: loss, most received bytes in the forward pass, bytes of gathering all K and V.
 
     Args:
-        args: What the command line says.
-        model: What is trained.
-        context: Who shares its sequences.
+        args: Parsed command line.
+        model: Model that is trained.
+        context: Context that shares the sequences.
     """
 
     def __init__(self, args: argparse.Namespace, model: Any, context: ModelContext):
@@ -109,11 +109,11 @@ class Metrics(transformers.TrainerCallback):
         model.register_forward_hook(self.read)
 
     def read(self, *_: object) -> None:
-        """After a forward pass."""
+        """Read the counters after a forward pass."""
         self.received = sum(self.counters.received)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        """After a step; ``loss`` is the mean over processes, which is that over all tokens."""
+        """Write the line of a step; ``loss`` is the mean over processes, which is the mean over all tokens."""
         if "loss" not in logs:
             return
         most = int(over_ranks([self.received]).max())
@@ -125,18 +125,18 @@ class Metrics(transformers.TrainerCallback):
 
 
 def main() -> None:
-    """Train."""
+    """Train the model."""
     args = arguments()
     args.folder.mkdir(parents=True, exist_ok=True)
     mesh = join(None)
     model = patch(model_of(args))
-    # (1) who shares a sequence; the Trainer wraps the model in DDP, which averages gradients to those of the whole
+    # (1) the processes that share a sequence; the Trainer adds DDP, which averages the gradients
     context = context_parallel(model, None if mesh is None else mesh["cp"], deadline=args.deadline)
     options = transformers.TrainingArguments(
         output_dir=str(args.folder), max_steps=args.steps, per_device_train_batch_size=1, learning_rate=2e-3,
         use_cpu=True, ddp_backend=None if mesh is None else "gloo", logging_steps=1, logging_nan_inf_filter=False,
         save_steps=args.every, save_total_limit=2, report_to=[], disable_tqdm=True, remove_unused_columns=False, seed=0,
-        # (3) experts that no token of a process chose have no gradient there
+        # (3) an expert without tokens on a process has no gradient there
         ddp_find_unused_parameters=args.model == "gpt_oss",
     )  # fmt: skip
     trainer = SharedTrainer(
@@ -145,7 +145,7 @@ def main() -> None:
     )  # fmt: skip
     last = get_last_checkpoint(str(args.folder))
     if last is not None and int(os.environ.get("RANK", 0)) == 0:
-        print(f"goes on from {Path(last).name}", flush=True)
+        print(f"continues from {Path(last).name}", flush=True)
     trainer.train(resume_from_checkpoint=last)
     if mesh is not None:
         dist.destroy_process_group()

@@ -1,14 +1,14 @@
-"""Train a byte-level language model whose sequences are shared by processes, on the sources of Python's own library.
+"""Train a byte model on the sources of Python's library, sharing each sequence among processes.
 
     python examples/train_lm.py                                           one process
     torchrun --nproc-per-node 2 examples/train_lm.py                      one sequence at a time, on two processes
     torchrun --nproc-per-node 4 examples/train_lm.py --cp 2               two sequences, each on two processes
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_lm.py --checkpoint lm.pt --out metrics.jsonl
 
-What it takes to share a sequence is marked (1) to (5); the rest is as in any training script, and the model, a small
-transformer, knows nothing of it: it is given the attention of each layer. With --checkpoint,
-training goes on from that file: when it is started again, with as many processes or others for a sequence, and when
-torchrun restarts everybody because one has died.
+The lines that share a sequence are marked (1) to (5); the rest is an ordinary training script. The model, a small
+transformer, has no code for it: it gets the attention of each layer as an argument. With --checkpoint, training
+continues from that file when it is started again, also with another number of processes, and when torchrun restarts all
+processes after one has died.
 """
 
 from __future__ import annotations
@@ -35,55 +35,55 @@ WARMUP = 5
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--cp", type=int, help="processes that share a sequence; the others train on other sequences (default: all)")
+    add("--cp", type=int, help="number of processes that share a sequence (default: all)")
     add("--tokens", type=int, default=4096, help="length of a sequence")
     add("--steps", type=int, default=50)
-    add("--layers", type=int, default=4, help="every fourth one sees the sinks")
+    add("--layers", type=int, default=4, help="number of layers; every fourth one sees the sinks")
     add("--width", type=int, default=128)
-    add("--heads", type=int, default=4, help="query heads; half as many key heads")
-    add("--window", type=int, default=256, help="tokens that a token sees before itself")
-    add("--sinks", type=int, default=16, help="first tokens, that every token sees")
+    add("--heads", type=int, default=4, help="query heads; there are half as many key heads")
+    add("--window", type=int, default=256, help="tokens that each token sees before itself")
+    add("--sinks", type=int, default=16, help="number of first tokens that every token sees")
     add("--lr", type=float, default=2e-3)
     add("--seed", type=int, default=0)
-    add("--checkpoint", type=Path, help="file to save to, and to go on from")
+    add("--checkpoint", type=Path, help="file to save to and to resume from")
     add("--every", type=int, default=10, help="steps between checkpoints")
-    add("--out", type=Path, help="file of metrics, a line of JSON for each step; bytes are those of the forward pass")
+    add("--out", type=Path, help="file of metrics, one line of JSON for each step; bytes of the forward pass")
     return parser.parse_args()
 
 
 def join(cp: int | None) -> DeviceMesh | None:
-    """The processes as a mesh (replicas, processes of a sequence); None where torchrun has not started this one."""
+    """Return a mesh (replicas, processes of a sequence), or None if torchrun did not start this process."""
     if "RANK" not in os.environ:
         return None
     store, rank, ranks = next(dist.rendezvous("env://"))
     cp = cp or ranks
     if ranks % cp:
         raise SystemExit(f"--cp {cp} does not divide {ranks} processes")
-    # torchrun's store outlives a restart, and the addresses of the dead are in it: each attempt has a part of its own.
-    # On several nodes they may count differently: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is the way there, without this
+    # torchrun's store outlives a restart and keeps the addresses of dead processes, so each attempt gets its own part.
+    # Several nodes may count attempts differently: there, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and leave this out.
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     return init_device_mesh("cpu", (ranks // cp, cp), mesh_dim_names=("dp", "cp"))
 
 
 def excerpt(text: Tensor, length: int, *, seed: int, step: int, replica: int) -> Tensor:
-    """(1, length + 1): the excerpt of a step, the same whenever it is asked for, so that a restart changes nothing."""
+    """Return the excerpt of a step, (1, length + 1). It depends on the arguments only, so a restart changes nothing."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + replica)
     start = int(torch.randint(0, len(text) - length, (), generator=generator))
     return text[None, start : start + length + 1].long()
 
 
 def layer(pattern: rw.Pattern, context: rw.ContextParallel) -> Attend:
-    """The attention of a layer: (q, k, v) to out, of this process's tokens."""
-    # (4) the only place where tokens meet
+    """Return the attention of a layer: a function of q, k and v of this process's tokens."""
+    # (4) attention is the only layer in which tokens of different processes meet
     return lambda q, k, v: rw.attention(q, k, v, pattern, context=context)
 
 
 def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write a checkpoint, whole or not at all: who dies while writing leaves the last one as it was."""
+    """Write a checkpoint atomically: a process that dies while writing leaves the previous one intact."""
     new = path.with_name(path.name + ".new")
     with new.open("wb") as file:
         torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -93,7 +93,7 @@ def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def resume(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load a checkpoint if there is one: the step to go on with."""
+    """Load the checkpoint, if it exists, and return the next step."""
     if path is None or not path.exists():
         return 0
     state = torch.load(path, weights_only=True)
@@ -103,7 +103,7 @@ def resume(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def reopen(path: Path, start: int) -> TextIO:
-    """The file of metrics, without the steps after the checkpoint: they will be taken again."""
+    """Open the file of metrics without the steps after the checkpoint, which will run again."""
     kept = path.read_text().splitlines(keepends=True)[:start] if path.exists() else []
     file = path.open("w")
     file.writelines(kept)
@@ -111,7 +111,7 @@ def reopen(path: Path, start: int) -> TextIO:
 
 
 def over_ranks(figures: list[float]) -> Tensor:
-    """(ranks, figures): everybody's."""
+    """Return the figures of all ranks, (ranks, figures)."""
     mine = torch.tensor(figures, dtype=torch.float64)
     if not dist.is_initialized():
         return mine[None]
@@ -121,7 +121,7 @@ def over_ranks(figures: list[float]) -> Tensor:
 
 
 def main() -> None:
-    """Train."""
+    """Train the model."""
     args = arguments()
     mesh = join(args.cp)
     rank, ranks = (0, 1) if mesh is None else (dist.get_rank(), dist.get_world_size())
@@ -130,11 +130,11 @@ def main() -> None:
     near = rw.SlidingWindow(args.window) & rw.Causal()
     far = near | rw.Sinks(args.sinks) & rw.Causal()
     patterns = [far if layer % 4 == 3 else near for layer in range(args.layers)]
-    # (1) who holds which tokens, chosen once for all layers
+    # (1) the placement of tokens, chosen once for all layers
     heads = args.heads, max(1, args.heads // 2)
     context = rw.ContextParallel(None if mesh is None else mesh["cp"], patterns, args.tokens, heads=heads)
-    positions = context.positions  # (2) where this process's tokens stand in the sequence, for rotary positions
-    real = positions < args.tokens  # the rest is padding, if the length is odd: it has no loss, and nobody attends it
+    positions = context.positions  # (2) positions of this process's tokens, for rotation
+    real = positions < args.tokens  # the rest is padding: no loss, and no query attends it
 
     layers = [layer(pattern, context) for pattern in patterns]
     bare = ByteModel(layers, width=args.width, heads=heads[0], kv_heads=heads[1], seed=args.seed)
@@ -144,22 +144,22 @@ def main() -> None:
     metrics = reopen(args.out, start) if rank == 0 and args.out is not None else None
     if rank == 0:
         print(f"{replicas} x {args.tokens:,} tokens a step, {context.local:,} a process ({context.placement.name})")
-        print(f"goes on with step {start}" if start else f"{sum(w.numel() for w in bare.parameters()):,} parameters")
+        print(f"continues with step {start}" if start else f"{sum(w.numel() for w in bare.parameters()):,} parameters")
 
-    text = standard_library().tokens  # real text that is there wherever Python is
+    text = standard_library().tokens  # real text of every Python installation
     counters = context.transport.counters
-    # bytes that ring attention would bring to a process in the forward pass: all keys and values, whatever the pattern
+    # bytes that a full ring brings to a process in the forward pass: all keys and values, for every pattern
     ring = (context.size - 1) * context.local * heads[1] * (2 * args.width // args.heads) * 4 * args.layers
     for step in range(start, args.steps):
         began = time.perf_counter()
         whole = excerpt(text, args.tokens, seed=args.seed, step=step, replica=replica)
-        # (3) inputs and targets are made of the whole sequence, and then shared out: neighbours may lie elsewhere
+        # (3) shift inputs and targets before sharding: the next token may be on another process
         inputs, targets = context.shard(whole[:, :-1]), context.shard(whole[:, 1:])
         counters.reset()
         logits = model(inputs, positions)
         received = sum(counters.received)  # in the forward pass
         losses = cross_entropy(logits.transpose(1, 2), targets, reduction="none")[:, real]
-        # (5) the mean over ranks, which is what DDP takes of gradients, is then the mean over all tokens
+        # (5) DDP takes the mean of gradients over ranks; with this factor it is the mean over all tokens
         loss = losses.sum() * ranks / (replicas * args.tokens)
         loss.backward()
         for group in optimizer.param_groups:

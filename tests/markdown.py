@@ -1,4 +1,4 @@
-"""Runs the code blocks of Markdown pages: Python as it is, ``>>>`` as doctests, ``$ ringweave`` through the command line."""
+"""Run the code blocks of Markdown pages: Python, ``>>>`` as doctests, and ``$ ringweave`` through the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROMPT = "$ ringweave "
 
 
 def run_console(example: Example) -> str | None:
-    """Run the block's commands; what is wrong, if anything: an exit code, or another output than is shown."""
+    """Run a block's commands; return the first wrong exit code or output as text, or None."""
     for block in ("\n" + example.parsed).split("\n$ ")[1:]:
         command, _, wanted = block.partition("\n")
         if not f"$ {command} ".startswith(_PROMPT):
@@ -47,7 +47,7 @@ def _invoke(arguments: list[str]) -> tuple[int, str]:
 
 
 def collector(root: Path, patterns: list[str], names: Callable[[], dict[str, object]]) -> Any:
-    """The ``pytest_collect_file`` hook for the pages under ``root``; each page's namespace starts from ``names``."""
+    """Return the ``pytest_collect_file`` hook for the pages under ``root``; a page's namespace starts from ``names``."""
 
     def setup(namespace: dict[str, object]) -> None:
         namespace.update(names())

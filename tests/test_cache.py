@@ -20,7 +20,7 @@ SOURCE = Path(cache.__file__).parent
 REGISTERS = {
     "backends/tuning.py": set[str](),
     "host_offload.py": {"_told"},  # warnings that were given
-    "integrations/transformers/interface.py": {"_WARNED"},
+    "integrations/transformers/notices.py": {"SAID"},  # keys of warnings that were logged
     "integrations/transformers/model_context.py": {"_LIVE"},  # objects by name, weakly
     "memory/pressure.py": {"_callbacks"},  # functions of users
     "oom_retry.py": {"_told"},

@@ -126,7 +126,7 @@ def test_killed_workers_go_on_from_the_checkpoint(shared: list[dict[str, Any]], 
     printed = log.read().decode(errors="replace")
     assert process.returncode == 0, printed
     assert not kills
-    assert printed.count("goes on with step") == 2, printed
+    assert printed.count("continues with step") == 2, printed
     lines = metrics(out)
     assert [line["step"] for line in lines] == list(range(STEPS))
     assert losses(lines) == pytest.approx(losses(shared), rel=1e-6)
@@ -188,7 +188,7 @@ def test_the_librarys_trainer_goes_on_when_a_process_is_killed(tmp_path: Path, l
     printed = log.read().decode(errors="replace")
     assert process.returncode == 0, printed
     assert killed
-    assert "goes on from checkpoint-" in printed
+    assert "continues from checkpoint-" in printed
     # steps after the checkpoint were taken again
     found = {line["step"]: line for line in metrics(shared / "metrics.jsonl")}
     assert list(found) == list(range(1, steps + 1))

@@ -31,6 +31,8 @@ from .operators import by_operators
 
 pytest.importorskip("ringweave._cpu", exc_type=ImportError)
 
+# queries at the first positions, on purpose
+pytestmark = pytest.mark.filterwarnings("ignore:q_offset:UserWarning")
 PATTERN = (rw.SlidingWindow(9) | rw.Sinks(2)) & rw.Causal()
 
 

@@ -401,7 +401,7 @@ def refusals() -> Iterator[tuple[type[Exception], str, Callable[[Tensor, rw.Page
     yield shape, r"q: got Tensor.*wanted \(2, a multiple of 2, tokens, 24\)", lambda q, c: attend(q[:1], c)
     yield shape, r"q: got torch\.float16 on cpu", lambda q, c: attend(q.half(), c)
     yield rw.PatternError, "LongNet.*wanted a relation", lambda q, c: attend(q, c, rw.LongNet([16], [2]))
-    yield rw.PatternError, "pattern: got str", lambda q, c: attend(q, c, "causal")  # type: ignore[arg-type]
+    yield rw.PatternError, "pattern: got 'causal'", lambda q, c: attend(q, c, "causal")  # type: ignore[arg-type]
     yield (
         shape,
         "table: got page 99 in row 0, column 1",

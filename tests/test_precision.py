@@ -251,7 +251,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no scales": (lambda: rw.PagedCache(*(torch.zeros(2, 1, 16, 8).to(torch.int8),) * 2, *_PAGES), "scales: got None"),
     "scales of floats": (
         lambda: rw.PagedCache(*(torch.zeros(2, 1, 16, 8),) * 2, *_PAGES, scales=(torch.zeros(2, 1, 16),) * 2),
-        "wanted none of torch.float32",
+        "wanted None with torch.float32",
     ),
     "scales that do not fit": (
         lambda: rw.PagedCache(

@@ -68,7 +68,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(
         rw.attention(q, q, q, rw.Causal()), rw.attention(q, q, q, rw.Causal(), backend="dense_batched")
     )
-    with pytest.raises(UnsupportedError, match="there is no kernel"):
+    with pytest.raises(UnsupportedError, match="one of none: no native kernel"):
         cpu.variant()
 
 

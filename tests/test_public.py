@@ -25,8 +25,8 @@ NAMES = [
     "Global", "Grid", "GridNeighborhood", "GridWindows", "KeyPadding", "LongNet", "PagedCache", "PerHead", "Precision",
     "PrefixLM", "RingweaveError", "Segments", "Sinks", "SlidingWindow", "Softcap", "Strided", "TokenMask", "adaptive",
     "attention", "attention_weights", "attention_with_lse", "audit", "explain", "from_mask_mod",
-    "hierarchical_attention", "integrations", "longnet_attention", "memory", "merge", "nn", "paged_attention",
-    "parallel", "patterns", "plan", "varlen_attention",
+    "hierarchical_attention", "integrations", "longnet_attention", "memory", "merge",
+    "neighborhood_attention", "nn", "paged_attention", "parallel", "patterns", "plan", "varlen_attention",
 ]  # fmt: skip
 
 SIGNATURES = {
@@ -48,6 +48,7 @@ SIGNATURES = {
         "backend='auto')"
     ),
     "merge": "(outs, lses)",
+    "neighborhood_attention": "(q, k, v, window, *, dilation=1, is_causal=False, scale=None, terms=(), backend='auto')",
     "paged_attention": "(q, cache, pattern=Causal(), *, scale=None, terms=None, sink_logits=None, backend='auto')",
     "plan": "(pattern, nq, nk=None, *, heads=1, batch=1, q_offset=0, tile=None, device='cpu')",
 }

@@ -310,7 +310,7 @@ def test_a_fork_that_would_hang_raises(tmp_path: Path) -> None:
         torch.set_num_threads(1)
     """
     said = _said("forks.ctypes.CDLL = lambda name: None; call()", child.strip(), tmp_path / "out").splitlines()
-    assert "process: got one that was forked from a process that could not end its OpenMP threads" in said[0]
+    assert "process: got a fork of a process that could not end its OpenMP threads" in said[0]
     assert said[1] == "3000000 2"
 
 

@@ -639,7 +639,11 @@ def _call(**options: object) -> Tensor:
         (lambda: _call(terms=[torch.ones(1)]), rw.UnsupportedError, "terms: got Tensor of torch.float32 (1,); wanted"),
         (lambda: _call(terms=torch.ones(1)), rw.UnsupportedError, "terms: got Tensor of torch.float32 (1,); wanted"),
         (lambda: _call(sink_logits=torch.ones(3)), rw.ShapeError, "sink_logits: got Tensor of torch.float32 (3,); wan"),
-        (lambda: _call(sink_logits=0.5), rw.ShapeError, "sink_logits: got 0.5; wanted a floating tensor (4,): one for"),
+        (
+            lambda: _call(sink_logits=0.5),
+            rw.ShapeError,
+            "sink_logits: got 0.5; wanted a floating tensor (4,): one logit for each query head",
+        ),
         (lambda: _call(dropout=1e-9), rw.ShapeError, "dropout: got 1e-09; wanted 0, or at least 2 ** -16 and at most"),
         (lambda: _call(terms=rw.Softcap(1), backend="sdpa"), rw.UnsupportedError, "but it computes no Softcap. Use"),
         (lambda: _call(dropout=0.5, backend="flex"), rw.UnsupportedError, "but it computes no dropout. Use"),
@@ -745,14 +749,14 @@ def test_a_kind_that_triton_does_not_know(raised: type[Term]) -> None:
 
 
 def test_a_declaration_that_lacks_something() -> None:
-    """A kind that does not say its slope would pass gradients on as they are."""
+    """A kind that does not define its slope would pass gradients on as they are."""
     before = dict(declarations.KINDS)
     for body, text in (
-        ({"__annotations__": {"low": "float"}, "kernel": "x"}, "does not say its slope"),
-        ({"__annotations__": {"low": "float"}, "slope": None}, "does not say its kernel"),
+        ({"__annotations__": {"low": "float"}, "kernel": "x"}, "does not define slope"),
+        ({"__annotations__": {"low": "float"}, "slope": None}, "does not define kernel"),
         ({"__annotations__": {"table": "Tensor"}, "kernel": "x", "slope": None}, "then a Tensor if it has axes"),
         ({"__annotations__": {"low": "int"}, "kernel": "x", "slope": None}, "a term has floats"),
-        ({"__annotations__": {"low": "float"}, "kernel": "alibi", "slope": None}, "'alibi' to kernels, is declared"),
+        ({"__annotations__": {"low": "float"}, "kernel": "alibi", "slope": None}, "'alibi' in kernels, is declared"),
         (
             {
                 "__annotations__": {"table": "Tensor"},
@@ -760,7 +764,7 @@ def test_a_declaration_that_lacks_something() -> None:
                 "axes": (declarations.Axis("heads"),),
                 "learns": True,
             },
-            "does not say its entry",
+            "does not define entry",
         ),
     ):
         with pytest.raises(TypeError, match=text):

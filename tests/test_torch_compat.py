@@ -26,7 +26,7 @@ NAMES = [name for name in torch_compat.WITHOUT if torch_compat.find(name) is not
 #: Names that a build without NCCL lacks, and one that is None until a group is made.
 ELSEWHERE = {name for name in torch_compat.WITHOUT if "NCCL" in name or "_default_pg" in name}
 #: Names that the quick path needs, and those that the sdpa backend needs.
-QUICK = {name for name, words in torch_compat.WITHOUT.items() if "small calls take the operators" in words}
+QUICK = {name for name, words in torch_compat.WITHOUT.items() if "small calls go through the operators" in words}
 SDPA = {name for name in NAMES if "_for_cpu" in name}
 
 Answers = dict[str, dict[str, Any]]
