@@ -107,7 +107,7 @@ def program(call: Call) -> tuple[list[str], list[str]]:
     options = f"backend={call.backend!r}"
     if call.first is not None:
         options += f", {call.first.options()}"
-    elif s.q_offset:
+    elif s.q_offset or s.nq < s.nk:
         options += f", q_offset={s.q_offset}"
     if call.scale is not None:
         options += f", scale={call.scale!r}"
