@@ -592,7 +592,8 @@ def test_a_table_learns_only_where_gradients_are_enabled() -> None:
     assert program.find(given)[1] is None
     rw.attention(q, k, v, PATTERN, terms=given.terms)
     _, found = program.find(given)
-    assert found is not None and found.call.needs_grad
+    assert found is not None
+    assert found.call.needs_grad
 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
