@@ -160,10 +160,10 @@ struct Rows {
   void set(const View &t, const Unit &u, int64_t first, int count) {
     n = count;
     for (int r = 0; !count && r < kPanelRows; ++r) row[r] = kZeros;
-    const int run = run_of(t, count);
-    for (int r = 0; r < count; r += run) {
+    for (int r = 0, end; r < count; r = end) {
+      end = r + run_of(t, first + r, count - r);
       const char *from = token_at(t, u.batch, u.kv_head, first + r);
-      for (int i = r; i < r + run && i < count; ++i) row[i] = from + (i - r) * t.token;
+      for (int i = r; i < end; ++i) row[i] = from + (i - r) * t.token;
     }
     for (int r = count; count && r < kPanelRows; ++r) row[r] = row[count - 1];
   }
@@ -311,6 +311,18 @@ RW_INLINE F4 sum_keys(const float *p, int keys) {
     }
   }
   return sum;
+}
+
+// Places each key of a panel of at most half the rows in a pair with a key that is not attended (see Spacing).
+inline void few_apart(Few &f, Rows &v, int n) {
+  for (int r = n - 1; r >= 0; --r) {
+    v.row[2 * r] = v.row[r], v.row[2 * r + 1] = kZeros;
+    for (int l = 0; l < f.count; ++l) {
+      float *s = f.s + l * kPanelRows;
+      s[2 * r] = s[r], s[2 * r + 1] = -kInf;
+    }
+  }
+  v.n = 2 * n;
 }
 
 // Replaces a panel's scores by weights in place, and updates maxima, sums and the factors by which earlier sums shrink.
@@ -464,37 +476,44 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
   memset((void *)&f.pairs, 0, sizeof f.pairs);
   for (int l = 0; l < kFew; ++l)
     f.top[l] = f.total_top[l] = -kInf, f.sum[l] = f.total_sum[l] = 0, f.shrink[l] = 1;
-  const Blocks blocks(m, f.count, at, plan.kv_tile);
+  const Blocks blocks(pb, m, f.count, at);
   bool several = false;
   const int pw = panel_width(0, lanes.count);  // few queries fit the first panel
   const int k_bytes = pb.d * bytes_of(pb.k.dtype), v_bytes = pb.dv_dim * bytes_of(pb.v.dtype);
   const int64_t nk = keys_of(pb, u.batch);
   Rows keys_now, keys_next, v;
-  auto set_next = [&](int64_t first, int64_t stop) {
-    keys_next.set(pb.k, u, first, (int)larger(0, smaller(kPanelRows, stop - first)));
+  // one past the panel of row k0 of a tile
+  auto panel_end = [&](int k0, int keys) {
+    return pb.spacing.apart() ? panel_cut(pb.spacing, k0, keys) : (int)smaller(keys, k0 + kPanelRows);
   };
-  auto tile_end = [&](int64_t e) { return smaller(nk, (int64_t)(plan.col[e] + 1) * plan.kv_tile); };
-  if (begin < end) set_next((int64_t)plan.col[begin] * plan.kv_tile, tile_end(begin));
+  auto set_next = [&](int64_t tile, int k0, int keys) {
+    keys_next.set(pb.k, u, tile + k0, k0 < keys ? panel_end(k0, keys) - k0 : 0);
+  };
+  auto tile_keys = [&](int64_t e) { return (int)smaller(plan.kv_tile, nk - (int64_t)plan.col[e] * plan.kv_tile); };
+  if (begin < end) set_next((int64_t)plan.col[begin] * plan.kv_tile, 0, tile_keys(begin));
   for (int64_t e = begin; e < end; ++e) {
     const int64_t first = (int64_t)plan.col[e] * plan.kv_tile;
-    const int keys = (int)smaller(plan.kv_tile, nk - first);
+    const int keys = tile_keys(e);
     if (keys <= 0) continue;  // past the last page
     TileMask mask;
     if (plan.bits[e] >= 0)
       mask = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words,
                        lanes, keys, m.mask, m.dead);
-    uint32_t full[1];
-    if (blocks.next(mask, keys, full)) {
-      several = true;
-      for (int l = 0; l < f.count; ++l)
-        if (full[0] >> l & 1) few_join(f, l, scale.c);
-    }
     if (Scored && pb.scoring.count) pairs.set_lanes(first, keys, pad_lanes(keys));
     TileMask kept;
     if (Scored && pb.scoring.drop) kept = kept_pairs(pb, lanes, first, keys, m.dropout);
-    for (int k0 = 0; k0 < keys; k0 += kPanelRows) {
-      const int n = (int)smaller(kPanelRows, keys - k0);
+    int counted = 0;  // keys whose tiles of the whole are counted
+    for (int k0 = 0, n; k0 < keys; k0 += n) {
+      n = panel_end(k0, keys) - k0;
       const TileMask allowed = mask.from(k0);
+      if (k0 == counted) {
+        uint32_t full[1];
+        bool any = false;
+        counted = blocks.next(mask, k0, keys, full, any);
+        for (int l = 0; any && l < f.count; ++l)
+          if (full[0] >> l & 1) few_join(f, l, scale.c);
+        several |= any;
+      }
       keys_now = keys_next;
       v.set(pb.v, u, first + k0, n);
       for (int r = 0; allowed.dead && r < n; ++r)
@@ -507,10 +526,12 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
       if (pb.k.scales) row_scales(pb.k, u.batch, u.kv_head, first + k0, n, allowed.dead, unit<T>, scales);
       few_scores<Scored>(pb, f, n, allowed, pb.k.scales ? scales : nullptr);
       if (Scored && pb.scoring.count) few_terms(pairs, f, lanes, k0, n, allowed);
-      few_softmax<Op>(f, n, scale.c);
+      const int apart = Op::depth == 2 && pb.spacing.apart() ? 2 : 1;
+      if (apart == 2) few_apart(f, v, n);
+      few_softmax<Op>(f, n * apart, scale.c);
       for (int l = 0; kept.rows && l < f.count; ++l)
         for (int r = 0; r < n; ++r)
-          if (!(kept.rows[(ptrdiff_t)(k0 + r) * kept.words] >> l & 1)) f.s[l * kPanelRows + r] = 0;
+          if (!(kept.rows[(ptrdiff_t)(k0 + r) * kept.words] >> l & 1)) f.s[l * kPanelRows + r * apart] = 0;
       if (pb.v.scales) {
         row_scales(pb.v, u.batch, u.kv_head, first + k0, n, allowed.dead, unit<T>, scales);
         for (int l = 0; l < f.count; ++l)
@@ -518,14 +539,15 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
       }
 #if defined(RW_PAIRS)
       for (int l = 0; Op::depth == 2 && l < f.count; ++l)
-        for (int r = 0; r < n; r += W) store_narrow(f.pairs + l * kPanelRows + r, load(f.s + l * kPanelRows + r));
+        for (int r = 0; r < n * apart; r += W)
+          store_narrow(f.pairs + l * kPanelRows + r, load(f.s + l * kPanelRows + r));
 #endif
-      if (k0 + kPanelRows < keys)
-        set_next(first + k0 + kPanelRows, first + keys);
+      if (k0 + n < keys)
+        set_next(first, k0 + n, keys);
       else if (e + 1 < last)
-        set_next((int64_t)plan.col[e + 1] * plan.kv_tile, tile_end(e + 1));
+        set_next((int64_t)plan.col[e + 1] * plan.kv_tile, 0, tile_keys(e + 1));
       else
-        set_next(0, 0);
+        set_next(0, 0, 0);
       few_values<Op, T>(f, v, keys_ahead);
     }
   }

@@ -103,33 +103,78 @@ struct ForwardMemory {
   }
 };
 
-// For each lane: the number of tiles that it has attended, and the number at which its current block ends.
+// Rows of a tile of a view after `row`, up to `end`, that are in the same tile of the whole (tile_cut), or in the same
+// panel of it (panel_cut). Returns one past the last of them.
+inline int cut_after(const Spacing &s, int row, int end, int64_t tokens) {
+  return (int)smaller(end, row + (tokens + s.step - 1) / s.step);
+}
+inline int tile_cut(const Spacing &s, int row, int end) {
+  return cut_after(s, row, end, s.side - (s.first + s.step * row) % s.side);
+}
+inline int panel_cut(const Spacing &s, int row, int end) {
+  const int64_t at = (s.first + s.step * row) % s.side;
+  return cut_after(s, row, end, smaller(kPanelRows - at % kPanelRows, s.side - at));
+}
+// One past the last row that is computed together with `row`: at most a panel, and no part of a panel of the whole.
+inline int chunk_end(const Spacing &s, int row, int end) {
+  if (!s.apart()) return (int)smaller(end, row + kPanelRows);
+  int last = panel_cut(s, row, end);
+  for (int next = last; next < end && (next = panel_cut(s, last, end)) <= row + kPanelRows;) last = next;
+  return last;
+}
+
+// For each lane: the number of tiles that it has attended, and the number at which its current block ends. In a view,
+// these are tiles of the whole.
 struct Blocks {
   int32_t *attended, *end;
-  int lanes, kv_tile;
-  Blocks(const ForwardMemory &m, int lanes, int64_t at, int kv_tile)
-      : attended(m.attended), end(m.ends), lanes(lanes), kv_tile(kv_tile) {
-    for (int i = 0; i < lanes; ++i) attended[i] = (int32_t)at, end[i] = (int32_t)block_end(at, kv_tile);
+  int lanes, side;
+  const Spacing spacing;
+  Blocks(const Problem &pb, const ForwardMemory &m, int lanes, int64_t at)
+      : attended(m.attended), end(m.ends), lanes(lanes),
+        side(pb.spacing.apart() ? (int)pb.spacing.side : pb.plan.kv_tile), spacing(pb.spacing) {
+    for (int i = 0; i < lanes; ++i) attended[i] = (int32_t)at, end[i] = (int32_t)block_end(at, side);
   }
-  // Counts a tile for the lanes that attend a key of it. Marks in `full` the lanes for which the tile begins another
-  // block, and returns whether there are any.
-  bool next(const TileMask &mask, int keys, uint32_t *full) const {
+  // Counts the tile of the keys from `from` on, and the tiles after it that begin no block. Marks in `full` the lanes
+  // for which the first tile begins another block, and sets `any` if there are any. Returns one past the counted keys.
+  int next(const TileMask &mask, int from, int keys, uint32_t *full, bool &any) const {
+    int to = spacing.apart() ? tile_cut(spacing, from, keys) : keys;
+    any = begin(mask, from, to, full);
+    for (int i = 0; any && i < lanes; ++i)
+      if (full[i / 32] >> (i % 32) & 1) end[i] = (int32_t)block_end(end[i], side);
+    count(mask, from, to);
+    while (to < keys) {
+      const int after = tile_cut(spacing, to, keys);
+      uint32_t others[kMostLanes / 32];
+      if (begin(mask, to, after, others)) break;
+      count(mask, to, after);
+      to = after;
+    }
+    return to;
+  }
+
+ private:
+  uint32_t some(const TileMask &mask, int from, int to, int lane) const {
+    uint32_t bits = mask.rows ? 0 : ~0u;
+    for (int r = from; mask.rows && r < to; ++r) bits |= mask.rows[(ptrdiff_t)r * mask.words + lane / 32];
+    return bits;
+  }
+  bool begin(const TileMask &mask, int from, int to, uint32_t *full) const {
     bool any = false;
     for (int first = 0; first < lanes; first += 32) {
-      uint32_t some = mask.rows ? 0 : ~0u, ended = 0;
-      for (int r = 0; mask.rows && r < keys; ++r) some |= mask.rows[(ptrdiff_t)r * mask.words + first / 32];
       const int n = (int)smaller(32, lanes - first);
-      for (int i = 0; i < n; ++i) {
-        const int32_t one = some >> i & 1;
-        ended |= (uint32_t)(one & (attended[first + i] == end[first + i])) << i;
-        attended[first + i] += one;
-      }
-      full[first / 32] = ended;
-      any |= ended != 0;
+      uint32_t ended = 0;
+      for (int i = 0; i < n; ++i) ended |= (uint32_t)(attended[first + i] == end[first + i]) << i;
+      full[first / 32] = ended ? ended & some(mask, from, to, first) : 0;
+      any |= full[first / 32] != 0;
     }
-    for (int i = 0; any && i < lanes; ++i)
-      if (full[i / 32] >> (i % 32) & 1) end[i] = (int32_t)block_end(end[i], kv_tile);
     return any;
+  }
+  void count(const TileMask &mask, int from, int to) const {
+    for (int first = 0; first < lanes; first += 32) {
+      const uint32_t bits = some(mask, from, to, first);
+      const int n = (int)smaller(32, lanes - first);
+      for (int i = 0; i < n; ++i) attended[first + i] += (int32_t)(bits >> i & 1);
+    }
   }
 };
 
@@ -178,7 +223,27 @@ RW_INLINE void exponentials(float *s, int keys, float c, const V (&low)[N], V (&
       store(s + (r / 2 * N + j) * W, pair(kept(p, r, j), r + 1 < keys ? kept(o, r + 1, j) : o));
     }
 }
+// For a view, in which two keys of the whole's pairs are never both attended: each weight in a pair with 0.
+template <int N, class Keep>
+RW_INLINE void exponentials_apart(float *s, int keys, float c, const V (&low)[N], V (&sum)[N], Keep kept) {
+  const V cv = splat(c);
+  for (int r = 0; r < keys; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) {
+      V p = exp2((load(s + (r * N + j) * W) - low[j]) * cv);
+      sum[j] += p;
+      store(s + (r * N + j) * W, pair(kept(p, r, j), V{}));
+    }
+}
 #endif
+template <class Op, int N, class Keep>
+RW_INLINE void weights(bool apart, float *s, int keys, float c, const V (&low)[N], V (&sum)[N], Keep kept) {
+#if defined(RW_PAIRS)
+  if (apart) return exponentials_apart(s, keys, c, low, sum, kept);
+#endif
+  (void)apart;
+  exponentials(s, keys, c, low, sum, kept, Op());
+}
 
 // Applies the terms to a panel of products in place, masks the result, and updates the maximum of each lane.
 template <int N>
@@ -198,8 +263,8 @@ RW_INLINE void score(const Pairs &pairs, float *s, int k0, int n, int lane, cons
 }
 
 // Processes a chunk of a tile's keys for N vectors of a panel of P vectors, from vector `part` on, with one update of
-// the running maximum. Scored: the call has terms, dropout or scales of 8-bit keys and values. As in decode.h, the
-// scales multiply scores and weights.
+// the running maximum, or in a view one for each panel of the whole. Scored: the call has terms, dropout or scales of
+// 8-bit keys and values. As in decode.h, the scales multiply scores and weights.
 template <class Op, int N, int P, bool Scored>
 inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Running &state, const Scale &scale,
                           int panel, int part, Tile k, Tile v, Live live, const TileMask &mask, const Ahead &ahead,
@@ -256,64 +321,76 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
 #endif
   if constexpr (!is_tiled<Op>) sweep<Op, true, N, P>(keys, k.ld, n, pb.d / Op::depth, q, begin, masked);
   if constexpr (Scored) score(pairs, s, k0, n, lane, mask, top);
-
-  V low[N], sum[N], shrink[N], least = bottom[0];
-  for (int j = 0; j < N; ++j) {
-    V before = load(state.top + lane + j * W);
-    V now = max(top[j], before);
-    least = min(bottom[j], least);
-    low[j] = no_inf(now);  // without any key so far, every exponent is -inf whatever is subtracted
-    shrink[j] = exp2((before - low[j]) * splat(c));
-    sum[j] = V{};
-    store(state.top + lane + j * W, now);
-  }
+  V least = bottom[0];
+  for (int j = 1; j < N; ++j) least = min(bottom[j], least);
   if (any_below(least, -scale.most)) mark_below(pb);
-  if constexpr (Scored) {
-    const TileMask &kept = pairs.kept;
-    const Kept keep{kept.rows ? kept.rows + (ptrdiff_t)k0 * kept.words : nullptr, kept.words, lane,
-                    m.v_scales ? m.v_scales + k0 : nullptr};
-    exponentials(s, n, c, low, sum, keep, Op());
-  } else {
-    exponentials(s, n, c, low, sum, Every(), Op());
-  }
-  for (int j = 0; j < N; ++j) store(state.sum + lane + j * W, load(state.sum + lane + j * W) * shrink[j] + sum[j]);
 
-  const auto add = [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
-    // as in add_block, the products were summed from 0
-#pragma GCC unroll 16
-    for (int i = 0; i < decltype(block)::value; ++i)
+  const bool split = pb.spacing.apart(), apart = split && Op::depth == 2;
+  for (int r0 = 0, count; r0 < n; r0 += count, s += count * N * W) {
+    count = split ? panel_cut(pb.spacing, k0 + r0, live.last) - k0 - r0 : n;
+    if (split) {
+      for (int j = 0; j < N; ++j) top[j] = splat(-kInf);
+      for (int r = 0; r < count; ++r)
 #pragma GCC unroll 8
-      for (int j = 0; j < N; ++j) {
-        float *to = out + ((r + i) * P + j) * W;
-        store(to, load(to) * shrink[j] + acc[i][j]);
-      }
-  };
-  const char *values = v.data + (ptrdiff_t)(k0 / Op::step) * v.ld;
-#if defined(RW_TILES)
-  if constexpr (is_tiled<Op>) {
-    const int steps = tile_steps<N>(s, n);
-    for (int r = 0; r < pb.dv_dim; r += kTile) {
-      float *sums = s + 32 * N * W;  // after the pairs of weights
-      tile_sums<N>(values + r * 64, v.ld, steps, s, sums);
-      each_row<N>(sums, (int)smaller(kTile, pb.dv_dim - r),
-                  [&](auto block, int i, auto &acc) __attribute__((always_inline)) { add(block, r + i, acc); });
+        for (int j = 0; j < N; ++j) top[j] = max(load(s + (r * N + j) * W), top[j]);
     }
-  }
+    V low[N], sum[N], shrink[N];
+    for (int j = 0; j < N; ++j) {
+      V before = load(state.top + lane + j * W);
+      V now = max(top[j], before);
+      low[j] = no_inf(now);  // without any key so far, every exponent is -inf whatever is subtracted
+      shrink[j] = exp2((before - low[j]) * splat(c));
+      sum[j] = V{};
+      store(state.top + lane + j * W, now);
+    }
+    if constexpr (Scored) {
+      const TileMask &kept = pairs.kept;
+      const Kept keep{kept.rows ? kept.rows + (ptrdiff_t)(k0 + r0) * kept.words : nullptr, kept.words, lane,
+                      m.v_scales ? m.v_scales + k0 + r0 : nullptr};
+      weights<Op>(apart, s, count, c, low, sum, keep);
+    } else {
+      weights<Op>(apart, s, count, c, low, sum, Every());
+    }
+    for (int j = 0; j < N; ++j) store(state.sum + lane + j * W, load(state.sum + lane + j * W) * shrink[j] + sum[j]);
+
+    const auto add = [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+      // as in add_block, the products were summed from 0
+#pragma GCC unroll 16
+      for (int i = 0; i < decltype(block)::value; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; ++j) {
+          float *to = out + ((r + i) * P + j) * W;
+          store(to, load(to) * shrink[j] + acc[i][j]);
+        }
+    };
+    const char *values = v.data + (ptrdiff_t)((k0 + r0) / (apart ? 1 : Op::step)) * v.ld;
+#if defined(RW_TILES)
+    if constexpr (is_tiled<Op>) {
+      const int steps = tile_steps<N>(s, n);
+      for (int r = 0; r < pb.dv_dim; r += kTile) {
+        float *sums = s + 32 * N * W;  // after the pairs of weights
+        tile_sums<N>(values + r * 64, v.ld, steps, s, sums);
+        each_row<N>(sums, (int)smaller(kTile, pb.dv_dim - r),
+                    [&](auto block, int i, auto &acc) __attribute__((always_inline)) { add(block, r + i, acc); });
+      }
+    }
 #endif
-  if constexpr (!is_tiled<Op>)
-    sweep<Op, false, N>(
-        values, v.ld, pb.dv_dim, (n + Op::depth - 1) / Op::depth, s,
-        [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); }, add);
+    if constexpr (!is_tiled<Op>)
+      sweep<Op, false, N>(
+          values, v.ld, pb.dv_dim, apart ? count : (count + Op::depth - 1) / Op::depth, s,
+          [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); }, add);
+  }
 }
 
-// Processes one key tile for one panel of lanes. Keys at both ends of the mask that no lane attends are skipped, for
+// Processes the keys [from, to) of a tile for one panel of lanes. Keys at both ends of the mask that no lane attends are skipped, for
 // each half of the panel separately if that saves enough. Skipping changes no bit, since a key that a lane does not
 // attend adds 0.
 template <class Op, int N, bool Scored>
 inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Running &state, const Scale &scale, int lane,
-                          Tile k, Tile v, int keys, const TileMask &mask, const Ahead &ahead, const Pairs &pairs) {
-  for (int k0 = 0; k0 < keys; k0 += kForwardKeys) {
-    const int n = (int)smaller(kForwardKeys, keys - k0);
+                          Tile k, Tile v, int from, int to, const TileMask &mask, const Ahead &ahead,
+                          const Pairs &pairs) {
+  for (int k0 = from, n; k0 < to; k0 += n) {
+    n = chunk_end(pb.spacing, k0, to) - k0;
     const Live all = live_rows<Op>(mask, k0, n, lane, N * W);
     ahead.fetch(k0, all.first);
     ahead.fetch(all.last, k0 + n);
@@ -415,7 +492,7 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
   const Plan &plan = pb.plan;
   const Scale scale(pb);
   const Running total(m.total, lanes.count, pb.dv_dim);
-  const Blocks blocks(m, lanes.count, at, plan.kv_tile);
+  const Blocks blocks(pb, m, lanes.count, at);
   bool several = false;
   Pairs pairs(pb, m.terms, u.batch, false);
   pairs.head = lanes.head, pairs.heads = lanes.heads;
@@ -431,12 +508,6 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
     if (plan.bits[e] >= 0)
       mask = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words,
                        lanes, keys, m.mask, m.dead);
-    uint32_t full[kMostLanes / 32];
-    if (blocks.next(mask, keys, full)) {
-      if (!several) total.reset(lanes.count, pb.dv_dim);
-      several = true;
-      join_state(total, state, lanes.count, pb.dv_dim, scale.c, full);
-    }
     const auto ahead = [&](int lane) {
       if (e + 1 < last) return lane ? Ahead() : keys_ahead(pb, u, e + 1);
       const int h = (lane - 1) / (kWide * W);
@@ -449,23 +520,35 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
       row_scales(pb.v, u.batch, u.kv_head, first, keys, mask.dead, 1, m.v_scales);
     }
     Dead dead = mask.dead;
-    // a paged tile is read from its first row, since run_of relies on the place of its start in a page
-    const Live live = pb.k.pages ? Live{0, keys} : live_rows<Op>(keys, dead);
+    const Live live = live_rows<Op>(keys, dead);
+    if (!live.count()) continue;
     const int64_t start = first + live.first;
     const Tile k = tile_rows<Op>(pb.k, u.batch, u.kv_head, start, live.count(), pb.d, nullptr, m.k).from(live.first);
-    Tile v = tile_columns<Op>(pb.v, u.batch, u.kv_head, start, live.count(), pb.dv_dim, dead, m.v);
+    const bool apart = pb.spacing.apart();
+    Tile v = tile_columns<Op>(pb.v, u.batch, u.kv_head, start, live.count(), pb.dv_dim, dead, m.v, apart);
 #if defined(RW_TILES)
     if (is_tiled<Op>) v = turn_pairs(v, live.count(), pb.dv_dim, m.turned);
 #endif
-    v = v.from(live.first / Op::step);
-    for (int lane = 0; lane < lanes.count; lane += panel_width(lane, lanes.count)) {
-      const int n = panel_width(lane, lanes.count) / W;
-      if (kWide == 4 && n == 4)
-        forward_panel<Op, kWide, Scored>(pb, m, state, scale, lane, k, v, keys, mask, ahead(lane), pairs);
-      else if (n == 2)
-        forward_panel<Op, 2, Scored>(pb, m, state, scale, lane, k, v, keys, mask, ahead(lane), pairs);
-      else
-        forward_panel<Op, 1, Scored>(pb, m, state, scale, lane, k, v, keys, mask, ahead(lane), pairs);
+    v = v.from(live.first / (apart ? 1 : Op::step));
+    for (int from = 0, to; from < keys; from = to) {
+      uint32_t full[kMostLanes / 32];
+      bool any = false;
+      to = blocks.next(mask, from, keys, full, any);
+      if (any) {
+        if (!several) total.reset(lanes.count, pb.dv_dim);
+        several = true;
+        join_state(total, state, lanes.count, pb.dv_dim, scale.c, full);
+      }
+      for (int lane = 0; lane < lanes.count; lane += panel_width(lane, lanes.count)) {
+        const int n = panel_width(lane, lanes.count) / W;
+        const Ahead next_rows = from ? Ahead() : ahead(lane);
+        if (kWide == 4 && n == 4)
+          forward_panel<Op, kWide, Scored>(pb, m, state, scale, lane, k, v, from, to, mask, next_rows, pairs);
+        else if (n == 2)
+          forward_panel<Op, 2, Scored>(pb, m, state, scale, lane, k, v, from, to, mask, next_rows, pairs);
+        else
+          forward_panel<Op, 1, Scored>(pb, m, state, scale, lane, k, v, from, to, mask, next_rows, pairs);
+      }
     }
   }
   if (several) join_state(total, state, lanes.count, pb.dv_dim, scale.c);

@@ -42,7 +42,8 @@ using Own = Single;
 size_t forward_bytes(const Problem &pb, int lanes) { return ForwardMemory(pb, lanes, nullptr).bytes; }
 void run_forward(const Problem &pb, const Unit &u, const Piece &p, const Next &next, char *m, float *partials,
                  size_t stride) {
-  RW_OTHERS(pb.k.dtype != BF16, forward(pb, u, p, next, m, partials, stride));
+  // tiles sum 32 keys of the whole together, which a view cannot do
+  RW_OTHERS(pb.k.dtype != BF16 || (kTiles && pb.spacing.step), forward(pb, u, p, next, m, partials, stride));
   RW_CALL(forward_piece, pb, u, p, next, m, Partials{partials, stride});
 }
 
@@ -85,6 +86,28 @@ void run_delta(const Problem &pb, int64_t b, int64_t h, int64_t first, int64_t l
     for (int i = 0; i < W; ++i) sum += sums[i];
     if (pb.dlse.data) sum -= load1(row_at(pb.dlse, b, h, n));
     memcpy(row_at(pb.delta, b, h, n), &sum, 4);
+  }
+}
+
+// As merge_into of merge.py. A part without keys changes no bit, and a merge into an empty row copies the part.
+void run_merge(const Problem &pb, int64_t b, int64_t h, int64_t first, int64_t last) {
+  for (int64_t n = first; n < last; ++n) {
+    float *out = (float *)row_at(pb.out, b, h, n), *lse = (float *)row_at(pb.lse, b, h, n);
+    const float *part = (const float *)row_at(pb.v, b, h, n);
+    const float other = load1(row_at(pb.delta, b, h, n));
+    if (other == -kInf) continue;
+    if (*lse == -kInf) {
+      memcpy(out, part, 4 * (size_t)pb.dv_dim), *lse = other;
+      continue;
+    }
+    const float most = *lse > other ? *lse : other, top = isinf(most) ? 0 : most;
+    const float old = expf(*lse - top), fresh = expf(other - top), total = old + fresh;
+    const V a = splat(old / total), c = splat(fresh / total);
+    int ch = 0;
+    for (; ch + W <= pb.dv_dim; ch += W)
+      store(out + ch, rounded(load(out + ch) * a) + rounded(load(part + ch) * c));
+    for (; ch < pb.dv_dim; ++ch) out[ch] = (rounded(splat(out[ch]) * a) + rounded(splat(part[ch]) * c))[0];
+    *lse = top + logf(total);
   }
 }
 
@@ -150,6 +173,7 @@ const Kernel RW_JOIN(kernel_, RINGWEAVE_VARIANT) = {RW_TEXT(RINGWEAVE_VARIANT),
                                                     run_backward,
                                                     backward_join,
                                                     run_delta,
+                                                    run_merge,
                                                     longest,
                                                     fma_loop,
                                                     kTermKinds,

@@ -129,6 +129,16 @@ void columns_of_plan(Problem &pb, const Array &col_ptr, const Array &row, const 
   check_range("bits_t", p.bits_t, nnz, -1, masks);
 }
 
+// (first, step, side) of a relation by residue; empty for other relations.
+void space(Problem &pb, const std::vector<int64_t> &spacing) {
+  if (spacing.empty()) return;
+  const bool three = spacing.size() == 3;
+  if (!three || spacing[0] < 0 || spacing[1] < 1 || spacing[2] < 16 || spacing[2] > kMostTile ||
+      spacing[0] > (int64_t)1 << 40 || spacing[1] > (int64_t)1 << 40)
+    refuse("spacing", "wanted (first >= 0, step >= 1, side of 16 to 256)");
+  pb.spacing = {spacing[0], spacing[1], spacing[2]};
+}
+
 // The kinds of terms, which are the same in every build.
 std::vector<std::string> term_kinds() {
   std::vector<std::string> names;
@@ -263,7 +273,8 @@ bool bind_forward(const Array &q, const Array &k, const Array &v, const Array &o
                   int q_tile, int kv_tile, float scale, int threads, const std::string &variant, const Terms &terms,
                   const Maybe &rows, const Maybe &columns, const Maybe &q_offset, const Maybe &k_offset,
                   const Maybe &heads, int64_t drop, int64_t seed, const Maybe &table, const Maybe &lengths,
-                  const Maybe &k_scale, const Maybe &v_scale, bool longest_first) {
+                  const Maybe &k_scale, const Maybe &v_scale, bool longest_first,
+                  const std::vector<int64_t> &spacing) {
   const Kernel &kernel = pick(variant);
   check_threads(threads);
   Problem pb = inputs(q, k, v, scale, table, k_scale && v_scale);
@@ -272,10 +283,10 @@ bool bind_forward(const Array &q, const Array &k, const Array &v, const Array &o
   pb.lse = floats("lse", lse, pb, true);
   tiles(pb, q_tile, kv_tile);
   rows_of_plan(pb, row_ptr, col, bits, masks, group);
+  space(pb, spacing);
   Pages pages;
   if (table) {
     if (!lengths) refuse("lengths", "wanted with a table");
-    if (kv_tile & (kv_tile - 1)) refuse("kv_tile", "wanted a power of two with a table, got " + std::to_string(kv_tile));
     pages = pages_of(*table, *lengths, pb.batch, (int64_t)k.shape(2), (int64_t)k.shape(0));
     pb.k.pages = pb.v.pages = &pages;
   }
@@ -371,16 +382,31 @@ void bind_delta(const Array &dout, const Array &out, const std::optional<Array> 
   delta(pb, kernel, threads);
 }
 
+void bind_merge(const Array &out, const Array &lse, const Array &part, const Array &part_lse, int threads,
+                const std::string &variant) {
+  const Kernel &kernel = pick(variant);
+  check_threads(threads);
+  Problem pb;
+  pb.dv_dim = head_dim("out", out);
+  pb.batch = out.shape(0), pb.q_heads = out.shape(1), pb.nq = out.shape(2);
+  pb.out = view_of("out", out, {pb.batch, pb.q_heads, pb.nq, pb.dv_dim}, true);
+  pb.v = view_of("part", part, {pb.batch, pb.q_heads, pb.nq, pb.dv_dim}, false);
+  if (pb.out.dtype != F32 || pb.v.dtype != F32) refuse("out, part", "wanted float32");
+  pb.lse = floats("lse", lse, pb, true);
+  pb.delta = floats("part_lse", part_lse, pb, false);
+  nb::gil_scoped_release release;
+  merge(pb, kernel, threads);
+}
+
 // A call without terms. The constructor checks its sizes, types and plan, and divides it into work. Later calls only
 // pass addresses and strides; the caller guarantees that sizes and types are those of the constructor's tensors.
 class Prepared {
  public:
   Prepared(const Array &q, const Array &k, const Array &v, const Array &row_ptr, const Array &col, const Array &bits,
            const Array &masks, const Array &group, int q_tile, int kv_tile, float scale, const std::string &variant,
-           const Maybe &table, int64_t keys)
+           const Maybe &table, int64_t keys, const std::vector<int64_t> &spacing)
       : kernel(pick(variant)), pb(inputs(q, k, v, scale, table)), plan{row_ptr, col, bits, masks, group} {
     if (table) {
-      if (kv_tile & (kv_tile - 1)) refuse("kv_tile", "wanted a power of two with a table, got " + std::to_string(kv_tile));
       if (keys < 1 || keys > pb.nk) refuse("keys", "wanted 1 to " + std::to_string(pb.nk) + ", got " + std::to_string(keys));
       ints("table", *table, {pb.batch, -1});
       stored = (int64_t)k.shape(0), size = (int64_t)k.shape(2), columns_of_table = (int64_t)table->shape(1), pb.nk = keys;
@@ -389,6 +415,7 @@ class Prepared {
     }
     tiles(pb, q_tile, kv_tile);
     rows_of_plan(pb, row_ptr, col, bits, masks, group);
+    space(pb, spacing);
     compact(pb.out, pb.q_heads, pb.nq, pb.dv_dim), compact(pb.dq, pb.q_heads, pb.nq, pb.d);
     compact(pb.dk, pb.kv_heads, pb.nk, pb.d), compact(pb.dv, pb.kv_heads, pb.nk, pb.dv_dim);
     for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->dtype = F32, of_rows->token = 4;
@@ -521,6 +548,7 @@ NB_MODULE(_cpu, m) {
         "rows"_a = nb::none(), "columns"_a = nb::none(), "q_offset"_a = nb::none(), "k_offset"_a = nb::none(),
         "heads"_a = nb::none(), "drop"_a = 0, "seed"_a = 0, "table"_a = nb::none(), "lengths"_a = nb::none(),
         "k_scale"_a = nb::none(), "v_scale"_a = nb::none(), "longest_first"_a = true,
+        "spacing"_a = std::vector<int64_t>(),
         "Whether an allowed score is -inf: a sum that overflowed, or an infinite input.");
   m.def("tile_mass", &bind_tile_mass, "q"_a, "k"_a, "lse"_a, "values"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a,
         "group"_a, "q_tile"_a, "kv_tile"_a, "scale"_a, "threads"_a, "variant"_a = "",
@@ -532,11 +560,14 @@ NB_MODULE(_cpu, m) {
         "table_grads"_a = std::vector<Maybe>());
   m.def("delta", &bind_delta, "dout"_a, "out"_a, "dlse"_a.none(), "delta"_a, "threads"_a, "variant"_a = "",
         "Compute delta = rowsum(dout * out) - dlse, an argument of backward; dlse may be None.");
+  m.def("merge", &bind_merge, "out"_a, "lse"_a, "part"_a, "part_lse"_a, "threads"_a, "variant"_a = "",
+        "Merge a partial result into (out, lse) in place. A row's bits depend on nothing else.");
   nb::class_<Prepared>(m, "Prepared", "A checked call. Its methods take addresses and strides of tensors, unchecked.")
       .def(nb::init<const Array &, const Array &, const Array &, const Array &, const Array &, const Array &,
-                    const Array &, const Array &, int, int, float, const std::string &, const Maybe &, int64_t>(),
+                    const Array &, const Array &, int, int, float, const std::string &, const Maybe &, int64_t,
+                    const std::vector<int64_t> &>(),
            "q"_a, "k"_a, "v"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a, "group"_a, "q_tile"_a, "kv_tile"_a,
-           "scale"_a, "variant"_a, "table"_a = nb::none(), "keys"_a = 0)
+           "scale"_a, "variant"_a, "table"_a = nb::none(), "keys"_a = 0, "spacing"_a = std::vector<int64_t>())
       .def("columns", &Prepared::columns, "col_ptr"_a, "row"_a, "bits_t"_a)
       .def("forward", &Prepared::forward, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "out"_a,
            "lse"_a, "keys"_a, "first"_a, "threads"_a, "table"_a = 0, "lengths"_a = 0)

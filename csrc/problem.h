@@ -40,6 +40,15 @@ struct Plan {
   int64_t q_tiles = 0, k_tiles = 0, groups = 0;
 };
 
+// The keys of a relation by residue (see Spacing in plan/branches.py): key n of the view is token first + step * n of
+// the whole, and `side` tokens are a key tile of the whole. Sums over the keys of a view are cut at the same tokens as
+// sums over the whole. So both have the same bits, since keys that a row does not attend add 0. step == 0: no relation
+// by residue; step == 1: such a relation in token order.
+struct Spacing {
+  int64_t first = 0, step = 0, side = 0;
+  bool apart() const { return step > 1; }
+};
+
 constexpr int kMostNumbers = 4;
 
 // One term of a score. The table's strides are in bytes, and 0 for dimensions of size 1: alibi uses (head), distance
@@ -93,6 +102,7 @@ struct Problem {
   View q, k, v, out, dout, dq, dk, dv;
   View lse, delta, dlse;  // (batch, head, token), float32; dlse.data may be null
   Plan plan;
+  Spacing spacing;
   Scoring scoring;
   int64_t batch = 0, q_heads = 0, kv_heads = 0, nq = 0, nk = 0;
   int d = 0, dv_dim = 0;
@@ -165,6 +175,8 @@ struct Kernel {
                         size_t stride);
   // computes delta for query rows [first, last) of one head
   void (*delta)(const Problem &, int64_t batch, int64_t head, int64_t first, int64_t last);
+  // merges query rows [first, last) of a part, (v, delta), into (out, lse); all are float32
+  void (*merge)(const Problem &, int64_t batch, int64_t head, int64_t first, int64_t last);
   // returns the largest squared length of the finite rows of a tensor
   double (*longest)(const View &, int width, int64_t batch, int64_t head, int64_t first, int64_t last);
   int64_t (*fma_loop)(Dtype, int64_t rounds);  // returns the FLOP done

@@ -132,8 +132,12 @@ inline void row_scales(const View &t, int64_t b, int64_t h, int64_t first, int n
                        float *to) {
   for (int r = 0; r < n; ++r) to[r] = dead && dead[r] ? 0.f : scale_at(t, b, h, first + r) * unit;
 }
-// Number of adjacent rows in each run of a tile's n rows: a tile begins at the start of a page, or is within one page.
-RW_INLINE int run_of(const View &v, int n) { return v.pages ? (int)smaller(n, 1 << v.pages->shift) : n; }
+// Number of rows from `first` on, at most n, that are adjacent in memory: with pages, those in the same page.
+RW_INLINE int run_of(const View &v, int64_t first, int n) {
+  if (!v.pages) return n;
+  const int64_t page = 1 << v.pages->shift;
+  return (int)smaller(n, page - (first & (page - 1)));
+}
 
 // Prefetches the rows of the next tile of two tensors while the current one is processed. Sparse lists jump in memory,
 // which hardware prefetchers do not predict. If a tile has several pages, only the first one is prefetched.
@@ -149,7 +153,7 @@ struct Ahead {
         y_step(ty.token),
         x_bytes(x_width * bytes_of(tx.dtype)),
         y_bytes(y_width * bytes_of(ty.dtype)),
-        rows(run_of(tx, n)) {}
+        rows(run_of(tx, first, n)) {}
   Ahead(const View &t, int64_t b, int64_t h, int64_t first, int n, int width) : Ahead(t, t, b, h, first, n, width, 0) {}
   RW_INLINE void fetch(int from, int to) const {
     for (int r = from; r < to && r < rows; ++r) {
@@ -174,14 +178,14 @@ typedef const uint8_t *Dead;
 template <class Op>
 inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n, int width, Dead dead, char *memory) {
   const char *from = token_at(t, b, h, first);
-  const int run = run_of(t, n);
+  int run = run_of(t, first, n);
   const bool raw = Op::depth == 2 || t.dtype == F32;
   const ptrdiff_t size = (Op::depth == 2 ? 2 : 4) * (ptrdiff_t)width;
   // Contiguous rows are used in place, if nothing reads past the last one. Rows that are far apart are copied, since
   // they would compete for a few cache sets and TLB entries.
   if (raw && !dead && t.token == size && run == n && n % Op::rows == 0) return {from, size};
   for (int i = 0; i < n; ++i, from += t.token) {
-    if (run < n && i % run == 0) from = token_at(t, b, h, first + i);
+    if (i == run) from = token_at(t, b, h, first + i), run += run_of(t, first + i, n - i);
     char *to = memory + i * size;
     if (dead && dead[i])
       memset(to, 0, (size_t)size);
@@ -193,17 +197,19 @@ inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n,
   return {memory, size};
 }
 
-// A tile's rows for a contraction over rows. With pairs, rows 2i and 2i+1 are interleaved channel by channel.
+// A tile's rows for a contraction over rows. With pairs, rows 2i and 2i+1 are interleaved channel by channel; if
+// `apart`, each row is interleaved with zeros.
 template <class Op>
 inline Tile tile_columns(const View &t, int64_t b, int64_t h, int64_t first, int n, int width, Dead dead,
-                         char *memory) {
+                         char *memory, bool apart = false) {
   if (Op::depth == 1) return tile_rows<Op>(t, b, h, first, n, width, dead, memory);
   const char *from = token_at(t, b, h, first);
-  const int run = run_of(t, n);
-  for (int i = 0; i < n; i += 2, from += 2 * t.token) {
-    if (run < n && i % run == 0) from = token_at(t, b, h, first + i);
-    const bool low = !(dead && dead[i]), high = i + 1 < n && !(dead && dead[i + 1]);
-    char *to = memory + (ptrdiff_t)i * width * 2;
+  const int step = apart ? 1 : 2;
+  int run = run_of(t, first, n);  // even, if rows are paired: pages have 16 rows or more, and `first` is even
+  for (int i = 0; i < n; i += step, from += step * t.token) {
+    if (i == run) from = token_at(t, b, h, first + i), run += run_of(t, first + i, n - i);
+    const bool low = !(dead && dead[i]), high = !apart && i + 1 < n && !(dead && dead[i + 1]);
+    char *to = memory + (ptrdiff_t)i * width * (4 / step);
     for (int c = 0; c < width; c += 8) {
       const H8 x = low ? *(const H8 *)(from + 2 * c) : H8{}, y = high ? *(const H8 *)(from + t.token + 2 * c) : H8{};
       *(H8 *)(to + 4 * c) = __builtin_shufflevector(x, y, 0, 8, 1, 9, 2, 10, 3, 11);

@@ -257,15 +257,29 @@ void backward(const Problem &given, const Work &work, const Kernel &kernel, int 
   tables.write();
 }
 
-void delta(const Problem &pb, const Kernel &kernel, int threads) {
+namespace {
+
+// Calls f(batch element, head, first row, last row) for all rows of the queries.
+template <class F>
+void each_rows(const Problem &pb, int threads, F f) {
   constexpr int64_t rows = 512;  // of a task
   const int64_t parts = (pb.nq + rows - 1) / rows, tasks = pb.batch * pb.q_heads * parts;
   threads = (int)larger(1, smaller(threads, tasks));
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t i = 0; i < tasks; ++i) {
     const int64_t first = i % parts * rows, head = i / parts;
-    kernel.delta(pb, head / pb.q_heads, head % pb.q_heads, first, smaller(first + rows, pb.nq));
+    f(head / pb.q_heads, head % pb.q_heads, first, smaller(first + rows, pb.nq));
   }
+}
+
+}  // namespace
+
+void delta(const Problem &pb, const Kernel &kernel, int threads) {
+  each_rows(pb, threads, [&](int64_t b, int64_t h, int64_t first, int64_t last) { kernel.delta(pb, b, h, first, last); });
+}
+
+void merge(const Problem &pb, const Kernel &kernel, int threads) {
+  each_rows(pb, threads, [&](int64_t b, int64_t h, int64_t first, int64_t last) { kernel.merge(pb, b, h, first, last); });
 }
 
 double fma_peak(const Kernel &kernel, Dtype dtype, int threads, double seconds) {

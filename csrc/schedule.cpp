@@ -175,7 +175,9 @@ Work row_work(const Problem &pb, bool longest) {
       for (int64_t t = 0; t < plan.q_tiles; ++t) {
         const int64_t begin = ends(u)[t], n = ends(u)[t + 1] - begin;
         const int64_t queries = smaller(plan.q_tile, pb.nq - t * plan.q_tile);
-        const bool one = n <= most || n <= block_end(0, plan.kv_tile) || !from_the_first(plan, begin, begin + n, queries);
+        // in a view, a tile may belong to two blocks
+        const bool one = pb.spacing.apart() || n <= most || n <= block_end(0, plan.kv_tile) ||
+                         !from_the_first(plan, begin, begin + n, queries);
         use((int32_t)i, (int32_t)t, n, one ? 1 : (n + most - 1) / most);
       }
     }

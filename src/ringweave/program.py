@@ -26,10 +26,9 @@ from .call import Arguments, Call, Operands, term_operands
 from .environment import setting
 from .errors import UnsupportedError, message, shown
 from .kv_cache import PagedCache, Pages
-from .merge import merge_into
 from .patterns import Pattern
 from .patterns.alignment import END
-from .plan import BlockPlan, Branch, branches, step_plan
+from .plan import BlockPlan, Branch, branches, step_plan, summands
 from .plan.decode_plans import Run, run_of_lengths
 from .plan.from_pattern import default_tile
 from .precision import NATIVE
@@ -169,12 +168,16 @@ def compiled(call: Call) -> tuple[Step, ...]:
         whole = Branch.whole(call.pattern, call.nq, call.nk, **sizes)
         return (Step(whole, choose(call.backend, call, whole)),)
     if call.paged:
-        # Pages are not cut into strided views. Sides are powers of two, so that tiles and pages divide each other.
-        whole = Branch.whole(call.pattern, call.nq, call.nk, **sizes)
-        if whole.tile[1] & (whole.tile[1] - 1):
-            whole = dataclasses.replace(whole, sides=(default_tile(call.nq), default_tile(call.nk)))
-        return (step(call.backend, call, whole),)
+        # Pages are not cut into strided views. On a GPU, sides are powers of two, so that tiles and pages divide each
+        # other.
+        parts = [Branch.whole(part, call.nq, call.nk, **sizes) for part in summands(call.pattern)]
+        for at, part in enumerate(parts):
+            if call.device != "cpu" and part.tile[1] & (part.tile[1] - 1):
+                parts[at] = dataclasses.replace(part, sides=(default_tile(call.nq), default_tile(call.nk)))
+        return tuple(step(call.backend, call, part) for part in parts)
     split = branches(call.pattern, call.nq, call.nk, **sizes)
+    if call.order == "fast":
+        split = tuple(dataclasses.replace(branch, spacing=None) for branch in split)
     return tuple(step(call.backend, call, branch) for branch in split)
 
 
@@ -267,7 +270,7 @@ class Program:
         for branch, backend in self.steps:
             view = BranchSlice(branch, self.call)
             part, part_lse = backend.forward(view.of(operands), branch, acc)
-            merge_into(view.of_q(out), view.of_q(lse), part, part_lse)
+            cpu.merge_into(view.of_q(out), view.of_q(lse), part, part_lse)
         return out.to(q.dtype), lse
 
     def backward(

@@ -209,7 +209,8 @@ def checked(given: Arguments) -> Checked:
     text, tensors = pack(pattern, terms, call.dropout, *more)
     # Set after the checks, so that forward runs even on a named backend that refuses the gradient of a table.
     learned = sum(x.numel() for term in terms if (x := term.learned) is not None and needs_grad and x.requires_grad)
-    return Checked(replace(call, terms=text, kv_dtype=policy.kv, learned=learned), q, k, v, tensors, terms)
+    call = replace(call, terms=text, kv_dtype=policy.kv, order=policy.order, learned=learned)
+    return Checked(call, q, k, v, tensors, terms)
 
 
 def _check_stored(given: Arguments, dtype: torch.dtype, terms: Sequence[Term]) -> None:

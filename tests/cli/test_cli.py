@@ -139,13 +139,14 @@ def test_doctor_compares_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row has the same bits for any threads, batch, chunks, steps, pages and padding, in each dtype and grouping."""
     pytest.importorskip("ringweave._cpu", exc_type=ImportError)
     found = bits.compared((300, 1300))
-    assert {each.added: each.cases for each in found} == {"nothing": 18, "terms, sinks": 6, "dropout": 6, "8 bits": 6}
+    features = dict.fromkeys(["dilated", "LongNet", "terms, sinks", "dropout", "8 bits"], 6)
+    assert {each.added: each.cases for each in found} == {"causal": 18, **features}
     assert [each for each in found if each.equal < each.cases] == []
-    one = bits.Bits("another function", "nothing", 9, 9)
+    one = bits.Bits("another function", "causal", 9, 9)
     monkeypatch.setattr(bits, "compared", lambda: [one, one._replace(added="dropout", equal=0)])
     result = run("doctor", "--bits")
     assert result.exit_code == 1
-    assert re.search(r"nothing +dropout\s+another function +9 of 9 +0 of 9", result.stdout)
+    assert re.search(r"causal +dropout\s+another function +9 of 9 +0 of 9", result.stdout)
 
 
 def test_doctor_names_the_kernels_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.backends.cpu import VARIANT
 
+from .. import cases
 from .plans import DTYPES, VARIANTS
 
 TILE = 128
@@ -27,6 +28,11 @@ PATTERNS = {
     "window": (rw.SlidingWindow(2300) & rw.Causal(), 2900),
     "sinks": ((rw.Sinks(5) | rw.SlidingWindow(333)) & rw.Causal(), 1100),
     "around": (rw.SlidingWindow(200, 150), 700),
+    # computed in strided views, or in token order where that is faster
+    "dilated": (rw.Dilated(64, 4) & rw.Causal(), 1100),
+    "strided": (rw.Strided(5) & rw.Causal(), 2700),
+    "far": (rw.Dilated(9, 100) & rw.Causal(), 1300),
+    "union": ((rw.SlidingWindow(70) | rw.Dilated(64, 16)) & rw.Causal(), 1500),
 }
 Ways = Iterator[tuple[str, rw.AttentionOutput, slice]]
 
@@ -164,10 +170,66 @@ def test_same_bits(name: str, dtype: str, sizes: tuple[int, int, int, int]) -> N
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("name", ["window", "strided", "union"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_same_bits_on_every_variant(variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_bits_on_every_variant(variant: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIANT, variant)
-    assert_same_bits("window", DTYPES[dtype], (3, 1), 24, 24)
+    assert_same_bits(name, DTYPES[dtype], (3, 1), 24, 24)
+
+
+def otherwise(q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern) -> Ways:
+    """Some rows of a pattern of the gallery computed otherwise, as far as its kind allows."""
+    n, attend = q.shape[2], Call().attend
+    # keys after the last query are attended too, so all keys are passed
+    at = [] if "BlockTable" in pattern.spec else draw_rows(n)
+    for first, last in at:
+        yield f"queries {first} to {last}", attend(q[:, :, first:last], k, v, pattern, first), slice(first, last)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        yield f"{threads} threads", attend(q, k, v, pattern), slice(0, n)
+    if not pattern.combinable:
+        return
+    # in token order, since an offset for each batch element hides the residues
+    if at:
+        offsets = torch.full((len(q),), 3)
+        moved = rw.attention_with_lse(q[:, :, 3:], k, v, pattern, q_offset=offsets, backend="cpu")
+        yield "offsets of a batch", moved, slice(3, n)
+    with contextlib.suppress(rw.PatternError):  # patterns for exactly n tokens
+        filled = [torch.cat([x, torch.full_like(x[:, :, :77], 3.0)], 2) for x in (k, v)]
+        yield "padding on the right", attend(q, *filled, pattern & rw.KeyPadding([n] * len(k))), slice(0, n)
+    for count in (1, 4, n):
+        if at or count == n:
+            out = paged(q[:, :, n - count :], k, v, pattern, Call(), 16)
+            yield f"pages, {count} queries", rw.AttentionOutput(out, None), slice(n - count, n)  # type: ignore[arg-type]
+
+
+def draw_rows(n: int) -> list[tuple[int, int]]:
+    """Some ranges of rows: steps, four queries at once, chunks of any size."""
+    draw = random.Random(n)
+    lengths = [1, 1, 4, draw.randrange(5, 60), 128, draw.randrange(130, 400)]
+    return [(first, first + length) for length in lengths for first in [draw.randrange(n - length)]]
+
+
+@as_many_threads()
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("n", [704, 2896])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("name", list(cases.PATTERNS | cases.MIXTURES))
+def test_same_bits_of_the_gallery(name: str, dtype: str, n: int) -> None:
+    pattern = (cases.PATTERNS | cases.MIXTURES)[name](n)
+    q, k, v = (torch.randn(2, heads, n, 32).to(DTYPES[dtype]) for heads in (4, 2, 2))
+    torch.set_num_threads(1)
+    whole = Call().attend(q, k, v, pattern)
+    checked = 0
+    if pattern.extents()[0] is None:
+        alone = Call().attend(q[1:], k[1:], v[1:], pattern)
+        assert torch.equal(alone.out, whole.out[1:]), "a batch element alone"
+        checked += 1
+    for way, got, rows in otherwise(q, k, v, pattern):
+        for of_row, result, want in zip(("out", "lse"), got, whole, strict=True):
+            assert result is None or torch.equal(result, want[:, :, rows]), f"{of_row}: {way}"
+        checked += 1
+    print(f"{checked} ways")
 
 
 @pytest.mark.sampled(12)

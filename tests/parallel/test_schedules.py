@@ -88,6 +88,8 @@ BITWISE = {
     "random table": lambda n: rw.patterns.random_blocks(n, 0.3, block_size=64),
     "causal": lambda n: rw.Causal(),
     "window and dilated": PATTERNS["window_and_dilated"],
+    "dilated": lambda n: rw.Dilated(64, 4) & rw.Causal(),
+    "strided": lambda n: rw.Strided(5) & rw.Causal(),
 }
 
 

@@ -16,11 +16,12 @@ from ..cache import fact
 from ..call import Call, Operands
 from ..errors import UnsupportedError, message
 from ..kv_cache import Pages
-from ..plan import BlockPlan, Branch
+from ..merge import merge_into as merge_with_torch
+from ..plan import BlockPlan, Branch, Spacing
 from ..precision import STORED
 from ..terms import KINDS, Term, TermOperands
 from . import forks
-from .backend import Backend, Upstream
+from .backend import Backend, Upstream, readable
 from .overflow import may_overflow, spoil
 
 if TYPE_CHECKING:
@@ -35,12 +36,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAN = "row_ptr col bits {columns}masks group q_tile kv_tile scale threads variant"
 _NAMED = "terms rows columns q_offset k_offset heads drop seed"
 _PARAMETERS = {
-    "forward": (f"q k v out lse {_PLAN.format(columns='')}", f"{_NAMED} table lengths k_scale v_scale longest_first"),
+    "forward": (
+        f"q k v out lse {_PLAN.format(columns='')}",
+        f"{_NAMED} table lengths k_scale v_scale longest_first spacing",
+    ),
     "backward": (
         f"dout q k v lse delta dq dk dv {_PLAN.format(columns='col_ptr row bits_t ')}",
         f"{_NAMED} table_grads",
     ),
     "delta": ("dout out dlse delta threads variant", ""),
+    "merge": ("out lse part part_lse threads variant", ""),
     "term_kinds": ("", ""),
     "tile_mass": (f"q k lse values {_PLAN.format(columns='')}", ""),
     "Prepared.forward": ("q q_strides k k_strides v v_strides out lse keys first threads table lengths", ""),
@@ -117,15 +122,16 @@ def forward(
         # the extension takes 8-bit floats as bytes
         k, v = (x if x.dtype == torch.int8 else x.view(torch.uint8) for x in (k, v))
     below = native.forward(
-        q, k, v, out, lse, *_rows(plan), *_rest(plan, operands.scale), **given, **stored, longest_first=longest_first
-    )
+        q, k, v, out, lse, *_rows(plan), *_rest(plan, operands.scale), **given, **stored, longest_first=longest_first,
+        spacing=branch.spacing or (),
+    )  # fmt: skip
     # a term may hide a score that is out of range, or move a score out of range, so the kernel's flag does not suffice
     if may_overflow(operands, branch) if given else below:
         spoil(out, lse, operands, branch)
     return out, lse
 
 
-def prepared(operands: Operands, plan: BlockPlan, columns: bool = False) -> Prepared:
+def prepared(operands: Operands, plan: BlockPlan, columns: bool = False, spacing: Spacing | None = None) -> Prepared:
     """Return the checked kernel arguments and work list for calls with inputs like these, without terms.
 
     ``columns`` adds the column lists, which backward needs.
@@ -135,7 +141,8 @@ def prepared(operands: Operands, plan: BlockPlan, columns: bool = False) -> Prep
     sides = plan.q_tile, plan.kv_tile
     q, k, v = operands.q.detach(), operands.k.detach(), operands.v.detach()
     args = q, k, v, *_rows(plan), plan.mask_words, plan.row_set, *sides, operands.scale, variant()
-    call = native.Prepared(*args, *(() if operands.pages is None else (operands.pages.table, plan.nk)))
+    pages = () if operands.pages is None else (operands.pages.table, plan.nk)
+    call = native.Prepared(*args, *pages, spacing=spacing or ())
     if columns:
         call.columns(plan.col_ptr, plan.row, plan.mask_id_t)
     return call  # type: ignore[no-any-return]
@@ -256,6 +263,20 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
     return result.masked_fill_(torch.isneginf(lse), 0.0)
 
 
+def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge a partial result into (out, lse) in place, as :func:`ringweave.merge.merge_into` does.
+
+    On float32 CPU tensors the kernel merges, in one pass. A row's bits then do not depend on strides and other rows,
+    unlike with PyTorch, whose functions round a vector's elements and single elements differently.
+    """
+    native = module() if out.device.type == "cpu" else None
+    dim = out.shape[-1]
+    if native is None or not out.dtype == part_out.dtype == part_lse.dtype == torch.float32 or dim % 8 or dim > 512:
+        merge_with_torch(out, lse, part_out, part_lse)
+    elif out.numel():
+        native.merge(out, lse, readable(part_out), part_lse, torch.get_num_threads(), variant())
+
+
 def _rows(plan: BlockPlan) -> tuple[Tensor, ...]:
     return plan.row_ptr, plan.col, plan.mask_id
 
@@ -342,7 +363,7 @@ class PreparedCall:
         self._out = torch.empty(1, dtype=q.dtype, device="cpu").expand(*q.shape[:3], v.shape[3])
         self._lse = torch.empty(1, dtype=torch.float32, device="cpu").expand(q.shape[:3])
         self._threads, self._first, self._branch = torch.get_num_threads(), first, branch
-        self.plan, self._forward = plan, prepared(operands, plan)
+        self.plan, self._forward = plan, prepared(operands, plan, spacing=branch.spacing)
         self._backward: Prepared | None = None
 
     def forward(

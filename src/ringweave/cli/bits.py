@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..api import attention, paged_attention
 from ..kv_cache import PagedCache
-from ..patterns import Causal, KeyPadding, Pattern
+from ..patterns import Causal, Dilated, KeyPadding, LongNet, Pattern, SlidingWindow
 from ..precision import Precision
 from ..terms import ALiBi, DistanceBias, Softcap
 
@@ -29,8 +29,8 @@ class Bits(NamedTuple):
     """The result of one way of computing.
 
     Attributes:
-        way: How the calls differ from one causal call over everything.
-        added: Further features of the calls, such as dropout.
+        way: How the calls differ from one call over everything.
+        added: Pattern of the calls if it is not plain causal attention, or a feature such as dropout.
         equal: Number of cases with the same bits.
         cases: Number of all cases.
     """
@@ -47,9 +47,11 @@ def _terms(heads: int) -> dict[str, Any]:
     return {"terms": terms, "sink_logits": torch.linspace(-1, 1, heads, device="cpu")}
 
 
-#: Features to add to the calls, as functions from the number of query heads to arguments.
+#: Patterns and features of the calls, as functions from the number of query heads to arguments.
 ADDED: dict[str, Callable[[int], dict[str, Any]]] = {
-    "nothing": lambda heads: {},
+    "causal": lambda heads: {},
+    "dilated": lambda heads: {"pattern": (SlidingWindow(64) | Dilated(64, 4)) & Causal()},
+    "LongNet": lambda heads: {"pattern": LongNet([256, 2048], [1, 4], causal=True)},
     "terms, sinks": _terms,
     "dropout": lambda heads: {"dropout": 0.25},
     "8 bits": lambda heads: {"precision": Precision(kv=torch.int8)},
@@ -63,10 +65,17 @@ class _Whole(NamedTuple):
     out: Tensor
     added: dict[str, Any]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern = Causal(), q_offset: int = 0) -> Tensor:  # noqa: B008
+    @property
+    def pattern(self) -> Pattern:
+        """The pattern of the calls."""
+        pattern: Pattern = self.added.get("pattern", Causal())
+        return pattern
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None = None, q_offset: int = 0) -> Tensor:
         with torch.random.fork_rng([]):
             torch.manual_seed(0)  # dropout draws the same numbers in every call
-            return attention(q, k, v, pattern, q_offset=q_offset, **self.added)
+            asked = self.pattern if pattern is None else pattern
+            return attention(q, k, v, **{**self.added, "pattern": asked, "q_offset": q_offset})
 
 
 def _one_thread(x: _Whole) -> bool:
@@ -105,22 +114,23 @@ def _part(x: _Whole, first: int, last: int) -> bool:
 def _pages(x: _Whole) -> bool:
     batch, heads, n, _ = x.k.shape
     added = dict(x.added)
-    precision = added.pop("precision", None)
+    precision, pattern = added.pop("precision", None), added.pop("pattern", Causal())
     dtype = x.k.dtype if precision is None else None
     cache = PagedCache.empty(batch, n, heads, _DIM, page=16, dtype=dtype, precision=precision)
     cache.append(x.k, x.v)
-    return torch.equal(paged_attention(x.q[:, :, n // 2 :], cache, Causal(), **added), x.out[:, :, n // 2 :])
+    return torch.equal(paged_attention(x.q[:, :, n // 2 :], cache, pattern, **added), x.out[:, :, n // 2 :])
 
 
 def _padded_right(x: _Whole) -> bool:
     n = x.k.shape[2]
     k, v = (torch.cat([t, torch.full_like(t[:, :, :77], 3.0)], 2) for t in (x.k, x.v))
-    return torch.equal(x.attend(x.q, k, v, Causal() & KeyPadding([n] * len(k))), x.out)
+    return torch.equal(x.attend(x.q, k, v, x.pattern & KeyPadding([n] * len(k))), x.out)
 
 
 def _padded_left(x: _Whole) -> bool:
     q, k, v = (torch.cat([torch.full_like(t[:, :, :_TILE], 3.0), t], 2) for t in (x.q, x.k, x.v))
-    return torch.equal(x.attend(q, k, v, Causal() & KeyPadding(k.shape[2], start=_TILE))[:, :, _TILE:], x.out)
+    padded = x.pattern & KeyPadding(k.shape[2], start=_TILE)
+    return torch.equal(x.attend(q, k, v, padded)[:, :, _TILE:], x.out)
 
 
 #: Ways to compute a row, by name; each returns whether the bits are the same.
@@ -136,14 +146,19 @@ WAYS: dict[str, Callable[[_Whole], bool]] = {
 }
 
 
-#: Ways without dropout: paged calls do not support it, and padding on the left moves the positions that it drops.
-_WITHOUT_DROPOUT = {"pages of 16 tokens", "padding on the left, of a tile"}
+#: Ways that do not exist: paged calls support no dropout, and padding on the left moves the positions that it drops. A
+#: mixture has no pages and no padding.
+_WITHOUT = {
+    "dropout": {"pages of 16 tokens", "padding on the left, of a tile"},
+    "LongNet": {"pages of 16 tokens", "padding on the right", "padding on the left, of a tile"},
+}
 
 
 def compared(lengths: tuple[int, ...] = _LENGTHS) -> list[Bits]:
     """Compare each way with one call over everything, by ``torch.equal``, with this machine's threads.
 
-    Each added feature is tested in a third of the cases, chosen so that every pair of dtype, heads and length occurs.
+    Each pattern but the first, and each feature, is tested in a third of the cases, chosen so that every pair of dtype,
+    heads and length occurs.
     """
     draw = torch.Generator("cpu").manual_seed(0)
     equal: dict[tuple[str, str], list[bool]] = {}
@@ -159,6 +174,6 @@ def compared(lengths: tuple[int, ...] = _LENGTHS) -> list[Bits]:
             whole = _Whole(q, k, v, q, make(heads))
             whole = whole._replace(out=whole.attend(q, k, v))
             for way, same in WAYS.items():
-                if added != "dropout" or way not in _WITHOUT_DROPOUT:
+                if way not in _WITHOUT.get(added, ()):
                     equal.setdefault((way, added), []).append(same(whole))
     return [Bits(*key, sum(found), len(found)) for key, found in equal.items()]

@@ -87,7 +87,7 @@ def _show_bits(as_json: bool) -> None:
     if as_json:
         console.print(json.dumps([each._asdict() for each in found], indent=2), markup=False, soft_wrap=True)
     else:
-        console.print("Bits of forward on this CPU, compared with one causal call over everything (torch.equal):")
+        console.print("Bits of forward on this CPU, compared with one call over everything (torch.equal):")
         kinds = list(dict.fromkeys(each.added for each in found))
         table = Table("cases with the same bits", *kinds, box=None, pad_edge=False)
         cells: dict[str, dict[str, str]] = {}

@@ -14,7 +14,7 @@ from ..patterns.base import provide
 from ..patterns.shifted import placed
 from ..patterns.validate import check_device, fitting
 from .block_plan import BlockPlan, pack_masks, unpack_masks
-from .branches import Branch, Sizes, branches, mixture, tile_sides
+from .branches import Branch, Sizes, Spacing, branches, mixture, summands, tile_sides
 from .cache import CacheStatistics, PlanCache, pattern_of, plan_cache, step_plan
 from .causality import Causality, causality
 
@@ -28,6 +28,7 @@ __all__ = [
     "Causality",
     "PlanCache",
     "Sizes",
+    "Spacing",
     "branches",
     "causality",
     "density",
@@ -38,6 +39,7 @@ __all__ = [
     "plan",
     "plan_cache",
     "step_plan",
+    "summands",
     "unpack_masks",
 ]
 __dir__ = only(__all__)

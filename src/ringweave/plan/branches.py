@@ -1,24 +1,30 @@
 """Split a pattern into branches: strided views, each with a relation, with results that are merged.
 
 A relation that is sparse by residue (``Dilated``, ``Strided``) makes every tile partial in token order, but is a dense
-window among the positions congruent to one offset. So ``A | B`` with such a B is split into A in token order and, for
-every offset, ``B & ~A`` in the strided view. These branches are disjoint, and are merged by their log-sum-exp. A
-pattern is split if that computes fewer tiles. ``LongNet`` is a list of such branches by definition, which may overlap.
+window among the positions congruent to one offset. So it is computed in strided views, one for each offset, where that
+takes fewer tiles. A union ``A | B`` with such a B is split into A and ``B & ~A``, disjoint and merged by their
+log-sum-exp. ``LongNet`` is a list of such branches by definition, which may overlap.
+
+A row's bits do not depend on the sizes of a call. The pattern alone decides whether a union is split, and its parts are
+merged in their order. A relation has the same bits in views and in token order (see ``Spacing``), so sizes may decide
+between them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
 from ..cache import PROGRAMS
 from ..errors import PatternError
-from ..patterns import Causal, Full, LongNet, Or, Pattern, StridedView
+from ..patterns import And, Causal, Full, LongNet, Or, Pattern, StridedView
 from ..patterns.function import store_of
 from ..patterns.grids import OnGrid
+from ..patterns.shifted import Shifted
+from ..patterns.within import Within
 from .block_plan import BlockPlan
 from .cache import plan_cache
 from .from_pattern import check_tile, default_tile, estimate_tiles
@@ -28,6 +34,26 @@ _BLOCK_SIDES = (32, 128)
 # Cost of starting another branch, and of merging one of its row tiles, in computed tiles of 128 x 128.
 _BRANCH_COST = 16
 _MERGE_COST = 0.25
+
+
+# Length at which a union is judged. It depends on the pattern alone, so that the length of a call changes no bits.
+_JUDGED = 2**16
+
+
+class Spacing(NamedTuple):
+    """Places of a view's keys in the whole, for a relation by residue: key n is token ``first + step * n``.
+
+    The kernel cuts sums over the keys of a view at the same tokens as sums over the whole, so both have the same bits.
+
+    Attributes:
+        first: The first token, modulo ``side``.
+        step: Distance between keys in tokens; 1 for the relation in token order.
+        side: Tokens of a key tile of the whole.
+    """
+
+    first: int
+    step: int
+    side: int
 
 
 @dataclass(frozen=True)
@@ -45,6 +71,7 @@ class Branch:
         q_offset: Position of the view's first query, in positions of the view.
         batch: Number of batch elements.
         sides: Tile sides of its plan, (q_tile, kv_tile); None for the default of length and pattern.
+        spacing: Places of its keys, for a relation by residue; None for others, and for the branches of a LongNet.
         known: Its plan on the CPU, if a program holds it.
     """
 
@@ -58,12 +85,14 @@ class Branch:
     q_offset: int
     batch: int
     sides: tuple[int, int] | None = field(default=None, kw_only=True)
+    spacing: Spacing | None = field(default=None, kw_only=True)
     known: BlockPlan | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     @staticmethod
     def whole(pattern: Pattern, nq: int, nk: int, *, heads: int, batch: int = 1, q_offset: int = 0) -> Branch:
         """Return the branch of the whole call: all heads, in token order."""
-        return Branch(pattern, (0, heads, 1), 1, 0, 0, nq, nk, q_offset, batch)
+        spacing = Spacing(0, 1, tile_sides(None, pattern, nq, nk)[1]) if pattern.residue_rate > 1 else None
+        return Branch(pattern, (0, heads, 1), 1, 0, 0, nq, nk, q_offset, batch, spacing=spacing)
 
     @property
     def head_count(self) -> int:
@@ -136,30 +165,105 @@ def branches(
     Returns:
         At least one branch, unless no view of a LongNet contains a token.
     """
-    parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
-    whole = Branch.whole(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
-    if pattern.combinable and all(part.residue_rate == 1 for part in parts):
+    size = Sizes(nq, nk, heads, batch, q_offset)
+    return tuple(branch for part in summands(pattern) for branch in _views(part, size))
+
+
+def summands(pattern: Pattern) -> tuple[Pattern, ...]:
+    """Split a pattern into disjoint relations that are computed separately and merged in this order.
+
+    The pattern alone decides, so a row's bits do not depend on the sizes of a call.
+    """
+    if isinstance(pattern, Or):
+        return _of_union(pattern)
+    if isinstance(pattern, (And, Shifted, Within)):
+        parts = pattern.parts_within()
+        for at, part in enumerate(parts):
+            found = summands(part)
+            if len(found) > 1:
+                return tuple(pattern.remade((*parts[:at], each, *parts[at + 1 :])) for each in found)
+    return (pattern,)
+
+
+def _of_union(union: Or) -> tuple[Pattern, ...]:
+    by_residue = [part for part in union.parts if part.residue_rate > 1]
+    # a table or a function may be made for one length, and its tiles cannot be counted at another
+    if not by_residue or union.tables or not union.fixed or "TokenMask(" in union.spec:
+        return (union,)
+    key = ("summands", union.spec)
+    parts: tuple[Pattern, ...] | None = PROGRAMS.get(key)
+    if parts is None:
+        seen = _union([part for part in union.parts if part.residue_rate == 1])
+        found = [] if seen is None else [seen]
+        for part in by_residue:
+            found.append(part if seen is None else part & ~seen)
+            seen = part if seen is None else seen | part
+        parts = tuple(found) if _pays(union, found) else (union,)
+        PROGRAMS.put(key, parts, _BRANCH_BYTES * len(parts))
+    return parts
+
+
+def _union(parts: Sequence[Pattern]) -> Pattern | None:
+    seen: Pattern | None = None
+    for part in parts:
+        seen = part if seen is None else seen | part
+    return seen
+
+
+def _pays(union: Or, parts: Sequence[Pattern]) -> bool:
+    """Return whether a union takes fewer tiles if its parts are computed separately, at a length of ``_JUDGED``."""
+    batch, heads = union.extents()
+    size = Sizes(_JUDGED, _JUDGED, heads or 1, batch or 1, 0)
+    try:
+        union.check(size.nq, size.nk, 0)
+    except PatternError:
+        # it is made for another length
+        return False
+    return _cost([branch for part in parts for branch in _views(part, size)]) < _cost([_whole(union, size)])
+
+
+def _whole(pattern: Pattern, size: Sizes) -> Branch:
+    return Branch.whole(pattern, size.nq, size.nk, heads=size.heads, batch=size.batch, q_offset=size.q_offset)
+
+
+def _views(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
+    """Return the branches of a relation, in token order or in views, or those of a LongNet; cached by value."""
+    whole, rate = _whole(pattern, size), pattern.residue_rate
+    if pattern.combinable and rate == 1:
         return (whole,)
     look = pattern.lookback()
-    if look is not None and not look.far and nk > q_offset:
+    if look is not None and not look.far and size.nk > size.q_offset:
         # Split as for the earliest queries with the same residues and as many keys in reach. The split is the same for
         # all later queries, so decoding steps share it.
-        period = math.lcm(*(part.residue_rate for part in parts))
-        later = (q_offset - look.first - look.back) // period * period
+        later = (size.q_offset - look.first - look.back) // rate * rate
         if later > 0:
-            earlier = branches(pattern, nq, nk - later, heads=heads, batch=batch, q_offset=q_offset - later)
-            return tuple(replace(b, nk=b.nk + later // b.rate, q_offset=b.q_offset + later // b.rate) for b in earlier)
+            earlier = _views(pattern, replace(size, nk=size.nk - later, q_offset=size.q_offset - later))
+            moved = (replace(b, nk=b.nk + later // b.rate, q_offset=b.q_offset + later // b.rate) for b in earlier)
+            return _exact(tuple(moved), whole)
     value, tables, _ = pattern.key()
-    key, programs = ("branches", value, nq, nk, heads, batch, q_offset), store_of(pattern.spec, PROGRAMS)
-    program: tuple[Branch, ...] | None = programs.get(key)
-    if program is None:
-        size = Sizes(nq, nk, heads, batch, q_offset)
-        program = tuple(mixture(pattern, size)) if isinstance(pattern, LongNet) else _split(pattern, size, whole)
-        programs.put(key, program, _BRANCH_BYTES * len(program), tables)
-    return program
+    key, programs = ("branches", value, size), store_of(pattern.spec, PROGRAMS)
+    found: tuple[Branch, ...] | None = programs.get(key)
+    if found is None:
+        if isinstance(pattern, LongNet):
+            found = tuple(mixture(pattern, size))
+        else:
+            found = _exact(_split(pattern, size, whole), whole)
+        programs.put(key, found, _BRANCH_BYTES * len(found), tables)
+    return found
 
 
-@dataclass(frozen=True, eq=False)
+def _exact(views: tuple[Branch, ...], whole: Branch) -> tuple[Branch, ...]:
+    """Return the views, or the whole if tiles of a view do not begin at tiles of the whole and would change bits."""
+    side = whole.tile[1]
+    placed = [
+        replace(view, spacing=Spacing(view.k_first % side, view.rate, side)) if view.rate > 1 else whole
+        for view in views
+    ]
+    even = all(view.nk <= view.tile[1] or view.tile[1] * view.rate % side == 0 for view in placed)
+    return tuple(placed) if even else (whole,)
+
+
+@dataclass(frozen=True)
 class Sizes:
     """The sizes of a call, on which branches depend."""
 
@@ -200,36 +304,24 @@ def mixture(pattern: LongNet, size: Sizes) -> list[Branch]:
 
 
 def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
-    parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
+    """Return the views of a relation by residue, or the whole if it takes no more time."""
+    rate, cost = pattern.residue_rate, _cost([whole])
+    offsets = _offsets(rate, size)
     # starting this many views costs more than they can save
-    cost = _cost([whole])
-    views = sum(len(_offsets(part.residue_rate, size)) for part in parts)
-    if (views - len(parts)) * _BRANCH_COST >= cost:
+    if (len(offsets) - 1) * _BRANCH_COST >= cost:
         return (whole,)
-    rest = [part for part in parts if part.residue_rate == 1]
-    program: list[Branch] = []
-    seen: Pattern | None = None
-    for part in rest:
-        seen = part if seen is None else seen | part
-    if seen is not None:
-        program.append(replace(whole, pattern=seen))
-    for part in parts:
-        rate = part.residue_rate
-        if rate == 1:
+    views: list[Branch] = []
+    for offset in offsets:
+        inside = pattern.restride(rate, offset)
+        if inside is None:
+            return (whole,)
+        branch = _branch(StridedView(whole.heads, rate, offset), inside, size)
+        if branch is None:
             continue
-        new = part if seen is None else part & ~seen
-        for offset in _offsets(rate, size):
-            inside = new.restride(rate, offset)
-            if inside is None:
-                return (whole,)
-            branch = _branch(StridedView(whole.heads, rate, offset), inside, size)
-            if branch is None:
-                continue
-            if not _fits(branch):
-                return (whole,)
-            program.append(branch)
-        seen = part if seen is None else seen | part
-    return tuple(program) if _cost(program) < cost else (whole,)
+        if not _fits(branch):
+            return (whole,)
+        views.append(branch)
+    return tuple(views) if _cost(views) < cost else (whole,)
 
 
 def _offsets(rate: int, size: Sizes) -> Sequence[int]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ...backends.backend import Heads, Upstream, delta_in_chunks
+from ...backends.cpu import merge_into
 from ...call import Operands
-from ...merge import merge_into
 from ...types import acc_dtype
 from .agreement import Agreement
 from .exchange import Section

@@ -248,7 +248,8 @@ def _cut(
     if len(rows) == plan.q_tiles and len(columns) == plan.kv_tiles and edges is None and present is None:
         return branch, cut
     tiles = subplan(plan, rows, columns, present=present, wanted=edges)
-    return CutBranch(branch.pattern, branch.heads, 1, 0, 0, tiles.nq, tiles.nk, 0, branch.batch, tiles), cut
+    sizes = tiles.nq, tiles.nk, 0, branch.batch, tiles
+    return CutBranch(branch.pattern, branch.heads, 1, 0, 0, *sizes, spacing=branch.spacing), cut
 
 
 @dataclass(frozen=True, eq=False)
