@@ -69,7 +69,7 @@ template <class Op, int N, int P>
 RW_INLINE void add_product(Tile tile, int r0, int width, int rows, const float *x, float *out) {
   sweep<Op, false, N>(
       tile.data + (ptrdiff_t)(r0 / Op::depth) * tile.ld, tile.ld, width, (rows + Op::depth - 1) / Op::depth, x,
-      [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); },
+      Nothing(),
       [&](auto, int r, auto &acc) __attribute__((always_inline)) { add_block<P>(out, r, acc); });
 }
 
@@ -91,7 +91,7 @@ template <class Op, int N>
 RW_INLINE void add_rows(const char *ds, ptrdiff_t ld, int rows, int depth, const float *keys, float *out) {
   sweep<Op, true, N>(
       ds, ld, rows, depth, keys,
-      [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); },
+      Nothing(),
       [&](auto, int r, auto &acc) __attribute__((always_inline)) { add_block<N>(out, r, acc); });
 }
 
@@ -171,12 +171,11 @@ inline void backward_chunk(const Problem &pb, const BackwardMemory &m, float siz
   const TileMask mask = t.mask;
   const V sizes = splat(size);
   const float *low = m.low + r0, *delta = m.delta + r0;
-  auto zero = [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); };
+  const Nothing zero;
   sweep<Op, true, N, P>(
       t.a.data + r0 * t.a.ld, t.a.ld, n, pb.d / Op::depth, x,
-      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+      [&](auto block, int r) __attribute__((always_inline)) {
         ahead.fetch(r0 + r, r0 + r + decltype(block)::value);
-        clear(acc);
       },
       [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
         constexpr int M = decltype(block)::value;

@@ -275,9 +275,8 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
   float *out = state.out + (ptrdiff_t)panel * pb.dv_dim + part * W, *s = m.s;
   V top[N], bottom[N];
   for (int j = 0; j < N; ++j) top[j] = splat(-kInf), bottom[j] = splat(kInf);
-  const auto begin = [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+  const auto begin = [&](auto block, int r) __attribute__((always_inline)) {
     ahead.fetch(k0 + r, k0 + r + decltype(block)::value);
-    clear(acc);
   };
   const auto masked = [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
     constexpr int M = decltype(block)::value;
@@ -378,7 +377,7 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
     if constexpr (!is_tiled<Op>)
       sweep<Op, false, N>(
           values, v.ld, pb.dv_dim, apart ? count : (count + Op::depth - 1) / Op::depth, s,
-          [](auto, int, auto &acc) __attribute__((always_inline)) { clear(acc); }, add);
+          Nothing(), add);
   }
 }
 

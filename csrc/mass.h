@@ -34,9 +34,8 @@ inline void mass_panel(const Problem &pb, const MassMemory &m, float size, int l
   for (int j = 0; j < N; ++j) sum[j] = V{}, low[j] = load(m.lse + lane + j * W);
   sweep<Op, true, N>(
       k.data, k.ld, keys, pb.d / Op::depth, m.q + (ptrdiff_t)lane * (pb.d / Op::depth),
-      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
+      [&](auto block, int r) __attribute__((always_inline)) {
         ahead.fetch(r, r + decltype(block)::value);
-        clear(acc);
       },
       [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
 #pragma GCC unroll 16
