@@ -7,8 +7,8 @@
 namespace ringweave {
 namespace {
 
-// Number of queries and of vectors of channels that are summed together, so that the sums fit the registers.
-constexpr int kBeside = kRegisters == 32 ? 4 : 2, kVectors = 4;
+// Number of vectors of channels that are summed together for n queries, so that the sums fit the registers (measured).
+constexpr int vectors_of(int n) { return kRegisters == 16 && n == 4 ? 2 : 4; }
 
 typedef float F4 __attribute__((vector_size(16)));
 
@@ -193,50 +193,91 @@ struct Few {
   int count, d, dv;  // dv: padded to whole vectors
 };
 
-// Adds the products of one word of W keys with N queries.
-template <class Op, int T, int N>
-RW_INLINE void add_word(V word, const float *q, int pw, Sum<Op> (&acc)[N]) {
+// Loads W words of W keys and transposes them, so that lanes are keys. `words` beyond the end of the rows are 0.
+template <int T>
+RW_INLINE void load_words(const char *const *row, ptrdiff_t at, int words, V (&x)[W]) {
+  constexpr int type = T == F16 ? F16 : F32;
+  if (words >= W) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) x[i] = load_as<type>(row[i] + at, 0);
+  } else {
+    for (int i = 0; i < W; ++i) {
+      alignas(64) char end[4 * W] = {};
+      memcpy(end, row[i] + at, (size_t)words * word_bytes<T>);
+      x[i] = load_as<type>(end, 0);
+    }
+  }
+  turn(x);
+}
+
+// Adds the products of one word of G vectors of keys with N queries.
+template <class Op, int T, int N, int G>
+RW_INLINE void add_word(const V (&word)[G], const float *q, int pw, Sum<Op> (&acc)[N][G]) {
 #pragma GCC unroll 4
   for (int i = 0; i < parts<Op, T>; ++i, q += pw) {
-    const V x = Op::depth == 2 ? word : channel<T>(word, i);
+    V x[G];
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) x[g] = Op::depth == 2 ? word[g] : channel<T>(word[g], i);
 #pragma GCC unroll 4
-    for (int l = 0; l < N; ++l) acc[l].add(x, splat(q[l]));
+    for (int l = 0; l < N; ++l) {
+      const V of_query = splat(q[l]);
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) acc[l][g].add(x[g], of_query);
+    }
   }
 }
 
-// Computes the products of a panel of keys with N queries, each a sum over channels from first to last.
+// The words of a panel's keys, transposed: W words from one channel on, each of all keys.
+typedef float Turned[W][kPanelRows];
+
+// Adds the products of G vectors of keys, from row r of a panel on, with N queries, for the first `words` words.
+template <class Op, int T, int N, int G>
+RW_INLINE void add_words(Few &f, const Turned &turned, int r, bool first, int words, const float *q, int pw) {
+  Sum<Op> acc[N][G];
+#pragma GCC unroll 4
+  for (int l = 0; l < N; ++l)
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) acc[l][g].begin(first ? V{} : load(f.s + l * kPanelRows + r + g * W));
+  for (int i = 0; i < words; ++i, q += (ptrdiff_t)parts<Op, T> * pw) {
+    V word[G];
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) word[g] = load(turned[i] + r + g * W);
+    add_word<Op, T, N, G>(word, q, pw, acc);
+  }
+#pragma GCC unroll 4
+  for (int l = 0; l < N; ++l)
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) store(f.s + l * kPanelRows + r + g * W, acc[l][g].end());
+}
+
+// Computes the products of a panel of keys with N queries, each a sum over channels from first to last. All keys of a
+// panel are transposed before the sums, and several vectors of keys are summed at once: independent chains hide the latency
+// of additions.
 template <class Op, int T, int N>
 RW_INLINE void products(Few &f, const Rows &k, const float *q, int pw, Fetch &ahead) {
-  const int words = f.d / in_word<T>;
-  for (int w0 = 0; w0 < words; w0 += W, q += (ptrdiff_t)W * parts<Op, T> * pw)
+  constexpr int G = (int)smaller(kPanelRows / W, 8 / N);
+  alignas(64) Turned turned;
+  const int all = f.d / in_word<T>;
+  for (int w0 = 0; w0 < all; w0 += W, q += (ptrdiff_t)W * parts<Op, T> * pw) {
+    const int words = (int)smaller(W, all - w0);
     for (int r = 0; r < k.n; r += W) {
       V x[W];
-      Sum<Op> acc[N];
-      const ptrdiff_t at = (ptrdiff_t)w0 * word_bytes<T>;
-#pragma GCC unroll 4
-      for (int l = 0; l < N; ++l) acc[l].begin(w0 ? load(f.s + l * kPanelRows + r) : V{});
-      if (w0 + W <= words) {
+      load_words<T>(k.row + r, (ptrdiff_t)w0 * word_bytes<T>, words, x);
 #pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) x[i] = load_as<T == F16 ? F16 : F32>(k.row[r + i] + at, 0);
-        turn(x);
-#pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) add_word<Op, T>(x[i], q + (ptrdiff_t)i * parts<Op, T> * pw, pw, acc);
-      } else {
-        alignas(64) float turned[W * W];
-        for (int i = 0; i < W; ++i) {  // the end of a row, padded with zeros
-          alignas(64) char end[4 * W] = {};
-          memcpy(end, k.row[r + i] + at, (size_t)(words - w0) * word_bytes<T>);
-          x[i] = load_as<T == F16 ? F16 : F32>(end, 0);
-        }
-        turn(x);
-        for (int i = 0; i < W; ++i) store(turned + i * W, x[i]);
-        for (int i = 0; i < words - w0; ++i)
-          add_word<Op, T>(load(turned + i * W), q + (ptrdiff_t)i * parts<Op, T> * pw, pw, acc);
-      }
-#pragma GCC unroll 4
-      for (int l = 0; l < N; ++l) store(f.s + l * kPanelRows + r, acc[l].end());
-      if (at % 64 == 0) ahead.lines(W);
+      for (int i = 0; i < W; ++i) store(turned[i] + r, x[i]);
     }
+    // spread evenly: as many lines as the words have
+    constexpr int lines = (W * W * word_bytes<T> + 63) / 64;
+    int r = 0;
+    for (; r + (G - 1) * W < k.n; r += G * W) {
+      add_words<Op, T, N, G>(f, turned, r, w0 == 0, words, q, pw);
+      ahead.lines(G * lines);
+    }
+    for (; r < k.n; r += W) {
+      add_words<Op, T, N, 1>(f, turned, r, w0 == 0, words, q, pw);
+      ahead.lines(lines);
+    }
+  }
   ahead.rest();
 }
 template <class Op, int T>
@@ -360,9 +401,8 @@ RW_INLINE int besides(int c) { return c / (2 * W) * 2 * W + c / 4 % 2 * W + c % 
 
 // Adds a panel's weighted values to the sums of N queries, from channel c on: C vectors of channels, or of row pairs.
 template <class Op, int T, int N, int C>
-RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int n, int l0, int c, float *out,
-                        Fetch &ahead) {
-  constexpr int M = Op::depth * C, bytes = C * bytes_of((Dtype)T) * Op::depth * W;
+RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int n, int c, float *out, Fetch &ahead) {
+  constexpr int M = Op::depth * C, bytes = C * bytes_of((Dtype)T) * Op::depth * W;  // bytes of a row
   Sum<Op> acc[N][M];
 #pragma GCC unroll 4
   for (int l = 0; l < N; ++l)
@@ -391,55 +431,53 @@ RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int 
     }
 #pragma GCC unroll 4
     for (int l = 0; l < N; ++l) {
-      const char *p = Op::depth == 2 ? (const char *)(f.pairs + (l0 + l) * kPanelRows + r)
-                                     : (const char *)(f.s + (l0 + l) * kPanelRows + r);
+      const char *p = Op::depth == 2 ? (const char *)(f.pairs + l * kPanelRows + r)
+                                     : (const char *)(f.s + l * kPanelRows + r);
       const V weight = splat_at(p);
 #pragma GCC unroll 8
       for (int j = 0; j < M; ++j) acc[l][j].add(x[j], weight);
     }
-    ahead.lines(Op::depth * ((bytes + 63) / 64));
+    // as many lines as four rows have, since a call takes longer than a row
+    if (r % 4 == 0) ahead.lines((4 * bytes + 63) / 64);
   }
 #pragma GCC unroll 4
   for (int l = 0; l < N; ++l)
 #pragma GCC unroll 8
     for (int j = 0; j < M; ++j) {
-      float *to = out + (l0 + l) * kMostChannels + c + j * W;
-      store(to, load(to) * splat(f.shrink[l0 + l]) + acc[l][j].end());
+      float *to = out + l * kMostChannels + c + j * W;
+      store(to, load(to) * splat(f.shrink[l]) + acc[l][j].end());
     }
 }
 
 template <class Op, int T, int N>
-RW_INLINE void add_rows(Few &f, const Rows &v, int l0, int dv, Fetch &ahead) {
+RW_INLINE void add_rows(Few &f, const Rows &v, int dv, Fetch &ahead) {
   constexpr int channels = Op::depth * W, size = bytes_of((Dtype)T);
-  constexpr int most = is_tiled<Op> ? 1 : kVectors / Op::depth;  // fewer for tiled sums, which have three parts
+  constexpr int most = is_tiled<Op> ? 1 : vectors_of(N) / Op::depth;  // fewer for tiled sums, which have three parts
   int c = 0;
-  for (; c + most * channels <= dv; c += most * channels)
-    add_rows<Op, T, N, most>(f, v.row, (ptrdiff_t)c * size, v.n, l0, c, f.out, ahead);
-  if (most == 4 && c + 2 * channels <= dv) {
-    add_rows<Op, T, N, 2>(f, v.row, (ptrdiff_t)c * size, v.n, l0, c, f.out, ahead);
-    c += 2 * channels;
-  }
-  for (; c + channels <= dv; c += channels)
-    add_rows<Op, T, N, 1>(f, v.row, (ptrdiff_t)c * size, v.n, l0, c, f.out, ahead);
+  const auto blocks = [&](auto vectors) __attribute__((always_inline)) {
+    constexpr int C = decltype(vectors)::value;
+    if constexpr (C <= most)
+      for (; c + C * channels <= dv; c += C * channels)
+        add_rows<Op, T, N, C>(f, v.row, (ptrdiff_t)c * size, v.n, c, f.out, ahead);
+  };
+  blocks(Int<4>()), blocks(Int<2>()), blocks(Int<1>());
   if (c == dv) return;
   alignas(64) char ends[kPanelRows * 64] = {};  // the ends of the rows, padded with zeros
   const char *row[kPanelRows];
   for (int r = 0; r < kPanelRows; ++r) row[r] = ends + r * 64;
   for (int r = 0; r < v.n; ++r) memcpy(ends + r * 64, v.row[r] + (ptrdiff_t)c * size, (size_t)(dv - c) * size);
-  add_rows<Op, T, N, 1>(f, row, 0, v.n, l0, c, f.out, ahead);
+  add_rows<Op, T, N, 1>(f, row, 0, v.n, c, f.out, ahead);
 }
 
 // Adds a panel's weighted values for all queries.
 template <class Op, int T>
 __attribute__((noinline)) void few_values(Few &f, const Rows &v, Fetch &ahead) {
-  for (int l = 0; l < f.count; l += kBeside) {
-    if (kBeside == 4 && f.count - l > 2)
-      add_rows<Op, T, kBeside>(f, v, l, f.dv, ahead);
-    else if (f.count - l > 1)
-      add_rows<Op, T, 2>(f, v, l, f.dv, ahead);
-    else
-      add_rows<Op, T, 1>(f, v, l, f.dv, ahead);
-  }
+  if (f.count > 2)
+    add_rows<Op, T, 4>(f, v, f.dv, ahead);
+  else if (f.count == 2)
+    add_rows<Op, T, 2>(f, v, f.dv, ahead);
+  else
+    add_rows<Op, T, 1>(f, v, f.dv, ahead);
   ahead.rest();
 }
 

@@ -186,8 +186,8 @@ struct Kernel {
 
 static inline void mark_below(const Problem &pb) { __atomic_store_n(pb.below, 1, __ATOMIC_RELAXED); }
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 // Number of keys of a batch element.
 static inline int64_t keys_of(const Problem &pb, int64_t b) { return pb.k.pages ? pb.k.pages->lengths[b] : pb.nk; }
 static inline int pad_lanes(int64_t n) { return (int)((n + 15) / 16 * 16); }

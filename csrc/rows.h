@@ -126,17 +126,27 @@ RW_INLINE const char *token_at(const View &v, int64_t b, int64_t h, int64_t n) {
   const Pages &p = *v.pages;
   return row_at(v, p.numbers[b * p.columns + (n >> p.shift)], h, n & ((1 << p.shift) - 1));
 }
-RW_INLINE float scale_at(const View &v, int64_t b, int64_t h, int64_t n) { return load1(token_at(*v.scales, b, h, n)); }
-// Loads the scales of n rows, times `unit`; 0 for dead rows.
-inline void row_scales(const View &t, int64_t b, int64_t h, int64_t first, int n, const uint8_t *dead, float unit,
-                       float *to) {
-  for (int r = 0; r < n; ++r) to[r] = dead && dead[r] ? 0.f : scale_at(t, b, h, first + r) * unit;
-}
 // Number of rows from `first` on, at most n, that are adjacent in memory: with pages, those in the same page.
 RW_INLINE int run_of(const View &v, int64_t first, int n) {
   if (!v.pages) return n;
   const int64_t page = 1 << v.pages->shift;
   return (int)smaller(n, page - (first & (page - 1)));
+}
+
+// Loads the scales of n rows, times `unit`; 0 for dead rows.
+inline void row_scales(const View &t, int64_t b, int64_t h, int64_t first, int n, const uint8_t *dead, float unit,
+                       float *to) {
+  const View &scales = *t.scales;
+  for (int r = 0, end; r < n; r = end) {
+    end = r + run_of(scales, first + r, n - r);
+    const char *from = token_at(scales, b, h, first + r);
+    if (scales.token == 4)  // a loop of vectors
+      for (int i = r; i < end; ++i) to[i] = load1(from + 4 * (i - r)) * unit;
+    else
+      for (int i = r; i < end; ++i) to[i] = load1(from + (i - r) * scales.token) * unit;
+  }
+  for (int r = 0; dead && r < n; ++r)
+    if (dead[r]) to[r] = 0;
 }
 
 // Prefetches the rows of the next tile of two tensors while the current one is processed. Sparse lists jump in memory,

@@ -207,16 +207,17 @@ RW_INLINE V exp2(V x) {
   return (V)_mm512_scalef_ps((__m512)exp2_fraction(r), (__m512)x);
 }
 #else
-// 2^x; 0 below 2^-126 and at -inf, NaN at NaN. Relative error 1.7e-7 with rounding (minimax).
+// 2^x; 0 below 2^-126 and at -inf, NaN at NaN. Relative error 1.3e-7 with rounding, 6e-8 on average
+// (minimax, then searched among neighbouring floats).
 RW_INLINE V exp2(V x) {
   x = max(splat(-127.f), min(splat(128.f), x));
   // Adding 1.5 * 2^23 rounds to an integer n, and leaves n + 127 in the lowest bits: the exponent of 2^n.
   const V shift = splat(12582912.f + 127.f), shifted = rounded(x + shift), r = x - (shifted - shift);
-  V p = splat(1.3264727e-3f);
-  p = p * r + splat(9.6715130e-3f);
-  p = p * r + splat(5.5507336e-2f);
-  p = p * r + splat(2.4022242e-1f);
-  p = p * r + splat(6.9314700e-1f);
+  V p = splat(1.32360682e-3f);
+  p = p * r + splat(9.66865569e-3f);
+  p = p * r + splat(5.55079319e-2f);
+  p = p * r + splat(2.40223065e-1f);
+  p = p * r + splat(6.93147004e-1f);
   return (p * r + splat(1.f)) * (V)((I)shifted << 23);
 }
 #endif
