@@ -108,7 +108,7 @@ def test_the_headline_is_next_to_its_targets() -> None:
 
     slower = {"timing": Timing((1.0,)), "over_first": Ratio(2.0, 2.0, 2.0, 2.0)}
     found = targets(
-        TARGETS,
+        TARGETS[""],
         [
             outcome("ringweave", "forward", peak_share=0.4),
             outcome("flex", "forward", **slower),

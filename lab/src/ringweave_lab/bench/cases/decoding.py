@@ -28,7 +28,7 @@ _PAGE = 64
 # (query heads, key heads, D), tokens
 _SHAPES = (((32, 8, 128), 32768), ((32, 8, 128), 131072), ((8, 8, 128), 32768), ((32, 8, 64), 32768))
 _QUICK = (((4, 1, 128), 1024),)
-_SHARES = {"float32": 0.8, "bfloat16": 0.7}
+_SHARES = {"float32": 0.8, "bfloat16": 0.75, "int8": 0.6}
 _OVER_SDPA = 15.0  # bound where four query heads share keys, which SDPA reads once per query head
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, *STORED)
 
