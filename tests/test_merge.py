@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import ringweave as rw
+from ringweave.backends import cpu
 from ringweave.errors import ShapeError
 from ringweave.merge import merge_into
 
@@ -67,6 +68,28 @@ def test_in_place_agrees() -> None:
     for part, part_lse in zip(outs, lses, strict=True):
         merge_into(out, lse, part, part_lse)
     torch.testing.assert_close((out, lse), tuple(rw.merge(outs, lses)))
+
+
+@pytest.mark.skipif(cpu.module() is None, reason="torch's functions round vectors and single elements differently")
+def test_the_kernel_merges_a_row_alike_in_any_strides(poisoned: None) -> None:
+    """Empty rows, infinite and NaN scores too: as with torch, and by the row alone."""
+    out, part = torch.randn(2, 3, 300, 40), torch.randn(2, 3, 300, 40)
+    lse, part_lse = 5 * torch.randn(2, 3, 300), 5 * torch.randn(2, 3, 300)
+    lse[..., ::7], part_lse[..., ::5] = -torch.inf, -torch.inf
+    lse[..., 11], part_lse[..., 12], lse[..., 13] = torch.inf, torch.inf, torch.nan
+    out[lse.isneginf()], part[part_lse.isneginf()] = 0.0, 0.0
+    want_out, want_lse = out.clone(), lse.clone()
+    merge_into(want_out, want_lse, part, part_lse)
+    whole_out, whole_lse = out.clone(), lse.clone()
+    cpu.merge_into(whole_out, whole_lse, part, part_lse)
+    torch.testing.assert_close(whole_out, want_out, rtol=3e-7, atol=3e-7, equal_nan=True)
+    torch.testing.assert_close(whole_lse, want_lse, rtol=3e-7, atol=3e-7, equal_nan=True)
+    for rows in (slice(3, None, 4), slice(17, 18), slice(1, 290)):
+        some_out, some_lse = out.clone(), lse.clone()
+        cpu.merge_into(some_out[:, 1:, rows], some_lse[:, 1:, rows], part[:, 1:, rows], part_lse[:, 1:, rows])
+        assert torch.equal(some_out[:, 1:, rows].nan_to_num(7.0), whole_out[:, 1:, rows].nan_to_num(7.0))
+        assert torch.equal(some_lse[:, 1:, rows].nan_to_num(7.0), whole_lse[:, 1:, rows].nan_to_num(7.0))
+        assert torch.equal(some_out[:, 0], out[:, 0])
 
 
 def test_a_part_that_attends_nothing_adds_nothing_whatever_it_holds() -> None:

@@ -33,6 +33,27 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return name
 
 
+@pytest.mark.skipif(not VARIANTS, reason="native kernel only")
+@pytest.mark.parametrize(
+    "pattern", [rw.Dilated(64, 16) & rw.Causal(), rw.SlidingWindow(40) | rw.Dilated(64, 16)], ids=repr
+)
+def test_the_fast_order_is_exact_too(pattern: Pattern) -> None:
+    x = Inputs.random(4096, heads=2, dim=16)
+    want = exact(x, pattern.to_dense(4096, heads=2))["out"]
+    fixed, fast = (
+        rw.attention(x.q, x.k, x.v, pattern, backend="cpu", precision=rw.Precision(order=order))
+        for order in ("fixed", "fast")
+    )
+    assert not torch.equal(fixed, fast)
+    for out in (fixed, fast):
+        assert float((out.double() - want).abs().max()) < 2e-6
+    compiled = torch.compile(
+        lambda q: rw.attention(q, x.k, x.v, pattern, backend="cpu", precision=rw.Precision(order="fast")),
+        backend="eager",
+    )
+    assert torch.equal(compiled(x.q), fast)
+
+
 def kept(x: Inputs, dtype: torch.dtype) -> Inputs:
     """The numbers that are stored, in float32."""
     k, v = (widened(*store(side, dtype)) for side in (x.k, x.v))

@@ -11,7 +11,7 @@ import torch
 
 import ringweave as rw
 from ringweave.cache import LRUCache
-from ringweave.plan import Sizes, branches
+from ringweave.plan import Sizes, branches, summands
 from ringweave.plan.branches import _offsets
 
 from ..cases import MIXTURES, PATTERNS
@@ -45,6 +45,31 @@ def test_dilated_runs_in_strided_views() -> None:
 def test_a_split_that_does_not_pay_is_not_made() -> None:
     assert len(branches(rw.SlidingWindow(512) | rw.Dilated(2, 4), 4096, 4096)) == 1
     assert len(branches(rw.Dilated(3, 500), 600, 600)) == 1
+
+
+def test_the_pattern_alone_decides_whether_a_union_is_split() -> None:
+    """Else a row's bits would depend on the sizes of a call; bounds and offsets around a union change nothing."""
+    union = rw.SlidingWindow(70) | rw.Dilated(64, 16)
+    new = rw.Dilated(64, 16) & ~rw.SlidingWindow(70)
+    assert summands(union) == (rw.SlidingWindow(70), new)
+    keys = rw.KeyPadding([70, 9])
+    assert summands(union & rw.Causal() & keys) == (
+        rw.SlidingWindow(70) & rw.Causal() & keys,
+        new & rw.Causal() & keys,
+    )
+    for sizes in [(1, 3000, 2999), (7, 40, 0), (3000, 3000, 0)]:
+        nq, nk, q_offset = sizes
+        found = branches(union, nq, nk, q_offset=q_offset)
+        assert found[0].pattern == rw.SlidingWindow(70)
+        assert {branch.spacing is None for branch in found[1:]} == {False}
+    assert summands(rw.SlidingWindow(512) | rw.Dilated(2, 4)) == (rw.SlidingWindow(512) | rw.Dilated(2, 4),)
+
+
+def test_views_begin_at_tiles_of_the_whole_or_are_not_made() -> None:
+    (whole,) = branches(rw.Dilated(64, 4) & rw.BlockTable(torch.ones(64, 64, dtype=torch.bool), 96), 6144, 6144)
+    assert whole.rate == 1
+    views = branches(rw.Dilated(64, 3), 6144, 6144)
+    assert [view.spacing for view in views] == [(0, 3, 128), (1, 3, 128), (2, 3, 128)]
 
 
 def test_structure() -> None:
