@@ -37,7 +37,7 @@ _MERGE_COST = 0.25
 
 
 # Length at which a union is judged. It depends on the pattern alone, so that the length of a call changes no bits.
-_JUDGED = 2**16
+_JUDGED = 2**14
 
 
 class Spacing(NamedTuple):
