@@ -404,7 +404,7 @@ class Prepared {
  public:
   Prepared(const Array &q, const Array &k, const Array &v, const Array &row_ptr, const Array &col, const Array &bits,
            const Array &masks, const Array &group, int q_tile, int kv_tile, float scale, const std::string &variant,
-           const Maybe &table, int64_t keys, const std::vector<int64_t> &spacing)
+           const Maybe &table, int64_t keys, const std::vector<int64_t> &spacing, bool wide)
       : kernel(pick(variant)), pb(inputs(q, k, v, scale, table)), plan{row_ptr, col, bits, masks, group} {
     if (table) {
       if (keys < 1 || keys > pb.nk) refuse("keys", "wanted 1 to " + std::to_string(pb.nk) + ", got " + std::to_string(keys));
@@ -421,6 +421,10 @@ class Prepared {
     for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->dtype = F32, of_rows->token = 4;
     for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->head = pb.nq * 4, of_rows->batch = pb.q_heads * pb.nq * 4;
     pb.out.dtype = pb.dout.dtype = pb.dq.dtype = pb.dk.dtype = pb.dv.dtype = pb.q.dtype;
+    if (wide) {
+      const int64_t size = 4 / bytes_of(pb.q.dtype);
+      pb.out.dtype = F32, pb.out.token *= size, pb.out.head *= size, pb.out.batch *= size;
+    }
     work = row_work(pb);
   }
   // Divides the call into work for backward too.
@@ -565,9 +569,10 @@ NB_MODULE(_cpu, m) {
   nb::class_<Prepared>(m, "Prepared", "A checked call. Its methods take addresses and strides of tensors, unchecked.")
       .def(nb::init<const Array &, const Array &, const Array &, const Array &, const Array &, const Array &,
                     const Array &, const Array &, int, int, float, const std::string &, const Maybe &, int64_t,
-                    const std::vector<int64_t> &>(),
+                    const std::vector<int64_t> &, bool>(),
            "q"_a, "k"_a, "v"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a, "group"_a, "q_tile"_a, "kv_tile"_a,
-           "scale"_a, "variant"_a, "table"_a = nb::none(), "keys"_a = 0, "spacing"_a = std::vector<int64_t>())
+           "scale"_a, "variant"_a, "table"_a = nb::none(), "keys"_a = 0, "spacing"_a = std::vector<int64_t>(),
+           "wide"_a = false)
       .def("columns", &Prepared::columns, "col_ptr"_a, "row"_a, "bits_t"_a)
       .def("forward", &Prepared::forward, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "out"_a,
            "lse"_a, "keys"_a, "first"_a, "threads"_a, "table"_a = 0, "lengths"_a = 0)

@@ -196,7 +196,7 @@ class Program:
         #: The pattern's tables if it is constant, else empty.
         self.tables = call.pattern.tables if constant else ()
         #: Kernel arguments of a small call that the native kernel computes in one step, else None.
-        self.prepared: cpu.PreparedCall | None = None
+        self.prepared: cpu.PreparedCall | cpu.PreparedUnion | None = None
 
     def again(self, call: Call) -> Program:
         """Return a program of the same class for another call, such as a piece of this one."""
@@ -309,12 +309,15 @@ class Program:
         call = self.call if self.call.paged else dataclasses.replace(self.call, nk=keys, q_offset=keys - 1)
         program = Program(call)
         program.constant, program.tables = True, self.tables
-        of_kind = self.steps[0].branch
         near = keys - run.behind
-        branch = dataclasses.replace(of_kind, nk=near, q_offset=near - 1, known=None)
-        sizes = 1, near, branch.head_count, branch.batch, near - 1
-        plan = step_plan(branch.pattern, (*sizes, *(branch.sides or (default_tile(1), default_tile(near)))))
-        if plan.capacity <= _MOST_TILES:
+        sizes = {"heads": call.heads, "batch": call.batch, "q_offset": near - 1}
+        sides = self.steps[0].branch.sides if call.paged else None
+        parts: list[tuple[Branch, BlockPlan]] = []
+        for part in summands(call.pattern):
+            branch = dataclasses.replace(Branch.whole(part, 1, near, **sizes), sides=sides)
+            known = 1, near, call.heads, call.batch, near - 1, *(sides or (default_tile(1), default_tile(near)))
+            parts.append((branch, step_plan(part, known)))
+        if all(plan.capacity <= _MOST_TILES for _, plan in parts):
             if run.behind and operands.pages is None:
                 # only the shapes of these keys and values are read
                 k, v = operands.k[:, :, run.behind :], operands.v[:, :, run.behind :]
@@ -322,7 +325,10 @@ class Program:
             operands = operands._replace(scale=call.scale)
             if not operands.q.stride(3) == operands.k.stride(3) == operands.v.stride(3) == 1:
                 operands = operands.map(readable)
-            program.prepared = cpu.PreparedCall(operands, branch, plan, run.first)
+            if len(parts) == 1:
+                program.prepared = cpu.PreparedCall(operands, *parts[0], run.first)
+            else:
+                program.prepared = cpu.PreparedUnion(operands, parts, run.first)
         return program
 
     def small(self, steps: Sequence[Step]) -> BlockPlan | None:
@@ -332,6 +338,13 @@ class Program:
             return None
         plan = one.branch.known
         return None if plan is None or plan.capacity > _MOST_TILES else plan
+
+    @property
+    def steppable(self) -> bool:
+        """Whether the native kernel computes a decoding step of this kind from small plans, one for each summand."""
+        plans = [each.branch.known for each in self.steps]
+        small = all(plan is not None and plan.capacity <= _MOST_TILES for plan in plans)
+        return self.native and small and (len(plans) > 1 or self.whole(self.steps) is not None)
 
     def describe(self) -> list[tuple[int, str]]:
         """Count branches by backend: [(branches, backend), ...] in order of first use."""
@@ -557,7 +570,7 @@ def keep(key: Hashable, call: Call, operands: Operands) -> Program:
     program = Program(call, constant=True)
     if isinstance(key, _StepKey):
         # further steps are planned with default sides, so a pattern with its own block side is left out
-        if call.pattern.block_side is None and program.small(program.steps) is not None:
+        if call.pattern.block_side is None and program.steppable:
             PROGRAMS.put(key.kind, program, _PROGRAM_BYTES)
             program = program.step(operands, call.nk, key.run)
     elif not call.features:
@@ -617,10 +630,12 @@ def keep_paged(key: Hashable, call: Call, cache: PagedCache) -> None:
     assert isinstance(key, _StepKey)
     tensors = cache.table, cache.lengths
     steps = compiled(call.at_lengths(cache.k, tensors))
-    one = steps[0] if len(steps) == 1 else None
     rows = call.batch * call.heads
-    if one is not None and one.backend is _native and is_whole(one.branch, call) and rows <= _MOST_ROWS:
+    native = all(each.backend is _native and is_whole(each.branch, call) for each in steps)
+    # a call's steps have equal tiles, unless auto measured other sides
+    sides = {each.branch.tile for each in steps}
+    if native and len(sides) == 1 and rows <= _MOST_ROWS:
         program = Program(call, constant=True)
         whole = Branch.whole(call.pattern, 1, call.nk, heads=call.heads, batch=call.batch)
-        program.steps = (Step(dataclasses.replace(whole, sides=one.branch.tile), one.backend),)
+        program.steps = (Step(dataclasses.replace(whole, sides=sides.pop()), _native),)
         PROGRAMS.put(key.kind, program, _PROGRAM_BYTES)

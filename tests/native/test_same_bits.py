@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
+from ringweave.backends import cpu
 from ringweave.backends.cpu import VARIANT
 
 from .. import cases
@@ -245,3 +246,31 @@ def test_same_bits_with_more(
     monkeypatch.setenv(VARIANT, variant)
     heads, kv_heads, *dims = sizes
     assert_same_bits(name, DTYPES[dtype], (heads, kv_heads), *dims, added)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_steps_of_a_union_run_prepared_and_have_the_same_bits(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prepared call for each part, merged in float32; also over pages."""
+    pattern = (rw.SlidingWindow(70) | rw.Dilated(40, 16)) & rw.Causal()
+    q, k, v = (torch.randn(2, heads, 1100, 32).to(DTYPES[dtype]) for heads in (4, 2, 2))
+    whole = rw.attention_with_lse(q, k, v, pattern, backend="cpu")
+    steps: list[int] = []
+    forward = cpu.PreparedUnion.forward
+
+    def noted(self: cpu.PreparedUnion, *tensors: Any) -> Any:
+        steps.append(tensors[1].shape[2])
+        return forward(self, *tensors)
+
+    monkeypatch.setattr(cpu.PreparedUnion, "forward", noted)
+    cache = rw.PagedCache.empty(2, 1100, 2, 32, page=16, dtype=k.dtype)
+    cache.append(k[:, :, :900], v[:, :, :900])
+    for at in (*range(20), *range(900, 1100, 1)):
+        one, keys, values = q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1]
+        got = rw.attention_with_lse(one, keys, values, pattern, q_offset=at, backend="cpu")
+        for result, want in zip(got, whole, strict=True):
+            assert torch.equal(result, want[:, :, at : at + 1]), at
+        if at >= 900:
+            cache.append(k[:, :, at : at + 1], v[:, :, at : at + 1])
+            paged_out = rw.paged_attention(one, cache, pattern, backend="cpu")
+            assert torch.equal(paged_out, whole.out[:, :, at : at + 1]), at
+    assert len(steps) > 300

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -131,10 +131,16 @@ def forward(
     return out, lse
 
 
-def prepared(operands: Operands, plan: BlockPlan, columns: bool = False, spacing: Spacing | None = None) -> Prepared:
+def prepared(
+    operands: Operands,
+    plan: BlockPlan,
+    columns: bool = False,
+    spacing: Spacing | None = None,
+    dtype: torch.dtype | None = None,
+) -> Prepared:
     """Return the checked kernel arguments and work list for calls with inputs like these, without terms.
 
-    ``columns`` adds the column lists, which backward needs.
+    ``columns`` adds the column lists, which backward needs. ``dtype`` is that of the output, q's or float32.
     """
     native = module()
     assert native is not None
@@ -142,7 +148,8 @@ def prepared(operands: Operands, plan: BlockPlan, columns: bool = False, spacing
     q, k, v = operands.q.detach(), operands.k.detach(), operands.v.detach()
     args = q, k, v, *_rows(plan), plan.mask_words, plan.row_set, *sides, operands.scale, variant()
     pages = () if operands.pages is None else (operands.pages.table, plan.nk)
-    call = native.Prepared(*args, *pages, spacing=spacing or ())
+    wide = dtype is not None and dtype != q.dtype
+    call = native.Prepared(*args, *pages, spacing=spacing or (), wide=wide)
     if columns:
         call.columns(plan.col_ptr, plan.row, plan.mask_id_t)
     return call  # type: ignore[no-any-return]
@@ -354,16 +361,25 @@ class PreparedCall:
         plan: Plan of the branch.
         first: Index of the first key tile that moves when the cache is longer than in the plan: this tile and all
             later ones shift by the number of additional tiles.
+        dtype: Dtype of the output of forward, q's or float32; None is q's.
     """
 
-    def __init__(self, operands: Operands, branch: Branch, plan: BlockPlan, first: int = 0):
+    def __init__(
+        self,
+        operands: Operands,
+        branch: Branch,
+        plan: BlockPlan,
+        first: int = 0,
+        *,
+        dtype: torch.dtype | None = None,
+    ):
         q, k, v, self.scale = operands[:4]
         self.shapes = q.shape, k.shape, v.shape
         # templates of one element: empty_like of an expanded tensor takes half the time of empty with sizes
-        self._out = torch.empty(1, dtype=q.dtype, device="cpu").expand(*q.shape[:3], v.shape[3])
+        self._out = torch.empty(1, dtype=dtype or q.dtype, device="cpu").expand(*q.shape[:3], v.shape[3])
         self._lse = torch.empty(1, dtype=torch.float32, device="cpu").expand(q.shape[:3])
         self._threads, self._first, self._branch = torch.get_num_threads(), first, branch
-        self.plan, self._forward = plan, prepared(operands, plan, spacing=branch.spacing)
+        self.plan, self._forward = plan, prepared(operands, plan, spacing=branch.spacing, dtype=dtype)
         self._backward: Prepared | None = None
 
     def forward(
@@ -422,3 +438,36 @@ class PreparedCall:
             dk.data_ptr(), dv.data_ptr(), self._threads,
         )  # fmt: skip
         return dq, dk, dv
+
+
+class PreparedUnion:
+    """The prepared calls of a union's parts, which are merged in float32; for forward only.
+
+    Args:
+        operands: As for :class:`PreparedCall`.
+        parts: The branch and plan of each part; at least one.
+        first: As for :class:`PreparedCall`.
+    """
+
+    def __init__(self, operands: Operands, parts: Sequence[tuple[Branch, BlockPlan]], first: int):
+        self._dtype, self.plan = operands.q.dtype, max((plan for _, plan in parts), key=lambda plan: plan.capacity)
+        self._parts = [PreparedCall(operands, *part, first, dtype=torch.float32) for part in parts]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool, pages: Pages | None = None, keys: int = 0
+    ) -> tuple[Tensor, Any] | None:
+        """Compute (out, lse); return None if the call needs the general path, as :meth:`PreparedCall.forward` does."""
+        whole: tuple[Tensor, Any] | None = None
+        for part in self._parts:
+            found = part.forward(q, k, v, True, pages, keys)
+            if found is None:
+                return None
+            if whole is None:
+                whole = found
+            else:
+                merge_into(*whole, *found)
+        assert whole is not None
+        return whole[0].to(self._dtype), whole[1] if with_lse else None
+
+    def backward(self, *args: object) -> None:
+        """Return None: backward takes the general path."""
