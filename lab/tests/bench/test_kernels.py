@@ -61,7 +61,7 @@ def test_the_share_is_of_the_peak_and_on_the_tiles_computed(result: CaseResult) 
 @native
 def test_overheads_are_measured_and_small_sizes_have_no_target(result: CaseResult) -> None:
     targets = [record for record in result.records if isinstance(record, Target)]
-    assert len(targets) == 10
+    assert len(targets) == 11
     for target in targets:
         assert target.figure is not None
         assert target.figure >= 0

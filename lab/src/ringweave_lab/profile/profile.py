@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import ringweave as rw
 from ringweave import api, program
-from ringweave.backends import BACKENDS
+from ringweave.backends import BACKENDS, cpu
 from ringweave.errors import UnsupportedError, message
 from ringweave.parallel import ContextParallel, Transport
 from ringweave.parallel.execution import executor
@@ -155,7 +155,7 @@ def _marked(device: str) -> Iterator[None]:
         for name, each in BACKENDS.items()
     }
     places: Sequence[tuple[str, Any, str]] = (
-        ("plan", PlanCache, "get"), ("plan", program, "branches"), ("merge", program, "merge_into"),
+        ("plan", PlanCache, "get"), ("plan", program, "branches"), ("merge", cpu, "merge_into"),
         ("merge", executor, "merge_into"), ("merge", api, "with_sinks"), ("exchange", Transport, "agree"),
         ("exchange", Transport, "exchange"), ("exchange", transport._Messages, "wait"),
     )  # fmt: skip
