@@ -13,8 +13,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from ringweave import program
-from ringweave.backends import BACKENDS
+from ringweave.backends import BACKENDS, cpu
 from ringweave.cli.app import app
 from ringweave.errors import UnsupportedError
 from ringweave.plan import PlanCache
@@ -38,14 +37,14 @@ def test_a_part_inside_another_counts_once() -> None:
 
 
 def test_marks_are_gone_afterwards() -> None:
-    before = dict(BACKENDS), PlanCache.get, program.merge_into
+    before = dict(BACKENDS), PlanCache.get, cpu.merge_into
     with _marked("cpu"):
         assert PlanCache.get is not before[1]
         assert BACKENDS["dense_batched"] != before[0]["dense_batched"]
-    assert (dict(BACKENDS), PlanCache.get, program.merge_into) == before
+    assert (dict(BACKENDS), PlanCache.get, cpu.merge_into) == before
     with pytest.raises(ZeroDivisionError), _marked("cpu"):
         raise ZeroDivisionError
-    assert (dict(BACKENDS), PlanCache.get, program.merge_into) == before
+    assert (dict(BACKENDS), PlanCache.get, cpu.merge_into) == before
 
 
 def test_a_profile_of_branches(tmp_path: Path) -> None:
