@@ -171,7 +171,6 @@ inline void backward_chunk(const Problem &pb, const BackwardMemory &m, float siz
   const TileMask mask = t.mask;
   const V sizes = splat(size);
   const float *low = m.low + r0, *delta = m.delta + r0;
-  const Nothing zero;
   sweep<Op, true, N, P>(
       t.a.data + r0 * t.a.ld, t.a.ld, n, pb.d / Op::depth, x,
       [&](auto block, int r) __attribute__((always_inline)) {
@@ -203,7 +202,7 @@ inline void backward_chunk(const Problem &pb, const BackwardMemory &m, float siz
   const Kept kept{drop.rows ? drop.rows + (ptrdiff_t)r0 * drop.words : nullptr, drop.words, lane};
   if constexpr (Scored) weights<Op, N>(pairs, m, r0, n, lane, mask, kept);
   const V kept_factor = splat(pb.scoring.kept_factor());
-  sweep<Op, true, N, P>(t.b.data + r0 * t.b.ld, t.b.ld, n, pb.dv_dim / Op::depth, y, zero,
+  sweep<Op, true, N, P>(t.b.data + r0 * t.b.ld, t.b.ld, n, pb.dv_dim / Op::depth, y, Nothing(),
                      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
                        constexpr int M = decltype(block)::value;
                        const uint32_t *bits = mask.rows ? mask.rows + (ptrdiff_t)(r0 + r) * mask.words : nullptr;

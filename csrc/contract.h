@@ -23,9 +23,9 @@ RW_INLINE void clear(V (&acc)[M][N]) {
 
 #if defined(__AVX2__) && !defined(__AVX512F__) && defined(__x86_64__)
 #define RW_BLOCK_OF_12
-// The loop of `contract` for 6 rows and 2 vectors, with all 16 registers of AVX2. In assembly, since compilers spill a sum
-// in some of the places where they inline the loop, which then takes half as long again. Sums begin at 0, and depth is a
-// positive multiple of 4.
+// The loop of `contract` for 6 rows and 2 vectors, with all 16 registers of AVX2. In assembly, since compilers spill a
+// sum in some of the places where they inline the loop, which then takes half as long again. Sums begin at 0, and depth
+// is a positive multiple of 4.
 template <bool Rows, int P>
 RW_INLINE void block_of_12(const char *a, ptrdiff_t ld, int depth, const float *b, V (&acc)[6][2]) {
   const char *c = a + 3 * ld;
@@ -69,23 +69,14 @@ RW_INLINE void block_of_12(const char *a, ptrdiff_t ld, int depth, const float *
 // Rows: element (i, k) is at a + i * ld + 4k. Otherwise it is at a + 4i + k * ld.
 template <class Op, bool Rows, int P, int M, int N>
 RW_INLINE void contract(const char *a, ptrdiff_t ld, int depth, const float *b, V (&acc)[M][N]) {
+  int done = 0;
 #if defined(RW_BLOCK_OF_12)
-  const int whole = M == 6 && N == 2 ? depth & ~3 : 0;
-  if constexpr (M == 6 && N == 2) {
-    if (whole) {
-      block_of_12<Rows, P>(a, ld, whole, b, acc);
-      a += whole * (Rows ? 4 : ld), b += (ptrdiff_t)whole * P * W;
-    } else {
-      clear(acc);
-    }
-  } else {
-    clear(acc);
-  }
-  depth -= whole;
-#else
-  clear(acc);
+  if constexpr (M == 6 && N == 2)
+    if ((done = depth & ~3)) block_of_12<Rows, P>(a, ld, done, b, acc);
 #endif
-  for (int k = 0; k < depth; ++k) {
+  if (!done) clear(acc);
+  a += done * (Rows ? 4 : ld), b += (ptrdiff_t)done * P * W;
+  for (int k = done; k < depth; ++k) {
     V bk[N];
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j) bk[j] = load(b + j * W);
@@ -112,9 +103,9 @@ struct Block {
 #endif
 };
 
-// For each block of rows: calls begin(block size, row), contracts, and calls end(block size, row, acc). The products are
-// summed from 0, since adding each product to a large running sum would round every time. The block size is even, except
-// for a last single row.
+// For each block of rows: calls begin(block size, row), contracts, and calls end(block size, row, acc). The products
+// are summed from 0, since adding each product to a large running sum would round every time. The block size is even,
+// except for a last single row.
 template <class Op, bool Rows, int N, int P = N, class Begin, class End>
 RW_INLINE void sweep(const char *a, ptrdiff_t ld, int rows, int depth, const float *b, Begin begin, End end) {
   const ptrdiff_t step = Rows ? ld : 4;

@@ -251,8 +251,8 @@ RW_INLINE void add_words(Few &f, const Turned &turned, int r, bool first, int wo
 }
 
 // Computes the products of a panel of keys with N queries, each a sum over channels from first to last. All keys of a
-// panel are transposed before the sums, and several vectors of keys are summed at once: independent chains hide the latency
-// of additions.
+// panel are transposed before the sums, and several vectors of keys are summed at once: independent chains hide the
+// latency of additions.
 template <class Op, int T, int N>
 RW_INLINE void products(Few &f, const Rows &k, const float *q, int pw, Fetch &ahead) {
   constexpr int G = (int)smaller(kPanelRows / W, 8 / N);
@@ -540,7 +540,7 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
     if (Scored && pb.scoring.count) pairs.set_lanes(first, keys, pad_lanes(keys));
     TileMask kept;
     if (Scored && pb.scoring.drop) kept = kept_pairs(pb, lanes, first, keys, m.dropout);
-    int counted = 0;  // keys whose tiles of the whole are counted
+    int counted = 0;  // `blocks` has counted the tiles of the whole up to this key
     for (int k0 = 0, n; k0 < keys; k0 += n) {
       n = panel_end(k0, keys) - k0;
       const TileMask allowed = mask.from(k0);

@@ -10,8 +10,6 @@
 namespace ringweave {
 namespace {
 
-// Number of keys between two updates of the running maximum, so that S^T of a panel stays in L1.
-constexpr int kForwardKeys = kPanelRows;
 // Tiles with up to this many queries, over all heads that share its keys, are computed by decode.h. With more queries,
 // their vectors are full enough (measured).
 constexpr int kFew = 4;
@@ -87,7 +85,7 @@ struct ForwardMemory {
     q = m.take<float>((size_t)lanes * pb.d);
     state = m.take<float>((size_t)lanes * (pb.dv_dim + 2));
     total = m.take<float>((size_t)lanes * (pb.dv_dim + 2));
-    s = m.take<float>(copied ? (size_t)kForwardKeys * kWide * W : 0);
+    s = m.take<float>(copied ? (size_t)kPanelRows * kWide * W : 0);
     factor = m.take<float>(lanes);
     k = m.take<char>((size_t)copied * pb.d * 4);
     v = m.take<char>((size_t)copied * pb.dv_dim * 4);
@@ -115,7 +113,8 @@ inline int panel_cut(const Spacing &s, int row, int end) {
   const int64_t at = (s.first + s.step * row) % s.side;
   return cut_after(s, row, end, smaller(kPanelRows - at % kPanelRows, s.side - at));
 }
-// One past the last row that is computed together with `row`: at most a panel, and no part of a panel of the whole.
+// One past the last row that is computed together with `row`: at most a panel, so that S^T stays in L1, and no part of
+// a panel of the whole.
 inline int chunk_end(const Spacing &s, int row, int end) {
   if (!s.apart()) return (int)smaller(end, row + kPanelRows);
   int last = panel_cut(s, row, end);
@@ -223,23 +222,17 @@ RW_INLINE void exponentials(float *s, int keys, float c, const V (&low)[N], V (&
       store(s + (r / 2 * N + j) * W, pair(kept(p, r, j), r + 1 < keys ? kept(o, r + 1, j) : o));
     }
 }
-// For a view, in which two keys of the whole's pairs are never both attended: each weight in a pair with 0.
-template <int N, class Keep>
-RW_INLINE void exponentials_apart(float *s, int keys, float c, const V (&low)[N], V (&sum)[N], Keep kept) {
-  const V cv = splat(c);
-  for (int r = 0; r < keys; ++r)
-#pragma GCC unroll 8
-    for (int j = 0; j < N; ++j) {
-      V p = exp2((load(s + (r * N + j) * W) - low[j]) * cv);
-      sum[j] += p;
-      store(s + (r * N + j) * W, pair(kept(p, r, j), V{}));
-    }
-}
+// Each weight in a pair with 0, for a view: of two keys that are a pair in the whole, a row attends at most one.
+template <class Keep>
+struct Alone {
+  Keep kept;
+  RW_INLINE V operator()(V p, int r, int j) const { return pair(kept(p, r, j), V{}); }
+};
 #endif
 template <class Op, int N, class Keep>
 RW_INLINE void weights(bool apart, float *s, int keys, float c, const V (&low)[N], V (&sum)[N], Keep kept) {
 #if defined(RW_PAIRS)
-  if (apart) return exponentials_apart(s, keys, c, low, sum, kept);
+  if (apart) return exponentials(s, keys, c, low, sum, Alone<Keep>{kept}, Single());
 #endif
   (void)apart;
   exponentials(s, keys, c, low, sum, kept, Op());
@@ -376,14 +369,13 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
 #endif
     if constexpr (!is_tiled<Op>)
       sweep<Op, false, N>(
-          values, v.ld, pb.dv_dim, apart ? count : (count + Op::depth - 1) / Op::depth, s,
-          Nothing(), add);
+          values, v.ld, pb.dv_dim, apart ? count : (count + Op::depth - 1) / Op::depth, s, Nothing(), add);
   }
 }
 
-// Processes the keys [from, to) of a tile for one panel of lanes. Keys at both ends of the mask that no lane attends are skipped, for
-// each half of the panel separately if that saves enough. Skipping changes no bit, since a key that a lane does not
-// attend adds 0.
+// Processes the keys [from, to) of a tile for one panel of lanes. Keys at both ends of the mask that no lane attends are
+// skipped, for each half of the panel separately if that saves enough. Skipping changes no bit, since a key that a lane
+// does not attend adds 0.
 template <class Op, int N, bool Scored>
 inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Running &state, const Scale &scale, int lane,
                           Tile k, Tile v, int from, int to, const TileMask &mask, const Ahead &ahead,

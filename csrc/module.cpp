@@ -132,9 +132,9 @@ void columns_of_plan(Problem &pb, const Array &col_ptr, const Array &row, const 
 // (first, step, side) of a relation by residue; empty for other relations.
 void space(Problem &pb, const std::vector<int64_t> &spacing) {
   if (spacing.empty()) return;
-  const bool three = spacing.size() == 3;
-  if (!three || spacing[0] < 0 || spacing[1] < 1 || spacing[2] < 16 || spacing[2] > kMostTile ||
-      spacing[0] > (int64_t)1 << 40 || spacing[1] > (int64_t)1 << 40)
+  constexpr int64_t most = (int64_t)1 << 40;  // so that positions fit in 64 bits
+  const auto inside = [&](size_t i, int64_t low, int64_t high) { return spacing[i] >= low && spacing[i] <= high; };
+  if (spacing.size() != 3 || !inside(0, 0, most) || !inside(1, 1, most) || !inside(2, 16, kMostTile))
     refuse("spacing", "wanted (first >= 0, step >= 1, side of 16 to 256)");
   pb.spacing = {spacing[0], spacing[1], spacing[2]};
 }
@@ -367,13 +367,19 @@ void bind_backward(const Array &dout, const Array &q, const Array &k, const Arra
   backward(pb, column_work(pb), kernel, threads);
 }
 
+// A problem with the sizes of these outputs.
+Problem outputs(const char *name, const Array &a) {
+  Problem pb;
+  pb.dv_dim = head_dim(name, a);
+  pb.batch = a.shape(0), pb.q_heads = a.shape(1), pb.nq = a.shape(2);
+  return pb;
+}
+
 void bind_delta(const Array &dout, const Array &out, const std::optional<Array> &dlse, const Array &delta_, int threads,
                 const std::string &variant) {
   const Kernel &kernel = pick(variant);
   check_threads(threads);
-  Problem pb;
-  pb.dv_dim = head_dim("dout", dout);
-  pb.batch = dout.shape(0), pb.q_heads = dout.shape(1), pb.nq = dout.shape(2);
+  Problem pb = outputs("dout", dout);
   pb.dout = view_of("dout", dout, {pb.batch, pb.q_heads, pb.nq, pb.dv_dim}, false);
   pb.out = view_of("out", out, {pb.batch, pb.q_heads, pb.nq, pb.dv_dim}, false);
   if (dlse) pb.dlse = floats("dlse", *dlse, pb, false);
@@ -386,9 +392,7 @@ void bind_merge(const Array &out, const Array &lse, const Array &part, const Arr
                 const std::string &variant) {
   const Kernel &kernel = pick(variant);
   check_threads(threads);
-  Problem pb;
-  pb.dv_dim = head_dim("out", out);
-  pb.batch = out.shape(0), pb.q_heads = out.shape(1), pb.nq = out.shape(2);
+  Problem pb = outputs("out", out);
   pb.out = view_of("out", out, {pb.batch, pb.q_heads, pb.nq, pb.dv_dim}, true);
   pb.v = view_of("part", part, {pb.batch, pb.q_heads, pb.nq, pb.dv_dim}, false);
   if (pb.out.dtype != F32 || pb.v.dtype != F32) refuse("out, part", "wanted float32");
@@ -416,15 +420,11 @@ class Prepared {
     tiles(pb, q_tile, kv_tile);
     rows_of_plan(pb, row_ptr, col, bits, masks, group);
     space(pb, spacing);
+    pb.dout.dtype = pb.dq.dtype = pb.dk.dtype = pb.dv.dtype = pb.q.dtype, pb.out.dtype = wide ? F32 : pb.q.dtype;
     compact(pb.out, pb.q_heads, pb.nq, pb.dv_dim), compact(pb.dq, pb.q_heads, pb.nq, pb.d);
     compact(pb.dk, pb.kv_heads, pb.nk, pb.d), compact(pb.dv, pb.kv_heads, pb.nk, pb.dv_dim);
     for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->dtype = F32, of_rows->token = 4;
     for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->head = pb.nq * 4, of_rows->batch = pb.q_heads * pb.nq * 4;
-    pb.out.dtype = pb.dout.dtype = pb.dq.dtype = pb.dk.dtype = pb.dv.dtype = pb.q.dtype;
-    if (wide) {
-      const int64_t size = 4 / bytes_of(pb.q.dtype);
-      pb.out.dtype = F32, pb.out.token *= size, pb.out.head *= size, pb.out.batch *= size;
-    }
     work = row_work(pb);
   }
   // Divides the call into work for backward too.
@@ -495,7 +495,7 @@ class Prepared {
 
  private:
   void compact(View &v, int64_t heads, int64_t tokens, int64_t width) const {
-    v.token = width * bytes_of(pb.q.dtype), v.head = tokens * v.token, v.batch = heads * v.head;
+    v.token = width * bytes_of(v.dtype), v.head = tokens * v.token, v.batch = heads * v.head;
   }
   static void place(const char *name, View &v, uintptr_t data, const nb::tuple &strides) {
     if (!data || strides.size() != 4 || nb::cast<int64_t>(strides[3]) != 1)

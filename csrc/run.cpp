@@ -275,11 +275,11 @@ void each_rows(const Problem &pb, int threads, F f) {
 }  // namespace
 
 void delta(const Problem &pb, const Kernel &kernel, int threads) {
-  each_rows(pb, threads, [&](int64_t b, int64_t h, int64_t first, int64_t last) { kernel.delta(pb, b, h, first, last); });
+  each_rows(pb, threads, [&](auto... rows) { kernel.delta(pb, rows...); });
 }
 
 void merge(const Problem &pb, const Kernel &kernel, int threads) {
-  each_rows(pb, threads, [&](int64_t b, int64_t h, int64_t first, int64_t last) { kernel.merge(pb, b, h, first, last); });
+  each_rows(pb, threads, [&](auto... rows) { kernel.merge(pb, rows...); });
 }
 
 double fma_peak(const Kernel &kernel, Dtype dtype, int threads, double seconds) {

@@ -71,7 +71,7 @@ def test_in_place_agrees() -> None:
 
 
 @pytest.mark.skipif(cpu.module() is None, reason="torch's functions round vectors and single elements differently")
-def test_the_kernel_merges_a_row_alike_in_any_strides(poisoned: None) -> None:
+def test_the_kernel_gives_a_merged_row_the_same_bits_with_any_strides(poisoned: None) -> None:
     """Empty rows, infinite and NaN scores too: as with torch, and by the row alone."""
     out, part = torch.randn(2, 3, 300, 40), torch.randn(2, 3, 300, 40)
     lse, part_lse = 5 * torch.randn(2, 3, 300), 5 * torch.randn(2, 3, 300)

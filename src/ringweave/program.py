@@ -195,7 +195,7 @@ class Program:
         self.read = tuning.current()
         #: The pattern's tables if it is constant, else empty.
         self.tables = call.pattern.tables if constant else ()
-        #: Kernel arguments of a small call that the native kernel computes in one step, else None.
+        #: Kernel arguments of a small call in one step, or of a step of a union; None if the native kernel has none.
         self.prepared: cpu.PreparedCall | cpu.PreparedUnion | None = None
 
     def again(self, call: Call) -> Program:
@@ -336,15 +336,14 @@ class Program:
         one = self.whole(steps)
         if one is None or one.backend is not _native:
             return None
-        plan = one.branch.known
-        return None if plan is None or plan.capacity > _MOST_TILES else plan
+        return _small_plan(one.branch)
 
     @property
     def steppable(self) -> bool:
         """Whether the native kernel computes a decoding step of this kind from small plans, one for each summand."""
-        plans = [each.branch.known for each in self.steps]
-        small = all(plan is not None and plan.capacity <= _MOST_TILES for plan in plans)
-        return self.native and small and (len(plans) > 1 or self.whole(self.steps) is not None)
+        if len(self.steps) < 2:
+            return self.small(self.steps) is not None
+        return self.native and all(_small_plan(each.branch) is not None for each in self.steps)
 
     def describe(self) -> list[tuple[int, str]]:
         """Count branches by backend: [(branches, backend), ...] in order of first use."""
@@ -354,6 +353,12 @@ class Program:
 def is_whole(branch: Branch, call: Call) -> bool:
     """Whether a branch is the whole call rather than a view of it."""
     return branch.rate == 1 and branch.head_count == call.heads
+
+
+def _small_plan(branch: Branch) -> BlockPlan | None:
+    """Return the plan that a branch holds if it is small, else None."""
+    plan = branch.known
+    return None if plan is None or plan.capacity > _MOST_TILES else plan
 
 
 def _planned(branch: Branch) -> Branch:
@@ -558,8 +563,8 @@ def _put(key: Hashable, program: Program) -> None:
     """Cache a program by its key; a decoding step's by its kind and run."""
     size, prepared = _PROGRAM_BYTES, program.prepared
     if prepared is not None:
-        plan, call = prepared.plan, program.call
-        size += plan.nbytes + _ROW_BYTES * plan.q_tiles * call.batch * call.heads + _TILE_BYTES * plan.capacity
+        heads = program.call.batch * program.call.heads
+        size += sum(p.nbytes + _ROW_BYTES * p.q_tiles * heads + _TILE_BYTES * p.capacity for p in prepared.plans)
     PROGRAMS.put((key.kind, key.run.key) if isinstance(key, _StepKey) else key, program, size)
 
 

@@ -113,6 +113,20 @@ def test_forward_bits(name: str, dtype: torch.dtype, poisoned: None) -> None:
         assert torch.equal(got[result], again[result]), f"{result} from run to run"
 
 
+@pytest.mark.skipif(cpu.module() is None, reason="as above")
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(EVERYTHING))
+def test_forward_bits_of_the_gallery(name: str, dtype: torch.dtype) -> None:
+    x = Inputs.random(700, heads=4, kv_heads=2, dim=16, dtype=dtype)
+    pattern = EVERYTHING[name](700)
+    one = alone(x, pattern)
+    for ranks, placement in [(2, "auto"), (3, "zigzag"), (4, "striped")]:
+        got = joined(spread(ranks, x, pattern, None, schedule="allgather", placement=placement), 700)
+        for result in ("out", "lse"):
+            assert torch.equal(got[result], one[result]), f"{result} on {ranks} ranks, {placement}"
+
+
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_infinite_scores(schedule: str) -> None:
     """A row with one is NaN, and so is whatever its weights reach backward: on ranks as on one device."""

@@ -273,8 +273,8 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge a partial result into (out, lse) in place, as :func:`ringweave.merge.merge_into` does.
 
-    On float32 CPU tensors the kernel merges, in one pass. A row's bits then do not depend on strides and other rows,
-    unlike with PyTorch, whose functions round a vector's elements and single elements differently.
+    On float32 CPU tensors the kernel merges, in one pass. A row's bits then do not depend on strides and other rows.
+    PyTorch's functions round an element of a full vector differently from a single element.
     """
     native = module() if out.device.type == "cpu" else None
     dim = out.shape[-1]
@@ -379,7 +379,7 @@ class PreparedCall:
         self._out = torch.empty(1, dtype=dtype or q.dtype, device="cpu").expand(*q.shape[:3], v.shape[3])
         self._lse = torch.empty(1, dtype=torch.float32, device="cpu").expand(q.shape[:3])
         self._threads, self._first, self._branch = torch.get_num_threads(), first, branch
-        self.plan, self._forward = plan, prepared(operands, plan, spacing=branch.spacing, dtype=dtype)
+        self.plans, self._forward = (plan,), prepared(operands, plan, spacing=branch.spacing, dtype=dtype)
         self._backward: Prepared | None = None
 
     def forward(
@@ -450,7 +450,7 @@ class PreparedUnion:
     """
 
     def __init__(self, operands: Operands, parts: Sequence[tuple[Branch, BlockPlan]], first: int):
-        self._dtype, self.plan = operands.q.dtype, max((plan for _, plan in parts), key=lambda plan: plan.capacity)
+        self._dtype, self.plans = operands.q.dtype, tuple(plan for _, plan in parts)
         self._parts = [PreparedCall(operands, *part, first, dtype=torch.float32) for part in parts]
 
     def forward(

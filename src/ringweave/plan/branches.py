@@ -12,6 +12,8 @@ between them.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -188,26 +190,19 @@ def summands(pattern: Pattern) -> tuple[Pattern, ...]:
 def _of_union(union: Or) -> tuple[Pattern, ...]:
     by_residue = [part for part in union.parts if part.residue_rate > 1]
     # a table or a function may be made for one length, and its tiles cannot be counted at another
-    if not by_residue or union.tables or not union.fixed or "TokenMask(" in union.spec:
+    if not by_residue or not union.fixed or "TokenMask(" in union.spec:
         return (union,)
     key = ("summands", union.spec)
     parts: tuple[Pattern, ...] | None = PROGRAMS.get(key)
     if parts is None:
-        seen = _union([part for part in union.parts if part.residue_rate == 1])
-        found = [] if seen is None else [seen]
-        for part in by_residue:
-            found.append(part if seen is None else part & ~seen)
-            seen = part if seen is None else seen | part
+        rest = [part for part in union.parts if part.residue_rate == 1]
+        found = [functools.reduce(operator.or_, rest)] if rest else []
+        for at, part in enumerate(by_residue):
+            seen = rest + by_residue[:at]
+            found.append(part & ~functools.reduce(operator.or_, seen) if seen else part)
         parts = tuple(found) if _pays(union, found) else (union,)
         PROGRAMS.put(key, parts, _BRANCH_BYTES * len(parts))
     return parts
-
-
-def _union(parts: Sequence[Pattern]) -> Pattern | None:
-    seen: Pattern | None = None
-    for part in parts:
-        seen = part if seen is None else seen | part
-    return seen
 
 
 def _pays(union: Or, parts: Sequence[Pattern]) -> bool:
