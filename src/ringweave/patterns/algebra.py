@@ -76,12 +76,14 @@ class Combined(_Operator):
             left = np.flatnonzero(keys != winner)
             if not len(left):
                 break
-            mine, other = keys[left], part.tile_classes(Tiles(*(side[left] for side in tiles)))
-            merged = np.where(other == winner, winner, neutral).astype(np.int64)
-            open_ = (other != winner) & ~((mine == neutral) & (other == neutral))
-            if open_.any():
-                merged[open_] = mix(mine[open_], other[open_])
-            keys[left] = merged
+            every = len(left) == len(keys)
+            mine = keys if every else keys[left]
+            other = part.tile_classes(tiles if every else Tiles(*(side[left] for side in tiles)))
+            # where the parts do not decide, and are not both neutral, the class is that of the pair
+            open_ = np.flatnonzero((other != winner) & ((mine != neutral) | (other != neutral)))
+            if len(open_):
+                other[open_] = mix(mine[open_], other[open_])
+            keys[left] = other
         return keys
 
 

@@ -105,9 +105,10 @@ class KeyPadding(Bounds):
         return start[element], stop[element]
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        start, stop = (torch.from_numpy(np.ascontiguousarray(side)).to(k.device) for side in self._now)
-        element, key = (k >> ELEMENT_BITS if self._rows > 1 else torch.zeros_like(k)), k & (ELEMENT - 1)
-        return (key >= start[element]) & (key < stop[element]) & torch.ones_like(q, dtype=torch.bool)
+        # bounds on the axis of all batch elements, one for each query: keys are far more
+        element, base = (q >> ELEMENT_BITS if self._rows > 1 else torch.zeros_like(q)), q & -ELEMENT
+        start, stop = (torch.from_numpy(np.ascontiguousarray(x)).to(q.device)[element] + base for x in self._now)
+        return (k >= start) & (k < stop)
 
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
         return Ranges.of(self._of(q_lo), rows=len(q_lo))
@@ -119,7 +120,7 @@ class KeyPadding(Bounds):
     def tile_classes(self, tiles: Tiles) -> Int64:
         start, stop = self._of(tiles.k_lo)
         first, width = tiles.k_lo & (ELEMENT - 1), tiles.k_hi - tiles.k_lo
-        low, high = np.clip(start - first, 0, width), np.clip(stop - first, 0, width)
+        low, high = np.maximum(start - first, 0), np.minimum(stop - first, width)
         return classes(low >= high, (low == 0) & (high == width), low, high)
 
     def restride(self, rate: int, offset: int) -> Pattern:

@@ -43,13 +43,14 @@ class Offsets(Bounds, Full):
         return self if len(self.table) == 1 else Offsets(self.table[b : b + 1], self)
 
     def _make(self) -> Int64:
-        return rows_of(self.table, 2)
+        # (2, B), since contiguous offsets of one side are quicker to look up
+        return np.ascontiguousarray(rows_of(self.table, 2).T)
 
     def numbers(self) -> Int64:
-        return mix(*self._now.T)
+        return mix(*self._now)
 
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
-        for side, n, name in zip(self._now.T, (q_offset + nq, nk), _SIDES, strict=True):
+        for side, n, name in zip(self._now, (q_offset + nq, nk), _SIDES, strict=True):
             wrong = (side < 0) | (side > LONGEST - n)
             if wrong.any():
                 b = int(wrong.argmax())
@@ -59,21 +60,25 @@ class Offsets(Bounds, Full):
 
     def most(self) -> tuple[int, int]:
         """Return the largest offsets of queries and of keys over the batch; sizes are checked against them."""
-        q, k = (self if self.batch is None else self.batch)._now.max(0).tolist()
+        q, k = (self if self.batch is None else self.batch)._now.max(1).tolist()
         return q, k
 
     def added(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Add the offsets to places of queries and keys on the axis of all batch elements."""
-        now = torch.from_numpy(self._now)
-        of_q, of_k = now.to(q.device).T
-        one = len(now) == 1
-        return q + (of_q if one else of_q[q >> ELEMENT_BITS]), k + (of_k if one else of_k[k >> ELEMENT_BITS])
+        of_q, of_k = torch.from_numpy(self._now).to(q.device)
+        if len(of_q) > 1:
+            # a query and a key of one pair are of one element, and keys are far more
+            element = q >> ELEMENT_BITS
+            of_q, of_k = of_q[element], of_k[element]
+        return q + of_q, k + of_k
 
     def of(self, position: Int64) -> tuple[Int64, Int64]:
         """Return the offsets of queries and of keys for positions on the axis of all batch elements."""
-        now = self._now
-        q, k = now[position >> ELEMENT_BITS if len(now) > 1 else np.zeros_like(position)].T
-        return q, k
+        q, k = self._now
+        if len(q) == 1:
+            return q, k
+        element = position >> ELEMENT_BITS
+        return q[element], k[element]
 
 
 class Shifted(Composite):

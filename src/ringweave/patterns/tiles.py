@@ -30,8 +30,9 @@ class Ranges(NamedTuple):
     @staticmethod
     def of(*pairs: tuple[Int64 | int, Int64 | int], rows: int) -> Ranges:
         """Stack pairs of starts and stops, each an array over rows or a number for all rows."""
-        start = np.stack([np.broadcast_to(np.asarray(a, np.int64), (rows,)) for a, _ in pairs], 1)
-        stop = np.stack([np.broadcast_to(np.asarray(b, np.int64), (rows,)) for _, b in pairs], 1)
+        start, stop = np.empty((2, rows, len(pairs)), np.int64)
+        for i, (first, end) in enumerate(pairs):
+            start[:, i], stop[:, i] = first, end
         return Ranges(start, stop)
 
     def cost(self) -> int:
@@ -60,10 +61,10 @@ def mix(*parts: Int64) -> Int64:
 
 def classes(empty: NDArray[np.bool_], full: NDArray[np.bool_], *parts: Int64) -> Int64:
     """Classify tiles as empty or full, and the others by ``parts``, the numbers that determine their mask."""
-    keys = np.where(full, FULL, EMPTY).astype(np.int64)
-    partial = ~(empty | full)
-    if partial.any():
-        keys[partial] = mix(*(np.broadcast_to(part, keys.shape)[partial] for part in parts))
+    keys = np.where(full, FULL, EMPTY).astype(np.int64, copy=False)
+    partial = np.flatnonzero(~(empty | full))
+    if len(partial):
+        keys[partial] = mix(*(part[partial] for part in parts))
     return keys
 
 
@@ -75,4 +76,4 @@ def intersect(a: Ranges, b: Ranges) -> Ranges:
     stop = np.minimum(a.stop[:, :, None], b.stop[:, None, :]).reshape(len(a.start), -1)
     used = np.flatnonzero((stop > start).any(0))
     used = used if len(used) else np.zeros(1, np.int64)
-    return Ranges(start[:, used], stop[:, used])
+    return Ranges(start.take(used, 1), stop.take(used, 1))

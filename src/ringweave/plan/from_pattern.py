@@ -230,25 +230,24 @@ def _rows(
     k_lo = col * kv_tile
     k_hi = np.minimum(k_lo + kv_tile, nk)
     if len(starts) > 1:
-        for side in (k_lo, k_hi):
-            side += starts[row // len(lo)]
+        base = starts[row // len(lo)]
+        k_lo += base
+        k_hi += base
     tiles = Tiles(q_lo[row], q_hi[row], k_lo, k_hi)
     keys = pattern.tile_classes(tiles)
-    used = keys != EMPTY
-    if not used.all():
-        row, col, keys, tiles = row[used], col[used], keys[used], Tiles(*(side[used] for side in tiles))
-    bits = np.full(len(row), -1, np.int32)
-    partial = keys != FULL
-    if not partial.any():
-        return RowSet(row, col, bits, len(starts))
-    # tiles that are clipped at the ends have other masks than whole tiles of their class
-    clipped = (tiles.q_hi - tiles.q_lo != q_tile) * 2 + (tiles.k_hi - tiles.k_lo != kv_tile)
-    label = keys[partial] * 4 + clipped[partial]
-    _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
-    sample = Tiles(*(side[partial][first] for side in tiles))
-    bits[partial] = store.add(pattern, sample)[inverse.reshape(-1)]
+    bits = np.full(len(row), _Masks.FULL, np.int32)
+    bits[keys == EMPTY] = _Masks.EMPTY
+    partial = np.flatnonzero(keys > FULL)
+    if len(partial):
+        some = Tiles(*(side[partial] for side in tiles))
+        # tiles that are clipped at the ends have other masks than whole tiles of their class
+        clipped = (some.q_hi - some.q_lo != q_tile) * 2 + (some.k_hi - some.k_lo != kv_tile)
+        _, first, inverse = np.unique(keys[partial] * 4 + clipped, return_index=True, return_inverse=True)
+        bits[partial] = store.add(pattern, Tiles(*(side[first] for side in some)))[inverse.reshape(-1)]
     kept = bits != _Masks.EMPTY
-    return RowSet(row[kept], col[kept], bits[kept], len(starts))
+    if not kept.all():
+        row, col, bits = row[kept], col[kept], bits[kept]
+    return RowSet(row, col, bits, len(starts))
 
 
 def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offset: int = 0, sample: int = 64) -> float:
@@ -315,22 +314,23 @@ class _Masks:
         codes = np.empty(len(sample.q_lo), np.int32)
         # only the rows that exist, since a decoding step has one query
         high = int((sample.q_hi - sample.q_lo).max(initial=1))
-        rows, columns = (torch.arange(side, device="cpu") for side in (high, kv_tile))
+        rows, columns = np.arange(high)[:, None], np.arange(kv_tile)
         step = max(1, _EVALUATED_AT_ONCE // (high * kv_tile))
         for begin in range(0, len(codes), step):
-            q_lo, q_hi, k_lo, k_hi = (torch.from_numpy(side[begin : begin + step])[:, None, None] for side in sample)
-            q, k = q_lo + rows[:, None], k_lo + columns
+            q_lo, q_hi, k_lo, k_hi = (side[begin : begin + step, None, None] for side in sample)
+            q, k = q_lo + rows, k_lo + columns
             # positions past the ends are clamped, since a function may index tables by them
-            allowed = pattern.allows(torch.minimum(q, q_hi - 1), torch.minimum(k, k_hi - 1))
-            inside = np.where(q < q_hi, np.packbits((k < k_hi).numpy(), axis=2, bitorder="little"), np.uint8(0))
-            bits = np.packbits(allowed.expand(len(q), high, kv_tile).numpy(), axis=2, bitorder="little") & inside
-            full, empty = np.all(bits == inside, axis=(1, 2)), np.all(bits == 0, axis=(1, 2))
+            places = (torch.from_numpy(np.minimum(*side)) for side in ((q, q_hi - 1), (k, k_hi - 1)))
+            allowed = pattern.allows(*places).expand(len(q), high, kv_tile).numpy()
+            inside = np.where(q < q_hi, np.packbits(k < k_hi, axis=2, bitorder="little"), np.uint8(0))
+            bits = np.packbits(allowed, axis=2, bitorder="little") & inside
+            full, empty = (bits == inside).all((1, 2)), ~bits.any((1, 2))
             part = codes[begin : begin + len(bits)]
             part[full], part[empty] = self.FULL, self.EMPTY
-            padded = np.zeros((len(bits), q_tile, 4 * self.words[1]), np.uint8)
-            padded[:, :high, : kv_tile // 8] = bits
-            for i in np.flatnonzero(~(full | empty)).tolist():
-                part[i] = self.index.setdefault(padded[i].tobytes(), len(self.index))
+            mixed = np.flatnonzero(~(full | empty))
+            masks = np.zeros(len(mixed), f"V{4 * q_tile * self.words[1]}")
+            masks.view(np.uint8).reshape(len(mixed), q_tile, 4 * self.words[1])[:, :high, : kv_tile // 8] = bits[mixed]
+            part[mixed] = [self.index.setdefault(mask, len(self.index)) for mask in masks.tolist()]
         return codes
 
     def packed(self) -> torch.Tensor:
