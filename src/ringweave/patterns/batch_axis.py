@@ -219,8 +219,8 @@ class Bounds(Pattern):
         """Read the tensors; raise PatternError if their contents are invalid."""
 
     @abstractmethod
-    def numbers(self) -> Int64:
-        """Return numbers (B,) that are equal if and only if batch elements have equal bounds."""
+    def numbers(self) -> tuple[Int64, ...]:
+        """Return arrays (B,) of numbers that are all equal if and only if batch elements have equal bounds."""
 
     @abstractmethod
     def fits(self, nq: int, nk: int, q_offset: int) -> None:

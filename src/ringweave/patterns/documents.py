@@ -127,9 +127,9 @@ class Documents(Bounds):
             return _of_ids(rows_of(self._tables["ids"], 2))
         return _Packed(_of_bounds({name: rows_of(table, 1) for name, table in self._tables.items()}), None)
 
-    def numbers(self) -> Int64:
+    def numbers(self) -> tuple[Int64, ...]:
         known: dict[bytes, int] = {}
-        return np.array([known.setdefault(row.tobytes(), len(known)) for row in self._now.ids])
+        return (np.array([known.setdefault(row.tobytes(), len(known)) for row in self._now.ids]),)
 
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
         packed: _Packed = self._now

@@ -124,9 +124,9 @@ class Sinks(Bounds):
     def _make(self) -> NDArray[np.bool_] | None:
         return None if self._mask is None else np.atleast_2d(self._mask.cpu().numpy()).copy()
 
-    def numbers(self) -> Int64:
+    def numbers(self) -> tuple[Int64, ...]:
         known: dict[bytes, int] = {}
-        return np.array([known.setdefault(row.tobytes(), len(known)) for row in self._now])
+        return (np.array([known.setdefault(row.tobytes(), len(known)) for row in self._now]),)
 
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
         if self._mask is not None and self._mask.shape[-1] != nk:

@@ -12,7 +12,7 @@ from ..errors import PatternError, message, shown
 from .base import Pattern
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
 from .declared import declare
-from .tiles import Int64, Ranges, Tiles, classes, mix
+from .tiles import Int64, Ranges, Tiles, classes
 from .validate import INTEGERS, integers, whole
 
 
@@ -72,12 +72,13 @@ class KeyPadding(Bounds):
         return KeyPadding(*bounds)
 
     def _make(self) -> tuple[Int64, Int64]:
-        sides = (rows_of(x, 1) if isinstance(x, Tensor) else np.array([x]) for x in (self.start, self.stop))
-        start, stop = np.broadcast_arrays(*sides)
+        start, stop = np.empty((2, self._rows), np.int64)
+        for side, bound in ((start, self.start), (stop, self.stop)):
+            side[:] = rows_of(bound, 1) if isinstance(bound, Tensor) else bound
         return start, stop
 
-    def numbers(self) -> Int64:
-        return mix(*self._now)
+    def numbers(self) -> tuple[Int64, ...]:
+        return self._now
 
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
         start, stop = self._now
@@ -107,7 +108,7 @@ class KeyPadding(Bounds):
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         # bounds on the axis of all batch elements, one for each query: keys are far more
         element, base = (q >> ELEMENT_BITS if self._rows > 1 else torch.zeros_like(q)), q & -ELEMENT
-        start, stop = (torch.from_numpy(np.ascontiguousarray(x)).to(q.device)[element] + base for x in self._now)
+        start, stop = (torch.from_numpy(side).to(q.device).take(element) + base for side in self._now)
         return (k >= start) & (k < stop)
 
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:

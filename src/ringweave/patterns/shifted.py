@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import PatternError, ShapeError, message, shown
 from .base import Composite, Full, Pattern
 from .batch_axis import ELEMENT_BITS, Bounds, rows_of
-from .tiles import Int64, Ranges, Tiles, mix
+from .tiles import Int64, Ranges, Tiles
 from .validate import INTEGERS, LONGEST, nest, refuse, whole
 
 _SIDES = ("q_offset", "k_offset")
@@ -46,8 +46,8 @@ class Offsets(Bounds, Full):
         # (2, B), since contiguous offsets of one side are quicker to look up
         return np.ascontiguousarray(rows_of(self.table, 2).T)
 
-    def numbers(self) -> Int64:
-        return mix(*self._now)
+    def numbers(self) -> tuple[Int64, ...]:
+        return tuple(self._now)
 
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
         for side, n, name in zip(self._now, (q_offset + nq, nk), _SIDES, strict=True):
@@ -65,11 +65,11 @@ class Offsets(Bounds, Full):
 
     def added(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Add the offsets to places of queries and keys on the axis of all batch elements."""
-        of_q, of_k = torch.from_numpy(self._now).to(q.device)
+        of_q, of_k = (torch.from_numpy(side).to(q.device) for side in self._now)
         if len(of_q) > 1:
             # a query and a key of one pair are of one element, and keys are far more
             element = q >> ELEMENT_BITS
-            of_q, of_k = of_q[element], of_k[element]
+            of_q, of_k = of_q.take(element), of_k.take(element)
         return q + of_q, k + of_k
 
     def of(self, position: Int64) -> tuple[Int64, Int64]:

@@ -44,11 +44,11 @@ def mix(*parts: Int64) -> Int64:
     """Combine numbers to one class >= 2 per element; classes are equal exactly if all parts are (mixed radix)."""
     total = np.zeros(parts[0].shape, np.int64)
     size = 1
-    for part in parts:
-        if part.size == 0:
-            continue
+    for part in parts if total.size else ():
         low = int(part.min())
         width = int(part.max()) - low + 1
+        if width == 1:
+            continue
         if size * width >= _RADIX_LIMIT:
             kinds, total = np.unique(total, return_inverse=True)
             size = len(kinds)
@@ -61,7 +61,7 @@ def mix(*parts: Int64) -> Int64:
 
 def classes(empty: NDArray[np.bool_], full: NDArray[np.bool_], *parts: Int64) -> Int64:
     """Classify tiles as empty or full, and the others by ``parts``, the numbers that determine their mask."""
-    keys = np.where(full, FULL, EMPTY).astype(np.int64, copy=False)
+    keys = full.astype(np.int64)  # FULL is 1, EMPTY 0
     partial = np.flatnonzero(~(empty | full))
     if len(partial):
         keys[partial] = mix(*(part[partial] for part in parts))

@@ -131,7 +131,7 @@ def batched(pattern: Pattern, head: int) -> Pattern | None:
 
 
 def check_bounds(pattern: Pattern, nq: int, nk: int, q_offset: int) -> None:
-    """Raise PatternError if bounds that were read do not fit these lengths."""
+    """Compute :meth:`Pattern.check` of a pattern with bounds that may be read."""
     if isinstance(pattern, Bounds):
         pattern.fits(nq, nk, q_offset)
     elif isinstance(pattern, Within):
@@ -140,9 +140,11 @@ def check_bounds(pattern: Pattern, nq: int, nk: int, q_offset: int) -> None:
     elif isinstance(pattern, Shifted):
         pattern.fits(nq, nk, q_offset)
         check_bounds(pattern.pattern, *pattern.extent(nq, nk, q_offset))
-    else:
-        for part in pattern.parts_within():
+    elif parts := pattern.parts_within():
+        for part in parts:
             check_bounds(part, nq, nk, q_offset)
+    else:
+        pattern.check(nq, nk, q_offset)
 
 
 def by_head(pattern: Pattern) -> bool:
@@ -164,7 +166,8 @@ def elements(pattern: Pattern, batch: int) -> tuple[Int64, Int64]:
         pattern: A pattern from :func:`batched`.
         batch: Number of batch elements.
     """
-    numbers = [bounds.numbers() for bounds in bounds_in(pattern) if bounds.extents()[0] is not None]
+    every = (bounds.numbers() for bounds in bounds_in(pattern) if bounds.extents()[0] is not None)
+    numbers = [side for sides in every for side in sides]
     if not numbers:
         return np.zeros(1, np.int64), np.zeros(batch, np.int64)
     _, first, like = np.unique(mix(*numbers), return_index=True, return_inverse=True)

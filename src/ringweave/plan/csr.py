@@ -51,13 +51,13 @@ def assemble(
     limit(sum(len(each.row) for each in sets))
     count = sum(each.sets for each in sets)
     row, col, bits = _side_by_side(sets, q_tiles)
-    row_ptr = _offsets(row, count, q_tiles)
+    row_ptr = row.searchsorted(np.arange(count)[:, None] * q_tiles + np.arange(q_tiles + 1))
     column = row // q_tiles
-    column *= kv_tiles
+    column *= kv_tiles + 1
     column += col
-    col_ptr = _offsets(column, count, kv_tiles)
+    col_ptr = np.cumsum(np.bincount(column + 1, minlength=count * (kv_tiles + 1))).reshape(count, kv_tiles + 1)
     if q_tiles > 1:
-        by_column = stable_order(column, count * kv_tiles)
+        by_column = stable_order(column, count * (kv_tiles + 1))
         row = row[by_column]
         row %= q_tiles
         bits_t = bits[by_column]
@@ -78,13 +78,15 @@ def assemble(
         "order": _launch_order(np.diff(row_ptr).reshape(-1)),
     }
     # one piece of memory needs one copy to a device, and small plans take little more than their elements
-    sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays.values()]
+    sizes = [size for array in arrays.values() for size in (array.size, -array.size % _ALIGNED)]
     whole = torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
-    for part, array in zip(whole.split(sizes), arrays.values(), strict=True):
-        np.copyto(part.numpy()[: array.size], array.reshape(-1), casting="unsafe")
-    parts = zip(arrays.items(), whole.to(device).split(sizes), strict=True)
+    memory, begin = whole.numpy(), 0
+    for array in arrays.values():
+        memory[begin : begin + array.size] = array.reshape(-1)
+        begin += -(-array.size // _ALIGNED) * _ALIGNED
+    parts = zip(arrays.items(), whole.to(device).split_with_sizes(sizes)[::2], strict=True)
     return BlockPlan(
-        **{name: part[: array.size].view(array.shape) for (name, array), part in parts},
+        **{name: part.view(array.shape) for (name, array), part in parts},
         nq=nq,
         nk=nk,
         q_tile=tile[0],
@@ -109,15 +111,6 @@ def limit(tiles: int) -> None:
     """Raise PatternError if the number of tiles does not fit in 32 bits."""
     if tiles >= 2**31:
         raise PatternError(message("pattern", f"{tiles} tiles", "fewer than 2**31", "Use larger tiles or less."))
-
-
-def _offsets(line: Int64, sets: int, lines: int) -> Int64:
-    """Return (sets, lines + 1): the starts of the elements of each line of each set, and the end of the last line."""
-    ends = np.cumsum(np.bincount(line, minlength=sets * lines))
-    of_sets = np.zeros((sets, lines + 1), np.int64)
-    of_sets[:, 1:] = ends.reshape(sets, lines)
-    of_sets[1:, 0] = of_sets[:-1, -1]
-    return of_sets
 
 
 def _launch_order(counts: Int64) -> Int64:

@@ -72,9 +72,25 @@ def build(
     device: str | torch.device = "cpu",
 ) -> BlockPlan:
     """Plan a pattern without the cache; see :func:`ringweave.plan`."""
-    _check(pattern, nq, nk, heads, batch, q_offset, tile, device)
+    _check(pattern, nq, nk, heads, batch, tile, device)
     extent = Extent(nq, nk, heads, batch, tile, q_offset, str(device))
-    parts = split(pattern, tile)
+    planned = _by_table(pattern, extent)
+    if planned is not None:
+        return planned
+    patterns, group = _distinct(pattern, extent)
+    for each, _ in patterns:
+        check_bounds(each, nq, nk, q_offset)
+    store = _Masks(tile)
+    sets = [_rows(each, starts, nq, nk, q_offset, tile, store) for each, starts in patterns]
+    return assemble(sets, group, store.packed(), nq, nk, q_offset, tile, device)
+
+
+def _by_table(pattern: Pattern, extent: Extent) -> BlockPlan | None:
+    """Plan a pattern from the blocks of its table; None without a table, or if its blocks do not fit the tiles."""
+    parts, q_offset = split(pattern, extent.tile), extent.q_offset
+    if parts is None and not isinstance(pattern, BlockTable):
+        return None
+    pattern.check(extent.nq, extent.nk, q_offset)
     if parts is not None and q_offset and parts[0].blocks.shape[-2] > 1:
         parts = None
     if parts is not None and parts[0] is pattern:
@@ -83,18 +99,14 @@ def build(
         table, every, none = parts
         context = _table_context(every.spec, none.spec, extent, table.blocks.shape[:-2], table.group or 1)
         return from_table(table, extent, context=context)
-    if isinstance(pattern, BlockTable) and fine(pattern, tile) and (q_offset == 0 or pattern.blocks.shape[-2] == 1):
-        return from_fine_table(pattern, extent)
-    patterns, group = _distinct(pattern, heads, batch)
-    for each, _ in patterns:
-        check_bounds(each, nq, nk, q_offset)
-    store = _Masks(tile)
-    sets = [_rows(each, starts, nq, nk, q_offset, tile, store) for each, starts in patterns]
-    return assemble(sets, group, store.packed(), nq, nk, q_offset, tile, device)
+    if isinstance(pattern, BlockTable) and fine(pattern, extent.tile):
+        return from_fine_table(pattern, extent) if q_offset == 0 or pattern.blocks.shape[-2] == 1 else None
+    return None
 
 
-def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[_Alike], torch.Tensor]:
+def _distinct(pattern: Pattern, extent: Extent) -> tuple[list[_Alike], torch.Tensor]:
     """Return the distinct patterns of all batch elements and heads, and the row set that each uses, (B, Hq) int32."""
+    heads, batch = extent.heads, extent.batch
     group = np.zeros((batch, heads), np.int32)
     found: list[_Alike] = []
     known: dict[Hashable, Int64] = {}
@@ -103,7 +115,7 @@ def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[_Alike], t
     for h in range(heads if apart else 1):
         each = batched(pattern, h)
         if each is None:
-            return _one_by_one(pattern, heads, batch)
+            return _one_by_one(pattern, extent)
         value = each.value() if apart else None
         if value not in known:
             starts, like = elements(each, batch)
@@ -115,8 +127,11 @@ def _distinct(pattern: Pattern, heads: int, batch: int) -> tuple[list[_Alike], t
     return found, torch.from_numpy(group)
 
 
-def _one_by_one(pattern: Pattern, heads: int, batch: int) -> tuple[list[_Alike], torch.Tensor]:
+def _one_by_one(pattern: Pattern, extent: Extent) -> tuple[list[_Alike], torch.Tensor]:
     """Compute :func:`_distinct` for a pattern that must be selected for one batch element at a time."""
+    # its errors name the batch element, errors of a selected pattern cannot
+    pattern.check(extent.nq, extent.nk, extent.q_offset)
+    heads, batch = extent.heads, extent.batch
     distinct: dict[Hashable, tuple[int, Pattern]] = {}
     known: dict[int, tuple[int, Pattern]] = {}
     group = np.zeros((batch, heads), np.int32)
@@ -157,9 +172,9 @@ def _new_context(every: str, none: str, extent: Extent, table: tuple[int, ...], 
             tiles = _rows(each, starts, nq, nk, q_offset, tile, store, slice(first, first + step))
             yield (first + tiles.row) * kv_tiles + tiles.col, tiles.mask_id
 
-    full, of_full = _distinct(rebuild(every, ()), heads, batch)
+    full, of_full = _distinct(rebuild(every, ()), extent)
     inside = [[runs_of(*part) for part in listed(*each)] for each in full]
-    empty, other = _distinct(rebuild(none, ()), heads, batch)
+    empty, other = _distinct(rebuild(none, ()), extent)
     outside = [list(listed(*each)) for each in empty]
     sets = of_sets(table, group, batch, heads, "cpu")
     return TableContext.of((inside, of_full), (outside, other), store.packed(), sets, q_tiles * kv_tiles, device)
@@ -179,7 +194,6 @@ def _check(
     nk: int,
     heads: int,
     batch: int,
-    q_offset: int,
     tile: tuple[int, int],
     device: str | torch.device,
 ) -> None:
@@ -192,10 +206,10 @@ def _check(
         raise PatternError(
             message("pattern", repr(pattern), "a relation", "A LongNet has one plan per branch: see explain().")
         )
-    if torch.device(device).type not in ("cpu", "meta"):
+    kind = torch.device(device).type
+    if kind not in ("cpu", "meta"):
         check_device(device)
-    check_extents(pattern, batch, heads, read=torch.device(device).type != "meta")
-    pattern.check(nq, nk, q_offset)
+    check_extents(pattern, batch, heads, read=kind != "meta")
 
 
 def rows_of_elements(
@@ -230,7 +244,7 @@ def _rows(
     k_lo = col * kv_tile
     k_hi = np.minimum(k_lo + kv_tile, nk)
     if len(starts) > 1:
-        base = starts[row // len(lo)]
+        base = np.repeat(starts, len(lo))[row]
         k_lo += base
         k_hi += base
     tiles = Tiles(q_lo[row], q_hi[row], k_lo, k_hi)
@@ -279,16 +293,13 @@ def _candidates(ranges: Ranges, kv_tile: int, kv_tiles: int) -> tuple[Int64, Int
     """Return the tiles that the ranges touch, by row and ascending, each once."""
     start = np.maximum(ranges.start, 0) // kv_tile
     stop = np.minimum(-(-ranges.stop // kv_tile), kv_tiles)
-    empty = (ranges.stop <= ranges.start) | (stop <= start)
+    stop[ranges.stop <= ranges.start] = 0
     if start.shape[1] > 1:
-        start = np.where(empty, kv_tiles, start)
-        stop = np.where(empty, 0, stop)
         order = np.argsort(start, axis=1, kind="stable")
         start, stop = np.take_along_axis(start, order, 1), np.take_along_axis(stop, order, 1)
         covered = np.maximum.accumulate(stop, axis=1)
         start[:, 1:] = np.maximum(start[:, 1:], covered[:, :-1])
     length = np.maximum(stop - start, 0)
-    length[empty if start.shape[1] == 1 else start >= kv_tiles] = 0
     flat = length.reshape(-1)
     ends = np.cumsum(flat)
     total = int(ends[-1])
@@ -318,13 +329,14 @@ class _Masks:
         step = max(1, _EVALUATED_AT_ONCE // (high * kv_tile))
         for begin in range(0, len(codes), step):
             q_lo, q_hi, k_lo, k_hi = (side[begin : begin + step, None, None] for side in sample)
-            q, k = q_lo + rows, k_lo + columns
+            q = q_lo + rows
             # positions past the ends are clamped, since a function may index tables by them
-            places = (torch.from_numpy(np.minimum(*side)) for side in ((q, q_hi - 1), (k, k_hi - 1)))
-            allowed = pattern.allows(*places).expand(len(q), high, kv_tile).numpy()
-            inside = np.where(q < q_hi, np.packbits(k < k_hi, axis=2, bitorder="little"), np.uint8(0))
+            sides = np.minimum(q, q_hi - 1), np.minimum(k_lo + columns, k_hi - 1)
+            allowed = pattern.allows(*map(torch.from_numpy, sides)).expand(len(q), high, kv_tile).numpy()
+            width = np.clip(k_hi - k_lo - np.arange(0, kv_tile, 8), 0, 8)  # of each byte of a mask
+            inside = np.where(q < q_hi, ((1 << width) - 1).astype(np.uint8), np.uint8(0))
             bits = np.packbits(allowed, axis=2, bitorder="little") & inside
-            full, empty = (bits == inside).all((1, 2)), ~bits.any((1, 2))
+            full, empty = (bits == inside).reshape(len(bits), -1).all(1), ~bits.reshape(len(bits), -1).any(1)
             part = codes[begin : begin + len(bits)]
             part[full], part[empty] = self.FULL, self.EMPTY
             mixed = np.flatnonzero(~(full | empty))
