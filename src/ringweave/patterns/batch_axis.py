@@ -206,9 +206,7 @@ class Bounds(Pattern):
 
     def read(self) -> Self:
         """Return the same pattern with the present contents of its tensors."""
-        known = object.__new__(type(self))
-        known.__dict__.update(self.__dict__, _made=self._make())
-        return known
+        return self.alike(_made=self._make())
 
     @property
     def _now(self) -> Any:

@@ -59,6 +59,18 @@ def mix(*parts: Int64) -> Int64:
     return total + 2
 
 
+def distinct(numbers: Int64) -> tuple[Int64, Int64]:
+    """Return a place of each distinct number, in ascending order, and which of these each number equals."""
+    order = numbers.argsort()
+    ascending = numbers[order]
+    new = np.zeros(len(order), np.int64)
+    np.not_equal(ascending[1:], ascending[:-1], out=new[1:])
+    like = np.empty_like(order)
+    like[order] = new.cumsum()
+    new[:1] = 1
+    return order[new.nonzero()[0]], like
+
+
 def classes(empty: NDArray[np.bool_], full: NDArray[np.bool_], *parts: Int64) -> Int64:
     """Classify tiles as empty or full, and the others by ``parts``, the numbers that determine their mask."""
     keys = full.astype(np.int64)  # FULL is 1, EMPTY 0
@@ -74,6 +86,8 @@ def intersect(a: Ranges, b: Ranges) -> Ranges:
         return a if a.cost() <= b.cost() else b
     start = np.maximum(a.start[:, :, None], b.start[:, None, :]).reshape(len(a.start), -1)
     stop = np.minimum(a.stop[:, :, None], b.stop[:, None, :]).reshape(len(a.start), -1)
-    used = np.flatnonzero((stop > start).any(0))
-    used = used if len(used) else np.zeros(1, np.int64)
-    return Ranges(start.take(used, 1), stop.take(used, 1))
+    if start.shape[1] > 1:
+        used = np.flatnonzero((stop > start).any(0))
+        used = used if len(used) else np.zeros(1, np.int64)
+        start, stop = start.take(used, 1), stop.take(used, 1)
+    return Ranges(start, stop)

@@ -16,7 +16,7 @@ from .documents import Documents
 from .key_padding import KeyPadding
 from .shifted import Offsets, Shifted
 from .table import BlockTable
-from .tiles import Int64, Ranges, Tiles, mix
+from .tiles import Int64, Ranges, Tiles, distinct, mix
 from .validate import called, nest, refuse
 
 
@@ -124,9 +124,9 @@ def batched(pattern: Pattern, head: int) -> Pattern | None:
     if len(found) < len(parts):
         return None
     if isinstance(pattern, Combined):
-        return type(pattern)(tuple(found))
-    if isinstance(found[-1], Offsets):
-        return Shifted(found[0], found[-1])
+        return pattern.alike(parts=tuple(found))
+    if isinstance(pattern, Shifted):
+        return pattern.alike(pattern=found[0], offsets=found[1])
     return Not(found[0]) if isinstance(pattern, Not) else Within(found[0], found[1])
 
 
@@ -170,7 +170,7 @@ def elements(pattern: Pattern, batch: int) -> tuple[Int64, Int64]:
     numbers = [side for sides in every for side in sides]
     if not numbers:
         return np.zeros(1, np.int64), np.zeros(batch, np.int64)
-    _, first, like = np.unique(mix(*numbers), return_index=True, return_inverse=True)
+    first, like = distinct(mix(*numbers))
     return first * ELEMENT, like
 
 

@@ -51,11 +51,11 @@ def assemble(
     limit(sum(len(each.row) for each in sets))
     count = sum(each.sets for each in sets)
     row, col, bits = _side_by_side(sets, q_tiles)
-    row_ptr = row.searchsorted(np.arange(count)[:, None] * q_tiles + np.arange(q_tiles + 1))
     column = row // q_tiles
+    row_ptr = _offsets(row + column, count, q_tiles)
     column *= kv_tiles + 1
     column += col
-    col_ptr = np.cumsum(np.bincount(column + 1, minlength=count * (kv_tiles + 1))).reshape(count, kv_tiles + 1)
+    col_ptr = _offsets(column, count, kv_tiles)
     if q_tiles > 1:
         by_column = stable_order(column, count * (kv_tiles + 1))
         row = row[by_column]
@@ -63,7 +63,7 @@ def assemble(
         bits_t = bits[by_column]
     else:
         # one row of tiles is already in column order
-        row, bits_t = np.zeros_like(row), bits
+        row, bits_t = np.zeros(len(row), np.int64), bits
     del column
 
     arrays: dict[str, NDArray[Any]] = {
@@ -86,7 +86,7 @@ def assemble(
         begin += -(-array.size // _ALIGNED) * _ALIGNED
     parts = zip(arrays.items(), whole.to(device).split_with_sizes(sizes)[::2], strict=True)
     return BlockPlan(
-        **{name: part.view(array.shape) for (name, array), part in parts},
+        **{name: part if array.ndim == 1 else part.view(array.shape) for (name, array), part in parts},
         nq=nq,
         nk=nk,
         q_tile=tile[0],
@@ -111,6 +111,18 @@ def limit(tiles: int) -> None:
     """Raise PatternError if the number of tiles does not fit in 32 bits."""
     if tiles >= 2**31:
         raise PatternError(message("pattern", f"{tiles} tiles", "fewer than 2**31", "Use larger tiles or less."))
+
+
+def _offsets(place: Int64, sets: int, lines: int) -> Int64:
+    """Return (sets, lines + 1): the starts of the elements of each line of each set, and the end of the last line.
+
+    Args:
+        place: Place of each element's line among these.
+        sets: Number of sets.
+        lines: Number of lines in a set.
+    """
+    ends = np.cumsum(np.bincount(place + 1, minlength=sets * (lines + 1)))
+    return ends.reshape(sets, lines + 1)
 
 
 def _launch_order(counts: Int64) -> Int64:

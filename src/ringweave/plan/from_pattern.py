@@ -19,7 +19,7 @@ from ..errors import PatternError, ShapeError, message, shown
 from ..patterns import BlockTable, Pattern, check_extents, rebuild
 from ..patterns.batch_axis import Shared
 from ..patterns.block_sets import ListedBlocks
-from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles
+from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles, distinct
 from ..patterns.validate import check_device
 from ..patterns.within import batched, by_head, check_bounds, elements
 from .block_plan import BlockPlan, Extent
@@ -256,8 +256,8 @@ def _rows(
         some = Tiles(*(side[partial] for side in tiles))
         # tiles that are clipped at the ends have other masks than whole tiles of their class
         clipped = (some.q_hi - some.q_lo != q_tile) * 2 + (some.k_hi - some.k_lo != kv_tile)
-        _, first, inverse = np.unique(keys[partial] * 4 + clipped, return_index=True, return_inverse=True)
-        bits[partial] = store.add(pattern, Tiles(*(side[first] for side in some)))[inverse.reshape(-1)]
+        first, like = distinct(keys[partial] * 4 + clipped)
+        bits[partial] = store.add(pattern, Tiles(*(side[first] for side in some)))[like]
     kept = bits != _Masks.EMPTY
     if not kept.all():
         row, col, bits = row[kept], col[kept], bits[kept]
@@ -329,12 +329,14 @@ class _Masks:
         step = max(1, _EVALUATED_AT_ONCE // (high * kv_tile))
         for begin in range(0, len(codes), step):
             q_lo, q_hi, k_lo, k_hi = (side[begin : begin + step, None, None] for side in sample)
-            q = q_lo + rows
+            q, k = q_lo + rows, k_lo + columns
+            existing = q < q_hi
             # positions past the ends are clamped, since a function may index tables by them
-            sides = np.minimum(q, q_hi - 1), np.minimum(k_lo + columns, k_hi - 1)
-            allowed = pattern.allows(*map(torch.from_numpy, sides)).expand(len(q), high, kv_tile).numpy()
+            for side, end in ((q, q_hi - 1), (k, k_hi - 1)):
+                np.minimum(side, end, out=side)
+            allowed = pattern.allows(torch.from_numpy(q), torch.from_numpy(k)).expand(len(q), high, kv_tile).numpy()
             width = np.clip(k_hi - k_lo - np.arange(0, kv_tile, 8), 0, 8)  # of each byte of a mask
-            inside = np.where(q < q_hi, ((1 << width) - 1).astype(np.uint8), np.uint8(0))
+            inside = np.where(existing, ((1 << width) - 1).astype(np.uint8), np.uint8(0))
             bits = np.packbits(allowed, axis=2, bitorder="little") & inside
             full, empty = (bits == inside).reshape(len(bits), -1).all(1), ~bits.reshape(len(bits), -1).any(1)
             part = codes[begin : begin + len(bits)]

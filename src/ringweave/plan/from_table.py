@@ -246,10 +246,10 @@ Runs = tuple[Int64, Int64, NDArray[np.int32]]
 def split(pattern: Pattern, tile: tuple[int, int]) -> tuple[BlockTable, Pattern, Pattern] | None:
     """Split a pattern into its only table, on the tile grid, and itself with every block set and with none set."""
     tables = [leaf for leaf in leaves(pattern) if leaf.tables]
-    if not tables or not all(_same(tables[0], leaf) for leaf in tables):
-        return None
-    table = tables[0]
+    table = tables[0] if tables else None
     if not isinstance(table, BlockTable) or table.block_size != tile:
+        return None
+    if not all(_same(table, leaf) for leaf in tables):
         return None
     every = replace(pattern, lambda leaf: Full() if leaf.tables else leaf)
     return table, every, replace(pattern, lambda leaf: ~Full() if leaf.tables else leaf)
