@@ -73,14 +73,14 @@ class Combined(_Operator):
         keys = self.parts[0].tile_classes(tiles)
         for part in self.parts[1:]:
             # tiles that the parts so far have decided are not classified again
-            left = np.flatnonzero(keys != winner)
+            left = (keys != winner).nonzero()[0]
             if not len(left):
                 break
             every = len(left) == len(keys)
             mine = keys if every else keys[left]
             other = part.tile_classes(tiles if every else Tiles(*(side[left] for side in tiles)))
             # where the parts do not decide, and are not both neutral, the class is that of the pair
-            open_ = np.flatnonzero((other != winner) & ((mine != neutral) | (other != neutral)))
+            open_ = ((other != winner) & ((mine != neutral) | (other != neutral))).nonzero()[0]
             if len(open_):
                 other[open_] = mix(mine[open_], other[open_])
             keys[left] = other

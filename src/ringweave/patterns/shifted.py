@@ -50,13 +50,13 @@ class Offsets(Bounds, Full):
         return tuple(self._now)
 
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
-        for side, n, name in zip(self._now, (q_offset + nq, nk), _SIDES, strict=True):
-            wrong = (side < 0) | (side > LONGEST - n)
-            if wrong.any():
-                b = int(wrong.argmax())
-                got = f"{side[b]}" + (f" in batch element {b}" if len(side) > 1 else "")
-                wanted = f"0 to {LONGEST - n}"
-                raise ShapeError(message(name, got, wanted, "Positions count from 0: pad, or shift both sides."))
+        now, last = self._now, np.array([[LONGEST - q_offset - nq], [LONGEST - nk]])
+        wrong = (now < 0) | (now > last)
+        if wrong.any():
+            side, b = divmod(int(wrong.argmax()), now.shape[1])
+            got = f"{now[side, b]}" + (f" in batch element {b}" if now.shape[1] > 1 else "")
+            wanted = f"0 to {last[side, 0]}"
+            raise ShapeError(message(_SIDES[side], got, wanted, "Positions count from 0: pad, or shift both sides."))
 
     def most(self) -> tuple[int, int]:
         """Return the largest offsets of queries and of keys over the batch; sizes are checked against them."""

@@ -54,7 +54,7 @@ def mix(*parts: Int64) -> Int64:
             size = len(kinds)
             kinds, part = np.unique(part, return_inverse=True)
             low, width = 0, len(kinds)
-        total = total * width + (part - low)
+        total = part - low if size == 1 else total * width + (part - low)
         size *= width
     return total + 2
 
@@ -74,7 +74,7 @@ def distinct(numbers: Int64) -> tuple[Int64, Int64]:
 def classes(empty: NDArray[np.bool_], full: NDArray[np.bool_], *parts: Int64) -> Int64:
     """Classify tiles as empty or full, and the others by ``parts``, the numbers that determine their mask."""
     keys = full.astype(np.int64)  # FULL is 1, EMPTY 0
-    partial = np.flatnonzero(~(empty | full))
+    partial = (~(empty | full)).nonzero()[0]
     if len(partial):
         keys[partial] = mix(*(part[partial] for part in parts))
     return keys

@@ -75,7 +75,7 @@ def assemble(
         "mask_id_t": bits_t,
         "mask_words": masks.numpy(),
         "row_set": group.numpy(),
-        "order": _launch_order(np.diff(row_ptr).reshape(-1)),
+        "order": _launch_order((row_ptr[:, 1:] - row_ptr[:, :-1]).reshape(-1)),
     }
     # one piece of memory needs one copy to a device, and small plans take little more than their elements
     sizes = [size for array in arrays.values() for size in (array.size, -array.size % _ALIGNED)]
@@ -121,8 +121,8 @@ def _offsets(place: Int64, sets: int, lines: int) -> Int64:
         sets: Number of sets.
         lines: Number of lines in a set.
     """
-    ends = np.cumsum(np.bincount(place + 1, minlength=sets * (lines + 1)))
-    return ends.reshape(sets, lines + 1)
+    counts: Int64 = np.bincount(place + 1, minlength=sets * (lines + 1))
+    return counts.cumsum().reshape(sets, lines + 1)
 
 
 def _launch_order(counts: Int64) -> Int64:

@@ -30,6 +30,7 @@ from .from_table import Listed, TableContext, fine, from_fine_table, from_table,
 _EVALUATED_AT_ONCE = 2**24  # mask bits
 _TILES_AT_ONCE = 2**18
 _TILES_SAMPLED = 2**22
+_FIRST_BITS = np.array([(1 << n) - 1 for n in range(9)], np.uint8)
 #: Most tiles in a row or in a column.
 MOST_IN_A_LINE = 2**24
 DEFAULT_TILE = 128
@@ -251,7 +252,7 @@ def _rows(
     keys = pattern.tile_classes(tiles)
     bits = np.full(len(row), _Masks.FULL, np.int32)
     bits[keys == EMPTY] = _Masks.EMPTY
-    partial = np.flatnonzero(keys > FULL)
+    partial = (keys > FULL).nonzero()[0]
     if len(partial):
         some = Tiles(*(side[partial] for side in tiles))
         # tiles that are clipped at the ends have other masks than whole tiles of their class
@@ -335,13 +336,12 @@ class _Masks:
             for side, end in ((q, q_hi - 1), (k, k_hi - 1)):
                 np.minimum(side, end, out=side)
             allowed = pattern.allows(torch.from_numpy(q), torch.from_numpy(k)).expand(len(q), high, kv_tile).numpy()
-            width = np.clip(k_hi - k_lo - np.arange(0, kv_tile, 8), 0, 8)  # of each byte of a mask
-            inside = np.where(existing, ((1 << width) - 1).astype(np.uint8), np.uint8(0))
+            inside = _FIRST_BITS[np.minimum(np.maximum(k_hi - k_lo - columns[::8], 0), 8)] * existing
             bits = np.packbits(allowed, axis=2, bitorder="little") & inside
             full, empty = (bits == inside).reshape(len(bits), -1).all(1), ~bits.reshape(len(bits), -1).any(1)
             part = codes[begin : begin + len(bits)]
             part[full], part[empty] = self.FULL, self.EMPTY
-            mixed = np.flatnonzero(~(full | empty))
+            mixed = (~(full | empty)).nonzero()[0]
             masks = np.zeros(len(mixed), f"V{4 * q_tile * self.words[1]}")
             masks.view(np.uint8).reshape(len(mixed), q_tile, 4 * self.words[1])[:, :high, : kv_tile // 8] = bits[mixed]
             part[mixed] = [self.index.setdefault(mask, len(self.index)) for mask in masks.tolist()]
