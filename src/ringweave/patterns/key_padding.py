@@ -78,7 +78,8 @@ class KeyPadding(Bounds):
         return start, stop
 
     def numbers(self) -> tuple[Int64, ...]:
-        return self._now
+        start, stop = self._now
+        return start, stop
 
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
         start, stop = self._now

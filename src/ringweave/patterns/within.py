@@ -14,7 +14,7 @@ from .batch_axis import ELEMENT, Bounds, Shared, bounds_in
 from .declared import declare
 from .documents import Documents
 from .key_padding import KeyPadding
-from .shifted import Offsets, Shifted
+from .shifted import Shifted
 from .table import BlockTable
 from .tiles import Int64, Ranges, Tiles, distinct, mix
 from .validate import called, nest, refuse
@@ -138,7 +138,7 @@ def check_bounds(pattern: Pattern, nq: int, nk: int, q_offset: int) -> None:
         pattern.bounds.fits(nq, nk, q_offset)
         pattern.fits()
     elif isinstance(pattern, Shifted):
-        pattern.fits(nq, nk, q_offset)
+        pattern.offsets.fits(nq, nk, q_offset)
         check_bounds(pattern.pattern, *pattern.extent(nq, nk, q_offset))
     elif parts := pattern.parts_within():
         for part in parts:

@@ -37,8 +37,8 @@ def stable_order(keys: Int64, bound: int) -> Int64:
 
 def assemble(
     sets: list[RowSet],
-    group: torch.Tensor,
-    masks: torch.Tensor,
+    group: NDArray[np.int32],
+    masks: NDArray[np.int32],
     nq: int,
     nk: int,
     q_offset: int,
@@ -73,8 +73,8 @@ def assemble(
         "col_ptr": col_ptr,
         "row": row,
         "mask_id_t": bits_t,
-        "mask_words": masks.numpy(),
-        "row_set": group.numpy(),
+        "mask_words": masks,
+        "row_set": group,
         "order": _launch_order((row_ptr[:, 1:] - row_ptr[:, :-1]).reshape(-1)),
     }
     # one piece of memory needs one copy to a device, and small plans take little more than their elements
@@ -85,8 +85,11 @@ def assemble(
         memory[begin : begin + array.size] = array.reshape(-1)
         begin += -(-array.size // _ALIGNED) * _ALIGNED
     parts = zip(arrays.items(), whole.to(device).split_with_sizes(sizes)[::2], strict=True)
+    tensors: dict[str, Any] = {
+        name: part if array.ndim == 1 else part.view(array.shape) for (name, array), part in parts
+    }
     return BlockPlan(
-        **{name: part if array.ndim == 1 else part.view(array.shape) for (name, array), part in parts},
+        **tensors,
         nq=nq,
         nk=nk,
         q_tile=tile[0],
@@ -127,5 +130,5 @@ def _offsets(place: Int64, sets: int, lines: int) -> Int64:
 
 def _launch_order(counts: Int64) -> Int64:
     # Longest first, by classes of half an octave: rows of similar lengths stay beside neighbours that share keys.
-    rank = np.floor(2 * np.log2(np.maximum(counts, 1))).astype(np.int16)
-    return np.argsort(-rank, kind="stable")
+    rank = (2 * np.log2(np.maximum(counts, 1))).astype(np.int16)
+    return (-rank).argsort(kind="stable")

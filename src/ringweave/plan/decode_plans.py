@@ -179,9 +179,8 @@ def gathered(pattern: Pattern, extent: Extent) -> BlockPlan | None:
         sets.append(row_set)
         masks.append(of_set)
         count, codes = count + row_set.sets, codes + len(of_set)
-    packed = torch.from_numpy(masks[0] if len(masks) == 1 else np.concatenate(masks))
-    spread = torch.from_numpy(group).expand(batch, heads)
-    return assemble(sets, spread, packed, nq, nk, q_offset, tile, device)
+    packed = masks[0] if len(masks) == 1 else np.concatenate(masks)
+    return assemble(sets, np.broadcast_to(group, (batch, heads)), packed, nq, nk, q_offset, tile, device)
 
 
 def _taken_apart(

@@ -81,8 +81,8 @@ def subplan(
         masks = _masked(sets, plan, _ended(present, columns, plan))
     return assemble(
         sets,
-        plan.row_set,
-        masks,
+        plan.row_set.numpy(),
+        masks.numpy(),
         _tokens(rows, plan.q_tile, plan.nq),
         _tokens(columns, plan.kv_tile, plan.nk),
         0,
