@@ -252,7 +252,7 @@ class Pattern(ABC):
             raise PatternError(message(repr(self), got, wanted, "Build another."))
         object.__setattr__(self, name, value)
 
-    def alike(self, **attributes: Any) -> Self:
+    def _with(self, **attributes: Any) -> Self:
         """Return a copy with the same text and other attributes."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, **attributes)

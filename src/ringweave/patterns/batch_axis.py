@@ -206,7 +206,7 @@ class Bounds(Pattern):
 
     def read(self) -> Self:
         """Return the same pattern with the present contents of its tensors."""
-        return self.alike(_made=self._make())
+        return self._with(_made=self._make())
 
     @property
     def _now(self) -> Any:

@@ -107,7 +107,7 @@ class KeyPadding(Bounds):
         return start[element], stop[element]
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        # bounds on the axis of all batch elements, one for each query: keys are far more
+        # bounds are looked up by query: a pair is inside one element, and there are far more keys
         element, base = (q >> ELEMENT_BITS if self._rows > 1 else torch.zeros_like(q)), q & -ELEMENT
         start, stop = (torch.from_numpy(side).to(q.device).take(element) + base for side in self._now)
         return (k >= start) & (k < stop)

@@ -65,9 +65,10 @@ class Offsets(Bounds, Full):
 
     def added(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Add the offsets to places of queries and keys on the axis of all batch elements."""
-        of_q, of_k = (torch.from_numpy(side).to(q.device) for side in self._now)
-        if len(of_q) > 1:
-            # a query and a key of one pair are of one element, and keys are far more
+        now = self._now
+        of_q, of_k = (torch.from_numpy(side).to(q.device) for side in now)
+        if now.shape[1] > 1:
+            # both offsets are looked up by query: a pair is inside one element, and there are far more keys
             element = q >> ELEMENT_BITS
             of_q, of_k = of_q.take(element), of_k.take(element)
         return q + of_q, k + of_k

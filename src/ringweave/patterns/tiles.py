@@ -54,7 +54,7 @@ def mix(*parts: Int64) -> Int64:
             size = len(kinds)
             kinds, part = np.unique(part, return_inverse=True)
             low, width = 0, len(kinds)
-        total = part - low if size == 1 else total * width + (part - low)
+        total = total * width + (part - low) if size > 1 else np.subtract(part, low, dtype=np.int64)
         size *= width
     return total + 2
 

@@ -111,12 +111,12 @@ def _has_table(pattern: Pattern) -> bool:
 
 def batched(pattern: Pattern, head: int) -> Pattern | None:
     """Return the pattern of a head on the axis of all batch elements, with its bounds read; None if it has none."""
+    if isinstance(pattern, Bounds) and pattern.tables:
+        return pattern.read()
     if next(bounds_in(pattern), None) is None:
         one = pattern.select(0, head)
         apart = _function_in(pattern) and one.key().value != pattern.select(1, head).key().value
         return None if apart or pattern.extents()[0] is not None else Shared(one)
-    if isinstance(pattern, Bounds):
-        return pattern.read()
     if isinstance(pattern, PerHead):
         return batched(pattern.patterns[head], head)
     parts = [batched(part, head) for part in pattern.parts_within()]
@@ -124,9 +124,9 @@ def batched(pattern: Pattern, head: int) -> Pattern | None:
     if len(found) < len(parts):
         return None
     if isinstance(pattern, Combined):
-        return pattern.alike(parts=tuple(found))
+        return pattern._with(parts=tuple(found))
     if isinstance(pattern, Shifted):
-        return pattern.alike(pattern=found[0], offsets=found[1])
+        return pattern._with(pattern=found[0], offsets=found[1])
     return Not(found[0]) if isinstance(pattern, Not) else Within(found[0], found[1])
 
 

@@ -130,7 +130,7 @@ def _distinct(pattern: Pattern, extent: Extent) -> tuple[list[_Alike], NDArray[n
 
 def _one_by_one(pattern: Pattern, extent: Extent) -> tuple[list[_Alike], NDArray[np.int32]]:
     """Compute :func:`_distinct` for a pattern that must be selected for one batch element at a time."""
-    # its errors name the batch element, errors of a selected pattern cannot
+    # errors of the whole pattern name the batch element; those of a selected pattern cannot
     pattern.check(extent.nq, extent.nk, extent.q_offset)
     heads, batch = extent.heads, extent.batch
     distinct: dict[Hashable, tuple[int, Pattern]] = {}
