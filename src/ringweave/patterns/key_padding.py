@@ -107,10 +107,12 @@ class KeyPadding(Bounds):
         return start[element], stop[element]
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        # bounds are looked up by query: a pair is inside one element, and there are far more keys
-        element, base = (q >> ELEMENT_BITS if self._rows > 1 else torch.zeros_like(q)), q & -ELEMENT
-        start, stop = (torch.from_numpy(side).to(q.device).take(element) + base for side in self._now)
-        return (k >= start) & (k < stop)
+        # a pair is inside one element, so bounds are looked up for the smaller side
+        side = q if q.numel() < k.numel() else k
+        element, base = (side >> ELEMENT_BITS if self._rows > 1 else torch.zeros_like(side)), side & -ELEMENT
+        start, stop = (torch.from_numpy(bound).to(side.device).take(element) + base for bound in self._now)
+        inside = (k >= start) & (k < stop)
+        return inside if side is q else inside & torch.ones_like(q, dtype=torch.bool)
 
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
         return Ranges.of(self._of(q_lo), rows=len(q_lo))
