@@ -12,10 +12,22 @@ constexpr int vectors_of(int n) { return kRegisters == 16 && n == 4 ? 2 : 4; }
 
 typedef float F4 __attribute__((vector_size(16)));
 
-RW_INLINE float max_lanes(V v) {
-  float top = v[0];
-  for (int i = 1; i < W; ++i) top = v[i] > top ? v[i] : top;
-  return top;
+// Lanes 4 i to 4 i + 3.
+RW_INLINE F4 fourth_of(V x, int i) {
+  F4 parts[W / 4];
+  memcpy((void *)parts, &x, sizeof x);
+  return parts[i];
+}
+
+// The largest lane of each vector, and not less than `least`.
+RW_INLINE F4 max_lanes(V (&x)[kFew], F4 least) {
+  turn_fourths(x);
+  const V top = max(max(x[0], x[1]), max(x[2], x[3]));
+  for (int i = 0; i < W / 4; ++i) {
+    const F4 part = fourth_of(top, i);
+    least = part > least ? part : least;
+  }
+  return least;
 }
 
 // Transposes a square of 4-byte elements.
@@ -59,10 +71,7 @@ RW_INLINE void turn(V (&x)[W]) {
 #endif
   }
 #else
-  const V a = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5), b = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7);
-  const V c = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5), d = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
-  x[0] = __builtin_shufflevector(a, c, 0, 1, 4, 5), x[1] = __builtin_shufflevector(a, c, 2, 3, 6, 7);
-  x[2] = __builtin_shufflevector(b, d, 0, 1, 4, 5), x[3] = __builtin_shufflevector(b, d, 2, 3, 6, 7);
+  turn_fourths(x);
 #endif
 }
 
@@ -96,7 +105,12 @@ RW_INLINE V load_as(const char *row, int c) {
     return (V)_mm256_cvtph_ps(half);
   }
   const __m128i x = _mm_loadu_si128((const __m128i *)at);
-  return T == BF16 ? (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16) : (V)_mm256_cvtph_ps(x);
+  if constexpr (T == BF16) {  // one shuffle for widening and shift
+    const __m256i upper = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
+                                           -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
+    return (V)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(x), upper);
+  }
+  return (V)_mm256_cvtph_ps(x);
 #elif defined(RINGWEAVE_NEON)
   if constexpr (T == I8 || T == E4M3) {
     uint32_t four;
@@ -132,18 +146,24 @@ constexpr int in_word = T == BF16 ? 2 : T == I8 || T == E4M3 ? 4 : 1;
 template <int T>
 constexpr int word_bytes = T == F16 ? 2 : 4;
 
-// Channel i of a word, divided by unit<T>.
+// Channel i of W words, divided by unit<T>. The bytes before the words may be read too.
 template <int T>
-RW_INLINE V channel(V word, int i) {
-  const U bits = (U)word;
-  if constexpr (T == BF16) return i ? (V)(bits & 0xffff0000u) : (V)(bits << 16);
-  if constexpr (T == I8) return __builtin_convertvector((I)(bits << (24 - 8 * i)) >> 24, V);
-  if constexpr (T == E4M3) {  // the value as a half, which has an exponent of 5 bits
-    const U byte = bits >> (8 * i), magnitude = byte & 0x7f;
-    const V x = (V)(magnitude << 20) * splat(0x1p112f);
-    return (V)((U)(magnitude == 0x7f ? x - x / V{} : x) | (byte & 0x80) << 24);
-  }
-  return word;
+RW_INLINE V channel(const char *words, int i) {
+  if constexpr (in_word<T> == 1) return load(words);
+  // The channel in the highest bits, above any others. With AVX2 a load at another byte replaces a shift, which would
+  // compete with multiply-adds.
+  constexpr int bits = 32 / in_word<T>;
+  const int above = in_word<T> - 1 - i;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const U top = (U)load(words - above * (bits / 8));
+#else
+  const U top = (U)load(words) << above * bits;
+#endif
+  if constexpr (T == BF16) return (V)(top & 0xffff0000u);
+  if constexpr (T == I8) return __builtin_convertvector((I)top >> 24, V);
+  // E4M3: the value as a half, which has an exponent of 5 bits
+  const U magnitude = top >> 4 & 0x07f00000u, nan = (U)(magnitude == 0x07f00000u) & 0x7fc00000u;
+  return (V)((U)((V)magnitude * splat(0x1p112f)) | nan | (top & 0x80000000u));
 }
 
 // Number of products per word of K: one for each channel, or a single product of the whole word with pairs.
@@ -156,40 +176,66 @@ alignas(64) constexpr char kZeros[4 * kMostChannels] = {};
 struct Rows {
   const char *row[kPanelRows];
   int n = 0;
+  // Ranges of memory that hold the rows and their scales: adjacent rows are one range.
+  struct {
+    const char *begin, *end;
+  } range[2 * kPanelRows];
+  int ranges = 0;
   // After the last row, its address is repeated; the products there are not used.
-  void set(const View &t, const Unit &u, int64_t first, int count) {
-    n = count;
+  void set(const View &t, const Unit &u, int64_t first, int count, int width) {
+    n = count, ranges = 0;
     for (int r = 0; !count && r < kPanelRows; ++r) row[r] = kZeros;
     for (int r = 0, end; r < count; r = end) {
       end = r + run_of(t, first + r, count - r);
       const char *from = token_at(t, u.batch, u.kv_head, first + r);
-      for (int i = r; i < end; ++i) row[i] = from + (i - r) * t.token;
+      const ptrdiff_t step = t.token;
+      const char *at = from;  // a sum, since the compiler would make vectors of slow products
+      for (int i = r; i < end; ++i, at += step) row[i] = at;
+      add(from, step, width * bytes_of(t.dtype), end - r);
+      if (t.scales) add(token_at(*t.scales, u.batch, u.kv_head, first + r), t.scales->token, 4, end - r);
     }
     for (int r = count; count && r < kPanelRows; ++r) row[r] = row[count - 1];
+  }
+
+ private:
+  void add(const char *from, ptrdiff_t step, ptrdiff_t bytes, int rows) {
+    if (step == bytes) bytes *= rows, rows = 1;
+    for (; rows; --rows, from += step) range[ranges++] = {from, from + bytes};
   }
 };
 
 // Prefetches the rows that are needed next while others are processed, in memory order, which the hardware prefetcher
 // also follows.
 struct Fetch {
-  const Rows *rows;
-  int bytes;
-  int row = 0, at = 0;
-  RW_INLINE void lines(int n) {
-    for (; n && row < rows->n; --n) {
-      __builtin_prefetch(rows->row[row] + at, 0, 2);
-      if ((at += 64) >= bytes) at = 0, ++row;
+  const Rows &rows;
+  int next = 0;  // range
+  const char *at = nullptr, *end = nullptr;
+  // The first lines of all pages at once: the hardware follows each from there (a sixth faster).
+  explicit Fetch(const Rows &rows) : rows(rows) {
+    if (rows.ranges > 2 * kPanelRows / kLeastPage) return;
+    for (int i = 0; i < rows.ranges; ++i)
+      __builtin_prefetch(rows.range[i].begin, 0, 2), __builtin_prefetch(rows.range[i].begin + 64, 0, 2);
+  }
+  RW_INLINE void line() {
+    if (at >= end) {
+      if (next == rows.ranges) return;
+      at = (const char *)((uintptr_t)rows.range[next].begin & ~(uintptr_t)63), end = rows.range[next++].end;
     }
+    __builtin_prefetch(at, 0, 2);
+    at += 64;
   }
   // Prefetches the remaining lines.
-  void rest() { lines(INT32_MAX); }
+  void rest() {
+    while (at < end || next < rows.ranges) line();
+  }
 };
 
 struct Few {
   // aligned, since vectors that cross cache lines make a step a tenth slower
   alignas(64) float s[kFew * kPanelRows], out[kFew * kMostChannels], total[kFew * kMostChannels];
   alignas(64) uint16_t pairs[kFew * kPanelRows];  // weights in bfloat16, in builds with pairs
-  float top[kFew], sum[kFew], total_top[kFew], total_sum[kFew], shrink[kFew];
+  float sum[kFew], total_top[kFew], total_sum[kFew];
+  alignas(64) float top[larger(kFew, W)] = {}, shrink[larger(kFew, W)];  // whole vectors
   int count, d, dv;  // dv: padded to whole vectors
 };
 
@@ -210,39 +256,44 @@ RW_INLINE void load_words(const char *const *row, ptrdiff_t at, int words, V (&x
   turn(x);
 }
 
-// Adds the products of one word of G vectors of keys with N queries.
-template <class Op, int T, int N, int G>
-RW_INLINE void add_word(const V (&word)[G], const float *q, int pw, Sum<Op> (&acc)[N][G]) {
-#pragma GCC unroll 4
-  for (int i = 0; i < parts<Op, T>; ++i, q += pw) {
-    V x[G];
-#pragma GCC unroll 8
-    for (int g = 0; g < G; ++g) x[g] = Op::depth == 2 ? word[g] : channel<T>(word[g], i);
-#pragma GCC unroll 4
-    for (int l = 0; l < N; ++l) {
-      const V of_query = splat(q[l]);
-#pragma GCC unroll 8
-      for (int g = 0; g < G; ++g) acc[l][g].add(x[g], of_query);
-    }
-  }
-}
+constexpr int kTurnedWords = 16;  // a cache line, so that each line of the keys is read at once
 
-// The words of a panel's keys, transposed: W words from one channel on, each of all keys.
-typedef float Turned[W][kPanelRows];
+// The words of a panel's keys, transposed: kTurnedWords words from one channel on, each of all keys.
+struct Turned {
+  alignas(64) char before[64];  // `channel` reads up to three of these bytes
+  float words[kTurnedWords][kPanelRows];
+  const char *at(int word, int key) const { return (const char *)this + sizeof before + 4 * (word * kPanelRows + key); }
+};
 
 // Adds the products of G vectors of keys, from row r of a panel on, with N queries, for the first `words` words.
 template <class Op, int T, int N, int G>
-RW_INLINE void add_words(Few &f, const Turned &turned, int r, bool first, int words, const float *q, int pw) {
+RW_INLINE void add_words(Few &f, const Turned &turned, int r, bool first, int words, const float *q, int pw,
+                         Fetch &ahead) {
   Sum<Op> acc[N][G];
 #pragma GCC unroll 4
   for (int l = 0; l < N; ++l)
 #pragma GCC unroll 8
     for (int g = 0; g < G; ++g) acc[l][g].begin(first ? V{} : load(f.s + l * kPanelRows + r + g * W));
-  for (int i = 0; i < words; ++i, q += (ptrdiff_t)parts<Op, T> * pw) {
-    V word[G];
+  for (int w = 0; w < words; ++w) {
+#pragma GCC unroll 4
+    for (int i = 0; i < parts<Op, T>; ++i, q += pw) {
+      V x[G];
 #pragma GCC unroll 8
-    for (int g = 0; g < G; ++g) word[g] = load(turned[i] + r + g * W);
-    add_word<Op, T, N, G>(word, q, pw, acc);
+      for (int g = 0; g < G; ++g) {
+        const char *at = turned.at(w, r + g * W);
+        x[g] = Op::depth == 2 ? load(at) : channel<T>(at, i);
+      }
+#pragma GCC unroll 4
+      for (int l = 0; l < N; ++l) {
+        const V of_query = splat(q[l]);
+#pragma GCC unroll 8
+        for (int g = 0; g < G; ++g) acc[l][g].add(x[g], of_query);
+      }
+    }
+    constexpr int bytes = G * W * word_bytes<T>;  // spread evenly: as many lines as the words have
+#pragma GCC unroll 8
+    for (int i = 0; i < bytes / 64; ++i) ahead.line();
+    if (bytes < 64 && w % larger(1, 64 / bytes) == 0) ahead.line();
   }
 #pragma GCC unroll 4
   for (int l = 0; l < N; ++l)
@@ -256,27 +307,22 @@ RW_INLINE void add_words(Few &f, const Turned &turned, int r, bool first, int wo
 template <class Op, int T, int N>
 RW_INLINE void products(Few &f, const Rows &k, const float *q, int pw, Fetch &ahead) {
   constexpr int G = (int)smaller(kPanelRows / W, 8 / N);
-  alignas(64) Turned turned;
+  Turned turned;
   const int all = f.d / in_word<T>;
-  for (int w0 = 0; w0 < all; w0 += W, q += (ptrdiff_t)W * parts<Op, T> * pw) {
-    const int words = (int)smaller(W, all - w0);
-    for (int r = 0; r < k.n; r += W) {
-      V x[W];
-      load_words<T>(k.row + r, (ptrdiff_t)w0 * word_bytes<T>, words, x);
+  for (int w0 = 0; w0 < all; w0 += kTurnedWords, q += (ptrdiff_t)kTurnedWords * parts<Op, T> * pw) {
+    const int words = (int)smaller(kTurnedWords, all - w0);
+    for (int r = 0; r < k.n; r += W)
+#pragma GCC unroll 4
+      for (int w = 0; w < kTurnedWords; w += W) {
+        if (w >= words) break;
+        V x[W];
+        load_words<T>(k.row + r, (ptrdiff_t)(w0 + w) * word_bytes<T>, words - w, x);
 #pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) store(turned[i] + r, x[i]);
-    }
-    // spread evenly: as many lines as the words have
-    constexpr int lines = (W * W * word_bytes<T> + 63) / 64;
+        for (int i = 0; i < W; ++i) store(turned.words[w + i] + r, x[i]);
+      }
     int r = 0;
-    for (; r + (G - 1) * W < k.n; r += G * W) {
-      add_words<Op, T, N, G>(f, turned, r, w0 == 0, words, q, pw);
-      ahead.lines(G * lines);
-    }
-    for (; r < k.n; r += W) {
-      add_words<Op, T, N, 1>(f, turned, r, w0 == 0, words, q, pw);
-      ahead.lines(lines);
-    }
+    for (; r + (G - 1) * W < k.n; r += G * W) add_words<Op, T, N, G>(f, turned, r, w0 == 0, words, q, pw, ahead);
+    for (; r < k.n; r += W) add_words<Op, T, N, 1>(f, turned, r, w0 == 0, words, q, pw, ahead);
   }
   ahead.rest();
 }
@@ -330,25 +376,18 @@ inline void few_terms(Pairs &pairs, Few &f, const Lanes &lanes, int k0, int keys
   }
 }
 
-// The sums of the rows of weights, from first to last key in the order in which `exponentials` adds them.
+// Adds W weights of each query to a sum, from first to last key in the order in which `exponentials` adds them.
 template <class Op>
-RW_INLINE F4 sum_keys(const float *p, int keys) {
-  F4 sum = {};
-  for (int r = 0; r < keys; r += 4) {
-    const F4 a = (F4)*(const I4U *)(p + r), b = (F4)*(const I4U *)(p + kPanelRows + r);
-    const F4 c = (F4)*(const I4U *)(p + 2 * kPanelRows + r), d = (F4)*(const I4U *)(p + 3 * kPanelRows + r);
-    const F4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
-    const F4 AB = __builtin_shufflevector(a, b, 2, 6, 3, 7), CD = __builtin_shufflevector(c, d, 2, 6, 3, 7);
-    const F4 k0 = __builtin_shufflevector(ab, cd, 0, 1, 4, 5), k1 = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
-    const F4 k2 = __builtin_shufflevector(AB, CD, 0, 1, 4, 5), k3 = __builtin_shufflevector(AB, CD, 2, 3, 6, 7);
+RW_INLINE F4 add_keys(V (&p)[kFew], F4 sum) {
+  turn_fourths(p);
+#pragma GCC unroll 4
+  for (int i = 0; i < W / 4; ++i) {
     if (Op::depth == 2) {
-      sum += k0 + k1;
-      sum += k2 + k3;
+      sum += fourth_of(p[0], i) + fourth_of(p[1], i);
+      sum += fourth_of(p[2], i) + fourth_of(p[3], i);
     } else {
-      sum += k0;
-      sum += k1;
-      sum += k2;
-      sum += k3;
+#pragma GCC unroll 4
+      for (int l = 0; l < kFew; ++l) sum += fourth_of(p[l], i);
     }
   }
   return sum;
@@ -366,23 +405,45 @@ inline void few_apart(Few &f, Rows &v, int n) {
   v.n = 2 * n;
 }
 
-// Replaces a panel's scores by weights in place, and updates maxima, sums and the factors by which earlier sums shrink.
-template <class Op>
-inline void few_softmax(Few &f, int keys, float c) {
-  for (int l = 0; l < f.count; ++l) {
+// Replaces a panel's scores of N queries by weights in place, and updates maxima, sums and the factors by which earlier
+// sums shrink.
+template <class Op, int N>
+RW_INLINE void softmax(Few &f, int keys, float c) {
+  V top[kFew];
+  for (int l = 0; l < kFew; ++l) top[l] = splat(-kInf);
+  for (int l = 0; l < N; ++l) {
     float *s = f.s + l * kPanelRows;
     for (int r = keys; r % W; ++r) s[r] = -kInf;
-    V tops = splat(-kInf);
-    for (int r = 0; r < keys; r += W) tops = max(load(s + r), tops);
-    float top = max_lanes(tops);
-    if (!(top > f.top[l])) top = f.top[l];
-    const V low = no_inf(splat(top));
-    f.shrink[l] = exp2((splat(f.top[l]) - low) * splat(c))[0];
-    f.top[l] = top;
-    for (int r = 0; r < keys; r += W) store(s + r, exp2((load(s + r) - low) * splat(c)));
+    for (int r = 0; r < keys; r += W) top[l] = max(load(s + r), top[l]);
   }
-  const F4 sum = sum_keys<Op>(f.s, keys);
-  for (int l = 0; l < f.count; ++l) f.sum[l] = f.sum[l] * f.shrink[l] + sum[l];
+  const V before = load(f.top), cv = splat(c);
+  F4 now, sum = {};
+  memcpy(&now, f.top, sizeof now);
+  now = max_lanes(top, now);
+  memcpy(f.top, &now, sizeof now);
+  store(f.shrink, exp2((before - no_inf(load(f.top))) * cv));
+  V low[N];
+  for (int l = 0; l < N; ++l) low[l] = no_inf(splat(f.top[l]));
+  for (int r = 0; r < keys; r += W) {
+    V p[kFew] = {};
+#pragma GCC unroll 4
+    for (int l = 0; l < N; ++l) {
+      float *s = f.s + l * kPanelRows + r;
+      p[l] = exp2((load(s) - low[l]) * cv);
+      store(s, p[l]);
+    }
+    sum = add_keys<Op>(p, sum);
+  }
+  for (int l = 0; l < N; ++l) f.sum[l] = f.sum[l] * f.shrink[l] + sum[l];
+}
+template <class Op>
+__attribute__((noinline)) void few_softmax(Few &f, int keys, float c) {
+  if (f.count > 2)
+    softmax<Op, 4>(f, keys, c);
+  else if (f.count == 2)
+    softmax<Op, 2>(f, keys, c);
+  else
+    softmax<Op, 1>(f, keys, c);
 }
 
 #if defined(RW_PAIRS)
@@ -402,7 +463,7 @@ RW_INLINE int besides(int c) { return c / (2 * W) * 2 * W + c / 4 % 2 * W + c % 
 // Adds a panel's weighted values to the sums of N queries, from channel c on: C vectors of channels, or of row pairs.
 template <class Op, int T, int N, int C>
 RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int n, int c, float *out, Fetch &ahead) {
-  constexpr int M = Op::depth * C, bytes = C * bytes_of((Dtype)T) * Op::depth * W;  // bytes of a row
+  constexpr int M = Op::depth * C, bytes = M * W * bytes_of((Dtype)T) * Op::depth;  // bytes that are added at once
   Sum<Op> acc[N][M];
 #pragma GCC unroll 4
   for (int l = 0; l < N; ++l)
@@ -437,8 +498,9 @@ RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int 
 #pragma GCC unroll 8
       for (int j = 0; j < M; ++j) acc[l][j].add(x[j], weight);
     }
-    // as many lines as four rows have, since a call takes longer than a row
-    if (r % 4 == 0) ahead.lines((4 * bytes + 63) / 64);
+#pragma GCC unroll 8
+    for (int i = 0; i < bytes / 64; ++i) ahead.line();
+    if (bytes < 64 && r % (Op::depth * larger(1, 64 / bytes)) == 0) ahead.line();
   }
 #pragma GCC unroll 4
   for (int l = 0; l < N; ++l)
@@ -517,15 +579,15 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
   const Blocks blocks(pb, m, f.count, at);
   bool several = false;
   const int pw = panel_width(0, lanes.count);  // few queries fit the first panel
-  const int k_bytes = pb.d * bytes_of(pb.k.dtype), v_bytes = pb.dv_dim * bytes_of(pb.v.dtype);
   const int64_t nk = keys_of(pb, u.batch);
-  Rows keys_now, keys_next, v;
+  Rows k[2], v;
+  Rows *keys_now = &k[0], *keys_next = &k[1];
   // one past the panel of row k0 of a tile
   auto panel_end = [&](int k0, int keys) {
     return pb.spacing.apart() ? panel_cut(pb.spacing, k0, keys) : (int)smaller(keys, k0 + kPanelRows);
   };
   auto set_next = [&](int64_t tile, int k0, int keys) {
-    keys_next.set(pb.k, u, tile + k0, k0 < keys ? panel_end(k0, keys) - k0 : 0);
+    keys_next->set(pb.k, u, tile + k0, k0 < keys ? panel_end(k0, keys) - k0 : 0, pb.d);
   };
   auto tile_keys = [&](int64_t e) { return (int)smaller(plan.kv_tile, nk - (int64_t)plan.col[e] * plan.kv_tile); };
   if (begin < end) set_next((int64_t)plan.col[begin] * plan.kv_tile, 0, tile_keys(begin));
@@ -552,15 +614,16 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
           if (full[0] >> l & 1) few_join(f, l, scale.c);
         several |= any;
       }
-      keys_now = keys_next;
-      v.set(pb.v, u, first + k0, n);
+      Rows *const done = keys_now;
+      keys_now = keys_next, keys_next = done;
+      v.set(pb.v, u, first + k0, n, pb.dv_dim);
       for (int r = 0; allowed.dead && r < n; ++r)
         if (allowed.dead[r]) v.row[r] = kZeros;
       if (n % 2) v.row[n] = kZeros;
       // Reading dominates: while the scores are computed, this panel's values are prefetched; while the values are
       // added, the next panel's keys.
-      Fetch values{&v, v_bytes}, keys_ahead{&keys_next, k_bytes};
-      few_products<Op, T>(f, keys_now, m.q, pw, values);
+      Fetch values(v);
+      few_products<Op, T>(f, *keys_now, m.q, pw, values);
       if (pb.k.scales) row_scales(pb.k, u.batch, u.kv_head, first + k0, n, allowed.dead, unit<T>, scales);
       few_scores<Scored>(pb, f, n, allowed, pb.k.scales ? scales : nullptr);
       if (Scored && pb.scoring.count) few_terms(pairs, f, lanes, k0, n, allowed);
@@ -572,8 +635,10 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
           if (!(kept.rows[(ptrdiff_t)(k0 + r) * kept.words] >> l & 1)) f.s[l * kPanelRows + r * apart] = 0;
       if (pb.v.scales) {
         row_scales(pb.v, u.batch, u.kv_head, first + k0, n, allowed.dead, unit<T>, scales);
-        for (int l = 0; l < f.count; ++l)
-          for (int r = 0; r < n; ++r) f.s[l * kPanelRows + r] *= scales[r];
+        for (int l = 0; l < f.count; ++l) {
+          float *p = f.s + l * kPanelRows;
+          for (int r = 0; r < n; r += W) store(p + r, load(p + r) * load(scales + r));
+        }
       }
 #if defined(RW_PAIRS)
       for (int l = 0; Op::depth == 2 && l < f.count; ++l)
@@ -586,6 +651,7 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
         set_next((int64_t)plan.col[e + 1] * plan.kv_tile, 0, tile_keys(e + 1));
       else
         set_next(0, 0, 0);
+      Fetch keys_ahead(*keys_next);
       few_values<Op, T>(f, v, keys_ahead);
     }
   }

@@ -141,7 +141,9 @@ RW_INLINE bool any_below(V x, float y) {
   return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(y), _CMP_LT_OQ) != 0;
 #else
   I less = x < splat(y);
-#if defined(RINGWEAVE_NEON)
+#if defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)less) != 0;
+#elif defined(RINGWEAVE_NEON)
   return vmaxvq_u32((uint32x4_t)less) != 0;
 #else
   int32_t any = 0;
@@ -200,17 +202,17 @@ RW_INLINE V exp2_fraction(V r) {
   return p * r + splat(1.f);  // exact at 0: a row of one key keeps its score as lse
 }
 
-// 2^x; 0 at -inf, NaN at NaN.
+// 2^x for x up to 128; 0 at -inf, NaN at NaN.
 RW_INLINE V exp2(V x) {
   // No clamp is needed: vreduceps returns 0 at -inf, and then vscalefps returns 0.
   V r = (V)_mm512_reduce_ps((__m512)x, 0x09);
   return (V)_mm512_scalef_ps((__m512)exp2_fraction(r), (__m512)x);
 }
 #else
-// 2^x; 0 below 2^-126 and at -inf, NaN at NaN. Relative error 1.3e-7 with rounding, 6e-8 on average
+// 2^x for x up to 128; 0 below 2^-126 and at -inf, NaN at NaN. Relative error 1.3e-7 with rounding, 6e-8 on average
 // (minimax, then searched among neighbouring floats).
 RW_INLINE V exp2(V x) {
-  x = max(splat(-127.f), min(splat(128.f), x));
+  x = max(splat(-127.f), x);
   // Adding 1.5 * 2^23 rounds to an integer n, and leaves n + 127 in the lowest bits: the exponent of 2^n.
   const V shift = splat(12582912.f + 127.f), shifted = rounded(x + shift), r = x - (shifted - shift);
   V p = splat(1.32360682e-3f);
