@@ -66,6 +66,55 @@ RW_INLINE void block_of_12(const char *a, ptrdiff_t ld, int depth, const float *
 }
 #endif
 
+#if defined(RW_SQUARES)
+// The lower or the upper halves of two vectors, and the elements of these halves in turn.
+RW_INLINE V halves(V x, V y, int upper) {
+  return upper ? __builtin_shufflevector(x, y, 2, 3, 6, 7) : __builtin_shufflevector(x, y, 0, 1, 4, 5);
+}
+RW_INLINE V zip(V x, V y, int upper) {
+  return upper ? __builtin_shufflevector(x, y, 2, 6, 3, 7) : __builtin_shufflevector(x, y, 0, 4, 1, 5);
+}
+RW_INLINE V load_lower(const char *p) { return (V)vcombine_f32(vld1_f32((const float *)p), vdup_n_f32(0)); }
+
+// The loop of `contract` for an even number of rows and an even depth, with the same bits. Until the end, acc[i] and
+// acc[i + 1] are the squares of rows i and i + 1 with the lower and with the upper lanes.
+template <bool Rows, int P, int M, int N>
+RW_INLINE void squares(const char *a, ptrdiff_t ld, int depth, const float *b, V (&acc)[M][N]) {
+  // Moves everything else to memory, and the offsets of rows into the loop, since GCC would rather spill the sums.
+  asm volatile("" : "+r"(ld) : : "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13",
+               "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28",
+               "v29", "v30", "v31");
+  clear(acc);
+  for (int k = 0; k < depth; k += 2) {
+    V rows[M / 2];
+#pragma GCC unroll 8
+    for (int i = 0; i < M; i += 2) {
+      const char *at = a + i * (Rows ? ld : 4);
+      const V x = load_lower(at), y = load_lower(at + ld);
+      rows[i / 2] = Rows ? halves(x, y, 0) : zip(x, y, 0);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) {
+      const V x = load(b + j * W), y = load(b + (P + j) * W), lower = zip(x, y, 0), upper = zip(x, y, 1);
+#pragma GCC unroll 8
+      for (int i = 0; i < M; i += 2) {
+        acc[i][j] = Square::madd(rows[i / 2], lower, acc[i][j]);
+        acc[i + 1][j] = Square::madd(rows[i / 2], upper, acc[i + 1][j]);
+      }
+    }
+    a += 2 * (Rows ? 4 : ld);
+    b += 2 * P * W;
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < M; i += 2)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) {
+      const V lower = acc[i][j], upper = acc[i + 1][j];
+      acc[i][j] = halves(lower, upper, 0), acc[i + 1][j] = halves(lower, upper, 1);
+    }
+}
+#endif
+
 // Rows: element (i, k) is at a + i * ld + 4k. Otherwise it is at a + 4i + k * ld.
 template <class Op, bool Rows, int P, int M, int N>
 RW_INLINE void contract(const char *a, ptrdiff_t ld, int depth, const float *b, V (&acc)[M][N]) {
@@ -73,6 +122,9 @@ RW_INLINE void contract(const char *a, ptrdiff_t ld, int depth, const float *b, 
 #if defined(RW_BLOCK_OF_12)
   if constexpr (M == 6 && N == 2)
     if ((done = depth & ~3)) block_of_12<Rows, P>(a, ld, done, b, acc);
+#elif defined(RW_SQUARES)
+  if constexpr (Op::depth == 2 && M % 2 == 0)
+    if ((done = depth & ~1)) squares<Rows, P>(a, ld, done, b, acc);
 #endif
   if (!done) clear(acc);
   a += done * (Rows ? 4 : ld), b += (ptrdiff_t)done * P * W;
@@ -90,6 +142,38 @@ RW_INLINE void contract(const char *a, ptrdiff_t ld, int depth, const float *b, 
     b += P * W;
   }
 }
+
+#if defined(RW_SQUARES)
+// Whether the processor's BFMMLA has the bits of BFDOT. Otherwise a decoding step would not have the bits of forward.
+inline bool squares_agree() {
+  static const bool agree = [] {
+    bool same = true;
+    uint32_t state = 1;
+    const auto draw = [&](uint32_t n) { return (state = state * 1664525 + 1013904223) / 65536 % n; };
+    // exponents in the middle, exponents with products that underflow, ones that overflow, and all of them
+    const uint32_t kinds[][2] = {{115, 24}, {52, 20}, {180, 20}, {0, 256}};
+    for (int round = 0; round < 256; ++round) {
+      uint16_t a[2][16], b[8][2 * W];
+      const auto [least, some] = kinds[round % 4];
+      const auto fill = [&, least = least, some = some](uint16_t &x) {
+        x = (uint16_t)(draw(2) << 15 | (least + draw(some)) << 7 | draw(128));
+      };
+      for (auto &row : a)
+        for (uint16_t &x : row) fill(x);
+      for (auto &row : b)
+        for (uint16_t &x : row) fill(x);
+      V both[2][1], one[1][1];
+      contract<Pair, true, 1>((const char *)a, sizeof a[0], 8, (const float *)b, both);
+      for (int i = 0; i < 2; ++i) {
+        contract<Pair, true, 1>((const char *)a[i], sizeof a[0], 8, (const float *)b, one);
+        same &= !memcmp(both[i], one, sizeof one);
+      }
+    }
+    return same;
+  }();
+  return agree;
+}
+#endif
 
 // Number of rows in a block, by panel width: as many as fit the registers together with one row of b.
 template <int N>

@@ -149,6 +149,8 @@ int64_t fma_loop(Dtype dtype, int64_t rounds) {
   (void)dtype;
 #if defined(RW_TILES)
   return tile_rounds(rounds);
+#elif defined(RW_SQUARES)
+  return fma_rounds<Square>(rounds);
 #else
   return fma_rounds<Own>(rounds);
 #endif
@@ -156,6 +158,8 @@ int64_t fma_loop(Dtype dtype, int64_t rounds) {
 
 #if defined(RW_TILES)
 constexpr bool (*agrees)() = tiles_agree;
+#elif defined(RW_SQUARES)
+constexpr bool (*agrees)() = squares_agree;
 #else
 constexpr bool (*agrees)() = nullptr;
 #endif

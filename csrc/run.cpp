@@ -369,7 +369,7 @@ std::vector<const Kernel *> kernels() {
   if (avx512 && !slow_pairs) found.push_back(&kernel_avx512);
   if (avx2) found.push_back(&kernel_avx2);
 #elif defined(RINGWEAVE_ARM64)
-  if (has_bf16()) found.push_back(&kernel_neonbf16);
+  if (has_bf16() && !refusal(kernel_neonbf16)) found.push_back(&kernel_neonbf16);
   found.push_back(&kernel_neon);
 #endif
   found.push_back(&kernel_generic);

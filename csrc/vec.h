@@ -307,6 +307,17 @@ struct Pair {
 #endif
   }
 };
+#if defined(RINGWEAVE_NEON)
+#define RW_SQUARES
+// Rows of 4 bfloat16: the products of 2 rows of a and 2 of b, [0][0], [0][1], [1][0], [1][1]. BFMMLA is defined as BFDOT
+// of the first pairs and then of the second ones, so it has the bits of two steps of Pair.
+struct Square : Pair {
+  static constexpr int depth = 4;
+  static RW_INLINE V madd(V a, V b, V c) {
+    return (V)vbfmmlaq_f32((float32x4_t)c, (bfloat16x8_t)a, (bfloat16x8_t)b);
+  }
+};
+#endif
 // Narrows (low, high) of each lane to a pair of bfloat16.
 RW_INLINE V pair(V low, V high) {
 #if defined(__AVX512BF16__)

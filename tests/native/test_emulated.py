@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor
 
 from . import plans, test_terms
 from .emulated import PROCESSORS, Program, build, missing, module
@@ -54,6 +56,56 @@ def test_every_variant(dtype: str, emulated: Running) -> None:
         for each in (many, few):
             got = each.check(variant, threads=1)
             assert all(torch.equal(got[name], result) for name, result in each.run(variant, threads=3).items())
+
+
+def of_exponents(x: Tensor, least: int, most: int, special: tuple[int, ...] = ()) -> Tensor:
+    """Random bfloat16 of these exponents in the shape of ``x``, a fifth of them with the bits of ``special``."""
+    exponents, rest = torch.randint(least, most + 1, x.shape) << 7, torch.randint(2**7, x.shape)
+    bits = exponents | rest | torch.randint(2, x.shape) << 15
+    if special:
+        chosen = torch.tensor(special)[torch.randint(len(special), x.shape)]
+        bits = torch.where(torch.rand(x.shape) < 0.2, chosen, bits)
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """A NaN is a NaN, but the sign of a zero counts."""
+    return x.float().nan_to_num(nan=12345.0, posinf=torch.inf, neginf=-torch.inf).view(torch.int32)
+
+
+#: Zeros, numbers below the least normal one, and that one.
+SMALL = (0x0000, 0x8000, 0x0001, 0x807F, 0x0080)
+
+
+@pytest.mark.parametrize("dims", [(8, 24), (40, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("of_keys", "of_values"),
+    [((120, 130, SMALL), (0, 1, SMALL)), ((0, 130, SMALL), (100, 140, SMALL)), ((60, 75), (40, 140)), ((120, 130), (180, 254))],
+    ids=["zeros", "wide", "underflow", "overflow"],
+)  # fmt: skip
+def test_a_block_of_rows_has_the_bits_of_single_ones(
+    of_keys: tuple[int, ...], of_values: tuple[int, ...], dims: tuple[int, int], emulated: Running
+) -> None:
+    """BFMMLA in blocks of an even number of rows, and BFDOT in decoding steps, single rows and odd depths."""
+    nq, nk = 13, 89  # the second chunk of keys has 13 pairs
+    whole = case(nq, nk, (16, 96), dtype="bf16", heads=1, kv_heads=1, dims=dims, masks=torch.ones(1, nq, nk) > 0)
+    x = whole.x
+    x.q, x.k = of_exponents(x.q, *of_keys), of_exponents(x.k, *of_keys)  # type: ignore[arg-type]
+    x.v, x.dout = of_exponents(x.v, *of_values), of_exponents(x.dout, *of_values)  # type: ignore[arg-type]
+    # in some rows and channels only, since they make NaN of all that they meet
+    x.q[..., 3, 1], x.q[..., 5, 2], x.v[..., 7, 3], x.v[..., 7, 5] = torch.inf, torch.nan, -torch.inf, torch.nan
+    for variant in emulated[1]:
+        out, lse = whole.forward(variant, out=poison(*x.dout.shape))
+        dq = whole.backward(out.bfloat16(), lse, variant, dtype=torch.float32)[0]
+        for i in range(nq):
+            row = slice(i, i + 1)
+            one = case(1, nk, (16, 96), dtype="bf16", heads=1, kv_heads=1, dims=dims, masks=torch.ones(1, 1, nk) > 0)
+            mine = {name: getattr(x, name)[:, :, row].clone() for name in ("q", "dout", "dlse")}
+            one.x = replace(x, **mine)
+            alone = one.forward(variant, out=poison(*mine["dout"].shape))
+            alone += one.backward(alone[0].bfloat16(), alone[1], variant, dtype=torch.float32)[:1]
+            for got, want in zip(alone, (out, lse, dq), strict=True):
+                assert torch.equal(bits_of(got), bits_of(want[:, :, row])), i
 
 
 @pytest.mark.parametrize("nq", [1, 40])
