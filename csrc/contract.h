@@ -74,19 +74,23 @@ RW_INLINE V halves(V x, V y, int upper) {
 RW_INLINE V zip(V x, V y, int upper) {
   return upper ? __builtin_shufflevector(x, y, 2, 6, 3, 7) : __builtin_shufflevector(x, y, 0, 4, 1, 5);
 }
-RW_INLINE V load_lower(const char *p) { return (V)vcombine_f32(vld1_f32((const float *)p), vdup_n_f32(0)); }
+RW_INLINE V load_lower(const char *p) {
+  float32x2_t x;
+  memcpy(&x, p, sizeof x);
+  return (V)vcombine_f32(x, vdup_n_f32(0));
+}
 
 // The loop of `contract` for an even number of rows and an even depth, with the same bits. Until the end, acc[i] and
 // acc[i + 1] are the squares of rows i and i + 1 with the lower and with the upper lanes.
 template <bool Rows, int P, int M, int N>
 RW_INLINE void squares(const char *a, ptrdiff_t ld, int depth, const float *b, V (&acc)[M][N]) {
-  // Moves everything else to memory, and the offsets of rows into the loop, since GCC would rather spill the sums.
+  // Moves other values to memory, and keeps the rows' offsets local to the block; else GCC spills sums in the loop.
   asm volatile("" : "+r"(ld) : : "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13",
                "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28",
                "v29", "v30", "v31");
   clear(acc);
   for (int k = 0; k < depth; k += 2) {
-    V rows[M / 2];
+    V rows[M / 2];  // steps k and k + 1 of two rows each
 #pragma GCC unroll 8
     for (int i = 0; i < M; i += 2) {
       const char *at = a + i * (Rows ? ld : 4);
@@ -150,7 +154,7 @@ inline bool squares_agree() {
     bool same = true;
     uint32_t state = 1;
     const auto draw = [&](uint32_t n) { return (state = state * 1664525 + 1013904223) / 65536 % n; };
-    // exponents in the middle, exponents with products that underflow, ones that overflow, and all of them
+    // least exponent and number of exponents: in the middle, underflow, overflow, and all of them
     const uint32_t kinds[][2] = {{115, 24}, {52, 20}, {180, 20}, {0, 256}};
     for (int round = 0; round < 256; ++round) {
       uint16_t a[2][16], b[8][2 * W];

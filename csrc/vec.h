@@ -309,8 +309,8 @@ struct Pair {
 };
 #if defined(RINGWEAVE_NEON)
 #define RW_SQUARES
-// Rows of 4 bfloat16: the products of 2 rows of a and 2 of b, [0][0], [0][1], [1][0], [1][1]. BFMMLA is defined as BFDOT
-// of the first pairs and then of the second ones, so it has the bits of two steps of Pair.
+// Multiplies 2 rows of 4 bfloat16 in a by 2 rows in b: the sums [0][0], [0][1], [1][0] and [1][1]. BFMMLA is defined as
+// BFDOT of the first pairs and then of the second ones, so it has the bits of two steps of Pair.
 struct Square : Pair {
   static constexpr int depth = 4;
   static RW_INLINE V madd(V a, V b, V c) {

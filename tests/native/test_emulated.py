@@ -69,7 +69,7 @@ def of_exponents(x: Tensor, least: int, most: int, special: tuple[int, ...] = ()
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """A NaN is a NaN, but the sign of a zero counts."""
+    """The bits of float32, where all NaNs are equal and zeros of different signs are not."""
     return x.float().nan_to_num(nan=12345.0, posinf=torch.inf, neginf=-torch.inf).view(torch.int32)
 
 
