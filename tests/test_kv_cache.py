@@ -15,6 +15,7 @@ import ringweave as rw
 from ringweave import torch_ops
 from ringweave.backends import cpu
 from ringweave.call import Call
+from ringweave.kv_cache import last_tokens
 from ringweave.patterns import Pattern
 from ringweave.terms import Term
 
@@ -464,3 +465,24 @@ def test_a_gradient_of_the_operator_is_refused() -> None:
     out, _ = torch_ops.attend(call, q, cache.k, cache.v, [cache.table, cache.lengths])
     with pytest.raises(rw.UnsupportedError, match="forward-only"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("lengths", [[5, 40, 17], [5, 0, 17]], ids=["full", "one_empty"])
+@pytest.mark.parametrize(
+    ("pattern", "ends"),
+    [
+        (rw.Causal(), True),
+        (rw.SlidingWindow(8), True),
+        ((rw.SlidingWindow(8) | rw.Sinks(2)) & rw.Causal(), True),
+        (rw.SlidingWindow(8, 8), False),
+        (rw.Full(), False),
+    ],
+    ids=repr,
+)
+def test_the_last_tokens_attend_no_key_after_their_sequence(pattern: Pattern, ends: bool, lengths: list[int]) -> None:
+    """A pattern that ends at its query needs no bounds for that, unless a sequence is empty."""
+    tokens = torch.tensor(lengths, dtype=torch.int32)
+    placed = last_tokens(pattern, tokens, 3)
+    bounded = placed & rw.KeyPadding(tokens)
+    assert torch.equal(placed.to_dense(3, 40, batch=3), bounded.to_dense(3, 40, batch=3))
+    assert ("KeyPadding" in placed.spec) == (not ends or 0 in lengths)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .kv_cache import Pages, check_pages, last_tokens
-from .patterns import Full, KeyPadding, Pattern, check_extents
+from .patterns import Full, Pattern, check_extents
 from .patterns.shifted import first_positions
 from .plan import pattern_of
 from .precision import Precision, Scales, widened
@@ -161,7 +161,7 @@ class Call:
             require((~used | ((table >= 0) & (table < k.shape[0]))).all(), "pages: one is not in the pool")
         check_extents(self.pattern, self.batch, self.heads)
         known = lengths.cpu()
-        return dataclasses.replace(self, pattern=last_tokens(self.pattern, known, self.nq) & KeyPadding(known))
+        return dataclasses.replace(self, pattern=last_tokens(self.pattern, known, self.nq))
 
     def part(self, operands: Operands, pattern: Pattern, q_offset: int) -> Call:
         """Return the call for a part of its operands."""
