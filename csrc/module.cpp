@@ -408,8 +408,9 @@ class Prepared {
  public:
   Prepared(const Array &q, const Array &k, const Array &v, const Array &row_ptr, const Array &col, const Array &bits,
            const Array &masks, const Array &group, int q_tile, int kv_tile, float scale, const std::string &variant,
-           const Maybe &table, int64_t keys, const std::vector<int64_t> &spacing, bool wide)
-      : kernel(pick(variant)), pb(inputs(q, k, v, scale, table)), plan{row_ptr, col, bits, masks, group} {
+           const Maybe &table, int64_t keys, const std::vector<int64_t> &spacing, bool wide, bool scaled)
+      : kernel(pick(variant)), pb(inputs(q, k, v, scale, table, scaled)), plan{row_ptr, col, bits, masks, group} {
+    if (scaled && !table) refuse("scaled", "wanted with a table");
     if (table) {
       if (keys < 1 || keys > pb.nk) refuse("keys", "wanted 1 to " + std::to_string(pb.nk) + ", got " + std::to_string(keys));
       ints("table", *table, {pb.batch, -1});
@@ -434,10 +435,10 @@ class Prepared {
     work = column_work(pb);
   }
   // lse may be null if it is not requested. With pages, `table` and `lengths` are addresses, and all sequences have
-  // `keys` tokens.
+  // `keys` tokens. Pages of 8 bits have contiguous scales.
   bool forward(uintptr_t q, const nb::tuple &qs, uintptr_t k, const nb::tuple &ks, uintptr_t v, const nb::tuple &vs,
-               uintptr_t out, uintptr_t lse, int64_t keys, int first, int threads, uintptr_t table,
-               uintptr_t lengths) const {
+               uintptr_t out, uintptr_t lse, int64_t keys, int first, int threads, uintptr_t table, uintptr_t lengths,
+               uintptr_t k_scale, uintptr_t v_scale) const {
     check_threads(threads);
     // A plan without partial tiles serves all lengths with the same number of tiles. In a longer cache, the tiles from
     // `first` on move to its end.
@@ -454,6 +455,13 @@ class Prepared {
       for (int64_t b = 0; b < pb.batch; ++b)
         check_range("table", pages.numbers + b * pages.columns, (keys + size - 1) / size, 0, stored);
       call.k.pages = call.v.pages = &pages;
+    }
+    View scales[2];
+    if (bytes_of(pb.k.dtype) == 1) {
+      if (!k_scale || !v_scale) refuse("k_scale, v_scale", "wanted with 8 bits");
+      for (View &of : scales) of.token = 4, of.head = size * 4, of.batch = pb.kv_heads * of.head, of.pages = &pages;
+      scales[0].data = (char *)k_scale, call.k.scales = &scales[0];
+      scales[1].data = (char *)v_scale, call.v.scales = &scales[1];
     }
     std::vector<int32_t> col;
     if (later) {
@@ -569,13 +577,13 @@ NB_MODULE(_cpu, m) {
   nb::class_<Prepared>(m, "Prepared", "A checked call. Its methods take addresses and strides of tensors, unchecked.")
       .def(nb::init<const Array &, const Array &, const Array &, const Array &, const Array &, const Array &,
                     const Array &, const Array &, int, int, float, const std::string &, const Maybe &, int64_t,
-                    const std::vector<int64_t> &, bool>(),
+                    const std::vector<int64_t> &, bool, bool>(),
            "q"_a, "k"_a, "v"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a, "group"_a, "q_tile"_a, "kv_tile"_a,
            "scale"_a, "variant"_a, "table"_a = nb::none(), "keys"_a = 0, "spacing"_a = std::vector<int64_t>(),
-           "wide"_a = false)
+           "wide"_a = false, "scaled"_a = false)
       .def("columns", &Prepared::columns, "col_ptr"_a, "row"_a, "bits_t"_a)
       .def("forward", &Prepared::forward, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "out"_a,
-           "lse"_a, "keys"_a, "first"_a, "threads"_a, "table"_a = 0, "lengths"_a = 0)
+           "lse"_a, "keys"_a, "first"_a, "threads"_a, "table"_a = 0, "lengths"_a = 0, "k_scale"_a = 0, "v_scale"_a = 0)
       .def("backward", &Prepared::backward, "dout"_a, "dout_strides"_a, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a,
            "v"_a, "v_strides"_a, "out"_a, "lse"_a, "dlse"_a, "dq"_a, "dk"_a, "dv"_a, "threads"_a);
   m.def("fma_peak", &bind_fma_peak, "dtype"_a, "threads"_a, "seconds"_a, "variant"_a = "",

@@ -496,6 +496,49 @@ def test_nothing_that_watches_is_gone_round(name: str) -> None:
         torch.func.jvp(call, (plain,), (plain,))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kv", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "pattern", [rw.Causal(), PATTERN, (rw.SlidingWindow(70) | rw.Dilated(40, 16)) & rw.Causal()], ids=repr
+)
+def test_steps_over_pages_of_8_bits(
+    pattern: rw.Pattern, kv: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are prepared, with the bits of the checked call, also where a scale is NaN or a score is out of range."""
+    calls: list[bool] = []
+    forward = cpu.PreparedCall.forward
+
+    def noted(self: cpu.PreparedCall, *args: Any) -> Any:
+        found = forward(self, *args)
+        calls.append(found is not None)
+        return found
+
+    monkeypatch.setattr(cpu.PreparedCall, "forward", noted)
+    cache = rw.PagedCache.empty(2, 400, 2, 32, page=16, precision=rw.Precision(kv=kv))
+    cache.append(torch.randn(2, 2, 200, 32), torch.randn(2, 2, 200, 32))
+    assert cache.scales is not None
+    for step in range(40):
+        k, v = torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32)
+        if step == 20:
+            k[0, 1, 0, 3], v[1, 0, 0, 0] = torch.nan, torch.inf
+        cache.append(k, v)
+        q = torch.randn(2, 4, 1, 32).to(dtype) * (1e38 if step == 30 and dtype != torch.float16 else 1)
+        straight = rw.paged_attention(q, cache, pattern, backend="cpu")
+        with _Seen():
+            checked = rw.paged_attention(q, cache, pattern, backend="cpu")
+        assert torch.equal(straight.isnan(), checked.isnan()), step
+        assert torch.equal(straight.nan_to_num(), checked.nan_to_num()), step
+    assert sum(calls) > 30
+    # scales that are not contiguous take the checked path
+    apart = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in cache.scales)
+    view = rw.PagedCache(cache.k, cache.v, cache.table, cache.lengths, scales=(apart[0], apart[1]))
+    calls.clear()
+    for _ in range(3):
+        got = rw.paged_attention(q, view, pattern, backend="cpu")
+        assert torch.equal(got.nan_to_num(), straight.nan_to_num())
+    assert not calls
+
+
 @pytest.mark.parametrize("mode", [_Seen, _SeenFunctions])
 def test_calls_over_pages_are_seen(mode: type) -> None:
     cache = rw.PagedCache.empty(2, 64, 2, 16, page=16)

@@ -333,7 +333,8 @@ def paged_attention(
         key, program, keys = find_paged(given, cache)
         if program is not None and program.prepared is not None:
             pages = Pages(cache.table, cache.lengths, cache.page)
-            found = program.prepared.forward(q, cache.k, cache.v, sink_logits is not None, pages, keys)
+            with_lse = sink_logits is not None
+            found = program.prepared.forward(q, cache.k, cache.v, with_lse, pages, keys, cache.scales)
             if found is not None and sink_logits is None:
                 return found[0]
             if found is not None and sink_logits is not None:

@@ -593,8 +593,10 @@ def find_paged(given: Arguments, cache: PagedCache) -> tuple[Hashable | None, Pr
     ``program.prepared`` may be None: such a step takes the checked path, and key is what :func:`keep_paged` takes.
     """
     q, k, v, pattern, scale, _, backend = given[:7]
-    lengths = cache._host_lengths
-    if lengths is None or cache.scales is not None or not len(lengths):
+    lengths, scales = cache._host_lengths, cache.scales
+    if lengths is None or not len(lengths):
+        return None, None, 0
+    if scales and not (plain(*scales, k) and scales.k.is_contiguous() and scales.v.is_contiguous()):
         return None, None, 0
     keys = int(lengths[0])
     if keys < 1 or (len(lengths) > 1 and not bool((lengths == keys).all())):
@@ -620,7 +622,7 @@ def find_paged(given: Arguments, cache: PagedCache) -> tuple[Hashable | None, Pr
         known = last[2]()
         if known is not None and known.read is read:
             return None, known, keys
-    operands = Operands(q, k, v, 1.0, pages=Pages(cache.table, cache.lengths, cache.page))
+    operands = Operands(q, k, v, 1.0, pages=Pages(cache.table, cache.lengths, cache.page), scales=scales)
     found = _step((pattern._spec, *of_kind), operands, keys, default_tile(columns * cache.page), read)
     if found is None:
         return None, None, 0
@@ -633,7 +635,7 @@ def find_paged(given: Arguments, cache: PagedCache) -> tuple[Hashable | None, Pr
 def keep_paged(key: Hashable, call: Call, cache: PagedCache) -> None:
     """Cache the kind of a checked step over pages if the native kernel computes it in one step."""
     assert isinstance(key, _StepKey)
-    tensors = cache.table, cache.lengths
+    tensors = cache.table, cache.lengths, *(cache.scales or ())
     steps = compiled(call.at_lengths(cache.k, tensors))
     rows = call.batch * call.heads
     native = all(each.backend is _native and is_whole(each.branch, call) for each in steps)

@@ -18,7 +18,7 @@ from ..errors import UnsupportedError, message
 from ..kv_cache import Pages
 from ..merge import merge_into as merge_with_torch
 from ..plan import BlockPlan, Branch, Spacing
-from ..precision import STORED
+from ..precision import STORED, Scales
 from ..terms import KINDS, Term, TermOperands
 from . import forks
 from .backend import Backend, Upstream, readable
@@ -48,7 +48,10 @@ _PARAMETERS = {
     "merge": ("out lse part part_lse threads variant", ""),
     "term_kinds": ("", ""),
     "tile_mass": (f"q k lse values {_PLAN.format(columns='')}", ""),
-    "Prepared.forward": ("q q_strides k k_strides v v_strides out lse keys first threads table lengths", ""),
+    "Prepared.forward": (
+        "q q_strides k k_strides v v_strides out lse keys first threads table lengths k_scale v_scale",
+        "",
+    ),
     "Prepared.backward": (
         "dout dout_strides q q_strides k k_strides v v_strides out lse dlse dq dk dv threads",
         "",
@@ -119,8 +122,7 @@ def forward(
     stored = {} if pages is None else {"table": pages.table, "lengths": pages.lengths}
     if operands.scales is not None:
         stored |= {"k_scale": operands.scales.k, "v_scale": operands.scales.v}
-        # the extension takes 8-bit floats as bytes
-        k, v = (x if x.dtype == torch.int8 else x.view(torch.uint8) for x in (k, v))
+        k, v = _codes(k), _codes(v)
     below = native.forward(
         q, k, v, out, lse, *_rows(plan), *_rest(plan, operands.scale), **given, **stored, longest_first=longest_first,
         spacing=branch.spacing or (),
@@ -129,6 +131,11 @@ def forward(
     if may_overflow(operands, branch) if given else below:
         spoil(out, lse, operands, branch)
     return out, lse
+
+
+def _codes(x: Tensor) -> Tensor:
+    """Return 8-bit floats as bytes, which the extension takes, and other types as they are."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def prepared(
@@ -145,11 +152,11 @@ def prepared(
     native = module()
     assert native is not None
     sides = plan.q_tile, plan.kv_tile
-    q, k, v = operands.q.detach(), operands.k.detach(), operands.v.detach()
+    q, k, v = operands.q.detach(), _codes(operands.k.detach()), _codes(operands.v.detach())
     args = q, k, v, *_rows(plan), plan.mask_words, plan.row_set, *sides, operands.scale, variant()
     pages = () if operands.pages is None else (operands.pages.table, plan.nk)
-    wide = dtype is not None and dtype != q.dtype
-    call = native.Prepared(*args, *pages, spacing=spacing or (), wide=wide)
+    wide, scaled = dtype is not None and dtype != q.dtype, operands.scales is not None
+    call = native.Prepared(*args, *pages, spacing=spacing or (), wide=wide, scaled=scaled)
     if columns:
         call.columns(plan.col_ptr, plan.row, plan.mask_id_t)
     return call  # type: ignore[no-any-return]
@@ -383,12 +390,20 @@ class PreparedCall:
         self._backward: Prepared | None = None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool, pages: Pages | None = None, keys: int = 0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        with_lse: bool,
+        pages: Pages | None = None,
+        keys: int = 0,
+        scales: Scales | None = None,
     ) -> tuple[Tensor, Any] | None:
         """Compute (out, lse), with lse None if not ``with_lse``; return None if the call needs the general path.
 
         The general path handles channels that are not adjacent, invalid page tables, and scores out of range if lse is
-        not requested, keys are paged, or k has another length. With ``pages`` all sequences have ``keys`` tokens.
+        not requested, keys are paged, or k has another length. With ``pages`` all sequences have ``keys`` tokens, and
+        ``scales`` are those of a pool of 8 bits, contiguous.
         """
         of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
         if of_q[3] != 1 or of_k[3] != 1 or of_v[3] != 1:
@@ -401,6 +416,7 @@ class PreparedCall:
             q.data_ptr(), of_q, k.data_ptr(), of_k, v.data_ptr(), of_v, out.data_ptr(),
             0 if lse is None else lse.data_ptr(), keys or k.shape[2], self._first, self._threads,
             *(() if pages is None else (pages.table.data_ptr(), pages.lengths.data_ptr())),
+            *(() if scales is None else (scales.k.data_ptr(), scales.v.data_ptr())),
         ):  # fmt: skip
             if lse is None or pages is not None or k.shape != self.shapes[1]:
                 return None
@@ -453,13 +469,11 @@ class PreparedUnion:
         self._dtype, self.plans = operands.q.dtype, tuple(plan for _, plan in parts)
         self._parts = [PreparedCall(operands, *part, first, dtype=torch.float32) for part in parts]
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool, pages: Pages | None = None, keys: int = 0
-    ) -> tuple[Tensor, Any] | None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool, *stored: Any) -> tuple[Tensor, Any] | None:
         """Compute (out, lse); return None if the call needs the general path, as :meth:`PreparedCall.forward` does."""
         whole: tuple[Tensor, Any] | None = None
         for part in self._parts:
-            found = part.forward(q, k, v, True, pages, keys)
+            found = part.forward(q, k, v, True, *stored)
             if found is None:
                 return None
             if whole is None:
