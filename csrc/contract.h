@@ -147,13 +147,19 @@ RW_INLINE void contract(const char *a, ptrdiff_t ld, int depth, const float *b, 
   }
 }
 
+#if defined(RW_SQUARES) || defined(RW_TILES)
+// Random numbers below n, for checks of the processor.
+struct Draw {
+  uint32_t state = 1;
+  uint32_t operator()(uint32_t n) { return (state = state * 1664525 + 1013904223) / 65536 % n; }
+};
+#endif
 #if defined(RW_SQUARES)
 // Whether the processor's BFMMLA has the bits of BFDOT. Otherwise a decoding step would not have the bits of forward.
 inline bool squares_agree() {
   static const bool agree = [] {
     bool same = true;
-    uint32_t state = 1;
-    const auto draw = [&](uint32_t n) { return (state = state * 1664525 + 1013904223) / 65536 % n; };
+    Draw draw;
     // least exponent and number of exponents: in the middle, underflow, overflow, and all of them
     const uint32_t kinds[][2] = {{115, 24}, {52, 20}, {180, 20}, {0, 256}};
     for (int round = 0; round < 256; ++round) {

@@ -230,8 +230,7 @@ inline bool tiles_agree() {
   static const bool agree = [] {
     bool same = true;
     begin_tiles(TileShapes(2 * kTile));
-    uint32_t state = 1;
-    const auto draw = [&](uint32_t n) { return (state = state * 1664525 + 1013904223) / 65536 % n; };
+    Draw draw;
     // exponents in the middle, exponents with products that underflow, denormals among others, and ones that overflow
     const struct {
       uint32_t least, some, odd, before;
