@@ -37,15 +37,15 @@ HEADS = 4
 
 
 def made(kind: type[Term], n: int, dtype: torch.dtype, g: torch.Generator, *, shared: bool = False) -> Term:
-    """A term of a kind: its oracle's numbers, and a table of n queries and keys that learns if the kind does."""
-    if not kind.axes:
-        return kind(*ORACLES[kind.__name__].some)
+    """A term of a kind: its oracle's numbers, and tables of n queries and keys that learn if the kind's do."""
     sizes = {"batch": 2, "heads": HEADS, "distance": 23, "queries": n, "keys": n}
-    shape = [1 if shared and axis.shared else sizes[axis.along] for axis in kind.axes]
-    if not kind.learns:
-        return kind(torch.rand(shape, generator=g))
-    table = torch.randn(shape, generator=g)
-    return kind((table.to(dtype) if kind.places else table).requires_grad_())
+    tables = []
+    for name, axes in kind.axes.items():
+        shape = [1 if shared and axis.shared else sizes[axis.along] for axis in axes]
+        table = torch.randn(shape, generator=g) if name in kind.learns else torch.rand(shape, generator=g)
+        table = table.to(dtype) if kind.places else table
+        tables.append(table.requires_grad_(name in kind.learns))
+    return kind(*ORACLES[kind.__name__].some, *tables)
 
 
 #: What makes a term, and the formula of its kind, by the kernel's name.
@@ -54,7 +54,7 @@ KINDS = {
 }
 KINDS |= {
     f"shared_{kind.kernel}": (functools.partial(made, kind, shared=True), ORACLES[name].formula)
-    for name, kind in declarations.KINDS.items() if any(axis.shared for axis in kind.axes)
+    for name, kind in declarations.KINDS.items() if any(axis.shared for axes in kind.axes.values() for axis in axes)
 }  # fmt: skip
 
 
@@ -754,15 +754,15 @@ def test_a_declaration_that_lacks_something() -> None:
     for body, text in (
         ({"__annotations__": {"low": "float"}, "kernel": "x"}, "does not define slope"),
         ({"__annotations__": {"low": "float"}, "slope": None}, "does not define kernel"),
-        ({"__annotations__": {"table": "Tensor"}, "kernel": "x", "slope": None}, "then a Tensor if it has axes"),
+        ({"__annotations__": {"table": "Tensor"}, "kernel": "x", "slope": None}, "then a Tensor for each of its axes"),
         ({"__annotations__": {"low": "int"}, "kernel": "x", "slope": None}, "a term has floats"),
         ({"__annotations__": {"low": "float"}, "kernel": "alibi", "slope": None}, "'alibi' in kernels, is declared"),
         (
             {
                 "__annotations__": {"table": "Tensor"},
                 "kernel": "x",
-                "axes": (declarations.Axis("heads"),),
-                "learns": True,
+                "axes": {"table": (declarations.Axis("heads"),)},
+                "learns": ("table",),
             },
             "does not define entry",
         ),

@@ -18,7 +18,7 @@ from .patterns import Causal, Documents, Full, Grid, GridNeighborhood, LongNet, 
 from .patterns.validate import flag
 from .precision import NATIVE, Precision, as_precision
 from .program import find, find_paged, keep, keep_paged
-from .terms import Bias, Term, as_terms
+from .terms import Term, as_terms
 from .torch_ops import attend, run
 from .types import FIRST_POSITION, AttentionOutput
 from .validate import check_sinks, checked, converted, paged, refuse_unknown
@@ -506,11 +506,14 @@ def _on_grid(term: Term, grid: Grid) -> Term:
         got = f"{type(term).__name__} on a grid of {len(grid.shape)} axes"
         remedy = "Pass a Bias, with rows and columns for the tokens in row-major order."
         raise UnsupportedError(message("terms", got, "terms that count no distances", remedy))
-    if not isinstance(term, Bias) or term.table.shape[-2:] != (grid.tokens, grid.tokens):
-        # attention checks the shape of a table
-        return term
-    rows = grid.flatten(term.table.unflatten(-2, grid.shape), term.table.ndim - 2)
-    return term.over(grid.flatten(rows.unflatten(-1, grid.shape), rows.ndim - 1))
+    tables = []
+    for table, axes in zip(term.tables, term.axes.values(), strict=True):
+        for dim, axis in enumerate(axes):
+            # attention checks the shape of a table
+            if axis.along in ("queries", "keys") and table.shape[dim] == grid.tokens:
+                table = grid.flatten(table.unflatten(dim, grid.shape), dim)
+        tables.append(table)
+    return term.over(*tables) if tables else term
 
 
 def _is_sharded(x: object) -> bool:

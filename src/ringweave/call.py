@@ -301,7 +301,7 @@ def term_operands(
     terms, totals = terms_of(call.terms, tensors[first : first + count]), list[Tensor | None]()
     for term in terms:
         term.check(call.batch, call.heads, *tokens, device)
-        totals.append(term.total(acc_dtype(call.dtype)) if bool(term.tables) and next(flags) else None)
+        totals += [term.total(name, acc_dtype(call.dtype)) if next(flags) else None for name in term.axes]
     places = [torch.arange(n, device=device) for n in (call.heads, *tokens)]
     dropout = Dropout(call.dropout, int(tensors[-1])) if seeds else None
     offsets = first_positions(call.pattern, call.q_offset, call.batch, device)

@@ -109,7 +109,7 @@ def explain(
     terms, dropout = as_terms(terms), checked_dropout(dropout)
     for term in terms:
         term.check(batch, heads, nq, nk, term.tables[0].device if term.tables else torch.device(kind))
-    learned = sum(table.numel() for term in terms if (table := term.learned) is not None and table.requires_grad)
+    learned = sum(table.numel() for term in terms for table in term.learned if table.requires_grad)
     call = Call(
         batch, heads, kv_heads, nq, nk, head_dim, value_dim, dtype, kind, needs_grad, features(terms, dropout),
         learned if needs_grad else 0, pattern=pattern, q_offset=q_offset, backend=backend,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, final
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import ShapeError, UnsupportedError, message, shown
+from .names import only
 from .patterns.validate import flag, number, whole
 
 
@@ -61,54 +62,65 @@ _LETTERS = {"batch": "B", "heads": "Hq", "queries": "Nq", "keys": "Nk", "distanc
 #: The declared kinds by name: every subclass of :class:`Term`.
 KINDS: dict[str, type[Term]] = {}
 
+# Kernels hold numbers, and their inverses, in float32.
+_SMALLEST, _LARGEST = 1e-37, 1e37
+# numbers that differ by more than this share of the larger one are different in float32 too
+_STEP = 2.0**-23
+
 
 class Term(ABC):
     """A function applied to scaled scores; base of the kinds of terms in this module.
 
-    A kind is a frozen dataclass with number fields, and one tensor field if it has ``axes``. Checks, operators,
+    A kind is a frozen dataclass with number fields, then one tensor field for each of its ``axes``. Checks, operators,
     backends and ranks know nothing about a kind beyond the attributes and methods declared here.
 
     Attributes:
         kernel: Name of the kind in kernels. A kernel without this name does not support the kind.
-        axes: Axes of its table; a kind without axes has no table.
-        learns: Whether gradients reach the table; otherwise its entries are constants, which may be on the CPU.
+        axes: Axes of each table, by the name of its field and in the order of the fields.
+        learns: Names of the tables that gradients reach. The entries of the others are constants, which may be on the
+            CPU.
         distances: Whether the formula needs the positions of queries and keys.
         places: Whether the formula needs the indices of queries and keys in q and k.
     """
 
     kernel: ClassVar[str]
-    axes: ClassVar[tuple[Axis, ...]] = ()
-    learns: ClassVar[bool] = False
+    axes: ClassVar[Mapping[str, tuple[Axis, ...]]] = {}
+    learns: ClassVar[tuple[str, ...]] = ()
     distances: ClassVar[bool] = False
     places: ClassVar[bool] = False
 
     _numbers: ClassVar[tuple[str, ...]]
-    _table: ClassVar[str]  # name of the tensor field, or ""
-    _also: ClassVar[str] = ""  # other values that the field accepts, for its error text
+    _also: ClassVar[str] = ""  # other values that a table accepts, for its error text
+    _constant: ClassVar[str] = "Detach it: this kind of term has no gradient for it."
     _spec: str
 
     def __init_subclass__(cls) -> None:
         fields = {name: kind for name, kind in cls.__annotations__.items() if not kind.startswith("ClassVar")}
         cls._numbers = tuple(name for name, kind in fields.items() if kind == "float")
-        tensors = [name for name, kind in fields.items() if kind == "Tensor"]
-        if list(fields) != [*cls._numbers, *tensors] or len(tensors) != bool(cls.axes):
-            raise TypeError(f"{cls.__name__} has fields {fields}; a term has floats, then a Tensor if it has axes")
-        wanted = ["kernel", *["slope"] * (not cls.axes), *["entry"] * cls.learns]
-        if unsaid := [name for name in wanted if name not in vars(cls)]:
+        wanted = dict.fromkeys(cls._numbers, "float") | dict.fromkeys(cls.axes, "Tensor")
+        if list(fields.items()) != list(wanted.items()):
+            raise TypeError(
+                f"{cls.__name__} has fields {fields}; a term has floats, then a Tensor for each of its axes"
+            )
+        if not {*cls.learns} <= {*cls.axes}:
+            raise TypeError(f"{cls.__name__} learns {cls.learns}, and its tables are {', '.join(cls.axes)}")
+        needed = ["kernel", *["slope"] * (not cls.axes), *["entry"] * bool(cls.learns)]
+        if unsaid := [name for name in needed if name not in vars(cls)]:
             raise TypeError(f"{cls.__name__} does not define {' and '.join(unsaid)}")
         if cls.__name__ in KINDS or cls.kernel in {kind.kernel for kind in KINDS.values()}:
             raise TypeError(f"{cls.__name__}, or {cls.kernel!r} in kernels, is declared already")
-        cls._table = tensors[0] if tensors else ""
         KINDS[cls.__name__] = cls
 
     def __post_init__(self) -> None:
-        text = []
-        for name in self._numbers:
-            value = number(name, getattr(self, name), error=ShapeError)
+        values = [_float32(name, getattr(self, name)) for name in self._numbers]
+        _check_distinct(self._numbers, values)
+        for name, value in zip(self._numbers, values, strict=True):
             object.__setattr__(self, name, value)
-            text.append(repr(value))
-        if self._table:
-            _floating(self._table, getattr(self, self._table), self.axes, self._also)
+        text = [repr(value) for value in values]
+        for name, axes in self.axes.items():
+            table = _floating(name, getattr(self, name), axes, self._also)
+            if table.requires_grad:
+                self._check_learns(name)
             text.append("_")
         # written once, like a pattern's text, because a trace may turn a number into a symbol
         object.__setattr__(self, "_spec", f"{type(self).__name__}({', '.join(text)})")
@@ -116,44 +128,55 @@ class Term(ABC):
     @property
     def numbers(self) -> tuple[float, ...]:
         """Values of the number fields, in order."""
-        return tuple(map(self.__getattribute__, self._numbers))
+        return tuple([getattr(self, name) for name in self._numbers])
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
-        """Tuple of the table, empty for a kind without one."""
-        return (getattr(self, self._table),) if self._table else ()
+        """Values of the tensor fields, in order."""
+        return tuple([getattr(self, name) for name in self.axes])
 
     @property
-    def learned(self) -> Tensor | None:
-        """The table if gradients reach it, else None."""
-        return getattr(self, self._table) if self.learns else None
+    def learned(self) -> tuple[Tensor, ...]:
+        """The tables that gradients reach."""
+        return tuple([getattr(self, name) for name in self.learns])
 
     @property
     def spec(self) -> str:
-        """Text that :func:`terms_of` reads, with the numbers, and ``_`` for the tensor."""
+        """Text that :func:`terms_of` reads, with the numbers, and ``_`` for each tensor."""
         return self._spec
 
-    def over(self, table: Tensor) -> Term:
-        """Return the same term with another table."""
-        return type(self)(*self.numbers, table)  # type: ignore[call-arg]
+    def over(self, *tables: Tensor) -> Term:
+        """Return the same term with other tables."""
+        return type(self)(*self.numbers, *tables)
 
-    def total(self, acc: torch.dtype) -> Tensor:
-        """Return zeros to which backward adds the gradient of the table."""
-        assert self.learned is not None
+    def total(self, name: str, acc: torch.dtype) -> Tensor:
+        """Return zeros to which backward adds the gradient of a table.
+
+        Raises:
+            ShapeError: The table has no gradient.
+        """
+        self._check_learns(name)
         # float64, since every pair of a head is added to one of few entries
-        few = any(axis.along == "distance" for axis in self.axes)
-        dtype = torch.float64 if few else acc
-        return torch.zeros_like(self.learned, dtype=dtype, memory_format=torch.contiguous_format)
+        dtype = acc if {"queries", "keys"} <= {axis.along for axis in self.axes[name]} else torch.float64
+        return torch.zeros_like(getattr(self, name), dtype=dtype, memory_format=torch.contiguous_format)
 
     def check(self, batch: int, heads: int, nq: int, nk: int, device: torch.device) -> None:
-        """Raise ShapeError unless its table fits a call."""
+        """Raise ShapeError unless its tables fit a call."""
         sizes = {"batch": batch, "heads": heads, "queries": nq, "keys": nk}
-        for table in self.tables:
+        for name, axes in self.axes.items():
+            table = getattr(self, name)
             # constants are few numbers, so those on the CPU are copied to any device
-            here = device if self.learns or table.device.type != "cpu" else table.device
-            for dim, axis in enumerate(self.axes):
+            here = device if name in self.learns or table.device.type != "cpu" else table.device
+            for dim, axis in enumerate(axes):
                 if axis.along in sizes:
-                    _check_place(self._table, table, dim, sizes[axis.along], axis, here)
+                    _check_place(name, table, dim, sizes[axis.along], axis, here)
+            # the owner may have called requires_grad_() since the term was made
+            if table.requires_grad and torch.is_grad_enabled():
+                self._check_learns(name)
+
+    def _check_learns(self, name: str) -> None:
+        if name not in self.learns:
+            raise ShapeError(message(name, "a tensor that requires gradients", "constants", self._constant))
 
     @classmethod
     @abstractmethod
@@ -171,25 +194,52 @@ class Term(ABC):
         """
         return None
 
-    def entry(self, at: Pairs) -> Tensor:
-        """Return each pair's index into the flattened table, int64. A kind that learns must define it."""
+    def entry(self, name: str, at: Pairs) -> Tensor:
+        """Return each pair's index into a flattened table, int64. A kind that learns must define it."""
         raise NotImplementedError
 
-    def gradient(self, before: Tensor, after: Tensor, grad: Tensor, at: Pairs, total: Tensor | None) -> Tensor:
-        """Return the gradient of the scores before the term, and add the gradient of the table to ``total``.
+    def share(self, name: str, before: Tensor, at: Pairs) -> Tensor | float:
+        """Return the derivative of the scores after the term by each pair's entry of a table."""
+        return 1.0
+
+    def gradient(
+        self, before: Tensor, after: Tensor, grad: Tensor, at: Pairs, totals: Sequence[Tensor | None]
+    ) -> Tensor:
+        """Return the gradient of the scores before the term, and add the gradients of the tables to ``totals``.
 
         Args:
             before: Scores before the term.
             after: Scores after the term.
             grad: Gradient of the scores after the term.
             at: Indices of the scores.
-            total: Gradient of the table so far; None if it is not needed.
+            totals: Gradient of each table so far; None if it is not needed.
         """
-        if total is not None:
-            places, grads = torch.broadcast_tensors(self.entry(at), grad)
-            total.view(-1).scatter_add_(0, places.reshape(-1), grads.reshape(-1).to(total.dtype))
+        for name, total in zip(self.axes, totals, strict=True):
+            if total is not None:
+                share = self.share(name, before, at)
+                of_entry = grad if isinstance(share, float) and share == 1.0 else grad * share
+                places, grads = torch.broadcast_tensors(self.entry(name, at), of_entry)
+                total.view(-1).scatter_add_(0, places.reshape(-1), grads.reshape(-1).to(total.dtype))
         slope = self.slope(before, after)
         return grad if slope is None else grad * slope
+
+
+def _float32(name: str, value: object) -> float:
+    """Check a number that float32 can represent, and return it."""
+    value = number(name, value, error=ShapeError)
+    if value != 0 and not _SMALLEST <= abs(value) <= _LARGEST:
+        wanted = f"0, or a number of {_SMALLEST:g} to {_LARGEST:g} of either sign"
+        raise ShapeError(message(name, shown(value), wanted, "Kernels compute in float32; pass such a number."))
+    return value
+
+
+def _check_distinct(names: Sequence[str], values: Sequence[float]) -> None:
+    """Raise ShapeError if two numbers differ and may be equal in float32."""
+    for i, one in enumerate(values):
+        for j, other in enumerate(values[:i]):
+            if one != other and abs(one - other) <= _STEP * max(abs(one), abs(other)):
+                wanted = f"{names[j]}, {shown(other)}, or a number that differs from it in float32"
+                raise ShapeError(message(names[i], shown(one), wanted, "Kernels compute in float32."))
 
 
 @final
@@ -214,12 +264,9 @@ class Softcap(Term):
     cap: float
 
     def __post_init__(self) -> None:
-        given = self.cap
         super().__post_init__()
-        # kernels multiply by 1 / cap, so float32 must be able to represent it as well
-        if not 1e-37 <= self.cap <= 1e37:
-            wanted = "a number above 0, of 1e-37 to 1e37"
-            raise ShapeError(message("cap", shown(given), wanted, "Leave the term out for no cap."))
+        if self.cap <= 0:
+            raise ShapeError(message("cap", shown(self.cap), "a number above 0", "Leave the term out for no cap."))
 
     @classmethod
     def example(cls, batch: int, heads: int, nq: int, nk: int, generator: torch.Generator) -> Softcap:
@@ -277,20 +324,18 @@ class ALiBi(Term):
     """
 
     kernel: ClassVar[str] = "alibi"
-    axes: ClassVar[tuple[Axis, ...]] = (Axis("heads"),)
+    axes: ClassVar[Mapping[str, tuple[Axis, ...]]] = {"slopes": (Axis("heads"),)}
     _also: ClassVar[str] = ", or a list of numbers"
+    _constant: ClassVar[str] = "Detach them, or use a DistanceBias, whose table learns."
     distances: ClassVar[bool] = True
 
     slopes: Tensor
 
     def __post_init__(self) -> None:
         if isinstance(self.slopes, (list, tuple)):
-            numbers = [number("slopes", slope, error=ShapeError) for slope in self.slopes]
+            numbers = [number("slopes", slope, -_LARGEST, _LARGEST, error=ShapeError) for slope in self.slopes]
             object.__setattr__(self, "slopes", torch.tensor(numbers, dtype=torch.float32, device="cpu"))
         super().__post_init__()
-        if self.slopes.requires_grad:
-            remedy = "Detach them, or use a DistanceBias, whose table learns."
-            raise ShapeError(message("slopes", "a tensor that requires gradients", "constants", remedy))
 
     @staticmethod
     def of_heads(heads: int) -> ALiBi:
@@ -341,8 +386,8 @@ class DistanceBias(Term):
     """
 
     kernel: ClassVar[str] = "distance"
-    axes: ClassVar[tuple[Axis, ...]] = (Axis("heads"), Axis("distance"))
-    learns: ClassVar[bool] = True
+    axes: ClassVar[Mapping[str, tuple[Axis, ...]]] = {"table": (Axis("heads"), Axis("distance"))}
+    learns: ClassVar[tuple[str, ...]] = ("table",)
     distances: ClassVar[bool] = True
 
     table: Tensor
@@ -393,7 +438,7 @@ class DistanceBias(Term):
         """Add the bias to the scores."""
         return t + self.table.to(t.dtype)[at.head, self._place(at)]
 
-    def entry(self, at: Pairs) -> Tensor:
+    def entry(self, name: str, at: Pairs) -> Tensor:
         """Return the index of the distance in the row of the head."""
         return at.head * self.table.shape[1] + self._place(at)
 
@@ -418,8 +463,10 @@ class Bias(Term):
     """
 
     kernel: ClassVar[str] = "bias"
-    axes: ClassVar[tuple[Axis, ...]] = (Axis("batch", True), Axis("heads", True), Axis("queries"), Axis("keys"))
-    learns: ClassVar[bool] = True
+    axes: ClassVar[Mapping[str, tuple[Axis, ...]]] = {
+        "table": (Axis("batch", True), Axis("heads", True), Axis("queries"), Axis("keys"))
+    }
+    learns: ClassVar[tuple[str, ...]] = ("table",)
     places: ClassVar[bool] = True
 
     table: Tensor
@@ -439,7 +486,7 @@ class Bias(Term):
         """Add the bias to the scores."""
         return t + self.table[self._place(at)].to(t.dtype)
 
-    def entry(self, at: Pairs) -> Tensor:
+    def entry(self, name: str, at: Pairs) -> Tensor:
         """Return the index of the pair's element."""
         b, h, i, j = self._place(at)
         _, heads, nq, nk = self.table.shape
@@ -465,8 +512,11 @@ def as_terms(terms: object) -> tuple[Term, ...]:
 
 
 def rounded(term: Term, dtype: torch.dtype) -> Term:
-    """Return a term with its learned table, if any, converted to a dtype; gradients reach the original table."""
-    return term if term.learned is None else term.over(term.learned.to(dtype))
+    """Return a term with its learned tables, if any, converted to a dtype; gradients reach the original tables."""
+    if not term.learns:
+        return term
+    named = zip(term.axes, term.tables, strict=True)
+    return term.over(*(table.to(dtype) if name in term.learns else table for name, table in named))
 
 
 def written(terms: Sequence[Term]) -> tuple[str, list[Tensor]]:
@@ -476,7 +526,7 @@ def written(terms: Sequence[Term]) -> tuple[str, list[Tensor]]:
 
 def tables_in(spec: str) -> int:
     """Count the tensors that belong to a text of :func:`written`."""
-    return spec.count("(_")
+    return sum(arguments.split(", ").count("_") for _, arguments in _WRITTEN.findall(spec))
 
 
 def terms_of(spec: str, tables: Sequence[Tensor]) -> tuple[Term, ...]:
@@ -571,7 +621,7 @@ class TermOperands(NamedTuple):
         rows: (Nq,) int64, queries of the view as indices into the call's q.
         columns: (Nk,) int64, keys of the view as indices into the call's k.
         offsets: (B, 2) int64, positions of each batch element's first query and first key.
-        totals: For each term the sum of its table's gradient, or None if there is none.
+        totals: For each table of the terms, in order, the sum of its gradient, or None if there is none.
     """
 
     terms: tuple[Term, ...]
@@ -585,6 +635,11 @@ class TermOperands(NamedTuple):
     def seeded(self, seed: int) -> TermOperands:
         """Return the operands with another seed of the dropout, if there is one."""
         return self if self.dropout is None else self._replace(dropout=self.dropout._replace(seed=seed))
+
+    def with_totals(self) -> list[tuple[Term, tuple[Tensor | None, ...]]]:
+        """Return each term with the totals of its tables."""
+        rest = iter(self.totals)
+        return [(term, tuple(next(rest) for _ in term.axes)) for term in self.terms]
 
     @property
     def names(self) -> frozenset[str]:
@@ -627,7 +682,12 @@ class TermOperands(NamedTuple):
 
     def gradient(self, states: list[Tensor], grad: Tensor, at: Pairs) -> Tensor:
         """Return the gradient of the scaled scores from that of the scores after all terms."""
-        steps = list(zip(self.terms, states, states[1:], self.totals, strict=False))
-        for term, before, after, total in reversed(steps):
-            grad = term.gradient(before, after, grad, at, total)
+        # without terms there are no states
+        steps = list(zip(self.with_totals(), states, states[1:], strict=False))
+        for (term, totals), before, after in reversed(steps):
+            grad = term.gradient(before, after, grad, at, totals)
         return grad
+
+
+__all__ = [*KINDS, "Axis", "Pairs", "Term"]
+__dir__ = only(__all__)

@@ -208,7 +208,7 @@ def checked(given: Arguments) -> Checked:
         more = of_k, of_v
     text, tensors = pack(pattern, terms, call.dropout, *more)
     # Set after the checks, so that forward runs even on a named backend that refuses the gradient of a table.
-    learned = sum(x.numel() for term in terms if (x := term.learned) is not None and needs_grad and x.requires_grad)
+    learned = sum(x.numel() for term in terms for x in term.learned if needs_grad and x.requires_grad)
     call = replace(call, terms=text, kv_dtype=policy.kv, order=policy.order, learned=learned)
     return Checked(call, q, k, v, tensors, terms)
 
@@ -266,6 +266,7 @@ def paged(given: Arguments, cache: PagedCache) -> Checked:
     q, pattern, backend = given.q, given.pattern, renamed_value("backend", given.backend, RENAMED)
     if not isinstance(pattern, Pattern):
         refuse(pattern)
+    cache.check()
     k, v = cache.k, cache.v
     heads = k.shape[1]
     fits = isinstance(q, Tensor) and q.ndim == 4 and q.shape[0] == len(cache.table) and q.shape[3] == k.shape[3]

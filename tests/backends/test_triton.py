@@ -271,7 +271,9 @@ def test_what_nobody_attends_does_not_coarsen_a_tables_gradient() -> None:
     lse = torch.zeros(1, 4, 200).masked_fill(~allowed.any(3), -torch.inf)
     term = rw.DistanceBias(torch.zeros(4, 9))
     places = [torch.arange(n) for n in (4, 200, 200)]
-    asked = TermOperands((term,), None, *places, torch.zeros(1, 2, dtype=torch.long), (term.total(torch.float32),))
+    asked = TermOperands(
+        (term,), None, *places, torch.zeros(1, 2, dtype=torch.long), (term.total("table", torch.float32),)
+    )
 
     def quanta() -> torch.Tensor:
         return arguments.Sums(asked, Upstream(dout, lse, torch.zeros(1, 4, 200)), v, of).per_quantum

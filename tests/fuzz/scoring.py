@@ -18,7 +18,7 @@ from .sizes import Sizes
 
 STEPS = 2**16
 # kinds as often as they are drawn: those that learn twice, and T5's buckets, which are a table of distances
-_DRAWN = [name for name, kind in KINDS.items() for name in [name] * (1 + kind.learns)]
+_DRAWN = [name for name, kind in KINDS.items() for name in [name] * (1 + bool(kind.learns))]
 _DRAWN.insert(_DRAWN.index("DistanceBias") + 2, "buckets")
 FILLS = [".normal_()"] * 6 + [".normal_(0, 9)", ".normal_(0, 0.01)", ".fill_(1)", ".zero_()"]
 #: of a bias or a logit: one of three leaves out
@@ -43,8 +43,8 @@ class Term:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Of its tensor."""
-        return KINDS[self.kind].axes if self.kind in KINDS else (Axis("heads"),)
+        """Of its tensor, if it has one."""
+        return next(iter(KINDS[self.kind].axes.values()), ()) if self.kind in KINDS else (Axis("heads"),)
 
     @property
     def alone(self) -> bool:

@@ -72,7 +72,7 @@ def results(
     sinks = torch.linspace(-1, 1, x.q.shape[1]).requires_grad_()
     tables = [table.detach().requires_grad_(table.requires_grad) for term in terms for table in term.tables]
     rest = iter(tables)
-    terms = [type(term)(next(rest)) if term.tables else term for term in terms]  # type: ignore[call-arg]
+    terms = [term.over(*(next(rest) for _ in term.axes)) for term in terms]
     q, k, v = leaves
     out, lse = rw.attention_with_lse(
         q, k, v, pattern, terms=terms, dropout=dropout, sink_logits=sinks, backend=backend, context=context
@@ -265,7 +265,7 @@ AGREED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
         (
             {"q": lambda x: x.requires_grad_(), "terms": rw.DistanceBias(torch.ones(2, 5, requires_grad=True))},
             {"q": lambda x: x.requires_grad_(), "terms": rw.DistanceBias(torch.ones(2, 5))},
-            "arguments terms=(learned DistanceBias((2, 5))) here and another",
+            "arguments terms=(DistanceBias(learned (2, 5))) here and another",
         ),
     ],
     "sink_logits": [

@@ -227,9 +227,12 @@ def _term_arguments(scoring: TermOperands | None) -> dict[str, object]:
 
 def _heads_in(term: Term) -> int | None:
     """Return the dimension of query heads in a term's table; None if the table has no heads or all share it."""
-    along = [axis.along for axis in term.axes]
-    dim = along.index("heads") if "heads" in along else None
-    return None if dim is None or (term.axes[dim].shared and term.tables[0].shape[dim] == 1) else dim
+    # a kind that the kernel knows has at most one table
+    for table, axes in zip(term.tables, term.axes.values(), strict=True):
+        for dim, axis in enumerate(axes):
+            if axis.along == "heads" and not (axis.shared and table.shape[dim] == 1):
+                return dim
+    return None
 
 
 def _table(term: Term, heads: Tensor) -> Tensor | None:
@@ -251,17 +254,18 @@ def _table(term: Term, heads: Tensor) -> Tensor | None:
 def _grads(scoring: TermOperands | None) -> list[Tensor | None]:
     """Allocate the float32 gradients of terms' tables for the kernel; None for a table without gradient."""
     grads: list[Tensor | None] = []
-    for term, total in zip(scoring.terms, scoring.totals, strict=True) if scoring is not None else ():
-        table = None if total is None or scoring is None else _table(term, scoring.heads)
+    for term, totals in scoring.with_totals() if scoring is not None else ():
+        table = None if scoring is None or totals in ((), (None,)) else _table(term, scoring.heads)
         grads.append(None if table is None else torch.empty(table.shape, dtype=torch.float32, device="cpu"))
     return grads
 
 
 def _add(scoring: TermOperands, grads: list[Tensor | None]) -> None:
-    for term, total, grad in zip(scoring.terms, scoring.totals, grads, strict=True):
+    for (term, totals), grad in zip(scoring.with_totals(), grads, strict=True):
         dim = _heads_in(term)
-        if total is None or grad is None:
+        if grad is None or totals[0] is None:
             continue
+        total = totals[0]
         if dim is None or total.shape == grad.shape:
             total.add_(grad)
         else:

@@ -89,9 +89,9 @@ def _part(operands: Operands, branch: Branch) -> tuple[Tensor, Tensor]:
 
 
 def _ready(term: Term, device: torch.device) -> Term:
-    """Return a term with a float32 table on the device, since a score_mod can convert an entry but not its table."""
+    """Return a term with float32 tables on the device, since a score_mod can convert an entry but not its table."""
     # the table of a bias with an entry for every pair is too large to convert
-    return term if term.places or not term.tables else term.over(term.tables[0].to(device, torch.float32))
+    return term if term.places else term.over(*(table.to(device, torch.float32) for table in term.tables))
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

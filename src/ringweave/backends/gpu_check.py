@@ -155,8 +155,9 @@ def _scoring(call: Call, generator: torch.Generator) -> TermOperands | None:
     device, sides = call.device, (call.batch, call.heads, call.nq, call.nk)
     terms = tuple(kind.example(*sides, generator) for name, kind in KINDS.items() if name in call.features)
     totals = tuple(
-        term.total(torch.float32) if call.needs_grad and term.learned is not None else None for term in terms
-    )
+        term.total(name, torch.float32) if call.needs_grad and name in term.learns else None
+        for term in terms for name in term.axes
+    )  # fmt: skip
     heads, rows, columns = (torch.arange(side, device=device) for side in sides[1:])
     offsets = torch.zeros(call.batch, 2, dtype=torch.int64, device=device)
     dropout = Dropout(STEPS // 8, 2**40 + 7) if "dropout" in call.features else None

@@ -171,7 +171,7 @@ def _said(call: Call, tensors: Sequence[Tensor]) -> Opaque | None:
         return None
     last = len(tensors) - (call.dropout > 0)
     shapes = iter(tensors[last - tables_in(call.terms) : last])
-    shown = re.sub("_", lambda _: str(tuple(next(shapes).shape)), call.terms)
+    shown = re.sub(r"\b_\b", lambda _: str(tuple(next(shapes).shape)), call.terms)
     drops = f"dropout {call.dropout / STEPS:.6g}"
     shown = ", ".join(([shown] if call.terms else []) + ([drops] if call.dropout else []))
     return Opaque(text_words(f"{shown} {call.dropout}", 1)[0], shown)
@@ -187,8 +187,9 @@ def written_argument(value: object, tensors: list[Tensor]) -> str:
         tensors.append(value)
         return "learned _" if value.requires_grad else "_"
     if isinstance(value, Term):
-        tensors += value.tables
-        return f"{'learned ' if any(x.requires_grad for x in value.tables) else ''}{value.spec}"
+        # a rank whose table does not learn would leave its share out of the gradient
+        tables = [written_argument(table, tensors) for table in value.tables]
+        return f"{type(value).__name__}({', '.join([*map(repr, value.numbers), *tables])})"
     if isinstance(value, (list, tuple)):
         return f"({', '.join([written_argument(each, tensors) for each in value])})"
     if dataclasses.is_dataclass(value):

@@ -114,12 +114,13 @@ class _Parts:
         return self.mesh.get_local_rank(self._by[dim]) if dim in self._by else 0
 
     def of_term(self, term: Term) -> Term:
-        """Return a term with this rank's slice of its table."""
-        if not term.tables:
-            return term
-        axes = [axis.along for axis in term.axes]
-        dims = {dim: axes.index(along) for dim, along in ((BATCH, "batch"), (HEADS, "heads")) if along in axes}
-        return term.over(self.of(term.tables[0], dims))
+        """Return a term with this rank's slice of its tables."""
+        tables = []
+        for table, axes in zip(term.tables, term.axes.values(), strict=True):
+            along = [axis.along for axis in axes]
+            dims = {dim: along.index(name) for dim, name in ((BATCH, "batch"), (HEADS, "heads")) if name in along}
+            tables.append(self.of(table, dims))
+        return term.over(*tables) if tables else term
 
     def of(self, x: Tensor, dims: dict[int, int]) -> Tensor:
         """Return this rank's slice of x; ``dims`` maps BATCH and HEADS to dimensions of x. A size of 1 broadcasts."""

@@ -105,7 +105,7 @@ def of(scoring: TermOperands | None, device: torch.device) -> Extras:
     terms = tuple(KINDS[term.kernel] for term in scoring.terms)
     tables = tuple(_table(term, device) for term in scoring.terms)
     numbers = tuple(_numbers(term) for term in scoring.terms)
-    return Extras(places, tables, numbers, drop, terms, any(term.learns for term in scoring.terms))
+    return Extras(places, tables, numbers, drop, terms, any(bool(term.learns) for term in scoring.terms))
 
 
 def _table(term: Term, device: torch.device) -> tuple[Tensor, ...]:
@@ -137,11 +137,13 @@ class Sums:
 
     def __init__(self, scoring: TermOperands, upstream: Upstream, v: Tensor, plan: BlockPlan):
         self.scoring = scoring
-        pairs = list(zip(scoring.terms, scoring.totals, strict=True))
+        # a kind that the kernels know has at most one table
+        self.totals = [totals[0] if totals else None for _, totals in scoring.with_totals()]
+        pairs = list(zip(scoring.terms, self.totals, strict=True))
         self.ways = tuple(0 if total is None else self._way(term, total.shape, len(v)) for term, total in pairs)
         self.sums = [
             torch.zeros_like(total, dtype=torch.int64) if total is not None and way == SUMMED.value else None
-            for way, total in zip(self.ways, scoring.totals, strict=True)
+            for way, total in zip(self.ways, self.totals, strict=True)
         ]
         if SUMMED.value in self.ways:
             factor = 1.0 if scoring.dropout is None else scoring.dropout.factor
@@ -171,13 +173,13 @@ class Sums:
         """
         tables = tuple(
             given if total is None else (*given, sums, total, None if sums is None else self.per_quantum)
-            for given, sums, total in zip(extras.tables or (), self.sums, self.scoring.totals, strict=True)
+            for given, sums, total in zip(extras.tables or (), self.sums, self.totals, strict=True)
         )
         return extras.arguments | {"tables": tables}
 
     def finish(self) -> None:
         """Add the integer sums to the totals."""
-        for sums, total in zip(self.sums, self.scoring.totals, strict=True):
+        for sums, total in zip(self.sums, self.totals, strict=True):
             if sums is not None and total is not None:
                 total.add_(sums.double().div_(self.per_quantum.double()))
 
